@@ -1,0 +1,68 @@
+"""Names and labels of everything gpuhub makes on a node, built so that they cannot collide or escape.
+
+Guarantees of `slug`: the result is 1–40 characters of `[a-z0-9-]`, starts and ends with a letter or digit, and
+two different inputs give two different results (a hash is appended whenever the input is not already such a name).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+_PLAIN = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+_HASHED = re.compile(r".*-[0-9a-f]{8}")
+
+#: What JupyterHub is told to accept as a user name: a POSIX user name, nothing that means something in a path.
+USERNAME_PATTERN = r"[a-z][a-z0-9_.-]{0,31}"
+#: A named server: letters, digits and dashes.
+SERVER_PATTERN = r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?"
+INSTANCE_PATTERN = r"[a-z][a-z0-9]{0,7}"
+#: A launch's own name, chosen by the client: a folder name under `~/.gpu_launch/jobs`.
+RUN_PATTERN = r"[a-z0-9]([a-z0-9-]{4,38}[a-z0-9])"
+
+LABEL_INSTANCE = "gpuhub.instance"
+LABEL_KIND = "gpuhub.kind"  # notebook, worker or agent
+LABEL_LEASE = "gpuhub.lease"
+LABEL_EPOCH = "gpuhub.epoch"
+LABEL_OWNER = "gpuhub.owner"
+LABEL_JOB = "gpuhub.job"
+LABEL_WORKER = "gpuhub.worker"
+
+KIND_NOTEBOOK = "notebook"
+KIND_WORKER = "worker"
+KIND_AGENT = "agent"
+
+
+def slug(text: str) -> str:
+    """A name for use in container, network and volume names; injective, see the module's guarantees."""
+    if _PLAIN.fullmatch(text) and not _HASHED.fullmatch(text):
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    readable = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:31].rstrip("-")
+    return f"{readable}-{digest}" if readable else f"x-{digest}"
+
+
+def notebook_container(instance: str, owner: str, server: str) -> str:
+    """The name of a user's notebook container; `server` is empty for the default server."""
+    name = f"{instance}-nb-{slug(owner)}"
+    return f"{name}--{slug(server)}" if server else name
+
+
+def worker_container(instance: str, job_id: str, index: int) -> str:
+    """The name of a job's worker container."""
+    return f"{instance}-job-{slug(job_id)}-{index}"
+
+
+def user_network(instance: str, owner: str) -> str:
+    """The name of a user's private network."""
+    return f"{instance}-net-{slug(owner)}"
+
+
+def access_network(instance: str) -> str:
+    """The node-local bridge every container has for its published port and the way to the hub."""
+    return instance
+
+
+def agent_container(instance: str) -> str:
+    """The name of the GPU agent's container on each node."""
+    return f"{instance}-agent"

@@ -1,0 +1,151 @@
+"""cluster.toml as frozen, validated values: the only reader of settings.
+
+`load(path)` returns a `Cluster` or raises `SettingsError` with one line a mistake: the key, what is wrong with
+its value, and what would be right. Every key is explained in `cluster.example.toml`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import StringConstraints, ValidationError, field_validator, model_validator
+
+from gpuhub import gpus
+from gpuhub.errors import SettingsError
+from gpuhub.mistakes import describe_mistakes
+from gpuhub.tables import CardCount, Hub, Images, Jobs, Network, Node, Profile, Storage, Tls, Users, Value
+
+__all__ = [
+    "CardCount",
+    "Cluster",
+    "Hub",
+    "Images",
+    "Jobs",
+    "Network",
+    "Node",
+    "Profile",
+    "Storage",
+    "Tls",
+    "Users",
+    "gpu_requirement",
+    "load",
+    "unsatisfiable_profiles",
+]
+
+
+class Cluster(Value):
+    """The whole of cluster.toml."""
+
+    nodes: tuple[Node, ...]
+    profiles: tuple[Profile, ...]
+    users: Users
+    storage: Storage = Storage()
+    network: Network = Network()
+    jobs: Jobs = Jobs()
+    hub: Hub = Hub()
+    images: Images = Images()
+    #: Shown on the spawn form and by `make up`, such as "simulated GPUs: training runs on the CPU".
+    notice: Annotated[str, StringConstraints(max_length=300)] = ""
+
+    @field_validator("nodes", "profiles", mode="before")
+    @classmethod
+    def _tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        mistakes = [
+            *(f"{key}: is empty; one at least is needed" for key in ("nodes", "profiles") if not getattr(self, key)),
+            *_duplicates("nodes", "name", [node.name for node in self.nodes]),
+            *_duplicates("nodes", "address", [node.address for node in self.nodes]),
+            *_duplicates("nodes", "docker", [node.docker for node in self.nodes]),
+            *_duplicates("profiles", "name", [profile.name for profile in self.profiles]),
+            *_unsatisfiable(self),
+        ]
+        if self.network.kind == "bridge" and len(self.nodes) > 1:
+            mistakes.append(
+                f'network.kind = "bridge" joins one node only, and there are {len(self.nodes)}: use "overlay"'
+            )
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return self
+
+    @property
+    def has_overlay(self) -> bool:
+        """Users' networks span nodes."""
+        return self.network.kind == "overlay" or (self.network.kind == "auto" and len(self.nodes) > 1)
+
+    def node(self, name: str) -> Node:
+        """The node of that name; KeyError when there is none."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(name)
+
+    def profile(self, name: str) -> Profile | None:
+        """The profile of that name, or None."""
+        return next((profile for profile in self.profiles if profile.name == name), None)
+
+
+def load(path: Path) -> Cluster:
+    """Read and check a cluster.toml.
+
+    Raises:
+        SettingsError: with one line a mistake.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SettingsError(f"{path}: no such file; start from cluster.example.toml") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not valid TOML: {error}") from None
+    try:
+        return Cluster.model_validate(raw)
+    except ValidationError as error:
+        lines = describe_mistakes(error, Cluster)
+        raise SettingsError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+def gpu_requirement(profile: Profile) -> gpus.Requirement:
+    """What a profile asks of each of its GPUs."""
+    return gpus.Requirement(model=profile.gpu_model, least_memory_mib=profile.gpu_memory // 1024**2)
+
+
+def _duplicates(table: str, key: str, values: list[str]) -> list[str]:
+    return [
+        f"{table}: {key} = {value!r} stands {count} times; each needs its own"
+        for value, count in Counter(values).items()
+        if count > 1
+    ]
+
+
+def _unsatisfiable(cluster: Cluster) -> list[str]:
+    """Profiles that no node could ever serve, where every node says what it has."""
+    if any(node.gpus is None for node in cluster.nodes):
+        return []
+    cards = {
+        node.name: [
+            gpus.Card(model=gpus.short_model(card.model), memory_mib=card.memory // 1024**2)
+            for card in node.gpus or ()
+            for _ in range(card.count)
+        ]
+        for node in cluster.nodes
+    }
+    return unsatisfiable_profiles(cluster.profiles, cards)
+
+
+def unsatisfiable_profiles(profiles: tuple[Profile, ...], cards: dict[str, list[gpus.Card]]) -> list[str]:
+    """One line for each profile that none of the nodes (name → its cards) can ever satisfy."""
+    return [
+        f"profiles: {profile.name!r} wants {gpus.describe(profile.gpu_count, gpu_requirement(profile))} on one node, "
+        f"and no node has that; there are: {gpus.describe_nodes(cards)}"
+        for profile in profiles
+        if profile.gpu_count
+        and not any(
+            sum(gpu_requirement(profile).accepts(card) for card in on_node) >= profile.gpu_count
+            for on_node in cards.values()
+        )
+    ]

@@ -1,0 +1,293 @@
+"""The tables of cluster.toml as frozen values, each refusing what is wrong within it; `settings` joins them."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+from gpuhub import names
+from gpuhub.quantities import Size, Span
+
+NodeName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
+ProfileName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
+UserName = Annotated[str, StringConstraints(pattern=f"^{names.USERNAME_PATTERN}$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=300)]
+
+
+class Value(BaseModel):
+    """Base of every setting: frozen, unknown keys and wrong types refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Tls(Value):
+    """Files for mutual TLS with a node's Docker daemon."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    @field_validator("ca", "cert", "key", mode="before")
+    @classmethod
+    def _path(cls, value: object) -> object:
+        return Path(value) if isinstance(value, str) else value
+
+
+class CardCount(Value):
+    """GPUs that a node is known to have, for checks before the node is asked."""
+
+    model: Text
+    memory: Size
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+
+
+class Node(Value):
+    """A machine with a Docker daemon and GPUs."""
+
+    name: NodeName
+    #: Where the other nodes and the head node reach it: an IP address.
+    address: str
+    #: `unix:///path`, `ssh://user@host[:port]` or `tcp://host:2376` with `tls`.
+    docker: str
+    tls: Tls | None = None
+    #: What the administrator expects there; empty: whatever NVML reports.
+    gpus: tuple[CardCount, ...] | None = None
+
+    @field_validator("gpus", mode="before")
+    @classmethod
+    def _tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("address")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        try:
+            address = ipaddress.ip_address(value)
+        except ValueError:
+            raise ValueError(f'{value!r} is no IP address: write one such as "192.168.1.21"') from None
+        if address.is_unspecified or address.is_multicast:
+            raise ValueError(f"{value!r} is not the address of one machine")
+        return value
+
+    @field_validator("docker")
+    @classmethod
+    def _docker(cls, value: str) -> str:
+        url = urlsplit(value)
+        if url.scheme == "unix" and not url.netloc and url.path.startswith("/"):
+            return value
+        if url.scheme in {"ssh", "tcp"} and url.hostname and url.path in {"", "/"}:
+            return value
+        raise ValueError(
+            f'{value!r} is no Docker URL: write "unix:///run/docker.sock", "ssh://user@host" '
+            'or "tcp://host:2376" with tls'
+        )
+
+    @model_validator(mode="after")
+    def _no_plain_tcp(self) -> Self:
+        if self.docker.startswith("tcp://") and self.tls is None:
+            raise ValueError(
+                f"docker = {self.docker!r} has no tls: a Docker daemon on plain TCP gives root to everybody who "
+                'reaches it. Use "ssh://user@host", or give tls = {ca = …, cert = …, key = …}'
+            )
+        if self.tls is not None and not self.docker.startswith("tcp://"):
+            raise ValueError(f"tls goes with a tcp:// URL only, not with docker = {self.docker!r}")
+        return self
+
+
+class Profile(Value):
+    """What a user picks: a GPU request with an image and limits."""
+
+    name: ProfileName
+    title: Text
+    description: Annotated[str, StringConstraints(max_length=500)] = ""
+    image: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-zA-Z0-9._/:@-]{0,200}$")] = "gpuhub/notebook:latest"
+    #: How many GPUs, all on one node; 0 for a CPU-only profile.
+    gpu_count: Annotated[int, Field(ge=0, le=64)] = 1
+    #: Only this model, as NVML names it without "NVIDIA GeForce"; None for any.
+    gpu_model: Text | None = None
+    #: Least memory of each GPU, bytes.
+    gpu_memory: Size = 0
+    cpus: Annotated[float, Field(gt=0, le=1024)] = 4.0
+    memory: Size = 16 * 1024**3
+    shm: Size = 8 * 1024**3
+    pids: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
+    #: Seconds from the grant to the end; None for no limit.
+    time_limit: Span | None = None
+
+    @field_validator("cpus", mode="before")
+    @classmethod
+    def _float(cls, value: object) -> object:
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _cpu_only(self) -> Self:
+        if self.gpu_count == 0 and (self.gpu_model is not None or self.gpu_memory):
+            raise ValueError("gpu_model and gpu_memory need gpu_count of at least 1")
+        return self
+
+
+class Storage(Value):
+    """Home and datasets, the same on every node."""
+
+    #: A path (bound from each node's own file system) or `nfs://server/path`; `{username}` stands for the user.
+    home: str = "/home/{username}"
+    #: Where the head node makes missing homes; None: they exist already. Needed for `nfs://` only when
+    #: the head node should make them: the same folder as the head node sees it.
+    home_create: str | None = None
+    #: A path or `nfs://server/path`, mounted read-only at /datasets; None for none.
+    datasets: str | None = None
+    #: Mount options for `nfs://` volumes, without `addr=`.
+    nfs_options: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_=,.:-]*$")] = "nfsvers=4.2,hard,noatime"
+
+    @field_validator("home", "home_create", "datasets")
+    @classmethod
+    def _place(cls, value: str | None) -> str | None:
+        if value is None:
+            return value
+        url = urlsplit(value)
+        if url.scheme == "nfs" and url.hostname and len(url.path) > 1 and ".." not in url.path:
+            return value
+        if value.startswith("/") and len(value) > 1 and ".." not in value.split("/"):
+            return value
+        raise ValueError(f"{value!r} is neither an absolute path nor nfs://server/path")
+
+    @model_validator(mode="after")
+    def _per_user(self) -> Self:
+        for key in ("home", "home_create"):
+            value = getattr(self, key)
+            if value is not None and "{username}" not in value:
+                raise ValueError(f"{key} = {value!r} is one folder for everybody: put {{username}} into it")
+        if self.home_create is not None and self.home_create.startswith("nfs://"):
+            raise ValueError("home_create is a path on the head node, not an nfs:// address")
+        return self
+
+
+class Network(Value):
+    """How containers of one user reach each other."""
+
+    #: `overlay`: one private network a user over all nodes (Docker Swarm keeps it); `bridge`: one on a single node.
+    kind: Literal["auto", "overlay", "bridge"] = "auto"
+    #: From here users' overlays get their subnets, /24 each.
+    overlay_pool: str = "10.201.0.0/16"
+    #: MTU of the nodes' own network, bytes; overlays get 50 less for VXLAN's header.
+    mtu: Annotated[int, Field(ge=576, le=9216)] = 1500
+
+    @field_validator("overlay_pool")
+    @classmethod
+    def _pool(cls, value: str) -> str:
+        try:
+            network = ipaddress.ip_network(value)
+        except ValueError as error:
+            raise ValueError(f"{value!r} is no network: {error}") from None
+        if not network.is_private or network.prefixlen > 22:
+            raise ValueError(f'{value!r}: a private network of /22 or larger is needed, such as "10.201.0.0/16"')
+        return value
+
+
+class Users(Value):
+    """Who can log in, and how much they may hold."""
+
+    #: `password`: one password for all (practice), made at the first start; `pam`: accounts of the head node.
+    login: Literal["password", "pam"] = "pam"
+    allowed: tuple[UserName, ...] = ()
+    admins: tuple[UserName, ...] = ()
+    #: Users without an account on the head node get UIDs from here on; None: every user needs an account.
+    uid_first: Annotated[int, Field(ge=1000, le=2_000_000_000)] | None = None
+    #: GPUs one user may hold at once, notebooks and jobs together; None for no limit.
+    max_gpus: Annotated[int, Field(ge=1)] | None = None
+    #: Waiting requests one user may have.
+    max_waiting: Annotated[int, Field(ge=1, le=1000)] = 16
+    #: Seconds that a notebook may wait in the queue.
+    queue_limit: Span = 7 * 86400
+
+    @field_validator("allowed", "admins", mode="before")
+    @classmethod
+    def _tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _somebody(self) -> Self:
+        if not self.allowed and not self.admins:
+            raise ValueError('nobody could log in: name users, such as allowed = ["ada", "ben"]')
+        return self
+
+
+class Jobs(Value):
+    """What a worker container of `%gpu_launch` may use."""
+
+    cpus: Annotated[float, Field(gt=0, le=1024)] = 4.0
+    memory: Size = 16 * 1024**3
+    shm: Size = 8 * 1024**3
+    pids: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
+    time_limit: Span | None = None
+    #: A launch whose notebook does not report for this long ends, and its GPUs are free.
+    renew_within: Span = 30
+
+    @field_validator("cpus", mode="before")
+    @classmethod
+    def _float(cls, value: object) -> object:
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class Hub(Value):
+    """Where the head node listens."""
+
+    #: What browsers connect to. Loopback only, until login over TLS is set up.
+    bind: str = "127.0.0.1"
+    port: Port = 8000
+    #: The head node's address as the nodes and their containers reach it; None: found from the route to the nodes.
+    address: str | None = None
+    api_port: Port = 8081
+    broker_port: Port = 8010
+    proxy_api_port: Port = 8001
+
+    @field_validator("bind")
+    @classmethod
+    def _loopback(cls, value: str) -> str:
+        try:
+            loopback = ipaddress.ip_address(value).is_loopback
+        except ValueError:
+            raise ValueError(f'{value!r} is no IP address: write "127.0.0.1"') from None
+        if not loopback:
+            raise ValueError(
+                f"{value!r} is not loopback: without TLS, passwords would cross the network readable. "
+                'Keep "127.0.0.1" and reach it by ssh -L 8000:127.0.0.1:8000'
+            )
+        return value
+
+    @field_validator("address")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                ipaddress.ip_address(value)
+            except ValueError:
+                raise ValueError(f'{value!r} is no IP address: write one such as "192.168.1.20"') from None
+        return value
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        ports = Counter((self.port, self.api_port, self.broker_port, self.proxy_api_port))
+        twice = [port for port, count in ports.items() if count > 1]
+        if twice:
+            raise ValueError(
+                f"port {twice[0]} is used twice: port, api_port, broker_port, proxy_api_port must differ"
+            )
+        return self
+
+
+class Images(Value):
+    """How the images are built."""
+
+    debian_suite: Annotated[str, StringConstraints(pattern=r"^[a-z]+$")] = "bookworm"
+    torch: Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+$")] = "2.13.0"
+    #: `auto`: what pip finds; `cpu` or `cuda`: that build, refused when pip finds the other.
+    torch_build: Literal["auto", "cpu", "cuda"] = "auto"
+    #: Another package index to look for torch on, for the CPU build; None: pip's own.
+    torch_index: str | None = None
