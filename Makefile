@@ -1,0 +1,48 @@
+# gpuhub: every command a user or developer needs. `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+ENGINE ?= builtin
+INSTANCE ?= gpuhub
+BENCH ?= all
+VENV := $(CURDIR)/.venv
+export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
+
+.PHONY: help up down status test check bench setup setup-dev check-cluster lock
+
+help: ## List the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
+
+up: setup ## Install what is needed, build the images, start JupyterHub
+	@gpuhub up --instance $(INSTANCE)
+
+down: ## Stop everything that `make up` started
+	@if [ -x $(VENV)/bin/gpuhub ]; then gpuhub down --instance $(INSTANCE); else echo "Nothing is installed here, so nothing runs."; fi
+
+status: ## Show what runs
+	@gpuhub status --instance $(INSTANCE)
+
+check-cluster: setup ## Say what is wrong with cluster.toml, without starting anything
+	@gpuhub check
+
+setup:
+	@spawners/setup.sh run
+
+setup-dev:
+	@spawners/setup.sh dev
+
+check: setup-dev ## Lint, strict types, imports between modules as drawn
+	@ruff check .
+	@ruff format --check .
+	@mypy
+	@lint-imports
+
+test: setup-dev ## Pass every test (about 20 minutes on 2 cores)
+	@tests/run
+
+bench: setup-dev ## Measure: all, or one group with BENCH=spawn|launch|setup
+	@python -m tests.bench $(BENCH)
+
+lock: setup-dev ## Resolve the pinned versions anew
+	@spawners/lock.sh

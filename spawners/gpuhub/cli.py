@@ -1,0 +1,120 @@
+"""The command `gpuhub`: up, down, status, check, and the processes that supervisord runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpuhub import settings
+from gpuhub.errors import GpuhubError, SetupError
+from gpuhub.paths import DEFAULT_INSTANCE, Paths
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; expected failures are one or a few lines on standard error and exit status 1."""
+    options = build_parser().parse_args(arguments)
+    try:
+        options.run(options, Paths(options.instance))
+    except GpuhubError as error:
+        print(f"gpuhub: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("gpuhub: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
+    parser = argparse.ArgumentParser(prog="gpuhub", description="Share a few GPU machines through JupyterHub.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, text in (
+        ("up", _up, "bring everything up; safe to call again"),
+        ("down", _down, "stop everything and leave nothing running"),
+        ("status", _status, "show what runs"),
+        ("check", _check, "check cluster.toml without starting anything"),
+        ("broker", _broker, "run the broker in the foreground"),
+        ("proxy", _proxy, "run JupyterHub's proxy in the foreground"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        command.add_argument("--instance", default=DEFAULT_INSTANCE, help="default: %(default)s")
+        command.add_argument(
+            "--cluster-file", type=Path, default=Path("cluster.toml"), help="the settings; default: ./%(default)s"
+        )
+        if name == "up":
+            command.add_argument(
+                "--hub-config", type=Path, default=Path("jupyterhub_config.py"), help="default: ./%(default)s"
+            )
+        if name == "down":
+            command.add_argument("--purge", action="store_true", help="remove the practice closet's images as well")
+    return parser
+
+
+def _up(options: argparse.Namespace, paths: Paths) -> None:
+    from gpuhub.head import bring_up
+    from gpuhub.head.report import Report
+
+    _need_root("up")
+    if not options.hub_config.exists():
+        raise SetupError(f"{options.hub_config}: no such file; call `gpuhub up` in gpuhub's own folder")
+    asked = bring_up.Options(
+        settings_file=options.cluster_file,
+        hub_config=options.hub_config.resolve(),
+        source=options.hub_config.resolve().parent,
+    )
+    bring_up.bring_up(paths, asked, Report())
+
+
+def _down(options: argparse.Namespace, paths: Paths) -> None:
+    from gpuhub.head.bring_down import bring_down
+    from gpuhub.head.report import Report
+
+    _need_root("down")
+    bring_down(paths, Report(), purge=options.purge)
+
+
+def _status(options: argparse.Namespace, paths: Paths) -> None:
+    from gpuhub.head.supervisor import Supervisor
+
+    supervisor = Supervisor(paths)
+    if not supervisor.is_running():
+        print("Nothing runs. Start it with: sudo make up")
+        return
+    for name, state in supervisor.states().items():
+        print(f"{name:<10} {state.lower()}")
+
+
+def _check(options: argparse.Namespace, paths: Paths) -> None:
+    cluster = settings.load(options.cluster_file)
+    print(f"{options.cluster_file} is right: {len(cluster.nodes)} nodes, {len(cluster.profiles)} profiles")
+
+
+def _broker(options: argparse.Namespace, paths: Paths) -> None:
+    from gpuhub.broker import main as broker
+
+    broker.run(options.cluster_file, paths)
+
+
+def _proxy(options: argparse.Namespace, paths: Paths) -> None:
+    from gpuhub.head import programs, secrets
+    from gpuhub.nodes.head import head_address
+
+    if shutil.which("configurable-http-proxy") is None:
+        raise SetupError("configurable-http-proxy is not on PATH: `spawners/setup.sh run` installs it")
+    cluster = settings.load(options.cluster_file)
+    command = programs.build_proxy_command(
+        public=(cluster.hub.bind, cluster.hub.port),
+        api_port=cluster.hub.proxy_api_port,
+        hub=(head_address(cluster), cluster.hub.api_port),
+    )
+    os.environ["CONFIGPROXY_AUTH_TOKEN"] = secrets.read_secret(paths, secrets.PROXY_TOKEN)
+    os.execvp(command[0], command)  # noqa: S606 - the proxy takes this process's place under supervisord
+
+
+def _need_root(command: str) -> None:
+    if os.geteuid() != 0:
+        raise SetupError(f"`gpuhub {command}` needs root, for Docker and network namespaces: run it with sudo")

@@ -1,0 +1,50 @@
+"""What supervisord runs on the head node."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from gpuhub.head.supervisor import Program
+from gpuhub.paths import Paths
+
+PROXY = "proxy"
+BROKER = "broker"
+HUB = "hub"
+
+
+def build_programs(paths: Paths, cluster_file: Path, hub_config: Path) -> list[Program]:
+    """Proxy, broker and hub, in the order of their start; each reads its secrets from files."""
+    gpuhub = str(Path(sys.executable).with_name("gpuhub"))
+    environment = {"GPUHUB_INSTANCE": paths.instance, "GPUHUB_CLUSTER_FILE": str(cluster_file)}
+    common = ("--instance", paths.instance, "--cluster-file", str(cluster_file))
+    return [
+        Program(
+            name=PROXY, command=(gpuhub, "proxy", *common), directory=paths.state, environment=environment, priority=100
+        ),
+        Program(
+            name=BROKER, command=(gpuhub, "broker", *common), directory=paths.state, environment=environment, priority=200
+        ),
+        Program(
+            name=HUB,
+            command=(sys.executable, "-m", "jupyterhub", "-f", str(hub_config)),
+            directory=paths.state,
+            environment=environment,
+            priority=300,
+        ),
+    ]
+
+
+def build_proxy_command(*, public: tuple[str, int], api_port: int, hub: tuple[str, int]) -> list[str]:
+    """The proxy's argument list; its token goes through the environment, CONFIGPROXY_AUTH_TOKEN."""
+    hub_url = f"http://{hub[0]}:{hub[1]}"
+    return [
+        "configurable-http-proxy",
+        "--ip", public[0],
+        "--port", str(public[1]),
+        "--api-ip", "127.0.0.1",
+        "--api-port", str(api_port),
+        "--default-target", f"{hub_url}/",
+        "--error-target", f"{hub_url}/hub/error",
+        "--log-level", "warn",
+    ]  # fmt: skip

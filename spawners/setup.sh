@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Installs on a Debian or Ubuntu machine what gpuhub needs and the machine lacks. Quick when nothing is missing.
+#   usage: setup.sh run|dev        dev adds what tests and checks need
+set -euo pipefail
+mode=${1:?usage: $0 run|dev}
+here=$(cd "$(dirname "$0")/.." && pwd)
+export DEBIAN_FRONTEND=noninteractive
+
+[ "$(id -u)" -eq 0 ] || { echo "This needs root, for Docker and for packages: run it with sudo." >&2; exit 1; }
+command -v apt-get >/dev/null || { echo "Debian or Ubuntu is needed: there is no apt-get here." >&2; exit 1; }
+
+# command → package that has it
+wanted=(dockerd:docker.io debootstrap:debootstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils)
+[ "$mode" = dev ] && wanted+=(chromium:chromium)
+missing=()
+for pair in "${wanted[@]}"; do
+  command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
+done
+[ -f /usr/include/stdio.h ] || missing+=(libc6-dev)
+/usr/bin/python3 -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
+[ -f /etc/ssl/certs/ca-certificates.crt ] || missing+=(ca-certificates)
+if [ ${#missing[@]} -gt 0 ]; then
+  echo "Installing ${missing[*]} …"
+  apt-get update -qq
+  # A docker.io without systemd has no service to start; that is no failure here.
+  apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+
+/usr/bin/python3 - <<'PY' || exit 1
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(f"Python 3.11 or newer is needed, and /usr/bin/python3 is {sys.version.split()[0]}: Debian 12 or Ubuntu 24.04 have it.")
+PY
+
+# $1: stamp's name, $2: what its content depends on; true when the stamp is older than that
+changed() { [ "$(cat "$here/.venv/.stamp-$1" 2>/dev/null)" != "$2" ]; }
+stamp() { echo "$2" >"$here/.venv/.stamp-$1"; }
+
+[ -x "$here/.venv/bin/python" ] || /usr/bin/python3 -m venv "$here/.venv"
+pip=("$here/.venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+sum=$(cat "$here"/spawners/requirements.lock "$here"/*/pyproject.toml "$here/spawners/setup.sh" | sha256sum)
+if changed run "$sum"; then
+  echo "Installing Python packages …"
+  "${pip[@]}" -r "$here/spawners/requirements.lock"
+  "${pip[@]}" --no-deps -e "$here/spawners" -e "$here/extensions"
+  stamp run "$sum"
+fi
+if [ "$mode" = dev ]; then
+  sum=$(sha256sum <"$here/tests/requirements.lock")
+  if changed dev "$sum"; then
+    echo "Installing Python packages for tests …"
+    "${pip[@]}" -r "$here/tests/requirements.lock"
+    stamp dev "$sum"
+  fi
+fi
+sum=$(sha256sum <"$here/spawners/proxy/package-lock.json")
+if [ ! -x "$here/spawners/proxy/node_modules/.bin/configurable-http-proxy" ] || changed proxy "$sum"; then
+  echo "Installing JupyterHub's proxy …"
+  (cd "$here/spawners/proxy" && npm ci --silent --no-audit --no-fund)
+  stamp proxy "$sum"
+fi
