@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from gpuhub import settings
-from gpuhub.closet import lifecycle, plan
+from gpuhub.closet import cluster_file, lifecycle, plan
 from gpuhub.containers import networks, swarm
 from gpuhub.containers.daemons import Daemons
 from gpuhub.errors import SettingsError, SetupError
@@ -43,7 +43,7 @@ def bring_up(paths: Paths, options: Options, report: Report) -> None:
         folder.chmod(0o711 if folder == paths.state else 0o700)
     chosen = choice.choose(paths, options.settings_file)
     if chosen.kind is choice.Kind.PRACTICE:
-        lifecycle.write_cluster_file(plan.practice_plan(paths.instance), paths)
+        cluster_file.write_cluster_file(plan.practice_plan(paths.instance), paths)
     cluster = settings.load(chosen.cluster_file)
     _announce(chosen, cluster, report)
     secrets.ensure_secrets(paths)
@@ -72,7 +72,7 @@ def _announce(chosen: choice.Choice, cluster: settings.Cluster, report: Report) 
 def _start_closet(paths: Paths, supervisor: Supervisor, services: list[Program], report: Report) -> None:
     closet = plan.practice_plan(paths.instance)
     with report.step(f"Practice closet: {len(closet.nodes)} nodes, each with a Docker daemon of its own"):
-        lifecycle.ensure_network(closet, paths)
+        lifecycle.prepare(closet, paths)
         daemons = [
             Program(
                 name=node.name,
@@ -105,10 +105,10 @@ async def _prepare_nodes(paths: Paths, options: Options, cluster: settings.Clust
 
 
 def _start_services(
-    paths: Paths, cluster: settings.Cluster, cluster_file: Path, supervisor: Supervisor, report: Report
+    paths: Paths, cluster: settings.Cluster, settings_file: Path, supervisor: Supervisor, report: Report
 ) -> None:
     """Proxy, broker, hub: in this order, so that the hub finds both when it looks."""
-    stale = _settings_changed(paths, cluster_file)
+    stale = _settings_changed(paths, settings_file)
     with report.step("Proxy and broker"):
         for name in (programs.PROXY, programs.BROKER):
             if stale:
@@ -117,10 +117,10 @@ def _start_services(
         broker = f"http://{head_address(cluster)}:{cluster.hub.broker_port}/services/broker"
         _wait_http(f"{broker}/health", 30, paths, programs.BROKER)
     with report.step("GPUs read on every node"):
-        cards = feasibility.wait_for_cards(f"{broker}/api/v1/cluster", paths, deadline_s=60)
+        cards = feasibility.wait_for_cards(broker, paths, deadline_s=60)
         mistakes = settings.unsatisfiable_profiles(cluster.profiles, cards)
         if mistakes:
-            raise SettingsError("\n".join(f"{cluster_file}: {line}" for line in mistakes))
+            raise SettingsError("\n".join(f"{settings_file}: {line}" for line in mistakes))
     with report.step("JupyterHub"):
         if stale:
             supervisor.stop(programs.HUB)
@@ -128,10 +128,10 @@ def _start_services(
         _wait_http(f"http://{cluster.hub.bind}:{cluster.hub.port}/hub/login", 60, paths, programs.HUB)
 
 
-def _settings_changed(paths: Paths, cluster_file: Path) -> bool:
+def _settings_changed(paths: Paths, settings_file: Path) -> bool:
     """Whether the services run with other settings than these; remembers these."""
     used = paths.run / "cluster.toml.used"
-    text = cluster_file.read_text(encoding="utf-8")
+    text = settings_file.read_text(encoding="utf-8")
     if used.exists() and used.read_text(encoding="utf-8") == text:
         return False
     used.write_text(text, encoding="utf-8")

@@ -7,20 +7,36 @@ import time
 import httpx
 
 from gpuhub import gpus
+from gpuhub.broker.schemas import ClusterView, NodeState
 from gpuhub.errors import SetupError
 from gpuhub.head import secrets
 from gpuhub.paths import Paths
 
 
-def wait_for_cards(cluster_url: str, paths: Paths, deadline_s: float) -> dict[str, list[gpus.Card]]:
-    """Each node's cards, once every node's GPUs have been read.
+def wait_for_cards(broker_url: str, paths: Paths, deadline_s: float) -> dict[str, list[gpus.Card]]:
+    """Each node's cards, once the GPUs of every node have been read.
 
     Raises:
         SetupError: a node has not been read in time; says what the broker says of it.
     """
-    headers = {"Authorization": f"token {secrets.read_secret(paths, secrets.SPAWNER_TOKEN)}"}
+    headers = {"Authorization": f"token {secrets.read_secret(paths, secrets.BROKER_TOKEN)}"}
     end = time.monotonic() + deadline_s
-    waiting = "the broker has not answered"
-    while time.monotonic() < end:
-        ...
-    raise SetupError(f"the GPUs of every node could not be read within {deadline_s:.0f} s: {waiting}")
+    with httpx.Client(trust_env=False, timeout=10, headers=headers) as client:
+        while True:
+            answer = client.get(f"{broker_url}/api/v1/cluster")
+            answer.raise_for_status()
+            view = ClusterView.model_validate_json(answer.content)
+            unread = [node for node in view.nodes if node.state is not NodeState.UP or not node.gpus]
+            if not unread:
+                return cards_of(view)
+            if time.monotonic() > end:
+                lines = [f"  {node.name}: {node.message or 'has no GPU'}" for node in unread]
+                raise SetupError("\n".join([f"no GPUs could be read within {deadline_s:.0f} s on:", *lines]))
+            time.sleep(0.2)
+
+
+def cards_of(view: ClusterView) -> dict[str, list[gpus.Card]]:
+    """Node → its cards."""
+    return {
+        node.name: [gpus.Card(model=gpu.model, memory_mib=gpu.memory_mib) for gpu in node.gpus] for node in view.nodes
+    }

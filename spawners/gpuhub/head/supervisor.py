@@ -159,6 +159,10 @@ class Supervisor:
         """Supervisord's word for the program's state."""
         return str(self._call("supervisor.getProcessInfo", name)["statename"])
 
+    def pid(self, name: str) -> int:
+        """The program's process id; 0 when it does not run."""
+        return int(self._call("supervisor.getProcessInfo", name)["pid"])
+
     def states(self) -> dict[str, str]:
         """Every program's state."""
         return {info["name"]: info["statename"] for info in self._call("supervisor.getAllProcessInfo")}

@@ -1,0 +1,167 @@
+"""The whole product, started as a user does (`gpuhub up`, instance `ghtest`) and driven in headless Chromium."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from gpuhub import settings
+from gpuhub.head import secrets
+from gpuhub.head.supervisor import Supervisor
+from gpuhub.paths import Paths
+from playwright.sync_api import Browser, Page, sync_playwright
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+INSTANCE = "ghtest"
+PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", ROOT / ".cache" / "pictures"))
+
+
+def run_make(target: str) -> str:
+    """Run a make target as README has it, with this tier's instance; its output."""
+    done = subprocess.run(
+        ["make", "--no-print-directory", target, f"INSTANCE={INSTANCE}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, f"make {target} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def wait_for(look: Callable[[], T | None], what: str, deadline_s: float = 30.0) -> T:
+    """The first true answer of `look`; fails with `what` after the deadline."""
+    end = time.monotonic() + deadline_s
+    while True:
+        found = look()
+        if found:
+            return found
+        assert time.monotonic() < end, f"not within {deadline_s:.0f} s: {what}"
+        time.sleep(0.2)
+
+
+@dataclass
+class User:
+    """Somebody with a browser of their own."""
+
+    name: str
+    page: Page
+    address: str
+    errors: list[str] = field(default_factory=list)
+
+    def log_in(self, password: str) -> None:
+        """From the front page to the spawn form."""
+        self.page.goto(self.address)
+        self.page.fill("input[name=username]", self.name)
+        self.page.fill("input[name=password]", password)
+        self.page.click("#login_submit")
+        self.page.wait_for_url("**/hub/**")
+
+    def open_form(self) -> None:
+        """The spawn form."""
+        self.page.goto(f"{self.address}/hub/spawn")
+        self.page.wait_for_selector("input[name=profile]")
+
+    def choose(self, profile: str) -> None:
+        """Pick a profile and start."""
+        self.page.check(f"#gpuhub-{profile}")
+        self.page.click("input[type=submit], button[type=submit]")
+
+    def wait_for_lab(self, deadline_s: float = 90) -> None:
+        """JupyterLab can be used: its launcher or a notebook is there."""
+        self.page.wait_for_url(f"**/user/{self.name}/lab**", timeout=deadline_s * 1000)
+        self.page.wait_for_selector(".jp-LauncherCard, .jp-NotebookPanel", timeout=deadline_s * 1000)
+
+    def picture(self, name: str) -> None:
+        """Keep a screenshot to look at."""
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=PICTURES / f"{name}.png")
+
+    def fetch(self, path: str, method: str = "GET") -> Any:
+        """What the hub or the user's server answers to this user's browser."""
+        token = next((c["value"] for c in self.page.context.cookies() if c["name"] == "_xsrf"), "")
+        answer = self.page.request.fetch(f"{self.address}{path}", method=method, headers={"X-XSRFToken": token})
+        assert answer.ok, f"{method} {path}: {answer.status} {answer.text()[:500]}"
+        return json.loads(answer.text() or "null")
+
+    def cluster(self) -> dict[str, Any]:
+        """The cluster as the spawn form sees it."""
+        found: dict[str, Any] = self.fetch("/hub/gpuhub/cluster")["cluster"]
+        return found
+
+    def holders(self) -> dict[str, str]:
+        """Model → who holds it, of every held GPU."""
+        gpus = [gpu for node in self.cluster()["nodes"] for gpu in node["gpus"]]
+        return {gpu["model"]: gpu["holder"]["owner"] for gpu in gpus if gpu["holder"]}
+
+
+@dataclass
+class Product:
+    """The running product."""
+
+    paths: Paths
+    cluster: settings.Cluster
+    address: str
+    password: str
+    supervisor: Supervisor
+    up_output: str
+
+
+@pytest.fixture(scope="session")
+def product() -> Iterator[Product]:
+    """gpuhub, up on the practice closet; taken down at the end, with nothing left."""
+    paths = Paths(INSTANCE)
+    run_make("down")
+    shutil.rmtree(paths.state / "homes", ignore_errors=True)
+    for stale in ("jupyterhub.sqlite", "broker.sqlite"):
+        (paths.state / stale).unlink(missing_ok=True)
+    output = run_make("up")
+    cluster = settings.load(paths.closet_cluster_file)
+    yield Product(
+        paths=paths,
+        cluster=cluster,
+        address=f"http://127.0.0.1:{cluster.hub.port}",
+        password=secrets.read_secret(paths, secrets.USER_PASSWORD),
+        supervisor=Supervisor(paths),
+        up_output=output,
+    )
+    run_make("down")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Headless Chromium of Debian's package."""
+    chromium = shutil.which("chromium")
+    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def make_user(product: Product, browser: Browser) -> Iterator[Callable[[str], User]]:
+    """Makes users who are logged in, each with cookies of their own."""
+    contexts = []
+
+    def make(name: str) -> User:
+        context = browser.new_context(viewport={"width": 1280, "height": 900})
+        contexts.append(context)
+        user = User(name=name, page=context.new_page(), address=product.address)
+        user.page.on("pageerror", lambda error: user.errors.append(str(error)))
+        user.log_in(product.password)
+        return user
+
+    yield make
+    for context in contexts:
+        context.close()

@@ -1,0 +1,177 @@
+"""The main job, end to end: two users, one GPU that both want, a launch over three nodes, restarts in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from playwright.sync_api import expect
+
+from .conftest import Product, User, run_make, wait_for
+
+NOTEBOOK = "gpuhub-examples/01-first-launch.ipynb"
+
+
+@pytest.fixture(scope="module")
+def ada(make_user: Callable[[str], User]) -> User:
+    """The first user."""
+    return make_user("ada")
+
+
+@pytest.fixture(scope="module")
+def ben(make_user: Callable[[str], User]) -> User:
+    """The second user."""
+    return make_user("ben")
+
+
+def test_up_tells_what_one_needs(product: Product):
+    """`make up` prints the address, who can log in, that the GPUs are simulated, and how to stop."""
+    for expected in (product.address, "ada, ben", "simulated", "training runs on the CPU", "sudo make down"):
+        assert expected in product.up_output
+
+
+def test_up_again_is_quick_and_changes_nothing(product: Product):
+    """A second `make up` reuses what is there: no process is restarted."""
+    before = {name: product.supervisor.pid(name) for name in product.supervisor.states()}
+    begin = time.monotonic()
+    run_make("up")
+    assert time.monotonic() - begin < 60
+    assert {name: product.supervisor.pid(name) for name in product.supervisor.states()} == before
+
+
+def test_the_form_shows_what_is_free(ada: User):
+    """The first user sees all three GPUs free, and the first profile that can start chosen."""
+    ada.open_form()
+    ada.picture("spawn-form-free")
+    assert ada.holders() == {}
+    expect(ada.page.locator("input[name=profile]:checked")).to_have_count(1)
+    for model in ("RTX 5090", "RTX 5070", "RTX 5060"):
+        expect(ada.page.locator(".gpuhub-card", has_text=model).first).to_contain_text("1 of 1 free")
+
+
+def test_a_wrong_profile_is_refused_before_anything_starts(ada: User):
+    """A profile that is not in the list gives the list, and no lease."""
+    token = next(c["value"] for c in ada.page.context.cookies() if c["name"] == "_xsrf")
+    answer = ada.page.request.post(
+        f"{ada.address}/hub/api/users/ada/server",
+        data=json.dumps({"profile": "rtx9090"}),
+        headers={"X-XSRFToken": token, "Content-Type": "application/json"},
+    )
+    assert answer.status == 400
+    assert "rtx9090" in answer.text()
+    assert "rtx5090" in answer.text()
+    assert ada.holders() == {}
+
+
+def test_first_user_gets_the_gpu(ada: User):
+    """Choosing the RTX 5090 leads to JupyterLab on the node that has it."""
+    ada.open_form()
+    ada.choose("rtx5090")
+    ada.wait_for_lab()
+    ada.picture("lab")
+    assert ada.holders() == {"RTX 5090": "ada"}
+
+
+def test_first_launch_notebook_runs_to_its_end(ada: User):
+    """`01-first-launch.ipynb` runs over three nodes; afterwards only the user's own GPU is held."""
+    ada.page.goto(f"{ada.address}/user/ada/lab/tree/{NOTEBOOK}")
+    ada.page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
+    wait_for(lambda: ada.fetch("/user/ada/api/kernels"), "a kernel for the notebook")
+    run_all_cells(ada)
+    held: set[str] = set()
+
+    def finished() -> bool:
+        held.update(ada.holders())
+        return "all three ranks agree" in outputs(ada) or "Error" in outputs(ada)
+
+    wait_for(finished, "the notebook runs to its end", deadline_s=240)
+    ada.picture("notebook-end")
+    text = outputs(ada)
+    assert "all three ranks agree, and the network has learned" in text
+    for rank in range(3):
+        assert re.search(rf"I am rank {rank} of 3 on \S+; the sum over all ranks is 6", text), text[-3000:]
+    assert {"rank 0", "rank 1", "rank 2"} == set(re.findall(r"^(rank \d) on rig\d: weights", text, re.MULTILINE))
+    assert len(set(re.findall(r"^rank \d on (rig\d): weights", text, re.MULTILINE))) == 3
+    assert held == {"RTX 5090", "RTX 5070", "RTX 5060"}, "the launch held GPUs on other nodes while it ran"
+    wait_for(lambda: ada.holders() == {"RTX 5090": "ada"}, "the launch's GPUs are free again")
+
+
+def test_second_user_sees_the_holder_and_queues(ada: User, ben: User):
+    """The second user sees who holds the 5090, queues for it, and sees the position."""
+    ben.open_form()
+    card = ben.page.locator(".gpuhub-card", has_text="RTX 5090").first
+    expect(card).to_contain_text("ada")
+    expect(card).to_contain_text("0 of 1 free")
+    expect(ben.page.locator("#gpuhub-rtx5090")).not_to_be_checked()
+    ben.picture("spawn-form-held")
+    ben.choose("rtx5090")
+    ben.page.wait_for_url("**/hub/spawn-pending/ben**", timeout=30_000)
+    expect(ben.page.locator("#progress-message, .progress-log, body")).to_contain_text(
+        re.compile(r"position 1", re.IGNORECASE), timeout=30_000
+    )
+    ben.picture("queue")
+    assert [(entry["owner"], entry["position"]) for entry in ada.cluster()["queue"]] == [("ben", 1)]
+
+
+def test_a_restart_of_hub_and_broker_harms_nobody(product: Product, ada: User, ben: User):
+    """kill -9 of hub and broker: the notebook goes on, and the queued request keeps its place."""
+    before = ada.cluster()["queue"][0]["lease"]
+    kernels = ada.fetch("/user/ada/api/kernels")
+    killed = {name: product.supervisor.pid(name) for name in ("hub", "broker")}
+    for pid in killed.values():
+        os.kill(pid, signal.SIGKILL)
+    wait_for(
+        lambda: all(product.supervisor.pid(name) not in (0, old) for name, old in killed.items()),
+        "supervisord starts both anew",
+    )
+
+    def is_back() -> bool:
+        answer = ada.page.request.get(f"{ada.address}/hub/gpuhub/cluster")
+        return answer.ok and answer.json()["cluster"] is not None
+
+    wait_for(is_back, "hub and broker answer again", deadline_s=60)
+    assert [kernel["id"] for kernel in ada.fetch("/user/ada/api/kernels")] == [kernel["id"] for kernel in kernels]
+    assert ada.holders() == {"RTX 5090": "ada"}
+    assert [(entry["owner"], entry["lease"]) for entry in ada.cluster()["queue"]] == [("ben", before)]
+
+
+def test_second_user_gets_the_gpu_when_the_first_stops(ada: User, ben: User):
+    """When the first user stops, the second one's request becomes a notebook, by itself."""
+    ada.page.goto(f"{ada.address}/hub/home")
+    ada.page.click("#stop")
+    wait_for(lambda: ada.holders().get("RTX 5090") == "ben", "ben holds the 5090", deadline_s=60)
+    ben.page.goto(f"{ben.address}/hub/spawn-pending/ben")
+    ben.wait_for_lab(deadline_s=90)
+    assert ada.holders() == {"RTX 5090": "ben"}
+
+
+def test_nothing_is_held_at_the_end(ben: User):
+    """After the last stop every GPU is free, and no page had an error of its own."""
+    ben.page.goto(f"{ben.address}/hub/home")
+    ben.page.click("#stop")
+    wait_for(lambda: ben.holders() == {}, "every GPU is free")
+    assert ben.errors == []
+
+
+def run_all_cells(user: User) -> None:
+    """Through Lab's menu, as a person does."""
+    user.page.click("text=Run >> nth=0")
+    user.page.click("text=Run All Cells >> nth=0")
+
+
+def outputs(user: User) -> str:
+    """All text that the notebook's cells have shown so far, from what Lab has in the page or saved."""
+    user.page.keyboard.press("Control+s")
+    notebook = user.fetch(f"/user/{user.name}/api/contents/{NOTEBOOK}")["content"]
+    texts = []
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            texts.append("".join(output.get("text", "")))
+            texts.append("".join(output.get("data", {}).get("text/plain", "")))
+            texts.append(f"{output.get('ename', '')} {output.get('evalue', '')}".strip())
+    return "\n".join(texts)
