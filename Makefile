@@ -9,7 +9,7 @@ BENCH ?= all
 VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
-.PHONY: help up down status test check bench setup setup-dev check-cluster lock
+.PHONY: help up down purge status test check bench setup setup-dev check-cluster lock
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
@@ -19,6 +19,9 @@ up: setup ## Install what is needed, build the images, start JupyterHub
 
 down: ## Stop everything that `make up` started
 	@if [ -x $(VENV)/bin/gpuhub ]; then gpuhub down --instance $(INSTANCE); else echo "Nothing is installed here, so nothing runs."; fi
+
+purge: down ## Stop, and remove the practice closet's images and the wheels as well
+	@gpuhub down --purge --instance $(INSTANCE)
 
 status: ## Show what runs
 	@gpuhub status --instance $(INSTANCE)

@@ -10,8 +10,8 @@ export DEBIAN_FRONTEND=noninteractive
 command -v apt-get >/dev/null || { echo "Debian or Ubuntu is needed: there is no apt-get here." >&2; exit 1; }
 
 # command → package that has it
-wanted=(dockerd:docker.io debootstrap:debootstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils)
-[ "$mode" = dev ] && wanted+=(chromium:chromium)
+wanted=(dockerd:docker.io debootstrap:debootstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils hostname:hostname flock:util-linux)
+[ "$mode" = dev ] && wanted+=(chromium:chromium objdump:binutils)
 missing=()
 for pair in "${wanted[@]}"; do
   command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")

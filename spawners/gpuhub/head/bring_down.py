@@ -38,6 +38,8 @@ def bring_down(paths: Paths, report: Report, *, purge: bool = False) -> None:
         supervisor.shutdown()
         lifecycle.ensure_down(closet, paths, purge=purge)
         shutil.rmtree(paths.run, ignore_errors=True)
+        if purge:
+            shutil.rmtree(paths.images, ignore_errors=True)
     left = lifecycle.leftovers(closet, paths)
     if left:
         raise SetupError("\n".join(["still there after `gpuhub down`:", *left]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from gpuhub import settings
-from gpuhub.closet import cluster_file, lifecycle, plan
+from gpuhub.closet import lifecycle, plan
 from gpuhub.containers import networks, swarm
 from gpuhub.containers.daemons import Daemons
 from gpuhub.errors import SettingsError, SetupError
@@ -43,7 +43,7 @@ def bring_up(paths: Paths, options: Options, report: Report) -> None:
         folder.chmod(0o711 if folder == paths.state else 0o700)
     chosen = choice.choose(paths, options.settings_file)
     if chosen.kind is choice.Kind.PRACTICE:
-        cluster_file.write_cluster_file(plan.practice_plan(paths.instance), paths)
+        lifecycle.write_cluster_file(plan.practice_plan(paths.instance), paths)
     cluster = settings.load(chosen.cluster_file)
     _announce(chosen, cluster, report)
     secrets.ensure_secrets(paths)

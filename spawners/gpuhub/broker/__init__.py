@@ -1,0 +1,1 @@
+"""The broker: owner of every lease, as a JupyterHub service."""

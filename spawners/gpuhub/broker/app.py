@@ -1,0 +1,158 @@
+"""The broker's application, put together from its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Protocol
+
+from fastapi import FastAPI
+
+from gpuhub.broker import problems, routes
+from gpuhub.broker.auth import Identities, TokenChecker
+from gpuhub.broker.clock import Clock
+from gpuhub.broker.jobs import JobRunner, StartWorker
+from gpuhub.broker.keeper import Keeper
+from gpuhub.broker.ledger import Ledger
+from gpuhub.broker.limits import BodyLimit
+from gpuhub.broker.reviver import Reviver, Servers
+from gpuhub.broker.schemas import Problem
+from gpuhub.broker.service import Broker
+from gpuhub.broker.store import Store
+from gpuhub.containers.daemons import Daemons
+from gpuhub.containers.networks import remove_idle_user_networks
+from gpuhub.engines.base import Engine
+from gpuhub.engines.builtin import BuiltinEngine
+from gpuhub.errors import GpuhubError
+from gpuhub.nodes.inventory import GpuReading, start_inventory
+from gpuhub.settings import Cluster
+
+log = logging.getLogger(__name__)
+
+PREFIX = "/services/broker"
+#: Between two looks for networks that nobody uses, seconds.
+NETWORKS_PERIOD_S = 30.0
+
+
+class Hub(TokenChecker, Servers, Protocol):
+    """What the broker needs of the hub."""
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        ...
+
+
+def create_app(
+    *,
+    cluster: Cluster,
+    store: Store,
+    daemons: Daemons,
+    hub: Hub,
+    start_worker: StartWorker,
+    engine: Engine | None = None,
+    clock: Clock | None = None,
+    own_token: str = "",
+    hub_home: str = "/hub/home",
+) -> FastAPI:
+    """The application; its loops run while it does. The caller closes store and daemons afterwards."""
+    clock = clock or Clock()
+    broker = Broker(
+        cluster=cluster,
+        store=store,
+        engine=engine or BuiltinEngine(),
+        inventory=start_inventory(cluster, _seen(store)),
+        clock=clock,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        runner = JobRunner(broker=broker, instance=daemons.instance, start_worker=start_worker)
+        loops = [
+            asyncio.ensure_future(Keeper(broker=broker, daemons=daemons, runner=runner).run()),
+            asyncio.ensure_future(Reviver(broker=broker, servers=hub).run()),
+            asyncio.ensure_future(_remove_networks(broker, daemons)),
+        ]
+        try:
+            yield
+        finally:
+            for loop in loops:
+                loop.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+            await runner.close()
+            await hub.close()
+
+    app = FastAPI(
+        title="gpuhub broker",
+        version=version("gpuhub"),
+        lifespan=lifespan,
+        openapi_url=f"{PREFIX}/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.broker = broker
+    app.state.identities = Identities(hub, clock, own_token)
+    app.state.hub_home = hub_home
+    app.include_router(routes.public, prefix=PREFIX)
+    app.include_router(routes.api, prefix=PREFIX)
+    app.add_middleware(BodyLimit)
+    problems.install(app)
+    _document_problems(app)
+    return app
+
+
+class _Owners(Collection[str]):
+    """Everybody with a lease that has not ended, at the moment of the question."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def _now(self) -> set[str]:
+        return {lease.owner for lease in self._ledger.snapshot.leases.values()}
+
+    def __contains__(self, owner: object) -> bool:
+        return owner in self._now()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+
+async def _remove_networks(broker: Broker, daemons: Daemons) -> None:
+    """Remove networks of users without leases, again and again until cancelled."""
+    while True:
+        await asyncio.sleep(NETWORKS_PERIOD_S)
+        try:
+            owners = _Owners(broker.ledger)
+            removed = await remove_idle_user_networks(daemons, broker.cluster, daemons.instance, owners)
+        except GpuhubError as error:
+            log.info("networks that nobody uses stay for now: %s", error)
+        except Exception:
+            log.exception("removing networks that nobody uses failed unexpectedly")
+        else:
+            if removed:
+                log.info("removed networks that nobody used: %s", ", ".join(removed))
+
+
+def _seen(store: Store) -> dict[str, list[GpuReading]]:
+    seen: defaultdict[str, list[GpuReading]] = defaultdict(list)
+    for gpu in store.seen_gpus():
+        seen[gpu.node].append(GpuReading(uuid=gpu.uuid, index=gpu.index, model=gpu.model, memory_mib=gpu.memory_mib))
+    return dict(seen)
+
+
+def _document_problems(app: FastAPI) -> None:
+    """Put the problem document's own schema into OpenAPI: routes name it, but none returns it."""
+    build = app.openapi
+
+    def openapi() -> dict[str, object]:
+        document = build()
+        document.setdefault("components", {}).setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

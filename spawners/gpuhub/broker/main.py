@@ -1,0 +1,81 @@
+"""The broker's process."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+
+from gpuhub import settings
+from gpuhub.broker.app import create_app
+from gpuhub.broker.hub import HubApi
+from gpuhub.broker.store import Store
+from gpuhub.containers.daemons import Daemons
+from gpuhub.containers.workers import start_worker
+from gpuhub.errors import SetupError
+from gpuhub.nodes.head import head_address
+from gpuhub.paths import Paths
+
+#: The file in `paths.secrets` with the service's hub token.
+TOKEN_FILE = "broker-token"  # noqa: S105 - a file's name
+#: Long polls are cut short when the broker stops, seconds; their clients ask again.
+_SHUTDOWN_S = 2
+
+
+def run(cluster_file: Path, paths: Paths) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        SettingsError: cluster.toml is wrong.
+        SetupError: another broker runs, the token is missing, or the store or the address cannot be used.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Each long poll and each look at a node would be a line.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    cluster = settings.load(cluster_file)
+    address = head_address(cluster)
+    token = _read_token(paths.secrets / TOKEN_FILE)
+    store = Store.open_file(paths.store)
+    daemons = Daemons(cluster.nodes, instance=paths.instance, run_dir=paths.run)
+    hub = HubApi(f"http://{_in_url(address)}:{cluster.hub.api_port}/hub/api", token)
+    try:
+        app = create_app(
+            cluster=cluster,
+            store=store,
+            daemons=daemons,
+            hub=hub,
+            start_worker=partial(start_worker, daemons, cluster, paths),
+            own_token=token,
+        )
+        uvicorn.run(
+            app,
+            host=address,
+            port=cluster.hub.broker_port,
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+            server_header=False,
+            # Who asks is told by a token alone: forwarded headers mean nothing here.
+            proxy_headers=False,
+        )
+    finally:
+        daemons.close()
+        store.close()
+
+
+def _read_token(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise SetupError(
+            f"{path}: the broker's hub token cannot be read ({error.strerror}); run gpuhub up"
+        ) from error
+    if not token:
+        raise SetupError(f"{path}: the broker's hub token is empty; remove the file and run gpuhub up")
+    return token
+
+
+def _in_url(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,103 @@
+"""An ordinary cluster.toml for a practice closet: with it, the product treats the closet like any machines."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from gpuhub import settings
+from gpuhub.closet.places import node_places
+from gpuhub.closet.plan import Card, ClosetNode, Plan
+from gpuhub.paths import DEFAULT_INSTANCE, Paths
+
+NOTICE = "Practice closet: the GPUs are simulated, and training runs on the CPU."
+USERS = ("ada", "ben")
+#: Ports on loopback of the default instance, and of any other, which may run beside it.
+_PORTS = {True: (8000, 8001), False: (18000, 18001)}
+
+
+def write_cluster_file(plan: Plan, paths: Paths) -> Path:
+    """Write the closet's cluster.toml and make the folders it names.
+
+    Returns:
+        Where it was written: `paths.closet_cluster_file`.
+    """
+    for folder in (_homes(paths), _datasets(paths), paths.closet_cluster_file.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    text = format_cluster(plan, paths, cpus=os.cpu_count() or 1)
+    fresh = paths.closet_cluster_file.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    settings.load(fresh)
+    return fresh.replace(paths.closet_cluster_file)
+
+
+def format_cluster(plan: Plan, paths: Paths, *, cpus: int) -> str:
+    """The file's text, for a machine with so many CPUs: Docker refuses a container more than there are."""
+    port, proxy_port = _PORTS[plan.instance == DEFAULT_INSTANCE]
+    cards = {card.model: card for node in plan.nodes for card in node.cards}
+    tables = [
+        "# Written by the practice closet at every start: copy it before you change it.",
+        f"notice = {_text(NOTICE)}",
+        *(_node(node, paths) for node in plan.nodes),
+        *(_profile(card, cpus) for card in cards.values()),
+        _cpu_profile(cpus),
+        _table("users", login="password", allowed=list(USERS), uid_first=20000),
+        _table("storage", home=f"{_homes(paths)}/{{username}}", datasets=str(_datasets(paths))),
+        _table("jobs", cpus=min(2, cpus), memory="4G", shm="1G"),
+        _table("hub", address=str(plan.head), port=port, proxy_api_port=proxy_port),
+    ]
+    return "\n\n".join(tables) + "\n"
+
+
+def _homes(paths: Paths) -> Path:
+    return paths.state / "homes"
+
+
+def _datasets(paths: Paths) -> Path:
+    return paths.state / "datasets"
+
+
+def _node(node: ClosetNode, paths: Paths) -> str:
+    counts = {card: node.cards.count(card) for card in node.cards}
+    gpus = ", ".join(
+        f'{{ model = {_text(card.model)}, memory = "{card.memory_mib}M", count = {count} }}'
+        for card, count in counts.items()
+    )
+    head = _table("[nodes]", name=node.name, address=str(node.address), docker=node_places(paths, node).docker_url)
+    return f"{head}\ngpus = [{gpus}]"
+
+
+def _profile(card: Card, cpus: int) -> str:
+    return _table(
+        "[profiles]",
+        name=card.model.lower().replace(" ", ""),
+        title=card.model,
+        description=f"{round(card.memory_mib / 1024)} GB (simulated)",
+        gpu_model=card.model,
+        cpus=min(2, cpus),
+        memory="4G",
+        shm="1G",
+    )
+
+
+def _cpu_profile(cpus: int) -> str:
+    return _table(
+        "[profiles]",
+        name="cpu",
+        title="No GPU",
+        description="Writing, plotting, and launching on GPUs with %gpu_launch",
+        gpu_count=0,
+        cpus=min(2, cpus),
+        memory="4G",
+        shm="1G",
+    )
+
+
+def _table(header: str, /, **values: str | int | list[str]) -> str:
+    return "\n".join((f"[{header}]", *(f"{key} = {_text(value)}" for key, value in values.items())))
+
+
+def _text(value: str | int | list[str]) -> str:
+    # JSON's strings, numbers and lists of strings are TOML's as well.
+    return json.dumps(value, ensure_ascii=False)

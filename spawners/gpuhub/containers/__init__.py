@@ -1,0 +1,1 @@
+"""Notebook and worker containers on the nodes' Docker daemons."""

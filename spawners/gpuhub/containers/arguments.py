@@ -1,0 +1,261 @@
+"""Lease, profile and identity as the arguments that Docker gets: pure, and the only place where they are decided."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from docker.types import DeviceRequest, DriverConfig, LogConfig, Mount, Ulimit
+
+from gpuhub import names
+from gpuhub.broker.schemas import Lease
+from gpuhub.errors import SettingsError
+from gpuhub.identity import Identity
+from gpuhub.settings import Cluster, Node, Profile, Storage
+
+NOTEBOOK_PORT = 8888
+WORKER_COMMAND = ("gpu-launch-worker",)
+DATASETS = "/datasets"
+
+_CPU_PERIOD_US = 100_000
+_STACK_BYTES = 64 * 1024**2
+#: Only a lease gives GPUs: these names would ask the NVIDIA runtime behind its back, or hide what was leased.
+_GPU_VARIABLES = ("NVIDIA_", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerSpec:
+    """All that is decided about a container before a daemon is asked."""
+
+    name: str
+    image: str
+    hostname: str
+    labels: Mapping[str, str]
+    environment: Mapping[str, str]
+    #: `uid:gid`.
+    user: str
+    working_dir: str
+    command: tuple[str, ...]
+    ports: tuple[int, ...]
+    #: Keywords of docker-py's `create_host_config`.
+    host_config: Mapping[str, Any]
+
+    def create(self, client: Any) -> str:
+        """Create the container with a docker-py client; its id. Blocks."""
+        created = client.create_container(
+            image=self.image,
+            command=list(self.command),
+            name=self.name,
+            hostname=self.hostname,
+            labels=dict(self.labels),
+            environment=dict(self.environment),
+            user=self.user,
+            working_dir=self.working_dir,
+            ports=list(self.ports),
+            host_config=client.create_host_config(**self.host_config),
+        )
+        return str(created["Id"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one container may use."""
+
+    cpus: float
+    memory: int
+    shm: int
+    pids: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a container runs, and what it must know of its surroundings."""
+
+    instance: str
+    cluster: Cluster
+    node: Node
+    gpu_uuids: tuple[str, ...]
+    #: CIDR of the user's network.
+    subnet: str
+    head_address: str
+
+
+def build_notebook(
+    *,
+    place: Place,
+    lease: Lease,
+    profile: Profile,
+    identity: Identity,
+    environment: Mapping[str, str],
+    command: Sequence[str],
+) -> ContainerSpec:
+    """The notebook container of a granted lease. `environment` is what JupyterHub gives, its token among it.
+
+    Raises:
+        SettingsError: `environment` meddles with GPUs.
+    """
+    _refuse_gpu_variables(environment)
+    return ContainerSpec(
+        name=names.notebook_container(place.instance, lease.owner, lease.subject),
+        image=profile.image,
+        hostname=place.node.name,
+        labels=_labels(place, names.KIND_NOTEBOOK, lease.id, lease.epoch, lease.owner),
+        environment={**environment, **_surroundings(place, identity), "GPUHUB_LEASE": lease.id},
+        user=f"{identity.uid}:{identity.gid}",
+        working_dir=identity.home,
+        command=tuple(command),
+        ports=(NOTEBOOK_PORT,),
+        host_config={
+            **_host_config(place, identity, profile_limits(profile)),
+            # On the node's own address, never on all of its addresses.
+            "port_bindings": {NOTEBOOK_PORT: (place.node.address,)},
+        },
+    )
+
+
+def build_worker(
+    *,
+    place: Place,
+    identity: Identity,
+    image: str,
+    lease_id: str,
+    epoch: int,
+    job_id: str,
+    run_id: str,
+    index: int,
+) -> ContainerSpec:
+    """One worker container of a job. It gets no token: it has nothing to ask of anybody."""
+    return ContainerSpec(
+        name=names.worker_container(place.instance, job_id, index),
+        image=image,
+        hostname=place.node.name,
+        labels={
+            **_labels(place, names.KIND_WORKER, lease_id, epoch, identity.name),
+            names.LABEL_JOB: job_id,
+            names.LABEL_WORKER: str(index),
+        },
+        environment={
+            **_surroundings(place, identity),
+            "GPU_LAUNCH_RUN": run_id,
+            "GPU_LAUNCH_WORKER": str(index),
+        },
+        user=f"{identity.uid}:{identity.gid}",
+        working_dir=identity.home,
+        command=WORKER_COMMAND,
+        ports=(),
+        host_config=_host_config(place, identity, job_limits(place.cluster)),
+    )
+
+
+def profile_limits(profile: Profile) -> Limits:
+    """A notebook's limits."""
+    return Limits(cpus=profile.cpus, memory=profile.memory, shm=profile.shm, pids=profile.pids)
+
+
+def job_limits(cluster: Cluster) -> Limits:
+    """A worker's limits."""
+    jobs = cluster.jobs
+    return Limits(cpus=jobs.cpus, memory=jobs.memory, shm=jobs.shm, pids=jobs.pids)
+
+
+def build_device_requests(gpu_uuids: Sequence[str]) -> list[DeviceRequest]:
+    """Exactly these GPUs; an empty list asks for none, where an empty request would mean all."""
+    if not gpu_uuids:
+        return []
+    return [DeviceRequest(device_ids=list(gpu_uuids), capabilities=[["gpu", "compute", "utility"]])]
+
+
+def build_mounts(storage: Storage, instance: str, identity: Identity) -> list[Mount]:
+    """Home at `/home/<user>`, and datasets read-only at `/datasets`."""
+    home = storage.home.replace("{username}", identity.name)
+    mounts = [_mount(home, identity.home, storage, f"{instance}-home-{names.slug(identity.name)}")]
+    if storage.datasets is not None:
+        mounts.append(_mount(storage.datasets, DATASETS, storage, f"{instance}-datasets", read_only=True))
+    return mounts
+
+
+def _mount(place: str, target: str, storage: Storage, volume: str, *, read_only: bool = False) -> Mount:
+    if not place.startswith("nfs://"):
+        # Unlike a bind in the old form, Docker refuses this when the folder is missing, and does not make it as root.
+        return Mount(target=target, source=place, type="bind", read_only=read_only)
+    url = urlsplit(place)
+    options = {
+        "type": "nfs",
+        "o": ",".join(part for part in (f"addr={url.hostname}", storage.nfs_options) if part),
+        "device": f":{url.path}",
+    }
+    # A volume keeps the options it was made with, so other options need another name.
+    digest = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:8]
+    return Mount(
+        target=target,
+        source=f"{volume}-{digest}",
+        type="volume",
+        read_only=read_only,
+        no_copy=True,
+        labels={names.LABEL_INSTANCE: volume.split("-", 1)[0]},
+        driver_config=DriverConfig("local", options),
+    )
+
+
+def _labels(place: Place, kind: str, lease_id: str, epoch: int, owner: str) -> dict[str, str]:
+    return {
+        names.LABEL_INSTANCE: place.instance,
+        names.LABEL_KIND: kind,
+        names.LABEL_LEASE: lease_id,
+        names.LABEL_EPOCH: str(epoch),
+        names.LABEL_OWNER: owner,
+    }
+
+
+def _surroundings(place: Place, identity: Identity) -> dict[str, str]:
+    broker = f"http://{place.head_address}:{place.cluster.hub.broker_port}/services/broker"
+    surroundings = {
+        "HOME": identity.home,
+        "USER": identity.name,
+        "SHELL": "/bin/bash",
+        "GPUHUB_BROKER_URL": broker,
+        "GPUHUB_NETWORK_SUBNET": place.subnet,
+        "GPUHUB_NODE": place.node.name,
+        "GPUHUB_GPU_UUIDS": ",".join(place.gpu_uuids),
+        "GPUHUB_HEAD_ADDRESS": place.head_address,
+    }
+    if not place.gpu_uuids:
+        # Where the NVIDIA runtime is a node's default, an image that says "all" would get all of them.
+        surroundings["NVIDIA_VISIBLE_DEVICES"] = "void"
+    return surroundings
+
+
+def _host_config(place: Place, identity: Identity, limits: Limits) -> dict[str, Any]:
+    return {
+        "network_mode": names.access_network(place.instance),
+        "device_requests": build_device_requests(place.gpu_uuids),
+        "mounts": build_mounts(place.cluster.storage, place.instance, identity),
+        "group_add": [str(gid) for gid in identity.groups],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "init": True,
+        "restart_policy": {"Name": "no"},
+        # A quota, since Docker refuses `nano_cpus` above what the node has.
+        "cpu_period": _CPU_PERIOD_US,
+        "cpu_quota": int(limits.cpus * _CPU_PERIOD_US),
+        "mem_limit": limits.memory,
+        # Equal: no swap.
+        "memswap_limit": limits.memory,
+        "shm_size": limits.shm,
+        "pids_limit": limits.pids,
+        "ulimits": [
+            # Pinned memory, and RDMA where there is any.
+            Ulimit(name="memlock", soft=-1, hard=-1),
+            Ulimit(name="stack", soft=_STACK_BYTES, hard=_STACK_BYTES),
+        ],
+        "log_config": LogConfig(type="json-file", config={"max-size": "10m", "max-file": "3"}),
+    }
+
+
+def _refuse_gpu_variables(environment: Mapping[str, str]) -> None:
+    refused = sorted(name for name in environment if name.startswith(_GPU_VARIABLES))
+    if refused:
+        raise SettingsError(f"{', '.join(refused)}: GPUs come from leases alone; take it out of Spawner.environment")

@@ -1,0 +1,88 @@
+"""Creating a container so that doing it twice gives one, and a stranger's of the same name is never taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpuhub import names
+from gpuhub.containers.arguments import ContainerSpec
+from gpuhub.containers.daemons import Daemons
+from gpuhub.errors import Conflict, NotFound
+from gpuhub.identity import ARCHIVE_ROOT, Identity, build_archive
+
+#: Labels that say whose a container is and under which grant it was made.
+_GRANT = (names.LABEL_INSTANCE, names.LABEL_KIND, names.LABEL_LEASE, names.LABEL_EPOCH, names.LABEL_OWNER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """A container that exists on a node."""
+
+    id: str
+    is_running: bool
+
+
+async def ensure_created(daemons: Daemons, node: str, spec: ContainerSpec, *, adopt: bool) -> Container:
+    """The container of `spec`; with `adopt`, one of the same grant that exists already is taken.
+
+    Any other container of that name, instance and owner is a leftover: it is removed.
+
+    Raises:
+        Conflict: the name is taken by a container that is not this user's.
+    """
+    try:
+        container = await daemons.run(node, spec.create)
+    except Conflict:
+        found = await inspect(daemons, node, spec.name)
+        if found is not None:
+            if adopt and is_same_grant(found, spec.labels):
+                return Container(id=found["Id"], is_running=bool(found["State"]["Running"]))
+            await _remove_leftover(daemons, node, found, spec)
+        container = await daemons.run(node, spec.create)
+    return Container(id=container, is_running=False)
+
+
+async def name_user(daemons: Daemons, node: str, container: str, identity: Identity) -> None:
+    """Put the user's and groups' names into the container, running or not."""
+    await daemons.call(node, "put_archive", container, ARCHIVE_ROOT, build_archive(identity))
+
+
+async def inspect(daemons: Daemons, node: str, container: str) -> dict[str, Any] | None:
+    """What the daemon says of the container; None when there is none."""
+    try:
+        found: dict[str, Any] = await daemons.call(node, "inspect_container", container)
+    except NotFound:
+        return None
+    return found
+
+
+async def remove(daemons: Daemons, node: str, container: str, *, grace_s: int = 0) -> None:
+    """Stop the container, giving it `grace_s` seconds, and remove it; one that is gone is fine."""
+    try:
+        if grace_s:
+            await daemons.call(node, "stop", container, timeout=grace_s)
+        await daemons.call(node, "remove_container", container, force=True, v=True)
+    except NotFound:
+        return
+    except Conflict as error:
+        if "already in progress" not in str(error):
+            raise
+
+
+def is_same_grant(found: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether an inspected container was made for the grant that `labels` name."""
+    has = found["Config"].get("Labels") or {}
+    return all(has.get(label) == labels[label] for label in _GRANT)
+
+
+async def _remove_leftover(daemons: Daemons, node: str, found: Mapping[str, Any], spec: ContainerSpec) -> None:
+    has = found["Config"].get("Labels") or {}
+    for label in (names.LABEL_INSTANCE, names.LABEL_OWNER):
+        if has.get(label) != spec.labels[label]:
+            raise Conflict(
+                f"node {node}: the container name {spec.name} is taken by a container that gpuhub did not make: "
+                "rename or remove it"
+            )
+    await remove(daemons, node, str(found["Id"]))

@@ -1,0 +1,290 @@
+"""GpuDockerSpawner: a JupyterHub spawner that orders the steps from a chosen profile to a running notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from traitlets import default
+
+from gpuhub import names
+from gpuhub.broker.schemas import Lease, LeaseState
+from gpuhub.containers import creation, launching, leasing, networks
+from gpuhub.containers.form import build_form, parse_form
+from gpuhub.containers.nodespawner import NodeSpawner
+from gpuhub.containers.progress import ProgressLog
+from gpuhub.containers.telling import describe_placing, describe_waiting, eligible_nodes
+from gpuhub.containers.troubles import SpawnFailed
+from gpuhub.errors import GpuhubError, InvalidRequest, NodeUnreachable
+from gpuhub.identity import Identity, ensure_home, find_identity
+from gpuhub.paths import Paths
+from gpuhub.settings import Profile
+
+#: From the grant to a notebook that answers; the wait for the grant has its own limit.
+START_DEADLINE_S = 120.0
+#: JupyterLab ends on SIGTERM within a second or so.
+STOP_GRACE_S = 5
+#: A node may be away for days, and its notebooks live on: how long the hub waits for one it cannot reach.
+AWAY_LIMIT_S = 7 * 86400
+
+
+class GpuDockerSpawner(NodeSpawner):
+    """Places each notebook on the node and GPUs that the broker leases to it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._events = ProgressLog()
+        self._undoing: asyncio.Task[None] | None = None
+        self._claiming: asyncio.Task[tuple[Lease, bool]] | None = None
+        self._is_restored = False
+        self._keeps_lease = False
+        super().__init__(*args, **kwargs)
+        self._usual_http_timeout: int = self.http_timeout
+
+    @default("options_form")
+    def _default_options_form(self) -> Callable[[GpuDockerSpawner], Coroutine[Any, Any, str]]:
+        return build_spawn_form
+
+    @default("options_from_form")
+    def _default_options_from_form(self) -> Callable[[dict[str, list[str]]], dict[str, str]]:
+        return parse_form
+
+    @default("apply_user_options")
+    def _default_apply_user_options(self) -> Callable[[Any, Any], None]:
+        # `start` checks and applies them; without this JupyterHub warns that nobody does.
+        return lambda _spawner, _options: None
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what an earlier hub process knew."""
+        super().load_state(state)
+        self._is_restored = bool(self.lease_id)
+
+    async def start(self) -> tuple[str, int]:
+        """Lease, container, network: address and port of the notebook, which answers already.
+
+        Raises:
+            SpawnFailed: with a text for the user; container and lease are gone then.
+        """
+        self._events = ProgressLog()
+        self.http_timeout = self._usual_http_timeout
+        self._is_restored = self._keeps_lease = False
+        try:
+            return await self._start()
+        except asyncio.CancelledError:
+            # Stopped meanwhile, or too slow; the hub does not wait for this one, `stop` does.
+            self._undoing = asyncio.create_task(self._undo())
+            raise
+        except BaseExceptionGroup as group:
+            raise await self._explain(group.exceptions[0]) from group
+        except Exception as error:
+            raise await self._explain(error) from error
+        finally:
+            self._events.close()
+
+    async def _start(self) -> tuple[str, int]:
+        profile = launching.choose_profile(self.cluster, self.user_options)
+        self._check_server_name()
+        self._events.tell("Asking for a place", percent=5)
+        identity, network, _ = await asyncio.gather(
+            self._identify(),
+            networks.ensure_user_network(self.daemons, self.cluster, self.instance, self.user.name),
+            self._check_image(profile),
+        )
+        lease, was_there = await self._claim(profile)
+        lease = await leasing.wait_granted(self.broker, lease, self._tell_waiting)
+        self.node = lease.nodes[0]
+        self.save_state()
+        self._events.tell(describe_placing(lease), percent=40)
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                adopted = await self._adopt(lease) if was_there else None
+                running = adopted or await self._launch(lease, profile, identity, network)
+        except TimeoutError:
+            raise NodeUnreachable(
+                f"The notebook did not start on {self.node} within {START_DEADLINE_S:.0f} s."
+            ) from None
+        self._events.tell("JupyterLab is ready", percent=95)
+        return running.address, running.port
+
+    async def _identify(self) -> Identity:
+        state = Paths(self.instance).state
+        identity = await asyncio.to_thread(find_identity, self.cluster.users, state, self.user.name)
+        await asyncio.to_thread(ensure_home, self.cluster.storage, identity)
+        return identity
+
+    async def _check_image(self, profile: Profile) -> None:
+        candidates = eligible_nodes(await self.broker.cluster(), profile)
+        await launching.check_image(self.around, profile, candidates)
+
+    async def _claim(self, profile: Profile) -> tuple[Lease, bool]:
+        # Shielded: when this start is stopped while the request is on its way, `_undo` still learns the lease.
+        self._claiming = asyncio.create_task(leasing.claim(self.broker, self.user.name, self.name, profile.name))
+        lease, was_there = await asyncio.shield(self._claiming)
+        self.lease_id, self.profile_name, self.image = lease.id, profile.name, profile.image
+        self._claiming = None
+        self.save_state()
+        return lease, was_there
+
+    async def _launch(
+        self, lease: Lease, profile: Profile, identity: Identity, network: networks.UserNetwork
+    ) -> launching.Running:
+        spec = launching.spec_of(
+            self.around,
+            lease,
+            profile,
+            identity,
+            network,
+            environment=self.get_env(),
+            command=[*(self.cmd or ["jupyterhub-singleuser"]), *self.get_args()],
+        )
+
+        async def created(container: str) -> None:
+            self.object_id = container
+            self.save_state()
+            await self.broker.activate(lease.id, container)
+
+        return await launching.launch(
+            self.around,
+            self.node,
+            spec,
+            identity,
+            network,
+            api_path=f"{self.server.base_url}api",
+            steps=launching.Steps(
+                created=created, tell=lambda text, percent: self._events.tell(text, percent=percent)
+            ),
+        )
+
+    async def _adopt(self, lease: Lease) -> launching.Running | None:
+        """Go on with the lease's container where it runs already: this hub, or an earlier one, forgot it."""
+        found = await launching.find_running(self.around, self.node, lease)
+        if found is None:
+            return None
+        running, self.api_token = found
+        self.object_id = running.container
+        self.save_state()
+        if lease.state is LeaseState.GRANTED:
+            await self.broker.activate(lease.id, running.container)
+        self.log.info("Going on with the running container of %s", self._log_name)
+        return running
+
+    def _check_server_name(self) -> None:
+        if self.name and not re.fullmatch(names.SERVER_PATTERN, self.name):
+            raise InvalidRequest(
+                f"Server name {self.name[:60]!r}: 1 to 32 of a-z, 0-9 and '-' are needed, with a letter or digit "
+                "at both ends"
+            )
+
+    def _tell_waiting(self, lease: Lease | None) -> None:
+        text, more_html = describe_waiting(lease)
+        self._events.tell(text, percent=15, more_html=more_html)
+
+    async def _explain(self, error: BaseException) -> SpawnFailed:
+        """Undo what was done, and what to raise instead of `error`."""
+        await self.log_output()
+        await self._undo()
+        if isinstance(error, SpawnFailed):
+            return error
+        if isinstance(error, GpuhubError):
+            return SpawnFailed.from_error(error)
+        self.log.error("Starting %s failed", self._log_name, exc_info=error)
+        return SpawnFailed(
+            "The notebook could not be started, for a reason that gpuhub does not know. "
+            "The administrator finds it in the hub's log.",
+            reason="unexpected",
+            status_code=500,
+        )
+
+    async def _undo(self) -> None:
+        """Remove the container and give the lease back, as far as node and broker answer."""
+        if self._claiming is not None:
+            try:
+                self.lease_id = (await self._claiming)[0].id
+            except GpuhubError as error:
+                self.log.info("No lease for %s: %s", self._log_name, error)
+            self._claiming = None
+        await self.remove_container(grace_s=0)
+        await self.give_back(wait=False)
+
+    async def _settle(self) -> None:
+        if self._undoing is not None:
+            undoing, self._undoing = self._undoing, None
+            await undoing
+
+    async def stop(self, now: bool = False) -> None:
+        """Remove the container and free its GPUs; what cannot be reached is left to the broker's reconciler."""
+        await self._settle()
+        await self.remove_container(grace_s=0 if now else STOP_GRACE_S)
+        await self.give_back(wait=True)
+
+    async def run_post_stop_hook(self) -> None:
+        """Also where a server ended by itself, its container and lease go."""
+        await self._settle()
+        if not self._keeps_lease:
+            await self.remove_container(grace_s=0)
+            await self.give_back(wait=False)
+        hook = super().run_post_stop_hook()
+        if hook is not None:
+            await hook
+
+    async def poll(self) -> int | None:
+        """None while the notebook runs or nobody can tell; else its exit code, 0 when it is gone."""
+        if not self.object_id:
+            # Restored with a lease and no container: this start waited when the hub was restarted. It is over, but
+            # its place is kept: the broker has the hub start it anew, and that start finds the lease again.
+            self._keeps_lease = self._is_restored
+            return 0
+        try:
+            found = await creation.inspect(self.daemons, self.node, self.object_id)
+        except GpuhubError as error:
+            self.log.warning("Whether %s runs is not known: %s", self._log_name, error)
+            if self._is_restored:
+                # The hub looks whether it answers, and would stop it when it does not within this time.
+                self.http_timeout = AWAY_LIMIT_S
+            return None
+        if found is None:
+            return 0
+        if not found["State"]["Running"]:
+            return int(found["State"]["ExitCode"])
+        if self._is_restored:
+            await self._take_up()
+        return None
+
+    async def _take_up(self) -> None:
+        """A hub that died between creating a container and saying so left its lease granted."""
+        self._is_restored = False
+        try:
+            lease = await self.broker.get_lease(self.lease_id)
+            if lease.state is LeaseState.GRANTED:
+                await self.broker.activate(lease.id, self.object_id)
+        except GpuhubError as error:
+            self.log.warning("Lease %s of %s: %s", self.lease_id, self._log_name, error)
+
+    async def get_url(self) -> str:
+        """Where the notebook answers, asked from its node where this hub has not been told."""
+        try:
+            bindings = await self.daemons.call(self.node, "port", self.object_id, self.port)
+            address, port = launching.published_address(bindings)
+        except GpuhubError as error:
+            self.log.info("The address of %s is as it was: %s", self._log_name, error)
+            return str(self.server.url)
+        return f"http://{address}:{port}{self.server.base_url}"
+
+    async def progress(self) -> AsyncIterator[dict[str, Any]]:
+        """Events of the current start; who looks later gets them all."""
+        async for event in self._events.follow():
+            yield event
+
+
+async def build_spawn_form(spawner: GpuDockerSpawner) -> str:
+    """The spawn page's form."""
+    view = None
+    try:
+        async with asyncio.timeout(3):
+            view = await spawner.broker.cluster()
+    except (GpuhubError, TimeoutError) as error:
+        spawner.log.warning("The spawn form has no figures: %r", error)
+    last = spawner.orm_spawner.user_options
+    last_profile = last.get("profile") if isinstance(last, dict) else None
+    return build_form(spawner.cluster, view, last_profile=last_profile, hub_url=spawner.hub.base_url)

@@ -1,0 +1,72 @@
+"""A job's worker containers: created, named to the system, started and joined to the user's network."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from gpuhub.containers import networks
+from gpuhub.containers.arguments import Place, build_worker
+from gpuhub.containers.creation import ensure_created, name_user
+from gpuhub.containers.daemons import Daemons
+from gpuhub.identity import ensure_home, find_identity
+from gpuhub.nodes.head import head_address
+from gpuhub.paths import Paths
+from gpuhub.settings import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """Which worker to start, and where."""
+
+    instance: str
+    owner: str
+    job_id: str
+    run_id: str
+    #: From 0.
+    index: int
+    lease_id: str
+    epoch: int
+    node: str
+    gpu_uuids: tuple[str, ...]
+    image: str
+
+
+async def start_worker(daemons: Daemons, cluster: Cluster, paths: Paths, spec: WorkerSpec) -> str:
+    """Start a worker's container; its id. One of the same lease and epoch that is there already is adopted.
+
+    Raises:
+        NodeUnreachable: the node does not answer; whether the container exists is unknown.
+        ImageMissing: the node lacks the image.
+        GpuhubError: what else the daemon, or the user's account, stands in the way.
+    """
+    identity = await asyncio.to_thread(find_identity, cluster.users, paths.state, spec.owner)
+    await asyncio.to_thread(ensure_home, cluster.storage, identity)
+    network, _ = await asyncio.gather(
+        networks.ensure_user_network(daemons, cluster, spec.instance, spec.owner),
+        networks.ensure_access_network(daemons, cluster, spec.instance, spec.node),
+    )
+    container = build_worker(
+        place=Place(
+            instance=spec.instance,
+            cluster=cluster,
+            node=cluster.node(spec.node),
+            gpu_uuids=spec.gpu_uuids,
+            subnet=network.subnet,
+            head_address=head_address(cluster),
+        ),
+        identity=identity,
+        image=spec.image,
+        lease_id=spec.lease_id,
+        epoch=spec.epoch,
+        job_id=spec.job_id,
+        run_id=spec.run_id,
+        index=spec.index,
+    )
+    made = await ensure_created(daemons, spec.node, container, adopt=True)
+    if not made.is_running:
+        await name_user(daemons, spec.node, made.id, identity)
+        await daemons.call(spec.node, "start", made.id)
+    # After the start, so that the overlay is joined while the worker's Python starts.
+    await networks.connect(daemons, spec.node, made.id, network)
+    return made.id

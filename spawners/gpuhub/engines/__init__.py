@@ -1,0 +1,1 @@
+"""What grants leases: the seam between the broker and its scheduler."""

@@ -1,0 +1,194 @@
+"""Who a user is on files: UID, GID and groups, and the home folder that belongs to them."""
+
+from __future__ import annotations
+
+import fcntl
+import grp
+import io
+import json
+import os
+import pwd
+import re
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuhub import names
+from gpuhub.errors import InvalidRequest, NotAllowed, SetupError
+from gpuhub.settings import Storage, Users
+
+#: Below are the system's own accounts and groups (`docker`, `disk`, `shadow` …): their rights end at the container.
+FIRST_ORDINARY_ID = 1000
+#: Where libnss-extrausers in our images looks; `ARCHIVE_ROOT` is the folder the archive is unpacked in.
+ARCHIVE_ROOT = "/var/lib"
+_ARCHIVE_FOLDER = "extrausers"
+_SHELL = "/bin/bash"
+_LAST_UID = 2_000_100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """A user as containers run them."""
+
+    name: str
+    uid: int
+    gid: int
+    #: Supplementary groups, by GID, without `gid`.
+    groups: tuple[int, ...] = ()
+    #: Names of `gid` and of `groups`, in that order.
+    group_names: tuple[str, ...]
+
+    @property
+    def home(self) -> str:
+        """The home folder inside every container."""
+        return f"/home/{self.name}"
+
+
+def find_identity(users: Users, state: Path, name: str) -> Identity:
+    """The user's identity from the head node's name service, or a lasting UID of gpuhub's own; blocks.
+
+    Raises:
+        InvalidRequest: the name could mean something in a path.
+        NotAllowed: it is a system account, or there is no account and none is given.
+    """
+    if not re.fullmatch(names.USERNAME_PATTERN, name):
+        raise InvalidRequest(
+            f"user name {name!r}: a lower-case letter, then at most 31 of a-z, 0-9, '.', '-' and '_' is needed"
+        )
+    try:
+        account = pwd.getpwnam(name)
+    except KeyError:
+        if users.uid_first is None:
+            raise NotAllowed(
+                f"user {name!r} has no account on the head node: `adduser {name}` there, "
+                "or set users.uid_first in cluster.toml"
+            ) from None
+        uid = allocate_uid(state, users.uid_first, name)
+        return Identity(name=name, uid=uid, gid=uid, group_names=(name,))
+    return _from_account(account)
+
+
+def _from_account(account: pwd.struct_passwd) -> Identity:
+    name, uid, gid = account.pw_name, account.pw_uid, account.pw_gid
+    if uid < FIRST_ORDINARY_ID:
+        raise NotAllowed(
+            f"user {name!r} is a system account (UID {uid}): only accounts from {FIRST_ORDINARY_ID} on get a notebook"
+        )
+    if gid == 0:
+        raise NotAllowed(f"user {name!r} has root's group as the primary one: give the account a group of its own")
+    groups = tuple(
+        sorted(group for group in os.getgrouplist(name, gid) if group != gid and group >= FIRST_ORDINARY_ID)
+    )
+    return Identity(
+        name=name, uid=uid, gid=gid, groups=groups, group_names=tuple(_group_name(g) for g in (gid, *groups))
+    )
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return f"g{gid}"
+
+
+def allocate_uid(state: Path, first: int, name: str) -> int:
+    """The UID kept for `name` in `uids.json`, chosen at the first call: the least free one from `first` on."""
+    file = state / "uids.json"
+    with _locked(state / "uids.lock"):
+        known: dict[str, int] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if name not in known:
+            known[name] = choose_uid(known, first, _is_taken)
+            temporary = file.with_suffix(".new")
+            with temporary.open("w", encoding="utf-8") as out:
+                json.dump(known, out, indent=1, sort_keys=True)
+                out.flush()
+                os.fsync(out.fileno())
+            temporary.replace(file)
+        return known[name]
+
+
+def choose_uid(known: Mapping[str, int], first: int, is_taken: Callable[[int], bool]) -> int:
+    """The least number from `first` on that nobody has; `is_taken(number)` tells of accounts and groups elsewhere."""
+    used = set(known.values())
+    for number in range(first, _LAST_UID):
+        if number not in used and not is_taken(number):
+            return number
+    raise SetupError(f"no UID is free from {first} on")
+
+
+def _is_taken(number: int) -> bool:
+    for look_up in (pwd.getpwuid, grp.getgrgid):
+        try:
+            look_up(number)
+        except KeyError:
+            continue
+        return True
+    return False
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hub and broker ask at the same time, from two processes."""
+    with path.open("a", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def build_archive(identity: Identity) -> bytes:
+    """A tar with passwd and group entries, for `put_archive` at `ARCHIVE_ROOT`: names for the numbers."""
+    passwd = f"{identity.name}:x:{identity.uid}:{identity.gid}:{identity.name}:{identity.home}:{_SHELL}\n"
+    group = f"{identity.group_names[0]}:x:{identity.gid}:\n" + "".join(
+        f"{name}:x:{gid}:{identity.name}\n"
+        for name, gid in zip(identity.group_names[1:], identity.groups, strict=True)
+    )
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for file, text in (("passwd", passwd), ("group", group)):
+            content = text.encode()
+            entry = tarfile.TarInfo(f"{_ARCHIVE_FOLDER}/{file}")
+            entry.size, entry.mode = len(content), 0o644
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def ensure_home(storage: Storage, identity: Identity) -> None:
+    """Make the user's home where the head node keeps homes: theirs, 0700; one that exists is only checked; blocks.
+
+    Raises:
+        SetupError: the path leads out of the folder of homes, is no folder, or belongs to somebody else.
+    """
+    place = storage.home_create or (None if storage.home.startswith("nfs://") else storage.home)
+    if place is None:
+        return
+    path = Path(place.replace("{username}", identity.name))
+    root = os.path.dirname(place.split("{username}", 1)[0])  # noqa: PTH120 - "/home/" must give "/home"
+    real_root, real = Path(os.path.realpath(root)), Path(os.path.realpath(path))
+    if real_root not in real.parents:
+        raise SetupError(
+            f"the home {path} of {identity.name} leads to {real}, outside {root}: remove the symbolic link"
+        )
+    if not real.exists():
+        _make_home(real, identity)
+    found = real.stat()
+    if not real.is_dir():
+        raise SetupError(f"the home {path} of {identity.name} is no folder")
+    if found.st_uid != identity.uid:
+        raise SetupError(
+            f"the home {path} belongs to UID {found.st_uid}, not to {identity.name} (UID {identity.uid}): "
+            f"`chown -R {identity.uid}:{identity.gid} {path}`, or give {identity.name} that UID"
+        )
+
+
+def _make_home(path: Path, identity: Identity) -> None:
+    for folder in reversed(path.parents):
+        if not folder.exists():
+            folder.mkdir()
+            folder.chmod(0o755)  # whatever the umask; folders on the way stay root's
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return  # a second start of the same user was quicker
+    os.chown(path, identity.uid, identity.gid)
+    path.chmod(0o700)

@@ -1,0 +1,1 @@
+"""What the head node does to and knows of a node."""

@@ -1,0 +1,1 @@
+"""Benchmarks: `make bench` prints one line a figure, `NAME VALUE UNIT`; docs/benchmarks.md keeps them."""

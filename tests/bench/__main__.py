@@ -1,0 +1,23 @@
+"""`python -m tests.bench all|GROUP`: run benchmarks and print `NAME VALUE UNIT` lines."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.bench import launch, setup, spawn
+
+GROUPS = {"setup": setup.measure, "spawn": spawn.measure, "launch": launch.measure}
+
+
+def main() -> None:
+    """Measure what was asked for; what is not in the list is refused with the list."""
+    asked = sys.argv[1] if len(sys.argv) == 2 else "all"
+    if asked != "all" and asked not in GROUPS:
+        sys.exit(f"{asked!r} is no group of benchmarks: choose all, {', '.join(GROUPS)}")
+    for name, measure in GROUPS.items():
+        if asked in ("all", name):
+            for figure, value, unit in measure():
+                print(f"{figure} {value:.3g} {unit}", flush=True)
+
+
+main()

@@ -1,0 +1,61 @@
+"""The product under measurement: an instance of its own, up for as long as a group runs."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuhub import settings
+from gpuhub.head import secrets
+from gpuhub.paths import Paths
+
+ROOT = Path(__file__).parents[2]
+INSTANCE = "ghtest"
+
+
+@dataclass(frozen=True)
+class Product:
+    """A running instance."""
+
+    paths: Paths
+    cluster: settings.Cluster
+    address: str
+    password: str
+
+
+def make(target: str, *variables: str) -> None:
+    """Run a make target with this instance; its output goes to standard error."""
+    command = ["make", "--no-print-directory", target, f"INSTANCE={INSTANCE}", *variables]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr, stderr=sys.stderr)
+
+
+@contextmanager
+def running() -> Iterator[Product]:
+    """The instance, taken down at the end."""
+    make("up")
+    paths = Paths(INSTANCE)
+    cluster = settings.load(paths.closet_cluster_file)
+    try:
+        yield Product(
+            paths=paths,
+            cluster=cluster,
+            address=f"http://127.0.0.1:{cluster.hub.port}",
+            password=secrets.read_secret(paths, secrets.USER_PASSWORD),
+        )
+    finally:
+        make("down")
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the ratios of pairs measured one after the other, so that a slow minute hits both."""
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+
+
+def tell(text: str) -> None:
+    """Progress, beside the figures."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,142 @@
+"""From click to a JupyterLab one can use, against stock DockerSpawner with the same image on the same daemon."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.bench.product import Product, paired_ratio, running, tell
+
+PAIRS = 7
+_READY = ".jp-LauncherCard, .jp-NotebookPanel"
+_STOCK_CONFIG = """
+import docker
+from dockerspawner import DockerSpawner
+
+DockerSpawner._client = docker.APIClient(base_url={docker!r}, version="auto")
+c.JupyterHub.spawner_class = DockerSpawner
+c.JupyterHub.bind_url = "http://127.0.0.1:{port}"
+c.JupyterHub.hub_ip = {head!r}
+c.JupyterHub.hub_port = {hub_port}
+c.JupyterHub.db_url = "sqlite:///:memory:"
+c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{proxy_api_port}"
+c.JupyterHub.authenticator_class = "dummy"
+c.Authenticator.allowed_users = {{"stock"}}
+c.DockerSpawner.image = "gpuhub/notebook:latest"
+c.DockerSpawner.host_ip = {node!r}
+c.DockerSpawner.use_internal_ip = False
+c.DockerSpawner.remove = True
+c.DockerSpawner.name_template = "stock-{{username}}"
+c.DockerSpawner.extra_create_kwargs = {{"user": "20001:20001", "labels": {{}}}}
+c.DockerSpawner.environment = {{"HOME": "/tmp"}}
+c.Spawner.default_url = "/lab"
+c.Spawner.notebook_dir = "/tmp"
+"""
+
+
+def measure() -> Iterator[tuple[str, float, str]]:
+    """Figures of the group `spawn`."""
+    with running() as product, _stock_hub(product) as stock, sync_playwright() as playwright:
+        chromium = shutil.which("chromium")
+        assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        ours = _log_in(browser, product.address, "ada", product.password)
+        theirs = _log_in(browser, stock, "stock", "any")
+        pairs = []
+        for number in range(PAIRS + 1):
+            pair = (_ours(ours, product.address), _stock(theirs, stock))
+            tell(f"click to Lab: gpuhub {pair[0]:.2f} s, stock {pair[1]:.2f} s{' (warm-up)' if not number else ''}")
+            pairs.append(pair)
+        browser.close()
+    ours_s, stock_s = zip(*pairs[1:], strict=True)
+    yield "spawn.click_to_lab", sorted(ours_s)[PAIRS // 2], "s"
+    yield "spawn.click_to_lab_stock", sorted(stock_s)[PAIRS // 2], "s"
+    yield "spawn.click_to_lab_over_stock", paired_ratio(ours_s, stock_s), "ratio"
+
+
+@contextmanager
+def _stock_hub(product: Product) -> Iterator[str]:
+    """A JupyterHub with stock DockerSpawner on the daemon of the first node."""
+    node = product.cluster.nodes[0]
+    port, hub_port, proxy_api_port = 18100, 18181, 18101
+    config = _STOCK_CONFIG.format(
+        docker=node.docker,
+        port=port,
+        head=product.cluster.hub.address,
+        hub_port=hub_port,
+        proxy_api_port=proxy_api_port,
+        node=node.address,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.py").write_text(config, encoding="utf-8")
+        with Path(folder, "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "jupyterhub", "-f", "config.py"],
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "CONFIGPROXY_AUTH_TOKEN": os.urandom(16).hex()},
+            )
+            try:
+                _wait_http(f"http://127.0.0.1:{port}/hub/login", Path(folder, "log"))
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                process.terminate()
+                process.wait(30)
+
+
+def _wait_http(url: str, log: Path) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            if httpx.get(url, trust_env=False).status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            tell("waiting for the stock hub")
+        time.sleep(0.5)
+    raise TimeoutError(f"the stock hub does not answer:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def _log_in(browser: Browser, address: str, name: str, password: str) -> Page:
+    page = browser.new_context().new_page()
+    page.goto(f"{address}/hub/login?next=/hub/home")
+    page.fill("input[name=username]", name)
+    page.fill("input[name=password]", password)
+    page.click("#login_submit")
+    page.wait_for_url("**/hub/home")
+    return page
+
+
+def _ours(page: Page, address: str) -> float:
+    page.goto(f"{address}/hub/spawn")
+    page.check("#gpuhub-rtx5090")
+    begin = time.monotonic()
+    page.click("input[type=submit], button[type=submit]")
+    return _finish(page, address, begin)
+
+
+def _stock(page: Page, address: str) -> float:
+    # Without an options form, the home page's button leads here, and the server starts.
+    begin = time.monotonic()
+    page.goto(f"{address}/hub/spawn", wait_until="commit")
+    return _finish(page, address, begin)
+
+
+def _finish(page: Page, address: str, begin: float) -> float:
+    page.wait_for_url("**/user/*/lab**", timeout=90_000)
+    page.wait_for_selector(_READY, timeout=90_000)
+    seconds = time.monotonic() - begin
+    page.goto(f"{address}/hub/home")
+    page.click("#stop")
+    page.wait_for_selector("#stop", state="hidden", timeout=60_000)
+    return seconds

@@ -1,0 +1,131 @@
+"""The hook that puts simulated cards into a container, and the cards' files."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from gpuhub.closet import cards, hook
+from gpuhub.closet.plan import Card
+from gpuhub.errors import SettingsError
+
+CARDS = [{"index": str(index), "uuid": f"GPU-{index}", "fault": "none"} for index in range(3)]
+
+
+def choose(wanted: str) -> list[str]:
+    return [card["index"] for card in hook.choose_cards(wanted, CARDS)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [
+        ("", []),
+        ("void", []),
+        ("none", []),
+        ("all", ["0", "1", "2"]),
+        ("GPU-1", ["1"]),
+        ("2,0", ["0", "2"]),
+        ("GPU-2,2,GPU-0", ["0", "2"]),
+    ],
+)
+def test_wanted_cards_are_chosen(wanted, chosen):
+    """UUIDs, indexes, `all` and nothing are understood; cards come in the order of their indexes, once each."""
+    assert choose(wanted) == chosen
+
+
+@pytest.mark.parametrize("wanted", ["GPU-9", "3", "GPU-0,GPU-9", "-1", "GPU-0,", "../0"])
+def test_unknown_cards_are_refused(wanted):
+    """A card that the node lacks stops the start, and the message says which."""
+    with pytest.raises(hook.Refused, match="unknown device"):
+        choose(wanted)
+
+
+def test_lost_card_is_refused():
+    """A lost card is not handed out by name, but seen among all."""
+    broken = [CARDS[0] | {"fault": "lost"}]
+    with pytest.raises(hook.Refused, match="GPU-0: gpu is lost"):
+        hook.choose_cards("GPU-0", broken)
+    assert hook.choose_cards("all", broken) == broken
+
+
+@pytest.mark.parametrize(
+    ("environment", "visible"),
+    [
+        ([], ""),
+        (["NVIDIA_VISIBLE_DEVICES=GPU-0"], "GPU-0"),
+        (["NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_VISIBLE_DEVICES=GPU-0"], "GPU-0"),
+        (["NVIDIA_VISIBLE_DEVICES=GPU-0", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"], "GPU-0"),
+        (["NVIDIA_VISIBLE_DEVICES=GPU-0", "NVIDIA_DRIVER_CAPABILITIES=video"], ""),
+        (["=odd", "NVIDIA_VISIBLE_DEVICES"], ""),
+    ],
+)
+def test_environment_tells_what_is_visible(environment, visible):
+    """The last value counts, which is the one that Docker appends."""
+    assert hook.visible_devices(environment) == visible
+
+
+def test_links_in_an_image_are_not_followed(tmp_path):
+    """An image whose folder is a link to elsewhere is refused, and nothing is made there."""
+    image, outside = tmp_path / "image", tmp_path / "outside"
+    (image / "usr").mkdir(parents=True)
+    outside.mkdir()
+    (image / "usr/lib").symlink_to(outside)
+    root = os.open(image, hook.FOLDER)
+    with pytest.raises(hook.Refused, match="not a plain folder"):
+        hook.open_folder(root, "usr/lib/x86_64-linux-gnu", make=True)
+    os.close(root)
+    assert list(outside.iterdir()) == []
+
+
+def test_installed_file_replaces_a_link(tmp_path):
+    """A link where a file goes is replaced, and what it pointed to is untouched."""
+    source, target, folder = tmp_path / "new", tmp_path / "precious", tmp_path / "bin"
+    source.write_bytes(b"new" * 100_000)
+    target.write_text("precious")
+    folder.mkdir()
+    (folder / "nvidia-smi").symlink_to(target)
+    opened = os.open(folder, hook.FOLDER)
+    hook.install_file(str(source), opened, "nvidia-smi")
+    os.close(opened)
+    assert (folder / "nvidia-smi").read_bytes() == source.read_bytes()
+    assert stat.S_IMODE((folder / "nvidia-smi").lstat().st_mode) == 0o755
+    assert target.read_text() == "precious"
+
+
+def test_cards_are_read_in_order(tmp_path):
+    """The hook reads the files that the closet writes, ten after nine."""
+    for index in (10, 9):
+        (tmp_path / str(index)).mkdir()
+        text = cards.format_card(Card(model="RTX 5070", memory_mib=12227), index=index, uuid=f"GPU-{index}")
+        (tmp_path / f"{index}/card").write_text(text)
+        (tmp_path / f"{index}/live").write_text(cards.format_live(cards.Live(fault=cards.Fault.LOST)))
+    found = hook.read_cards(str(tmp_path))
+    assert [(card["uuid"], card["name"], card["fault"]) for card in found] == [
+        ("GPU-9", "NVIDIA GeForce RTX 5070", "lost"),
+        ("GPU-10", "NVIDIA GeForce RTX 5070", "lost"),
+    ]
+
+
+def test_other_stages_do_nothing():
+    """Stages other than prestart are accepted and ignored, as by NVIDIA's hook."""
+    assert hook.main(["poststop"]) == 0
+
+
+def test_live_files_are_read_back():
+    """What is written about load, fault and processes is read back the same."""
+    live = cards.Live(
+        utilisation_percent=55, memory_used_mib=4096, fault=cards.Fault.FALLEN_OFF_BUS, processes=((1, 2), (3, 4))
+    )
+    assert cards.parse_live(cards.format_live(live)) == live
+    assert cards.parse_live("") == cards.Live()
+
+
+@pytest.mark.parametrize(
+    "values", [{"utilisation_percent": 101}, {"utilisation_percent": -1}, {"memory_used_mib": -1}]
+)
+def test_impossible_load_is_refused(values):
+    """A load must be one that a card can have."""
+    with pytest.raises(SettingsError):
+        cards.Live(**values)
