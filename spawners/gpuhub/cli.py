@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("check", _check, "check cluster.toml without starting anything"),
         ("broker", _broker, "run the broker in the foreground"),
         ("proxy", _proxy, "run JupyterHub's proxy in the foreground"),
+        ("closet-node", _closet_node, "run the Docker daemon of a practice closet's node in the foreground"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
@@ -49,6 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--hub-config", type=Path, default=Path("jupyterhub_config.py"), help="default: ./%(default)s"
             )
+        if name == "closet-node":
+            command.add_argument("node", help="its name, such as rig1")
         if name == "down":
             command.add_argument("--purge", action="store_true", help="remove the practice closet's images as well")
     return parser
@@ -113,6 +116,17 @@ def _proxy(options: argparse.Namespace, paths: Paths) -> None:
     )
     os.environ["CONFIGPROXY_AUTH_TOKEN"] = secrets.read_secret(paths, secrets.PROXY_TOKEN)
     os.execvp(command[0], command)  # noqa: S606 - the proxy takes this process's place under supervisord
+
+
+def _closet_node(options: argparse.Namespace, paths: Paths) -> None:
+    from gpuhub.closet import lifecycle, plan
+
+    closet = plan.practice_plan(paths.instance)
+    names = [node.name for node in closet.nodes]
+    if options.node not in names:
+        raise SetupError(f"{options.node!r} is no node of the practice closet: there are {', '.join(names)}")
+    command = lifecycle.dockerd_command(closet, closet.node(options.node), paths)
+    os.execvp(command[0], command)  # noqa: S606 - as above
 
 
 def _need_root(command: str) -> None:

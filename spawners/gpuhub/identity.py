@@ -22,8 +22,8 @@ from gpuhub.settings import Storage, Users
 #: Below are the system's own accounts and groups (`docker`, `disk`, `shadow` …): their rights end at the container.
 FIRST_ORDINARY_ID = 1000
 #: Where libnss-extrausers in our images looks; `ARCHIVE_ROOT` is the folder the archive is unpacked in.
-ARCHIVE_ROOT = "/var/lib"
-_ARCHIVE_FOLDER = "extrausers"
+ARCHIVE_ROOT = "/"
+_ARCHIVE_FOLDER = "var/lib/extrausers"
 _SHELL = "/bin/bash"
 _LAST_UID = 2_000_100_000
 
@@ -78,9 +78,7 @@ def _from_account(account: pwd.struct_passwd) -> Identity:
         )
     if gid == 0:
         raise NotAllowed(f"user {name!r} has root's group as the primary one: give the account a group of its own")
-    groups = tuple(
-        sorted(group for group in os.getgrouplist(name, gid) if group != gid and group >= FIRST_ORDINARY_ID)
-    )
+    groups = tuple(sorted(group for group in os.getgrouplist(name, gid) if group != gid and group >= FIRST_ORDINARY_ID))
     return Identity(
         name=name, uid=uid, gid=gid, groups=groups, group_names=tuple(_group_name(g) for g in (gid, *groups))
     )
@@ -140,8 +138,7 @@ def build_archive(identity: Identity) -> bytes:
     """A tar with passwd and group entries, for `put_archive` at `ARCHIVE_ROOT`: names for the numbers."""
     passwd = f"{identity.name}:x:{identity.uid}:{identity.gid}:{identity.name}:{identity.home}:{_SHELL}\n"
     group = f"{identity.group_names[0]}:x:{identity.gid}:\n" + "".join(
-        f"{name}:x:{gid}:{identity.name}\n"
-        for name, gid in zip(identity.group_names[1:], identity.groups, strict=True)
+        f"{name}:x:{gid}:{identity.name}\n" for name, gid in zip(identity.group_names[1:], identity.groups, strict=True)
     )
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:

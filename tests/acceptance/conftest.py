@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
 from gpuhub import settings
 from gpuhub.head import secrets
 from gpuhub.head.supervisor import Supervisor
 from gpuhub.paths import Paths
-from playwright.sync_api import Browser, Page, sync_playwright
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]

@@ -54,25 +54,40 @@ def test_values_are_frozen(tmp_path):
     ("change", "expected"),
     [
         (("allowed", "alowed"), r"users\.alowed: there is no such key; did you mean 'allowed'\? valid here: login, "),
-        (('name = "rig1"', 'name = "rig1"\ngpu = 1'), r"nodes\[1\]\.gpu: there is no such key; .*valid here: name, addr"),
+        (
+            ('name = "rig1"', 'name = "rig1"\ngpu = 1'),
+            r"nodes\[1\]\.gpu: there is no such key; .*valid here: name, addr",
+        ),
         (('title = "Big"', 'title = "Big"\ncpus = "4"'), r"profiles\[1\]\.cpus: '4' is not a number"),
         (('title = "Big"', 'title = "Big"\ngpu_count = true'), r"profiles\[1\]\.gpu_count: True is not a whole number"),
-        (('title = "Big"', 'title = "Big"\ngpu_count = -1'), r"profiles\[1\]\.gpu_count: -1: .*greater than or equal to 0"),
+        (
+            ('title = "Big"', 'title = "Big"\ngpu_count = -1'),
+            r"profiles\[1\]\.gpu_count: -1: .*greater than or equal to 0",
+        ),
         (('title = "Big"', 'title = "Big"\nmemory = 16'), r"profiles\[1\]\.memory: 16 is no size: .*\"16G\""),
         (('title = "Big"', 'title = "Big"\ntime_limit = "8"'), r"time_limit: '8' is no span of time: .*\"8h\""),
         (('title = "Big"\n', ""), r"profiles\[1\]\.title: is missing"),
         (("unix:///run/docker.sock", "tcp://10.0.0.11:2375"), r"nodes\[1\]: docker = .* has no tls: .*ssh://user@host"),
-        (("unix:///run/docker.sock", "http://10.0.0.11"), r"nodes\[1\]\.docker: 'http://10\.0\.0\.11' is no Docker URL"),
+        (
+            ("unix:///run/docker.sock", "http://10.0.0.11"),
+            r"nodes\[1\]\.docker: 'http://10\.0\.0\.11' is no Docker URL",
+        ),
         (("10.0.0.11", "rig1.local"), r"nodes\[1\]\.address: 'rig1\.local' is no IP address"),
         (('allowed = ["ada"]', ""), r"users: nobody could log in"),
         (('["ada"]', '["../ada"]'), r"users\.allowed\[1\]: '\.\./ada'"),
         (('gpu_model = "RTX 5090"', 'gpu_model = "RTX 5080"'), r"'big' wants 1 × RTX 5080 .*rig1 with 1 × RTX 5090"),
         (('gpu_model = "RTX 5090"', "gpu_count = 2"), r"'big' wants 2 × any GPU on one node, and no node has that"),
         (('gpu_model = "RTX 5090"', 'gpu_memory = "48G"'), r"'big' wants 1 × any GPU of at least 48 GiB"),
-        (('[[profiles]]', '[storage]\nhome = "/home"\n[[profiles]]'), r"storage: home = '/home' is one folder for everyb"),
-        (('[[profiles]]', '[storage]\nhome = "/h/../{username}"\n[[profiles]]'), r"storage\.home: .*neither an absolute"),
-        (('[[profiles]]', '[hub]\nbind = "0.0.0.0"\n[[profiles]]'), r"hub\.bind: '0\.0\.0\.0' is not loopback"),
-        (('[[profiles]]', "[hub]\nport = 8081\n[[profiles]]"), r"hub: port 8081 is used twice"),
+        (
+            ("[[profiles]]", '[storage]\nhome = "/home"\n[[profiles]]'),
+            r"storage: home = '/home' is one folder for everyb",
+        ),
+        (
+            ("[[profiles]]", '[storage]\nhome = "/h/../{username}"\n[[profiles]]'),
+            r"storage\.home: .*neither an absolute",
+        ),
+        (("[[profiles]]", '[hub]\nbind = "0.0.0.0"\n[[profiles]]'), r"hub\.bind: '0\.0\.0\.0' is not loopback"),
+        (("[[profiles]]", "[hub]\nport = 8081\n[[profiles]]"), r"hub: port 8081 is used twice"),
         (("[users]", "[users"), r"not valid TOML: .*line 2"),
     ],
 )
@@ -118,7 +133,12 @@ def test_the_example_is_valid_and_shows_every_key():
 def test_the_example_shows_the_true_defaults(tmp_path):
     """Every commented-out line `# key = value` of the example, taken in, gives the same settings as the default."""
     text = EXAMPLE.read_text(encoding="utf-8")
-    fewer = re.sub(r"^# (?!address|torch_index|max_gpus|uid_first|time_limit|description|title)([a-z_]+ = )", r"\1", text, flags=re.M)
+    fewer = re.sub(
+        r"^# (?!address|torch_index|max_gpus|uid_first|time_limit|description|title)([a-z_]+ = )",
+        r"\1",
+        text,
+        flags=re.M,
+    )
     # `notice`, and keys the example sets itself to something else, stand twice then: keep the first line of each table.
     lines, seen = [], set()
     for line in fewer.splitlines():

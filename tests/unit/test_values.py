@@ -30,7 +30,9 @@ def test_wrong_sizes(value):
         quantities.parse_size(value)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("8h", 28800), ("2d", 172800), ("1w", 604800)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("8h", 28800), ("2d", 172800), ("1w", 604800)]
+)
 def test_spans(text, seconds):
     """Spans of time are seconds."""
     assert quantities.parse_span(text) == seconds
@@ -44,7 +46,22 @@ def test_spans_for_people(seconds, text):
     assert quantities.format_span(seconds) == text
 
 
-HOSTILE = ["..", "../../etc", "a/b", "$(id)", "a;b", "-rf", "a\nb", "ü", "", "A" * 5000, "GPU", "gpu", "a--b", "x-12345678"]
+HOSTILE = [
+    "..",
+    "../../etc",
+    "a/b",
+    "$(id)",
+    "a;b",
+    "-rf",
+    "a\nb",
+    "ü",
+    "",
+    "A" * 5000,
+    "GPU",
+    "gpu",
+    "a--b",
+    "x-12345678",
+]
 
 
 @given(st.text(max_size=60))
@@ -103,7 +120,9 @@ def test_memory_as_sold():
 
 def test_a_single_node_file_is_valid(tmp_path):
     """The cluster.toml made for a machine with GPUs of its own has a profile for each model."""
-    cards = choice.parse_cards("NVIDIA GeForce RTX 5090, 32607\nNVIDIA GeForce RTX 5090, 32607\nNVIDIA A2, 15356\nbad\n")
+    cards = choice.parse_cards(
+        "NVIDIA GeForce RTX 5090, 32607\nNVIDIA GeForce RTX 5090, 32607\nNVIDIA A2, 15356\nbad\n"
+    )
     file = tmp_path / "cluster.toml"
     file.write_text(choice.build_single_node(cards), encoding="utf-8")
     cluster = settings.load(file)

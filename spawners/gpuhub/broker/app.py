@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from gpuhub.broker import problems, routes
 from gpuhub.broker.auth import Identities, TokenChecker
 from gpuhub.broker.clock import Clock
+from gpuhub.broker.core import Core
 from gpuhub.broker.jobs import JobRunner, StartWorker
 from gpuhub.broker.keeper import Keeper
 from gpuhub.broker.ledger import Ledger
@@ -60,7 +61,7 @@ def create_app(
 ) -> FastAPI:
     """The application; its loops run while it does. The caller closes store and daemons afterwards."""
     clock = clock or Clock()
-    broker = Broker(
+    core = Core(
         cluster=cluster,
         store=store,
         engine=engine or BuiltinEngine(),
@@ -70,11 +71,11 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        runner = JobRunner(broker=broker, instance=daemons.instance, start_worker=start_worker)
+        runner = JobRunner(core=core, instance=daemons.instance, start_worker=start_worker)
         loops = [
-            asyncio.ensure_future(Keeper(broker=broker, daemons=daemons, runner=runner).run()),
-            asyncio.ensure_future(Reviver(broker=broker, servers=hub).run()),
-            asyncio.ensure_future(_remove_networks(broker, daemons)),
+            asyncio.ensure_future(Keeper(core=core, daemons=daemons, runner=runner).run()),
+            asyncio.ensure_future(Reviver(core=core, servers=hub).run()),
+            asyncio.ensure_future(_remove_networks(core, daemons)),
         ]
         try:
             yield
@@ -93,7 +94,8 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.state.broker = broker
+    app.state.core = core
+    app.state.broker = Broker(core)
     app.state.identities = Identities(hub, clock, own_token)
     app.state.hub_home = hub_home
     app.include_router(routes.public, prefix=PREFIX)
@@ -123,13 +125,13 @@ class _Owners(Collection[str]):
         return len(self._now())
 
 
-async def _remove_networks(broker: Broker, daemons: Daemons) -> None:
+async def _remove_networks(core: Core, daemons: Daemons) -> None:
     """Remove networks of users without leases, again and again until cancelled."""
     while True:
         await asyncio.sleep(NETWORKS_PERIOD_S)
         try:
-            owners = _Owners(broker.ledger)
-            removed = await remove_idle_user_networks(daemons, broker.cluster, daemons.instance, owners)
+            owners = _Owners(core.ledger)
+            removed = await remove_idle_user_networks(daemons, core.cluster, daemons.instance, owners)
         except GpuhubError as error:
             log.info("networks that nobody uses stay for now: %s", error)
         except Exception:

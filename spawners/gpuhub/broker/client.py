@@ -136,9 +136,7 @@ class BrokerClient:
                     raise
             await asyncio.sleep(_RETRY_S)
 
-    async def _send_once(
-        self, method: str, path: str, json: Any, params: dict[str, str] | None, limit_s: float
-    ) -> Any:
+    async def _send_once(self, method: str, path: str, json: Any, params: dict[str, str] | None, limit_s: float) -> Any:
         try:
             answer = await self._client.request(method, path, json=json, params=params, timeout=limit_s)
         except httpx.HTTPError as error:

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from gpuhub.broker import job_rules
+from gpuhub.broker.core import Core
 from gpuhub.broker.rows import JobRow, LeaseRow, WorkerRow
 from gpuhub.broker.schemas import JobState, WorkerState
-from gpuhub.broker.service import Broker
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.workers import WorkerSpec
 from gpuhub.errors import GpuhubError, NotFound
@@ -28,8 +28,8 @@ _OUT_OF_MEMORY = 137
 class JobRunner:
     """At most one start of each job at a time."""
 
-    def __init__(self, *, broker: Broker, instance: str, start_worker: StartWorker) -> None:
-        self._broker = broker
+    def __init__(self, *, core: Core, instance: str, start_worker: StartWorker) -> None:
+        self._core = core
         self._instance = instance
         self._start_worker = start_worker
         self._starting: dict[str, asyncio.Task[None]] = {}
@@ -38,7 +38,7 @@ class JobRunner:
 
     def start_granted(self) -> None:
         """Begin to start the workers of every job that has its GPUs and lacks workers."""
-        snapshot = self._broker.ledger.snapshot
+        snapshot = self._core.ledger.snapshot
         for job in snapshot.jobs.values():
             pending = [worker for worker in job.workers if worker.state is WorkerState.PENDING]
             if job.state is JobState.STARTING and pending and job.lease_id not in self._starting:
@@ -72,14 +72,14 @@ class JobRunner:
             change = partial(_failed, index=worker.index, message="it could not be started (see the broker's log)")
         else:
             change = partial(_running, index=worker.index, container_id=container_id)
-        await self._broker.edit_jobs([(job.id, change)])
+        await self._core.edit_jobs([(job.id, change)])
 
     def _note_started(self, lease_id: str, task: asyncio.Task[None]) -> None:
         self._starting.pop(lease_id, None)
-        self._started[lease_id] = self._broker.clock.monotonic()
+        self._started[lease_id] = self._core.clock.monotonic()
         if not task.cancelled() and task.exception() is not None:
             log.error("starting the workers of lease %s failed", lease_id, exc_info=task.exception())
-        self._broker.ledger.wake()
+        self._core.ledger.wake()
 
 
 def build_spec(instance: str, job: JobRow, lease: LeaseRow, worker: WorkerRow) -> WorkerSpec:

@@ -69,9 +69,7 @@ def prove_gone(lease: LeaseRow, node: str, now: float) -> LeaseRow:
     """The node's daemon shows no container of a releasing lease: its GPUs there are free."""
     if lease.state is not LeaseState.RELEASING:
         raise Conflict(f"lease {lease.id} is {lease.state}, not releasing")
-    gpus = tuple(
-        gpu if gpu.node != node or gpu.released_at is not None else _released(gpu, now) for gpu in lease.gpus
-    )
+    gpus = tuple(gpu if gpu.node != node or gpu.released_at is not None else _released(gpu, now) for gpu in lease.gpus)
     if any(gpu.released_at is None for gpu in gpus):
         return lease.evolve(gpus=gpus)
     return _enter(lease, LeaseState.RELEASED, now).evolve(gpus=gpus, released_at=now)

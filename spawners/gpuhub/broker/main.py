@@ -69,9 +69,7 @@ def _read_token(path: Path) -> str:
     try:
         token = path.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise SetupError(
-            f"{path}: the broker's hub token cannot be read ({error.strerror}); run gpuhub up"
-        ) from error
+        raise SetupError(f"{path}: the broker's hub token cannot be read ({error.strerror}); run gpuhub up") from error
     if not token:
         raise SetupError(f"{path}: the broker's hub token is empty; remove the file and run gpuhub up")
     return token

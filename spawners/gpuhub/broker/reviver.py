@@ -6,10 +6,10 @@ import asyncio
 import logging
 from typing import Protocol
 
+from gpuhub.broker.core import Core
 from gpuhub.broker.due import UNASKED_S, expired_notebooks, orphaned_requests
 from gpuhub.broker.refusals import HubUnreachable
 from gpuhub.broker.rows import LeaseRow
-from gpuhub.broker.service import Broker
 from gpuhub.errors import GpuhubError, NotFound
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ class Servers(Protocol):
 class Reviver:
     """Keeps a queued request a request for a notebook, whatever happens to the hub."""
 
-    def __init__(self, *, broker: Broker, servers: Servers) -> None:
-        self._broker = broker
+    def __init__(self, *, core: Core, servers: Servers) -> None:
+        self._core = core
         self._servers = servers
         #: When the hub was last asked for each lease; monotonic.
         self._tried: dict[str, float] = {}
@@ -50,14 +50,14 @@ class Reviver:
 
     async def look(self) -> None:
         """Ask the hub for what is due; each lease at most once in `UNASKED_S`."""
-        snapshot = self._broker.ledger.snapshot
+        snapshot = self._core.ledger.snapshot
         self._tried = {lease: at for lease, at in self._tried.items() if lease in snapshot.leases}
-        starts = [row for row in orphaned_requests(snapshot, self._broker.unasked_s) if self._may_try(row)]
-        stops = [row for row in expired_notebooks(snapshot, self._broker.clock.now()) if self._may_try(row)]
+        starts = [row for row in orphaned_requests(snapshot, self._core.unasked_s) if self._may_try(row)]
+        stops = [row for row in expired_notebooks(snapshot, self._core.clock.now()) if self._may_try(row)]
         await asyncio.gather(*map(self._start, starts), *map(self._stop, stops))
 
     def _may_try(self, lease: LeaseRow) -> bool:
-        now = self._broker.clock.monotonic()
+        now = self._core.clock.monotonic()
         if now - self._tried.get(lease.id, float("-inf")) < UNASKED_S:
             return False
         self._tried[lease.id] = now
@@ -67,7 +67,7 @@ class Reviver:
         try:
             await self._servers.start_server(lease.owner, lease.subject, lease.profile or "")
         except NotFound as error:
-            await self._broker.end_leases({lease.id: str(error)})
+            await self._core.end_leases({lease.id: str(error)})
         except HubUnreachable:
             log.info("lease %s of %s waits for the hub", lease.id, lease.owner)
         except GpuhubError as error:

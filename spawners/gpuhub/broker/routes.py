@@ -72,9 +72,7 @@ async def get_leases(who: Who, broker: TheBroker) -> list[Lease]:
 
 
 @api.get("/leases/{lease_id}", responses=documented(404, 422))
-async def get_lease(
-    lease_id: str, who: Who, broker: TheBroker, wait_s: WaitS = 0.0, version: Version = None
-) -> Lease:
+async def get_lease(lease_id: str, who: Who, broker: TheBroker, wait_s: WaitS = 0.0, version: Version = None) -> Lease:
     """One lease; with `wait_s` and `version`, as soon as its version is another one."""
     return await broker.wait_lease(who, lease_id, version, wait_s)
 

@@ -150,9 +150,7 @@ class Store:
         """Replace what was seen on a node; a GPU that moved here is taken from its old node."""
         with self._transaction() as connection:
             uuids = [gpu.uuid for gpu in gpus]
-            connection.execute(
-                sa.delete(model.gpus).where((model.gpus.c.node == node) | model.gpus.c.uuid.in_(uuids))
-            )
+            connection.execute(sa.delete(model.gpus).where((model.gpus.c.node == node) | model.gpus.c.uuid.in_(uuids)))
             for gpu in gpus:
                 connection.execute(
                     sa.insert(model.gpus).values(

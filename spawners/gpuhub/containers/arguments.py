@@ -246,11 +246,9 @@ def _host_config(place: Place, identity: Identity, limits: Limits) -> dict[str, 
         "memswap_limit": limits.memory,
         "shm_size": limits.shm,
         "pids_limit": limits.pids,
-        "ulimits": [
-            # Pinned memory, and RDMA where there is any.
-            Ulimit(name="memlock", soft=-1, hard=-1),
-            Ulimit(name="stack", soft=_STACK_BYTES, hard=_STACK_BYTES),
-        ],
+        # No memlock: the driver pins CUDA's memory itself, only RDMA would need it, and a daemon that may not raise
+        # limits (in a virtual machine or container, say) would refuse to start the container at all.
+        "ulimits": [Ulimit(name="stack", soft=_STACK_BYTES, hard=_STACK_BYTES)],
         "log_config": LogConfig(type="json-file", config={"max-size": "10m", "max-file": "3"}),
     }
 

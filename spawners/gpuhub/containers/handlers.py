@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -90,4 +91,5 @@ def parse_leave(body: bytes) -> str | None:
     except ValueError:
         return None
     found = asked.get("lease") if isinstance(asked, dict) else None
-    return found if isinstance(found, str) and found else None
+    # It becomes part of a path, asked for with the service's own token.
+    return found if isinstance(found, str) and re.fullmatch(r"[A-Za-z0-9-]{1,64}", found) else None

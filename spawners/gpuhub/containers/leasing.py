@@ -91,7 +91,7 @@ async def wait_granted(broker: Broker, lease: Lease, tell: Callable[[Lease | Non
             tell(None)
             await asyncio.sleep(_RETRY_S)
     if lease.state not in _LIVE:
-        raise Conflict(lease.reason or "The request for a GPU has ended.")
+        raise Conflict(f"The wait for a GPU has ended: {lease.reason or 'stopped'}.")
     return lease
 
 

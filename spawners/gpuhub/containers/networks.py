@@ -10,7 +10,7 @@ from typing import Any
 from gpuhub import names
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.swarm import manager
-from gpuhub.errors import Conflict, GpuhubError, NotFound
+from gpuhub.errors import Conflict, GpuhubError, NodeUnreachable, NotFound
 from gpuhub.settings import Cluster
 
 #: What VXLAN's header takes from each packet, bytes.
@@ -45,9 +45,12 @@ async def ensure_user_network(daemons: Daemons, cluster: Cluster, instance: str,
     """
     node = manager(cluster).name
     name = names.user_network(instance, owner)
-    found = await _inspect(daemons, node, name)
-    if found is None:
-        found = await _create(daemons, node, name, build_user_network(cluster, instance, owner))
+    try:
+        found = await _inspect(daemons, node, name)
+        if found is None:
+            found = await _create(daemons, node, name, build_user_network(cluster, instance, owner))
+    except NodeUnreachable as error:
+        raise NodeUnreachable(f"{error}; it keeps the users' networks, so nothing can start until it does") from error
     end = asyncio.get_running_loop().time() + _SUBNET_DEADLINE_S
     while not (subnet := _subnet(found)):
         # Swarm gives an overlay its subnet a moment after the network is made.

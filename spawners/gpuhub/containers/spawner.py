@@ -26,7 +26,9 @@ from gpuhub.settings import Profile
 START_DEADLINE_S = 120.0
 #: JupyterLab ends on SIGTERM within a second or so.
 STOP_GRACE_S = 5
-#: A node may be away for days, and its notebooks live on: how long the hub waits for one it cannot reach.
+#: After a restart the hub stops a notebook that does not answer within this time: long where its container runs (the
+#: node may be overloaded), and days where the node cannot be reached, since notebooks live on there.
+RESTORED_LIMIT_S = 600
 AWAY_LIMIT_S = 7 * 86400
 
 
@@ -151,9 +153,7 @@ class GpuDockerSpawner(NodeSpawner):
             identity,
             network,
             api_path=f"{self.server.base_url}api",
-            steps=launching.Steps(
-                created=created, tell=lambda text, percent: self._events.tell(text, percent=percent)
-            ),
+            steps=launching.Steps(created=created, tell=lambda text, percent: self._events.tell(text, percent=percent)),
         )
 
     async def _adopt(self, lease: Lease) -> launching.Running | None:
@@ -240,7 +240,6 @@ class GpuDockerSpawner(NodeSpawner):
         except GpuhubError as error:
             self.log.warning("Whether %s runs is not known: %s", self._log_name, error)
             if self._is_restored:
-                # The hub looks whether it answers, and would stop it when it does not within this time.
                 self.http_timeout = AWAY_LIMIT_S
             return None
         if found is None:
@@ -254,6 +253,7 @@ class GpuDockerSpawner(NodeSpawner):
     async def _take_up(self) -> None:
         """A hub that died between creating a container and saying so left its lease granted."""
         self._is_restored = False
+        self.http_timeout = RESTORED_LIMIT_S
         try:
             lease = await self.broker.get_lease(self.lease_id)
             if lease.state is LeaseState.GRANTED:

@@ -7,7 +7,6 @@ import shutil
 
 from gpuhub import names, settings
 from gpuhub.closet import lifecycle, plan
-from gpuhub.containers import swarm
 from gpuhub.containers.daemons import Daemons
 from gpuhub.errors import GpuhubError, NotFound, SetupError
 from gpuhub.head import programs
@@ -67,11 +66,31 @@ async def _clean_all(daemons: Daemons, cluster: settings.Cluster, instance: str)
     for node in reversed(cluster.nodes):
         try:
             await _clean_networks(daemons, node.name, instance)
-            if cluster.has_overlay:
-                await swarm.leave_swarm(daemons, node.name)
         except GpuhubError as error:
             failures.append(str(error))
+    if cluster.has_overlay and not failures:
+        failures += await _leave_swarm(daemons, cluster)
     return failures
+
+
+async def _leave_swarm(daemons: Daemons, cluster: settings.Cluster) -> list[str]:
+    """Dissolve the Swarm, unless somebody else uses it too; workers leave before their manager."""
+    manager = cluster.nodes[0].name
+    info = (await daemons.call(manager, "info")).get("Swarm", {})
+    if info.get("LocalNodeState") != "active" or not info.get("ControlAvailable"):
+        return []
+    others = [
+        network["Name"]
+        for network in await daemons.call(manager, "networks", filters={"driver": ["overlay"]})
+        if not network.get("Ingress") and network["Name"] != "ingress"
+    ]
+    if others or await daemons.call(manager, "services"):
+        return [f"the Swarm stays: others use it ({', '.join(others) or 'services'})"]
+    for node in reversed(cluster.nodes):
+        swarm_info = (await daemons.call(node.name, "info")).get("Swarm", {})
+        if swarm_info.get("LocalNodeState") == "active":
+            await daemons.call(node.name, "leave_swarm", force=True)
+    return []
 
 
 async def _clean_containers(daemons: Daemons, node: str, instance: str) -> None:
@@ -90,5 +109,3 @@ async def _clean_networks(daemons: Daemons, node: str, instance: str) -> None:
             await daemons.call(node, "remove_network", network["Id"])
         except NotFound:
             continue
-
-

@@ -73,16 +73,7 @@ def _start_closet(paths: Paths, supervisor: Supervisor, services: list[Program],
     closet = plan.practice_plan(paths.instance)
     with report.step(f"Practice closet: {len(closet.nodes)} nodes, each with a Docker daemon of its own"):
         lifecycle.prepare(closet, paths)
-        daemons = [
-            Program(
-                name=node.name,
-                command=tuple(lifecycle.dockerd_command(closet, node, paths)),
-                directory=paths.state,
-                priority=50,
-                stop_wait_s=30,
-            )
-            for node in closet.nodes
-        ]
+        daemons = programs.build_closet_programs(paths, [node.name for node in closet.nodes])
         supervisor.start([*daemons, *services])
         for program in daemons:
             supervisor.ensure_started(program.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpuhub.head.supervisor import Program
@@ -15,24 +16,36 @@ HUB = "hub"
 
 def build_programs(paths: Paths, cluster_file: Path, hub_config: Path) -> list[Program]:
     """Proxy, broker and hub, in the order of their start; each reads its secrets from files."""
-    gpuhub = str(Path(sys.executable).with_name("gpuhub"))
+    gpuhub = _gpuhub()
+    options = ("--instance", paths.instance, "--cluster-file", str(cluster_file))
+    commands = {
+        PROXY: (gpuhub, "proxy", *options),
+        BROKER: (gpuhub, "broker", *options),
+        HUB: (sys.executable, "-m", "jupyterhub", "-f", str(hub_config)),
+    }
     environment = {"GPUHUB_INSTANCE": paths.instance, "GPUHUB_CLUSTER_FILE": str(cluster_file)}
-    common = ("--instance", paths.instance, "--cluster-file", str(cluster_file))
+    return [
+        Program(name=name, command=command, directory=paths.state, environment=environment, priority=100 * number)
+        for number, (name, command) in enumerate(commands.items(), start=1)
+    ]
+
+
+def build_closet_programs(paths: Paths, nodes: Sequence[str]) -> list[Program]:
+    """The practice closet's Docker daemons; they stop after everything that uses them."""
     return [
         Program(
-            name=PROXY, command=(gpuhub, "proxy", *common), directory=paths.state, environment=environment, priority=100
-        ),
-        Program(
-            name=BROKER, command=(gpuhub, "broker", *common), directory=paths.state, environment=environment, priority=200
-        ),
-        Program(
-            name=HUB,
-            command=(sys.executable, "-m", "jupyterhub", "-f", str(hub_config)),
+            name=node,
+            command=(_gpuhub(), "closet-node", "--instance", paths.instance, node),
             directory=paths.state,
-            environment=environment,
-            priority=300,
-        ),
+            priority=50,
+            stop_wait_s=30,
+        )
+        for node in nodes
     ]
+
+
+def _gpuhub() -> str:
+    return str(Path(sys.executable).with_name("gpuhub"))
 
 
 def build_proxy_command(*, public: tuple[str, int], api_port: int, hub: tuple[str, int]) -> list[str]:

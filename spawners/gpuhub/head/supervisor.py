@@ -23,7 +23,9 @@ from gpuhub.errors import SetupError
 from gpuhub.paths import Paths
 
 #: These point Python's HTTP libraries at a certificate bundle of the shell's and override docker-py's own.
-_STRIPPED = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "DOCKER_HOST", "DOCKER_TLS_VERIFY")
+_STRIPPED = frozenset(
+    {"REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "DOCKER_HOST", "DOCKER_TLS_VERIFY"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

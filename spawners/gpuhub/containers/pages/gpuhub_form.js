@@ -2,7 +2,6 @@
   "use strict";
   var root = document.querySelector(".gpuhub");
   var form = root && root.closest("form");
-  var button = form && form.querySelector("button[type=submit]");
   var last = {};
   var failures = 0;
 
@@ -19,6 +18,8 @@
   }
 
   function nameButton() {
+    // Looked up each time: it comes after this script in the page.
+    var button = form && form.querySelector("button[type=submit]");
     var chosen = root.querySelector("input[name=profile]:checked");
     var badge = chosen && chosen.closest(".gpuhub-card").querySelector("[data-starts]");
     if (button) { button.textContent = badge && badge.dataset.starts === "0" ? "Join the queue" : "Start"; }
@@ -56,6 +57,7 @@
   localTimes(root);
   nameButton();
   root.addEventListener("change", nameButton);
+  document.addEventListener("DOMContentLoaded", nameButton);
   document.addEventListener("visibilitychange", refresh);
   window.setInterval(refresh, 3000);
 })();

@@ -1,0 +1,64 @@
+"""A node's ipyparallel engine: imports while it waits for the connection file, then serves.
+
+`python -m gpu_launch.engine_process RUN_FOLDER`
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from gpu_launch import environment, spare
+from gpu_launch.runs import RunFolder
+
+#: How long the controller's connection file may take.
+CONNECTION_S = 120.0
+_POLL_S = 0.02  # seconds
+
+
+def main() -> None:
+    """Run the engine until its controller is gone or it is told to stop."""
+    run = RunFolder(root=Path(sys.argv[1]))
+    settings = json.loads(run.settings.read_text())
+    # First, as its import of torch takes longest.
+    torchrun = spare.spawn(run.run_id) if settings["is_launch"] else None
+    from ipyparallel.engine.app import IPEngine
+
+    from gpu_launch import agent, network
+
+    if torchrun is not None:
+        agent.adopt(torchrun)
+    # A worker container's network is connected right after its start.
+    network.own(environment.read().subnet)
+    wait_for(run.connection)
+    IPEngine.launch_instance(argv=build_arguments(run, settings))
+
+
+def build_arguments(run: RunFolder, settings: dict[str, object]) -> list[str]:
+    """The engine's arguments."""
+    return [
+        f"--file={run.connection}",
+        f"--profile-dir={settings['profile_dir']}",
+        # Generous, as all nodes' engines and torch imports may share few cores.
+        "--timeout=30",
+        f"--IPEngine.max_heartbeat_misses={settings['heartbeat_misses']}",
+        f"--IPEngine.enable_nanny={not settings['is_launch']}",
+    ]
+
+
+def wait_for(path: Path) -> None:
+    """Wait for a file on a shared home; TimeoutError after CONNECTION_S.
+
+    Listing the folder, rather than looking for the one name, makes an NFS client ask the server again.
+    """
+    deadline = time.monotonic() + CONNECTION_S
+    while not any(entry.name == path.name for entry in path.parent.iterdir()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} did not appear within {CONNECTION_S:.0f} s")
+        time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    main()

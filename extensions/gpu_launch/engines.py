@@ -1,0 +1,182 @@
+"""ipyparallel's engine launcher `gpuhub`: `ipp.Cluster(engines="gpuhub", n=3)` gives three nodes an engine each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ipyparallel.cluster.launcher import BaseLauncher, NotRunning
+from traitlets import Integer, Unicode
+
+from gpu_launch import environment, render, runs, wire
+from gpu_launch.broker import Broker
+from gpu_launch.errors import GpuLaunchError, LaunchFailed
+from gpu_launch.gang import Gang, load_connection
+from gpu_launch.plan import Plan, check_fits, find_model, make_plan
+
+_POLL_S = 0.02  # seconds between looks for the controller's connection file
+_CONTROLLER_S = 60.0  # seconds a controller may take to write it
+
+
+class GpuhubEngineSetLauncher(BaseLauncher):
+    """Engines in the notebook's own container, where it has GPUs, and in worker containers of the broker."""
+
+    name = Unicode("gpuhub")
+    n = Integer(1).tag(to_dict=True)
+    engine_set_id = Unicode()
+    nproc_per_node = Integer(1, config=True, help="GPUs of each engine's node.").tag(to_dict=True)
+    model = Unicode("", config=True, help="Only GPUs of this model, such as 'RTX 5090'.").tag(to_dict=True)
+    run_id = Unicode().tag(to_dict=True)
+    job_id = Unicode().tag(to_dict=True)
+
+    def __init__(self, *, gang: Gang | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        #: Given by a launch that has begun already; made by `start` otherwise.
+        self.gang = gang
+        self._is_launch = gang is not None
+
+    def find_args(self) -> list[str]:
+        """The worker's command, for ipyparallel's log."""
+        return ["gpu-launch-worker"]
+
+    async def start(self, n: int) -> None:
+        """Ask for the engines; for a cluster of its own, return when every container runs."""
+        self.n = n
+        loop = asyncio.get_running_loop()
+        if self.gang is None:
+            self.gang = await loop.run_in_executor(None, self._begin, n)
+        gang = self.gang
+        self.run_id = gang.run.run_id
+        self.notify_start({"run": self.run_id, "n": n})
+        await loop.run_in_executor(None, self._publish, gang)
+        if not self._is_launch:
+            try:
+                await loop.run_in_executor(None, self._wait, gang)
+            except BaseException:
+                await self.stop()
+                raise
+            threading.Thread(target=self._watch, args=(gang, loop), name="gpuhub engines", daemon=True).start()
+        self.job_id = gang.job.id if gang.job else ""
+
+    async def stop(self) -> None:
+        """Free every container; returns when the broker has said that the GPUs are free."""
+        if self.gang is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self.gang.stop)
+        self.notify_stop({"exit_code": 0, "identifier": self.identifier})
+
+    async def join(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - ipyparallel's interface
+        """Wait until the engines have been stopped."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.state == "running":
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"The engines of {self.run_id} still run after {timeout} s.")
+            await asyncio.sleep(0.1)
+
+    def signal(self, sig: int) -> None:
+        """End the engines for signals that end processes; for others `Client.send_signal` reaches each engine."""
+        if sig in (signal.SIGTERM, signal.SIGKILL) and self.gang is not None:
+            self.gang.stop()
+        else:
+            raise LaunchFailed("Only SIGTERM and SIGKILL end all engines; use client.send_signal(...) for others.")
+
+    def get_output(self, remove: bool = False) -> str:
+        """The ends of the workers' own logs."""
+        if not self.run_id:
+            return ""
+        run = runs.folder(environment.read().home, self.run_id)
+        return "".join(
+            f"{path.name}:\n{path.read_text(errors='replace')[-2000:]}" for path in sorted(run.logs.glob("*.log"))
+        )
+
+    @classmethod
+    def from_dict(
+        cls, d: dict[str, Any], *, config: Any = None, parent: Any = None, **kwargs: Any
+    ) -> GpuhubEngineSetLauncher:
+        """Take over the job of a cluster saved by an earlier kernel. NotRunning where it has ended."""
+        self: GpuhubEngineSetLauncher = super().from_dict(d, config=config, parent=parent, **kwargs)
+        env = environment.read()
+        broker = _broker(env)
+        if broker is None or not self.job_id:
+            raise NotRunning("the engines ended with the kernel that started them")
+        try:
+            job = broker.job(self.job_id)
+        except GpuLaunchError as error:
+            raise NotRunning(str(error)) from None
+        if job.state in (wire.ENDED, wire.STOPPING):
+            raise NotRunning(job.reason or "the job has ended")
+        plan = Plan(
+            nnodes=len(job.workers),
+            nproc_per_node=self.nproc_per_node,
+            own=False,
+            workers=len(job.workers),
+            exclude_nodes=(),
+            model=None,
+        )
+        self.gang = Gang(plan, runs.folder(env.home, self.run_id), env=env, broker=broker)
+        self.gang.attach(self.job_id)
+        self.n = len(job.workers)
+        self.notify_start({"run": self.run_id, "n": self.n})
+        return self
+
+    def _begin(self, n: int) -> Gang:
+        env = environment.read()
+        broker = _broker(env)
+        cluster = broker.cluster() if broker else None
+        model = find_model(cluster, self.model) if self.model and cluster else None
+        own_model = render.model_of(cluster, env.gpu_uuids)
+        plan = make_plan(env, nnodes=n, nproc_per_node=self.nproc_per_node, model=model, own_model=own_model)
+        if cluster is not None:
+            check_fits(plan, cluster)
+        gang = Gang(plan, runs.create(env.home), env=env, broker=broker)
+        # At the cluster's 500 ms a ping: half a minute.
+        gang.begin(settings={"is_launch": False, "profile_dir": self.profile_dir, "heartbeat_misses": 30})
+        return gang
+
+    def _publish(self, gang: Gang) -> None:
+        """Hand the controller's engine connection on, from the cluster or from its file."""
+        given = self.environment.get("IPP_CONNECTION_INFO")
+        deadline = time.monotonic() + _CONTROLLER_S
+        connection = json.loads(given) if given else None
+        while connection is None:
+            gang.check()
+            connection = load_connection(Path(self.connection_files["engine"]))
+            if connection is None and time.monotonic() > deadline:
+                raise LaunchFailed(f"ipyparallel's controller did not start within {_CONTROLLER_S:.0f} s.")
+            time.sleep(_POLL_S)
+        gang.publish(connection)
+
+    def _wait(self, gang: Gang) -> None:
+        """Until every container runs, saying now and then what it waits for."""
+        said = ""
+        while not gang.is_started():
+            gang.check()
+            if gang.job is not None:
+                gpus = gang.plan.workers * gang.plan.nproc_per_node
+                text = render.job_text(gang.job, gpus=gpus, workers=gang.plan.workers)
+                if text != said:
+                    said = text
+                    self.log.info(text)
+            time.sleep(_POLL_S)
+
+    def _watch(self, gang: Gang, loop: asyncio.AbstractEventLoop) -> None:
+        """Tell ipyparallel when the broker ended the engines."""
+        while self.state == "running":
+            try:
+                gang.check()
+            except GpuLaunchError as error:
+                data = {"exit_code": 1, "identifier": self.identifier, "reason": str(error)}
+                if loop.is_running():
+                    loop.call_soon_threadsafe(self.notify_stop, data)
+                else:
+                    self.notify_stop(data)
+                return
+            time.sleep(1.0)
+
+
+def _broker(env: environment.Environment) -> Broker | None:
+    return Broker(env.broker_url, env.token) if env.broker_url and env.token else None

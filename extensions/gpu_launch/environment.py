@@ -1,0 +1,61 @@
+"""The environment variables this package reads, all of them, as one frozen value."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Never handed to ranks: the notebook's own credentials, and ipyparallel's.
+SECRET_PREFIXES = ("JUPYTERHUB_", "JPY_", "IPP_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What the container was told about itself. None or empty: not told."""
+
+    #: GPUHUB_BROKER_URL: such as `http://10.77.0.1:8010/services/broker`.
+    broker_url: str | None
+    #: JUPYTERHUB_API_TOKEN: in notebooks only.
+    token: str | None
+    #: GPUHUB_NETWORK_SUBNET: the subnet on which this user's containers reach each other.
+    subnet: str | None
+    #: GPUHUB_NODE: the node's name in the cluster; this host's name where it is not told.
+    node: str
+    #: GPUHUB_GPU_UUIDS: this container's GPUs.
+    gpu_uuids: tuple[str, ...]
+    #: JUPYTERHUB_SERVER_NAME: empty for the default server.
+    server: str
+    #: GPU_LAUNCH_RUN and GPU_LAUNCH_WORKER: in workers only.
+    run_id: str | None
+    worker: int | None
+    home: Path
+
+
+def read(environ: Mapping[str, str] | None = None) -> Environment:
+    """The environment of this process, or of `environ`."""
+    env = os.environ if environ is None else environ
+    worker = env.get("GPU_LAUNCH_WORKER", "")
+    return Environment(
+        broker_url=env.get("GPUHUB_BROKER_URL", "").rstrip("/") or None,
+        token=env.get("JUPYTERHUB_API_TOKEN") or None,
+        subnet=env.get("GPUHUB_NETWORK_SUBNET") or None,
+        node=env.get("GPUHUB_NODE") or socket.gethostname(),
+        gpu_uuids=tuple(part.strip() for part in env.get("GPUHUB_GPU_UUIDS", "").split(",") if part.strip()),
+        server=env.get("JUPYTERHUB_SERVER_NAME", ""),
+        run_id=env.get("GPU_LAUNCH_RUN") or None,
+        worker=int(worker) if worker.isdecimal() else None,
+        home=Path(env.get("HOME") or Path.home()),
+    )
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` as ranks may have it."""
+    return {name: value for name, value in environ.items() if not name.startswith(SECRET_PREFIXES)}
+
+
+def changed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """What was set in `now` since `before`, without secrets: a user's `os.environ[...] = ...` in the notebook."""
+    return {name: value for name, value in without_secrets(now).items() if before.get(name) != value}

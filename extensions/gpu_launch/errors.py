@@ -1,0 +1,49 @@
+"""What can go wrong, as a user reads it.
+
+GpuLaunchError            every expected failure; rendered in a notebook without our stack
+├── UsageError            the command line or its arguments: change the cell
+├── BrokerError           the broker refused or cannot be reached
+├── NetworkError          this container is not on the network it was promised
+└── LaunchFailed          ranks or workers failed: read the rank's own traceback
+LaunchInterrupted         the user's interrupt, after everything has been stopped
+"""
+
+from __future__ import annotations
+
+
+class GpuLaunchError(Exception):
+    """The launch failed."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of a stack: the text alone."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class UsageError(GpuLaunchError):
+    """The command line is wrong; nothing was asked for and nothing started."""
+
+
+class BrokerError(GpuLaunchError):
+    """The broker refused, or cannot be reached. `status` is the HTTP status, None without an answer."""
+
+    def __init__(self, text: str, *, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class NetworkError(GpuLaunchError):
+    """This container has no address on the network it was promised."""
+
+
+class LaunchFailed(GpuLaunchError):
+    """A rank or a worker failed. The text begins with the first failing rank's own traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+class LaunchInterrupted(KeyboardInterrupt):
+    """The launch was interrupted and everything it started is stopped."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"KeyboardInterrupt: {self}"]

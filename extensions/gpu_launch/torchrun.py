@@ -1,0 +1,85 @@
+"""A torchrun that has imported torch before it knows what to run: the same arguments, one import sooner.
+
+Reads one line of JSON on stdin to know what to run: `{"argv": [...], "environ": {...}, "cwd": "", "failures": "path"}`.
+An end of input instead means that nothing is to be run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Wait for the arguments, run, write which ranks failed."""
+    # A killed engine takes its torchrun along; torchrun ends its ranks on SIGTERM.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    problem = _import()
+    line = sys.stdin.readline()
+    if not line:
+        return 0
+    start = json.loads(line)
+    # Ranks inherit an empty stdin, not this pipe.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.clear()
+    os.environ.update(start["environ"])
+    os.chdir(start["cwd"])
+    if problem:
+        sys.stderr.write(problem)
+        return 1
+    return _run(start["argv"], Path(start["failures"]))
+
+
+def _import() -> str:
+    try:
+        import torch.distributed.run  # noqa: F401
+    except ImportError as error:
+        return f"PyTorch cannot be imported with {sys.executable}: {error}\n"
+    return ""
+
+
+def _run(argv: list[str], failures: Path) -> int:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        # What torchrun's `main` does, without its own summary of the failure.
+        run.run(run.parse_args(argv))
+    except ChildFailedError as error:
+        failures.write_text(json.dumps(_failed(error)))
+        return 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _failed(error: Any) -> dict[str, Any]:
+    """Exit codes and error files by global rank."""
+    found = {}
+    for rank, failure in error.failures.items():
+        found[str(rank)] = {"exit_code": failure.exitcode, "error": _recorded(failure.error_file)}
+    return found
+
+
+def _recorded(path: str) -> str:
+    """The traceback a script decorated with torch's `record` left; empty where there is none."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(Path(path).read_text())["message"]["extraInfo"]["py_callstack"])
+    return ""
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Taking an interpreter with torch apart costs a fifth of a second, and nothing here needs it.
+    os._exit(exit_code)

@@ -1,0 +1,117 @@
+"""What the broker answers, as far as a launch needs it. Unknown fields are ignored: an older client keeps working."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: Job and worker states with a meaning here; any other state is shown as it is.
+WAITING, STARTING, RUNNING, STOPPING, ENDED = "waiting", "starting", "running", "stopping", "ended"
+EXITED = "exited"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU; `holder` is who holds it, empty for nobody or not told."""
+
+    uuid: str
+    node: str
+    model: str
+    holder: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """One worker container."""
+
+    index: int
+    node: str
+    gpus: tuple[Gpu, ...]
+    state: str
+    exit_code: int | None
+    message: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A gang of workers."""
+
+    id: str
+    run_id: str
+    state: str
+    version: int
+    #: Place in the queue from 1; None unless waiting.
+    position: int | None
+    #: What it waits for, one line for a person.
+    waiting_for: str | None
+    workers: tuple[Worker, ...]
+    reason: str | None
+    #: Ends when not renewed for this long, in seconds.
+    renew_within_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node and its GPUs, whoever holds them."""
+
+    name: str
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """All nodes."""
+
+    nodes: tuple[Node, ...]
+
+    def gpu(self, uuid: str) -> Gpu | None:
+        """The GPU with this UUID."""
+        return next((gpu for node in self.nodes for gpu in node.gpus if gpu.uuid == uuid), None)
+
+    def models(self) -> tuple[str, ...]:
+        """Every GPU model, once, by name."""
+        return tuple(sorted({gpu.model for node in self.nodes for gpu in node.gpus}))
+
+
+def parse_gpu(data: Mapping[str, Any]) -> Gpu:
+    """A `Gpu` or `GpuView` of the broker."""
+    holder = data.get("holder") or {}
+    return Gpu(uuid=data["uuid"], node=data["node"], model=data["model"], holder=holder.get("owner", ""))
+
+
+def parse_worker(data: Mapping[str, Any]) -> Worker:
+    """A `Worker` of the broker."""
+    return Worker(
+        index=data["index"],
+        node=data["node"],
+        gpus=tuple(parse_gpu(gpu) for gpu in data.get("gpus", ())),
+        state=data["state"],
+        exit_code=data.get("exit_code"),
+        message=data.get("message"),
+    )
+
+
+def parse_job(data: Mapping[str, Any]) -> Job:
+    """A `Job` of the broker."""
+    lease = data.get("lease") or {}
+    return Job(
+        id=data["id"],
+        run_id=data["run_id"],
+        state=data["state"],
+        version=data["version"],
+        position=lease.get("position"),
+        waiting_for=lease.get("waiting_for"),
+        workers=tuple(sorted(map(parse_worker, data.get("workers", ())), key=lambda worker: worker.index)),
+        reason=data.get("reason"),
+        renew_within_s=float(data.get("renew_within_s") or 30.0),
+    )
+
+
+def parse_cluster(data: Mapping[str, Any]) -> Cluster:
+    """A `ClusterView` of the broker."""
+    return Cluster(
+        nodes=tuple(
+            Node(name=node["name"], gpus=tuple(map(parse_gpu, node.get("gpus", ())))) for node in data.get("nodes", ())
+        )
+    )

@@ -1,0 +1,82 @@
+"""A node's worker: keeps one engine and sees that nothing outlives it.
+
+The main process of a worker container (`gpu-launch-worker`); in the notebook's own container a child of the kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from gpu_launch import environment, runs
+from gpu_launch.engine_process import wait_for
+from gpu_launch.processes import kill_marked
+
+_POLL_S = 0.05  # seconds between looks at the engine
+_GRACE_S = 2.0  # seconds a user's own engine has to end by itself; a launch's has nothing to save
+
+
+def main() -> None:
+    """Console script `gpu-launch-worker`."""
+    env = environment.read()
+    if env.run_id is None:
+        sys.exit("gpu-launch-worker is started by gpuhub: GPU_LAUNCH_RUN is not set.")
+    run = runs.folder(env.home, env.run_id)
+    sys.exit(_serve(run, env))
+
+
+def _serve(run: runs.RunFolder, env: environment.Environment) -> int:
+    wait_for(run.settings)
+    parent = os.getppid()
+    is_launch = json.loads(run.settings.read_text())["is_launch"]
+    return supervise(
+        [sys.executable, "-m", "gpu_launch.engine_process", str(run.root)],
+        run_id=run.run_id,
+        grace_s=0.0 if is_launch else _GRACE_S,
+        log=run.log("notebook" if env.worker is None else f"worker-{env.worker}"),
+        # In the notebook's container nobody else would notice that the kernel died.
+        is_wanted=(lambda: os.getppid() == parent) if env.worker is None else (lambda: True),
+    )
+
+
+def supervise(arguments: list[str], *, run_id: str, log: Path, grace_s: float, is_wanted: Callable[[], bool]) -> int:
+    """Run the engine until it ends, SIGTERM comes or `is_wanted` says no; its exit code. Leaves no rank behind."""
+    stopping: list[int] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        stopping.append(number)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in a terminal is the notebook's to handle
+    try:
+        with log.open("ab") as output:
+            engine = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        while (code := engine.poll()) is None and not stopping and is_wanted():
+            time.sleep(_POLL_S)
+        if code is None:
+            code = _end(engine, grace_s)
+        return code if code >= 0 else 128 - code
+    finally:
+        kill_marked(run_id)
+
+
+def _end(engine: subprocess.Popen[bytes], grace_s: float) -> int:
+    engine.terminate()
+    try:
+        return engine.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        engine.kill()
+        return engine.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Removes from a virtual environment what no notebook needs (tests, C++ headers, static libraries), compiles the rest.
+
+There is no compiler in the image, so headers are useless; an image that adds one reinstalls torch (images/README.md).
+"""
+
+import compileall
+import shutil
+import sys
+from pathlib import Path
+
+#: Patterns below site-packages.
+USELESS = (
+    "**/tests",
+    "**/*.a",
+    "torch/test",
+    "torch/include",
+    "torch/share/cmake",
+    "torch/bin/*est*",
+    "torch/bin/protoc*",
+    "torch/bin/upgrader_models",
+    "torch/lib/*test*",
+    "nvidia/**/include",
+)
+
+
+def main(environment: Path) -> None:
+    """Deletes every match of USELESS below the environment's site-packages and compiles what is left to .pyc files."""
+    freed = 0
+    for packages in environment.glob("lib/python3*/site-packages"):
+        for pattern in USELESS:
+            for path in sorted(packages.glob(pattern)):
+                if path.is_dir() and not path.is_symlink():
+                    freed += sum(p.lstat().st_size for p in path.rglob("*") if not p.is_dir())
+                    shutil.rmtree(path)
+                elif path.is_symlink() or path.exists():
+                    freed += path.lstat().st_size
+                    path.unlink()
+        # All cores, where pip would use one; templates and old examples that are no Python 3 are passed over.
+        compileall.compile_dir(packages, workers=0, quiet=2)
+    sys.stdout.write(f"removed {freed // 1_000_000} MB\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

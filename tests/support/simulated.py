@@ -1,0 +1,216 @@
+"""Nodes without Docker: a `Daemons` whose clients keep containers in memory, with the answers of docker-py."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gpuhub.containers.daemons import Daemons
+from gpuhub.errors import Conflict, ImageMissing, NodeUnreachable, NotFound
+from gpuhub.settings import Cluster, Node, Profile, Users
+
+T = TypeVar("T")
+
+#: Model and MiB of the cards of the practice closet.
+CLOSET = {
+    "rig1": [("NVIDIA GeForce RTX 5090", 32607)],
+    "rig2": [("NVIDIA GeForce RTX 5070", 12227)],
+    "rig3": [("NVIDIA GeForce RTX 5060", 8151)],
+}
+_ids = itertools.count(1)
+
+
+@dataclass(slots=True)
+class SimulatedNode:
+    """One node's daemon; tests change its fields."""
+
+    name: str
+    cards: list[tuple[str, int]]
+    is_reachable: bool = True
+    has_toolkit: bool = True
+    images: set[str] = field(default_factory=lambda: {"gpuhub/base:latest", "gpuhub/notebook:latest"})
+    containers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Called with the method's name before each call.
+    on_call: Callable[[str], None] = lambda method: None
+    lines: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    nvml_error: str | None = None
+
+    @property
+    def uuids(self) -> list[str]:
+        """The node's GPUs."""
+        return [f"GPU-{self.name}-{index}" for index in range(len(self.cards))]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """Containers with that label."""
+        return [c for c in self.containers.values() if c["Labels"].get("gpuhub.kind") == kind]
+
+    def run_container(self, labels: dict[str, str], *, name: str = "", state: str = "running") -> str:
+        """As a spawner would."""
+        container = f"{next(_ids):064x}"
+        self.containers[container] = {
+            "Id": container,
+            "Names": [f"/{name or container[-12:]}"],
+            "Labels": {"gpuhub.instance": "ghtest", **labels},
+            "State": state,
+            "ExitCode": 0,
+            "OOMKilled": False,
+        }
+        return container
+
+    def end_container(self, container: str, *, code: int = 0, oom: bool = False) -> None:
+        """The container's program ended."""
+        self.containers[container].update(State="exited", ExitCode=code, OOMKilled=oom)
+
+
+class SimulatedClient:
+    """The methods of docker.APIClient that the broker uses."""
+
+    def __init__(self, node: SimulatedNode) -> None:
+        self._node = node
+
+    def containers(self, all: bool = False, filters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        wanted = dict(label.split("=", 1) for label in (filters or {}).get("label", ()))
+        return [
+            dict(container)
+            for container in list(self._node.containers.values())
+            if (all or container["State"] == "running") and all_in(wanted, container["Labels"])
+        ]
+
+    def inspect_image(self, image: str) -> dict[str, Any]:
+        if image not in self._node.images:
+            raise ImageMissing(f"node {self._node.name}: no such image: {image}")
+        return {"Id": f"sha256:{image}"}
+
+    def create_host_config(self, **arguments: Any) -> dict[str, Any]:
+        return arguments
+
+    def create_container(self, *, image: str, name: str, labels: dict[str, str], **_rest: Any) -> dict[str, Any]:
+        self.inspect_image(image)
+        if any(container["Names"] == [f"/{name}"] for container in self._node.containers.values()):
+            raise Conflict(f"node {self._node.name}: the name {name} is in use")
+        return {"Id": self._node.run_container(labels, name=name, state="created")}
+
+    def start(self, container: str) -> None:
+        found = self._find(container)
+        if not self._node.has_toolkit:
+            raise Conflict('could not select device driver "" with capabilities: [[gpu]]')
+        found["State"] = "running"
+
+    def stop(self, container: str, timeout: int = 10) -> None:
+        self._find(container)["State"] = "exited"
+
+    def remove_container(self, container: str, force: bool = False, v: bool = False) -> None:
+        self._find(container)
+        del self._node.containers[container]
+
+    def inspect_container(self, container: str) -> dict[str, Any]:
+        found = self._find(container)
+        return {"Id": container, "State": {"ExitCode": found["ExitCode"], "OOMKilled": found["OOMKilled"]}}
+
+    def logs(self, container: str, **_arguments: Any) -> bytes:
+        self._find(container)
+        node = self._node
+        gpus = [
+            {
+                "uuid": uuid,
+                "index": index,
+                "name": name,
+                "memory_total_mib": mib,
+                "memory_used_mib": 4,
+                "utilisation_percent": 0,
+                "power_w": 20.5,
+                "temperature_c": 40,
+                "processes": 0,
+                "error": None,
+            }
+            for index, (uuid, (name, mib)) in enumerate(zip(node.uuids, node.cards, strict=True))
+        ]
+        return json.dumps(
+            {"n": next(node.lines), "error": node.nvml_error, "gpus": [] if node.nvml_error else gpus}
+        ).encode()
+
+    def networks(self, **_arguments: Any) -> list[dict[str, Any]]:
+        return []
+
+    def _find(self, container: str) -> dict[str, Any]:
+        found = self._node.containers.get(container)
+        if found is None:
+            raise NotFound(f"node {self._node.name}: no such container: {container}")
+        return found
+
+
+def all_in(wanted: dict[str, str], labels: dict[str, str]) -> bool:
+    """Whether every wanted label is there."""
+    return all(labels.get(key) == value for key, value in wanted.items())
+
+
+class SimulatedDaemons(Daemons):
+    """The daemons of simulated nodes."""
+
+    def __init__(self, nodes: Sequence[Node], simulated: dict[str, SimulatedNode], run_dir: Path) -> None:
+        super().__init__(nodes, instance="ghtest", run_dir=run_dir)
+        self.simulated = simulated
+
+    async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False) -> T:
+        """Run `work` on the simulated client."""
+        found = self.simulated[node]
+        if not found.is_reachable:
+            raise NodeUnreachable(f"node {node}: its Docker daemon cannot be reached")
+        return work(_Telling(SimulatedClient(found), found))
+
+
+class _Telling:
+    """Tells the node which method is called."""
+
+    def __init__(self, client: SimulatedClient, node: SimulatedNode) -> None:
+        self._client = client
+        self._node = node
+
+    def __getattr__(self, method: str) -> Any:
+        self._node.on_call(method)
+        return getattr(self._client, method)
+
+
+def simulated_nodes(cards: dict[str, list[tuple[str, int]]] = CLOSET) -> dict[str, SimulatedNode]:
+    """A node for each entry."""
+    return {name: SimulatedNode(name=name, cards=list(of_node)) for name, of_node in cards.items()}
+
+
+def build_cluster(
+    cards: dict[str, list[tuple[str, int]]] = CLOSET, profiles: Sequence[Profile] = (), **parts: Any
+) -> Cluster:
+    """Settings for simulated nodes, with a profile for each model and one without a GPU."""
+    models = {name.removeprefix("NVIDIA GeForce ") for of_node in cards.values() for name, _ in of_node}
+    return Cluster(
+        nodes=tuple(
+            Node(name=name, address=f"127.0.1.{index}", docker=f"unix:///nowhere/{name}.sock")
+            for index, name in enumerate(cards, start=1)
+        ),
+        profiles=tuple(profiles)
+        or (
+            *(Profile(name=model.lower().replace(" ", ""), title=model, gpu_model=model) for model in sorted(models)),
+            Profile(name="any", title="Any GPU"),
+            Profile(name="cpu", title="No GPU", gpu_count=0),
+        ),
+        **{"users": Users(allowed=("ada", "ben"), max_waiting=1000), **parts},
+    )
+
+
+def wait_until(condition: Callable[[], T | None], what: str, deadline_s: float = 10.0) -> T:
+    """The condition's value as soon as it is true.
+
+    Raises:
+        AssertionError: not within the deadline.
+    """
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"not within {deadline_s} s: {what}")

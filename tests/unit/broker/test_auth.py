@@ -1,0 +1,181 @@
+"""Who may do what: every route with every kind of caller, and what happens while the hub is away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from gpuhub.broker.auth import NEGATIVE_S, OUTAGE_S, POSITIVE_S, Identities, parse_identity
+from gpuhub.broker.clock import Clock
+from gpuhub.broker.refusals import HubUnreachable, NotKnown
+from gpuhub.errors import NotAllowed
+from tests.support.brokers import ACCESS, Running, Setting, StubHub, asgi_broker
+from tests.unit.broker.test_api import ask, post, reaches
+
+CALLERS = ("none", "unknown", "narrow", "ben", "ada", "spawner", "root")
+LEASE = {"profile": "cpu", "key": "k"}
+JOB = {"run_id": "run-000002", "nnodes": 1, "nproc_per_node": 1, "server": "other"}
+
+#: Route → body and the statuses for CALLERS in order. Ada owns the lease and the job; ben is another user.
+MATRIX: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "GET /cluster": (None, (401, 401, 403, 200, 200, 200, 200)),
+    "POST /leases": (LEASE, (401, 401, 403, 201, 201, 422, 201)),
+    "POST /leases as ada": ({**LEASE, "owner": "ada"}, (401, 401, 403, 403, 201, 201, 403)),
+    "GET /leases": (None, (401, 401, 403, 200, 200, 200, 200)),
+    "GET /leases/{lease}": (None, (401, 401, 403, 404, 200, 200, 200)),
+    "POST /leases/{lease}/activate": ({"container_id": "c" * 12}, (401, 401, 403, 404, 200, 200, 200)),
+    "DELETE /leases/{lease}": (None, (401, 401, 403, 404, 200, 200, 200)),
+    "POST /jobs": (JOB, (401, 401, 403, 201, 201, 403, 201)),
+    "GET /jobs": (None, (401, 401, 403, 200, 200, 200, 200)),
+    "GET /jobs/{job}": (None, (401, 401, 403, 404, 200, 200, 200)),
+    "POST /jobs/{job}/renew": (None, (401, 401, 403, 404, 204, 204, 204)),
+    "DELETE /jobs/{job}": (None, (401, 401, 403, 404, 200, 200, 200)),
+}
+
+
+async def _call(running: Running, route: str, caller: str, body: Any) -> Any:
+    lease = await ask(running, "ada", profile="rtx5090")
+    job = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1}, 201)
+    method, path = route.split()[:2]
+    async with running.client(None if caller == "none" else caller) as client:
+        path = path.format(lease=lease["id"], job=job["id"])
+        return await client.request(method, f"/api/v1{path}", json=body)
+
+
+@pytest.mark.parametrize("route", MATRIX)
+async def test_every_route_for_every_caller(setting: Setting, route: str) -> None:
+    """The whole row of the matrix: refused callers get a problem document, and change nothing."""
+    body, expected = MATRIX[route]
+    found = []
+    async with asgi_broker(setting) as running:
+        for caller in CALLERS:
+            answer = await _call(running, route, caller, body)
+            found.append(answer.status_code)
+            if answer.status_code >= 400:
+                assert answer.headers["Content-Type"] == "application/problem+json"
+                assert answer.json()["detail"]
+                assert (answer.status_code == 401) == ("WWW-Authenticate" in answer.headers)
+            for lease in (await running.client("root").get("/api/v1/leases")).json():
+                if lease["owner"] != "ada":
+                    await running.client("root").delete(f"/api/v1/leases/{lease['id']}")
+    assert tuple(found) == expected
+
+
+async def test_every_route_of_the_api_is_in_the_matrix(setting: Setting) -> None:
+    """A route added later without a row here is noticed."""
+    async with asgi_broker(setting) as running, running.client(None) as client:
+        document = (await client.get("/openapi.json")).json()
+    routes = {
+        f"{method.upper()} {path.removeprefix('/services/broker/api/v1')}"
+        for path, operations in document["paths"].items()
+        if "/api/v1" in path
+        for method in operations
+    }
+    known = {route.replace("{lease}", "{lease_id}").replace("{job}", "{job_id}") for route in MATRIX}
+    assert routes == {route.removesuffix(" as ada") for route in known}
+
+
+async def test_lists_show_ones_own_only(setting: Setting) -> None:
+    """Ben sees nothing of ada's in the lists; an administrator and the spawner see all."""
+    async with asgi_broker(setting) as running:
+        await ask(running, "ada")
+        await ask(running, "ben", profile="cpu")
+        owners = {}
+        for caller in ("ada", "ben", "root", "spawner"):
+            async with running.client(caller) as client:
+                owners[caller] = [lease["owner"] for lease in (await client.get("/api/v1/leases")).json()]
+    assert owners == {"ada": ["ada"], "ben": ["ben"], "root": ["ada", "ben"], "spawner": ["ada", "ben"]}
+
+
+async def test_an_administrators_end_is_told(setting: Setting) -> None:
+    """Whose lease an administrator ends can read who it was."""
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        async with running.client("root") as client:
+            await client.delete(f"/api/v1/leases/{lease['id']}")
+        ended = await reaches(running, f"/leases/{lease['id']}", "released", "ada")
+    assert ended["reason"] == "ended by root"
+
+
+async def test_the_head_nodes_own_token_works_before_the_hub(setting: Setting) -> None:
+    """Who can read the broker's token file is root here: it may look while the hub is down."""
+    setting.hub.is_down = True
+    async with asgi_broker(setting) as running, running.client("own-token") as client:
+        assert (await client.get("/api/v1/cluster")).status_code == 200
+        refused = await client.post("/api/v1/leases", json={"profile": "cpu", "key": "k", "owner": "ada"})
+        assert refused.status_code == 403
+    assert setting.hub.checked == 0
+
+
+async def test_known_callers_are_served_while_the_hub_is_away(setting: Setting) -> None:
+    """A hub restart costs known users nothing; unknown ones are asked to come back."""
+    async with asgi_broker(setting) as running:
+        await ask(running, "ada")
+        setting.hub.is_down = True
+        async with running.client("ada") as client:
+            assert (await client.get("/api/v1/leases")).status_code == 200
+        async with running.client("ben") as client:
+            refused = await client.get("/api/v1/leases")
+    assert refused.status_code == 503
+    assert refused.json()["code"] == "hub-unreachable"
+    assert refused.headers["Retry-After"] == "5"
+
+
+@dataclass
+class SlowClock(Clock):
+    """A clock that tests move."""
+
+    at: float = 1000.0
+
+    def monotonic(self) -> float:
+        return self.at
+
+
+async def test_the_hub_is_asked_again_after_a_while() -> None:
+    """Good answers count for ten seconds, bad ones for five; in an outage a good one for ten minutes."""
+    hub, clock = StubHub(), SlowClock()
+    identities = Identities(hub, clock)
+    for _ in range(3):
+        assert (await identities.identify("token ada")).name == "ada"
+    assert hub.checked == 1
+    clock.at += POSITIVE_S
+    hub.is_down = True
+    assert (await identities.identify("token ada")).name == "ada"
+    clock.at += OUTAGE_S
+    with pytest.raises(HubUnreachable):
+        await identities.identify("token ada")
+    hub.is_down = False
+    hub.models["ada"] = None
+    with pytest.raises(NotKnown, match="revoked"):
+        await identities.identify("token ada")
+    checked = hub.checked
+    with pytest.raises(NotKnown):
+        await identities.identify("token ada")
+    assert hub.checked == checked
+    clock.at += NEGATIVE_S
+    hub.models.clear()
+    assert (await identities.identify("Bearer ada")).name == "ada"
+
+
+@pytest.mark.parametrize("header", [None, "", "token", "token ", "basic abc", "token a\nb", "token " + "x" * 300])
+async def test_headers_that_are_no_token(header: str | None) -> None:
+    """They are refused without asking the hub."""
+    hub = StubHub()
+    with pytest.raises(NotKnown):
+        await Identities(hub, Clock()).identify(header)
+    assert hub.checked == 0
+
+
+@pytest.mark.parametrize("name", ["../etc", "Ada", "a b", "a" * 40, "", "ada\n"])
+def test_user_names_that_mean_something_elsewhere_are_refused(name: str) -> None:
+    """The broker makes folder, container and network names of them."""
+    with pytest.raises(NotAllowed):
+        parse_identity({"kind": "user", "name": name, "scopes": [ACCESS]})
+
+
+def test_a_service_is_never_an_administrator() -> None:
+    """Only users are; a service has scopes."""
+    who = parse_identity({"kind": "service", "name": "s", "admin": True, "scopes": [ACCESS]})
+    assert (who.is_user, who.is_admin, who.any_owner, who.sees_all) == (False, False, False, False)

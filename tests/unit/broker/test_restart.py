@@ -1,0 +1,92 @@
+"""Restarts: the broker over its own store, and requests that a restart of the hub left behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuhub.broker import due, reviver
+from tests.support.brokers import Setting, asgi_broker, until
+from tests.unit.broker.test_api import ask, post, reaches, read, run_notebook
+
+
+async def test_a_waiting_request_keeps_its_place(setting: Setting) -> None:
+    """After a restart the queue is as it was, the running notebook untouched, and the next grant in order."""
+    async with asgi_broker(setting) as running:
+        first = await ask(running, "ada")
+        container = await run_notebook(running, first)
+        queue = [(await ask(running, user))["id"] for user in ("ben", "cleo", "dora")]
+    async with asgi_broker(setting) as running:
+        view = await read(running, "ben", "/cluster")
+        assert [entry["lease"] for entry in view["queue"]] == queue
+        assert (await ask(running, "spawner", owner="cleo"))["id"] == queue[1]
+        assert container in setting.nodes["rig1"].containers
+        assert (await read(running, "ada", f"/leases/{first['id']}"))["state"] == "active"
+        setting.nodes["rig1"].end_container(container)
+        await reaches(running, f"/leases/{queue[0]}", "granted")
+        assert (await read(running, "cleo", f"/leases/{queue[1]}"))["position"] == 1
+
+
+async def test_nothing_is_granted_before_a_node_was_looked_at(setting: Setting) -> None:
+    """What a node's GPUs were in an earlier run is known, and no reason to give them."""
+    async with asgi_broker(setting) as running:
+        await ask(running, "ada")
+    for node in setting.nodes.values():
+        node.is_reachable = False
+    async with asgi_broker(setting, wait=False) as running:
+        lease = await ask(running, "ben", profile="rtx5070")
+        assert lease["state"] == "waiting"
+        assert lease["waiting_for"] == "1 × RTX 5070: not available at present: rig2"
+        await ask(running, "ben", profile="any", server="second")
+        setting.nodes["rig2"].is_reachable = True
+        await reaches(running, f"/leases/{lease['id']}", "granted")
+
+
+async def test_workers_of_a_broker_that_died_are_known(setting: Setting) -> None:
+    """A running job goes on over a restart, and its end frees everything."""
+    async with asgi_broker(setting) as running:
+        job = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 3, "nproc_per_node": 1}, 201)
+        await reaches(running, f"/jobs/{job['id']}", "running")
+    async with asgi_broker(setting) as running:
+        assert (await read(running, "ada", f"/jobs/{job['id']}"))["state"] == "running"
+        assert running.workers.specs == []
+        async with running.client("ada") as client:
+            await client.delete(f"/api/v1/jobs/{job['id']}")
+        await reaches(running, f"/jobs/{job['id']}", "ended")
+    assert [len(node.of_kind("worker")) for node in setting.nodes.values()] == [0, 0, 0]
+
+
+async def test_versions_grow_over_a_restart(setting: Setting) -> None:
+    """Who long-polls with a version from before gets an answer at once."""
+    async with asgi_broker(setting) as running:
+        await run_notebook(running, await ask(running, "ada"))
+        before = await ask(running, "ben")
+    async with asgi_broker(setting) as running:
+        after = await read(running, "ben", f"/leases/{before['id']}")
+        assert after["version"] > before["version"]
+        assert after["position"] == 1
+
+
+async def test_the_hub_is_asked_to_start_what_it_forgot(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting request that no spawner asks for gets one again; so does one that is granted meanwhile."""
+    monkeypatch.setattr(due, "UNASKED_S", 0.3)
+    monkeypatch.setattr(reviver, "UNASKED_S", 0.3)
+    monkeypatch.setattr(reviver, "PERIOD_S", 0.05)
+    async with asgi_broker(setting) as running:
+        await run_notebook(running, await ask(running, "ada"))
+        await ask(running, "spawner", owner="ben", server="work")
+        await until(lambda: ("ben", "work", "rtx5090") in setting.hub.started, "the hub is asked for ben's server")
+        assert ("ada", "", "rtx5090") not in setting.hub.started
+        setting.hub.unknown_users.add("ben")
+        await until(lambda: len(running.core.ledger.snapshot.leases) == 1, "the request of an unknown user ends")
+
+
+async def test_a_spawner_that_asks_is_left_alone(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a long poll of the spawner is open, the hub is not asked."""
+    monkeypatch.setattr(due, "UNASKED_S", 0.5)
+    monkeypatch.setattr(reviver, "PERIOD_S", 0.05)
+    async with asgi_broker(setting) as running:
+        await run_notebook(running, await ask(running, "ada"))
+        lease = await ask(running, "spawner", owner="ben")
+        for _ in range(4):
+            lease = await read(running, "spawner", f"/leases/{lease['id']}", wait_s=0.3, version=lease["version"])
+        assert setting.hub.started == []

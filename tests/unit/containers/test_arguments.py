@@ -1,0 +1,165 @@
+"""What Docker gets for a lease."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from gpuhub import names
+from gpuhub.broker.schemas import Gpu, Lease, LeaseState, Purpose
+from gpuhub.containers.arguments import ContainerSpec, Place, build_device_requests, build_notebook, build_worker
+from gpuhub.errors import SettingsError
+from gpuhub.identity import Identity
+from gpuhub.settings import Cluster, Storage
+from tests.support.fake_broker import NOW
+
+GOLDEN = Path(__file__).with_name("golden")
+ADA = Identity(name="ada", uid=1001, gid=1001, groups=(2000,), group_names=("ada", "lab"))
+NFS = Storage(
+    home="nfs://nas.lan/export/home/{username}",
+    home_create="/export/home/{username}",
+    datasets="nfs://nas.lan/export/datasets",
+    nfs_options="nfsvers=4.2,hard,fsc",
+)
+
+
+def lease(*uuids: str, server: str = "") -> Lease:
+    gpus = tuple(
+        Gpu(uuid=uuid, node="rig1", index=n, model="RTX 5090", memory_mib=32607) for n, uuid in enumerate(uuids)
+    )
+    return Lease(
+        id="lease-1",
+        owner="ada",
+        purpose=Purpose.NOTEBOOK,
+        subject=server,
+        profile="big",
+        state=LeaseState.GRANTED,
+        version=2,
+        position=None,
+        waiting_for=None,
+        nodes=("rig1",),
+        gpus=gpus,
+        epoch=1,
+        created_at=NOW,
+        granted_at=NOW,
+        expires_at=None,
+        reason=None,
+    )
+
+
+def place(cluster: Cluster, *uuids: str) -> Place:
+    return Place(
+        instance="gpuhub",
+        cluster=cluster,
+        node=cluster.node("rig1"),
+        gpu_uuids=uuids,
+        subnet="10.201.3.0/24",
+        head_address="192.168.1.20",
+    )
+
+
+def notebook(cluster: Cluster, *uuids: str, environment: dict[str, str] | None = None) -> ContainerSpec:
+    profile = cluster.profile("big" if uuids else "cpu")
+    assert profile is not None
+    return build_notebook(
+        place=place(cluster, *uuids),
+        lease=lease(*uuids),
+        profile=profile,
+        identity=ADA,
+        environment={"JUPYTERHUB_API_TOKEN": "secret"} if environment is None else environment,
+        command=["jupyterhub-singleuser"],
+    )
+
+
+def worker(cluster: Cluster, *uuids: str) -> ContainerSpec:
+    return build_worker(
+        place=place(cluster, *uuids),
+        identity=ADA,
+        image="gpuhub/notebook:latest",
+        lease_id="lease-9",
+        epoch=3,
+        job_id="job-7",
+        run_id="run-123456",
+        index=2,
+    )
+
+
+def as_text(spec: ContainerSpec) -> str:
+    fields = {name: getattr(spec, name) for name in ContainerSpec.__dataclass_fields__}
+    return json.dumps(fields, indent=1, sort_keys=True, default=list) + "\n"
+
+
+@pytest.mark.parametrize("case", ["notebook", "notebook-cpu", "notebook-nfs", "worker"])
+def test_arguments_are_those_of_the_golden_file(cluster: Cluster, case: str) -> None:
+    """Every argument that Docker gets is written down; run with GPUHUB_UPDATE_GOLDEN=1 to accept a change."""
+    nfs = cluster.model_copy(update={"storage": NFS})
+    spec = {
+        "notebook": lambda: notebook(cluster, "GPU-aaa"),
+        "notebook-cpu": lambda: notebook(cluster),
+        "notebook-nfs": lambda: notebook(nfs, "GPU-aaa", "GPU-bbb"),
+        "worker": lambda: worker(cluster, "GPU-ccc"),
+    }[case]()
+    file = GOLDEN / f"{case}.json"
+    if os.environ.get("GPUHUB_UPDATE_GOLDEN"):
+        file.write_text(as_text(spec), encoding="utf-8")
+    assert as_text(spec) == file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("make", [notebook, worker])
+def test_a_container_has_no_rights_it_does_not_need(cluster: Cluster, make: object) -> None:
+    """No capability, no new privileges, no root, memory without swap, and no host namespace."""
+    spec = make(cluster, "GPU-aaa")  # type: ignore[operator]
+    host = spec.host_config
+    assert host["cap_drop"] == ["ALL"]
+    assert host["security_opt"] == ["no-new-privileges:true"]
+    assert host["mem_limit"] == host["memswap_limit"] > 0
+    assert host["pids_limit"] > 0
+    assert spec.user == "1001:1001"
+    assert not {"privileged", "cap_add", "devices", "pid_mode", "ipc_mode", "binds"} & set(host)
+    assert not any("docker.sock" in str(mount) for mount in host["mounts"])
+
+
+def test_no_leased_gpu_means_no_device_request_and_no_gpu_by_default(cluster: Cluster) -> None:
+    """A CPU-only container asks for no device, and an image that wants all GPUs gets none."""
+    spec = notebook(cluster)
+    assert build_device_requests(()) == []
+    assert spec.host_config["device_requests"] == []
+    assert spec.environment["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert spec.environment["GPUHUB_GPU_UUIDS"] == ""
+
+
+@pytest.mark.parametrize("name", ["NVIDIA_VISIBLE_DEVICES", "NVIDIA_REQUIRE_CUDA", "CUDA_VISIBLE_DEVICES"])
+def test_an_environment_that_meddles_with_gpus_is_refused(cluster: Cluster, name: str) -> None:
+    """GPUs come from leases alone."""
+    with pytest.raises(SettingsError, match=name):
+        notebook(cluster, "GPU-aaa", environment={name: "all"})
+
+
+def test_a_worker_has_no_token(cluster: Cluster) -> None:
+    """A worker has nothing to ask of anybody."""
+    assert not [name for name in worker(cluster).environment if "TOKEN" in name]
+
+
+def test_the_port_is_published_on_the_nodes_own_address_only(cluster: Cluster) -> None:
+    """A notebook is not reachable at every address of its node."""
+    assert notebook(cluster, "GPU-aaa").host_config["port_bindings"] == {8888: ("192.168.1.21",)}
+    assert "port_bindings" not in worker(cluster).host_config
+
+
+def test_other_nfs_options_make_another_volume(cluster: Cluster) -> None:
+    """Docker keeps a volume's options, so a changed setting must not meet the old volume."""
+    other = NFS.model_copy(update={"nfs_options": "nfsvers=3"})
+    sources = {
+        notebook(cluster.model_copy(update={"storage": storage}), "GPU-aaa").host_config["mounts"][0]["Source"]
+        for storage in (NFS, other)
+    }
+    assert len(sources) == 2
+    assert all(source.startswith("gpuhub-home-ada-") for source in sources)
+
+
+def test_labels_name_lease_and_epoch(cluster: Cluster) -> None:
+    """The reconciler finds every container's lease in its labels."""
+    labels = worker(cluster).labels
+    assert (labels[names.LABEL_LEASE], labels[names.LABEL_EPOCH], labels[names.LABEL_OWNER]) == ("lease-9", "3", "ada")

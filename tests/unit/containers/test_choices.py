@@ -1,0 +1,186 @@
+"""Small decisions of the hub's side: profiles, leases, waiting texts, errors."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import docker.errors
+import pytest
+import requests
+from gpuhub.broker.schemas import Lease, LeaseState, NodeState
+from gpuhub.containers import tunnels
+from gpuhub.containers.daemons import translate
+from gpuhub.containers.handlers import parse_leave
+from gpuhub.containers.launching import choose_profile, published_address
+from gpuhub.containers.leasing import choose_lease
+from gpuhub.containers.networks import build_access_network, build_user_network
+from gpuhub.containers.telling import describe_gpus, describe_placing, describe_waiting, eligible_nodes
+from gpuhub.containers.troubles import SpawnFailed
+from gpuhub.errors import Conflict, GpuhubError, ImageMissing, InvalidRequest, NodeUnreachable, NotFound
+from gpuhub.settings import Cluster
+from tests.support.fake_broker import NOW, FakeBroker
+from tests.unit.containers.conftest import build_cluster
+from tests.unit.containers.test_arguments import lease
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"profile": "nope"},
+        {"profile": ["big"]},
+        {"profile": {"name": "big"}},
+        {"profile": None},
+        {"profile": 5},
+        {"profile": "big", "image": "evil"},
+        {"image": "evil"},
+        {"profile": "../big"},
+        {"profile": "<b>"},
+        ["big"],
+        "big",
+        None,
+    ],
+)
+def test_anything_but_one_known_profile_is_refused(cluster: Cluster, options: object) -> None:
+    """Form and REST API take a profile's name and nothing else, and the refusal says what is valid."""
+    with pytest.raises(InvalidRequest, match="big, small, cpu"):
+        choose_profile(cluster, options)
+
+
+def test_a_known_profile_is_taken(cluster: Cluster) -> None:
+    """The name leads to the profile."""
+    assert choose_profile(cluster, {"profile": "small"}).gpu_model == "RTX 5070"
+
+
+def change(known: Lease, **changes: object) -> Lease:
+    return known.model_copy(update=changes)
+
+
+def test_the_furthest_live_lease_of_the_same_notebook_is_gone_on_with() -> None:
+    """After a restart, a running container's lease is found before a place in the queue; others are in the way."""
+    active = change(lease("GPU-a"), id="active", state=LeaseState.ACTIVE)
+    waiting = change(lease(), id="waiting", state=LeaseState.WAITING)
+    others = [
+        change(lease(), id="released", state=LeaseState.RELEASED),
+        change(lease(), id="releasing", state=LeaseState.RELEASING),
+        change(lease(), id="ben", owner="ben"),
+        change(lease(server="extra"), id="extra"),
+    ]
+    chosen, in_the_way = choose_lease([waiting, *others, active], "ada", "", "big")
+    assert chosen == active
+    assert in_the_way == [waiting]
+
+
+def test_the_first_place_in_the_queue_is_kept() -> None:
+    """Of two waiting requests the older one counts."""
+    old = change(lease(), id="old", state=LeaseState.WAITING)
+    new = change(old, id="new", created_at=NOW + timedelta(seconds=5))
+    assert choose_lease([new, old], "ada", "", "big") == (old, [new])
+
+
+def test_a_lease_of_another_profile_is_in_the_way() -> None:
+    """Who chooses anew gives up what they waited for."""
+    waiting = change(lease(), state=LeaseState.WAITING)
+    assert choose_lease([waiting], "ada", "", "small") == (None, [waiting])
+
+
+def test_waiting_is_told_with_position_and_a_way_out() -> None:
+    """The text is plain, the button carries the lease."""
+    text, more = describe_waiting(change(lease(), position=2, waiting_for="big is held by ben"))
+    assert text == "Waiting for a GPU: position 2. big is held by ben"
+    assert 'data-lease="lease-1"' in more
+    assert describe_waiting(None)[1] == ""
+
+
+def test_placing_names_node_and_gpus() -> None:
+    """Equal cards are counted."""
+    assert describe_placing(lease("GPU-a", "GPU-b")) == "Placed on rig1: 2 × RTX 5090"
+    assert describe_gpus(()) == "no GPU"
+
+
+async def test_only_nodes_that_could_serve_the_profile_need_its_image(cluster: Cluster) -> None:
+    """A CPU profile may go anywhere; a node that is away is not asked."""
+    view = await FakeBroker(cluster).cluster()
+    big, cpu = cluster.profile("big"), cluster.profile("cpu")
+    assert big is not None
+    assert cpu is not None
+    assert eligible_nodes(view, big) == ["rig1"]
+    assert eligible_nodes(view, cpu) == ["rig1", "rig2", "rig3"]
+    away = view.model_copy(
+        update={"nodes": tuple(node.model_copy(update={"state": NodeState.UNREACHABLE}) for node in view.nodes)}
+    )
+    assert eligible_nodes(away, cpu) == []
+
+
+def api_error(status: int, text: str, kind: type[docker.errors.APIError] = docker.errors.APIError) -> Exception:
+    response = requests.Response()
+    response.status_code = status
+    return kind("refused", response=response, explanation=text)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (api_error(404, "No such container: x", docker.errors.NotFound), NotFound),
+        (api_error(404, "no such image: x", docker.errors.ImageNotFound), ImageMissing),
+        (api_error(409, "name in use"), Conflict),
+        (api_error(500, "runc: broken"), GpuhubError),
+        (requests.exceptions.ReadTimeout("http+docker://localhost/v1.41 read timed out"), NodeUnreachable),
+        (requests.exceptions.ConnectionError("unix://x"), NodeUnreachable),
+        (requests.exceptions.SSLError("https://10.0.0.1"), NodeUnreachable),
+        (ConnectionRefusedError(111, "refused"), NodeUnreachable),
+        (docker.errors.DockerException("Error: http+docker://localhost"), GpuhubError),
+    ],
+)
+def test_docker_errors_become_ours_without_addresses(error: Exception, kind: type[GpuhubError]) -> None:
+    """Each names its node, and none shows a daemon's URL."""
+    ours = translate("rig2", error)
+    assert type(ours) is kind
+    assert "rig2" in str(ours)
+    assert "://" not in str(ours)
+
+
+def test_a_failed_start_is_told_escaped() -> None:
+    """JupyterHub's pages show the HTML text as it is, so it is escaped here."""
+    failed = SpawnFailed.from_error(NodeUnreachable("node <rig1> & co"))
+    assert failed.status_code == 503
+    assert failed.jupyterhub_message == "node <rig1> & co"
+    assert failed.jupyterhub_html_message == "node &lt;rig1&gt; &amp; co"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"x", b"[]", b'{"lease": 5}', b'{"lease": ""}', b'{"lease": "../cluster"}', b"{}"]
+)
+def test_leaving_the_queue_takes_a_lease_id_only(body: bytes) -> None:
+    """What becomes part of a path cannot lead elsewhere."""
+    assert parse_leave(body) is None
+    assert parse_leave(b'{"lease": "l0a1"}') == "l0a1"
+
+
+def test_published_address() -> None:
+    """Docker's answer for a port, and the silence of a container that has ended."""
+    assert published_address([{"HostIp": "10.0.0.1", "HostPort": "32768"}]) == ("10.0.0.1", 32768)
+    with pytest.raises(GpuhubError, match="as soon as"):
+        published_address(None)
+
+
+def test_networks_separate_containers_and_leave_room_for_vxlan() -> None:
+    """Containers on the access bridge cannot reach each other; an overlay's packets fit the nodes' network."""
+    cluster = build_cluster()
+    access = build_access_network(cluster, "gpuhub")
+    user = build_user_network(cluster, "gpuhub", "ada")
+    assert access["options"]["com.docker.network.bridge.enable_icc"] == "false"
+    assert (user["driver"], user["attachable"]) == ("overlay", True)
+    assert user["options"]["com.docker.network.driver.mtu"] == "1450"
+    single = cluster.model_copy(update={"nodes": cluster.nodes[:1]})
+    assert build_user_network(single, "gpuhub", "ada")["driver"] == "bridge"
+
+
+def test_ssh_gets_no_option_from_an_address() -> None:
+    """Whatever stands in the URL, the host comes after the options' end, and nothing is asked of a person."""
+    command = tunnels.build_command("ssh://root@node.lan:2222", tunnels.Path("/run/x/ssh.sock"))
+    assert command[-2:] == ["--", "node.lan"]
+    assert "BatchMode=yes" in command
+    assert command[command.index("-p") + 1] == "2222"
+    assert command[command.index("-l") + 1] == "root"
+    assert "/run/x/ssh.sock:/var/run/docker.sock" in command

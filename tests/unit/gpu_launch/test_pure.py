@@ -1,0 +1,212 @@
+"""Network choice, torchrun's command line, wire parsing, run folders and the working folder's checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+
+import pytest
+
+from gpu_launch import agent, checks, command, network, options, runs, wire
+from gpu_launch.broker import parse_problem
+from gpu_launch.errors import GpuLaunchError, NetworkError, UsageError
+from gpu_launch.gang import check_job
+from gpu_launch.network import Interface
+from gpu_launch.request import Request, check
+from gpu_launch.spec import Channel, LaunchSpec
+
+INTERFACES = [
+    Interface(name="lo", address="127.0.0.1"),
+    Interface(name="eth0", address="172.18.0.2"),
+    Interface(name="eth1", address="10.0.1.5"),
+]
+SPEC = LaunchSpec(
+    run_id="run-1",
+    attempt=0,
+    nnodes=3,
+    nproc_per_node=1,
+    own=True,
+    master_addr="10.0.1.2",
+    master_port=4711,
+    command=("it's; a train.py", "--epochs", "2"),
+    module=False,
+    no_python=False,
+    passed=("--role=x",),
+    cwd="/home/ada/my work",
+    log_dir="/home/ada/logs",
+    environ={"NCCL_DEBUG": "INFO"},
+    python_path="",
+    channel=Channel(url="tcp://10.0.1.2:1", server_public=b"s", client_public=b"c", client_secret=b"hidden"),
+)
+
+
+def test_the_address_on_the_users_network_is_chosen():
+    """Whatever other networks the container is on."""
+    assert network.choose(INTERFACES, "10.0.1.0/24") == INTERFACES[2]
+    assert network.choose(INTERFACES, "10.9.0.0/24") is None
+    with pytest.raises(NetworkError, match="not a subnet"):
+        network.choose(INTERFACES, "rig1")
+
+
+def test_torchruns_command_line():
+    """Golden: static rendezvous, all streams to files, the script's words as they are."""
+    assert command.build_arguments(SPEC, node_rank=1, local_addr="10.0.1.3") == [
+        "--nnodes=3",
+        "--node-rank=1",
+        "--nproc-per-node=1",
+        "--master-addr=10.0.1.2",
+        "--master-port=4711",
+        "--local-addr=10.0.1.3",
+        "--rdzv-id=run-1",
+        "--max-restarts=0",
+        "--log-dir=/home/ada/logs/node1",
+        "--redirects=3",
+        "--role=x",
+        "it's; a train.py",
+        "--epochs",
+        "2",
+    ]
+
+
+def test_restarts_have_folders_of_their_own_and_modules_their_flag():
+    """Logs of a start are never mixed with those of another."""
+    again = dataclasses.replace(SPEC, attempt=2, module=True, command=("pkg.train",))
+    arguments = command.build_arguments(again, node_rank=0, local_addr="10.0.1.2")
+    assert "--log-dir=/home/ada/logs/node0-restart2" in arguments
+    assert arguments[-2:] == ["--module", "pkg.train"]
+
+
+def test_the_command_to_type_by_hand_is_quoted_for_a_shell():
+    """One line a node."""
+    text = command.build_by_hand(SPEC, ["10.0.1.2", "10.0.1.3"])
+    assert text.startswith("# in '/home/ada/my work', one line a node\ntorchrun --nnodes=3 --node-rank=0 ")
+    assert "'it'\"'\"'s; a train.py' --epochs 2\n" in text
+
+
+def test_ranks_environment():
+    """The interface by exact name, the user's settings last, no credentials; a cell's folder to import from."""
+    base = {"PATH": "/bin", "JUPYTERHUB_API_TOKEN": "t", "IPP_CONNECTION_INFO": "{}", "PYTHONPATH": "/x"}
+    environ = agent.build_environ(base, dataclasses.replace(SPEC, python_path="/w"), interface="eth1")
+    assert environ["NCCL_SOCKET_IFNAME"] == "=eth1"
+    assert environ["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert environ["NCCL_DEBUG"] == "INFO"
+    assert environ["PYTHONPATH"] == f"/w{os.pathsep}/x"
+    assert not {"JUPYTERHUB_API_TOKEN", "IPP_CONNECTION_INFO"} & environ.keys()
+
+
+def test_keys_are_not_shown():
+    """Not even in a representation that lands in a log."""
+    assert "hidden" not in repr(SPEC)
+
+
+JOB = {
+    "id": "j1",
+    "run_id": "run-1",
+    "state": "running",
+    "version": 3,
+    "lease": {"position": None, "waiting_for": None, "new field": 1},
+    "workers": [
+        {"index": 1, "node": "rig3", "gpus": [], "state": "exited", "exit_code": 137, "message": "out of memory"},
+        {"index": 0, "node": "rig2", "gpus": [{"uuid": "u", "node": "rig2", "model": "RTX 5070"}], "state": "running"},
+    ],
+    "reason": None,
+    "renew_within_s": 30,
+    "unknown": {},
+}
+
+
+def test_jobs_are_parsed_leniently():
+    """Unknown fields are ignored and absent ones stay empty."""
+    job = wire.parse_job(JOB)
+    assert [worker.node for worker in job.workers] == ["rig2", "rig3"]
+    assert job.workers[0].exit_code is None
+    assert job.renew_within_s == 30
+
+
+def test_a_dead_worker_is_named_with_its_reason():
+    """As is a job that was stopped for us."""
+    with pytest.raises(GpuLaunchError, match="The worker on rig3 ended: out of memory"):
+        check_job(wire.parse_job(JOB), logs="~/logs")
+    ended = JOB | {"workers": [], "state": "ended", "reason": "not renewed for 30 s"}
+    with pytest.raises(GpuLaunchError, match="not renewed for 30 s"):
+        check_job(wire.parse_job(ended), logs="~/logs")
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"detail": "Only 3 nodes."}', "Only 3 nodes."),
+        (b"<html>Bad gateway</html>", "HTTP status 502"),
+        (b"[]", "HTTP status 502"),
+        (b"\xff", "HTTP status 502"),
+    ],
+)
+def test_problems_give_the_users_text(body, text):
+    """Whatever a proxy in between may answer."""
+    assert text in parse_problem(502, body)
+
+
+def test_runs_are_private_and_old_ones_pruned(tmp_path):
+    """Folders 0700, secrets 0600, the latest runs and those alive stay."""
+    jobs = runs.jobs_folder(tmp_path)
+    for number in range(25):
+        (jobs / f"run-20200101-{number:06}-aaaaaa").mkdir(parents=True)
+    (jobs / "run-20200101-000000-aaaaaa" / "engine.json").write_text("{}")
+    run = runs.create(tmp_path)
+    runs.write_secret(run.connection, {"key": "k"})
+    assert stat.S_IMODE(run.root.stat().st_mode) == 0o700
+    assert stat.S_IMODE(jobs.stat().st_mode) == 0o700
+    assert stat.S_IMODE(run.connection.stat().st_mode) == 0o600
+    assert json.loads(run.connection.read_text()) == {"key": "k"}
+    left = {path.name for path in jobs.iterdir()}
+    assert len(left) == runs.KEPT_RUNS + 1
+    assert {"run-20200101-000000-aaaaaa", run.run_id} <= left
+
+
+def home(tmp_path):
+    """A home with a script."""
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        (["trian.py"], r"There is no script trian\.py in ~/\.\. Did you mean train\.py\?|Did you mean train.py"),
+        (["."], "is a folder"),
+        (["-m", "no_such_module_here"], "There is no module"),
+        (["-m", "os;x"], "There is no module"),
+        (["--no-python", "no-such-program-here"], "There is no program"),
+        (["new\nline.py"], "There is no script"),
+    ],
+)
+def test_missing_scripts_are_refused(tmp_path, words, right):
+    """With what was looked for, and where."""
+    wanted = options.parse_words(words)
+    with pytest.raises(UsageError, match=right):
+        checks.check_command(wanted, cwd=home(tmp_path), home=tmp_path, shared=True)
+
+
+def test_what_other_nodes_do_not_have_is_refused(tmp_path):
+    """A folder or script outside home and datasets, also behind a link."""
+    inside, outside = home(tmp_path / "home" if (tmp_path / "home").mkdir() is None else tmp_path), tmp_path / "tmp"
+    outside.mkdir()
+    (outside / "x.py").write_text("")
+    (inside / "link.py").symlink_to(outside / "x.py")
+    assert checks.check_command(options.parse("train.py"), cwd=inside, home=inside, shared=True) == "train.py"
+    assert checks.check_command(options.parse("link.py"), cwd=inside, home=inside, shared=False) == "link.py"
+    with pytest.raises(UsageError, match="other nodes do not have"):
+        checks.check_command(options.parse("link.py"), cwd=inside, home=inside, shared=True)
+    with pytest.raises(UsageError, match="This notebook's folder"):
+        checks.check_shared(outside, home=inside, what="This notebook's folder")
+
+
+def test_one_node_with_an_own_gpu_asks_nobody(tmp_path):
+    """No broker is needed, nor looked for."""
+    from gpu_launch import environment
+
+    env = environment.read({"HOME": str(home(tmp_path)), "GPUHUB_GPU_UUIDS": "GPU-1", "GPUHUB_NODE": "rig1"})
+    checked = check(Request(options=options.parse("train.py"), cell=None, cwd=tmp_path, env=env, environ={}), None)
+    assert (checked.plan.workers, checked.script, checked.own_text) == (0, "train.py", "rig1")
