@@ -54,7 +54,7 @@ c.Spawner.poll_interval = 15
 c.JupyterHub.allow_named_servers = True
 c.JupyterHub.named_server_limit_per_user = 8
 c.JupyterHub.concurrent_spawn_limit = 0
-c.JupyterHub.init_spawners_timeout = 5
+c.JupyterHub.init_spawners_timeout = 2
 c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 2}
 
 # Pages

@@ -60,6 +60,11 @@ class Paths:
         return self.closet / "cluster.toml"
 
     @property
+    def used_cluster_file(self) -> Path:
+        """A copy of the settings that the running services have read."""
+        return self.run / "cluster.toml.used"
+
+    @property
     def images(self) -> Path:
         """Wheelhouse and root file systems from which images are built."""
         return self.state / "images"

@@ -276,9 +276,7 @@ class Hub(Value):
         ports = Counter((self.port, self.api_port, self.broker_port, self.proxy_api_port))
         twice = [port for port, count in ports.items() if count > 1]
         if twice:
-            raise ValueError(
-                f"port {twice[0]} is used twice: port, api_port, broker_port, proxy_api_port must differ"
-            )
+            raise ValueError(f"port {twice[0]} is used twice: port, api_port, broker_port, proxy_api_port must differ")
         return self
 
 

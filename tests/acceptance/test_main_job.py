@@ -15,6 +15,8 @@ from playwright.sync_api import expect
 from .conftest import Product, User, run_make, wait_for
 
 NOTEBOOK = "gpuhub-examples/01-first-launch.ipynb"
+LAST_LINE = ".jp-OutputArea-output:has-text('all three ranks agree')"
+ERROR = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr'], .jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +83,17 @@ def test_first_launch_notebook_runs_to_its_end(ada: User):
     """`01-first-launch.ipynb` runs over three nodes; afterwards only the user's own GPU is held."""
     ada.page.goto(f"{ada.address}/user/ada/lab/tree/{NOTEBOOK}")
     ada.page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
-    wait_for(lambda: ada.fetch("/user/ada/api/kernels"), "a kernel for the notebook")
+    wait_for(lambda: ada.fetch("/user/ada/api/kernels"), "a kernel for the notebook", deadline_s=60)
     run_all_cells(ada)
     held: set[str] = set()
 
     def finished() -> bool:
         held.update(ada.holders())
-        return "all three ranks agree" in outputs(ada) or "Error" in outputs(ada)
+        return ada.page.locator(LAST_LINE).count() > 0 or ada.page.locator(ERROR).count() > 0
 
     wait_for(finished, "the notebook runs to its end", deadline_s=240)
     ada.picture("notebook-end")
-    text = outputs(ada)
+    text = saved_outputs(ada)
     assert "all three ranks agree, and the network has learned" in text
     for rank in range(3):
         assert re.search(rf"I am rank {rank} of 3 on \S+; the sum over all ranks is 6", text), text[-3000:]
@@ -164,12 +166,14 @@ def run_all_cells(user: User) -> None:
     user.page.click("text=Run All Cells >> nth=0")
 
 
-def outputs(user: User) -> str:
-    """All text that the notebook's cells have shown so far, from what Lab has in the page or saved."""
+def saved_outputs(user: User) -> str:
+    """All text that the notebook's cells have shown, from the file that Lab saves."""
+    path = f"/user/{user.name}/api/contents/{NOTEBOOK}"
+    before = user.fetch(f"{path}?content=0")["last_modified"]
     user.page.keyboard.press("Control+s")
-    notebook = user.fetch(f"/user/{user.name}/api/contents/{NOTEBOOK}")["content"]
+    wait_for(lambda: user.fetch(f"{path}?content=0")["last_modified"] != before, "Lab saves the notebook")
     texts = []
-    for cell in notebook["cells"]:
+    for cell in user.fetch(path)["content"]["cells"]:
         for output in cell.get("outputs", []):
             texts.append("".join(output.get("text", "")))
             texts.append("".join(output.get("data", {}).get("text/plain", "")))

@@ -93,9 +93,7 @@ def test_unknown_card_is_refused(rig1, tiny_image, closet):
 def test_container_without_request_sees_no_card(rig1, tiny_image):
     """Without a device request there is no library, no tool and no device."""
     script = "ls /dev/nvidia* /usr/bin/nvidia-smi /usr/lib/*/libnvidia-ml* /usr/share/nvidia-simulated; true"
-    listing = run(
-        rig1, tiny_image, "sh", "-c", f"{script} 2>/dev/null", environment={"NVIDIA_VISIBLE_DEVICES": "all"}
-    )
+    listing = run(rig1, tiny_image, "sh", "-c", f"{script} 2>/dev/null", environment={"NVIDIA_VISIBLE_DEVICES": "all"})
     assert listing == ""
 
 

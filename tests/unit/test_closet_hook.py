@@ -122,9 +122,7 @@ def test_live_files_are_read_back():
     assert cards.parse_live("") == cards.Live()
 
 
-@pytest.mark.parametrize(
-    "values", [{"utilisation_percent": 101}, {"utilisation_percent": -1}, {"memory_used_mib": -1}]
-)
+@pytest.mark.parametrize("values", [{"utilisation_percent": 101}, {"utilisation_percent": -1}, {"memory_used_mib": -1}])
 def test_impossible_load_is_refused(values):
     """A load must be one that a card can have."""
     with pytest.raises(SettingsError):

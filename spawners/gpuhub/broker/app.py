@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Protocol
 
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 PREFIX = "/services/broker"
 #: Between two looks for networks that nobody uses, seconds.
 NETWORKS_PERIOD_S = 30.0
+_STOP_TRIES = 3
+_RESTART_S = 1.0
 
 
 class Hub(TokenChecker, Servers, Protocol):
@@ -71,18 +74,17 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        await core.take_up()
         runner = JobRunner(core=core, instance=daemons.instance, start_worker=start_worker)
         loops = [
-            asyncio.ensure_future(Keeper(core=core, daemons=daemons, runner=runner).run()),
-            asyncio.ensure_future(Reviver(core=core, servers=hub).run()),
-            asyncio.ensure_future(_remove_networks(core, daemons)),
+            asyncio.ensure_future(_keep_running("keeper", Keeper(core=core, daemons=daemons, runner=runner).run)),
+            asyncio.ensure_future(_keep_running("reviver", Reviver(core=core, servers=hub).run)),
+            asyncio.ensure_future(_keep_running("networks", partial(_remove_networks, core, daemons))),
         ]
         try:
             yield
         finally:
-            for loop in loops:
-                loop.cancel()
-            await asyncio.gather(*loops, return_exceptions=True)
+            await _stop(loops)
             await runner.close()
             await hub.close()
 
@@ -125,6 +127,27 @@ class _Owners(Collection[str]):
         return len(self._now())
 
 
+async def _keep_running(what: str, run: Callable[[], Awaitable[None]]) -> None:
+    """Run for ever: a loop that died silently would leave GPUs held."""
+    while True:
+        try:
+            await run()
+        except Exception:
+            log.exception("%s failed unexpectedly and is started again", what)
+        await asyncio.sleep(_RESTART_S)
+
+
+async def _stop(loops: list[asyncio.Task[None]]) -> None:
+    """Cancel loops; again where the cancellation got lost on its way, as in wait_for before Python 3.12."""
+    for _ in range(_STOP_TRIES):
+        for loop in loops:
+            loop.cancel()
+        _, alive = await asyncio.wait(loops, timeout=1)
+        if not alive:
+            return
+    log.warning("a loop of the broker does not stop; the broker ends without it")
+
+
 async def _remove_networks(core: Core, daemons: Daemons) -> None:
     """Remove networks of users without leases, again and again until cancelled."""
     while True:
@@ -134,8 +157,6 @@ async def _remove_networks(core: Core, daemons: Daemons) -> None:
             removed = await remove_idle_user_networks(daemons, core.cluster, daemons.instance, owners)
         except GpuhubError as error:
             log.info("networks that nobody uses stay for now: %s", error)
-        except Exception:
-            log.exception("removing networks that nobody uses failed unexpectedly")
         else:
             if removed:
                 log.info("removed networks that nobody used: %s", ", ".join(removed))

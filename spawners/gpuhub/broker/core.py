@@ -36,10 +36,24 @@ class Core:
         self._asked: dict[str, float] = {}
         self._renewed: dict[str, float] = {}
 
+    async def take_up(self) -> None:
+        """Begin where an earlier run ended, before anybody asks: places in the queue are not in the store.
+
+        A node that the administrator took out of the settings gives its leases back. Should it return, whatever
+        still runs there belongs to no lease and is removed before the node gets work.
+        """
+
+        def edit(draft: Draft) -> None:
+            for lease in list(draft.leases.values()):
+                for node in set(lease.nodes) - set(self.inventory.nodes):
+                    _give_up_node(draft, lease.id, node)
+
+        await self.ledger.change(edit)
+
     async def observe(self, record: NodeRecord) -> None:
         """A node was read: whoever waits may be served."""
         self.inventory = self.inventory.with_node(record)
-        if self.ledger.snapshot.places:
+        if any(lease.state is LeaseState.WAITING for lease in self.ledger.snapshot.leases.values()):
             await self.ledger.change(lambda _: None)
 
     async def remember_gpus(self, record: NodeRecord) -> None:
@@ -146,9 +160,18 @@ class Core:
         )
 
 
+def _give_up_node(draft: Draft, lease_id: str, node: str) -> None:
+    reason = f"node {node} is no longer in cluster.toml"
+    lease = draft.put_lease(leases.release(draft.leases[lease_id], reason, draft.now))
+    if node in leases.unproven_nodes(lease):
+        draft.put_lease(leases.prove_gone(lease, node, draft.now))
+
+
 async def wait_event(event: asyncio.Event, timeout_s: float) -> None:
     """Until the event is set, at most so long."""
+    # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the event.
     try:
-        await asyncio.wait_for(event.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
     except TimeoutError:
         return

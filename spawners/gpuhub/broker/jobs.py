@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 StartWorker = Callable[[WorkerSpec], Awaitable[str]]
 
 _OUT_OF_MEMORY = 137
+_RETRY_S = 2.0
 
 
 class JobRunner:
@@ -77,9 +78,14 @@ class JobRunner:
     def _note_started(self, lease_id: str, task: asyncio.Task[None]) -> None:
         self._starting.pop(lease_id, None)
         self._started[lease_id] = self._core.clock.monotonic()
-        if not task.cancelled() and task.exception() is not None:
-            log.error("starting the workers of lease %s failed", lease_id, exc_info=task.exception())
-        self._core.ledger.wake()
+        if task.cancelled():
+            return
+        if task.exception() is None:
+            self._core.ledger.wake()
+            return
+        # What was started could not be stored; it is adopted at the next try.
+        log.error("starting the workers of lease %s failed", lease_id, exc_info=task.exception())
+        asyncio.get_running_loop().call_later(_RETRY_S, self._core.ledger.wake)
 
 
 def build_spec(instance: str, job: JobRow, lease: LeaseRow, worker: WorkerRow) -> WorkerSpec:

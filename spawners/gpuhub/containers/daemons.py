@@ -177,6 +177,16 @@ def _work(lane: _Lane, work: Callable[[Any], T]) -> T:
         raise translate(lane.node.name, error) from error
 
 
+#: What means that the daemon was not reached; the first that fits counts.
+_SILENCE: tuple[tuple[type[Exception], str], ...] = (
+    (docker.errors.TLSParameterError, "its tls cannot be used: check that the files of ca, cert and key exist"),
+    (requests.exceptions.SSLError, "TLS with its Docker daemon fails: check ca, cert and key of its tls"),
+    (requests.exceptions.Timeout, "its Docker daemon does not answer in time"),
+    (requests.exceptions.RequestException, "its Docker daemon cannot be reached"),
+    (OSError, "its Docker daemon cannot be reached"),
+)
+
+
 def translate(node: str, error: Exception) -> GpuhubError:
     """What docker-py raised, as an error whose text may be shown."""
     if isinstance(error, docker.errors.APIError):
@@ -185,12 +195,9 @@ def translate(node: str, error: Exception) -> GpuhubError:
         if isinstance(error, docker.errors.ImageNotFound):
             return ImageMissing(f"node {node}: {explanation}")
         return kinds.get(error.status_code or 0, GpuhubError)(f"node {node}: {explanation}")
-    if isinstance(error, requests.exceptions.Timeout):
-        return NodeUnreachable(f"node {node}: its Docker daemon does not answer in time")
-    if isinstance(error, requests.exceptions.SSLError):
-        return NodeUnreachable(f"node {node}: TLS with its Docker daemon fails: check ca, cert and key of its tls")
-    if isinstance(error, requests.exceptions.RequestException | OSError):
-        return NodeUnreachable(f"node {node}: its Docker daemon cannot be reached")
+    for kind, text in _SILENCE:
+        if isinstance(error, kind):
+            return NodeUnreachable(f"node {node}: {text}")
     return GpuhubError(f"node {node}: {_without_urls(str(error))}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,6 +182,18 @@ def choose_profile(cluster: Cluster, options: object) -> Profile:
     if profile is None:
         raise InvalidRequest(f"There is no profile {str(name)[:60]!r}; choose one of: {valid}")
     return profile
+
+
+def check_server_name(name: str) -> None:
+    """Refuse a named server whose name could mean something elsewhere; the empty one is the default server.
+
+    Raises:
+        InvalidRequest: with what is valid.
+    """
+    if name and not re.fullmatch(names.SERVER_PATTERN, name):
+        raise InvalidRequest(
+            f"Server name {name[:60]!r}: 1 to 32 of a-z, 0-9 and '-' are needed, with a letter or digit at both ends"
+        )
 
 
 def _host(address: str) -> str:

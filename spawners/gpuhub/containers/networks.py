@@ -10,7 +10,7 @@ from typing import Any
 from gpuhub import names
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.swarm import manager
-from gpuhub.errors import Conflict, GpuhubError, NodeUnreachable, NotFound
+from gpuhub.errors import GpuhubError, NodeUnreachable, NotFound
 from gpuhub.settings import Cluster
 
 #: What VXLAN's header takes from each packet, bytes.
@@ -130,11 +130,14 @@ async def _create(daemons: Daemons, node: str, name: str, arguments: Mapping[str
     try:
         # Bridges may share a name unless this is asked for; an overlay never does.
         await daemons.call(node, "create_network", name, check_duplicate=True, **arguments)
-    except GpuhubError as error:
-        if not isinstance(error, Conflict) and "already exists" not in str(error):
+    except GpuhubError:
+        # Daemons word it differently when another start was quicker, so what counts is whether it is there.
+        found = await _inspect(daemons, node, name)
+        if found is None:
             raise
-    found: dict[str, Any] = await daemons.call(node, "inspect_network", name)
-    return found
+        return found
+    created: dict[str, Any] = await daemons.call(node, "inspect_network", name)
+    return created
 
 
 async def _inspect(daemons: Daemons, node: str, name: str) -> dict[str, Any] | None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from traitlets import default
 
-from gpuhub import names
 from gpuhub.broker.schemas import Lease, LeaseState
 from gpuhub.containers import creation, launching, leasing, networks
 from gpuhub.containers.form import build_form, parse_form
@@ -17,7 +15,7 @@ from gpuhub.containers.nodespawner import NodeSpawner
 from gpuhub.containers.progress import ProgressLog
 from gpuhub.containers.telling import describe_placing, describe_waiting, eligible_nodes
 from gpuhub.containers.troubles import SpawnFailed
-from gpuhub.errors import GpuhubError, InvalidRequest, NodeUnreachable
+from gpuhub.errors import GpuhubError, NodeUnreachable
 from gpuhub.identity import Identity, ensure_home, find_identity
 from gpuhub.paths import Paths
 from gpuhub.settings import Profile
@@ -38,6 +36,7 @@ class GpuDockerSpawner(NodeSpawner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._events = ProgressLog()
         self._undoing: asyncio.Task[None] | None = None
+        self._healing: asyncio.Task[None] | None = None
         self._claiming: asyncio.Task[tuple[Lease, bool]] | None = None
         self._is_restored = False
         self._keeps_lease = False
@@ -86,7 +85,7 @@ class GpuDockerSpawner(NodeSpawner):
 
     async def _start(self) -> tuple[str, int]:
         profile = launching.choose_profile(self.cluster, self.user_options)
-        self._check_server_name()
+        launching.check_server_name(self.name)
         self._events.tell("Asking for a place", percent=5)
         identity, network, _ = await asyncio.gather(
             self._identify(),
@@ -94,20 +93,23 @@ class GpuDockerSpawner(NodeSpawner):
             self._check_image(profile),
         )
         lease, was_there = await self._claim(profile)
+        running = await self._adopt(lease) if was_there and lease.nodes else None
+        if running is None:
+            lease = await self._renewed(lease, profile)
+            running = await self._launch(lease, profile, identity, network)
+        self._events.tell("JupyterLab is ready", percent=95)
+        return running.address, running.port
+
+    async def _renewed(self, lease: Lease, profile: Profile) -> Lease:
+        """A granted lease; one whose container is gone is given back, and another asked for."""
+        if lease.state is LeaseState.ACTIVE:
+            await self.give_back(wait=True)
+            lease, _ = await self._claim(profile)
         lease = await leasing.wait_granted(self.broker, lease, self._tell_waiting)
         self.node = lease.nodes[0]
         self.save_state()
         self._events.tell(describe_placing(lease), percent=40)
-        try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                adopted = await self._adopt(lease) if was_there else None
-                running = adopted or await self._launch(lease, profile, identity, network)
-        except TimeoutError:
-            raise NodeUnreachable(
-                f"The notebook did not start on {self.node} within {START_DEADLINE_S:.0f} s."
-            ) from None
-        self._events.tell("JupyterLab is ready", percent=95)
-        return running.address, running.port
+        return lease
 
     async def _identify(self) -> Identity:
         state = Paths(self.instance).state
@@ -158,7 +160,13 @@ class GpuDockerSpawner(NodeSpawner):
 
     async def _adopt(self, lease: Lease) -> launching.Running | None:
         """Go on with the lease's container where it runs already: this hub, or an earlier one, forgot it."""
-        found = await launching.find_running(self.around, self.node, lease)
+        self.node = lease.nodes[0]
+        try:
+            found = await launching.find_running(self.around, self.node, lease)
+        except NodeUnreachable:
+            # The notebook may well run there: this start fails, its lease stays.
+            self.lease_id = ""
+            raise
         if found is None:
             return None
         running, self.api_token = found
@@ -168,13 +176,6 @@ class GpuDockerSpawner(NodeSpawner):
             await self.broker.activate(lease.id, running.container)
         self.log.info("Going on with the running container of %s", self._log_name)
         return running
-
-    def _check_server_name(self) -> None:
-        if self.name and not re.fullmatch(names.SERVER_PATTERN, self.name):
-            raise InvalidRequest(
-                f"Server name {self.name[:60]!r}: 1 to 32 of a-z, 0-9 and '-' are needed, with a letter or digit "
-                "at both ends"
-            )
 
     def _tell_waiting(self, lease: Lease | None) -> None:
         text, more_html = describe_waiting(lease)
@@ -247,13 +248,14 @@ class GpuDockerSpawner(NodeSpawner):
         if not found["State"]["Running"]:
             return int(found["State"]["ExitCode"])
         if self._is_restored:
-            await self._take_up()
+            self._is_restored = False
+            self.http_timeout = RESTORED_LIMIT_S
+            # Not waited for: the broker asks the hub who calls it, and the hub answers once this has returned.
+            self._healing = asyncio.create_task(self._heal())
         return None
 
-    async def _take_up(self) -> None:
+    async def _heal(self) -> None:
         """A hub that died between creating a container and saying so left its lease granted."""
-        self._is_restored = False
-        self.http_timeout = RESTORED_LIMIT_S
         try:
             lease = await self.broker.get_lease(self.lease_id)
             if lease.state is LeaseState.GRANTED:

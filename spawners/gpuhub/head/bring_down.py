@@ -29,9 +29,8 @@ def bring_down(paths: Paths, report: Report, *, purge: bool = False) -> None:
             # The hub first, so that it does not take vanishing notebooks for crashed ones.
             for name in (programs.HUB, programs.BROKER, programs.PROXY):
                 supervisor.stop(name)
-    used = paths.run / "cluster.toml.used"
-    if used.exists():
-        _clean_nodes(paths, settings.load(used), report)
+    if paths.used_cluster_file.exists():
+        _clean_nodes(paths, settings.load(paths.used_cluster_file), report)
     closet = plan.practice_plan(paths.instance)
     with report.step("Processes and namespaces"):
         supervisor.shutdown()

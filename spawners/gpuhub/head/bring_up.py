@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+import gpuhub
 from gpuhub import settings
 from gpuhub.closet import lifecycle, plan
 from gpuhub.containers import networks, swarm
@@ -54,7 +56,7 @@ def bring_up(paths: Paths, options: Options, report: Report) -> None:
     else:
         supervisor.start(wanted)
     asyncio.run(_prepare_nodes(paths, options, cluster, report))
-    _start_services(paths, cluster, chosen.cluster_file, supervisor, report)
+    _start_services(paths, cluster, chosen.cluster_file, options.hub_config, supervisor, report)
     _farewell(paths, cluster, report)
 
 
@@ -96,10 +98,15 @@ async def _prepare_nodes(paths: Paths, options: Options, cluster: settings.Clust
 
 
 def _start_services(
-    paths: Paths, cluster: settings.Cluster, settings_file: Path, supervisor: Supervisor, report: Report
+    paths: Paths,
+    cluster: settings.Cluster,
+    settings_file: Path,
+    hub_config: Path,
+    supervisor: Supervisor,
+    report: Report,
 ) -> None:
     """Proxy, broker, hub: in this order, so that the hub finds both when it looks."""
-    stale = _settings_changed(paths, settings_file)
+    stale = _is_stale(paths, settings_file, hub_config)
     with report.step("Proxy and broker"):
         for name in (programs.PROXY, programs.BROKER):
             if stale:
@@ -119,14 +126,15 @@ def _start_services(
         _wait_http(f"http://{cluster.hub.bind}:{cluster.hub.port}/hub/login", 60, paths, programs.HUB)
 
 
-def _settings_changed(paths: Paths, settings_file: Path) -> bool:
-    """Whether the services run with other settings than these; remembers these."""
-    used = paths.run / "cluster.toml.used"
-    text = settings_file.read_text(encoding="utf-8")
-    if used.exists() and used.read_text(encoding="utf-8") == text:
-        return False
-    used.write_text(text, encoding="utf-8")
-    return True
+def _is_stale(paths: Paths, settings_file: Path, hub_config: Path) -> bool:
+    """Whether the services run with other settings or another version than these; remembers these."""
+    sources = sorted(Path(gpuhub.__file__).parent.rglob("*.py"))
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in [*sources, hub_config])).hexdigest()
+    now = {paths.used_cluster_file: settings_file.read_text(encoding="utf-8"), paths.run / "version.used": code}
+    stale = [file for file, text in now.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
+    for file in stale:
+        file.write_text(now[file], encoding="utf-8")
+    return bool(stale)
 
 
 def _wait_http(url: str, deadline_s: float, paths: Paths, name: str) -> None:

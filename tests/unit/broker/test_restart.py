@@ -6,6 +6,7 @@ import pytest
 
 from gpuhub.broker import due, reviver
 from tests.support.brokers import Setting, asgi_broker, until
+from tests.support.simulated import CLOSET, build_cluster
 from tests.unit.broker.test_api import ask, post, reaches, read, run_notebook
 
 
@@ -53,6 +54,23 @@ async def test_workers_of_a_broker_that_died_are_known(setting: Setting) -> None
             await client.delete(f"/api/v1/jobs/{job['id']}")
         await reaches(running, f"/jobs/{job['id']}", "ended")
     assert [len(node.of_kind("worker")) for node in setting.nodes.values()] == [0, 0, 0]
+
+
+async def test_a_node_taken_out_of_the_settings_gives_its_leases_back(setting: Setting) -> None:
+    """Its lease ends with the reason; when the node returns, what still runs there goes before it gets work."""
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        container = await run_notebook(running, lease)
+    whole = setting.cluster
+    setting.cluster = build_cluster({name: CLOSET[name] for name in ("rig2", "rig3")})
+    async with asgi_broker(setting) as running:
+        ended = await read(running, "ada", f"/leases/{lease['id']}")
+        assert (ended["state"], ended["reason"]) == ("released", "node rig1 is no longer in cluster.toml")
+    setting.cluster = whole
+    async with asgi_broker(setting, wait=False) as running:
+        again = await ask(running, "ben")
+        await reaches(running, f"/leases/{again['id']}", "granted")
+        assert container not in setting.nodes["rig1"].containers
 
 
 async def test_versions_grow_over_a_restart(setting: Setting) -> None:

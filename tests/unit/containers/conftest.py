@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from gpuhub.settings import Cluster
 
 CARDS = {"rig1": ("RTX 5090", "32607M"), "rig2": ("RTX 5070", "12227M"), "rig3": ("RTX 5060", "8151M")}

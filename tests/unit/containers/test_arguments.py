@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from gpuhub import names
 from gpuhub.broker.schemas import Gpu, Lease, LeaseState, Purpose
 from gpuhub.containers.arguments import ContainerSpec, Place, build_device_requests, build_notebook, build_worker

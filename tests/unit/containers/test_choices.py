@@ -7,11 +7,12 @@ from datetime import timedelta
 import docker.errors
 import pytest
 import requests
+
 from gpuhub.broker.schemas import Lease, LeaseState, NodeState
 from gpuhub.containers import tunnels
 from gpuhub.containers.daemons import translate
 from gpuhub.containers.handlers import parse_leave
-from gpuhub.containers.launching import choose_profile, published_address
+from gpuhub.containers.launching import check_server_name, choose_profile, published_address
 from gpuhub.containers.leasing import choose_lease
 from gpuhub.containers.networks import build_access_network, build_user_network
 from gpuhub.containers.telling import describe_gpus, describe_placing, describe_waiting, eligible_nodes
@@ -45,6 +46,13 @@ def test_anything_but_one_known_profile_is_refused(cluster: Cluster, options: ob
     """Form and REST API take a profile's name and nothing else, and the refusal says what is valid."""
     with pytest.raises(InvalidRequest, match="big, small, cpu"):
         choose_profile(cluster, options)
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "A", "-a", "a-", "a b", "a\n", "ä", "a" * 33, "a_b", "{x}"])
+def test_server_names_that_mean_something_elsewhere_are_refused(name: str) -> None:
+    """They become part of a container's name and of a path."""
+    with pytest.raises(InvalidRequest):
+        check_server_name(name)
 
 
 def test_a_known_profile_is_taken(cluster: Cluster) -> None:
@@ -128,6 +136,7 @@ def api_error(status: int, text: str, kind: type[docker.errors.APIError] = docke
         (requests.exceptions.ReadTimeout("http+docker://localhost/v1.41 read timed out"), NodeUnreachable),
         (requests.exceptions.ConnectionError("unix://x"), NodeUnreachable),
         (requests.exceptions.SSLError("https://10.0.0.1"), NodeUnreachable),
+        (docker.errors.TLSParameterError("no such file"), NodeUnreachable),
         (ConnectionRefusedError(111, "refused"), NodeUnreachable),
         (docker.errors.DockerException("Error: http+docker://localhost"), GpuhubError),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from gpuhub.broker.schemas import LeaseRequest
 from gpuhub.containers.form import build_cards, build_form, build_parts, describe_facts, parse_form
 from gpuhub.containers.troubles import SpawnFailed

@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+
 from gpuhub import identity
 from gpuhub.errors import InvalidRequest, NotAllowed, SetupError
 from gpuhub.identity import Identity, allocate_uid, build_archive, choose_uid, ensure_home, find_identity

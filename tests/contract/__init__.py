@@ -1,0 +1,1 @@
+"""What two distributions, installed on different machines, expect of each other."""
