@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,8 @@ def load_ipython_extension(shell: Any) -> None:
 
 def run(
     script: str | Path,
-    *arguments: object,
+    arguments: Sequence[object] = (),
+    *,
     nnodes: int = 1,
     nproc_per_node: int = 1,
     module: bool = False,
@@ -50,10 +52,13 @@ def run(
 ) -> LaunchResult:
     """Run `script` with torchrun over `nnodes` nodes, as `%gpu_launch` does; returns when all ranks have ended well.
 
-    Raises UsageError before anything is asked for, LaunchFailed with the failing rank's traceback, and
+    `arguments` are the script's own, such as `["--epochs", 2]`. Raises UsageError before anything is asked for, LaunchFailed with the failing rank's traceback, and
     LaunchInterrupted (a KeyboardInterrupt); everything asked for is freed in every case.
     """
     from gpu_launch.launch import launch
+
+    if isinstance(arguments, str) or not isinstance(arguments, Sequence):
+        raise UsageError(f'the script\'s arguments are a list, such as ["--epochs", "2"], and {arguments!r} is none')
 
     values = {
         "--nnodes": nnodes,

@@ -115,6 +115,9 @@ def build_environ(base: dict[str, str], spec: LaunchSpec, *, interface: str) -> 
         "RES_OPTIONS": "timeout:1 attempts:1",
         "GPU_LAUNCH_ATTEMPT": str(spec.attempt),
     }
+    if spec.nproc_per_node > 1:
+        # The container's own number is for one process; torchrun has its own for several.
+        environ.pop("OMP_NUM_THREADS", None)
     environ |= spec.environ
     if spec.python_path:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [spec.python_path, environ.get("PYTHONPATH", "")]))

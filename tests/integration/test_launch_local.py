@@ -291,7 +291,7 @@ def notebook(tmp_path: Path) -> Iterator[Notebook]:
 def test_three_nodes_agree_and_everything_is_freed(notebook: Notebook) -> None:
     """The notebook's own GPU and two workers reduce to one value, with ranks and nodes named, and nothing is left."""
     notebook.script("hello.py", ALL_REDUCE)
-    code, out, err = notebook.run("import gpu_launch; print(gpu_launch.run('hello.py', 'x y', nnodes=3))")
+    code, out, err = notebook.run("import gpu_launch; print(gpu_launch.run('hello.py', ['x y'], nnodes=3))")
     assert code == 0, out + err
     for rank, node in enumerate(NODES):
         assert f"[rank {rank} · {node}] sum 6.0 of 3 x y\n" in out

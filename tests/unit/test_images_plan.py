@@ -15,6 +15,7 @@ SOURCES = plan.Sources(
     python={"Dockerfile": b"FROM x", "requirements.lock": b"numpy==2.4.6\nnvidia-ml-py==13.1\n"},
     notebook={"Dockerfile": b"FROM y"},
     extensions={"gpu_launch/__init__.py": b""},
+    notebooks={"01-first-launch.ipynb": b"{}"},
 )
 
 

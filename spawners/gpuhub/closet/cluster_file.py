@@ -44,7 +44,8 @@ def format_cluster(plan: Plan, paths: Paths, *, cpus: int) -> str:
         _cpu_profile(cpus),
         _table("users", login="password", allowed=list(USERS), uid_first=20000),
         _table("storage", home=f"{_homes(paths)}/{{username}}", datasets=str(_datasets(paths))),
-        _table("jobs", cpus=min(2, cpus), memory="4G", shm="1G"),
+        # The nodes share this machine, and a launch runs on all of them at once.
+        _table("jobs", cpus=max(1, cpus // 3), memory="4G", shm="1G"),
         _table("hub", address=str(plan.head), port=port, proxy_api_port=proxy_port),
     ]
     return "\n\n".join(tables) + "\n"

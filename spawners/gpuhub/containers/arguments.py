@@ -98,18 +98,19 @@ def build_notebook(
         SettingsError: `environment` meddles with GPUs.
     """
     _refuse_gpu_variables(environment)
+    limits = profile_limits(profile)
     return ContainerSpec(
         name=names.notebook_container(place.instance, lease.owner, lease.subject),
         image=profile.image,
         hostname=place.node.name,
         labels=_labels(place, names.KIND_NOTEBOOK, lease.id, lease.epoch, lease.owner),
-        environment={**environment, **_surroundings(place, identity), "GPUHUB_LEASE": lease.id},
+        environment={**_threads(limits), **environment, **_surroundings(place, identity), "GPUHUB_LEASE": lease.id},
         user=f"{identity.uid}:{identity.gid}",
         working_dir=identity.home,
         command=tuple(command),
         ports=(NOTEBOOK_PORT,),
         host_config={
-            **_host_config(place, identity, profile_limits(profile)),
+            **_host_config(place, identity, limits),
             # On the node's own address, never on all of its addresses.
             "port_bindings": {NOTEBOOK_PORT: (place.node.address,)},
         },
@@ -128,6 +129,7 @@ def build_worker(
     index: int,
 ) -> ContainerSpec:
     """One worker container of a job. It gets no token: it has nothing to ask of anybody."""
+    limits = job_limits(place.cluster)
     return ContainerSpec(
         name=names.worker_container(place.instance, job_id, index),
         image=image,
@@ -138,6 +140,7 @@ def build_worker(
             names.LABEL_WORKER: str(index),
         },
         environment={
+            **_threads(limits),
             **_surroundings(place, identity),
             "GPU_LAUNCH_RUN": run_id,
             "GPU_LAUNCH_WORKER": str(index),
@@ -146,7 +149,7 @@ def build_worker(
         working_dir=identity.home,
         command=WORKER_COMMAND,
         ports=(),
-        host_config=_host_config(place, identity, job_limits(place.cluster)),
+        host_config=_host_config(place, identity, limits),
     )
 
 
@@ -226,6 +229,11 @@ def _surroundings(place: Place, identity: Identity) -> dict[str, str]:
         # Where the NVIDIA runtime is a node's default, an image that says "all" would get all of them.
         surroundings["NVIDIA_VISIBLE_DEVICES"] = "void"
     return surroundings
+
+
+def _threads(limits: Limits) -> dict[str, str]:
+    """Libraries count the node's cores, not the container's share of them, and then wait for each other."""
+    return {"OMP_NUM_THREADS": str(max(1, int(limits.cpus)))}
 
 
 def _host_config(place: Place, identity: Identity, limits: Limits) -> dict[str, Any]:

@@ -177,11 +177,11 @@ class Supervisor:
         _wait(lambda: not self._socket.exists(), 90, "supervisord does not end")
 
     def _call(self, method: str, *arguments: object) -> Any:
-        proxy = xmlrpc.client.ServerProxy("http://supervisor", transport=_UnixTransport(self._socket))
-        call: Any = proxy
-        for part in method.split("."):
-            call = getattr(call, part)
-        return call(*arguments)
+        with xmlrpc.client.ServerProxy("http://supervisor", transport=_UnixTransport(self._socket)) as proxy:
+            call: Any = proxy
+            for part in method.split("."):
+                call = getattr(call, part)
+            return call(*arguments)
 
 
 class _UnixTransport(xmlrpc.client.Transport):
@@ -190,7 +190,10 @@ class _UnixTransport(xmlrpc.client.Transport):
         self._path = path
 
     def make_connection(self, host: Any) -> HTTPConnection:
-        return _UnixConnection(self._path)
+        connection = _UnixConnection(self._path)
+        # Where xmlrpc.client looks for what to close.
+        self._connection = host, connection
+        return connection
 
 
 class _UnixConnection(HTTPConnection):
@@ -201,7 +204,11 @@ class _UnixConnection(HTTPConnection):
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
+        try:
+            self.sock.connect(str(self._path))
+        except OSError:
+            self.close()
+            raise
 
 
 def _wait(condition: Any, deadline_s: float, failure: str) -> None:

@@ -111,7 +111,8 @@ def _python_context(sources: Sources, wheels: Path) -> dict[str, bytes | Path]:
 
 def _notebook_context(sources: Sources) -> dict[str, bytes | Path]:
     extensions = {f"extensions/{name}": data for name, data in sources.extensions.items()}
-    return {**sources.notebook, **extensions}
+    notebooks = {f"notebooks/{name}": data for name, data in sources.notebooks.items()}
+    return {**sources.notebook, **extensions, **notebooks}
 
 
 def _build(

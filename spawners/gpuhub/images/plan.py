@@ -32,6 +32,8 @@ class Sources:
     notebook: Files
     #: extensions: the gpu-launch distribution.
     extensions: Files
+    #: notebooks: the examples.
+    notebooks: Files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,12 @@ def build_plan(sources: Sources, settings: Images, machine: str) -> Plan:
     driver = [line for line in lock.splitlines() if line.startswith("nvidia-ml-py==")]
     base = digest(_BASE_RECIPE, settings.debian_suite, machine, driver, sources.base)
     python = digest(base, wheels, sources.python)
-    return Plan(base=base, python=python, notebook=digest(python, sources.notebook, sources.extensions), wheels=wheels)
+    return Plan(
+        base=base,
+        python=python,
+        notebook=digest(python, sources.notebook, sources.extensions, sources.notebooks),
+        wheels=wheels,
+    )
 
 
 def digest(*parts: object) -> str:

@@ -7,13 +7,13 @@ from pathlib import Path
 from gpuhub.errors import SetupError
 from gpuhub.images.plan import Sources
 
-_LEFT_OUT = {"__pycache__", "build", "dist", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+_LEFT_OUT = {"__pycache__", ".ipynb_checkpoints", "build", "dist", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 #: What a package's own sources are made of; a stray file in the tree then changes no image.
 _EXTENSION_SUFFIXES = {".py", ".toml", ".typed", ".html", ".js", ".css", ".json", ".md", ".sh", ".template"}
 
 
 def read_sources(root: Path) -> Sources:
-    """Read `images/` and `extensions/` below the root of a clone.
+    """Read `images/`, `extensions/` and `notebooks/` below the root of a clone.
 
     Raises:
         SetupError: this is not a clone of gpuhub.
@@ -24,11 +24,13 @@ def read_sources(root: Path) -> Sources:
     # The lock alone decides what is installed.
     del python["requirements.in"]
     extensions = read_tree(root / "extensions")
+    notebooks = read_tree(root / "notebooks")
     return Sources(
         base=read_tree(root / "images/base"),
         python=python,
         notebook=read_tree(root / "images/notebook"),
         extensions={name: data for name, data in extensions.items() if Path(name).suffix in _EXTENSION_SUFFIXES},
+        notebooks={name: data for name, data in notebooks.items() if Path(name).suffix == ".ipynb"},
     )
 
 

@@ -1,6 +1,7 @@
 """Jupyter Server's settings for every user of this image; ~/.jupyter adds to them."""
 
 import os
+import shutil
 from pathlib import Path
 
 c = get_config()  # noqa: F821
@@ -14,6 +15,17 @@ c.LabApp.news_url = None
 # These cost time at every start: no language server is in the image, and ipyparallel's panel for clusters is not the
 # way to GPUs here (its part in the browser is switched off in labconfig/).
 c.ServerApp.jpserver_extensions = {"ipyparallel": False, "jupyter_lsp": False}
+
+# The examples, for a newcomer to find; a file that is there, changed or not, stays as it is.
+examples = Path("/opt/gpuhub/share/gpuhub-examples")
+try:
+    mine = Path.home() / "gpuhub-examples"
+    mine.mkdir(exist_ok=True)
+    for file in examples.iterdir():
+        if not (mine / file.name).exists():
+            shutil.copyfile(file, mine / file.name)
+except OSError as error:
+    print(f"the examples are not copied: {error}")  # noqa: T201 - into the container's log; no reason not to start
 
 # Programs that a user installed with pip are found in kernels too.
 os.environ["PATH"] += os.pathsep + str(Path.home() / ".local" / "bin")
