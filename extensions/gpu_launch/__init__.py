@@ -52,7 +52,9 @@ def run(
 ) -> LaunchResult:
     """Run `script` with torchrun over `nnodes` nodes, as `%gpu_launch` does; returns when all ranks have ended well.
 
-    `arguments` are the script's own, such as `["--epochs", 2]`. Raises UsageError before anything is asked for, LaunchFailed with the failing rank's traceback, and
+    `arguments` are the script's own, such as `["--epochs", 2]`.
+
+    Raises UsageError before anything is asked for, LaunchFailed with the failing rank's traceback, and
     LaunchInterrupted (a KeyboardInterrupt); everything asked for is freed in every case.
     """
     from gpu_launch.launch import launch

@@ -75,9 +75,9 @@ def _start_notebook(product: Product, clients: dict[str, docker.DockerClient]) -
     """ada's notebook on the RTX 5090, started through the hub."""
     with httpx.Client(base_url=product.address, follow_redirects=True, trust_env=False, timeout=60) as web:
         page = web.get("/hub/login")
-        form = {"username": "ada", "password": product.password, "_xsrf": web.cookies["_xsrf"]}
+        form = {"username": "ada", "password": product.password, "_xsrf": _xsrf(web)}
         web.post("/hub/login", data=form).raise_for_status()
-        headers = {"X-XSRFToken": web.cookies["_xsrf"], "Content-Type": "application/json"}
+        headers = {"X-XSRFToken": _xsrf(web), "Content-Type": "application/json"}
         page = web.post("/hub/api/users/ada/server", content=json.dumps({"profile": "rtx5090"}), headers=headers)
         page.raise_for_status()
         end = time.monotonic() + 60
@@ -87,6 +87,11 @@ def _start_notebook(product: Product, clients: dict[str, docker.DockerClient]) -
                 return clients[product.cluster.nodes[0].name].containers.list(filters=label)[0]
             time.sleep(0.2)
     raise TimeoutError("the notebook does not start")
+
+
+def _xsrf(web: httpx.Client) -> str:
+    """The hub's token: the browser has one for each path."""
+    return next(cookie.value or "" for cookie in web.cookies.jar if cookie.name == "_xsrf" and cookie.path == "/hub/")
 
 
 def _by_hand_containers(

@@ -20,7 +20,7 @@ SOURCES = plan.Sources(
 
 
 def _plan(settings: Images | None = None, **changes: dict[str, bytes]) -> plan.Plan:
-    parts = {name: getattr(SOURCES, name) for name in ("base", "python", "notebook", "extensions")}
+    parts = {name: getattr(SOURCES, name) for name in ("base", "python", "notebook", "extensions", "notebooks")}
     return plan.build_plan(plan.Sources(**{**parts, **changes}), settings or Images(), "x86_64")
 
 

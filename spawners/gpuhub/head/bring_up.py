@@ -56,7 +56,7 @@ def bring_up(paths: Paths, options: Options, report: Report) -> None:
     else:
         supervisor.start(wanted)
     asyncio.run(_prepare_nodes(paths, options, cluster, report))
-    _start_services(paths, cluster, chosen.cluster_file, options.hub_config, supervisor, report)
+    _start_services(paths, cluster, chosen.cluster_file, options, report)
     _farewell(paths, cluster, report)
 
 
@@ -98,15 +98,11 @@ async def _prepare_nodes(paths: Paths, options: Options, cluster: settings.Clust
 
 
 def _start_services(
-    paths: Paths,
-    cluster: settings.Cluster,
-    settings_file: Path,
-    hub_config: Path,
-    supervisor: Supervisor,
-    report: Report,
+    paths: Paths, cluster: settings.Cluster, settings_file: Path, options: Options, report: Report
 ) -> None:
     """Proxy, broker, hub: in this order, so that the hub finds both when it looks."""
-    stale = _is_stale(paths, settings_file, hub_config)
+    supervisor = Supervisor(paths)
+    stale = _is_stale(paths, settings_file, options.hub_config)
     with report.step("Proxy and broker"):
         for name in (programs.PROXY, programs.BROKER):
             if stale:
