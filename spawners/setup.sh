@@ -10,7 +10,7 @@ export DEBIAN_FRONTEND=noninteractive
 command -v apt-get >/dev/null || { echo "Debian or Ubuntu is needed: there is no apt-get here." >&2; exit 1; }
 
 # command → package that has it
-wanted=(dockerd:docker.io debootstrap:debootstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils hostname:hostname flock:util-linux)
+wanted=(dockerd:docker.io debootstrap:debootstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils hostname:hostname dnsmasq:dnsmasq-base flock:util-linux)
 [ "$mode" = dev ] && wanted+=(chromium:chromium objdump:binutils)
 missing=()
 for pair in "${wanted[@]}"; do
@@ -18,12 +18,18 @@ for pair in "${wanted[@]}"; do
 done
 [ -f /usr/include/stdio.h ] || missing+=(libc6-dev)
 /usr/bin/python3 -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
+[ -f /usr/share/keyrings/debian-archive-keyring.gpg ] || missing+=(debian-archive-keyring)
 [ -f /etc/ssl/certs/ca-certificates.crt ] || missing+=(ca-certificates)
 if [ ${#missing[@]} -gt 0 ]; then
   echo "Installing ${missing[*]} …"
   apt-get update -qq
   # A docker.io without systemd has no service to start; that is no failure here.
   apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+
+if [ "$mode" = dev ] && ! command -v docker >/dev/null; then
+  # From Debian 13 on, the command line is a package of its own.
+  apt-get install -y -qq --no-install-recommends docker-cli >/dev/null
 fi
 
 /usr/bin/python3 - <<'PY' || exit 1
@@ -46,10 +52,12 @@ if changed run "$sum"; then
   stamp run "$sum"
 fi
 if [ "$mode" = dev ]; then
-  sum=$(sha256sum <"$here/tests/requirements.lock")
+  # The tests of launches run torchrun on this machine too: the build that pip finds.
+  torch=$("$here/.venv/bin/python" -c 'from gpuhub.tables import Images; print(Images().torch)')
+  sum="$torch $(sha256sum <"$here/tests/requirements.lock")"
   if changed dev "$sum"; then
-    echo "Installing Python packages for tests …"
-    "${pip[@]}" -r "$here/tests/requirements.lock"
+    echo "Installing Python packages for tests, torch among them …"
+    "${pip[@]}" -r "$here/tests/requirements.lock" "torch==$torch"
     stamp dev "$sum"
   fi
 fi

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from gpuhub.closet import cards, cleanup, daemons, driver, network
+from gpuhub.closet import cards, cleanup, daemons, dns, driver, network
 from gpuhub.closet.cleanup import leftovers
 from gpuhub.closet.cluster_file import write_cluster_file
 from gpuhub.closet.daemons import dockerd_command, wait_ready
@@ -29,6 +30,7 @@ __all__ = [
 #: Program → the Debian package that brings it.
 _PROGRAMS = {
     "dockerd": "docker.io",
+    "dnsmasq": "dnsmasq-base",
     "docker-init": "docker.io",
     "ip": "iproute2",
     "tc": "iproute2",
@@ -53,11 +55,12 @@ def prepare(plan: Plan, paths: Paths) -> None:
         places = node_places(paths, node)
         places.run.mkdir(parents=True, exist_ok=True)
         places.state.mkdir(parents=True, exist_ok=True)
-        places.daemon_file.write_text("{}\n")
+        places.daemon_file.write_text(json.dumps({"dns": [str(plan.head)]}) + "\n")
         cards.ensure_cards(plan, node, paths)
         driver.install_hook(places, compiled)
     run_folder(paths).chmod(0o755)
     network.ensure_network(plan)
+    dns.ensure_dns(plan, paths)
 
 
 def ensure_up(plan: Plan, paths: Paths) -> None:
@@ -79,6 +82,7 @@ def ensure_down(plan: Plan, paths: Paths, *, purge: bool = False) -> None:
         with ThreadPoolExecutor(len(answering)) as pool:
             list(pool.map(lambda node: cleanup.clear_daemon(node, paths), answering))
     daemons.stop(plan, plan.nodes)
+    dns.stop_dns(paths)
     network.remove_network(plan)
     cleanup.remove_control_groups(plan)
     for node in plan.nodes:

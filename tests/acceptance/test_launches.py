@@ -1,0 +1,216 @@
+"""`gpu_launch` in a real notebook container: failures, refusals, ipyparallel, a dead kernel; every GPU comes back."""
+
+from __future__ import annotations
+
+import subprocess
+import textwrap
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from .conftest import Product, User, wait_for
+
+ALL_REDUCE = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    print("sum", total.item())
+    dist.destroy_process_group()
+"""
+
+
+class Notebook:
+    """A user's notebook container: runs Python there as a cell would, with the notebook's own environment."""
+
+    def __init__(self, product: Product, user: User, profile: str) -> None:
+        self.user = user
+        self.node = product.cluster.nodes[0]
+        self.container = f"{product.paths.instance}-nb-{user.name}"
+        self.home = product.paths.state / "homes" / user.name
+        user.open_form()
+        user.choose(profile)
+        user.wait_for_lab()
+        for node in product.cluster.nodes:
+            if self._docker(node.docker, "ps", "-q", "--filter", f"name={self.container}").stdout:
+                self.node = node
+
+    def start(self, code: str) -> subprocess.Popen[str]:
+        """Python code in the user's home."""
+        command = [*self._exec(), "python3", "-c", textwrap.dedent(code)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def run(self, code: str, timeout_s: float = 120) -> str:
+        """Its output; it may fail."""
+        with self.start(code) as process:
+            output, _ = process.communicate(timeout=timeout_s)
+        return output
+
+    def write(self, name: str, script: str) -> None:
+        """A file in the user's home."""
+        code = f"open({name!r}, 'w').write({textwrap.dedent(script)!r})"
+        subprocess.run([*self._exec(), "python3", "-c", code], check=True)
+
+    def kill(self, pattern: str) -> None:
+        """SIGKILL to the processes in the container whose command line contains the pattern."""
+        code = """
+            import os, sys
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                try: line = open(f"/proc/{pid}/cmdline").read()
+                except OSError: continue
+                if sys.argv[1] in line and int(pid) != os.getpid(): os.kill(int(pid), 9)
+        """
+        subprocess.run([*self._exec(), "python3", "-c", textwrap.dedent(code), pattern], check=True)
+
+    def stop(self) -> None:
+        """Through the hub, as a user does."""
+        self.user.page.goto(f"{self.user.address}/hub/home")
+        self.user.page.click("#stop")
+        wait_for(lambda: self.user.name not in self.user.holders().values(), "the notebook's GPU is free")
+
+    def _exec(self) -> list[str]:
+        return ["docker", "-H", self.node.docker, "exec", "-w", f"/home/{self.user.name}", self.container]
+
+    def _docker(self, url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["docker", "-H", url, *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def notebook(product: Product, make_user: Callable[[str], User]) -> Iterator[Notebook]:
+    """ada's notebook on the RTX 5070."""
+    found = Notebook(product, make_user("ada"), "rtx5070")
+    found.write("reduce.py", ALL_REDUCE)
+    yield found
+    found.stop()
+
+
+def own_only(notebook: Notebook) -> bool:
+    """Whether the user holds nothing but the notebook's GPU."""
+    return notebook.user.holders() == {"RTX 5070": "ada"}
+
+
+def test_the_notebook_has_no_way_to_docker_and_no_secret_of_the_cluster(notebook: Notebook):
+    """No Docker socket, no capability, no setuid root; the one GPU of the lease."""
+    output = notebook.run(
+        """
+        import os, pathlib, subprocess
+        status = pathlib.Path("/proc/self/status").read_text()
+        print([line for line in status.splitlines() if line.startswith(("CapEff", "CapBnd", "NoNewPrivs", "Uid"))])
+        print(os.path.exists("/var/run/docker.sock"), os.path.exists("/run/docker.sock"))
+        print(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout)
+        try: open("/datasets/x", "w")
+        except OSError as error: print("datasets:", error.strerror)
+        """
+    )
+    assert "CapEff:\\t0000000000000000" in output
+    assert "CapBnd:\\t0000000000000000" in output
+    assert "NoNewPrivs:\\t1" in output
+    assert "Uid:\\t20" in output
+    assert "False False" in output
+    assert output.count("GPU 0") == 1
+    assert "GPU 1" not in output
+    assert "RTX 5070" in output
+    assert "datasets: Read-only file system" in output
+
+
+def test_a_failing_ranks_own_traceback_comes_first(notebook: Notebook):
+    """The rank that failed is named with its own error; the others are one line each; the GPUs are free again."""
+    notebook.write(
+        "fail.py",
+        """
+        import os, time
+        if os.environ["RANK"] == "1":
+            raise ValueError("rank one is unwell")
+        time.sleep(60)
+        """,
+    )
+    output = notebook.run(
+        """
+        import gpu_launch
+        try: gpu_launch.run("fail.py", nnodes=3)
+        except gpu_launch.LaunchFailed as error: print("FAILED", error)
+        """
+    )
+    failure = output[output.index("FAILED") :]
+    assert failure.startswith("FAILED rank 1 on rig")
+    assert "ValueError: rank one is unwell" in failure
+    assert failure.index("fail.py") < failure.index("ValueError") < failure.index("rank 0 (")
+    assert "torch/distributed" not in failure
+    wait_for(lambda: own_only(notebook), "the other GPUs are free")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--nnodes 4 reduce.py", "3 nodes"),
+        ("--nnodes 0 reduce.py", "--nnodes"),
+        ("--nnodes 2 nothing.py", "nothing.py"),
+        ("--nodes 2 reduce.py", "--nnodes"),
+        ("--nnodes two reduce.py", "two"),
+        ("--nnodes 2 --model RTX9090 reduce.py", "RTX9090"),
+        ("--nnodes 2", "script"),
+        ("--nnodes 2 --nproc-per-node 99 reduce.py", "99"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_gpu_is_asked(notebook: Notebook, words: str, expected: str):
+    """A mistake in the magic's line gives one or two lines that say what would be right, and no traceback of ours."""
+    output = notebook.run(
+        f"""
+        from IPython.testing.globalipapp import start_ipython
+        shell = start_ipython()
+        shell.run_line_magic("load_ext", "gpu_launch")
+        shell.run_cell("%gpu_launch {words}")
+        """
+    )
+    assert expected in output
+    assert "gpu_launch/" not in output, "a traceback of ours"
+    assert len([line for line in output.splitlines() if line.strip()]) <= 4, output
+    assert own_only(notebook)
+
+
+def test_ipyparallel_engines_on_three_nodes(notebook: Notebook):
+    """`ipp.Cluster(engines="gpuhub", n=3)` gives an engine on each node, and its GPUs come back at the end."""
+    output = notebook.run(
+        """
+        import ipyparallel as ipp
+        cluster = ipp.Cluster(engines="gpuhub", n=3)
+        rc = cluster.start_and_connect_sync()
+        nodes = rc[:].apply_sync(lambda: __import__("os").environ["GPUHUB_NODE"])
+        print("NODES", sorted(nodes))
+        cluster.stop_cluster_sync()
+        """
+    )
+    assert "NODES ['rig1', 'rig2', 'rig3']" in output
+    wait_for(lambda: own_only(notebook), "the other GPUs are free")
+
+
+def test_a_killed_kernel_gives_its_gpus_back(notebook: Notebook):
+    """SIGKILL to the process that launched: within its time without a sign of life, all its GPUs are free."""
+    notebook.write("sleep.py", "import time; print('sleeping', flush=True); time.sleep(600)")
+    process = notebook.start("import gpu_launch; gpu_launch.run('sleep.py', nnodes=3)")
+    assert process.stdout is not None
+    seen: list[str] = []
+    for line in process.stdout:
+        seen.append(line)
+        if "sleeping" in line:
+            break
+    assert len(notebook.user.holders()) == 3, seen
+    notebook.kill("gpu_launch.run('sleep.py'")
+    process.communicate(timeout=60)
+    wait_for(lambda: own_only(notebook), "the GPUs of the dead kernel are free", deadline_s=60)
+
+
+def test_a_launch_from_a_notebook_without_a_gpu(product: Product, make_user: Callable[[str], User], notebook: Notebook):
+    """A CPU-only notebook asks for every node: two free ones suffice for two, while the third is somebody else's."""
+    ben = Notebook(product, make_user("ben"), "cpu")
+    try:
+        ben.write("reduce.py", ALL_REDUCE)
+        output = ben.run("import gpu_launch; gpu_launch.run('reduce.py', nnodes=2)")
+        assert output.count("sum 3.0") == 2, output
+        assert "rig1" in output
+        assert "rig3" in output
+        wait_for(lambda: own_only(notebook), "ben's GPUs are free")
+    finally:
+        ben.user.page.goto(f"{ben.user.address}/hub/home")
+        ben.user.page.click("#stop")
+        ben.user.page.wait_for_selector("#stop", state="hidden")
