@@ -156,8 +156,8 @@ def test_what_cannot_be_is_refused_before_any_gpu_is_asked(notebook: Notebook, w
     """A mistake in the magic's line gives one or two lines that say what would be right, and no traceback of ours."""
     output = notebook.run(
         f"""
-        from IPython.testing.globalipapp import start_ipython
-        shell = start_ipython()
+        from IPython.core.interactiveshell import InteractiveShell
+        shell = InteractiveShell.instance()
         shell.run_line_magic("load_ext", "gpu_launch")
         shell.run_cell("%gpu_launch {words}")
         """
