@@ -94,6 +94,8 @@ def test_first_launch_notebook_runs_to_its_end(ada: User):
     wait_for(finished, "the notebook runs to its end", deadline_s=240)
     ada.picture("notebook-end")
     text = saved_outputs(ada)
+    ada.page.locator(".jp-OutputArea-output", has_text="I am rank").first.scroll_into_view_if_needed()
+    ada.picture("launch")
     assert "all three ranks agree, and the network has learned" in text
     for rank in range(3):
         assert re.search(rf"I am rank {rank} of 3 on \S+; the sum over all ranks is 6", text), text[-3000:]

@@ -159,7 +159,7 @@ async def check_image(around: Surroundings, profile: Profile, candidates: Sequen
     if missing:
         raise ImageMissing(
             f"The image {profile.image} is not on {', '.join(missing)} yet. "
-            "The administrator sends it there with: gpuhub images push"
+            "The administrator sends it there with: sudo make up"
         )
 
 
