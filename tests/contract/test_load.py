@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections import Counter
 from contextlib import closing
+from pathlib import Path
 
 from gpuhub import names
 from gpuhub.broker.client import BrokerClient
@@ -63,8 +64,9 @@ def _overlaps(running: Running) -> list[tuple[str, str, str]]:
         return raw.execute(query).fetchall()
 
 
-def test_two_hundred_at_once(setting: Setting) -> None:
+def test_two_hundred_at_once(tmp_path: Path) -> None:
     """Never two active leases on one GPU, and everybody is served in the order of the requests."""
+    setting = Setting(tmp_path)
     setting.cluster, setting.nodes = build_cluster(SAME), simulated_nodes(SAME)
     held: Counter[str] = Counter()
     order: list[str] = []

@@ -30,7 +30,10 @@ def build(image: str) -> Cluster:
     return Cluster.model_validate(
         {
             "nodes": [{"name": "rig1", "address": "10.0.0.11", "docker": "unix:///run/docker.sock"}],
-            "profiles": [{"name": "own", "title": "Own", "image": image}, {"name": "cpu", "title": "CPU", "gpu_count": 0}],
+            "profiles": [
+                {"name": "own", "title": "Own", "image": image},
+                {"name": "cpu", "title": "CPU", "gpu_count": 0},
+            ],
             "users": {"allowed": ["ada"]},
         }
     )
