@@ -95,6 +95,10 @@ def test_first_launch_notebook_runs_to_its_end(ada: User):
     ada.picture("notebook-end")
     text = saved_outputs(ada)
     ada.page.locator(".jp-OutputArea-output", has_text="I am rank").first.scroll_into_view_if_needed()
+    # Lab draws cells when they come into view.
+    expect(ada.page.locator(".jp-OutputArea-output", has_text="I am rank").first).to_be_in_viewport()
+    ada.page.mouse.wheel(0, -10)
+    ada.page.wait_for_timeout(1000)
     ada.picture("launch")
     assert "all three ranks agree, and the network has learned" in text
     for rank in range(3):
