@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,10 +105,9 @@ def _proxy(options: argparse.Namespace, paths: Paths) -> None:
     from gpuhub.head import programs, secrets
     from gpuhub.nodes.head import head_address
 
-    if shutil.which("configurable-http-proxy") is None:
-        raise SetupError("configurable-http-proxy is not on PATH: `spawners/setup.sh run` installs it")
     cluster = settings.load(options.cluster_file)
     command = programs.build_proxy_command(
+        programs.find_proxy(),
         public=(cluster.hub.bind, cluster.hub.port),
         api_port=cluster.hub.proxy_api_port,
         hub=(head_address(cluster), cluster.hub.api_port),

@@ -17,7 +17,7 @@ def main() -> None:
     for name, measure in GROUPS.items():
         if asked in ("all", name):
             for figure, value, unit in measure():
-                print(f"{figure} {value:.3g} {unit}", flush=True)
+                print(f"{figure} {value:.4g} {unit}", flush=True)
 
 
 main()

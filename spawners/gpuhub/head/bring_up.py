@@ -40,6 +40,7 @@ def bring_up(paths: Paths, options: Options, report: Report) -> None:
     Raises:
         GpuhubError: with what to do.
     """
+    programs.find_proxy()
     for folder in (paths.state, paths.run, paths.log):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o711 if folder == paths.state else 0o700)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpuhub.errors import SetupError
 from gpuhub.head.supervisor import Program
 from gpuhub.paths import Paths
 
 PROXY = "proxy"
 BROKER = "broker"
 HUB = "hub"
+_PROXY = "configurable-http-proxy"
 
 
 def build_programs(paths: Paths, cluster_file: Path, hub_config: Path) -> list[Program]:
@@ -48,11 +51,24 @@ def _gpuhub() -> str:
     return str(Path(sys.executable).with_name("gpuhub"))
 
 
-def build_proxy_command(*, public: tuple[str, int], api_port: int, hub: tuple[str, int]) -> list[str]:
+def find_proxy() -> str:
+    """JupyterHub's proxy: on PATH, or where `spawners/setup.sh` installs it.
+
+    Raises:
+        SetupError: it is in neither place.
+    """
+    own = Path(__file__).parents[2] / "proxy" / "node_modules" / ".bin" / _PROXY
+    found = shutil.which(_PROXY) or shutil.which(str(own))
+    if found is None:
+        raise SetupError(f"{_PROXY} is not installed: `spawners/setup.sh run` installs it")
+    return found
+
+
+def build_proxy_command(program: str, *, public: tuple[str, int], api_port: int, hub: tuple[str, int]) -> list[str]:
     """The proxy's argument list; its token goes through the environment, CONFIGPROXY_AUTH_TOKEN."""
     hub_url = f"http://{hub[0]}:{hub[1]}"
     return [
-        "configurable-http-proxy",
+        program,
         "--ip", public[0],
         "--port", str(public[1]),
         "--api-ip", "127.0.0.1",

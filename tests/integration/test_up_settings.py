@@ -1,0 +1,121 @@
+"""`gpuhub up` on the nodes of a cluster.toml: machines that are there already, and that stay when gpuhub goes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuhub import names
+from gpuhub.closet.places import node_places
+from gpuhub.head import secrets
+from gpuhub.head.supervisor import Supervisor
+from gpuhub.paths import Paths
+
+ROOT = Path(__file__).parents[2]
+INSTANCE = "ghset"
+
+SETTINGS = """
+[users]
+login = "password"
+allowed = ["ada"]
+uid_first = 20000
+[hub]
+address = "{head}"
+port = 18200
+api_port = 18281
+broker_port = 18210
+proxy_api_port = 18201
+[storage]
+home = "/var/lib/{instance}/homes/{{username}}"
+[[profiles]]
+name = "gpu"
+title = "A GPU"
+cpus = 1
+memory = "1G"
+shm = "64M"
+{more}
+"""
+
+
+def gpuhub(command: str, file: Path) -> subprocess.CompletedProcess[str]:
+    """The command line, as an administrator types it."""
+    program = Path(sys.executable).with_name("gpuhub")
+    return subprocess.run(
+        [str(program), command, "--instance", INSTANCE, "--cluster-file", str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+
+
+def write(closet: Any, folder: Path, more: str = "") -> Path:
+    """Settings for the closet's nodes as if they were anybody's machines."""
+    nodes = "".join(
+        f'[[nodes]]\nname = "{node.name}"\naddress = "{node.address}"\ndocker = "{node_places(closet.paths, node).docker_url}"\n'
+        for node in closet.plan.nodes
+    )
+    file = folder / "cluster.toml"
+    file.write_text(SETTINGS.format(head=closet.plan.head, instance=INSTANCE, more=more) + nodes, encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def cleared(tmp_path: Path, closet: Any):
+    """Whatever the test leaves is taken down."""
+    yield
+    done = gpuhub("down", tmp_path / "cluster.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_up_and_down_on_given_nodes(closet: Any, tmp_path: Path, cleared: None):
+    """Up uses the nodes named in the file; down removes what it made there and leaves the machines alone."""
+    file = write(closet, tmp_path)
+    done = gpuhub("up", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Cluster of {file}" in done.stdout
+    assert "http://127.0.0.1:18200" in done.stdout
+    assert set(Supervisor(Paths(INSTANCE)).states()) == {"proxy", "broker", "hub"}
+    password = secrets.read_secret(Paths(INSTANCE), secrets.USER_PASSWORD)
+    logs = "".join(path.read_text(errors="replace") for path in Paths(INSTANCE).log.glob("*.log"))
+    for name in (secrets.USER_PASSWORD, secrets.BROKER_TOKEN, secrets.SPAWNER_TOKEN, secrets.PROXY_TOKEN):
+        assert secrets.read_secret(Paths(INSTANCE), name) not in logs, f"{name} is in a log"
+    assert password in done.stdout
+
+    done = gpuhub("down", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for node in closet.plan.nodes:
+        with closing(closet.client(node)) as client:
+            mine = {"label": f"{names.LABEL_INSTANCE}={INSTANCE}"}
+            assert client.containers.list(all=True, filters=mine) == []
+            assert client.networks.list(filters=mine) == []
+            assert client.info()["Swarm"]["LocalNodeState"] == "inactive"
+
+
+def test_a_profile_that_no_node_has_is_refused(closet: Any, tmp_path: Path, cleared: None):
+    """Where the file does not say what the nodes have, NVML does: a model that nobody has stops `up` before the hub."""
+    done = gpuhub("up", write(closet, tmp_path, more='gpu_model = "RTX 9090"'))
+    assert done.returncode == 1
+    assert "'gpu' wants 1 × RTX 9090 on one node" in done.stderr
+    assert "rig1 with 1 × RTX 5090" in done.stderr
+    assert Supervisor(Paths(INSTANCE)).pid("hub") == 0
+
+
+def test_a_wrong_file_starts_nothing(closet: Any, tmp_path: Path):
+    """A daemon on plain TCP is refused with its key and what would be right; no process is started."""
+    file = write(closet, tmp_path)
+    file.write_text(file.read_text().replace(node_places(closet.paths, "rig2").docker_url, "tcp://10.87.0.12:2375"))
+    done = gpuhub("up", file)
+    assert done.returncode == 1
+    assert "nodes[2]: docker = 'tcp://10.87.0.12:2375' has no tls" in done.stderr
+    assert "ssh://" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not Supervisor(Paths(INSTANCE)).is_running()
+    assert json.dumps(done.stdout) == '""'
