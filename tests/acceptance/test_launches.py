@@ -16,6 +16,7 @@ ALL_REDUCE = """
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
     print("sum", total.item())
+    dist.barrier()
     dist.destroy_process_group()
 """
 

@@ -41,6 +41,7 @@ ALL_REDUCE = """
     dist.all_reduce(value)
     print("sum", value.item(), "of", dist.get_world_size(), *sys.argv[1:])
     print("warned", file=sys.stderr)
+    dist.barrier()
     dist.destroy_process_group()
 """
 
