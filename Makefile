@@ -20,7 +20,7 @@ up: setup ## Install what is needed, build the images, start JupyterHub
 down: ## Stop everything that `make up` started
 	@if [ -x $(VENV)/bin/gpuhub ]; then gpuhub down --instance $(INSTANCE); else echo "Nothing is installed here, so nothing runs."; fi
 
-purge: down ## Stop, and remove the practice closet's images and the wheels as well
+purge: ## Stop, and remove the practice closet's images and the wheels as well
 	@gpuhub down --purge --instance $(INSTANCE)
 
 status: ## Show what runs

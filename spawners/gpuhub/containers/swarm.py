@@ -37,6 +37,25 @@ async def ensure_swarm(daemons: Daemons, cluster: Cluster) -> None:
     )
 
 
+async def leave_swarm(daemons: Daemons, cluster: Cluster) -> list[str]:
+    """Dissolve the Swarm, workers before their manager; a line that says why where somebody else uses it too."""
+    lead = manager(cluster).name
+    info = await _swarm_info(daemons, lead)
+    if info["LocalNodeState"] != "active" or not info.get("ControlAvailable"):
+        return []
+    others = [
+        network["Name"]
+        for network in await daemons.call(lead, "networks", filters={"driver": ["overlay"]})
+        if not network.get("Ingress") and network["Name"] != "ingress"
+    ]
+    if others or await daemons.call(lead, "services"):
+        return [f"the Swarm stays: others use it ({', '.join(others) or 'services'})"]
+    for node in reversed(cluster.nodes):
+        if (await _swarm_info(daemons, node.name))["LocalNodeState"] == "active":
+            await daemons.call(node.name, "leave_swarm", force=True)
+    return []
+
+
 async def _ensure_manager(daemons: Daemons, cluster: Cluster, lead: Node) -> str:
     info = await _swarm_info(daemons, lead.name)
     if info["LocalNodeState"] == "active" and not info.get("ControlAvailable"):

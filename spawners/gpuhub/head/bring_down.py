@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
+from typing import Literal
 
 from gpuhub import names, settings
 from gpuhub.closet import lifecycle, plan
+from gpuhub.containers import swarm
 from gpuhub.containers.daemons import Daemons
 from gpuhub.errors import GpuhubError, NotFound, SetupError
 from gpuhub.head import programs
@@ -57,54 +60,24 @@ def _clean_nodes(paths: Paths, cluster: settings.Cluster, report: Report) -> Non
 
 async def _clean_all(daemons: Daemons, cluster: settings.Cluster, instance: str) -> list[str]:
     """Clean what answers; a line for each node that does not."""
-    # Workers of the swarm before its manager (the first node), which holds the overlays' definitions.
     results = await asyncio.gather(
-        *(_clean_containers(daemons, node.name, instance) for node in cluster.nodes), return_exceptions=True
+        *(_remove_all(daemons, node.name, instance, "container") for node in cluster.nodes), return_exceptions=True
     )
     failures = [str(result) for result in results if isinstance(result, BaseException)]
+    # The manager of the swarm (the first node) last: it holds the overlays' definitions.
     for node in reversed(cluster.nodes):
         try:
-            await _clean_networks(daemons, node.name, instance)
+            await _remove_all(daemons, node.name, instance, "network")
         except GpuhubError as error:
             failures.append(str(error))
     if cluster.has_overlay and not failures:
-        failures += await _leave_swarm(daemons, cluster)
+        failures += await swarm.leave_swarm(daemons, cluster)
     return failures
 
 
-async def _leave_swarm(daemons: Daemons, cluster: settings.Cluster) -> list[str]:
-    """Dissolve the Swarm, unless somebody else uses it too; workers leave before their manager."""
-    manager = cluster.nodes[0].name
-    info = (await daemons.call(manager, "info")).get("Swarm", {})
-    if info.get("LocalNodeState") != "active" or not info.get("ControlAvailable"):
-        return []
-    others = [
-        network["Name"]
-        for network in await daemons.call(manager, "networks", filters={"driver": ["overlay"]})
-        if not network.get("Ingress") and network["Name"] != "ingress"
-    ]
-    if others or await daemons.call(manager, "services"):
-        return [f"the Swarm stays: others use it ({', '.join(others) or 'services'})"]
-    for node in reversed(cluster.nodes):
-        swarm_info = (await daemons.call(node.name, "info")).get("Swarm", {})
-        if swarm_info.get("LocalNodeState") == "active":
-            await daemons.call(node.name, "leave_swarm", force=True)
-    return []
-
-
-async def _clean_containers(daemons: Daemons, node: str, instance: str) -> None:
+async def _remove_all(daemons: Daemons, node: str, instance: str, kind: Literal["container", "network"]) -> None:
+    listing, removal = {"container": ({"all": True}, {"force": True, "v": True}), "network": ({}, {})}[kind]
     mine = {"label": [f"{names.LABEL_INSTANCE}={instance}"]}
-    for container in await daemons.call(node, "containers", all=True, filters=mine):
-        try:
-            await daemons.call(node, "remove_container", container["Id"], force=True, v=True)
-        except NotFound:
-            continue
-
-
-async def _clean_networks(daemons: Daemons, node: str, instance: str) -> None:
-    mine = {"label": [f"{names.LABEL_INSTANCE}={instance}"]}
-    for network in await daemons.call(node, "networks", filters=mine):
-        try:
-            await daemons.call(node, "remove_network", network["Id"])
-        except NotFound:
-            continue
+    for found in await daemons.call(node, f"{kind}s", filters=mine, **listing):
+        with contextlib.suppress(NotFound):  # it went by itself meanwhile
+            await daemons.call(node, f"remove_{kind}", found["Id"], **removal)

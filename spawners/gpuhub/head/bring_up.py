@@ -103,11 +103,12 @@ def _start_services(
 ) -> None:
     """Proxy, broker, hub: in this order, so that the hub finds both when it looks."""
     supervisor = Supervisor(paths)
-    stale = _is_stale(paths, settings_file, options.hub_config)
+    if _is_stale(paths, settings_file, options.hub_config):
+        # All at once and first: whatever fails below, nothing goes on with the old settings.
+        for name in (programs.HUB, programs.BROKER, programs.PROXY):
+            supervisor.stop(name)
     with report.step("Proxy and broker"):
         for name in (programs.PROXY, programs.BROKER):
-            if stale:
-                supervisor.stop(name)
             supervisor.ensure_started(name)
         broker = f"http://{head_address(cluster)}:{cluster.hub.broker_port}/services/broker"
         _wait_http(f"{broker}/health", 30, paths, programs.BROKER)
@@ -117,8 +118,6 @@ def _start_services(
         if mistakes:
             raise SettingsError("\n".join(f"{settings_file}: {line}" for line in mistakes))
     with report.step("JupyterHub"):
-        if stale:
-            supervisor.stop(programs.HUB)
         supervisor.ensure_started(programs.HUB)
         _wait_http(f"http://{cluster.hub.bind}:{cluster.hub.port}/hub/login", 60, paths, programs.HUB)
 

@@ -152,11 +152,6 @@ class Supervisor:
         with contextlib.suppress(xmlrpc.client.Fault):  # NOT_RUNNING is what we want
             self._call("supervisor.stopProcess", name, True)
 
-    def restart(self, name: str) -> None:
-        """Stop, then start."""
-        self.stop(name)
-        self.ensure_started(name)
-
     def state(self, name: str) -> str:
         """Supervisord's word for the program's state."""
         return str(self._call("supervisor.getProcessInfo", name)["statename"])
