@@ -37,6 +37,15 @@ def parse_span(value: object) -> int:
     return int(match[1]) * _SECONDS[match[2]]
 
 
+def parse_span_or_zero(value: object) -> int:
+    """As `parse_span`, and `0s` for none at all.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    return 0 if value == "0s" else parse_span(value)
+
+
 def format_size(size: int) -> str:
     """Bytes as people write them: `format_size(17179869184)` is `16 GiB`."""
     for unit, factor in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
@@ -64,3 +73,5 @@ def format_span(seconds: float) -> str:
 Size = Annotated[int, BeforeValidator(parse_size)]
 #: Seconds, written as `"8h"`.
 Span = Annotated[int, BeforeValidator(parse_span)]
+#: The same, or `"0s"`.
+Span0 = Annotated[int, BeforeValidator(parse_span_or_zero)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -16,17 +17,33 @@ from pydantic import StringConstraints, ValidationError, field_validator, model_
 from gpuhub import gpus
 from gpuhub.errors import SettingsError
 from gpuhub.mistakes import describe_mistakes
-from gpuhub.tables import CardCount, Hub, Images, Jobs, Network, Node, Profile, Storage, Tls, Users, Value
+from gpuhub.policy import Allowance, Group, Scheduling, Users
+from gpuhub.tables import (
+    CardCount,
+    Hub,
+    Images,
+    Jobs,
+    Network,
+    Node,
+    Profile,
+    Storage,
+    Tls,
+    Value,
+    as_tuple,
+)
 
 __all__ = [
+    "Allowance",
     "CardCount",
     "Cluster",
+    "Group",
     "Hub",
     "Images",
     "Jobs",
     "Network",
     "Node",
     "Profile",
+    "Scheduling",
     "Storage",
     "Tls",
     "Users",
@@ -42,6 +59,8 @@ class Cluster(Value):
     nodes: tuple[Node, ...]
     profiles: tuple[Profile, ...]
     users: Users
+    groups: tuple[Group, ...] = ()
+    scheduling: Scheduling = Scheduling()
     storage: Storage = Storage()
     network: Network = Network()
     jobs: Jobs = Jobs()
@@ -50,10 +69,10 @@ class Cluster(Value):
     #: Shown on the spawn form and by `make up`, such as "simulated GPUs: training runs on the CPU".
     notice: Annotated[str, StringConstraints(max_length=300)] = ""
 
-    @field_validator("nodes", "profiles", mode="before")
+    @field_validator("nodes", "profiles", "groups", mode="before")
     @classmethod
     def _tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
+        return as_tuple(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -63,6 +82,7 @@ class Cluster(Value):
             *_duplicates("nodes", "address", [node.address for node in self.nodes]),
             *_duplicates("nodes", "docker", [node.docker for node in self.nodes]),
             *_duplicates("profiles", "name", [profile.name for profile in self.profiles]),
+            *_duplicates("groups", "name", [group.name for group in self.groups]),
             *_unsatisfiable(self),
         ]
         if self.network.kind == "bridge" and len(self.nodes) > 1:
@@ -111,7 +131,12 @@ def load(path: Path) -> Cluster:
 
 def gpu_requirement(profile: Profile) -> gpus.Requirement:
     """What a profile asks of each of its GPUs."""
-    return gpus.Requirement(model=profile.gpu_model, least_memory_mib=profile.gpu_memory // 1024**2)
+    return gpus.Requirement(
+        models=profile.models,
+        least_memory_mib=profile.gpu_memory // 1024**2,
+        least_driver=profile.gpu_driver,
+        least_capability=None if profile.gpu_capability is None else gpus.parse_capability(profile.gpu_capability),
+    )
 
 
 def _duplicates(table: str, key: str, values: list[str]) -> list[str]:
@@ -145,7 +170,12 @@ def unsatisfiable_profiles(profiles: tuple[Profile, ...], cards: dict[str, list[
         for profile in profiles
         if profile.gpu_count
         and not any(
-            sum(gpu_requirement(profile).accepts(card) for card in on_node) >= profile.gpu_count
+            sum(_known_part(gpu_requirement(profile)).accepts(card) for card in on_node) >= profile.gpu_count
             for on_node in cards.values()
         )
     ]
+
+
+def _known_part(requirement: gpus.Requirement) -> gpus.Requirement:
+    """What can be checked before a node was asked: the settings tell neither compute capabilities nor drivers."""
+    return replace(requirement, least_capability=None, least_driver=None)

@@ -18,6 +18,19 @@ ProfileName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,3
 UserName = Annotated[str, StringConstraints(pattern=f"^{names.USERNAME_PATTERN}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=300)]
+Label = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+Driver = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,5}(\.[0-9]{1,5}){0,3}$")]
+Capability = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,2}\.[0-9]{1,2}$")]
+
+
+def as_float(value: object) -> object:
+    """A whole number where a number is meant: TOML tells `4` from `4.0`."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def as_tuple(value: object) -> object:
+    """TOML's lists as frozen values have them."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 class Value(BaseModel):
@@ -58,11 +71,22 @@ class Node(Value):
     tls: Tls | None = None
     #: What the administrator expects there; empty: whatever NVML reports.
     gpus: tuple[CardCount, ...] | None = None
+    #: Gangs prefer nodes on one switch, then in one rack; None: not said.
+    switch: Label | None = None
+    rack: Label | None = None
+    #: What the limits of the containers there may add up to; None: nobody counts.
+    cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
+    memory: Size | None = None
+
+    @field_validator("cpus", mode="before")
+    @classmethod
+    def _float(cls, value: object) -> object:
+        return as_float(value)
 
     @field_validator("gpus", mode="before")
     @classmethod
     def _tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
+        return as_tuple(value)
 
     @field_validator("address")
     @classmethod
@@ -111,8 +135,18 @@ class Profile(Value):
     gpu_count: Annotated[int, Field(ge=0, le=64)] = 1
     #: Only this model, as NVML names it without "NVIDIA GeForce"; None for any.
     gpu_model: Text | None = None
+    #: Any of these models, best liked first; stands instead of gpu_model.
+    gpu_models: tuple[Text, ...] = ()
     #: Least memory of each GPU, bytes.
     gpu_memory: Size = 0
+    #: Oldest driver of NVIDIA that will do, such as "570" or "570.86.15"; None for any.
+    gpu_driver: Driver | None = None
+    #: Least CUDA compute capability, such as "8.9"; None for any.
+    gpu_capability: Capability | None = None
+    #: One of so many parts of a GPU, with that part of its memory as a cap; 1 for a whole GPU.
+    gpu_share: Annotated[int, Field(ge=1, le=64)] = 1
+    #: Nothing else runs on the node.
+    exclusive: bool = False
     cpus: Annotated[float, Field(gt=0, le=1024)] = 4.0
     memory: Size = 16 * 1024**3
     shm: Size = 8 * 1024**3
@@ -123,13 +157,30 @@ class Profile(Value):
     @field_validator("cpus", mode="before")
     @classmethod
     def _float(cls, value: object) -> object:
-        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        return as_float(value)
+
+    @field_validator("gpu_models", mode="before")
+    @classmethod
+    def _tuple(cls, value: object) -> object:
+        return as_tuple(value)
 
     @model_validator(mode="after")
     def _cpu_only(self) -> Self:
-        if self.gpu_count == 0 and (self.gpu_model is not None or self.gpu_memory):
-            raise ValueError("gpu_model and gpu_memory need gpu_count of at least 1")
+        asks = (self.gpu_model, self.gpu_models, self.gpu_memory, self.gpu_driver, self.gpu_capability)
+        if self.gpu_count == 0 and any(asks):
+            raise ValueError(
+                "gpu_model, gpu_models, gpu_memory, gpu_driver and gpu_capability need gpu_count of at least 1"
+            )
+        if self.gpu_model is not None and self.gpu_models:
+            raise ValueError("gpu_model and gpu_models exclude each other")
+        if self.gpu_share > 1 and (self.gpu_count != 1 or self.exclusive):
+            raise ValueError("gpu_share above 1 is a part of one GPU: it needs gpu_count = 1, and no exclusive")
         return self
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models that will do, best liked first; empty for any."""
+        return self.gpu_models or ((self.gpu_model,) if self.gpu_model is not None else ())
 
 
 class Storage(Value):
@@ -190,34 +241,6 @@ class Network(Value):
         return value
 
 
-class Users(Value):
-    """Who can log in, and how much they may hold."""
-
-    #: `password`: one password for all (practice), made at the first start; `pam`: accounts of the head node.
-    login: Literal["password", "pam"] = "pam"
-    allowed: tuple[UserName, ...] = ()
-    admins: tuple[UserName, ...] = ()
-    #: Users without an account on the head node get UIDs from here on; None: every user needs an account.
-    uid_first: Annotated[int, Field(ge=1000, le=2_000_000_000)] | None = None
-    #: GPUs one user may hold at once, notebooks and jobs together; None for no limit.
-    max_gpus: Annotated[int, Field(ge=1)] | None = None
-    #: Waiting requests one user may have.
-    max_waiting: Annotated[int, Field(ge=1, le=1000)] = 16
-    #: Seconds that a notebook may wait in the queue.
-    queue_limit: Span = 7 * 86400
-
-    @field_validator("allowed", "admins", mode="before")
-    @classmethod
-    def _tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
-
-    @model_validator(mode="after")
-    def _somebody(self) -> Self:
-        if not self.allowed and not self.admins:
-            raise ValueError('nobody could log in: name users, such as allowed = ["ada", "ben"]')
-        return self
-
-
 class Jobs(Value):
     """What a worker container of `%gpu_launch` may use."""
 
@@ -232,7 +255,7 @@ class Jobs(Value):
     @field_validator("cpus", mode="before")
     @classmethod
     def _float(cls, value: object) -> object:
-        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        return as_float(value)
 
 
 class Hub(Value):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuhub import settings, tables
+from gpuhub import policy, settings, tables
 from gpuhub.errors import SettingsError
 
 EXAMPLE = Path(__file__).parents[2] / "cluster.example.toml"
@@ -88,6 +88,22 @@ def test_values_are_frozen(tmp_path):
         ),
         (("[[profiles]]", '[hub]\nbind = "0.0.0.0"\n[[profiles]]'), r"hub\.bind: '0\.0\.0\.0' is not loopback"),
         (("[[profiles]]", "[hub]\nport = 8081\n[[profiles]]"), r"hub: port 8081 is used twice"),
+        (
+            ('gpu_model = "RTX 5090"', 'gpu_model = "RTX 5090"\ngpu_models = ["RTX 5090"]'),
+            r"profiles\[1\]: gpu_model and gpu_models exclude each other",
+        ),
+        (("gpu_model", "gpu_share = 2\ngpu_count = 2\ngpu_model"), r"profiles\[1\]: gpu_share .* needs gpu_count = 1"),
+        (("gpu_model", 'gpu_capability = "9"\ngpu_model'), r"profiles\[1\]\.gpu_capability: '9'"),
+        (("[[profiles]]", '[scheduling]\nhalf_life = "0s"\n[[profiles]]'), r"scheduling\.half_life: '0s' is no span"),
+        (("[[profiles]]", "[scheduling]\ncard_values = { T4 = 0 }\n[[profiles]]"), r"scheduling\.card_values\.T4: 0"),
+        (
+            ("[[profiles]]", '[[groups]]\nname = "lab"\neach = { max_gpu = 1 }\n[[profiles]]'),
+            r"groups\[1\]\.each\.max_gpu: there is no such key; did you mean 'max_gpus'",
+        ),
+        (
+            ("[[profiles]]", '[[groups]]\nname = "lab"\n[[groups]]\nname = "lab"\n[[profiles]]'),
+            r"groups: name = 'lab' stands 2 times",
+        ),
         (("[users]", "[users"), r"not valid TOML: .*line 2"),
     ],
 )
@@ -122,9 +138,10 @@ def test_the_example_is_valid_and_shows_every_key():
     text = EXAMPLE.read_text(encoding="utf-8")
     raw = tomllib.loads(text)
     shown = set(re.findall(r"^(?:# )?([a-z_0-9]+) = ", text, re.MULTILINE)) | set(raw)
+    shown |= set(re.findall(r"^# \[\[([a-z]+)\]\]", text, re.MULTILINE))
     tables_read = [
-        settings.Cluster, tables.Node, tables.Profile, tables.Users, tables.Storage,
-        tables.Network, tables.Jobs, tables.Hub, tables.Images,
+        settings.Cluster, tables.Node, tables.Profile, policy.Users, policy.Group, policy.Allowance,
+        policy.Scheduling, tables.Storage, tables.Network, tables.Jobs, tables.Hub, tables.Images,
     ]  # fmt: skip
     missing = [f"{table.__name__}.{key}" for table in tables_read for key in table.model_fields if key not in shown]
     assert missing == []
@@ -134,7 +151,7 @@ def test_the_example_shows_the_true_defaults(tmp_path):
     """Every commented-out line `# key = value` of the example, taken in, gives the same settings as the default."""
     text = EXAMPLE.read_text(encoding="utf-8")
     fewer = re.sub(
-        r"^# (?!address|torch_index|max_gpus|uid_first|time_limit|description|title)([a-z_]+ = )",
+        r"^# (?!address|torch_index|max_gpus|uid_first|time_limit|description|title|switch|rack|cpus|memory|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|max_jobs|card_values|name|members|each|together|weight)([a-z_]+ = )",
         r"\1",
         text,
         flags=re.M,
@@ -155,5 +172,14 @@ def test_the_example_shows_the_true_defaults(tmp_path):
     assert with_defaults.hub == plain.hub
     assert with_defaults.images == plain.images
     assert with_defaults.network == plain.network
+    assert with_defaults.scheduling == plain.scheduling
     assert with_defaults.profiles[0].pids == plain.profiles[0].pids
     assert with_defaults.users.queue_limit == plain.users.queue_limit
+
+
+def test_capability_and_driver_are_left_to_the_nodes(tmp_path):
+    """What cluster.toml cannot tell of a card is not held against a profile before the node was asked."""
+    asks = 'gpu_model = "RTX 5090"\ngpu_capability = "12.0"\ngpu_driver = "570"'
+    cluster = load(tmp_path, GOOD.replace('gpu_model = "RTX 5090"', asks, 1))
+    requirement = settings.gpu_requirement(cluster.profiles[0])
+    assert (requirement.least_capability, requirement.least_driver) == ((12, 0), "570")

@@ -106,7 +106,7 @@ def test_short_models(nvml, short):
 
 def test_a_model_is_compared_whole():
     """A 5070 Ti is no 5070, and case does not matter."""
-    wanted = gpus.Requirement(model="rtx 5070")
+    wanted = gpus.Requirement(models=("rtx 5070",))
     assert wanted.accepts(gpus.Card(model="RTX 5070", memory_mib=12227))
     assert not wanted.accepts(gpus.Card(model="RTX 5070 Ti", memory_mib=16303))
 

@@ -1,0 +1,126 @@
+"""The tables of cluster.toml about people and policy: who may log in, have how much, and goes first."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from gpuhub.quantities import Size, Span, Span0
+from gpuhub.tables import Text, UserName, Value, as_float, as_tuple
+
+GroupName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9_.-]{0,62}[a-z0-9])?$")]
+
+
+class Allowance(Value):
+    """How much may be had at once and over time; None for no limit of its own."""
+
+    #: GPUs at once, notebooks and jobs together; a part of one counts as one.
+    max_gpus: Annotated[int, Field(ge=1)] | None = None
+    #: GPU-hours in any seven days.
+    gpu_hours_per_week: Annotated[float, Field(gt=0)] | None = None
+    #: Waiting requests.
+    max_waiting: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    #: Jobs that have not ended.
+    max_jobs: Annotated[int, Field(ge=1)] | None = None
+    #: Seconds that one lease may last, extensions included.
+    longest_lease: Span | None = None
+
+    @field_validator("gpu_hours_per_week", mode="before")
+    @classmethod
+    def _float(cls, value: object) -> object:
+        return as_float(value)
+
+
+class Group(Value):
+    """Users with limits of their own. Members are those named here and those of the hub's group of that name."""
+
+    name: GroupName
+    members: tuple[UserName, ...] = ()
+    #: For each member, instead of what [users] says; of several groups the most generous counts.
+    each: Allowance = Allowance()
+    #: For all members together.
+    together: Allowance = Allowance()
+    #: How much of the cluster is each member's due under fair share, compared with others' 1.
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+
+    @field_validator("weight", mode="before")
+    @classmethod
+    def _float(cls, value: object) -> object:
+        return as_float(value)
+
+    @field_validator("members", mode="before")
+    @classmethod
+    def _tuple(cls, value: object) -> object:
+        return as_tuple(value)
+
+
+class Scheduling(Value):
+    """Who goes first, and what is given."""
+
+    #: Used GPU-time counts half after so long, seconds.
+    half_life: Span = 7 * 86400
+    #: How far back, at the most, past use of GPUs puts somebody's requests; "0s": first come, first served. Seconds.
+    fair_share: Span0 = 86400
+    #: A notebook or interactive launch counts as asked for so much earlier than a batch job, seconds.
+    interactive_first: Span0 = 4 * 3600
+    #: One point of priority counts as so much waiting, seconds.
+    priority_step: Span0 = 600
+    #: Later requests may use what an earlier one waits for when they end in time.
+    backfill: bool = True
+    #: Jobs with --scavenge, and elastic ones, give GPUs back when others need them.
+    preemption: bool = False
+    #: How long a preempted job has for its checkpoint, seconds.
+    preempt_grace: Span = 60
+    #: A card's weight in used GPU-time by model; others count by memory, 24 GiB as 1.
+    card_values: dict[Text, Annotated[float, Field(gt=0)]] = {}
+    #: A GPU that nobody leases and that has more memory in use than this is somebody else's, bytes.
+    outside_memory: Size = 1024**3
+    #: A lease that ends while its node does not answer is quarantined after so long, seconds.
+    quarantine_after: Span = 30
+    #: A node that has not answered for so long is down, seconds.
+    down_after: Span = 600
+
+    @field_validator("card_values", mode="before")
+    @classmethod
+    def _floats(cls, value: object) -> object:
+        return {key: as_float(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+class Users(Value):
+    """Who can log in, and how much they may hold."""
+
+    #: `password`: one password for all (practice), made at the first start; `pam`: accounts of the head node.
+    login: Literal["password", "pam"] = "pam"
+    allowed: tuple[UserName, ...] = ()
+    admins: tuple[UserName, ...] = ()
+    #: Users without an account on the head node get UIDs from here on; None: every user needs an account.
+    uid_first: Annotated[int, Field(ge=1000, le=2_000_000_000)] | None = None
+    #: GPUs one user may hold at once, notebooks and jobs together; None for no limit.
+    max_gpus: Annotated[int, Field(ge=1)] | None = None
+    #: GPU-hours one user may use in any seven days; None for no limit.
+    gpu_hours_per_week: Annotated[float, Field(gt=0)] | None = None
+    #: Seconds that one lease of a user may last, extensions included; None for no limit.
+    longest_lease: Span | None = None
+    #: Jobs that one user may have at once; None for no limit.
+    max_jobs: Annotated[int, Field(ge=1)] | None = None
+    #: Waiting requests one user may have.
+    max_waiting: Annotated[int, Field(ge=1, le=1000)] = 16
+    #: Seconds that a notebook may wait in the queue.
+    queue_limit: Span = 7 * 86400
+
+    @field_validator("gpu_hours_per_week", mode="before")
+    @classmethod
+    def _float(cls, value: object) -> object:
+        return as_float(value)
+
+    @field_validator("allowed", "admins", mode="before")
+    @classmethod
+    def _tuple(cls, value: object) -> object:
+        return as_tuple(value)
+
+    @model_validator(mode="after")
+    def _somebody(self) -> Self:
+        if not self.allowed and not self.admins:
+            raise ValueError('nobody could log in: name users, such as allowed = ["ada", "ben"]')
+        return self
