@@ -1,186 +1,165 @@
-"""The embedded engine: first come, first served, exact, with best fit. Pure.
+"""The embedded engine: all or nothing, best fit, fair share, and backfill that delays nobody who is protected.
 
-In the queue's order, a request that cannot be granted claims every GPU it could ever use, so a later one takes only
-what no earlier waiter could use. A request that waits for its owner's own limit claims nothing: it waits for that
-owner, and delays nobody else.
+Requests are served in the order of `order.py`. What does not fit is planned (`backfill.py`), and later requests leave
+alone what the plans count on unless they end in time. Everything is kept in memory and up to date change by change, so
+that a decision looks at what changed, not at the whole cluster:
+
+- requests that ask for the same form one group, and stand or fall together;
+- `fits.py` knows for each kind of demand the nodes it fits on, `times.py` those it will fit on and when;
+- a decision goes down the line of groups (`walk.py`) and leaves a group at its first request that does not fit.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from gpuhub import gpus
-from gpuhub.engines.base import Decision, Request, Share, Slot, Supply, Wait
+from gpuhub.engines import explain, feasible, forecast
+from gpuhub.engines.base import (
+    Decision,
+    Holding,
+    NodeSupply,
+    Request,
+    Reservation,
+    Rights,
+    Rules,
+    Spent,
+    Usage,
+    Why,
+    World,
+)
+from gpuhub.engines.candidates import candidate_slots
+from gpuhub.engines.mirror import Mirror
+from gpuhub.engines.order import Entry, entry_of
+from gpuhub.engines.placement import MakePolicy
+from gpuhub.engines.policies import make_policy as least_waste
+from gpuhub.engines.walk import Walk
 from gpuhub.gpus import Card
-
-_NOTHING: frozenset[str] = frozenset()
 
 
 class BuiltinEngine:
-    """The functions of this module as an `Engine`."""
+    """An `Engine`."""
 
-    def decide(self, queue: Sequence[Request], supply: Supply) -> Decision:
-        """See `decide`."""
-        return decide(queue, supply)
+    def __init__(self, rules: Rules | None = None, make_policy: MakePolicy = least_waste) -> None:
+        self._rules = rules or Rules()
+        self._make_policy = make_policy
+        self._mirror = Mirror(World(), self._rules, make_policy)
 
-    def candidates(self, request: Request, slots: Sequence[Slot]) -> frozenset[str]:
-        """See `candidates`."""
-        return candidates(request, slots)
+    def rebuild(self, world: World) -> None:
+        """Forget everything and begin from this."""
+        self._mirror = Mirror(world, self._rules, self._make_policy)
+
+    def put_node(self, node: NodeSupply) -> None:
+        """Add or replace a node."""
+        self._mirror.stock.put_node(node)
+
+    def put_request(self, request: Request) -> None:
+        """Add or replace a waiting request."""
+        self._mirror.put_request(request)
+
+    def put_holding(self, holding: Holding) -> None:
+        """Add or replace what is held; a waiting request of the same id no longer waits."""
+        self._mirror.drop_request(holding.request.id)
+        self._mirror.put_holding(holding)
+
+    def drop(self, request_id: str, now: float) -> None:
+        """A request or a holding is over; what was held is free from now on, its time is spent until now."""
+        self._mirror.drop_request(request_id)
+        self._mirror.drop_holding(request_id, now)
+
+    def put_rights(self, owner: str, rights: Rights) -> None:
+        """Add or replace an owner's limits and weight."""
+        self._mirror.rights[owner] = rights
+
+    def put_spent(self, spent: Spent) -> None:
+        """Add GPU-time that `drop` does not see: of parts given back early, or until a holding was quarantined."""
+        self._mirror.accounts.spend(spent)
+
+    def put_reservations(self, reservations: Iterable[Reservation]) -> None:
+        """Replace all reservations."""
+        self._mirror.put_reservations(reservations)
+
+    def decide(self, now: float) -> Decision:
+        """What to grant and what to preempt now."""
+        self._mirror.learn()
+        walk = Walk(self._mirror, now)
+        walk.run()
+        for request_id in walk.grants:
+            self._mirror.drop_request(request_id)
+            self._mirror.accounts.begin(self._mirror.stock.holdings[request_id])
+        return walk.decision()
+
+    def order(self, now: float) -> list[str]:
+        """All waiting requests in the order in which they are served."""
+        penalties = self._mirror.penalties(now)
+        places = []
+        for owner, entries in self._mirror.entries.items():
+            penalty = penalties[owner]
+            places += [(made_at + penalty, seq, request_id) for made_at, seq, request_id in entries]
+        return [request_id for _, _, request_id in sorted(places)]
+
+    def why(self, request_id: str, now: float, *, in_full: bool = False) -> Why:
+        """Why a request waits; KeyError when it does not wait. `in_full` looks for obstacles as well."""
+        mirror = self._mirror
+        request = mirror.requests[request_id]
+        position = self._position(request, now)
+        walk = Walk(mirror, now)
+        walk.run()
+        text = explain.waits_for(request, mirror.group_of[request_id], walk, mirror)
+        walk.undo()
+        return Why(
+            position=position,
+            text=text,
+            expected_start=forecast.expected_start(mirror, walk, request_id, position),
+            obstacles=forecast.obstacles(mirror, request, now, position) if in_full else (),
+        )
+
+    def starts_now(self, request: Request, now: float) -> bool:
+        """Whether this request, made now, would be granted at once."""
+        known = self._mirror.requests.get(request.id)
+        self._mirror.put_request(request)
+        walk = Walk(self._mirror, now)
+        walk.run()
+        walk.undo()
+        if known is None:
+            self._mirror.drop_request(request.id)
+        else:
+            self._mirror.put_request(known)
+        return request.id in walk.grants
+
+    def candidates(self, request: Request) -> frozenset[str]:
+        """Every GPU that the request could ever use, free or not."""
+        return frozenset[str]().union(*candidate_slots(request, self._mirror.stock).values())
 
     def infeasible(self, request: Request, cards: Mapping[str, Sequence[Card] | None]) -> str | None:
-        """See `infeasible`."""
-        return infeasible(request, cards)
+        """Why the request can never be granted, for a person; None when it can."""
+        nodes = {name: node.supply for name, node in self._mirror.stock.nodes.items()}
+        return feasible.infeasible(request, cards, nodes)
+
+    def usage(self, now: float) -> Mapping[str, Usage]:
+        """What each known owner has and had."""
+        accounts = self._mirror.accounts
+        penalties, decayed = self._mirror.penalties(now), accounts.decayed(now)
+        return {
+            owner: Usage(
+                gpus=accounts.held(owner),
+                gpu_hours_week=accounts.hours(owner, now),
+                decayed_gpu_hours=decayed(owner) / 3600.0,
+                penalty_s=penalties.get(owner, 0.0),
+            )
+            for owner in sorted({*accounts.owners, *penalties})
+        }
+
+    def _position(self, request: Request, now: float) -> int:
+        penalties = self._mirror.penalties(now)
+        made_at, seq, request_id = entry_of(request, self._rules)
+        at = made_at + penalties[request.owner]
+        before = 0
+        for owner, entries in self._mirror.entries.items():
+            # Never by a difference of sums that `order` does not make.
+            before += bisect_left(entries, (at, seq, request_id), key=_put_back(penalties[owner]))
+        return before + 1
 
 
-def decide(queue: Sequence[Request], supply: Supply) -> Decision:
-    """Grant what can be granted; `queue` is in the order in which the requests came."""
-    grants: dict[str, tuple[Share, ...]] = {}
-    waits: dict[str, Wait] = {}
-    taken: set[str] = set(supply.held)
-    claimed: set[str] = set()
-    notebooks = dict(supply.notebooks)
-    holds = Counter(supply.held.values())
-    for request in queue:
-        limit = _over_limit(request, holds[request.owner], supply.max_gpus)
-        if limit is not None:
-            waits[request.id] = Wait(text=limit, claims=_NOTHING)
-            continue
-        shares = place(request, supply.slots, taken | claimed, notebooks)
-        if shares is None:
-            wait = _wait(request, supply, taken, claimed)
-            claimed |= wait.claims
-            waits[request.id] = wait
-            continue
-        grants[request.id] = shares
-        holds[request.owner] += request.size
-        for share in shares:
-            taken.update(slot.uuid for slot in share.slots)
-            notebooks[share.node] = notebooks.get(share.node, 0) + 1
-    return Decision(grants=grants, waits=waits)
-
-
-def candidates(request: Request, slots: Sequence[Slot]) -> frozenset[str]:
-    """Every GPU the request could ever use: good enough, on a node that has enough of such."""
-    return frozenset(
-        slot.uuid
-        for on_node in _suitable(request, slots).values()
-        if len(on_node) >= request.gpus_per_node
-        for slot in on_node
-    )
-
-
-def place(
-    request: Request, slots: Sequence[Slot], blocked: Set[str], notebooks: Mapping[str, int]
-) -> tuple[Share, ...] | None:
-    """Where the request goes when the `blocked` GPUs may not be used; None when it does not fit."""
-    if request.gpus_per_node == 0:
-        return _least_busy(request, notebooks)
-    free = {
-        node: [slot for slot in on_node if slot.available and slot.uuid not in blocked]
-        for node, on_node in _suitable(request, slots).items()
-        if node in notebooks
-    }
-    free = {node: on_node for node, on_node in free.items() if len(on_node) >= request.gpus_per_node}
-    if len(free) < request.nodes:
-        return None
-    return _equal_cards(request, free, notebooks) or _least_cards(request, free, notebooks)
-
-
-def infeasible(request: Request, cards: Mapping[str, Sequence[Card] | None]) -> str | None:
-    """Why the request can never be granted, with what there is; None when it can, or may."""
-    there_is = "there is: " + gpus.describe_nodes({node: on_node or () for node, on_node in cards.items()})
-    unknown = sorted(request.exclude - set(cards))
-    if unknown:
-        return f"no node {unknown[0]!r} to leave out; {there_is}"
-    usable = {node: on_node for node, on_node in cards.items() if node not in request.exclude}
-    beside = f" besides {', '.join(sorted(request.exclude))}" if request.exclude else ""
-    if len(usable) < request.nodes:
-        return (
-            f"{request.nodes} nodes were asked for and the cluster has {len(usable)}{beside}: "
-            f"{', '.join(usable) or 'none'}"
-        )
-    able = [node for node, on_node in usable.items() if on_node is None or _enough(request, on_node)]
-    if len(able) >= request.nodes:
-        return None
-    asked = f"{gpus.describe(request.gpus_per_node, request.requirement)} on "
-    asked += "one node" if request.nodes == 1 else f"each of {request.nodes} nodes"
-    return f"{asked} was asked for, which {len(able) or 'no'} of the nodes{beside} can give; {there_is}"
-
-
-def _enough(request: Request, cards: Iterable[Card]) -> bool:
-    return sum(request.requirement.accepts(card) for card in cards) >= request.gpus_per_node
-
-
-def _over_limit(request: Request, holds: int, max_gpus: int | None) -> str | None:
-    if max_gpus is None or not request.size or holds + request.size <= max_gpus:
-        return None
-    return f"{request.owner} holds {holds} of at most {max_gpus} GPUs and asks for {request.size} more"
-
-
-def _suitable(request: Request, slots: Sequence[Slot]) -> dict[str, list[Slot]]:
-    found: defaultdict[str, list[Slot]] = defaultdict(list)
-    for slot in slots:
-        if slot.node not in request.exclude and request.requirement.accepts(slot.card):
-            found[slot.node].append(slot)
-    return found
-
-
-def _least_busy(request: Request, notebooks: Mapping[str, int]) -> tuple[Share, ...] | None:
-    nodes = sorted((node for node in notebooks if node not in request.exclude), key=lambda node: notebooks[node])
-    if len(nodes) < request.nodes:
-        return None
-    return tuple(Share(node=node, slots=()) for node in nodes[: request.nodes])
-
-
-def _capability(slot: Slot) -> tuple[int, str, int]:
-    return slot.card.memory_mib, slot.card.model, slot.index
-
-
-def _equal_cards(
-    request: Request, free: Mapping[str, Sequence[Slot]], notebooks: Mapping[str, int]
-) -> tuple[Share, ...] | None:
-    """All GPUs of one kind, the least capable kind of which there are enough; None when no kind suffices."""
-    kinds = {slot.card for on_node in free.values() for slot in on_node}
-    for kind in sorted(kinds, key=lambda card: (card.memory_mib, card.model)):
-        of_kind = {node: [slot for slot in on_node if slot.card == kind] for node, on_node in free.items()}
-        of_kind = {node: on_node for node, on_node in of_kind.items() if len(on_node) >= request.gpus_per_node}
-        if len(of_kind) >= request.nodes:
-            return _least_cards(request, of_kind, notebooks)
-    return None
-
-
-def _least_cards(
-    request: Request, free: Mapping[str, Sequence[Slot]], notebooks: Mapping[str, int]
-) -> tuple[Share, ...]:
-    """The least capable cards; among equals those of the fullest node, so that empty nodes stay whole."""
-    picks = {node: sorted(on_node, key=_capability)[: request.gpus_per_node] for node, on_node in free.items()}
-
-    def fitness(node: str) -> tuple[list[tuple[int, str]], int, int]:
-        cards = [(slot.card.memory_mib, slot.card.model) for slot in picks[node]]
-        return sorted(cards, reverse=True), len(free[node]), notebooks[node]
-
-    chosen = sorted(picks, key=fitness)[: request.nodes]
-    return tuple(Share(node=node, slots=tuple(picks[node])) for node in chosen)
-
-
-def _wait(request: Request, supply: Supply, taken: Set[str], claimed: Set[str]) -> Wait:
-    if request.gpus_per_node == 0:
-        return Wait(text="no node can be reached at present", claims=_NOTHING)
-    mine = candidates(request, supply.slots)
-    asked = gpus.describe(request.gpus_per_node, request.requirement)
-    if request.nodes > 1:
-        asked += f" on each of {request.nodes} nodes"
-    reasons = []
-    owners = sorted({supply.held[uuid] for uuid in mine if uuid in supply.held})
-    if owners:
-        reasons.append(f"held by {', '.join(owners)}")
-    if mine & claimed or (mine & taken) - set(supply.held):
-        reasons.append("asked for by others before")
-    if any(slot.uuid in mine and not slot.available for slot in supply.slots):
-        reasons.append("not available at present: " + ", ".join(_unavailable_nodes(mine, supply)))
-    return Wait(text=f"{asked}: {'; '.join(reasons) or 'not free yet'}", claims=mine)
-
-
-def _unavailable_nodes(uuids: Set[str], supply: Supply) -> list[str]:
-    return sorted({slot.node for slot in supply.slots if slot.uuid in uuids and not slot.available})
+def _put_back(penalty: float) -> Callable[[Entry], Entry]:
+    return lambda entry: (entry[0] + penalty, entry[1], entry[2])

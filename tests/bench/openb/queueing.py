@@ -1,0 +1,246 @@
+"""A trace's own arrivals and lengths on a cluster too small for them: the product, and first come, first served.
+
+The latter twice: strictly in order, and overtaking, where whoever fits goes and large jobs may starve: it shows what
+use can be made of the cluster by one who promises nobody anything.
+
+The busiest week of the trace arrives on every k-th node of its cluster, by size, k being such that the GPU-time asked
+for is about 1.2 times what there is; so it must queue. Changed of the trace, for both schedulers alike:
+
+* A part of a GPU is rounded up to one of equal parts (470 thousandths to a half, 810 to the whole), since that is what
+  the product shares.
+* Nothing runs longer than three days, and tasks too big for every node left are left out.
+* The trace has no users: each task is given to one of 40 by a seeded draw, the n-th of them 1/n as often as the first.
+* The trace has no time limits: everybody gives the next of 10 minutes, 1 hour, 4 hours, 1 day and 3 days.
+
+The bound. Until time s no schedule has delivered more than every task would have got had it started as it came,
+E(s) = sum of GPUs * min(length, s - arrival); and from s to the end H no more than all GPUs give, C * (H - s). So no
+schedule, with or without preemption, delivers more than the least over s of E(s) + C * (H - s) until H. E is concave
+between arrivals and ends, and C * (H - s) linear: the least is at an arrival, at the beginning or at the end.
+
+Fairness is Jain's index (sum x)^2 / (n * sum x^2), over users, of the GPU-time delivered until H over what is the
+user's due: the max-min fair part of C * H, no more than asked for. 1 is perfectly fair.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gpuhub.engines.base import Engine, Rules
+from gpuhub.engines.builtin import BuiltinEngine
+from gpuhub.engines.placement import WHOLE, Demand, NodeState
+from tests.bench.openb import baselines, inflate, trace
+from tests.bench.openb.schedulers import Fifo, Job, Ours, Scheduler
+from tests.bench.openb.trace import Task, Trace
+
+LOAD = 1.2
+WINDOW_S = 7 * 86400.0
+LONGEST_S = 3 * 86400.0
+LIMITS_S = (600.0, 3600.0, 4 * 3600.0, 86400.0, LONGEST_S)
+USERS = 40
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A small cluster, and what arrives within a window from 0 to `ends_at` seconds."""
+
+    nodes: tuple[NodeState, ...]
+    jobs: tuple[Job, ...]
+    ends_at: float
+
+    @property
+    def gpus(self) -> int:
+        return sum(len(node.cards) for node in self.nodes)
+
+    @property
+    def load(self) -> float:
+        """GPU-time asked for over GPU-time there is."""
+        return sum(gpus_of(job) * job.runs_s for job in self.jobs) / (self.gpus * self.ends_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """When each job started, and GPU-time in GPU-seconds."""
+
+    starts: Mapping[str, float]
+    makespan_s: float
+    #: GPU-time allocated and there while a job for GPUs waited.
+    used_while_waiting: float
+    there_while_waiting: float
+
+
+def measure() -> Iterator[tuple[str, float, str]]:
+    """Figures as name, value and unit."""
+    of = trace.load()
+    setting = shrink(of)
+    print(
+        f"queueing: trace {of.name}: {len(setting.jobs)} tasks of {setting.ends_at / 86400:.3g} days on "
+        f"{len(setting.nodes)} nodes with {setting.gpus} GPUs, offered GPU load {setting.load:.2f}, {USERS} made-up users",
+        file=sys.stderr,
+    )
+    bound = most_delivered(setting)
+    schedulers: dict[str, Callable[[], Scheduler]] = {
+        "ours": lambda: Ours(engine(), setting.nodes),
+        "fifo": lambda: Fifo(setting.nodes),
+        "overtaking": lambda: Fifo(setting.nodes, overtaking=True),
+    }
+    for name, make in schedulers.items():
+        outcome = run(setting, make())
+        waits = sorted(outcome.starts[job.id] - job.arrives_at for job in setting.jobs)
+        asked = sum(gpus_of(job) * job.runs_s for job in setting.jobs)
+        if name == "ours":
+            yield "broker.utilisation_over_bound", sum(delivered(setting, outcome).values()) / bound, "ratio"
+        yield f"broker.wait_mean_s_{name}", statistics.fmean(waits), "s"
+        yield f"broker.wait_p95_s_{name}", waits[int(0.95 * (len(waits) - 1))], "s"
+        yield f"broker.jain_{name}", jain(setting, outcome), "index"
+        yield f"broker.use_while_waiting_{name}", outcome.used_while_waiting / outcome.there_while_waiting, "ratio"
+        yield f"broker.use_until_done_{name}", asked / (setting.gpus * outcome.makespan_s), "ratio"
+
+
+def engine() -> Engine:
+    """The product's engine, as it is by default."""
+    return BuiltinEngine(Rules())
+
+
+# -- the setting --------------------------------------------------------------------------------------------------
+
+
+def shrink(of: Trace, load: float = LOAD) -> Setting:
+    """The trace's busiest week, on as many of its nodes as make the offered load about `load`."""
+    tasks = [replace(task, demand=in_parts(task.demand), runs_s=min(task.runs_s, LONGEST_S)) for task in of.tasks]
+    week = _busiest(tasks)
+    wanted = sum(inflate.size(task.demand) * task.runs_s for task in week) / WHOLE / WINDOW_S / load
+    by_size = sorted(of.nodes, key=lambda node: (-len(node.cards), node.cards[0].model))
+    samples = [tuple(by_size[step // 2 :: step]) for step in range(1, len(by_size) + 1)]
+    return _setting(min(samples, key=lambda nodes: abs(sum(len(node.cards) for node in nodes) - wanted)), week)
+
+
+def in_parts(demand: Demand) -> Demand:
+    """The demand with a part of a GPU rounded up to one of equal parts."""
+    return demand if demand.gpus == 0 else replace(demand, milli=WHOLE // (WHOLE // demand.milli))
+
+
+def gpus_of(job: Job) -> float:
+    """GPUs that the job holds."""
+    return inflate.size(job.demand) / WHOLE
+
+
+def _busiest(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks of the window, beginning with a task, in which most GPU-time is asked for."""
+    best: tuple[float, int, int] = (-1.0, 0, 0)
+    work, first = 0.0, 0
+    for last, task in enumerate(tasks):
+        work += inflate.size(task.demand) * task.runs_s
+        while task.created_at - tasks[first].created_at > WINDOW_S:
+            work -= inflate.size(tasks[first].demand) * tasks[first].runs_s
+            first += 1
+        best = max(best, (work, -first, last))
+    return list(tasks[-best[1] : best[2] + 1])
+
+
+def _setting(nodes: tuple[NodeState, ...], week: Sequence[Task]) -> Setting:
+    users = random.Random(SEED)
+    weights = [1 / (n + 1) for n in range(USERS)]
+    origin = week[0].created_at
+    jobs = []
+    for number, task in enumerate(week):
+        owner = users.choices(range(USERS), weights)[0]
+        if task.runs_s <= 0 or not any(baselines.room(node, task.demand) is not None for node in nodes):
+            continue
+        jobs.append(
+            Job(
+                id=f"job{number:05}",
+                owner=f"user{owner:02}",
+                demand=task.demand,
+                arrives_at=task.created_at - origin,
+                runs_s=task.runs_s,
+                limit_s=next(limit for limit in LIMITS_S if task.runs_s <= limit),
+            )
+        )
+    return Setting(nodes=nodes, jobs=tuple(jobs), ends_at=WINDOW_S)
+
+
+# -- in virtual time ----------------------------------------------------------------------------------------------
+
+
+def run(setting: Setting, scheduler: Scheduler) -> Outcome:
+    """All jobs through a scheduler, until the last has ended."""
+    jobs = {job.id: job for job in setting.jobs}
+    events = [(job.arrives_at, 1, job.id) for job in setting.jobs]
+    heapq.heapify(events)
+    starts: dict[str, float] = {}
+    busy = used = there = now = 0.0
+    waiting = 0
+    while events:
+        until = events[0][0]
+        if waiting:
+            used += busy * (until - now)
+            there += setting.gpus * (until - now)
+        now = until
+        while events and events[0][0] == now:
+            _, kind, id = heapq.heappop(events)
+            if kind == 0:
+                scheduler.end(jobs[id], now)
+                busy -= gpus_of(jobs[id])
+            elif kind == 1:
+                scheduler.arrive(jobs[id])
+                waiting += jobs[id].demand.gpus > 0
+        for id in scheduler.start(now):
+            starts[id] = now
+            busy += gpus_of(jobs[id])
+            waiting -= jobs[id].demand.gpus > 0
+            heapq.heappush(events, (now + jobs[id].runs_s, 0, id))
+        again = scheduler.look_again_at()
+        if again is not None and again > now and len(starts) < len(jobs):
+            heapq.heappush(events, (again, 2, ""))
+    if len(starts) < len(jobs):
+        raise RuntimeError(f"{len(jobs) - len(starts)} of {len(jobs)} jobs never started")
+    return Outcome(starts=starts, makespan_s=now, used_while_waiting=used, there_while_waiting=there)
+
+
+# -- what came of it ----------------------------------------------------------------------------------------------
+
+
+def most_delivered(setting: Setting) -> float:
+    """GPU-seconds that no schedule exceeds until the window's end; see above."""
+    moments = sorted({0.0, setting.ends_at, *(job.arrives_at for job in setting.jobs)})
+    return min(
+        sum(gpus_of(job) * min(job.runs_s, max(0.0, moment - job.arrives_at)) for job in setting.jobs)
+        + setting.gpus * (setting.ends_at - moment)
+        for moment in moments
+    )
+
+
+def delivered(setting: Setting, outcome: Outcome) -> dict[str, float]:
+    """GPU-seconds that each user got until the window's end."""
+    got: defaultdict[str, float] = defaultdict(float)
+    for job in setting.jobs:
+        got[job.owner] += gpus_of(job) * min(job.runs_s, max(0.0, setting.ends_at - outcome.starts[job.id]))
+    return dict(got)
+
+
+def jain(setting: Setting, outcome: Outcome) -> float:
+    """Jain's index of what users got over what was their due."""
+    asked: defaultdict[str, float] = defaultdict(float)
+    for job in setting.jobs:
+        asked[job.owner] += gpus_of(job) * min(job.runs_s, setting.ends_at - job.arrives_at)
+    due = max_min(asked, setting.gpus * setting.ends_at)
+    got = delivered(setting, outcome)
+    parts = [got[user] / due[user] for user in due if due[user] > 0]
+    return sum(parts) ** 2 / (len(parts) * sum(part * part for part in parts))
+
+
+def max_min(asked: Mapping[str, float], there: float) -> dict[str, float]:
+    """The max-min fair parts of what there is: nobody gets more than asked, what is left over goes to the others."""
+    due: dict[str, float] = {}
+    for left, user in zip(itertools.count(len(asked), -1), sorted(asked, key=lambda user: asked[user]), strict=False):
+        due[user] = min(asked[user], there / left)
+        there -= due[user]
+    return due
