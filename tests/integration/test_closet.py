@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import docker
 import pytest
@@ -15,7 +17,11 @@ from docker.types import DeviceRequest, IPAMConfig, IPAMPool
 
 from gpuhub.closet import cards, cleanup, daemons, lifecycle, network, shell
 from gpuhub.closet.places import node_places
-from gpuhub.closet.plan import ClosetNode
+from gpuhub.closet.plan import Card, ClosetNode, MigPart, mig_uuid
+from gpuhub.nodes import readings
+from gpuhub.nodes.agent_container import agent_script, build_container, build_host_config, last_whole_line
+from gpuhub.nodes.records import AgentReading, Process
+from tests.support.simulated import wait_until
 
 READINGS = """
 import pynvml as nvml
@@ -117,6 +123,73 @@ def test_load_and_faults_are_live(rig1, tiny_image, uuid, closet):
         finally:
             cards.set_live(closet.paths, "rig1", 0, cards.Live())
         assert execute(closet, container, "nvidia-smi").returncode == 0
+
+
+@contextmanager
+def split_rig3(closet) -> Iterator[tuple[str, ...]]:
+    """rig3 with a card in MIG mode in the place of its own."""
+    node = closet.plan.node("rig3")
+    parts = (MigPart(profile="3g.71gb", memory_mib=71424), MigPart(profile="1g.18gb", memory_mib=16384))
+    split = replace(node, cards=(Card(model="H200", memory_mib=143771, capability=(9, 0), mig=parts),))
+    cards.ensure_cards(closet.plan, split, closet.paths)
+    try:
+        (uuid,) = closet.plan.gpu_uuids(node)
+        yield tuple(mig_uuid(uuid, slot) for slot in range(2))
+    finally:
+        cards.ensure_cards(closet.plan, node, closet.paths)
+
+
+def test_mig_devices_are_requested_by_uuid(closet, tiny_image):
+    """A container gets the MIG devices that it asks for, and sees no other one of their card."""
+    with split_rig3(closet) as uuids, closing(closet.client("rig3")) as rig3:
+        one = run(rig3, tiny_image, "nvidia-smi", "-L", device_requests=request(uuids[1]), **LOCKED_DOWN)
+        assert one.splitlines()[1:] == [f"  MIG 1g.18gb     Device  0: (UUID: {uuids[1]})"]
+        every = [DeviceRequest(count=-1, capabilities=[["gpu"]])]
+        assert len(run(rig3, tiny_image, "nvidia-smi", "-L", device_requests=every, **LOCKED_DOWN).splitlines()) == 3
+
+
+@contextmanager
+def agent_on(client: docker.DockerClient, image: str) -> Iterator[Callable[[], AgentReading | None]]:
+    """The GPU agent in a container as the broker makes it, on another image, and quicker."""
+    script = agent_script().replace("PERIOD_S = 2.0", "PERIOD_S = 0.1").replace("HANG_S = 6.0", "HANG_S = 0.5")
+    arguments = {**build_container("ghtest", "trial", script), "image": image}
+    host = client.api.create_host_config(**build_host_config())
+    container = client.api.create_container(host_config=host, **arguments)["Id"]
+    try:
+        client.api.start(container)
+        yield lambda: readings.parse_agent_line(last_whole_line(client.api.logs(container, stderr=False, tail=8)))
+    finally:
+        client.api.remove_container(container, force=True)
+
+
+def test_the_agent_tells_faults_outsiders_and_who_the_machine_is(closet, tiny_image, rig1, uuid):
+    """As nobody, without network and rights, it reads what the broker decides by."""
+
+    def reads(condition: Callable[[AgentReading], bool]) -> AgentReading:
+        def look() -> AgentReading | None:
+            found = read()
+            return found if found is not None and condition(found) else None
+
+        return wait_until(look, "the agent tells it", 15)
+
+    with agent_on(rig1, tiny_image) as read:
+        try:
+            first = reads(lambda found: bool(found.gpus))
+            assert (first.error, first.gpus[0].uuid, first.gpus[0].processes) == (None, uuid, ())
+            assert first.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            assert first.driver is not None
+            cards.set_outsiders(closet.paths, "rig1", 0, ((4711, 5000),))
+            used = reads(lambda found: bool(found.gpus[0].processes)).gpus[0]
+            assert (used.processes, used.memory_used_mib) == ((Process(pid=4711, memory_mib=5000),), 5000)
+            cards.set_outsiders(closet.paths, "rig1", 0, ())
+            assert reads(lambda found: not found.gpus[0].processes).gpus[0].memory_used_mib == 0
+            cards.set_fault(closet.paths, "rig1", 0, cards.Fault.ECC)
+            assert reads(lambda found: bool(found.gpus[0].ecc_uncorrected)).error is None
+            cards.set_fault(closet.paths, "rig1", 0, cards.Fault.HANG)
+            assert reads(lambda found: found.error is not None).error == "NVML does not answer"
+        finally:
+            cards.set_live(closet.paths, "rig1", 0, cards.Live())
+        assert reads(lambda found: found.error is None).gpus[0].uuid == uuid
 
 
 def test_container_cannot_change_a_card(rig1, tiny_image, uuid):

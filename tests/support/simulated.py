@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import time
@@ -39,17 +40,92 @@ class SimulatedNode:
     on_call: Callable[[str], None] = lambda method: None
     lines: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     nvml_error: str | None = None
+    #: Calls get no answer while it is set.
+    is_hung: bool = False
+    #: The agent's lines end while it is set.
+    is_silent: bool = False
+    daemon_id: str = ""
+    boot_id: str | None = ""
+    driver: str = "580.95.05"
+    #: By index, where it is not as on an idle, healthy GPU: pid and MiB of each process, MiB in use, NVML's error,
+    #: uncorrectable errors, failed row remaps, and the name and MiB of each MIG device.
+    processes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    used_mib: dict[int, int] = field(default_factory=dict)
+    gpu_errors: dict[int, str] = field(default_factory=dict)
+    ecc: dict[int, int] = field(default_factory=dict)
+    remap_failed: set[int] = field(default_factory=set)
+    mig: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    #: What containers' programs were sent: container and signal.
+    signals: list[tuple[str, str]] = field(default_factory=list)
+    last_line: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.daemon_id = self.daemon_id or f"daemon-{self.name}"
+        self.boot_id = f"boot-{self.name}" if self.boot_id == "" else self.boot_id
 
     @property
     def uuids(self) -> list[str]:
         """The node's GPUs."""
         return [f"GPU-{self.name}-{index}" for index in range(len(self.cards))]
 
+    def kill(self) -> None:
+        """The machine is off: nothing answers, and what ran has ended."""
+        self.is_reachable = False
+        for container in self.containers.values():
+            container.update(State="exited", ExitCode=137)
+
+    def start(self, boot_id: str) -> None:
+        """The machine was started anew."""
+        self.boot_id, self.is_reachable = boot_id, True
+
+    def print_line(self) -> bytes:
+        """The agent's last line, a new one unless it is silent."""
+        if not self.is_silent or not self.last_line:
+            gpus = [] if self.nvml_error else [gpu for index in range(len(self.cards)) for gpu in self._readings(index)]
+            line = {"n": next(self.lines), "boot_id": self.boot_id, "driver": self.driver, "error": self.nvml_error}
+            self.last_line = json.dumps({**line, "gpus": gpus}).encode() + b"\n"
+        return self.last_line
+
+    def _readings(self, index: int) -> list[dict[str, Any]]:
+        if index in self.gpu_errors:
+            return [{"index": index, "error": self.gpu_errors[index], "mig": False, "parent": None}]
+        uuid, (name, mib) = self.uuids[index], self.cards[index]
+        reading = {
+            "uuid": uuid,
+            "index": index,
+            "name": name,
+            "memory_total_mib": mib,
+            "memory_used_mib": self.used_mib.get(index, 4),
+            "utilisation_percent": 0,
+            "power_w": 20.5,
+            "temperature_c": 40,
+            "processes": [{"pid": pid, "memory_mib": used} for pid, used in self.processes.get(index, ())],
+            "capability": [12, 0],
+            "mig": False,
+            "parent": None,
+            "ecc_uncorrected": self.ecc.get(index),
+            "remap_failed": True if index in self.remap_failed else None,
+            "error": None,
+        }
+        return [
+            {
+                **reading,
+                "uuid": f"MIG-{uuid}-{slot}",
+                "name": part,
+                "memory_total_mib": mib,
+                "mig": True,
+                "parent": uuid,
+            }
+            for slot, (part, mib) in enumerate(self.mig.get(index, ()))
+        ] or [reading]
+
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Containers with that label."""
         return [c for c in self.containers.values() if c["Labels"].get("gpuhub.kind") == kind]
 
-    def run_container(self, labels: dict[str, str], *, name: str = "", state: str = "running") -> str:
+    def run_container(
+        self, labels: dict[str, str], *, name: str = "", state: str = "running", devices: Sequence[str] = ()
+    ) -> str:
         """As a spawner would."""
         container = f"{next(_ids):064x}"
         self.containers[container] = {
@@ -59,6 +135,7 @@ class SimulatedNode:
             "State": state,
             "ExitCode": 0,
             "OOMKilled": False,
+            "Devices": list(devices),
         }
         return container
 
@@ -108,31 +185,25 @@ class SimulatedClient:
         self._find(container)
         del self._node.containers[container]
 
+    def kill(self, container: str, signal: str = "SIGKILL") -> None:
+        if self._find(container)["State"] != "running":
+            raise Conflict(f"node {self._node.name}: container {container} is not running")
+        self._node.signals.append((container, signal))
+
+    def info(self) -> dict[str, Any]:
+        return {"ID": self._node.daemon_id, "Name": self._node.name}
+
     def inspect_container(self, container: str) -> dict[str, Any]:
         found = self._find(container)
-        return {"Id": container, "State": {"ExitCode": found["ExitCode"], "OOMKilled": found["OOMKilled"]}}
+        return {
+            "Id": container,
+            "State": {"ExitCode": found["ExitCode"], "OOMKilled": found["OOMKilled"]},
+            "HostConfig": {"DeviceRequests": [{"DeviceIDs": found["Devices"]}] if found["Devices"] else None},
+        }
 
     def logs(self, container: str, **_arguments: Any) -> bytes:
         self._find(container)
-        node = self._node
-        gpus = [
-            {
-                "uuid": uuid,
-                "index": index,
-                "name": name,
-                "memory_total_mib": mib,
-                "memory_used_mib": 4,
-                "utilisation_percent": 0,
-                "power_w": 20.5,
-                "temperature_c": 40,
-                "processes": 0,
-                "error": None,
-            }
-            for index, (uuid, (name, mib)) in enumerate(zip(node.uuids, node.cards, strict=True))
-        ]
-        return json.dumps(
-            {"n": next(node.lines), "error": node.nvml_error, "gpus": [] if node.nvml_error else gpus}
-        ).encode()
+        return self._node.print_line()
 
     def networks(self, **_arguments: Any) -> list[dict[str, Any]]:
         return []
@@ -159,7 +230,10 @@ class SimulatedDaemons(Daemons):
     async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False) -> T:
         """Run `work` on the simulated client."""
         found = self.simulated[node]
-        if not found.is_reachable:
+        end = time.monotonic() + self._timeout_s
+        while found.is_hung and time.monotonic() < end:  # noqa: ASYNC110 - tests set it from other threads
+            await asyncio.sleep(0.01)
+        if found.is_hung or not found.is_reachable:
             raise NodeUnreachable(f"node {node}: its Docker daemon cannot be reached")
         return work(_Telling(SimulatedClient(found), found))
 

@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from gpuhub.closet import cards, hook
-from gpuhub.closet.plan import Card
+from gpuhub.closet.plan import Card, MigPart, mig_uuid
 from gpuhub.errors import SettingsError
 
 CARDS = [{"index": str(index), "uuid": f"GPU-{index}", "fault": "none"} for index in range(3)]
@@ -48,6 +48,37 @@ def test_lost_card_is_refused():
     with pytest.raises(hook.Refused, match="GPU-0: gpu is lost"):
         hook.choose_cards("GPU-0", broken)
     assert hook.choose_cards("all", broken) == broken
+
+
+MIG = [
+    {"index": "0", "uuid": "GPU-0", "fault": "none"},
+    {"index": "1", "uuid": "GPU-1", "fault": "none", "mig_devices": " MIG-a MIG-b"},
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen", "devices"),
+    [
+        ("MIG-b", ["1"], ["MIG-b"]),
+        ("GPU-0,MIG-a", ["0", "1"], ["MIG-a"]),
+        ("MIG-b,MIG-a", ["1"], ["MIG-a", "MIG-b"]),
+        ("GPU-1", ["1"], ["MIG-a", "MIG-b"]),
+        ("1", ["1"], ["MIG-a", "MIG-b"]),
+        ("all", ["0", "1"], ["MIG-a", "MIG-b"]),
+        ("GPU-0", ["0"], []),
+    ],
+)
+def test_mig_devices_are_chosen(wanted, chosen, devices):
+    """By UUID each alone, by their card or `all` together."""
+    found = hook.choose_cards(wanted, MIG)
+    assert [card["index"] for card in found] == chosen
+    assert hook.choose_mig_devices(wanted, found) == devices
+
+
+def test_mig_devices_of_a_lost_card_are_refused():
+    """They are lost with it."""
+    with pytest.raises(hook.Refused, match="MIG-a: gpu is lost"):
+        hook.choose_cards("MIG-a", [MIG[1] | {"fault": "lost"}])
 
 
 @pytest.mark.parametrize(
@@ -108,6 +139,27 @@ def test_cards_are_read_in_order(tmp_path):
     ]
 
 
+def test_mig_devices_are_read(tmp_path):
+    """The hook reads the MIG devices of a card that the closet writes."""
+    (tmp_path / "0").mkdir()
+    card = Card(model="H200", memory_mib=143771, mig=(MigPart(profile="1g.18gb", memory_mib=16384),) * 2)
+    (tmp_path / "0/card").write_text(cards.format_card(card, index=0, uuid="GPU-0"))
+    (tmp_path / "0/live").write_text(cards.format_live(cards.Live()))
+    (found,) = hook.read_cards(str(tmp_path))
+    assert hook.mig_devices(found) == [mig_uuid("GPU-0", 0), mig_uuid("GPU-0", 1)]
+
+
+def test_written_text_replaces_a_link(tmp_path):
+    """A link that an image has in the file's place is replaced, and what it pointed to is untouched."""
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "mig_visible").symlink_to(tmp_path / "precious")
+    opened = os.open(tmp_path, hook.FOLDER)
+    hook.write_text("MIG-a\n", opened, "mig_visible")
+    os.close(opened)
+    assert (tmp_path / "mig_visible").read_text() == "MIG-a\n"
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 def test_other_stages_do_nothing():
     """Stages other than prestart are accepted and ignored, as by NVIDIA's hook."""
     assert hook.main(["poststop"]) == 0
@@ -116,7 +168,11 @@ def test_other_stages_do_nothing():
 def test_live_files_are_read_back():
     """What is written about load, fault and processes is read back the same."""
     live = cards.Live(
-        utilisation_percent=55, memory_used_mib=4096, fault=cards.Fault.FALLEN_OFF_BUS, processes=((1, 2), (3, 4))
+        utilisation_percent=55,
+        memory_used_mib=4096,
+        fault=cards.Fault.FALLEN_OFF_BUS,
+        processes=((1, 2), (3, 4)),
+        parts=(cards.PartLive(memory_used_mib=7, processes=((5, 6),)), cards.PartLive()),
     )
     assert cards.parse_live(cards.format_live(live)) == live
     assert cards.parse_live("") == cards.Live()

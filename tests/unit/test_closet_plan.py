@@ -11,7 +11,7 @@ import pytest
 from gpuhub import settings
 from gpuhub.closet import commands, places
 from gpuhub.closet.cluster_file import format_cluster
-from gpuhub.closet.plan import Card, Link, Plan, build_nodes, build_subnet, gpu_uuid, practice_plan
+from gpuhub.closet.plan import Card, Link, MigPart, Plan, build_nodes, build_subnet, gpu_uuid, practice_plan
 from gpuhub.errors import SettingsError
 from gpuhub.paths import Paths
 
@@ -121,7 +121,9 @@ def test_cluster_file_is_an_ordinary_one(instance, port, tmp_path):
     file.write_text(format_cluster(plan, Paths(instance), cpus=2))
     cluster = settings.load(file)
     assert [node.address for node in cluster.nodes] == [str(node.address) for node in plan.nodes]
-    assert [profile.gpu_model for profile in cluster.profiles] == ["RTX 5090", "RTX 5070", "RTX 5060", None]
+    assert [profile.gpu_model for profile in cluster.profiles] == ["RTX 5090", "RTX 5070", "RTX 5060", "RTX 5090", None]
+    assert [profile.gpu_share for profile in cluster.profiles] == [1, 1, 1, 4, 1]
+    assert cluster.scheduling.preemption
     assert cluster.storage.home == f"/var/lib/{instance}/homes/{{username}}"
     assert (cluster.hub.port, cluster.hub.address) == (port, str(plan.head))
     assert cluster.users.allowed == ("ada", "ben")
@@ -133,3 +135,26 @@ def test_cluster_file_asks_for_no_more_cpus_than_there_are(tmp_path):
     file.write_text(format_cluster(practice_plan("ghtest"), Paths("ghtest"), cpus=1))
     cluster = settings.load(file)
     assert {profile.cpus for profile in cluster.profiles} | {cluster.jobs.cpus} == {1.0}
+
+
+def test_mig_devices_are_cards_of_the_cluster_file(tmp_path):
+    """What can be given of a card in MIG mode is its devices: each kind has a profile, and the whole card has none."""
+    parts = (MigPart(profile="1g.18gb", memory_mib=16384),) * 2
+    split = Card(
+        model="H200", memory_mib=143771, capability=(9, 0), mig=(*parts, MigPart(profile="3g.71gb", memory_mib=71424))
+    )
+    subnet = build_subnet("ghtest")
+    plan = Plan(instance="ghtest", subnet=subnet, nodes=build_nodes(subnet, {"rig1": (split,)}))
+    file = tmp_path / "cluster.toml"
+    file.write_text(format_cluster(plan, Paths("ghtest"), cpus=2))
+    cluster = settings.load(file)
+    assert [(card.model, card.count) for card in cluster.nodes[0].gpus] == [
+        ("H200 MIG 1g.18gb", 2),
+        ("H200 MIG 3g.71gb", 1),
+    ]
+    assert [(profile.name, profile.gpu_model) for profile in cluster.profiles] == [
+        ("h200mig1g18gb", "H200 MIG 1g.18gb"),
+        ("h200mig3g71gb", "H200 MIG 3g.71gb"),
+        ("cpu", None),
+    ]
+    assert split.name == "NVIDIA H200"

@@ -1,47 +1,58 @@
-"""The loops that keep the ledger and the nodes in agreement. Decisions are made in `reconcile` and `due`."""
+"""The loops that keep the ledger and the nodes in agreement.
+
+Decisions are made in `reconcile`, `due` and `health`; `looker` asks the nodes, `hands` acts on them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gpuhub import names
 from gpuhub.broker import job_rules
 from gpuhub.broker import leases as rules
-from gpuhub.broker.core import Core, wait_event
+from gpuhub.broker.clock import wait_event
+from gpuhub.broker.core import Core
+from gpuhub.broker.drafts import Draft
 from gpuhub.broker.due import due_leases, silent_jobs
+from gpuhub.broker.found import Listing
+from gpuhub.broker.hands import Hands
+from gpuhub.broker.health import Conditions, Doubts, overdue_proofs
 from gpuhub.broker.jobs import JobRunner, find_exit
+from gpuhub.broker.looker import Looker
 from gpuhub.broker.reconcile import (
     Action,
+    Doubt,
     End,
     Gone,
     Remove,
+    Renew,
+    Signal,
     WorkerEnded,
     is_settled,
-    parse_container,
     reconcile_node,
+    rests_on_absence,
 )
 from gpuhub.broker.rows import JobRow
-from gpuhub.broker.schemas import LeaseState
 from gpuhub.containers.daemons import Daemons
-from gpuhub.errors import GpuhubError, NotFound
-from gpuhub.nodes import inventory
-from gpuhub.nodes.agent_container import ensure_agent, read_last_line
-from gpuhub.nodes.inventory import NodeRecord
+from gpuhub.errors import GpuhubError
+from gpuhub.gpus import Card
+from gpuhub.nodes import health, liveness
+from gpuhub.nodes.records import NodeRecord
 
 log = logging.getLogger(__name__)
 
 #: Between two looks at a node, seconds.
 PERIOD_S = 2.0
+#: The same after a look that failed on a node that is up, and while a GPU waits for a reading that shows it empty.
+SOON_S = 1.0
 #: Between two looks at a node at the least, whatever is due there, seconds.
 LEAST_PERIOD_S = 0.02
 #: Between two looks at the clock, seconds.
 TICK_S = 1.0
-#: From SIGTERM to SIGKILL when a container is stopped, seconds.
-STOP_S = 2
 
 
 class Keeper:
@@ -51,74 +62,124 @@ class Keeper:
         self._core = core
         self._daemons = daemons
         self._runner = runner
-        self._removing: dict[tuple[str, str], asyncio.Task[None]] = {}
-        #: Nodes where a removal ended since their last listing.
+        self._looker = Looker(daemons=daemons, clock=core.clock)
+        self._hands = Hands(daemons=daemons, on_removed=self.kick)
+        self._conditions = Conditions()
+        self._started = core.clock.monotonic()
+        #: Nodes to be looked at before their time.
         self._kicked: set[str] = set()
-        #: Leases that were known to be releasing at each node's last look.
-        self._releasing: dict[str, frozenset[str]] = {}
+        #: Leases that were known to lack proof at each node's last look.
+        self._judged: dict[str, frozenset[str]] = {}
+        self._doubts = Doubts()
 
     async def run(self) -> None:
         """Run all loops."""
-        async with asyncio.TaskGroup() as group:
-            for node in self._core.inventory.nodes:
-                group.create_task(self._watch(node))
-            group.create_task(self._follow_jobs())
-            group.create_task(self._watch_clock())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for node in self._core.inventory.nodes:
+                    group.create_task(self._watch(node))
+                group.create_task(self._follow_jobs())
+                group.create_task(self._watch_clock())
+        finally:
+            await self._hands.close()
+            await self._looker.close()
+
+    def kick(self, node: str) -> None:
+        """Look at a node before its time."""
+        self._kicked.add(node)
+        self._core.ledger.wake_watchers(f"node:{node}")
 
     async def _watch(self, node: str) -> None:
         while True:
-            listed_at = self._core.clock.now()
-            await _guarded(f"node {node}", partial(self.look, node, listed_at))
-            await self._until_due(node)
+            began = self._core.clock.monotonic()
+            self._kicked.discard(node)
+            await _guarded(f"node {node}", partial(self.look, node, self._core.clock.now()))
+            await asyncio.sleep(LEAST_PERIOD_S)
+            await self._until_due(node, began + self._period(node))
+
+    async def _until_due(self, node: str, deadline: float) -> None:
+        """Until the deadline, or until something there is to be proven gone that the last look did not judge."""
+        while (left := deadline - self._core.clock.monotonic()) > 0:
+            changed = self._core.ledger.watch(f"node:{node}")
+            if node in self._kicked or self._unproven(node) - self._judged.get(node, frozenset()):
+                return
+            await wait_event(changed, left)
+
+    def _unproven(self, node: str) -> frozenset[str]:
+        """Leases of which the node is to prove that they are gone."""
+        leases = self._core.leases_on(node)
+        return frozenset(lease.id for lease in leases if node in rules.unproven_nodes(lease))
+
+    def _period(self, node: str) -> float:
+        core = self._core
+        record = core.inventory.nodes[node]
+        is_doubtful = record.is_up and record.failures > 0
+        scheduling = core.cluster.scheduling
+        if is_doubtful or health.awaits_reading(record, guards=core.guards.by_uuid, scheduling=scheduling):
+            return SOON_S
+        return PERIOD_S
 
     async def look(self, node: str, listed_at: float) -> None:
         """Read one node and bring it and the ledger into agreement; `listed_at` is now."""
-        self._kicked.discard(node)
-        monotonic = self._core.clock.monotonic()
-        record = self._core.inventory.nodes[node]
-        label = f"{names.LABEL_INSTANCE}={self._daemons.instance}"
+        core = self._core
+        record = core.inventory.nodes[node]
         try:
-            listed = await self._daemons.call(node, "containers", all=True, filters={"label": [label]})
+            listed, listing, actions = await self._ask(record, listed_at)
+            await _guarded(f"node {node}", partial(self._apply, listing, actions))
+            seen = _seen(record, listing, actions, core.clock.monotonic())
+            seen = await self._looker.read_agent(seen, listed)
         except GpuhubError as error:
-            self._releasing[node] = self._releasing_on(node)
-            self._note_up(record, inventory.failed(record, str(error)))
-            await self._core.observe(inventory.failed(record, str(error)))
+            self._judged[node] = self._unproven(node)
+            await self._observe(liveness.failed(record, str(error), core.clock.monotonic()))
             return
+        if seen.gpu_trouble is None and _known(seen) != _known(record):
+            await core.remember_gpus(seen)
+        await self._observe(seen)
+
+    async def _ask(
+        self, record: NodeRecord, listed_at: float
+    ) -> tuple[Sequence[Mapping[str, Any]], Listing, list[Action]]:
+        """What the daemon lists, as it says and as it is understood, and what follows from it."""
+        began = self._core.clock.monotonic()
+        listed = await self._looker.list_containers(record.name)
+        listing = Listing(
+            node=record.name,
+            identity=(await self._looker.daemon_id(record, listed), record.boot_id),
+            containers=await self._looker.parse(record.name, listed),
+            at=listed_at,
+        )
+        actions = self._reconcile(listing, began)
+        if rests_on_absence(actions):
+            # Since the daemon was last asked who it is, another may have taken its place, and made the list.
+            listing = replace(listing, identity=(await self._looker.ask_daemon_id(record.name), record.boot_id))
+            actions = self._reconcile(listing, began)
+        return listed, listing, actions
+
+    def _reconcile(self, listing: Listing, began: float) -> list[Action]:
         # The ledger is read after the list, so that a container of a lease made meanwhile is not taken for foreign.
-        snapshot = self._core.ledger.snapshot
+        core = self._core
+        snapshot = core.ledger.snapshot
+        on_node = core.leases_on(listing.node)
+        self._hands.forget(listing.node, {container.id for container in listing.containers})
         # One that began to release during the list is not judged by it: it stays due.
-        self._releasing[node] = frozenset(
-            lease for lease in self._releasing_on(node) if snapshot.leases[lease].since < listed_at
+        unproven = self._unproven(listing.node)
+        self._judged[listing.node] = frozenset(
+            lease.id for lease in on_node if lease.id in unproven and lease.since < listing.at
         )
-        actions = reconcile_node(
-            node=node,
-            containers=[parse_container(raw) for raw in listed],
+        jobs = {lease.id: core.ledger.index.one("job of lease", lease.id) for lease in on_node}
+        return reconcile_node(
+            replace(listing, busy=self._runner.busy(began)),
             leases=snapshot.leases,
-            jobs=snapshot.jobs,
-            listed_at=listed_at,
-            busy=self._runner.busy(monotonic),
+            on_node=on_node,
+            job_of={lease: snapshot.jobs[job] for lease, job in jobs.items() if job and job in snapshot.jobs},
+            preempt_grace=core.cluster.scheduling.preempt_grace,
         )
-        await self._apply(node, actions)
-        up = inventory.answered(record).evolve(is_settled=is_settled(actions))
-        self._note_up(record, up)
-        await self._core.observe(await self._read_agent(up, listed))
 
-    async def _read_agent(self, record: NodeRecord, listed: list[Mapping[str, Any]]) -> NodeRecord:
-        kinds = [raw for raw in listed if (raw.get("Labels") or {}).get(names.LABEL_KIND) == names.KIND_AGENT]
-        try:
-            agent = await ensure_agent(self._daemons, record.name, kinds[0] if kinds else None)
-            line = await read_last_line(self._daemons, record.name, agent)
-        except GpuhubError as error:
-            return inventory.agent_failed(record, str(error))
-        reading = inventory.parse_agent_line(line)
-        if reading is None:
-            return record
-        read = inventory.agent_read(record, reading, self._core.clock.monotonic())
-        if reading.error is None and _known(read) != _known(record):
-            await self._core.remember_gpus(read)
-        return read
-
-    async def _apply(self, node: str, actions: list[Action]) -> None:
+    async def _apply(self, listing: Listing, actions: list[Action]) -> None:
+        node = listing.node
+        renewed = [action.lease_id for action in actions if isinstance(action, Renew)]
+        if renewed:
+            await self._renew(listing, renewed)
         gone = [action.lease_id for action in actions if isinstance(action, Gone)]
         if gone:
             await self._core.prove_gone(gone, node)
@@ -126,58 +187,46 @@ class Keeper:
         if ends:
             log.info("node %s: leases end: %s", node, ends)
             await self._core.end_leases(ends)
+        doubts = {action.lease_id: action.why for action in actions if isinstance(action, Doubt)}
+        for lease in self._doubts.replace(node, doubts):
+            self._tell("node.suspect", f"lease {lease} cannot be judged: {doubts[lease]}", node)
         for action in actions:
-            if isinstance(action, Remove):
-                self._begin_removal(node, action)
+            if isinstance(action, Remove) and self._hands.remove(node, action.container_id):
+                self._tell("container.removed", f"container {action.container_id[:12]} is removed: {action.why}", node)
+            elif isinstance(action, Signal) and self._hands.signal(node, action.container_id):
+                self._tell("worker.signalled", f"container {action.container_id[:12]} gets SIGTERM: {action.why}", node)
             elif isinstance(action, WorkerEnded):
                 await self._note_exit(node, action)
 
-    def _begin_removal(self, node: str, action: Remove) -> None:
-        key = (node, action.container_id)
-        if key in self._removing:
-            return
-        log.info("node %s: container %s is removed: %s", node, action.container_id[:12], action.why)
-        task = asyncio.ensure_future(self._remove(node, action.container_id))
-        self._removing[key] = task
-        task.add_done_callback(lambda _: self._removing.pop(key, None))
+    async def _renew(self, listing: Listing, lease_ids: list[str]) -> None:
+        def edit(draft: Draft) -> None:
+            for lease in filter(None, map(draft.leases.get, lease_ids)):
+                draft.put_lease(lease.evolve(identities={**lease.identities, listing.node: listing.identity}))
 
-    async def _remove(self, node: str, container_id: str) -> None:
-        try:
-            await self._daemons.call(node, "stop", container_id, timeout=STOP_S)
-            await self._daemons.call(node, "remove_container", container_id, force=True, v=True)
-        except NotFound:
-            log.info("node %s: container %s is gone already", node, container_id[:12])
-        except GpuhubError as error:
-            log.warning("node %s: container %s cannot be removed yet: %s", node, container_id[:12], error)
-            return
-        self._kicked.add(node)
-        self._core.ledger.wake()
+        await self._core.ledger.change(edit)
 
     async def _note_exit(self, node: str, action: WorkerEnded) -> None:
         limit = self._core.cluster.jobs.memory
         code, message = await find_exit(self._daemons, node, action.container_id, limit)
+        edit = (action.job_id, lambda job, now: job_rules.worker_exited(job, action.index, code, message, now))
+        await self._core.edit_jobs([edit])
 
-        def change(job: JobRow, now: float) -> JobRow:
-            return job_rules.worker_exited(job, action.index, code, message, now)
-
-        await self._core.edit_jobs([(action.job_id, change)])
-
-    async def _until_due(self, node: str) -> None:
-        """Until the next look: after the period, or at once when a lease there is to be released."""
-        deadline = self._core.clock.monotonic() + PERIOD_S
-        await asyncio.sleep(LEAST_PERIOD_S)
-        while (left := deadline - self._core.clock.monotonic()) > 0:
-            changed = self._core.ledger.changed
-            if node in self._kicked or self._releasing_on(node) - self._releasing.get(node, frozenset()):
-                return
-            await wait_event(changed, left)
-
-    def _releasing_on(self, node: str) -> frozenset[str]:
-        return frozenset(
-            lease.id
-            for lease in self._core.ledger.snapshot.leases.values()
-            if lease.state is LeaseState.RELEASING and node in rules.unproven_nodes(lease)
+    async def _observe(self, record: NodeRecord) -> None:
+        core = self._core
+        await core.observe(record)
+        news = self._conditions.news(
+            core.inventory,
+            record.name,
+            guards=core.guards.by_uuid,
+            monotonic=core.clock.monotonic(),
+            scheduling=core.cluster.scheduling,
         )
+        for kind, text in news:
+            self._tell(kind, text, record.name)
+
+    def _tell(self, kind: str, text: str, node: str) -> None:
+        log.info("node %s: %s", node, text)
+        self._core.note_event(kind, text, node=node)
 
     async def _follow_jobs(self) -> None:
         while True:
@@ -194,27 +243,51 @@ class Keeper:
         """End what is due."""
         core = self._core
         snapshot = core.ledger.snapshot
-        ends = due_leases(snapshot, core.cluster, core.clock.now())
+        now = core.clock.now()
+        ends = {**due_leases(snapshot, core.cluster, now), **self._checkpointed(now)}
         if ends:
             log.info("leases end: %s", ends)
-            await core.end_leases(dict(ends))
+            await core.end_leases(ends)
         silent = silent_jobs(snapshot, core.cluster, core.unrenewed_s)
         if silent:
             log.info("jobs end, their notebooks stopped reporting: %s", silent)
             await core.edit_jobs([(job_id, _silent) for job_id in silent])
+        await self._quarantine()
         core.forget_ended()
 
-    def _note_up(self, before: NodeRecord, after: NodeRecord) -> None:
-        if before.is_up != after.is_up:
-            log.warning("node %s %s", after.name, "answers" if after.is_up else f"is unreachable: {after.trouble}")
+    def _checkpointed(self, now: float) -> dict[str, str]:
+        """Leases of preempted jobs whose workers have nothing more to write."""
+        jobs = [self._core.ledger.snapshot.jobs.get(job) for job in self._core.ledger.index.find("preempting")]
+        return {
+            job.lease_id: job_rules.PREEMPTED for job in jobs if job is not None and job_rules.is_checkpointed(job, now)
+        }
+
+    async def _quarantine(self) -> None:
+        core = self._core
+        after = core.cluster.scheduling.quarantine_after
+        # After a start of the broker every node gets as long to give its proof.
+        if core.clock.monotonic() - self._started < after:
+            return
+        overdue = overdue_proofs(core.ledger.snapshot, core.inventory, self._doubts.why, core.clock.now(), after)
+        if overdue:
+            await core.quarantine(overdue)
 
 
 def _silent(job: JobRow, now: float) -> JobRow:
     return job_rules.stop(job, "the notebook stopped reporting", now)
 
 
-def _known(record: NodeRecord) -> list[tuple[str, int, str, int]]:
-    return [(gpu.uuid, gpu.index, gpu.model, gpu.memory_mib) for gpu in record.gpus if gpu.is_listed]
+def _seen(record: NodeRecord, listing: Listing, actions: Sequence[Action], monotonic: float) -> NodeRecord:
+    """The record of a node that answered."""
+    return liveness.answered(record, monotonic).evolve(
+        is_settled=is_settled(actions),
+        is_suspect=any(isinstance(action, Doubt) for action in actions),
+        daemon_id=listing.identity[0],
+    )
+
+
+def _known(record: NodeRecord) -> list[tuple[str, int, Card]]:
+    return [(gpu.uuid, gpu.index, gpu.card) for gpu in record.gpus if gpu.is_listed]
 
 
 async def _guarded(what: str, step: Callable[[], Awaitable[None]]) -> None:

@@ -1,18 +1,20 @@
 """Leases against the containers that one node really has → what to do. Pure.
 
-Only what the node's own daemon says counts: a node that cannot be read gets no call, so its leases stay.
+Only what the node's own daemon says counts: a node that cannot be read gets no call, so its leases stay. That a
+container is not listed proves something only where the daemon is the one under which the lease began, or the machine
+was started anew since.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gpuhub import names
 from gpuhub.broker import leases as rules
+from gpuhub.broker.found import Container, Listing
 from gpuhub.broker.rows import JobRow, LeaseRow
-from gpuhub.broker.schemas import JobState, LeaseState, WorkerState
+from gpuhub.broker.schemas import JobState, LeaseState, Purpose, WorkerState
 
 #: A granted lease whose notebook was not created for so long is given up, seconds.
 START_GRACE_S = 300.0
@@ -21,20 +23,7 @@ CREATED_GRACE_S = 120.0
 #: The hub gets so long to stop a notebook whose time is over, seconds.
 HUB_GRACE_S = 60.0
 
-_ENDED = frozenset({"exited", "dead", "removing"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Container:
-    """A container of ours as the daemon lists it."""
-
-    id: str
-    kind: str
-    lease: str
-    epoch: int
-    worker: int | None
-    #: Docker's word: created, running, paused, restarting, removing, exited or dead.
-    state: str
+_LIVE_JOBS = frozenset({JobState.STARTING, JobState.RUNNING, JobState.PREEMPTING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +37,31 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """Tell a worker to write its checkpoint and end: SIGTERM, once."""
+
+    container_id: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """Nothing on the node carries this releasing lease."""
+    """Proof that nothing on the node carries this lease any more, or nothing of what it is to give back there."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubt:
+    """Nothing on the node carries this lease, and that proves nothing."""
+
+    lease_id: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renew:
+    """The lease goes on under the same daemon after a restart of the machine: only a later restart proves anything."""
 
     lease_id: str
 
@@ -71,60 +83,74 @@ class WorkerEnded:
     container_id: str | None
 
 
-Action = Remove | Gone | End | WorkerEnded
-
-
-def parse_container(raw: Mapping[str, Any]) -> Container:
-    """One entry of the daemon's list, such as
-    `{"Id": "3f…", "State": "running", "Labels": {"gpuhub.lease": "l1", …}}`.
-    """
-    labels: Mapping[str, str] = raw.get("Labels") or {}
-    return Container(
-        id=raw["Id"],
-        kind=labels.get(names.LABEL_KIND, ""),
-        lease=labels.get(names.LABEL_LEASE, ""),
-        epoch=_number(labels.get(names.LABEL_EPOCH)) or 0,
-        worker=_number(labels.get(names.LABEL_WORKER)),
-        state=str(raw.get("State") or "").lower(),
-    )
+Action = Remove | Signal | Gone | Doubt | Renew | End | WorkerEnded
 
 
 def reconcile_node(
+    listing: Listing,
     *,
-    node: str,
-    containers: Iterable[Container],
     leases: Mapping[str, LeaseRow],
-    jobs: Mapping[str, JobRow],
-    listed_at: float,
-    busy: frozenset[str] = frozenset(),
+    on_node: Iterable[LeaseRow],
+    job_of: Mapping[str, JobRow],
+    preempt_grace: float,
 ) -> list[Action]:
-    """What to do on a node whose containers were listed at `listed_at` (when the listing began).
+    """What to do on a node.
 
-    `leases` and `jobs` are the open ones, read after the listing. `busy` are leases whose containers the broker was
-    making while the list was made.
+    `leases` are the open ones by id, `on_node` those of them that are for this node, `job_of` open jobs by lease; all
+    read after the listing.
     """
-    mine = [container for container in containers if container.kind != names.KIND_AGENT]
     by_lease: dict[str, list[Container]] = {}
     actions: list[Action] = []
-    for container in mine:
-        foreign = _why_foreign(container, node, leases)
+    for container in listing.containers:
+        if container.kind == names.KIND_AGENT:
+            continue
+        lease = leases.get(container.lease)
+        foreign = _why_foreign(container, listing.node, lease, job_of.get(container.lease))
         if foreign is not None:
             actions.append(Remove(container_id=container.id, why=foreign, is_foreign=True))
         else:
             by_lease.setdefault(container.lease, []).append(container)
-    job_of = {job.lease_id: job for job in jobs.values()}
-    for lease in leases.values():
-        if node not in lease.nodes:
-            continue
-        there = by_lease.get(lease.id, [])
-        if lease.state is LeaseState.RELEASING:
-            actions += _release(lease, node, there, listed_at, is_busy=lease.id in busy)
-        elif lease.id in job_of:
-            if lease.id not in busy:
-                actions += _watch_workers(job_of[lease.id], node, there)
-        else:
-            actions += _watch_notebook(lease, there, listed_at)
+    for lease in on_node:
+        actions += _judge(lease, job_of.get(lease.id), by_lease.get(lease.id, []), listing, preempt_grace)
     return actions
+
+
+def why_no_proof(lease: LeaseRow, listing: Listing) -> str | None:
+    """Why it proves nothing that a container of the lease is not listed; None when it proves that there is none."""
+    daemon_then, boot_then = lease.identities.get(listing.node, (None, None))
+    daemon, boot = listing.identity
+    if daemon_then is None or daemon == daemon_then:
+        # Brokers that kept no identities had asked the daemon that is asked now.
+        return None
+    if daemon is not None and boot_then is not None and boot is not None and boot != boot_then:
+        return None
+    return f"another Docker daemon answers on {listing.node} than when the lease began, and no restart of it is known"
+
+
+def _is_renewed(lease: LeaseRow, listing: Listing) -> bool:
+    """Whether what is stored of daemon and boot is older than what they are, and the daemon is still the same."""
+    daemon_then, boot_then = lease.identities.get(listing.node, (None, None))
+    daemon, boot = listing.identity
+    is_same = daemon is not None and daemon_then in {None, daemon}
+    return is_same and boot is not None and boot != boot_then
+
+
+def _judge(
+    lease: LeaseRow, job: JobRow | None, there: Sequence[Container], listing: Listing, preempt_grace: float
+) -> list[Action]:
+    """What one lease and its containers on the node call for."""
+    doubt = why_no_proof(lease, listing)
+    actions: list[Action] = [] if doubt is None else [Doubt(lease_id=lease.id, why=doubt)]
+    if _is_renewed(lease, listing):
+        actions.append(Renew(lease_id=lease.id))
+    if lease.state in rules.ENDING:
+        return actions + _release(lease, there, listing, is_proof=doubt is None)
+    if lease.purpose is Purpose.NOTEBOOK:
+        return actions + _watch_notebook(lease, there, listing.at, is_proof=doubt is None)
+    if job is None or lease.id in listing.busy:
+        return actions
+    actions += _watch_workers(job, listing.node, there, is_proof=doubt is None)
+    return actions + _shed(lease, there, listing, preempt_grace, is_proof=doubt is None)
 
 
 def is_settled(actions: Sequence[Action]) -> bool:
@@ -132,52 +158,80 @@ def is_settled(actions: Sequence[Action]) -> bool:
     return not any(isinstance(action, Remove) and action.is_foreign for action in actions)
 
 
-def _why_foreign(container: Container, node: str, leases: Mapping[str, LeaseRow]) -> str | None:
-    lease = leases.get(container.lease)
+def rests_on_absence(actions: Sequence[Action]) -> bool:
+    """Whether something is concluded from what is not listed: then it must be sure which daemon made the list."""
+    return any(
+        isinstance(action, Gone | End) or (isinstance(action, WorkerEnded) and action.container_id is None)
+        for action in actions
+    )
+
+
+def _why_foreign(container: Container, node: str, lease: LeaseRow | None, job: JobRow | None) -> str | None:
     if lease is None:
         return f"its lease {container.lease or '(none)'} has ended or never was"
     if node not in lease.nodes:
         return f"its lease {lease.id} is for {', '.join(lease.nodes) or 'no node yet'}"
     if container.epoch != lease.epoch:
         return f"it is of epoch {container.epoch} of lease {lease.id}, which is in epoch {lease.epoch}"
-    return None
+    if job is not None and container.worker not in {gpu.worker for gpu in lease.held if gpu.node == node}:
+        return f"it is worker {container.worker} of job {job.id}, which has no such worker here"
+    extra = (container.devices or frozenset()) - {gpu.uuid for gpu in lease.gpus if gpu.node == node}
+    return f"it has GPU {min(extra)}, which is not in its lease {lease.id}" if extra else None
 
 
-def _release(
-    lease: LeaseRow, node: str, there: Sequence[Container], listed_at: float, *, is_busy: bool
-) -> list[Action]:
+def _release(lease: LeaseRow, there: Sequence[Container], listing: Listing, *, is_proof: bool) -> list[Action]:
     if there:
         return [Remove(container_id=container.id, why=lease.reason or "released") for container in there]
-    if is_busy or node not in rules.unproven_nodes(lease) or not _is_older(lease, listed_at):
+    is_judged = is_proof and lease.id not in listing.busy and _is_older(lease, listing.at)
+    return [Gone(lease_id=lease.id)] if is_judged and listing.node in rules.unproven_nodes(lease) else []
+
+
+def _shed(
+    lease: LeaseRow, there: Sequence[Container], listing: Listing, preempt_grace: float, *, is_proof: bool
+) -> list[Action]:
+    """An elastic job gives GPUs back: its workers there are told, removed after the grace, and then proven gone."""
+    shed = {gpu.worker: gpu.shed_at for gpu in lease.held if gpu.node == listing.node and gpu.shed_at is not None}
+    if not shed:
         return []
-    return [Gone(lease_id=lease.id)]
+    shed_at = max(shed.values())
+    leaving = [container for container in there if container.worker in shed]
+    if not leaving:
+        return [Gone(lease_id=lease.id)] if is_proof and shed_at < listing.at else []
+    why = f"lease {lease.id} gives its GPUs on {listing.node} back"
+    is_over = shed_at + preempt_grace <= listing.at
+    return [
+        Remove(container_id=container.id, why=why)
+        if is_over or not container.is_alive
+        else Signal(container_id=container.id, why=why)
+        for container in leaving
+    ]
 
 
-def _watch_notebook(lease: LeaseRow, there: Sequence[Container], listed_at: float) -> list[Action]:
+def _watch_notebook(lease: LeaseRow, there: Sequence[Container], listed_at: float, *, is_proof: bool) -> list[Action]:
     reason = None
     if lease.state is LeaseState.GRANTED and lease.since + START_GRACE_S < listed_at:
         reason = f"it was not started within {START_GRACE_S / 60:.0f} minutes"
     elif lease.state is LeaseState.ACTIVE and _is_older(lease, listed_at):
-        reason = _why_over(lease, [container.state for container in there], listed_at)
+        reason = _why_over(lease, there, listed_at, is_proof=is_proof)
     return [] if reason is None else [End(lease_id=lease.id, reason=reason)]
 
 
-def _why_over(lease: LeaseRow, states: Sequence[str], listed_at: float) -> str | None:
-    """Why an active notebook's lease is over, given the states of its containers; None when it is not."""
+def _why_over(lease: LeaseRow, there: Sequence[Container], listed_at: float, *, is_proof: bool) -> str | None:
+    """Why an active notebook's lease is over, given its containers; None when it is not."""
     if rules.is_expired(lease, listed_at - HUB_GRACE_S):
         return "its time limit was reached"
-    if not states:
-        return "its container is gone"
-    alive = [state for state in states if state not in _ENDED]
+    if not there:
+        return "its container is gone" if is_proof else None
+    alive = {container.state for container in there if container.is_alive}
     if not alive:
         return "its container ended"
-    if set(alive) == {"created"} and lease.since + CREATED_GRACE_S < listed_at:
+    if alive == {"created"} and lease.since + CREATED_GRACE_S < listed_at:
         return "its container was never started"
     return None
 
 
-def _watch_workers(job: JobRow, node: str, there: Sequence[Container]) -> list[Action]:
-    if job.state not in {JobState.STARTING, JobState.RUNNING}:
+def _watch_workers(job: JobRow, node: str, there: Sequence[Container], *, is_proof: bool) -> list[Action]:
+    if job.state not in _LIVE_JOBS:
         return []
     by_index = {container.worker: container for container in there}
     actions: list[Action] = []
@@ -185,16 +239,16 @@ def _watch_workers(job: JobRow, node: str, there: Sequence[Container]) -> list[A
         if worker.node != node or worker.state is not WorkerState.RUNNING:
             continue
         container = by_index.get(worker.index)
-        if container is None or container.state in _ENDED:
-            container_id = None if container is None else container.id
-            actions.append(WorkerEnded(job_id=job.id, index=worker.index, container_id=container_id))
+        if container is None:
+            if is_proof:
+                actions.append(WorkerEnded(job_id=job.id, index=worker.index, container_id=None))
+        elif not container.is_alive:
+            actions.append(WorkerEnded(job_id=job.id, index=worker.index, container_id=container.id))
+        elif job.state is JobState.PREEMPTING:
+            actions.append(Signal(container_id=container.id, why=f"job {job.id} gives its GPUs to others"))
     return actions
 
 
 def _is_older(lease: LeaseRow, listed_at: float) -> bool:
     """Whether the lease was in its state before the list was made."""
     return lease.since < listed_at
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None

@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from gpuhub.closet.places import node_places
-from gpuhub.closet.plan import Card, ClosetNode, Plan, gpu_uuid
+from gpuhub.closet.plan import Card, ClosetNode, Plan, gpu_uuid, mig_uuid
 from gpuhub.errors import NotFound, SettingsError
 from gpuhub.paths import Paths
 
@@ -28,6 +28,20 @@ class Fault(StrEnum):
     FALLEN_OFF_BUS = "fallen_off_bus"
     #: NVML does not start for anyone who sees the card: the driver was upgraded without a restart.
     DRIVER_MISMATCH = "driver_mismatch"
+    #: NVML counts an uncorrectable memory error.
+    ECC = "ecc"
+    #: NVML tells that a failing memory row could not be replaced.
+    REMAP_FAILED = "remap_failed"
+    #: NVML's calls about the card do not return while it is so.
+    HANG = "hang"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartLive:
+    """What changes on a MIG device."""
+
+    memory_used_mib: int = 0
+    processes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +53,8 @@ class Live:
     fault: Fault = Fault.NONE
     #: Process id and memory in MiB of each program on the card.
     processes: tuple[tuple[int, int], ...] = ()
+    #: By position, what is on the MIG devices of a card in MIG mode.
+    parts: tuple[PartLive, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.utilisation_percent <= 100:
@@ -49,16 +65,26 @@ class Live:
 
 def format_card(card: Card, *, index: int, uuid: str) -> str:
     """The text of the file `card`."""
-    return (
+    major, minor = card.capability
+    text = (
         f"index {index}\nname {card.name}\nuuid {uuid}\nminor {index}\nbus {index + 1}\n"
-        f"power_limit_w {card.power_limit_w}\nmemory_mib {card.memory_mib}\n"
+        f"power_limit_w {card.power_limit_w}\nmemory_mib {card.memory_mib}\ncapability {major}.{minor}\n"
     )
+    parts = (
+        f"mig_device {slot} {mig_uuid(uuid, slot)} {part.memory_mib} {part.profile}\n"
+        for slot, part in enumerate(card.mig)
+    )
+    return text + ("mig_mode 1\n" if card.mig else "") + "".join(parts)
 
 
 def format_live(live: Live) -> str:
     """The text of the file `live`."""
     head = f"utilization {live.utilisation_percent}\nmemory_used_mib {live.memory_used_mib}\nfault {live.fault}\n"
-    return head + "".join(f"process {pid} {used}\n" for pid, used in live.processes)
+    lines = [f"process {pid} {used}\n" for pid, used in live.processes]
+    for slot, part in enumerate(live.parts):
+        lines.append(f"mig_memory_used_mib {slot} {part.memory_used_mib}\n")
+        lines += [f"mig_process {slot} {pid} {used}\n" for pid, used in part.processes]
+    return head + "".join(lines)
 
 
 def parse_live(text: str) -> Live:
@@ -70,6 +96,19 @@ def parse_live(text: str) -> Live:
         memory_used_mib=int(single.get("memory_used_mib", 0)),
         fault=Fault(single.get("fault", "none")),
         processes=tuple((int(pid), int(used)) for pid, used in processes),
+        parts=_parse_parts(text),
+    )
+
+
+def _parse_parts(text: str) -> tuple[PartLive, ...]:
+    used = re.findall(r"^mig_memory_used_mib (\d+) (\d+)$", text, re.MULTILINE)
+    processes = re.findall(r"^mig_process (\d+) (\d+) (\d+)$", text, re.MULTILINE)
+    return tuple(
+        PartLive(
+            memory_used_mib=int(mib),
+            processes=tuple((int(pid), int(held)) for of, pid, held in processes if of == slot),
+        )
+        for slot, mib in used
     )
 
 
@@ -115,11 +154,19 @@ def set_load(
 
 
 def set_fault(paths: Paths, node: ClosetNode | str, index: int, fault: Fault | str) -> None:
-    """Break a card (`lost`, `fallen_off_bus`, `driver_mismatch`) or mend it (`none`)."""
+    """Break a card (`lost`, `fallen_off_bus`, `driver_mismatch`, `ecc`, `remap_failed`, `hang`) or mend it (`none`)."""
     known = [str(one) for one in Fault]
     if fault not in known:
         raise SettingsError(f"fault {fault!r} is not known; there are: {', '.join(known)}")
     set_live(paths, node, index, replace(read_live(paths, node, index), fault=Fault(fault)))
+
+
+def set_outsiders(paths: Paths, node: ClosetNode | str, index: int, processes: tuple[tuple[int, int], ...]) -> None:
+    """Let programs that gpuhub did not start use a card: process id and memory in MiB of each; none: they are gone."""
+    live = read_live(paths, node, index)
+    others = sum(used for _, used in live.processes)
+    used = live.memory_used_mib - others + sum(used for _, used in processes)
+    set_live(paths, node, index, replace(live, memory_used_mib=max(0, used), processes=processes))
 
 
 def _live_file(paths: Paths, node: ClosetNode | str, index: int) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections import Counter
 from pathlib import Path
 
 from gpuhub import settings
@@ -35,14 +37,18 @@ def write_cluster_file(plan: Plan, paths: Paths) -> Path:
 def format_cluster(plan: Plan, paths: Paths, *, cpus: int) -> str:
     """The file's text, for a machine with so many CPUs: Docker refuses a container more than there are."""
     port, proxy_port = _PORTS[plan.instance == DEFAULT_INSTANCE]
-    cards = {card.model: card for node in plan.nodes for card in node.cards}
+    cards = {given.model: given for node in plan.nodes for card in node.cards for given in card.given}
+    whole = [card for node in plan.nodes for card in node.cards if not card.mig]
     tables = [
         "# Written by the practice closet at every start: copy it before you change it.",
         f"notice = {_text(NOTICE)}",
         *(_node(node, paths) for node in plan.nodes),
         *(_profile(card, cpus) for card in cards.values()),
+        *(_part_profile(card, cpus) for card in whole[:1]),
         _cpu_profile(cpus),
         _table("users", login="password", allowed=list(USERS), uid_first=20000),
+        # Here everybody may practise giving GPUs back: %gpu_launch --scavenge.
+        _table("scheduling", preemption=True, preempt_grace="30s"),
         _table("storage", home=f"{_homes(paths)}/{{username}}", datasets=str(_datasets(paths))),
         # The nodes share this machine, and a launch runs on all of them at once.
         _table("jobs", cpus=max(1, cpus // 3), memory="4G", shm="1G"),
@@ -60,7 +66,7 @@ def _datasets(paths: Paths) -> Path:
 
 
 def _node(node: ClosetNode, paths: Paths) -> str:
-    counts = {card: node.cards.count(card) for card in node.cards}
+    counts = Counter(given for card in node.cards for given in card.given)
     gpus = ", ".join(
         f'{{ model = {_text(card.model)}, memory = "{card.memory_mib}M", count = {count} }}'
         for card, count in counts.items()
@@ -72,10 +78,24 @@ def _node(node: ClosetNode, paths: Paths) -> str:
 def _profile(card: Card, cpus: int) -> str:
     return _table(
         "[profiles]",
-        name=card.model.lower().replace(" ", ""),
+        name=re.sub(r"[^a-z0-9]", "", card.model.lower()),
         title=card.model,
         description=f"{round(card.memory_mib / 1024)} GB (simulated)",
         gpu_model=card.model,
+        cpus=min(2, cpus),
+        memory="4G",
+        shm="1G",
+    )
+
+
+def _part_profile(card: Card, cpus: int) -> str:
+    return _table(
+        "[profiles]",
+        name="part",
+        title=f"A quarter of an {card.model}",
+        description="For trying things out, beside three others on the same card",
+        gpu_model=card.model,
+        gpu_share=4,
         cpus=min(2, cpus),
         memory="4G",
         shm="1G",

@@ -44,11 +44,11 @@ class Driver:
 
 def build_commands(target: Path, compiler: str = "gcc") -> tuple[tuple[str, ...], ...]:
     """The compiler's command lines."""
-    nvml, smi = str(SOURCE / "nvml.c"), str(SOURCE / "nvidia_smi.c")
+    nvml = (str(SOURCE / "cards.c"), str(SOURCE / "nvml.c"))
     shared = ("-fPIC", "-shared", "-Wl,-soname,libnvidia-ml.so.1")
     return (
-        (compiler, *_FLAGS, *shared, nvml, "-o", str(target / "libnvidia-ml.so.1")),
-        (compiler, *_FLAGS, "-static", nvml, smi, "-o", str(target / "nvidia-smi")),
+        (compiler, *_FLAGS, *shared, *nvml, "-o", str(target / "libnvidia-ml.so.1")),
+        (compiler, *_FLAGS, "-static", *nvml, str(SOURCE / "nvidia_smi.c"), "-o", str(target / "nvidia-smi")),
     )
 
 

@@ -7,8 +7,9 @@ root is entered. It must be quick, so it imports little, nothing of gpuhub, and 
 
 What a container gets: the library and nvidia-smi (written through the root file system, never through its mounts),
 the granted cards' folders at /usr/share/nvidia-simulated/0, 1 … (bound read-only, so that load and faults are live),
-and /dev/nvidia0 … with /dev/nvidiactl. These device nodes are the null device by another name: they give access to
-nothing, and only those of the granted cards are there.
+beside them the file mig_visible with the UUIDs of the granted MIG devices, and /dev/nvidia0 … with /dev/nvidiactl.
+These device nodes are the null device by another name: they give access to nothing, and only those of the granted
+cards are there.
 
 An image is not trusted: every folder is opened step by step and no symbolic link is followed.
 """
@@ -50,7 +51,7 @@ def choose_cards(wanted: str, cards: list[dict[str, str]]) -> list[dict[str, str
         return []
     if wanted == "all":
         return cards
-    by_name = {card["index"]: card for card in cards} | {card["uuid"]: card for card in cards}
+    by_name = {name: card for card in cards for name in (card["index"], card["uuid"], *mig_devices(card))}
     chosen = []
     for name in wanted.split(","):
         card = by_name.get(name)
@@ -63,6 +64,22 @@ def choose_cards(wanted: str, cards: list[dict[str, str]]) -> list[dict[str, str
     return sorted(chosen, key=lambda card: int(card["index"]))
 
 
+def mig_devices(card: dict[str, str]) -> list[str]:
+    """The UUIDs of a card's MIG devices."""
+    return card.get("mig_devices", "").split()
+
+
+def choose_mig_devices(wanted: str, chosen: list[dict[str, str]]) -> list[str]:
+    """The MIG devices to show of the chosen cards: those named, and all of a card that is named itself."""
+    names = set(wanted.split(","))
+    return [
+        uuid
+        for card in chosen
+        for uuid in mig_devices(card)
+        if wanted == "all" or names & {uuid, card["uuid"], card["index"]}
+    ]
+
+
 def read_cards(folder: str) -> list[dict[str, str]]:
     """All cards of the node, by index, with their `path`."""
     cards = []
@@ -73,7 +90,10 @@ def read_cards(folder: str) -> list[dict[str, str]]:
             with open(f"{path}/{file}", encoding="utf-8") as lines:
                 for line in lines:
                     key, _, value = line.rstrip("\n").partition(" ")
-                    card[key] = value
+                    if key == "mig_device":
+                        card["mig_devices"] = f"{card.get('mig_devices', '')} {value.split()[1]}"
+                    else:
+                        card[key] = value
         cards.append(card)
     return cards
 
@@ -110,6 +130,14 @@ def install_file(source: str, folder: int, name: str) -> None:
     os.close(origin)
     os.close(target)
     os.rename(fresh, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def write_text(text: str, folder: int, name: str) -> None:
+    """Write a small file into an open folder, in the place of whatever has its name."""
+    _unlink(name, folder)
+    target = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
+    os.write(target, text.encode())
+    os.close(target)
 
 
 def make_device(folder: int, name: str) -> None:
@@ -156,7 +184,8 @@ def prestart(state: dict[str, Any], settings: dict[str, str]) -> None:
     """Equip the container whose state is given."""
     with open(f"{state['bundle']}/config.json", encoding="utf-8") as file:
         config = json.load(file)
-    cards = choose_cards(visible_devices(config["process"]["env"]), read_cards(settings["cards"]))
+    wanted = visible_devices(config["process"]["env"])
+    cards = choose_cards(wanted, read_cards(settings["cards"]))
     if not cards:
         return
     path = os.path.join(state["bundle"], config["root"]["path"])
@@ -167,6 +196,8 @@ def prestart(state: dict[str, Any], settings: dict[str, str]) -> None:
     install_file(settings["library"], library, "libnvidia-ml.so.1")
     for number in range(len(cards)):
         os.close(open_folder(root, f"{SHARE}/{number}", make=True))
+    visible = "".join(f"{uuid}\n" for uuid in choose_mig_devices(wanted, cards))
+    write_text(visible, open_folder(root, SHARE), "mig_visible")
     own_dev = os.stat("/dev").st_dev
     kernel = Kernel()
     kernel.enter_mounts(int(state["pid"]))

@@ -22,17 +22,38 @@ _POWER_LIMIT_W = {"RTX 5090": 575, "RTX 5070": 250, "RTX 5060": 145}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MigPart:
+    """A MIG device of a simulated card."""
+
+    #: As NVIDIA names it: slices and memory, for example `1g.10gb`.
+    profile: str
+    memory_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
     """A simulated graphics card."""
 
     #: As on the box, for example `RTX 5090`.
     model: str
     memory_mib: int
+    #: CUDA compute capability.
+    capability: tuple[int, int] = (12, 0)
+    #: The MIG devices of a card in MIG mode, at most 7; empty for a card that is not.
+    mig: tuple[MigPart, ...] = ()
 
     @property
     def name(self) -> str:
         """The name NVIDIA's library gives it, for example `NVIDIA GeForce RTX 5090`."""
-        return f"NVIDIA GeForce {self.model}"
+        return f"NVIDIA {'GeForce ' if self.model.startswith('RTX 50') else ''}{self.model}"
+
+    @property
+    def given(self) -> tuple[Card, ...]:
+        """What of it can be given: itself, or its MIG devices as NVIDIA's library names them."""
+        return tuple(
+            Card(model=f"{self.model} MIG {part.profile}", memory_mib=part.memory_mib, capability=self.capability)
+            for part in self.mig
+        ) or (self,)
 
     @property
     def power_limit_w(self) -> int:
@@ -101,8 +122,17 @@ class Plan:
 
 def gpu_uuid(instance: str, node: str, index: int) -> str:
     """A card's UUID in NVIDIA's form `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, always the same for one card."""
-    text = hashlib.sha256(f"{instance}/{node}/{index}".encode()).hexdigest()
-    return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:32]}"
+    return f"GPU-{_uuid(f'{instance}/{node}/{index}')}"
+
+
+def mig_uuid(gpu: str, slot: int) -> str:
+    """The UUID of a MIG device of the card with that UUID, always the same."""
+    return f"MIG-{_uuid(f'{gpu}/{slot}')}"
+
+
+def _uuid(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{digest[:8]}-{digest[8:12]}-{digest[12:16]}-{digest[16:20]}-{digest[20:32]}"
 
 
 def build_subnet(instance: str) -> ipaddress.IPv4Network:

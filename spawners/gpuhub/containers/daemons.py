@@ -106,7 +106,9 @@ class Daemons:
         # Twice the client's own limit: the first may go by waiting for a thread.
         limit_s = lane.timeout_s * 2 + 5
         try:
-            return await asyncio.wait_for(job, limit_s)
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the answer.
+            async with asyncio.timeout(limit_s):
+                return await job
         except TimeoutError:
             raise NodeUnreachable(f"node {node}: its Docker daemon did not answer within {limit_s:.0f} s") from None
 

@@ -18,6 +18,8 @@ IMAGE = "gpuhub/base:latest"
 #: Says which agent runs: another script or image makes another container.
 LABEL_BUILD = "gpuhub.agent"
 _NOBODY = "65534:65534"
+#: Of 16 KiB; more than a line of 64 GPUs has.
+_CHUNKS = 8
 
 
 async def ensure_agent(daemons: Daemons, node: str, listed: Mapping[str, Any] | None) -> str:
@@ -50,13 +52,19 @@ async def ensure_agent(daemons: Daemons, node: str, listed: Mapping[str, Any] | 
 
 
 async def read_last_line(daemons: Daemons, node: str, container_id: str) -> bytes:
-    """The agent's last line; empty right after its start.
+    """The agent's last whole line; empty right after its start.
 
     Raises:
         NodeUnreachable, NotFound.
     """
-    text: bytes = await daemons.call(node, "logs", container_id, stdout=True, stderr=False, tail=1)
-    return text
+    text: bytes = await daemons.call(node, "logs", container_id, stdout=True, stderr=False, tail=_CHUNKS)
+    return last_whole_line(text)
+
+
+def last_whole_line(text: bytes) -> bytes:
+    """The last line that has its end; Docker counts each 16 KiB of a long line as a line of its own."""
+    lines = text.split(b"\n")
+    return lines[-2] if len(lines) > 1 else b""
 
 
 def agent_script() -> str:

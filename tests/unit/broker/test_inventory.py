@@ -1,16 +1,27 @@
-"""What is known of nodes and GPUs, and how readings change it."""
+"""What is known of nodes and GPUs, how readings change it, and the agent that makes them."""
 
 from __future__ import annotations
 
 import json
+import queue
 from typing import Any
 
-from gpuhub.nodes import agent, inventory
-from gpuhub.nodes.agent_container import agent_script, build_container, build_hash, build_host_config
+import pytest
+
+from gpuhub.gpus import Card
+from gpuhub.nodes import agent, readings
+from gpuhub.nodes.agent_container import (
+    agent_script,
+    build_container,
+    build_hash,
+    build_host_config,
+    last_whole_line,
+)
 from gpuhub.nodes.head import head_address, source_address
-from gpuhub.nodes.inventory import AgentReading, GpuReading, Inventory, NodeRecord
+from gpuhub.nodes.inventory import start_inventory
+from gpuhub.nodes.records import STALE_S, AgentReading, GpuReading, NodeRecord, Process
 from tests.support.brokers import Setting, asgi_broker, until
-from tests.support.simulated import build_cluster
+from tests.support.simulated import SimulatedNode, build_cluster
 from tests.unit.broker.test_api import ask, read
 
 
@@ -18,79 +29,144 @@ def gpu(uuid: str = "GPU-1", index: int = 0, **changes: Any) -> GpuReading:
     return GpuReading(**{"uuid": uuid, "index": index, "model": "RTX 5090", "memory_mib": 32607, **changes})
 
 
-def line(n: int, *gpus: GpuReading, error: str | None = None) -> AgentReading:
-    return AgentReading(n=n, error=error, gpus=gpus)
+def mig(slot: int, parent: str = "GPU-1", index: int = 0) -> GpuReading:
+    return gpu(f"MIG-{parent}-{slot}", index, is_mig=True, parent=parent)
 
 
-def up(*gpus: GpuReading, name: str = "rig1") -> NodeRecord:
-    record = inventory.answered(NodeRecord(name=name)).evolve(is_settled=True)
-    return inventory.agent_read(record, line(1, *gpus), 100.0)
+def line(n: int, *gpus: GpuReading, error: str | None = None, boot_id: str | None = "b1") -> AgentReading:
+    return AgentReading(n=n, error=error, gpus=gpus, boot_id=boot_id, driver="580.95.05")
 
 
-def of(*records: NodeRecord) -> Inventory:
-    return Inventory({record.name: record for record in records}, {record.name: None for record in records})
+def read_once(*gpus: GpuReading) -> NodeRecord:
+    return readings.agent_read(NodeRecord(name="rig1"), line(1, *gpus), 100.0)
 
 
-def test_a_node_is_unreachable_after_three_failures_and_up_at_once() -> None:
-    """One lost packet takes no node away; one good answer brings it back, to be looked at before it gets work."""
-    node = up(gpu())
-    for _ in range(2):
-        node = inventory.failed(node, "no answer")
-    assert node.takes_work()
-    node = inventory.failed(node, "no answer")
-    assert (node.is_up, node.takes_work()) == (False, False)
-    assert of(node).message("rig1", 100.0) == "no answer"
-    node = inventory.answered(node)
-    assert (node.is_up, node.takes_work()) == (True, False)
+def test_a_line_is_read_once() -> None:
+    """The same line again is no reading; its age counts from when it was first seen."""
+    node = readings.agent_read(read_once(gpu()), line(1, gpu()), 110.0)
+    assert (node.read_at, node.boot_id, node.driver, node.is_known) == (100.0, "b1", "580.95.05", True)
+    assert node.is_fresh(100.0 + STALE_S)
+    assert not node.is_fresh(100.1 + STALE_S)
 
 
-def test_a_silent_agent_makes_its_gpus_unavailable() -> None:
-    """The same line again and again is no reading; after fifteen seconds nothing is given there."""
-    node = inventory.agent_read(up(gpu()), line(1, gpu()), 110.0)
-    assert of(node).slots(115.0)[0].available
-    assert not of(node).slots(115.1)[0].available
-    assert of(node).message("rig1", 115.1) == "its GPU agent is silent"
+def test_a_reading_is_after_what_the_look_before_it_saw() -> None:
+    """A line that is new now was printed after the last look; of the first line nobody knows."""
+    node = read_once(gpu())
+    assert not node.is_read_after(0.0)
+    node = readings.agent_read(node, line(1, gpu()), 102.0)
+    node = readings.agent_read(node, line(2, gpu()), 104.0)
+    assert node.is_read_after(102.0)
+    assert not node.is_read_after(102.1)
+
+
+def test_an_old_line_after_a_failure_is_no_reading() -> None:
+    """When the agent can be read again and has said nothing new, its GPUs stay unread."""
+    node = readings.agent_failed(read_once(gpu()), "no image")
+    assert (node.gpu_trouble, node.read_at) == ("no image", None)
+    node = readings.agent_read(node, line(1, gpu()), 110.0)
+    assert (node.gpu_trouble, node.read_at) == (None, None)
+    assert readings.agent_read(node, line(2, gpu()), 112.0).read_at == 112.0
 
 
 def test_a_gpu_that_fails_or_vanishes_is_kept_and_named() -> None:
-    """Neither is given, and the page says which and why."""
-    node = up(gpu("a", 0), gpu("b", 1))
-    broken = inventory.agent_read(node, line(2, gpu("", 0, error="GPU is lost"), gpu("b", 1)), 101.0)
+    """Until a reading without the fault it stays, with the reason."""
+    node = read_once(gpu("a", 0), gpu("b", 1))
+    broken = readings.agent_read(node, line(2, gpu("", 0, error="GPU is lost"), gpu("b", 1)), 101.0)
     assert [(g.uuid, g.error) for g in broken.gpus] == [("a", "GPU is lost"), ("b", None)]
-    assert [slot.available for slot in of(broken).slots(101.0)] == [False, True]
-    assert of(broken).message("rig1", 101.0) == "GPU 0: GPU is lost"
-    fewer = inventory.agent_read(node, line(2, gpu("b", 1)), 101.0)
+    fewer = readings.agent_read(node, line(2, gpu("b", 1)), 101.0)
     assert [(g.uuid, g.is_listed) for g in fewer.gpus] == [("a", False), ("b", True)]
-    mended = inventory.agent_read(fewer, line(3, gpu("a", 0), gpu("b", 1)), 102.0)
+    mended = readings.agent_read(fewer, line(3, gpu("a", 0), gpu("b", 1)), 102.0)
     assert [g.error for g in mended.gpus] == [None, None]
 
 
-def test_nvml_failing_as_a_whole_is_told() -> None:
-    """The cards still exist; none is given."""
-    node = inventory.agent_read(up(gpu()), line(2, error="NVML: Driver/library version mismatch"), 101.0)
-    assert of(node).message("rig1", 101.0) == "NVML: Driver/library version mismatch"
-    assert [slot.available for slot in of(node).slots(101.0)] == [False]
-    assert of(node).cards() == {"rig1": (of(node).slots(101.0)[0].card,)}
+def test_nvml_failing_as_a_whole_fails_every_gpu() -> None:
+    """The cards still exist, and count for what can ever be granted."""
+    node = readings.agent_read(read_once(gpu()), line(2, error="NVML does not answer"), 101.0)
+    assert [g.error for g in node.gpus] == ["NVML does not answer"]
+    assert node.gpu_trouble == "NVML does not answer"
+    inventory = start_inventory(build_cluster(), {}).with_node(node)
+    assert inventory.cards()["rig1"] == (Card(model="RTX 5090", memory_mib=32607),)
 
 
-def test_a_gpu_that_two_nodes_report_is_given_on_neither() -> None:
-    """One card cannot be in two machines: something is wrong with the nodes."""
-    both = of(up(gpu("a"), name="rig1"), up(gpu("a"), gpu("b", 1), name="rig2"))
-    assert {slot.uuid: slot.available for slot in both.slots(100.0)} == {"a": False, "b": True}
-    assert both.message("rig2", 100.0) == "another node reports the same GPU a"
+def test_a_gpu_that_is_split_or_joined_is_what_it_is_now() -> None:
+    """MIG devices take the place of their GPU, other ones theirs, and the whole GPU that of all."""
+    whole, other = gpu("GPU-1", 0), gpu("GPU-2", 1)
+    split = readings.merge([whole, other], [mig(0), mig(1), other])
+    assert [g.uuid for g in split] == ["MIG-GPU-1-0", "MIG-GPU-1-1", "GPU-2"]
+    again = readings.merge(split, [mig(2), other])
+    assert [g.uuid for g in again] == ["MIG-GPU-1-2", "GPU-2"]
+    assert readings.merge(again, [whole, other]) == (whole, other)
+    lost = readings.merge(split, [gpu("", 0, error="GPU is lost"), other])
+    assert [g.error for g in lost] == ["GPU is lost", "GPU is lost", None]
 
 
-def test_lines_cut_off_or_empty_are_no_reading() -> None:
+GOOD = {
+    "n": 3,
+    "boot_id": "b1",
+    "driver": "580.95.05",
+    "error": None,
+    "gpus": [
+        {
+            "uuid": "a",
+            "index": 0,
+            "name": "NVIDIA GeForce RTX 5090",
+            "memory_total_mib": 32607,
+            "processes": [{"pid": 7, "memory_mib": 300}, {"pid": 8, "memory_mib": None}],
+            "capability": [12, 0],
+            "ecc_uncorrected": 2,
+            "remap_failed": True,
+            "error": None,
+        }
+    ],
+}
+
+
+def test_a_line_says_all_that_is_to_be_known() -> None:
+    """Every field of a line arrives."""
+    found = readings.parse_agent_line(json.dumps(GOOD).encode() + b"\n")
+    assert found is not None
+    assert (found.n, found.boot_id, found.driver) == (3, "b1", "580.95.05")
+    (card,) = found.gpus
+    assert (card.model, card.memory_mib, card.capability, card.is_mig) == ("RTX 5090", 32607, (12, 0), False)
+    assert card.processes == (Process(pid=7, memory_mib=300), Process(pid=8, memory_mib=None))
+    assert (card.ecc_uncorrected, card.remap_failed) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "cut", [b"", b"\n", json.dumps(GOOD).encode()[:40], b"[]", b"null", b"Traceback", b"\xff", b"{}"]
+)
+def test_lines_cut_off_or_empty_are_no_reading(cut: bytes) -> None:
     """Right after a rotation the log may end in the middle of a line."""
-    good = json.dumps(
-        {"n": 3, "error": None, "gpus": [{"uuid": "a", "index": 0, "name": "NVIDIA GeForce RTX 5090",
-         "memory_total_mib": 32607, "error": None}]}
-    )  # fmt: skip
-    read_ = inventory.parse_agent_line(good.encode() + b"\n")
-    assert read_ is not None
-    assert (read_.n, read_.gpus[0].model, read_.gpus[0].memory_mib) == (3, "RTX 5090", 32607)
-    for cut in (b"", b"\n", good.encode()[:20], b"[]", b"null", b"Traceback", b"\xff"):
-        assert inventory.parse_agent_line(cut) is None
+    assert readings.parse_agent_line(cut) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(b"", b""), (b"half", b""), (b"one\n", b"one"), (b"one\ntwo\n", b"two"), (b"one\ntw", b"one")],
+)
+def test_the_last_whole_line_counts(text: bytes, expected: bytes) -> None:
+    """Docker cuts a long line into pieces of 16 KiB; one that has no end yet is not read."""
+    assert last_whole_line(text) == expected
+
+
+def test_what_is_simulated_is_what_the_agent_says() -> None:
+    """The tests' nodes print lines as the agent does: GPUs, MIG devices, faults and processes."""
+    node = SimulatedNode(name="rig1", cards=[("NVIDIA GeForce RTX 5090", 32607)] * 3)
+    node.processes[0], node.ecc[0], node.gpu_errors[1] = [(7, 300)], 1, "GPU is lost"
+    node.mig[2] = [("NVIDIA GeForce RTX 5090 MIG 1g.8gb", 8192)] * 2
+    found = readings.parse_agent_line(node.print_line())
+    assert found is not None
+    assert [g.uuid for g in found.gpus] == ["GPU-rig1-0", "", "MIG-GPU-rig1-2-0", "MIG-GPU-rig1-2-1"]
+    assert found.gpus[0].processes == (Process(pid=7, memory_mib=300),)
+    assert [g.is_mig for g in found.gpus] == [False, False, True, True]
+
+
+def test_a_gpu_that_two_nodes_report_is_found() -> None:
+    """One card cannot be in two machines: something is wrong with the nodes."""
+    inventory = start_inventory(build_cluster(), {"rig1": [gpu("a")]})
+    inventory = inventory.with_node(NodeRecord(name="rig2", gpus=(gpu("a"), gpu("b", 1))))
+    assert inventory.doubled == {"a"}
+    assert inventory.with_node(NodeRecord(name="rig2", gpus=(gpu("b", 1),))).doubled == frozenset()
 
 
 def test_the_agent_runs_without_gpuhub_and_without_rights() -> None:
@@ -102,7 +178,22 @@ def test_the_agent_runs_without_gpuhub_and_without_rights() -> None:
     assert (host["network_mode"], host["cap_drop"], host["read_only"]) == ("none", ["ALL"], True)
     assert build_container("ghtest", "b", script)["user"] == "65534:65534"
     assert build_hash(script, "i1") != build_hash(script, "i2") != build_hash(script + " ", "i2")
-    assert agent.PERIOD_S < inventory.STALE_S
+    assert agent.PERIOD_S < agent.HANG_S < STALE_S
+
+
+def test_the_agent_tells_that_nvml_hangs() -> None:
+    """Where no reading comes the line says so, and the next reading is told when it comes."""
+    waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    assert agent.next_reading(waiting, hang_s=0.01) == {"driver": None, "error": "NVML does not answer", "gpus": []}
+    waiting.put({"driver": "1", "error": None, "gpus": []})
+    assert agent.next_reading(waiting, hang_s=0.01)["driver"] == "1"
+
+
+def test_the_boot_id_is_the_kernels(tmp_path: Any) -> None:
+    """Read from the kernel's file, and not known where there is none."""
+    (tmp_path / "boot_id").write_text("0b4f\n")
+    assert agent.read_boot_id(str(tmp_path / "boot_id")) == "0b4f"
+    assert agent.read_boot_id(str(tmp_path / "none")) is None
 
 
 async def test_the_agent_is_replaced_when_its_image_changes(setting: Setting) -> None:

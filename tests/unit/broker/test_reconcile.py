@@ -5,21 +5,30 @@ from __future__ import annotations
 import pytest
 
 from gpuhub import names
+from gpuhub.broker.found import Container, Listing, parse_container, parse_devices
 from gpuhub.broker.reconcile import (
     Action,
-    Container,
+    Doubt,
     End,
     Gone,
     Remove,
+    Renew,
+    Signal,
     WorkerEnded,
     is_settled,
-    parse_container,
     reconcile_node,
+    rests_on_absence,
 )
 from gpuhub.broker.rows import Ask, JobRow, LeasedGpu, LeaseRow, WorkerRow
 from gpuhub.broker.schemas import JobState, LeaseState, Purpose, WorkerState
+from gpuhub.nodes.records import Identity
 
 NOW = 10_000.0
+
+
+def gpu(worker: int, node: str = "rig1", **changes: float) -> LeasedGpu:
+    parts = {"uuid": f"GPU-{worker + 1}", "node": node, "index": worker, "model": "RTX 5090", "memory_mib": 1}
+    return LeasedGpu(**parts, worker=worker, **changes)  # type: ignore[arg-type]
 
 
 def lease(state: LeaseState, *, since: float = NOW - 30, **changes: object) -> LeaseRow:
@@ -37,7 +46,8 @@ def lease(state: LeaseState, *, since: float = NOW - 30, **changes: object) -> L
         state=state,
         epoch=1,
         nodes=("rig1",),
-        gpus=(LeasedGpu(uuid="GPU-1", node="rig1", index=0, model="RTX 5090", memory_mib=1, worker=0),),
+        identities={"rig1": ("d1", "b1")},
+        gpus=(gpu(0),),
         reason="stopped" if state is LeaseState.RELEASING else None,
     )
     return row.evolve(**changes)
@@ -49,15 +59,18 @@ def container(state: str = "running", **changes: object) -> Container:
 
 
 def actions(
-    *containers: Container, of: LeaseRow, job: JobRow | None = None, busy: frozenset[str] = frozenset()
+    *containers: Container,
+    of: LeaseRow,
+    job: JobRow | None = None,
+    busy: frozenset[str] = frozenset(),
+    identity: Identity = ("d1", "b1"),
 ) -> list[Action]:
     return reconcile_node(
-        node="rig1",
-        containers=containers,
+        Listing(node="rig1", identity=identity, containers=containers, at=NOW, busy=busy),
         leases={of.id: of},
-        jobs={} if job is None else {job.id: job},
-        listed_at=NOW,
-        busy=busy,
+        on_node=[of] if "rig1" in of.nodes else [],
+        job_of={} if job is None else {job.lease_id: job},
+        preempt_grace=60,
     )
 
 
@@ -101,9 +114,12 @@ NONE: list[Action] = []
         (lease(LeaseState.RELEASING), [container("exited")], [Remove(container_id="c1", why="stopped")]),
         (lease(LeaseState.RELEASING), [], [Gone(lease_id="l1")]),
         (lease(LeaseState.RELEASING, since=NOW + 0.01), [], NONE),
+        # So it is with one that is quarantined: proof that comes late is proof.
+        (lease(LeaseState.QUARANTINED), [container()], [Remove(container_id="c1", why="released")]),
+        (lease(LeaseState.QUARANTINED), [], [Gone(lease_id="l1")]),
         # Nothing to do on a node where the lease has nothing.
         (lease(LeaseState.ACTIVE, nodes=("rig2",)), [], NONE),
-        (lease(LeaseState.WAITING, nodes=(), gpus=()), [], NONE),
+        (lease(LeaseState.REQUESTED, nodes=(), gpus=()), [], NONE),
     ],
 )
 def test_notebooks(row: LeaseRow, there: list[Container], expected: list[Action]) -> None:
@@ -117,6 +133,8 @@ def test_notebooks(row: LeaseRow, there: list[Container], expected: list[Action]
         ({"lease": "gone"}, "its lease gone has ended or never was"),
         ({"lease": ""}, "its lease (none) has ended or never was"),
         ({"epoch": 2}, "it is of epoch 2 of lease l1, which is in epoch 1"),
+        ({"devices": frozenset({"GPU-1", "GPU-7"})}, "it has GPU GPU-7, which is not in its lease l1"),
+        ({"devices": frozenset({"all"})}, "it has GPU all, which is not in its lease l1"),
     ],
 )
 def test_strangers_are_removed(changes: dict[str, object], why: str) -> None:
@@ -163,7 +181,7 @@ def worker(index: int, state: str = "running") -> Container:
 def test_ended_and_lost_workers_are_found() -> None:
     """An exited worker is to be asked why, a missing one is gone, a pending one is not expected yet."""
     states = (WorkerState.RUNNING, WorkerState.RUNNING, WorkerState.RUNNING, WorkerState.PENDING)
-    row = lease(LeaseState.ACTIVE, purpose=Purpose.JOB)
+    row = lease(LeaseState.ACTIVE, purpose=Purpose.JOB, gpus=tuple(gpu(index) for index in range(4)))
     found = actions(worker(0), worker(1, "exited"), of=row, job=job(JobState.STARTING, *states))
     assert found == [
         WorkerEnded(job_id="j1", index=1, container_id="w1"),
@@ -196,3 +214,144 @@ def test_a_list_entry_is_read_from_its_labels() -> None:
     assert parse_container(raw) == Container(id="c1", kind="worker", lease="l1", epoch=3, worker=2, state="running")
     odd = parse_container({"Id": "c2", "State": "Exited", "Labels": {names.LABEL_EPOCH: "-1"}})
     assert odd == Container(id="c2", kind="", lease="", epoch=0, worker=None, state="exited")
+
+
+def test_what_a_container_was_made_with_is_read_from_its_description() -> None:
+    """By UUID; a request without names is one for all; none is none."""
+    asked = {"HostConfig": {"DeviceRequests": [{"DeviceIDs": ["GPU-1"]}, {"DeviceIDs": ["MIG-2"]}]}}
+    assert parse_devices(asked) == {"GPU-1", "MIG-2"}
+    assert parse_devices({"HostConfig": {"DeviceRequests": [{"DeviceIDs": None, "Count": -1}]}}) == {"all"}
+    assert parse_devices({"HostConfig": {"DeviceRequests": None}}) == frozenset()
+    assert parse_devices({}) == frozenset()
+
+
+# -- whose word counts -------------------------------------------------------------------------------------------------
+
+OTHER_DAEMON = ("d2", "b1")
+DOUBT = Doubt(
+    lease_id="l1", why="another Docker daemon answers on rig1 than when the lease began, and no restart of it is known"
+)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "is_proof"),
+    [
+        (("d1", "b1"), ("d1", "b1"), True),
+        (("d1", "b1"), ("d1", "b2"), True),
+        (("d1", "b1"), ("d1", None), True),
+        (("d1", "b1"), ("d2", "b2"), True),
+        (("d1", "b1"), ("d2", "b1"), False),
+        (("d1", "b1"), ("d2", None), False),
+        (("d1", None), ("d2", "b2"), False),
+        (("d1", "b1"), (None, "b2"), False),
+        (None, ("d2", "b2"), True),
+        ((None, None), ("d2", "b2"), True),
+    ],
+)
+def test_only_the_same_daemon_or_a_restart_of_the_machine_proves_anything(
+    then: Identity | None, now: Identity, is_proof: bool
+) -> None:
+    """A daemon with other data lists nothing of what the one before it still runs."""
+    row = lease(LeaseState.RELEASING, identities={} if then is None else {"rig1": then})
+    found = [action for action in actions(of=row, identity=now) if action != Renew(lease_id="l1")]
+    assert found == ([Gone(lease_id="l1")] if is_proof else [DOUBT])
+    assert rests_on_absence(found) is is_proof
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "is_renewed"),
+    [
+        (("d1", "b1"), ("d1", "b1"), False),
+        (("d1", "b1"), ("d1", None), False),
+        (("d1", "b1"), ("d1", "b2"), True),
+        (("d1", None), ("d1", "b2"), True),
+        (None, ("d1", "b2"), True),
+        (("d1", "b1"), ("d2", "b2"), False),
+        (("d1", "b1"), (None, "b2"), False),
+    ],
+)
+def test_a_lease_that_outlives_a_restart_needs_a_later_one_as_proof(
+    then: Identity | None, now: Identity, is_renewed: bool
+) -> None:
+    """A container that is made after the restart runs on when the daemon is wiped later."""
+    row = lease(LeaseState.GRANTED, identities={} if then is None else {"rig1": then})
+    assert (Renew(lease_id="l1") in actions(of=row, identity=now)) is is_renewed
+
+
+def test_a_stranger_among_daemons_ends_nothing() -> None:
+    """A notebook and a worker that another daemon does not list may still run; what it lists is acted on."""
+    active = lease(LeaseState.ACTIVE)
+    assert actions(of=active, identity=OTHER_DAEMON) == [DOUBT]
+    ended = End(lease_id="l1", reason="its container ended")
+    assert actions(container("exited"), of=active, identity=OTHER_DAEMON) == [DOUBT, ended]
+    over = lease(LeaseState.ACTIVE, expires_at=NOW - 61)
+    assert actions(of=over, identity=OTHER_DAEMON) == [DOUBT, End(lease_id="l1", reason="its time limit was reached")]
+    row = lease(LeaseState.ACTIVE, purpose=Purpose.JOB)
+    assert actions(of=row, job=job(JobState.RUNNING, WorkerState.RUNNING), identity=OTHER_DAEMON) == [DOUBT]
+    releasing = lease(LeaseState.RELEASING)
+    assert actions(container(), of=releasing, identity=OTHER_DAEMON) == [
+        DOUBT,
+        Remove(container_id="c1", why="stopped"),
+    ]
+
+
+# -- giving back -------------------------------------------------------------------------------------------------------
+
+
+def test_workers_of_a_preempted_job_are_told_once_and_watched() -> None:
+    """Those that run get a signal, those that ended are asked why."""
+    row = lease(LeaseState.ACTIVE, purpose=Purpose.JOB, gpus=(gpu(0), gpu(1)))
+    running = job(JobState.PREEMPTING, WorkerState.RUNNING, WorkerState.RUNNING)
+    assert actions(worker(0), worker(1, "exited"), of=row, job=running) == [
+        Signal(container_id="w0", why="job j1 gives its GPUs to others"),
+        WorkerEnded(job_id="j1", index=1, container_id="w1"),
+    ]
+
+
+def shrinking(shed_at: float, **changes: float) -> LeaseRow:
+    return lease(
+        LeaseState.ACTIVE,
+        purpose=Purpose.JOB,
+        nodes=("rig2", "rig1"),
+        gpus=(gpu(0, "rig2"), gpu(1, shed_at=shed_at, **changes)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "there", "expected"),
+    [
+        (shrinking(NOW - 5), [worker(1)], [Signal(container_id="w1", why="lease l1 gives its GPUs on rig1 back")]),
+        (shrinking(NOW - 60), [worker(1)], [Remove(container_id="w1", why="lease l1 gives its GPUs on rig1 back")]),
+        (
+            shrinking(NOW - 5),
+            [worker(1, "exited")],
+            [Remove(container_id="w1", why="lease l1 gives its GPUs on rig1 back")],
+        ),
+        (shrinking(NOW - 5), [], [Gone(lease_id="l1")]),
+        # A list begun before the job was told says nothing.
+        (shrinking(NOW + 0.01), [], NONE),
+        # What was given back is no place for its workers any more.
+        (
+            shrinking(NOW - 90, released_at=NOW - 50),
+            [worker(1)],
+            [Remove(container_id="w1", why="it is worker 1 of job j1, which has no such worker here", is_foreign=True)],
+        ),
+        (shrinking(NOW - 90, released_at=NOW - 50), [], NONE),
+    ],
+)
+def test_an_elastic_job_gives_a_node_back(row: LeaseRow, there: list[Container], expected: list[Action]) -> None:
+    """Its workers there are told, removed after the grace, and when they are gone its GPUs there are free."""
+    shrunk = job(JobState.RUNNING, WorkerState.RUNNING).evolve(workers=(WorkerRow(index=0, node="rig2"),))
+    assert actions(*there, of=row, job=shrunk) == expected
+
+
+def test_another_daemons_word_frees_no_shed_gpu() -> None:
+    """Shrinking needs proof as an end does."""
+    row = shrinking(NOW - 5)
+    shrunk = job(JobState.RUNNING, WorkerState.RUNNING).evolve(workers=(WorkerRow(index=0, node="rig2"),))
+    assert actions(of=row, job=shrunk, identity=OTHER_DAEMON) == [DOUBT]
+
+
+def test_a_lease_whose_job_changes_at_this_moment_is_left_alone() -> None:
+    """A job's lease is never taken for a notebook's."""
+    assert actions(of=lease(LeaseState.ACTIVE, purpose=Purpose.JOB)) == []

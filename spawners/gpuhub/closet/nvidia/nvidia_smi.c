@@ -94,6 +94,20 @@ static int print_line(const struct gpu *gpu, const char *fields, int header, int
     return 1;
 }
 
+/* The lines of `-L`: the card, and below it its MIG devices, named as after ` MIG ` in their own names. */
+static void print_listed(const struct gpu *gpu) {
+    nvmlDevice_t device, part;
+    unsigned int slots = 0;
+    printf("GPU %u: %s (UUID: %s)\n", gpu->index, gpu->name, gpu->uuid);
+    if (nvmlDeviceGetHandleByIndex_v2(gpu->index, &device) || nvmlDeviceGetMaxMigDeviceCount(device, &slots)) return;
+    for (unsigned int slot = 0, number = 0; slot < slots; slot++) {
+        char name[96], uuid[96];
+        if (nvmlDeviceGetMigDeviceHandleByIndex(device, slot, &part)) continue;
+        if (nvmlDeviceGetName(part, name, sizeof name) || nvmlDeviceGetUUID(part, uuid, sizeof uuid)) continue;
+        printf("  MIG %-11s Device %2u: (UUID: %s)\n", strstr(name, " MIG ") + 5, number++, uuid);
+    }
+}
+
 static void print_rule(void) {
     printf("+-----------------------------------------------------------------------------+\n");
 }
@@ -153,7 +167,7 @@ int main(int argc, char **argv) {
         if ((result = read_gpu(index, &gpu))) return fail(result, index);
         if (!is_wanted(&gpu, wanted)) continue;
         shown++;
-        if (list) printf("GPU %u: %s (UUID: %s)\n", index, gpu.name, gpu.uuid);
+        if (list) print_listed(&gpu);
         else if (!fields) print_row(&gpu);
         else {
             if (header && !print_line(&gpu, fields, 1, !strstr(format, "nounits"))) return 2;

@@ -1,19 +1,13 @@
-/* A simulated libnvidia-ml.so.1: it reports the cards that the practice closet's hook put into the container.
- *
- * A card is a folder with two text files of "key value" lines: `card` (what it is) and `live` (load and fault). Folders
- * are named 0, 1, 2 … below ROOT; the first missing one ends the list. Every call reads the files anew, so a changed
- * load shows at once, and there is no state to keep but the count of nvmlInit calls. */
+/* A simulated libnvidia-ml.so.1: it answers for the cards that cards.c reads. Every call reads them anew; there is no
+ * state to keep but the count of nvmlInit calls. */
 #include "nvml.h"
+
+#include "cards.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define ROOT "/usr/share/nvidia-simulated"
-#define ROOT_VARIABLE "NVIDIA_SIMULATED_ROOT" /* elsewhere, for use outside a container */
-#define MAX_CARDS 32
-#define MAX_PROCESSES 32
-#define MIB (1024ULL * 1024ULL)
 #define DRIVER_VERSION "580.95.05"
 #define CUDA_VERSION 13000
 #define IDLE_MILLIWATTS 18000
@@ -23,78 +17,29 @@
 /* A handle is the address of one of these; only its position counts. */
 struct nvmlDevice_st { char unused; };
 
-struct card {
-    char name[96], uuid[80], fault[32];
-    unsigned int index, minor, bus, power_limit_w, utilization;
-    unsigned long long memory_mib, memory_used_mib;
-    unsigned int processes;
-    nvmlProcessInfo_t process[MAX_PROCESSES];
-};
-
 static struct nvmlDevice_st handles[MAX_CARDS];
+static struct nvmlDevice_st part_handles[MAX_CARDS * MAX_PARTS];
 static int users;
 
-static FILE *open_file(unsigned int slot, const char *name) {
-    char path[512];
-    const char *root = getenv(ROOT_VARIABLE);
-    snprintf(path, sizeof path, "%s/%u/%s", root && *root ? root : ROOT, slot, name);
-    return fopen(path, "re");
+static int is_part_handle(nvmlDevice_t device) {
+    return device >= part_handles && device < part_handles + MAX_CARDS * MAX_PARTS;
 }
 
-static void read_card_line(struct card *card, const char *line) {
-    char text[96];
-    unsigned int number;
-    unsigned long long big;
-    if (sscanf(line, "name %95[^\n]", text) == 1) strcpy(card->name, text);
-    else if (sscanf(line, "uuid %79s", text) == 1) strcpy(card->uuid, text);
-    else if (sscanf(line, "index %u", &number) == 1) card->index = number;
-    else if (sscanf(line, "minor %u", &number) == 1) card->minor = number;
-    else if (sscanf(line, "bus %u", &number) == 1) card->bus = number;
-    else if (sscanf(line, "power_limit_w %u", &number) == 1) card->power_limit_w = number;
-    else if (sscanf(line, "memory_mib %llu", &big) == 1) card->memory_mib = big;
-}
-
-static void read_live_line(struct card *card, const char *line) {
-    char text[32];
-    unsigned int number;
-    unsigned long long big;
-    if (sscanf(line, "utilization %u", &number) == 1) card->utilization = number > 100 ? 100 : number;
-    else if (sscanf(line, "memory_used_mib %llu", &big) == 1) card->memory_used_mib = big;
-    else if (sscanf(line, "fault %31s", text) == 1) strcpy(card->fault, text);
-    else if (sscanf(line, "process %u %llu", &number, &big) == 2 && card->processes < MAX_PROCESSES) {
-        nvmlProcessInfo_t info = {number, big * MIB, 0xFFFFFFFFu, 0xFFFFFFFFu};
-        card->process[card->processes++] = info;
-    }
-}
-
-/* Returns 0 when there is no such card. */
-static int read_card(unsigned int slot, struct card *card) {
-    char line[256];
-    FILE *file = slot < MAX_CARDS ? open_file(slot, "card") : NULL;
-    if (!file) return 0;
-    memset(card, 0, sizeof *card);
-    while (fgets(line, sizeof line, file)) read_card_line(card, line);
-    fclose(file);
-    file = open_file(slot, "live");
-    if (file) {
-        while (fgets(line, sizeof line, file)) read_live_line(card, line);
-        fclose(file);
-    }
-    if (card->memory_used_mib > card->memory_mib) card->memory_used_mib = card->memory_mib;
-    return 1;
-}
-
-static nvmlReturn_t fault_of(const struct card *card) {
-    if (!strcmp(card->fault, "lost")) return NVML_ERROR_GPU_IS_LOST;
-    if (!strcmp(card->fault, "fallen_off_bus")) return NVML_ERROR_UNKNOWN;
-    return NVML_SUCCESS;
+/* The position of a card's handle, or of the card that a part's handle belongs to. */
+static unsigned int slot_of(nvmlDevice_t device) {
+    return (unsigned int)(is_part_handle(device) ? (device - part_handles) / MAX_PARTS : device - handles);
 }
 
 static nvmlReturn_t card_of(nvmlDevice_t device, struct card *card) {
     if (!users) return NVML_ERROR_UNINITIALIZED;
-    if (device < handles || device >= handles + MAX_CARDS) return NVML_ERROR_INVALID_ARGUMENT;
-    if (!read_card((unsigned int)(device - handles), card)) return NVML_ERROR_INVALID_ARGUMENT;
-    return fault_of(card);
+    if (!is_part_handle(device) && (device < handles || device >= handles + MAX_CARDS))
+        return NVML_ERROR_INVALID_ARGUMENT;
+    if (!read_card(slot_of(device), card)) return NVML_ERROR_INVALID_ARGUMENT;
+    nvmlReturn_t result = fault_of(slot_of(device), card);
+    if (result == NVML_SUCCESS && is_part_handle(device) &&
+        !take_part(card, (unsigned int)(device - part_handles) % MAX_PARTS))
+        return NVML_ERROR_INVALID_ARGUMENT;
+    return result;
 }
 
 static nvmlReturn_t put_text(char *target, unsigned int length, const char *text) {
@@ -174,7 +119,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice
     if (!users) return NVML_ERROR_UNINITIALIZED;
     if (!device || !read_card(index, &card)) return NVML_ERROR_INVALID_ARGUMENT;
     *device = &handles[index];
-    return fault_of(&card);
+    return fault_of(index, &card);
 }
 EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex(unsigned int index, nvmlDevice_t *device) {
     return nvmlDeviceGetHandleByIndex_v2(index, device);
@@ -184,13 +129,19 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *de
     struct card card;
     if (!users) return NVML_ERROR_UNINITIALIZED;
     if (!uuid || !device) return NVML_ERROR_INVALID_ARGUMENT;
-    for (unsigned int slot = 0; read_card(slot, &card); slot++)
+    for (unsigned int slot = 0; read_card(slot, &card); slot++) {
         if (!strcmp(card.uuid, uuid)) return nvmlDeviceGetHandleByIndex_v2(slot, device);
+        for (unsigned int part = 0; part < MAX_PARTS; part++)
+            if (*uuid && !strcmp(card.part[part].uuid, uuid)) {
+                *device = &part_handles[slot * MAX_PARTS + part];
+                return fault_of(slot, &card);
+            }
+    }
     return NVML_ERROR_NOT_FOUND;
 }
 
 EXPORT nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned int *index) {
-    WITH_CARD(index, *index = (unsigned int)(device - handles));
+    WITH_CARD(index, *index = slot_of(device));
 }
 
 /* ---- what a card is ---- */
@@ -209,7 +160,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetArchitecture(nvmlDevice_t device, unsigned int 
     WITH_CARD(architecture, *architecture = 10 /* Blackwell */);
 }
 EXPORT nvmlReturn_t nvmlDeviceGetCudaComputeCapability(nvmlDevice_t device, int *major, int *minor) {
-    WITH_CARD(major && minor, (*major = 12, *minor = 0));
+    WITH_CARD(major && minor, (*major = (int)card.major, *minor = (int)card.minor_capability));
 }
 
 EXPORT nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t *info) {
@@ -253,7 +204,11 @@ EXPORT nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t device, nvmlBAR1Mem
     });
 }
 EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t *rates) {
-    WITH_CARD(rates, (rates->gpu = card.utilization, rates->memory = card.utilization / 2));
+    WITH_CARD(rates, {
+        if (card.is_part) return NVML_ERROR_NOT_SUPPORTED;
+        rates->gpu = card.utilization;
+        rates->memory = card.utilization / 2;
+    });
 }
 EXPORT nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(nvmlDevice_t device, unsigned int *milliwatts) {
     WITH_CARD(milliwatts, *milliwatts = card.power_limit_w * 1000);
@@ -333,6 +288,78 @@ EXPORT nvmlReturn_t nvmlDeviceGetPcieThroughput(nvmlDevice_t device, int counter
     WITH_CARD(kib_per_s, *kib_per_s = card.utilization * 20480);
 }
 
+/* ---- MIG: a card in parts ---- */
+
+EXPORT nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *current, unsigned int *pending) {
+    WITH_CARD(current && pending, {
+        if (!card.mig_mode || card.is_part) return NVML_ERROR_NOT_SUPPORTED;
+        *current = *pending = 1;
+    });
+}
+EXPORT nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned int *count) {
+    WITH_CARD(count, {
+        if (!card.mig_mode || card.is_part) return NVML_ERROR_NOT_SUPPORTED;
+        *count = MAX_PARTS;
+    });
+}
+EXPORT nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned int index, nvmlDevice_t *part) {
+    WITH_CARD(part && index < MAX_PARTS && !is_part_handle(device), {
+        if (!card.mig_mode) return NVML_ERROR_NOT_SUPPORTED;
+        if (!*card.part[index].uuid) return NVML_ERROR_NOT_FOUND;
+        *part = &part_handles[slot_of(device) * MAX_PARTS + index];
+    });
+}
+EXPORT nvmlReturn_t nvmlDeviceIsMigDeviceHandle(nvmlDevice_t device, unsigned int *is_part) {
+    WITH_CARD(is_part, *is_part = (unsigned int)card.is_part);
+}
+EXPORT nvmlReturn_t nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvmlDevice_t part, nvmlDevice_t *device) {
+    if (!users) return NVML_ERROR_UNINITIALIZED;
+    if (!device || !is_part_handle(part)) return NVML_ERROR_INVALID_ARGUMENT;
+    *device = &handles[slot_of(part)];
+    return NVML_SUCCESS;
+}
+static nvmlReturn_t put_instance(nvmlDevice_t device, unsigned int *id) {
+    WITH_CARD(id, {
+        if (!card.is_part) return NVML_ERROR_NOT_SUPPORTED;
+        *id = (unsigned int)(device - part_handles) % MAX_PARTS;
+    });
+}
+EXPORT nvmlReturn_t nvmlDeviceGetGpuInstanceId(nvmlDevice_t device, unsigned int *id) {
+    return put_instance(device, id);
+}
+EXPORT nvmlReturn_t nvmlDeviceGetComputeInstanceId(nvmlDevice_t device, unsigned int *id) {
+    return put_instance(device, id);
+}
+EXPORT nvmlReturn_t nvmlDeviceGetAttributes_v2(nvmlDevice_t device, nvmlDeviceAttributes_t *attributes) {
+    WITH_CARD(attributes, {
+        if (!card.is_part) return NVML_ERROR_NOT_SUPPORTED;
+        memset(attributes, 0, sizeof *attributes);
+        attributes->memorySizeMB = card.memory_mib;
+        attributes->gpuInstanceSliceCount = attributes->computeInstanceSliceCount =
+            (unsigned int)strtoul(strstr(card.name, " MIG ") + 5, NULL, 10);
+    });
+}
+
+/* ---- memory errors: told by cards that have them, or that are of the kind that can be in MIG mode ---- */
+
+EXPORT nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, int type, int counter, unsigned long long *count) {
+    (void)counter;
+    WITH_CARD(count, {
+        int has_errors = !strcmp(card.fault, "ecc");
+        if (!has_errors && !card.mig_mode) return NVML_ERROR_NOT_SUPPORTED;
+        *count = has_errors && type == 1 /* uncorrected */ ? 1 : 0;
+    });
+}
+EXPORT nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned int *corrected, unsigned int *uncorrected,
+                                              unsigned int *is_pending, unsigned int *has_failed) {
+    WITH_CARD(corrected && uncorrected && is_pending && has_failed, {
+        *has_failed = !strcmp(card.fault, "remap_failed");
+        if (!*has_failed && !card.mig_mode) return NVML_ERROR_NOT_SUPPORTED;
+        *corrected = *is_pending = 0;
+        *uncorrected = *has_failed;
+    });
+}
+
 /* ---- what GeForce cards lack ---- */
 
 #define NOT_SUPPORTED(name, ...)                                                    \
@@ -342,10 +369,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetPcieThroughput(nvmlDevice_t device, int counter
         return result == NVML_SUCCESS ? NVML_ERROR_NOT_SUPPORTED : result;          \
     }
 #define UNUSED __attribute__((unused))
-NOT_SUPPORTED(nvmlDeviceGetMigMode, UNUSED unsigned int *current, UNUSED unsigned int *pending)
-NOT_SUPPORTED(nvmlDeviceGetMaxMigDeviceCount, UNUSED unsigned int *count)
 NOT_SUPPORTED(nvmlDeviceGetEccMode, UNUSED int *current, UNUSED int *pending)
-NOT_SUPPORTED(nvmlDeviceGetTotalEccErrors, UNUSED int type, UNUSED int counter, UNUSED unsigned long long *count)
 NOT_SUPPORTED(nvmlDeviceGetSerial, UNUSED char *serial, UNUSED unsigned int length)
 NOT_SUPPORTED(nvmlDeviceGetNvLinkVersion, UNUSED unsigned int link, UNUSED unsigned int *version)
 NOT_SUPPORTED(nvmlDeviceGetNvLinkState, UNUSED unsigned int link, UNUSED int *active)
