@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal as signals
 import subprocess
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from gpu_launch import command, environment, network, runs, spare
+from gpu_launch import command, environment, network, processes, runs, spare
 from gpu_launch.output import Writer
-from gpu_launch.processes import MARK, kill_marked, marked
 from gpu_launch.spec import LaunchSpec, NodeInfo
 from gpu_launch.tail import Tail
 
@@ -23,6 +23,8 @@ _POLL_S = 0.02  # seconds between looks at the log files
 _BEAT_S = 1.0  # seconds between signs of life
 #: A notebook that takes nothing for this long is gone or stuck; its engine's own watch ends us then.
 _SEND_MS = 30_000
+_KILLED_S = 5.0  # seconds for a torchrun that was killed to be gone
+_SENT_S = 5.0  # seconds for the last output to be taken
 
 
 class _Agent:
@@ -32,6 +34,10 @@ class _Agent:
         self.spare: subprocess.Popen[bytes] | None = None
         self.running: subprocess.Popen[bytes] | None = None
         self.pump: threading.Thread | None = None
+        #: SIGTERM came to this container, and it ends with its ranks.
+        self.is_leaving = False
+        #: The torchrun that has got SIGTERM. A second one would break off its wait for its ranks.
+        self.terminated: subprocess.Popen[bytes] | None = None
 
 
 _agent = _Agent()
@@ -57,17 +63,22 @@ def describe() -> NodeInfo:
 
 def start(spec: LaunchSpec) -> int:
     """Start this node's torchrun; its process id. Output and end go to the spec's channel."""
+    if _agent.is_leaving:
+        raise RuntimeError("this container is to end")
     if _agent.running is not None and _agent.running.poll() is None:
         raise RuntimeError("a torchrun of an earlier start still runs here")
     env = environment.read()
     found = network.own(env.subnet, wait_s=1.0)
-    node_rank = 0 if env.worker is None else env.worker + int(spec.own)
+    node_rank = spec.roster.node_rank(env.worker)
     logs = Path(command.node_logs(spec, node_rank))
     logs.mkdir(parents=True, exist_ok=True)
     failures = runs.folder(env.home, spec.run_id).failures(node_rank, spec.attempt)
     process, _agent.spare = _agent.spare or spare.spawn(spec.run_id), None
     order = {
-        "argv": command.build_arguments(spec, node_rank=node_rank, local_addr=found.address),
+        "argv": command.build_arguments(
+            spec, node_rank=node_rank, local_addr=found.address, capped=env.memory_cap_mib is not None
+        ),
+        "shutdown_s": spec.shutdown_s,
         "environ": build_environ(dict(os.environ), spec, interface=found.name),
         "cwd": spec.cwd,
         "failures": str(failures),
@@ -86,36 +97,68 @@ def signal(number: int, run_id: str) -> None:
     """Send a signal to torchrun, which passes it on to its ranks; with no rank left it is ended at once.
 
     A torchrun whose ranks are done waits for the other nodes in native code, where no signal's handler runs.
+    SIGTERM is sent once.
     """
     running = _agent.running
     if running is None or running.poll() is not None:
         return
-    if all(pid == running.pid for pid in marked(run_id)):
+    if all(pid == running.pid for pid in processes.marked(_mark(run_id))):
         running.kill()
-    else:
+    elif number != signals.SIGTERM:
+        running.send_signal(number)
+    elif _agent.terminated is not running:
+        _agent.terminated = running
         running.send_signal(number)
 
 
 def kill(run_id: str) -> None:
     """End torchrun, its ranks and whatever they started, at once."""
-    if _agent.running is not None and _agent.running.poll() is None:
-        _agent.running.kill()
-    kill_marked(run_id)
+    running = _agent.running
+    if running is not None and running.poll() is None:
+        running.kill()
+    processes.kill_marked(_mark(run_id))
+    if running is not None:
+        running.wait(_KILLED_S)
+
+
+def leave(run_id: str) -> None:
+    """SIGTERM came to this container: pass it on, give the ranks the time they take, then end this process.
+
+    Who sent it sets the limit, by killing the container. Safe in a signal's handler.
+    """
+    if not _agent.is_leaving:
+        _agent.is_leaving = True
+        threading.Thread(target=_leave, args=(run_id,), name="gpu_launch leaving", daemon=True).start()
+
+
+def _leave(run_id: str) -> None:
+    signal(signals.SIGTERM, run_id)
+    if _agent.running is not None:
+        _agent.running.wait()
+    if _agent.pump is not None:
+        _agent.pump.join(_SENT_S)
+    # Nothing of an engine is worth the time that its own end takes.
+    os._exit(128 + signals.SIGTERM)
+
+
+def _mark(run_id: str) -> str:
+    return processes.mark(run_id, environment.read().worker)
 
 
 def build_environ(base: dict[str, str], spec: LaunchSpec, *, interface: str) -> dict[str, str]:
     """The ranks' environment: the container's without secrets, the network's interface, then what the user set."""
     environ = environment.without_secrets(base)
     environ |= {
-        MARK: spec.run_id,
+        processes.MARK: _mark(spec.run_id),
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": f"={interface}",
         # A lost answer to a reverse look-up otherwise stalls a store's connection for five seconds.
         "RES_OPTIONS": "timeout:1 attempts:1",
         "GPU_LAUNCH_ATTEMPT": str(spec.attempt),
+        "GPU_LAUNCH_PREEMPTIONS": str(spec.roster.preemptions),
     }
-    if spec.nproc_per_node > 1:
+    if spec.roster.nproc_per_node > 1:
         # The container's own number is for one process; torchrun has its own for several.
         environ.pop("OMP_NUM_THREADS", None)
     environ |= spec.environ
@@ -140,16 +183,21 @@ class _Pump:
         self._process = process
         self._node_rank, self._node, self._failures = node_rank, node, failures
         self._run_id, self._attempt = spec.run_id, spec.attempt
-        self._ranks = range(node_rank * spec.nproc_per_node, (node_rank + 1) * spec.nproc_per_node)
-        self._tail = Tail(logs, run_id=spec.run_id, first_rank=self._ranks.start, processes=spec.nproc_per_node)
+        per_node = spec.roster.nproc_per_node
+        self._ranks = range(node_rank * per_node, (node_rank + 1) * per_node)
+        self._tail = Tail(logs, run_id=spec.run_id, first_rank=self._ranks.start, processes=per_node)
         self._channel = spec.channel
 
     def run(self) -> None:
         """Until torchrun has ended and all is sent, or the notebook takes nothing any more."""
         writer = Writer(self._channel)
         beat_at = 0.0
+        has_told = False
         try:
             while (code := self._process.poll()) is None:
+                if _agent.is_leaving and not has_told:
+                    has_told = True
+                    self._send(writer, "leaving")
                 entries, now = self._tail.read(), time.monotonic()
                 if entries or now - beat_at >= _BEAT_S:
                     beat_at = now

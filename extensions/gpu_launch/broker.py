@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpu_launch import wire
+from gpu_launch.demand import Demand
 from gpu_launch.errors import BrokerError
 
 #: How long a restart of the broker or the hub is waited out.
@@ -63,18 +64,23 @@ class Broker:
         nproc_per_node: int,
         server: str,
         exclude_nodes: tuple[str, ...],
-        model: str | None,
+        demand: Demand,
+        min_nnodes: int | None = None,
         given_up: threading.Event | None = None,
     ) -> wire.Job:
-        """Ask for workers. A repeated `run_id` gives the same job. Not tried again once `given_up` is set."""
-        body = {
+        """Ask for workers: `nnodes` of them, or at least `min_nnodes`. A repeated `run_id` gives the same job.
+
+        Not tried again once `given_up` is set.
+        """
+        body = demand.body() | {
             "run_id": run_id,
             "nnodes": nnodes,
             "nproc_per_node": nproc_per_node,
             "server": server,
             "exclude_nodes": list(exclude_nodes),
-            "model": model,
         }
+        if min_nnodes is not None:
+            body["min_nnodes"] = min_nnodes
         return wire.parse_job(self._request("POST", "/jobs", body=body, given_up=given_up))
 
     def jobs(self) -> list[wire.Job]:

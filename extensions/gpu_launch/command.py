@@ -7,12 +7,15 @@ import shlex
 from gpu_launch.spec import LaunchSpec
 
 
-def build_arguments(spec: LaunchSpec, *, node_rank: int, local_addr: str) -> list[str]:
-    """torchrun's arguments on one node: static rendezvous, every rank's streams in files."""
+def build_arguments(spec: LaunchSpec, *, node_rank: int, local_addr: str, capped: bool = False) -> list[str]:
+    """torchrun's arguments on one node: static rendezvous, every rank's streams in files.
+
+    With `capped` the ranks keep to the container's part of a GPU, see `memory_cap`.
+    """
     arguments = [
-        f"--nnodes={spec.nnodes}",
+        f"--nnodes={spec.roster.nnodes}",
         f"--node-rank={node_rank}",
-        f"--nproc-per-node={spec.nproc_per_node}",
+        f"--nproc-per-node={spec.roster.nproc_per_node}",
         f"--master-addr={spec.master_addr}",
         f"--master-port={spec.master_port}",
         f"--local-addr={local_addr}",
@@ -22,6 +25,8 @@ def build_arguments(spec: LaunchSpec, *, node_rank: int, local_addr: str) -> lis
         "--redirects=3",
         *spec.passed,
     ]
+    if capped and not spec.no_python:
+        return [*arguments, "--module", "gpu_launch.capped", *(["-m"] if spec.module else []), *spec.command]
     if spec.module:
         arguments.append("--module")
     if spec.no_python:

@@ -15,17 +15,19 @@ class Screen:
     def __init__(self) -> None:
         self._handle: Any = None
         self._in_notebook = _in_notebook()
-        self._text = ""
+        self._text = self._phase = ""
         self._since = time.monotonic()
         self._shown_at = 0.0
 
-    def progress(self, text: str, *, timed: bool = True) -> None:
-        """Show what the launch does now, with how long it has done so."""
+    def progress(self, text: str, *, phase: str = "") -> None:
+        """Show what the launch does now, and for how long: since the phase, or without one the text, began."""
         now = time.monotonic()
+        if (phase or text) != self._phase:
+            self._phase, self._since = phase or text, now
         if text != self._text:
-            self._text, self._since = text, now
+            self._text = text
             self._show(text)
-        elif timed and self._in_notebook and now - self._shown_at >= _REFRESH_S:
+        elif self._in_notebook and now - self._shown_at >= _REFRESH_S:
             self._show(f"{text} · {now - self._since:.0f} s")
 
     def write(self, stream: str, text: str) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -28,12 +29,20 @@ def main() -> None:
 
     from gpu_launch import agent, network
 
+    class Engine(IPEngine):  # type: ignore[misc]
+        """An engine that ends after its ranks."""
+
+        def init_signal(self) -> None:
+            super().init_signal()
+            if settings["is_launch"]:
+                signal.signal(signal.SIGTERM, lambda _number, _frame: agent.leave(run.run_id))
+
     if torchrun is not None:
         agent.adopt(torchrun)
     # A worker container's network is connected right after its start.
     network.own(environment.read().subnet)
     wait_for(run.connection)
-    IPEngine.launch_instance(argv=build_arguments(run, settings))
+    Engine.launch_instance(argv=build_arguments(run, settings))
 
 
 def build_arguments(run: RunFolder, settings: dict[str, object]) -> list[str]:

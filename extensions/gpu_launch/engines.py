@@ -7,6 +7,7 @@ import json
 import signal
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from traitlets import Integer, Unicode
 
 from gpu_launch import environment, render, runs, wire
 from gpu_launch.broker import Broker
+from gpu_launch.demand import Demand
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.gang import Gang, load_connection
-from gpu_launch.plan import Plan, check_fits, find_model, make_plan
+from gpu_launch.plan import Plan, find_model, fit, make_plan
 
 _POLL_S = 0.02  # seconds between looks for the controller's connection file
 _CONTROLLER_S = 60.0  # seconds a controller may take to write it
@@ -111,11 +113,12 @@ class GpuhubEngineSetLauncher(BaseLauncher):
             raise NotRunning(job.reason or "the job has ended")
         plan = Plan(
             nnodes=len(job.workers),
+            least_nnodes=len(job.workers),
             nproc_per_node=self.nproc_per_node,
             own=False,
-            workers=len(job.workers),
+            own_cards=(),
             exclude_nodes=(),
-            model=None,
+            demand=Demand(),
         )
         self.gang = Gang(plan, runs.folder(env.home, self.run_id), env=env, broker=broker)
         self.gang.attach(self.job_id)
@@ -127,11 +130,16 @@ class GpuhubEngineSetLauncher(BaseLauncher):
         env = environment.read()
         broker = _broker(env)
         cluster = broker.cluster() if broker else None
-        model = find_model(cluster, self.model) if self.model and cluster else None
-        own_model = render.model_of(cluster, env.gpu_uuids)
-        plan = make_plan(env, nnodes=n, nproc_per_node=self.nproc_per_node, model=model, own_model=own_model)
+        models = (find_model(cluster, self.model),) if self.model and cluster else ()
+        plan = make_plan(
+            env,
+            nnodes=n,
+            nproc_per_node=self.nproc_per_node,
+            demand=Demand(models=models),
+            cards=cluster.cards(env.gpu_uuids) if cluster else (),
+        )
         if cluster is not None:
-            check_fits(plan, cluster)
+            plan = fit(plan, cluster)
         gang = Gang(plan, runs.create(env.home), env=env, broker=broker)
         # At the cluster's 500 ms a ping: half a minute.
         gang.begin(settings={"is_launch": False, "profile_dir": self.profile_dir, "heartbeat_misses": 30})
@@ -156,8 +164,7 @@ class GpuhubEngineSetLauncher(BaseLauncher):
         while not gang.is_started():
             gang.check()
             if gang.job is not None:
-                gpus = gang.plan.workers * gang.plan.nproc_per_node
-                text = render.job_text(gang.job, gpus=gpus, workers=gang.plan.workers)
+                text = render.job_text(gang.job, gang.plan, datetime.now(UTC))
                 if text != said:
                     said = text
                     self.log.info(text)

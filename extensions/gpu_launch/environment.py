@@ -26,6 +26,8 @@ class Environment:
     node: str
     #: GPUHUB_GPU_UUIDS: this container's GPUs.
     gpu_uuids: tuple[str, ...]
+    #: GPUHUB_GPU_MEMORY_CAP_MIB: what this container may use of a GPU that it shares; None for whole GPUs.
+    memory_cap_mib: int | None
     #: JUPYTERHUB_SERVER_NAME: empty for the default server.
     server: str
     #: GPU_LAUNCH_RUN and GPU_LAUNCH_WORKER: in workers only.
@@ -37,13 +39,14 @@ class Environment:
 def read(environ: Mapping[str, str] | None = None) -> Environment:
     """The environment of this process, or of `environ`."""
     env = os.environ if environ is None else environ
-    worker = env.get("GPU_LAUNCH_WORKER", "")
+    worker, cap = env.get("GPU_LAUNCH_WORKER", ""), env.get("GPUHUB_GPU_MEMORY_CAP_MIB", "")
     return Environment(
         broker_url=env.get("GPUHUB_BROKER_URL", "").rstrip("/") or None,
         token=env.get("JUPYTERHUB_API_TOKEN") or None,
         subnet=env.get("GPUHUB_NETWORK_SUBNET") or None,
         node=env.get("GPUHUB_NODE") or socket.gethostname(),
         gpu_uuids=tuple(part.strip() for part in env.get("GPUHUB_GPU_UUIDS", "").split(",") if part.strip()),
+        memory_cap_mib=int(cap) if cap.isdecimal() and int(cap) else None,
         server=env.get("JUPYTERHUB_SERVER_NAME", ""),
         run_id=env.get("GPU_LAUNCH_RUN") or None,
         worker=int(worker) if worker.isdecimal() else None,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from gpu_launch import agent
 from gpu_launch.errors import LaunchFailed
 from gpu_launch.gang import Gang
+from gpu_launch.roster import Roster
 from gpu_launch.spec import LaunchSpec, NodeInfo
 
 #: Engines prove to be there every 100 ms, so that they are known at once; gone after 15 s of silence, both ways.
@@ -21,67 +22,93 @@ _MISSES = 150
 HEARTBEAT_MISSES = 25  # of (100 + 500) ms each, by ipyparallel's rule
 _ENGINE_S = 90.0  # seconds for an engine of a running container to register
 _CALL_S = 20.0  # seconds for a call to an agent
-_POLL_S = 0.01  # seconds between looks for new engines
+_POLL_S = 0.01  # seconds between looks for new engines and for answers
 
 
 class Fleet:
-    """Runs `up` in a thread of its own; then calls to the agents are for one thread at a time."""
+    """Members are workers' indexes; None is the notebook's own container. Runs `up` in a thread of its own; then calls
+    to the agents are for one thread at a time.
+    """
 
     def __init__(self, gang: Gang, address: str) -> None:
         self._gang, self._address = gang, address
         self._cluster: Any = None
         self._client: Any = None
-        self._views: dict[int, Any] = {}
-        self._stopping = threading.Event()
-        self.infos: dict[int, NodeInfo] = {}
+        #: Engines that were asked who they are, and those that have not answered yet.
+        self._known: set[int] = set()
+        self._asked: dict[int, Any] = {}
+        self._views: dict[int | None, Any] = {}
+        self._infos: dict[int | None, NodeInfo] = {}
 
-    def up(self, spec: LaunchSpec) -> LaunchSpec:
-        """Start controller and engines, and torchrun on each node as soon as its engine is there.
+    def up(
+        self,
+        build: Callable[[Roster, NodeInfo], LaunchSpec],
+        *,
+        given_up: threading.Event,
+        on_roster: Callable[[Roster], None],
+    ) -> LaunchSpec | None:
+        """Start torchrun on each node of the gang as soon as it is granted and its engine is there.
 
-        `spec` lacks the master's port where node 0 is a worker; the one returned has it.
+        `build` makes the start's spec of who takes part and node 0. Returns it when every node has confirmed;
+        None when `given_up` was set meanwhile: some may have started then.
         """
-        asyncio.run(self._start_cluster())
-        self._client = asyncio.run(self._cluster.connect_client())
-        calls: dict[int, Any] = {}
+        if self._client is None:
+            asyncio.run(self._start_cluster())
+            self._client = asyncio.run(self._cluster.connect_client())
+        roster = self._await_roster(given_up)
+        if roster is None:
+            return None
+        on_roster(roster)
+        spec: LaunchSpec | None = None
+        calls: dict[int | None, Any] = {}
         deadline = float("inf")
-        while len(calls) < self._gang.plan.nnodes and not self._stopping.is_set():
+        while len(calls) < roster.nnodes:
+            if given_up.is_set():
+                return None
             self._gang.check()
             self._meet()
-            if not spec.master_port and 0 in self.infos:
-                spec = with_master(spec, self.infos[0])
-            if spec.master_port:
-                calls |= {rank: self._call(rank, agent.start, spec) for rank in self._views if rank not in calls}
+            if spec is None and roster.members[0] in self._views:
+                spec = build(roster, self._result(roster.members[0], self._call(roster.members[0], agent.describe)))
+            if spec is not None:
+                ready = [member for member in roster.members if member in self._views and member not in calls]
+                calls |= {member: self._call(member, agent.start, spec) for member in ready}
             if self._gang.is_started():
                 deadline = min(deadline, time.monotonic() + _ENGINE_S)
             if time.monotonic() > deadline:
-                raise LaunchFailed(self._missing())
+                raise LaunchFailed(self._missing(roster))
             time.sleep(_POLL_S)
-        for rank, call in calls.items():
-            self._result(rank, call)
+        for member, call in calls.items():
+            self._result(member, call, given_up)
         return spec
 
-    def again(self, spec: LaunchSpec) -> LaunchSpec:
-        """Start torchrun everywhere once more, on a fresh port of node 0."""
-        first = self._result(0, self._call(0, agent.describe))
-        spec = with_master(dataclasses.replace(spec, attempt=spec.attempt + 1), first)
-        calls = {rank: self._call(rank, agent.start, spec) for rank in self._views}
-        for rank, call in calls.items():
-            self._result(rank, call)
-        return spec
+    def _await_roster(self, given_up: threading.Event) -> Roster | None:
+        """Who takes part, engines that come meanwhile met; None when given up."""
+        while (roster := self._gang.roster()) is None and not given_up.is_set():
+            self._gang.check()
+            self._meet()
+            time.sleep(_POLL_S)
+        return roster
 
     def signal(self, number: int) -> None:
         """Send a signal to every node's torchrun, without waiting."""
-        for rank in self._views:
-            self._call(rank, agent.signal, number, self._gang.run.run_id)
+        self._tell(agent.signal, number, self._gang.run.run_id)
 
     def kill(self) -> None:
         """End every rank at once, without waiting."""
-        for rank in self._views:
-            self._call(rank, agent.kill, self._gang.run.run_id)
+        self._tell(agent.kill, self._gang.run.run_id)
 
-    def stop_waiting(self) -> None:
-        """Have `up` return soon."""
-        self._stopping.set()
+    def forget(self, workers: Iterable[int]) -> None:
+        """These workers' containers are gone; other engines may come with the same indexes."""
+        for worker in workers:
+            self._views.pop(worker, None)
+            self._infos.pop(worker, None)
+        # One that has not said who it is may be gone too, or be here to stay: it is asked again.
+        self._known -= self._asked.keys()
+        self._asked.clear()
+
+    def infos(self, roster: Roster) -> list[NodeInfo]:
+        """What the members' agents said of their containers, by node rank."""
+        return [self._infos[member] for member in roster.members]
 
     def down(self) -> None:
         """Stop the controller, after `up` has returned; engines are the gang's."""
@@ -119,36 +146,62 @@ class Fleet:
         await self._cluster.start_engines(self._gang.plan.nnodes, gang=self._gang)
 
     def _meet(self) -> None:
-        """Learn which node each new engine is on."""
-        known = {view.targets for view in self._views.values()}
+        """Learn which node each new engine is on. One that is gone meanwhile never answers."""
         for engine in self._client.ids:
-            if engine not in known:
+            if engine not in self._known:
+                self._known.add(engine)
                 view = self._client[engine]
-                info: NodeInfo = view.apply_async(agent.describe).get(timeout=_CALL_S)
-                rank = self._gang.plan.node_rank(info.worker)
-                self.infos[rank], self._views[rank] = info, view
+                self._asked[engine] = (view, view.apply_async(agent.describe))
+        for engine, (view, call) in list(self._asked.items()):
+            if call.ready():
+                del self._asked[engine]
+                info = self._answer(call, "a new node")
+                if info is not None:
+                    self._views[info.worker], self._infos[info.worker] = view, info
 
-    def _call(self, rank: int, function: Any, *arguments: Any) -> Any:
-        return self._views[rank].apply_async(function, *arguments)
+    def _tell(self, function: Any, *arguments: Any) -> None:
+        for view in self._views.values():
+            if view.targets in self._client.ids:
+                view.apply_async(function, *arguments)
 
-    def _result(self, rank: int, call: Any) -> Any:
-        from ipyparallel.error import IPythonError
+    def _call(self, member: int | None, function: Any, *arguments: Any) -> Any:
+        return self._views[member].apply_async(function, *arguments)
+
+    def _result(self, member: int | None, call: Any, given_up: threading.Event | None = None) -> Any:
+        node = self._infos[member].node
+        deadline = time.monotonic() + _CALL_S
+        while not call.ready():
+            if given_up is not None and given_up.is_set():
+                return None
+            if time.monotonic() > deadline:
+                raise LaunchFailed(f"The agent on {node} did not answer within {_CALL_S:.0f} s.")
+            time.sleep(_POLL_S)
+        answer = self._answer(call, node)
+        if answer is None:
+            raise LaunchFailed(f"The agent on {node} is gone.")
+        return answer
+
+    @staticmethod
+    def _answer(call: Any, node: str) -> Any:
+        """What an agent answered; None where its engine ended before."""
+        from ipyparallel.error import EngineError, IPythonError
 
         try:
             return call.get(timeout=_CALL_S)
+        except EngineError:
+            return None
         except IPythonError as error:
-            raise LaunchFailed(f"The agent on {self.infos[rank].node} failed: {error}") from None
+            raise LaunchFailed(f"The agent on {node} failed: {error}") from None
 
-    def _missing(self) -> str:
-        plan, job = self._gang.plan, self._gang.job
-        nodes = {plan.node_rank(worker.index): worker.node for worker in (job.workers if job else ())}
-        missing = ", ".join(nodes.get(rank, "this container") for rank in range(plan.nnodes) if rank not in self._views)
-        return f"No engine answered within {_ENGINE_S:.0f} s on: {missing}. Logs: {self._gang.run.logs}"
-
-
-def with_master(spec: LaunchSpec, first: NodeInfo) -> LaunchSpec:
-    """`spec` with node 0's address and a free port of it."""
-    return dataclasses.replace(spec, master_addr=first.address, master_port=first.port)
+    def _missing(self, roster: Roster) -> str:
+        nodes = {worker.index: worker.node for worker in self._gang.workers()}
+        missing = [
+            "this container" if member is None else nodes.get(member, "?")
+            for member in roster.members
+            if member not in self._views
+        ]
+        logs = self._gang.run.logs
+        return f"No engine answered within {_ENGINE_S:.0f} s on: {', '.join(missing)}. Logs: {logs}"
 
 
 def controller_arguments(address: str) -> list[str]:

@@ -11,13 +11,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from gpu_launch import environment, runs, wire
 from gpu_launch.broker import Broker
 from gpu_launch.errors import BrokerError, GpuLaunchError
 from gpu_launch.plan import Plan
+from gpu_launch.roster import Roster
+from gpu_launch.way import lost_text
 
 #: Renewals within the time a job lives without one.
 _RENEWALS = 4
@@ -42,6 +44,10 @@ class Gang:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._job: wire.Job | None = None
+        #: Workers that are no longer counted on, by how often the job had been preempted, and index.
+        self._without: set[tuple[int, int]] = set()
+        #: Nobody is asked: nothing is needed, or nothing was free and the notebook's own GPUs are enough.
+        self._is_alone = not plan.workers
         self._local: subprocess.Popen[bytes] | None = None
         self._error: GpuLaunchError | None = None
 
@@ -53,7 +59,7 @@ class Gang:
         runs.write_secret(self.run.settings, settings)
         if self.plan.own:
             self._start_local()
-        if self.plan.workers and self._broker is not None:
+        if not self._is_alone and self._broker is not None:
             self._ask(self._broker)
 
     def publish(self, connection: dict[str, Any]) -> None:
@@ -78,13 +84,51 @@ class Gang:
                 f"The worker in this container ended ({code}). Its log: {self._shown(self.run.log('notebook'))}"
             )
         if self._job is not None:
-            check_job(self._job, logs=self._shown(self.run.logs))
+            check_job(self._job, logs=self._shown(self.run.logs), may_lose=self.plan.is_elastic)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the notebook's own container is all there is."""
+        return self._is_alone
 
     def is_started(self) -> bool:
         """Whether every container runs."""
-        if not self.plan.workers:
+        if self._is_alone:
             return True
         return self._job is not None and self._job.state == wire.RUNNING
+
+    def workers(self) -> tuple[wire.Worker, ...]:
+        """The workers that are counted on."""
+        return () if self._job is None else self._counted(self._job)
+
+    def roster(self) -> Roster | None:
+        """Who takes part in a start made now; None while that is not decided."""
+        job = self._job
+        if self._is_alone:
+            return Roster(own=True, workers=(), nodes=(), nproc_per_node=self.plan.nproc_per_node)
+        if job is None or not job.is_granted:
+            return None
+        workers = self._counted(job)
+        return Roster(
+            own=self.plan.own,
+            workers=tuple(worker.index for worker in workers),
+            nodes=tuple(worker.node for worker in workers),
+            nproc_per_node=self.plan.nproc_per_node,
+            preemptions=job.preemptions,
+        )
+
+    def _counted(self, job: wire.Job) -> tuple[wire.Worker, ...]:
+        return tuple(worker for worker in job.workers if (job.preemptions, worker.index) not in self._without)
+
+    def go_without(self, indexes: Iterable[int]) -> None:
+        """Count no longer on these workers."""
+        if self._job is not None:
+            self._without |= {(self._job.preemptions, index) for index in indexes}
+
+    def look(self) -> None:
+        """Ask the broker how the job is now, rather than wait for its news."""
+        if self._job is not None and self._broker is not None and not self._stopping.is_set():
+            self._set(self._broker.job(self._job.id))
 
     def attach(self, job_id: str) -> None:
         """Take over a job that is there already, after the kernel that asked for it."""
@@ -100,7 +144,7 @@ class Gang:
                 local.terminate()
             self.run.connection.unlink(missing_ok=True)
             try:
-                if self._broker is not None and self.plan.workers:
+                if self._broker is not None and not self._is_alone:
                     self._free(self._broker)
             finally:
                 if local is not None:
@@ -122,15 +166,22 @@ class Gang:
         with self._lock:
             if self._stopping.is_set():
                 return
+            plan = self.plan
             job = broker.create_job(
                 run_id=self.run.run_id,
-                nnodes=self.plan.workers,
-                nproc_per_node=self.plan.nproc_per_node,
+                nnodes=plan.workers,
+                min_nnodes=max(1, plan.least_workers) if plan.is_elastic else None,
+                nproc_per_node=plan.nproc_per_node,
                 server=self._env.server,
-                exclude_nodes=self.plan.exclude_nodes,
-                model=self.plan.model,
+                exclude_nodes=plan.exclude_nodes,
+                demand=plan.demand,
                 given_up=self._stopping,
             )
+            if job.state == wire.WAITING and not plan.least_workers:
+                # The notebook's own GPUs are enough to begin with: nobody waits for more.
+                broker.delete_job(job.id)
+                self._is_alone = True
+                return
         self._watch(broker, job)
 
     def _watch(self, broker: Broker, job: wire.Job) -> None:
@@ -186,13 +237,11 @@ class Gang:
         return runs.shown(path, self._env.home)
 
 
-def check_job(job: wire.Job, *, logs: str) -> None:
-    """Raise for a job that has ended by itself, or lost a worker."""
-    for worker in job.workers:
-        if worker.state == wire.EXITED:
-            code = "no reason given" if worker.exit_code is None else f"exit code {worker.exit_code}"
-            why = worker.message or code
-            raise GpuLaunchError(f"The worker on {worker.node} ended: {why}. Logs: {logs}")
+def check_job(job: wire.Job, *, logs: str, may_lose: bool) -> None:
+    """Raise for a job that has ended by itself or, unless it `may_lose` some, lost a worker that was to stay."""
+    exited = [worker for worker in job.workers if worker.state == wire.EXITED]
+    if exited and job.is_granted and not may_lose:
+        raise GpuLaunchError(lost_text(exited[0], logs=logs))
     if job.state in (wire.ENDED, wire.STOPPING):
         raise GpuLaunchError(f"The workers were stopped: {job.reason or 'no reason given'}.")
 

@@ -5,18 +5,29 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+from gpu_launch import quantities
+from gpu_launch.demand import Demand
 from gpu_launch.errors import UsageError
 
 USAGE = """\
 %gpu_launch [options] script.py [script's arguments]
 %%gpu_launch [options] [-- arguments]      the cell's body is the script
 
-  --nnodes N             nodes that take part (1)
+  --nnodes N             nodes that take part (1); MIN:MAX starts with what is free, and goes on with less when
+                         others need GPUs: the ranks get SIGTERM and start again on what is left
   --nproc-per-node N     ranks, and GPUs, a node (1)
-  --model NAME           only GPUs of this model, such as "RTX 5090"
+  --model NAME[,NAME...] only GPUs of these models, best liked first, such as "RTX 5090,RTX 5070" (any)
+  --memory SIZE          only GPUs with at least so much memory, such as 24G (any)
+  --same-model           all GPUs of one model (mixed ones are allowed)
+  --exclusive            nothing else may run on the nodes; the notebook's own GPU does not take part
+  --scavenge             give the GPUs back when others need them: the ranks get SIGTERM and some time for a
+                         checkpoint, the launch waits again and runs the same command anew
+  --priority N           -100 to 100, higher goes first; above 0 for administrators (0)
+  --time-limit SPAN      the longest time with the GPUs, such as 30m, 2h or 1d; a short one starts sooner
+                         where it fits in before others (as the administrator set)
   --timeout-s SECONDS    give up when no GPUs were free for this long (wait without limit)
   --max-restarts N       start all ranks again after a failure, up to N times (0)
   -m, --module           the script is a module's name
@@ -31,9 +42,10 @@ USAGE = """\
 _PASSED = ("monitor-interval", "role", "numa-binding", "signals-to-handle", "shutdown-timeout", "virtual-local-rank")
 _OURS = (
     "nnodes", "nproc-per-node", "max-restarts", "tee", "redirects", "local-ranks-filter", "log-dir", "module",
-    "no-python", "model", "timeout-s", "help",
+    "no-python", "model", "memory", "same-model", "exclusive", "scavenge", "priority", "time-limit", "timeout-s",
+    "help",
 )  # fmt: skip
-_SWITCHES = frozenset({"module", "no-python", "virtual-local-rank", "help"})
+_SWITCHES = frozenset({"module", "no-python", "virtual-local-rank", "same-model", "exclusive", "scavenge", "help"})
 _SHORT = {"-m": "module", "-t": "tee", "-r": "redirects", "-h": "help"}
 #: torchrun's flags for what a launch decides itself.
 _DECIDED = frozenset(
@@ -43,14 +55,17 @@ _DECIDED = frozenset(
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 _SECONDS = re.compile(r"(?=.*[1-9])\d{1,7}(\.\d{1,3})?")
 _RANKS = re.compile(r"\d+(,\d+)*")
-_MOST_NODES, _MOST_PROCESSES = 1024, 64
+_MOST_NODES, _MOST_PROCESSES, _MOST_MODELS, _MOST_PRIORITY = 1024, 64, 16, 100
+_LEAST_TIME_S, _MOST_TIME_S = 60, 366 * 86400
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """One launch as it was asked for."""
 
+    #: At most; `least_nnodes` is None for exactly so many.
     nnodes: int = 1
+    least_nnodes: int | None = None
     nproc_per_node: int = 1
     max_restarts: int = 0
     tee: str = "0"
@@ -60,7 +75,8 @@ class Options:
     log_dir: str | None = None
     module: bool = False
     no_python: bool = False
-    model: str | None = None
+    #: Models as they were typed.
+    demand: Demand = field(default_factory=Demand)
     timeout_s: float | None = None
     #: More torchrun flags, as given.
     passed: tuple[str, ...] = ()
@@ -146,10 +162,8 @@ def _with(options: Options, name: str, value: str) -> Options:
     """`options` with one flag set."""
     changes: dict[str, Any]
     match name:
-        case "nnodes" if ":" in value:
-            raise UsageError(f"--nnodes {value}: elastic ranges are not supported yet; give one number.")
         case "nnodes":
-            changes = {"nnodes": number(f"--{name}", value, least=1, most=_MOST_NODES)}
+            changes = _nodes(value)
         case "nproc-per-node":
             changes = {"nproc_per_node": number(f"--{name}", value, least=1, most=_MOST_PROCESSES)}
         case "max-restarts":
@@ -164,13 +178,48 @@ def _with(options: Options, name: str, value: str) -> Options:
             changes = {"shown_ranks": tuple(int(rank) for rank in ranks.split(","))}
         case "module" | "no-python":
             changes = {name.replace("-", "_"): True}
-        case "model" | "log-dir":
+        case "log-dir":
             if not value.strip():
                 raise UsageError(f"--{name} needs a value.")
-            changes = {name.replace("-", "_"): value}
+            changes = {"log_dir": value}
+        case "model" | "memory" | "same-model" | "exclusive" | "scavenge" | "priority" | "time-limit":
+            changes = {"demand": replace(options.demand, **_demanded(name, value))}
         case _:
             changes = {"passed": (*options.passed, f"--{name}" + (f"={value}" if name not in _SWITCHES else ""))}
     return replace(options, **changes)
+
+
+def _nodes(value: str) -> dict[str, Any]:
+    """`3`, or `1:3` as torchrun has it."""
+    least, is_range, most = value.partition(":")
+    if not is_range:
+        return {"nnodes": number("--nnodes", value, least=1, most=_MOST_NODES), "least_nnodes": None}
+    if not (re.fullmatch(r"[0-9]{1,4}", least) and re.fullmatch(r"[0-9]{1,4}", most)):
+        raise UsageError(f"--nnodes {value}: a number of nodes, or MIN:MAX such as 1:3, is needed.")
+    if not 1 <= int(least) <= int(most) <= _MOST_NODES:
+        raise UsageError(f"--nnodes {value}: MIN:MAX needs 1 ≤ MIN ≤ MAX ≤ {_MOST_NODES}, such as 1:3.")
+    return {"nnodes": int(most), "least_nnodes": int(least)}
+
+
+def _demanded(name: str, value: str) -> dict[str, Any]:
+    """What one flag wants of the GPUs."""
+    flag = f"--{name}"
+    match name:
+        case "model":
+            models = tuple(" ".join(part.split()) for part in value.split(","))
+            if not all(models):
+                raise UsageError(f"{flag} needs a value: one model, or several with a comma between them.")
+            if len(models) > _MOST_MODELS:
+                raise UsageError(f"{flag}: at most {_MOST_MODELS} models can be named.")
+            return {"models": models}
+        case "memory":
+            return {"least_memory_mib": quantities.parse_memory(flag, value)}
+        case "priority":
+            return {"priority": number(flag, value, least=-_MOST_PRIORITY, most=_MOST_PRIORITY)}
+        case "time-limit":
+            return {"time_limit_s": quantities.parse_span(flag, value, least=_LEAST_TIME_S, most=_MOST_TIME_S)}
+        case _:
+            return {name.replace("-", "_"): True}
 
 
 def number(flag: str, value: str, *, least: int, most: int) -> int:

@@ -1,4 +1,4 @@
-"""Finding and ending every process of a run's ranks, whoever their parent is by now."""
+"""Finding and ending every process of a run's ranks in a container, whoever their parent is by now."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from pathlib import Path
 MARK = "GPU_LAUNCH_RANKS"
 
 
-def marked(run_id: str) -> list[int]:
-    """Process ids of a run's ranks on this machine that this user may see."""
-    wanted = f"{MARK}={run_id}".encode()
+def mark(run_id: str, worker: int | None) -> str:
+    """What a container's ranks carry; `worker` is None in the notebook's own."""
+    return f"{run_id}/{'notebook' if worker is None else worker}"
+
+
+def marked(mark: str) -> list[int]:
+    """Process ids of a run's ranks in this container that this user may see."""
+    wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -23,10 +28,10 @@ def marked(run_id: str) -> list[int]:
     return found
 
 
-def kill_marked(run_id: str) -> int:
+def kill_marked(mark: str) -> int:
     """Kill them, until none is left that could have started another; how many were killed."""
     killed: set[int] = set()
-    while left := [pid for pid in marked(run_id) if pid not in killed]:
+    while left := [pid for pid in marked(mark) if pid not in killed]:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

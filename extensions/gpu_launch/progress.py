@@ -11,6 +11,7 @@ from gpu_launch.errors import LaunchFailed
 from gpu_launch.options import Options
 from gpu_launch.plan import Plan
 from gpu_launch.render import Cap, Lines, count
+from gpu_launch.roster import Roster
 from gpu_launch.spec import RankEnd
 
 #: An agent that runs says so every second.
@@ -25,6 +26,7 @@ class _Node:
     seen_at: float
     code: int | None = None
     said: str = ""
+    is_leaving: bool = False
 
 
 class Ranks:
@@ -32,8 +34,9 @@ class Ranks:
 
     def __init__(self, plan: Plan, options: Options) -> None:
         self._plan, self._options = plan, options
-        self.total = plan.nnodes * plan.nproc_per_node
         self.attempt = 0
+        #: Who takes part in this attempt; None until that is decided.
+        self.roster: Roster | None = None
         self._nodes: dict[int, _Node] = {}
         self._ends: list[RankEnd] = []
         self._lines, self._cap = Lines(), Cap()
@@ -59,15 +62,21 @@ class Ranks:
         """Show nothing more: after an interrupt every rank's own complaint of it is noise."""
         self._hushed = True
 
+    @property
+    def total(self) -> int:
+        """Ranks of this attempt; the most there may be while that is not decided."""
+        return self._plan.nnodes * self._plan.nproc_per_node if self.roster is None else self.roster.ranks
+
     def restart(self) -> None:
         """Begin the next attempt."""
         self.attempt += 1
+        self.roster = None
         self._nodes.clear()
         self._ends.clear()
 
     def is_running(self) -> bool:
         """Whether every node's torchrun has started."""
-        return len(self._nodes) == self._plan.nnodes
+        return self.roster is not None and len(self._nodes) == self.roster.nnodes
 
     def all_ended(self) -> bool:
         """Whether every node's torchrun has ended."""
@@ -76,6 +85,20 @@ class Ranks:
     def failed(self) -> bool:
         """Whether a node's torchrun has failed."""
         return any(node.code for node in self._nodes.values())
+
+    def ended_well(self) -> bool:
+        """Whether every rank has done its work."""
+        return self.all_ended() and not self.failed()
+
+    def leaving(self) -> frozenset[int]:
+        """Node ranks whose containers were told to end, and tell so."""
+        return frozenset(rank for rank, node in self._nodes.items() if node.is_leaving)
+
+    def busy(self, now: float) -> frozenset[int]:
+        """Node ranks whose ranks still run, as far as is heard of them."""
+        return frozenset(
+            rank for rank, node in self._nodes.items() if node.code is None and now - node.seen_at <= SILENCE_S
+        )
 
     def nodes(self) -> tuple[str, ...]:
         """The nodes' names, by node rank."""
@@ -111,6 +134,9 @@ class Ranks:
     def _note(self, message: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
         node = self._nodes.setdefault(message["node_rank"], _Node(name=message["node"], seen_at=now))
         node.seen_at = now
+        if message["kind"] == "leaving":
+            node.is_leaving = True
+            return []
         if message["kind"] == "exit":
             node.code, node.said = message["code"], message["said"]
             self._ends += [RankEnd(**end) for end in message["ends"]]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
-from gpu_launch.wire import Cluster, Job
+from gpu_launch.plan import Plan
+from gpu_launch.wire import PREEMPTING, WAITING, Gpu, Job, Worker
 
 #: Most text a second in the notebook; Jupyter itself drops output beyond 1 MB/s. All of it is in the log files.
 CAP_BYTES_S = 400_000
@@ -95,26 +100,72 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def nodes_text(job: Job | None, own: str) -> str:
+def nodes_text(workers: Iterable[Worker], own: str) -> str:
     """`rig1 RTX 5090, rig2 RTX 5070`: who takes part. `own` is the notebook's own part, empty for none."""
     parts = [own] if own else []
-    for worker in job.workers if job else ():
-        models = sorted({gpu.model for gpu in worker.gpus})
-        number = f"{len(worker.gpus)} × " if len(worker.gpus) > 1 else ""
-        parts.append(f"{worker.node} {number}{', '.join(models)}".strip())
-    return ", ".join(parts)
+    return ", ".join([*parts, *(f"{worker.node} {cards_text(worker.gpus)}".strip() for worker in workers)])
 
 
-def job_text(job: Job, *, gpus: int, workers: int) -> str:
+def cards_text(cards: Sequence[Gpu]) -> str:
+    """`RTX 5070`, `2 × RTX 5090`."""
+    number = f"{len(cards)} × " if len(cards) > 1 else ""
+    return number + ", ".join(sorted({card.model for card in cards}))
+
+
+def job_text(job: Job, plan: Plan, now: datetime) -> str:
     """What is being waited for while workers are asked for and start."""
-    if job.state == "waiting":
-        place = f": position {job.position}" if job.position else ""
-        why = f" ({job.waiting_for})" if job.waiting_for else ""
-        return f"waiting for {count(gpus, 'GPU')} on {count(workers, 'node')}{place}{why}"
-    return f"starting {count(workers, 'worker')} on {nodes_text(job, '')}"
+    if job.state == WAITING:
+        return f"waiting for {asked_text(plan)}{_place_text(job, now)}"
+    if job.is_granted:
+        return f"starting {count(len(job.workers), 'worker')} on {nodes_text(job.workers, '')}"
+    return "preempted, the workers end" if job.state == PREEMPTING else f"the broker says: {job.state}"
 
 
-def model_of(cluster: Cluster | None, uuids: tuple[str, ...]) -> str | None:
-    """The model of this container's own GPUs, as the cluster calls it; None where not known."""
-    gpu = cluster.gpu(uuids[0]) if cluster and uuids else None
-    return gpu.model if gpu else None
+def asked_text(plan: Plan) -> str:
+    """`2 GPUs on 2 nodes`, `2 to 4 GPUs on 1 to 2 nodes`."""
+    least, most, each = max(1, plan.least_workers), plan.workers, plan.nproc_per_node
+    return f"{_range(least * each, most * each, 'GPU')} on {_range(least, most, 'node')}"
+
+
+def _range(least: int, most: int, noun: str) -> str:
+    return count(most, noun) if least == most else f"{least} to {count(most, noun)}"
+
+
+def _place_text(job: Job, now: datetime) -> str:
+    """Position, expected start and reason, as far as they are told."""
+    parts = [f"position {job.position}"] if job.position else []
+    if job.expected_start is not None:
+        parts.append(f"expected to start {_soon((job.expected_start - now).total_seconds())}")
+    text = ", ".join(parts)
+    if job.waiting_for:
+        text += f"{'; ' if text else ''}waits for {job.waiting_for.removeprefix('waits for ')}"
+    return f": {text}" if text else ""
+
+
+def _soon(seconds: float) -> str:
+    """Coarser the longer it is, so that the line does not change all the time."""
+    if seconds < 60:
+        return "within a minute"
+    minutes = math.ceil(seconds / 60)
+    if minutes > 10:
+        minutes = math.ceil(minutes / 5) * 5
+    if minutes < 120:
+        return f"in about {minutes} min"
+    return f"in about {count(round(minutes / 60), 'hour')}"
+
+
+def note_text(job: Job | None, workers: Sequence[Worker], own_cards: Sequence[Gpu]) -> str | None:
+    """What is to be said of a grant, in one line: the broker's note, and that cards differ, the own ones counted in."""
+    note = job.note if job else None
+    cards = [*own_cards, *(card for worker in workers for card in worker.gpus)]
+    if not own_cards or len({card.model for card in cards}) < 2:
+        return note
+    numbers = Counter(card.model for card in sorted(cards, key=lambda card: (-card.memory_mib, card.model)))
+    mixed = ", ".join(f"{number} × {model}" for model, number in numbers.items())
+    other = f"{note}; " if note and not note.startswith("mixed cards") else ""
+    return f"{other}mixed cards: {mixed}; the slowest sets the pace"
+
+
+def times(number: int) -> str:
+    """`once`, `twice`, `3 times`."""
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpu_launch import checks, network, plan, render, runs
+from gpu_launch import checks, plan, render, runs
 from gpu_launch.broker import Broker
+from gpu_launch.demand import Demand
 from gpu_launch.environment import Environment
 from gpu_launch.errors import UsageError
 from gpu_launch.options import Options
-from gpu_launch.spec import Channel, LaunchSpec
+from gpu_launch.roster import Roster
+from gpu_launch.spec import Channel, LaunchSpec, NodeInfo
 from gpu_launch.wire import Cluster
+
+#: Ranks that were told to write a checkpoint are killed by the broker when their time is over, not by torchrun.
+_CHECKPOINT_MOST_S = 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,62 +41,99 @@ class Checked:
     plan: plan.Plan
     #: Script, module or program as torchrun gets it; empty for a cell.
     script: str
-    #: None where the broker was not needed.
-    cluster: Cluster | None
 
     @property
     def own_text(self) -> str:
         """The notebook's own node and GPU model; empty where it does not take part."""
         if not self.plan.own:
             return ""
-        env = self.request.env
-        return f"{env.node} {render.model_of(self.cluster, env.gpu_uuids) or ''}".strip()
+        return f"{self.request.env.node} {render.cards_text(self.plan.own_cards)}".strip()
+
+    @property
+    def may_lose_gpus(self) -> bool:
+        """Whether it is told to write checkpoints when others need its GPUs."""
+        return self.plan.workers > 0 and (self.plan.demand.scavenge or self.plan.is_elastic)
 
 
 def check(request: Request, broker: Broker | None) -> Checked:
     """Raises UsageError, or BrokerError where the broker cannot be asked."""
     options, env = request.options, request.env
-    if options.model is not None and (missing := plan.missing_broker(env)):
-        raise UsageError(f"--model needs the broker: {missing}.")
-    is_alone = options.nnodes == 1 and len(env.gpu_uuids) >= options.nproc_per_node and options.model is None
-    cluster = broker.cluster() if broker is not None and not is_alone else None
-    wanted = plan.make_plan(
-        env,
-        nnodes=options.nnodes,
-        nproc_per_node=options.nproc_per_node,
-        model=plan.find_model(cluster, options.model) if options.model is not None and cluster is not None else None,
-        own_model=render.model_of(cluster, env.gpu_uuids),
-    )
-    if cluster is not None:
-        plan.check_fits(wanted, cluster)
+    wanted = _plan(options, env, _cluster(options, env, broker))
     is_shared = wanted.workers > 0
     if is_shared:
         checks.check_shared(request.cwd, home=env.home, what="This notebook's folder")
     script = ""
     if request.cell is None:
         script = checks.check_command(options, cwd=request.cwd, home=env.home, shared=is_shared)
-    return Checked(request=request, plan=wanted, script=script, cluster=cluster)
+    return Checked(request=request, plan=wanted, script=script)
+
+
+def _cluster(options: Options, env: Environment, broker: Broker | None) -> Cluster | None:
+    """What there is; None where it need not be known, or nobody can be asked."""
+    demand = options.demand
+    flags = {
+        "--model": demand.models,
+        "--memory": demand.least_memory_mib,
+        "--same-model": demand.same_model,
+        "--exclusive": demand.exclusive,
+    }
+    used = [flag for flag, value in flags.items() if value]
+    if used and (missing := plan.missing_broker(env)):
+        raise UsageError(f"{used[0]} needs the broker: {missing}.")
+    is_alone = options.nnodes == 1 and len(env.gpu_uuids) >= options.nproc_per_node and not used
+    return broker.cluster() if broker is not None and not is_alone else None
+
+
+def _plan(options: Options, env: Environment, cluster: Cluster | None) -> plan.Plan:
+    demand = options.demand
+    cards = cluster.cards(env.gpu_uuids) if cluster else ()
+    if cluster is not None:
+        demand = replace(demand, models=tuple(plan.find_model(cluster, model) for model in demand.models))
+
+    def build(env: Environment, demand: Demand) -> plan.Plan:
+        made = plan.make_plan(
+            env,
+            nnodes=options.nnodes,
+            least_nnodes=options.least_nnodes,
+            nproc_per_node=options.nproc_per_node,
+            demand=demand,
+            cards=cards,
+        )
+        return made if cluster is None else plan.fit(made, cluster)
+
+    try:
+        return build(env, demand)
+    except UsageError:
+        if not (demand.same_model and cards):
+            raise
+    # The cluster may have enough of another model than the notebook's own.
+    return build(replace(env, gpu_uuids=()), demand)
 
 
 def build_spec(
-    checked: Checked, run: runs.RunFolder, *, own: network.Interface, port: int, channel: Channel
+    checked: Checked,
+    run: runs.RunFolder,
+    *,
+    roster: Roster,
+    first: NodeInfo,
+    attempt: int,
+    channel: Channel,
 ) -> LaunchSpec:
-    """The first start. `port` is free on the notebook's own address."""
-    request, wanted, options = checked.request, checked.plan, checked.request.options
+    """One start on the nodes of `roster`. `first` is node 0, whose port is free."""
+    request, options = checked.request, checked.request.options
     script = checked.script if request.cell is None else str(run.cell)
     log_dir = request.cwd / Path(options.log_dir).expanduser() if options.log_dir else run.logs
     return LaunchSpec(
         run_id=run.run_id,
-        attempt=0,
-        nnodes=wanted.nnodes,
-        nproc_per_node=wanted.nproc_per_node,
-        own=wanted.own,
-        master_addr=own.address if wanted.own else "",
-        master_port=port if wanted.own else 0,
+        attempt=attempt,
+        roster=roster,
+        master_addr=first.address,
+        master_port=first.port,
         command=(script, *options.arguments),
         module=options.module,
         no_python=options.no_python,
         passed=options.passed,
+        shutdown_s=_CHECKPOINT_MOST_S if checked.may_lose_gpus else None,
         cwd=str(request.cwd),
         log_dir=str(log_dir),
         environ=dict(request.environ),

@@ -7,19 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpu_launch import environment, runs
-from gpu_launch.processes import MARK
+from gpu_launch import environment, processes, runs
 
 
 def spawn(run_id: str) -> subprocess.Popen[bytes]:
     """A `gpu_launch.torchrun` that waits for its arguments on stdin."""
+    mark = processes.mark(run_id, environment.read().worker)
     with log(run_id).open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "gpu_launch.torchrun"],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            env=environment.without_secrets(os.environ) | {MARK: run_id},
+            env=environment.without_secrets(os.environ) | {processes.MARK: mark},
             start_new_session=True,
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gpu_launch.roster import Roster
+
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
@@ -22,10 +24,7 @@ class LaunchSpec:
     run_id: str
     #: 0 for the first start, counted up by restarts.
     attempt: int
-    nnodes: int
-    nproc_per_node: int
-    #: Whether node 0 is the notebook's own container.
-    own: bool
+    roster: Roster
     master_addr: str
     master_port: int
     #: Script, module or program with its arguments.
@@ -34,6 +33,8 @@ class LaunchSpec:
     no_python: bool
     #: More torchrun flags.
     passed: tuple[str, ...]
+    #: How long torchrun waits for ranks that were told to end, in seconds; None for its own limit.
+    shutdown_s: int | None
     cwd: str
     log_dir: str
     #: Set for the ranks, over what their container has.

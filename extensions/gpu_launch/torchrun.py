@@ -1,6 +1,7 @@
 """A torchrun that has imported torch before it knows what to run: the same arguments, one import sooner.
 
-Reads one line of JSON on stdin to know what to run: `{"argv": [...], "environ": {...}, "cwd": "", "failures": "path"}`.
+Reads one line of JSON on stdin to know what to run:
+`{"argv": [...], "shutdown_s": null, "environ": {...}, "cwd": "", "failures": "path"}`.
 An end of input instead means that nothing is to be run.
 """
 
@@ -35,7 +36,7 @@ def main() -> int:
     if problem:
         sys.stderr.write(problem)
         return 1
-    return _run(start["argv"], Path(start["failures"]))
+    return _run(start["argv"], start["shutdown_s"], Path(start["failures"]))
 
 
 def _import() -> str:
@@ -46,11 +47,14 @@ def _import() -> str:
     return ""
 
 
-def _run(argv: list[str], failures: Path) -> int:
+def _run(argv: list[str], shutdown_s: int | None, failures: Path) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if shutdown_s is not None and "--shutdown-timeout" in run.get_args_parser().format_help():
+        # First, so that the user's own wins; older torchruns have no such flag, and wait for 30 s.
+        argv = [f"--shutdown-timeout={shutdown_s}", *argv]
     try:
         # What torchrun's `main` does, without its own summary of the failure.
         run.run(run.parse_args(argv))

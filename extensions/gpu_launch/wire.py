@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 #: Job and worker states with a meaning here; any other state is shown as it is.
-WAITING, STARTING, RUNNING, STOPPING, ENDED = "waiting", "starting", "running", "stopping", "ended"
+WAITING, STARTING, RUNNING, PREEMPTING = "waiting", "starting", "running", "preempting"
+STOPPING, ENDED = "stopping", "ended"
 EXITED = "exited"
 
 
@@ -18,6 +20,8 @@ class Gpu:
     uuid: str
     node: str
     model: str
+    #: 0 where not told.
+    memory_mib: int = 0
     holder: str = ""
 
 
@@ -49,6 +53,19 @@ class Job:
     reason: str | None
     #: Ends when not renewed for this long, in seconds.
     renew_within_s: float
+    #: When it is expected to be granted; None where not known.
+    expected_start: datetime | None = None
+    #: From the grant, one line for a person: that its cards differ, say.
+    note: str | None = None
+    #: How often it was preempted as a whole and waited again.
+    preemptions: int = 0
+    #: Until when checkpoints may be written; None unless preempting.
+    checkpoint_until: datetime | None = None
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether its workers are there or on their way."""
+        return self.state in (STARTING, RUNNING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +82,10 @@ class Cluster:
 
     nodes: tuple[Node, ...]
 
-    def gpu(self, uuid: str) -> Gpu | None:
-        """The GPU with this UUID."""
-        return next((gpu for node in self.nodes for gpu in node.gpus if gpu.uuid == uuid), None)
+    def cards(self, uuids: tuple[str, ...]) -> tuple[Gpu, ...]:
+        """The GPUs with these UUIDs, in their order, as far as they are known."""
+        known = {gpu.uuid: gpu for node in self.nodes for gpu in node.gpus}
+        return tuple(known[uuid] for uuid in uuids if uuid in known)
 
     def models(self) -> tuple[str, ...]:
         """Every GPU model, once, by name."""
@@ -77,7 +95,13 @@ class Cluster:
 def parse_gpu(data: Mapping[str, Any]) -> Gpu:
     """A `Gpu` or `GpuView` of the broker."""
     holder = data.get("holder") or {}
-    return Gpu(uuid=data["uuid"], node=data["node"], model=data["model"], holder=holder.get("owner", ""))
+    return Gpu(
+        uuid=data["uuid"],
+        node=data["node"],
+        model=data["model"],
+        memory_mib=data.get("memory_mib") or 0,
+        holder=holder.get("owner", ""),
+    )
 
 
 def parse_worker(data: Mapping[str, Any]) -> Worker:
@@ -105,7 +129,20 @@ def parse_job(data: Mapping[str, Any]) -> Job:
         workers=tuple(sorted(map(parse_worker, data.get("workers", ())), key=lambda worker: worker.index)),
         reason=data.get("reason"),
         renew_within_s=float(data.get("renew_within_s") or 30.0),
+        expected_start=parse_time(lease.get("expected_start")),
+        note=lease.get("note"),
+        preemptions=data.get("preemptions") or 0,
+        checkpoint_until=parse_time(data.get("checkpoint_until")),
     )
+
+
+def parse_time(value: object) -> datetime | None:
+    """A moment with its time zone (UTC where none is told); None for anything else."""
+    try:
+        found = datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+    return found.replace(tzinfo=UTC) if found is not None and found.tzinfo is None else found
 
 
 def parse_cluster(data: Mapping[str, Any]) -> Cluster:

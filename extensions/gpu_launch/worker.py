@@ -15,12 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from gpu_launch import environment, runs
+from gpu_launch import environment, processes, runs
 from gpu_launch.engine_process import wait_for
-from gpu_launch.processes import kill_marked
 
 _POLL_S = 0.05  # seconds between looks at the engine
-_GRACE_S = 2.0  # seconds a user's own engine has to end by itself; a launch's has nothing to save
+_GRACE_S = 2.0  # seconds a user's own engine has to end by itself
 
 
 def main() -> None:
@@ -38,16 +37,30 @@ def _serve(run: runs.RunFolder, env: environment.Environment) -> int:
     is_launch = json.loads(run.settings.read_text())["is_launch"]
     return supervise(
         [sys.executable, "-m", "gpu_launch.engine_process", str(run.root)],
-        run_id=run.run_id,
-        grace_s=0.0 if is_launch else _GRACE_S,
+        mark=processes.mark(run.run_id, env.worker),
+        grace_s=_grace(env, is_launch=is_launch),
         log=run.log("notebook" if env.worker is None else f"worker-{env.worker}"),
         # In the notebook's container nobody else would notice that the kernel died.
         is_wanted=(lambda: os.getppid() == parent) if env.worker is None else (lambda: True),
     )
 
 
-def supervise(arguments: list[str], *, run_id: str, log: Path, grace_s: float, is_wanted: Callable[[], bool]) -> int:
-    """Run the engine until it ends, SIGTERM comes or `is_wanted` says no; its exit code. Leaves no rank behind."""
+def _grace(env: environment.Environment, *, is_launch: bool) -> float | None:
+    """Seconds from SIGTERM to the engine's end; None for as long as it takes."""
+    if not is_launch:
+        return _GRACE_S
+    # A worker's ranks may be writing a checkpoint, and the broker kills the container when their time is over. The
+    # notebook's own ranks get their SIGTERM, and their time, from the launch: when this ends nothing is to be saved.
+    return 0.0 if env.worker is None else None
+
+
+def supervise(
+    arguments: list[str], *, mark: str, log: Path, grace_s: float | None, is_wanted: Callable[[], bool]
+) -> int:
+    """Run the engine until it ends, SIGTERM comes or `is_wanted` says no; its exit code. Leaves no rank behind.
+
+    From SIGTERM on, which it gets as well, the engine has `grace_s` seconds; None for no limit.
+    """
     stopping: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
@@ -66,10 +79,10 @@ def supervise(arguments: list[str], *, run_id: str, log: Path, grace_s: float, i
             code = _end(engine, grace_s)
         return code if code >= 0 else 128 - code
     finally:
-        kill_marked(run_id)
+        processes.kill_marked(mark)
 
 
-def _end(engine: subprocess.Popen[bytes], grace_s: float) -> int:
+def _end(engine: subprocess.Popen[bytes], grace_s: float | None) -> int:
     engine.terminate()
     try:
         return engine.wait(grace_s)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from gpu_launch import wire
 from gpu_launch.broker import Broker
+from gpu_launch.demand import Demand
 from gpu_launch.errors import BrokerError
-from gpuhub.broker.schemas import GpuState, JobState, WorkerState
+from gpuhub.broker.schemas import JobRequest, JobState, WorkerState
+from gpuhub.settings import Scheduling
 from tests.support.brokers import Running, Setting, served_broker
-from tests.support.simulated import wait_until
+from tests.support.simulated import build_cluster, wait_until
 
 RUN = "run-000001"
 
@@ -39,7 +43,7 @@ def client(running: Running) -> Broker:
 
 
 def _create(client: Broker, *, run_id: str = RUN, nnodes: int = 2, **parts: object) -> wire.Job:
-    arguments = {"nproc_per_node": 1, "server": "", "exclude_nodes": (), "model": None, **parts}
+    arguments = {"nproc_per_node": 1, "server": "", "exclude_nodes": (), "demand": Demand(), **parts}
     return client.create_job(run_id=run_id, nnodes=nnodes, **arguments)  # type: ignore[arg-type]
 
 
@@ -58,12 +62,10 @@ def test_the_cluster_is_read(running: Running, client: Broker) -> None:
     cluster = client.cluster()
     assert [node.name for node in cluster.nodes] == ["rig1", "rig2", "rig3"]
     assert cluster.models() == ("RTX 5060", "RTX 5070", "RTX 5090")
-    gpu = cluster.gpu(held["gpus"][0]["uuid"])
-    assert gpu is not None
+    gpu, free = cluster.cards((held["gpus"][0]["uuid"], "GPU-rig2-0"))
     assert (gpu.node, gpu.model, gpu.holder) == ("rig1", "RTX 5090", "ben")
-    free = cluster.gpu("GPU-rig2-0")
-    assert free is not None
-    assert free.holder == ""
+    assert (free.node, free.holder) == ("rig2", "")
+    assert gpu.memory_mib > free.memory_mib > 8000
 
 
 def test_a_jobs_whole_life(running: Running, client: Broker) -> None:
@@ -108,7 +110,15 @@ def test_a_workers_end_is_told(running: Running, client: Broker) -> None:
     ("token", "parts", "status", "text"),
     [
         ("ada", {"nnodes": 9}, 422, "9 nodes were asked for and the cluster has 3: rig1, rig2, rig3"),
-        ("ada", {"model": "RTX 4090"}, 422, "1 × RTX 4090 on each of 2 nodes was asked for"),
+        ("ada", {"demand": Demand(models=("RTX 4090",))}, 422, "1 × RTX 4090 on each of 2 nodes was asked for"),
+        (
+            "ada",
+            {"demand": Demand(least_memory_mib=80 * 1024)},
+            422,
+            "1 × any GPU of at least 80 GiB on each of 2 nodes",
+        ),
+        ("ada", {"demand": Demand(same_model=True)}, 422, "1 × any GPU on each of 2 nodes"),
+        ("ada", {"demand": Demand(priority=5)}, 403, "priority 5: only an admin"),
         ("ada", {"run_id": "../x"}, 422, "run_id: String should match pattern"),
         ("unknown", {}, 401, "the hub does not know this token"),
         ("narrow", {}, 403, "this token may not use the GPU broker"),
@@ -153,10 +163,68 @@ def test_a_restart_of_the_broker_is_waited_out(setting: Setting) -> None:
 
 def test_both_sides_name_states_alike() -> None:
     """The client's words for states are the broker's."""
-    ours = {wire.WAITING, wire.STARTING, wire.RUNNING, wire.STOPPING, wire.ENDED}
+    ours = {wire.WAITING, wire.STARTING, wire.RUNNING, wire.PREEMPTING, wire.STOPPING, wire.ENDED}
     assert ours == {state.value for state in JobState}
     assert WorkerState.EXITED.value == wire.EXITED
-    assert {state.value for state in GpuState} == {"free", "held", "unavailable"}
+
+
+def test_every_demand_is_a_field_of_the_request() -> None:
+    """With the broker's own default, which is therefore not sent."""
+    for item in dataclasses.fields(Demand):
+        assert JobRequest.model_fields[item.name].default == getattr(Demand(), item.name), item.name
+
+
+def test_every_demand_is_taken(running: Running, client: Broker) -> None:
+    """As a whole, and the grant's note comes with the job."""
+    demand = Demand(
+        models=("RTX 5070", "RTX 5060"), least_memory_mib=8000, scavenge=True, priority=-3, time_limit_s=3600
+    )
+    job = _until(client, _create(client, demand=demand, exclude_nodes=("rig1",)), wire.RUNNING)
+    assert [gpu.model for worker in job.workers for gpu in worker.gpus] == ["RTX 5070", "RTX 5060"]
+    assert job.note == "mixed cards: 1 × RTX 5070, 1 × RTX 5060; the slowest sets the pace"
+
+
+def test_an_elastic_job_starts_with_what_is_free(running: Running, client: Broker) -> None:
+    """Its workers are as many as were granted."""
+    running.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"})
+    job = _until(client, _create(client, nnodes=3, min_nnodes=1), wire.RUNNING)
+    assert sorted(worker.node for worker in job.workers) == ["rig2", "rig3"]
+
+
+@pytest.fixture
+def preempting(tmp_path: Path) -> Iterator[Running]:
+    """A broker that takes GPUs back when others need them."""
+    with served_broker(Setting(tmp_path, cluster=build_cluster(scheduling=Scheduling(preemption=True)))) as found:
+        yield found
+
+
+def test_a_scavenging_job_is_preempted_and_waits_again(preempting: Running) -> None:
+    """It says until when checkpoints may be written; with its workers gone it waits, and runs again in its turn."""
+    client = Broker(preempting.url, "ada", patience_s=5.0)
+    job = _until(client, _create(client, nnodes=3, demand=Demand(scavenge=True)), wire.RUNNING)
+    held = preempting.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"}).json()
+    told = _until(client, job, wire.PREEMPTING)
+    assert told.checkpoint_until is not None
+    assert 0 < (told.checkpoint_until - datetime.now(UTC)).total_seconds() <= 60
+    for node in preempting.setting.nodes.values():
+        node.end_container(node.of_kind("worker")[0]["Id"], code=143)
+    waiting = _until(client, told, wire.WAITING)
+    assert (waiting.preemptions, waiting.checkpoint_until, waiting.workers) == (1, None, ())
+    assert (waiting.position, "ben" in (waiting.waiting_for or "")) == (1, True)
+    preempting.send("DELETE", f"/api/v1/leases/{held['id']}", "ben")
+    assert len(_until(client, waiting, wire.RUNNING).workers) == 3
+
+
+def test_an_elastic_job_is_shrunk(preempting: Running) -> None:
+    """What was given back is no worker any more, and the others keep their numbers."""
+    client = Broker(preempting.url, "ada", patience_s=5.0)
+    job = _until(client, _create(client, nnodes=3, min_nnodes=1), wire.RUNNING)
+    going = next(worker.index for worker in job.workers if worker.node == "rig1")
+    preempting.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"})
+    wait_until(lambda: len(client.job(job.id).workers) == 2, "the job is shrunk")
+    left = client.job(job.id)
+    assert (left.state, left.preemptions) == (wire.RUNNING, 0)
+    assert {worker.index for worker in left.workers} == {0, 1, 2} - {going}
 
 
 def test_a_long_poll_ends_with_the_news(running: Running, client: Broker) -> None:

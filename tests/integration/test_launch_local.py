@@ -6,6 +6,7 @@ named by GPU_LAUNCH_TEST_PYTHON (this one by default) runs them and must have to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,9 +17,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,11 @@ from gpuhub.broker import schemas
 TOKEN = "notebook-token"
 NODES = ("rig1", "rig2", "rig3")
 MODELS = ("RTX 5090", "RTX 5070", "RTX 5060")
+MEMORY_MIB = (32_607, 12_227, 8_151)
 PYTHON = os.environ.get("GPU_LAUNCH_TEST_PYTHON", sys.executable)
-DEADLINE_S = 90.0
+DEADLINE_S = 120.0
+#: In the environment of all processes of a worker's container.
+CONTAINER = "GPU_LAUNCH_TEST_CONTAINER"
 
 ALL_REDUCE = """
     import os, sys, torch, torch.distributed as dist
@@ -46,10 +50,40 @@ ALL_REDUCE = """
 """
 
 
+#: Writes a checkpoint when it is told to end, and goes on from it; ends by itself some steps after having gone on.
+CHECKPOINTED = """
+    import os, signal, time
+    from pathlib import Path
+    import torch, torch.distributed as dist
+
+    told = []
+    signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+    dist.init_process_group("gloo")
+    checkpoint = Path("step")
+    first = step = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    print("began at", first, "of", dist.get_world_size(), "preempted", os.environ["GPU_LAUNCH_PREEMPTIONS"])
+    while not first or step < first + 5:
+        time.sleep(0.05)
+        step += 1
+        stop = torch.tensor([float(len(told))])
+        dist.all_reduce(stop)
+        if stop.item():
+            if dist.get_rank() == 0:
+                time.sleep(1)
+                checkpoint.write_text(str(step))
+                print("saved", step)
+            dist.barrier()
+            break
+    else:
+        print("finished at", step)
+    dist.destroy_process_group()
+"""
+
+
 def gpu(node: str) -> schemas.Gpu:
     """The node's one GPU."""
     index = NODES.index(node)
-    return schemas.Gpu(uuid=f"GPU-{node}", node=node, index=0, model=MODELS[index], memory_mib=8192)
+    return schemas.Gpu(uuid=f"GPU-{node}", node=node, index=0, model=MODELS[index], memory_mib=MEMORY_MIB[index])
 
 
 @dataclass
@@ -62,6 +96,17 @@ class Gang:
     nodes: tuple[str, ...] = ()
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     renewed: int = 0
+    preemptions: int = 0
+    checkpoint_until: datetime | None = None
+    #: Workers whose end has been told, and those that the broker took back.
+    ended: set[int] = field(default_factory=set)
+    given_back: set[int] = field(default_factory=set)
+
+    def has_news(self) -> bool:
+        """Whether a worker ended since this was asked last."""
+        ended = {index for index, process in enumerate(self.processes) if process.poll() is not None}
+        before, self.ended = self.ended, ended
+        return ended != before
 
 
 class LocalBroker:
@@ -71,6 +116,8 @@ class LocalBroker:
         self.home = home
         self.gangs: dict[str, Gang] = {}
         self.busy = False
+        #: Nodes that others hold.
+        self.held: set[str] = set()
         self.changed = threading.Condition()
         broker = self
 
@@ -128,18 +175,19 @@ class LocalBroker:
     def grant(self, run: str) -> None:
         """Start the workers."""
         gang = self.gangs[run]
-        gang.nodes = tuple(node for node in NODES if node not in gang.request.exclude_nodes)[: gang.request.nnodes]
+        taken = self.held.union(gang.request.exclude_nodes)
+        gang.nodes = tuple(node for node in NODES if node not in taken)[: gang.request.nnodes]
+        assert len(gang.nodes) >= (gang.request.min_nnodes or gang.request.nnodes)
         for index, node in enumerate(gang.nodes):
             own = environment(self, node=node, gpus=(gpu(node).uuid,)) | {
                 "GPU_LAUNCH_RUN": run,
                 "GPU_LAUNCH_WORKER": str(index),
+                CONTAINER: f"{run}-{gang.preemptions}-{index}",
             }
             own.pop("JUPYTERHUB_API_TOKEN")
             command = [PYTHON, "-m", "gpu_launch.worker"]
             gang.processes.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, start_new_session=True))
-        with self.changed:
-            gang.state, gang.version = schemas.JobState.RUNNING, gang.version + 1
-            self.changed.notify_all()
+        self.set_state(run, schemas.JobState.RUNNING)
 
     def wait(self, run: str, version: int) -> schemas.Job:
         """A long poll; a worker's end is a change."""
@@ -147,22 +195,49 @@ class LocalBroker:
         with self.changed:
             while self.gangs[run].version == version and time.monotonic() < deadline:
                 gang = self.gangs[run]
-                if gang.state is schemas.JobState.RUNNING and any(
-                    process.poll() is not None for process in gang.processes
-                ):
-                    gang.version += 1
+                gang.version += gang.has_news()
                 self.changed.wait(0.1)
         return self.job(run)
 
     def end(self, run: str) -> None:
-        """What `docker rm -f` does to a container."""
+        """Stop the workers as the broker does, with two seconds from SIGTERM to SIGKILL."""
         gang = self.gangs[run]
-        for process in gang.processes:
-            process.terminate()
-        for process in gang.processes:
-            process.wait()
+        self.stop(run, range(len(gang.processes)), within_s=2.0)
+        self.set_state(run, schemas.JobState.ENDED)
+
+    def preempt(self, run: str) -> None:
+        """SIGTERM, time for checkpoints, and the job waits again; returns when it does."""
+        gang = self.gangs[run]
+        gang.checkpoint_until = datetime.now(UTC) + timedelta(seconds=60)
+        self.set_state(run, schemas.JobState.PREEMPTING)
+        self.stop(run, range(len(gang.processes)), within_s=60.0)
+        gang.checkpoint_until, gang.nodes, gang.processes = None, (), []
+        gang.preemptions += 1
+        self.set_state(run, schemas.JobState.WAITING)
+
+    def shed(self, run: str, index: int) -> None:
+        """Take one worker back from a job that goes on: it is no worker any more, and has time for a checkpoint."""
+        self.gangs[run].given_back.add(index)
+        self.set_state(run, schemas.JobState.RUNNING)
+        self.stop(run, [index], within_s=60.0)
+
+    def stop(self, run: str, indexes: Iterable[int], *, within_s: float) -> None:
+        """What Docker does: SIGTERM to the first process, and SIGKILL to all when the time is over."""
+        gang = self.gangs[run]
+        for index in indexes:
+            gang.processes[index].terminate()
+        deadline = time.monotonic() + within_s
+        for index in indexes:
+            try:
+                gang.processes[index].wait(max(0.0, deadline - time.monotonic()))
+            finally:
+                kill_all(f"{CONTAINER}={run}-{gang.preemptions}-{index}")
+
+    def set_state(self, run: str, state: schemas.JobState) -> None:
+        """Tell of a new state."""
         with self.changed:
-            gang.state, gang.version = schemas.JobState.ENDED, gang.version + 1
+            self.gangs[run].state = state
+            self.gangs[run].version += 1
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -178,15 +253,19 @@ class LocalBroker:
         is_waiting = gang.state is schemas.JobState.WAITING
         lease = schemas.Lease(
             id=f"lease-{run}", owner="ada", purpose=schemas.Purpose.JOB, subject=run, profile=None,
-            state=schemas.LeaseState.WAITING if is_waiting else schemas.LeaseState.ACTIVE, version=gang.version,
+            state=schemas.LeaseState.REQUESTED if is_waiting else schemas.LeaseState.ACTIVE, version=gang.version,
             position=1 if is_waiting else None, waiting_for="RTX 5070 held by bob" if is_waiting else None,
+            expected_start=now + timedelta(minutes=24) if is_waiting else None,
             nodes=gang.nodes, gpus=tuple(map(gpu, gang.nodes)), epoch=1, created_at=now, granted_at=None if is_waiting else now,
             expires_at=None, reason=None,
         )  # fmt: skip
         return schemas.Job(
             id=run, run_id=run, owner="ada", state=gang.state, version=gang.version, lease=lease,
-            workers=tuple(self.worker(gang, index) for index in range(len(gang.nodes))), nnodes=gang.request.nnodes,
+            workers=tuple(self.worker(gang, index) for index in range(len(gang.nodes)) if index not in gang.given_back),
+            nnodes=gang.request.nnodes,
             nproc_per_node=gang.request.nproc_per_node, reason=None, renew_within_s=4.0,
+            min_nnodes=gang.request.min_nnodes or gang.request.nnodes, scavenge=gang.request.scavenge,
+            preemptions=gang.preemptions, checkpoint_until=gang.checkpoint_until,
         )  # fmt: skip
 
     @staticmethod
@@ -202,7 +281,7 @@ class LocalBroker:
         """Three nodes with one GPU each."""
         views = [
             schemas.GpuView(
-                **gpu(node).model_dump(),
+                **gpu(node).model_dump(exclude={"memory_cap_mib"}),
                 state=schemas.GpuState.FREE,
                 holder=None,
                 utilisation_percent=None,
@@ -214,6 +293,14 @@ class LocalBroker:
             schemas.NodeView(name=view.node, state=schemas.NodeState.UP, message=None, gpus=(view,)) for view in views
         )
         return schemas.ClusterView(nodes=nodes, profiles=(), queue=(), now=datetime.now(UTC))
+
+
+def kill_all(variable: str) -> None:
+    """End every process that has this in its environment."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def environment(broker: LocalBroker, *, node: str, gpus: tuple[str, ...]) -> dict[str, str]:
@@ -421,7 +508,10 @@ def test_a_waiting_launch_says_what_it_waits_for(notebook: Notebook) -> None:
     notebook.script("hello.py", ALL_REDUCE)
     process = notebook.start("import gpu_launch; gpu_launch.run('hello.py', nnodes=2)")
     assert process.stdout is not None
-    assert any("waiting for 1 GPU on 1 node: position 1 (RTX 5070 held by bob)" in line for line in process.stdout)
+    wanted = (
+        "waiting for 1 GPU on 1 node: position 1, expected to start in about 25 min; waits for RTX 5070 held by bob"
+    )
+    assert any(wanted in line for line in process.stdout)
     notebook.broker.grant(next(iter(notebook.broker.gangs)))
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, out + err
@@ -479,3 +569,99 @@ def test_a_cell_runs_as_the_script_beside_its_notebook(notebook: Notebook) -> No
     assert out.count("imported ['a', 'b c']") == 2
     assert "UsageError: There is no script missing.py in ~/." in out
     assert "Traceback" not in out + err
+
+
+def test_a_preempted_launch_writes_a_checkpoint_waits_again_and_goes_on_from_it(notebook: Notebook) -> None:
+    """SIGTERM on every node, the notebook's own included; the place in the queue; the same command anew."""
+    notebook.script("train.py", CHECKPOINTED)
+    process = notebook.start("import gpu_launch; gpu_launch.run('train.py', nnodes=2, scavenge=True)")
+    assert process.stdout is not None
+    seen = lines_until(process, "] began at 0 of 2 preempted 0", times=2)
+    (run,) = notebook.broker.gangs
+    assert notebook.broker.gangs[run].request.scavenge
+    notebook.broker.preempt(run)
+    seen += lines_until(process, "waiting for 1 GPU on 1 node: position 1, expected to start")
+    notebook.broker.held.add("rig2")
+    notebook.broker.grant(run)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, "".join(seen) + out + err
+    shown = "".join(seen)
+    assert re.search(r"gpu_launch: preempted: others need the GPUs; (59|60) s for a checkpoint\n", shown)
+    (saved,) = re.findall(r"\[rank 0 · rig1\] saved (\d+)\n", shown)
+    for rank, node in enumerate(("rig1", "rig3")):
+        assert f"[rank {rank} · {node}] began at {saved} of 2 preempted 1\n" in out
+        assert f"[rank {rank} · {node}] finished at {int(saved) + 5}\n" in out
+    assert "preempted once · running on rig1 RTX 5090, rig3 RTX 5060" in out
+    assert "mixed cards: 1 × RTX 5090, 1 × RTX 5060; the slowest sets the pace" in out
+    assert notebook.broker.gangs[run].state is schemas.JobState.ENDED
+    until(lambda: not notebook.left(), "no process left")
+
+
+@pytest.mark.parametrize("moment", ["while ranks write checkpoints", "while it waits again"])
+def test_an_interrupt_ends_a_preempted_launch(notebook: Notebook, moment: str) -> None:
+    """Cleanly, with all that it asked for freed."""
+    ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)" if "write" in moment else ""
+    notebook.script("sleep.py", f"import signal, time\n{ignores}\nprint('sleeping')\ntime.sleep(600)")
+    process = notebook.start("import gpu_launch; gpu_launch.run('sleep.py', nnodes=2, scavenge=True)")
+    lines_until(process, "] sleeping", times=2)
+    (run,) = notebook.broker.gangs
+    preempting = threading.Thread(target=notebook.broker.preempt, args=(run,))
+    preempting.start()
+    if "write" in moment:
+        lines_until(process, "ranks write their checkpoints and end")
+    else:
+        preempting.join(DEADLINE_S)
+        lines_until(process, "waiting for 1 GPU on 1 node")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert "LaunchInterrupted" in err
+    preempting.join(DEADLINE_S)
+    until(lambda: not notebook.left(), "no process left")
+
+
+def test_an_elastic_launch_goes_on_with_what_is_left(notebook: Notebook) -> None:
+    """From the checkpoint that all ranks were told to write, on other node ranks, without using up a restart."""
+    notebook.script("train.py", CHECKPOINTED)
+    process = notebook.start("import gpu_launch; gpu_launch.run('train.py', nnodes='1:5')", gpus=())
+    seen = lines_until(process, "] began at 0 of 3 preempted 0", times=3)
+    (run,) = notebook.broker.gangs
+    request = notebook.broker.gangs[run].request
+    assert (request.min_nnodes, request.nnodes) == (1, 3)
+    notebook.broker.shed(run, 0)
+    seen += lines_until(process, "] began at", times=2)
+    notebook.broker.shed(run, 2)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    shown = "".join(seen) + out
+    assert process.returncode == 0, shown + err
+    assert "rig1 is given back, others need the GPUs; going on with 2 nodes\n" in shown
+    assert "rig3 is given back, others need the GPUs; going on with 1 node\n" in shown
+    first, second = re.findall(r"\] saved (\d+)\n", shown)
+    assert f"[rank 0 · rig2] began at {first} of 2 preempted 0\n" in shown
+    assert f"[rank 1 · rig3] began at {first} of 2 preempted 0\n" in shown
+    assert f"[rank 0 · rig2] began at {second} of 1 preempted 0\n" in out
+    assert f"[rank 0 · rig2] finished at {int(second) + 5}\n" in out
+    until(lambda: not notebook.left(), "no process left")
+
+
+def test_an_elastic_launch_with_its_own_gpu_waits_for_nobody(notebook: Notebook) -> None:
+    """Its own node is enough to begin with: what is not free now is not waited for."""
+    notebook.broker.busy = True
+    notebook.script("hello.py", ALL_REDUCE)
+    code, out, err = notebook.run("import gpu_launch; gpu_launch.run('hello.py', nnodes='1:3')")
+    assert code == 0, out + err
+    assert "sum 1.0 of 1" in out
+    assert "1 of up to 3 nodes: rig1 RTX 5090" in out
+    (gang,) = notebook.broker.gangs.values()
+    assert gang.state is schemas.JobState.ENDED
+
+
+def lines_until(process: subprocess.Popen[str], wanted: str, *, times: int = 1) -> list[str]:
+    """What a notebook shows, until a line has been there so often."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        times -= wanted in line
+        if not times:
+            return lines
+    raise AssertionError(f"ended without {wanted!r}: {''.join(lines)}{process.stderr.read() if process.stderr else ''}")

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gpu_launch
 from gpu_launch import options
+from gpu_launch.demand import Demand
 from gpu_launch.errors import UsageError
 
 HOSTILE = [
@@ -27,6 +29,37 @@ def test_torchruns_flags_in_both_spellings():
     wanted = options.parse("--nnodes 3 --nproc_per_node=2 --max-restarts 1 -t 3 train.py --epochs 2 --nnodes 9")
     assert (wanted.nnodes, wanted.nproc_per_node, wanted.max_restarts, wanted.tee) == (3, 2, 1, "3")
     assert (wanted.script, wanted.arguments) == ("train.py", ("--epochs", "2", "--nnodes", "9"))
+
+
+def test_what_is_wanted_of_the_gpus():
+    """In both spellings; models in the order of liking."""
+    wanted = options.parse(
+        "--model 'RTX  5090, rtx5070' --memory=1.5G --same_model --exclusive --scavenge --priority -5 "
+        "--time-limit 90m train.py"
+    )
+    assert wanted.demand == Demand(
+        models=("RTX 5090", "rtx5070"),
+        least_memory_mib=1536,
+        same_model=True,
+        exclusive=True,
+        scavenge=True,
+        priority=-5,
+        time_limit_s=5400,
+    )
+    assert options.parse("train.py").demand == Demand()
+
+
+def test_elastic_ranges_are_read_as_torchrun_does():
+    """MIN:MAX; a later single number takes it back."""
+    wanted = options.parse("--nnodes 1:3 train.py")
+    assert (wanted.least_nnodes, wanted.nnodes) == (1, 3)
+    wanted = options.parse("--nnodes 1:3 --nnodes 2 train.py")
+    assert (wanted.least_nnodes, wanted.nnodes) == (None, 2)
+
+
+def test_help_names_every_flag_of_ours():
+    """So that a new one is not forgotten."""
+    assert [name for name in options._OURS if f"--{name}" not in options.USAGE and name != "help"] == []
 
 
 def test_everything_after_the_script_is_the_scripts():
@@ -65,7 +98,12 @@ def test_any_words_give_options_or_one_clear_line(words):
         ("--nnodes three x.py", "whole number"),
         ("--nnodes 1_0 x.py", "whole number"),
         ("--nnodes ٣ x.py", "whole number"),
-        ("--nnodes 1:3 x.py", "elastic ranges are not supported yet"),
+        ("--nnodes 3:1 x.py", "1 ≤ MIN ≤ MAX ≤ 1024"),
+        ("--nnodes 0:3 x.py", "1 ≤ MIN ≤ MAX ≤ 1024"),
+        ("--nnodes 1:9999 x.py", "1 ≤ MIN ≤ MAX ≤ 1024"),
+        ("--nnodes 1: x.py", "MIN:MAX such as 1:3"),
+        ("--nnodes 1:2:3 x.py", "MIN:MAX such as 1:3"),
+        ("--nnodes a:b x.py", "MIN:MAX such as 1:3"),
         ("--nproc-per-node gpu x.py", "from 1 to 64"),
         ("--nnode 3 x.py", "Did you mean --nnodes"),
         ("--nodes=3 x.py", "Did you mean --nnodes"),
@@ -80,6 +118,20 @@ def test_any_words_give_options_or_one_clear_line(words):
         ("--timeout-s 0 x.py", "above 0"),
         ("--timeout-s nan x.py", "above 0"),
         ("--model '' x.py", "--model needs a value"),
+        ("--model 'RTX 5090,' x.py", "--model needs a value"),
+        (f"--model {','.join('abcdefghijklmnopq')} x.py", "at most 16 models"),
+        ("--memory 24 x.py", "a size with its unit is needed, such as 24G"),
+        ("--memory 0G x.py", "a size with its unit"),
+        ("--memory lots x.py", "a size with its unit"),
+        ("--memory -1G x.py", "a size with its unit"),
+        ("--time-limit 2 x.py", "a span of time with its unit is needed, such as 30m"),
+        ("--time-limit 30s x.py", "from 60 s to 366 d"),
+        ("--time-limit 99w x.py", "from 60 s to 366 d"),
+        ("--priority high x.py", "from -100 to 100"),
+        ("--priority 101 x.py", "from -100 to 100"),
+        ("--scavenge=yes x.py", "--scavenge takes no value"),
+        ("--same-models x.py", "Did you mean --same-model"),
+        ("--time_limits 2h x.py", "Did you mean --time-limit"),
         ("'unclosed", "No closing quotation"),
     ],
 )
@@ -124,3 +176,25 @@ def test_other_torchrun_flags_are_passed_on():
         "--shutdown-timeout=5",
         "--virtual-local-rank",
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "right"),
+    [
+        ({"nnodes": "3:1"}, "--nnodes 3:1"),
+        ({"memory": "24"}, "--memory 24"),
+        ({"priority": 101}, "--priority 101"),
+        ({"time_limit": "1s"}, "--time-limit 1s"),
+        ({"model": ["RTX 5090", ""]}, "--model needs a value"),
+        ({"model": ["RTX 5090", "RTX 5070"]}, "--model needs the broker"),
+        ({"same_model": True}, "--same-model needs the broker"),
+        ({"exclusive": True}, "--exclusive needs the broker"),
+        ({"scavenge": True, "nnodes": "1:2"}, "cannot be asked for"),
+    ],
+)
+def test_the_function_takes_what_the_magic_takes(monkeypatch, values, right):
+    """And refuses alike; where there is no broker, what needs one."""
+    for name in ("GPUHUB_BROKER_URL", "GPUHUB_GPU_UUIDS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match=right):
+        gpu_launch.run("train.py", **values)

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+from datetime import UTC, datetime, timedelta
+
 import pytest
 
 from gpu_launch import failure, render, wire
+from gpu_launch.demand import Demand
 from gpu_launch.options import Options
 from gpu_launch.plan import Plan
 from gpu_launch.progress import SILENCE_S, Ranks
+from gpu_launch.roster import Roster
 from gpu_launch.spec import RankEnd
 from gpu_launch.tail import Tail
 
-PLAN = Plan(nnodes=2, nproc_per_node=1, own=True, workers=1, exclude_nodes=("rig1",), model=None)
+PLAN = Plan(
+    nnodes=2,
+    least_nnodes=2,
+    nproc_per_node=1,
+    own=True,
+    own_cards=(),
+    exclude_nodes=("rig1",),
+    demand=Demand(),
+)
+NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+
+
+def ranks_of(options):
+    """Ranks of a start on both nodes."""
+    ranks = Ranks(PLAN, options)
+    ranks.roster = Roster(own=True, workers=(0,), nodes=("rig2",), nproc_per_node=1)
+    return ranks
 
 
 def message(kind="output", node_rank=0, attempt=0, **content):
@@ -63,7 +84,7 @@ def test_the_cap_lets_a_burst_through_and_counts_the_rest():
 
 def test_output_is_shown_as_the_options_say():
     """Streams keep their order; a filtered rank stays silent; old starts are not mixed in."""
-    ranks = Ranks(PLAN, Options(shown_ranks=(0,), redirects="2"))
+    ranks = ranks_of(Options(shown_ranks=(0,), redirects="2"))
     entries = [[0, "stdout", 1, "a\n"], [0, "stderr", 1, "hidden\n"], [0, "stdout", 1, "b\n"]]
     assert ranks.take([message(entries=entries)], 0.0) == [("stdout", "[rank 0 · rig1] a\n[rank 0 · rig1] b\n")]
     assert ranks.take([message(entries=entries, attempt=7)], 0.0) == []
@@ -71,7 +92,7 @@ def test_output_is_shown_as_the_options_say():
 
 def test_passed_over_text_is_said():
     """A rank that writes faster than anybody reads."""
-    ranks = Ranks(PLAN, Options())
+    ranks = ranks_of(Options())
     ((_, text),) = ranks.take([message(entries=[[0, "stdout", 1, None, 5000], [0, "stdout", 1, "end\n"]])], 0.0)
     assert "5000 bytes passed over" in text
 
@@ -138,7 +159,7 @@ def test_exit_codes_in_words(code, text):
 
 def test_a_failure_before_any_rank_shows_torchruns_own_words():
     """Such as a port in use."""
-    ranks = Ranks(PLAN, Options())
+    ranks = ranks_of(Options())
     ends = [{"rank": 0, "node": "rig1", "exit_code": None, "error": "", "at_ns": 0}]
     ranks.take([message("exit", code=1, ends=ends, said="Address already in use")], 0.0)
     assert ranks.failed()
@@ -147,27 +168,97 @@ def test_a_failure_before_any_rank_shows_torchruns_own_words():
 
 def test_a_silent_node_fails_the_launch():
     """By name, after a deadline."""
-    ranks = Ranks(PLAN, Options())
+    ranks = ranks_of(Options())
     ranks.take([message(entries=[]), message(node_rank=1, entries=[])], 0.0)
     ranks.take([message(entries=[])], SILENCE_S)
     with pytest.raises(Exception, match="rig2 has not been heard of"):
         ranks.check_alive(SILENCE_S + 1)
 
 
-def test_progress_lines():
-    """Position and holder while waiting; nodes and models while starting."""
-    gpu = wire.Gpu(uuid="u", node="rig2", model="RTX 5070")
-    worker = wire.Worker(index=0, node="rig2", gpus=(gpu,), state="running", exit_code=None, message=None)
-    job = wire.Job(
-        id="j", run_id="r", state="waiting", version=1, position=2, waiting_for="RTX 5070 held by ada", workers=(),
-        reason=None, renew_within_s=30.0,
-    )  # fmt: skip
-    assert render.job_text(job, gpus=2, workers=2) == (
-        "waiting for 2 GPUs on 2 nodes: position 2 (RTX 5070 held by ada)"
+def gpu(node, model, memory_mib=0):
+    """A GPU."""
+    return wire.Gpu(uuid=f"GPU-{node}", node=node, model=model, memory_mib=memory_mib)
+
+
+def worker(index=0, node="rig2", model="RTX 5070", state="running"):
+    """A worker with one GPU."""
+    return wire.Worker(
+        index=index, node=node, gpus=(gpu(node, model, 12_227),), state=state, exit_code=None, message=None
     )
-    started = wire.Job(**{**job.__dict__, "state": "starting", "workers": (worker,)})
-    assert render.job_text(started, gpus=1, workers=1) == "starting 1 worker on rig2 RTX 5070"
-    assert render.nodes_text(started, "rig1 RTX 5090") == "rig1 RTX 5090, rig2 RTX 5070"
+
+
+def job(state, **parts):
+    """A job on the wire."""
+    values = {"position": None, "waiting_for": None, "workers": (), "reason": None, "renew_within_s": 30.0} | parts
+    return wire.Job(id="j", run_id="r", state=state, version=1, **values)
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ({}, ""),
+        ({"position": 2}, ": position 2"),
+        ({"position": 2, "waiting_for": "RTX 5070 held by ada"}, ": position 2; waits for RTX 5070 held by ada"),
+        ({"waiting_for": "RTX 5070 held by ada"}, ": waits for RTX 5070 held by ada"),
+        ({"position": 2, "expected_start": 23.4 * 60, "waiting_for": "RTX 5090 held by ada"},
+         ": position 2, expected to start in about 25 min; waits for RTX 5090 held by ada"),
+        ({"position": 1, "expected_start": -5}, ": position 1, expected to start within a minute"),
+        ({"position": 1, "expected_start": 200}, ": position 1, expected to start in about 4 min"),
+        ({"position": 1, "expected_start": 5 * 3600}, ": position 1, expected to start in about 5 hours"),
+    ],
+)  # fmt: skip
+def test_who_waits_sees_place_time_and_reason(parts, text):
+    """As far as the broker knows them."""
+    if "expected_start" in parts:
+        parts = parts | {"expected_start": NOW + timedelta(seconds=parts["expected_start"])}
+    plan = dataclasses.replace(PLAN, nnodes=3, least_nnodes=3)
+    assert render.job_text(job("waiting", **parts), plan, NOW) == f"waiting for 2 GPUs on 2 nodes{text}"
+
+
+def test_an_elastic_launch_says_between_what():
+    """What it waits for is the least."""
+    plan = dataclasses.replace(PLAN, nnodes=4, least_nnodes=2, nproc_per_node=2)
+    assert render.asked_text(plan) == "2 to 6 GPUs on 1 to 3 nodes"
+    assert render.asked_text(dataclasses.replace(plan, least_nnodes=1)) == "2 to 6 GPUs on 1 to 3 nodes"
+
+
+def test_progress_lines():
+    """Nodes and models while starting; a state that is not known as the broker calls it."""
+    started = job("starting", workers=(worker(),))
+    assert render.job_text(started, PLAN, NOW) == "starting 1 worker on rig2 RTX 5070"
+    assert render.nodes_text(started.workers, "rig1 RTX 5090") == "rig1 RTX 5090, rig2 RTX 5070"
+    assert render.job_text(job("preempting"), PLAN, NOW) == "preempted, the workers end"
+    assert render.job_text(job("a state of tomorrow"), PLAN, NOW) == "the broker says: a state of tomorrow"
+    assert render.cards_text([gpu("rig1", "RTX 5090")] * 2) == "2 × RTX 5090"
+
+
+@pytest.mark.parametrize(
+    ("note", "own", "text"),
+    [
+        (None, None, None),
+        ("mixed cards: 1 × A, 1 × B", None, "mixed cards: 1 × A, 1 × B"),
+        (None, "RTX 5070", None),
+        (None, "RTX 5090", "mixed cards: 1 × RTX 5090, 1 × RTX 5070; the slowest sets the pace"),
+        ("mixed cards: 1 × A", "RTX 5090", "mixed cards: 1 × RTX 5090, 1 × RTX 5070; the slowest sets the pace"),
+        ("one switch", "RTX 5090", "one switch; mixed cards: 1 × RTX 5090, 1 × RTX 5070; the slowest sets the pace"),
+    ],
+)
+def test_mixed_cards_are_said_with_the_notebooks_own_counted_in(note, own, text):
+    """The broker does not know that the notebook's GPU takes part."""
+    own_cards = (gpu("rig1", own, 32_607),) if own else ()
+    assert render.note_text(job("running", note=note), (worker(),), own_cards) == text
+
+
+def test_who_left_and_who_still_runs_is_known():
+    """A node says that it was told to end; one that is silent for long does not count as busy."""
+    ranks = ranks_of(Options())
+    ranks.take([message(entries=[]), message("leaving", node_rank=1)], 0.0)
+    assert (ranks.leaving(), ranks.busy(1.0)) == ({1}, {0, 1})
+    ranks.take([message("exit", node_rank=1, code=143, ends=[], said="")], 1.0)
+    assert (ranks.failed(), ranks.ended_well(), ranks.busy(2.0)) == (True, False, {0})
+    assert ranks.busy(SILENCE_S + 3) == frozenset()
+    ranks.restart()
+    assert (ranks.leaving(), ranks.roster, ranks.attempt) == (frozenset(), None, 1)
 
 
 def test_log_files_are_followed_by_rank_and_stream(tmp_path):

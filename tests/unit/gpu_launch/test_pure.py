@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import stat
+from datetime import UTC, datetime
 
 import pytest
 
@@ -15,6 +16,7 @@ from gpu_launch.errors import GpuLaunchError, NetworkError, UsageError
 from gpu_launch.gang import check_job
 from gpu_launch.network import Interface
 from gpu_launch.request import Request, check
+from gpu_launch.roster import Roster
 from gpu_launch.spec import Channel, LaunchSpec
 
 INTERFACES = [
@@ -25,15 +27,14 @@ INTERFACES = [
 SPEC = LaunchSpec(
     run_id="run-1",
     attempt=0,
-    nnodes=3,
-    nproc_per_node=1,
-    own=True,
+    roster=Roster(own=True, workers=(0, 1), nodes=("rig1", "rig2"), nproc_per_node=1, preemptions=2),
     master_addr="10.0.1.2",
     master_port=4711,
     command=("it's; a train.py", "--epochs", "2"),
     module=False,
     no_python=False,
     passed=("--role=x",),
+    shutdown_s=None,
     cwd="/home/ada/my work",
     log_dir="/home/ada/logs",
     environ={"NCCL_DEBUG": "INFO"},
@@ -78,6 +79,21 @@ def test_restarts_have_folders_of_their_own_and_modules_their_flag():
     assert arguments[-2:] == ["--module", "pkg.train"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "end"),
+    [
+        ({}, ["--module", "gpu_launch.capped", "it's; a train.py", "--epochs", "2"]),
+        ({"module": True}, ["--module", "gpu_launch.capped", "-m", "it's; a train.py", "--epochs", "2"]),
+        ({"no_python": True}, ["--role=x", "--no-python", "it's; a train.py", "--epochs", "2"]),
+    ],
+)
+def test_ranks_with_a_part_of_a_gpu_are_run_so_that_they_keep_to_it(changes, end):
+    """All but programs that are not Python."""
+    spec = dataclasses.replace(SPEC, **changes)
+    arguments = command.build_arguments(spec, node_rank=0, local_addr="10.0.1.2", capped=True)
+    assert arguments[-len(end) :] == end
+
+
 def test_the_command_to_type_by_hand_is_quoted_for_a_shell():
     """One line a node."""
     text = command.build_by_hand(SPEC, ["10.0.1.2", "10.0.1.3"])
@@ -92,6 +108,7 @@ def test_ranks_environment():
     assert environ["NCCL_SOCKET_IFNAME"] == "=eth1"
     assert environ["GLOO_SOCKET_IFNAME"] == "eth1"
     assert environ["NCCL_DEBUG"] == "INFO"
+    assert (environ["GPU_LAUNCH_ATTEMPT"], environ["GPU_LAUNCH_PREEMPTIONS"]) == ("0", "2")
     assert environ["PYTHONPATH"] == f"/w{os.pathsep}/x"
     assert not {"JUPYTERHUB_API_TOKEN", "IPP_CONNECTION_INFO"} & environ.keys()
 
@@ -128,10 +145,33 @@ def test_jobs_are_parsed_leniently():
 def test_a_dead_worker_is_named_with_its_reason():
     """As is a job that was stopped for us."""
     with pytest.raises(GpuLaunchError, match="The worker on rig3 ended: out of memory"):
-        check_job(wire.parse_job(JOB), logs="~/logs")
+        check_job(wire.parse_job(JOB), logs="~/logs", may_lose=False)
     ended = JOB | {"workers": [], "state": "ended", "reason": "not renewed for 30 s"}
     with pytest.raises(GpuLaunchError, match="not renewed for 30 s"):
-        check_job(wire.parse_job(ended), logs="~/logs")
+        check_job(wire.parse_job(ended), logs="~/logs", may_lose=True)
+
+
+def test_workers_may_end_while_their_job_is_preempted_or_shrinks():
+    """Nothing is wrong then, nor in a state that this client does not know."""
+    for state in ("waiting", "preempting", "a state of tomorrow"):
+        job = wire.parse_job(JOB | {"state": state})
+        check_job(job, logs="~/logs", may_lose=False)
+        assert not job.is_granted
+    elastic = wire.parse_job(JOB)
+    check_job(elastic, logs="~/logs", may_lose=True)
+    assert elastic.is_granted
+
+
+def test_times_are_read_leniently():
+    """Any ISO spelling with or without a zone; what is none is not known."""
+    lease = {"expected_start": "2026-11-21T12:25:00Z", "note": "mixed cards"}
+    job = wire.parse_job(JOB | {"lease": lease, "checkpoint_until": "2026-11-21T13:00:00+01:00", "preemptions": 2})
+    assert job.expected_start == datetime(2026, 11, 21, 12, 25, tzinfo=UTC)
+    assert job.checkpoint_until == datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+    assert (job.note, job.preemptions) == ("mixed cards", 2)
+    assert wire.parse_time("2026-11-21T12:00:00") == datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+    assert wire.parse_time("soon") is None
+    assert wire.parse_time(None) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,128 @@
+"""When a launch makes way for others, and how."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from gpu_launch import wire
+from gpu_launch.demand import Demand
+from gpu_launch.errors import LaunchFailed
+from gpu_launch.plan import Plan
+from gpu_launch.roster import Roster
+from gpu_launch.way import CHECKPOINT_S, Way, check_left, describe, find_way, grace
+
+NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+ROSTER = Roster(own=False, workers=(0, 1), nodes=("rig1", "rig2"), nproc_per_node=1)
+
+
+def plan(least=1):
+    """Up to two workers."""
+    return Plan(
+        nnodes=2,
+        least_nnodes=least,
+        nproc_per_node=1,
+        own=False,
+        own_cards=(),
+        exclude_nodes=(),
+        demand=Demand(scavenge=True),
+    )
+
+
+def worker(index, state="running", message=None):
+    """A worker on a node of its own."""
+    return wire.Worker(index=index, node=f"rig{index + 1}", gpus=(), state=state, exit_code=None, message=message)
+
+
+BOTH = (worker(0), worker(1))
+
+
+def job(state="running", workers=BOTH, **parts):
+    """A job on two nodes."""
+    return wire.Job(
+        id="j", run_id="r", state=state, version=1, position=None, waiting_for=None, workers=workers, reason=None,
+        renew_within_s=30.0, **parts,
+    )  # fmt: skip
+
+
+def way(found, *, least=1, leaving=()):
+    """What has to be given, of a start that was never preempted."""
+    return find_way(found, ROSTER, plan(least), leaving=leaving)
+
+
+@pytest.mark.parametrize("state", ["starting", "running", "waiting", "a state of tomorrow"])
+def test_nothing_is_given_without_need(state):
+    """Nor where nobody was asked."""
+    assert way(job(state)) is None
+    assert way(None) is None
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        job("preempting"),
+        job("waiting", workers=(), preemptions=1),
+        job("running", preemptions=1),
+        job("starting", preemptions=2),
+    ],
+    ids=["preempting", "missed: waits", "missed: runs again", "missed: twice"],
+)
+def test_a_preempted_job_gives_everything(found):
+    """Also when its news came so late that it waits, or is granted, again."""
+    assert way(found, least=2) == Way(is_whole=True, workers=frozenset({0, 1}))
+
+
+GIVEN_BACK = job(workers=(worker(0, "exited", "given back: grace wants its GPU"), worker(1)))
+
+
+@pytest.mark.parametrize(
+    ("found", "leaving"),
+    [(job(), {0}), (GIVEN_BACK, ()), (job(workers=(worker(1),)), ()), (job(workers=(worker(0, "exited"),)), {0, 1})],
+    ids=["told to end", "ended, given back", "no worker any more", "both ended, one gone"],
+)
+def test_an_elastic_job_gives_the_workers_that_the_broker_takes(found, leaving):
+    """However that is heard of first; no restart is used up."""
+    given = way(found, leaving=leaving)
+    assert (given.is_whole, 0 in given.workers, given.lost) == (False, True, None)
+
+
+def test_an_elastic_job_that_loses_a_worker_by_itself_uses_up_a_restart():
+    """Its memory, say."""
+    lost = worker(0, "exited", "out of memory")
+    found = job(workers=(lost, worker(1)))
+    assert way(found) == Way(is_whole=False, workers=frozenset({0}), lost=lost)
+
+
+def test_any_other_job_gives_no_single_worker():
+    """Without one of them it cannot go on."""
+    assert way(job(workers=(worker(0), worker(1, "exited"))), least=2) is None
+    assert way(job("stopping"), leaving={1}) is None
+
+
+def test_the_person_is_told():
+    """How long there is, who goes, and with what it goes on."""
+    whole = Way(is_whole=True, workers=frozenset({0, 1}))
+    assert describe(whole, ROSTER, grace_s=60.0) == "preempted: others need the GPUs; 60 s for a checkpoint"
+    assert describe(whole, ROSTER, grace_s=None) == "preempted: others need the GPUs"
+    part = Way(is_whole=False, workers=frozenset({1}))
+    assert describe(part, ROSTER, grace_s=60.0) == "rig2 is given back, others need the GPUs; going on with 1 node"
+    lost = Way(is_whole=False, workers=frozenset({0, 1}), lost=worker(0))
+    assert describe(lost, ROSTER, grace_s=60.0) == "rig1, rig2 are lost; going on with 0 nodes"
+
+
+@pytest.mark.parametrize(
+    ("left_s", "seconds"), [(42.0, 42.0), (-3.0, CHECKPOINT_S), (10**7, CHECKPOINT_S), (None, CHECKPOINT_S)]
+)
+def test_the_time_for_checkpoints_is_the_brokers(left_s, seconds):
+    """Unless the clocks of two machines make nonsense of it, or it is not told."""
+    until = None if left_s is None else NOW + timedelta(seconds=left_s)
+    assert grace(job("preempting", checkpoint_until=until), NOW) == seconds
+    assert grace(None, NOW) == CHECKPOINT_S
+
+
+def test_less_than_the_least_is_too_little():
+    """Said with both numbers."""
+    check_left(ROSTER, plan())
+    with pytest.raises(LaunchFailed, match=r"1 node left, and --nnodes 2:2 needs 2\."):
+        check_left(ROSTER.without(frozenset({0})), plan(least=2))
