@@ -27,6 +27,7 @@ LABEL_EPOCH = "gpuhub.epoch"
 LABEL_OWNER = "gpuhub.owner"
 LABEL_JOB = "gpuhub.job"
 LABEL_WORKER = "gpuhub.worker"
+LABEL_SHARE = "gpuhub.gpu_share"  # the container has one of so many parts of its GPU
 
 KIND_NOTEBOOK = "notebook"
 KIND_WORKER = "worker"

@@ -24,7 +24,7 @@ async def _serve_one(running: Running, client: BrokerClient, number: int, held: 
     owner = f"user{number}"
     request = LeaseRequest(profile="rtx5090", key=f"k{number}", owner=owner)
     lease = await client.request_lease(request)
-    while lease.state is LeaseState.WAITING:
+    while lease.state is LeaseState.REQUESTED:
         lease = await client.get_lease(lease.id, wait_s=25, version=lease.version)
     (gpu,) = lease.gpus
     held[gpu.uuid] += 1

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from gpuhub import names
 from gpuhub.broker.app import PREFIX, create_app
+from gpuhub.broker.clock import Clock
 from gpuhub.broker.core import Core
 from gpuhub.broker.refusals import HubUnreachable
 from gpuhub.broker.store import Store
@@ -108,6 +109,7 @@ class Setting:
     nodes: dict[str, SimulatedNode] = field(default_factory=simulated_nodes)
     hub: StubHub = field(default_factory=StubHub)
     own_token: str = "own-token"
+    clock: Clock | None = None
 
     def build(self, store: Store, workers: Workers) -> FastAPI:
         """The app."""
@@ -118,6 +120,7 @@ class Setting:
             hub=self.hub,
             start_worker=workers,
             own_token=self.own_token,
+            clock=self.clock,
         )
 
 

@@ -57,7 +57,7 @@ class FakeBroker:
             purpose=Purpose.NOTEBOOK,
             subject=request.server,
             profile=request.profile,
-            state=LeaseState.WAITING,
+            state=LeaseState.REQUESTED,
             version=1,
             position=None,
             waiting_for=None,
@@ -120,18 +120,20 @@ class FakeBroker:
                 )
                 for place, lease in enumerate(waiting, 1)
             ),
+            waiting=len(waiting),
             now=NOW,
         )
 
     def _waiting(self) -> list[Lease]:
-        return [lease for lease in self.known.values() if lease.state is LeaseState.WAITING]
+        return [lease for lease in self.known.values() if lease.state is LeaseState.REQUESTED]
 
     def _node(self, name: str, holders: dict[str, Lease]) -> NodeView:
         views = tuple(
             GpuView(
-                **gpu.model_dump(),
+                **gpu.model_dump(exclude={"memory_cap_mib"}),
                 state=GpuState.HELD if gpu.uuid in holders else GpuState.FREE,
                 holder=self._holder(holders[gpu.uuid]) if gpu.uuid in holders else None,
+                holders=(self._holder(holders[gpu.uuid]),) if gpu.uuid in holders else (),
                 utilisation_percent=None,
                 memory_used_mib=None,
             )

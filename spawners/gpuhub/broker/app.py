@@ -25,6 +25,7 @@ from gpuhub.broker.reviver import Reviver, Servers
 from gpuhub.broker.schemas import Problem
 from gpuhub.broker.service import Broker
 from gpuhub.broker.store import Store
+from gpuhub.broker.usage_history import build_rules
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.networks import remove_idle_user_networks
 from gpuhub.engines.base import Engine
@@ -60,14 +61,14 @@ def create_app(
     engine: Engine | None = None,
     clock: Clock | None = None,
     own_token: str = "",
-    hub_home: str = "/hub/home",
+    hub_page: str = "/hub/gpus",
 ) -> FastAPI:
     """The application; its loops run while it does. The caller closes store and daemons afterwards."""
     clock = clock or Clock()
     core = Core(
         cluster=cluster,
         store=store,
-        engine=engine or BuiltinEngine(),
+        engine=engine or BuiltinEngine(build_rules(cluster.scheduling)),
         inventory=start_inventory(cluster, _seen(store)),
         clock=clock,
     )
@@ -86,6 +87,7 @@ def create_app(
         finally:
             await _stop(loops)
             await runner.close()
+            await core.close()
             await hub.close()
 
     app = FastAPI(
@@ -99,7 +101,7 @@ def create_app(
     app.state.core = core
     app.state.broker = Broker(core)
     app.state.identities = Identities(hub, clock, own_token)
-    app.state.hub_home = hub_home
+    app.state.hub_page = hub_page
     app.include_router(routes.public, prefix=PREFIX)
     app.include_router(routes.api, prefix=PREFIX)
     app.add_middleware(BodyLimit)

@@ -21,6 +21,9 @@ ACCESS_SCOPES = frozenset({"access:services", "access:services!service=broker"})
 #: What lets a service act for every user.
 ANY_OWNER_SCOPE = "custom:gpuhub:any-owner"
 
+#: Whoever can read the broker's own token is root on the head node; no user can have this name.
+HEAD_NODE = "the head node's administrator"
+
 POSITIVE_S = 10.0
 NEGATIVE_S = 5.0
 #: While the hub is down, whoever it knew so lately is still served.
@@ -38,6 +41,8 @@ class Identity:
     is_admin: bool = False
     #: May name another owner; the hub's spawner.
     any_owner: bool = False
+    #: Groups in the hub.
+    groups: frozenset[str] = frozenset()
 
     @property
     def sees_all(self) -> bool:
@@ -59,7 +64,7 @@ class TokenChecker(Protocol):
 
 def parse_identity(model: Mapping[str, Any]) -> Identity:
     """The hub's answer to `GET /user`, such as
-    `{"kind": "user", "name": "ada", "admin": false, "scopes": ["access:services!service=broker", …]}`.
+    `{"kind": "user", "name": "ada", "admin": false, "groups": ["lab"], "scopes": ["access:services!service=broker"]}`.
 
     Raises:
         NotAllowed: the token's scopes do not reach the broker.
@@ -72,7 +77,17 @@ def parse_identity(model: Mapping[str, Any]) -> Identity:
     is_user = model.get("kind") == "user"
     if is_user and not re.fullmatch(names.USERNAME_PATTERN, name):
         raise NotAllowed("this user's name cannot hold GPUs: it is no POSIX user name")
-    return Identity(name=name, is_user=is_user, is_admin=is_user and model.get("admin") is True, any_owner=any_owner)
+    return Identity(
+        name=name,
+        is_user=is_user,
+        is_admin=is_user and model.get("admin") is True,
+        any_owner=any_owner,
+        groups=_parse_groups(model.get("groups")) if is_user else frozenset(),
+    )
+
+
+def _parse_groups(groups: object) -> frozenset[str]:
+    return frozenset(group for group in groups if isinstance(group, str)) if isinstance(groups, list) else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +100,7 @@ class Identities:
     """Asks the hub, at most once at a time for each token."""
 
     def __init__(self, checker: TokenChecker, clock: Clock, own_token: str = "") -> None:
-        """`own_token` is the broker's own: whoever can read it is root on the head node, and may look and end
-        leases before the hub runs.
-        """
+        """`own_token` is the broker's own: who has it may what an administrator may, also while no hub runs."""
         self._checker = checker
         self._own = hashlib.sha256(own_token.encode()).digest() if own_token else b""
         self._clock = clock
@@ -106,7 +119,7 @@ class Identities:
         token = _parse_header(authorization)
         key = hashlib.sha256(token.encode()).digest()
         if hmac.compare_digest(key, self._own):
-            return Identity(name="broker", is_user=False, is_admin=True)
+            return Identity(name=HEAD_NODE, is_user=False, is_admin=True)
         model = (await self._answer(key, token)).model
         if model is None:
             raise NotKnown("the hub does not know this token: it may have been revoked, or its server stopped")

@@ -2,139 +2,252 @@
 
 from __future__ import annotations
 
-import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from gpuhub import gpus
-from gpuhub.broker.ledger import Draft
-from gpuhub.broker.refusals import TooManyWaiting
-from gpuhub.broker.rows import Ask, JobRow, LeaseRow
-from gpuhub.broker.schedule import build_request
+from gpuhub.broker import allowances, schedule
+from gpuhub.broker.drafts import Draft
+from gpuhub.broker.index import Index
+from gpuhub.broker.refusals import TooManyJobs, TooManyWaiting
+from gpuhub.broker.rows import Ask, JobRow, LeaseRow, new_id
 from gpuhub.broker.schemas import JobRequest, LeaseRequest, LeaseState, Purpose
-from gpuhub.engines.base import Engine
-from gpuhub.errors import InvalidRequest
-from gpuhub.nodes.inventory import Inventory
-from gpuhub.settings import Cluster, gpu_requirement
+from gpuhub.engines.base import Limits, Rights
+from gpuhub.errors import InvalidRequest, NotAllowed
+from gpuhub.quantities import format_span
+from gpuhub.settings import Cluster, Profile
 
 DEFAULT_IMAGE = "gpuhub/notebook:latest"
+_MIB = 1024**2
 
 
-def new_id(prefix: str) -> str:
-    """An id that nobody can guess: `l` for leases, `j` for jobs."""
-    return f"{prefix}{secrets.token_hex(8)}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asker:
+    """For whom something is asked."""
+
+    owner: str
+    #: All groups: the hub's and those of the settings.
+    groups: frozenset[str]
+    rights: Rights
+    #: May ask to go before others.
+    may_hurry: bool = False
 
 
-def build_notebook_lease(*, cluster: Cluster, draft: Draft, owner: str, request: LeaseRequest) -> LeaseRow:
+# -- requests as rows -------------------------------------------------------------------------------------------------
+
+
+def build_notebook_lease(*, cluster: Cluster, draft: Draft, asker: Asker, request: LeaseRequest) -> LeaseRow:
     """A waiting lease for a notebook.
 
     Raises:
-        InvalidRequest: there is no such profile.
+        InvalidRequest: there is no such profile, or the time asked for is more than one may have.
     """
     profile = cluster.profile(request.profile)
     if profile is None:
         valid = ", ".join(known.name for known in cluster.profiles)
         raise InvalidRequest(f"there is no profile {request.profile!r}; there are: {valid}")
-    requirement = gpu_requirement(profile)
+    longest = allowances.longest_lease(asker.rights)
     return LeaseRow(
         id=new_id("l"),
         seq=draft.next_seq(),
         key=request.key,
-        owner=owner,
+        owner=asker.owner,
+        groups=tuple(sorted(asker.groups)),
         purpose=Purpose.NOTEBOOK,
         subject=request.server,
         profile=profile.name,
-        ask=Ask(
-            gpus_per_node=profile.gpu_count,
-            model=requirement.model,
-            least_memory_mib=requirement.least_memory_mib,
-        ),
+        ask=build_profile_ask(profile),
         created_at=draft.now,
         since=draft.now,
-        time_limit_s=profile.time_limit,
+        time_limit_s=choose_time(asked=request.time_limit_s, usual=profile.time_limit, longest=longest),
+    )
+
+
+def build_profile_ask(profile: Profile) -> Ask:
+    """What a notebook with this profile asks for."""
+    return Ask(
+        gpus_per_node=profile.gpu_count,
+        models=tuple(gpus.short_model(model) for model in profile.models),
+        least_memory_mib=profile.gpu_memory // _MIB,
+        least_driver=profile.gpu_driver,
+        least_capability=None if profile.gpu_capability is None else gpus.parse_capability(profile.gpu_capability),
+        share=profile.gpu_share,
+        exclusive=profile.exclusive,
+        cpu_milli=round(profile.cpus * 1000),
+        memory_mib=profile.memory // _MIB,
     )
 
 
 def build_job(
-    *, cluster: Cluster, draft: Draft, owner: str, request: JobRequest, notebook: LeaseRow | None
+    *,
+    cluster: Cluster,
+    draft: Draft,
+    asker: Asker,
+    request: JobRequest,
+    notebook: LeaseRow | None,
+    array: str | None = None,
 ) -> tuple[JobRow, LeaseRow]:
-    """A waiting job and its lease; it runs the notebook's own image."""
-    job_id = new_id("j")
-    model = None if request.model is None else gpus.short_model(request.model)
+    """A waiting job and its lease; it runs the notebook's own image.
+
+    Raises:
+        InvalidRequest: its demands contradict each other, or the time asked for is more than one may have.
+        NotAllowed: a priority above 0 from somebody who is no administrator.
+    """
+    refuse_contradictions(request)
+    if request.priority > 0 and not asker.may_hurry:
+        raise NotAllowed(f"priority {request.priority}: only an administrator may ask for more than 0")
+    job_id, lease_id = new_id("j"), new_id("l")
     lease = LeaseRow(
-        id=new_id("l"),
+        id=lease_id,
         seq=draft.next_seq(),
-        key=f"job:{request.run_id}",
-        owner=owner,
+        key=schedule.job_key(lease_id),
+        owner=asker.owner,
+        groups=tuple(sorted(asker.groups)),
         purpose=Purpose.JOB,
         subject=job_id,
         profile=None,
-        ask=Ask(
-            nodes=request.nnodes,
-            gpus_per_node=request.nproc_per_node,
-            model=model or None,
-            exclude=tuple(sorted(set(request.exclude_nodes))),
-        ),
+        ask=build_job_ask(cluster, request),
         created_at=draft.now,
         since=draft.now,
-        time_limit_s=cluster.jobs.time_limit,
+        time_limit_s=choose_time(
+            asked=request.time_limit_s,
+            usual=cluster.jobs.time_limit,
+            longest=allowances.longest_lease(asker.rights),
+            is_usual_the_most=True,
+        ),
     )
     profile = cluster.profile(notebook.profile) if notebook is not None and notebook.profile else None
     job = JobRow(
         id=job_id,
         run_id=request.run_id,
-        owner=owner,
+        owner=asker.owner,
         server=request.server,
         notebook_lease=None if notebook is None else notebook.id,
         lease_id=lease.id,
         image=DEFAULT_IMAGE if profile is None else profile.image,
         nnodes=request.nnodes,
+        min_nnodes=lease.ask.least_nodes,
         nproc_per_node=request.nproc_per_node,
+        gpus=request.gpus,
+        array=array,
         created_at=draft.now,
         since=draft.now,
     )
     return job, lease
 
 
-def refuse_hopeless(
-    *, lease: LeaseRow, notebook: LeaseRow | None, cluster: Cluster, inventory: Inventory, engine: Engine
-) -> None:
-    """Refuse what can never be granted.
+def build_job_ask(cluster: Cluster, request: JobRequest) -> Ask:
+    """What a job asks for."""
+    least = request.nnodes if request.min_nnodes is None else request.min_nnodes
+    capability = request.least_capability
+    return Ask(
+        nodes=request.nnodes,
+        least_nodes=least,
+        gpus_per_node=request.nproc_per_node,
+        spread=request.gpus,
+        models=tuple(dict.fromkeys(model for one in request.models if (model := gpus.short_model(one)))),
+        least_memory_mib=request.least_memory_mib,
+        least_driver=request.least_driver,
+        least_capability=None if capability is None else gpus.parse_capability(capability),
+        exclude=tuple(sorted(set(request.exclude_nodes))),
+        exclusive=request.exclusive,
+        same_model=request.same_model,
+        batch=request.batch,
+        scavenge=request.scavenge,
+        priority=request.priority,
+        cpu_milli=round(cluster.jobs.cpus * 1000),
+        memory_mib=cluster.jobs.memory // _MIB,
+    )
+
+
+def refuse_contradictions(request: JobRequest) -> None:
+    """Refuse demands that cannot stand together.
 
     Raises:
-        InvalidRequest: with what there is.
+        InvalidRequest: naming them.
     """
-    why = engine.infeasible(build_request(lease), inventory.cards())
-    if why is not None:
-        raise InvalidRequest(why)
-    limit = cluster.users.max_gpus
+    if request.gpus is not None and (request.nnodes, request.nproc_per_node) != (1, 1):
+        raise InvalidRequest("gpus: stands instead of nnodes and nproc_per_node, which must then be 1")
+    if request.gpus is not None and request.min_nnodes is not None:
+        raise InvalidRequest("gpus: a job on any nodes cannot be elastic; leave min_nnodes out")
+    if request.min_nnodes is not None and request.min_nnodes > request.nnodes:
+        raise InvalidRequest(f"min_nnodes: {request.min_nnodes} is more than nnodes, {request.nnodes}")
+
+
+def choose_time(
+    *, asked: int | None, usual: int | None, longest: float | None, is_usual_the_most: bool = False
+) -> int | None:
+    """A lease's time limit in seconds; None for none.
+
+    Raises:
+        InvalidRequest: more was asked for than one may have; said is how much that is.
+    """
+    most = [limit for limit in (longest, usual if is_usual_the_most else None) if limit is not None]
+    if asked is not None and most and asked > min(most):
+        raise InvalidRequest(
+            f"time_limit_s: {format_span(asked)} were asked for, and {format_span(min(most))} are the most one may have"
+        )
+    limits = [limit for limit in (asked, usual, longest) if limit is not None]
+    return round(min(limits)) if limits else None
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refuse_beyond(lease: LeaseRow, notebook: LeaseRow | None, rights: Rights) -> None:
+    """Refuse more GPUs than the owner could ever hold.
+
+    Raises:
+        InvalidRequest: with the limit.
+    """
+    limit = allowances.most_gpus(rights)
+    least = schedule.build_request(lease).least_size
     # A job ends with its notebook, so the notebook's own GPUs stay held for as long as the job waits.
     kept = 0 if notebook is None else len(notebook.held)
-    if limit is not None and lease.ask.size and lease.ask.size + kept > limit:
+    if limit is not None and least and least + kept > limit:
         beside = f" besides the notebook's {kept}" if kept else ""
-        raise InvalidRequest(f"{lease.ask.size} GPUs were asked for{beside}; one user may hold at most {limit}")
+        raise InvalidRequest(f"{least} GPUs were asked for{beside}; one user may hold at most {limit}")
 
 
-def refuse_too_many(draft: Draft, owner: str, max_waiting: int) -> None:
-    """Refuse a request of an owner who has enough waiting ones.
+def refuse_too_many(draft: Draft, asker: Asker, *, jobs: int = 0) -> None:
+    """Refuse one more request, with so many jobs, of an owner who has enough. An array counts as one request.
 
     Raises:
-        TooManyWaiting: with the limit.
+        TooManyWaiting, TooManyJobs: with the limit.
     """
-    waits = sum(row.owner == owner and row.state is LeaseState.WAITING for row in draft.leases.values())
-    if waits >= max_waiting:
-        raise TooManyWaiting(
-            f"{owner} has {waits} waiting requests, and {max_waiting} is the most one may have: "
-            "end one, or wait until one is served"
-        )
+    _refuse_more(draft, who=asker.owner, limits=asker.rights.each, tag="of", name=asker.owner, jobs=jobs)
+    for group, limits in sorted(asker.rights.together.items()):
+        _refuse_more(draft, who=f"the group {group}", limits=limits, tag="in", name=group, jobs=jobs)
+
+
+def _refuse_more(draft: Draft, *, who: str, limits: Limits, tag: str, name: str, jobs: int) -> None:
+    if limits.max_waiting is not None:
+        waits = count_requests(draft.index, draft.jobs, f"waiting {tag}", name)
+        if waits >= limits.max_waiting:
+            raise TooManyWaiting(
+                f"{who} has {waits} waiting requests, and {limits.max_waiting} is the most one may have: "
+                "end one, or wait until one is served"
+            )
+    if limits.max_jobs is not None and jobs:
+        has = len(draft.index.find(f"jobs {tag}", name))
+        if has + jobs > limits.max_jobs:
+            raise TooManyJobs(
+                f"{who} has {has} jobs and asks for {jobs} more; {limits.max_jobs} is the most one may have: "
+                "end one, or wait until one ends"
+            )
+
+
+def count_requests(index: Index, jobs: Mapping[str, JobRow], tag: str, name: str) -> int:
+    """Waiting requests as limits count them; `tag` is `waiting of` an owner or `waiting in` a group."""
+    found: set[str] = set()
+    for lease_id in index.find(tag, name):
+        job = jobs.get(index.one("job of lease", lease_id) or "")
+        found.add((None if job is None else job.array) or lease_id)
+    return len(found)
 
 
 def notebook_lease(draft: Draft, owner: str, server: str) -> LeaseRow | None:
     """The lease of an owner's notebook server that is not ending."""
-    live = {LeaseState.WAITING, LeaseState.GRANTED, LeaseState.ACTIVE}
-    return next(
-        (
-            row
-            for row in draft.leases.values()
-            if row.owner == owner and row.purpose is Purpose.NOTEBOOK and row.subject == server and row.state in live
-        ),
-        None,
-    )
+    live = {LeaseState.REQUESTED, LeaseState.GRANTED, LeaseState.ACTIVE}
+    rows = [draft.leases[lease_id] for lease_id in sorted(draft.index.find("server", owner, server))]
+    return next((row for row in sorted(rows, key=lambda row: row.seq) if row.state in live), None)

@@ -1,13 +1,23 @@
 """A job's life: the only place where its state changes. Pure; time is passed in.
 
 waiting ──begin──▶ starting ──worker_running (all)──▶ running ──stop──▶ stopping ──end──▶ ended
-A stop is possible from every state before `stopping`; a waiting job ends at once.
+   ▲                   └───────preempt───────▶ preempting ◀──preempt──┘
+   └──────────────────requeue──────────────────────┘
+A stop is possible from every state before `stopping`; a waiting job ends at once. A preempted job waits again, under a
+new lease, when everything of the old one is gone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from gpuhub.broker.rows import JobRow, LeaseRow, WorkerRow
 from gpuhub.broker.schemas import JobState, WorkerState
+
+#: Why the lease of a preempted job ended; any other reason ends the job as well.
+PREEMPTED = "preempted: others needed its GPUs"
+#: Its workers run, or are being started.
+UNDER_WAY = frozenset({JobState.STARTING, JobState.RUNNING})
 
 
 def begin(job: JobRow, lease: LeaseRow, now: float) -> JobRow:
@@ -27,23 +37,61 @@ def worker_running(job: JobRow, index: int, container_id: str, now: float) -> Jo
 def worker_exited(job: JobRow, index: int, exit_code: int | None, message: str, now: float) -> JobRow:
     """A worker ended, or could not start (`exit_code` None); when it was the last, the job stops.
 
-    A job whose gang never was complete stops with the first such worker: torchrun could not run.
+    A job whose gang never was complete stops with the first such worker: torchrun could not run. Workers of a job that
+    is being preempted are meant to end, and one that was given back is no worker any more.
     """
-    incomplete = job.state is JobState.STARTING
     job = _worker(job, index, state=WorkerState.EXITED, exit_code=exit_code, message=message)
-    if incomplete:
-        return stop(job, _describe(job.workers[index]), now)
+    ended = next((worker for worker in job.workers if worker.index == index), None)
+    if ended is None or job.state is JobState.PREEMPTING:
+        return job
+    if job.state is JobState.STARTING:
+        return stop(job, _describe(ended), now)
     if all(worker.state is WorkerState.EXITED for worker in job.workers):
         failed = next((w for w in job.workers if w.exit_code != 0), None)
         return stop(job, "all workers ended" if failed is None else _describe(failed), now)
     return job
 
 
+def shrink(job: JobRow, nodes: Collection[str], now: float) -> JobRow:
+    """An elastic job under way goes on without its workers on these nodes; the others keep their numbers."""
+    if job.state not in UNDER_WAY:
+        return job
+    job = job.evolve(workers=tuple(worker for worker in job.workers if worker.node not in nodes))
+    if job.state is JobState.STARTING and all(w.state is WorkerState.RUNNING for w in job.workers):
+        return job.evolve(state=JobState.RUNNING, since=now)
+    return job
+
+
+def preempt(job: JobRow, until: float, now: float) -> JobRow:
+    """A job under way gives everything back; its workers may write a checkpoint until then."""
+    if job.state not in UNDER_WAY:
+        return job
+    return job.evolve(state=JobState.PREEMPTING, since=now, checkpoint_until=until)
+
+
+def is_checkpointed(job: JobRow, now: float) -> bool:
+    """Whether a job that is being preempted has nothing more to wait for."""
+    is_over = job.checkpoint_until is not None and job.checkpoint_until <= now
+    return is_over or all(worker.state is WorkerState.EXITED for worker in job.workers)
+
+
+def requeue(job: JobRow, lease_id: str, now: float) -> JobRow:
+    """A preempted job of which nothing is left waits again, under a new lease."""
+    return job.evolve(
+        state=JobState.WAITING,
+        since=now,
+        lease_id=lease_id,
+        workers=(),
+        checkpoint_until=None,
+        preemptions=job.preemptions + 1,
+    )
+
+
 def stop(job: JobRow, reason: str, now: float) -> JobRow:
     """The workers are to be removed. The first reason stays."""
     if job.state in {JobState.STOPPING, JobState.ENDED}:
         return job
-    return job.evolve(state=JobState.STOPPING, since=now, reason=reason)
+    return job.evolve(state=JobState.STOPPING, since=now, reason=reason, checkpoint_until=None)
 
 
 def end(job: JobRow, now: float) -> JobRow:
@@ -53,6 +101,16 @@ def end(job: JobRow, now: float) -> JobRow:
         for worker in job.workers
     )
     return job.evolve(state=JobState.ENDED, since=now, ended_at=now, workers=workers)
+
+
+def shift(job: JobRow, seconds: float) -> JobRow:
+    """The machine's clock was set by so much: moments from before are told by the new clock."""
+    until = job.checkpoint_until
+    return job.evolve(
+        created_at=job.created_at + seconds,
+        since=job.since + seconds,
+        checkpoint_until=None if until is None else until + seconds,
+    )
 
 
 def _describe(worker: WorkerRow) -> str:

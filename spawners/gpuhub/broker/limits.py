@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpuhub.broker.problems import build_response
+from gpuhub.broker.problems import TOO_LARGE, build_response
 
-#: No request of the API comes near this, bytes.
-MAX_BODY = 64 * 1024
+#: The largest request, a reservation of thousands of GPUs, stays below this, bytes.
+MAX_BODY = 1024 * 1024
 
 
 class BodyLimit:
@@ -30,7 +30,7 @@ class BodyLimit:
             body += message.get("body", b"")
             more = message.get("more_body", False)
             if len(body) > MAX_BODY:
-                answer = build_response(413, f"a request may have {MAX_BODY} bytes at most", "too-large")
+                answer = build_response(413, f"a request may have {MAX_BODY} bytes at most", TOO_LARGE)
                 await answer(scope, receive, send)
                 return
         is_sent = False

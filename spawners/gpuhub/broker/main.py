@@ -14,12 +14,10 @@ from gpuhub.broker.hub import HubApi
 from gpuhub.broker.store import Store
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.workers import start_worker
-from gpuhub.errors import SetupError
 from gpuhub.nodes.head import head_address
 from gpuhub.paths import Paths
+from gpuhub.secrets import BROKER_TOKEN, read_secret
 
-#: The file in `paths.secrets` with the service's hub token.
-TOKEN_FILE = "broker-token"  # noqa: S105 - a file's name
 #: Long polls are cut short when the broker stops, seconds; their clients ask again.
 _SHUTDOWN_S = 2
 
@@ -36,7 +34,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     cluster = settings.load(cluster_file)
     address = head_address(cluster)
-    token = _read_token(paths.secrets / TOKEN_FILE)
+    token = read_secret(paths, BROKER_TOKEN)
     store = Store.open_file(paths.store)
     daemons = Daemons(cluster.nodes, instance=paths.instance, run_dir=paths.run)
     hub = HubApi(f"http://{_in_url(address)}:{cluster.hub.api_port}/hub/api", token)
@@ -63,16 +61,6 @@ def run(cluster_file: Path, paths: Paths) -> None:
     finally:
         daemons.close()
         store.close()
-
-
-def _read_token(path: Path) -> str:
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except OSError as error:
-        raise SetupError(f"{path}: the broker's hub token cannot be read ({error.strerror}); run gpuhub up") from error
-    if not token:
-        raise SetupError(f"{path}: the broker's hub token is empty; remove the file and run gpuhub up")
-    return token
 
 
 def _in_url(address: str) -> str:

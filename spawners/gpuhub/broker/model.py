@@ -5,9 +5,12 @@ from __future__ import annotations
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
+    CheckConstraint,
     Column,
     Float,
     ForeignKey,
+    ForeignKeyConstraint,
     Index,
     Integer,
     MetaData,
@@ -15,7 +18,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
-    text,
+    false,
 )
 
 metadata = MetaData(
@@ -24,6 +27,7 @@ metadata = MetaData(
         "uq": "uq_%(table_name)s_%(column_0_N_name)s",
         "fk": "fk_%(table_name)s_%(column_0_N_name)s",
         "pk": "pk_%(table_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
     }
 )
 
@@ -34,6 +38,7 @@ leases = Table(
     Column("seq", Integer, nullable=False, unique=True),
     Column("key", String(128), nullable=False),
     Column("owner", String(64), nullable=False),
+    Column("groups", JSON, nullable=False, server_default="[]"),
     Column("purpose", String(16), nullable=False),
     Column("subject", String(64), nullable=False),
     Column("profile", String(64)),
@@ -47,10 +52,15 @@ leases = Table(
     Column("expires_at", Float),
     Column("released_at", Float),
     Column("reason", Text),
+    Column("note", Text),
+    Column("quarantined_at", Float),
     Column("container_id", String(64)),
     Column("nodes", JSON, nullable=False),
+    Column("identities", JSON, nullable=False, server_default="{}"),
     Column("version", BigInteger, nullable=False),
 )
+#: A request that comes twice makes one lease, whatever the code does.
+Index("ux_leases_owner_key", leases.c.owner, leases.c.key, unique=True)
 
 lease_gpus = Table(
     "lease_gpus",
@@ -62,15 +72,33 @@ lease_gpus = Table(
     Column("model", String(80), nullable=False),
     Column("memory_mib", Integer, nullable=False),
     Column("worker", Integer, nullable=False),
-    Column("released_at", Float),
+    Column("share", Integer, nullable=False, server_default="1"),
+    Column("part", Integer, nullable=False, server_default="0"),
+    Column("shed_at", Float),
+    Column("released_at", Float, index=True),
 )
-#: A second lease on a GPU that is not given back cannot be written, whatever the code does.
-Index(
-    "ux_lease_gpus_held",
-    lease_gpus.c.gpu_uuid,
-    unique=True,
-    sqlite_where=text("released_at IS NULL"),
-    postgresql_where=text("released_at IS NULL"),
+
+# The two tables below have rows exactly while a GPU is held. A second lease on a whole GPU, a part given twice, or a
+# part beside a whole one cannot be written, whatever the code does.
+
+#: In how many parts each held GPU is given at present.
+gpu_modes = Table(
+    "gpu_modes",
+    metadata,
+    Column("gpu_uuid", String(80), primary_key=True),
+    Column("share", Integer, nullable=False),
+    UniqueConstraint("gpu_uuid", "share"),
+)
+
+held_gpus = Table(
+    "held_gpus",
+    metadata,
+    Column("gpu_uuid", String(80), primary_key=True),
+    Column("part", Integer, primary_key=True, autoincrement=False),
+    Column("share", Integer, nullable=False),
+    Column("lease_id", String(40), ForeignKey("leases.id"), nullable=False),
+    ForeignKeyConstraint(["gpu_uuid", "share"], ["gpu_modes.gpu_uuid", "gpu_modes.share"]),
+    CheckConstraint("part >= 0 AND part < share", name="part"),
 )
 
 jobs = Table(
@@ -84,7 +112,12 @@ jobs = Table(
     Column("lease_id", String(40), ForeignKey("leases.id"), nullable=False),
     Column("image", String(255), nullable=False),
     Column("nnodes", Integer, nullable=False),
+    Column("min_nnodes", Integer, nullable=False, server_default="1"),
     Column("nproc_per_node", Integer, nullable=False),
+    Column("gpus", Integer),
+    Column("array", String(64)),
+    Column("preemptions", Integer, nullable=False, server_default="0"),
+    Column("checkpoint_until", Float),
     Column("state", String(16), nullable=False, index=True),
     Column("since", Float, nullable=False),
     Column("created_at", Float, nullable=False),
@@ -115,5 +148,50 @@ gpus = Table(
     Column("index", Integer, nullable=False),
     Column("model", String(80), nullable=False),
     Column("memory_mib", Integer, nullable=False),
+    #: CUDA compute capability, such as `8.9`.
+    Column("capability", String(8)),
+    Column("is_mig", Boolean, nullable=False, server_default=false()),
     Column("seen_at", Float, nullable=False),
+)
+
+#: Nodes that an administrator lets take no new work; `state` is `cordoned` or `draining`.
+cordons = Table(
+    "cordons",
+    metadata,
+    Column("node", String(64), primary_key=True),
+    Column("state", String(16), nullable=False),
+    Column("by", String(64), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("grace_s", Integer, nullable=False),
+)
+
+reservations = Table(
+    "reservations",
+    metadata,
+    Column("id", String(40), primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("nodes", JSON, nullable=False),
+    Column("gpus", JSON, nullable=False),
+    Column("users", JSON, nullable=False),
+    Column("groups", JSON, nullable=False),
+    Column("starts_at", Float, nullable=False),
+    Column("ends_at", Float, nullable=False),
+    Column("created_by", String(64), nullable=False),
+)
+
+#: What the broker did and found out; the newest ones.
+events = Table(
+    "events",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("at", Float, nullable=False),
+    Column("kind", String(64), nullable=False),
+    Column("text", Text, nullable=False),
+    Column("owner", String(64), index=True),
+    Column("lease", String(40)),
+    Column("job", String(40)),
+    Column("node", String(64)),
+    # A number is never given twice, also after the newest events were removed.
+    sqlite_autoincrement=True,
 )

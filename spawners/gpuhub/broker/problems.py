@@ -1,9 +1,12 @@
-"""Every error as a problem document (RFC 9457): the only place that knows HTTP statuses."""
+"""Every error as a problem document (RFC 9457): the only place that knows HTTP statuses.
+
+`code` is stable and what a program goes by; `detail` is for a person. `CODES` lists them all.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -21,9 +24,19 @@ log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 _RETRY_AFTER_S = 5
 
+#: It does not fit the API's description: a program's mistake, where `invalid-request` is a person's.
+MALFORMED = "malformed-request"
+TOO_LARGE = "too-large"
+INTERNAL = "internal"
+NO_ROUTE = "no-route"
+METHOD_NOT_ALLOWED = "method-not-allowed"
+#: What Starlette and FastAPI raise by themselves.
+_BY_STATUS = {404: NO_ROUTE, 405: METHOD_NOT_ALLOWED}
+
 #: The most specific class that fits counts.
 _STATUSES: tuple[tuple[type[errors.GpuhubError], int], ...] = (
     (refusals.NotKnown, 401),
+    (refusals.TooManyJobs, 429),
     (refusals.TooManyWaiting, 429),
     (errors.NotAllowed, 403),
     (errors.InvalidRequest, 422),
@@ -32,6 +45,20 @@ _STATUSES: tuple[tuple[type[errors.GpuhubError], int], ...] = (
     (errors.Unavailable, 503),
     (errors.ImageMissing, 503),
 )
+
+#: Every code that an answer may carry, with its HTTP status.
+CODES: Mapping[str, int] = {
+    **{kind.code: status for kind, status in reversed(_STATUSES)},
+    errors.NodeUnreachable.code: 503,
+    errors.BrokerUnreachable.code: 503,
+    refusals.HubUnreachable.code: 503,
+    MALFORMED: 422,
+    NO_ROUTE: 404,
+    METHOD_NOT_ALLOWED: 405,
+    TOO_LARGE: 413,
+    INTERNAL: 500,
+    errors.GpuhubError.code: 500,
+}
 
 
 def status_of(error: errors.GpuhubError) -> int:
@@ -45,14 +72,15 @@ def build_problem(status: int, detail: str, code: str) -> Problem:
         type=f"urn:gpuhub:problem:{code}",
         title=HTTPStatus(status).phrase,
         status=status,
-        detail=detail,
+        # What a caller sent may stand in it: half of a surrogate pair is valid JSON and no valid UTF-8.
+        detail=detail.encode("utf-8", "replace").decode("utf-8"),
         code=code,
     )
 
 
-def build_response(status: int, detail: str, code: str) -> JSONResponse:
+def build_response(status: int, detail: str, code: str, more: Mapping[str, str] | None = None) -> JSONResponse:
     """The document as an answer, with the headers that belong to its status."""
-    headers = {}
+    headers = dict(more or {})
     if status in {429, 503}:
         headers["Retry-After"] = str(_RETRY_AFTER_S)
     if status == 401:
@@ -94,14 +122,18 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        return build_response(422, describe_validation(error.errors()), errors.InvalidRequest.code)
+        return build_response(422, describe_validation(error.errors()), MALFORMED)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        detail = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase.lower()}"
-        return build_response(error.status_code, detail, f"http-{error.status_code}")
+        status = error.status_code
+        if status == 400:
+            # FastAPI's word for a body that is no text at all.
+            return build_response(422, "the body: it is no JSON", MALFORMED)
+        detail = f"{request.method} {request.url.path}: {HTTPStatus(status).phrase.lower()}"
+        return build_response(status, detail, _BY_STATUS.get(status, INTERNAL), error.headers)
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return build_response(500, "the broker failed; its log says why", "internal")
+        return build_response(500, "the broker failed; its log says why", INTERNAL)

@@ -17,6 +17,12 @@ class TooManyWaiting(NotAllowed):
     code = "too-many-waiting"
 
 
+class TooManyJobs(TooManyWaiting):
+    """The owner has as many jobs as one may have."""
+
+    code = "too-many-jobs"
+
+
 class HubUnreachable(Unavailable):
     """The hub does not answer, so a token cannot be checked."""
 

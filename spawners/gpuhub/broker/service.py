@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from gpuhub.broker import intake, job_rules, leases, views
+from gpuhub.broker import administration, extensions, job_rules, leases, views
+from gpuhub.broker import reservations as reservation_rules
 from gpuhub.broker.auth import Identity
 from gpuhub.broker.core import Core
-from gpuhub.broker.ledger import Draft
-from gpuhub.broker.rows import JobRow, LeaseRow
+from gpuhub.broker.desk import Desk
+from gpuhub.broker.drafts import Draft
+from gpuhub.broker.looks import Looks
+from gpuhub.broker.polling import Look, poll
+from gpuhub.broker.rows import LeaseRow
 from gpuhub.broker.schemas import (
     Activation,
+    ArrayRequest,
     ClusterView,
+    CordonRequest,
+    Event,
+    Extension,
     Job,
     JobRequest,
     JobState,
     Lease,
     LeaseRequest,
     LeaseState,
+    NodeView,
     Purpose,
+    Reservation,
+    ReservationRequest,
+    UsageView,
+    Why,
 )
-from gpuhub.errors import Conflict, InvalidRequest, NotAllowed, NotFound
+from gpuhub.errors import Conflict
 
 
 class Broker:
@@ -28,17 +39,20 @@ class Broker:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._desk = Desk(core)
+        self._looks = Looks(core)
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
     async def request_lease(self, who: Identity, request: LeaseRequest) -> Lease:
-        """Ask for a notebook's lease; one that its server has already is returned.
+        """Ask for a notebook's lease; one that its server has already is returned, and so is, ended or not, the one
+        that was asked for with the same key.
 
         Raises:
-            NotAllowed, InvalidRequest, TooManyWaiting, Conflict (the server runs with another profile).
+            NotAllowed, InvalidRequest, TooManyWaiting, Conflict (the server runs with another profile, or the key
+            was used for something else).
         """
-        owner = self._owner(who, request.owner)
-        lease = await self._core.ledger.change(lambda draft: self._add_notebook(draft, owner, request))
+        lease = await self._desk.request_lease(who, request)
         self._note_asked(who, lease)
         return await self.lease(who, lease.id)
 
@@ -48,30 +62,27 @@ class Broker:
         Raises:
             NotFound: there is none, or it is somebody else's.
         """
-        lease = await self._find_lease(who, lease_id)
+        lease = await self._looks.find_lease(who, lease_id)
         self._note_asked(who, lease)
-        snapshot = self._core.ledger.snapshot
-        return views.build_lease(lease, snapshot.lease_version(lease), snapshot.places.get(lease.id))
+        return self._looks.show_lease(lease)
 
     async def wait_lease(self, who: Identity, lease_id: str, version: int | None, wait_s: float) -> Lease:
         """The lease as soon as its version is another one, at the latest after `wait_s`."""
 
         async def look() -> tuple[int, bool]:
-            row = await self._find_lease(who, lease_id)
+            row = await self._looks.find_lease(who, lease_id)
             self._note_asked(who, row)
-            return self._core.ledger.snapshot.lease_version(row), row.state is LeaseState.WAITING
+            return self._core.lease_version(row), row.state is LeaseState.REQUESTED
 
-        await self._core.poll(look, version, wait_s)
+        await self._poll(lease_id, look, version, wait_s)
         return await self.lease(who, lease_id)
 
     def leases(self, who: Identity) -> list[Lease]:
         """Leases that have not ended: one's own, or all."""
-        snapshot = self._core.ledger.snapshot
-        return [
-            views.build_lease(lease, snapshot.lease_version(lease), snapshot.places.get(lease.id))
-            for lease in sorted(snapshot.leases.values(), key=lambda row: row.seq)
-            if who.sees_all or lease.owner == who.name
-        ]
+        rows = self._core.ledger.snapshot.leases
+        ids = rows if who.sees_all else self._core.ledger.index.find("owner", who.name)
+        found = sorted((rows[one] for one in ids if one in rows), key=lambda row: row.seq)
+        return [self._looks.show_lease(lease) for lease in found]
 
     async def activate(self, who: Identity, lease_id: str, activation: Activation) -> Lease:
         """The notebook's container exists; only then may it be started.
@@ -79,7 +90,7 @@ class Broker:
         Raises:
             NotFound, Conflict: the lease is not granted (any more).
         """
-        lease = await self._find_lease(who, lease_id)
+        lease = await self._looks.find_lease(who, lease_id)
         if lease.purpose is not Purpose.NOTEBOOK:
             raise Conflict("a job's lease is activated by the broker itself")
 
@@ -92,9 +103,45 @@ class Broker:
 
     async def release(self, who: Identity, lease_id: str) -> Lease:
         """End a lease; said again, nothing changes. A job's lease ends with its job."""
-        lease = await self._find_lease(who, lease_id)
+        lease = await self._looks.find_lease(who, lease_id)
         reason = "stopped" if who.name == lease.owner or who.any_owner else f"ended by {who.name}"
         await self._core.end_leases({lease_id: reason})
+        return await self.lease(who, lease_id)
+
+    async def extend(self, who: Identity, lease_id: str, extension: Extension) -> Lease:
+        """Let a lease end so many seconds from now.
+
+        Raises:
+            NotFound, InvalidRequest (beyond a limit), Conflict (it does not go on, or others wait for its GPUs).
+        """
+        await self._looks.find_lease(who, lease_id)
+        await extensions.extend(self._core, lease_id, extension.time_limit_s)
+        return await self.lease(who, lease_id)
+
+    async def why(self, who: Identity, lease_id: str) -> Why:
+        """Why a request waits.
+
+        Raises:
+            NotFound, Conflict: it does not wait.
+        """
+        lease = await self._looks.find_lease(who, lease_id)
+        if lease.state is not LeaseState.REQUESTED:
+            raise Conflict(f"lease {lease_id} is {lease.state}: it waits for nothing")
+        try:
+            why = self._core.engine.why(lease_id, self._core.clock.now(), in_full=True)
+        except KeyError:
+            raise Conflict(f"lease {lease_id} is being granted at this moment") from None
+        return views.build_why(lease, why)
+
+    async def force(self, who: Identity, lease_id: str) -> Lease:
+        """Free the GPUs of an ending lease without proof.
+
+        Raises:
+            NotAllowed, NotFound, Conflict: it was not asked to end.
+        """
+        administration.refuse_others(who, "free GPUs without proof")
+        await self._looks.find_lease(who, lease_id)
+        await self._core.force(lease_id, who.name)
         return await self.lease(who, lease_id)
 
     # -- jobs -----------------------------------------------------------------------------------------------------
@@ -103,14 +150,19 @@ class Broker:
         """Ask for workers; a run that has a job already gets that job.
 
         Raises:
-            NotAllowed, InvalidRequest, TooManyWaiting.
+            NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs.
         """
-        if not who.is_user:
-            raise NotAllowed("a job is asked for by a user, not by a service")
-        known = await asyncio.to_thread(self._core.store.job_of_run, who.name, request.run_id)
-        if known is None:
-            known = await self._core.ledger.change(lambda draft: self._add_job(draft, who.name, request))
-        return await self.job(who, known.id)
+        job = await self._desk.request_job(who, request)
+        return await self.job(who, job.id)
+
+    async def request_array(self, who: Identity, request: ArrayRequest) -> list[Job]:
+        """Ask for many jobs of one GPU each, all or none; runs that have a job already keep it.
+
+        Raises:
+            NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs.
+        """
+        rows = await self._desk.request_array(who, request)
+        return [await self.job(who, row.id) for row in rows]
 
     async def job(self, who: Identity, job_id: str) -> Job:
         """A job, ended or not.
@@ -118,13 +170,7 @@ class Broker:
         Raises:
             NotFound: there is none, or it is somebody else's.
         """
-        job = await self._find_job(who, job_id)
-        lease = self._core.ledger.snapshot.leases.get(job.lease_id)
-        if lease is None or not job.is_open:
-            lease = await asyncio.to_thread(self._core.store.lease, job.lease_id)
-        if lease is None:
-            raise NotFound(f"there is no job {job_id!r}")
-        return views.build_job(job, lease, self._core.ledger.snapshot, float(self._core.cluster.jobs.renew_within))
+        return await self._looks.show_job(await self._looks.find_job(who, job_id))
 
     async def wait_job(self, who: Identity, job_id: str, version: int | None, wait_s: float) -> Job:
         """The job as soon as its version is another one, at the latest after `wait_s`."""
@@ -133,13 +179,15 @@ class Broker:
             job = await self.job(who, job_id)
             return job.version, job.state is JobState.WAITING
 
-        await self._core.poll(look, version, wait_s)
+        await self._poll(job_id, look, version, wait_s)
         return await self.job(who, job_id)
 
     async def jobs(self, who: Identity) -> list[Job]:
         """Jobs that have not ended: one's own, or all."""
-        rows = [row for row in self._core.ledger.snapshot.jobs.values() if who.sees_all or row.owner == who.name]
-        return [await self.job(who, row.id) for row in sorted(rows, key=lambda row: row.created_at)]
+        rows = self._core.ledger.snapshot.jobs
+        ids = rows if who.sees_all else self._core.ledger.index.find("jobs of owner", who.name)
+        found = sorted((rows[one] for one in ids if one in rows), key=lambda row: (row.created_at, row.run_id))
+        return [await self.job(who, row.id) for row in found]
 
     async def renew(self, who: Identity, job_id: str) -> None:
         """The job's owner is still there.
@@ -147,14 +195,14 @@ class Broker:
         Raises:
             NotFound, Conflict: the job ended, or is being stopped.
         """
-        job = await self._find_job(who, job_id)
+        job = await self._looks.find_job(who, job_id)
         if job.ended_at is not None:
             raise Conflict(f"job {job_id} has ended: {job.reason}")
         self._core.note_renewed(job_id)
 
     async def stop_job(self, who: Identity, job_id: str) -> Job:
         """Stop a job; said again, nothing changes."""
-        job = await self._find_job(who, job_id)
+        job = await self._looks.find_job(who, job_id)
         reason = "stopped" if who.name == job.owner else f"ended by {who.name}"
 
         def edit(draft: Draft) -> None:
@@ -166,81 +214,74 @@ class Broker:
 
     # -- the cluster ----------------------------------------------------------------------------------------------
 
-    def cluster_view(self) -> ClusterView:
-        """Everything as everybody sees it."""
-        return views.build_cluster(
-            cluster=self._core.cluster,
-            snapshot=self._core.ledger.snapshot,
-            inventory=self._core.inventory,
-            engine=self._core.engine,
-            now=self._core.clock.now(),
-            monotonic=self._core.clock.monotonic(),
-        )
+    def cluster_view(self, who: Identity | None = None) -> ClusterView:
+        """Everything as everybody sees it; what starts at once is told for who looks."""
+        return administration.view_cluster(self._core, who)
+
+    def usage(self, who: Identity, owner: str | None) -> list[UsageView]:
+        """What owners have, had and may have: one's own, or all.
+
+        Raises:
+            NotAllowed: somebody else's.
+        """
+        return administration.view_usage(self._core, who, owner)
+
+    async def events(self, who: Identity, after: int | None, limit: int) -> list[Event]:
+        """What the broker did and found out: about one's own leases, or all; oldest first."""
+        rows = await self._core.read_events(after, limit, None if who.sees_all else who.name)
+        return [administration.view_event(row) for row in rows]
+
+    def reservations(self) -> list[Reservation]:
+        """Reservations that have not ended."""
+        return [reservation_rules.for_wire(row) for row in self._core.reservations]
+
+    # -- for administrators ---------------------------------------------------------------------------------------
+
+    async def reserve(self, who: Identity, request: ReservationRequest) -> Reservation:
+        """Keep GPUs for some users in a window.
+
+        Raises:
+            NotAllowed, InvalidRequest, Conflict (another reservation keeps some of them).
+        """
+        return await administration.reserve(self._core, who, request)
+
+    async def cancel_reservation(self, who: Identity, reservation_id: str) -> None:
+        """Keep them no longer.
+
+        Raises:
+            NotAllowed, NotFound.
+        """
+        await administration.cancel_reservation(self._core, who, reservation_id)
+
+    async def cordon(self, who: Identity, node: str, request: CordonRequest) -> NodeView:
+        """Let a node take no new work; what runs there goes on.
+
+        Raises:
+            NotAllowed, NotFound.
+        """
+        return await administration.cordon(self._core, who, node, request, is_drain=False)
+
+    async def drain(self, who: Identity, node: str, request: CordonRequest) -> NodeView:
+        """Let a node take no new work, and end what runs there after the grace.
+
+        Raises:
+            NotAllowed, NotFound.
+        """
+        return await administration.cordon(self._core, who, node, request, is_drain=True)
+
+    async def undrain(self, who: Identity, node: str) -> NodeView:
+        """Let a node take work again; what was to end for the drain and has not gets its time back.
+
+        Raises:
+            NotAllowed, NotFound.
+        """
+        return await administration.undrain(self._core, who, node)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _add_notebook(self, draft: Draft, owner: str, request: LeaseRequest) -> LeaseRow:
-        known = intake.notebook_lease(draft, owner, request.server)
-        if known is not None and known.profile == request.profile:
-            return known
-        if known is not None and known.state is LeaseState.ACTIVE:
-            raise Conflict(
-                f"this server of {owner} runs with profile {known.profile!r}: stop it before starting it with "
-                f"{request.profile!r}"
-            )
-        lease = intake.build_notebook_lease(cluster=self._core.cluster, draft=draft, owner=owner, request=request)
-        self._refuse_hopeless(lease, None)
-        if known is not None:
-            draft.put_lease(leases.release(known, f"{request.profile} was chosen instead", draft.now))
-        intake.refuse_too_many(draft, owner, self._core.cluster.users.max_waiting)
-        return draft.put_lease(lease)
-
-    def _add_job(self, draft: Draft, owner: str, request: JobRequest) -> JobRow:
-        known = next((j for j in draft.jobs.values() if (j.owner, j.run_id) == (owner, request.run_id)), None)
-        if known is not None:
-            return known
-        notebook = intake.notebook_lease(draft, owner, request.server)
-        job, lease = intake.build_job(
-            cluster=self._core.cluster, draft=draft, owner=owner, request=request, notebook=notebook
-        )
-        self._refuse_hopeless(lease, notebook)
-        intake.refuse_too_many(draft, owner, self._core.cluster.users.max_waiting)
-        draft.put_lease(lease)
-        return draft.put_job(job)
-
-    def _refuse_hopeless(self, lease: LeaseRow, notebook: LeaseRow | None) -> None:
-        intake.refuse_hopeless(
-            lease=lease,
-            notebook=notebook,
-            cluster=self._core.cluster,
-            inventory=self._core.inventory,
-            engine=self._core.engine,
-        )
-
-    def _owner(self, who: Identity, named: str | None) -> str:
-        if named is None and who.is_user:
-            return who.name
-        if named is None:
-            raise InvalidRequest("owner: a service says for which user it asks")
-        if named != who.name and not who.any_owner:
-            raise NotAllowed(f"{who.name} may not ask for GPUs in the name of {named}")
-        return named
-
-    async def _find_lease(self, who: Identity, lease_id: str) -> LeaseRow:
-        lease = self._core.ledger.snapshot.leases.get(lease_id)
-        if lease is None:
-            lease = await asyncio.to_thread(self._core.store.lease, lease_id)
-        if lease is None or not (who.sees_all or lease.owner == who.name):
-            raise NotFound(f"there is no lease {lease_id!r} of yours")
-        return lease
-
-    async def _find_job(self, who: Identity, job_id: str) -> JobRow:
-        job = self._core.ledger.snapshot.jobs.get(job_id)
-        if job is None:
-            job = await asyncio.to_thread(self._core.store.job, job_id)
-        if job is None or not (who.sees_all or job.owner == who.name):
-            raise NotFound(f"there is no job {job_id!r} of yours")
-        return job
+    async def _poll(self, what: str, look: Look, version: int | None, wait_s: float) -> None:
+        core = self._core
+        await poll(ledger=core.ledger, clock=core.clock, what=what, look=look, version=version, wait_s=wait_s)
 
     def _note_asked(self, who: Identity, lease: LeaseRow) -> None:
         if who.any_owner and lease.is_open:

@@ -1,12 +1,12 @@
 """The only opener of the broker's database. Sync; every call is one short transaction.
 
 SQLite (WAL, every commit on the disk) by default; PostgreSQL by URL. One broker a store: `Store.open` holds a lock
-file for as long as the store is open.
+file for as long as the store is open, and in PostgreSQL an advisory lock as well, since its brokers may be on two
+machines.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,18 +15,22 @@ from pathlib import Path
 from typing import Any, Self
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
-from sqlalchemy import event, exc
+from sqlalchemy import exc
 
-from gpuhub.broker import convert, model
-from gpuhub.broker.rows import JobRow, LeaseRow
+from gpuhub import gpus
+from gpuhub.broker import convert, model, opening, writing
+from gpuhub.broker.cordons import Cordon
+from gpuhub.broker.rows import EventRow, JobRow, LeaseRow, ReservationRow
 from gpuhub.broker.schemas import JobState, LeaseState
-from gpuhub.errors import SetupError, Unavailable
+from gpuhub.broker.writing import Changes
+from gpuhub.engines.base import Spent
+from gpuhub.errors import Conflict, SetupError, Unavailable
+from gpuhub.gpus import Card
 
-BUSY_TIMEOUT_S = 5
 #: SQLAlchemy rewrites an IN with many values into many parameters; SQLite takes up to 32766.
 _CHUNK = 500
+#: Of events, so many are kept.
+EVENTS_KEPT = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,26 +42,22 @@ class SeenGpu:
     index: int
     model: str
     memory_mib: int
+    capability: tuple[int, int] | None = None
+    is_mig: bool = False
     seen_at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """What one transaction writes: pairs of the value before (None when new) and after."""
-
-    leases: Sequence[tuple[LeaseRow | None, LeaseRow]] = ()
-    jobs: Sequence[tuple[JobRow | None, JobRow]] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.leases or self.jobs)
+#: What the databases say of a second request with the same key: SQLite names the columns, PostgreSQL the constraint.
+_SAME_REQUEST = ("leases.owner, leases.key", "jobs.owner, jobs.run_id", "ux_leases_owner_key", "uq_jobs_owner_run_id")
 
 
 class Store:
     """The open database."""
 
-    def __init__(self, engine: sa.Engine, lock: int) -> None:
+    def __init__(self, engine: sa.Engine, lock: int, guard: sa.Connection | None = None) -> None:
         self._engine = engine
         self._lock = lock
+        self._guard = guard
 
     @classmethod
     def open(cls, url: str, lock_file: Path) -> Self:
@@ -66,16 +66,21 @@ class Store:
         Raises:
             SetupError: when another broker holds the store, or it cannot be opened.
         """
-        lock = _take_lock(lock_file)
-        engine = _build_engine(url)
+        lock = opening.take_lock(lock_file)
+        engine = opening.build_engine(url)
         try:
+            guard = opening.take_advisory_lock(engine)
             with engine.begin() as connection:
-                _migrate(connection)
+                opening.migrate(connection)
         except exc.SQLAlchemyError as error:
             engine.dispose()
             os.close(lock)
             raise SetupError(f"the broker's store {engine.url!r} cannot be opened: {_text(error)}") from error
-        return cls(engine, lock)
+        except SetupError:
+            engine.dispose()
+            os.close(lock)
+            raise
+        return cls(engine, lock, guard)
 
     @classmethod
     def open_file(cls, path: Path) -> Self:
@@ -86,6 +91,8 @@ class Store:
 
     def close(self) -> None:
         """Let another broker open the store."""
+        if self._guard is not None:
+            self._guard.close()
         self._engine.dispose()
         os.close(self._lock)
 
@@ -117,51 +124,116 @@ class Store:
             found = _read_jobs(connection, model.jobs.c.id == job_id)
         return found[0] if found else None
 
-    def job_of_run(self, owner: str, run_id: str) -> JobRow | None:
-        """The job of an owner's run, ended or not."""
+    def lease_of_key(self, owner: str, key: str) -> LeaseRow | None:
+        """The lease that an owner asked for with this key, ended or not."""
         with self._transaction() as connection:
-            found = _read_jobs(connection, (model.jobs.c.owner == owner) & (model.jobs.c.run_id == run_id))
+            found = _read_leases(connection, (model.leases.c.owner == owner) & (model.leases.c.key == key))
         return found[0] if found else None
+
+    def jobs_of_runs(self, owner: str, run_ids: Sequence[str]) -> dict[str, JobRow]:
+        """The jobs of an owner's runs by run id, ended or not."""
+        found: dict[str, JobRow] = {}
+        with self._transaction() as connection:
+            for start in range(0, len(run_ids), _CHUNK):
+                some = model.jobs.c.run_id.in_(run_ids[start : start + _CHUNK])
+                found |= {job.run_id: job for job in _read_jobs(connection, (model.jobs.c.owner == owner) & some)}
+        return found
+
+    def spent(self, since: float) -> list[Spent]:
+        """The GPU-time that ended after `since`: of what was given back, and of what is quarantined."""
+        lease, gpu = model.leases.c, model.lease_gpus.c
+        is_over = (gpu.released_at > since) | (gpu.released_at.is_(None) & (lease.quarantined_at > since))
+        query = (
+            sa.select(
+                lease.owner, lease.groups, lease.granted_at, lease.quarantined_at, gpu.model, gpu.memory_mib, gpu.share,
+                gpu.released_at,
+            )
+            .join(model.leases, lease.id == gpu.lease_id)
+            .where(is_over, lease.granted_at.is_not(None))
+        )  # fmt: skip
+        with self._transaction() as connection:
+            return [_spent(dict(row)) for row in connection.execute(query).mappings()]
 
     def save(self, changes: Changes) -> None:
         """Write everything or nothing.
 
         Raises:
             Unavailable: when it cannot be written; nothing was.
+            Conflict: the same was asked for at the same moment; nothing was written.
         """
-        with self._transaction() as connection:
-            for before, lease in changes.leases:
-                _write(connection, model.leases, before is None, convert.lease_record(lease), ["id"])
-            # GPUs given back first: another lease of the same transaction may get them.
-            for before, lease in changes.leases:
-                _free_gpus(connection, before, lease)
-            for before, lease in changes.leases:
-                _insert_gpus(connection, before, lease)
-            for job_before, job in changes.jobs:
-                _write(connection, model.jobs, job_before is None, convert.job_record(job), ["id"])
-                _write_workers(connection, job_before, job)
+        try:
+            with self._transaction() as connection:
+                writing.write(connection, changes)
+        except exc.IntegrityError as error:
+            if any(key in _text(error) for key in _SAME_REQUEST):
+                raise Conflict("the same was asked for at this very moment: ask again, and you get it") from error
+            raise
+            if changes.events:
+                _prune_events(connection)
 
     def seen_gpus(self) -> list[SeenGpu]:
         """All GPUs that were ever seen and not replaced."""
         with self._transaction() as connection:
-            return [SeenGpu(**row) for row in connection.execute(sa.select(model.gpus)).mappings()]
+            rows = connection.execute(sa.select(model.gpus)).mappings().all()
+        return [
+            SeenGpu(**{**row, "capability": gpus.parse_capability(row["capability"]) if row["capability"] else None})
+            for row in rows
+        ]
 
-    def save_seen(self, node: str, gpus: Sequence[SeenGpu]) -> None:
+    def save_seen(self, node: str, seen: Sequence[SeenGpu]) -> None:
         """Replace what was seen on a node; a GPU that moved here is taken from its old node."""
         with self._transaction() as connection:
-            uuids = [gpu.uuid for gpu in gpus]
+            uuids = [gpu.uuid for gpu in seen]
             connection.execute(sa.delete(model.gpus).where((model.gpus.c.node == node) | model.gpus.c.uuid.in_(uuids)))
-            for gpu in gpus:
-                connection.execute(
-                    sa.insert(model.gpus).values(
-                        uuid=gpu.uuid,
-                        node=gpu.node,
-                        index=gpu.index,
-                        model=gpu.model,
-                        memory_mib=gpu.memory_mib,
-                        seen_at=gpu.seen_at,
-                    )
-                )
+            writing.insert(connection, model.gpus, [_seen_record(gpu) for gpu in seen])
+
+    # -- what administrators say ----------------------------------------------------------------------------------
+
+    def cordons(self) -> list[Cordon]:
+        """All cordons."""
+        with self._transaction() as connection:
+            return [Cordon(**row) for row in connection.execute(sa.select(model.cordons)).mappings()]
+
+    def save_cordon(self, node: str, cordon: Cordon | None) -> None:
+        """Replace a node's cordon; None takes it away."""
+        with self._transaction() as connection:
+            connection.execute(sa.delete(model.cordons).where(model.cordons.c.node == node))
+            writing.insert(connection, model.cordons, [] if cordon is None else [convert.cordon_record(cordon)])
+
+    def reservations(self) -> list[ReservationRow]:
+        """All reservations, the earliest first."""
+        query = sa.select(model.reservations).order_by(model.reservations.c.starts_at, model.reservations.c.id)
+        with self._transaction() as connection:
+            return [convert.parse_reservation(dict(row)) for row in connection.execute(query).mappings()]
+
+    def save_reservation(self, row: ReservationRow) -> None:
+        """Add a reservation."""
+        with self._transaction() as connection:
+            writing.insert(connection, model.reservations, [convert.reservation_record(row)])
+
+    def drop_reservations(self, ids: Sequence[str]) -> None:
+        """Remove reservations."""
+        with self._transaction() as connection:
+            connection.execute(sa.delete(model.reservations).where(model.reservations.c.id.in_(ids)))
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def save_events(self, events: Sequence[EventRow]) -> None:
+        """Add events; the oldest are forgotten."""
+        with self._transaction() as connection:
+            writing.insert(connection, model.events, [convert.event_record(event) for event in events])
+            _prune_events(connection)
+
+    def events(self, *, after: int | None, limit: int, owner: str | None = None) -> list[EventRow]:
+        """The next `limit` events after that number, or the newest ones; of one owner, or all; oldest first."""
+        seq = model.events.c.seq
+        query = sa.select(model.events).limit(limit)
+        query = query.order_by(seq.desc()) if after is None else query.where(seq > after).order_by(seq)
+        if owner is not None:
+            query = query.where(model.events.c.owner == owner)
+        with self._transaction() as connection:
+            found = [EventRow(**row) for row in connection.execute(query).mappings()]
+        return sorted(found, key=lambda event: event.seq)
 
     @contextmanager
     def _transaction(self) -> Iterator[sa.Connection]:
@@ -174,48 +246,6 @@ class Store:
 
 def _text(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error)
-
-
-def _take_lock(lock_file: Path) -> int:
-    lock_file.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise SetupError(f"another broker runs on this store (it holds {lock_file}): stop it first") from None
-    return lock
-
-
-def _build_engine(url: str) -> sa.Engine:
-    engine = sa.create_engine(url)
-    if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _set_up_sqlite)
-        event.listen(engine, "begin", _begin_immediate)
-    return engine
-
-
-def _set_up_sqlite(connection: Any, _record: object) -> None:
-    # The driver's own transactions begin too late and not before DDL; `_begin_immediate` begins them instead.
-    connection.isolation_level = None
-    for pragma in (
-        f"busy_timeout = {BUSY_TIMEOUT_S * 1000}",
-        "journal_mode = WAL",
-        "synchronous = FULL",  # a grant must survive a power cut: the container on another node does
-        "foreign_keys = ON",
-    ):
-        connection.execute(f"PRAGMA {pragma}")
-
-
-def _begin_immediate(connection: sa.Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
-def _migrate(connection: sa.Connection) -> None:
-    config = Config()
-    config.set_main_option("script_location", "gpuhub.broker:migrations")
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
 
 
 def _read_leases(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[LeaseRow]:
@@ -243,34 +273,32 @@ def _children(
     return found
 
 
-def _write(
-    connection: sa.Connection, table: sa.Table, is_new: bool, record: dict[str, Any], keys: Sequence[str]
-) -> None:
-    if is_new:
-        connection.execute(sa.insert(table).values(record))
-        return
-    same = sa.and_(*(table.c[key] == record[key] for key in keys))
-    connection.execute(sa.update(table).where(same).values(record))
+def _spent(row: Mapping[str, Any]) -> Spent:
+    ends = [at for at in (row["released_at"], row["quarantined_at"]) if at is not None]
+    return Spent(
+        owner=row["owner"],
+        groups=frozenset(row["groups"]),
+        card=Card(model=row["model"], memory_mib=row["memory_mib"]),
+        share=row["share"],
+        began_at=row["granted_at"],
+        ended_at=min(ends),
+    )
 
 
-def _free_gpus(connection: sa.Connection, before: LeaseRow | None, after: LeaseRow) -> None:
-    held = set() if before is None else {gpu.uuid for gpu in before.held}
-    for gpu in after.gpus:
-        if gpu.uuid in held and gpu.released_at is not None:
-            record = convert.gpu_record(after.id, gpu)
-            _write(connection, model.lease_gpus, False, record, ["lease_id", "gpu_uuid"])
+def _seen_record(gpu: SeenGpu) -> dict[str, Any]:
+    capability = None if gpu.capability is None else ".".join(map(str, gpu.capability))
+    return {
+        "uuid": gpu.uuid,
+        "node": gpu.node,
+        "index": gpu.index,
+        "model": gpu.model,
+        "memory_mib": gpu.memory_mib,
+        "capability": capability,
+        "is_mig": gpu.is_mig,
+        "seen_at": gpu.seen_at,
+    }
 
 
-def _insert_gpus(connection: sa.Connection, before: LeaseRow | None, after: LeaseRow) -> None:
-    known = set() if before is None else {gpu.uuid for gpu in before.gpus}
-    for gpu in after.gpus:
-        if gpu.uuid not in known:
-            connection.execute(sa.insert(model.lease_gpus).values(convert.gpu_record(after.id, gpu)))
-
-
-def _write_workers(connection: sa.Connection, before: JobRow | None, after: JobRow) -> None:
-    known = {} if before is None else {worker.index: worker for worker in before.workers}
-    for worker in after.workers:
-        if known.get(worker.index) != worker:
-            record = convert.worker_record(after.id, worker)
-            _write(connection, model.workers, worker.index not in known, record, ["job_id", "index"])
+def _prune_events(connection: sa.Connection) -> None:
+    newest = sa.select(sa.func.max(model.events.c.seq)).scalar_subquery()
+    connection.execute(sa.delete(model.events).where(model.events.c.seq <= newest - EVENTS_KEPT))

@@ -1,31 +1,33 @@
-"""What the broker knows, as its clients see it. Pure."""
+"""What the broker knows, as its clients see it: leases, jobs, the queue, and sentences about them. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Protocol
 
-from gpuhub.broker import schedule
-from gpuhub.broker.ledger import Place, Snapshot
 from gpuhub.broker.rows import JobRow, LeasedGpu, LeaseRow
-from gpuhub.broker.schemas import (
-    ClusterView,
-    Gpu,
-    GpuState,
-    GpuView,
-    Holder,
-    Job,
-    Lease,
-    NodeState,
-    NodeView,
-    ProfileView,
-    Purpose,
-    QueueEntry,
-    Worker,
-)
-from gpuhub.engines.base import Engine, Request, Slot, Supply
-from gpuhub.nodes.inventory import GpuReading, Inventory, NodeRecord
-from gpuhub.settings import Cluster, Profile, gpu_requirement
+from gpuhub.broker.schemas import Gpu, Holder, Job, Lease, Obstacle, Purpose, QueueEntry, UsageView, Why, Worker
+from gpuhub.engines import base
+
+
+class Place(Protocol):
+    """Where a waiting request stands; the engine's `Why` is one."""
+
+    @property
+    def position(self) -> int:
+        """From 1."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """One line for a person."""
+        ...
+
+    @property
+    def expected_start(self) -> float | None:
+        """None where it is not known."""
+        ...
 
 
 def as_time(seconds: float) -> datetime:
@@ -33,13 +35,22 @@ def as_time(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def _as_time_or_none(seconds: float | None) -> datetime | None:
+def as_time_or_none(seconds: float | None) -> datetime | None:
+    """The same for what may not be known."""
     return None if seconds is None else as_time(seconds)
 
 
 def build_gpu(gpu: LeasedGpu) -> Gpu:
-    """A leased GPU."""
-    return Gpu(uuid=gpu.uuid, node=gpu.node, index=gpu.index, model=gpu.model, memory_mib=gpu.memory_mib)
+    """A leased GPU, or a leased part of one."""
+    return Gpu(
+        uuid=gpu.uuid,
+        node=gpu.node,
+        index=gpu.index,
+        model=gpu.model,
+        memory_mib=gpu.memory_mib,
+        share=gpu.share,
+        memory_cap_mib=None if gpu.share == 1 else gpu.memory_mib // gpu.share,
+    )
 
 
 def build_lease(lease: LeaseRow, version: int, place: Place | None) -> Lease:
@@ -53,26 +64,29 @@ def build_lease(lease: LeaseRow, version: int, place: Place | None) -> Lease:
         state=lease.state,
         version=version,
         position=None if place is None else place.position,
-        waiting_for=None if place is None else place.wait.text,
+        waiting_for=None if place is None else place.text,
+        expected_start=None if place is None else as_time_or_none(place.expected_start),
+        note=lease.note,
+        priority=lease.ask.priority,
         nodes=lease.nodes,
         gpus=tuple(build_gpu(gpu) for gpu in lease.gpus),
         epoch=lease.epoch,
         created_at=as_time(lease.created_at),
-        granted_at=_as_time_or_none(lease.granted_at),
-        expires_at=_as_time_or_none(lease.expires_at),
+        granted_at=as_time_or_none(lease.granted_at),
+        expires_at=as_time_or_none(lease.expires_at),
         reason=lease.reason,
     )
 
 
-def build_job(job: JobRow, lease: LeaseRow, snapshot: Snapshot, renew_within_s: float) -> Job:
-    """A job as its owner sees it."""
+def build_job(job: JobRow, lease: LeaseRow, version: int, place: Place | None, renew_within_s: float) -> Job:
+    """A job as its owner sees it; `version` counts for the job and for the lease in it."""
     return Job(
         id=job.id,
         run_id=job.run_id,
         owner=job.owner,
         state=job.state,
-        version=snapshot.job_version(job, lease),
-        lease=build_lease(lease, snapshot.lease_version(lease), snapshot.places.get(lease.id)),
+        version=version,
+        lease=build_lease(lease, version, place),
         workers=tuple(
             Worker(
                 index=worker.index,
@@ -88,110 +102,89 @@ def build_job(job: JobRow, lease: LeaseRow, snapshot: Snapshot, renew_within_s: 
         nproc_per_node=job.nproc_per_node,
         reason=job.reason,
         renew_within_s=renew_within_s,
+        min_nnodes=job.min_nnodes,
+        gpus=job.gpus,
+        scavenge=lease.ask.scavenge,
+        preemptions=job.preemptions,
+        checkpoint_until=as_time_or_none(job.checkpoint_until),
+        array=job.array,
     )
 
 
-def build_cluster(
-    *, cluster: Cluster, snapshot: Snapshot, inventory: Inventory, engine: Engine, now: float, monotonic: float
-) -> ClusterView:
-    """The whole cluster at one moment."""
-    supply = schedule.build_supply(snapshot.leases.values(), inventory, None, monotonic)
-    holders = {gpu.uuid: _holder(lease) for lease in snapshot.leases.values() for gpu in lease.held}
-    slots = {slot.uuid: slot for slot in supply.slots}
-    return ClusterView(
-        nodes=tuple(_node(node, inventory, slots, holders, monotonic) for node in inventory.nodes.values()),
-        profiles=tuple(_profile(profile, snapshot, supply, engine, holders) for profile in cluster.profiles),
-        queue=tuple(
-            QueueEntry(
-                lease=lease.id,
-                position=snapshot.places[lease.id].position,
-                owner=lease.owner,
-                purpose=lease.purpose,
-                wants=describe_wants(lease),
-                since=as_time(lease.created_at),
-            )
-            for lease in schedule.waiting(snapshot.leases.values())
+def build_why(lease: LeaseRow, why: base.Why) -> Why:
+    """Why a request waits, in full."""
+    return Why(
+        lease=lease.id,
+        position=why.position,
+        waits_for=why.text,
+        expected_start=as_time_or_none(why.expected_start),
+        obstacles=tuple(
+            Obstacle(demand=one.demand, would_start_at=as_time_or_none(one.would_start_at)) for one in why.obstacles
         ),
-        now=as_time(now),
     )
 
 
-def describe_wants(lease: LeaseRow) -> str:
-    """For a person: `profile rtx5090`, or `3 nodes × 1 GPU`."""
-    if lease.purpose is Purpose.NOTEBOOK:
-        return f"profile {lease.profile}"
-    nodes = f"{lease.ask.nodes} node{'s' if lease.ask.nodes > 1 else ''}"
-    gpus = f"{lease.ask.gpus_per_node} {lease.ask.model or 'GPU'}{'s' if lease.ask.gpus_per_node > 1 else ''}"
-    return f"{nodes} × {gpus}"
+def build_queue_entry(lease: LeaseRow, position: int, expected_start: float | None) -> QueueEntry:
+    """A waiting request as everybody sees it."""
+    return QueueEntry(
+        lease=lease.id,
+        position=position,
+        owner=lease.owner,
+        purpose=lease.purpose,
+        wants=describe_wants(lease),
+        since=as_time(lease.created_at),
+        expected_start=as_time_or_none(expected_start),
+    )
 
 
-def _holder(lease: LeaseRow) -> Holder:
+def build_usage(owner: str, usage: base.Usage, waiting: int, limits: base.Limits) -> UsageView:
+    """What one owner has, had and may have."""
+    return UsageView(
+        owner=owner,
+        gpus=usage.gpus,
+        waiting=waiting,
+        gpu_hours_week=round(usage.gpu_hours_week, 3),
+        decayed_gpu_hours=round(usage.decayed_gpu_hours, 3),
+        penalty_s=round(usage.penalty_s, 1),
+        max_gpus=limits.max_gpus,
+        max_gpu_hours_week=limits.gpu_hours_per_week,
+        max_waiting=limits.max_waiting,
+    )
+
+
+def build_holder(lease: LeaseRow) -> Holder:
+    """Who holds the GPUs of a lease."""
     return Holder(
         owner=lease.owner,
         purpose=lease.purpose,
         since=as_time(lease.granted_at or lease.created_at),
-        until=_as_time_or_none(lease.expires_at),
+        until=as_time_or_none(lease.expires_at),
     )
 
 
-def _node(
-    node: NodeRecord,
-    inventory: Inventory,
-    slots: Mapping[str, Slot],
-    holders: Mapping[str, Holder],
-    monotonic: float,
-) -> NodeView:
-    return NodeView(
-        name=node.name,
-        state=NodeState.UP if node.is_up else NodeState.UNREACHABLE,
-        message=inventory.message(node.name, monotonic),
-        gpus=tuple(
-            _gpu(gpu, node, slots[gpu.uuid], holders.get(gpu.uuid), is_fresh=node.is_fresh(monotonic))
-            for gpu in node.gpus
-        ),
+def describe_wants(lease: LeaseRow) -> str:
+    """For a person: `profile rtx5090`, `3 nodes × 1 GPU`, `1 to 3 nodes × 2 RTX 5090`, `8 GPUs anywhere`."""
+    ask = lease.ask
+    if lease.purpose is Purpose.NOTEBOOK:
+        return f"profile {lease.profile}"
+    gpu = " or ".join(ask.models) or "GPU"
+    if ask.spread is not None:
+        return ", ".join([f"{ask.spread} {_plural(gpu, ask.spread, ask.models)} anywhere", *_ways(lease)])
+    least = f"{ask.least_nodes} to " if ask.least_nodes < ask.nodes else ""
+    nodes = f"{least}{ask.nodes} node{'s' if ask.nodes > 1 else ''}"
+    each = f"{ask.gpus_per_node} {_plural(gpu, ask.gpus_per_node, ask.models)}"
+    return ", ".join([f"{nodes} × {each}", *_ways(lease)])
+
+
+def _plural(gpu: str, count: int, models: Sequence[str]) -> str:
+    return gpu if models or count == 1 else f"{gpu}s"
+
+
+def _ways(lease: LeaseRow) -> list[str]:
+    """What else is said of a request in the queue."""
+    said = (
+        ("exclusive", lease.ask.exclusive),
+        ("scavenging", lease.ask.scavenge),
+        ("batch", lease.ask.batch),
     )
-
-
-def _gpu(gpu: GpuReading, node: NodeRecord, slot: Slot, holder: Holder | None, *, is_fresh: bool) -> GpuView:
-    if not slot.available or slot.node != node.name:
-        state = GpuState.UNAVAILABLE
-    else:
-        state = GpuState.FREE if holder is None else GpuState.HELD
-    return GpuView(
-        uuid=gpu.uuid,
-        node=node.name,
-        index=gpu.index,
-        model=gpu.model,
-        memory_mib=gpu.memory_mib,
-        state=state,
-        holder=holder,
-        utilisation_percent=gpu.utilisation_percent if is_fresh else None,
-        memory_used_mib=gpu.memory_used_mib if is_fresh else None,
-    )
-
-
-def _profile(
-    profile: Profile, snapshot: Snapshot, supply: Supply, engine: Engine, holders: Mapping[str, Holder]
-) -> ProfileView:
-    request = Request(id="", owner="", gpus_per_node=profile.gpu_count, requirement=gpu_requirement(profile))
-    serving = engine.candidates(request, supply.slots) if profile.gpu_count else frozenset()
-    claims = [place.wait.claims for place in snapshot.places.values()]
-    blocked = dict(supply.held) | {uuid: "" for claim in claims for uuid in claim}
-    now = Supply(slots=supply.slots, held=blocked, notebooks=supply.notebooks)
-    starts_now = "" in engine.decide([request], now).grants
-    return ProfileView(
-        name=profile.name,
-        title=profile.title,
-        description=profile.description,
-        gpu_count=profile.gpu_count,
-        total=len(serving),
-        free=sum(slot.available and slot.uuid in serving and slot.uuid not in blocked for slot in supply.slots),
-        starts_now=starts_now,
-        ahead=0 if starts_now else sum(bool(claim & serving) for claim in claims),
-        holders=_distinct(holders[uuid] for uuid in sorted(serving) if uuid in holders),
-    )
-
-
-def _distinct(holders: Iterable[Holder]) -> tuple[Holder, ...]:
-    found: Sequence[Holder] = sorted(holders, key=lambda holder: holder.since)
-    return tuple(dict.fromkeys(found))
+    return [word for word, is_so in said if is_so]

@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 
 import gpuhub
-from gpuhub import settings
+from gpuhub import secrets, settings
 from gpuhub.closet import lifecycle, plan
 from gpuhub.containers import networks, swarm
 from gpuhub.containers.daemons import Daemons
 from gpuhub.errors import SettingsError, SetupError
-from gpuhub.head import choice, feasibility, programs, secrets
+from gpuhub.head import choice, feasibility, programs
 from gpuhub.head.report import Report
 from gpuhub.head.supervisor import Program, Supervisor
 from gpuhub.images import bring

@@ -6,11 +6,14 @@ import time
 
 import httpx
 
-from gpuhub import gpus
+from gpuhub import gpus, secrets
 from gpuhub.broker.schemas import ClusterView, NodeState
+from gpuhub.containers.telling import card_of
 from gpuhub.errors import SetupError
-from gpuhub.head import secrets
 from gpuhub.paths import Paths
+
+#: A cordoned node is read like any other.
+_SILENT = frozenset({NodeState.UNREACHABLE, NodeState.DOWN})
 
 
 def wait_for_cards(broker_url: str, paths: Paths, deadline_s: float) -> dict[str, list[gpus.Card]]:
@@ -26,7 +29,7 @@ def wait_for_cards(broker_url: str, paths: Paths, deadline_s: float) -> dict[str
             answer = client.get(f"{broker_url}/api/v1/cluster")
             answer.raise_for_status()
             view = ClusterView.model_validate_json(answer.content)
-            unread = [node for node in view.nodes if node.state is not NodeState.UP or not node.gpus]
+            unread = [node for node in view.nodes if node.state in _SILENT or not node.gpus]
             if not unread:
                 return cards_of(view)
             if time.monotonic() > end:
@@ -37,6 +40,4 @@ def wait_for_cards(broker_url: str, paths: Paths, deadline_s: float) -> dict[str
 
 def cards_of(view: ClusterView) -> dict[str, list[gpus.Card]]:
     """Node → its cards."""
-    return {
-        node.name: [gpus.Card(model=gpu.model, memory_mib=gpu.memory_mib) for gpu in node.gpus] for node in view.nodes
-    }
+    return {node.name: [card_of(gpu) for gpu in node.gpus] for node in view.nodes}

@@ -1,80 +1,17 @@
-"""Who may do what: every route with every kind of caller, and what happens while the hub is away."""
+"""Who asks: tokens, what they show and hide, and what happens while the hub is away."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
-from gpuhub.broker.auth import NEGATIVE_S, OUTAGE_S, POSITIVE_S, Identities, parse_identity
+from gpuhub.broker.auth import HEAD_NODE, NEGATIVE_S, OUTAGE_S, POSITIVE_S, Identities, parse_identity
 from gpuhub.broker.clock import Clock
 from gpuhub.broker.refusals import HubUnreachable, NotKnown
 from gpuhub.errors import NotAllowed
-from tests.support.brokers import ACCESS, Running, Setting, StubHub, asgi_broker
-from tests.unit.broker.test_api import ask, post, reaches
-
-CALLERS = ("none", "unknown", "narrow", "ben", "ada", "spawner", "root")
-LEASE = {"profile": "cpu", "key": "k"}
-JOB = {"run_id": "run-000002", "nnodes": 1, "nproc_per_node": 1, "server": "other"}
-
-#: Route → body and the statuses for CALLERS in order. Ada owns the lease and the job; ben is another user.
-MATRIX: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "GET /cluster": (None, (401, 401, 403, 200, 200, 200, 200)),
-    "POST /leases": (LEASE, (401, 401, 403, 201, 201, 422, 201)),
-    "POST /leases as ada": ({**LEASE, "owner": "ada"}, (401, 401, 403, 403, 201, 201, 403)),
-    "GET /leases": (None, (401, 401, 403, 200, 200, 200, 200)),
-    "GET /leases/{lease}": (None, (401, 401, 403, 404, 200, 200, 200)),
-    "POST /leases/{lease}/activate": ({"container_id": "c" * 12}, (401, 401, 403, 404, 200, 200, 200)),
-    "DELETE /leases/{lease}": (None, (401, 401, 403, 404, 200, 200, 200)),
-    "POST /jobs": (JOB, (401, 401, 403, 201, 201, 403, 201)),
-    "GET /jobs": (None, (401, 401, 403, 200, 200, 200, 200)),
-    "GET /jobs/{job}": (None, (401, 401, 403, 404, 200, 200, 200)),
-    "POST /jobs/{job}/renew": (None, (401, 401, 403, 404, 204, 204, 204)),
-    "DELETE /jobs/{job}": (None, (401, 401, 403, 404, 200, 200, 200)),
-}
-
-
-async def _call(running: Running, route: str, caller: str, body: Any) -> Any:
-    lease = await ask(running, "ada", profile="rtx5090")
-    job = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1}, 201)
-    method, path = route.split()[:2]
-    async with running.client(None if caller == "none" else caller) as client:
-        path = path.format(lease=lease["id"], job=job["id"])
-        return await client.request(method, f"/api/v1{path}", json=body)
-
-
-@pytest.mark.parametrize("route", MATRIX)
-async def test_every_route_for_every_caller(setting: Setting, route: str) -> None:
-    """The whole row of the matrix: refused callers get a problem document, and change nothing."""
-    body, expected = MATRIX[route]
-    found = []
-    async with asgi_broker(setting) as running:
-        for caller in CALLERS:
-            answer = await _call(running, route, caller, body)
-            found.append(answer.status_code)
-            if answer.status_code >= 400:
-                assert answer.headers["Content-Type"] == "application/problem+json"
-                assert answer.json()["detail"]
-                assert (answer.status_code == 401) == ("WWW-Authenticate" in answer.headers)
-            for lease in (await running.client("root").get("/api/v1/leases")).json():
-                if lease["owner"] != "ada":
-                    await running.client("root").delete(f"/api/v1/leases/{lease['id']}")
-    assert tuple(found) == expected
-
-
-async def test_every_route_of_the_api_is_in_the_matrix(setting: Setting) -> None:
-    """A route added later without a row here is noticed."""
-    async with asgi_broker(setting) as running, running.client(None) as client:
-        document = (await client.get("/openapi.json")).json()
-    routes = {
-        f"{method.upper()} {path.removeprefix('/services/broker/api/v1')}"
-        for path, operations in document["paths"].items()
-        if "/api/v1" in path
-        for method in operations
-    }
-    known = {route.replace("{lease}", "{lease_id}").replace("{job}", "{job_id}") for route in MATRIX}
-    assert routes == {route.removesuffix(" as ada") for route in known}
+from tests.support.brokers import ACCESS, Setting, StubHub, asgi_broker
+from tests.unit.broker.test_api import ask, reaches
 
 
 async def test_lists_show_ones_own_only(setting: Setting) -> None:
@@ -106,6 +43,8 @@ async def test_the_head_nodes_own_token_works_before_the_hub(setting: Setting) -
         assert (await client.get("/api/v1/cluster")).status_code == 200
         refused = await client.post("/api/v1/leases", json={"profile": "cpu", "key": "k", "owner": "ada"})
         assert refused.status_code == 403
+        cordoned = await client.post("/api/v1/nodes/rig1/cordon", json={"reason": "new fans"})
+        assert cordoned.json()["message"] == f"cordoned by {HEAD_NODE}: new fans"
     assert setting.hub.checked == 0
 
 
@@ -179,3 +118,18 @@ def test_a_service_is_never_an_administrator() -> None:
     """Only users are; a service has scopes."""
     who = parse_identity({"kind": "service", "name": "s", "admin": True, "scopes": [ACCESS]})
     assert (who.is_user, who.is_admin, who.any_owner, who.sees_all) == (False, False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("groups", "known"), [(["lab", "ml"], {"lab", "ml"}), (None, set()), ("lab", set()), ([1, None, "lab"], {"lab"})]
+)
+def test_a_users_groups_come_from_the_hub(groups: object, known: set[str]) -> None:
+    """Limits and reservations go by them; whatever else stands there is nobody's group."""
+    who = parse_identity({"kind": "user", "name": "ada", "groups": groups, "scopes": [ACCESS]})
+    assert who.groups == known
+
+
+def test_a_services_groups_count_for_nothing() -> None:
+    """Groups are users'."""
+    who = parse_identity({"kind": "service", "name": "s", "groups": ["lab"], "scopes": [ACCESS]})
+    assert who.groups == frozenset()

@@ -10,8 +10,8 @@ import pytest
 
 from gpuhub.broker.client import BrokerClient, parse_problem
 from gpuhub.broker.hub import HubApi
-from gpuhub.broker.problems import build_problem, status_of
-from gpuhub.broker.refusals import HubUnreachable, NotKnown, TooManyWaiting
+from gpuhub.broker.problems import CODES, build_problem, status_of
+from gpuhub.broker.refusals import HubUnreachable, NotKnown, TooManyJobs, TooManyWaiting
 from gpuhub.broker.schemas import LeaseRequest, LeaseState
 from gpuhub.errors import (
     BrokerUnreachable,
@@ -36,7 +36,7 @@ async def test_a_spawners_way_through_a_lease(setting: Setting) -> None:
         with pytest.raises(NotFound, match="no lease 'none'"):
             await client.get_lease("none")
         with pytest.raises(InvalidRequest, match="there is no profile 'x'"):
-            await client.request_lease(LeaseRequest(profile="x", key="k", owner="ada"))
+            await client.request_lease(LeaseRequest(profile="x", key="other", owner="ada"))
         assert (await client.activate(lease.id, "c" * 64)).state is LeaseState.ACTIVE
         lease = await client.release(lease.id)
         while lease.state is not LeaseState.RELEASED:
@@ -65,11 +65,23 @@ async def test_silence_is_waited_out_then_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [InvalidRequest, NotAllowed, NotFound, Conflict, Unavailable, NotKnown, TooManyWaiting, HubUnreachable]
+    "kind",
+    [
+        InvalidRequest,
+        NotAllowed,
+        NotFound,
+        Conflict,
+        Unavailable,
+        NotKnown,
+        TooManyWaiting,
+        TooManyJobs,
+        HubUnreachable,
+    ],
 )
 def test_an_error_arrives_as_it_was_raised(kind: type[GpuhubError]) -> None:
     """Through the problem document and back, class and text stay."""
     status = status_of(kind("what, which and how"))
+    assert CODES[kind.code] == status
     back = parse_problem(status, build_problem(status, "what, which and how", kind.code).model_dump_json().encode())
     assert type(back) is kind
     assert str(back) == "what, which and how"

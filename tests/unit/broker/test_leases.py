@@ -92,22 +92,120 @@ def test_only_a_granted_lease_is_activated(state: LeaseState) -> None:
         leases.activate(waiting(state=state), "c" * 64, 1.0)
 
 
-@pytest.mark.parametrize("state", [s for s in LeaseState if s is not LeaseState.WAITING])
+@pytest.mark.parametrize("state", [s for s in LeaseState if s is not LeaseState.REQUESTED])
 def test_only_a_waiting_request_is_granted(state: LeaseState) -> None:
     """Nothing is granted twice."""
     with pytest.raises(Conflict):
         leases.grant(waiting(state=state), shares("rig1"), 1.0)
 
 
-@pytest.mark.parametrize("state", [s for s in LeaseState if s is not LeaseState.RELEASING])
+@pytest.mark.parametrize("state", [s for s in LeaseState if s not in leases.ENDING])
 def test_gpus_are_given_back_from_releasing_alone(state: LeaseState) -> None:
     """A listing without containers frees nothing of a lease that nobody ended."""
     with pytest.raises(Conflict, match="not releasing"):
         leases.prove_gone(waiting(state=state), "rig1", 1.0)
 
 
-@pytest.mark.parametrize("state", [LeaseState.RELEASING, LeaseState.RELEASED])
+@pytest.mark.parametrize("state", [*leases.ENDING, LeaseState.RELEASED])
 def test_ending_twice_changes_nothing(state: LeaseState) -> None:
     """The first reason stays."""
     row = waiting(state=state, reason="first")
     assert leases.release(row, "second", 5.0) is row
+
+
+def test_a_lease_without_proof_is_quarantined_until_there_is() -> None:
+    """It keeps its GPUs, says why, and still ends by proof; what it holds from then on is not charged."""
+    releasing = leases.release(leases.grant(waiting(), shares("rig1"), 1.0), "stopped", 2.0)
+    stuck = leases.quarantine(releasing, "node rig1 does not answer", 40.0)
+    assert (stuck.state, stuck.quarantined_at, stuck.since) == (LeaseState.QUARANTINED, 40.0, 40.0)
+    assert (stuck.reason, stuck.note) == ("stopped", "quarantined: node rig1 does not answer")
+    assert [gpu.uuid for gpu in stuck.held] == ["GPU-rig1"]
+    assert leases.unproven_nodes(stuck) == ("rig1",)
+    assert leases.quarantine(stuck, "again", 50.0) is stuck
+    assert leases.prove_gone(stuck, "rig1", 60.0).state is LeaseState.RELEASED
+
+
+@pytest.mark.parametrize("state", [s for s in LeaseState if s not in leases.ENDING])
+def test_only_a_releasing_lease_is_quarantined(state: LeaseState) -> None:
+    """Whoever was not asked to end needs no proof."""
+    with pytest.raises(Conflict, match="cannot become quarantined"):
+        leases.quarantine(waiting(state=state), "why", 1.0)
+
+
+@pytest.mark.parametrize("state", sorted(leases.ENDING))
+def test_an_administrator_frees_an_ending_lease(state: LeaseState) -> None:
+    """Without proof, and with the name of who answers for it; said again, nothing changes."""
+    held = leases.grant(waiting(), shares("rig1", "rig2"), 1.0).evolve(state=state, reason="stopped")
+    freed = leases.force(held, "root", 9.0)
+    assert (freed.state, freed.held, freed.released_at) == (LeaseState.RELEASED, (), 9.0)
+    assert freed.note == "freed without proof by root"
+    assert leases.force(freed, "eve", 10.0) is freed
+
+
+@pytest.mark.parametrize("state", [LeaseState.REQUESTED, LeaseState.GRANTED, LeaseState.ACTIVE])
+def test_nothing_that_goes_on_is_freed_by_force(state: LeaseState) -> None:
+    """It is to be ended first."""
+    with pytest.raises(Conflict, match="end it first"):
+        leases.force(waiting(state=state), "root", 1.0)
+
+
+def test_an_elastic_lease_gives_a_node_back_and_goes_on() -> None:
+    """The GPUs are held until there is proof, which frees these alone; the other nodes' proof frees nothing."""
+    active = leases.activate(leases.grant(waiting(), shares("rig1", "rig2"), 1.0), None, 1.0)
+    less = leases.shed(active, {"rig2"}, 2.0)
+    assert (less.state, leases.live_nodes(less), leases.unproven_nodes(less)) == (
+        LeaseState.ACTIVE,
+        ("rig1",),
+        ("rig2",),
+    )
+    assert [gpu.uuid for gpu in less.held] == ["GPU-rig1", "GPU-rig2"]
+    with pytest.raises(Conflict, match="not releasing"):
+        leases.prove_gone(less, "rig1", 3.0)
+    proven = leases.prove_gone(less, "rig2", 3.0)
+    assert (proven.state, [gpu.uuid for gpu in proven.held]) == (LeaseState.ACTIVE, ["GPU-rig1"])
+    assert leases.unproven_nodes(proven) == ()
+    with pytest.raises(Conflict, match="no node left"):
+        leases.shed(proven, {"rig1"}, 4.0)
+    ended = leases.prove_gone(leases.release(proven, "stopped", 5.0), "rig1", 6.0)
+    assert [gpu.released_at for gpu in ended.gpus] == [6.0, 3.0]
+
+
+@pytest.mark.parametrize("state", [s for s in LeaseState if s not in leases.LIVE])
+def test_only_what_goes_on_is_shrunk_or_extended(state: LeaseState) -> None:
+    """A request has nothing to give back, and an ending lease gives everything."""
+    with pytest.raises(Conflict, match="nothing to give back"):
+        leases.shed(waiting(state=state), {"rig1"}, 1.0)
+    with pytest.raises(Conflict, match="a time to change"):
+        leases.extend(waiting(state=state), 60, 1.0)
+
+
+def test_more_time() -> None:
+    """It counts from now; an overdue lease gets none."""
+    granted = leases.grant(waiting(time_limit_s=100), shares("rig1"), 0.0)
+    more = leases.extend(granted, 100, 50.0)
+    assert (more.expires_at, more.time_limit_s) == (150.0, 150)
+    with pytest.raises(Conflict, match="is over"):
+        leases.extend(granted, 100, 100.0)
+
+
+def test_a_drain_cuts_time_short_and_its_end_gives_it_back() -> None:
+    """The lease says why it will end; it is not extended, and ends with that reason, or gets its own limit back."""
+    granted = leases.grant(waiting(time_limit_s=100), shares("rig1"), 0.0)
+    short = leases.cut_short(granted, 60.0, "node rig1 is draining by root")
+    assert (short.expires_at, short.reason) == (60.0, "node rig1 is draining by root")
+    assert leases.cut_short(granted, 200.0, "later") is granted
+    with pytest.raises(Conflict, match="node rig1 is draining by root"):
+        leases.extend(short, 100, 10.0)
+    assert leases.release(short, "stopped", 60.0).reason == "node rig1 is draining by root"
+    assert leases.release(short, "stopped", 59.0).reason == "stopped"
+    assert leases.restore_time(short) == granted
+    unlimited = leases.grant(waiting(), shares("rig1"), 0.0)
+    assert leases.restore_time(leases.cut_short(unlimited, 60.0, "drained")) == unlimited
+
+
+def test_a_clock_that_was_set_moves_every_moment() -> None:
+    """The time left is what it was."""
+    granted = leases.grant(waiting(time_limit_s=100), shares("rig1"), 110.0)
+    moved = leases.shift(granted, 3600.0)
+    assert (moved.created_at, moved.since, moved.granted_at, moved.expires_at) == (3700.0, 3710.0, 3710.0, 3810.0)
+    assert leases.shift(moved, -3600.0) == granted

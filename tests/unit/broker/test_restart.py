@@ -34,10 +34,10 @@ async def test_nothing_is_granted_before_a_node_was_looked_at(setting: Setting) 
     for node in setting.nodes.values():
         node.is_reachable = False
     async with asgi_broker(setting, wait=False) as running:
-        lease = await ask(running, "ben", profile="rtx5070")
-        assert lease["state"] == "waiting"
-        assert lease["waiting_for"] == "1 × RTX 5070: not available at present: rig2"
-        await ask(running, "ben", profile="any", server="second")
+        lease = await ask(running, "ben", profile="rtx5070", key="first")
+        assert lease["state"] == "requested"
+        assert "not available at present: rig2" in lease["waiting_for"]
+        await ask(running, "ben", profile="any", server="second", key="second")
         setting.nodes["rig2"].is_reachable = True
         await reaches(running, f"/leases/{lease['id']}", "granted")
 

@@ -11,11 +11,13 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from gpuhub.broker import job_rules, leases, model
-from gpuhub.broker.rows import Ask, JobRow, LeaseRow
+from gpuhub.broker.cordons import Cordon
+from gpuhub.broker.rows import Ask, EventRow, JobRow, LeaseRow, ReservationRow
 from gpuhub.broker.schemas import JobState, Purpose
-from gpuhub.broker.store import Changes, SeenGpu, Store
+from gpuhub.broker.store import EVENTS_KEPT, SeenGpu, Store
+from gpuhub.broker.writing import Changes
 from gpuhub.engines.base import Share, Slot
-from gpuhub.errors import SetupError, Unavailable
+from gpuhub.errors import Conflict, SetupError, Unavailable
 from gpuhub.gpus import Card
 
 CARD = Card(model="RTX 5090", memory_mib=32607)
@@ -25,12 +27,13 @@ def row(name: str, seq: int) -> LeaseRow:
     return LeaseRow(
         id=name,
         seq=seq,
-        key="k",
+        key=name,
+        groups=("lab",),
         owner="ada",
         purpose=Purpose.NOTEBOOK,
         subject='it\'s "quoted"\n⚙',
         profile="rtx5090",
-        ask=Ask(nodes=2, model="RTX 5090", exclude=("rig3",)),
+        ask=Ask(nodes=2, models=("RTX 5090", "RTX 4090"), least_capability=(8, 9), exclude=("rig3",)),
         created_at=1.5,
         since=1.5,
     )
@@ -38,7 +41,14 @@ def row(name: str, seq: int) -> LeaseRow:
 
 def granted(name: str, seq: int, uuid: str = "GPU-1") -> LeaseRow:
     slot = Slot(uuid=uuid, node="rig1", index=0, card=CARD)
-    return leases.grant(row(name, seq), [Share(node="rig1", slots=(slot,))], 2.5)
+    identities = {"rig1": ("daemon", None)}
+    return leases.grant(row(name, seq), [Share(node="rig1", slots=(slot,))], 2.5, note="said", identities=identities)
+
+
+def part(name: str, seq: int, of: int, number: int) -> LeaseRow:
+    slot = Slot(uuid="GPU-1", node="rig1", index=0, card=CARD)
+    asked = row(name, seq).evolve(ask=Ask(share=of))
+    return leases.grant(asked, [Share(node="rig1", slots=(slot,))], 2.5, parts={"GPU-1": number})
 
 
 def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
@@ -70,23 +80,64 @@ def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
     assert store.load() == ([lease, later], [started])
     assert store.highest()[0] == 8
     assert started.state is JobState.RUNNING
-    assert store.job_of_run("ada", "run-000001") == started
-    assert store.job_of_run("ben", "run-000001") is None
+    assert store.jobs_of_runs("ada", ["run-000001", "run-000002"]) == {"run-000001": started}
+    assert store.jobs_of_runs("ben", ["run-000001"]) == {}
+    assert store.lease_of_key("ada", "l1") == lease
+    assert store.lease_of_key("ben", "l1") is None
     store.close()
 
 
 def test_a_doubled_gpu_cannot_be_written(tmp_path: Path) -> None:
-    """The index itself refuses a second holder, in the same transaction or in a later one, and nothing is written."""
+    """The tables themselves refuse a second holder, in the same transaction or in a later one; nothing is written."""
     store = Store.open_file(tmp_path / "b.sqlite")
     store.save(Changes(leases=[(None, granted("l1", 1))]))
-    with pytest.raises(sa.exc.IntegrityError, match=r"lease_gpus\.gpu_uuid"):
+    with pytest.raises(sa.exc.IntegrityError, match=r"held_gpus\.gpu_uuid"):
         store.save(Changes(leases=[(None, granted("l2", 2))]))
     assert store.lease("l2") is None
+    with pytest.raises(sa.exc.IntegrityError, match=r"held_gpus\.gpu_uuid"):
+        store.save(Changes(leases=[(None, granted("l3", 3, "GPU-2")), (None, granted("l4", 4, "GPU-2"))]))
+    assert store.lease("l3") is None
     store.close()
-    with sqlite3.connect(tmp_path / "b.sqlite") as raw, pytest.raises(sqlite3.IntegrityError):
-        raw.execute("INSERT INTO lease_gpus VALUES ('l1', 'GPU-1', 'rig1', 0, 'm', 1, 0, NULL)")
-        raw.execute("INSERT INTO lease_gpus VALUES ('l9', 'GPU-1', 'rig1', 0, 'm', 1, 0, NULL)")
-    raw.close()
+
+
+def test_parts_of_a_gpu_are_given_once_each_and_never_beside_a_whole_one(tmp_path: Path) -> None:
+    """Parts of one kind share a GPU; a part given twice, one of another kind, and the whole GPU are refused."""
+    store = Store.open_file(tmp_path / "b.sqlite")
+    first, second = part("l1", 1, of=2, number=0), part("l2", 2, of=2, number=1)
+    store.save(Changes(leases=[(None, first), (None, second)]))
+    for refused in (part("l3", 3, of=2, number=1), part("l3", 3, of=3, number=2), granted("l3", 3)):
+        with pytest.raises(sa.exc.IntegrityError):
+            store.save(Changes(leases=[(None, refused)]))
+    assert [lease.id for lease in store.load()[0]] == ["l1", "l2"]
+
+    def gone(lease: LeaseRow) -> LeaseRow:
+        return leases.prove_gone(leases.release(lease, "stopped", 3.0), "rig1", 4.0)
+
+    store.save(Changes(leases=[(first, gone(first))]))
+    with pytest.raises(sa.exc.IntegrityError):
+        store.save(Changes(leases=[(None, granted("l3", 3))]))
+    store.save(Changes(leases=[(second, gone(second)), (None, granted("l3", 3))]))
+    assert [lease.id for lease in store.load()[0]] == ["l3"]
+    store.close()
+
+
+def test_a_part_beyond_its_gpu_cannot_be_written(tmp_path: Path) -> None:
+    """There is no third half."""
+    store = Store.open_file(tmp_path / "b.sqlite")
+    with pytest.raises(sa.exc.IntegrityError, match="CHECK constraint failed"):
+        store.save(Changes(leases=[(None, part("l1", 1, of=2, number=2))]))
+    store.close()
+
+
+def test_a_key_makes_one_lease(tmp_path: Path) -> None:
+    """A second lease of the same owner and key cannot be written; another owner's can."""
+    store = Store.open_file(tmp_path / "b.sqlite")
+    store.save(Changes(leases=[(None, row("l1", 1).evolve(key="same"))]))
+    with pytest.raises(Conflict, match="at this very moment"):
+        store.save(Changes(leases=[(None, row("l2", 2).evolve(key="same"))]))
+    store.save(Changes(leases=[(None, row("l3", 3).evolve(key="same", owner="ben"))]))
+    assert [lease.id for lease in store.load()[0]] == ["l1", "l3"]
+    store.close()
 
 
 def test_a_gpu_given_back_may_be_given_in_the_same_transaction(tmp_path: Path) -> None:
@@ -119,7 +170,7 @@ def test_the_migrations_make_the_tables_of_the_model(tmp_path: Path) -> None:
         version = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one()
     engine.dispose()
     assert differences == []
-    assert version == "0001"
+    assert version == "0002"
 
 
 def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
@@ -132,7 +183,7 @@ def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 
 def test_a_store_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While another process keeps the file locked, a change is refused as unavailable, and nothing is written."""
-    monkeypatch.setattr("gpuhub.broker.store.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gpuhub.broker.opening.BUSY_TIMEOUT_S", 0.05)
     store = Store.open_file(tmp_path / "b.sqlite")
     blocker = sqlite3.connect(tmp_path / "b.sqlite", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
@@ -155,11 +206,71 @@ def test_gpus_as_last_seen_follow_their_node(tmp_path: Path) -> None:
     store = Store.open_file(tmp_path / "b.sqlite")
 
     def seen(uuid: str, node: str) -> SeenGpu:
-        return SeenGpu(uuid=uuid, node=node, index=0, model="RTX 5090", memory_mib=1, seen_at=1.0)
+        return SeenGpu(
+            uuid=uuid, node=node, index=0, model="RTX 5090", memory_mib=1, capability=(12, 0), is_mig=True, seen_at=1.0
+        )
 
     store.save_seen("rig1", [seen("a", "rig1"), seen("b", "rig1")])
     store.save_seen("rig2", [seen("b", "rig2")])
     assert sorted((gpu.uuid, gpu.node) for gpu in store.seen_gpus()) == [("a", "rig1"), ("b", "rig2")]
     store.save_seen("rig1", [])
-    assert [gpu.uuid for gpu in store.seen_gpus()] == ["b"]
+    assert store.seen_gpus() == [seen("b", "rig2")]
+    store.close()
+
+
+def test_spent_time_ends_where_the_quarantine_began(tmp_path: Path) -> None:
+    """What counts for fair share: each GPU from the grant to its proof, or to the quarantine; nothing that is held."""
+    store = Store.open_file(tmp_path / "b.sqlite")
+    ended = leases.prove_gone(leases.release(granted("l1", 1), "stopped", 3.0), "rig1", 10.0)
+    stuck = leases.quarantine(leases.release(granted("l2", 2, "GPU-2"), "stopped", 3.0), "no answer", 5.0)
+    forced = leases.force(stuck, "root", 11.0)
+    held = granted("l3", 3, "GPU-3")
+    still = leases.quarantine(leases.release(granted("l4", 4, "GPU-4"), "stopped", 3.0), "no answer", 6.0)
+    store.save(Changes(leases=[(None, ended), (None, forced), (None, held), (None, still)]))
+    assert [(s.owner, s.groups, s.card, s.began_at, s.ended_at) for s in store.spent(0.0)] == [
+        ("ada", frozenset({"lab"}), CARD, 2.5, 10.0),
+        ("ada", frozenset({"lab"}), CARD, 2.5, 5.0),
+        ("ada", frozenset({"lab"}), CARD, 2.5, 6.0),
+    ]
+    assert [s.ended_at for s in store.spent(10.5)] == [5.0]
+    store.close()
+
+
+def test_the_newest_events_are_kept(tmp_path: Path) -> None:
+    """Read from the newest back, or on from a number; older ones than are kept are gone; numbers come once."""
+    store = Store.open_file(tmp_path / "b.sqlite")
+
+    def told(text: str, owner: str | None = None) -> EventRow:
+        return EventRow(at=1.0, kind="lease.granted", text=text, owner=owner)
+
+    store.save_events([told(str(number), "ada" if number % 2 else None) for number in range(EVENTS_KEPT)])
+    newest = store.events(after=None, limit=2)
+    assert [event.text for event in newest] == [str(EVENTS_KEPT - 2), str(EVENTS_KEPT - 1)]
+    assert store.events(after=newest[0].seq, limit=10) == newest[1:]
+    assert [event.owner for event in store.events(after=None, limit=2, owner="ada")] == ["ada", "ada"]
+    store.save_events([told("last")])
+    assert store.events(after=None, limit=1)[0].seq == newest[-1].seq + 1
+    assert store.events(after=0, limit=1)[0].text == "1"
+    store.close()
+
+
+def test_what_administrators_say_is_kept(tmp_path: Path) -> None:
+    """Cordons are replaced and taken away by node; reservations come back as they were."""
+    store = Store.open_file(tmp_path / "b.sqlite")
+    cordon = Cordon(node="rig1", by="root", reason="new fans", at=1.0)
+    drain = Cordon(node="rig1", state="draining", by="root", at=2.0, grace_s=60)
+    store.save_cordon("rig1", cordon)
+    assert store.cordons() == [cordon]
+    store.save_cordon("rig1", drain)
+    assert store.cordons() == [drain]
+    store.save_cordon("rig1", None)
+    assert store.cordons() == []
+    kept = ReservationRow(
+        id="r1", name="course", nodes=("rig1",), gpus=("GPU-1",), users=("ada",), groups=(), starts_at=1.0, ends_at=2.0,
+        created_by="root",
+    )  # fmt: skip
+    store.save_reservation(kept)
+    assert store.reservations() == [kept]
+    store.drop_reservations(["r1"])
+    assert store.reservations() == []
     store.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpuhub.broker import reconcile, reviver
+from gpuhub.broker import core, keeper, reconcile, reviver
+from gpuhub.broker.clock import Clock
 from gpuhub.settings import Jobs, Profile, Users
 from tests.support.brokers import Setting, asgi_broker, until
 from tests.support.simulated import build_cluster
@@ -68,8 +69,8 @@ async def test_a_request_does_not_wait_for_ever(setting: Setting) -> None:
         assert ended["reason"] == "it waited longer than 1 s"
     setting.cluster = build_cluster()
     async with asgi_broker(setting) as running:
-        waiting = await ask(running, "ben")
-        assert waiting["state"] == "waiting"
+        waiting = await ask(running, "ben", key="again")
+        assert waiting["state"] == "requested"
     setting.cluster = build_cluster(profiles=[Profile(name="other", title="Other")])
     async with asgi_broker(setting) as running:
         ended = await reaches(running, f"/leases/{waiting['id']}", "released")
@@ -81,8 +82,8 @@ async def test_nobody_has_more_waiting_requests_than_allowed(setting: Setting) -
     setting.cluster = build_cluster(users=Users(allowed=("ada",), max_waiting=1))
     async with asgi_broker(setting) as running:
         await ask(running, "ada")
-        await ask(running, "ben", server="a")
-        refused = await ask(running, "ben", server="b", status=429)
+        await ask(running, "ben", server="a", key="a")
+        refused = await ask(running, "ben", server="b", key="b", status=429)
         assert refused["detail"].startswith("ben has 1 waiting requests, and 1 is the most one may have")
 
 
@@ -96,3 +97,110 @@ async def test_a_notebook_and_its_job_count_together(setting: Setting) -> None:
         assert refused["detail"] == "2 GPUs were asked for besides the notebook's 1; one user may hold at most 2"
         job = await post(running, "ada", "/jobs", {**body, "nnodes": 1}, 201)
         assert job["state"] == "starting"
+
+
+class WallClock(Clock):
+    """A clock whose machine's time somebody sets."""
+
+    def __init__(self) -> None:
+        self.set_by = 0.0
+        super().__init__()
+
+    def wall(self) -> float:
+        return super().wall() + self.set_by
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is looked at often."""
+    monkeypatch.setattr(core, "HOUSEKEEPING_S", 0.05)
+    monkeypatch.setattr(keeper, "TICK_S", 0.05)
+    monkeypatch.setattr(reconcile, "HUB_GRACE_S", 0.1)
+    monkeypatch.setattr(reviver, "PERIOD_S", 0.05)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
+async def test_a_clock_that_is_set_ends_nothing(setting: Setting, jump_s: float) -> None:
+    """A lease keeps the time it had left, told by the new clock; the jump is told; what waits keeps its place."""
+    setting.clock = WallClock()
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", key="1", time_limit_s=3600)
+        container = await run_notebook(running, lease)
+        queue = [(await ask(running, owner, key=owner))["id"] for owner in ("ben", "cleo")]
+        before = running.core.ledger.snapshot.leases[lease["id"]]
+        setting.clock.set_by = jump_s
+        await until(lambda: not running.core.clock.jump(), "the clock is followed")
+        after = running.core.ledger.snapshot.leases[lease["id"]]
+        assert after.expires_at == pytest.approx((before.expires_at or 0) + jump_s, abs=1)
+        assert after.expires_at - running.core.clock.now() == pytest.approx(3600, abs=60)
+        (event,) = [one for one in await read(running, "root", "/events") if one["kind"] == "clock.jumped"]
+        assert event["text"] == f"the head node's clock was set by {jump_s:+.0f} s: leases keep the time they had left"
+        assert setting.hub.stopped == []
+        setting.nodes["rig1"].end_container(container)
+        await reaches(running, f"/leases/{queue[0]}", "granted")
+        assert (await read(running, "cleo", f"/leases/{queue[1]}"))["position"] == 1
+
+
+async def test_a_clock_that_was_set_between_two_runs_is_believed(setting: Setting) -> None:
+    """What was to end by it ends; its GPU is given again on proof alone."""
+    setting.clock = WallClock()
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", key="1", time_limit_s=3600)
+        await run_notebook(running, lease)
+    setting.clock = WallClock()
+    setting.clock.set_by = 7200.0
+    setting.clock.follow(7200.0)
+    async with asgi_broker(setting) as running:
+        ended = await reaches(running, f"/leases/{lease['id']}", "released")
+        assert ended["reason"] == "its time limit of 1 h was reached"
+        assert setting.nodes["rig1"].of_kind("notebook") == []
+        assert (await ask(running, "ben", key="b"))["state"] == "granted"
+
+
+async def test_a_clock_that_was_set_back_between_two_runs_keeps_nothing_from_ending(setting: Setting) -> None:
+    """What began in what is now the future is proven gone at once, and keeps the time it had left."""
+    setting.clock = WallClock()
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", key="1", time_limit_s=3600)
+        container = await run_notebook(running, lease)
+        waiting = await ask(running, "ben", key="b")
+    setting.clock = WallClock()
+    setting.clock.set_by = -7200.0
+    setting.clock.follow(-7200.0)
+    async with asgi_broker(setting) as running:
+        now = running.core.clock.now()
+        row = running.core.ledger.snapshot.leases[lease["id"]]
+        assert row.since <= now
+        assert (row.expires_at or 0) - now == pytest.approx(3600, abs=60)
+        setting.nodes["rig1"].end_container(container)
+        await reaches(running, f"/leases/{waiting['id']}", "granted")
+
+
+async def test_a_batch_job_is_not_ended_by_silence(setting: Setting) -> None:
+    """Nobody watches it, neither while it waits nor while it runs."""
+    setting.cluster = build_cluster(jobs=Jobs(renew_within="1s"))
+    async with asgi_broker(setting) as running:
+        body = {"nnodes": 3, "nproc_per_node": 1}
+        batch = [
+            await post(running, "ada", "/jobs", {"run_id": f"run-00000{n}", **body, "batch": True}, 201) for n in (1, 2)
+        ]
+        watched = await post(running, "ada", "/jobs", {"run_id": "run-000003", **body}, 201)
+        await reaches(running, f"/jobs/{watched['id']}", "ended")
+        states = [(await read(running, "ada", f"/jobs/{job['id']}"))["state"] for job in batch]
+        assert states == ["running", "waiting"]
+
+
+async def test_an_overdue_notebook_ends_without_its_node_and_without_the_hub(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is over, its node does not answer: it is releasing, and its GPU stays blocked."""
+    monkeypatch.setattr(reconcile, "HUB_GRACE_S", 0.2)
+    setting.cluster = build_cluster(profiles=[Profile(name="short", title="Short", time_limit="1s")])
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", profile="short", key="1")
+        await run_notebook(running, lease)
+        setting.nodes[lease["nodes"][0]].is_reachable = False
+        ended = await reaches(running, f"/leases/{lease['id']}", "releasing")
+        assert ended["reason"] == "its time limit of 1 s was reached"
+        assert [gpu.uuid for gpu in running.core.ledger.snapshot.leases[lease["id"]].held] == [lease["gpus"][0]["uuid"]]

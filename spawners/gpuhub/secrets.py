@@ -36,12 +36,18 @@ def read_secret(paths: Paths, name: str) -> str:
     """The secret's text.
 
     Raises:
-        SetupError: when it has not been made.
+        SetupError: it has not been made, cannot be read, or is empty.
     """
+    path = paths.secrets / name
     try:
-        return (paths.secrets / name).read_text(encoding="ascii").strip()
+        text = path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        raise SetupError(f"{paths.secrets / name} is missing: `gpuhub up` makes it") from None
+        raise SetupError(f"{path} is missing: `gpuhub up` makes it") from None
+    except OSError as error:
+        raise SetupError(f"{path} cannot be read ({error.strerror}): root can") from error
+    if not text:
+        raise SetupError(f"{path} is empty: remove it, and `gpuhub up` makes it anew")
+    return text
 
 
 def _ensure(path: Path, text: str) -> None:

@@ -1,0 +1,279 @@
+"""Changes that come together, that fail, and that nobody waits for any more; on a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuhub.broker import leases
+from gpuhub.broker.clock import Clock
+from gpuhub.broker.drafts import Draft, Snapshot
+from gpuhub.broker.ledger import Ledger
+from gpuhub.broker.rows import Ask, EventRow, LeaseRow
+from gpuhub.broker.schemas import LeaseState, Purpose
+from gpuhub.broker.store import Store
+from gpuhub.broker.writing import Changes
+from gpuhub.engines.base import Share, Slot
+from gpuhub.errors import Conflict, Unavailable
+from gpuhub.gpus import Card
+from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.unit.broker.test_api import ask, reaches, read, run_notebook
+
+
+class Gate(Store):
+    """A store whose writes wait while `is_held`, fail with `error`, and are counted."""
+
+    is_held = False
+    error: Exception | None = None
+    saved: list[Changes]
+
+    def save(self, changes: Changes) -> None:
+        while self.is_held:
+            threading.Event().wait(0.005)
+        if self.error is not None:
+            raise self.error
+        super().save(changes)
+        self.saved.append(changes)
+
+
+class Nothing:
+    """No consequences; counts what it is told."""
+
+    def __init__(self) -> None:
+        self.prepared = 0
+        self.abandoned = 0
+        self.settle_more: Callable[[Draft], None] = lambda draft: None
+
+    async def prepare(self, snapshot: Snapshot) -> None:
+        self.prepared += 1
+
+    def settle(self, draft: Draft) -> None:
+        self.settle_more(draft)
+
+    def abandon(self) -> None:
+        self.abandoned += 1
+
+
+class Bench:
+    """A ledger on a real file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Gate.open_file(folder / "broker.sqlite")
+        self.store.saved = []
+        self.follower = Nothing()
+        self.ledger = Ledger(self.store, self.follower, Clock())
+
+    def add(self, name: str, owner: str = "ada") -> Callable[[Draft], LeaseRow]:
+        """An edit that asks for something."""
+
+        def edit(draft: Draft) -> LeaseRow:
+            row = LeaseRow(
+                id=name, seq=draft.next_seq(), key=name, owner=owner, purpose=Purpose.NOTEBOOK, subject=name,
+                profile="p", ask=Ask(), created_at=1.0, since=1.0,
+            )  # fmt: skip
+            return draft.put_lease(row)
+
+        return edit
+
+    def known(self) -> list[str]:
+        """What everybody sees, and what is stored: they are the same."""
+        shown = sorted(self.ledger.snapshot.leases)
+        assert shown == sorted(lease.id for lease in self.store.load()[0])
+        assert shown == sorted(one for owner in ("ada", "ben") for one in self.ledger.index.find("owner", owner))
+        return shown
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Any:
+    made = Bench(tmp_path)
+    yield made
+    made.store.close()
+
+
+async def gathered(bench: Bench, *edits: Callable[[Draft], Any]) -> list[Any]:
+    """The edits' results, all but the first made on one draft: they come while the first is being written."""
+    bench.store.is_held = True
+    tasks = [asyncio.ensure_future(bench.ledger.change(edits[0]))]
+    await until(lambda: bench.ledger.is_writing and not bench.ledger._asked, "the first is being written")
+    tasks += [asyncio.ensure_future(bench.ledger.change(edit)) for edit in edits[1:]]
+    await asyncio.sleep(0)
+    bench.store.is_held = False
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_changes_that_come_together_are_one_transaction(bench: Bench) -> None:
+    """Whoever comes while something is being written is written with the others who did, in their order."""
+    rows = await gathered(bench, *(bench.add(f"l{number}") for number in range(5)))
+    assert [row.id for row in rows] == ["l0", "l1", "l2", "l3", "l4"]
+    assert [row.seq for row in rows] == [1, 2, 3, 4, 5]
+    assert [len(changes.leases) for changes in bench.store.saved] == [1, 4]
+    assert bench.known() == ["l0", "l1", "l2", "l3", "l4"]
+
+
+async def test_a_change_that_raises_is_undone_alone(bench: Bench) -> None:
+    """Its caller hears of it; what it did before it raised is gone; the others' changes are kept."""
+
+    def half(draft: Draft) -> None:
+        bench.add("half")(draft)
+        draft.put_lease(leases.release(draft.leases["l1"], "by mistake", 2.0))
+        draft.note("lease.extended", "by mistake")
+        raise Conflict("no")
+
+    results = await gathered(bench, bench.add("l0"), bench.add("l1"), half, bench.add("l2", "ben"))
+    assert isinstance(results[2], Conflict)
+    assert results[3].seq == 3
+    assert bench.known() == ["l0", "l1", "l2"]
+    assert bench.ledger.snapshot.leases["l1"].state is LeaseState.REQUESTED
+    assert bench.store.events(after=None, limit=10) == []
+
+
+async def test_a_caller_that_is_cancelled_cancels_nothing(bench: Bench) -> None:
+    """What is stored is always what is shown."""
+    bench.store.is_held = True
+    task = asyncio.ensure_future(bench.ledger.change(bench.add("l0")))
+    await until(lambda: bench.ledger.is_writing, "it is being written")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    bench.store.is_held = False
+    await bench.ledger.change(bench.add("l1"))
+    assert bench.known() == ["l0", "l1"]
+
+
+async def test_what_cannot_be_written_did_not_happen(bench: Bench) -> None:
+    """Everybody of that transaction hears of it, nothing is changed, and the next change is as if it had not been."""
+    await bench.ledger.change(bench.add("l0"))
+    before = bench.ledger.snapshot
+    bench.store.error = Unavailable("the disk is full")
+    results = await gathered(bench, bench.add("l1"), bench.add("l2"), bench.add("l3"))
+    assert [type(result) for result in results] == [Unavailable] * 3
+    assert bench.ledger.snapshot is before
+    assert bench.follower.abandoned == 2
+    bench.store.error = None
+    assert (await bench.ledger.change(bench.add("l4"))).seq == 2
+    assert bench.known() == ["l0", "l4"]
+
+
+async def test_one_that_cannot_be_written_does_not_take_others_with_it(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A row that the tables refuse is refused alone, though it came together with others, and is no failure of ours."""
+
+    def twice(draft: Draft) -> None:
+        row = bench.add("l9")(draft)
+        draft.put_lease(row.evolve(id="l8", seq=draft.next_seq()))
+
+    results = await gathered(bench, bench.add("l0"), bench.add("l1"), twice, bench.add("l2"))
+    assert isinstance(results[2], Conflict)
+    assert [type(result) for result in (results[1], results[3])] == [LeaseRow, LeaseRow]
+    assert bench.known() == ["l0", "l1", "l2"]
+    assert caplog.text == ""
+
+
+async def test_a_settling_that_fails_changes_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the engine does wrong, what is shown stays what is stored."""
+
+    def break_down(draft: Draft) -> None:
+        draft.put_lease(leases.release(draft.leases["l0"], "settled", 2.0))
+        raise RuntimeError("the engine broke")
+
+    await bench.ledger.change(bench.add("l0"))
+    bench.follower.settle_more = break_down
+    with pytest.raises(RuntimeError, match="the engine broke"):
+        await bench.ledger.change(bench.add("l1"))
+    assert (bench.known(), bench.follower.abandoned) == (["l0"], 1)
+    assert "failed unexpectedly" in caplog.text
+
+
+async def test_only_those_who_watch_a_lease_are_woken_by_it(bench: Bench) -> None:
+    """By its id, or by the node that it is on; everybody who waits for any change is woken as well."""
+    await bench.ledger.change(bench.add("l0"))
+    await bench.ledger.change(bench.add("l1"))
+    first, second, node, other_node, every = (
+        bench.ledger.watch("l0"),
+        bench.ledger.watch("l1"),
+        bench.ledger.watch("node:rig1"),
+        bench.ledger.watch("node:rig2"),
+        bench.ledger.changed,
+    )
+    slot = Slot(uuid="GPU-1", node="rig1", index=0, card=Card(model="RTX 5090", memory_mib=1))
+
+    def grant(draft: Draft) -> None:
+        draft.put_lease(leases.grant(draft.leases["l1"], [Share(node="rig1", slots=(slot,))], 2.0))
+
+    await bench.ledger.change(grant)
+    woken = [event.is_set() for event in (first, second, node, other_node, every)]
+    assert woken == [False, True, True, False, True]
+
+
+async def test_what_is_noted_is_stored_with_the_change(bench: Bench) -> None:
+    """And what is to be done afterwards is done when everybody sees the change."""
+    seen: list[list[str]] = []
+
+    def edit(draft: Draft) -> None:
+        bench.add("l0")(draft)
+        draft.note("lease.forced", "root did", owner="ada", lease="l0")
+        draft.after.append(lambda: seen.append(list(bench.ledger.snapshot.leases)))
+
+    await bench.ledger.change(edit)
+    assert seen == [["l0"]]
+    (event,) = bench.store.events(after=None, limit=10)
+    assert event == EventRow(at=event.at, kind="lease.forced", text="root did", owner="ada", lease="l0", seq=1)
+
+
+async def holds(running: Running) -> dict[str, list[str]]:
+    """Who holds what, by the cluster's own view."""
+    view = await read(running, "root", "/cluster")
+    return {gpu["uuid"]: [who["owner"] for who in gpu["holders"]] for node in view["nodes"] for gpu in node["gpus"]}
+
+
+async def test_a_grant_that_cannot_be_written_is_given_later(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is refused with what is wrong; the engine forgets the grant; the next request gets the GPU."""
+    async with asgi_broker(setting) as running:
+        save = running.store.save
+
+        def full(changes: Changes) -> None:
+            raise Unavailable("the disk is full")
+
+        monkeypatch.setattr(running.store, "save", full)
+        refused = await ask(running, "ada", key="1", status=503)
+        assert refused["detail"] == "the disk is full"
+        monkeypatch.setattr(running.store, "save", save)
+        assert await holds(running) == {"GPU-rig1-0": [], "GPU-rig2-0": [], "GPU-rig3-0": []}
+        lease = await ask(running, "ben", key="2")
+        assert lease["state"] == "granted"
+        assert (await holds(running))["GPU-rig1-0"] == ["ben"]
+
+
+async def test_a_release_that_cannot_be_written_keeps_the_gpu(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the proof cannot be stored nobody else gets the GPU; as soon as it can, who waits does."""
+    async with asgi_broker(setting) as running:
+        first = await ask(running, "ada")
+        await run_notebook(running, first)
+        second = await ask(running, "ben")
+        save = running.store.save
+        refused = 0
+
+        def no_release(changes: Changes) -> None:
+            nonlocal refused
+            if any(row.state is LeaseState.RELEASED for _, row in changes.leases):
+                refused += 1
+                raise Unavailable("the disk is full")
+            save(changes)
+
+        monkeypatch.setattr(running.store, "save", no_release)
+        async with running.client("ada") as client:
+            await client.delete(f"/api/v1/leases/{first['id']}")
+        await until(lambda: refused >= 2, "the release is refused twice")
+        assert (await read(running, "ben", f"/leases/{second['id']}"))["state"] == "requested"
+        assert (await holds(running))["GPU-rig1-0"] == ["ada"]
+        monkeypatch.setattr(running.store, "save", save)
+        await reaches(running, f"/leases/{second['id']}", "granted")
+        assert (await holds(running))["GPU-rig1-0"] == ["ben"]
