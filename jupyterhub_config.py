@@ -1,7 +1,7 @@
 """JupyterHub's configuration: wiring only. Values come from cluster.toml through gpuhub.hubconfig."""
 
 from gpuhub import hubconfig
-from gpuhub.containers.form import TEMPLATES
+from gpuhub.containers.rendering import TEMPLATES
 
 c = get_config()
 paths = hubconfig.paths()

@@ -1,4 +1,4 @@
-"""The command `gpuhub`: up, down, status, check, and the processes that supervisord runs."""
+"""The command `gpuhub`: up, down, status, check, the administrator's commands, and what supervisord runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpuhub import settings
+from gpuhub.admin import parser as admin
 from gpuhub.errors import GpuhubError, SetupError
 from gpuhub.paths import DEFAULT_INSTANCE, Paths
 
@@ -53,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("node", help="its name, such as rig1")
         if name == "down":
             command.add_argument("--purge", action="store_true", help="remove the practice closet's images as well")
+    admin.add_commands(commands, _admin)
     return parser
 
 
@@ -90,6 +92,23 @@ def _status(options: argparse.Namespace, paths: Paths) -> None:
         print(f"{name:<10} {state.lower()}")
 
 
+def _admin(options: argparse.Namespace, paths: Paths) -> None:
+    import asyncio
+
+    from gpuhub.admin import commands
+    from gpuhub.admin.client import open_broker
+
+    async def run() -> None:
+        client = open_broker(paths)
+        try:
+            await commands.run(options, client, commands.Console())
+        finally:
+            await client.close()
+
+    _need_root(options.action.replace("-", " "))
+    asyncio.run(run())
+
+
 def _check(options: argparse.Namespace, paths: Paths) -> None:
     cluster = settings.load(options.cluster_file)
     print(f"{options.cluster_file} is right: {len(cluster.nodes)} nodes, {len(cluster.profiles)} profiles")
@@ -102,7 +121,8 @@ def _broker(options: argparse.Namespace, paths: Paths) -> None:
 
 
 def _proxy(options: argparse.Namespace, paths: Paths) -> None:
-    from gpuhub.head import programs, secrets
+    from gpuhub import secrets
+    from gpuhub.head import programs
     from gpuhub.nodes.head import head_address
 
     cluster = settings.load(options.cluster_file)
@@ -129,4 +149,4 @@ def _closet_node(options: argparse.Namespace, paths: Paths) -> None:
 
 def _need_root(command: str) -> None:
     if os.geteuid() != 0:
-        raise SetupError(f"`gpuhub {command}` needs root, for Docker and network namespaces: run it with sudo")
+        raise SetupError(f"`gpuhub {command}` needs root, for Docker and for gpuhub's own secrets: run it with sudo")

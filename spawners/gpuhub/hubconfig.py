@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from gpuhub import names, settings
+from gpuhub.broker.auth import ANY_OWNER_SCOPE
 from gpuhub.broker.client import BrokerClient
+from gpuhub.containers import acting
+from gpuhub.containers.acting import Tokens
 from gpuhub.containers.daemons import Daemons
+from gpuhub.containers.glance import Glance
+from gpuhub.containers.gpus_handlers import ActHandler, GpusPageHandler, GpusPartsHandler, RunsHandler, WhyHandler
 from gpuhub.containers.handlers import ClusterHandler, LeaveHandler
 from gpuhub.errors import SettingsError
-from gpuhub.head.secrets import (
+from gpuhub.nodes import head
+from gpuhub.paths import DEFAULT_INSTANCE, Paths
+from gpuhub.secrets import (
     ADMIN_PASSWORD,
     BROKER_TOKEN,
     PROXY_TOKEN,
@@ -20,14 +27,11 @@ from gpuhub.head.secrets import (
     USER_PASSWORD,
     read_secret,
 )
-from gpuhub.nodes import head
-from gpuhub.paths import DEFAULT_INSTANCE, Paths
 from gpuhub.settings import Cluster
 
 BROKER_SERVICE = "broker"
 SPAWNER_SERVICE = "gpuhub-spawner"
-ANY_OWNER_SCOPE = "custom:gpuhub:any-owner"
-BROKER_ACCESS_SCOPE = f"access:services!service={BROKER_SERVICE}"
+BROKER_ACCESS_SCOPE = acting.SCOPE
 #: JupyterHub anchors a pattern at its beginning only.
 ANCHORED_USERNAME_PATTERN = rf"(?:{names.USERNAME_PATTERN})\Z"
 
@@ -121,8 +125,24 @@ def custom_scopes() -> dict[str, dict[str, str]]:
 
 def handlers() -> list[tuple[str, type, dict[str, Any]]]:
     """Our pages under /hub/."""
-    parts = {"make_broker": make_broker, "cluster": cluster()}
-    return [(r"/gpuhub/cluster", ClusterHandler, parts), (r"/gpuhub/leave", LeaveHandler, parts)]
+    parts = {
+        "make_broker": make_broker,
+        "cluster": cluster(),
+        "glance": Glance(lambda: make_broker().cluster()),
+        "tokens": Tokens(),
+    }
+    return [
+        (path, handler, parts)
+        for path, handler in (
+            (r"/gpus", GpusPageHandler),
+            (r"/gpuhub/gpus", GpusPartsHandler),
+            (r"/gpuhub/why", WhyHandler),
+            (r"/gpuhub/runs", RunsHandler),
+            (r"/gpuhub/act", ActHandler),
+            (r"/gpuhub/cluster", ClusterHandler),
+            (r"/gpuhub/leave", LeaveHandler),
+        )
+    ]
 
 
 def authenticator() -> str:

@@ -78,6 +78,10 @@ class Place:
     cluster: Cluster
     node: Node
     gpu_uuids: tuple[str, ...]
+    #: The lease has one of so many parts of its GPU, and promises to use so much of its memory at most, MiB; no wall
+    #: stands behind the promise.
+    gpu_share: int = 1
+    memory_cap_mib: int | None = None
     #: CIDR of the user's network.
     subnet: str
     head_address: str
@@ -204,13 +208,14 @@ def _mount(place: str, target: str, storage: Storage, volume: str, *, read_only:
 
 
 def _labels(place: Place, kind: str, lease_id: str, epoch: int, owner: str) -> dict[str, str]:
-    return {
+    labels = {
         names.LABEL_INSTANCE: place.instance,
         names.LABEL_KIND: kind,
         names.LABEL_LEASE: lease_id,
         names.LABEL_EPOCH: str(epoch),
         names.LABEL_OWNER: owner,
     }
+    return labels if place.gpu_share == 1 else labels | {names.LABEL_SHARE: str(place.gpu_share)}
 
 
 def _surroundings(place: Place, identity: Identity) -> dict[str, str]:
@@ -225,6 +230,8 @@ def _surroundings(place: Place, identity: Identity) -> dict[str, str]:
         "GPUHUB_GPU_UUIDS": ",".join(place.gpu_uuids),
         "GPUHUB_HEAD_ADDRESS": place.head_address,
     }
+    if place.memory_cap_mib is not None:
+        surroundings["GPUHUB_GPU_MEMORY_CAP_MIB"] = str(place.memory_cap_mib)
     if not place.gpu_uuids:
         # Where the NVIDIA runtime is a node's default, an image that says "all" would get all of them.
         surroundings["NVIDIA_VISIBLE_DEVICES"] = "void"

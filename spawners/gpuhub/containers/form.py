@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
-from typing import Any
-
-import jinja2
-from markupsafe import Markup
 
 from gpuhub import gpus
 from gpuhub.broker.schemas import ClusterView, Holder, ProfileView
+from gpuhub.containers import rendering
+from gpuhub.containers.telling import card_of, count_totals, describe_gib
 from gpuhub.containers.troubles import SpawnFailed
 from gpuhub.quantities import format_size, format_span
 from gpuhub.settings import Cluster, Profile, gpu_requirement
 
-#: Also given to JupyterHub, for the pages of ours that extend its own.
-TEMPLATES = Path(__file__).with_name("pages")
 UNKNOWN = "unknown"
 FREE = "free"
 QUEUE = "queue"
@@ -47,7 +40,10 @@ def build_cards(cluster: Cluster, view: ClusterView | None, last_profile: object
     """A card for each profile; the chosen one is the user's last if it starts at once, else the first that does."""
     views = {} if view is None else {profile.name: profile for profile in view.profiles}
     chosen = choose_preselected(cluster, views, last_profile)
-    return [_card(profile, views.get(profile.name), is_chosen=profile.name == chosen) for profile in cluster.profiles]
+    return [
+        _card(profile, views.get(profile.name), memories_of(profile, view), is_chosen=profile.name == chosen)
+        for profile in cluster.profiles
+    ]
 
 
 def choose_preselected(cluster: Cluster, views: Mapping[str, ProfileView], last_profile: object) -> str:
@@ -59,13 +55,21 @@ def choose_preselected(cluster: Cluster, views: Mapping[str, ProfileView], last_
     return (ready or known)[0]
 
 
-def _card(profile: Profile, view: ProfileView | None, *, is_chosen: bool) -> Card:
+def memories_of(profile: Profile, view: ClusterView | None) -> list[int]:
+    """The memory of the GPUs that a profile takes a part of, MiB, each size once; empty for whole GPUs."""
+    if view is None or profile.gpu_share == 1:
+        return []
+    requirement = gpu_requirement(profile)
+    return sorted({gpu.memory_mib for node in view.nodes for gpu in node.gpus if requirement.accepts(card_of(gpu))})
+
+
+def _card(profile: Profile, view: ProfileView | None, memories: Sequence[int], *, is_chosen: bool) -> Card:
     status, status_text, free_text = _status(view)
     return Card(
         name=profile.name,
         title=profile.title,
         description=profile.description,
-        facts=describe_facts(profile),
+        facts=describe_facts(profile, memories),
         status=status,
         status_text=status_text,
         free_text=free_text,
@@ -77,7 +81,7 @@ def _card(profile: Profile, view: ProfileView | None, *, is_chosen: bool) -> Car
 def _status(view: ProfileView | None) -> tuple[str, str, str]:
     if view is None:
         return UNKNOWN, "", ""
-    free_text = f"{view.free} of {view.total} free" if view.gpu_count else ""
+    free_text = f"{view.free} of {view.total} {'parts ' if view.share > 1 else ''}free" if view.gpu_count else ""
     if view.starts_now:
         return FREE, "starts at once", free_text
     if view.gpu_count and not view.total:
@@ -85,35 +89,56 @@ def _status(view: ProfileView | None) -> tuple[str, str, str]:
     return QUEUE, f"will queue at position {view.ahead + 1}", free_text
 
 
-def describe_facts(profile: Profile) -> str:
-    """Such as `1 × RTX 5090 · 4 CPUs · 16 GiB memory · up to 8 h`."""
-    what = gpus.describe(profile.gpu_count, gpu_requirement(profile)) if profile.gpu_count else "no GPU"
+def describe_facts(profile: Profile, memories: Sequence[int] = ()) -> str:
+    """Such as `1 × RTX 5090 · 4 CPUs · 16 GiB memory · up to 8 h`; for a part of a GPU, what its cap is worth.
+
+    `memories` are those of the GPUs that it may be a part of, MiB, in order.
+    """
     cpus = f"{profile.cpus:g} CPU{'' if profile.cpus == 1 else 's'}"
-    parts = [what, cpus, f"{format_size(profile.memory)} memory"]
+    parts = [_describe_gpus(profile, memories), cpus, f"{format_size(profile.memory)} memory"]
+    if profile.exclusive:
+        parts.insert(1, "the node to itself")
     if profile.time_limit is not None:
         parts.append(f"up to {format_span(profile.time_limit)}")
     return " · ".join(parts)
 
 
+def _describe_gpus(profile: Profile, memories: Sequence[int]) -> str:
+    if not profile.gpu_count:
+        return "no GPU"
+    what = gpus.describe(profile.gpu_count, gpu_requirement(profile))
+    share = profile.gpu_share
+    if share == 1:
+        return what
+    caps = list(dict.fromkeys(describe_gib(mib // share) for mib in (*memories[:1], *memories[-1:])))
+    cap = f"{' to '.join(caps)} GiB" if caps else "a memory"
+    return f"1/{share} of {what.removeprefix('1 × ')}, {cap} cap: a promise, not a wall"
+
+
 def build_form(cluster: Cluster, view: ClusterView | None, *, last_profile: object, hub_url: str = "/hub/") -> str:
     """The whole form as HTML, complete without JavaScript."""
-    environment = _environment()
-    return environment.get_template("gpuhub_form.html").render(
-        cards=build_cards(cluster, view, last_profile),
-        view=view,
-        notice=cluster.notice,
-        hub_url=hub_url,
-        style=Markup((TEMPLATES / "gpuhub_form.css").read_text(encoding="utf-8")),  # noqa: S704 - our own file
-        script=Markup((TEMPLATES / "gpuhub_form.js").read_text(encoding="utf-8")),  # noqa: S704 - our own file
+    return (
+        rendering.environment()
+        .get_template("gpuhub_form.html")
+        .render(
+            cards=build_cards(cluster, view, last_profile),
+            view=view,
+            totals=count_totals(view),
+            notice=cluster.notice,
+            hub_url=hub_url,
+            style=rendering.read_style("gpuhub_form.css"),
+            script=rendering.read_part("gpuhub_form.js"),
+        )
     )
 
 
 def build_parts(cluster: Cluster, view: ClusterView | None) -> dict[str, str]:
     """The parts of the form that change, by their `data-gpuhub-part`: what form.js puts in place."""
-    macros: Any = _environment().get_template("gpuhub_parts.html").module
+    macros = rendering.macros("gpuhub_parts.html")
     parts = {f"card-{card.name}": str(macros.status(card)) for card in build_cards(cluster, view, None)}
-    for name in ("nodes", "queue", "problem"):
-        parts[name] = str(getattr(macros, name)(view))
+    parts["problem"] = str(macros.problem(view))
+    parts["nodes"] = str(macros.nodes(view, count_totals(view)))
+    parts["queue"] = str(macros.queue(view))
     return parts
 
 
@@ -129,25 +154,3 @@ def parse_form(fields: dict[str, list[str]]) -> dict[str, str]:
         if len(values) != 1:
             raise SpawnFailed("Exactly one profile can be chosen.", reason="invalid-request")
     return {"profile": fields["profile"][0]} if fields else {}
-
-
-def _show_time(value: datetime) -> Markup:
-    """A `<time>` element; form.js turns it into the reader's own time zone."""
-    local = value.astimezone()
-    is_today = local.date() == datetime.now(local.tzinfo).date()
-    text = local.strftime("%H:%M" if is_today else "%d %b %H:%M")
-    return Markup('<time datetime="{}">{}</time>').format(value.isoformat(), text)
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["when"] = _show_time
-    environment.filters["gib"] = lambda mib: f"{mib / 1024:.3g}"
-    return environment

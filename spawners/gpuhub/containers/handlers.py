@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -12,19 +11,22 @@ from jupyterhub.handlers.base import BaseHandler
 from tornado import web
 
 from gpuhub.broker.schemas import LeaseState
+from gpuhub.containers.acting import Tokens
 from gpuhub.containers.form import build_parts
-from gpuhub.containers.leasing import Broker
-from gpuhub.errors import GpuhubError, NotFound, Unavailable
+from gpuhub.containers.glance import Glance
+from gpuhub.errors import GpuhubError, NotFound
 from gpuhub.settings import Cluster
 
-#: A page that refreshes itself is better told that the broker is silent than kept waiting.
-_PATIENCE_S = 2.5
 
+class OurHandler(BaseHandler):  # type: ignore[misc] # JupyterHub is untyped
+    """A page of ours."""
 
-class _Handler(BaseHandler):  # type: ignore[misc] # JupyterHub is untyped
-    def initialize(self, make_broker: Callable[[], Broker], cluster: Cluster) -> None:
+    def initialize(self, *, make_broker: Callable[[], Any], cluster: Cluster, glance: Glance, tokens: Tokens) -> None:
+        """Called by Tornado."""
         self.broker = make_broker()
         self.cluster = cluster
+        self.glance = glance
+        self.tokens = tokens
 
     def prepare_user(self) -> Any:
         """The user who is logged in; answers 403 without one, where a page would redirect to the login."""
@@ -40,22 +42,23 @@ class _Handler(BaseHandler):  # type: ignore[misc] # JupyterHub is untyped
         self.finish(json.dumps(value))
 
 
-class ClusterHandler(_Handler):
+class ClusterHandler(OurHandler):
     """GET: `{"cluster": ClusterView, "parts": {name: html}}` for any user who is logged in."""
 
     async def get(self) -> None:
-        """Answer with what is free now; 503 while the broker is silent, with the parts that say so."""
+        """Answer with what is free now; while the broker is silent, with the parts that say so.
+
+        With `?parts`, the cluster itself is left out: the form's script has no use for it.
+        """
         self.prepare_user()
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                view = await self.broker.cluster()
-        except (Unavailable, TimeoutError):
-            self.answer({"cluster": None, "parts": build_parts(self.cluster, None)})
-            return
-        self.answer({"cluster": view.model_dump(mode="json"), "parts": build_parts(self.cluster, view)})
+        view = await self.glance.look()
+        answer: dict[str, Any] = {"parts": build_parts(self.cluster, view)}
+        if "parts" not in self.request.query_arguments:
+            answer["cluster"] = None if view is None else view.model_dump(mode="json")
+        self.answer(answer)
 
 
-class LeaveHandler(_Handler):
+class LeaveHandler(OurHandler):
     """POST `{"lease": id}`: end one's own waiting request."""
 
     async def post(self) -> None:
@@ -68,7 +71,7 @@ class LeaveHandler(_Handler):
         try:
             lease = await self.broker.get_lease(asked)
             is_theirs = lease.owner == user.name or user.admin
-            if is_theirs and lease.state is LeaseState.WAITING:
+            if is_theirs and lease.state is LeaseState.REQUESTED:
                 await self.broker.release(asked)
         except NotFound:
             is_theirs = False
@@ -77,7 +80,7 @@ class LeaveHandler(_Handler):
             return
         if not is_theirs:
             self.answer({"message": "You have no such request."}, 404)
-        elif lease.state is not LeaseState.WAITING:
+        elif lease.state is not LeaseState.REQUESTED:
             self.answer({"message": "This request does not wait any more."}, 409)
         else:
             self.set_status(204)

@@ -63,6 +63,8 @@ def spec_of(
             cluster=around.cluster,
             node=around.cluster.node(lease.nodes[0]),
             gpu_uuids=tuple(gpu.uuid for gpu in lease.gpus),
+            gpu_share=max((gpu.share for gpu in lease.gpus), default=1),
+            memory_cap_mib=min((gpu.memory_cap_mib for gpu in lease.gpus if gpu.memory_cap_mib), default=None),
             subnet=network.subnet,
             head_address=around.head_address,
         ),

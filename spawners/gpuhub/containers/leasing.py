@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from gpuhub.broker.schemas import ClusterView, Lease, LeaseRequest, LeaseState, Purpose
@@ -14,7 +14,12 @@ from gpuhub.errors import BrokerUnreachable, Conflict, NotFound
 POLL_S = 10.0
 _RETRY_S = 1.0
 _RELEASE_DEADLINE_S = 6.0
-_LIVE = (LeaseState.WAITING, LeaseState.GRANTED, LeaseState.ACTIVE)
+_LIVE = (LeaseState.REQUESTED, LeaseState.GRANTED, LeaseState.ACTIVE)
+#: Waiting for the end of one of these helps nobody: a quarantined lease may stay for days, and blocks its GPUs alone.
+_OVER = (LeaseState.QUARANTINED, LeaseState.RELEASED)
+#: What the broker takes of a user's groups in the hub.
+_GROUPS = 64
+_GROUP_LENGTH = 64
 
 
 class Broker(Protocol):
@@ -61,8 +66,13 @@ def choose_lease(leases: Sequence[Lease], owner: str, server: str, profile: str)
     return chosen, [lease for lease in own if lease is not chosen]
 
 
-async def claim(broker: Broker, owner: str, server: str, profile: str) -> tuple[Lease, bool]:
+async def claim(
+    broker: Broker, owner: str, server: str, profile: str, groups: Iterable[str] = ()
+) -> tuple[Lease, bool]:
     """The notebook's lease, and whether it was there before (after a restart of the hub, say).
+
+    `groups` are the owner's in the hub: limits and reservations go by them. A quarantined lease of the same notebook
+    stays what it is, and another one is asked for.
 
     Raises:
         GpuhubError: the broker refuses, or does not answer.
@@ -72,8 +82,15 @@ async def claim(broker: Broker, owner: str, server: str, profile: str) -> tuple[
         await give_back(broker, lease.id, wait=True)
     if found is not None:
         return found, True
-    request = LeaseRequest(profile=profile, server=server, key=f"nb-{uuid.uuid4().hex}", owner=owner)
+    request = LeaseRequest(
+        profile=profile, server=server, key=f"nb-{uuid.uuid4().hex}", owner=owner, groups=wire_groups(groups)
+    )
     return await broker.request_lease(request), False
+
+
+def wire_groups(groups: Iterable[str]) -> tuple[str, ...]:
+    """Groups as the broker takes them: in order, without names that none of its settings can have."""
+    return tuple(sorted(name for name in set(groups) if 0 < len(name) <= _GROUP_LENGTH))[:_GROUPS]
 
 
 async def wait_granted(broker: Broker, lease: Lease, tell: Callable[[Lease | None], None]) -> Lease:
@@ -82,7 +99,7 @@ async def wait_granted(broker: Broker, lease: Lease, tell: Callable[[Lease | Non
     Raises:
         Conflict: the lease ended instead, with the reason.
     """
-    while lease.state is LeaseState.WAITING:
+    while lease.state is LeaseState.REQUESTED:
         tell(lease)
         try:
             lease = await broker.get_lease(lease.id, wait_s=POLL_S, version=lease.version)
@@ -96,7 +113,7 @@ async def wait_granted(broker: Broker, lease: Lease, tell: Callable[[Lease | Non
 
 
 async def give_back(broker: Broker, lease_id: str, *, wait: bool) -> None:
-    """End the lease; with `wait`, until its GPUs are free or some seconds have passed.
+    """End the lease; with `wait`, until its GPUs are free, quarantined, or some seconds have passed.
 
     Raises:
         BrokerUnreachable: it will find out by itself that no container carries the lease.
@@ -107,5 +124,5 @@ async def give_back(broker: Broker, lease_id: str, *, wait: bool) -> None:
         return
     loop = asyncio.get_running_loop()
     end = loop.time() + _RELEASE_DEADLINE_S
-    while wait and lease.state is not LeaseState.RELEASED and (left := end - loop.time()) > 0:
+    while wait and lease.state not in _OVER and (left := end - loop.time()) > 0:
         lease = await broker.get_lease(lease.id, wait_s=left, version=lease.version)

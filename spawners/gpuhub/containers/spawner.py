@@ -123,12 +123,16 @@ class GpuDockerSpawner(NodeSpawner):
 
     async def _claim(self, profile: Profile) -> tuple[Lease, bool]:
         # Shielded: when this start is stopped while the request is on its way, `_undo` still learns the lease.
-        self._claiming = asyncio.create_task(leasing.claim(self.broker, self.user.name, self.name, profile.name))
+        self._claiming = asyncio.create_task(self._ask_lease(profile))
         lease, was_there = await asyncio.shield(self._claiming)
         self.lease_id, self.profile_name, self.image = lease.id, profile.name, profile.image
         self._claiming = None
         self.save_state()
         return lease, was_there
+
+    async def _ask_lease(self, profile: Profile) -> tuple[Lease, bool]:
+        groups = [group.name for group in self.user.orm_user.groups]
+        return await leasing.claim(self.broker, self.user.name, self.name, profile.name, groups)
 
     async def _launch(
         self, lease: Lease, profile: Profile, identity: Identity, network: networks.UserNetwork

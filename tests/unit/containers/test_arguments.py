@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -158,6 +159,21 @@ def test_other_nfs_options_make_another_volume(cluster: Cluster) -> None:
     }
     assert len(sources) == 2
     assert all(source.startswith("gpuhub-home-ada-") for source in sources)
+
+
+def test_a_part_of_a_gpu_carries_its_cap_and_its_label(cluster: Cluster) -> None:
+    """The whole card is passed, since nothing else can be; what keeps to the cap reads it from the environment."""
+    profile = cluster.profiles[0]
+    part = dataclasses.replace(place(cluster, "GPU-aaa"), gpu_share=4, memory_cap_mib=8151)
+    spec = build_notebook(
+        place=part, lease=lease("GPU-aaa"), profile=profile, identity=ADA, environment={}, command=["x"]
+    )
+    assert spec.environment["GPUHUB_GPU_MEMORY_CAP_MIB"] == "8151"
+    assert spec.labels[names.LABEL_SHARE] == "4"
+    assert spec.host_config["device_requests"] == build_device_requests(["GPU-aaa"])
+    whole = notebook(cluster, "GPU-aaa")
+    assert names.LABEL_SHARE not in whole.labels
+    assert "GPUHUB_GPU_MEMORY_CAP_MIB" not in whole.environment
 
 
 def test_labels_name_lease_and_epoch(cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 
 import docker.errors
@@ -13,7 +14,7 @@ from gpuhub.containers import tunnels
 from gpuhub.containers.daemons import translate
 from gpuhub.containers.handlers import parse_leave
 from gpuhub.containers.launching import check_server_name, choose_profile, published_address
-from gpuhub.containers.leasing import choose_lease
+from gpuhub.containers.leasing import choose_lease, claim, give_back, wire_groups
 from gpuhub.containers.networks import build_access_network, build_user_network
 from gpuhub.containers.telling import describe_gpus, describe_placing, describe_waiting, eligible_nodes
 from gpuhub.containers.troubles import SpawnFailed
@@ -67,7 +68,7 @@ def change(known: Lease, **changes: object) -> Lease:
 def test_the_furthest_live_lease_of_the_same_notebook_is_gone_on_with() -> None:
     """After a restart, a running container's lease is found before a place in the queue; others are in the way."""
     active = change(lease("GPU-a"), id="active", state=LeaseState.ACTIVE)
-    waiting = change(lease(), id="waiting", state=LeaseState.WAITING)
+    waiting = change(lease(), id="waiting", state=LeaseState.REQUESTED)
     others = [
         change(lease(), id="released", state=LeaseState.RELEASED),
         change(lease(), id="releasing", state=LeaseState.RELEASING),
@@ -81,21 +82,23 @@ def test_the_furthest_live_lease_of_the_same_notebook_is_gone_on_with() -> None:
 
 def test_the_first_place_in_the_queue_is_kept() -> None:
     """Of two waiting requests the older one counts."""
-    old = change(lease(), id="old", state=LeaseState.WAITING)
+    old = change(lease(), id="old", state=LeaseState.REQUESTED)
     new = change(old, id="new", created_at=NOW + timedelta(seconds=5))
     assert choose_lease([new, old], "ada", "", "big") == (old, [new])
 
 
 def test_a_lease_of_another_profile_is_in_the_way() -> None:
     """Who chooses anew gives up what they waited for."""
-    waiting = change(lease(), state=LeaseState.WAITING)
+    waiting = change(lease(), state=LeaseState.REQUESTED)
     assert choose_lease([waiting], "ada", "", "small") == (None, [waiting])
 
 
 def test_waiting_is_told_with_position_and_a_way_out() -> None:
     """The text is plain, the button carries the lease."""
-    text, more = describe_waiting(change(lease(), position=2, waiting_for="big is held by ben"))
-    assert text == "Waiting for a GPU: position 2. big is held by ben"
+    soon = NOW.astimezone().replace(hour=14, minute=20) + timedelta(days=3)
+    waiting = change(lease(), position=2, waiting_for="big is held by ben", expected_start=soon)
+    text, more = describe_waiting(waiting)
+    assert text == f"Waiting for a GPU: position 2. big is held by ben. Expected at about {soon.day} {soon:%b} 14:20."
     assert 'data-lease="lease-1"' in more
     assert describe_waiting(None)[1] == ""
 
@@ -104,6 +107,42 @@ def test_placing_names_node_and_gpus() -> None:
     """Equal cards are counted."""
     assert describe_placing(lease("GPU-a", "GPU-b")) == "Placed on rig1: 2 × RTX 5090"
     assert describe_gpus(()) == "no GPU"
+    mixed = change(lease("GPU-a"), note="mixed cards: 1 × RTX 5090, 1 × RTX 5070")
+    assert describe_placing(mixed) == "Placed on rig1: RTX 5090 (mixed cards: 1 × RTX 5090, 1 × RTX 5070)"
+
+
+def test_a_part_of_a_gpu_is_told_with_what_its_cap_is_worth() -> None:
+    """A promise is not called a wall."""
+    part = lease("GPU-a").gpus[0].model_copy(update={"share": 4, "memory_cap_mib": 8151})
+    assert describe_gpus([part]) == "1/4 of RTX 5090 (7.96 GiB cap: a promise, not a wall)"
+
+
+def test_a_quarantined_lease_is_in_nobodys_way() -> None:
+    """Its user may ask for another one at once; what it blocks stays blocked."""
+    quarantined = change(lease("GPU-a"), state=LeaseState.QUARANTINED)
+    assert choose_lease([quarantined], "ada", "", "big") == (None, [])
+
+
+async def test_nobody_waits_for_the_end_of_a_quarantined_lease(cluster: Cluster) -> None:
+    """Proof may take days: the stop of a server does not."""
+    broker = FakeBroker(cluster)
+    broker.known["lease-1"] = change(lease("GPU-a"), state=LeaseState.ACTIVE)
+
+    async def quarantine(lease_id: str) -> Lease:
+        return change(broker.known[lease_id], state=LeaseState.QUARANTINED)
+
+    broker.release = quarantine  # type: ignore[method-assign]
+    async with asyncio.timeout(1):
+        await give_back(broker, "lease-1", wait=True)
+    assert broker.known["lease-1"].state is LeaseState.ACTIVE
+
+
+async def test_the_owners_groups_go_with_the_request(cluster: Cluster) -> None:
+    """In order, and without names that no setting can have."""
+    broker = FakeBroker(cluster)
+    await claim(broker, "ada", "", "big", ["ml", "lab", "", "x" * 65, "lab"])
+    assert [request.groups for request in broker.requests] == [("lab", "ml")]
+    assert len(wire_groups(f"group{number}" for number in range(100))) == 64
 
 
 async def test_only_nodes_that_could_serve_the_profile_need_its_image(cluster: Cluster) -> None:
@@ -114,6 +153,9 @@ async def test_only_nodes_that_could_serve_the_profile_need_its_image(cluster: C
     assert cpu is not None
     assert eligible_nodes(view, big) == ["rig1"]
     assert eligible_nodes(view, cpu) == ["rig1", "rig2", "rig3"]
+    cordoned = view.nodes[1].model_copy(update={"state": NodeState.CORDONED})
+    some = view.model_copy(update={"nodes": (view.nodes[0], cordoned, view.nodes[2])})
+    assert eligible_nodes(some, cpu) == ["rig1", "rig3"]
     away = view.model_copy(
         update={"nodes": tuple(node.model_copy(update={"state": NodeState.UNREACHABLE}) for node in view.nodes)}
     )

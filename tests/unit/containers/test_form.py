@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gpuhub.broker.schemas import LeaseRequest
+from gpuhub.broker.schemas import GpuView, Holder, LeaseRequest, OutsideProcess, Purpose
 from gpuhub.containers.form import build_cards, build_form, build_parts, describe_facts, parse_form
 from gpuhub.containers.troubles import SpawnFailed
 from gpuhub.settings import Cluster
-from tests.support.fake_broker import FakeBroker
+from tests.support.fake_broker import NOW, FakeBroker
 from tests.unit.containers.conftest import build_cluster
 
 
@@ -81,6 +81,49 @@ async def test_the_form_and_its_refresh_show_the_same(cluster: Cluster) -> None:
     for name, text in parts.items():
         assert f'data-gpuhub-part="{name}"' in html
         assert text.strip() in html
+
+
+async def test_what_is_wrong_with_a_gpu_stands_on_the_form(cluster: Cluster) -> None:
+    """Who looks for a GPU reads why one is not given: strangers, failures, cordons, reservations, shares."""
+    view = await FakeBroker(cluster).cluster()
+    strangers = (OutsideProcess(pid=4242, memory_mib=5222), OutsideProcess(pid=7, memory_mib=None))
+    holder = Holder(owner="ada", purpose=Purpose.NOTEBOOK, since=NOW, until=None)
+    states: list[tuple[dict[str, object], str]] = [
+        ({"state": "outside", "outside": strangers}, "in use outside gpuhub: pid 4242, 5.1 GiB; pid 7"),
+        ({"state": "failed", "message": "fallen off the bus"}, "failed: fallen off the bus"),
+        ({"state": "unavailable", "message": "cordoned by root: fans"}, "unavailable: cordoned by root: fans"),
+        ({"state": "quarantined", "holder": holder}, "quarantined: its lease of <strong>ada</strong> is over"),
+        ({"state": "free", "reservation": "course"}, "reserved: course"),
+        ({"state": "held", "share": 4, "holder": holder, "holders": (holder,) * 2}, "2 of 4 parts held"),
+        (
+            {"state": "held", "share": 4, "holder": holder, "holders": (holder,)},
+            "7.96 GiB cap each: a promise, not a wall",
+        ),
+    ]
+    for changes, text in states:
+        gpu = GpuView.model_validate({**view.nodes[0].gpus[0].model_dump(), **changes})
+        node = view.nodes[0].model_copy(update={"gpus": (gpu,)})
+        html = build_parts(cluster, view.model_copy(update={"nodes": (node, *view.nodes[1:])}))["nodes"]
+        assert text in " ".join(html.split()), html
+
+
+async def test_a_big_cluster_is_summed_up(cluster: Cluster) -> None:
+    """A thousand nodes do not make a form of a thousand lines."""
+    view = await FakeBroker(cluster).cluster()
+    many = view.model_copy(update={"nodes": view.nodes[:1] * 1000})
+    html = build_parts(cluster, many)["nodes"]
+    assert "1,000 of 1,000 GPUs free on 1,000 nodes" in html
+    assert len(html) < 200
+
+
+def test_a_part_of_a_gpu_is_promised_plainly() -> None:
+    """With the cap where the cards are known, and never as a wall."""
+    profile = {"name": "quarter", "title": "A quarter", "gpu_share": 4, "gpu_model": "RTX 5090"}
+    shared = build_cluster(profiles=[profile]).profiles[0]
+    facts = "4 CPUs · 16 GiB memory"
+    assert describe_facts(shared) == f"1/4 of RTX 5090, a memory cap: a promise, not a wall · {facts}"
+    assert describe_facts(shared, [32768]) == f"1/4 of RTX 5090, 8 GiB cap: a promise, not a wall · {facts}"
+    assert "2 to 8 GiB cap" in describe_facts(shared, [8192, 12288, 32768])
 
 
 def test_facts_of_a_profile(cluster: Cluster) -> None:

@@ -43,7 +43,7 @@
 
   function refresh() {
     if (document.hidden) { return; }
-    fetch(root.dataset.gpuhubUrl, { headers: { Accept: "application/json" }, credentials: "same-origin" })
+    fetch(root.dataset.gpuhubUrl + "?parts=1", { headers: { Accept: "application/json" }, credentials: "same-origin" })
       .then(function (response) {
         if (response.status === 403) { window.location.reload(); }
         if (!response.ok) { throw new Error("status " + response.status); }

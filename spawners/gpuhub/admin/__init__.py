@@ -1,0 +1,1 @@
+"""The administrator's commands: nodes, leases, reservations, usage and events, asked of the broker on this machine."""
