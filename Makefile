@@ -6,6 +6,7 @@ SHELL := /bin/bash
 ENGINE ?= builtin
 INSTANCE ?= gpuhub
 BENCH ?= all
+TRACE ?=
 VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
@@ -44,8 +45,8 @@ check: setup-dev ## Lint, strict types, imports between modules as drawn
 test: setup-dev ## Pass every test (about 20 minutes on 2 cores)
 	@tests/run
 
-bench: setup-dev ## Measure: all, or one group with BENCH=spawn|launch|setup
-	@python -m tests.bench $(BENCH)
+bench: setup-dev ## Measure: all, or one group with BENCH=setup|spawn|launch|broker (TRACE=DIR: another trace)
+	@TRACE=$(TRACE) python -m tests.bench $(BENCH)
 
 lock: setup-dev ## Resolve the pinned versions anew
 	@spawners/lock.sh

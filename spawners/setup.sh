@@ -11,7 +11,7 @@ command -v apt-get >/dev/null || { echo "Debian or Ubuntu is needed: there is no
 
 # command → package that has it
 wanted=(dockerd:docker.io debootstrap:debootstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils hostname:hostname dnsmasq:dnsmasq-base flock:util-linux)
-[ "$mode" = dev ] && wanted+=(chromium:chromium objdump:binutils)
+[ "$mode" = dev ] && wanted+=(chromium:chromium objdump:binutils slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge)
 missing=()
 for pair in "${wanted[@]}"; do
   command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")

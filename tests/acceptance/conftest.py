@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from gpuhub import settings
-from gpuhub.head import secrets
+from gpuhub import secrets, settings
 from gpuhub.head.supervisor import Supervisor
 from gpuhub.paths import Paths
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import launch, setup, spawn
+from tests.bench import broker, launch, setup, spawn
 
-GROUPS = {"setup": setup.measure, "spawn": spawn.measure, "launch": launch.measure}
+GROUPS = {"setup": setup.measure, "spawn": spawn.measure, "launch": launch.measure, "broker": broker.measure}
 
 
 def main() -> None:

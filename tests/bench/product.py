@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuhub import settings
-from gpuhub.head import secrets
+from gpuhub import secrets, settings
 from gpuhub.paths import Paths
 
 ROOT = Path(__file__).parents[2]

@@ -236,7 +236,7 @@ async def test_a_queued_start_is_granted_in_turn_and_a_stopped_one_gives_up_its_
     holder = await broker.request_lease(ask_for(profile, "ben"))
     user = users()
     start = asyncio.create_task(user.spawn(options={"profile": profile}))
-    await until(lambda: any(lease.state is LeaseState.WAITING for lease in broker.known.values()))
+    await until(lambda: any(lease.state is LeaseState.REQUESTED for lease in broker.known.values()))
     told = user.spawner.progress()
     messages = [(await anext(told))["message"], (await anext(told))["message"]]
     assert messages[-1].startswith("Waiting for a GPU: position 1.")
@@ -248,7 +248,7 @@ async def test_a_queued_start_is_granted_in_turn_and_a_stopped_one_gives_up_its_
 
     later = users()
     again = asyncio.create_task(later.spawn(options={"profile": profile}))
-    await until(lambda: any(lease.state is LeaseState.WAITING for lease in broker.known.values()))
+    await until(lambda: any(lease.state is LeaseState.REQUESTED for lease in broker.known.values()))
     await broker.release(holder.id)
     await again
     assert later.spawner.node == "rig3"
@@ -262,7 +262,7 @@ async def test_a_restart_keeps_the_place_in_the_queue(head: Head, broker: FakeBr
     killed = users()
     start = asyncio.create_task(killed.spawn(options={"profile": profile}))
     await until(lambda: users().spawner.lease_id)
-    (waiting,) = (lease.id for lease in broker.known.values() if lease.state is LeaseState.WAITING)
+    (waiting,) = (lease.id for lease in broker.known.values() if lease.state is LeaseState.REQUESTED)
     # A process that is killed undoes nothing.
     killed.spawner._undo = do_nothing
     start.cancel()
@@ -270,7 +270,7 @@ async def test_a_restart_keeps_the_place_in_the_queue(head: Head, broker: FakeBr
     restarted = users()
     assert await restarted.spawner.poll() == 0
     await restarted.stop()
-    assert broker.known[waiting].state is LeaseState.WAITING
+    assert broker.known[waiting].state is LeaseState.REQUESTED
     start = asyncio.create_task(restarted.spawn(options={"profile": profile}))
     await until(lambda: restarted.spawner.lease_id)
     await broker.release(holder.id)

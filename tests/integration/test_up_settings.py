@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from gpuhub import names
+from gpuhub import names, secrets
 from gpuhub.closet.places import node_places
-from gpuhub.head import secrets
 from gpuhub.head.supervisor import Supervisor
 from gpuhub.paths import Paths
 

@@ -1,0 +1,63 @@
+"""A notebook container of a user, driven from inside."""
+
+from __future__ import annotations
+
+import subprocess
+import textwrap
+
+from .conftest import Product, User, wait_for
+
+
+class Notebook:
+    """A user's notebook container: runs Python there as a cell would, with the notebook's own environment."""
+
+    def __init__(self, product: Product, user: User, profile: str) -> None:
+        self.user = user
+        self.node = product.cluster.nodes[0]
+        self.container = f"{product.paths.instance}-nb-{user.name}"
+        self.home = product.paths.state / "homes" / user.name
+        user.open_form()
+        user.choose(profile)
+        user.wait_for_lab()
+        for node in product.cluster.nodes:
+            if self._docker(node.docker, "ps", "-q", "--filter", f"name={self.container}").stdout:
+                self.node = node
+
+    def start(self, code: str) -> subprocess.Popen[str]:
+        """Python code in the user's home."""
+        command = [*self._exec(), "python3", "-c", textwrap.dedent(code)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def run(self, code: str, timeout_s: float = 120) -> str:
+        """Its output; it may fail."""
+        with self.start(code) as process:
+            output, _ = process.communicate(timeout=timeout_s)
+        return output
+
+    def write(self, name: str, script: str) -> None:
+        """A file in the user's home."""
+        code = f"open({name!r}, 'w').write({textwrap.dedent(script)!r})"
+        subprocess.run([*self._exec(), "python3", "-c", code], check=True)
+
+    def kill(self, pattern: str) -> None:
+        """SIGKILL to the processes in the container whose command line contains the pattern."""
+        code = """
+            import os, sys
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                try: line = open(f"/proc/{pid}/cmdline").read()
+                except OSError: continue
+                if sys.argv[1] in line and int(pid) != os.getpid(): os.kill(int(pid), 9)
+        """
+        subprocess.run([*self._exec(), "python3", "-c", textwrap.dedent(code), pattern], check=True)
+
+    def stop(self) -> None:
+        """Through the hub, as a user does."""
+        self.user.page.goto(f"{self.user.address}/hub/home")
+        self.user.page.click("#stop")
+        wait_for(lambda: self.user.name not in self.user.holders().values(), "the notebook's GPU is free")
+
+    def _exec(self) -> list[str]:
+        return ["docker", "-H", self.node.docker, "exec", "-w", f"/home/{self.user.name}", self.container]
+
+    def _docker(self, url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["docker", "-H", url, *arguments], check=True, capture_output=True, text=True)

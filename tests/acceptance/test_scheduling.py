@@ -1,0 +1,174 @@
+"""The scheduler as people meet it: the page of GPUs, a launch that makes way, GPUs used outside, a node that is drained."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from gpuhub.closet import cards
+
+from .conftest import INSTANCE, ROOT, Product, User, wait_for
+from .notebooks import Notebook
+
+EXAMPLE = ROOT / "notebooks" / "02-checkpoints.ipynb"
+
+
+@pytest.fixture(scope="module")
+def ada(product: Product, make_user: Callable[[str], User]) -> Iterator[Notebook]:
+    """ada's notebook on the RTX 5070, with the example's script in her home."""
+    found = Notebook(product, make_user("ada"), "rtx5070")
+    found.write("goes_on.py", example_script(EXAMPLE))
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="module")
+def ben(make_user: Callable[[str], User]) -> User:
+    """Somebody who needs a GPU."""
+    return make_user("ben")
+
+
+@pytest.fixture(scope="module")
+def launch(ada: Notebook) -> Iterator[Output]:
+    """A long scavenging launch of ada's over two nodes."""
+    code = "import gpu_launch; gpu_launch.run('goes_on.py', ['--steps', '10000000'], nnodes=2, scavenge=True)"
+    with ada.start(code) as process:
+        output = Output(process)
+        output.wait("going on from step 0 with 2 ranks")
+        yield output
+        process.kill()
+        ada.kill("gpu_launch.run('goes_on.py'")
+    wait_for(lambda: list(ada.user.holders().values()).count("ada") == 1, "the launch's GPUs are free", deadline_s=60)
+
+
+class Output:
+    """What a process prints, read as it comes."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self._lines)
+
+    def wait(self, pattern: str, deadline_s: float = 90) -> re.Match[str]:
+        """The first match of a pattern."""
+        try:
+            return wait_for(lambda: re.search(pattern, self.text), pattern, deadline_s=deadline_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; printed:\n{self.text}") from None
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+
+
+def example_script(notebook: Path) -> str:
+    """The script that the example notebook writes."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    (script,) = ("".join(cell["source"]) for cell in cells if "".join(cell["source"]).startswith("%%writefile"))
+    return script.split("\n", 1)[1]
+
+
+def gpuhub(*words: str) -> str:
+    """The administrator's command on the head node."""
+    done = subprocess.run(
+        [ROOT / ".venv" / "bin" / "gpuhub", *words, "--instance", INSTANCE],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_scavenging_launch_makes_way_and_goes_on(ada: Notebook, ben: User, launch: Output):
+    """The launch has the RTX 5060 that ben needs: it writes a checkpoint, ben gets the card, and it goes on elsewhere."""
+    assert ada.user.holders() == {"RTX 5070": "ada", "RTX 5060": "ada"}
+    time.sleep(3)  # some steps, so that there is something to go on from
+    ben.open_form()
+    ben.choose("rtx5060")
+    launch.wait(r"(?i)preempted")
+    ben.wait_for_lab()
+    assert ben.holders()["RTX 5060"] == "ben"
+    went_on = launch.wait(r"going on from step ([1-9]\d*) with 2 ranks")
+    assert int(went_on[1]) > 0
+    wait_for(
+        lambda: ada.user.holders() == {"RTX 5070": "ada", "RTX 5060": "ben", "RTX 5090": "ada"},
+        "the launch goes on with the RTX 5090",
+    )
+
+
+def test_the_page_tells_who_holds_what(ada: Notebook, ben: User, launch: Output):
+    """The page of GPUs names the holder of each card, and is in the navigation."""
+    page = ben.page.context.new_page()
+    page.goto(f"{ben.address}/hub/home")
+    page.click("nav >> text=GPUs")
+    page.wait_for_url("**/hub/gpus")
+    for model in ("RTX 5090", "RTX 5070"):
+        expect(page.locator("body")).to_contain_text(model)
+    expect(page.locator("body")).to_contain_text("ada")
+    expect(page.locator("body")).to_contain_text("ben")
+    ben.page, before = page, ben.page
+    ben.picture("gpus-page")
+    ben.page = before
+    page.close()
+    assert "RTX 5060" in gpuhub("node", "list")
+    assert "went" not in launch.text.lower() or launch.text
+
+
+def test_a_gpu_that_is_used_outside_is_not_given(product: Product, ada: Notebook, ben: User, launch: Output):
+    """A process that gpuhub did not start is shown with what NVML tells, and its GPU is left alone."""
+    launch._process.send_signal(signal.SIGKILL)
+    ada.kill("gpu_launch.run('goes_on.py'")
+    wait_for(lambda: "RTX 5090" not in ben.holders(), "the launch's GPU is free", deadline_s=60)
+    cards.set_outsiders(product.paths, "rig1", 0, ((4242, 5120),))
+    try:
+
+        def state() -> str:
+            return str(ben.cluster()["nodes"][0]["gpus"][0]["state"])
+
+        wait_for(lambda: state() == "outside", "the RTX 5090 is in use outside")
+        (gpu,) = ben.cluster()["nodes"][0]["gpus"]
+        assert "4242" in gpu["message"]
+        page = ben.page.context.new_page()
+        page.goto(f"{ben.address}/hub/gpus")
+        expect(page.locator("body")).to_contain_text("4242")
+        page.goto(f"{ben.address}/hub/spawn/ben/second")
+        page.close()
+        (profile,) = [each for each in ben.cluster()["profiles"] if each["name"] == "rtx5090"]
+        assert not profile["starts_now"]
+        assert profile["free"] == 0
+    finally:
+        cards.set_outsiders(product.paths, "rig1", 0, ())
+    wait_for(lambda: state() == "free", "the RTX 5090 is free again")
+
+
+def test_a_drained_node_is_emptied_and_takes_work_again(ben: User):
+    """What runs there is shown first; then it ends, and nothing new starts until the node is undrained."""
+    shown = gpuhub("node", "drain", "rig3", "--reason", "new fan", "--yes")
+    assert "ben" in shown
+    wait_for(lambda: "RTX 5060" not in ben.holders(), "ben's notebook has ended", deadline_s=90)
+
+    def node() -> dict[str, object]:
+        return next(each for each in ben.cluster()["nodes"] if each["name"] == "rig3")
+
+    assert node()["state"] in {"draining", "cordoned"}
+    assert "new fan" in str(node()["message"])
+    assert "drain" in gpuhub("events")
+    gpuhub("node", "undrain", "rig3")
+    wait_for(lambda: node()["state"] == "up", "the node takes work again")
