@@ -188,6 +188,23 @@ async def test_a_restarted_hub_goes_on_with_a_running_notebook(head: Head, broke
     assert head.containers(names.KIND_NOTEBOOK) == []
 
 
+async def test_a_restarted_hub_waits_only_while_the_notebook_runs(head: Head, broker: FakeBroker, users: Any) -> None:
+    """One that does not answer, and then ends, is not waited for any longer: it could not be stopped meanwhile."""
+    before = users()
+    await before.spawn(options={"profile": "cpu"})
+    node, container = before.spawner.node, before.spawner.object_id
+    await head.daemons.call(node, "pause", container)
+    after = users()
+    assert await after.spawner.poll() is None
+    waiting = asyncio.ensure_future(after._wait_up(after.spawner))
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    await head.daemons.call(node, "remove_container", container, force=True)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(waiting, 30)
+    assert head.containers(names.KIND_NOTEBOOK) == []
+
+
 async def test_a_forgotten_notebook_is_adopted(head: Head, broker: FakeBroker, users: Any) -> None:
     """Where the hub lost its state, a start of the same profile finds the running container again, with its token."""
     before = users()

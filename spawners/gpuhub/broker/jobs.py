@@ -10,11 +10,13 @@ from typing import Any
 
 from gpuhub.broker import job_rules
 from gpuhub.broker.core import Core
+from gpuhub.broker.reconcile import why_another
 from gpuhub.broker.rows import JobRow, LeaseRow, WorkerRow
 from gpuhub.broker.schemas import JobState, WorkerState
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.workers import WorkerSpec
 from gpuhub.errors import GpuhubError, NotFound
+from gpuhub.nodes.records import Identity
 from gpuhub.quantities import format_size
 
 log = logging.getLogger(__name__)
@@ -36,13 +38,19 @@ class JobRunner:
         self._starting: dict[str, asyncio.Task[None]] = {}
         #: When the last start for a lease ended; monotonic.
         self._started: dict[str, float] = {}
+        self._again: asyncio.TimerHandle | None = None
 
     def start_granted(self) -> None:
         """Begin to start the workers of every job that has its GPUs and lacks workers."""
         snapshot = self._core.ledger.snapshot
         for job in snapshot.jobs.values():
+            if job.state is not JobState.STARTING or job.lease_id in self._starting:
+                continue
             pending = [worker for worker in job.workers if worker.state is WorkerState.PENDING]
-            if job.state is JobState.STARTING and pending and job.lease_id not in self._starting:
+            if any(self._identity(worker.node) is None for worker in pending):
+                # This broker has not looked at the node yet: an earlier one may have started the worker already.
+                self._look_again()
+            elif pending:
                 lease = snapshot.leases[job.lease_id]
                 task = asyncio.ensure_future(self._start(job, lease, pending))
                 self._starting[lease.id] = task
@@ -55,6 +63,8 @@ class JobRunner:
 
     async def close(self) -> None:
         """Let starts end that have begun; what they made is found by label later."""
+        if self._again is not None:
+            self._again.cancel()
         for task in list(self._starting.values()):
             task.cancel()
         await asyncio.gather(*self._starting.values(), return_exceptions=True)
@@ -64,6 +74,12 @@ class JobRunner:
 
     async def _start_one(self, job: JobRow, lease: LeaseRow, worker: WorkerRow) -> None:
         change: Callable[[JobRow, float], JobRow]
+        identity = self._identity(worker.node)
+        another = None if identity is None else why_another(lease, worker.node, identity)
+        if another is not None:
+            # Under the daemon of before, the worker may run already, where this one does not see it.
+            await self._core.edit_jobs([(job.id, partial(_failed, index=worker.index, message=another))])
+            return
         try:
             container_id = await self._start_worker(build_spec(self._instance, job, lease, worker))
         except GpuhubError as error:
@@ -75,6 +91,17 @@ class JobRunner:
             change = partial(_running, index=worker.index, container_id=container_id)
         await self._core.edit_jobs([(job.id, change)])
 
+    def _look_again(self) -> None:
+        """Come back a little later, once for all that wait for it."""
+        loop = asyncio.get_running_loop()
+        if self._again is None or self._again.when() <= loop.time():
+            self._again = loop.call_later(_RETRY_S, self._core.ledger.wake)
+
+    def _identity(self, node: str) -> Identity | None:
+        """Which daemon answers on the node, and which boot of it; None where nobody has asked yet."""
+        record = self._core.inventory.nodes[node]
+        return None if record.daemon_id is None else record.identity
+
     def _note_started(self, lease_id: str, task: asyncio.Task[None]) -> None:
         self._starting.pop(lease_id, None)
         self._started[lease_id] = self._core.clock.monotonic()
@@ -85,7 +112,7 @@ class JobRunner:
             return
         # What was started could not be stored; it is adopted at the next try.
         log.error("starting the workers of lease %s failed", lease_id, exc_info=task.exception())
-        asyncio.get_running_loop().call_later(_RETRY_S, self._core.ledger.wake)
+        self._look_again()
 
 
 def build_spec(instance: str, job: JobRow, lease: LeaseRow, worker: WorkerRow) -> WorkerSpec:

@@ -15,6 +15,7 @@ from gpuhub.broker import leases as rules
 from gpuhub.broker.found import Container, Listing
 from gpuhub.broker.rows import JobRow, LeaseRow
 from gpuhub.broker.schemas import JobState, LeaseState, Purpose, WorkerState
+from gpuhub.nodes.records import Identity
 
 #: A granted lease whose notebook was not created for so long is given up, seconds.
 START_GRACE_S = 300.0
@@ -117,14 +118,19 @@ def reconcile_node(
 
 def why_no_proof(lease: LeaseRow, listing: Listing) -> str | None:
     """Why it proves nothing that a container of the lease is not listed; None when it proves that there is none."""
-    daemon_then, boot_then = lease.identities.get(listing.node, (None, None))
-    daemon, boot = listing.identity
+    return why_another(lease, listing.node, listing.identity)
+
+
+def why_another(lease: LeaseRow, node: str, identity: Identity) -> str | None:
+    """Why the daemon that answers on a node now cannot know all containers of the lease; None when it does."""
+    daemon_then, boot_then = lease.identities.get(node, (None, None))
+    daemon, boot = identity
     if daemon_then is None or daemon == daemon_then:
         # Brokers that kept no identities had asked the daemon that is asked now.
         return None
     if daemon is not None and boot_then is not None and boot is not None and boot != boot_then:
         return None
-    return f"another Docker daemon answers on {listing.node} than when the lease began, and no restart of it is known"
+    return f"another Docker daemon answers on {node} than when the lease began, and no restart of it is known"
 
 
 def _is_renewed(lease: LeaseRow, listing: Listing) -> bool:

@@ -8,6 +8,7 @@ from gpuhub.broker.auth import Identity
 from gpuhub.broker.core import Core
 from gpuhub.broker.desk import Desk
 from gpuhub.broker.drafts import Draft
+from gpuhub.broker.glances import Glances
 from gpuhub.broker.looks import Looks
 from gpuhub.broker.polling import Look, poll
 from gpuhub.broker.rows import LeaseRow
@@ -41,6 +42,7 @@ class Broker:
         self._core = core
         self._desk = Desk(core)
         self._looks = Looks(core)
+        self._glances = Glances(core)
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -217,6 +219,10 @@ class Broker:
     def cluster_view(self, who: Identity | None = None) -> ClusterView:
         """Everything as everybody sees it; what starts at once is told for who looks."""
         return administration.view_cluster(self._core, who)
+
+    def cluster_json(self, who: Identity) -> bytes:
+        """The same as JSON; at a large cluster some moments old."""
+        return self._glances.look(who)
 
     def usage(self, who: Identity, owner: str | None) -> list[UsageView]:
         """What owners have, had and may have: one's own, or all.

@@ -58,6 +58,18 @@ async def inspect(daemons: Daemons, node: str, container: str) -> dict[str, Any]
     return found
 
 
+async def exit_code(daemons: Daemons, node: str, container: str) -> int | None:
+    """None while the container runs; its exit code when it ended, 0 when it is gone.
+
+    Raises:
+        GpuhubError: nobody can tell.
+    """
+    found = await inspect(daemons, node, container)
+    if found is None:
+        return 0
+    return None if found["State"]["Running"] else int(found["State"]["ExitCode"])
+
+
 async def remove(daemons: Daemons, node: str, container: str, *, grace_s: int = 0) -> None:
     """Stop the container, giving it `grace_s` seconds, and remove it; one that is gone is fine."""
     try:

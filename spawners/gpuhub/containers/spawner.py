@@ -9,7 +9,7 @@ from typing import Any
 from traitlets import default
 
 from gpuhub.broker.schemas import Lease, LeaseState
-from gpuhub.containers import creation, launching, leasing, networks
+from gpuhub.containers import creation, launching, leasing, networks, restored
 from gpuhub.containers.form import build_form, parse_form
 from gpuhub.containers.nodespawner import NodeSpawner
 from gpuhub.containers.progress import ProgressLog
@@ -39,6 +39,7 @@ class GpuDockerSpawner(NodeSpawner):
         self._healing: asyncio.Task[None] | None = None
         self._claiming: asyncio.Task[tuple[Lease, bool]] | None = None
         self._is_restored = False
+        self._is_watched = False
         self._keeps_lease = False
         super().__init__(*args, **kwargs)
         self._usual_http_timeout: int = self.http_timeout
@@ -240,30 +241,34 @@ class GpuDockerSpawner(NodeSpawner):
             # its place is kept: the broker has the hub start it anew, and that start finds the lease again.
             self._keeps_lease = self._is_restored
             return 0
+        if self._is_restored and not self._is_watched and self.server is not None:
+            self._is_watched = True
+            restored.wait_only_while(self.server, self._is_over)
         try:
-            found = await creation.inspect(self.daemons, self.node, self.object_id)
+            code = await creation.exit_code(self.daemons, self.node, self.object_id)
         except GpuhubError as error:
             self.log.warning("Whether %s runs is not known: %s", self._log_name, error)
             if self._is_restored:
                 self.http_timeout = AWAY_LIMIT_S
             return None
-        if found is None:
-            return 0
-        if not found["State"]["Running"]:
-            return int(found["State"]["ExitCode"])
-        if self._is_restored:
+        if code is None and self._is_restored:
             self._is_restored = False
             self.http_timeout = RESTORED_LIMIT_S
             # Not waited for: the broker asks the hub who calls it, and the hub answers once this has returned.
             self._healing = asyncio.create_task(self._heal())
-        return None
+        return code
+
+    async def _is_over(self) -> bool:
+        """Whether the container is known to have ended."""
+        try:
+            return await creation.exit_code(self.daemons, self.node, self.object_id) is not None
+        except GpuhubError:
+            return False
 
     async def _heal(self) -> None:
         """A hub that died between creating a container and saying so left its lease granted."""
         try:
-            lease = await self.broker.get_lease(self.lease_id)
-            if lease.state is LeaseState.GRANTED:
-                await self.broker.activate(lease.id, self.object_id)
+            await restored.activate_granted(self.broker, self.lease_id, self.object_id)
         except GpuhubError as error:
             self.log.warning("Lease %s of %s: %s", self.lease_id, self._log_name, error)
 

@@ -1,0 +1,162 @@
+"""Users under load, through the hub's REST API and the broker's own: notebooks that come and go, jobs beside them."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+#: What a hub or broker that has just been killed answers with, or the proxy in its place.
+_AWAY = frozenset({500, 502, 503, 504})
+
+
+@dataclass(slots=True)
+class Client:
+    """One user's token, used on the hub's and the broker's API."""
+
+    name: str
+    hub: httpx.Client
+    broker: httpx.Client
+
+    def ask(self, web: httpx.Client, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and answer; 503 where nobody answers."""
+        try:
+            answer = web.request(method, path, content=None if body is None else json.dumps(body))
+        except httpx.TransportError:
+            return 503, None
+        is_json = answer.headers.get("content-type", "").startswith(("application/json", "application/problem"))
+        return answer.status_code, answer.json() if is_json else answer.text
+
+    def servers(self) -> dict[str, dict[str, Any]] | None:
+        """The user's servers by name; None while the hub does not tell."""
+        status, found = self.ask(self.hub, "GET", f"/users/{self.name}")
+        return found["servers"] if status == 200 else None
+
+    def start(self, server: str, profile: str) -> None:
+        """Ask for a server, until somebody has heard it."""
+        path = f"/users/{self.name}/servers/{server}"
+        self._until_heard(lambda: self.ask(self.hub, "POST", path, {"profile": profile}))
+
+    def stop(self, server: str) -> None:
+        """Ask for its end, until somebody has heard it."""
+        self._until_heard(lambda: self.ask(self.hub, "DELETE", f"/users/{self.name}/servers/{server}"))
+
+    def is_ready(self, server: str) -> bool:
+        """Whether the hub calls it ready."""
+        return bool(((self.servers() or {}).get(server) or {}).get("ready"))
+
+    def close(self) -> None:
+        """Hang up."""
+        self.hub.close()
+        self.broker.close()
+
+    def _until_heard(self, ask: Callable[[], tuple[int, Any]], deadline_s: float = 120.0) -> None:
+        end = time.monotonic() + deadline_s
+        while ask()[0] in _AWAY:
+            assert time.monotonic() < end, f"the hub did not answer {self.name} for {deadline_s:.0f} s"
+            time.sleep(1)
+
+
+@dataclass(slots=True)
+class Load:
+    """Threads that use the product until told to stop; `calm` lets them finish what they do and wait."""
+
+    clients: list[Client]
+    seed: int
+    profiles: tuple[str, ...]
+    calm: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+    done: dict[str, int] = field(default_factory=lambda: {"notebooks": 0, "jobs": 0})
+    _busy: list[bool] = field(default_factory=list)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Two threads a user: servers, and jobs."""
+        for number, client in enumerate(self.clients):
+            for what in (self._serve, self._launch):
+                chance = random.Random(f"{self.seed}-{number}-{what.__name__}")
+                self._busy.append(False)
+                place = len(self._busy) - 1
+                thread = threading.Thread(target=self._keep_on, args=(place, what, client, chance))
+                self._threads.append(thread)
+                thread.start()
+
+    def end(self) -> None:
+        """Wait for everybody."""
+        self.over.set()
+        for thread in self._threads:
+            thread.join(180)
+
+    def quieten(self, deadline_s: float = 120.0) -> None:
+        """Return when nobody is in the middle of something; nobody begins until `calm` is cleared."""
+        self.calm.set()
+        end = time.monotonic() + deadline_s
+        while any(self._busy):
+            assert time.monotonic() < end, "somebody is still waiting for a server or a job"
+            time.sleep(0.2)
+
+    def _keep_on(
+        self, place: int, what: Callable[[Client, random.Random], None], client: Client, chance: random.Random
+    ) -> None:
+        while not self.over.is_set():
+            if self.calm.is_set():
+                time.sleep(0.2)
+                continue
+            self._busy[place] = True
+            try:
+                what(client, chance)
+            except (AssertionError, KeyError, TypeError) as error:
+                self.failures.append(f"{client.name}: {error!r}")
+            finally:
+                self._busy[place] = False
+            self.over.wait(chance.uniform(0.5, 2.0))
+
+    def _serve(self, client: Client, chance: random.Random) -> None:
+        """A server comes, is used for a while, and goes; a wait in the queue may be given up."""
+        client.start("passing", chance.choice(self.profiles))
+        end = time.monotonic() + chance.uniform(5, 20)
+        is_ready = False
+        while time.monotonic() < end and not self.calm.is_set():
+            is_ready = is_ready or client.is_ready("passing")
+            time.sleep(0.5)
+        self.done["notebooks"] += is_ready
+        client.stop("passing")
+        self._until_gone(client)
+
+    def _until_gone(self, client: Client, deadline_s: float = 90.0) -> None:
+        end = time.monotonic() + deadline_s
+        while True:
+            servers = client.servers()
+            if servers is not None and "passing" not in servers:
+                return
+            if servers is not None and not servers["passing"].get("pending"):
+                client.stop("passing")
+            assert time.monotonic() < end, f"the hub still has {client.name}'s passing server: {servers}"
+            time.sleep(1)
+
+    def _launch(self, client: Client, chance: random.Random) -> None:
+        """A job of one to three nodes, renewed while it waits and works, then stopped."""
+        body = {"run_id": f"run-{chance.randrange(16**10):010x}", "nnodes": chance.randint(1, 2), "nproc_per_node": 1}
+        job = self._insist(client, "POST", "/jobs", body)
+        end = time.monotonic() + chance.uniform(3, 12)
+        while time.monotonic() < end and not self.calm.is_set():
+            client.ask(client.broker, "POST", f"/jobs/{job['id']}/renew")
+            time.sleep(1)
+        self._insist(client, "DELETE", f"/jobs/{job['id']}")
+        self.done["jobs"] += 1
+
+    def _insist(self, client: Client, method: str, path: str, body: Any = None, deadline_s: float = 90.0) -> Any:
+        end = time.monotonic() + deadline_s
+        while True:
+            status, answer = client.ask(client.broker, method, path, body)
+            if status < 300:
+                return answer
+            assert status in _AWAY and time.monotonic() < end, f"{method} {path}: {status} {answer}"
+            time.sleep(0.5)

@@ -1,0 +1,20 @@
+"""The real broker against the physical truth, under any order of use, faults and deaths."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+from tests.unit.stateful.machine import BrokerMachine
+
+#: `GPUHUB_STATEFUL=nightly` searches for hours, differently each night; otherwise the same short search every time.
+IS_NIGHTLY = os.environ.get("GPUHUB_STATEFUL") == "nightly"
+_ALWAYS = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+
+TestBroker = BrokerMachine.TestCase
+TestBroker.settings = (
+    settings(max_examples=10_000, stateful_step_count=50, **_ALWAYS)
+    if IS_NIGHTLY
+    else settings(max_examples=40, stateful_step_count=30, derandomize=True, database=None, **_ALWAYS)
+)
