@@ -20,4 +20,6 @@ def main() -> None:
                 print(f"{figure} {value:.4g} {unit}", flush=True)
 
 
-main()
+# Benchmarks that start processes of their own import this module anew.
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,8 @@ class Clock:
     """The machine's clocks."""
 
     def __init__(self) -> None:
+        #: How often a jump was taken over: moments from before do not compare with moments from after.
+        self.follows = 0
         self._offset = self.wall() - self.monotonic()
 
     def wall(self) -> float:
@@ -43,6 +45,7 @@ class Clock:
     def follow(self, seconds: float) -> None:
         """Take over a jump."""
         self._offset += seconds
+        self.follows += 1
 
 
 async def wait_event(event: asyncio.Event, timeout_s: float) -> None:

@@ -53,6 +53,8 @@ SOON_S = 1.0
 LEAST_PERIOD_S = 0.02
 #: Between two looks at the clock, seconds.
 TICK_S = 1.0
+#: When a list was made during which the clock was set: it proves nothing about any lease.
+_NEVER = float("-inf")
 
 
 class Keeper:
@@ -140,18 +142,20 @@ class Keeper:
         self, record: NodeRecord, listed_at: float
     ) -> tuple[Sequence[Mapping[str, Any]], Listing, list[Action]]:
         """What the daemon lists, as it says and as it is understood, and what follows from it."""
-        began = self._core.clock.monotonic()
+        clock = self._core.clock
+        began, follows = clock.monotonic(), clock.follows
         listed = await self._looker.list_containers(record.name)
         listing = Listing(
             node=record.name,
             identity=(await self._looker.daemon_id(record, listed), record.boot_id),
             containers=await self._looker.parse(record.name, listed),
-            at=listed_at,
+            at=listed_at if clock.follows == follows else _NEVER,
         )
         actions = self._reconcile(listing, began)
         if rests_on_absence(actions):
             # Since the daemon was last asked who it is, another may have taken its place, and made the list.
-            listing = replace(listing, identity=(await self._looker.ask_daemon_id(record.name), record.boot_id))
+            identity = await self._looker.ask_daemon_id(record.name), record.boot_id
+            listing = replace(listing, identity=identity, at=listed_at if clock.follows == follows else _NEVER)
             actions = self._reconcile(listing, began)
         return listed, listing, actions
 
@@ -201,7 +205,7 @@ class Keeper:
     async def _renew(self, listing: Listing, lease_ids: list[str]) -> None:
         def edit(draft: Draft) -> None:
             for lease in filter(None, map(draft.leases.get, lease_ids)):
-                draft.put_lease(lease.evolve(identities={**lease.identities, listing.node: listing.identity}))
+                draft.put_lease(rules.renew_identity(lease, listing.node, listing.identity))
 
         await self._core.ledger.change(edit)
 

@@ -198,6 +198,11 @@ def live_nodes(lease: LeaseRow) -> tuple[str, ...]:
     return tuple(dict.fromkeys(gpu.node for gpu in lease.held if gpu.shed_at is None))
 
 
+def renew_identity(lease: LeaseRow, node: str, identity: tuple[str | None, str | None]) -> LeaseRow:
+    """The same daemon answers there after a restart of the machine: from now on this boot counts."""
+    return lease.evolve(identities={**lease.identities, node: identity})
+
+
 def unproven_nodes(lease: LeaseRow) -> tuple[str, ...]:
     """Nodes of which it is not yet known that they are clear of an ending lease, or of what it gives back."""
     if lease.state in {LeaseState.RELEASED, LeaseState.REQUESTED}:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from gpuhub.broker.cordons import Cordon
 from gpuhub.broker.health import Conditions, Guards, overdue_proofs
 from gpuhub.broker.ledger import Snapshot
-from gpuhub.broker.rows import Ask, LeasedGpu, LeaseRow
-from gpuhub.broker.schemas import GpuState, LeaseState, NodeState, Purpose
+from gpuhub.broker.rows import LeasedGpu, LeaseRow
+from gpuhub.broker.schemas import GpuState, LeaseState, NodeState
 from gpuhub.nodes import health, liveness, readings
 from gpuhub.nodes.inventory import Inventory, start_inventory
 from gpuhub.nodes.records import AgentReading, GpuReading, Guard, NodeRecord, Process
 from gpuhub.settings import Node, Scheduling
+from tests.support.rows import lease_row
 from tests.support.simulated import build_cluster
 
 SCHEDULING = Scheduling()
@@ -344,17 +345,7 @@ def test_each_change_is_told_once() -> None:
 
 
 def releasing(*nodes: str) -> LeaseRow:
-    return LeaseRow(
-        id="l1",
-        seq=1,
-        key="k",
-        owner="ada",
-        purpose=Purpose.NOTEBOOK,
-        subject="",
-        profile="p",
-        ask=Ask(),
-        created_at=1.0,
-        since=100.0,
+    return lease_row(
         state=LeaseState.RELEASING,
         nodes=nodes,
         gpus=tuple(

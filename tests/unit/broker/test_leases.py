@@ -5,29 +5,13 @@ from __future__ import annotations
 import pytest
 
 from gpuhub.broker import leases
-from gpuhub.broker.rows import Ask, LeaseRow
-from gpuhub.broker.schemas import LeaseState, Purpose
+from gpuhub.broker.schemas import LeaseState
 from gpuhub.engines.base import Share, Slot
 from gpuhub.errors import Conflict
 from gpuhub.gpus import Card
+from tests.support.rows import lease_row
 
 CARD = Card(model="RTX 5090", memory_mib=32607)
-
-
-def waiting(**changes: object) -> LeaseRow:
-    row = LeaseRow(
-        id="l1",
-        seq=1,
-        key="k",
-        owner="ada",
-        purpose=Purpose.NOTEBOOK,
-        subject="",
-        profile="rtx5090",
-        ask=Ask(),
-        created_at=100.0,
-        since=100.0,
-    )
-    return row.evolve(**changes)
 
 
 def shares(*nodes: str) -> list[Share]:
@@ -36,7 +20,7 @@ def shares(*nodes: str) -> list[Share]:
 
 def test_a_life_from_request_to_proof() -> None:
     """Granted, active, releasing and released each carry what belongs to them."""
-    granted = leases.grant(waiting(time_limit_s=3600), shares("rig1"), 110.0)
+    granted = leases.grant(lease_row(time_limit_s=3600), shares("rig1"), 110.0)
     assert (granted.state, granted.epoch, granted.nodes) == (LeaseState.GRANTED, 1, ("rig1",))
     assert (granted.granted_at, granted.expires_at) == (110.0, 3710.0)
     active = leases.activate(granted, "c" * 64, 120.0)
@@ -50,7 +34,7 @@ def test_a_life_from_request_to_proof() -> None:
 
 def test_a_gang_is_released_node_by_node() -> None:
     """Each node's own proof frees its own GPUs; the last one ends the lease."""
-    releasing = leases.release(leases.grant(waiting(), shares("rig1", "rig2"), 1.0), "stopped", 2.0)
+    releasing = leases.release(leases.grant(lease_row(), shares("rig1", "rig2"), 1.0), "stopped", 2.0)
     assert leases.unproven_nodes(releasing) == ("rig1", "rig2")
     half = leases.prove_gone(releasing, "rig2", 3.0)
     assert (half.state, [gpu.uuid for gpu in half.held]) == (LeaseState.RELEASING, ["GPU-rig1"])
@@ -60,27 +44,27 @@ def test_a_gang_is_released_node_by_node() -> None:
 
 def test_a_lease_without_gpus_needs_proof_as_well() -> None:
     """A CPU-only notebook's lease ends when its node shows no container of it."""
-    releasing = leases.release(leases.grant(waiting(), [Share(node="rig1", slots=())], 1.0), "stopped", 2.0)
+    releasing = leases.release(leases.grant(lease_row(), [Share(node="rig1", slots=())], 1.0), "stopped", 2.0)
     assert leases.unproven_nodes(releasing) == ("rig1",)
     assert leases.prove_gone(releasing, "rig1", 3.0).state is LeaseState.RELEASED
 
 
 def test_a_waiting_request_ends_at_once() -> None:
     """Nothing was given, so nothing is to be proved."""
-    ended = leases.release(waiting(), "left the queue", 101.0)
+    ended = leases.release(lease_row(), "left the queue", 101.0)
     assert (ended.state, ended.reason, ended.released_at) == (LeaseState.RELEASED, "left the queue", 101.0)
 
 
 def test_an_overdue_lease_says_so_whoever_ends_it() -> None:
     """When the hub stops a notebook because its time is over, the reason is the time limit."""
-    active = leases.activate(leases.grant(waiting(time_limit_s=3600), shares("rig1"), 0.0), "c" * 64, 1.0)
+    active = leases.activate(leases.grant(lease_row(time_limit_s=3600), shares("rig1"), 0.0), "c" * 64, 1.0)
     assert leases.release(active, "stopped", 3600.0).reason == "its time limit of 1 h was reached"
     assert leases.release(active, "stopped", 3599.0).reason == "stopped"
 
 
 def test_a_new_container_replaces_one_that_ended() -> None:
     """Activation may be repeated, with the same container or with a new one."""
-    active = leases.activate(leases.grant(waiting(), shares("rig1"), 0.0), "c" * 64, 1.0)
+    active = leases.activate(leases.grant(lease_row(), shares("rig1"), 0.0), "c" * 64, 1.0)
     assert leases.activate(active, "c" * 64, 2.0) is active
     assert leases.activate(active, "d" * 64, 2.0).since == 2.0
 
@@ -89,33 +73,33 @@ def test_a_new_container_replaces_one_that_ended() -> None:
 def test_only_a_granted_lease_is_activated(state: LeaseState) -> None:
     """A container made for a lease that is not granted (any more) may not be started."""
     with pytest.raises(Conflict, match=f"is {state}"):
-        leases.activate(waiting(state=state), "c" * 64, 1.0)
+        leases.activate(lease_row(state=state), "c" * 64, 1.0)
 
 
 @pytest.mark.parametrize("state", [s for s in LeaseState if s is not LeaseState.REQUESTED])
 def test_only_a_waiting_request_is_granted(state: LeaseState) -> None:
     """Nothing is granted twice."""
     with pytest.raises(Conflict):
-        leases.grant(waiting(state=state), shares("rig1"), 1.0)
+        leases.grant(lease_row(state=state), shares("rig1"), 1.0)
 
 
 @pytest.mark.parametrize("state", [s for s in LeaseState if s not in leases.ENDING])
 def test_gpus_are_given_back_from_releasing_alone(state: LeaseState) -> None:
     """A listing without containers frees nothing of a lease that nobody ended."""
     with pytest.raises(Conflict, match="not releasing"):
-        leases.prove_gone(waiting(state=state), "rig1", 1.0)
+        leases.prove_gone(lease_row(state=state), "rig1", 1.0)
 
 
 @pytest.mark.parametrize("state", [*leases.ENDING, LeaseState.RELEASED])
 def test_ending_twice_changes_nothing(state: LeaseState) -> None:
     """The first reason stays."""
-    row = waiting(state=state, reason="first")
+    row = lease_row(state=state, reason="first")
     assert leases.release(row, "second", 5.0) is row
 
 
 def test_a_lease_without_proof_is_quarantined_until_there_is() -> None:
     """It keeps its GPUs, says why, and still ends by proof; what it holds from then on is not charged."""
-    releasing = leases.release(leases.grant(waiting(), shares("rig1"), 1.0), "stopped", 2.0)
+    releasing = leases.release(leases.grant(lease_row(), shares("rig1"), 1.0), "stopped", 2.0)
     stuck = leases.quarantine(releasing, "node rig1 does not answer", 40.0)
     assert (stuck.state, stuck.quarantined_at, stuck.since) == (LeaseState.QUARANTINED, 40.0, 40.0)
     assert (stuck.reason, stuck.note) == ("stopped", "quarantined: node rig1 does not answer")
@@ -129,13 +113,13 @@ def test_a_lease_without_proof_is_quarantined_until_there_is() -> None:
 def test_only_a_releasing_lease_is_quarantined(state: LeaseState) -> None:
     """Whoever was not asked to end needs no proof."""
     with pytest.raises(Conflict, match="cannot become quarantined"):
-        leases.quarantine(waiting(state=state), "why", 1.0)
+        leases.quarantine(lease_row(state=state), "why", 1.0)
 
 
 @pytest.mark.parametrize("state", sorted(leases.ENDING))
 def test_an_administrator_frees_an_ending_lease(state: LeaseState) -> None:
     """Without proof, and with the name of who answers for it; said again, nothing changes."""
-    held = leases.grant(waiting(), shares("rig1", "rig2"), 1.0).evolve(state=state, reason="stopped")
+    held = leases.grant(lease_row(), shares("rig1", "rig2"), 1.0).evolve(state=state, reason="stopped")
     freed = leases.force(held, "root", 9.0)
     assert (freed.state, freed.held, freed.released_at) == (LeaseState.RELEASED, (), 9.0)
     assert freed.note == "freed without proof by root"
@@ -146,12 +130,12 @@ def test_an_administrator_frees_an_ending_lease(state: LeaseState) -> None:
 def test_nothing_that_goes_on_is_freed_by_force(state: LeaseState) -> None:
     """It is to be ended first."""
     with pytest.raises(Conflict, match="end it first"):
-        leases.force(waiting(state=state), "root", 1.0)
+        leases.force(lease_row(state=state), "root", 1.0)
 
 
 def test_an_elastic_lease_gives_a_node_back_and_goes_on() -> None:
     """The GPUs are held until there is proof, which frees these alone; the other nodes' proof frees nothing."""
-    active = leases.activate(leases.grant(waiting(), shares("rig1", "rig2"), 1.0), None, 1.0)
+    active = leases.activate(leases.grant(lease_row(), shares("rig1", "rig2"), 1.0), None, 1.0)
     less = leases.shed(active, {"rig2"}, 2.0)
     assert (less.state, leases.live_nodes(less), leases.unproven_nodes(less)) == (
         LeaseState.ACTIVE,
@@ -174,14 +158,14 @@ def test_an_elastic_lease_gives_a_node_back_and_goes_on() -> None:
 def test_only_what_goes_on_is_shrunk_or_extended(state: LeaseState) -> None:
     """A request has nothing to give back, and an ending lease gives everything."""
     with pytest.raises(Conflict, match="nothing to give back"):
-        leases.shed(waiting(state=state), {"rig1"}, 1.0)
+        leases.shed(lease_row(state=state), {"rig1"}, 1.0)
     with pytest.raises(Conflict, match="a time to change"):
-        leases.extend(waiting(state=state), 60, 1.0)
+        leases.extend(lease_row(state=state), 60, 1.0)
 
 
 def test_more_time() -> None:
     """It counts from now; an overdue lease gets none."""
-    granted = leases.grant(waiting(time_limit_s=100), shares("rig1"), 0.0)
+    granted = leases.grant(lease_row(time_limit_s=100), shares("rig1"), 0.0)
     more = leases.extend(granted, 100, 50.0)
     assert (more.expires_at, more.time_limit_s) == (150.0, 150)
     with pytest.raises(Conflict, match="is over"):
@@ -190,7 +174,7 @@ def test_more_time() -> None:
 
 def test_a_drain_cuts_time_short_and_its_end_gives_it_back() -> None:
     """The lease says why it will end; it is not extended, and ends with that reason, or gets its own limit back."""
-    granted = leases.grant(waiting(time_limit_s=100), shares("rig1"), 0.0)
+    granted = leases.grant(lease_row(time_limit_s=100), shares("rig1"), 0.0)
     short = leases.cut_short(granted, 60.0, "node rig1 is draining by root")
     assert (short.expires_at, short.reason) == (60.0, "node rig1 is draining by root")
     assert leases.cut_short(granted, 200.0, "later") is granted
@@ -199,13 +183,13 @@ def test_a_drain_cuts_time_short_and_its_end_gives_it_back() -> None:
     assert leases.release(short, "stopped", 60.0).reason == "node rig1 is draining by root"
     assert leases.release(short, "stopped", 59.0).reason == "stopped"
     assert leases.restore_time(short) == granted
-    unlimited = leases.grant(waiting(), shares("rig1"), 0.0)
+    unlimited = leases.grant(lease_row(), shares("rig1"), 0.0)
     assert leases.restore_time(leases.cut_short(unlimited, 60.0, "drained")) == unlimited
 
 
 def test_a_clock_that_was_set_moves_every_moment() -> None:
     """The time left is what it was."""
-    granted = leases.grant(waiting(time_limit_s=100), shares("rig1"), 110.0)
+    granted = leases.grant(lease_row(time_limit_s=100), shares("rig1"), 110.0)
     moved = leases.shift(granted, 3600.0)
     assert (moved.created_at, moved.since, moved.granted_at, moved.expires_at) == (3700.0, 3710.0, 3710.0, 3810.0)
     assert leases.shift(moved, -3600.0) == granted

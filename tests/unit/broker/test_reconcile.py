@@ -19,9 +19,10 @@ from gpuhub.broker.reconcile import (
     reconcile_node,
     rests_on_absence,
 )
-from gpuhub.broker.rows import Ask, JobRow, LeasedGpu, LeaseRow, WorkerRow
+from gpuhub.broker.rows import JobRow, LeasedGpu, LeaseRow, WorkerRow
 from gpuhub.broker.schemas import JobState, LeaseState, Purpose, WorkerState
 from gpuhub.nodes.records import Identity
+from tests.support.rows import lease_row
 
 NOW = 10_000.0
 
@@ -32,15 +33,7 @@ def gpu(worker: int, node: str = "rig1", **changes: float) -> LeasedGpu:
 
 
 def lease(state: LeaseState, *, since: float = NOW - 30, **changes: object) -> LeaseRow:
-    row = LeaseRow(
-        id="l1",
-        seq=1,
-        key="k",
-        owner="ada",
-        purpose=Purpose.NOTEBOOK,
-        subject="",
-        profile="p",
-        ask=Ask(),
+    row = lease_row(
         created_at=1.0,
         since=since,
         state=state,

@@ -9,7 +9,7 @@ from gpuhub.broker.clock import Clock
 from gpuhub.settings import Jobs, Profile, Users
 from tests.support.brokers import Setting, asgi_broker, until
 from tests.support.simulated import build_cluster
-from tests.unit.broker.test_api import ask, post, reaches, read, run_notebook
+from tests.unit.broker.test_api import ask, delete, post, reaches, read, run_notebook
 
 
 async def test_a_job_that_nobody_renews_ends(setting: Setting) -> None:
@@ -140,6 +140,30 @@ async def test_a_clock_that_is_set_ends_nothing(setting: Setting, jump_s: float)
         setting.nodes["rig1"].end_container(container)
         await reaches(running, f"/leases/{queue[0]}", "granted")
         assert (await read(running, "cleo", f"/leases/{queue[1]}"))["position"] == 1
+
+
+async def test_a_list_during_which_the_clock_was_set_proves_nothing(setting: Setting) -> None:
+    """Whether a lease began to end before such a list cannot be told: its GPU waits for the next one."""
+    setting.clock = WallClock()
+    lists = 0
+
+    def set_clock(method: str) -> None:
+        nonlocal lists
+        if method == "containers":
+            lists += 1
+            setting.clock.follow(0.0)
+
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", key="1")
+        await run_notebook(running, lease)
+        setting.nodes["rig1"].on_call = set_clock
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        await until(lambda: not setting.nodes["rig1"].of_kind("notebook"), "its container is removed")
+        lists = 0
+        await until(lambda: lists >= 2, "the node is looked at again")
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "releasing"
+        setting.nodes["rig1"].on_call = lambda method: None
+        await reaches(running, f"/leases/{lease['id']}", "released")
 
 
 async def test_a_clock_that_was_set_between_two_runs_is_believed(setting: Setting) -> None:
