@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import expect
@@ -190,3 +191,36 @@ def test_a_drained_node_is_emptied_and_takes_work_again(ben: User):
     assert "drain" in gpuhub("events")
     gpuhub("node", "undrain", "rig3")
     wait_for(lambda: node()["state"] == "up", "the node takes work again")
+
+
+def test_a_part_of_a_gpu_is_shared_by_several(product: Product, ada: Notebook, ben: User):
+    """Two notebooks hold a quarter each of one card, each with its cap, and a whole card is no longer to be had there."""
+    ben.open_form()
+    ben.choose("part")
+    ben.wait_for_lab()
+    second = f"{ada.user.address}/hub/api/users/ada/servers/second"
+    token = next(c["value"] for c in ada.user.page.context.cookies() if c["name"] == "_xsrf")
+    headers = {"X-XSRFToken": token, "Content-Type": "application/json"}
+    answer = ada.user.page.request.post(second, data=json.dumps({"profile": "part"}), headers=headers)
+    assert answer.ok, answer.text()
+
+    def card() -> dict[str, Any]:
+        found: dict[str, Any] = ben.cluster()["nodes"][0]["gpus"][0]
+        return found
+
+    wait_for(lambda: len(card()["holders"]) == 2, "two hold a part", deadline_s=90)
+    assert card()["share"] == 4
+    assert {holder["owner"] for holder in card()["holders"]} == {"ada", "ben"}
+    profiles = {each["name"]: each for each in ben.cluster()["profiles"]}
+    assert (profiles["part"]["free"], profiles["rtx5090"]["free"]) == (2, 0)
+    shown = subprocess.run(
+        ["docker", "-H", product.cluster.nodes[0].docker, "exec", f"{INSTANCE}-nb-ben", "env"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert f"GPUHUB_GPU_MEMORY_CAP_MIB={card()['memory_mib'] // 4}" in shown
+    ada.user.page.request.delete(second, headers=headers)
+    ben.page.goto(f"{ben.address}/hub/home")
+    ben.page.click("#stop")
+    wait_for(lambda: card()["holders"] == [], "both parts are free", deadline_s=60)

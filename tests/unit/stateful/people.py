@@ -195,7 +195,9 @@ class People:
             daemons=self.world.hub_daemons,
             log=logging.getLogger("spawner"),
             http_timeout=30,
+            server=None,  # nobody waits for it here
             _is_restored=is_restored,
+            _is_watched=False,
             _log_name=notebook.owner,
             _heal=heal,
         )
