@@ -199,7 +199,9 @@ def test_a_part_of_a_gpu_is_shared_by_several(product: Product, ada: Notebook, b
     ben.choose("part")
     ben.wait_for_lab()
     second = f"{ada.user.address}/hub/api/users/ada/servers/second"
-    token = next(c["value"] for c in ada.user.page.context.cookies() if c["name"] == "_xsrf")
+    # The server has an _xsrf cookie of its own.
+    cookies = ada.user.page.context.cookies()
+    token = next(c["value"] for c in cookies if (c["name"], c["path"]) == ("_xsrf", "/hub/"))
     headers = {"X-XSRFToken": token, "Content-Type": "application/json"}
     answer = ada.user.page.request.post(second, data=json.dumps({"profile": "part"}), headers=headers)
     assert answer.ok, answer.text()
