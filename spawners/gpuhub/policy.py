@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from gpuhub.quantities import Size, Span, Span0
-from gpuhub.tables import Text, UserName, Value, as_float, as_tuple
+from gpuhub.tables import Many, Number, Text, UserName, Value
 
 GroupName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9_.-]{0,62}[a-z0-9])?$")]
 
@@ -18,7 +18,7 @@ class Allowance(Value):
     #: GPUs at once, notebooks and jobs together; a part of one counts as one.
     max_gpus: Annotated[int, Field(ge=1)] | None = None
     #: GPU-hours in any seven days.
-    gpu_hours_per_week: Annotated[float, Field(gt=0)] | None = None
+    gpu_hours_per_week: Annotated[Number, Field(gt=0)] | None = None
     #: Waiting requests.
     max_waiting: Annotated[int, Field(ge=1, le=10_000)] | None = None
     #: Jobs that have not ended.
@@ -26,33 +26,18 @@ class Allowance(Value):
     #: Seconds that one lease may last, extensions included.
     longest_lease: Span | None = None
 
-    @field_validator("gpu_hours_per_week", mode="before")
-    @classmethod
-    def _float(cls, value: object) -> object:
-        return as_float(value)
-
 
 class Group(Value):
     """Users with limits of their own. Members are those named here and those of the hub's group of that name."""
 
     name: GroupName
-    members: tuple[UserName, ...] = ()
+    members: Many[UserName] = ()
     #: For each member, instead of what [users] says; of several groups the most generous counts.
     each: Allowance = Allowance()
     #: For all members together.
     together: Allowance = Allowance()
     #: How much of the cluster is each member's due under fair share, compared with others' 1.
-    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-
-    @field_validator("weight", mode="before")
-    @classmethod
-    def _float(cls, value: object) -> object:
-        return as_float(value)
-
-    @field_validator("members", mode="before")
-    @classmethod
-    def _tuple(cls, value: object) -> object:
-        return as_tuple(value)
+    weight: Annotated[Number, Field(gt=0, le=1000)] = 1.0
 
 
 class Scheduling(Value):
@@ -73,7 +58,7 @@ class Scheduling(Value):
     #: How long a preempted job has for its checkpoint, seconds.
     preempt_grace: Span = 60
     #: A card's weight in used GPU-time by model; others count by memory, 24 GiB as 1.
-    card_values: dict[Text, Annotated[float, Field(gt=0)]] = {}
+    card_values: dict[Text, Annotated[Number, Field(gt=0)]] = {}
     #: A GPU that nobody leases and that has more memory in use than this is somebody else's, bytes.
     outside_memory: Size = 1024**3
     #: A lease that ends while its node does not answer is quarantined after so long, seconds.
@@ -81,25 +66,20 @@ class Scheduling(Value):
     #: A node that has not answered for so long is down, seconds.
     down_after: Span = 600
 
-    @field_validator("card_values", mode="before")
-    @classmethod
-    def _floats(cls, value: object) -> object:
-        return {key: as_float(each) for key, each in value.items()} if isinstance(value, dict) else value
-
 
 class Users(Value):
     """Who can log in, and how much they may hold."""
 
     #: `password`: one password for all (practice), made at the first start; `pam`: accounts of the head node.
     login: Literal["password", "pam"] = "pam"
-    allowed: tuple[UserName, ...] = ()
-    admins: tuple[UserName, ...] = ()
+    allowed: Many[UserName] = ()
+    admins: Many[UserName] = ()
     #: Users without an account on the head node get UIDs from here on; None: every user needs an account.
     uid_first: Annotated[int, Field(ge=1000, le=2_000_000_000)] | None = None
     #: GPUs one user may hold at once, notebooks and jobs together; None for no limit.
     max_gpus: Annotated[int, Field(ge=1)] | None = None
     #: GPU-hours one user may use in any seven days; None for no limit.
-    gpu_hours_per_week: Annotated[float, Field(gt=0)] | None = None
+    gpu_hours_per_week: Annotated[Number, Field(gt=0)] | None = None
     #: Seconds that one lease of a user may last, extensions included; None for no limit.
     longest_lease: Span | None = None
     #: Jobs that one user may have at once; None for no limit.
@@ -108,16 +88,6 @@ class Users(Value):
     max_waiting: Annotated[int, Field(ge=1, le=1000)] = 16
     #: Seconds that a notebook may wait in the queue.
     queue_limit: Span = 7 * 86400
-
-    @field_validator("gpu_hours_per_week", mode="before")
-    @classmethod
-    def _float(cls, value: object) -> object:
-        return as_float(value)
-
-    @field_validator("allowed", "admins", mode="before")
-    @classmethod
-    def _tuple(cls, value: object) -> object:
-        return as_tuple(value)
 
     @model_validator(mode="after")
     def _somebody(self) -> Self:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import StringConstraints, ValidationError, model_validator
 
 from gpuhub import gpus
 from gpuhub.errors import SettingsError
@@ -23,13 +23,13 @@ from gpuhub.tables import (
     Hub,
     Images,
     Jobs,
+    Many,
     Network,
     Node,
     Profile,
     Storage,
     Tls,
     Value,
-    as_tuple,
 )
 
 __all__ = [
@@ -56,10 +56,10 @@ __all__ = [
 class Cluster(Value):
     """The whole of cluster.toml."""
 
-    nodes: tuple[Node, ...]
-    profiles: tuple[Profile, ...]
+    nodes: Many[Node]
+    profiles: Many[Profile]
     users: Users
-    groups: tuple[Group, ...] = ()
+    groups: Many[Group] = ()
     scheduling: Scheduling = Scheduling()
     storage: Storage = Storage()
     network: Network = Network()
@@ -68,11 +68,6 @@ class Cluster(Value):
     images: Images = Images()
     #: Shown on the spawn form and by `make up`, such as "simulated GPUs: training runs on the CPU".
     notice: Annotated[str, StringConstraints(max_length=300)] = ""
-
-    @field_validator("nodes", "profiles", "groups", mode="before")
-    @classmethod
-    def _tuple(cls, value: object) -> object:
-        return as_tuple(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from gpuhub import names
 from gpuhub.quantities import Size, Span
@@ -31,6 +31,13 @@ def as_float(value: object) -> object:
 def as_tuple(value: object) -> object:
     """TOML's lists as frozen values have them."""
     return tuple(value) if isinstance(value, list) else value
+
+
+T = TypeVar("T")
+#: A number, written with or without a point.
+Number = Annotated[float, BeforeValidator(as_float)]
+#: A list in the file, frozen here.
+Many = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
 
 
 class Value(BaseModel):
@@ -70,23 +77,13 @@ class Node(Value):
     docker: str
     tls: Tls | None = None
     #: What the administrator expects there; empty: whatever NVML reports.
-    gpus: tuple[CardCount, ...] | None = None
+    gpus: Many[CardCount] | None = None
     #: Gangs prefer nodes on one switch, then in one rack; None: not said.
     switch: Label | None = None
     rack: Label | None = None
     #: What the limits of the containers there may add up to; None: nobody counts.
-    cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
+    cpus: Annotated[Number, Field(gt=0, le=4096)] | None = None
     memory: Size | None = None
-
-    @field_validator("cpus", mode="before")
-    @classmethod
-    def _float(cls, value: object) -> object:
-        return as_float(value)
-
-    @field_validator("gpus", mode="before")
-    @classmethod
-    def _tuple(cls, value: object) -> object:
-        return as_tuple(value)
 
     @field_validator("address")
     @classmethod
@@ -136,7 +133,7 @@ class Profile(Value):
     #: Only this model, as NVML names it without "NVIDIA GeForce"; None for any.
     gpu_model: Text | None = None
     #: Any of these models, best liked first; stands instead of gpu_model.
-    gpu_models: tuple[Text, ...] = ()
+    gpu_models: Many[Text] = ()
     #: Least memory of each GPU, bytes.
     gpu_memory: Size = 0
     #: Oldest driver of NVIDIA that will do, such as "570" or "570.86.15"; None for any.
@@ -147,22 +144,12 @@ class Profile(Value):
     gpu_share: Annotated[int, Field(ge=1, le=64)] = 1
     #: Nothing else runs on the node.
     exclusive: bool = False
-    cpus: Annotated[float, Field(gt=0, le=1024)] = 4.0
+    cpus: Annotated[Number, Field(gt=0, le=1024)] = 4.0
     memory: Size = 16 * 1024**3
     shm: Size = 8 * 1024**3
     pids: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
     #: Seconds from the grant to the end; None for no limit.
     time_limit: Span | None = None
-
-    @field_validator("cpus", mode="before")
-    @classmethod
-    def _float(cls, value: object) -> object:
-        return as_float(value)
-
-    @field_validator("gpu_models", mode="before")
-    @classmethod
-    def _tuple(cls, value: object) -> object:
-        return as_tuple(value)
 
     @model_validator(mode="after")
     def _cpu_only(self) -> Self:
@@ -244,18 +231,13 @@ class Network(Value):
 class Jobs(Value):
     """What a worker container of `%gpu_launch` may use."""
 
-    cpus: Annotated[float, Field(gt=0, le=1024)] = 4.0
+    cpus: Annotated[Number, Field(gt=0, le=1024)] = 4.0
     memory: Size = 16 * 1024**3
     shm: Size = 8 * 1024**3
     pids: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
     time_limit: Span | None = None
     #: A launch whose notebook does not report for this long ends, and its GPUs are free.
     renew_within: Span = 30
-
-    @field_validator("cpus", mode="before")
-    @classmethod
-    def _float(cls, value: object) -> object:
-        return as_float(value)
 
 
 class Hub(Value):
