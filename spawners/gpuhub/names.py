@@ -21,7 +21,7 @@ INSTANCE_PATTERN = r"[a-z][a-z0-9]{0,7}"
 RUN_PATTERN = r"[a-z0-9]([a-z0-9-]{4,38}[a-z0-9])"
 
 LABEL_INSTANCE = "gpuhub.instance"
-LABEL_KIND = "gpuhub.kind"  # notebook, worker or agent
+LABEL_KIND = "gpuhub.kind"  # notebook, worker, agent or courier
 LABEL_LEASE = "gpuhub.lease"
 LABEL_EPOCH = "gpuhub.epoch"
 LABEL_OWNER = "gpuhub.owner"
@@ -32,6 +32,9 @@ LABEL_SHARE = "gpuhub.gpu_share"  # the container has one of so many parts of it
 KIND_NOTEBOOK = "notebook"
 KIND_WORKER = "worker"
 KIND_AGENT = "agent"
+KIND_COURIER = "courier"
+#: Kinds of containers that belong to no lease: they hold no GPU.
+LEASELESS = frozenset({KIND_AGENT, KIND_COURIER})
 
 
 def slug(text: str) -> str:
@@ -67,3 +70,8 @@ def access_network(instance: str) -> str:
 def agent_container(instance: str) -> str:
     """The name of the GPU agent's container on each node."""
     return f"{instance}-agent"
+
+
+def courier_container(instance: str, owner: str) -> str:
+    """The name of the container that reads and writes files in a user's home."""
+    return f"{instance}-courier-{slug(owner)}"

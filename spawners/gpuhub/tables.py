@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from gpuhub import names
-from gpuhub.quantities import Size, Span
+from gpuhub.quantities import Size, Span, Span0
 
 NodeName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
 ProfileName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
@@ -213,8 +213,9 @@ class Network(Value):
     kind: Literal["auto", "overlay", "bridge"] = "auto"
     #: From here users' overlays get their subnets, /24 each.
     overlay_pool: str = "10.201.0.0/16"
-    #: MTU of the nodes' own network, bytes; overlays get 50 less for VXLAN's header.
-    mtu: Annotated[int, Field(ge=576, le=9216)] = 1500
+    #: MTU of the nodes' own network, bytes; `auto`: that of the head node's ways to the nodes. Overlays get 50 less for
+    #: VXLAN's header.
+    mtu: Literal["auto"] | Annotated[int, Field(ge=576, le=9216)] = "auto"
 
     @field_validator("overlay_pool")
     @classmethod
@@ -238,6 +239,13 @@ class Jobs(Value):
     time_limit: Span | None = None
     #: A launch whose notebook does not report for this long ends, and its GPUs are free.
     renew_within: Span = 30
+    #: Workers stay with a notebook for so long after a launch, so that the next one starts at once; they are given back
+    #: sooner when anybody waits for GPUs. 0 for not at all.
+    keep_workers: Span0 = 600
+    #: The most that `gpu-launch` may send or fetch at once.
+    upload_limit: Size = 2 * 1024**3
+    #: Ended jobs are told of for so long.
+    remember: Span = 14 * 86400
 
 
 class Hub(Value):

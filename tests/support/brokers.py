@@ -21,6 +21,7 @@ from gpuhub.broker.clock import Clock
 from gpuhub.broker.core import Core
 from gpuhub.broker.refusals import HubUnreachable
 from gpuhub.broker.store import Store
+from gpuhub.containers.courier import CourierSpec
 from gpuhub.containers.workers import WorkerSpec
 from gpuhub.errors import GpuhubError, NotFound
 from gpuhub.settings import Cluster
@@ -101,6 +102,24 @@ class Workers:
 
 
 @dataclass(slots=True)
+class Couriers:
+    """Starts couriers on simulated nodes; `failing` has errors by node."""
+
+    nodes: dict[str, SimulatedNode]
+    failing: dict[str, GpuhubError] = field(default_factory=dict)
+    specs: list[CourierSpec] = field(default_factory=list)
+
+    async def __call__(self, spec: CourierSpec) -> str:
+        self.specs.append(spec)
+        if spec.node in self.failing:
+            raise self.failing[spec.node]
+        return self.nodes[spec.node].run_container(
+            {names.LABEL_KIND: names.KIND_COURIER, names.LABEL_OWNER: spec.owner},
+            name=names.courier_container("ghtest", spec.owner),
+        )
+
+
+@dataclass(slots=True)
 class Setting:
     """What a broker runs on; outlives restarts of it."""
 
@@ -110,6 +129,18 @@ class Setting:
     hub: StubHub = field(default_factory=StubHub)
     own_token: str = "own-token"
     clock: Clock | None = None
+    couriers: Couriers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.couriers = Couriers(self.nodes)
+        for node in self.nodes.values():
+            node.homes = self.folder / "homes"
+
+    def home(self, owner: str) -> Path:
+        """A user's home, the same on every node."""
+        home = self.folder / "homes" / owner
+        home.mkdir(parents=True, exist_ok=True)
+        return home
 
     def build(self, store: Store, workers: Workers) -> FastAPI:
         """The app."""
@@ -119,6 +150,7 @@ class Setting:
             daemons=SimulatedDaemons(self.cluster.nodes, self.nodes, self.folder),
             hub=self.hub,
             start_worker=workers,
+            start_courier=self.couriers,
             own_token=self.own_token,
             clock=self.clock,
         )

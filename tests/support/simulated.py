@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from gpuhub.containers.daemons import Daemons
 from gpuhub.errors import Conflict, ImageMissing, NodeUnreachable, NotFound
 from gpuhub.settings import Cluster, Node, Profile, Users
+from tests.support.execs import Execs
 
 T = TypeVar("T")
 
@@ -58,6 +59,9 @@ class SimulatedNode:
     #: What containers' programs were sent: container and signal.
     signals: list[tuple[str, str]] = field(default_factory=list)
     last_line: bytes = b""
+    #: Where users' homes are for what is run in their containers, and what is.
+    homes: Path = Path("/nonexistent")
+    execs: Execs = field(default_factory=Execs)
 
     def __post_init__(self) -> None:
         self.daemon_id = self.daemon_id or f"daemon-{self.name}"
@@ -200,6 +204,17 @@ class SimulatedClient:
             "State": {"ExitCode": found["ExitCode"], "OOMKilled": found["OOMKilled"]},
             "HostConfig": {"DeviceRequests": [{"DeviceIDs": found["Devices"]}] if found["Devices"] else None},
         }
+
+    def exec_create(self, container: str, cmd: list[str], **_arguments: Any) -> dict[str, Any]:
+        found = self._find(container)
+        if found["State"] != "running":
+            raise Conflict(f"node {self._node.name}: container {container} is not running")
+        home = self._node.homes / found["Labels"]["gpuhub.owner"]
+        home.mkdir(parents=True, exist_ok=True)
+        return {"Id": self._node.execs.create(cmd, home)}
+
+    def exec_start(self, exec_id: str, socket: bool = False) -> Any:
+        return self._node.execs.start(exec_id)
 
     def logs(self, container: str, **_arguments: Any) -> bytes:
         self._find(container)

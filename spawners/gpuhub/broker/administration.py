@@ -147,6 +147,7 @@ def _scene(core: Core, who: Identity | None) -> Scene:
         inventory=core.inventory,
         cordons=core.cordons,
         guards=core.guards.by_uuid,
+        job_names={job.lease_id: job.name for job in core.ledger.snapshot.jobs.values() if job.name},
         reservations=[reservation_rules.for_wire(row) for row in core.reservations],
         engine=core.engine,
         now=core.clock.now(),

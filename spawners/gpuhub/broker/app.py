@@ -13,10 +13,12 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
-from gpuhub.broker import problems, routes
+from gpuhub.broker import file_routes, problems, routes, terminals
 from gpuhub.broker.auth import Identities, TokenChecker
 from gpuhub.broker.clock import Clock
 from gpuhub.broker.core import Core
+from gpuhub.broker.couriers import Couriers, StartCourier
+from gpuhub.broker.homes import Homes
 from gpuhub.broker.jobs import JobRunner, StartWorker
 from gpuhub.broker.keeper import Keeper
 from gpuhub.broker.ledger import Ledger
@@ -58,6 +60,7 @@ def create_app(
     daemons: Daemons,
     hub: Hub,
     start_worker: StartWorker,
+    start_courier: StartCourier,
     engine: Engine | None = None,
     clock: Clock | None = None,
     own_token: str = "",
@@ -73,12 +76,15 @@ def create_app(
         clock=clock,
     )
 
+    couriers = Couriers(core=core, daemons=daemons, start=start_courier)
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await core.take_up()
         runner = JobRunner(core=core, instance=daemons.instance, start_worker=start_worker)
+        keeper = Keeper(core=core, daemons=daemons, runner=runner, couriers=couriers)
         loops = [
-            asyncio.ensure_future(_keep_running("keeper", Keeper(core=core, daemons=daemons, runner=runner).run)),
+            asyncio.ensure_future(_keep_running("keeper", keeper.run)),
             asyncio.ensure_future(_keep_running("reviver", Reviver(core=core, servers=hub).run)),
             asyncio.ensure_future(_keep_running("networks", partial(_remove_networks, core, daemons))),
         ]
@@ -101,10 +107,12 @@ def create_app(
     app.state.core = core
     app.state.broker = Broker(core)
     app.state.identities = Identities(hub, clock, own_token)
+    app.state.homes = Homes(core, couriers)
+    app.state.daemons = daemons
     app.state.hub_page = hub_page
-    app.include_router(routes.public, prefix=PREFIX)
-    app.include_router(routes.api, prefix=PREFIX)
-    app.add_middleware(BodyLimit)
+    for router in (routes.public, routes.api, file_routes.api, terminals.api):
+        app.include_router(router, prefix=PREFIX)
+    app.add_middleware(BodyLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}))
     problems.install(app)
     _document_problems(app)
     return app

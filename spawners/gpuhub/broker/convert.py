@@ -19,8 +19,8 @@ _LEASE_PLAIN = (
 _GPU_PLAIN = ("node", "index", "model", "memory_mib", "worker", "share", "part", "shed_at", "released_at")
 _JOB_PLAIN = (
     "id", "run_id", "owner", "server", "notebook_lease", "lease_id", "image", "nnodes", "min_nnodes",
-    "nproc_per_node", "gpus", "array", "preemptions", "checkpoint_until", "since", "created_at", "ended_at", "reason",
-    "version",
+    "nproc_per_node", "gpus", "array", "preemptions", "checkpoint_until", "detached", "name", "joins",
+    "first_worker", "since", "created_at", "started_at", "ended_at", "exit_code", "reason", "version",
 )  # fmt: skip
 _WORKER_PLAIN = ("index", "node", "container_id", "exit_code", "message")
 _EVENT_PLAIN = ("at", "kind", "text", "owner", "lease", "job", "node")

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 #: Between two looks at what only time brings about here, seconds.
 HOUSEKEEPING_S = 1.0
+#: Between two looks for jobs that ended too long ago to be told of, seconds.
+FORGET_S = 3600.0
 
 
 class Core:
@@ -137,16 +139,26 @@ class Core:
         await self._events.close()
 
     async def _keep_house(self) -> None:
+        forget_at = self.clock.monotonic() + FORGET_S
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             try:
                 await self.follow_clock()
+                if self.clock.monotonic() >= forget_at:
+                    forget_at += FORGET_S
+                    await self.forget_jobs()
                 if await self.supply.forget_reservations(self.store):
                     self._dispatcher.tell_reservations()
             except GpuhubError as error:
                 log.warning("housekeeping is tried again: %s", error)
             except Exception:
                 log.exception("housekeeping failed unexpectedly")
+
+    async def forget_jobs(self) -> None:
+        """Drop jobs that ended too long ago to be told of."""
+        before = self.clock.now() - self.cluster.jobs.remember
+        if count := await asyncio.to_thread(self.store.forget_jobs, before):
+            log.info("%s jobs that ended long ago are forgotten", count)
 
     async def follow_clock(self) -> None:
         """When the machine's clock was set, move all moments of what is open by as much, so that nothing ends by it."""

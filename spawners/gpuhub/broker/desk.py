@@ -86,7 +86,7 @@ class Desk:
                 f"{request.profile!r}"
             )
         lease = intake.build_notebook_lease(cluster=self._core.cluster, draft=draft, asker=asker, request=request)
-        self._refuse_hopeless(lease, None, asker)
+        self._refuse_hopeless(lease, asker)
         if known is not None:
             draft.put_lease(leases.release(known, f"{request.profile} was chosen instead", draft.now))
         intake.refuse_too_many(draft, asker)
@@ -112,14 +112,26 @@ class Desk:
     def _add_job(
         self, draft: Draft, asker: Asker, request: JobRequest, notebook: LeaseRow | None, array: str | None
     ) -> JobRow:
+        joined = None if request.joins is None else intake.find_joined(draft, asker.owner, request.joins)
         job, lease = intake.build_job(
-            cluster=self._core.cluster, draft=draft, asker=asker, request=request, notebook=notebook, array=array
+            cluster=self._core.cluster,
+            draft=draft,
+            asker=asker,
+            request=request,
+            notebook=notebook,
+            joined=joined,
+            array=array,
         )
-        self._refuse_hopeless(lease, notebook, asker)
+        self._refuse_hopeless(
+            lease,
+            asker,
+            notebook=0 if notebook is None or job.detached else len(notebook.held),
+            joined=0 if joined is None else len(draft.leases[joined.lease_id].held),
+        )
         draft.put_lease(lease)
         return draft.put_job(job)
 
-    def _refuse_hopeless(self, lease: LeaseRow, notebook: LeaseRow | None, asker: Asker) -> None:
+    def _refuse_hopeless(self, lease: LeaseRow, asker: Asker, *, notebook: int = 0, joined: int = 0) -> None:
         if self._core.cards() is not self._cards:
             self._cards, self._verdicts = self._core.cards(), {}
         if lease.ask not in self._verdicts:
@@ -128,18 +140,20 @@ class Desk:
         why = self._verdicts[lease.ask]
         if why is not None:
             raise InvalidRequest(why)
-        intake.refuse_beyond(lease, notebook, asker.rights)
+        intake.refuse_beyond(lease, asker.rights, notebook=notebook, joined=joined)
 
 
 def split_array(request: ArrayRequest) -> list[JobRequest]:
     """The requests of an array's jobs.
 
     Raises:
-        InvalidRequest: a job of it is for more than one GPU, or a run id would be too long.
+        InvalidRequest: a job of it is for more than one GPU or joins another run, or a run id would be too long.
     """
     job = request.job
     if (job.nnodes, job.nproc_per_node, job.gpus or 1, job.min_nnodes or 1) != (1, 1, 1, 1):
         raise InvalidRequest("job: each job of an array is for one GPU: leave nnodes, nproc_per_node and gpus at 1")
+    if job.joins is not None:
+        raise InvalidRequest("job.joins: jobs of an array stand alone")
     runs = [f"{job.run_id}-{number}" for number in range(request.count)]
     if not re.fullmatch(names.RUN_PATTERN, runs[-1]):
         raise InvalidRequest(f"job.run_id: {runs[-1]!r} is too long for a run id: choose a shorter one")

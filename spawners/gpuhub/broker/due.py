@@ -52,13 +52,13 @@ def _why_over(lease: LeaseRow, now: float) -> str | None:
 
 
 def silent_jobs(snapshot: Snapshot, cluster: Cluster, unrenewed_s: Callable[[JobRow], float]) -> list[str]:
-    """Jobs whose notebook stopped reporting; a batch job has nobody who would report."""
+    """Jobs whose notebook stopped reporting; a batch job, or a detached one, has nobody who would report."""
     return [
         job.id
         for job in snapshot.jobs.values()
         if job.state in _REPORTING
         and unrenewed_s(job) > cluster.jobs.renew_within
-        and not snapshot.leases[job.lease_id].ask.batch
+        and not (job.detached or snapshot.leases[job.lease_id].ask.batch)
     ]
 
 

@@ -85,6 +85,8 @@ def _job_tags(job: JobRow | None) -> Iterator[Tag]:
     yield ("run", job.owner, job.run_id)
     yield ("job of lease", job.lease_id)
     yield ("jobs of owner", job.owner)
+    if job.joins is not None:
+        yield ("joining", job.owner, job.joins)
     if job.notebook_lease is not None:
         yield ("jobs of notebook", job.notebook_lease)
     if job.state is JobState.PREEMPTING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpuhub import gpus
-from gpuhub.broker import allowances, schedule
+from gpuhub.broker import allowances, job_rules, schedule
 from gpuhub.broker.drafts import Draft
 from gpuhub.broker.index import Index
 from gpuhub.broker.refusals import TooManyJobs, TooManyWaiting
@@ -18,6 +18,8 @@ from gpuhub.quantities import format_span
 from gpuhub.settings import Cluster, Profile
 
 DEFAULT_IMAGE = "gpuhub/notebook:latest"
+#: Workers of a detached job are told of all its GPUs in one variable of their environment, which Linux limits.
+DETACHED_GPUS = 512
 _MIB = 1024**2
 
 
@@ -42,10 +44,7 @@ def build_notebook_lease(*, cluster: Cluster, draft: Draft, asker: Asker, reques
     Raises:
         InvalidRequest: there is no such profile, or the time asked for is more than one may have.
     """
-    profile = cluster.profile(request.profile)
-    if profile is None:
-        valid = ", ".join(known.name for known in cluster.profiles)
-        raise InvalidRequest(f"there is no profile {request.profile!r}; there are: {valid}")
+    profile = find_profile(cluster, request.profile)
     longest = allowances.longest_lease(asker.rights)
     return LeaseRow(
         id=new_id("l"),
@@ -61,6 +60,19 @@ def build_notebook_lease(*, cluster: Cluster, draft: Draft, asker: Asker, reques
         since=draft.now,
         time_limit_s=choose_time(asked=request.time_limit_s, usual=profile.time_limit, longest=longest),
     )
+
+
+def find_profile(cluster: Cluster, name: str) -> Profile:
+    """The profile of that name.
+
+    Raises:
+        InvalidRequest: with the names that there are.
+    """
+    profile = cluster.profile(name)
+    if profile is None:
+        valid = ", ".join(known.name for known in cluster.profiles)
+        raise InvalidRequest(f"there is no profile {name!r}; there are: {valid}")
+    return profile
 
 
 def build_profile_ask(profile: Profile) -> Ask:
@@ -85,12 +97,14 @@ def build_job(
     asker: Asker,
     request: JobRequest,
     notebook: LeaseRow | None,
+    joined: JobRow | None = None,
     array: str | None = None,
 ) -> tuple[JobRow, LeaseRow]:
-    """A waiting job and its lease; it runs the notebook's own image.
+    """A waiting job and its lease. It ends with `notebook`, unless it is detached, and with `joined`.
 
     Raises:
-        InvalidRequest: its demands contradict each other, or the time asked for is more than one may have.
+        InvalidRequest: its demands contradict each other, the time asked for is more than one may have, or there is no
+            such profile.
         NotAllowed: a priority above 0 from somebody who is no administrator.
     """
     refuse_contradictions(request)
@@ -116,24 +130,61 @@ def build_job(
             is_usual_the_most=True,
         ),
     )
-    profile = cluster.profile(notebook.profile) if notebook is not None and notebook.profile else None
     job = JobRow(
         id=job_id,
         run_id=request.run_id,
         owner=asker.owner,
         server=request.server,
-        notebook_lease=None if notebook is None else notebook.id,
+        notebook_lease=None if notebook is None or request.detached else notebook.id,
         lease_id=lease.id,
-        image=DEFAULT_IMAGE if profile is None else profile.image,
+        image=choose_image(cluster, request, notebook, joined),
         nnodes=request.nnodes,
         min_nnodes=lease.ask.least_nodes,
         nproc_per_node=request.nproc_per_node,
         gpus=request.gpus,
         array=array,
+        detached=request.detached,
+        name=request.name,
+        joins=request.joins,
+        first_worker=request.first_worker,
         created_at=draft.now,
         since=draft.now,
     )
     return job, lease
+
+
+def choose_image(cluster: Cluster, request: JobRequest, notebook: LeaseRow | None, joined: JobRow | None) -> str:
+    """What a job's workers run: the image of the profile that it names, of the run that it joins, of its notebook's
+    profile, or the default one.
+
+    Raises:
+        InvalidRequest: there is no such profile, or its image is not that of the run to join.
+    """
+    named = None if request.profile is None else find_profile(cluster, request.profile).image
+    if joined is not None:
+        if named not in {None, joined.image}:
+            raise InvalidRequest(
+                f"profile {request.profile!r} has the image {named}; {joined.run_id} runs {joined.image}"
+            )
+        return joined.image
+    if named is not None:
+        return named
+    profile = cluster.profile(notebook.profile) if notebook is not None and notebook.profile else None
+    return DEFAULT_IMAGE if profile is None else profile.image
+
+
+def find_joined(draft: Draft, owner: str, run_id: str) -> JobRow:
+    """The live job of a run that workers are to join.
+
+    Raises:
+        InvalidRequest: the owner has none.
+    """
+    job = schedule.find_run(draft, owner, run_id)
+    if job is None or job_rules.is_over(job):
+        raise InvalidRequest(f"joins: {owner} has no run {run_id!r} that goes on")
+    if job.joins is not None:
+        raise InvalidRequest(f"joins: {run_id} has itself joined {job.joins}: name that one")
+    return job
 
 
 def build_job_ask(cluster: Cluster, request: JobRequest) -> Ask:
@@ -172,6 +223,14 @@ def refuse_contradictions(request: JobRequest) -> None:
         raise InvalidRequest("gpus: a job on any nodes cannot be elastic; leave min_nnodes out")
     if request.min_nnodes is not None and request.min_nnodes > request.nnodes:
         raise InvalidRequest(f"min_nnodes: {request.min_nnodes} is more than nnodes, {request.nnodes}")
+    if request.joins is None and request.first_worker:
+        raise InvalidRequest("first_worker: goes with joins; the workers of a run of its own count from 0")
+    if request.joins is not None and request.detached:
+        raise InvalidRequest("joins: a detached job leads its own workers; leave one of the two out")
+    if request.joins == request.run_id:
+        raise InvalidRequest(f"joins: {request.run_id} cannot join itself")
+    if request.detached and (request.gpus or request.nnodes * request.nproc_per_node) > DETACHED_GPUS:
+        raise InvalidRequest(f"a detached job may have {DETACHED_GPUS} GPUs at most")
 
 
 def choose_time(
@@ -194,19 +253,21 @@ def choose_time(
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def refuse_beyond(lease: LeaseRow, notebook: LeaseRow | None, rights: Rights) -> None:
-    """Refuse more GPUs than the owner could ever hold.
+def refuse_beyond(lease: LeaseRow, rights: Rights, *, notebook: int = 0, joined: int = 0) -> None:
+    """Refuse more GPUs than the owner could ever hold, besides those that the notebook and the run to join keep for as
+    long as the request can wait. A detached job outlives its notebook, which therefore keeps nothing.
 
     Raises:
         InvalidRequest: with the limit.
     """
     limit = allowances.most_gpus(rights)
     least = schedule.build_request(lease).least_size
-    # A job ends with its notebook, so the notebook's own GPUs stay held for as long as the job waits.
-    kept = 0 if notebook is None else len(notebook.held)
-    if limit is not None and least and least + kept > limit:
-        beside = f" besides the notebook's {kept}" if kept else ""
-        raise InvalidRequest(f"{least} GPUs were asked for{beside}; one user may hold at most {limit}")
+    if limit is not None and least and least + notebook + joined > limit:
+        kept = {"the notebook's": notebook, "the joined run's": joined}
+        beside = " and ".join(f"{whose} {count}" for whose, count in kept.items() if count)
+        raise InvalidRequest(
+            f"{least} GPUs were asked for{f' besides {beside}' if beside else ''}; one user may hold at most {limit}"
+        )
 
 
 def refuse_too_many(draft: Draft, asker: Asker, *, jobs: int = 0) -> None:

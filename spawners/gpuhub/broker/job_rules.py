@@ -30,7 +30,7 @@ def worker_running(job: JobRow, index: int, container_id: str, now: float) -> Jo
     """A worker's container runs; when all do (or did), the job does."""
     job = _worker(job, index, state=WorkerState.RUNNING, container_id=container_id)
     if job.state is JobState.STARTING and all(w.state is not WorkerState.PENDING for w in job.workers):
-        return job.evolve(state=JobState.RUNNING, since=now)
+        return _run(job, now)
     return job
 
 
@@ -38,12 +38,15 @@ def worker_exited(job: JobRow, index: int, exit_code: int | None, message: str, 
     """A worker ended, or could not start (`exit_code` None); when it was the last, the job stops.
 
     A job whose gang never was complete stops with the first such worker: torchrun could not run. Workers of a job that
-    is being preempted are meant to end, and one that was given back is no worker any more.
+    is being preempted are meant to end, with whatever code, and one that was given back is no worker any more. A
+    detached job ends with worker 0, which leads the others.
     """
     job = _worker(job, index, state=WorkerState.EXITED, exit_code=exit_code, message=message)
     ended = next((worker for worker in job.workers if worker.index == index), None)
     if ended is None or job.state is JobState.PREEMPTING:
         return job
+    if job.detached and index == 0:
+        return _stop_led(job, ended, now)
     if job.state is JobState.STARTING:
         return stop(job, _describe(ended), now)
     if all(worker.state is WorkerState.EXITED for worker in job.workers):
@@ -58,8 +61,16 @@ def shrink(job: JobRow, nodes: Collection[str], now: float) -> JobRow:
         return job
     job = job.evolve(workers=tuple(worker for worker in job.workers if worker.node not in nodes))
     if job.state is JobState.STARTING and all(w.state is WorkerState.RUNNING for w in job.workers):
-        return job.evolve(state=JobState.RUNNING, since=now)
+        return _run(job, now)
     return job
+
+
+def given_up(job: JobRow) -> frozenset[str]:
+    """Nodes whose worker of an elastic job has ended while enough others go on: their GPUs go back."""
+    going_on = [worker for worker in job.workers if worker.state is not WorkerState.EXITED]
+    if job.state is not JobState.RUNNING or job.min_nnodes >= job.nnodes or len(going_on) < job.min_nnodes:
+        return frozenset()
+    return frozenset(worker.node for worker in job.workers if worker.state is WorkerState.EXITED)
 
 
 def preempt(job: JobRow, until: float, now: float) -> JobRow:
@@ -75,6 +86,11 @@ def is_checkpointed(job: JobRow, now: float) -> bool:
     return is_over or all(worker.state is WorkerState.EXITED for worker in job.workers)
 
 
+def is_over(job: JobRow | None) -> bool:
+    """Whether jobs that joined this one (None: it has ended) have nobody left to work with."""
+    return job is None or job.state in {JobState.STOPPING, JobState.ENDED}
+
+
 def requeue(job: JobRow, lease_id: str, now: float) -> JobRow:
     """A preempted job of which nothing is left waits again, under a new lease."""
     return job.evolve(
@@ -82,6 +98,7 @@ def requeue(job: JobRow, lease_id: str, now: float) -> JobRow:
         since=now,
         lease_id=lease_id,
         workers=(),
+        started_at=None,
         checkpoint_until=None,
         preemptions=job.preemptions + 1,
     )
@@ -105,12 +122,25 @@ def end(job: JobRow, now: float) -> JobRow:
 
 def shift(job: JobRow, seconds: float) -> JobRow:
     """The machine's clock was set by so much: moments from before are told by the new clock."""
-    until = job.checkpoint_until
+    until, started = job.checkpoint_until, job.started_at
     return job.evolve(
         created_at=job.created_at + seconds,
         since=job.since + seconds,
+        started_at=None if started is None else started + seconds,
         checkpoint_until=None if until is None else until + seconds,
     )
+
+
+def _run(job: JobRow, now: float) -> JobRow:
+    return job.evolve(state=JobState.RUNNING, since=now, started_at=now)
+
+
+def _stop_led(job: JobRow, leader: WorkerRow, now: float) -> JobRow:
+    """Worker 0 of a detached job ended, and with it the job: its exit code is the job's."""
+    if job.state in {JobState.STOPPING, JobState.ENDED}:
+        return job
+    reason = "done" if leader.exit_code == 0 else _describe(leader)
+    return stop(job, reason, now).evolve(exit_code=leader.exit_code)
 
 
 def _describe(worker: WorkerRow) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -121,13 +122,35 @@ def build_spec(instance: str, job: JobRow, lease: LeaseRow, worker: WorkerRow) -
         instance=instance,
         owner=job.owner,
         job_id=job.id,
-        run_id=job.run_id,
+        run_id=job.joins or job.run_id,
         index=worker.index,
+        number=job.first_worker + worker.index,
         lease_id=lease.id,
         epoch=lease.epoch,
         node=worker.node,
         gpu_uuids=tuple(gpu.uuid for gpu in lease.gpus if gpu.worker == worker.index),
         image=job.image,
+        roster=build_roster(job, lease) if job.detached else None,
+        preemptions=job.preemptions,
+    )
+
+
+def build_roster(job: JobRow, lease: LeaseRow) -> str:
+    """All workers of a detached job as JSON: its worker 0 leads them, and has nobody to ask. All run, or will."""
+    return json.dumps(
+        [
+            {
+                "index": worker.index,
+                "node": worker.node,
+                "gpus": [
+                    {"uuid": gpu.uuid, "node": gpu.node, "model": gpu.model, "memory_mib": gpu.memory_mib}
+                    for gpu in lease.gpus
+                    if gpu.worker == worker.index
+                ],
+                "state": WorkerState.RUNNING.value,
+            }
+            for worker in job.workers
+        ]
     )
 
 

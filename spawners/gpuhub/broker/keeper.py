@@ -16,6 +16,7 @@ from gpuhub.broker import job_rules
 from gpuhub.broker import leases as rules
 from gpuhub.broker.clock import wait_event
 from gpuhub.broker.core import Core
+from gpuhub.broker.couriers import Couriers
 from gpuhub.broker.drafts import Draft
 from gpuhub.broker.due import due_leases, silent_jobs
 from gpuhub.broker.found import Listing
@@ -60,10 +61,11 @@ _NEVER = float("-inf")
 class Keeper:
     """Watches nodes, jobs and the clock until cancelled."""
 
-    def __init__(self, *, core: Core, daemons: Daemons, runner: JobRunner) -> None:
+    def __init__(self, *, core: Core, daemons: Daemons, runner: JobRunner, couriers: Couriers) -> None:
         self._core = core
         self._daemons = daemons
         self._runner = runner
+        self._couriers = couriers
         self._looker = Looker(daemons=daemons, clock=core.clock)
         self._hands = Hands(daemons=daemons, on_removed=self.kick)
         self._conditions = Conditions()
@@ -128,6 +130,8 @@ class Keeper:
         try:
             listed, listing, actions = await self._ask(record, listed_at)
             await _guarded(f"node {node}", partial(self._apply, listing, actions))
+            for courier in self._couriers.unwanted(node, listed):
+                self._hands.remove(node, courier)
             seen = _seen(record, listing, actions, core.clock.monotonic())
             seen = await self._looker.read_agent(seen, listed)
         except GpuhubError as error:

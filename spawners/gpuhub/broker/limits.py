@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpuhub.broker.problems import TOO_LARGE, build_response
@@ -11,14 +13,15 @@ MAX_BODY = 1024 * 1024
 
 
 class BodyLimit:
-    """ASGI middleware."""
+    """ASGI middleware. Requests of `streamed`, pairs of method and path, are passed on unread: their routes count."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, streamed: Collection[tuple[str, str]] = ()) -> None:
         self._app = app
+        self._streamed = streamed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, counting its body."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or (scope["method"], scope["path"]) in self._streamed:
             await self._app(scope, receive, send)
             return
         body = bytearray()

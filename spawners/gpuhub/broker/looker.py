@@ -98,7 +98,7 @@ class Looker:
     async def parse(self, node: str, listed: Sequence[Mapping[str, Any]]) -> tuple[Container, ...]:
         """The listed containers, with the GPUs they were made with where the daemon tells."""
         known = self._of(node)
-        ids = [str(raw["Id"]) for raw in listed if not _is_agent(raw)]
+        ids = [str(raw["Id"]) for raw in listed if _kind(raw) not in names.LEASELESS]
         known.devices = {one: known.devices[one] for one in ids if one in known.devices}
         missing = [one for one in ids if one not in known.devices]
         if missing and self._clock.monotonic() >= known.inspect_at:
@@ -164,4 +164,8 @@ def _has_failed(task: asyncio.Task[tuple[float, bytes]]) -> bool:
 
 
 def _is_agent(raw: Mapping[str, Any]) -> bool:
-    return (raw.get("Labels") or {}).get(names.LABEL_KIND) == names.KIND_AGENT
+    return _kind(raw) == names.KIND_AGENT
+
+
+def _kind(raw: Mapping[str, Any]) -> str:
+    return str((raw.get("Labels") or {}).get(names.LABEL_KIND, ""))

@@ -55,6 +55,16 @@ class Looks:
             lease = await asyncio.to_thread(self._core.store.lease, job.lease_id)
         if lease is None:
             raise NotFound(f"there is no job {job.id!r}")
+        return self._build_job(job, lease)
+
+    async def ended_jobs(self, who: Identity, limit: int) -> list[Job]:
+        """Jobs that ended within `[jobs] remember`, one's own, or all; the newest first."""
+        since = self._core.clock.now() - self._core.cluster.jobs.remember
+        owner = None if who.sees_all else who.name
+        found = await asyncio.to_thread(self._core.store.ended_jobs, owner, since, limit)
+        return [self._build_job(job, lease) for job, lease in found]
+
+    def _build_job(self, job: JobRow, lease: LeaseRow) -> Job:
         version = max(job.version, self._core.lease_version(lease))
         place = self._core.places().get(lease.id)
         return views.build_job(job, lease, version, place, float(self._core.cluster.jobs.renew_within))

@@ -12,6 +12,7 @@ from gpuhub import settings
 from gpuhub.broker.app import create_app
 from gpuhub.broker.hub import HubApi
 from gpuhub.broker.store import Store
+from gpuhub.containers.courier import start_courier
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.workers import start_worker
 from gpuhub.nodes.head import head_address
@@ -45,6 +46,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
             daemons=daemons,
             hub=hub,
             start_worker=partial(start_worker, daemons, cluster, paths),
+            start_courier=partial(start_courier, daemons, cluster, paths),
             own_token=token,
         )
         uvicorn.run(

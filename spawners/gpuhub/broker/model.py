@@ -118,14 +118,22 @@ jobs = Table(
     Column("array", String(64)),
     Column("preemptions", Integer, nullable=False, server_default="0"),
     Column("checkpoint_until", Float),
+    Column("detached", Boolean, nullable=False, server_default=false()),
+    Column("name", String(80), nullable=False, server_default=""),
+    Column("joins", String(64)),
+    Column("first_worker", Integer, nullable=False, server_default="0"),
     Column("state", String(16), nullable=False, index=True),
     Column("since", Float, nullable=False),
     Column("created_at", Float, nullable=False),
+    Column("started_at", Float),
     Column("ended_at", Float),
+    Column("exit_code", Integer),
     Column("reason", Text),
     Column("version", BigInteger, nullable=False),
     UniqueConstraint("owner", "run_id"),
 )
+#: What somebody ran lately is looked for among all that ever ran.
+Index("ix_jobs_owner_ended_at", jobs.c.owner, jobs.c.ended_at)
 
 workers = Table(
     "workers",

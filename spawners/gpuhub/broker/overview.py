@@ -55,6 +55,8 @@ class Scene:
     cordons: Mapping[str, Cordon] = field(default_factory=dict)
     guards: Mapping[str, Guard] = field(default_factory=dict)
     reservations: Sequence[Reservation] = ()
+    #: Names of jobs that have one, by lease.
+    job_names: Mapping[str, str] = field(default_factory=dict)
     #: Who looks: reservations and limits of theirs count for what starts at once. Empty for nobody in particular.
     owner: str = ""
     groups: frozenset[str] = frozenset()
@@ -105,7 +107,8 @@ def _is_told(scene: Scene, lease: LeaseRow, position: int) -> bool:
 def _entry(scene: Scene, lease: LeaseRow, position: int) -> QueueEntry:
     is_near = position <= STARTS_TOLD or lease.owner == scene.owner
     place = scene.places.get(lease.id) if is_near else None
-    return views.build_queue_entry(lease, position, None if place is None else place.expected_start)
+    expected_start = None if place is None else place.expected_start
+    return views.build_queue_entry(lease, position, expected_start, scene.job_names.get(lease.id, ""))
 
 
 def build_one_node(scene: Scene, name: str) -> NodeView:
@@ -131,7 +134,11 @@ def _gather(scene: Scene) -> _Gpus:
         shares=shares,
         quarantined=frozenset(quarantined),
         reserved=_reserved(scene.reservations, scene.inventory, scene.now),
-        holders={lease.id: views.build_holder(lease) for leases in held.values() for lease in leases},
+        holders={
+            lease.id: views.build_holder(lease, scene.job_names.get(lease.id, ""))
+            for leases in held.values()
+            for lease in leases
+        },
     )
 
 

@@ -26,7 +26,7 @@ _RETRY_AFTER_S = 5
 
 #: It does not fit the API's description: a program's mistake, where `invalid-request` is a person's.
 MALFORMED = "malformed-request"
-TOO_LARGE = "too-large"
+TOO_LARGE = refusals.TooLarge.code
 INTERNAL = "internal"
 NO_ROUTE = "no-route"
 METHOD_NOT_ALLOWED = "method-not-allowed"
@@ -38,7 +38,10 @@ _STATUSES: tuple[tuple[type[errors.GpuhubError], int], ...] = (
     (refusals.NotKnown, 401),
     (refusals.TooManyJobs, 429),
     (refusals.TooManyWaiting, 429),
+    (refusals.TooManyStreams, 429),
     (errors.NotAllowed, 403),
+    (refusals.TooLarge, 413),
+    (refusals.NoSpace, 507),
     (errors.InvalidRequest, 422),
     (errors.NotFound, 404),
     (errors.Conflict, 409),

@@ -103,7 +103,7 @@ def reconcile_node(
     by_lease: dict[str, list[Container]] = {}
     actions: list[Action] = []
     for container in listing.containers:
-        if container.kind == names.KIND_AGENT:
+        if container.kind in names.LEASELESS:
             continue
         lease = leases.get(container.lease)
         foreign = _why_foreign(container, listing.node, lease, job_of.get(container.lease))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuhub.errors import NotAllowed, Unavailable
+from gpuhub.errors import GpuhubError, InvalidRequest, NotAllowed, Unavailable
 
 
 class NotKnown(NotAllowed):
@@ -21,6 +21,24 @@ class TooManyJobs(TooManyWaiting):
     """The owner has as many jobs as one may have."""
 
     code = "too-many-jobs"
+
+
+class TooManyStreams(NotAllowed):
+    """As many files, logs or terminals are open as one may have."""
+
+    code = "too-many-streams"
+
+
+class TooLarge(InvalidRequest):
+    """More than may be sent or fetched at once."""
+
+    code = "too-large"
+
+
+class NoSpace(GpuhubError):
+    """The home is full."""
+
+    code = "no-space"
 
 
 class HubUnreachable(Unavailable):

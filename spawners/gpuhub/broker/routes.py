@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
-from fastapi.security import APIKeyHeader
 
-from gpuhub.broker.auth import Identities, Identity
+from gpuhub.broker.asking import Id, TheBroker, Who, identify, refuse_unknown_query
 from gpuhub.broker.problems import documented
 from gpuhub.broker.schemas import (
     Activation,
@@ -30,7 +28,6 @@ from gpuhub.broker.schemas import (
     UserName,
     Why,
 )
-from gpuhub.broker.service import Broker
 
 #: The longest a long poll waits, seconds.
 MAX_WAIT_S = 30.0
@@ -39,24 +36,6 @@ MAX_EVENTS = 1000
 #: What a database column holds.
 _MAX_INT = 2**63 - 1
 
-_header = APIKeyHeader(
-    name="Authorization", auto_error=False, description="`token …` with a token of the hub", scheme_name="hub token"
-)
-
-
-async def identify(request: Request, authorization: Annotated[str | None, Depends(_header)]) -> Identity:
-    """Who asks."""
-    identities = cast("Identities", request.app.state.identities)
-    return await identities.identify(authorization)
-
-
-async def get_broker(request: Request) -> Broker:
-    """The one broker of the app; async, since FastAPI sends other dependencies to a thread."""
-    return cast("Broker", request.app.state.broker)
-
-
-Who = Annotated[Identity, Depends(identify)]
-TheBroker = Annotated[Broker, Depends(get_broker)]
 WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Wait so long for a change, seconds")]
 Version = Annotated[int | None, Query(ge=0, le=_MAX_INT, description="Answer at once when the version is another one")]
 After = Annotated[int | None, Query(ge=0, le=_MAX_INT, description="Only events later than this `seq`")]
@@ -64,21 +43,8 @@ Limit = Annotated[int, Query(ge=1, le=MAX_EVENTS, description="So many at most: 
 Owner = Annotated[UserName | None, Query(description="One owner's alone")]
 State = Annotated[LeaseState | None, Query(description="In this state alone")]
 OnNode = Annotated[str | None, Query(max_length=64, description="With containers on this node alone")]
-Id = Annotated[str, Path(max_length=64)]
+Ended = Annotated[bool, Query(description="Also those that ended within `[jobs] remember`: newest first, 200 at most")]
 Node = Annotated[str, Path(max_length=64)]
-
-
-async def refuse_unknown_query(request: Request) -> None:
-    """Refuse query parameters that the route does not have, as unknown fields of bodies are.
-
-    Raises:
-        RequestValidationError: naming the first of them.
-    """
-    known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
-    unknown = [name for name in request.query_params if name not in known]
-    if unknown:
-        text = f"there is no such parameter; there are: {', '.join(sorted(known)) or 'none'}"
-        raise RequestValidationError([{"loc": ("query", unknown[0][:64]), "msg": text}])
 
 
 public = APIRouter()
@@ -166,9 +132,9 @@ async def post_job(body: JobRequest, who: Who, broker: TheBroker) -> Job:
 
 
 @api.get("/jobs", tags=["jobs"], responses=documented(422))
-async def get_jobs(who: Who, broker: TheBroker) -> list[Job]:
-    """Jobs that have not ended: one's own, or all for an administrator."""
-    return await broker.jobs(who)
+async def get_jobs(who: Who, broker: TheBroker, ended: Ended = False) -> list[Job]:
+    """Jobs that have not ended: one's own, or all for an administrator. With `ended`, also those that ended lately."""
+    return await broker.jobs(who, ended=ended)
 
 
 @api.post("/jobs/arrays", status_code=201, tags=["jobs"], responses=documented(409, 413, 422, 429))

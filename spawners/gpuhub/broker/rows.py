@@ -170,7 +170,18 @@ class JobRow:
     #: How often it was preempted as a whole, and until when its workers may write a checkpoint.
     preemptions: int = 0
     checkpoint_until: float | None = None
+    #: It outlives its notebook, and ends when worker 0 has.
+    detached: bool = False
+    #: For people.
+    name: str = ""
+    #: The run of the same owner that its workers join, where they count from `first_worker`; it ends with that one.
+    joins: str | None = None
+    first_worker: int = 0
+    #: When all of its workers ran; after a preemption, anew.
+    started_at: float | None = None
     ended_at: float | None = None
+    #: Worker 0's, of a detached job that ended by itself.
+    exit_code: int | None = None
     reason: str | None = None
     workers: tuple[WorkerRow, ...] = ()
     version: int = 0

@@ -59,6 +59,7 @@ def build_holding(lease: LeaseRow, job: JobRow | None) -> Holding:
         is_ending=lease.state in leases.ENDING or ends_soon,
         is_quarantined=lease.state is LeaseState.QUARANTINED,
         giving_up=frozenset(gpu.node for gpu in lease.held if gpu.shed_at is not None),
+        leader=lease.nodes[0] if job is not None and job.detached else None,
     )
 
 
@@ -89,13 +90,15 @@ def follow(draft: Draft, step: int) -> int:
         for lease_id in lease_ids:
             for tag in ("job of lease", "jobs of notebook"):
                 todo.update(dict.fromkeys(sorted(draft.index.find(tag, lease_id))))
+        for job in [draft.jobs[job_id] for job_id in job_ids]:
+            todo.update(dict.fromkeys(sorted(draft.index.find("joining", job.owner, job.run_id))))
         for job_id in todo:
             if draft.jobs[job_id].is_open:
                 follow_job(draft, draft.jobs[job_id])
 
 
 def follow_job(draft: Draft, job: JobRow) -> None:
-    """A job ends with the notebook that asked and with its lease; its lease ends with it.
+    """A job ends with the notebook that asked, with the job that it joined, and with its lease; its lease ends with it.
 
     A preempted one is asked for again as soon as nothing of it is left.
     """
@@ -104,8 +107,12 @@ def follow_job(draft: Draft, job: JobRow) -> None:
         notebook = draft.leases.get(job.notebook_lease)
         if notebook is None or notebook.state in _OVER:
             job = job_rules.stop(job, "the notebook that asked for it ended", draft.now)
+    if job.joins is not None and job_rules.is_over(find_run(draft, job.owner, job.joins)):
+        job = job_rules.stop(job, f"the run that it joined ended: {job.joins}", draft.now)
     if lease.state in _OVER and not (job.state is JobState.PREEMPTING and lease.reason == PREEMPTED):
         job = job_rules.stop(job, lease.reason or "its lease ended", draft.now)
+    if lease.state in leases.LIVE and (lost := job_rules.given_up(job)):
+        lease = draft.put_lease(leases.shed(lease, lost, draft.now))
     if job.state is JobState.PREEMPTING and job_rules.is_checkpointed(job, draft.now):
         lease = draft.put_lease(leases.release(lease, PREEMPTED, draft.now))
     if job.state is JobState.STOPPING:
@@ -135,6 +142,12 @@ def _ask_again(draft: Draft, job: JobRow, old: LeaseRow) -> JobRow:
         )
     )
     return job_rules.requeue(job, lease_id, draft.now)
+
+
+def find_run(draft: Draft, owner: str, run_id: str) -> JobRow | None:
+    """The job of an owner's run, unless it has ended."""
+    job_id = draft.index.one("run", owner, run_id)
+    return None if job_id is None else draft.jobs[job_id]
 
 
 def job_key(lease_id: str) -> str:

@@ -34,6 +34,9 @@ from gpuhub.broker.schemas import (
 )
 from gpuhub.errors import Conflict
 
+#: The most jobs that are told of, where those that ended are among them.
+MOST_JOBS = 200
+
 
 class Broker:
     """The owner of every lease."""
@@ -184,12 +187,20 @@ class Broker:
         await self._poll(job_id, look, version, wait_s)
         return await self.job(who, job_id)
 
-    async def jobs(self, who: Identity) -> list[Job]:
-        """Jobs that have not ended: one's own, or all."""
+    async def jobs(self, who: Identity, *, ended: bool = False) -> list[Job]:
+        """Jobs that have not ended: one's own, or all. With `ended`, also those that ended lately: the `MOST_JOBS`
+        that were asked for last, newest first.
+        """
         rows = self._core.ledger.snapshot.jobs
         ids = rows if who.sees_all else self._core.ledger.index.find("jobs of owner", who.name)
         found = sorted((rows[one] for one in ids if one in rows), key=lambda row: (row.created_at, row.run_id))
-        return [await self.job(who, row.id) for row in found]
+        if not ended:
+            return [await self.job(who, row.id) for row in found]
+        shown = [await self.job(who, row.id) for row in reversed(found[-MOST_JOBS:])]
+        over = await self._looks.ended_jobs(who, MOST_JOBS - len(shown))
+        known = {job.id for job in shown}
+        both = [*shown, *(job for job in over if job.id not in known)]
+        return sorted(both, key=lambda job: (job.created_at, job.run_id), reverse=True)
 
     async def renew(self, who: Identity, job_id: str) -> None:
         """The job's owner is still there.

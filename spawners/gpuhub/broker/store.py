@@ -139,6 +139,26 @@ class Store:
                 found |= {job.run_id: job for job in _read_jobs(connection, (model.jobs.c.owner == owner) & some)}
         return found
 
+    def ended_jobs(self, owner: str | None, since: float, limit: int) -> list[tuple[JobRow, LeaseRow]]:
+        """Jobs of one owner, or all, that ended since then, with their leases; the `limit` that were asked for last,
+        newest first.
+        """
+        jobs = model.jobs.c
+        condition = jobs.ended_at > since if owner is None else (jobs.owner == owner) & (jobs.ended_at > since)
+        newest = sa.select(jobs.id).where(condition).order_by(jobs.created_at.desc(), jobs.id).limit(limit)
+        with self._transaction() as connection:
+            found = _read_jobs(connection, jobs.id.in_(newest.scalar_subquery()))
+            ids = [job.lease_id for job in found]
+            leases = {row.id: row for row in _read_leases(connection, model.leases.c.id.in_(ids))}
+        return [(job, leases[job.lease_id]) for job in reversed(found)]
+
+    def forget_jobs(self, before: float) -> int:
+        """Remove jobs that ended before then; their leases stay, from which usage is counted. How many there were."""
+        old = sa.select(model.jobs.c.id).where(model.jobs.c.ended_at < before)
+        with self._transaction() as connection:
+            connection.execute(sa.delete(model.workers).where(model.workers.c.job_id.in_(old.scalar_subquery())))
+            return connection.execute(sa.delete(model.jobs).where(model.jobs.c.ended_at < before)).rowcount
+
     def spent(self, since: float) -> list[Spent]:
         """The GPU-time that ended after `since`: of what was given back, and of what is quarantined."""
         lease, gpu = model.leases.c, model.lease_gpus.c

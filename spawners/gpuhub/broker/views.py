@@ -108,6 +108,13 @@ def build_job(job: JobRow, lease: LeaseRow, version: int, place: Place | None, r
         preemptions=job.preemptions,
         checkpoint_until=as_time_or_none(job.checkpoint_until),
         array=job.array,
+        detached=job.detached,
+        name=job.name,
+        joins=job.joins,
+        created_at=as_time(job.created_at),
+        started_at=as_time_or_none(job.started_at),
+        ended_at=as_time_or_none(job.ended_at),
+        exit_code=job.exit_code,
     )
 
 
@@ -124,14 +131,14 @@ def build_why(lease: LeaseRow, why: base.Why) -> Why:
     )
 
 
-def build_queue_entry(lease: LeaseRow, position: int, expected_start: float | None) -> QueueEntry:
-    """A waiting request as everybody sees it."""
+def build_queue_entry(lease: LeaseRow, position: int, expected_start: float | None, name: str = "") -> QueueEntry:
+    """A waiting request as everybody sees it; `name` is its job's, if that has one."""
     return QueueEntry(
         lease=lease.id,
         position=position,
         owner=lease.owner,
         purpose=lease.purpose,
-        wants=describe_wants(lease),
+        wants=": ".join(text for text in (name, describe_wants(lease)) if text),
         since=as_time(lease.created_at),
         expected_start=as_time_or_none(expected_start),
     )
@@ -152,13 +159,14 @@ def build_usage(owner: str, usage: base.Usage, waiting: int, limits: base.Limits
     )
 
 
-def build_holder(lease: LeaseRow) -> Holder:
-    """Who holds the GPUs of a lease."""
+def build_holder(lease: LeaseRow, name: str = "") -> Holder:
+    """Who holds the GPUs of a lease; `name` is its job's, if that has one."""
     return Holder(
         owner=lease.owner,
         purpose=lease.purpose,
         since=as_time(lease.granted_at or lease.created_at),
         until=as_time_or_none(lease.expires_at),
+        name=name,
     )
 
 

@@ -18,12 +18,17 @@ from gpuhub.settings import Cluster, Node, Profile, Storage
 
 NOTEBOOK_PORT = 8888
 WORKER_COMMAND = ("gpu-launch-worker",)
+#: Reads and writes files, and gives terminals: in courier containers and in workers.
+COURIER_COMMAND = ("gpu-launch-courier",)
 DATASETS = "/datasets"
 
 _CPU_PERIOD_US = 100_000
 _STACK_BYTES = 64 * 1024**2
 #: Only a lease gives GPUs: these names would ask the NVIDIA runtime behind its back, or hide what was leased.
 _GPU_VARIABLES = ("NVIDIA_", "CUDA_VISIBLE_DEVICES")
+#: Where the NVIDIA runtime is a node's default, an image that says "all" would get all of them.
+_NO_GPUS = {"NVIDIA_VISIBLE_DEVICES": "void"}
+_MIB = 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +113,13 @@ def build_notebook(
         image=profile.image,
         hostname=place.node.name,
         labels=_labels(place, names.KIND_NOTEBOOK, lease.id, lease.epoch, lease.owner),
-        environment={**_threads(limits), **environment, **_surroundings(place, identity), "GPUHUB_LEASE": lease.id},
+        environment={
+            **_threads(limits),
+            **environment,
+            **_surroundings(place, identity),
+            "GPUHUB_LEASE": lease.id,
+            "GPUHUB_KEEP_WORKERS_S": str(place.cluster.jobs.keep_workers),
+        },
         user=f"{identity.uid}:{identity.gid}",
         working_dir=identity.home,
         command=tuple(command),
@@ -131,9 +142,15 @@ def build_worker(
     job_id: str,
     run_id: str,
     index: int,
+    number: int,
+    roster: str | None = None,
+    preemptions: int = 0,
 ) -> ContainerSpec:
-    """One worker container of a job. It gets no token: it has nothing to ask of anybody."""
+    """One worker container of a job; `number` is its place in the run. It gets no token: it has nothing to ask of
+    anybody, not even in a detached job, whose workers are told of each other by `roster`.
+    """
     limits = job_limits(place.cluster)
+    detached = {} if roster is None else {"GPU_LAUNCH_ROSTER": roster, "GPU_LAUNCH_PREEMPTIONS": str(preemptions)}
     return ContainerSpec(
         name=names.worker_container(place.instance, job_id, index),
         image=image,
@@ -147,13 +164,42 @@ def build_worker(
             **_threads(limits),
             **_surroundings(place, identity),
             "GPU_LAUNCH_RUN": run_id,
-            "GPU_LAUNCH_WORKER": str(index),
+            "GPU_LAUNCH_WORKER": str(number),
+            **detached,
         },
         user=f"{identity.uid}:{identity.gid}",
         working_dir=identity.home,
         command=WORKER_COMMAND,
         ports=(),
         host_config=_host_config(place, identity, limits),
+    )
+
+
+def build_courier(*, instance: str, cluster: Cluster, node: Node, identity: Identity, image: str) -> ContainerSpec:
+    """The container in which a user's files are read and written: the home, and nothing else."""
+    limits = Limits(cpus=1.0, memory=512 * _MIB, shm=16 * _MIB, pids=64)
+    return ContainerSpec(
+        name=names.courier_container(instance, identity.name),
+        image=image,
+        hostname=node.name,
+        labels={
+            names.LABEL_INSTANCE: instance,
+            names.LABEL_KIND: names.KIND_COURIER,
+            names.LABEL_OWNER: identity.name,
+        },
+        environment={"HOME": identity.home, "USER": identity.name, **_NO_GPUS},
+        user=f"{identity.uid}:{identity.gid}",
+        # Not the home: a folder that is missing would be made, and this file system is read-only.
+        working_dir="/",
+        command=(*COURIER_COMMAND, "serve"),
+        ports=(),
+        host_config={
+            **_confine(identity, limits),
+            "network_mode": "none",
+            "device_requests": [],
+            "mounts": [build_home_mount(cluster.storage, instance, identity)],
+            "read_only": True,
+        },
     )
 
 
@@ -177,11 +223,16 @@ def build_device_requests(gpu_uuids: Sequence[str]) -> list[DeviceRequest]:
 
 def build_mounts(storage: Storage, instance: str, identity: Identity) -> list[Mount]:
     """Home at `/home/<user>`, and datasets read-only at `/datasets`."""
-    home = storage.home.replace("{username}", identity.name)
-    mounts = [_mount(home, identity.home, storage, f"{instance}-home-{names.slug(identity.name)}")]
+    mounts = [build_home_mount(storage, instance, identity)]
     if storage.datasets is not None:
         mounts.append(_mount(storage.datasets, DATASETS, storage, f"{instance}-datasets", read_only=True))
     return mounts
+
+
+def build_home_mount(storage: Storage, instance: str, identity: Identity) -> Mount:
+    """Home at `/home/<user>`."""
+    home = storage.home.replace("{username}", identity.name)
+    return _mount(home, identity.home, storage, f"{instance}-home-{names.slug(identity.name)}")
 
 
 def _mount(place: str, target: str, storage: Storage, volume: str, *, read_only: bool = False) -> Mount:
@@ -233,8 +284,7 @@ def _surroundings(place: Place, identity: Identity) -> dict[str, str]:
     if place.memory_cap_mib is not None:
         surroundings["GPUHUB_GPU_MEMORY_CAP_MIB"] = str(place.memory_cap_mib)
     if not place.gpu_uuids:
-        # Where the NVIDIA runtime is a node's default, an image that says "all" would get all of them.
-        surroundings["NVIDIA_VISIBLE_DEVICES"] = "void"
+        surroundings |= _NO_GPUS
     return surroundings
 
 
@@ -245,9 +295,19 @@ def _threads(limits: Limits) -> dict[str, str]:
 
 def _host_config(place: Place, identity: Identity, limits: Limits) -> dict[str, Any]:
     return {
+        **_confine(identity, limits),
         "network_mode": names.access_network(place.instance),
         "device_requests": build_device_requests(place.gpu_uuids),
         "mounts": build_mounts(place.cluster.storage, place.instance, identity),
+        # No memlock: the driver pins CUDA's memory itself, only RDMA would need it, and a daemon that may not raise
+        # limits (in a virtual machine or container, say) would refuse to start the container at all.
+        "ulimits": [Ulimit(name="stack", soft=_STACK_BYTES, hard=_STACK_BYTES)],
+    }
+
+
+def _confine(identity: Identity, limits: Limits) -> dict[str, Any]:
+    """What holds for every container of a user."""
+    return {
         "group_add": [str(gid) for gid in identity.groups],
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
@@ -261,9 +321,6 @@ def _host_config(place: Place, identity: Identity, limits: Limits) -> dict[str, 
         "memswap_limit": limits.memory,
         "shm_size": limits.shm,
         "pids_limit": limits.pids,
-        # No memlock: the driver pins CUDA's memory itself, only RDMA would need it, and a daemon that may not raise
-        # limits (in a virtual machine or container, say) would refuse to start the container at all.
-        "ulimits": [Ulimit(name="stack", soft=_STACK_BYTES, hard=_STACK_BYTES)],
         "log_config": LogConfig(type="json-file", config={"max-size": "10m", "max-file": "3"}),
     }
 

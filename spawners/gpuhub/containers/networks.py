@@ -9,12 +9,11 @@ from typing import Any
 
 from gpuhub import names
 from gpuhub.containers.daemons import Daemons
+from gpuhub.containers.mtu import VXLAN_HEADER, find_mtu
 from gpuhub.containers.swarm import manager
 from gpuhub.errors import GpuhubError, NodeUnreachable, NotFound
 from gpuhub.settings import Cluster
 
-#: What VXLAN's header takes from each packet, bytes.
-VXLAN_HEADER = 50
 _SUBNET_DEADLINE_S = 10.0
 
 
@@ -33,7 +32,8 @@ async def ensure_access_network(daemons: Daemons, cluster: Cluster, instance: st
     name = names.access_network(instance)
     found = await _inspect(daemons, node, name)
     if found is None:
-        found = await _create(daemons, node, name, build_access_network(cluster, instance))
+        mtu = await asyncio.to_thread(find_mtu, cluster)
+        found = await _create(daemons, node, name, build_access_network(instance, mtu))
     return str(found["Id"])
 
 
@@ -48,7 +48,8 @@ async def ensure_user_network(daemons: Daemons, cluster: Cluster, instance: str,
     try:
         found = await _inspect(daemons, node, name)
         if found is None:
-            found = await _create(daemons, node, name, build_user_network(cluster, instance, owner))
+            mtu = await asyncio.to_thread(find_mtu, cluster)
+            found = await _create(daemons, node, name, build_user_network(cluster, instance, owner, mtu))
     except NodeUnreachable as error:
         raise NodeUnreachable(f"{error}; it keeps the users' networks, so nothing can start until it does") from error
     end = asyncio.get_running_loop().time() + _SUBNET_DEADLINE_S
@@ -96,32 +97,31 @@ async def remove_idle_user_networks(
     return removed
 
 
-def build_access_network(cluster: Cluster, instance: str) -> dict[str, Any]:
-    """Arguments of `create_network` for a node's access bridge."""
+def build_access_network(instance: str, mtu: int) -> dict[str, Any]:
+    """Arguments of `create_network` for a node's access bridge; `mtu` is that of the nodes' own network."""
     return {
         "driver": "bridge",
         "options": {
             "com.docker.network.bridge.enable_icc": "false",
-            "com.docker.network.driver.mtu": str(cluster.network.mtu),
+            "com.docker.network.driver.mtu": str(mtu),
         },
         "labels": {names.LABEL_INSTANCE: instance},
     }
 
 
-def build_user_network(cluster: Cluster, instance: str, owner: str) -> dict[str, Any]:
-    """Arguments of `create_network` for a user's private network."""
+def build_user_network(cluster: Cluster, instance: str, owner: str, mtu: int) -> dict[str, Any]:
+    """Arguments of `create_network` for a user's private network; `mtu` is that of the nodes' own network."""
     labels = {names.LABEL_INSTANCE: instance, names.LABEL_OWNER: owner}
     if cluster.has_overlay:
-        mtu = cluster.network.mtu - VXLAN_HEADER
         return {
             "driver": "overlay",
             "attachable": True,
-            "options": {"com.docker.network.driver.mtu": str(mtu)},
+            "options": {"com.docker.network.driver.mtu": str(mtu - VXLAN_HEADER)},
             "labels": labels,
         }
     return {
         "driver": "bridge",
-        "options": {"com.docker.network.driver.mtu": str(cluster.network.mtu)},
+        "options": {"com.docker.network.driver.mtu": str(mtu)},
         "labels": labels,
     }
 

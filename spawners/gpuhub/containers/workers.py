@@ -22,14 +22,21 @@ class WorkerSpec:
     instance: str
     owner: str
     job_id: str
+    #: The run whose folder it reads: the job's own, or the one that the job joins.
     run_id: str
-    #: From 0.
+    #: Among the job's workers, from 0.
     index: int
+    #: Among those of the run.
+    number: int
     lease_id: str
     epoch: int
     node: str
     gpu_uuids: tuple[str, ...]
     image: str
+    #: All workers of a detached job as JSON; None for a job that a notebook leads.
+    roster: str | None = None
+    #: How often the job was preempted.
+    preemptions: int = 0
 
 
 async def start_worker(daemons: Daemons, cluster: Cluster, paths: Paths, spec: WorkerSpec) -> str:
@@ -62,6 +69,9 @@ async def start_worker(daemons: Daemons, cluster: Cluster, paths: Paths, spec: W
         job_id=spec.job_id,
         run_id=spec.run_id,
         index=spec.index,
+        number=spec.number,
+        roster=spec.roster,
+        preemptions=spec.preemptions,
     )
     made = await ensure_created(daemons, spec.node, container, adopt=True)
     if not made.is_running:

@@ -120,6 +120,8 @@ class Holding:
     is_quarantined: bool = False
     #: Nodes that it was asked to give up and still has: expected to be free soon.
     giving_up: frozenset[str] = frozenset()
+    #: The node that leads the others, which cannot go on without it; None where they can.
+    leader: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

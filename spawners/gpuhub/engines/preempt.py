@@ -51,7 +51,7 @@ def _units(holding: Holding) -> Iterator[Unit]:
     if request.scavenge:
         yield Unit(holding=holding, nodes=nodes, is_whole=True)
     elif _surplus(holding) > 0:
-        for node in sorted(nodes - holding.giving_up):
+        for node in sorted(nodes - holding.giving_up - {holding.leader}):
             yield Unit(holding=holding, nodes=frozenset({node}), is_whole=False)
 
 

@@ -11,7 +11,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.generation import GenerationMode
 
-from gpuhub.broker import routes
+from gpuhub.broker import file_routes, routes
 from gpuhub.broker.app import PREFIX
 from tests.support.brokers import Setting, served_broker
 
@@ -19,6 +19,12 @@ from tests.support.brokers import Setting, served_broker
 EXAMPLES = 16
 #: What stands for an id that exists.
 PATHS = {"lease_id": "lease", "job_id": "job", "reservation_id": "reservation"}
+
+
+@schemathesis.serializer(file_routes.TAR)
+def send_as_it_is(_context: Any, value: Any) -> bytes:
+    """Whatever was drawn as a tar's content."""
+    return bytes(value.data) if hasattr(value, "data") else str(value).encode()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +42,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         yield {
             "url": running.url,
             "lease": make("/leases", "ada", profile="rtx5090", key="first"),
-            "job": make("/jobs", "ada", run_id="run-000001"),
+            "job": make("/jobs", "root", run_id="run-000001", detached=True),
             "reservation": make("/reservations", "root", name="kept", nodes=["rig3"], users=["ada"], **window),
             "node": "rig2",
         }
@@ -55,7 +61,7 @@ def has_parts(route: Any) -> bool:
 
 CASES = [
     (method, route.path, mode)
-    for route in routes.api.routes
+    for route in (*routes.api.routes, *file_routes.api.routes)
     for method in sorted(route.methods)
     for mode in GenerationMode
     if mode is GenerationMode.POSITIVE or has_parts(route)
@@ -103,3 +109,5 @@ def meet_what_there_is(case: Any, known: dict[str, str]) -> None:
             case.path_parameters[name] = known[PATHS.get(name, "node")]
     if "wait_s" in (case.query or {}):
         case.query["wait_s"] = 0.01
+    if "follow" in (case.query or {}):
+        case.query["follow"] = "false"  # the job never ends

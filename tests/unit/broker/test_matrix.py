@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker import routes
+from gpuhub import names
+from gpuhub.broker import file_routes, routes
 from gpuhub.settings import Profile
 from tests.support.brokers import ACCESS, API, Running, Setting, asgi_broker
 from tests.support.simulated import build_cluster
@@ -23,6 +24,8 @@ CALLERS = ("none", "unknown", "revoked", "narrow", "reader", "ben", "member", "a
 STRANGERS = (401, 401, 401, 403)
 
 LEASE = {"profile": "cpu"}
+EMPTY_TAR = bytes(10240)
+CONTAINER = "c" * 12
 JOB = {"server": "other"}
 WINDOW = {"starts_at": "2126-01-01T08:00:00Z", "ends_at": "2126-01-01T09:00:00Z"}
 
@@ -63,7 +66,7 @@ MATRIX: dict[str, Row] = {
     "POST /leases with groups": Row((422, 403, 403, 403, 422, 403, 422), {**LEASE, "groups": ["lab"]}),
     "GET /leases/{lease}": owners(200),
     "GET /leases/{waiting}/why": owners(200),
-    "POST /leases/{lease}/activate": owners(200, {"container_id": "c" * 12}),
+    "POST /leases/{lease}/activate": owners(200, {"container_id": CONTAINER}),
     "POST /leases/{lease}/extend": owners(200, {"time_limit_s": 3600}),
     "POST /leases/{lease}/force": administrators(409),
     "DELETE /leases/{waiting}": owners(200),
@@ -72,6 +75,12 @@ MATRIX: dict[str, Row] = {
     "GET /jobs/{job}": owners(200),
     "POST /jobs/{job}/renew": owners(204),
     "DELETE /jobs/{job}": owners(200),
+    "GET /jobs?ended=true": everybody(200),
+    # Files, logs and states are for their owners alone: administrators and services see that a job is there, no more.
+    "PUT /files?path=work": Row((403, 200, 200, 200, 403, 200, 403), EMPTY_TAR),
+    "GET /files?path=.": Row((403, 200, 200, 200, 403, 200, 403)),
+    "GET /jobs/{job}/logs": Row((404, 404, 404, 200, 403, 403, 403)),
+    "GET /jobs/{job}/state": Row((404, 404, 404, 404, 403, 403, 403)),
     "POST /nodes/rig3/cordon": administrators(200, {"reason": "new fans"}),
     "POST /nodes/rig3/drain": administrators(200, {"grace_s": 60}),
     "POST /nodes/rig3/undrain": administrators(200),
@@ -103,14 +112,23 @@ async def build_world(running: Running) -> dict[str, str]:
     """What the routes' names stand for; what an earlier call ended is made anew."""
     lease = await ask(running, "ada", profile="rtx5090")
     if lease["state"] == "granted":
-        lease = await post(running, "ada", f"/leases/{lease['id']}/activate", {"container_id": "c" * 12})
+        run_container(running, lease)
+        lease = await post(running, "ada", f"/leases/{lease['id']}/activate", {"container_id": CONTAINER})
     waiting = await ask(running, "ada", profile="rtx5090", server="second")
-    job = await post(running, "ada", "/jobs", {"run_id": f"run-{next(_numbers):06}"}, 201)
+    job = await post(running, "ada", "/jobs", {"run_id": f"run-{next(_numbers):06}", "detached": True}, 201)
     day = f"{2100 + next(_numbers)}-01-01T"
     window = {"starts_at": f"{day}08:00:00Z", "ends_at": f"{day}09:00:00Z"}
     reserved = {"name": "kept", "nodes": ["rig2"], "users": ["ada"], **window}
     reservation = await post(running, "root", "/reservations", reserved, 201)
     return {name: made["id"] for name, made in zip(NAMES, (lease, waiting, job, reservation), strict=True)}
+
+
+def run_container(running: Running, lease: dict[str, Any]) -> None:
+    """The lease's container, without which it would end at the next look."""
+    node = running.setting.nodes[lease["nodes"][0]]
+    labels = {names.LABEL_KIND: "notebook", names.LABEL_LEASE: lease["id"], names.LABEL_EPOCH: str(lease["epoch"])}
+    made = node.containers.pop(node.run_container(labels, name=lease["id"]))
+    node.containers[CONTAINER] = {**made, "Id": CONTAINER}
 
 
 NAMES = ("lease", "waiting", "job", "reservation")
@@ -135,7 +153,12 @@ async def call(running: Running, route: str, caller: str, body: Any) -> Any:
     method, path = route.split()[:2]
     async with running.client(None if caller == "none" else caller) as client:
         path = path.format(**await build_world(running))
-        return await client.request(method, f"/api/v1{path}", json=make_body(route, body))
+        return await client.request(method, f"/api/v1{path}", **make_content(route, body))
+
+
+def make_content(route: str, body: Any) -> dict[str, Any]:
+    """As httpx takes it."""
+    return {"content": body} if isinstance(body, bytes) else {"json": make_body(route, body)}
 
 
 @pytest.mark.parametrize("route", MATRIX)
@@ -164,7 +187,7 @@ async def test_who_is_refused_changes_nothing(guarded: Setting) -> None:
         return [[_without_readings(one) for one in answer] for answer in answers]
 
     async with asgi_broker(guarded) as running:
-        names = await build_world(running)
+        known = await build_world(running)
         await asyncio.sleep(0.3)  # the job's worker starts
         before = await look(running)
         for route, row in MATRIX.items():
@@ -173,8 +196,8 @@ async def test_who_is_refused_changes_nothing(guarded: Setting) -> None:
                 if method == "GET" or status < 400:
                     continue
                 async with running.client(None if caller == "none" else caller) as client:
-                    body = make_body(route, row.body)
-                    await client.request(method, f"/api/v1{path.format(**names)}", json=body)
+                    path_of = f"/api/v1{path.format(**known)}"
+                    await client.request(method, path_of, **make_content(route, row.body))
         assert await look(running) == before
 
 
@@ -184,7 +207,8 @@ def _without_readings(found: dict[str, Any]) -> dict[str, Any]:
 
 def test_every_route_of_the_api_is_in_the_matrix() -> None:
     """A route added later without a row here is noticed."""
-    there = {f"{method} {_name(route.path)}" for route in routes.api.routes for method in route.methods}
+    every = [*routes.api.routes, *file_routes.api.routes]
+    there = {f"{method} {_name(route.path)}" for route in every for method in route.methods}
     assert there == {_name(row.split(" as ")[0].split(" with ")[0].split("?")[0].replace(API, "")) for row in MATRIX}
 
 

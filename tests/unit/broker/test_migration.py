@@ -1,4 +1,4 @@
-"""From the first version's store to this one's and back, with leases that are open."""
+"""From earlier versions' stores to this one's and back, with leases that are open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
 
-from gpuhub.broker import leases
+from gpuhub.broker import leases, opening
 from gpuhub.broker.rows import Ask, LeaseRow
 from gpuhub.broker.schemas import JobState, LeaseState, Purpose
 from gpuhub.broker.store import Store
@@ -30,14 +30,14 @@ OLD_GPU = {"node": "rig1", "index": 0, "model": "RTX 5090", "memory_mib": 32607,
 
 
 def migrate(path: Path, to: str) -> None:
-    engine = sa.create_engine(f"sqlite:///{path}")
+    # As the broker opens it: with DDL in transactions.
+    engine = opening.build_engine(f"sqlite:///{path}")
     config = Config()
     config.set_main_option("script_location", "gpuhub.broker:migrations")
     try:
         with engine.begin() as connection:
-            connection.exec_driver_sql("PRAGMA foreign_keys = ON")
             config.attributes["connection"] = connection
-            (command.downgrade if to == "0001" and _version(connection) == "0002" else command.upgrade)(config, to)
+            (command.downgrade if (_version(connection) or "") > to else command.upgrade)(config, to)
     finally:
         engine.dispose()
 
@@ -157,6 +157,40 @@ def test_back_and_forth_loses_nothing(old: Path) -> None:
     assert leases_after[0] == quarantined.evolve(state=LeaseState.RELEASING, note=None, quarantined_at=None)
     assert jobs_after == before[1]
     store.close()
+
+
+def test_jobs_of_the_second_version_live_through_the_upgrade(old: Path) -> None:
+    """They are what they were: of a notebook, with nobody to join, and found among what somebody ran lately."""
+    migrate(old, "0002")
+    with raw(old) as connection:
+        connection.execute("UPDATE jobs SET preemptions = 2, array = 'runs'")
+        ended = {**dict(connection.execute("SELECT * FROM jobs").fetchone()), "id": "j2", "run_id": "run-000002"}
+        insert(connection, "jobs", **ended | {"state": "ended", "ended_at": 9.0, "reason": "done"})
+    store = Store.open_file(old)
+    (job,) = store.load()[1]
+    assert (job.preemptions, job.array, job.state) == (2, "runs", JobState.RUNNING)
+    new = (job.detached, job.name, job.joins, job.first_worker, job.started_at, job.exit_code)
+    assert new == (False, "", None, 0, None, None)
+    assert [(one.id, one.reason) for one, _ in store.ended_jobs("ada", 5.0, 10)] == [("j2", "done")]
+    assert store.ended_jobs("ada", 9.0, 10) == store.ended_jobs("ben", 5.0, 10) == []
+    store.close()
+
+
+def test_a_detached_job_is_not_handed_to_the_second_version(old: Path) -> None:
+    """It would end it, since nobody renews it; when it has ended, the way back is open."""
+    store = Store.open_file(old)
+    job = store.load()[1][0]
+    store.save(Changes(jobs=[(job, job.evolve(detached=True, name="train.py"))]))
+    store.close()
+    with pytest.raises(RuntimeError, match="does not know: a detached job"):
+        migrate(old, "0002")
+    store = Store.open_file(old)
+    detached = store.load()[1][0]
+    store.save(Changes(jobs=[(detached, detached.evolve(state=JobState.ENDED, ended_at=9.0))]))
+    store.close()
+    migrate(old, "0002")
+    with raw(old) as connection:
+        assert "detached" not in dict(connection.execute("SELECT * FROM jobs").fetchone())
 
 
 def _quarantine(lease: LeaseRow) -> LeaseRow:

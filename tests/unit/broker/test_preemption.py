@@ -129,6 +129,20 @@ def test_an_elastic_job_shrinks_and_goes_on() -> None:
     assert (job.state, job.reason) == (JobState.STOPPING, "all workers ended")
 
 
+def test_an_elastic_job_gives_a_lost_workers_gpu_back_while_enough_go_on() -> None:
+    """So that the launch can grow onto it again; one that is not elastic, or has too few left, keeps what it has."""
+    job, lease = under_way(nodes=3, least_nodes=2)
+    lost = job_rules.worker_exited(job.evolve(min_nnodes=2), 1, 137, "killed", 100.0)
+    draft = draft_of(lost, lease, now=100.0)
+    draft.put_job(lost)
+    follow(draft, 0)
+    assert [gpu.node for gpu in draft.leases["l1"].gpus if gpu.shed_at == 100.0] == ["rig2"]
+    assert draft.jobs["j1"].state is JobState.RUNNING
+    two = job_rules.worker_exited(lost, 2, 137, "killed", 101.0)
+    rigid = job_rules.worker_exited(job.evolve(min_nnodes=3), 1, 137, "killed", 100.0)
+    assert [job_rules.given_up(one) for one in (lost, two, rigid)] == [{"rig2"}, frozenset(), frozenset()]
+
+
 def test_a_job_that_was_starting_runs_when_the_missing_workers_node_is_given_up() -> None:
     """Nothing is waited for that will not come."""
     job, lease = under_way(nodes=2, least_nodes=1)

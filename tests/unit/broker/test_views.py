@@ -95,6 +95,19 @@ async def test_a_forced_lease_is_over(setting: Setting) -> None:
         assert await read(running, "ben", "/events") == []
 
 
+async def test_named_jobs_are_told_by_name(setting: Setting) -> None:
+    """Whoever holds a GPU with one, and what waits; a name cannot move a terminal's cursor."""
+    async with asgi_broker(setting) as running:
+        for number in (1, 2):
+            body = {"run_id": f"run-00000{number}", "detached": True, "nnodes": 3, "name": f"train{number}.py"}
+            await post(running, "ada", "/jobs", body, 201)
+        view = await read(running, "ben", "/cluster")
+        assert gpu_of(view, "rig1")["holder"]["name"] == "train1.py"
+        assert [entry["wants"] for entry in view["queue"]] == ["train2.py: 3 nodes × 1 GPU"]
+        refused = await post(running, "ada", "/jobs", {"run_id": "run-000003", "name": "a\x1b[2J"}, 422)
+        assert refused["detail"].startswith("name: ")
+
+
 async def test_leases_are_narrowed_down(setting: Setting) -> None:
     """By owner, state and node; never beyond what the caller may see."""
     async with asgi_broker(setting) as running:

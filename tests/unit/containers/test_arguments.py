@@ -11,7 +11,14 @@ import pytest
 
 from gpuhub import names
 from gpuhub.broker.schemas import Gpu, Lease, LeaseState, Purpose
-from gpuhub.containers.arguments import ContainerSpec, Place, build_device_requests, build_notebook, build_worker
+from gpuhub.containers.arguments import (
+    ContainerSpec,
+    Place,
+    build_courier,
+    build_device_requests,
+    build_notebook,
+    build_worker,
+)
 from gpuhub.errors import SettingsError
 from gpuhub.identity import Identity
 from gpuhub.settings import Cluster, Storage
@@ -85,6 +92,13 @@ def worker(cluster: Cluster, *uuids: str) -> ContainerSpec:
         job_id="job-7",
         run_id="run-123456",
         index=2,
+        number=5,
+    )
+
+
+def courier(cluster: Cluster, *_uuids: str) -> ContainerSpec:
+    return build_courier(
+        instance="gpuhub", cluster=cluster, node=cluster.node("rig1"), identity=ADA, image="gpuhub/notebook:latest"
     )
 
 
@@ -93,7 +107,7 @@ def as_text(spec: ContainerSpec) -> str:
     return json.dumps(fields, indent=1, sort_keys=True, default=list) + "\n"
 
 
-@pytest.mark.parametrize("case", ["notebook", "notebook-cpu", "notebook-nfs", "worker"])
+@pytest.mark.parametrize("case", ["notebook", "notebook-cpu", "notebook-nfs", "worker", "courier"])
 def test_arguments_are_those_of_the_golden_file(cluster: Cluster, case: str) -> None:
     """Every argument that Docker gets is written down; run with GPUHUB_UPDATE_GOLDEN=1 to accept a change."""
     nfs = cluster.model_copy(update={"storage": NFS})
@@ -102,6 +116,7 @@ def test_arguments_are_those_of_the_golden_file(cluster: Cluster, case: str) -> 
         "notebook-cpu": lambda: notebook(cluster),
         "notebook-nfs": lambda: notebook(nfs, "GPU-aaa", "GPU-bbb"),
         "worker": lambda: worker(cluster, "GPU-ccc"),
+        "courier": lambda: courier(nfs),
     }[case]()
     file = GOLDEN / f"{case}.json"
     if os.environ.get("GPUHUB_UPDATE_GOLDEN"):
@@ -109,7 +124,7 @@ def test_arguments_are_those_of_the_golden_file(cluster: Cluster, case: str) -> 
     assert as_text(spec) == file.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("make", [notebook, worker])
+@pytest.mark.parametrize("make", [notebook, worker, courier])
 def test_a_container_has_no_rights_it_does_not_need(cluster: Cluster, make: object) -> None:
     """No capability, no new privileges, no root, memory without swap, and no host namespace."""
     spec = make(cluster, "GPU-aaa")  # type: ignore[operator]
@@ -142,6 +157,38 @@ def test_an_environment_that_meddles_with_gpus_is_refused(cluster: Cluster, name
 def test_a_worker_has_no_token(cluster: Cluster) -> None:
     """A worker has nothing to ask of anybody."""
     assert not [name for name in worker(cluster).environment if "TOKEN" in name]
+
+
+def test_a_courier_reaches_nothing_but_the_home(cluster: Cluster) -> None:
+    """No GPU, no network, no datasets, no lease, no token, and nothing to write elsewhere."""
+    spec = courier(cluster)
+    host = spec.host_config
+    assert (host["network_mode"], host["device_requests"], host["read_only"]) == ("none", [], True)
+    assert [mount["Target"] for mount in host["mounts"]] == ["/home/ada"]
+    assert (spec.environment["NVIDIA_VISIBLE_DEVICES"], spec.ports) == ("void", ())
+    assert not {names.LABEL_LEASE, names.LABEL_JOB} & set(spec.labels)
+    assert not [name for name in spec.environment if "TOKEN" in name]
+
+
+def test_workers_of_a_detached_job_are_told_of_each_other(cluster: Cluster) -> None:
+    """Others are not: their notebook asks."""
+    asked = {"lease_id": "l", "epoch": 1, "job_id": "j", "run_id": "run-123456", "index": 0, "number": 0, "image": "i"}
+    spec = build_worker(place=place(cluster), identity=ADA, roster="[]", preemptions=2, **asked)  # type: ignore[arg-type]
+    told = {name: value for name, value in spec.environment.items() if name.startswith("GPU_LAUNCH_")}
+    assert told == {
+        "GPU_LAUNCH_RUN": "run-123456",
+        "GPU_LAUNCH_WORKER": "0",
+        "GPU_LAUNCH_ROSTER": "[]",
+        "GPU_LAUNCH_PREEMPTIONS": "2",
+    }
+    assert "GPU_LAUNCH_ROSTER" not in worker(cluster).environment
+
+
+def test_a_notebook_is_told_how_long_workers_stay(cluster: Cluster) -> None:
+    """As the settings say; 0 for not at all."""
+    none = cluster.model_copy(update={"jobs": cluster.jobs.model_copy(update={"keep_workers": 0})})
+    assert notebook(cluster).environment["GPUHUB_KEEP_WORKERS_S"] == "600"
+    assert notebook(none).environment["GPUHUB_KEEP_WORKERS_S"] == "0"
 
 
 def test_the_port_is_published_on_the_nodes_own_address_only(cluster: Cluster) -> None:

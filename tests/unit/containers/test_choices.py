@@ -218,13 +218,13 @@ def test_published_address() -> None:
 def test_networks_separate_containers_and_leave_room_for_vxlan() -> None:
     """Containers on the access bridge cannot reach each other; an overlay's packets fit the nodes' network."""
     cluster = build_cluster()
-    access = build_access_network(cluster, "gpuhub")
-    user = build_user_network(cluster, "gpuhub", "ada")
+    access = build_access_network("gpuhub", 1500)
+    user = build_user_network(cluster, "gpuhub", "ada", 1500)
     assert access["options"]["com.docker.network.bridge.enable_icc"] == "false"
     assert (user["driver"], user["attachable"]) == ("overlay", True)
     assert user["options"]["com.docker.network.driver.mtu"] == "1450"
     single = cluster.model_copy(update={"nodes": cluster.nodes[:1]})
-    assert build_user_network(single, "gpuhub", "ada")["driver"] == "bridge"
+    assert build_user_network(single, "gpuhub", "ada", 1500)["driver"] == "bridge"
 
 
 def test_ssh_gets_no_option_from_an_address() -> None:

@@ -40,6 +40,8 @@ SHAPES = st.sampled_from(
         {"gpus": 5},
     )
 )
+#: Who watches a job: its notebook, nobody, or nobody ever.
+WAYS = st.sampled_from(({}, {"batch": True}, {"detached": True}))
 #: How long a reboot takes at the least, seconds.
 OFF_S = 6.0
 
@@ -84,9 +86,9 @@ class BrokerMachine(RuleBasedStateMachine):
         self.people.hub_stops()
         self.people.hub_polls(is_restored=is_restored)
 
-    @rule(owner=OWNERS, shape=SHAPES, scavenge=st.booleans(), batch=st.booleans(), exclusive=st.booleans())
-    def launch(self, owner: str, shape: dict[str, int], scavenge: bool, batch: bool, exclusive: bool) -> None:
-        self.people.launch(owner, scavenge=scavenge, batch=batch, exclusive=exclusive, **shape)
+    @rule(owner=OWNERS, shape=SHAPES, scavenge=st.booleans(), way=WAYS, exclusive=st.booleans())
+    def launch(self, owner: str, shape: dict[str, int], scavenge: bool, way: dict[str, bool], exclusive: bool) -> None:
+        self.people.launch(owner, scavenge=scavenge, exclusive=exclusive, **way, **shape)
         self.world.advance(1)
 
     @rule(owner=OWNERS, count=st.integers(1, 4))
@@ -94,7 +96,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.people.launch_array(owner, count)
 
     @precondition(lambda self: self.people.jobs)
-    @rule(index=INDEX, step=st.sampled_from(("stop_job", "abandon", "launch_again", "end_workers")))
+    @rule(index=INDEX, step=st.sampled_from(("stop_job", "abandon", "launch_again", "end_workers", "end_leader")))
     def job_goes_on(self, index: int, step: str) -> None:
         getattr(self.people, step)(pick(self.people.jobs, index))
 

@@ -242,6 +242,14 @@ class People:
                 if found["Labels"].get(names.LABEL_JOB) == job.id and found["State"] == "running":
                     box.node.end_container(found["Id"], code=code)
 
+    def end_leader(self, job: Job) -> None:
+        """The program of worker 0 ends: of a detached job, the one that leads the others."""
+        for box in self.world.boxes.values():
+            for found in list(box.node.containers.values()):
+                labels = found["Labels"]
+                if (labels.get(names.LABEL_JOB), labels.get(names.LABEL_WORKER)) == (job.id, "0"):
+                    box.node.end_container(found["Id"])
+
     def _attend(self, job: Job) -> None:
         self.jobs.append(job)
         self.world.attended[job.id] = job.owner

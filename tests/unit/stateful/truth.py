@@ -25,10 +25,20 @@ def wrongs(world: World, people: People) -> list[str]:
     found += _unproven(world, stored, people.forced)
     found += _two_of_one(world)
     found += _held_rows(world, stored)
+    found += _ended_with_notebooks(world)
     if world.is_alive:
         found += _tables_differ(world, stored)
         found += _engine_differs(world)
     return found
+
+
+def _ended_with_notebooks(world: World) -> list[str]:
+    """Detached jobs that ended because a notebook did, or reported no more."""
+    if not (world.folder / "broker.sqlite").exists():
+        return []
+    with closing(sqlite3.connect(world.folder / "broker.sqlite")) as raw:
+        rows = raw.execute("SELECT id, reason FROM jobs WHERE detached AND reason LIKE 'the notebook%'").fetchall()
+    return [f"detached job {job} ended: {reason}" for job, reason in rows]
 
 
 def running(world: World) -> Iterator[Running]:

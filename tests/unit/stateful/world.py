@@ -23,6 +23,7 @@ from gpuhub.broker.auth import Identity
 from gpuhub.broker.core import Core
 from gpuhub.broker.service import Broker
 from gpuhub.broker.store import Store
+from gpuhub.containers.courier import CourierSpec
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.workers import WorkerSpec
 from gpuhub.errors import GpuhubError
@@ -123,12 +124,16 @@ class World:
         async def start_worker(spec: WorkerSpec) -> str:
             return await start_container(daemons, spec)
 
+        async def no_courier(spec: CourierSpec) -> str:
+            raise AssertionError(f"nobody asks for the courier of {spec.owner}")
+
         life.app = create_app(
             cluster=self.cluster,
             store=GatedStore(store, life),  # type: ignore[arg-type]
             daemons=daemons,
             hub=self.hub,
             start_worker=start_worker,
+            start_courier=no_courier,
             clock=VirtualClock(self.loop, lambda: self.skew),
         )
 
