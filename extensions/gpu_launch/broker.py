@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import threading
 import time
 import urllib.error
@@ -34,8 +35,18 @@ def parse_problem(status: int, body: bytes) -> str:
     return str(detail)
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Takes a redirect for what it is, an answer: following it would hand the token to whoever it names."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 class Broker:
-    """The broker at `url`, with the notebook's own token."""
+    """The broker at `url`, with the notebook's own token, or with a person's.
+
+    On a laptop `url` is `HUB/services/broker`. `tls` says whom to trust; None for the system's own choice.
+    """
 
     def __init__(
         self,
@@ -44,17 +55,24 @@ class Broker:
         *,
         patience_s: float = PATIENCE_S,
         on_retry: Callable[[str], None] = lambda text: None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._base = f"{url}/api/v1"
         self._token = token
         self._patience_s = patience_s
         self._on_retry = on_retry
         # A proxy set for the internet is not the way to the head node.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), _NoRedirect, urllib.request.HTTPSHandler(context=tls)
+        )
 
     def cluster(self) -> wire.Cluster:
         """Every node and GPU."""
         return wire.parse_cluster(self._request("GET", "/cluster"))
+
+    def usage(self) -> list[dict[str, Any]]:
+        """What the owner has, had and may have, as the broker tells it."""
+        return list(self._request("GET", "/usage"))
 
     def create_job(
         self,
@@ -66,11 +84,20 @@ class Broker:
         exclude_nodes: tuple[str, ...],
         demand: Demand,
         min_nnodes: int | None = None,
+        gpus: int | None = None,
+        batch: bool = False,
+        detached: bool = False,
+        profile: str | None = None,
+        name: str = "",
+        joins: str | None = None,
+        first_worker: int = 0,
         given_up: threading.Event | None = None,
     ) -> wire.Job:
-        """Ask for workers: `nnodes` of them, or at least `min_nnodes`. A repeated `run_id` gives the same job.
+        """Ask for workers: `nnodes` of them, or at least `min_nnodes`; or for `gpus` GPUs on any nodes. A repeated
+        `run_id` gives the same job.
 
-        Not tried again once `given_up` is set.
+        `detached`: nobody renews it, and it ends with worker 0. `joins`: its workers are further ones of that run,
+        numbered from `first_worker`. `profile`: whose image they run. Not tried again once `given_up` is set.
         """
         body = demand.body() | {
             "run_id": run_id,
@@ -79,13 +106,23 @@ class Broker:
             "server": server,
             "exclude_nodes": list(exclude_nodes),
         }
-        if min_nnodes is not None:
-            body["min_nnodes"] = min_nnodes
+        chosen = {
+            "min_nnodes": min_nnodes,
+            "gpus": gpus,
+            "batch": batch,
+            "detached": detached,
+            "profile": profile,
+            "name": name,
+            "joins": joins,
+            "first_worker": first_worker,
+        }
+        # Only what differs from the defaults: an older broker refuses fields that it does not know.
+        body |= {field: value for field, value in chosen.items() if value not in (None, "", 0, False)}
         return wire.parse_job(self._request("POST", "/jobs", body=body, given_up=given_up))
 
-    def jobs(self) -> list[wire.Job]:
-        """The owner's jobs."""
-        return [wire.parse_job(job) for job in self._request("GET", "/jobs")]
+    def jobs(self, *, ended: bool = False) -> list[wire.Job]:
+        """The owner's jobs; with `ended` also those that ended lately, newest first."""
+        return [wire.parse_job(job) for job in self._request("GET", "/jobs?ended=true" if ended else "/jobs")]
 
     def job(self, job_id: str, *, version: int | None = None, wait_s: float = LONG_POLL_S) -> wire.Job:
         """The job now; with `version`, as soon as it differs from that version, at most after `wait_s`."""
@@ -137,7 +174,10 @@ class Broker:
         except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise BrokerError(f"The broker at {self._base} cannot be reached: {reason}.") from None
-        return json.loads(text) if text else None
+        try:
+            return json.loads(text) if text else None
+        except ValueError:
+            raise BrokerError(f"What answers at {self._base} is not the broker: its answer is no JSON.") from None
 
 
 def _quote(text: str) -> str:

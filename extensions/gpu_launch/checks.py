@@ -6,6 +6,7 @@ import difflib
 import importlib.machinery
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 from gpu_launch.errors import UsageError
@@ -30,7 +31,23 @@ def check_command(options: Options, *, cwd: Path, home: Path, shared: bool) -> s
         raise UsageError(f"There is no script {options.script} in {shown(cwd, home)}.{_similar(path)}")
     if shared:
         check_shared(path, home=home, what="The script")
+    if path.suffix == ".py":
+        check_syntax(path.read_bytes(), str(path), shown=options.script)
     return str(script)
+
+
+def check_syntax(source: str | bytes, filename: str, *, shown: str) -> None:
+    """Refuse what is no Python. `shown` is what a person calls it."""
+    with warnings.catch_warnings():
+        # The rank says them.
+        warnings.simplefilter("ignore")
+        try:
+            compile(source, filename, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            line = (error.text or "").strip()
+            raise UsageError(f"{shown}, line {error.lineno}: {error.msg}\n    {line}".rstrip()) from None
+        except ValueError as error:
+            raise UsageError(f"{shown}: {error}.") from None
 
 
 def check_shared(path: Path, *, home: Path, what: str) -> None:

@@ -10,7 +10,8 @@ from gpu_launch.spec import LaunchSpec
 def build_arguments(spec: LaunchSpec, *, node_rank: int, local_addr: str, capped: bool = False) -> list[str]:
     """torchrun's arguments on one node: static rendezvous, every rank's streams in files.
 
-    With `capped` the ranks keep to the container's part of a GPU, see `memory_cap`.
+    With `capped` the ranks keep to the container's part of a GPU. That, and what goes between them and the notebook, is
+    `ranks.script`'s to do.
     """
     arguments = [
         f"--nnodes={spec.roster.nnodes}",
@@ -25,8 +26,10 @@ def build_arguments(spec: LaunchSpec, *, node_rank: int, local_addr: str, capped
         "--redirects=3",
         *spec.passed,
     ]
-    if capped and not spec.no_python:
-        return [*arguments, "--module", "gpu_launch.capped", *(["-m"] if spec.module else []), *spec.command]
+    if (capped or spec.exchange) and not spec.no_python:
+        exchange = ["--exchange", spec.exchange] if spec.exchange else []
+        module = ["-m"] if spec.module else []
+        return [*arguments, "--module", "gpu_launch.ranks.script", *exchange, *module, *spec.command]
     if spec.module:
         arguments.append("--module")
     if spec.no_python:

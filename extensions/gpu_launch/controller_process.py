@@ -1,4 +1,4 @@
-"""A launch's ipyparallel controller, which ends when the kernel that started it is gone."""
+"""A crew's ipyparallel controller, which ends when the kernel that started it is gone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 
-_POLL_S = 1.0  # seconds between looks at the parent
+_POLL_S = 0.5  # seconds between looks at the parent
 
 
 def main() -> None:

@@ -1,62 +1,190 @@
-"""What a launch shows: a progress line that stays in its place in a notebook, and streams below it."""
+"""What a launch shows itself on: a notebook's cell, or a terminal."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, TextIO
 
-_REFRESH_S = 1.0  # seconds between updates of the time on an unchanged line
+from gpu_launch.panel import View, build_html, build_line
+from gpu_launch.render import span_text
+
+_REFRESH_S = 1.0  # seconds between updates of a panel or a line
 
 
-class Screen:
-    """The cell's output, or a terminal."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-        self._in_notebook = _in_notebook()
-        self._text = self._phase = ""
-        self._since = time.monotonic()
-        self._shown_at = 0.0
+class Screen(Protocol):
+    """Where a launch and its ranks are seen."""
 
     def progress(self, text: str, *, phase: str = "") -> None:
-        """Show what the launch does now, and for how long: since the phase, or without one the text, began."""
-        now = time.monotonic()
-        if (phase or text) != self._phase:
-            self._phase, self._since = phase or text, now
-        if text != self._text:
-            self._text = text
-            self._show(text)
-        elif self._in_notebook and now - self._shown_at >= _REFRESH_S:
-            self._show(f"{text} · {now - self._since:.0f} s")
+        """What the launch does now; its time counts from when the phase, or without one the text, began."""
+
+    def panel(self, view: View) -> None:
+        """What is seen besides; a closing view is shown at once, and stays."""
 
     def write(self, stream: str, text: str) -> None:
-        """Show ranks' lines."""
-        out = sys.stdout if stream == "stdout" else sys.stderr
-        out.write(text)
+        """Ranks' lines, `stdout` or `stderr`."""
 
     def flush(self) -> None:
         """Hand on what was written."""
+
+
+def find_screen() -> Screen:
+    """This process's."""
+    if not in_notebook():
+        return TextScreen()
+    from IPython.display import DisplayHandle
+
+    return NotebookScreen(DisplayHandle)
+
+
+class _Progress:
+    """The present text and since when it holds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.text, self._phase = "", ""
+        self._since = clock()
+
+    def set(self, text: str, phase: str) -> None:
+        if (phase or text) != self._phase:
+            self._phase, self._since = phase or text, self._clock()
+        self.text = text
+
+    def elapsed(self) -> str:
+        seconds = self._clock() - self._since
+        return span_text(seconds) if seconds >= 1 else ""
+
+
+class NotebookScreen:
+    """A cell's output: one panel that stays in its place, and streams below it."""
+
+    def __init__(self, handle: Callable[[], Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._make, self._clock = handle, clock
+        self._handle: Any = None
+        self._progress = _Progress(clock)
+        self._view = View()
+        self._shown: tuple[str, View] | None = None
+        self._shown_at = float("-inf")
+
+    def progress(self, text: str, *, phase: str = "") -> None:
+        """As Screen."""
+        is_new = text != self._progress.text
+        self._progress.set(text, phase)
+        if is_new and self._is_due():
+            self._show()
+
+    def panel(self, view: View) -> None:
+        """As Screen."""
+        self._view = view
+        if self._is_due() or (view.is_closing and self._shown != (self._progress.text, view)):
+            self._show()
+
+    def write(self, stream: str, text: str) -> None:
+        """As Screen."""
+        (sys.stdout if stream == "stdout" else sys.stderr).write(text)
+
+    def flush(self) -> None:
+        """As Screen."""
         sys.stdout.flush()
         sys.stderr.flush()
 
-    def _show(self, text: str) -> None:
-        self._shown_at = time.monotonic()
-        if not self._in_notebook:
-            sys.stdout.write(f"gpu_launch: {text}\n")
-            sys.stdout.flush()
-            return
-        from IPython.display import DisplayHandle
+    def _is_due(self) -> bool:
+        return self._clock() - self._shown_at >= _REFRESH_S
 
-        data = {"text/plain": f"gpu_launch: {text}"}
+    def _show(self) -> None:
+        text, elapsed = self._progress.text, self._progress.elapsed()
+        data = {
+            "text/plain": f"gpu_launch: {build_line(text, self._view, elapsed)}",
+            "text/html": build_html(text, self._view, elapsed),
+        }
+        self._shown, self._shown_at = (text, self._view), self._clock()
         if self._handle is None:
-            self._handle = DisplayHandle()
+            self._handle = self._make()
             self._handle.display(data, raw=True)
         else:
             self._handle.update(data, raw=True)
 
 
-def _in_notebook() -> bool:
+class TextScreen:
+    """A terminal, where one line is drawn again and again below the ranks' lines; or a file, with a line a change."""
+
+    def __init__(
+        self, out: TextIO | None = None, err: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out, self._err, self._clock = out or sys.stdout, err or sys.stderr, clock
+        self._is_terminal = self._out.isatty()
+        self._progress = _Progress(clock)
+        self._view = View()
+        #: What was shown last, without what changes all the time.
+        self._shown: tuple[str, int | None] = ("", None)
+        self._shown_at = float("-inf")
+        self._is_drawn = False
+
+    def progress(self, text: str, *, phase: str = "") -> None:
+        """As Screen."""
+        if text != self._progress.text:
+            # What was seen before belongs to what was done before.
+            self._view = View()
+        self._progress.set(text, phase)
+        self._refresh()
+
+    def panel(self, view: View) -> None:
+        """As Screen."""
+        self._view = view
+        self._refresh()
+
+    def write(self, stream: str, text: str) -> None:
+        """As Screen."""
+        self._erase()
+        (self._out if stream == "stdout" else self._err).write(text)
+
+    def flush(self) -> None:
+        """As Screen."""
+        self._err.flush()
+        if self._is_terminal and not self._view.is_closing and not self._is_drawn:
+            self._draw()
+        self._out.flush()
+
+    def _refresh(self) -> None:
+        shown = (self._progress.text, _tenths(self._view))
+        is_new = shown != self._shown and bool(self._progress.text)
+        if self._view.is_closing or not self._is_terminal:
+            if is_new or self._is_drawn:
+                self._shown = shown
+                self._erase()
+                self._out.write(f"{self._line('')}\n")
+                self._out.flush()
+        elif is_new or self._clock() - self._shown_at >= _REFRESH_S:
+            self._shown = shown
+            self._draw()
+
+    def _line(self, elapsed: str) -> str:
+        return f"gpu_launch: {build_line(self._progress.text, self._view, elapsed)}"
+
+    def _draw(self) -> None:
+        width = shutil.get_terminal_size().columns - 1
+        line = self._line(self._progress.elapsed())
+        self._out.write(f"\r\x1b[K{line if len(line) <= width else line[: width - 1] + '…'}")
+        self._out.flush()
+        self._shown_at, self._is_drawn = self._clock(), True
+
+    def _erase(self) -> None:
+        if self._is_drawn:
+            self._out.write("\r\x1b[K")
+            self._out.flush()
+            self._is_drawn = False
+
+
+def _tenths(view: View) -> int | None:
+    """How far the loop that changes most often is, coarse enough for a line a change."""
+    part = view.bars[-1].part if view.bars else None
+    return None if part is None else int(part * 10)
+
+
+def in_notebook() -> bool:
+    """Whether what is shown goes to a notebook's cell, where more than text can be shown."""
     try:
         from IPython import get_ipython
     except ImportError:

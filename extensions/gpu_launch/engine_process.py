@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
 from pathlib import Path
 
-from gpu_launch import environment, spare
+from gpu_launch import environment
+from gpu_launch.ranks import native, server
 from gpu_launch.runs import RunFolder
 
 #: How long the controller's connection file may take.
@@ -21,10 +23,12 @@ _POLL_S = 0.02  # seconds
 
 def main() -> None:
     """Run the engine until its controller is gone or it is told to stop."""
-    run = RunFolder(root=Path(sys.argv[1]))
+    run = RunFolder(root=Path(sys.argv[1]), preemptions=environment.read().preemptions)
     settings = json.loads(run.settings.read_text())
+    # A worker that was killed takes its engine along.
+    native.die_with_parent(signal.SIGKILL, os.getppid())
     # First, as its import of torch takes longest.
-    torchrun = spare.spawn(run.run_id) if settings["is_launch"] else None
+    forkserver = server.spawn(run.run_id) if settings["is_launch"] else None
     from ipyparallel.engine.app import IPEngine
 
     from gpu_launch import agent, network
@@ -37,8 +41,8 @@ def main() -> None:
             if settings["is_launch"]:
                 signal.signal(signal.SIGTERM, lambda _number, _frame: agent.leave(run.run_id))
 
-    if torchrun is not None:
-        agent.adopt(torchrun)
+    if forkserver is not None:
+        agent.adopt(forkserver, run.run_id)
     # A worker container's network is connected right after its start.
     network.own(environment.read().subnet)
     wait_for(run.connection)
@@ -47,9 +51,10 @@ def main() -> None:
 
 def build_arguments(run: RunFolder, settings: dict[str, object]) -> list[str]:
     """The engine's arguments."""
+    profile = run.profile if settings["is_launch"] else settings["profile_dir"]
     return [
         f"--file={run.connection}",
-        f"--profile-dir={settings['profile_dir']}",
+        f"--profile-dir={profile}",
         # Generous, as all nodes' engines and torch imports may share few cores.
         "--timeout=30",
         f"--IPEngine.max_heartbeat_misses={settings['heartbeat_misses']}",

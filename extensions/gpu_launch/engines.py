@@ -16,6 +16,7 @@ from traitlets import Integer, Unicode
 
 from gpu_launch import environment, render, runs, wire
 from gpu_launch.broker import Broker
+from gpu_launch.containers import Containers
 from gpu_launch.demand import Demand
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.gang import Gang, load_connection
@@ -36,7 +37,7 @@ class GpuhubEngineSetLauncher(BaseLauncher):
     run_id = Unicode().tag(to_dict=True)
     job_id = Unicode().tag(to_dict=True)
 
-    def __init__(self, *, gang: Gang | None = None, **kwargs: Any) -> None:
+    def __init__(self, *, gang: Containers | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         #: Given by a launch that has begun already; made by `start` otherwise.
         self.gang = gang
@@ -120,8 +121,9 @@ class GpuhubEngineSetLauncher(BaseLauncher):
             exclude_nodes=(),
             demand=Demand(),
         )
-        self.gang = Gang(plan, runs.folder(env.home, self.run_id), env=env, broker=broker)
-        self.gang.attach(self.job_id)
+        gang = Gang(plan, runs.folder(env.home, self.run_id), env=env, broker=broker)
+        gang.attach(self.job_id)
+        self.gang = gang
         self.n = len(job.workers)
         self.notify_start({"run": self.run_id, "n": self.n})
         return self
@@ -145,7 +147,7 @@ class GpuhubEngineSetLauncher(BaseLauncher):
         gang.begin(settings={"is_launch": False, "profile_dir": self.profile_dir, "heartbeat_misses": 30})
         return gang
 
-    def _publish(self, gang: Gang) -> None:
+    def _publish(self, gang: Containers) -> None:
         """Hand the controller's engine connection on, from the cluster or from its file."""
         given = self.environment.get("IPP_CONNECTION_INFO")
         deadline = time.monotonic() + _CONTROLLER_S
@@ -158,7 +160,7 @@ class GpuhubEngineSetLauncher(BaseLauncher):
             time.sleep(_POLL_S)
         gang.publish(connection)
 
-    def _wait(self, gang: Gang) -> None:
+    def _wait(self, gang: Containers) -> None:
         """Until every container runs, saying now and then what it waits for."""
         said = ""
         while not gang.is_started():
@@ -170,7 +172,7 @@ class GpuhubEngineSetLauncher(BaseLauncher):
                     self.log.info(text)
             time.sleep(_POLL_S)
 
-    def _watch(self, gang: Gang, loop: asyncio.AbstractEventLoop) -> None:
+    def _watch(self, gang: Containers, loop: asyncio.AbstractEventLoop) -> None:
         """Tell ipyparallel when the broker ended the engines."""
         while self.state == "running":
             try:

@@ -34,12 +34,23 @@ class Environment:
     run_id: str | None
     worker: int | None
     home: Path
+    #: GPUHUB_KEEP_WORKERS_S: how long workers stay with a notebook after a launch, seconds; 0 for not at all.
+    keep_workers_s: float = 0.0
+    #: GPU_LAUNCH_ROSTER: in the workers of a detached job only: all of them, as the broker tells of workers (JSON).
+    roster: str = ""
+    #: GPU_LAUNCH_PREEMPTIONS: there too: how often the job had been preempted when these workers were started.
+    preemptions: int = 0
+    #: JUPYTERHUB_USER, else USER: whose container it is.
+    user: str = ""
+    #: GPUHUB_HEAD_ADDRESS: where the hub and the broker run.
+    head_address: str = ""
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
     """The environment of this process, or of `environ`."""
     env = os.environ if environ is None else environ
     worker, cap = env.get("GPU_LAUNCH_WORKER", ""), env.get("GPUHUB_GPU_MEMORY_CAP_MIB", "")
+    keep, preemptions = env.get("GPUHUB_KEEP_WORKERS_S", ""), env.get("GPU_LAUNCH_PREEMPTIONS", "")
     return Environment(
         broker_url=env.get("GPUHUB_BROKER_URL", "").rstrip("/") or None,
         token=env.get("JUPYTERHUB_API_TOKEN") or None,
@@ -51,6 +62,11 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         run_id=env.get("GPU_LAUNCH_RUN") or None,
         worker=int(worker) if worker.isdecimal() else None,
         home=Path(env.get("HOME") or Path.home()),
+        keep_workers_s=float(keep) if keep.isdecimal() else 0.0,
+        roster=env.get("GPU_LAUNCH_ROSTER", ""),
+        user=env.get("JUPYTERHUB_USER") or env.get("USER", ""),
+        head_address=env.get("GPUHUB_HEAD_ADDRESS", ""),
+        preemptions=int(preemptions) if preemptions.isdecimal() else 0,
     )
 
 

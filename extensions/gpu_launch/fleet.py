@@ -1,8 +1,9 @@
-"""A launch's engines: a controller here, an engine on every node, and calls to their agents."""
+"""A crew's engines: a controller here, an engine on every node, and calls to their agents."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import threading
@@ -11,111 +12,144 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gpu_launch import agent
+from gpu_launch.containers import Containers
 from gpu_launch.errors import LaunchFailed
-from gpu_launch.gang import Gang
 from gpu_launch.roster import Roster
-from gpu_launch.spec import LaunchSpec, NodeInfo
+from gpu_launch.spec import NodeInfo
 
-#: Engines prove to be there every 100 ms, so that they are known at once; gone after 15 s of silence, both ways.
+#: Engines prove to be there every 100 ms, so that they are known at once; gone after 10 s of silence.
 _PING_MS = 100
-_MISSES = 150
-HEARTBEAT_MISSES = 25  # of (100 + 500) ms each, by ipyparallel's rule
+_MISSES = 100
 _ENGINE_S = 90.0  # seconds for an engine of a running container to register
-_CALL_S = 20.0  # seconds for a call to an agent
-_POLL_S = 0.01  # seconds between looks for new engines and for answers
+#: Seconds for a call to an agent.
+CALL_S = 20.0
+_POLL_S = 0.01  # seconds between looks for new engines
+_WAIT_S = 0.05  # seconds between looks for a reason not to wait for an answer any more
+_CONTROLLER_S = 5.0  # seconds for the controller to end
+_GONE = object()
 
 
 class Fleet:
-    """Members are workers' indexes; None is the notebook's own container. Runs `up` in a thread of its own; then calls
-    to the agents are for one thread at a time.
-    """
+    """Members are workers' indexes; None is the notebook's own container. Safe in several threads."""
 
-    def __init__(self, gang: Gang, address: str) -> None:
+    def __init__(self, gang: Containers, address: str) -> None:
         self._gang, self._address = gang, address
         self._cluster: Any = None
         self._client: Any = None
+        self._lock, self._bringing = threading.RLock(), threading.Lock()
+        self._is_down = False
         #: Engines that were asked who they are, and those that have not answered yet.
         self._known: set[int] = set()
         self._asked: dict[int, Any] = {}
         self._views: dict[int | None, Any] = {}
         self._infos: dict[int | None, NodeInfo] = {}
 
-    def up(
-        self,
-        build: Callable[[Roster, NodeInfo], LaunchSpec],
-        *,
-        given_up: threading.Event,
-        on_roster: Callable[[Roster], None],
-    ) -> LaunchSpec | None:
-        """Start torchrun on each node of the gang as soon as it is granted and its engine is there.
+    def up(self) -> None:
+        """Start the controller, once; engines find it by the run's folder."""
+        with self._bringing:
+            if self._is_down:
+                raise LaunchFailed("The workers were given back meanwhile.")
+            if self._client is None:
+                asyncio.run(self._start_cluster())
+                self._client = asyncio.run(self._cluster.connect_client())
 
-        `build` makes the start's spec of who takes part and node 0. Returns it when every node has confirmed;
-        None when `given_up` was set meanwhile: some may have started then.
-        """
-        if self._client is None:
-            asyncio.run(self._start_cluster())
-            self._client = asyncio.run(self._cluster.connect_client())
-        roster = self._await_roster(given_up)
-        if roster is None:
-            return None
-        on_roster(roster)
-        spec: LaunchSpec | None = None
-        calls: dict[int | None, Any] = {}
+    def meet(self) -> None:
+        """Learn which node each new engine is on. One that is gone meanwhile never answers."""
+        with self._lock:
+            for engine in self._client.ids:
+                if engine not in self._known:
+                    self._known.add(engine)
+                    view = self._client[engine]
+                    self._asked[engine] = (view, view.apply_async(agent.describe))
+            for engine, (view, call) in list(self._asked.items()):
+                if call.ready():
+                    del self._asked[engine]
+                    info = _answer(call, "a new node")
+                    if info is not _GONE:
+                        self._views[info.worker], self._infos[info.worker] = view, info
+
+    def has(self, member: int | None) -> bool:
+        """Whether this member's engine is there."""
+        with self._lock:
+            view = self._views.get(member)
+            return view is not None and view.targets in self._client.ids
+
+    def await_members(self, roster: Roster, given_up: threading.Event) -> bool:
+        """Until every member's engine is there; False when given up before. LaunchFailed where one stays away."""
         deadline = float("inf")
-        while len(calls) < roster.nnodes:
+        while not all(map(self.has, roster.members)):
             if given_up.is_set():
-                return None
+                return False
             self._gang.check()
-            self._meet()
-            if spec is None and roster.members[0] in self._views:
-                spec = build(roster, self._result(roster.members[0], self._call(roster.members[0], agent.describe)))
-            if spec is not None:
-                ready = [member for member in roster.members if member in self._views and member not in calls]
-                calls |= {member: self._call(member, agent.start, spec) for member in ready}
+            self.meet()
             if self._gang.is_started():
                 deadline = min(deadline, time.monotonic() + _ENGINE_S)
             if time.monotonic() > deadline:
                 raise LaunchFailed(self._missing(roster))
             time.sleep(_POLL_S)
-        for member, call in calls.items():
-            self._result(member, call, given_up)
-        return spec
+        return True
 
-    def _await_roster(self, given_up: threading.Event) -> Roster | None:
-        """Who takes part, engines that come meanwhile met; None when given up."""
-        while (roster := self._gang.roster()) is None and not given_up.is_set():
-            self._gang.check()
-            self._meet()
-            time.sleep(_POLL_S)
-        return roster
+    def ask(self, member: int | None, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of a member's agent; the answer is `result`'s to wait for."""
+        with self._lock:
+            return self._views[member].apply_async(function, *arguments)
 
-    def signal(self, number: int) -> None:
-        """Send a signal to every node's torchrun, without waiting."""
-        self._tell(agent.signal, number, self._gang.run.run_id)
+    def result(
+        self, member: int | None, call: Any, given_up: threading.Event | None = None, *, limit_s: float = CALL_S
+    ) -> Any:
+        """What the agent answered; None when given up before. Raises LaunchFailed."""
+        node = self._infos[member].node
+        deadline = time.monotonic() + limit_s
+        while not call.ready():
+            if given_up is not None and given_up.is_set():
+                return None
+            if time.monotonic() > deadline:
+                raise LaunchFailed(f"The agent on {node} did not answer within {limit_s:.0f} s.")
+            call.wait(_WAIT_S)
+        answer = _answer(call, node)
+        if answer is _GONE:
+            raise LaunchFailed(f"The agent on {node} is gone: its worker ended, or the node cannot be reached.")
+        return answer
 
-    def kill(self) -> None:
-        """End every rank at once, without waiting."""
-        self._tell(agent.kill, self._gang.run.run_id)
+    def tell(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a function of every agent that is there, without waiting; their answers to come."""
+        with self._lock:
+            there = self._client.ids if self._client is not None else []
+            return [view.apply_async(function, *arguments) for view in self._views.values() if view.targets in there]
+
+    def lost(self, roster: Roster) -> frozenset[int | None]:
+        """Members whose engines were there and are not any more."""
+        with self._lock:
+            return frozenset(member for member in roster.members if member in self._views and not self.has(member))
 
     def forget(self, workers: Iterable[int]) -> None:
         """These workers' containers are gone; other engines may come with the same indexes."""
-        for worker in workers:
-            self._views.pop(worker, None)
-            self._infos.pop(worker, None)
-        # One that has not said who it is may be gone too, or be here to stay: it is asked again.
-        self._known -= self._asked.keys()
-        self._asked.clear()
+        with self._lock:
+            for worker in workers:
+                self._views.pop(worker, None)
+                self._infos.pop(worker, None)
+            # One that has not said who it is may be gone too, or be here to stay: it is asked again.
+            self._known -= self._asked.keys()
+            self._asked.clear()
 
     def infos(self, roster: Roster) -> list[NodeInfo]:
         """What the members' agents said of their containers, by node rank."""
         return [self._infos[member] for member in roster.members]
 
+    def is_up(self) -> bool:
+        """Whether the controller runs."""
+        controller = self._cluster.controller if self._cluster is not None else None
+        return self._client is not None and controller is not None and bool(controller.running)
+
     def down(self) -> None:
-        """Stop the controller, after `up` has returned; engines are the gang's."""
-        if self._client is not None:
-            self._client.close()
-        if self._cluster is not None:
-            asyncio.run(self._cluster.stop_controller())
+        """Stop the controller; engines are the gang's."""
+        with self._bringing:
+            self._is_down = True
+            if self._client is not None:
+                self._client.close()
+            if self._cluster is not None:
+                with contextlib.suppress(TimeoutError):
+                    asyncio.run(asyncio.wait_for(self._cluster.stop_controller(), _CONTROLLER_S))
 
     async def _start_cluster(self) -> None:
         import ipyparallel
@@ -139,69 +173,33 @@ class Fleet:
             controller_args=controller_arguments(self._address),
             # The launcher hands the connection on itself, so that controller and containers start at the same time.
             send_engines_connection_env=False,
-            # `Launch` frees everything itself; at the interpreter's end it would be too late for ipyparallel to.
+            # A crew frees everything itself; at the interpreter's end it would be too late for ipyparallel to.
             shutdown_atexit=False,
         )
         await self._cluster.start_controller(environment={"IPP_ENABLE_CURVE": "1"})
         await self._cluster.start_engines(self._gang.plan.nnodes, gang=self._gang)
-
-    def _meet(self) -> None:
-        """Learn which node each new engine is on. One that is gone meanwhile never answers."""
-        for engine in self._client.ids:
-            if engine not in self._known:
-                self._known.add(engine)
-                view = self._client[engine]
-                self._asked[engine] = (view, view.apply_async(agent.describe))
-        for engine, (view, call) in list(self._asked.items()):
-            if call.ready():
-                del self._asked[engine]
-                info = self._answer(call, "a new node")
-                if info is not None:
-                    self._views[info.worker], self._infos[info.worker] = view, info
-
-    def _tell(self, function: Any, *arguments: Any) -> None:
-        for view in self._views.values():
-            if view.targets in self._client.ids:
-                view.apply_async(function, *arguments)
-
-    def _call(self, member: int | None, function: Any, *arguments: Any) -> Any:
-        return self._views[member].apply_async(function, *arguments)
-
-    def _result(self, member: int | None, call: Any, given_up: threading.Event | None = None) -> Any:
-        node = self._infos[member].node
-        deadline = time.monotonic() + _CALL_S
-        while not call.ready():
-            if given_up is not None and given_up.is_set():
-                return None
-            if time.monotonic() > deadline:
-                raise LaunchFailed(f"The agent on {node} did not answer within {_CALL_S:.0f} s.")
-            time.sleep(_POLL_S)
-        answer = self._answer(call, node)
-        if answer is None:
-            raise LaunchFailed(f"The agent on {node} is gone.")
-        return answer
-
-    @staticmethod
-    def _answer(call: Any, node: str) -> Any:
-        """What an agent answered; None where its engine ended before."""
-        from ipyparallel.error import EngineError, IPythonError
-
-        try:
-            return call.get(timeout=_CALL_S)
-        except EngineError:
-            return None
-        except IPythonError as error:
-            raise LaunchFailed(f"The agent on {node} failed: {error}") from None
 
     def _missing(self, roster: Roster) -> str:
         nodes = {worker.index: worker.node for worker in self._gang.workers()}
         missing = [
             "this container" if member is None else nodes.get(member, "?")
             for member in roster.members
-            if member not in self._views
+            if not self.has(member)
         ]
         logs = self._gang.run.logs
         return f"No engine answered within {_ENGINE_S:.0f} s on: {', '.join(missing)}. Logs: {logs}"
+
+
+def _answer(call: Any, node: str) -> Any:
+    """What an agent answered; _GONE where its engine ended before."""
+    from ipyparallel.error import EngineError, IPythonError
+
+    try:
+        return call.get(timeout=CALL_S)
+    except EngineError:
+        return _GONE
+    except IPythonError as error:
+        raise LaunchFailed(f"The agent on {node} failed: {error}") from None
 
 
 def controller_arguments(address: str) -> list[str]:

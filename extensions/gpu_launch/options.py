@@ -3,60 +3,42 @@
 from __future__ import annotations
 
 import difflib
+import keyword
 import re
 import shlex
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from gpu_launch import quantities
+from gpu_launch import flags, quantities
 from gpu_launch.demand import Demand
 from gpu_launch.errors import UsageError
 
-USAGE = """\
-%gpu_launch [options] script.py [script's arguments]
-%%gpu_launch [options] [-- arguments]      the cell's body is the script
-
-  --nnodes N             nodes that take part (1); MIN:MAX starts with what is free, and goes on with less when
-                         others need GPUs: the ranks get SIGTERM and start again on what is left
-  --nproc-per-node N     ranks, and GPUs, a node (1)
-  --model NAME[,NAME...] only GPUs of these models, best liked first, such as "RTX 5090,RTX 5070" (any)
-  --memory SIZE          only GPUs with at least so much memory, such as 24G (any)
-  --same-model           all GPUs of one model (mixed ones are allowed)
-  --exclusive            nothing else may run on the nodes; the notebook's own GPU does not take part
-  --scavenge             give the GPUs back when others need them: the ranks get SIGTERM and some time for a
-                         checkpoint, the launch waits again and runs the same command anew
-  --priority N           -100 to 100, higher goes first; above 0 for administrators (0)
-  --time-limit SPAN      the longest time with the GPUs, such as 30m, 2h or 1d; a short one starts sooner
-                         where it fits in before others (as the administrator set)
-  --timeout-s SECONDS    give up when no GPUs were free for this long (wait without limit)
-  --max-restarts N       start all ranks again after a failure, up to N times (0)
-  -m, --module           the script is a module's name
-  --no-python            the script is a program
-  -t, --tee STREAMS      redirected streams that are shown as well: 1 stdout, 2 stderr, 3 both, or RANK:STREAMS,...
-  -r, --redirects STREAMS  streams that go to the log files only
-  --local-ranks-filter RANKS  show only these local ranks, such as 0,2
-  --log-dir DIR          where log files go (~/.gpu_launch/jobs/<run>/logs)
-"""
-
-#: Given to torchrun as they are.
-_PASSED = ("monitor-interval", "role", "numa-binding", "signals-to-handle", "shutdown-timeout", "virtual-local-rank")
-_OURS = (
-    "nnodes", "nproc-per-node", "max-restarts", "tee", "redirects", "local-ranks-filter", "log-dir", "module",
-    "no-python", "model", "memory", "same-model", "exclusive", "scavenge", "priority", "time-limit", "timeout-s",
-    "help",
-)  # fmt: skip
-_SWITCHES = frozenset({"module", "no-python", "virtual-local-rank", "same-model", "exclusive", "scavenge", "help"})
-_SHORT = {"-m": "module", "-t": "tee", "-r": "redirects", "-h": "help"}
-#: torchrun's flags for what a launch decides itself.
-_DECIDED = frozenset(
-    {"node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf",
-     "standalone", "start-method", "run-path", "logs-specs"}
-)  # fmt: skip
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 _SECONDS = re.compile(r"(?=.*[1-9])\d{1,7}(\.\d{1,3})?")
 _RANKS = re.compile(r"\d+(,\d+)*")
 _MOST_NODES, _MOST_PROCESSES, _MOST_MODELS, _MOST_PRIORITY = 1024, 64, 16, 100
 _LEAST_TIME_S, _MOST_TIME_S = 60, 366 * 86400
+_MOST_KEEP_S = 86400
+_SIGNAL = re.compile(r"SIG[A-Z0-9]{2,12}")
+_ROLE = re.compile(r"[\w.-]{1,64}")
+#: As in torch.numa.binding.
+_BINDINGS = ("node", "socket", "exclusive", "core-complex")
+_OUTLIVES = "a detached job goes on without this notebook"
+_PROGRAM = "a program has no Python variables"
+#: Pairs of flags that make no sense together, and why.
+_EXCLUDING = (
+    ("--module", "--no-python", "the script is either a module or a program"),
+    ("--no-python", "--send", _PROGRAM),
+    ("--no-python", "--return", _PROGRAM),
+    ("--no-python", "--preload", "a program is started anew on every rank, so nothing imported helps it"),
+    ("--cold", "--preload", "--cold starts every rank with nothing imported"),
+    ("--detach", "--send", f"{_OUTLIVES}, so let the script load what it needs from a file"),
+    ("--detach", "--return", f"{_OUTLIVES}, so let the script save its results to a file"),
+    ("--detach", "--keep", f"{_OUTLIVES}, and its workers end with it"),
+    ("--detach", "--timeout-s", f"{_OUTLIVES} and waits as long as it takes; %gpu_cancel takes it back"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +60,18 @@ class Options:
     #: Models as they were typed.
     demand: Demand = field(default_factory=Demand)
     timeout_s: float | None = None
+    #: Names of the notebook's variables that ranks get, and of theirs that come back.
+    send: tuple[str, ...] = ()
+    returns: tuple[str, ...] = ()
+    #: Modules that are imported, besides torch, before ranks are forked.
+    preload: tuple[str, ...] = ()
+    #: Nothing is forked.
+    cold: bool = False
+    #: How long the workers stay afterwards, seconds; None for the settings' own.
+    keep_s: int | None = None
+    #: It goes on without the notebook.
+    detach: bool = False
+    dry_run: bool = False
     #: More torchrun flags, as given.
     passed: tuple[str, ...] = ()
     #: Script, module or program; empty for a cell.
@@ -112,8 +106,7 @@ def parse_words(words: list[str], *, cell: bool = False) -> Options:
         options = _with(options, name, value)
     explicit = bool(rest) and rest[0] == "--"
     rest = rest[1:] if explicit else rest
-    if options.module and options.no_python:
-        raise UsageError("--module and --no-python exclude each other.")
+    _check_together(options)
     if cell:
         return _cell(options, rest, explicit=explicit)
     if not rest:
@@ -121,6 +114,24 @@ def parse_words(words: list[str], *, cell: bool = False) -> Options:
             "No script is named: %gpu_launch [options] script.py [arguments], or %%gpu_launch over a cell."
         )
     return replace(options, script=rest[0], arguments=tuple(rest[1:]))
+
+
+def _check_together(options: Options) -> None:
+    """Refuse flags that exclude each other."""
+    given = {
+        "--module": options.module,
+        "--no-python": options.no_python,
+        "--send": options.send,
+        "--return": options.returns,
+        "--preload": options.preload,
+        "--cold": options.cold,
+        "--keep": options.keep_s is not None,
+        "--detach": options.detach,
+        "--timeout-s": options.timeout_s is not None,
+    }
+    for first, second, reason in _EXCLUDING:
+        if given[first] and given[second]:
+            raise UsageError(f"{first} and {second} exclude each other: {reason}.")
 
 
 def _cell(options: Options, rest: list[str], *, explicit: bool) -> Options:
@@ -135,12 +146,12 @@ def _take(rest: list[str]) -> tuple[str, str]:
     """The next flag's name and value ('' for a switch), removed from `rest`."""
     word = rest.pop(0)
     flag, has_value, value = word.partition("=")
-    name = _SHORT.get(flag) or (flag[2:].replace("_", "-") if flag.startswith("--") else "")
-    if name in _DECIDED:
-        raise UsageError(f"{flag} is decided by the launch itself; leave it out.")
-    if name not in _OURS and name not in _PASSED:
+    name = flags.SHORT.get(flag) or (flag[2:].replace("_", "-") if flag.startswith("--") else "")
+    if name in flags.REFUSED:
+        raise UsageError(f"{flag} is torchrun's, and not for a launch: {flags.REFUSED[name]}. Leave it out.")
+    if name not in flags.OURS and name not in flags.PASSED:
         _unknown(flag)
-    if name in _SWITCHES:
+    if name in flags.SWITCHES:
         if has_value:
             raise UsageError(f"{flag} takes no value.")
         return name, ""
@@ -152,52 +163,33 @@ def _take(rest: list[str]) -> tuple[str, str]:
 
 
 def _unknown(flag: str) -> NoReturn:
-    known = [f"--{name}" for name in (*_OURS, *_PASSED)]
-    close = difflib.get_close_matches(flag.replace("_", "-"), [*known, *_SHORT], n=2, cutoff=0.6)
+    known = [f"--{name}" for name in (*flags.OURS, *flags.PASSED)]
+    close = difflib.get_close_matches(flag.replace("_", "-"), [*known, *flags.SHORT], n=2, cutoff=0.6)
     hint = f"Did you mean {' or '.join(close)}?" if close else "%gpu_launch --help lists the flags."
     raise UsageError(f"There is no flag {flag}. {hint} The script's own arguments come after the script.")
 
 
 def _with(options: Options, name: str, value: str) -> Options:
     """`options` with one flag set."""
-    changes: dict[str, Any]
-    match name:
-        case "nnodes":
-            changes = _nodes(value)
-        case "nproc-per-node":
-            changes = {"nproc_per_node": number(f"--{name}", value, least=1, most=_MOST_PROCESSES)}
-        case "max-restarts":
-            changes = {"max_restarts": number(f"--{name}", value, least=0, most=1000)}
-        case "timeout-s":
-            seconds = _matching(f"--{name}", value, _SECONDS, "a number of seconds above 0")
-            changes = {"timeout_s": float(seconds)}
-        case "tee" | "redirects":
-            changes = {name: _matching(f"--{name}", value, _STREAMS, "0, 1 (stdout), 2 (stderr), 3 (both) or 0:3,1:1")}
-        case "local-ranks-filter":
-            ranks = _matching(f"--{name}", value, _RANKS, "local ranks such as 0,2")
-            changes = {"shown_ranks": tuple(int(rank) for rank in ranks.split(","))}
-        case "module" | "no-python":
-            changes = {name.replace("-", "_"): True}
-        case "log-dir":
-            if not value.strip():
-                raise UsageError(f"--{name} needs a value.")
-            changes = {"log_dir": value}
-        case "model" | "memory" | "same-model" | "exclusive" | "scavenge" | "priority" | "time-limit":
-            changes = {"demand": replace(options.demand, **_demanded(name, value))}
-        case _:
-            changes = {"passed": (*options.passed, f"--{name}" + (f"={value}" if name not in _SWITCHES else ""))}
-    return replace(options, **changes)
+    if name in flags.PASSED:
+        _check_passed(f"--{name}", value)
+        word = f"--{name}" + ("" if name in flags.SWITCHES else f"={value}")
+        return replace(options, passed=(*options.passed, word))
+    if name in _DEMANDED:
+        return replace(options, demand=replace(options.demand, **_demanded(name, value)))
+    changes: dict[str, Any] = {name.replace("-", "_"): True} if name in flags.SWITCHES else {}
+    return replace(options, **(changes or _READERS[name](f"--{name}", value)))
 
 
-def _nodes(value: str) -> dict[str, Any]:
+def _nodes(flag: str, value: str) -> dict[str, Any]:
     """`3`, or `1:3` as torchrun has it."""
     least, is_range, most = value.partition(":")
     if not is_range:
-        return {"nnodes": number("--nnodes", value, least=1, most=_MOST_NODES), "least_nnodes": None}
+        return {"nnodes": number(flag, value, least=1, most=_MOST_NODES), "least_nnodes": None}
     if not (re.fullmatch(r"[0-9]{1,4}", least) and re.fullmatch(r"[0-9]{1,4}", most)):
-        raise UsageError(f"--nnodes {value}: a number of nodes, or MIN:MAX such as 1:3, is needed.")
+        raise UsageError(f"{flag} {value}: a number of nodes, or MIN:MAX such as 1:3, is needed.")
     if not 1 <= int(least) <= int(most) <= _MOST_NODES:
-        raise UsageError(f"--nnodes {value}: MIN:MAX needs 1 ≤ MIN ≤ MAX ≤ {_MOST_NODES}, such as 1:3.")
+        raise UsageError(f"{flag} {value}: MIN:MAX needs 1 ≤ MIN ≤ MAX ≤ {_MOST_NODES}, such as 1:3.")
     return {"nnodes": int(most), "least_nnodes": int(least)}
 
 
@@ -233,6 +225,75 @@ def _matching(flag: str, value: str, pattern: re.Pattern[str], right: str) -> st
     if not pattern.fullmatch(value):
         raise UsageError(f"{flag} {value}: {right} is needed.")
     return value
+
+
+def _names(flag: str, value: str, *, dotted: bool) -> tuple[str, ...]:
+    """Python names with commas between them, each once; with `dotted` those of modules in packages too."""
+    names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+    for name in names:
+        parts = name.split(".") if dotted else [name]
+        if not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
+            raise UsageError(f"{flag} {value}: names such as model,losses are needed, and {name!r} is none.")
+        if name.startswith("__"):
+            raise UsageError(f"{flag} {value}: {name} is Python's own.")
+    return names
+
+
+def _check_passed(flag: str, value: str) -> None:
+    """What torchrun itself would only refuse on the nodes."""
+    match flag:
+        case "--role":
+            _matching(flag, value, _ROLE, "a word such as trainer")
+        case "--monitor-interval":
+            _matching(flag, value, _SECONDS, "a number of seconds above 0")
+        case "--shutdown-timeout":
+            number(flag, value, least=0, most=_MOST_KEEP_S)
+        case "--numa-binding":
+            if value not in _BINDINGS:
+                raise UsageError(f"{flag} {value}: one of {', '.join(_BINDINGS)} is needed.")
+        case "--signals-to-handle":
+            names = [name.strip() for name in value.split(",")]
+            # A laptop without these signals cannot tell which there are.
+            known = signal.Signals.__members__ if hasattr(signal, "SIGUSR1") else names
+            if not all(_SIGNAL.fullmatch(name) and name in known for name in names):
+                raise UsageError(f"{flag} {value}: names of signals such as SIGTERM,SIGUSR1 are needed.")
+
+
+def _timeout(flag: str, value: str) -> dict[str, Any]:
+    return {"timeout_s": float(_matching(flag, value, _SECONDS, "a number of seconds above 0"))}
+
+
+def _shown(flag: str, value: str) -> dict[str, Any]:
+    ranks = _matching(flag, value, _RANKS, "local ranks such as 0,2")
+    return {"shown_ranks": tuple(int(rank) for rank in ranks.split(","))}
+
+
+def _redirected(flag: str, value: str) -> dict[str, Any]:
+    return {flag[2:]: _matching(flag, value, _STREAMS, "0, 1 (stdout), 2 (stderr), 3 (both) or 0:3,1:1")}
+
+
+def _log_dir(flag: str, value: str) -> dict[str, Any]:
+    if not value.strip():
+        raise UsageError(f"{flag} needs a value.")
+    return {"log_dir": value}
+
+
+_DEMANDED = frozenset({"model", "memory", "same-model", "exclusive", "scavenge", "priority", "time-limit"})
+#: What each flag with a value sets, by its name.
+_READERS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    "nnodes": _nodes,
+    "nproc-per-node": lambda flag, value: {"nproc_per_node": number(flag, value, least=1, most=_MOST_PROCESSES)},
+    "max-restarts": lambda flag, value: {"max_restarts": number(flag, value, least=0, most=1000)},
+    "timeout-s": _timeout,
+    "tee": _redirected,
+    "redirects": _redirected,
+    "local-ranks-filter": _shown,
+    "log-dir": _log_dir,
+    "send": lambda flag, value: {"send": _names(flag, value, dotted=False)},
+    "return": lambda flag, value: {"returns": _names(flag, value, dotted=False)},
+    "preload": lambda flag, value: {"preload": _names(flag, value, dotted=True)},
+    "keep": lambda flag, value: {"keep_s": quantities.parse_span(flag, value, least=0, most=_MOST_KEEP_S)},
+}
 
 
 def _streams(text: str, local_rank: int) -> int:

@@ -15,7 +15,7 @@ _WAITING_BATCHES = 200
 _LINGER_MS = 2000
 
 
-class _OneClient:
+class OneClient:
     """Accepts one Curve key."""
 
     def __init__(self, public: bytes) -> None:
@@ -36,7 +36,7 @@ class Sink:
         self._context = zmq.Context()
         self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._auth.start()
-        self._auth.configure_curve_callback(domain="*", credentials_provider=_OneClient(client_public))
+        self._auth.configure_curve_callback(domain="*", credentials_provider=OneClient(client_public))
         self._socket = self._context.socket(zmq.PULL)
         self._socket.curve_server = True
         self._socket.curve_publickey = server_public

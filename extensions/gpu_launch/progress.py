@@ -1,23 +1,30 @@
-"""Where the ranks of a launch are, and what of their output is to be shown. No I/O; time is passed in."""
+"""Where the ranks of a launch are, as the agents tell it. No I/O; time is passed in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from gpu_launch import failure
+from gpu_launch.cards import Card, parse_card
 from gpu_launch.errors import LaunchFailed
 from gpu_launch.options import Options
+from gpu_launch.panel import RankState, View
 from gpu_launch.plan import Plan
-from gpu_launch.render import Cap, Lines, count
+from gpu_launch.render import ranks_text
 from gpu_launch.roster import Roster
 from gpu_launch.spec import RankEnd
+from gpu_launch.speech import Speech
+from gpu_launch.steps import Steps
 
 #: An agent that runs says so every second.
-SILENCE_S = 20.0
-#: Seconds between notes of lines not shown.
-TELL_S = 2.0
+SILENCE_S = 10.0
+#: A node that lets a peer's connection break and then says nothing for so long is named as lost.
+_LOST_S = 2.5
+#: Ranks that have finished while others go on are told of after this.
+_WAITING_S = 1.0
+_END_FIELDS = frozenset(item.name for item in fields(RankEnd))
 
 
 @dataclass
@@ -27,6 +34,7 @@ class _Node:
     code: int | None = None
     said: str = ""
     is_leaving: bool = False
+    cards: tuple[Card, ...] = ()
 
 
 class Ranks:
@@ -38,29 +46,30 @@ class Ranks:
         #: Who takes part in this attempt; None until that is decided.
         self.roster: Roster | None = None
         self._nodes: dict[int, _Node] = {}
-        self._ends: list[RankEnd] = []
-        self._lines, self._cap = Lines(), Cap()
-        self._hushed = False
-        self._told_at = 0.0
+        self._ends: dict[int, RankEnd] = {}
+        self._steps = Steps()
+        self._speech = Speech(self._steps, is_whole=options.detach)
+        self._now = 0.0
+        #: An interrupt may end `take` anywhere.
+        self._is_taking = False
+        #: When the first rank of this attempt finished; None for none yet.
+        self._finished_at: float | None = None
 
     def take(self, messages: Iterable[Mapping[str, Any]], now: float, *, last: bool = False) -> list[tuple[str, str]]:
         """(stream, text) to show, in the order of arrival, neighbours of one stream joined."""
-        shown: list[tuple[str, str]] = []
+        if self._is_taking:
+            self._speech.mend()
+        self._now, self._is_taking = now, True
         for message in messages:
             if message["attempt"] == self.attempt:
-                shown += self._note(message, now)
-        shown += self._lines.overdue(now, everything=last)
-        allowed = [(stream, line) for stream, line in shown if not self._hushed and self._cap.take(len(line), now)]
-        if (last or now - self._told_at >= TELL_S) and (skipped := self._cap.skipped()):
-            self._told_at = now
-            allowed.append(
-                ("stderr", f"[gpu_launch] {count(skipped, 'line')} not shown here; the log files have all of it\n")
-            )
-        return _joined(allowed)
+                self._note(message, now)
+        shown = self._speech.take(self._speaking(), now, last=last)
+        self._is_taking = False
+        return shown
 
     def hush(self) -> None:
         """Show nothing more: after an interrupt every rank's own complaint of it is noise."""
-        self._hushed = True
+        self._speech.hush()
 
     @property
     def total(self) -> int:
@@ -68,23 +77,33 @@ class Ranks:
         return self._plan.nnodes * self._plan.nproc_per_node if self.roster is None else self.roster.ranks
 
     def restart(self) -> None:
-        """Begin the next attempt."""
+        """Begin the next attempt. Why the present one failed, if it did, is shown."""
+        first = self.first_failed()
+        is_to_blame = first is not None and failure.grade(first) < failure.VICTIM
+        text = failure.describe(self._all_ends(), lost=self._lost()) if is_to_blame else ""
+        self._speech.renew(text, self._now)
         self.attempt += 1
         self.roster = None
         self._nodes.clear()
         self._ends.clear()
+        self._steps.clear()
+        self._finished_at = None
 
     def is_running(self) -> bool:
-        """Whether every node's torchrun has started."""
+        """Whether ranks were started on every node."""
         return self.roster is not None and len(self._nodes) == self.roster.nnodes
 
     def all_ended(self) -> bool:
-        """Whether every node's torchrun has ended."""
+        """Whether the ranks of every node have ended."""
         return self.is_running() and all(node.code is not None for node in self._nodes.values())
 
     def failed(self) -> bool:
-        """Whether a node's torchrun has failed."""
-        return any(node.code for node in self._nodes.values())
+        """Whether a rank, or what starts ranks on a node, has failed."""
+        return any(node.code for node in self._nodes.values()) or any(end.exit_code for end in self._ends.values())
+
+    def first_failed(self) -> RankEnd | None:
+        """The rank to blame, of those that have ended so far; None while none has failed."""
+        return failure.first_failure(end for end in self._ends.values() if end.exit_code is not None)
 
     def ended_well(self) -> bool:
         """Whether every rank has done its work."""
@@ -100,63 +119,142 @@ class Ranks:
             rank for rank, node in self._nodes.items() if node.code is None and now - node.seen_at <= SILENCE_S
         )
 
+    def ended(self) -> frozenset[int]:
+        """Node ranks that have told the end of their ranks."""
+        return frozenset(rank for rank, node in self._nodes.items() if node.code is not None)
+
+    def silent(self, now: float) -> frozenset[int]:
+        """Node ranks that have told no end, and nothing else for too long."""
+        return frozenset(self._silent(now, SILENCE_S))
+
     def nodes(self) -> tuple[str, ...]:
         """The nodes' names, by node rank."""
         return tuple(node.name for _, node in sorted(self._nodes.items()))
 
     def check_alive(self, now: float) -> None:
         """Raise for a node that has said nothing for too long."""
-        for node in self._nodes.values():
-            if node.code is None and now - node.seen_at > SILENCE_S:
-                raise LaunchFailed(
-                    f"{node.name} has not been heard of for {SILENCE_S:.0f} s: its worker or the node is gone."
-                )
+        if silent := self._silent(now, SILENCE_S):
+            names = " and ".join(self._nodes[rank].name for rank in silent)
+            gone = ranks_text([number for rank in silent for number in self._ranks_of(rank)])
+            text = f"{'has' if len(silent) == 1 else 'have'} not been heard of for {SILENCE_S:.0f} s"
+            raise LaunchFailed(f"{names} {text}: the worker or the node is gone, and with it {gone}.")
 
     def describe(self, *, logs: str) -> str:
         """The failure, the first failing rank's own error first."""
-        if failure.first_failure(self._ends) is not None and any(end.exit_code for end in self._ends):
-            missing = self._unheard()
-            return failure.describe([*self._ends, *missing], logs=logs)
+        if any(end.exit_code for end in self._ends.values()):
+            return failure.describe(self._all_ends(), logs=logs, lost=self._lost())
         said = [
-            f"torchrun on {node.name} failed: {node.said.strip()}" for node in self._nodes.values() if node.said.strip()
+            f"The ranks on {node.name} could not be run: {node.said.strip()}"
+            for node in self._nodes.values()
+            if node.said.strip()
         ]
-        return "\n".join([*(said or ["torchrun failed without a word."]), f"Logs: {logs}"])
+        return "\n".join([*(said or ["The ranks ended without a word."]), f"Logs: {logs}"])
 
-    def _unheard(self) -> list[RankEnd]:
-        known = {end.rank for end in self._ends}
-        per_node = self._plan.nproc_per_node
+    def view(self) -> View:
+        """What the panel shows of them."""
+        cards = [card for _, node in sorted(self._nodes.items()) for card in node.cards]
+        return View(bars=self._steps.bars(), cards=tuple(cards), ranks=self._states())
+
+    def waiting_text(self) -> str:
+        """`rank 0 has finished, waiting for ranks 1-2`; empty while that is not worth a word."""
+        if self._finished_at is None or self._now - self._finished_at < _WAITING_S:
+            return ""
+        states = self._states()
+        done, going = states.get(RankState.FINISHED, ()), states.get(RankState.RUNNING, ())
+        if not done or not going:
+            return ""
+        return f"{ranks_text(done)} {'has' if len(done) == 1 else 'have'} finished, waiting for {ranks_text(going)}"
+
+    @property
+    def _per_node(self) -> int:
+        return self._plan.nproc_per_node if self.roster is None else self.roster.nproc_per_node
+
+    def _ranks_of(self, node_rank: int) -> range:
+        return range(node_rank * self._per_node, (node_rank + 1) * self._per_node)
+
+    def _states(self) -> dict[RankState, tuple[int, ...]]:
+        found: dict[RankState, list[int]] = {}
+        for rank in range(self.total if self._nodes else 0):
+            found.setdefault(self._state(rank), []).append(rank)
+        return {state: tuple(found[state]) for state in RankState if state in found}
+
+    def _state(self, rank: int) -> RankState:
+        end, node = self._ends.get(rank), self._nodes.get(rank // self._per_node)
+        if end is not None and end.exit_code == 0:
+            return RankState.FINISHED
+        if end is not None:
+            return RankState.STOPPED if failure.grade(end) == failure.STOPPED else RankState.FAILED
+        if node is None:
+            return RankState.STARTING
+        return RankState.RUNNING if node.code is None else RankState.STOPPED
+
+    def _speaking(self) -> frozenset[int]:
+        """Ranks that may still say something that is shown."""
+        return frozenset(
+            rank
+            for rank in range(self.total)
+            if rank not in self._ends and any(self._shows(rank, stream) for stream in ("stdout", "stderr"))
+        )
+
+    def _shows(self, rank: int, stream: str) -> bool:
+        return self._options.shows(rank % self._per_node, stream)
+
+    def _silent(self, now: float, limit_s: float) -> list[int]:
+        return [rank for rank, node in self._nodes.items() if node.code is None and now - node.seen_at > limit_s]
+
+    def _lost(self) -> list[str]:
         return [
-            RankEnd(rank=rank, node=self._nodes[rank // per_node].name if rank // per_node in self._nodes else "?",
-                    exit_code=None, error="", at_ns=0)
-            for rank in range(self.total) if rank not in known
-        ]  # fmt: skip
+            f"nothing was heard of {self._nodes[rank].name} ({ranks_text(self._ranks_of(rank))}) "
+            f"for {self._now - self._nodes[rank].seen_at:.0f} s"
+            for rank in self._silent(self._now, _LOST_S)
+        ]
 
-    def _note(self, message: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
-        node = self._nodes.setdefault(message["node_rank"], _Node(name=message["node"], seen_at=now))
+    def _all_ends(self) -> list[RankEnd]:
+        """How every rank has ended, those too of which nothing was heard."""
+        names = {rank: node.name for rank, node in self._nodes.items()}
+        return [
+            self._ends.get(rank)
+            or RankEnd(rank=rank, node=names.get(rank // self._per_node, "?"), exit_code=None, error="", at_ns=0)
+            for rank in range(self.total)
+        ]
+
+    def _note(self, message: Mapping[str, Any], now: float) -> None:
+        rank = message["node_rank"]
+        node = self._nodes.setdefault(rank, _Node(name=message["node"], seen_at=now))
         node.seen_at = now
-        if message["kind"] == "leaving":
-            node.is_leaving = True
-            return []
-        if message["kind"] == "exit":
-            node.code, node.said = message["code"], message["said"]
-            self._ends += [RankEnd(**end) for end in message["ends"]]
-            return []
-        return [line for entry in message["entries"] for line in self._entry(node.name, entry, now)]
+        match message["kind"]:
+            case "output":
+                for entry in message["entries"]:
+                    self._hear(node.name, entry, now)
+            case "gpus":
+                node.cards = tuple(parse_card(node.name, reading) for reading in message["readings"])
+            case "progress":
+                self._steps.report(message["rank"], message, now)
+            case "failed" | "ended":
+                self._end(message["end"], now)
+            case "leaving":
+                node.is_leaving = True
+            case "exit":
+                node.code, node.said = message["code"], message["said"]
+                for end in message["ends"]:
+                    self._end(end, now)
 
-    def _entry(self, node: str, entry: list[Any], now: float) -> list[tuple[str, str]]:
+    def _end(self, told: Mapping[str, Any], now: float) -> None:
+        end = RankEnd(**{name: value for name, value in told.items() if name in _END_FIELDS})
+        known = self._ends.get(end.rank)
+        if known is not None and known.exit_code is not None:
+            # What was told first is how it ended; its error may have been read in full only later.
+            end = replace(known, error=end.error) if len(end.error) > len(known.error) else known
+        self._ends[end.rank] = end
+        if end.exit_code == 0 and self._finished_at is None:
+            self._finished_at = now
+        self._speech.end(end.rank, well=end.exit_code == 0, now=now)
+
+    def _hear(self, node: str, entry: list[Any], now: float) -> None:
         rank, stream, _ns, text, *passed = entry
-        if not self._options.shows(rank % self._plan.nproc_per_node, stream):
-            return []
+        if not self._shows(rank, stream):
+            return
         if text is None:
-            text = f"\n… {passed[0]} bytes passed over; the log file has them …\n"
-        return [(stream, line) for line in self._lines.feed(rank, node, stream, text, now)]
-
-
-def _joined(lines: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    joined: list[tuple[str, str]] = []
-    for stream, text in lines:
-        if joined and joined[-1][0] == stream:
-            joined[-1] = (stream, joined[-1][1] + text)
+            self._speech.pass_over(rank, stream, passed[0])
         else:
-            joined.append((stream, text))
-    return joined
+            self._speech.hear(rank, node, stream, text, now)

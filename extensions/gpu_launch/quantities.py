@@ -25,7 +25,7 @@ def parse_span(flag: str, value: str, *, least: int, most: int) -> int:
     """Seconds from `90s`, `30m`, `2h`, `1d` or `1w`. Raises UsageError for anything else and beyond the limits."""
     match = _SPAN.fullmatch(value)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
-    if not least <= seconds <= most:
+    if match is None or not least <= seconds <= most:
         raise UsageError(
             f"{flag} {value}: a span of time with its unit is needed, such as 30m, 2h or 1d, "
             f"from {format_span(least)} to {format_span(most)}."

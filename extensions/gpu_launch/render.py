@@ -1,69 +1,14 @@
-"""Ranks' output and the launch's progress as text. Pure: time is passed in."""
+"""A launch's progress as text: who takes part, what is waited for, who says a line. Pure: time is passed in."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 
 from gpu_launch.plan import Plan
 from gpu_launch.wire import PREEMPTING, WAITING, Gpu, Job, Worker
-
-#: Most text a second in the notebook; Jupyter itself drops output beyond 1 MB/s. All of it is in the log files.
-CAP_BYTES_S = 400_000
-CAP_BURST_BYTES = 1_000_000
-#: A line without its end is shown after this long, a progress bar that redraws itself this often.
-PARTIAL_S = 0.5
-REDRAW_S = 2.0
-
-
-@dataclass
-class _Pending:
-    """A line that has not ended yet."""
-
-    text: str = ""
-    changed_at: float = 0.0
-    shown_at: float = 0.0
-
-
-class Lines:
-    """Turns chunks of ranks' streams into whole prefixed lines."""
-
-    def __init__(self) -> None:
-        self._pending: dict[tuple[int, str, str], _Pending] = {}
-
-    def feed(self, rank: int, node: str, stream: str, text: str, now: float) -> list[str]:
-        """The lines that `text` completes."""
-        pending = self._pending.setdefault((rank, node, stream), _Pending(shown_at=now))
-        *whole, rest = (pending.text + text.replace("\r\n", "\n")).split("\n")
-        pending.text, pending.changed_at = collapse(rest, keep_end=True), now
-        return [prefix(rank, node) + collapse(line) + "\n" for line in whole]
-
-    def overdue(self, now: float, *, everything: bool = False) -> list[tuple[str, str]]:
-        """(stream, line) of unended lines that have waited long enough; with `everything` all of them."""
-        found = []
-        for (rank, node, stream), pending in self._pending.items():
-            redraws = "\r" in pending.text
-            is_due = now - pending.shown_at >= REDRAW_S if redraws else now - pending.changed_at >= PARTIAL_S
-            shown = collapse(pending.text)
-            if shown and (is_due or everything):
-                found.append((stream, prefix(rank, node) + shown + "\n"))
-                pending.text, pending.shown_at = "", now
-        return found
-
-
-def collapse(line: str, *, keep_end: bool = False) -> str:
-    """What a terminal shows of a line that redraws itself with carriage returns.
-
-    With `keep_end` the last return stays, as what follows may still redraw.
-    """
-    if "\r" not in line:
-        return line
-    drawn = [part for part in line.split("\r") if part]
-    last = drawn[-1] if drawn else ""
-    return f"\r{last}" if keep_end else last
 
 
 def prefix(rank: int, node: str) -> str:
@@ -71,28 +16,44 @@ def prefix(rank: int, node: str) -> str:
     return f"[rank {rank} · {node}] "
 
 
-class Cap:
-    """Lets CAP_BYTES_S through and counts the rest."""
+def ranks_prefix(ranks: Sequence[int]) -> str:
+    """Who says a line that several ranks say."""
+    return f"[ranks {numbers_text(ranks)} ×{len(ranks)}] "
 
-    def __init__(self, *, rate: float = CAP_BYTES_S, burst: float = CAP_BURST_BYTES, now: float = 0.0) -> None:
-        self._rate, self._burst = rate, burst
-        self._left, self._at = burst, now
-        self._skipped = 0
 
-    def take(self, size: int, now: float) -> bool:
-        """Whether `size` bytes may be shown now."""
-        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
-        self._at = now
-        if self._left < size:
-            self._skipped += 1
-            return False
-        self._left -= size
-        return True
+def numbers_text(numbers: Iterable[int]) -> str:
+    """`0-3, 5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
-    def skipped(self) -> int:
-        """Lines not shown since last asked."""
-        count, self._skipped = self._skipped, 0
-        return count
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """`rank 2`, `ranks 0-3, 5`."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers_text(ranks)}"
+
+
+def size_text(size: float) -> str:
+    """`12 kB`, `3.4 MB`: bytes, for a person."""
+    units = ["GB", "MB", "kB", "bytes"]
+    while size >= 1000 and len(units) > 1:
+        units.pop()
+        size /= 1000
+    return f"{size:.0f} {units[-1]}" if units[-1] == "bytes" or size >= 10 else f"{size:.1f} {units[-1]}"
+
+
+def span_text(seconds: float) -> str:
+    """`7 s`, `2 min 5 s`, `3 h 12 min`, `2 d 4 h`."""
+    whole = max(0, round(seconds))
+    for unit, of, smaller, each in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= of:
+            rest = whole % of // each
+            return f"{whole // of} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
 
 
 def count(number: int, noun: str) -> str:
@@ -115,7 +76,7 @@ def cards_text(cards: Sequence[Gpu]) -> str:
 def job_text(job: Job, plan: Plan, now: datetime) -> str:
     """What is being waited for while workers are asked for and start."""
     if job.state == WAITING:
-        return f"waiting for {asked_text(plan)}{_place_text(job, now)}"
+        return f"waiting for {asked_text(plan)}{place_text(job, now)}"
     if job.is_granted:
         return f"starting {count(len(job.workers), 'worker')} on {nodes_text(job.workers, '')}"
     return "preempted, the workers end" if job.state == PREEMPTING else f"the broker says: {job.state}"
@@ -131,7 +92,7 @@ def _range(least: int, most: int, noun: str) -> str:
     return count(most, noun) if least == most else f"{least} to {count(most, noun)}"
 
 
-def _place_text(job: Job, now: datetime) -> str:
+def place_text(job: Job, now: datetime) -> str:
     """Position, expected start and reason, as far as they are told."""
     parts = [f"position {job.position}"] if job.position else []
     if job.expected_start is not None:

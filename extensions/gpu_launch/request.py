@@ -13,9 +13,11 @@ from gpu_launch.environment import Environment
 from gpu_launch.errors import UsageError
 from gpu_launch.options import Options
 from gpu_launch.roster import Roster
-from gpu_launch.spec import Channel, LaunchSpec, NodeInfo
+from gpu_launch.spec import Channel, LaunchSpec, NodeInfo, Way
 from gpu_launch.wire import Cluster
 
+#: Flags that ask for what torchrun itself does around a rank's process.
+_LITERAL = ("--numa-binding", "--virtual-local-rank", "--signals-to-handle")
 #: Ranks that were told to write a checkpoint are killed by the broker when their time is over, not by torchrun.
 _CHECKPOINT_MOST_S = 3600
 
@@ -41,6 +43,10 @@ class Checked:
     plan: plan.Plan
     #: Script, module or program as torchrun gets it; empty for a cell.
     script: str
+    #: Each node runs one program, see `Way.TASK`.
+    is_task: bool = False
+    #: What there is, as far as it had to be known.
+    cluster: Cluster | None = None
 
     @property
     def own_text(self) -> str:
@@ -52,20 +58,34 @@ class Checked:
     @property
     def may_lose_gpus(self) -> bool:
         """Whether it is told to write checkpoints when others need its GPUs."""
+        if self.request.options.detach:
+            return True
         return self.plan.workers > 0 and (self.plan.demand.scavenge or self.plan.is_elastic)
 
 
-def check(request: Request, broker: Broker | None) -> Checked:
-    """Raises UsageError, or BrokerError where the broker cannot be asked."""
+def check(request: Request, broker: Broker | None, *, cluster: Cluster | None = None) -> Checked:
+    """Raises UsageError, or BrokerError where the broker cannot be asked. `cluster`: it is known already."""
     options, env = request.options, request.env
-    wanted = _plan(options, env, _cluster(options, env, broker))
+    cluster = cluster or _cluster(options, env, broker)
+    wanted = _plan(options, env, cluster)
     is_shared = wanted.workers > 0
     if is_shared:
         checks.check_shared(request.cwd, home=env.home, what="This notebook's folder")
     script = ""
     if request.cell is None:
         script = checks.check_command(options, cwd=request.cwd, home=env.home, shared=is_shared)
-    return Checked(request=request, plan=wanted, script=script)
+    return Checked(request=request, plan=wanted, script=script, cluster=cluster)
+
+
+def choose_way(checked: Checked) -> tuple[Way, str]:
+    """How ranks are to be started, and why not by forking where that was not asked for."""
+    options = checked.request.options
+    if checked.is_task:
+        return Way.TASK, ""
+    if options.cold or options.no_python:
+        return Way.TORCHRUN, ""
+    literal = [flag.partition("=")[0] for flag in options.passed if flag.startswith(_LITERAL)]
+    return (Way.TORCHRUN, f"{literal[0]} is its own") if literal else (Way.FORK, "")
 
 
 def _cluster(options: Options, env: Environment, broker: Broker | None) -> Cluster | None:
@@ -118,8 +138,11 @@ def build_spec(
     first: NodeInfo,
     attempt: int,
     channel: Channel,
+    way: Way = Way.TORCHRUN,
+    restarts: int = 0,
+    exchange: str = "",
 ) -> LaunchSpec:
-    """One start on the nodes of `roster`. `first` is node 0, whose port is free."""
+    """One start on the nodes of `roster`. `first` is node 0; on its port is the ranks' store, or it is free."""
     request, options = checked.request, checked.request.options
     script = checked.script if request.cell is None else str(run.cell)
     log_dir = request.cwd / Path(options.log_dir).expanduser() if options.log_dir else run.logs
@@ -140,4 +163,9 @@ def build_spec(
         # A cell imports what lies beside its notebook, as the notebook does.
         python_path=str(request.cwd) if request.cell is not None else "",
         channel=channel,
+        way=way,
+        restart_count=restarts,
+        max_restarts=options.max_restarts,
+        exchange=exchange,
+        whole=options.detach,
     )

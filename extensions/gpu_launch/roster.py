@@ -40,6 +40,11 @@ class Roster:
         """The name of a worker's node."""
         return self.nodes[self.workers.index(worker)]
 
+    def first(self, nnodes: int) -> Roster:
+        """The first so many nodes of it."""
+        kept = max(0, nnodes - int(self.own))
+        return replace(self, workers=self.workers[:kept], nodes=self.nodes[:kept])
+
     def without(self, workers: frozenset[int]) -> Roster:
         """What is left when these workers go."""
         left = [pair for pair in zip(self.workers, self.nodes, strict=True) if pair[0] not in workers]

@@ -1,14 +1,12 @@
-"""A torchrun that has imported torch before it knows what to run: the same arguments, one import sooner.
+"""torchrun, told by its agent what to run, and telling it which ranks failed.
 
 Reads one line of JSON on stdin to know what to run:
 `{"argv": [...], "shutdown_s": null, "environ": {...}, "cwd": "", "failures": "path"}`.
-An end of input instead means that nothing is to be run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -16,22 +14,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from gpu_launch.ranks import native
 
 
 def main() -> int:
-    """Wait for the arguments, run, write which ranks failed."""
+    """Run, and write which ranks failed."""
     # A killed engine takes its torchrun along; torchrun ends its ranks on SIGTERM.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    native.die_with_parent(signal.SIGTERM, os.getppid())
     problem = _import()
-    line = sys.stdin.readline()
-    if not line:
-        return 0
-    start = json.loads(line)
+    start = json.loads(sys.stdin.readline())
     # Ranks inherit an empty stdin, not this pipe.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ.clear()
-    os.environ.update(start["environ"])
     os.chdir(start["cwd"])
     if problem:
         sys.stderr.write(problem)

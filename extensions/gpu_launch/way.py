@@ -1,8 +1,8 @@
-"""Whether a launch has to make way for others who need its GPUs, and how. Pure."""
+"""Whether a launch has to make way for others who need its GPUs, or may have more nodes, and how. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -16,39 +16,63 @@ from gpu_launch.wire import Job, Worker
 #: For checkpoints, where the broker does not say how long there is.
 CHECKPOINT_S = 60.0
 _MOST_CHECKPOINT_S = 24 * 3600.0
+#: Said of a worker that has ended, or cannot be reached, without the broker having told so.
+UNHEARD = "it is not heard of any more"
 #: How a worker's message begins whose GPUs the broker took back.
 _GIVEN_BACK = "given back"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """What goes: all of the broker's workers, and the job waits again; or some of an elastic launch's."""
+    """What changes: all workers go, and the job waits again; or some of an elastic launch go, or come."""
 
     is_whole: bool
     #: Indexes of the workers that go.
     workers: frozenset[int]
     #: One that ended by itself, not by the broker's doing: that uses up one of --max-restarts.
     lost: Worker | None = None
+    #: Nodes of workers that are there now and did not take part.
+    joined: tuple[str, ...] = ()
+    #: Nothing is started again here: this job was told to end.
+    is_last: bool = False
 
 
-def find_way(job: Job | None, roster: Roster, plan: Plan, *, leaving: Collection[int]) -> Way | None:
-    """What the launch, begun with `roster`, has to give; None for nothing.
+def find_way(
+    job: Job | None,
+    roster: Roster,
+    plan: Plan,
+    *,
+    workers: Sequence[Worker],
+    leaving: Collection[int],
+    gone: Collection[int] = (),
+    joined: Sequence[str] = (),
+) -> Way | None:
+    """What the launch, begun with `roster`, has to give, or may have; None for nothing.
 
-    The workers in `leaving` tell that they have got SIGTERM. One that the broker took back may be known by its message,
-    or no longer be among the job's workers.
+    `workers` are those that are counted on. Those in `leaving` tell that they have got SIGTERM; those in `gone` are not
+    heard of any more. One that the broker took back may be known by its message, or no longer be among the workers.
     """
-    if job is None:
-        return None
     everything = frozenset(roster.workers)
-    if job.state == wire.PREEMPTING or job.preemptions != roster.preemptions:
+    # Of a detached job's containers, one may learn sooner than the driver's that all are to end.
+    if job is not None and (job.state == wire.LEAVING or (job.detached and leaving and not plan.is_elastic)):
+        return Way(is_whole=True, workers=everything, is_last=True)
+    if job is not None and (job.state == wire.PREEMPTING or job.preemptions != roster.preemptions):
         return Way(is_whole=True, workers=everything)
-    if not plan.is_elastic or not job.is_granted:
+    if not plan.is_elastic or (job is not None and not job.is_granted):
         return None
-    exited = [worker for worker in job.workers if worker.state == wire.EXITED and worker.index in everything]
-    going = everything.intersection(leaving) | {worker.index for worker in exited}
-    going |= everything - {worker.index for worker in job.workers}
-    lost = [worker for worker in exited if worker.index not in leaving and not is_given_back(worker)]
-    return Way(is_whole=False, workers=going, lost=lost[0] if lost else None) if going else None
+    silent = [_silent(roster, index) for index in gone if index in everything]
+    exited = [worker for worker in workers if worker.state == wire.EXITED and worker.index in everything]
+    going = everything.intersection(leaving) | {worker.index for worker in [*exited, *silent]}
+    if job is not None:
+        going |= everything - {worker.index for worker in workers}
+    lost = [one for one in [*exited, *silent] if one.index not in leaving and not is_given_back(one)]
+    if not going and not joined:
+        return None
+    return Way(is_whole=False, workers=going, lost=lost[0] if lost else None, joined=tuple(joined))
+
+
+def _silent(roster: Roster, index: int) -> Worker:
+    return Worker(index=index, node=roster.node_of(index), gpus=(), state=wire.EXITED, exit_code=None, message=UNHEARD)
 
 
 def is_given_back(worker: Worker) -> bool:
@@ -67,12 +91,16 @@ def grace(job: Job | None, now: datetime) -> float:
 
 def describe(way: Way, roster: Roster, *, grace_s: float | None) -> str:
     """For the person, when the ranks of `roster` are told; no grace: it is over."""
+    if way.is_last:
+        return "told to end: the ranks get SIGTERM, and time for a checkpoint"
     if way.is_whole:
         return "preempted: others need the GPUs" + (f"; {grace_s:.0f} s for a checkpoint" if grace_s else "")
+    left = count(roster.without(way.workers).nnodes + len(way.joined), "node")
     nodes = ", ".join(roster.node_of(worker) for worker in sorted(way.workers))
     why = "lost" if way.lost is not None else "given back, others need the GPUs"
-    left = count(roster.without(way.workers).nnodes, "node")
-    return f"{nodes} {'is' if len(way.workers) == 1 else 'are'} {why}; going on with {left}"
+    changes = [f"{nodes} {'is' if len(way.workers) == 1 else 'are'} {why}"] if way.workers else []
+    changes += [f"{', '.join(way.joined)} {'takes' if len(way.joined) == 1 else 'take'} part now"] if way.joined else []
+    return f"{'; '.join(changes)}; going on with {left}"
 
 
 def check_left(left: Roster, plan: Plan) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 WAITING, STARTING, RUNNING, PREEMPTING = "waiting", "starting", "running", "preempting"
 STOPPING, ENDED = "stopping", "ended"
 EXITED = "exited"
+#: Of a detached job as its own driver sees it: its container was told to end.
+LEAVING = "leaving"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,8 @@ class Gpu:
     #: 0 where not told.
     memory_mib: int = 0
     holder: str = ""
+    #: `free`, `held` or why it cannot be given; empty where not told.
+    state: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,30 @@ class Job:
     preemptions: int = 0
     #: Until when checkpoints may be written; None unless preempting.
     checkpoint_until: datetime | None = None
+    #: Whose it is; empty where not told. An administrator is told of everybody's.
+    owner: str = ""
+    #: It goes on without whoever asked for it.
+    detached: bool = False
+    #: For people, such as `train.py`; empty where none was given.
+    name: str = ""
+    #: The run that its workers joined; None for its own.
+    joins: str | None = None
+    nnodes: int = 1
+    nproc_per_node: int = 1
+    #: GPUs in all, for a job on any nodes; None for `nnodes` × `nproc_per_node`.
+    gpus: int | None = None
+    scavenge: bool = False
+    created_at: datetime | None = None
+    #: None until its workers run, or where that is not told.
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    #: Worker 0's, of a detached job that has ended by itself; None for any other.
+    exit_code: int | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.state == ENDED
 
     @property
     def is_granted(self) -> bool:
@@ -74,6 +102,10 @@ class Node:
 
     name: str
     gpus: tuple[Gpu, ...]
+    #: `up`, or why it takes no work; empty where not told.
+    state: str = ""
+    #: The same for a person; None when nothing is to be said.
+    message: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +113,8 @@ class Cluster:
     """All nodes."""
 
     nodes: tuple[Node, ...]
+    #: Requests that wait for GPUs, whoever's.
+    waiting: int = 0
 
     def cards(self, uuids: tuple[str, ...]) -> tuple[Gpu, ...]:
         """The GPUs with these UUIDs, in their order, as far as they are known."""
@@ -101,6 +135,7 @@ def parse_gpu(data: Mapping[str, Any]) -> Gpu:
         model=data["model"],
         memory_mib=data.get("memory_mib") or 0,
         holder=holder.get("owner", ""),
+        state=data.get("state") or "",
     )
 
 
@@ -133,6 +168,18 @@ def parse_job(data: Mapping[str, Any]) -> Job:
         note=lease.get("note"),
         preemptions=data.get("preemptions") or 0,
         checkpoint_until=parse_time(data.get("checkpoint_until")),
+        owner=data.get("owner") or "",
+        detached=bool(data.get("detached")),
+        name=data.get("name") or "",
+        joins=data.get("joins"),
+        nnodes=data.get("nnodes") or 1,
+        nproc_per_node=data.get("nproc_per_node") or 1,
+        gpus=data.get("gpus"),
+        scavenge=bool(data.get("scavenge")),
+        created_at=parse_time(data.get("created_at")),
+        started_at=parse_time(data.get("started_at")),
+        ended_at=parse_time(data.get("ended_at")),
+        exit_code=data.get("exit_code"),
     )
 
 
@@ -149,6 +196,13 @@ def parse_cluster(data: Mapping[str, Any]) -> Cluster:
     """A `ClusterView` of the broker."""
     return Cluster(
         nodes=tuple(
-            Node(name=node["name"], gpus=tuple(map(parse_gpu, node.get("gpus", ())))) for node in data.get("nodes", ())
-        )
+            Node(
+                name=node["name"],
+                gpus=tuple(map(parse_gpu, node.get("gpus", ()))),
+                state=node.get("state") or "",
+                message=node.get("message"),
+            )
+            for node in data.get("nodes", ())
+        ),
+        waiting=data.get("waiting") or 0,
     )

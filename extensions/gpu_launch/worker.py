@@ -5,6 +5,7 @@ The main process of a worker container (`gpu-launch-worker`); in the notebook's 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from types import FrameType
 
 from gpu_launch import environment, processes, runs
 from gpu_launch.engine_process import wait_for
+from gpu_launch.ranks import native
 
 _POLL_S = 0.05  # seconds between looks at the engine
 _GRACE_S = 2.0  # seconds a user's own engine has to end by itself
@@ -34,9 +36,13 @@ def main() -> None:
 def _serve(run: runs.RunFolder, env: environment.Environment) -> int:
     wait_for(run.settings)
     parent = os.getppid()
-    is_launch = json.loads(run.settings.read_text())["is_launch"]
+    settings = json.loads(run.settings.read_text())
+    is_launch = settings["is_launch"]
+    # A detached job leads itself: the first worker has the part of a notebook.
+    leads = settings.get("detached", False) and env.worker == 0
+    run.logs.mkdir(exist_ok=True)
     return supervise(
-        [sys.executable, "-m", "gpu_launch.engine_process", str(run.root)],
+        [sys.executable, "-m", f"gpu_launch.{'detached.driver' if leads else 'engine_process'}", str(run.root)],
         mark=processes.mark(run.run_id, env.worker),
         grace_s=_grace(env, is_launch=is_launch),
         log=run.log("notebook" if env.worker is None else f"worker-{env.worker}"),
@@ -66,6 +72,8 @@ def supervise(
     def stop(number: int, _frame: FrameType | None) -> None:
         stopping.append(number)
 
+    # What ranks leave behind becomes ours, whatever it did to get away.
+    native.adopt_orphans()
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in a terminal is the notebook's to handle
     try:
@@ -74,12 +82,23 @@ def supervise(
                 arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
         while (code := engine.poll()) is None and not stopping and is_wanted():
+            _reap_orphans(engine.pid)
             time.sleep(_POLL_S)
         if code is None:
             code = _end(engine, grace_s)
         return code if code >= 0 else 128 - code
     finally:
         processes.kill_marked(mark)
+        processes.kill_descendants()
+
+
+def _reap_orphans(engine: int) -> None:
+    """Wait for what has ended, but not for the engine: its end is somebody else's to see."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == engine:
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 def _end(engine: subprocess.Popen[bytes], grace_s: float | None) -> int:

@@ -22,6 +22,7 @@ from gpuhub.closet import cluster_file, lifecycle
 from gpuhub.closet.places import node_places
 from gpuhub.closet.plan import ClosetNode, Plan, practice_plan
 from gpuhub.paths import Paths
+from tests.support.local_cluster import PYTHON, LocalBroker, Notebook
 
 INSTANCE = "ghtest"
 TINY_PROGRAMS = ("dash", "cat", "ls", "grep", "sleep", "id", "hostname")
@@ -40,6 +41,29 @@ class Closet:
     def client(self, node: ClosetNode | str) -> docker.DockerClient:
         """A new Docker client of a node; close it after use."""
         return docker.DockerClient(base_url=node_places(self.paths, node).docker_url, version="auto", timeout=60)
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> str:
+    """What runs notebooks and workers on this machine itself."""
+    probe = subprocess.run([PYTHON, "-c", "import torch, gpu_launch"], check=False, capture_output=True, text=True)
+    assert probe.returncode == 0, f"{PYTHON} lacks torch or gpu_launch; set GPU_LAUNCH_TEST_PYTHON.\n{probe.stderr}"
+    return PYTHON
+
+
+@pytest.fixture
+def notebook(tmp_path: Path, interpreter: str) -> Iterator[Notebook]:
+    """A home with a broker of its own, and no containers."""
+    broker = LocalBroker(tmp_path)
+    yield Notebook(broker)
+    broker.close()
+
+
+@pytest.fixture(params=["forked", "torchrun"])
+def either(notebook: Notebook, request: pytest.FixtureRequest) -> Notebook:
+    """A notebook whose ranks are started one way or the other: what a script sees is the same."""
+    notebook.is_cold = request.param == "torchrun"
+    return notebook
 
 
 @pytest.fixture(scope="session")

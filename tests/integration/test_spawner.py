@@ -326,6 +326,7 @@ async def test_workers_of_one_user_reach_each_other_and_starting_twice_gives_one
             job_id="trial",
             run_id="trial-run",
             index=index,
+            number=index,
             lease_id="lease-1",
             epoch=1,
             node=node,

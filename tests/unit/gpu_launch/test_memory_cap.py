@@ -138,7 +138,7 @@ def test_a_capped_script_runs_as_python_would_run_it(run, tmp_path, as_module):
         "                  torch.cuda.fractions]))\n"
     )
     arguments = ["-m", "pkg.train"] if as_module else ["pkg/train.py"]
-    found = run("gpu_launch.capped", *arguments, "--epochs", "2", python=("-m",))
+    found = run("gpu_launch.ranks.script", *arguments, "--epochs", "2", python=("-m",))
     assert found == ["__main__", ["--epochs", "2"], True, "imported", [[0.25, 0]]]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.run import get_args_parser
 
 import gpu_launch
-from gpu_launch import options
+from gpu_launch import flags, options
 from gpu_launch.demand import Demand
 from gpu_launch.errors import UsageError
 
@@ -59,7 +60,107 @@ def test_elastic_ranges_are_read_as_torchrun_does():
 
 def test_help_names_every_flag_of_ours():
     """So that a new one is not forgotten."""
-    assert [name for name in options._OURS if f"--{name}" not in options.USAGE and name != "help"] == []
+    assert [name for name in (*flags.OURS, *flags.PASSED) if f"--{name}" not in flags.USAGE and name != "help"] == []
+
+
+def test_every_flag_of_torchrun_is_supported_or_refused_with_a_reason():
+    """Taken from torchrun's own parser, so that a new one is noticed: it belongs in one of the three tables."""
+    actions = get_args_parser()._actions
+    longs = {
+        option.removeprefix("--").replace("_", "-")
+        for action in actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    assert longs - {*flags.OURS, *flags.PASSED, *flags.REFUSED} == set()
+    shorts = {option for action in actions for option in action.option_strings if not option.startswith("--")}
+    assert shorts == set(flags.SHORT)
+    assert set(flags.REFUSED) <= longs
+    assert not {*flags.OURS, *flags.PASSED} & set(flags.REFUSED)
+    switches = {name for action in actions if action.nargs == 0 for name in _names(action)}
+    assert switches & {*flags.OURS, *flags.PASSED} == flags.SWITCHES & longs
+
+
+def _names(action):
+    return {option.removeprefix("--").replace("_", "-") for option in action.option_strings if option.startswith("--")}
+
+
+@pytest.mark.parametrize("name", flags.REFUSED)
+def test_a_refused_flag_says_why(name):
+    """In both spellings, with a value or without."""
+    for flag in (f"--{name}", f"--{name.replace('-', '_')}=1"):
+        with pytest.raises(UsageError) as raised:
+            options.parse(f"{flag} train.py")
+        assert flags.REFUSED[name] in str(raised.value)
+        assert flag.partition("=")[0] in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--send a,b,a x.py", {"send": ("a", "b")}),
+        ("--return loss x.py", {"returns": ("loss",)}),
+        ("--preload transformers,torch.nn x.py", {"preload": ("transformers", "torch.nn")}),
+        ("--keep 0s x.py", {"keep_s": 0}),
+        ("--keep=30m --cold x.py", {"keep_s": 1800, "cold": True}),
+        ("--detach --dry-run x.py", {"detach": True, "dry_run": True}),
+        ("--monitor-interval 0.5 --role trainer x.py", {"passed": ("--monitor-interval=0.5", "--role=trainer")}),
+        ("--virtual-local-rank --numa-binding=node x.py", {"passed": ("--virtual-local-rank", "--numa-binding=node")}),
+        ("--signals-to-handle SIGTERM,SIGUSR1 x.py", {"passed": ("--signals-to-handle=SIGTERM,SIGUSR1",)}),
+        ("--shutdown-timeout 5 x.py", {"passed": ("--shutdown-timeout=5",)}),
+    ],
+)
+def test_flags_and_what_they_set(line, expected):
+    """One by one."""
+    wanted = options.parse(line)
+    assert {name: getattr(wanted, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--detach --send a x.py", "load what it needs from a file"),
+        ("--detach --return a x.py", "save its results to a file"),
+        ("--detach --keep 1h x.py", "its workers end with it"),
+        ("--detach --timeout-s 5 x.py", "%gpu_cancel"),
+        ("--cold --preload numpy x.py", "nothing imported"),
+        ("--no-python --send a ls", "no Python variables"),
+        ("--no-python --return a ls", "no Python variables"),
+        ("--no-python --preload numpy ls", "started anew"),
+        ("--module --no-python ls", "either a module or a program"),
+    ],
+)
+def test_flags_that_exclude_each_other(line, said):
+    """Both are named, with the reason."""
+    with pytest.raises(UsageError) as raised:
+        options.parse(line)
+    assert said in str(raised.value)
+    assert "exclude each other" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--send a-b x.py", "'a-b' is none"),
+        ("--send class x.py", "'class' is none"),
+        ("--send __name__ x.py", "Python's own"),
+        ("--return '' x.py", "'' is none"),
+        ("--preload a..b x.py", "'a..b' is none"),
+        ("--keep 30 x.py", "with its unit"),
+        ("--keep 2d x.py", "from 0 s to 24 h"),
+        ("--monitor-interval soon x.py", "number of seconds"),
+        ("--shutdown-timeout -1 x.py", "from 0"),
+        ("--numa-binding nodes x.py", "node, socket"),
+        ("--signals-to-handle TERM x.py", "SIGTERM,SIGUSR1"),
+        ("--role 'a b' x.py", "such as trainer"),
+        ("--nproc-per-node gpu x.py", "whole number"),
+    ],
+)
+def test_values_are_checked_before_anything_starts(line, said):
+    """Also those that only torchrun itself would look at, on the nodes."""
+    with pytest.raises(UsageError) as raised:
+        options.parse(line)
+    assert said in str(raised.value)
 
 
 def test_everything_after_the_script_is_the_scripts():
@@ -109,8 +210,8 @@ def test_any_words_give_options_or_one_clear_line(words):
         ("--nodes=3 x.py", "Did you mean --nnodes"),
         ("--frobnicate x.py", "--help lists"),
         ("-x x.py", "--help lists"),
-        ("--node-rank 1 x.py", "decided by the launch itself"),
-        ("--rdzv_endpoint=evil:1 x.py", "decided by the launch itself"),
+        ("--node-rank 1 x.py", "is torchrun's, and not for a launch"),
+        ("--rdzv_endpoint=evil:1 x.py", "is torchrun's, and not for a launch"),
         ("--no-python=1 x.py", "takes no value"),
         ("-m --no-python x", "exclude each other"),
         ("-t 4 x.py", "--tee 4"),

@@ -1,4 +1,4 @@
-"""Ranks' output as it is shown, and the choice and wording of a failure."""
+"""What the agents tell: the ranks' states, what of their output is shown, and a launch's progress in words."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from gpu_launch import failure, render, wire
+from gpu_launch import render, wire
+from gpu_launch.cards import Card
 from gpu_launch.demand import Demand
 from gpu_launch.options import Options
+from gpu_launch.panel import RankState, View
 from gpu_launch.plan import Plan
 from gpu_launch.progress import SILENCE_S, Ranks
 from gpu_launch.roster import Roster
-from gpu_launch.spec import RankEnd
-from gpu_launch.tail import Tail
+from gpu_launch.steps import Bar
 
 PLAN = Plan(
     nnodes=2,
@@ -40,121 +41,132 @@ def message(kind="output", node_rank=0, attempt=0, **content):
     return {"kind": kind, "node_rank": node_rank, "node": f"rig{node_rank + 1}", "attempt": attempt} | content
 
 
-def test_lines_are_whole_and_prefixed():
-    """Chunks are joined until their line ends."""
-    lines = render.Lines()
-    assert lines.feed(1, "rig2", "stdout", "los", 0.0) == []
-    assert lines.feed(0, "rig1", "stdout", "other\n", 0.0) == ["[rank 0 · rig1] other\n"]
-    assert lines.feed(1, "rig2", "stdout", "s 1\nloss 2\n", 0.1) == [
-        "[rank 1 · rig2] loss 1\n",
-        "[rank 1 · rig2] loss 2\n",
-    ]
-
-
-def test_progress_bars_collapse_to_what_a_terminal_shows():
-    """Only the last drawing of a line, and seldom while it goes on."""
-    lines = render.Lines()
-    assert lines.feed(0, "rig1", "stderr", "\r10%\r20%", 0.0) == []
-    assert lines.overdue(1.0) == []
-    assert lines.overdue(2.0) == [("stderr", "[rank 0 · rig1] 20%\n")]
-    assert lines.feed(0, "rig1", "stderr", "\r90%\r100%\r\nend\r\n", 2.1) == [
-        "[rank 0 · rig1] 100%\n",
-        "[rank 0 · rig1] end\n",
-    ]
-
-
-def test_unended_lines_show_after_a_moment_and_at_the_end():
-    """A prompt without a newline is not kept back."""
-    lines = render.Lines()
-    lines.feed(0, "rig1", "stdout", "loading", 0.0)
-    assert lines.overdue(0.2) == []
-    assert lines.overdue(0.6) == [("stdout", "[rank 0 · rig1] loading\n")]
-    lines.feed(0, "rig1", "stdout", "last", 0.7)
-    assert lines.overdue(0.7, everything=True) == [("stdout", "[rank 0 · rig1] last\n")]
-
-
-def test_the_cap_lets_a_burst_through_and_counts_the_rest():
-    """And lets more through as time goes on."""
-    cap = render.Cap(rate=10, burst=20)
-    assert [cap.take(10, 0.0) for _ in range(3)] == [True, True, False]
-    assert cap.skipped() == 1
-    assert cap.skipped() == 0
-    assert cap.take(10, 1.0)
-
-
 def test_output_is_shown_as_the_options_say():
     """Streams keep their order; a filtered rank stays silent; old starts are not mixed in."""
     ranks = ranks_of(Options(shown_ranks=(0,), redirects="2"))
     entries = [[0, "stdout", 1, "a\n"], [0, "stderr", 1, "hidden\n"], [0, "stdout", 1, "b\n"]]
-    assert ranks.take([message(entries=entries)], 0.0) == [("stdout", "[rank 0 · rig1] a\n[rank 0 · rig1] b\n")]
+    assert ranks.take([message(entries=entries)], 0.0, last=True) == [
+        ("stdout", "[rank 0 · rig1] a\n[rank 0 · rig1] b\n")
+    ]
     assert ranks.take([message(entries=entries, attempt=7)], 0.0) == []
 
 
-def test_passed_over_text_is_said():
-    """A rank that writes faster than anybody reads."""
-    ranks = ranks_of(Options())
-    ((_, text),) = ranks.take([message(entries=[[0, "stdout", 1, None, 5000], [0, "stdout", 1, "end\n"]])], 0.0)
-    assert "5000 bytes passed over" in text
-
-
-def end(rank, exit_code, error="", at_ns=0):
-    """How a rank ended."""
-    return RankEnd(rank=rank, node=f"rig{rank + 1}", exit_code=exit_code, error=error, at_ns=at_ns)
+def end(rank, exit_code=1, error="", at_ns=1, **parts):
+    """How a rank ended, as an agent tells it."""
+    return {"rank": rank, "node": f"rig{rank + 1}", "exit_code": exit_code, "error": error, "at_ns": at_ns} | parts
 
 
 OWN = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n    f()\nValueError: bad data'
-LEFT = 'Traceback (most recent call last):\n  File "t.py", line 9\nRuntimeError: [..] Connection closed by peer [10.0.1.3]:1'
+LEFT = OWN.replace("ValueError: bad data", "RuntimeError: Connection closed by peer [10.0.1.3]:1")
 
 
-def test_the_rank_with_an_error_of_its_own_is_blamed():
-    """Although its victim's clock says that it ended earlier."""
-    assert failure.first_failure([end(0, 1, LEFT, 5), end(1, 1, OWN, 9), end(2, None)]).rank == 1
+def test_equal_lines_of_both_ranks_are_one_and_others_wait_for_no_more_than_a_moment():
+    """A rank that has ended is not waited for."""
+    ranks = ranks_of(Options())
+    both = [
+        message(entries=[[0, "stdout", 1, "same\nmine\n"]]),
+        message(node_rank=1, entries=[[1, "stdout", 1, "same\n"]]),
+    ]
+    assert ranks.take(both, 0.0) == [("stdout", "[ranks 0-1 ×2] same\n")]
+    assert ranks.take([], 0.2) == [("stdout", "[rank 0 · rig1] mine\n")]
+    ranks.take([message("exit", node_rank=1, code=0, ends=[end(1, 0)], said="")], 0.3)
+    assert ranks.take([message(entries=[[0, "stdout", 1, "last\n"]])], 0.3) == [("stdout", "[rank 0 · rig1] last\n")]
 
 
-def test_of_two_own_errors_the_earlier_is_blamed():
-    """By when it was written, not by rank."""
-    assert failure.first_failure([end(0, 1, OWN, 9), end(1, 1, OWN, 5)]).rank == 1
-
-
-def test_a_killed_rank_is_blamed_before_those_it_left():
-    """Out of memory leaves no traceback."""
-    assert failure.first_failure([end(0, 1, LEFT, 5), end(1, -9, "", 9), end(2, -15)]).rank == 1
-
-
-def test_nobody_failed():
-    """Nobody is blamed."""
-    assert failure.first_failure([end(0, 0), end(1, 0)]) is None
-
-
-def test_the_text_begins_with_the_own_traceback():
-    """Then one line for each other rank, then where the logs are."""
-    text = failure.describe(
-        [end(0, 1, LEFT, 5), end(1, 1, f"noise\n[rank1]: {OWN}".replace("\n ", "\n[rank1]:  "), 9)], logs="~/l"
+def test_the_first_failure_is_known_before_its_node_has_ended():
+    """Its victims' tracebacks are not shown, and it stays to blame although theirs come with earlier clocks."""
+    ranks = ranks_of(Options())
+    ranks.take([message(entries=[]), message(node_rank=1, entries=[])], 0.0)
+    assert (ranks.failed(), ranks.first_failed()) == (False, None)
+    ranks.take([message("failed", node_rank=1, end=end(1, error=OWN, at_ns=9))], 0.1)
+    assert (ranks.failed(), ranks.first_failed().rank, ranks.all_ended()) == (True, 1, False)
+    shown = ranks.take([message(entries=[[0, "stderr", 1, f"{LEFT}\n"], [0, "stdout", 1, "so far\n"]])], 0.2, last=True)
+    assert shown == [("stdout", "[rank 0 · rig1] so far\n")]
+    ends = [message("exit", code=1, ends=[end(0, error=LEFT, at_ns=5)], said=""),
+            message("exit", node_rank=1, code=1, ends=[end(1, None)], said="")]  # fmt: skip
+    ranks.take(ends, 0.3)
+    assert (ranks.first_failed().rank, ranks.first_failed().exit_code) == (1, 1)
+    assert ranks.describe(logs="~/l").startswith(
+        f"rank 1 on rig2 failed: exit code 1\n\n{OWN}\n\nrank 0 (rig1): lost a peer"
     )
-    assert text.startswith(f"rank 1 on rig2 failed: exit code 1\n\n{OWN}\n\nrank 0 (rig1): exit code 1, RuntimeError: ")
-    assert text.endswith("\nLogs: ~/l")
+    assert ranks.view().ranks == {RankState.FAILED: (0, 1)}
 
 
-def test_chained_tracebacks_stay_together():
-    """What an exception was raised from is shown as well; an earlier, handled one is not."""
-    chained = f"{OWN}\n\nThe above exception was the direct cause of the following exception:\n\n{OWN.replace('bad', 'worse')}"
-    assert failure.own_error(f"{OWN}\nwarning: unrelated\n{chained}\n") == chained
+def test_a_restart_shows_why():
+    """Once, since the failed ranks' tracebacks were kept back; not where the ranks only lost their peers."""
+    ranks = ranks_of(Options(max_restarts=1))
+    ranks.take([message("failed", end=end(0, error=OWN)), message(entries=[[0, "stderr", 1, f"{OWN}\n"]])], 0.0)
+    ranks.restart()
+    ((stream, text),) = ranks.take([], 0.1)
+    assert (stream, text.count("ValueError: bad data"), ranks.attempt, ranks.failed()) == ("stderr", 1, 1, False)
+    assert text.startswith("rank 0 on rig1 failed: exit code 1\n")
+    ranks.take([message("failed", attempt=1, end=end(0, error=LEFT))], 0.2)
+    ranks.restart()
+    assert ranks.take([], 0.3) == []
 
 
-def test_without_a_traceback_the_last_lines_are_shown():
-    """Such as a syntax error's, or a crash's."""
-    assert failure.own_error('  File "x.py", line 1\n    a b\nSyntaxError: invalid syntax\n').endswith(
-        "SyntaxError: invalid syntax"
-    )
-    assert failure.last_line(OWN) == "ValueError: bad data"
+def test_messages_of_tomorrow_are_no_harm():
+    """Kinds and fields that are not known are passed over."""
+    ranks = ranks_of(Options())
+    assert ranks.take([message("weather", text="fine"), message("failed", end=end(0, colour="red"))], 0.0) == []
+    assert ranks.first_failed().rank == 0
 
 
-@pytest.mark.parametrize(
-    ("code", "text"), [(0, "exit code 0"), (3, "exit code 3"), (None, "stopped"), (-15, "SIGTERM"), (-99, "signal 99")]
-)
-def test_exit_codes_in_words(code, text):
-    """Signals by name."""
-    assert failure.exit_text(code) == text
+def test_ranks_that_wait_for_others_are_said_so():
+    """A rank that exits with 0 while others hang."""
+    ranks = ranks_of(Options())
+    ranks.take([message("exit", code=0, ends=[end(0, 0)], said=""), message(node_rank=1, entries=[])], 0.0)
+    assert ranks.waiting_text() == ""
+    ranks.take([], 2.0)
+    assert ranks.waiting_text() == "rank 0 has finished, waiting for rank 1"
+    assert ranks.view().ranks == {RankState.RUNNING: (1,), RankState.FINISHED: (0,)}
+    ranks.take([message("ended", node_rank=1, end=end(1, 0))], 3.0)
+    assert ranks.waiting_text() == ""
+
+
+def test_gpus_and_steps_are_seen():
+    """In the order of the nodes; what is not known is not guessed."""
+    ranks = ranks_of(Options())
+    reading = {
+        "uuid": "GPU-1a2b3c",
+        "model": "NVIDIA GeForce RTX 5090",
+        "use_percent": 93,
+        "memory_mib": 9,
+        "power_w": None,
+    }
+    told = [message("gpus", node_rank=1, readings=[reading]), message("gpus", readings=[{"uuid": "GPU-2", "use_percent": "x"}]),
+            message("progress", rank=0, step=4, total=8, text="train", metrics={})]  # fmt: skip
+    ranks.take(told, 0.0)
+    view = ranks.view()
+    assert view.cards == (Card(node="rig1", uuid="GPU-2"),
+                          Card(node="rig2", uuid="GPU-1a2b3c", model="RTX 5090", use_percent=93, memory_mib=9))  # fmt: skip
+    assert view.bars == (Bar(text="train", step=4, total=8),)
+    ranks.restart()
+    assert ranks.view() == View()
+
+
+def test_a_node_that_breaks_off_is_named_with_the_failure():
+    """The other ranks only know that a peer is gone."""
+    ranks = ranks_of(Options())
+    ranks.take([message(entries=[]), message(node_rank=1, entries=[])], 0.0)
+    ranks.take([message("failed", end=end(0, error=LEFT))], 4.0)
+    text = ranks.describe(logs="~/l")
+    assert text.startswith("rank 0 on rig1 lost a peer: nothing was heard of rig2 (rank 1) for 4 s\n")
+
+
+def test_an_interrupt_in_the_middle_does_no_harm():
+    """What waited for its equals may be lost, nothing that comes later is."""
+    ranks = ranks_of(Options())
+
+    def broken():
+        yield message(entries=[[0, "stdout", 1, "waits\n"]])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ranks.take(broken(), 0.0)
+    assert ranks.take([message(entries=[[0, "stdout", 1, "later\n"]])], 0.1, last=True) == [
+        ("stdout", "[rank 0 · rig1] later\n")
+    ]
 
 
 def test_a_failure_before_any_rank_shows_torchruns_own_words():
@@ -163,7 +175,7 @@ def test_a_failure_before_any_rank_shows_torchruns_own_words():
     ends = [{"rank": 0, "node": "rig1", "exit_code": None, "error": "", "at_ns": 0}]
     ranks.take([message("exit", code=1, ends=ends, said="Address already in use")], 0.0)
     assert ranks.failed()
-    assert "torchrun on rig1 failed: Address already in use" in ranks.describe(logs="~/l")
+    assert "The ranks on rig1 could not be run: Address already in use" in ranks.describe(logs="~/l")
 
 
 def test_a_silent_node_fails_the_launch():
@@ -171,7 +183,9 @@ def test_a_silent_node_fails_the_launch():
     ranks = ranks_of(Options())
     ranks.take([message(entries=[]), message(node_rank=1, entries=[])], 0.0)
     ranks.take([message(entries=[])], SILENCE_S)
-    with pytest.raises(Exception, match="rig2 has not been heard of"):
+    with pytest.raises(
+        Exception, match=r"^rig2 has not been heard of for 10 s: the worker or the node is gone, and with it rank 1\.$"
+    ):
         ranks.check_alive(SILENCE_S + 1)
 
 
@@ -249,6 +263,32 @@ def test_mixed_cards_are_said_with_the_notebooks_own_counted_in(note, own, text)
     assert render.note_text(job("running", note=note), (worker(),), own_cards) == text
 
 
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([2], "rank 2"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([3, 1], "ranks 1, 3"), (range(64), "ranks 0-63")],
+)
+def test_ranks_in_words(numbers, text):
+    """Neighbours as a range."""
+    assert render.ranks_text(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.6, "1 min"), (125, "2 min 5 s"), (3600, "1 h"), (90_000, "1 d 1 h"), (-3, "0 s")],
+)
+def test_spans_in_words(seconds, text):
+    """Two units at most."""
+    assert render.span_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(999, "999 bytes"), (1500, "1.5 kB"), (3_400_000, "3.4 MB"), (7e12, "7000 GB")]
+)
+def test_sizes_in_words(size, text):
+    """In powers of ten."""
+    assert render.size_text(size) == text
+
+
 def test_who_left_and_who_still_runs_is_known():
     """A node says that it was told to end; one that is silent for long does not count as busy."""
     ranks = ranks_of(Options())
@@ -259,27 +299,3 @@ def test_who_left_and_who_still_runs_is_known():
     assert ranks.busy(SILENCE_S + 3) == frozenset()
     ranks.restart()
     assert (ranks.leaving(), ranks.roster, ranks.attempt) == (frozenset(), None, 1)
-
-
-def test_log_files_are_followed_by_rank_and_stream(tmp_path):
-    """Split characters are joined, a reader far behind jumps ahead, another run's files are left alone."""
-    for folder in ("run-1_abc", "old_abc"):
-        for local in ("0", "1"):
-            (tmp_path / folder / "attempt_0" / local).mkdir(parents=True)
-            for stream in ("stdout", "stderr"):
-                (tmp_path / folder / "attempt_0" / local / f"{stream}.log").write_text(
-                    "old\n" if folder[0] == "o" else ""
-                )
-    tail = Tail(tmp_path, run_id="run-1", first_rank=2, processes=2)
-    path = tmp_path / "run-1_abc" / "attempt_0" / "1" / "stdout.log"
-    assert tail.read() == []
-    path.write_bytes("ü".encode()[:1])
-    assert [entry[3] for entry in tail.read()] == [""]
-    path.write_bytes("ü\n".encode())
-    ((rank, stream, _, text),) = tail.read()
-    assert (rank, stream, text) == (3, "stdout", "ü\n")
-    with path.open("ab") as file:
-        file.write(b"x" * 5_000_000)
-    passed, rest = tail.read()
-    assert (passed[3], passed[4] + len(rest[3])) == (None, 5_000_000)
-    assert tail.end_of(2) == ("", 0)

@@ -10,11 +10,12 @@ from datetime import UTC, datetime
 
 import pytest
 
-from gpu_launch import agent, checks, command, network, options, runs, wire
+from gpu_launch import checks, command, network, options, runs, wire
 from gpu_launch.broker import parse_problem
 from gpu_launch.errors import GpuLaunchError, NetworkError, UsageError
 from gpu_launch.gang import check_job
 from gpu_launch.network import Interface
+from gpu_launch.ranks import variables
 from gpu_launch.request import Request, check
 from gpu_launch.roster import Roster
 from gpu_launch.spec import Channel, LaunchSpec
@@ -82,8 +83,8 @@ def test_restarts_have_folders_of_their_own_and_modules_their_flag():
 @pytest.mark.parametrize(
     ("changes", "end"),
     [
-        ({}, ["--module", "gpu_launch.capped", "it's; a train.py", "--epochs", "2"]),
-        ({"module": True}, ["--module", "gpu_launch.capped", "-m", "it's; a train.py", "--epochs", "2"]),
+        ({}, ["--module", "gpu_launch.ranks.script", "it's; a train.py", "--epochs", "2"]),
+        ({"module": True}, ["--module", "gpu_launch.ranks.script", "-m", "it's; a train.py", "--epochs", "2"]),
         ({"no_python": True}, ["--role=x", "--no-python", "it's; a train.py", "--epochs", "2"]),
     ],
 )
@@ -102,12 +103,17 @@ def test_the_command_to_type_by_hand_is_quoted_for_a_shell():
 
 
 def test_ranks_environment():
-    """The interface by exact name, the user's settings last, no credentials; a cell's folder to import from."""
+    """The node's settings, the user's last, no credentials; a cell's folder to import from."""
     base = {"PATH": "/bin", "JUPYTERHUB_API_TOKEN": "t", "IPP_CONNECTION_INFO": "{}", "PYTHONPATH": "/x"}
-    environ = agent.build_environ(base, dataclasses.replace(SPEC, python_path="/w"), interface="eth1")
-    assert environ["NCCL_SOCKET_IFNAME"] == "=eth1"
-    assert environ["GLOO_SOCKET_IFNAME"] == "eth1"
-    assert environ["NCCL_DEBUG"] == "INFO"
+    environ = variables.for_node(
+        base,
+        dataclasses.replace(SPEC, python_path="/w"),
+        worker=1,
+        settings={"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "=eth1"},
+        progress_file="/run/progress-{rank}.json",
+    )
+    assert (environ["NCCL_DEBUG"], environ["NCCL_SOCKET_IFNAME"]) == ("INFO", "=eth1")
+    assert environ["GPU_LAUNCH_RANKS"] == "run-1/1"
     assert (environ["GPU_LAUNCH_ATTEMPT"], environ["GPU_LAUNCH_PREEMPTIONS"]) == ("0", "2")
     assert environ["PYTHONPATH"] == f"/w{os.pathsep}/x"
     assert not {"JUPYTERHUB_API_TOKEN", "IPP_CONNECTION_INFO"} & environ.keys()

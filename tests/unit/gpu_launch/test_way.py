@@ -11,7 +11,7 @@ from gpu_launch.demand import Demand
 from gpu_launch.errors import LaunchFailed
 from gpu_launch.plan import Plan
 from gpu_launch.roster import Roster
-from gpu_launch.way import CHECKPOINT_S, Way, check_left, describe, find_way, grace
+from gpu_launch.way import CHECKPOINT_S, UNHEARD, Way, check_left, describe, find_way, grace
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 ROSTER = Roster(own=False, workers=(0, 1), nodes=("rig1", "rig2"), nproc_per_node=1)
@@ -46,9 +46,10 @@ def job(state="running", workers=BOTH, **parts):
     )  # fmt: skip
 
 
-def way(found, *, least=1, leaving=()):
+def way(found, *, least=1, leaving=(), gone=(), joined=()):
     """What has to be given, of a start that was never preempted."""
-    return find_way(found, ROSTER, plan(least), leaving=leaving)
+    workers = found.workers if found else ()
+    return find_way(found, ROSTER, plan(least), workers=workers, leaving=leaving, gone=gone, joined=joined)
 
 
 @pytest.mark.parametrize("state", ["starting", "running", "waiting", "a state of tomorrow"])
@@ -94,6 +95,23 @@ def test_an_elastic_job_that_loses_a_worker_by_itself_uses_up_a_restart():
     assert way(found) == Way(is_whole=False, workers=frozenset({0}), lost=lost)
 
 
+@pytest.mark.parametrize("found", [job(), None], ids=["the broker knows nothing", "nobody can be asked"])
+def test_an_elastic_job_goes_on_without_a_worker_that_is_not_heard_of(found):
+    """Long before the broker notices, or where there is none to ask; a restart is used up."""
+    given = way(found, gone={1})
+    assert (given.is_whole, given.workers) == (False, frozenset({1}))
+    assert (given.lost.node, given.lost.message) == ("rig2", UNHEARD)
+    assert way(found, gone={7}) is None
+    assert way(found, least=2, gone={1}) is None
+
+
+def test_an_elastic_job_takes_workers_that_come():
+    """At once with those that go, or by themselves."""
+    assert way(job(), joined=["rig3"]) == Way(is_whole=False, workers=frozenset(), joined=("rig3",))
+    both = way(GIVEN_BACK, joined=["rig3"])
+    assert (both.workers, both.joined) == (frozenset({0}), ("rig3",))
+
+
 def test_any_other_job_gives_no_single_worker():
     """Without one of them it cannot go on."""
     assert way(job(workers=(worker(0), worker(1, "exited"))), least=2) is None
@@ -107,6 +125,12 @@ def test_the_person_is_told():
     assert describe(whole, ROSTER, grace_s=None) == "preempted: others need the GPUs"
     part = Way(is_whole=False, workers=frozenset({1}))
     assert describe(part, ROSTER, grace_s=60.0) == "rig2 is given back, others need the GPUs; going on with 1 node"
+    come = Way(is_whole=False, workers=frozenset(), joined=("rig3", "rig4"))
+    assert describe(come, ROSTER, grace_s=60.0) == "rig3, rig4 take part now; going on with 4 nodes"
+    swap = Way(is_whole=False, workers=frozenset({0}), joined=("rig3",))
+    assert describe(swap, ROSTER, grace_s=60.0) == (
+        "rig1 is given back, others need the GPUs; rig3 takes part now; going on with 2 nodes"
+    )
     lost = Way(is_whole=False, workers=frozenset({0, 1}), lost=worker(0))
     assert describe(lost, ROSTER, grace_s=60.0) == "rig1, rig2 are lost; going on with 0 nodes"
 

@@ -1,0 +1,93 @@
+"""The environment of a node's ranks, as torchrun sets it. Pure."""
+
+from __future__ import annotations
+
+import os
+import string
+from collections.abc import Mapping, Sequence
+
+from gpu_launch import environment, processes
+from gpu_launch.report import PATH as PROGRESS
+from gpu_launch.spec import LaunchSpec
+
+#: torchrun's default.
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+def for_node(
+    base: Mapping[str, str],
+    spec: LaunchSpec,
+    *,
+    worker: int | None,
+    settings: Mapping[str, str],
+    progress_file: str,
+) -> dict[str, str]:
+    """What all ranks of a node share: the container's without secrets, what the node needs, then what the user set.
+
+    `settings` are those of `gpu_launch.settings`; `progress_file` has `{rank}` for what each fills in.
+    """
+    environ = environment.without_secrets(base)
+    environ |= {
+        processes.MARK: processes.mark(spec.run_id, worker),
+        "PYTHONUNBUFFERED": "1",
+        "GPU_LAUNCH_ATTEMPT": str(spec.attempt),
+        PROGRESS: progress_file,
+        "GPU_LAUNCH_PREEMPTIONS": str(spec.roster.preemptions),
+    }
+    if spec.roster.nproc_per_node > 1:
+        # The container's own number is for one process; torchrun has its own for several.
+        environ.pop("OMP_NUM_THREADS", None)
+    environ |= settings
+    environ |= spec.environ
+    if spec.python_path:
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [spec.python_path, environ.get("PYTHONPATH", "")]))
+    return environ
+
+
+def for_rank(
+    node: Mapping[str, str],
+    spec: LaunchSpec,
+    *,
+    node_rank: int,
+    local_rank: int,
+    error_file: str,
+    progress_file: str,
+) -> dict[str, str]:
+    """One rank's own over its node's, as torchrun's agent sets them."""
+    per_node, world = spec.roster.nproc_per_node, spec.roster.ranks
+    rank = node_rank * per_node + local_rank
+    environ = dict(node)
+    if per_node > 1:
+        environ.setdefault("OMP_NUM_THREADS", "1")
+    return environ | {
+        PROGRESS: progress_file,
+        "LOCAL_RANK": str(local_rank),
+        "RANK": str(rank),
+        "GROUP_RANK": str(node_rank),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": passed(spec.passed, "role", "default"),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "WORLD_SIZE": str(world),
+        "GROUP_WORLD_SIZE": str(spec.roster.nnodes),
+        "ROLE_WORLD_SIZE": str(world),
+        "MASTER_ADDR": spec.master_addr,
+        "MASTER_PORT": str(spec.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(spec.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
+def for_command(command: Sequence[str], *, local_rank: int) -> tuple[str, ...]:
+    """The command with torchrun's one macro, `${local_rank}`, filled in."""
+    return tuple(string.Template(word).safe_substitute(local_rank=str(local_rank)) for word in command)
+
+
+def passed(flags: Sequence[str], name: str, default: str) -> str:
+    """The value of a torchrun flag that was given as `--name=value`; the last one counts."""
+    values = [flag.partition("=")[2] for flag in flags if flag.startswith(f"--{name}=")]
+    return values[-1] if values else default

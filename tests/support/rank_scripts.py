@@ -1,0 +1,42 @@
+"""Scripts that ranks of whole launches run."""
+
+ALL_REDUCE = """
+    import os, sys, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    value = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(value)
+    print("sum", value.item(), "of", dist.get_world_size(), *sys.argv[1:])
+    print("warned", file=sys.stderr)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+#: Writes a checkpoint when it is told to end, and goes on from it; ends by itself some steps after having gone on.
+CHECKPOINTED = """
+    import os, signal, time
+    from pathlib import Path
+    import torch, torch.distributed as dist
+
+    told = []
+    signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+    dist.init_process_group("gloo")
+    checkpoint = Path("step")
+    first = step = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    print("began at", first, "of", dist.get_world_size(), "preempted", os.environ["GPU_LAUNCH_PREEMPTIONS"])
+    while not first or step < first + 5:
+        time.sleep(0.05)
+        step += 1
+        stop = torch.tensor([float(len(told))])
+        dist.all_reduce(stop)
+        if stop.item():
+            if dist.get_rank() == 0:
+                time.sleep(1)
+                checkpoint.write_text(str(step))
+                print("saved", step)
+            dist.barrier()
+            break
+    else:
+        print("finished at", step)
+    dist.destroy_process_group()
+"""

@@ -1,0 +1,205 @@
+"""Which launches a standing crew is for, and more workers for one that lacks some."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+
+from gpu_launch import environment, runs
+from gpu_launch.broker import Broker
+from gpu_launch.crew import Crew, Crews
+from gpu_launch.demand import Demand
+from gpu_launch.errors import UsageError
+from gpu_launch.gang import Gang
+from gpu_launch.options import Options
+from gpu_launch.plan import Plan
+from gpu_launch.request import Checked, Request, choose_way
+from gpu_launch.roster import Roster
+from gpu_launch.spec import Way
+
+ENV = environment.read({"GPUHUB_NODE": "rig1", "HOME": "/home/ada"})
+PLAN = Plan(
+    nnodes=3, least_nnodes=3, nproc_per_node=1, own=False, own_cards=(), exclude_nodes=(), demand=Demand()
+)  # fmt: skip
+ELASTIC = replace(PLAN, least_nnodes=1)
+
+
+class Desk(Broker):
+    """A broker that grants what is free, at once."""
+
+    def __init__(self, *free):
+        super().__init__("http://nowhere", "token")
+        self.free, self.waiting, self.asked = list(free), 0, []
+        self.jobs_by_id, self.over = {}, threading.Event()
+
+    def _request(self, method, path, *, body=None, **_):
+        if path == "/cluster":
+            nodes = [
+                {"name": node, "gpus": [{"uuid": node, "node": node, "model": "RTX 5090", "state": "free"}]}
+                for node in self.free
+            ]
+            return {"nodes": nodes, "waiting": self.waiting}
+        if (method, path) == ("POST", "/jobs"):
+            self.asked.append(body)
+            nodes = [node for node in self.free if node not in body["exclude_nodes"]][: body["nnodes"]]
+            self.free = [node for node in self.free if node not in nodes]
+            job = {"id": f"j{len(self.asked)}", "run_id": body["run_id"], "version": 1, "renew_within_s": 60}
+            job |= {"state": "running" if nodes else "waiting"}
+            job |= {"workers": [{"index": index, "node": node, "state": "running"} for index, node in enumerate(nodes)]}
+            return self.jobs_by_id.setdefault(job["id"], job)
+        job = self.jobs_by_id[path.split("/")[2].partition("?")[0]]
+        if method == "DELETE":
+            job["state"] = "ended"
+        elif "version=" in path and job["state"] != "ended":
+            self.over.wait(20)
+            return job | {"state": "ended"}
+        return json.loads(json.dumps(job))
+
+
+@pytest.fixture
+def desk():
+    """With three free nodes."""
+    desk = Desk("rig1", "rig2", "rig3")
+    yield desk
+    desk.over.set()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder."""
+    folder = runs.RunFolder(root=tmp_path)
+    folder.logs.mkdir()
+    return folder
+
+
+def begun(plan, run, desk):
+    """A gang that has asked."""
+    gang = Gang(plan, run, env=ENV, broker=desk)
+    gang.begin(settings={})
+    return gang
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [
+        (PLAN, True),
+        (replace(PLAN, nnodes=2, least_nnodes=2), True),
+        (replace(PLAN, nnodes=4, least_nnodes=4), False),
+        (replace(PLAN, nproc_per_node=2), False),
+        (replace(PLAN, own=True), False),
+        (replace(PLAN, exclude_nodes=("rig1",)), False),
+        (replace(PLAN, demand=Demand(scavenge=True)), False),
+        (ELASTIC, False),
+    ],
+    ids=["same", "less", "more", "more a node", "own part", "elsewhere", "other demands", "elastic"],
+)
+def test_a_crew_is_for_launches_that_want_the_same_or_less(wanted, fits, run, desk):
+    """Of nodes only: everything else is equal."""
+    assert Crew(begun(PLAN, run, desk), address="127.0.0.1").fits(wanted) is fits
+
+
+def test_an_elastic_crew_is_for_the_same_range_while_it_is_whole(run, desk):
+    """Less would be all that a launch gets that could have more."""
+    gang = begun(ELASTIC, run, desk)
+    crew = Crew(gang, address="127.0.0.1")
+    assert crew.fits(ELASTIC)
+    assert not crew.fits(replace(ELASTIC, least_nnodes=2))
+    gang.go_without([1])
+    assert not crew.fits(ELASTIC)
+
+
+def test_a_crew_whose_time_is_half_over_is_for_nobody(run, desk, monkeypatch):
+    """Who asks for two hours has at least one."""
+    limited = replace(PLAN, demand=Demand(time_limit_s=7200))
+    crew = Crew(begun(limited, run, desk), address="127.0.0.1")
+    assert crew.fits(limited)
+    now = crew.made_at + 3601
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    assert not crew.fits(limited)
+
+
+def test_a_launch_takes_the_first_nodes_of_a_larger_crew(run, desk):
+    """In the order of the crew, with the own container first where it takes part."""
+    crew = Crew(begun(PLAN, run, desk), address="127.0.0.1")
+    assert crew.roster(replace(PLAN, nnodes=2)).nodes == ("rig1", "rig2")
+    roster = Roster(own=True, workers=(0, 1), nodes=("rig2", "rig3"), nproc_per_node=1)
+    assert roster.first(2).members == (None, 0)
+    assert roster.first(1).members == (None,)
+
+
+def test_an_unknown_or_busy_crew_is_not_released(run, desk):
+    """And is named."""
+    crews = Crews()
+    with pytest.raises(UsageError, match="no workers called run-x"):
+        crews.release("run-x")
+    assert crews.release() == []
+
+
+def test_a_gang_grows_by_what_is_free(run, desk):
+    """New workers have numbers of their own; the second job says whom it joins, and is freed with the first."""
+    desk.free = ["rig1"]
+    gang = begun(ELASTIC, run, desk)
+    assert gang.roster().nodes == ("rig1",)
+    desk.free = ["rig3"]
+    assert gang.grow()
+    assert desk.asked[1] | {"run_id": ""} == {
+        "run_id": "", "nnodes": 2, "min_nnodes": 1, "nproc_per_node": 1, "server": "", "exclude_nodes": ["rig1"],
+        "joins": run.run_id, "first_worker": 3,
+    }  # fmt: skip
+    assert (gang.roster().workers, gang.roster().nodes) == ((0, 3), ("rig1", "rig3"))
+    assert gang.jobs == ("j1", "j2")
+    gang.go_without([3])
+    assert gang.roster().workers == (0,)
+    assert desk.jobs_by_id["j2"]["state"] == "ended"
+    desk.free = ["rig2"]
+    assert gang.grow()
+    assert desk.asked[2]["first_worker"] == 5
+    gang.stop()
+    assert {job["state"] for job in desk.jobs_by_id.values()} == {"ended"}
+
+
+@pytest.mark.parametrize("reason", ["others wait", "nothing is free", "it is whole"])
+def test_a_gang_asks_for_nothing_where_it_should_not(run, desk, reason):
+    """Nobody is kept waiting for what comes on top."""
+    desk.free = ["rig1", "rig2", "rig3"] if "whole" in reason else ["rig1"]
+    gang = begun(ELASTIC, run, desk)
+    desk.waiting = int("wait" in reason)
+    desk.free = [] if "nothing" in reason else ["rig2"]
+    assert not gang.grow()
+    assert len(desk.asked) == 1
+
+
+def test_a_gang_that_is_granted_nothing_more_takes_its_request_back(run, desk):
+    """It was free a moment ago."""
+    desk.free = ["rig1"]
+    gang = begun(ELASTIC, run, desk)
+    desk.free = ["rig2"]
+    taken = desk.cluster
+
+    def cluster():
+        seen = taken()
+        desk.free = []
+        return seen
+
+    desk.cluster = cluster
+    assert not gang.grow()
+    assert desk.jobs_by_id["j2"]["state"] == "ended"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_task", "way", "reason"),
+    [
+        (Options(), False, Way.FORK, ""),
+        (Options(cold=True), False, Way.TORCHRUN, ""),
+        (Options(no_python=True), False, Way.TORCHRUN, ""),
+        (Options(passed=("--role=trainer", "--numa-binding=node")), False, Way.TORCHRUN, "--numa-binding is its own"),
+        (Options(no_python=True), True, Way.TASK, ""),
+    ],
+)
+def test_ranks_are_forked_unless_only_torchrun_can_do_it(options, is_task, way, reason, tmp_path):
+    """With the reason where nobody asked for it."""
+    request = Request(options=options, cell=None, cwd=tmp_path, env=ENV, environ={})
+    assert choose_way(Checked(request=request, plan=PLAN, script="a.py", is_task=is_task)) == (way, reason)

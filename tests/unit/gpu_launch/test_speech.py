@@ -1,0 +1,230 @@
+"""From chunks of ranks' streams to what is shown: whole lines, bars, tracebacks kept back, and too much of it all."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_launch.hold import HOLD_S
+from gpu_launch.lines import CAP_BURST_BYTES, LINE_COST, LONGEST, Cap, Lines, clean, collapse
+from gpu_launch.speech import TELL_S, Speech
+from gpu_launch.steps import Steps
+
+ONE = frozenset({0})
+TRACEBACK = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n    f()\nValueError: bad\n'
+
+
+def speech():
+    """Speech of ranks on rig1."""
+    return Speech(Steps())
+
+
+def shown(of, speaking=ONE, now=0.0, **how):
+    """All the text that is shown now."""
+    return "".join(text for _, text in of.take(speaking, now, **how))
+
+
+def test_chunks_become_whole_lines():
+    """Joined until their line ends, each rank and stream for itself."""
+    lines = Lines()
+    assert lines.feed(1, "stdout", "los", 0.0) == []
+    assert lines.feed(0, "stdout", "other\n", 0.0) == ["other"]
+    assert lines.feed(1, "stderr", "\n", 0.0) == [""]
+    assert lines.feed(1, "stdout", "s 1\nloss 2\r\nrest", 0.1) == ["loss 1", "loss 2"]
+
+
+def test_a_line_that_never_ends_is_broken():
+    """And nothing of it is lost."""
+    lines = Lines()
+    text = "x" * (LONGEST + 1)
+    assert lines.feed(0, "stdout", text, 0.0) == [text]
+    assert lines.feed(0, "stdout", "y\n", 0.0) == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [("a", "a"), ("\r10%\r20%", "20%"), ("10%\r20%\r", "20%"), ("\r\r", ""), ("a\rb\r\r", "b")],
+)
+def test_carriage_returns_collapse_to_what_a_terminal_shows(line, seen):
+    """Only the last drawing; a return at the end may still redraw it."""
+    assert collapse(line) == seen
+    assert collapse(line + "\rz") == "z"
+    assert collapse(collapse(line, keep_end=True)) == seen
+
+
+def test_unended_lines_show_after_a_moment_and_at_the_end():
+    """A prompt without a newline is not kept back; what redraws itself is shown seldom."""
+    lines = Lines()
+    lines.feed(0, "stdout", "loading", 0.0)
+    assert lines.overdue(0.2) == []
+    assert lines.overdue(0.6) == [(0, "stdout", "loading")]
+    lines.feed(0, "stdout", "last", 0.7)
+    assert lines.overdue(0.7, everything=True) == [(0, "stdout", "last")]
+    lines.feed(0, "stdout", "\r10%\r20%", 0.7)
+    assert lines.overdue(1.5) == []
+    assert lines.overdue(2.8) == [(0, "stdout", "20%")]
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("\x1b[31mred\x1b[0m\ttab ü", "\x1b[31mred\x1b[0m\ttab ü"),
+        ("\x1b[2J\x1b[1;1Hgone\x1b[A", "gone"),
+        ("\x1b]52;c;aGk=\x07paste", "paste"),
+        ("\x1b]0;title\x1b\\x", "x"),
+        ("bell\x07 back\x08 null\x00 \x7f", "bell back null "),
+        ("\x1bcreset", "creset"),
+    ],
+)
+def test_only_colours_reach_a_terminal(text, left):
+    """A script that prints binary moves no cursor and sets no clipboard."""
+    assert clean(text) == left
+
+
+def test_the_cap_lets_a_burst_through_and_more_as_time_goes_on():
+    """In whole lines, from the first one on."""
+    cap = Cap(rate=10, burst=2 * (10 + LINE_COST))
+    lines = ["x" * 10] * 3
+    assert cap.take(lines, 0.0) == 2
+    assert cap.take(lines, 0.0) == 0
+    assert cap.take(lines, (10 + LINE_COST) / 10) == 1
+    cap.give_back(10 + LINE_COST)
+    assert cap.take(lines, (10 + LINE_COST) / 10) == 1
+
+
+def test_a_flood_is_cut_and_its_end_is_shown():
+    """How much was left out is said, and the last lines are there, since they may be what everything ended with."""
+    talk = speech()
+    number = 2 * CAP_BURST_BYTES // 30
+    talk.hear(0, "rig1", "stdout", "".join(f"line {index}\n" for index in range(number)) + "done\n", 0.0)
+    text = shown(talk, last=True)
+    assert text.startswith("[rank 0 · rig1] line 0\n[rank 0 · rig1] line 1\n")
+    assert text.endswith("[rank 0 · rig1] done\n")
+    lines = text.splitlines()
+    (note,) = [line for line in lines if line.startswith("[gpu_launch]")]
+    left_out = int(note.split()[1])
+    assert note == f"[gpu_launch] {left_out} lines not shown here; the log files have all of it"
+    assert left_out + len(lines) - 1 == number + 1
+    assert len(text) < 1.5 * CAP_BURST_BYTES
+
+
+def test_a_detached_jobs_output_is_whole():
+    """It goes to a file."""
+    talk = Speech(Steps(), is_whole=True)
+    lines = 3 * CAP_BURST_BYTES // 100
+    talk.hear(0, "rig1", "stdout", f"{'x' * 99}\n" * lines, 0.0)
+    assert shown(talk, last=True).count("\n") == lines
+
+
+def test_a_traceback_after_an_unended_bar_is_held():
+    """tqdm does not end its line before the traceback is written."""
+    talk = speech()
+    talk.hear(0, "rig1", "stderr", f"\r 45%|##  | 45/100 [00:12<00:15, 3.6it/s]{TRACEBACK}", 0.0)
+    assert shown(talk, now=0.1) == ""
+
+
+def test_notes_of_a_flood_are_seldom():
+    """The first at once, then every two seconds."""
+    talk, told = speech(), []
+    chunk = "x" * 100 + "\n"
+    for tick in range(90):
+        talk.hear(0, "rig1", "stdout", chunk * 20_000, tick * 0.05)
+        told += [tick * 0.05] if "not shown here" in shown(talk, now=tick * 0.05) else []
+    assert len(told) == 3
+    assert told[1] - told[0] == pytest.approx(TELL_S)
+
+
+def test_lines_that_all_say_count_once():
+    """Eight ranks that say the same use no more than one of what may be shown."""
+    talk, ranks = speech(), frozenset(range(8))
+    for tick in range(40):
+        for rank in ranks:
+            talk.hear(rank, "rig1", "stdout", f"{tick} {'x' * 1000}\n" * 8, tick * 0.05)
+        assert shown(talk, ranks, tick * 0.05).count("×8]") == 8
+
+
+def test_text_that_was_passed_over_before_is_said_and_joins_nothing():
+    """A rank that writes faster than its agent reads."""
+    talk = speech()
+    talk.hear(0, "rig1", "stdout", "beginning of", 0.0)
+    talk.pass_over(0, "stdout", 5_000_000)
+    talk.hear(0, "rig1", "stdout", "end\n", 0.0)
+    assert shown(talk, last=True) == (
+        "[rank 0 · rig1] end\n[gpu_launch] 5.0 MB not shown here; the log files have all of it\n"
+    )
+
+
+def test_bars_are_progress_and_no_lines():
+    """Of tqdm, drawn over itself, ended by a newline, or followed by something else."""
+    steps = Steps()
+    talk = Speech(steps)
+    talk.hear(0, "rig1", "stderr", "\r  0%|     | 0/9 [00:00<?, ?it/s]", 0.0)
+    talk.hear(0, "rig1", "stderr", "\r 33%|#    | 3/9 [00:01<00:02,  3.00it/s]", 0.1)
+    assert [bar.step for bar in steps.bars()] == [3.0]
+    assert shown(talk, now=9.0) == ""
+    talk.hear(0, "rig1", "stderr", "\r100%|#####| 9/9 [00:03<00:00,  3.00it/s]\nwarning\n", 9.1)
+    assert shown(talk, now=9.1) == "[rank 0 · rig1] warning\n"
+    talk.hear(0, "rig1", "stderr", "\r 50%|##   | 1/2 [00:01<00:01,  1.00it/s]x.py:3: UserWarning: odd\n", 9.2)
+    talk.hear(0, "rig1", "stderr", "\n\rin:   0%|   | 0/2 [00:00<?, ?it/s]\x1b[A\n", 9.2)
+    assert shown(talk, now=9.2) == "[rank 0 · rig1] x.py:3: UserWarning: odd\n[rank 0 · rig1] \n"
+
+
+def test_a_traceback_of_a_failing_rank_is_not_shown_here():
+    """The failure itself shows it; nor are those of the ranks that it takes with it."""
+    talk = speech()
+    talk.hear(0, "rig1", "stderr", f"careful\n{TRACEBACK}", 0.0)
+    assert shown(talk, frozenset({0, 1}), 0.5) == "[rank 0 · rig1] careful\n"
+    talk.end(0, well=False, now=0.6)
+    peers = TRACEBACK.replace("\n", "\n[rank1]:").replace("ValueError", "RuntimeError: Connection closed by peer")
+    talk.hear(1, "rig2", "stderr", f"[rank1]:{peers}\n[rank1]:[W1121 12:00:00.1 Proc.cpp:15] warn\nother\n", 0.7)
+    talk.hear(1, "rig2", "stderr", "[rank1]:[E1121 12:00:00.9 Proc.cpp:15] watchdog\n", 0.9)
+    assert "Traceback" not in (text := shown(talk, frozenset({1}), 9.0, last=True))
+    assert "watchdog" not in text
+
+
+def test_a_traceback_that_a_script_only_logs_is_shown():
+    """As soon as it goes on, when it ends well, or after a while; in its place."""
+    talk = speech()
+    talk.hear(0, "rig1", "stderr", TRACEBACK, 0.0)
+    assert shown(talk, now=0.1) == ""
+    talk.hear(0, "rig1", "stderr", "going on\n", 1.0)
+    assert shown(talk, now=1.0).replace("[rank 0 · rig1] ", "") == f"{TRACEBACK}going on\n"
+    talk.hear(0, "rig1", "stderr", TRACEBACK, 2.0)
+    assert shown(talk, now=2.0 + HOLD_S).replace("[rank 0 · rig1] ", "") == TRACEBACK
+    talk.hear(0, "rig1", "stderr", TRACEBACK, 9.0)
+    talk.end(0, well=True, now=9.1)
+    assert shown(talk, now=9.1).replace("[rank 0 · rig1] ", "") == TRACEBACK
+    talk.hear(0, "rig1", "stderr", TRACEBACK, 10.0)
+    assert shown(talk, now=10.0, last=True).replace("[rank 0 · rig1] ", "") == TRACEBACK
+
+
+@pytest.mark.parametrize(
+    ("stream", "text"), [("stdout", "step 2\n"), ("stderr", "\r 45%|##  | 45/100 [00:12<00:15, 3.6it/s]")]
+)
+def test_a_rank_that_says_anything_later_goes_on(stream, text):
+    """On either stream, or by drawing a bar: its traceback was not its end."""
+    talk = speech()
+    talk.hear(0, "rig1", "stderr", TRACEBACK, 0.0)
+    talk.hear(0, "rig1", "stdout", "flushed at the end\n", 0.1)
+    assert shown(talk, now=0.1) == "[rank 0 · rig1] flushed at the end\n"
+    talk.hear(0, "rig1", stream, text, 1.0)
+    assert shown(talk, now=1.0).replace("[rank 0 · rig1] ", "").startswith(TRACEBACK)
+
+
+def test_a_chained_traceback_and_a_long_message_are_held_as_one():
+    """Nothing of them shows alone."""
+    talk = speech()
+    chained = f"{TRACEBACK}\nThe above exception was the direct cause of the following exception:\n\n{TRACEBACK}more\n"
+    talk.hear(0, "rig1", "stderr", chained, 0.0)
+    assert shown(talk, now=0.1) == ""
+
+
+def test_nothing_is_shown_after_a_hush_or_lost_by_a_renewal():
+    """What a restart leaves unsaid comes first, then why it restarts."""
+    talk = speech()
+    talk.hear(0, "rig1", "stdout", "unended", 0.0)
+    talk.renew("rank 0 failed", 0.1)
+    talk.hear(0, "rig1", "stdout", "again\n", 0.2)
+    assert shown(talk, now=0.2) == "[rank 0 · rig1] unended\nrank 0 failed\n[rank 0 · rig1] again\n"
+    talk.hush()
+    talk.hear(0, "rig1", "stdout", "more\n", 0.3)
+    assert shown(talk, now=0.3, last=True) == ""
