@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import textwrap
 
@@ -25,7 +26,7 @@ class Notebook:
 
     def start(self, code: str) -> subprocess.Popen[str]:
         """Python code in the user's home."""
-        command = [*self._exec(), "python3", "-c", textwrap.dedent(code)]
+        command = [*self._exec(), "python3", "-u", "-c", textwrap.dedent(code)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def run(self, code: str, timeout_s: float = 120) -> str:
@@ -34,27 +35,48 @@ class Notebook:
             output, _ = process.communicate(timeout=timeout_s)
         return output
 
+    def start_cells(self, *cells: str) -> subprocess.Popen[str]:
+        """Cells in one kernel, one after the other, each with its line `=== n` before what it shows."""
+        code = f"""
+            from IPython.core.interactiveshell import InteractiveShell
+            shell = InteractiveShell.instance()
+            shell.run_line_magic("load_ext", "gpu_launch")
+            for number, cell in enumerate({[textwrap.dedent(cell).strip() for cell in cells]!r}):
+                print("===", number, flush=True)
+                shell.run_cell(cell, store_history=True)
+        """
+        return self.start(code)
+
+    def cells(self, *cells: str, timeout_s: float = 240) -> list[str]:
+        """What each cell shows."""
+        with self.start_cells(*cells) as process:
+            output, _ = process.communicate(timeout=timeout_s)
+        return [part.split("\n", 1)[1] for part in output.split("=== ")[1:]]
+
     def write(self, name: str, script: str) -> None:
         """A file in the user's home."""
         code = f"open({name!r}, 'w').write({textwrap.dedent(script)!r})"
         subprocess.run([*self._exec(), "python3", "-c", code], check=True)
 
-    def kill(self, pattern: str) -> None:
-        """SIGKILL to the processes in the container whose command line contains the pattern."""
+    def kill(self, pattern: str, number: int = signal.SIGKILL) -> None:
+        """A signal to the processes in the container whose command line contains the pattern."""
         code = """
             import os, sys
             for pid in filter(str.isdigit, os.listdir("/proc")):
                 try: line = open(f"/proc/{pid}/cmdline").read()
                 except OSError: continue
-                if sys.argv[1] in line and int(pid) != os.getpid(): os.kill(int(pid), 9)
+                if sys.argv[1] in line and int(pid) != os.getpid(): os.kill(int(pid), int(sys.argv[2]))
         """
-        subprocess.run([*self._exec(), "python3", "-c", textwrap.dedent(code), pattern], check=True)
+        subprocess.run([*self._exec(), "python3", "-c", textwrap.dedent(code), pattern, str(int(number))], check=True)
 
-    def stop(self) -> None:
-        """Through the hub, as a user does."""
+    def stop(self, *, still_holds: int = 0) -> None:
+        """Through the hub, as a user does; the user's jobs may go on with so many GPUs."""
         self.user.page.goto(f"{self.user.address}/hub/home")
         self.user.page.click("#stop")
-        wait_for(lambda: self.user.name not in self.user.holders().values(), "the notebook's GPU is free")
+        wait_for(
+            lambda: list(self.user.holders().values()).count(self.user.name) == still_holds,
+            "the notebook's GPU is free",
+        )
 
     def _exec(self) -> list[str]:
         return ["docker", "-H", self.node.docker, "exec", "-w", f"/home/{self.user.name}", self.container]

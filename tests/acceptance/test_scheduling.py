@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from gpuhub.closet import cards
 
 from .conftest import INSTANCE, ROOT, Product, User, wait_for
 from .notebooks import Notebook
+from .outputs import Output
 
 EXAMPLE = ROOT / "notebooks" / "02-checkpoints.ipynb"
 
@@ -49,32 +48,6 @@ def launch(ada: Notebook) -> Iterator[Output]:
         process.kill()
         ada.kill("gpu_launch.run('goes_on.py'")
     wait_for(lambda: list(ada.user.holders().values()).count("ada") == 1, "the launch's GPUs are free", deadline_s=60)
-
-
-class Output:
-    """What a process prints, read as it comes."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self._lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    @property
-    def text(self) -> str:
-        """All of it so far."""
-        return "".join(self._lines)
-
-    def wait(self, pattern: str, deadline_s: float = 90) -> re.Match[str]:
-        """The first match of a pattern."""
-        try:
-            return wait_for(lambda: re.search(pattern, self.text), pattern, deadline_s=deadline_s)
-        except AssertionError as error:
-            raise AssertionError(f"{error}; printed:\n{self.text}") from None
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.append(line)
 
 
 def example_script(notebook: Path) -> str:

@@ -1,48 +1,56 @@
-"""From the `%gpu_launch` cell to the first rank's first line, against torchrun by hand in three running containers."""
+"""`%gpu_launch` against bare torchrun in three running containers of the same kind, on the practice closet."""
 
 from __future__ import annotations
 
 import json
+import statistics
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from typing import Any
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
 
 import docker
 import httpx
 
+from tests.bench.launching import scripts
+from tests.bench.launching.kernel import MARK
 from tests.bench.product import Product, paired_ratio, running, tell
 
 PAIRS = 5
-_HELLO = """
-import torch, torch.distributed as dist
-print("first line", flush=True)
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-print(total.item(), flush=True)
-dist.destroy_process_group()
-"""
-#: Runs inside the notebook's container, as a cell would: prints the seconds until a rank's line is shown.
-_CELL = """
-import io, json, os, sys, time
-os.chdir(os.path.expanduser("~"))
-import gpu_launch
-begin = time.monotonic()
-seen = []
-class Clock(io.TextIOBase):
-    def write(self, text):
-        if "first line" in text:
-            seen.append(time.monotonic() - begin)
-        return len(text)
-    def flush(self):
-        return None
-real, sys.stdout = sys.stdout, Clock()
-gpu_launch.run("bench_hello.py", [], nnodes=3, nproc_per_node=1)
-sys.stdout = real
-print(json.dumps({"first": seen[0], "all": time.monotonic() - begin}))
-"""
+STEP_PAIRS = 9
+LINES = 400_000
+_KERNEL = Path(__file__).parent / "launching" / "kernel.py"
+#: A layer of this width and so many steps: some seconds on two cores.
+_STEPS = ("128", "300")
+
+
+@dataclass
+class Kernel:
+    """The notebook's kernel, see `launching.kernel`."""
+
+    process: subprocess.Popen[str]
+
+    def run(self, script: str, *arguments: str, **how: Any) -> dict[str, Any]:
+        """One launch on three nodes; fails where the launch does, unless it was to be interrupted."""
+        order = {"script": script, "arguments": arguments, "nnodes": 3, **how}
+        write(self.process.stdin, json.dumps(order))
+        for line in self.process.stdout or ():
+            if line.startswith(MARK):
+                answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                assert not answer["error"] or answer["interrupt_s"] is not None, answer["error"] + answer["text"]
+                return answer
+        raise AssertionError("the kernel ended")
+
+
+def write(stream: IO[str] | None, line: str) -> None:
+    """One line, at once."""
+    assert stream is not None
+    stream.write(line + "\n")
+    stream.flush()
 
 
 def measure() -> Iterator[tuple[str, float, str]]:
@@ -54,27 +62,107 @@ def measure() -> Iterator[tuple[str, float, str]]:
         }
         home = product.paths.state / "homes" / "ada"
         notebook = _start_notebook(product, clients)
-        (home / "bench_hello.py").write_text(_HELLO, encoding="utf-8")
+        for name, text in {**scripts.ALL, "bench_kernel.py": _KERNEL.read_text(encoding="utf-8")}.items():
+            (home / name).write_text(text, encoding="utf-8")
         workers = _by_hand_containers(stack, product, clients, notebook)
-        pairs = []
-        for number in range(PAIRS + 1):
-            ours = _ours(notebook)
-            by_hand = _by_hand(workers)
-            tell(f"to the first line: gpuhub {ours['first']:.2f} s, by hand {by_hand['first']:.2f} s")
-            tell(f"whole run:         gpuhub {ours['all']:.2f} s, by hand {by_hand['all']:.2f} s")
-            if number:
-                pairs.append((ours, by_hand))
-    for figure, key in (("launch.first_line", "first"), ("launch.whole_run", "all")):
-        mine, theirs = [one[key] for one, _ in pairs], [other[key] for _, other in pairs]
-        yield figure, sorted(mine)[PAIRS // 2], "s"
-        yield f"{figure}_torchrun", sorted(theirs)[PAIRS // 2], "s"
-        yield f"{figure}_over_torchrun", paired_ratio(mine, theirs), "ratio"
+        kernel = stack.enter_context(_kernel(product, notebook))
+        yield from _hello(kernel, workers)
+        yield from _steps(kernel, workers)
+        yield from _interrupt(kernel)
+        yield from _lines(kernel, workers)
+
+
+def _hello(kernel: Kernel, workers: list[tuple[Any, str]]) -> Iterator[tuple[str, float, str]]:
+    """A whole run of one all-reduce: the first launch, the next, and torchrun, one after the other."""
+    rounds = []
+    for number in range(PAIRS + 1):
+        found = {
+            "first": kernel.run("bench_hello.py", fresh=True),
+            "again": kernel.run("bench_hello.py"),
+            "cold": _by_hand(workers, "bench_hello.py"),
+        }
+        tell(", ".join(f"{name} {one['seconds']:.2f} s" for name, one in found.items()))
+        if number:
+            rounds.append(found)
+    seconds = {name: [one[name]["seconds"] for one in rounds] for name in ("first", "again", "cold")}
+    yield "launch.cold_torchrun", statistics.median(seconds["cold"]), "s"
+    yield "launch.first", statistics.median(seconds["first"]), "s"
+    yield "launch.relaunch", statistics.median(seconds["again"]), "s"
+    yield "launch.first_over_cold_torchrun", paired_ratio(seconds["first"], seconds["cold"]), "ratio"
+    yield "launch.relaunch_over_cold_torchrun", paired_ratio(seconds["again"], seconds["cold"]), "ratio"
+
+
+def _steps(kernel: Kernel, workers: list[tuple[Any, str]]) -> Iterator[tuple[str, float, str]]:
+    """The median step of the same training, ours and torchrun's in turns; every other pair in the other order."""
+    ours, theirs = [], []
+    for number in range(STEP_PAIRS + 1):
+        turns = [lambda: ours.append(_median_ms(kernel.run("bench_steps.py", *_STEPS)["text"]))]
+        turns.append(lambda: theirs.append(_median_ms(_by_hand(workers, "bench_steps.py", *_STEPS)["text"])))
+        for turn in turns if number % 2 else reversed(turns):
+            turn()
+        tell(f"step: gpuhub {ours[-1]:.2f} ms, torchrun {theirs[-1]:.2f} ms")
+    yield "launch.step_time_over_torchrun", paired_ratio(ours[1:], theirs[1:]), "ratio"
+
+
+def _interrupt(kernel: Kernel) -> Iterator[tuple[str, float, str]]:
+    """From SIGINT in the kernel until the launch has returned, all ranks being gone; the worst."""
+    found = [kernel.run("bench_forever.py", interrupt_after_s=1.0)["interrupt_s"] for _ in range(PAIRS)]
+    tell(f"interrupts: {', '.join(f'{one:.2f}' for one in found)} s")
+    yield "launch.interrupt_s", max(found), "s"
+
+
+def _lines(kernel: Kernel, workers: list[tuple[Any, str]]) -> Iterator[tuple[str, float, str]]:
+    """How fast every rank can write lines while the notebook shows them, and with torchrun writing them to files."""
+    rates, ratios, shares = [], [], []
+    for _ in range(3):
+        ours = kernel.run("bench_flood.py", str(LINES))
+        theirs = _by_hand(workers, "bench_flood.py", str(LINES), redirect=True)
+        took = _value(ours["text"], "flood_s")
+        rates.append(LINES / took)
+        ratios.append(took / _value(theirs["text"], "flood_s"))
+        shares.append(ours["cpu_s"] / ours["seconds"])
+        tell(f"lines: {rates[-1]:.0f} a second and rank, kernel uses {shares[-1]:.2f} of a core")
+    yield "launch.lines_per_s", statistics.median(rates), "lines/s"
+    yield "launch.lines_time_over_torchrun", statistics.median(ratios), "ratio"
+    yield "launch.lines_kernel_cores", statistics.median(shares), "cores"
+
+
+def _median_ms(text: str) -> float:
+    return _value(text, "median_ms")
+
+
+def _value(text: str, name: str) -> float:
+    """The number after a name in a rank's output."""
+    words = text.split()
+    return float(words[words.index(name) + 1])
+
+
+@contextmanager
+def _kernel(product: Product, notebook: Any) -> Iterator[Kernel]:
+    """A kernel in the notebook's container."""
+    node = next(node for node in product.cluster.nodes if node.name == notebook.attrs["Config"]["Hostname"])
+    command = [
+        "docker",
+        "-H",
+        node.docker,
+        "exec",
+        "-i",
+        "-w",
+        "/home/ada",
+        notebook.name,
+        "python3",
+        "bench_kernel.py",
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Kernel(process)
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def _start_notebook(product: Product, clients: dict[str, docker.DockerClient]) -> Any:
     """ada's notebook on the RTX 5090, started through the hub."""
     with httpx.Client(base_url=product.address, follow_redirects=True, trust_env=False, timeout=60) as web:
-        page = web.get("/hub/login")
+        web.get("/hub/login")
         form = {"username": "ada", "password": product.password, "_xsrf": _xsrf(web)}
         web.post("/hub/login", data=form).raise_for_status()
         headers = {"X-XSRFToken": _xsrf(web), "Content-Type": "application/json"}
@@ -108,9 +196,10 @@ def _by_hand_containers(
             user=notebook.attrs["Config"]["User"],
             volumes={home: {"bind": "/home/ada", "mode": "rw"}},
             working_dir="/home/ada",
-            environment={"HOME": "/home/ada", "GLOO_SOCKET_IFNAME": "eth0"},
+            environment={"HOME": "/home/ada", "GLOO_SOCKET_IFNAME": "eth0", **_threads(notebook)},
             network=network,
-            nano_cpus=notebook.attrs["HostConfig"]["NanoCpus"],
+            cpu_period=notebook.attrs["HostConfig"]["CpuPeriod"],
+            cpu_quota=notebook.attrs["HostConfig"]["CpuQuota"],
             shm_size="1g",
             init=True,
             detach=True,
@@ -121,32 +210,31 @@ def _by_hand_containers(
     return found
 
 
-def _ours(notebook: Any) -> dict[str, float]:
-    code, output = notebook.exec_run(["python3", "-c", _CELL], user=notebook.attrs["Config"]["User"])
-    text = output.decode(errors="replace")
-    assert code == 0, text
-    found: dict[str, float] = json.loads(text.splitlines()[-1])
-    return found
+def _threads(notebook: Any) -> dict[str, str]:
+    """As many threads as gpuhub's containers use."""
+    pairs = dict(entry.split("=", 1) for entry in notebook.attrs["Config"]["Env"])
+    return {name: pairs[name] for name in ("OMP_NUM_THREADS",) if name in pairs}
 
 
-def _by_hand(workers: list[tuple[Any, str]]) -> dict[str, float]:
-    first: list[float] = []
+def _by_hand(workers: list[tuple[Any, str]], script: str, *arguments: str, redirect: bool = False) -> dict[str, Any]:
+    """The same script with torchrun, a command in each container; with `redirect` the ranks write to files."""
+    texts = [""] * 3
     begin = time.monotonic()
 
     def run(rank: int) -> None:
         command = [
             "torchrun", "--nnodes", "3", "--node-rank", str(rank), "--nproc-per-node", "1",
-            "--master-addr", workers[0][1], "--master-port", "29511", "--local-addr", workers[rank][1], "bench_hello.py",
+            "--master-addr", workers[0][1], "--master-port", "29511", "--local-addr", workers[rank][1],
+            *(["--redirects", "1"] if redirect else []), script, *arguments,
         ]  # fmt: skip
-        _, stream = workers[rank][0].exec_run(command, stream=True)
-        for chunk in stream:
-            if b"first line" in chunk:
-                first.append(time.monotonic() - begin)
+        code, output = workers[rank][0].exec_run(command)
+        texts[rank] = output.decode(errors="replace")
+        assert code == 0, texts[rank]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(first) == 3, "torchrun by hand failed"
-    return {"first": min(first), "all": time.monotonic() - begin}
+    assert all(texts) or redirect, "torchrun by hand failed"
+    return {"seconds": time.monotonic() - begin, "text": "".join(texts)}

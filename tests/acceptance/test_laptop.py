@@ -1,0 +1,228 @@
+"""`gpu-launch` from a laptop without torch: log in, send a folder, wait in the queue, see results; jobs outlive everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, Product, User, wait_for
+from .notebooks import Notebook
+from .outputs import Output
+
+TRAIN = """
+    import os, sys, torch, torch.distributed as dist
+    from helper import NAME
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("sum", total.item(), "of", NAME, *sys.argv[1:], "seen", os.environ.get("COLOUR"))
+    if dist.get_rank() == 0:
+        os.makedirs("results", exist_ok=True)
+        open("results/out.txt", "w").write("the result")
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+COUNT = """
+    import time
+    for step in range(600):
+        print("step", step, flush=True)
+        if __import__("os").path.exists("enough"):
+            break
+        time.sleep(0.5)
+    print("counted", flush=True)
+"""
+TASK = """
+    name: report
+    num_nodes: 2
+    resources:
+      accelerators: {RTX5060: 1, RTX5090: 1}
+    workdir: .
+    envs:
+      GREETING: hello
+    setup: |
+      echo "set up" > setup-$SKYPILOT_SETUP_NODE_RANK.txt
+    run: |
+      echo "$GREETING from $SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES with $SKYPILOT_NUM_GPUS_PER_NODE"
+      echo "head $(echo "$SKYPILOT_NODE_IPS" | head -n1)"
+      ls setup-*.txt
+"""
+
+
+@dataclass
+class Laptop:
+    """A machine with gpu-launch and nothing else of ours."""
+
+    program: Path
+    home: Path
+    work: Path
+
+    def start(self, *words: str, folder: Path | None = None) -> subprocess.Popen[str]:
+        """The command, in the work folder."""
+        return subprocess.Popen(
+            [self.program, *words],
+            cwd=folder or self.work,
+            env=self.environ(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *words: str, code: int = 0, stdin: str | None = None) -> str:
+        """Its output; it must end with this exit status."""
+        done = subprocess.run(
+            [self.program, *words],
+            cwd=self.work,
+            env=self.environ(),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + (done.stderr if code else "")
+
+    def environ(self) -> dict[str, str]:
+        """A home of its own, and no way to anything of this project."""
+        return {"HOME": str(self.home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "TERM": "dumb"}
+
+    def write(self, name: str, text: str) -> None:
+        """A file in the work folder."""
+        path = self.work / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text).lstrip(), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def ada(make_user: Callable[[str], User]) -> User:
+    """ada in the browser."""
+    return make_user("ada")
+
+
+@pytest.fixture(scope="module")
+def laptop(tmp_path_factory: pytest.TempPathFactory, product: Product, ada: User) -> Iterator[Laptop]:
+    """gpu-launch installed by pip, logged in with a token from the hub's page."""
+    folder = tmp_path_factory.mktemp("laptop")
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    copy = folder / "source"
+    shutil.copytree(ROOT / "extensions", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+    subprocess.run([folder / "venv/bin/pip", "install", "--quiet", copy], check=True, capture_output=True)
+    found = Laptop(program=folder / "venv/bin/gpu-launch", home=folder / "home", work=folder / "work")
+    found.home.mkdir()
+    found.work.mkdir()
+    ada.page.goto(f"{ada.address}/hub/token")
+    ada.page.click("#request-token-form button[type=submit]")
+    ada.page.wait_for_selector("#token-result:not(:empty)")
+    token = ada.page.inner_text("#token-result").strip()
+    secret = folder / "token"
+    secret.write_text(token)
+    output = found.run("login", product.address, "--token-file", str(secret))
+    assert "ada" in output
+    assert token not in output
+    found.write("train.py", TRAIN)
+    found.write("helper.py", "NAME = 'helper'\n")
+    found.write("count.py", COUNT)
+    found.write("task.yaml", TASK)
+    found.write(".gitignore", "secret.txt\ndata/\n")
+    found.write("secret.txt", "not to be sent\n")
+    found.write("data/large.bin", "x" * 1000)
+    yield found
+
+
+def free(ada: User) -> bool:
+    """Whether nobody holds a GPU."""
+    return not ada.holders()
+
+
+def test_a_job_over_three_nodes(product: Product, laptop: Laptop, ada: User):
+    """Without any notebook: the folder is sent, three ranks run, output is live, results are in the home."""
+    output = laptop.run("run", "--nnodes", "3", "--env", "COLOUR=green", "train.py", "--epochs", "2")
+    assert "sum 3.0 of helper --epochs 2 seen green" in output, output
+    wait_for(lambda: free(ada), "the GPUs are free")
+    listed = json.loads(laptop.run("ps", "-a", "--json"))
+    jobs = listed["jobs"] if isinstance(listed, dict) else listed
+    assert [job["exit_code"] for job in jobs] == [0], listed
+    homes = list((product.paths.state / "homes" / "ada" / "gpu-launch").iterdir())
+    assert len(homes) == 1
+    assert (homes[0] / "results/out.txt").read_text() == "the result"
+    assert not (homes[0] / "secret.txt").exists()
+    assert not (homes[0] / "data").exists()
+    laptop.run("cp", f"home:gpu-launch/{homes[0].name}/results", "fetched")
+    assert (laptop.work / "fetched/out.txt").read_text() == "the result"
+
+
+def test_the_exit_status_and_the_failing_ranks_error(laptop: Laptop, ada: User):
+    """The job's own exit status; the failing rank's traceback with the user's line."""
+    laptop.write(
+        "fail.py", "import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit(7)\nimport time\ntime.sleep(60)\n"
+    )
+    output = laptop.run("run", "--nnodes", "2", "fail.py", code=7)
+    assert "rank 1" in output
+    laptop.run("run", "--nnodes", "9", "train.py", code=2)
+    wait_for(lambda: free(ada), "the GPUs are free")
+
+
+def test_a_detached_job_outlives_hub_and_broker(product: Product, laptop: Laptop, ada: User):
+    """Kills of hub and broker amid a job: it goes on, logs go on, shell and cp reach into it, cancel ends it."""
+    started = json.loads(laptop.run("run", "--detach", "--json", "--nnodes", "2", "--name", "count", "count.py"))
+    run = started.get("run_id") or started["job"]["run_id"]
+    with laptop.start("logs", "-f", run) as process:
+        logs = Output(process)
+        logs.wait("step 3\\b")
+        for name in ("hub", "broker"):
+            pid = product.supervisor.pid(name)
+            assert pid
+            os.kill(pid, signal.SIGKILL)
+        step = int(logs.wait(r"step (\d\d)\b", 120)[1])
+        logs.wait(f"step {step + 10}\\b", 120)
+        assert "RTX" in wait_for(lambda: laptop.run("status"), "the cluster's table")
+        assert "count" in laptop.run("ps")
+        shown = laptop.run("shell", run, "--", "sh", "-c", "echo in $GPUHUB_NODE; exit 3", code=3)
+        assert "in rig" in shown
+        laptop.write("enough", "")
+        laptop.run("cp", "enough", f"{run}:enough")
+        logs.wait("counted")
+        assert process.wait(60) == 0
+    wait_for(lambda: free(ada), "the GPUs are free")
+    again = json.loads(laptop.run("run", "--detach", "--json", "count.py"))
+    run = again.get("run_id") or again["job"]["run_id"]
+    laptop.run("cancel", run)
+    wait_for(lambda: free(ada), "a cancelled job's GPU is free")
+
+
+def test_a_task_file_runs_unchanged(laptop: Laptop, ada: User):
+    """SkyPilot's task YAML: setup and run on two nodes with the variables it promises."""
+    output = laptop.run("run", "task.yaml")
+    assert "hello from 0 of 2 with 1" in output, output
+    assert "hello from 1 of 2 with 1" in output, output
+    laptop.write("bad.yaml", "name: x\nrun: echo\nfile_mounts:\n  /data: s3://bucket\n")
+    assert "file_mounts" in laptop.run("run", "bad.yaml", code=2)
+    wait_for(lambda: free(ada), "the GPUs are free")
+
+
+def test_a_notebook_hands_a_job_over_and_stops(product: Product, laptop: Laptop, ada: User):
+    """`%gpu_launch --detach` outlives its notebook; the laptop sees it, and so does the next notebook."""
+    notebook = Notebook(product, ada, "rtx5070")
+    notebook.write("count.py", COUNT)
+    shown = notebook.cells("%gpu_launch --detach --nnodes 2 count.py", "%gpu_status")
+    assert "run-" in shown[0], shown
+    wait_for(lambda: len(ada.holders()) == 3, "the job runs beside the notebook", deadline_s=60)
+    notebook.stop(still_holds=2)
+    with laptop.start("logs", "-f", "count.py") as process:
+        logs = Output(process)
+        logs.wait(r"step \d+")
+        (notebook.home / "enough").touch()
+        logs.wait("counted")
+    wait_for(lambda: free(ada), "the GPUs are free")
+    assert "count.py" in laptop.run("ps", "-a")

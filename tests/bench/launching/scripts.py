@@ -1,0 +1,72 @@
+"""The training scripts under measurement; each is run by `%gpu_launch` and by bare torchrun."""
+
+from __future__ import annotations
+
+#: One all-reduce of 4 MB, and the end.
+HELLO = """
+import os, torch, torch.distributed as dist
+cuda = torch.cuda.is_available()
+if cuda:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+print("first line", flush=True)
+dist.init_process_group("nccl" if cuda else "gloo")
+total = torch.ones(1_000_000, device="cuda" if cuda else "cpu")
+dist.all_reduce(total)
+print("sum", total[0].item(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+#: Data-parallel steps; rank 0 prints the median time of one, in milliseconds.
+STEPS = """
+import os, statistics, sys, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+cuda = torch.cuda.is_available()
+if cuda:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+device = "cuda" if cuda else "cpu"
+width, steps = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("nccl" if cuda else "gloo")
+torch.manual_seed(0)
+layers = [layer for _ in range(4) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())]
+model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device))
+optimiser = torch.optim.SGD(model.parameters(), lr=1e-4)
+data = torch.randn(64, width, device=device)
+times = []
+for step in range(steps):
+    if step == 3:
+        print("going on", flush=True)
+    began = time.perf_counter()
+    optimiser.zero_grad()
+    model(data).square().mean().backward()
+    optimiser.step()
+    if cuda:
+        torch.cuda.synchronize()
+    times.append(time.perf_counter() - began)
+if dist.get_rank() == 0:
+    print("median_ms", statistics.median(times[steps // 5 :]) * 1000, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+#: Rank 0 writes so many lines as fast as it can, and says how long that took it.
+FLOOD = """
+import sys, time
+count = int(sys.argv[1])
+began = time.perf_counter()
+for number in range(count):
+    sys.stdout.write(f"step {number} loss 0.123456 lr 0.001 and some more of a usual line\\n")
+sys.stdout.flush()
+took = time.perf_counter() - began
+print("flood_s", took, file=sys.stderr, flush=True)
+"""
+
+#: Goes on until it is stopped.
+FOREVER = """
+import time
+print("going on", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+ALL = {"bench_hello.py": HELLO, "bench_steps.py": STEPS, "bench_flood.py": FLOOD, "bench_forever.py": FOREVER}
