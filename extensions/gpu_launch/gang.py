@@ -94,9 +94,9 @@ class Gang:
         """Raise what went wrong: a worker that ended, a job that was ended for us."""
         if self._stopping.is_set():
             return
-        for tracked in self._tracked():
-            if tracked.error is not None:
-                raise tracked.error
+        # What became of jobs that came later is seen from their workers alone: the launch goes on without them.
+        if self._main is not None and self._main.error is not None:
+            raise self._main.error
         if self._local is not None and (code := self._local.poll()) is not None:
             raise LaunchFailed(
                 f"The worker in this container ended ({code}). Its log: {self._shown(self.run.log('notebook'))}"
@@ -150,6 +150,7 @@ class Gang:
 
         Raises BrokerError.
         """
+        self._drop_joined(lambda _, tracked: tracked.is_over)
         roster, broker = self.roster(), self._broker
         missing = 0 if roster is None else self.plan.nnodes - roster.nnodes
         if broker is None or roster is None or missing <= 0:

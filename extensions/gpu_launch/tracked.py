@@ -30,6 +30,11 @@ class TrackedJob:
         for target in (self._follow, self._renew):
             threading.Thread(target=target, args=(job,), name="gpu_launch job", daemon=True).start()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.error is not None or self.job.state in (wire.STOPPING, wire.ENDED)
+
     def look(self) -> None:
         """Ask the broker how the job is now."""
         if not self._stopping.is_set():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Iterator
 
@@ -115,9 +116,16 @@ def test_a_hundred_relaunches_leave_nothing_behind(product: Product, notebook: N
                         processes=sum(name.isdigit() for name in os.listdir("/proc")), shm=len(os.listdir("/dev/shm")), ports=ports)
     """
     remote = """
-        import os
-        print("REMOTE", os.environ["GPUHUB_NODE"], sum(name.isdigit() for name in os.listdir("/proc")), len(os.listdir("/dev/shm")),
-              sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in os.listdir("/proc") if pid.isdigit() and os.access(f"/proc/{pid}/fd", os.R_OK)))
+        import json, os, pathlib
+        found = {}
+        for entry in pathlib.Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try: words, fds = (entry / "cmdline").read_text().replace("\\0", " "), len(os.listdir(entry / "fd"))
+                except OSError: continue
+                # The notebook's own server opens and closes what it likes.
+                if "gpu_launch" in words or "gpu-launch" in words:
+                    found.setdefault(" ".join(words.split()[:4])[:60], []).append(fds)
+        print("REMOTE", json.dumps([os.environ["GPUHUB_NODE"], len(os.listdir("/dev/shm")), {name: sorted(fds) for name, fds in found.items()}]))
     """
     notebook.write("remote.py", remote)
     outputs = notebook.cells(
@@ -133,18 +141,22 @@ def test_a_hundred_relaunches_leave_nothing_behind(product: Product, notebook: N
     )
     assert outputs[4].count("sum 3.0") == 300, outputs[4][-3000:]
     before, after = (eval(line.split(" ", 1)[1]) for line in outputs[5].splitlines()[:2])
-    assert all(after[name] <= before[name] for name in before), (before, after)
+    # One of each launch would be a hundred; what is open at this moment varies by some.
+    assert all(after[name] < before[name] + 10 for name in before), (before, after)
     for then, now in zip(remotes(outputs[2]), remotes(outputs[6]), strict=True):
-        assert then[0] == now[0]
-        assert all(one <= other for one, other in zip(now[1:], then[1:], strict=True)), (then, now)
+        assert now[:2] == then[:2]
+        assert now[2] < then[2] + 3, (then, now)
+        assert now[3] < then[3] + 10, (then, now)
     wait_for(lambda: own_only(notebook), "the other GPUs are free")
 
 
 def remotes(text: str) -> list[tuple[str, int, int, int]]:
-    """Node, processes, files in shared memory and file descriptors of each worker's container."""
-    found = sorted(line.partition("REMOTE ")[2].split() for line in text.splitlines() if "REMOTE " in line)
-    assert len(found) == 3, text
-    return [(node, int(processes), int(shm), int(fds)) for node, processes, shm, fds in found]
+    """Of each container: its node, files in shared memory, our processes there, and the files that they have open."""
+    told = [json.loads(line.partition("REMOTE ")[2]) for line in text.splitlines() if "REMOTE " in line]
+    assert len(told) == 3, text
+    return sorted(
+        (node, shm, sum(map(len, found.values())), sum(map(sum, found.values()))) for node, shm, found in told
+    )
 
 
 def test_a_lost_node_is_named_and_comes_back(product: Product, notebook: Notebook):
@@ -165,17 +177,22 @@ def test_a_lost_node_is_named_and_comes_back(product: Product, notebook: Noteboo
             step += 1
             stop = torch.tensor([float(len(told))])
             dist.all_reduce(stop)
-            if dist.get_rank() == 0 and step % 5 == 0:
+            if dist.get_rank() == 0:
                 saved.write_text(str(step))
             if stop.item():
                 break
         dist.destroy_process_group()
         """,
     )
+
+    def step() -> str:
+        return notebook.run("import os; print(open('elastic.step').read() if os.path.exists('elastic.step') else 0)")
+
     faults = Faults(product, practice_plan(product.paths.instance))
     with notebook.start_cells("%gpu_launch --nnodes 2:3 --max-restarts 3 elastic.py", "%gpu_release") as process:
         output = Output(process)
         output.wait("began at 0 with 3")
+        wait_for(lambda: int(step() or 0) > 20, "some steps are done")
         faults.inflict(Moment(after_s=0, what="cut", node="rig3", lasts_s=30))
         output.wait("rig3 is lost", 25)
         output.wait(r"began at [1-9]\d* with 2")

@@ -155,7 +155,10 @@ def test_a_rank_outlives_what_a_cell_does_to_it(ranks: Ranks) -> None:
     assert [message.header["how"] for message in ranks.collect("ended")] == ["interrupted", "interrupted"]
     assert ranks.check() == ["", ""]
     # Rank 0 is one collective ahead: what it waits for comes from the check.
-    ranks.run("value = torch.zeros(1, dtype=torch.float64)\nwork = dist.all_reduce(value, async_op=True)", ranks=(0,))
+    ranks.run(
+        "value = torch.zeros(1, dtype=torch.float64, device=device)\nwork = dist.all_reduce(value, async_op=True)",
+        ranks=(0,),
+    )
     assert any(ranks.check())
 
 
