@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gpu_launch
 from gpuhub.broker import schemas
+from tests.support.folded import times
 from tests.support.local_cluster import NODES, Notebook, lines_until, until
 from tests.support.rank_scripts import ALL_REDUCE
 
@@ -31,8 +32,8 @@ def test_three_nodes_agree_and_everything_is_freed(either: Notebook) -> None:
     either.script("hello.py", ALL_REDUCE + "    print('I am', os.environ['RANK'])\n")
     code, out, err = either.run(either.call("hello.py", arguments=["x y"], nnodes=3))
     assert code == 0, out + err
-    assert "[ranks 0-2 ×3] sum 6.0 of 3 x y\n" in out
-    assert "[ranks 0-2 ×3] warned\n" in err
+    assert times(out, "sum 6.0 of 3 x y") == 3
+    assert times(err, "warned") == 3
     for rank, node in enumerate(NODES):
         assert f"[rank {rank} · {node}] I am {rank}\n" in out
     (gang,) = either.broker.gangs.values()
@@ -83,7 +84,7 @@ def test_a_cell_runs_as_the_script_beside_its_notebook(either: Notebook) -> None
         """
     )
     assert code == 0, out + err
-    assert "[ranks 0-1 ×2] imported ['a', 'b c']" in out
+    assert times(out, "imported ['a', 'b c']") == 2
     assert "UsageError: There is no script missing.py in ~/." in out
     assert "Traceback" not in out + err
 

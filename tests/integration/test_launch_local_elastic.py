@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from gpuhub.broker import schemas
+from tests.support.folded import times
 from tests.support.local_cluster import DEADLINE_S, Notebook, lines_until, until
 from tests.support.rank_scripts import ALL_REDUCE, CHECKPOINTED
 
@@ -25,8 +26,8 @@ def test_a_preempted_launch_writes_a_checkpoint_waits_again_and_goes_on_from_it(
     shown = "".join(seen)
     assert re.search(r"gpu_launch: preempted: others need the GPUs; (59|60) s for a checkpoint\n", shown)
     (saved,) = re.findall(r"\[rank 0 · rig1\] saved (\d+)\n", shown)
-    assert f"[ranks 0-1 ×2] began at {saved} of 2 preempted 1\n" in out
-    assert f"[ranks 0-1 ×2] finished at {int(saved) + 5}\n" in out
+    assert times(out, f"began at {saved} of 2 preempted 1") == 2
+    assert times(out, f"finished at {int(saved) + 5}") == 2
     assert "preempted once · running on rig1 RTX 5090, rig3 RTX 5060" in out
     assert "mixed cards: 1 × RTX 5090, 1 × RTX 5060; the slowest sets the pace" in out
     assert either.broker.gangs[run].state is schemas.JobState.ENDED
@@ -48,7 +49,7 @@ def test_an_elastic_launch_goes_on_with_what_is_left(either: Notebook) -> None:
     shown = "".join(seen)
     (first,) = re.findall(r"\] saved (\d+)\n", shown)
     assert "rig1 is given back, others need the GPUs; going on with 2 nodes\n" in shown
-    assert f"[ranks 0-1 ×2] began at {first} of 2 preempted 0\n" in shown
+    assert f"] began at {first} of 2 preempted 0\n" in shown
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, shown + out + err
     assert len(either.broker.gangs) == 1, "nothing more is asked for while others wait"

@@ -45,9 +45,8 @@ def cpu_s() -> float:
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """One launch."""
-    from gpu_launch.crew import crews
-
     import gpu_launch
+    from gpu_launch.crew import crews
 
     if order.get("fresh"):
         crews.release()
