@@ -53,6 +53,21 @@ class Notebook:
             output, _ = process.communicate(timeout=timeout_s)
         return [part.split("\n", 1)[1] for part in output.split("=== ")[1:]]
 
+    def execute(self, example: str, timeout_s: float = 300) -> str:
+        """Run one of the example notebooks in the home from its first to its last cell; all that its cells show."""
+        return self.run(
+            f"""
+            import json, subprocess
+            notebook = "gpuhub-examples/{example}.ipynb"
+            done = subprocess.run(["jupyter", "execute", "--inplace", notebook], capture_output=True, text=True)
+            print(done.stderr[-3000:])
+            for cell in json.load(open(notebook))["cells"]:
+                for shown in cell.get("outputs", []):
+                    print("".join(shown.get("text", shown.get("data", {{}}).get("text/plain", ""))))
+            """,
+            timeout_s,
+        )
+
     def write(self, name: str, script: str) -> None:
         """A file in the user's home."""
         code = f"open({name!r}, 'w').write({textwrap.dedent(script)!r})"

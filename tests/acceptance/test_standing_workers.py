@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable, Iterator
 
@@ -157,6 +158,15 @@ def remotes(text: str) -> list[tuple[str, int, int, int]]:
     return sorted(
         (node, shm, sum(map(len, found.values())), sum(map(sum, found.values()))) for node, shm, found in told
     )
+
+
+def test_the_example_of_ranks_that_stay_runs_to_its_end(notebook: Notebook):
+    """`03-ranks-that-stay.ipynb`: a model built up from cell to cell on two nodes, that has learned something."""
+    output = notebook.execute("03-ranks-that-stay")
+    assert "I am rank 0 of 2" in output, output
+    assert "I am rank 1 of 2" in output, output
+    assert re.search(r"from \d+\.\d{3} to 0\.\d{3}", output), output
+    wait_for(lambda: own_only(notebook), "the other GPUs are free")
 
 
 def test_a_lost_node_is_named_and_comes_back(product: Product, notebook: Notebook):
