@@ -157,9 +157,12 @@ def collect(folder: Path, ranks: int) -> tuple[list[Any], dict[str, list[Any]]]:
         return [], {}
     problems: list[str] = []
     found = [_read(folder, rank, problems) for rank in range(ranks)]
-    results = [_value(one.get("result"), rank, "result", problems) for rank, one in enumerate(found)]
+    results = [pickles.load_told(one.get("result"), f"rank {rank}: result", problems) for rank, one in enumerate(found)]
     returned = {
-        name: [_value(one.get("returned", {}).get(name), rank, name, problems) for rank, one in enumerate(found)]
+        name: [
+            pickles.load_told(one.get("returned", {}).get(name), f"rank {rank}: {name}", problems)
+            for rank, one in enumerate(found)
+        ]
         for name in names
     }
     if problems:
@@ -197,19 +200,6 @@ def _bytes_of(path: Path) -> bytes | None:
         # Listing a folder on NFS has its cache of names renewed.
         _ = list(path.parent.iterdir())
         time.sleep(_LOOK_S)
-
-
-def _value(data: bytes | None, rank: int, name: str, problems: list[str]) -> Any:
-    if data is None:
-        return None
-    try:
-        return pickles.load(data)
-    except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
-        problems.append(
-            f"rank {rank}: {name} cannot be read here ({type(error).__name__}: {error}); "
-            "return plain values, arrays or a state_dict instead"
-        )
-        return None
 
 
 def missing(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:

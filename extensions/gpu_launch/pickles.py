@@ -57,6 +57,20 @@ class _Limited(io.BytesIO):
         return super().write(data)
 
 
+def load_told(data: bytes | None, what: str, problems: list[str]) -> Any:
+    """A rank's value; None where there is none, or where it cannot be read here, which is added to `problems`."""
+    if not data:
+        return None
+    try:
+        return load(data)
+    except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
+        problems.append(
+            f"{what} cannot be read here ({type(error).__name__}: {error}); "
+            "return plain values, arrays or a state_dict instead"
+        )
+        return None
+
+
 def _pickler(buffer: io.BytesIO, rename: Callable[[str], str | None] | None) -> Any:
     # Only here: a rank that brings nothing back does without it.
     import cloudpickle  # type: ignore[import-untyped]

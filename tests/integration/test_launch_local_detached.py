@@ -11,6 +11,7 @@ from gpu_launch import exchange
 from gpu_launch.order import Task
 from tests.support.detached_jobs import Job
 from tests.support.folded import times
+from tests.support.rank_scripts import CHECKPOINTED
 
 ALL_REDUCE = """
     import os, sys, torch, torch.distributed as dist
@@ -20,35 +21,6 @@ ALL_REDUCE = """
     print("sum", value.item(), "of", dist.get_world_size(), os.environ["SIZE"], *sys.argv[1:])
     print("own", dist.get_rank())
     dist.barrier()
-    dist.destroy_process_group()
-"""
-
-#: Writes a checkpoint when it is told to end, and goes on from it; ends by itself some steps after having gone on.
-CHECKPOINTED = """
-    import os, signal, time
-    from pathlib import Path
-    import torch, torch.distributed as dist
-
-    told = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-    dist.init_process_group("gloo")
-    checkpoint = Path("step")
-    first = step = int(checkpoint.read_text()) if checkpoint.exists() else 0
-    print("began at", first, "of", dist.get_world_size(), "preempted", os.environ["GPU_LAUNCH_PREEMPTIONS"])
-    while not first or step < first + 5:
-        time.sleep(0.05)
-        step += 1
-        stop = torch.tensor([float(len(told))])
-        dist.all_reduce(stop)
-        if stop.item():
-            if dist.get_rank() == 0:
-                time.sleep(1)
-                checkpoint.write_text(str(step))
-                print("saved", step)
-            dist.barrier()
-            break
-    else:
-        print("finished at", step)
     dist.destroy_process_group()
 """
 

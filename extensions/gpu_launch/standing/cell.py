@@ -105,7 +105,7 @@ class CellRun:
             message = self._ended[rank]
             problems += [f"rank {rank}: {text}" for text in message.header["problems"]]
             for name, data in zip(self._cell.returns, message.frames, strict=True):
-                returned[name].append(_value(data, f"rank {rank}: {name}", problems))
+                returned[name].append(pickles.load_told(data, f"rank {rank}: {name}", problems))
         if problems:
             text = "\n".join(problems)
             raise LaunchFailed(f"The cell ended well, but not everything came back:\n{text}")
@@ -133,16 +133,3 @@ class CellRun:
             at_ns=header["at_ns"],
             gpu=self._session.devices[rank],
         )
-
-
-def _value(data: bytes, what: str, problems: list[str]) -> Any:
-    if not data:
-        return None
-    try:
-        return pickles.load(data)
-    except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
-        problems.append(
-            f"{what} cannot be read here ({type(error).__name__}: {error}); "
-            "return plain values, arrays or a state_dict instead"
-        )
-        return None

@@ -18,7 +18,6 @@ import pytest
 from gpu_launch import agent, processes
 from gpu_launch.ranks import logs
 from gpu_launch.spec import Way
-from tests.support.ranks import Node
 
 #: A child that only SIGKILL ends, in a session of its own, its process id in a file.
 DEFIANT = """
@@ -28,18 +27,6 @@ DEFIANT = """
     child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     open(sys.argv[1], "w").write(str(child.pid))
 """
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory):
-    """A node whose home is a new folder."""
-    home = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(home))
-        patch.delenv("GPUHUB_NETWORK_SUBNET", raising=False)
-        made = Node(home)
-        yield made
-        made.close()
 
 
 def is_alive(pid):

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from gpu_launch.spec import Way
-from tests.support.ranks import Node
 
 #: Writes everything about its process that a script could look at.
 PROBE = """
@@ -66,18 +65,6 @@ PROBE = """
 """
 #: Of this start alone.
 OWN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "GPU_LAUNCH_PROGRESS", "GPU_LAUNCH_RANKS")
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory):
-    """A node whose home is a new folder."""
-    home = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(home))
-        patch.delenv("GPUHUB_NETWORK_SUBNET", raising=False)
-        made = Node(home)
-        yield made
-        made.close()
 
 
 def both_ways(node, script, *, nproc=2, **parts):

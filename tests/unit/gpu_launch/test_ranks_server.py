@@ -18,7 +18,6 @@ from gpu_launch import agent, processes
 from gpu_launch.ranks import checks, memory, shared_memory, threads
 from gpu_launch.ranks.gpus import choose
 from gpu_launch.ranks.server import Refused
-from tests.support.ranks import Node
 
 HELLO = """
     import os, torch, torch.distributed as dist
@@ -31,18 +30,6 @@ HELLO = """
     dist.barrier()
     dist.destroy_process_group()
 """
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory):
-    """A node whose home is a new folder."""
-    home = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(home))
-        patch.delenv("GPUHUB_NETWORK_SUBNET", raising=False)
-        made = Node(home)
-        yield made
-        made.close()
 
 
 def module(node, name, text):
