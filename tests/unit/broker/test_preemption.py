@@ -132,8 +132,9 @@ def test_an_elastic_job_shrinks_and_goes_on() -> None:
 def test_an_elastic_job_gives_a_lost_workers_gpu_back_while_enough_go_on() -> None:
     """So that the launch can grow onto it again; one that is not elastic, or has too few left, keeps what it has."""
     job, lease = under_way(nodes=3, least_nodes=2)
-    lost = job_rules.worker_exited(job.evolve(min_nnodes=2), 1, 137, "killed", 100.0)
-    draft = draft_of(lost, lease, now=100.0)
+    job = job.evolve(min_nnodes=2)
+    lost = job_rules.worker_exited(job, 1, 137, "killed", 100.0)
+    draft = draft_of(job, lease, now=100.0)
     draft.put_job(lost)
     follow(draft, 0)
     assert [gpu.node for gpu in draft.leases["l1"].gpus if gpu.shed_at == 100.0] == ["rig2"]
