@@ -67,7 +67,7 @@ async def talk(head: Head, container: str, *words: str) -> Talk:
 def programs(head: Head, container: str) -> list[str]:
     """What runs in the container beside what it was started with."""
     with closing(head.closet.client("rig2")) as client:
-        found = client.containers.get(container).top()["Processes"]
+        found = client.containers.get(container).top(ps_args="-efww")["Processes"]
     return [" ".join(row) for row in found if "serve" not in " ".join(row)]
 
 
