@@ -165,11 +165,12 @@ def _add_jobs(app: FastAPI, hub: FakeHub) -> None:
     @app.post(f"{BASE}/jobs", status_code=201)
     async def post(request: Request) -> Any:
         body = await request.json()
-        hub.asked.append(body)
         if not (hub.home / ".gpu_launch" / "jobs" / body["run_id"] / "job.json").is_file():
             return _problem(422, "there is no order")
         job = hub.add(body["run_id"], name=body.get("name", ""), detached=body.get("detached", False))
         job.update(nnodes=body["nnodes"], nproc_per_node=body["nproc_per_node"])
+        # Last: whoever waits for it finds the job.
+        hub.asked.append(body)
         return job
 
     @app.get(BASE + "/jobs/{job_id}")
