@@ -21,7 +21,7 @@ INSTANCE_PATTERN = r"[a-z][a-z0-9]{0,7}"
 RUN_PATTERN = r"[a-z0-9]([a-z0-9-]{4,38}[a-z0-9])"
 
 LABEL_INSTANCE = "gpuhub.instance"
-LABEL_KIND = "gpuhub.kind"  # notebook, worker, agent or courier
+LABEL_KIND = "gpuhub.kind"  # notebook, worker, agent, courier or guard
 LABEL_LEASE = "gpuhub.lease"
 LABEL_EPOCH = "gpuhub.epoch"
 LABEL_OWNER = "gpuhub.owner"
@@ -33,8 +33,9 @@ KIND_NOTEBOOK = "notebook"
 KIND_WORKER = "worker"
 KIND_AGENT = "agent"
 KIND_COURIER = "courier"
+KIND_GUARD = "guard"
 #: Kinds of containers that belong to no lease: they hold no GPU.
-LEASELESS = frozenset({KIND_AGENT, KIND_COURIER})
+LEASELESS = frozenset({KIND_AGENT, KIND_COURIER, KIND_GUARD})
 
 
 def slug(text: str) -> str:
@@ -75,3 +76,13 @@ def agent_container(instance: str) -> str:
 def courier_container(instance: str, owner: str) -> str:
     """The name of the container that reads and writes files in a user's home."""
     return f"{instance}-courier-{slug(owner)}"
+
+
+def guard_container(instance: str) -> str:
+    """The name of the container that keeps a node's packet filter."""
+    return f"{instance}-guard"
+
+
+def scratch_volume(instance: str, owner: str) -> str:
+    """The name of a user's scratch volume on each node."""
+    return f"{instance}-scratch-{slug(owner)}"

@@ -45,6 +45,16 @@ class Paths:
         return self.state / "secrets"
 
     @property
+    def internal_certificates(self) -> Path:
+        """JupyterHub's own authorities and certificates for TLS between the parts; root's alone."""
+        return self.secrets / "internal"
+
+    @property
+    def authority(self) -> Path:
+        """The local authority's certificate, which browsers are told to trust; its key is a secret."""
+        return self.state / "authority.pem"
+
+    @property
     def store(self) -> Path:
         """The broker's SQLite file."""
         return self.state / "broker.sqlite"

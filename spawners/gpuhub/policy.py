@@ -10,6 +10,9 @@ from gpuhub.quantities import Size, Span, Span0
 from gpuhub.tables import Many, Number, Text, UserName, Value
 
 GroupName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9_.-]{0,62}[a-z0-9])?$")]
+#: A group as somebody else names it: printable, and not long.
+ForeignGroup = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+LoginKind = Literal["password", "first-use", "pam", "ldap", "oidc", "github", "gitlab", "google", "cilogon"]
 
 
 class Allowance(Value):
@@ -70,10 +73,16 @@ class Scheduling(Value):
 class Users(Value):
     """Who can log in, and how much they may hold."""
 
-    #: `password`: one password for all (practice), made at the first start; `pam`: accounts of the head node.
-    login: Literal["password", "pam"] = "pam"
+    #: Who says who somebody is; `LOGINS` in `gpuhub.logins` says what each means. `password`: one password for all,
+    #: made at the first start; `first-use`: each user's own, chosen at the first login (both for practice).
+    login: LoginKind = "pam"
     allowed: Many[UserName] = ()
     admins: Many[UserName] = ()
+    #: Members of these may log in, or are administrators; groups as the login's own side names them: the system's for
+    #: `pam`, LDAP's common names, organisations or `organisation:team` at GitHub, and so on. The hub knows them too,
+    #: so that a [[groups]] table of that name has limits for them.
+    allowed_groups: Many[ForeignGroup] = ()
+    admin_groups: Many[ForeignGroup] = ()
     #: Users without an account on the head node get UIDs from here on; None: every user needs an account.
     uid_first: Annotated[int, Field(ge=1000, le=2_000_000_000)] | None = None
     #: GPUs one user may hold at once, notebooks and jobs together; None for no limit.
@@ -91,6 +100,9 @@ class Users(Value):
 
     @model_validator(mode="after")
     def _somebody(self) -> Self:
-        if not self.allowed and not self.admins:
-            raise ValueError('nobody could log in: name users, such as allowed = ["ada", "ben"]')
+        groups = (*self.allowed_groups, *self.admin_groups)
+        if not (self.allowed or self.admins or groups):
+            raise ValueError('nobody could log in: name users, such as allowed = ["ada", "ben"], or allowed_groups')
+        if groups and self.login in {"password", "first-use"}:
+            raise ValueError(f'login = "{self.login}" knows no groups: leave allowed_groups and admin_groups out')
         return self

@@ -14,7 +14,7 @@ from typing import Annotated, Self
 
 from pydantic import StringConstraints, ValidationError, model_validator
 
-from gpuhub import gpus
+from gpuhub import gpus, logins
 from gpuhub.errors import SettingsError
 from gpuhub.mistakes import describe_mistakes
 from gpuhub.policy import Allowance, Group, Scheduling, Users
@@ -23,6 +23,7 @@ from gpuhub.tables import (
     Hub,
     Images,
     Jobs,
+    Login,
     Many,
     Network,
     Node,
@@ -40,6 +41,7 @@ __all__ = [
     "Hub",
     "Images",
     "Jobs",
+    "Login",
     "Network",
     "Node",
     "Profile",
@@ -59,6 +61,7 @@ class Cluster(Value):
     nodes: Many[Node]
     profiles: Many[Profile]
     users: Users
+    login: Login = Login()
     groups: Many[Group] = ()
     scheduling: Scheduling = Scheduling()
     storage: Storage = Storage()
@@ -79,6 +82,7 @@ class Cluster(Value):
             *_duplicates("profiles", "name", [profile.name for profile in self.profiles]),
             *_duplicates("groups", "name", [group.name for group in self.groups]),
             *_unsatisfiable(self),
+            *logins.mistakes(self.users.login, self.login),
         ]
         if self.network.kind == "bridge" and len(self.nodes) > 1:
             mistakes.append(
@@ -92,6 +96,11 @@ class Cluster(Value):
     def has_overlay(self) -> bool:
         """Users' networks span nodes."""
         return self.network.kind == "overlay" or (self.network.kind == "auto" and len(self.nodes) > 1)
+
+    @property
+    def has_internal_tls(self) -> bool:
+        """Proxy, hub, broker and notebooks speak TLS to each other."""
+        return len(self.nodes) > 1 if self.hub.internal_tls == "auto" else self.hub.internal_tls
 
     def node(self, name: str) -> Node:
         """The node of that name; KeyError when there is none."""

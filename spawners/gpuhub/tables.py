@@ -18,6 +18,9 @@ ProfileName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,3
 UserName = Annotated[str, StringConstraints(pattern=f"^{names.USERNAME_PATTERN}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=300)]
+HostName = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*$")
+]
 Label = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 Driver = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,5}(\.[0-9]{1,5}){0,3}$")]
 Capability = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,2}\.[0-9]{1,2}$")]
@@ -148,6 +151,9 @@ class Profile(Value):
     memory: Size = 16 * 1024**3
     shm: Size = 8 * 1024**3
     pids: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
+    #: The most that a container may write outside home, scratch and datasets, bytes; None: no limit. Docker can do it
+    #: where its data is on XFS with project quotas, and refuses it elsewhere.
+    disk: Size | None = None
     #: Seconds from the grant to the end; None for no limit.
     time_limit: Span | None = None
 
@@ -182,6 +188,12 @@ class Storage(Value):
     datasets: str | None = None
     #: Mount options for `nfs://` volumes, without `addr=`.
     nfs_options: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_=,.:-]*$")] = "nfsvers=4.2,hard,noatime"
+    #: A fast folder of the node's own at /scratch for each user, the same for all their containers there.
+    scratch: bool = True
+    #: A user's scratch on a node goes when no container has used it for so long, seconds.
+    scratch_keep: Span = 14 * 86400
+    #: How long an NFS server may take to answer before a start is refused, seconds.
+    patience: Span = 10
 
     @field_validator("home", "home_create", "datasets")
     @classmethod
@@ -216,6 +228,23 @@ class Network(Value):
     #: MTU of the nodes' own network, bytes; `auto`: that of the head node's ways to the nodes. Overlays get 50 less for
     #: VXLAN's header.
     mtu: Literal["auto"] | Annotated[int, Field(ge=576, le=9216)] = "auto"
+    #: Packet filter on every node for users' containers: they reach hub and broker, each their own user's, and what
+    #: `egress` allows; their published ports are reached from the head node only.
+    guard: bool = True
+    #: `internet`: all but private addresses; `open`: all but the nodes themselves and cloud metadata; `none`: nothing.
+    egress: Literal["internet", "open", "none"] = "internet"
+    #: Further networks that containers may reach, a licence server say; never a node.
+    reach: Many[str] = ()
+
+    @field_validator("reach")
+    @classmethod
+    def _reach(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            try:
+                ipaddress.ip_network(text)
+            except ValueError as error:
+                raise ValueError(f'{text!r} is no address or network: {error}; write such as "192.168.1.50"') from None
+        return value
 
     @field_validator("overlay_pool")
     @classmethod
@@ -236,6 +265,8 @@ class Jobs(Value):
     memory: Size = 16 * 1024**3
     shm: Size = 8 * 1024**3
     pids: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
+    #: As a profile's.
+    disk: Size | None = None
     time_limit: Span | None = None
     #: A launch whose notebook does not report for this long ends, and its GPUs are free.
     renew_within: Span = 30
@@ -249,29 +280,54 @@ class Jobs(Value):
 
 
 class Hub(Value):
-    """Where the head node listens."""
+    """Where the head node listens, and what secures it."""
 
-    #: What browsers connect to. Loopback only, until login over TLS is set up.
+    #: What browsers connect to; from elsewhere than this machine over HTTPS only.
     bind: str = "127.0.0.1"
     port: Port = 8000
+    #: `local`: a certificate of an authority made here; `files`: `certificate` and `key`; `proxy`: a reverse proxy in
+    #: front does it; `off`: none, on loopback only; `auto`: `files` where they are given, else `off` on loopback and
+    #: `local` elsewhere.
+    https: Literal["auto", "local", "files", "proxy", "off"] = "auto"
+    #: PEM files, the certificate with its chain.
+    certificate: Path | None = None
+    key: Path | None = None
+    #: Names under which browsers reach the hub, the first of them in every address that is shown.
+    hostnames: Many[HostName] = ()
+    #: What browsers are told, where neither `hostnames` nor `bind` and `port` say it, such as behind a reverse proxy.
+    url: str | None = None
+    #: Each user's notebooks under a name of their own, `ada.HOSTNAME`, out of each other's reach in the browser.
+    subdomains: bool = False
+    #: TLS with certificates on both sides between proxy, hub, broker and notebooks; `auto`: with more than one node.
+    internal_tls: bool | Literal["auto"] = "auto"
     #: The head node's address as the nodes and their containers reach it; None: found from the route to the nodes.
     address: str | None = None
     api_port: Port = 8081
     broker_port: Port = 8010
     proxy_api_port: Port = 8001
 
+    @field_validator("certificate", "key", mode="before")
+    @classmethod
+    def _path(cls, value: object) -> object:
+        return Path(value) if isinstance(value, str) else value
+
     @field_validator("bind")
     @classmethod
-    def _loopback(cls, value: str) -> str:
+    def _bind(cls, value: str) -> str:
         try:
-            loopback = ipaddress.ip_address(value).is_loopback
+            ipaddress.ip_address(value)
         except ValueError:
-            raise ValueError(f'{value!r} is no IP address: write "127.0.0.1"') from None
-        if not loopback:
-            raise ValueError(
-                f"{value!r} is not loopback: without TLS, passwords would cross the network readable. "
-                'Keep "127.0.0.1" and reach it by ssh -L 8000:127.0.0.1:8000'
-            )
+            raise ValueError(f'{value!r} is no IP address: write "127.0.0.1", or "0.0.0.0" for all') from None
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _url(cls, value: str | None) -> str | None:
+        if value is not None:
+            url = urlsplit(value)
+            if url.scheme not in {"http", "https"} or not url.hostname or url.path not in {"", "/"} or url.query:
+                raise ValueError(f'{value!r} is no address of a hub: write such as "https://gpuhub.example.org"')
+            return value.rstrip("/")
         return value
 
     @field_validator("address")
@@ -291,6 +347,86 @@ class Hub(Value):
         if twice:
             raise ValueError(f"port {twice[0]} is used twice: port, api_port, broker_port, proxy_api_port must differ")
         return self
+
+    @model_validator(mode="after")
+    def _secured(self) -> Self:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key go together: give both, or neither")
+        if self.https == "files" and self.certificate is None:
+            raise ValueError('https = "files" needs certificate and key')
+        if self.certificate is not None and self.https not in {"auto", "files"}:
+            raise ValueError(f'certificate and key mean nothing with https = "{self.https}": write https = "files"')
+        if self.https == "off" and not self.is_loopback:
+            raise ValueError(
+                f'https = "off" with bind = {self.bind!r}: passwords would cross the network readable. Write https = '
+                '"local", or keep bind = "127.0.0.1" and reach it by ssh -L 8000:127.0.0.1:8000'
+            )
+        if self.https == "proxy" and self.url is None:
+            raise ValueError('https = "proxy" needs url: the address that browsers use, such as "https://gpuhub.lan"')
+        if self.subdomains and not self.hostnames:
+            raise ValueError('subdomains = true needs hostnames, such as ["gpuhub.lan"], and a wildcard name in DNS')
+        return self
+
+    @property
+    def is_loopback(self) -> bool:
+        """Browsers on this machine only."""
+        return ipaddress.ip_address(self.bind).is_loopback
+
+    @property
+    def tls(self) -> Literal["local", "files", "proxy", "off"]:
+        """`https` with `auto` decided."""
+        if self.https != "auto":
+            return self.https
+        if self.certificate is not None:
+            return "files"
+        return "off" if self.is_loopback else "local"
+
+
+class Login(Value):
+    """What `users.login` needs to know of the provider; which keys each kind takes is said in `gpuhub.logins`."""
+
+    #: OAuth and OpenID Connect: as registered with the provider.
+    client_id: Text | None = None
+    #: A file with the secret, readable by root alone.
+    client_secret_file: Path | None = None
+    #: `oidc`: where the provider's `/.well-known/openid-configuration` is found; `gitlab`: one's own server.
+    issuer: str | None = None
+    #: The claim that is the user's name here, and the one that lists groups (`oidc`).
+    username_claim: Text | None = None
+    groups_claim: Text | None = None
+    #: `google`: accounts of these domains only; with one, the name is what stands before the @.
+    domains: Many[HostName] = ()
+    #: `cilogon`: identity providers that may vouch for somebody, as entity ids.
+    idps: Many[Text] = ()
+    #: `ldap`: the server, and how a user's own entry is found: `uid={username},ou=people,dc=example,dc=org`.
+    server: str | None = None
+    user_dn: Text | None = None
+    #: `ldap`: where groups are searched.
+    group_base: Text | None = None
+    #: A file with the certificate of the authority that the provider's or server's certificate comes from; None: the
+    #: system's.
+    ca: Path | None = None
+
+    @field_validator("client_secret_file", "ca", mode="before")
+    @classmethod
+    def _path(cls, value: object) -> object:
+        return Path(value) if isinstance(value, str) else value
+
+    @field_validator("issuer")
+    @classmethod
+    def _issuer(cls, value: str | None) -> str | None:
+        if value is not None:
+            url = urlsplit(value)
+            if url.scheme != "https" and not (url.scheme == "http" and url.hostname in {"127.0.0.1", "localhost"}):
+                raise ValueError(f'{value!r}: an https:// address is needed, such as "https://auth.example.org/"')
+        return value
+
+    @field_validator("server")
+    @classmethod
+    def _server(cls, value: str | None) -> str | None:
+        if value is not None and (urlsplit(value).scheme not in {"ldap", "ldaps"} or not urlsplit(value).hostname):
+            raise ValueError(f'{value!r} is no LDAP server: write such as "ldaps://ldap.example.org"')
+        return value
 
 
 class Images(Value):

@@ -21,7 +21,7 @@ from gpuhub.paths import Paths
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
-INSTANCE = "ghtest"
+INSTANCE = os.environ.get("GPUHUB_TEST_INSTANCE", "ghtest")
 PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", ROOT / ".cache" / "pictures"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from gpuhub import secrets, settings
 from gpuhub.paths import Paths
 
 ROOT = Path(__file__).parents[2]
-INSTANCE = "ghtest"
+INSTANCE = os.environ.get("GPUHUB_TEST_INSTANCE", "ghtest")
 
 
 @dataclass(frozen=True)

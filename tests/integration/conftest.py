@@ -24,7 +24,7 @@ from gpuhub.closet.plan import ClosetNode, Plan, practice_plan
 from gpuhub.paths import Paths
 from tests.support.local_cluster import PYTHON, LocalBroker, Notebook
 
-INSTANCE = "ghtest"
+INSTANCE = os.environ.get("GPUHUB_TEST_INSTANCE", "ghtest")
 TINY_PROGRAMS = ("dash", "cat", "ls", "grep", "sleep", "id", "hostname")
 _UNNEEDED = ("test", "idlelib", "ensurepip", "tkinter", "lib2to3", "pydoc_data", "dist-packages", "__pycache__")
 

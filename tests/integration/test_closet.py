@@ -21,6 +21,7 @@ from gpuhub.closet.plan import Card, ClosetNode, MigPart, mig_uuid
 from gpuhub.nodes import readings
 from gpuhub.nodes.agent_container import agent_script, build_container, build_host_config, last_whole_line
 from gpuhub.nodes.records import AgentReading, Process
+from tests.integration.conftest import INSTANCE
 from tests.support.simulated import wait_until
 
 READINGS = """
@@ -152,7 +153,7 @@ def test_mig_devices_are_requested_by_uuid(closet, tiny_image):
 def agent_on(client: docker.DockerClient, image: str) -> Iterator[Callable[[], AgentReading | None]]:
     """The GPU agent in a container as the broker makes it, on another image, and quicker."""
     script = agent_script().replace("PERIOD_S = 2.0", "PERIOD_S = 0.1").replace("HANG_S = 6.0", "HANG_S = 0.5")
-    arguments = {**build_container("ghtest", "trial", script), "image": image}
+    arguments = {**build_container(INSTANCE, "trial", script), "image": image}
     host = client.api.create_host_config(**build_host_config())
     container = client.api.create_container(host_config=host, **arguments)["Id"]
     try:

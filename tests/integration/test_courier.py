@@ -20,6 +20,7 @@ from gpuhub.containers import arguments, courier
 from gpuhub.containers.courier import CourierSpec, start_courier
 from gpuhub.containers.execs import start_exec
 from gpuhub.errors import Conflict, InvalidRequest, NotFound
+from tests.integration.conftest import INSTANCE
 from tests.integration.test_spawner import OWNER, Head, head, until
 
 __all__ = ["head"]
@@ -73,7 +74,7 @@ def programs(head: Head, container: str) -> list[str]:
 
 async def test_a_courier_has_the_home_and_nothing_else(head: Head, container: str) -> None:
     """As its user, without network, rights, or a place to write elsewhere; starting it again replaces it."""
-    found = head.inspect("rig2", names.courier_container("ghtest", OWNER))
+    found = head.inspect("rig2", names.courier_container(INSTANCE, OWNER))
     assert (found["Id"], found["State"]["Running"]) == (container, True)
     with closing(head.closet.client("rig2")) as client:
         inside = client.containers.get(container)
@@ -87,7 +88,7 @@ async def test_a_courier_has_the_home_and_nothing_else(head: Head, container: st
     spec = CourierSpec(owner=OWNER, node="rig2", image=found["Config"]["Image"])
     again = await start_courier(head.daemons, head.cluster, head.closet.paths, spec)
     assert again != container
-    assert head.containers(names.KIND_COURIER) == [names.courier_container("ghtest", OWNER)]
+    assert head.containers(names.KIND_COURIER) == [names.courier_container(INSTANCE, OWNER)]
     await head.daemons.call("rig2", "remove_container", again, force=True)
 
 

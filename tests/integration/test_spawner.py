@@ -26,7 +26,7 @@ from gpuhub.containers.troubles import SpawnFailed
 from gpuhub.containers.workers import WorkerSpec, start_worker
 from gpuhub.errors import NotFound
 from gpuhub.settings import Cluster
-from tests.integration.conftest import Closet
+from tests.integration.conftest import INSTANCE, Closet
 from tests.support.fake_broker import FakeBroker
 
 OWNER = "ada"
@@ -152,13 +152,13 @@ async def test_a_notebook_runs_as_its_user_with_its_lease_alone(head: Head, brok
     user = users()
     await user.spawn(options={"profile": profile_of(head, "RTX 5070")})
     (lease,) = broker.known.values()
-    found = head.inspect("rig2", names.notebook_container("ghtest", OWNER, ""))
+    found = head.inspect("rig2", names.notebook_container(INSTANCE, OWNER, ""))
     networks_joined = set(found["NetworkSettings"]["Networks"])
     assert lease.state is LeaseState.ACTIVE
     assert found["Config"]["Labels"][names.LABEL_LEASE] == lease.id
     assert found["HostConfig"]["DeviceRequests"][0]["DeviceIDs"] == [lease.gpus[0].uuid]
     assert found["HostConfig"]["CapDrop"] == ["ALL"]
-    assert networks_joined == {"ghtest", names.user_network("ghtest", OWNER)}
+    assert networks_joined == {INSTANCE, names.user_network(INSTANCE, OWNER)}
     assert user.spawner.server.ip == str(head.cluster.node("rig2").address)
     with closing(head.closet.client("rig2")) as client:
         container = client.containers.get(found["Id"])
@@ -321,7 +321,7 @@ async def test_workers_of_one_user_reach_each_other_and_starting_twice_gives_one
     monkeypatch.setattr(arguments, "WORKER_COMMAND", ("python3", "-c", NOTEBOOK))
     specs = [
         WorkerSpec(
-            instance="ghtest",
+            instance=INSTANCE,
             owner=OWNER,
             job_id="trial",
             run_id="trial-run",
@@ -344,7 +344,7 @@ async def test_workers_of_one_user_reach_each_other_and_starting_twice_gives_one
     try:
         first = await start_both()
         assert await start_both() == first
-        other = names.worker_container("ghtest", "trial", 1)
+        other = names.worker_container(INSTANCE, "trial", 1)
         fetch = f"import urllib.request as u; print(u.urlopen('http://{other}:8888', timeout=5).status)"
 
         def fetched() -> bool:
@@ -357,19 +357,19 @@ async def test_workers_of_one_user_reach_each_other_and_starting_twice_gives_one
     finally:
         for spec in specs:
             with contextlib.suppress(NotFound):
-                name = names.worker_container("ghtest", "trial", spec.index)
+                name = names.worker_container(INSTANCE, "trial", spec.index)
                 await head.daemons.call(spec.node, "remove_container", name, force=True)
 
 
 async def test_user_networks_are_made_once_and_removed_when_idle(head: Head) -> None:
     """Several starts at once get the same network; those of users with leases stay."""
     made = await asyncio.gather(
-        *(networks.ensure_user_network(head.daemons, head.cluster, "ghtest", "dora") for _ in range(6))
+        *(networks.ensure_user_network(head.daemons, head.cluster, INSTANCE, "dora") for _ in range(6))
     )
     assert len({network.id for network in made}) == 1
     assert made[0].subnet.endswith("/24")
-    kept = await networks.remove_idle_user_networks(head.daemons, head.cluster, "ghtest", {"dora"})
-    removed = await networks.remove_idle_user_networks(head.daemons, head.cluster, "ghtest", ())
+    kept = await networks.remove_idle_user_networks(head.daemons, head.cluster, INSTANCE, {"dora"})
+    removed = await networks.remove_idle_user_networks(head.daemons, head.cluster, INSTANCE, ())
     assert made[0].name not in kept
     assert made[0].name in removed
 

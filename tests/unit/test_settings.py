@@ -86,7 +86,10 @@ def test_values_are_frozen(tmp_path):
             ("[[profiles]]", '[storage]\nhome = "/h/../{username}"\n[[profiles]]'),
             r"storage\.home: .*neither an absolute",
         ),
-        (("[[profiles]]", '[hub]\nbind = "0.0.0.0"\n[[profiles]]'), r"hub\.bind: '0\.0\.0\.0' is not loopback"),
+        (
+            ("[[profiles]]", '[hub]\nbind = "0.0.0.0"\nhttps = "off"\n[[profiles]]'),
+            r'hub: https = "off" with bind = \'0\.0\.0\.0\': passwords would cross the network readable',
+        ),
         (("[[profiles]]", "[hub]\nport = 8081\n[[profiles]]"), r"hub: port 8081 is used twice"),
         (
             ('gpu_model = "RTX 5090"', 'gpu_model = "RTX 5090"\ngpu_models = ["RTX 5090"]'),
@@ -138,10 +141,10 @@ def test_the_example_is_valid_and_shows_every_key():
     text = EXAMPLE.read_text(encoding="utf-8")
     raw = tomllib.loads(text)
     shown = set(re.findall(r"^(?:# )?([a-z_0-9]+) = ", text, re.MULTILINE)) | set(raw)
-    shown |= set(re.findall(r"^# \[\[([a-z]+)\]\]", text, re.MULTILINE))
+    shown |= set(re.findall(r"^# \[\[?([a-z]+)\]", text, re.MULTILINE))
     tables_read = [
         settings.Cluster, tables.Node, tables.Profile, policy.Users, policy.Group, policy.Allowance,
-        policy.Scheduling, tables.Storage, tables.Network, tables.Jobs, tables.Hub, tables.Images,
+        policy.Scheduling, tables.Storage, tables.Network, tables.Jobs, tables.Hub, tables.Images, tables.Login,
     ]  # fmt: skip
     missing = [f"{table.__name__}.{key}" for table in tables_read for key in table.model_fields if key not in shown]
     assert missing == []
@@ -151,7 +154,7 @@ def test_the_example_shows_the_true_defaults(tmp_path):
     """Every commented-out line `# key = value` of the example, taken in, gives the same settings as the default."""
     text = EXAMPLE.read_text(encoding="utf-8")
     fewer = re.sub(
-        r"^# (?!address|torch_index|max_gpus|uid_first|time_limit|description|title|switch|rack|cpus|memory|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|max_jobs|card_values|name|members|each|together|weight)([a-z_]+ = )",
+        r"^# (?!address|torch_index|max_gpus|uid_first|time_limit|description|title|switch|rack|cpus|memory|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|max_jobs|card_values|disk|client_id|client_secret_file|issuer|username_claim|groups_claim|domains|idps|server|user_dn|group_base|ca|certificate|key|hostnames|url|reach|name|members|each|together|weight)([a-z_]+ = )",
         r"\1",
         text,
         flags=re.M,

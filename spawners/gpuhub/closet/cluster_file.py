@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,8 +16,8 @@ from gpuhub.paths import DEFAULT_INSTANCE, Paths
 
 NOTICE = "Practice closet: the GPUs are simulated, and training runs on the CPU."
 USERS = ("ada", "ben")
-#: Ports on loopback of the default instance, and of any other, which may run beside it.
-_PORTS = {True: (8000, 8001), False: (18000, 18001)}
+#: Ports on loopback of the two usual instances; others, which may run beside them, get a pair from 18100 on.
+_PORTS = {DEFAULT_INSTANCE: (8000, 8001), "ghtest": (18000, 18001)}
 
 
 def write_cluster_file(plan: Plan, paths: Paths) -> Path:
@@ -36,7 +37,7 @@ def write_cluster_file(plan: Plan, paths: Paths) -> Path:
 
 def format_cluster(plan: Plan, paths: Paths, *, cpus: int) -> str:
     """The file's text, for a machine with so many CPUs: Docker refuses a container more than there are."""
-    port, proxy_port = _PORTS[plan.instance == DEFAULT_INSTANCE]
+    port, proxy_port = _PORTS.get(plan.instance) or _own_ports(plan.instance)
     cards = {given.model: given for node in plan.nodes for card in node.cards for given in card.given}
     whole = [card for node in plan.nodes for card in node.cards if not card.mig]
     tables = [
@@ -117,6 +118,11 @@ def _cpu_profile(cpus: int) -> str:
 
 def _table(header: str, /, **values: str | int | list[str]) -> str:
     return "\n".join((f"[{header}]", *(f"{key} = {_text(value)}" for key, value in values.items())))
+
+
+def _own_ports(instance: str) -> tuple[int, int]:
+    first = 18100 + 2 * (int.from_bytes(hashlib.sha256(instance.encode()).digest()[:2]) % 400)
+    return first, first + 1
 
 
 def _text(value: str | int | list[str]) -> str:
