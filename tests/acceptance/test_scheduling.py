@@ -47,6 +47,7 @@ def launch(ada: Notebook) -> Iterator[Output]:
         yield output
         process.kill()
         ada.kill("gpu_launch.run('goes_on.py'")
+        output.rest()
     wait_for(lambda: list(ada.user.holders().values()).count("ada") == 1, "the launch's GPUs are free", deadline_s=60)
 
 
