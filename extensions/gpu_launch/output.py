@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import zmq
-import zmq.auth.thread
 
+from gpu_launch import curve
 from gpu_launch.spec import Channel
 
 #: Batches kept on either side before the writer waits; the rest waits in the ranks' log files.
@@ -15,40 +15,14 @@ _WAITING_BATCHES = 200
 _LINGER_MS = 2000
 
 
-class OneClient:
-    """Accepts one Curve key."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether the key (Z85) is ours."""
-        return key == self._public
-
-
 class Sink:
     """The notebook's end."""
 
     def __init__(self, address: str) -> None:
-        server_public, server_secret = zmq.curve_keypair()
-        client_public, client_secret = zmq.curve_keypair()
-        # A context of its own: authentication is a context's, and the kernel's sockets are none of ours.
-        self._context = zmq.Context()
-        self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
-        self._auth.start()
-        self._auth.configure_curve_callback(domain="*", credentials_provider=OneClient(client_public))
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.curve_server = True
-        self._socket.curve_publickey = server_public
-        self._socket.curve_secretkey = server_secret
+        self._door = curve.Door(zmq.PULL)
+        self._socket = self._door.socket
         self._socket.rcvhwm = _WAITING_BATCHES
-        port = self._socket.bind_to_random_port(f"tcp://{address}")
-        self.channel = Channel(
-            url=f"tcp://{address}:{port}",
-            server_public=server_public,
-            client_public=client_public,
-            client_secret=client_secret,
-        )
+        self.channel = self._door.open(address)
 
     def receive(self, wait_ms: int, *, most: int = 100) -> list[dict[str, Any]]:
         """What has arrived, waiting up to `wait_ms` for the first message."""
@@ -59,9 +33,7 @@ class Sink:
 
     def close(self) -> None:
         """Close everything."""
-        self._socket.close(linger=0)
-        self._auth.stop()
-        self._context.term()
+        self._door.close()
 
 
 class Writer:
@@ -72,10 +44,7 @@ class Writer:
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.sndhwm = _WAITING_BATCHES
         self._socket.linger = _LINGER_MS
-        self._socket.curve_serverkey = channel.server_public
-        self._socket.curve_publickey = channel.client_public
-        self._socket.curve_secretkey = channel.client_secret
-        self._socket.connect(channel.url)
+        curve.present(self._socket, channel)
 
     def send(self, message: dict[str, Any], *, wait_ms: int) -> bool:
         """Send one message; False when the notebook took nothing for `wait_ms`."""

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-import zmq.auth.thread
 
-from gpu_launch import output, runs
+from gpu_launch import curve, runs
+from gpu_launch.spec import Channel
 
 _LINGER_MS = 2000
+#: Of a channel, as written for the ranks.
+_KEYS = ("server_public", "client_public", "client_secret")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,32 +36,20 @@ class Control:
     """The notebook's end. For one thread at a time."""
 
     def __init__(self, address: str) -> None:
-        server_public, server_secret = zmq.curve_keypair()
-        client_public, client_secret = zmq.curve_keypair()
-        self._context = zmq.Context()
-        self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
-        self._auth.start()
-        self._auth.configure_curve_callback(domain="*", credentials_provider=output.OneClient(client_public))
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.curve_server = True
-        self._socket.curve_publickey = server_public
-        self._socket.curve_secretkey = server_secret
+        self._door = curve.Door(zmq.ROUTER)
+        self._socket = self._door.socket
         # A connection that broke and comes back is the same rank's; what is sent to none is an error.
         self._socket.router_handover = True
         self._socket.router_mandatory = True
         #: Somebody has seen that there is something to receive, and waits for it no more.
         self.has_news = False
-        port = self._socket.bind_to_random_port(f"tcp://{address}")
-        self._secret = {
-            "url": f"tcp://{address}:{port}",
-            "server_public": server_public.decode(),
-            "client_public": client_public.decode(),
-            "client_secret": client_secret.decode(),
-        }
+        self._channel = self._door.open(address)
 
     def write(self, path: Path) -> None:
         """Write what a rank needs to come here, for its owner alone."""
-        runs.write_secret(path, self._secret)
+        channel = self._channel
+        secret = {key: getattr(channel, key).decode() for key in _KEYS}
+        runs.write_secret(path, {"url": channel.url, **secret})
 
     def send(self, message: Message) -> bool:
         """Send to one rank; False when it is not connected."""
@@ -86,9 +76,7 @@ class Control:
 
     def close(self) -> None:
         """Close everything; what was not sent is lost."""
-        self._socket.close(linger=0)
-        self._auth.stop()
-        self._context.term()
+        self._door.close()
 
 
 class Link:
@@ -102,10 +90,7 @@ class Link:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.routing_id = _name(rank)
         self._socket.linger = _LINGER_MS
-        self._socket.curve_serverkey = secret["server_public"].encode()
-        self._socket.curve_publickey = secret["client_public"].encode()
-        self._socket.curve_secretkey = secret["client_secret"].encode()
-        self._socket.connect(secret["url"])
+        curve.present(self._socket, Channel(url=secret["url"], **{key: secret[key].encode() for key in _KEYS}))
         inside = f"inproc://standing-{id(self)}"
         self._outgoing = self._context.socket(zmq.PULL)
         self._outgoing.bind(inside)
