@@ -77,7 +77,7 @@ def test_a_jobs_whole_life(running: Running, client: Broker) -> None:
     assert [worker.index for worker in ready.workers] == [0, 1]
     assert sorted(worker.node for worker in ready.workers) == ["rig2", "rig3"]
     assert all(len(worker.gpus) == 1 and worker.state == "running" for worker in ready.workers)
-    assert (ready.run_id, ready.position, ready.renew_within_s) == (RUN, None, 30.0)
+    assert (ready.run_id, ready.position, ready.renew_within_s) == (RUN, None, 25.0)
     client.renew(job.id)
     stopped = client.delete_job(job.id)
     ended = _until(client, stopped, wire.ENDED)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpuhub import gpus, names, quantities, settings
@@ -68,12 +68,32 @@ HOSTILE = [
 def test_slugs_are_safe(text):
     """Whatever the text, its slug can stand in a container's name."""
     assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", names.slug(text))
+    assert "--" not in names.slug(text)
 
 
 @given(st.text(max_size=60), st.text(max_size=60))
 def test_slugs_do_not_collide(first, second):
     """Two texts have one slug only when they are the same."""
     assert (names.slug(first) == names.slug(second)) == (first == second)
+
+
+PARTS = st.one_of(st.text(max_size=40), st.from_regex(r"[a-b]{1,2}(-{1,3}[a-b]{1,2}){0,3}", fullmatch=True))
+
+
+@given(PARTS, PARTS, PARTS, PARTS)
+@example("ada--gpu", "", "ada", "gpu")
+def test_no_two_notebooks_have_one_name(owner, server, other, named):
+    """Owner and server stand in one name, and whatever they are, they are told apart; Docker takes every such name."""
+    first, second = names.notebook_container("gpuhub", owner, server), names.notebook_container("gpuhub", other, named)
+    assert (first == second) == ((owner, server) == (other, named))
+    assert re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,100}", first)
+
+
+@given(PARTS, PARTS)
+def test_no_two_owners_share_a_place(owner, other):
+    """Networks, couriers and volumes are each owner's own."""
+    for name in (names.user_network, names.courier_container, names.scratch_volume):
+        assert (name("gpuhub", owner) == name("gpuhub", other)) == (owner == other)
 
 
 def test_hostile_slugs():

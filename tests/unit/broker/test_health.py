@@ -219,7 +219,7 @@ def test_a_gpu_that_two_nodes_report_is_given_on_neither() -> None:
         ("b", "rig2", True),
     ]
     found = health.node_state(inventory, "rig2", monotonic=NOW, scheduling=SCHEDULING)
-    assert found.message == "GPU 0: another node reports the same GPU a"
+    assert found.message == "GPU 0: rig1 and rig2 report the same GPU a: are they one machine?"
 
 
 @pytest.mark.parametrize(

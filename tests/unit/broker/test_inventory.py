@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import queue
 from typing import Any
 
@@ -243,3 +245,31 @@ def test_the_head_address_is_one_that_containers_reach() -> None:
     """A setting counts; a node on loopback is no way to find it."""
     assert head_address(build_cluster(hub={"address": "10.1.2.3"})) == "10.1.2.3"
     assert source_address("127.0.0.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("number", "is_lost"), [(errno.EPERM, True), (errno.EACCES, False), (errno.ENOENT, False)])
+def test_devices_are_lost_when_the_kernel_refuses_them(
+    monkeypatch: pytest.MonkeyPatch, number: int, is_lost: bool
+) -> None:
+    """A file's mode, or a device that is not there, is another matter."""
+
+    def refuse(path: str, flags: int) -> int:
+        raise OSError(number, os.strerror(number), path)
+
+    assert not agent.has_lost_devices("/dev/null")
+    monkeypatch.setattr(agent.os, "open", refuse)
+    assert agent.has_lost_devices() is is_lost
+
+
+def test_a_card_that_was_moved_is_its_new_nodes_alone() -> None:
+    """Its old node keeps a GPU that it no longer reports as failed, until another node reports it."""
+    inventory = start_inventory(build_cluster(), {})
+    for name in ("rig1", "rig2"):
+        inventory = inventory.with_node(readings.agent_read(NodeRecord(name=name), line(1, gpu(f"GPU-{name}")), 100.0))
+    inventory = inventory.with_node(readings.agent_read(inventory.nodes["rig2"], line(2), 102.0))
+    assert [found.is_listed for found in inventory.nodes["rig2"].gpus] == [False]
+    moved = line(2, gpu("GPU-rig1"), gpu("GPU-rig2", 1))
+    inventory = inventory.with_node(readings.agent_read(inventory.nodes["rig1"], moved, 104.0))
+    assert inventory.nodes["rig2"].gpus == ()
+    assert inventory.reporting("GPU-rig2") == ("rig1",)
+    assert inventory.doubled == frozenset()

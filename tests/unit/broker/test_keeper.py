@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from gpuhub import names
 from gpuhub.broker import job_rules, keeper, looker
 from gpuhub.broker.rows import JobRow
 from gpuhub.errors import GpuhubError, NodeUnreachable
+from gpuhub.nodes.agent import DEVICES_LOST
 from gpuhub.settings import Scheduling
 from tests.support.brokers import Running, Setting, asgi_broker, until
 from tests.support.simulated import build_cluster
@@ -290,6 +292,28 @@ async def test_a_broken_gpu_is_not_given(setting: Setting, break_gpu: Any, messa
         assert len(await told(running, "gpu.failed")) == 1
 
 
+async def test_containers_that_lost_their_devices_are_told_of(setting: Setting) -> None:
+    """Whoever has a GPU there is told to restart; the agent is made anew, and nothing is given before it can read."""
+    rig1 = setting.nodes["rig1"]
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        await run_notebook(running, lease)
+        other = await ask(running, "ben", profile="rtx5070", key="b")
+        agent = rig1.of_kind("agent")[0]["Id"]
+        rig1.nvml_error = DEVICES_LOST
+        await until(lambda: agent not in rig1.containers, "the agent is made anew")
+        rig1.nvml_error = None
+        found = await read(running, "ada", f"/leases/{lease['id']}")
+        assert (found["state"], found["note"]) == (
+            "active",
+            "its container on rig1 has lost its GPU, as when systemd is reloaded there: restart your server",
+        )
+        assert "restart your server" in await is_told(running, "gpu.lost")
+        assert (await read(running, "ben", f"/leases/{other['id']}"))["note"] is None
+        await until(lambda: node_of(running).gpu_trouble is None, "the new agent reads")
+        assert len(await told(running, "gpu.lost")) == 1
+
+
 async def test_mig_devices_are_given_one_by_one(setting: Setting) -> None:
     """Each is a GPU of its own; the card they are parts of is not given."""
     setting.nodes["rig1"].mig[0] = [("NVIDIA GeForce RTX 5090 MIG 1g.8gb", 8192)] * 2
@@ -401,3 +425,23 @@ async def test_a_broker_that_ends_gives_up_what_hangs(setting: Setting) -> None:
     async with asgi_broker(setting) as running:
         await reaches(running, f"/leases/{lease['id']}", "released")
     assert container not in rig1.containers
+
+
+async def test_a_node_without_its_packet_filter_takes_no_work_and_says_why(tmp_path: Path) -> None:
+    """What runs there goes on; the other nodes are not held up; it is asked again until the filter is there."""
+    troubled = {"rig1"}
+
+    async def ensure(node: str) -> None:
+        if node in troubled:
+            raise GpuhubError(f"node {node}: its packet filter is not in place: nft: no")
+
+    async with asgi_broker(Setting(tmp_path, ensure_filter=ensure)) as running:
+        assert await is_told(running, "node.unguarded") == "its packet filter is not in place: nft: no"
+        found = await becomes(running, "unavailable")
+        assert found["message"] == "its packet filter is not in place: nft: no"
+        assert (await gpu_of(running, "rig2"))["state"] == "free"
+        (node, *_) = (await read(running, "root", "/cluster"))["nodes"]
+        assert node["message"] == found["message"]
+        troubled.clear()
+        await becomes(running, "free")
+        assert await told(running, "node.guarded") == ["its packet filter is in place again"]

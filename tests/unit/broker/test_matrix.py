@@ -1,91 +1,42 @@
-"""Who may do what: every route of the API with every kind of caller, as data."""
+"""Who may do what: the table of `rights` against the real application, and what is told of refusals."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from fastapi import FastAPI
 
 from gpuhub import names
-from gpuhub.broker import file_routes, routes
+from gpuhub.broker import audit, routes
+from gpuhub.broker.app import PREFIX
 from gpuhub.settings import Profile
-from tests.support.brokers import ACCESS, API, Running, Setting, asgi_broker
+from tests.support.brokers import Running, Setting, asgi_broker
 from tests.support.simulated import build_cluster
-from tests.unit.broker.test_api import ask, post
+from tests.unit.broker.rights import CALLERS, MATRIX, MEANINGS, MODELS, PUBLIC, STRANGERS, render
+from tests.unit.broker.test_api import ask, post, reaches
 
-#: No token, one that the hub never knew, one that expired or was revoked, one that does not reach the broker; a service
-#: that may look only; another user, another one who is in a group; the owner of everything; the hub's spawner; an
-#: administrator; root on the head node with the broker's own token.
-CALLERS = ("none", "unknown", "revoked", "narrow", "reader", "ben", "member", "ada", "spawner", "root", "own-token")
-STRANGERS = (401, 401, 401, 403)
-
+DOCS = Path(__file__).parents[3] / "docs" / "rights.md"
 LEASE = {"profile": "cpu"}
-EMPTY_TAR = bytes(10240)
 CONTAINER = "c" * 12
 JOB = {"server": "other"}
 WINDOW = {"starts_at": "2126-01-01T08:00:00Z", "ends_at": "2126-01-01T09:00:00Z"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a route answers to the callers after the strangers, in their order. `body` may be made for each call."""
-
-    statuses: tuple[int, ...]
-    body: Any = None
-
-
-def everybody(status: int, body: Any = None) -> Row:
-    return Row((status,) * 7, body)
-
-
-def owners(status: int, body: Any = None) -> Row:
-    """Only those who see it find it: its owner, who acts for every owner, and administrators."""
-    return Row((404, 404, 404, status, status, status, status), body)
-
-
-def administrators(status: int, body: Any = None) -> Row:
-    return Row((403, 403, 403, 403, 403, status, status), body)
-
-
-#: {lease} is active, {waiting} waits, {job} has its GPU, {reservation} is ahead: all of ada's, the last one root's.
-MATRIX: dict[str, Row] = {
-    "GET /cluster": everybody(200),
-    "GET /nodes": everybody(200),
-    "GET /reservations": everybody(200),
-    "GET /events": everybody(200),
-    "GET /usage": everybody(200),
-    "GET /usage?owner=ada": Row((403, 403, 403, 200, 200, 200, 200)),
-    "GET /leases": everybody(200),
-    "GET /jobs": everybody(200),
-    "POST /leases": Row((422, 201, 201, 201, 422, 201, 422), LEASE),
-    "POST /leases as ada": Row((403, 403, 403, 201, 201, 403, 403), {**LEASE, "owner": "ada"}),
-    "POST /leases with groups": Row((422, 403, 403, 403, 422, 403, 422), {**LEASE, "groups": ["lab"]}),
-    "GET /leases/{lease}": owners(200),
-    "GET /leases/{waiting}/why": owners(200),
-    "POST /leases/{lease}/activate": owners(200, {"container_id": CONTAINER}),
-    "POST /leases/{lease}/extend": owners(200, {"time_limit_s": 3600}),
-    "POST /leases/{lease}/force": administrators(409),
-    "DELETE /leases/{waiting}": owners(200),
-    "POST /jobs": Row((403, 201, 201, 201, 403, 201, 403), JOB),
-    "POST /jobs/arrays": Row((403, 201, 201, 201, 403, 201, 403), {"job": JOB, "count": 2}),
-    "GET /jobs/{job}": owners(200),
-    "POST /jobs/{job}/renew": owners(204),
-    "DELETE /jobs/{job}": owners(200),
-    "GET /jobs?ended=true": everybody(200),
-    # Files, logs and states are for their owners alone: administrators and services see that a job is there, no more.
-    "PUT /files?path=work": Row((403, 200, 200, 200, 403, 200, 403), EMPTY_TAR),
-    "GET /files?path=.": Row((403, 200, 200, 200, 403, 200, 403)),
-    "GET /jobs/{job}/logs": Row((404, 404, 404, 200, 403, 403, 403)),
-    "GET /jobs/{job}/state": Row((404, 404, 404, 404, 403, 403, 403)),
-    "POST /nodes/rig3/cordon": administrators(200, {"reason": "new fans"}),
-    "POST /nodes/rig3/drain": administrators(200, {"grace_s": 60}),
-    "POST /nodes/rig3/undrain": administrators(200),
-    "POST /reservations": administrators(201, {"name": "course", "users": ["ben"], **WINDOW}),
-    "DELETE /reservations/{reservation}": administrators(204),
+#: What is sent, where a route takes anything.
+BODIES: dict[str, Any] = {
+    "POST /leases": LEASE,
+    "POST /leases as ada": {**LEASE, "owner": "ada"},
+    "POST /leases with groups": {**LEASE, "groups": ["lab"]},
+    "POST /leases/{lease}/activate": {"container_id": CONTAINER},
+    "POST /leases/{lease}/extend": {"time_limit_s": 3600},
+    "POST /jobs": JOB,
+    "POST /jobs/arrays": {"job": JOB, "count": 2},
+    "PUT /files?path=work": bytes(10240),  # an empty tar
+    "POST /nodes/rig3/cordon": {"reason": "new fans"},
+    "POST /nodes/rig3/drain": {"grace_s": 60},
+    "POST /reservations": {"name": "course", "users": ["ben"], **WINDOW},
 }
 
 
@@ -97,11 +48,8 @@ def guarded(tmp_path: Path) -> Setting:
         Profile(name="cpu", title="No GPU", gpu_count=0),
     ]
     setting = Setting(tmp_path, cluster=build_cluster(profiles=profiles))
-    setting.hub.models |= {
-        "revoked": None,
-        "reader": {"kind": "service", "name": "reader", "scopes": [ACCESS]},
-        "member": {"kind": "user", "name": "mia", "admin": False, "groups": ["lab"], "scopes": [ACCESS]},
-    }
+    setting.own_token = "head"
+    setting.hub.models |= MODELS
     return setting
 
 
@@ -149,32 +97,68 @@ def make_body(route: str, body: Any) -> Any:
     return body
 
 
-async def call(running: Running, route: str, caller: str, body: Any) -> Any:
+async def call(running: Running, route: str, caller: str) -> tuple[int, Any, str]:
+    """Status, body and content type of a caller's request."""
     method, path = route.split()[:2]
-    async with running.client(None if caller == "none" else caller) as client:
-        path = path.format(**await build_world(running))
-        return await client.request(method, f"/api/v1{path}", **make_content(route, body))
+    token = None if caller == "nobody" else caller
+    path = routes.API + path.format(**(await build_world(running) if "{" in path else {}))
+    if method == "WEBSOCKET":
+        return await open_socket(running, path, token), None, ""
+    async with running.client(token) as client:
+        answer = await client.request(method, path, **make_content(route))
+    if answer.status_code >= 400:
+        assert answer.headers["Content-Type"] == "application/problem+json"
+        assert answer.json()["detail"]
+        assert answer.json()["code"]
+        assert (answer.status_code == 401) == ("WWW-Authenticate" in answer.headers)
+    return answer.status_code, answer, answer.text
 
 
-def make_content(route: str, body: Any) -> dict[str, Any]:
+async def open_socket(running: Running, path: str, token: str | None) -> int:
+    """The status with which a WebSocket is denied; 101 for one that opens."""
+    url = urlsplit(path)
+    headers = [(b"host", b"broker"), *([(b"authorization", f"token {token}".encode())] if token else [])]
+    scope = {
+        "type": "websocket", "path": f"{PREFIX}{url.path}", "query_string": url.query.encode(), "headers": headers,
+        "scheme": "ws", "root_path": "", "subprotocols": [], "client": ("127.0.0.1", 1), "server": ("broker", 80),
+        "extensions": {"websocket.http.response": {}},
+    }  # fmt: skip
+    sent: list[Any] = []
+    came = iter([{"type": "websocket.connect"}])
+
+    async def receive() -> Any:
+        return next(came, {"type": "websocket.disconnect", "code": 1000})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await running.app(scope, receive, send)
+    return 101 if sent[0]["type"] == "websocket.accept" else int(sent[0].get("status", 403))
+
+
+def make_content(route: str) -> dict[str, Any]:
     """As httpx takes it."""
+    body = BODIES.get(route)
     return {"content": body} if isinstance(body, bytes) else {"json": make_body(route, body)}
 
 
 @pytest.mark.parametrize("route", MATRIX)
 async def test_every_route_for_every_caller(guarded: Setting, route: str) -> None:
-    """The whole row of the matrix; whoever is refused gets a problem document with a code."""
-    row, found = MATRIX[route], {}
+    """The whole row of the table; whoever is refused gets a problem document with a code."""
+    found = {}
     async with asgi_broker(guarded) as running:
-        for caller in CALLERS:
-            answer = await call(running, route, caller, row.body)
-            found[caller] = answer.status_code
-            if answer.status_code >= 400:
-                assert answer.headers["Content-Type"] == "application/problem+json"
-                assert answer.json()["detail"]
-                assert answer.json()["code"]
-                assert (answer.status_code == 401) == ("WWW-Authenticate" in answer.headers)
-    assert found == dict(zip(CALLERS, STRANGERS + row.statuses, strict=True))
+        for caller in (*STRANGERS, *CALLERS):
+            found[caller], *_ = await call(running, route, caller)
+    assert found == MATRIX[route].statuses
+
+
+async def test_public_routes_tell_nothing(guarded: Setting) -> None:
+    """They answer without a token, and know nobody's name."""
+    async with asgi_broker(guarded) as running, running.client(None) as client:
+        await build_world(running)
+        answers = {route: await client.request(*route.split()) for route in PUBLIC}
+    assert {route: answer.status_code for route, answer in answers.items()} == PUBLIC
+    assert [route for route, answer in answers.items() if '"ada"' in answer.text] == []
 
 
 async def test_who_is_refused_changes_nothing(guarded: Setting) -> None:
@@ -183,33 +167,63 @@ async def test_who_is_refused_changes_nothing(guarded: Setting) -> None:
 
     async def look(running: Running) -> list[Any]:
         async with running.client("root") as client:
-            answers = [(await client.get(f"/api/v1{path}")).json() for path in watched]
+            answers = [(await client.get(f"{routes.API}{path}")).json() for path in watched]
         return [[_without_readings(one) for one in answer] for answer in answers]
 
     async with asgi_broker(guarded) as running:
         known = await build_world(running)
-        await asyncio.sleep(0.3)  # the job's worker starts
+        await reaches(running, f"/jobs/{known['job']}", "running")
         before = await look(running)
+        refused = 0
         for route, row in MATRIX.items():
             method, path = route.split()[:2]
-            for caller, status in zip(CALLERS, STRANGERS + row.statuses, strict=True):
-                if method == "GET" or status < 400:
+            for caller, status in row.statuses.items():
+                if method in {"GET", "WEBSOCKET"} or status < 400:
                     continue
-                async with running.client(None if caller == "none" else caller) as client:
-                    path_of = f"/api/v1{path.format(**known)}"
-                    await client.request(method, path_of, **make_content(route, row.body))
+                refused += 1
+                async with running.client(None if caller == "nobody" else caller) as client:
+                    await client.request(method, f"{routes.API}{path.format(**known)}", **make_content(route))
         assert await look(running) == before
+    assert refused > 100
 
 
 def _without_readings(found: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in {"version", "waiting_for", "expected_start"}}
 
 
-def test_every_route_of_the_api_is_in_the_matrix() -> None:
-    """A route added later without a row here is noticed."""
-    every = [*routes.api.routes, *file_routes.api.routes]
-    there = {f"{method} {_name(route.path)}" for route in every for method in route.methods}
-    assert there == {_name(row.split(" as ")[0].split(" with ")[0].split("?")[0].replace(API, "")) for row in MATRIX}
+def list_routes(router: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Method and path of everything that an application answers, WebSockets among them."""
+    found = []
+    for route in router.routes:
+        inner = getattr(route, "original_router", None)
+        if inner is not None:
+            found += list_routes(inner)
+        else:
+            methods = getattr(route, "methods", None) or {"WEBSOCKET"}
+            found += [(method, route.path.removeprefix(prefix)) for method in methods - {"HEAD"}]
+    return found
+
+
+async def test_every_route_of_the_application_is_in_the_table(guarded: Setting) -> None:
+    """A route added later without a row there is noticed, wherever it was added."""
+    async with asgi_broker(guarded) as running:
+        app: FastAPI = running.app
+        there = {f"{method} {_name(path)}" for method, path in list_routes(app, PREFIX)}
+    rows = {_name(row.split(" as ")[0].split(" with ")[0].split("?")[0]) for row in MATRIX}
+    assert there == rows | set(PUBLIC)
+
+
+def test_what_only_administrators_may_is_audited() -> None:
+    """Every such row of the table is one that the audit log tells of whoever it is about."""
+    only_root = {route for route, row in MATRIX.items() if row.cells == ("N",) * 6 + ("Y",) * 2}
+    assert {_name(route) for route in only_root} == {_name(action) for action in audit.PRIVILEGED}
+
+
+def test_the_documentation_shows_this_table() -> None:
+    """docs/rights.md has the table as it is checked here, and says what each caller is."""
+    text = DOCS.read_text(encoding="utf-8")
+    assert render() in text, f"put this into {DOCS}:\n{render()}"
+    assert [one for one, meaning in MEANINGS.items() if f"| {one} | {meaning} |" not in text] == []
 
 
 def _name(route: str) -> str:
@@ -220,7 +234,7 @@ def _name(route: str) -> str:
         ("{job_id}", "{job}"),
         ("{reservation_id}", "{reservation}"),
         ("/nodes/{name}/", "/nodes/rig3/"),
-        ("/api/v1", ""),
+        (routes.API, ""),
     ):
         route = route.replace(given, name)
     return route

@@ -254,6 +254,15 @@ def test_the_newest_events_are_kept(tmp_path: Path) -> None:
     store.close()
 
 
+def test_events_of_changes_do_not_pile_up(tmp_path: Path) -> None:
+    """What is told together with a change pushes out the oldest as well."""
+    store = Store.open_file(tmp_path / "b.sqlite")
+    told = [EventRow(at=1.0, kind="lease.granted", text=str(number)) for number in range(EVENTS_KEPT + 5)]
+    store.save(Changes(events=told))
+    assert store.events(after=0, limit=1)[0].text == "5"
+    store.close()
+
+
 def test_what_administrators_say_is_kept(tmp_path: Path) -> None:
     """Cordons are replaced and taken away by node; reservations come back as they were."""
     store = Store.open_file(tmp_path / "b.sqlite")
