@@ -9,9 +9,8 @@ from pydantic import Field, StringConstraints, model_validator
 from gpuhub.quantities import Size, Span, Span0
 from gpuhub.tables import Many, Number, Text, UserName, Value
 
-GroupName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9_.-]{0,62}[a-z0-9])?$")]
-#: A group as somebody else names it: printable, and not long.
-ForeignGroup = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+#: A group, as somebody else may name it: printable, and not long.
+GroupName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 LoginKind = Literal["password", "first-use", "pam", "ldap", "oidc", "github", "gitlab", "google", "cilogon"]
 
 
@@ -31,7 +30,7 @@ class Allowance(Value):
 
 
 class Group(Value):
-    """Users with limits of their own. Members are those named here and those of the hub's group of that name."""
+    """Users with limits of their own. Members are those named here and those of the login's group of that name."""
 
     name: GroupName
     members: Many[UserName] = ()
@@ -73,7 +72,7 @@ class Scheduling(Value):
 class Users(Value):
     """Who can log in, and how much they may hold."""
 
-    #: Who says who somebody is; `LOGINS` in `gpuhub.logins` says what each means. `password`: one password for all,
+    #: Who says who somebody is; docs/login.md says what each means. `password`: one password for all,
     #: made at the first start; `first-use`: each user's own, chosen at the first login (both for practice).
     login: LoginKind = "pam"
     allowed: Many[UserName] = ()
@@ -81,8 +80,8 @@ class Users(Value):
     #: Members of these may log in, or are administrators; groups as the login's own side names them: the system's for
     #: `pam`, LDAP's common names, organisations or `organisation:team` at GitHub, and so on. The hub knows them too,
     #: so that a [[groups]] table of that name has limits for them.
-    allowed_groups: Many[ForeignGroup] = ()
-    admin_groups: Many[ForeignGroup] = ()
+    allowed_groups: Many[GroupName] = ()
+    admin_groups: Many[GroupName] = ()
     #: Users without an account on the head node get UIDs from here on; None: every user needs an account.
     uid_first: Annotated[int, Field(ge=1000, le=2_000_000_000)] | None = None
     #: GPUs one user may hold at once, notebooks and jobs together; None for no limit.

@@ -1,0 +1,45 @@
+"""One password for all users, and another for administrators."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from traitlets.config import Config
+
+from gpuhub import secrets
+from gpuhub.login import values
+from gpuhub.login.forms import Password
+from gpuhub.paths import Paths
+
+
+@pytest.mark.parametrize(
+    ("name", "which", "admin"),
+    [
+        ("ada", secrets.USER_PASSWORD, False),
+        ("Ada", secrets.USER_PASSWORD, False),
+        ("eve", secrets.ADMIN_PASSWORD, True),
+        ("ada", secrets.ADMIN_PASSWORD, None),
+        ("eve", secrets.USER_PASSWORD, None),
+        ("zoe", secrets.USER_PASSWORD, None),
+        ("../x", secrets.USER_PASSWORD, None),
+        ("ada", "pässword", None),
+        ("ada", "", None),
+    ],
+)
+def test_passwords(cluster: Any, tmp_path: Path, monkeypatch: Any, name: str, which: str, admin: bool | None) -> None:
+    """Users with theirs, administrators with theirs; None: no login, and no internal error."""
+    monkeypatch.setattr(Paths, "state", property(lambda _: tmp_path))
+    paths = Paths("ghunit")
+    secrets.ensure_secrets(paths)
+    password = secrets.read_secret(paths, which) if which.endswith("-password") else which
+    settings = cluster("password", 'allowed = ["ada"]\nadmins = ["eve"]', "")
+    traits = values.authenticator_settings(settings, paths, "http://127.0.0.1:8000")
+    login = Password(config=Config(traits), username_pattern=r"[a-z][a-z0-9_.-]{0,31}\Z")
+    handler = SimpleNamespace()
+    found = asyncio.run(login.get_authenticated_user(handler, {"username": name, "password": password}))
+    assert (found and (found["name"], found["admin"])) == (None if admin is None else (name.lower(), admin))
+    assert (handler.reason == "") == (admin is not None)
