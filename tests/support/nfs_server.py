@@ -1,0 +1,79 @@
+"""A real NFS server in user space, nfs-ganesha, and libnfs's tools, which speak NFS without the kernel."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuhub.storage.probe import Server, find_trouble
+
+_READY_S = 30.0
+_CONFIG = """
+NFS_CORE_PARAM {{
+  Bind_addr = {host}; NFS_Port = {port}; Protocols = 4;
+  Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false;
+}}
+NFSv4 {{ Graceless = true; RecoveryBackend = fs; RecoveryRoot = {state}; Only_Numeric_Owners = true; }}
+EXPORT {{
+  Export_Id = 1; Path = {folder}; Pseudo = /export; Protocols = 4; Transports = TCP;
+  Access_Type = RW; Squash = {squash}; SecType = sys;
+  FSAL {{ Name = VFS; }}
+}}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NfsServer:
+    """A running server; its export `/export` is `folder`."""
+
+    host: str
+    port: int
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def signal(self, number: signal.Signals) -> None:
+        """SIGSTOP makes it hang as a dead machine does, SIGCONT brings it back."""
+        os.kill(self.process.pid, number)
+
+    def url(self, path: str, uid: int) -> str:
+        """An address for libnfs's tools, as that user."""
+        return f"nfs://{self.host}/export/{path}?version=4&nfsport={self.port}&uid={uid}&gid={uid}"
+
+    def tool(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """One of `nfs-ls`, `nfs-cat` and `nfs-cp`."""
+        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
+
+
+@contextmanager
+def serving_nfs(state: Path, host: str = "127.0.0.1", squash: str = "No_root_squash") -> Iterator[NfsServer]:
+    """A server of a new folder below `state`, which answers."""
+    folder, recovery, log = state / "export", state / "recovery", state / "ganesha.log"
+    for made in (folder, recovery):
+        made.mkdir(parents=True)
+    with socket.create_server((host, 0)) as free:
+        port = free.getsockname()[1]
+    config = state / "ganesha.conf"
+    config.write_text(_CONFIG.format(host=host, port=port, state=recovery, folder=folder, squash=squash))
+    command = ("ganesha.nfsd", "-F", "-f", str(config), "-L", str(log), "-p", str(state / "ganesha.pid"))
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + _READY_S
+        while trouble := find_trouble(Server(host=host, port=port, version=4), 1.0):
+            assert time.monotonic() < end, f"{trouble}\n{log.read_text() if log.exists() else ''}"
+            time.sleep(0.1)
+        yield NfsServer(host, port, folder, process)
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(20)

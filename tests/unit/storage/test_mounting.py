@@ -1,0 +1,70 @@
+"""A daemon that hangs, and one that does not while a mount does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpuhub.containers.creation import ensure_created
+from gpuhub.containers.mounting import telling_storage
+from gpuhub.errors import Conflict, GpuhubError, NodeSilent, NodeUnreachable, NotFound, StorageUnavailable
+from gpuhub.settings import Storage
+from tests.unit.containers.conftest import build_cluster
+from tests.unit.containers.test_arguments import worker
+
+STORAGE = Storage(home="nfs://nas/home/{username}")
+SILENT = NodeSilent("node rig1: its Docker daemon does not answer in time")
+
+
+class Daemon:
+    """Answers `/_ping` or raises; stands for `Daemons`."""
+
+    def __init__(self, ping: Any) -> None:
+        self.ping = ping
+
+    async def call(self, _node: str, method: str) -> Any:
+        assert method == "ping"
+        if isinstance(self.ping, Exception):
+            raise self.ping
+        return self.ping
+
+
+async def fail(error: Exception, ping: Any = "OK") -> None:
+    async with telling_storage(Daemon(ping), "rig1", STORAGE, "ada"):  # type: ignore[arg-type]
+        raise error
+
+
+async def test_a_daemon_that_answers_is_not_blamed() -> None:
+    """Its storage is; a daemon that does not even answer a ping is as dead as before."""
+    with pytest.raises(
+        StorageUnavailable, match=r"Docker on node rig1 answers.*storage hangs there, nfs://nas/home/ada"
+    ):
+        await fail(SILENT)
+    with pytest.raises(NodeSilent):
+        await fail(SILENT, NodeUnreachable("node rig1: its Docker daemon cannot be reached"))
+    with pytest.raises(NodeSilent):
+        await fail(SILENT, TimeoutError())
+
+
+async def test_a_node_that_cannot_be_reached_is_no_matter_of_storage() -> None:
+    """Nor is what has nothing to do with a mount."""
+    for error in (NodeUnreachable("node rig1: cut off"), Conflict("node rig1: taken"), GpuhubError("node rig1: runc")):
+        with pytest.raises(type(error), match=str(error)):
+            await fail(error)
+    with pytest.raises(StorageUnavailable, match="no NFS client"):
+        await fail(GpuhubError("node rig1: failed to mount local volume: no such device"))
+
+
+async def test_a_name_that_is_kept_for_a_hung_container_is_told() -> None:
+    """The daemon refuses the name, and knows no such container yet."""
+
+    class Busy:
+        async def run(self, *_arguments: Any, **_more: Any) -> str:
+            raise Conflict("node rig1: name in use")
+
+        async def call(self, *_arguments: Any) -> Any:
+            raise NotFound("node rig1: no such container")
+
+    with pytest.raises(StorageUnavailable, match="still busy with an earlier container"):
+        await ensure_created(Busy(), "rig1", worker(build_cluster()), adopt=True)  # type: ignore[arg-type]
