@@ -10,12 +10,16 @@ machine's, from the kernel. A value that the GPU cannot tell is null; `error` is
 fails. A GPU in MIG mode is not listed: its MIG devices are, with its index, and `parent` is its UUID. The ids of
 processes are the machine's own, 32 a GPU at most.
 NVML is read in a thread of its own: where a call does not return, the lines go on and say so.
+A container loses the right to open its GPUs' devices when systemd is reloaded on some machines. What has them open goes
+on, this agent too, so it tries to open one anew each time: what it lost, the users' containers have lost as well.
 The broker passes this file's text to `python3 -c`: it imports nothing of gpuhub.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import queue
 import sys
 import threading
@@ -29,6 +33,9 @@ HANG_S = 6.0
 #: Processes told of each GPU, at most.
 MAX_PROCESSES = 32
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
+#: The driver's own device, which every container with a GPU has; opening it wakes no GPU.
+CONTROL_DEVICE = "/dev/nvidiactl"
+DEVICES_LOST = "containers there have lost the right to open their GPUs"
 
 
 def read_value(read: Callable[[], Any]) -> Any:
@@ -128,6 +135,8 @@ def read_gpu(index: int) -> list[dict[str, Any]]:
 
 def read_node() -> dict[str, Any]:
     """All GPUs of the node. NVML stays open between readings: opening it wakes idle GPUs."""
+    if has_lost_devices():
+        return failure(DEVICES_LOST)
     try:
         import pynvml
     except ImportError as error:
@@ -139,6 +148,15 @@ def read_node() -> dict[str, Any]:
     except pynvml.NVMLError as error:
         close_nvml()
         return failure(f"NVML: {error}")
+
+
+def has_lost_devices(path: str = CONTROL_DEVICE) -> bool:
+    """Whether the kernel's control group refuses the device; what its file mode refuses is refused to nobody else."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno == errno.EPERM
+    return False
 
 
 def failure(error: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from gpuhub.broker import cordons as cordon_rules
 from gpuhub.broker.cordons import Cordon
 from gpuhub.broker.schemas import GpuState, NodeState
 from gpuhub.engines.base import NodeSupply, Slot
+from gpuhub.nodes.agent import DEVICES_LOST
 from gpuhub.nodes.inventory import Inventory
 from gpuhub.nodes.records import GpuReading, Guard, NodeRecord, Process
 from gpuhub.settings import Scheduling
@@ -69,7 +70,7 @@ def build_node_supply(
     trouble = why_no_work(node, cordon)
     slots = []
     for gpu in node.gpus:
-        if gpu.uuid in inventory.doubled and _first_with(inventory, gpu.uuid) != name:
+        if gpu.uuid in inventory.doubled and inventory.reporting(gpu.uuid)[0] != name:
             continue
         guard = guards.get(gpu.uuid, _UNLEASED)
         why = trouble or why_not_given(inventory, node, gpu, guard=guard, monotonic=monotonic, scheduling=scheduling)
@@ -91,6 +92,8 @@ def why_no_work(node: NodeRecord, cordon: Cordon | None) -> str | None:
         return cordon_rules.describe(cordon)
     if node.daemon_id is None:
         return "its Docker daemon has not said who it is yet"
+    if node.filter_trouble is not None:
+        return node.filter_trouble
     return None if node.is_settled else "containers that belong to no lease are being removed"
 
 
@@ -114,7 +117,7 @@ def why_unread(inventory: Inventory, node: NodeRecord, gpu: GpuReading, monotoni
         return with_advice(node.gpu_trouble)
     if not node.is_fresh(monotonic):
         return "its GPUs have not been read yet" if node.read_at is None else _SILENT
-    return f"another node reports the same GPU {gpu.uuid}" if gpu.uuid in inventory.doubled else None
+    return _why_doubled(inventory, gpu)
 
 
 def why_failed(gpu: GpuReading) -> str | None:
@@ -155,8 +158,9 @@ def awaits_reading(node: NodeRecord, *, guards: Mapping[str, Guard], scheduling:
 
 def with_advice(error: str) -> str:
     """NVML's words, with what to do about it where that is known."""
-    mismatch = "version mismatch" in error.lower()
-    return f"{error}: the driver was upgraded while it was in use, reboot needed" if mismatch else error
+    if "version mismatch" in error.lower():
+        return f"{error}: the driver was upgraded while it was in use, reboot needed"
+    return f"{error}: restart your server" if error == DEVICES_LOST else error
 
 
 def _describe_use(gpu: GpuReading) -> str:
@@ -238,6 +242,8 @@ def node_state(
 def _troubles(inventory: Inventory, node: NodeRecord, monotonic: float) -> list[str]:
     """What is wrong on a node that answers: with it, else with its agent, else with its GPUs."""
     suspect = ["another Docker daemon answers than when leases there began"] if node.is_suspect else []
+    if node.filter_trouble is not None:
+        suspect.append(node.filter_trouble)
     if node.gpu_trouble is not None:
         return [*suspect, with_advice(node.gpu_trouble)]
     broken = [
@@ -250,12 +256,12 @@ def _troubles(inventory: Inventory, node: NodeRecord, monotonic: float) -> list[
     if not node.is_fresh(monotonic):
         return [*suspect, "its GPUs have not been read yet" if node.read_at is None else _SILENT]
     why = why_no_work(node, None)
-    return [*suspect, why] if why is not None else suspect if node.gpus else [*suspect, "has no GPU"]
+    if why is not None:
+        return list(dict.fromkeys([*suspect, why]))
+    return suspect if node.gpus else [*suspect, "has no GPU"]
 
 
 def _why_doubled(inventory: Inventory, gpu: GpuReading) -> str | None:
-    return f"another node reports the same GPU {gpu.uuid}" if gpu.uuid in inventory.doubled else None
-
-
-def _first_with(inventory: Inventory, uuid: str) -> str:
-    return next(name for name, node in inventory.nodes.items() if any(gpu.uuid == uuid for gpu in node.gpus))
+    if gpu.uuid not in inventory.doubled:
+        return None
+    return f"{' and '.join(inventory.reporting(gpu.uuid))} report the same GPU {gpu.uuid}: are they one machine?"

@@ -30,9 +30,14 @@ class Inventory:
         """A copy with one node replaced."""
         before = self.nodes[record.name]
         changed = replace(self, nodes={**self.nodes, record.name: record})
-        if [gpu.uuid for gpu in before.gpus] == [gpu.uuid for gpu in record.gpus]:
+        if _reported(before) == _reported(record):
             return changed
-        return replace(changed, doubled=find_doubled(changed.nodes.values()))
+        nodes = forget_moved(changed.nodes)
+        return replace(changed, nodes=nodes, doubled=find_doubled(nodes.values()))
+
+    def reporting(self, uuid: str) -> tuple[str, ...]:
+        """The nodes that report a GPU, in the order of the settings."""
+        return tuple(name for name, node in self.nodes.items() if any(gpu.uuid == uuid for gpu in node.gpus))
 
     def cards(self) -> dict[str, tuple[Card, ...] | None]:
         """The cards of every node, reachable or not; None where nobody knows yet."""
@@ -50,6 +55,19 @@ def find_doubled(nodes: Iterable[NodeRecord]) -> frozenset[str]:
         for gpu in node.gpus:
             (twice if gpu.uuid in seen else seen).add(gpu.uuid)
     return frozenset(twice)
+
+
+def forget_moved(nodes: Mapping[str, NodeRecord]) -> dict[str, NodeRecord]:
+    """Without GPUs that a node no longer reports and another one does: the card was moved there."""
+    listed = {gpu.uuid for node in nodes.values() for gpu in node.gpus if gpu.is_listed}
+    return {
+        name: node.evolve(gpus=tuple(gpu for gpu in node.gpus if gpu.is_listed or gpu.uuid not in listed))
+        for name, node in nodes.items()
+    }
+
+
+def _reported(node: NodeRecord) -> list[tuple[str, bool]]:
+    return [(gpu.uuid, gpu.is_listed) for gpu in node.gpus]
 
 
 def start_inventory(cluster: Cluster, seen: Mapping[str, Sequence[GpuReading]]) -> Inventory:

@@ -106,6 +106,8 @@ class NodeRecord:
     looked_at: float | None = None
     #: Why its GPUs cannot be read, for a person.
     gpu_trouble: str | None = None
+    #: Why its packet filter is not in place, for a person.
+    filter_trouble: str | None = None
 
     def evolve(self, **changes: Any) -> Self:
         """A copy with changes."""

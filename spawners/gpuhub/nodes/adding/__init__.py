@@ -1,0 +1,1 @@
+"""Adding a machine to the cluster, and taking one out of it."""
