@@ -10,21 +10,48 @@ export DEBIAN_FRONTEND=noninteractive
 command -v apt-get >/dev/null || { echo "Debian or Ubuntu is needed: there is no apt-get here." >&2; exit 1; }
 
 # command → package that has it
-wanted=(dockerd:docker.io debootstrap:debootstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils hostname:hostname dnsmasq:dnsmasq-base flock:util-linux)
-[ "$mode" = dev ] && wanted+=(chromium:chromium objdump:binutils slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge)
+wanted=(dockerd:docker.io debootstrap:debootstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils hostname:hostname dnsmasq:dnsmasq-base flock:util-linux ssh-keygen:openssh-client)
+for_tests=(ganesha.nfsd:nfs-ganesha-vfs nfs-ls:libnfs-utils bindfs:bindfs sshd:openssh-server wireguard-go:wireguard-go wg:wireguard-tools chromium:chromium certutil:libnss3-tools slapd:slapd ldapwhoami:ldap-utils objdump:binutils nft:nftables slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge)
 missing=()
-for pair in "${wanted[@]}"; do
-  command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
-done
+# $@: command:package …; adds to `missing`
+look_for() {
+  local pair
+  for pair in "$@"; do
+    command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
+  done
+}
+install() {
+  echo "Installing $* …"
+  apt-get update -qq
+  # A docker.io without systemd has no service to start; that is no failure here.
+  apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
+look_for "${wanted[@]}"
 [ -f /usr/include/stdio.h ] || missing+=(libc6-dev)
 /usr/bin/python3 -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
 [ -f /usr/share/keyrings/debian-archive-keyring.gpg ] || missing+=(debian-archive-keyring)
 [ -f /etc/ssl/certs/ca-certificates.crt ] || missing+=(ca-certificates)
-if [ ${#missing[@]} -gt 0 ]; then
-  echo "Installing ${missing[*]} …"
-  apt-get update -qq
-  # A docker.io without systemd has no service to start; that is no failure here.
-  apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+[ ${#missing[@]} -eq 0 ] || install "${missing[@]}"
+
+if [ "$mode" = dev ]; then
+  missing=()
+  look_for "${for_tests[@]}"
+  if [ ${#missing[@]} -gt 0 ]; then
+    # The tests start servers of their own; on a developer's machine none of these packages' services shall run.
+    policy=/usr/sbin/policy-rc.d
+    if [ ! -e "$policy" ]; then
+      trap 'rm -f "$policy"' EXIT
+      printf '#!/bin/sh\nexit 101\n' >"$policy"
+      chmod 755 "$policy"
+    fi
+    install "${missing[@]}"
+    if [ -d /run/systemd/system ]; then
+      for service in slapd:slapd openssh-server:ssh nfs-ganesha-vfs:nfs-ganesha munge:munge slurmd:slurmd slurmctld:slurmctld; do
+        [[ " ${missing[*]} " != *" ${service%%:*} "* ]] || systemctl disable --quiet "${service##*:}"
+      done
+    fi
+  fi
 fi
 
 if [ "$mode" = dev ] && ! command -v docker >/dev/null; then

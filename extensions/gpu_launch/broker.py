@@ -11,10 +11,11 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from gpu_launch import wire
 from gpu_launch.demand import Demand
+from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError
 
 #: How long a restart of the broker or the hub is waited out.
@@ -33,6 +34,19 @@ def parse_problem(status: int, body: bytes) -> str:
     except (ValueError, KeyError, TypeError):
         return f"The broker answered with HTTP status {status}."
     return str(detail)
+
+
+def trust(ca: str, certificate: str, key: str) -> ssl.SSLContext:
+    """Trusts the certificates in the file `ca` alone, and shows `certificate` (files, PEM). Raises BrokerError."""
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        context.load_cert_chain(certificate, key)
+    except OSError as error:
+        reason = error.strerror or error
+        raise BrokerError(
+            f"This server's certificates cannot be read ({reason}): stop it and start it again."
+        ) from None
+    return context
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -65,6 +79,15 @@ class Broker:
         self._opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), _NoRedirect, urllib.request.HTTPSHandler(context=tls)
         )
+
+    @classmethod
+    def inside(cls, env: Environment, *, patience_s: float = PATIENCE_S) -> Self:
+        """The broker of this notebook; one that cannot be asked where the environment tells of none.
+
+        Raises BrokerError where the notebook's certificates cannot be read.
+        """
+        tls = trust(env.broker_ca, env.certificate, env.key) if env.broker_ca else None
+        return cls(env.broker_url or "", env.token or "", patience_s=patience_s, tls=tls)
 
     def cluster(self) -> wire.Cluster:
         """Every node and GPU."""

@@ -181,7 +181,7 @@ class Crews:
             crew = _make(checked, broker, in_the_way=tuple(idle))
             self._crews.append(crew)
             env = checked.request.env
-            self._broker = Broker(env.broker_url, env.token, patience_s=0.0) if env.broker_url and env.token else None
+            self._broker = Broker.inside(env, patience_s=0.0) if env.broker_url and env.token else None
             self._watch_exit()
             return crew
 

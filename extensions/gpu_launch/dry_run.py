@@ -102,7 +102,7 @@ def _detached(options: Options, cell: str | None, before: Mapping[str, str], run
     from gpu_launch.detached import submit
 
     env = environment.read()
-    broker = Broker(env.broker_url or "", env.token or "", patience_s=_PATIENCE_S)
+    broker = Broker.inside(env, patience_s=_PATIENCE_S)
     user_set = environment.changed(before, os.environ)
     checked = submit.examine(options, cell=cell, env=env, broker=broker, user_set=user_set)
     asked = _Recorder()

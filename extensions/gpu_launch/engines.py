@@ -188,4 +188,4 @@ class GpuhubEngineSetLauncher(BaseLauncher):
 
 
 def _broker(env: environment.Environment) -> Broker | None:
-    return Broker(env.broker_url, env.token) if env.broker_url and env.token else None
+    return Broker.inside(env) if env.broker_url and env.token else None

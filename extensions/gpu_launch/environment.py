@@ -44,6 +44,11 @@ class Environment:
     user: str = ""
     #: GPUHUB_HEAD_ADDRESS: where the hub and the broker run.
     head_address: str = ""
+    #: GPUHUB_BROKER_CA: a file with whom to trust as the broker; empty for a broker without TLS.
+    broker_ca: str = ""
+    #: JUPYTERHUB_SSL_CERTFILE, JUPYTERHUB_SSL_KEYFILE: files with what this notebook shows the broker.
+    certificate: str = ""
+    key: str = ""
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
@@ -66,6 +71,9 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         roster=env.get("GPU_LAUNCH_ROSTER", ""),
         user=env.get("JUPYTERHUB_USER") or env.get("USER", ""),
         head_address=env.get("GPUHUB_HEAD_ADDRESS", ""),
+        broker_ca=env.get("GPUHUB_BROKER_CA", ""),
+        certificate=env.get("JUPYTERHUB_SSL_CERTFILE", ""),
+        key=env.get("JUPYTERHUB_SSL_KEYFILE", ""),
         preemptions=int(preemptions) if preemptions.isdecimal() else 0,
     )
 

@@ -12,7 +12,7 @@ _PATIENCE_S = 3.0  # seconds for a broker that does not answer
 
 def broker_of(env: Environment) -> Broker | None:
     """The broker of this server; None where there is none."""
-    return Broker(env.broker_url, env.token, patience_s=_PATIENCE_S) if env.broker_url and env.token else None
+    return Broker.inside(env, patience_s=_PATIENCE_S) if env.broker_url and env.token else None
 
 
 def own_jobs(broker: Broker, env: Environment) -> list[Job]:

@@ -85,7 +85,7 @@ def prepare(options: Options, *, cell: str | None, before: Mapping[str, str]) ->
     except FileNotFoundError:
         raise UsageError("This notebook's folder does not exist any more; use %cd to go to another.") from None
     user_set = environment.changed(before, os.environ)
-    broker = Broker(env.broker_url, env.token) if env.broker_url and env.token else None
+    broker = Broker.inside(env) if env.broker_url and env.token else None
     return crews.check(Request(options=options, cell=cell, cwd=cwd, env=env, environ=user_set), broker), broker
 
 

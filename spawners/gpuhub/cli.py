@@ -11,6 +11,7 @@ from pathlib import Path
 from gpuhub import settings
 from gpuhub.admin import parser as admin
 from gpuhub.errors import GpuhubError, SetupError
+from gpuhub.nodes.adding import parser as nodes
 from gpuhub.paths import DEFAULT_INSTANCE, Paths
 
 
@@ -38,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("check", _check, "check cluster.toml without starting anything"),
         ("broker", _broker, "run the broker in the foreground"),
         ("proxy", _proxy, "run JupyterHub's proxy in the foreground"),
+        ("certificate", _certificate, "make or renew the hub's certificate for browsers, or check the one given"),
         ("closet-node", _closet_node, "run the Docker daemon of a practice closet's node in the foreground"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -54,7 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("node", help="its name, such as rig1")
         if name == "down":
             command.add_argument("--purge", action="store_true", help="remove the practice closet's images as well")
-    admin.add_commands(commands, _admin)
+    node = admin.add_commands(commands, _admin)
+    nodes.add_commands(commands, node, _nodes)
     return parser
 
 
@@ -109,8 +112,19 @@ def _admin(options: argparse.Namespace, paths: Paths) -> None:
     asyncio.run(run())
 
 
+def _nodes(options: argparse.Namespace, paths: Paths) -> None:
+    from gpuhub.admin.commands import Console
+    from gpuhub.nodes.adding import commands
+
+    _need_root(options.action.replace("-", " "))
+    commands.run(options, paths, Console(), lambda: _up(options, paths))
+
+
 def _check(options: argparse.Namespace, paths: Paths) -> None:
+    from gpuhub.login import files
+
     cluster = settings.load(options.cluster_file)
+    files.check_files(cluster)
     print(f"{options.cluster_file} is right: {len(cluster.nodes)} nodes, {len(cluster.profiles)} profiles")
 
 
@@ -121,19 +135,38 @@ def _broker(options: argparse.Namespace, paths: Paths) -> None:
 
 
 def _proxy(options: argparse.Namespace, paths: Paths) -> None:
-    from gpuhub import secrets
+    from gpuhub import secrets, urls
     from gpuhub.head import programs
     from gpuhub.nodes.head import head_address
+    from gpuhub.trust import certificates
+    from gpuhub.trust.internal import Store
 
     cluster = settings.load(options.cluster_file)
+    https = certificates.find_files(cluster, paths)
     command = programs.build_proxy_command(
         programs.find_proxy(),
         public=(cluster.hub.bind, cluster.hub.port),
         api_port=cluster.hub.proxy_api_port,
-        hub=(head_address(cluster), cluster.hub.api_port),
+        hub_url=urls.hub_origin(cluster, head_address(cluster)),
+        internal=Store(paths.internal_certificates) if cluster.has_internal_tls else None,
+        https=https,
+        has_subdomains=cluster.hub.subdomains,
     )
+    is_ours = cluster.hub.tls == "local"
+    os.environ |= programs.build_proxy_environment(https, paths, options.cluster_file.resolve(), is_ours=is_ours)
     os.environ["CONFIGPROXY_AUTH_TOKEN"] = secrets.read_secret(paths, secrets.PROXY_TOKEN)
     os.execvp(command[0], command)  # noqa: S606 - the proxy takes this process's place under supervisord
+
+
+def _certificate(options: argparse.Namespace, paths: Paths) -> None:
+    from gpuhub.nodes.head import head_address
+    from gpuhub.trust import certificates, trusting
+
+    _need_root("certificate")
+    cluster = settings.load(options.cluster_file)
+    address = head_address(cluster)
+    ready = certificates.ensure(cluster, paths, address)
+    print("\n".join(trusting.describe(ready, cluster.hub, paths, address)))
 
 
 def _closet_node(options: argparse.Namespace, paths: Paths) -> None:

@@ -8,7 +8,9 @@ GpuhubError
 ├── Conflict             the thing is in another state than the call expects
 ├── Unavailable          try again later: a node or service does not answer
 │   ├── NodeUnreachable
-│   └── BrokerUnreachable
+│   │   └── NodeSilent   it was asked, and does not answer in time
+│   ├── BrokerUnreachable
+│   └── StorageUnavailable  a file server or a mount
 ├── ImageMissing         the node lacks an image: it is sent there
 └── SetupError           the head node lacks something, or a command failed
 """
@@ -65,10 +67,20 @@ class NodeUnreachable(Unavailable):
     code = "node-unreachable"
 
 
+class NodeSilent(NodeUnreachable):
+    """The daemon was asked and gives no answer: it hangs, or what it was asked to do does."""
+
+
 class BrokerUnreachable(Unavailable):
     """The broker does not answer."""
 
     code = "broker-unreachable"
+
+
+class StorageUnavailable(Unavailable):
+    """Where files are does not answer, or cannot be mounted: nothing is wrong with the node itself."""
+
+    code = "storage-unavailable"
 
 
 class ImageMissing(GpuhubError):

@@ -6,28 +6,38 @@ import functools
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from gpuhub import names, settings
+from gpuhub import names, settings, urls
 from gpuhub.broker.auth import ANY_OWNER_SCOPE
 from gpuhub.broker.client import BrokerClient
 from gpuhub.containers import acting
 from gpuhub.containers.acting import Tokens
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.glance import Glance
-from gpuhub.containers.gpus_handlers import ActHandler, GpusPageHandler, GpusPartsHandler, RunsHandler, WhyHandler
-from gpuhub.containers.handlers import ClusterHandler, LeaveHandler
+from gpuhub.containers.gpus_handlers import (
+    ActHandler,
+    GpusPageHandler,
+    GpusPartsHandler,
+    LeaveHandler,
+    RunsHandler,
+    WhyHandler,
+)
+from gpuhub.containers.handlers import ClusterHandler
 from gpuhub.errors import SettingsError
+from gpuhub.locks import take_lock
+from gpuhub.login import values as login
 from gpuhub.nodes import head
 from gpuhub.paths import DEFAULT_INSTANCE, Paths
 from gpuhub.secrets import (
-    ADMIN_PASSWORD,
     BROKER_TOKEN,
     PROXY_TOKEN,
     SPAWNER_TOKEN,
-    USER_PASSWORD,
     read_secret,
 )
 from gpuhub.settings import Cluster
+from gpuhub.trust import public, renewal
+from gpuhub.trust.internal import Store
 
 BROKER_SERVICE = "broker"
 SPAWNER_SERVICE = "gpuhub-spawner"
@@ -52,6 +62,16 @@ def cluster() -> Cluster:
 
 
 @functools.cache
+def lock() -> int:
+    """This process is the instance's one hub, for as long as it lives.
+
+    Raises:
+        SetupError: another hub runs: two of them would each take the other's servers for crashed.
+    """
+    return take_lock(paths().state / "hub.lock", "another hub runs on this instance")
+
+
+@functools.cache
 def head_address() -> str:
     """Where nodes and containers reach hub and broker."""
     return head.head_address(cluster())
@@ -59,7 +79,7 @@ def head_address() -> str:
 
 def broker_origin() -> str:
     """The broker's own address, without the prefix."""
-    return f"http://{head_address()}:{cluster().hub.broker_port}"
+    return urls.broker_origin(cluster(), head_address())
 
 
 @functools.cache
@@ -71,7 +91,56 @@ def make_daemons() -> Daemons:
 @functools.cache
 def make_broker() -> BrokerClient:
     """This process's one broker client."""
-    return BrokerClient(f"{broker_origin()}/services/{BROKER_SERVICE}", read_secret(paths(), SPAWNER_TOKEN))
+    return BrokerClient(
+        urls.broker_url(cluster(), head_address()),
+        read_secret(paths(), SPAWNER_TOKEN),
+        tls=Store(paths().internal_certificates).to_broker() if cluster().has_internal_tls else None,
+    )
+
+
+def alt_names() -> list[str]:
+    """By what the hub's own certificates name it, besides the loopback."""
+    return list(renewal.alt_names(head_address()))
+
+
+def proxy_api_url() -> str:
+    """Where the proxy takes the hub's orders."""
+    return f"{urls.scheme(tls=cluster().has_internal_tls)}://127.0.0.1:{cluster().hub.proxy_api_port}"
+
+
+def public_url() -> str:
+    """What browsers open, such as `https://gpuhub.lan`."""
+    return public.public_url(cluster().hub, head_address())
+
+
+def canonical_url() -> str:
+    """The one address to which JupyterHub leads browsers; empty where it keeps to whatever they used."""
+    url = public.canonical_url(cluster().hub, head_address())
+    return f"{url}/" if url else ""
+
+
+def subdomain_host() -> str:
+    """Below which each user's notebooks have a name of their own; empty where they share the hub's."""
+    return public.subdomain_host(cluster().hub, head_address())
+
+
+def extra_routes() -> dict[str, str]:
+    """Under the hub's own name too, with subdomains, is the broker: that is where gpu-launch asks for it.
+
+    It takes tokens only, never a cookie, so that no page of a notebook can act through it.
+    """
+    name = urlsplit(subdomain_host()).hostname
+    return {f"{name}/services/{BROKER_SERVICE}/": broker_origin()} if name else {}
+
+
+def tornado_settings() -> dict[str, Any]:
+    """Headers and cookies of the hub's pages, and how long a request waits for a start, seconds."""
+    hub = cluster().hub
+    return {
+        "slow_spawn_timeout": 2,
+        "headers": public.headers(hub),
+        "cookie_options": public.cookie_options(hub),
+    }
 
 
 def proxy_token() -> str:
@@ -145,16 +214,6 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
     ]
 
 
-def authenticator() -> str:
-    """JupyterHub's name of the authenticator for `users.login`."""
-    return {"password": "shared-password", "pam": "pam"}[cluster().users.login]
-
-
-def user_password() -> str | None:
-    """The one password of all users, where that is how they log in."""
-    return read_secret(paths(), USER_PASSWORD) if cluster().users.login == "password" else None
-
-
-def admin_password() -> str | None:
-    """The administrators' password, where that is how they log in."""
-    return read_secret(paths(), ADMIN_PASSWORD) if cluster().users.login == "password" else None
+def login_settings() -> dict[str, dict[str, Any]]:
+    """The authenticators' classes with what each is told."""
+    return login.authenticator_settings(cluster(), paths(), public_url())

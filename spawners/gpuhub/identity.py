@@ -1,4 +1,4 @@
-"""Who a user is on files: UID, GID and groups, and the home folder that belongs to them."""
+"""Who a user is on files: UID, GID and groups."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import os
 import pwd
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpuhub import names
 from gpuhub.errors import InvalidRequest, NotAllowed, SetupError
-from gpuhub.settings import Storage, Users
+from gpuhub.settings import Users
 
 #: Below are the system's own accounts and groups (`docker`, `disk`, `shadow` …): their rights end at the container.
 FIRST_ORDINARY_ID = 1000
@@ -134,8 +134,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def build_archive(identity: Identity) -> bytes:
-    """A tar with passwd and group entries, for `put_archive` at `ARCHIVE_ROOT`: names for the numbers."""
+def build_archive(identity: Identity, *, own: Sequence[str] = ()) -> bytes:
+    """A tar with passwd and group entries, for `put_archive` at `ARCHIVE_ROOT`: names for the numbers. The folders
+    `own`, such as `/scratch`, become the user's alone.
+    """
     passwd = f"{identity.name}:x:{identity.uid}:{identity.gid}:{identity.name}:{identity.home}:{_SHELL}\n"
     group = f"{identity.group_names[0]}:x:{identity.gid}:\n" + "".join(
         f"{name}:x:{gid}:{identity.name}\n" for name, gid in zip(identity.group_names[1:], identity.groups, strict=True)
@@ -147,45 +149,9 @@ def build_archive(identity: Identity) -> bytes:
             entry = tarfile.TarInfo(f"{_ARCHIVE_FOLDER}/{file}")
             entry.size, entry.mode = len(content), 0o644
             archive.addfile(entry, io.BytesIO(content))
+        for folder in own:
+            entry = tarfile.TarInfo(folder.lstrip("/"))
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o700
+            entry.uid, entry.gid = identity.uid, identity.gid
+            archive.addfile(entry)
     return buffer.getvalue()
-
-
-def ensure_home(storage: Storage, identity: Identity) -> None:
-    """Make the user's home where the head node keeps homes: theirs, 0700; one that exists is only checked; blocks.
-
-    Raises:
-        SetupError: the path leads out of the folder of homes, is no folder, or belongs to somebody else.
-    """
-    place = storage.home_create or (None if storage.home.startswith("nfs://") else storage.home)
-    if place is None:
-        return
-    path = Path(place.replace("{username}", identity.name))
-    root = os.path.dirname(place.split("{username}", 1)[0])  # noqa: PTH120 - "/home/" must give "/home"
-    real_root, real = Path(os.path.realpath(root)), Path(os.path.realpath(path))
-    if real_root not in real.parents:
-        raise SetupError(
-            f"the home {path} of {identity.name} leads to {real}, outside {root}: remove the symbolic link"
-        )
-    if not real.exists():
-        _make_home(real, identity)
-    found = real.stat()
-    if not real.is_dir():
-        raise SetupError(f"the home {path} of {identity.name} is no folder")
-    if found.st_uid != identity.uid:
-        raise SetupError(
-            f"the home {path} belongs to UID {found.st_uid}, not to {identity.name} (UID {identity.uid}): "
-            f"`chown -R {identity.uid}:{identity.gid} {path}`, or give {identity.name} that UID"
-        )
-
-
-def _make_home(path: Path, identity: Identity) -> None:
-    for folder in reversed(path.parents):
-        if not folder.exists():
-            folder.mkdir()
-            folder.chmod(0o755)  # whatever the umask; folders on the way stay root's
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        return  # a second start of the same user was quicker
-    os.chown(path, identity.uid, identity.gid)
-    path.chmod(0o700)

@@ -1,11 +1,13 @@
 """Names and labels of everything gpuhub makes on a node, built so that they cannot collide or escape.
 
-Guarantees of `slug`: the result is 1–40 characters of `[a-z0-9-]`, starts and ends with a letter or digit, and
-two different inputs give two different results (a hash is appended whenever the input is not already such a name).
+Guarantees of `slug`: the result is 1–40 characters of `[a-z0-9-]`, starts and ends with a letter or digit, has no two
+dashes in a row, which may therefore stand between two of them, and two different inputs give two different results (a
+hash is appended whenever the input is not already such a name).
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import re
 
@@ -34,13 +36,17 @@ KIND_WORKER = "worker"
 KIND_AGENT = "agent"
 KIND_COURIER = "courier"
 KIND_GUARD = "guard"
+#: What a volume is for, in the same label.
+VOLUME_HOME = "home"
+VOLUME_DATASETS = "datasets"
+VOLUME_SCRATCH = "scratch"
 #: Kinds of containers that belong to no lease: they hold no GPU.
 LEASELESS = frozenset({KIND_AGENT, KIND_COURIER, KIND_GUARD})
 
 
 def slug(text: str) -> str:
     """A name for use in container, network and volume names; injective, see the module's guarantees."""
-    if _PLAIN.fullmatch(text) and not _HASHED.fullmatch(text):
+    if _PLAIN.fullmatch(text) and not _HASHED.fullmatch(text) and "--" not in text:
         return text
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     readable = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:31].rstrip("-")
@@ -64,8 +70,21 @@ def user_network(instance: str, owner: str) -> str:
 
 
 def access_network(instance: str) -> str:
-    """The node-local bridge every container has for its published port and the way to the hub."""
-    return instance
+    """The node-local bridge every container has for its published port and the way to the hub: the network's name and
+    the interface's, which hold 15 characters.
+    """
+    return f"{instance}-access"
+
+
+def user_bridge(instance: str, owner: str) -> str:
+    """The interface of a user's private network where that is a bridge, at most 15 characters; see `user_bridges`."""
+    digest = base64.b32encode(hashlib.sha256(owner.encode()).digest()).decode().lower()
+    return f"{instance}-u{digest[:5]}"
+
+
+def user_bridges(instance: str) -> str:
+    """The pattern of all users' interfaces, and of no other instance's."""
+    return f"{instance}-u*"
 
 
 def agent_container(instance: str) -> str:
@@ -81,6 +100,11 @@ def courier_container(instance: str, owner: str) -> str:
 def guard_container(instance: str) -> str:
     """The name of the container that keeps a node's packet filter."""
     return f"{instance}-guard"
+
+
+def filter_table(instance: str) -> str:
+    """The name of the nftables table that the guard keeps on a node."""
+    return f"gpuhub_{instance}"
 
 
 def scratch_volume(instance: str, owner: str) -> str:

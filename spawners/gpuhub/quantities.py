@@ -50,7 +50,8 @@ def format_size(size: int) -> str:
     """Bytes as people write them: `format_size(17179869184)` is `16 GiB`."""
     for unit, factor in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if size >= factor:
-            return f"{size / factor:.3g} {unit}"
+            number = size / factor
+            return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
     return f"{size} B"
 
 

@@ -82,7 +82,7 @@ class Cluster(Value):
             *_duplicates("profiles", "name", [profile.name for profile in self.profiles]),
             *_duplicates("groups", "name", [group.name for group in self.groups]),
             *_unsatisfiable(self),
-            *logins.mistakes(self.users.login, self.login),
+            *logins.mistakes(self.users, self.login),
         ]
         if self.network.kind == "bridge" and len(self.nodes) > 1:
             mistakes.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
@@ -12,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 
 from gpuhub import names
 from gpuhub.quantities import Size, Span, Span0
+from gpuhub.storage.options import check_options, is_read_only
 
 NodeName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
 ProfileName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
@@ -193,7 +195,13 @@ class Storage(Value):
     #: A user's scratch on a node goes when no container has used it for so long, seconds.
     scratch_keep: Span = 14 * 86400
     #: How long an NFS server may take to answer before a start is refused, seconds.
-    patience: Span = 10
+    patience: Annotated[Span, Field(le=60)] = 10
+
+    @field_validator("nfs_options")
+    @classmethod
+    def _options(cls, value: str) -> str:
+        check_options(value)
+        return value
 
     @field_validator("home", "home_create", "datasets")
     @classmethod
@@ -202,6 +210,11 @@ class Storage(Value):
             return value
         url = urlsplit(value)
         if url.scheme == "nfs" and url.hostname and len(url.path) > 1 and ".." not in url.path:
+            if url.netloc not in {url.hostname, f"[{url.hostname}]"} or not re.fullmatch(r"[a-z0-9.:-]+", url.hostname):
+                raise ValueError(
+                    f"{value!r}: nfs://SERVER/PATH is needed, with a host name or an IP address alone; "
+                    'another port is written as nfs_options = "…,port=2050"'
+                )
             return value
         if value.startswith("/") and len(value) > 1 and ".." not in value.split("/"):
             return value
@@ -215,6 +228,8 @@ class Storage(Value):
                 raise ValueError(f"{key} = {value!r} is one folder for everybody: put {{username}} into it")
         if self.home_create is not None and self.home_create.startswith("nfs://"):
             raise ValueError("home_create is a path on the head node, not an nfs:// address")
+        if self.home.startswith("nfs://") and is_read_only(self.nfs_options):
+            raise ValueError("nfs_options: with ro nobody could write to their home; datasets are read-only without it")
         return self
 
 
@@ -269,7 +284,7 @@ class Jobs(Value):
     disk: Size | None = None
     time_limit: Span | None = None
     #: A launch whose notebook does not report for this long ends, and its GPUs are free.
-    renew_within: Span = 30
+    renew_within: Span = 25
     #: Workers stay with a notebook for so long after a launch, so that the next one starts at once; they are given back
     #: sooner when anybody waits for GPUs. 0 for not at all.
     keep_workers: Span0 = 600
@@ -363,8 +378,28 @@ class Hub(Value):
             )
         if self.https == "proxy" and self.url is None:
             raise ValueError('https = "proxy" needs url: the address that browsers use, such as "https://gpuhub.lan"')
+        return self
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
         if self.subdomains and not self.hostnames:
             raise ValueError('subdomains = true needs hostnames, such as ["gpuhub.lan"], and a wildcard name in DNS')
+        first = self.hostnames[0] if self.hostnames else ""
+        if self.subdomains and ("." not in first or first.rpartition(".")[2].isdigit()):
+            raise ValueError(
+                f'subdomains = true with hostnames = ["{first}", …]: browsers share no cookie below an address, nor '
+                'below a name without a dot; put a name such as "gpuhub.lan" first'
+            )
+        if self.tls == "files" and not self.hostnames and self.url is None:
+            raise ValueError('https = "files" needs hostnames: the names in the certificate, such as ["gpuhub.lan"]')
+        if self.url is None:
+            return self
+        scheme, is_plain = urlsplit(self.url).scheme, self.tls == "off"
+        if (scheme == "http") != is_plain:
+            right = '"proxy" if a reverse proxy does it' if is_plain else '"off" on loopback, or write https:// there'
+            raise ValueError(f'url = {self.url!r} does not go with https = "{self.tls}": write https = {right}')
+        if self.subdomains and urlsplit(self.url).hostname != first:
+            raise ValueError(f"url = {self.url!r} with subdomains = true: the first of hostnames must be its name")
         return self
 
     @property
@@ -391,10 +426,10 @@ class Login(Value):
     client_secret_file: Path | None = None
     #: `oidc`: where the provider's `/.well-known/openid-configuration` is found; `gitlab`: one's own server.
     issuer: str | None = None
-    #: The claim that is the user's name here, and the one that lists groups (`oidc`).
+    #: The claim that is the user's name here (`oidc`, `cilogon`), and the one that lists groups (`oidc`).
     username_claim: Text | None = None
     groups_claim: Text | None = None
-    #: `google`: accounts of these domains only; with one, the name is what stands before the @.
+    #: `google`, `oidc`, `cilogon`: accounts of these domains only; with one, the name is what stands before the @.
     domains: Many[HostName] = ()
     #: `cilogon`: identity providers that may vouch for somebody, as entity ids.
     idps: Many[Text] = ()

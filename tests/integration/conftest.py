@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _ctypes
+import _ssl
 import io
 import os
 import subprocess
@@ -27,6 +28,13 @@ from tests.support.local_cluster import PYTHON, LocalBroker, Notebook
 INSTANCE = os.environ.get("GPUHUB_TEST_INSTANCE", "ghtest")
 TINY_PROGRAMS = ("dash", "cat", "ls", "grep", "sleep", "id", "hostname")
 _UNNEEDED = ("test", "idlelib", "ensurepip", "tkinter", "lib2to3", "pydoc_data", "dist-packages", "__pycache__")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the closet are in a lane of their own, see tests/run."""
+    for item in items:
+        if "closet" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.closet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,7 @@ def closet() -> Iterator[Closet]:
 @pytest.fixture(scope="session")
 def tiny_image(closet: Closet) -> str:
     """A small image on every node, made of this machine's own files: a shell, Python and NVIDIA's package for it."""
-    name = f"{INSTANCE}/tiny:{sysconfig.get_python_version()}"
+    name = f"{INSTANCE}/tiny:{sysconfig.get_python_version()}-tls"
     content = b""
     for node in closet.plan.nodes:
         with closing(closet.client(node)) as client:
@@ -97,7 +105,7 @@ def tiny_root() -> bytes:
     standard = Path(sysconfig.get_path("stdlib"))
     python = Path(sys.executable).resolve()
     programs = [python, *(Path("/usr/bin") / name for name in TINY_PROGRAMS)]
-    binaries = [*programs, Path(_ctypes.__file__)]
+    binaries = [*programs, Path(_ctypes.__file__), Path(_ssl.__file__)]
     output = io.BytesIO()
     with tarfile.open(fileobj=output, mode="w", dereference=True) as tar:
         for name, target in {"bin": "usr/bin", "lib": "usr/lib", "lib64": "usr/lib64"}.items():

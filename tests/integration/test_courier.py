@@ -16,10 +16,11 @@ import gpu_launch.courier
 from gpuhub import names
 from gpuhub.broker.refusals import TooLarge
 from gpuhub.broker.talks import Talk
-from gpuhub.containers import arguments, courier
+from gpuhub.containers import arguments
 from gpuhub.containers.courier import CourierSpec, start_courier
 from gpuhub.containers.execs import start_exec
 from gpuhub.errors import Conflict, InvalidRequest, NotFound
+from gpuhub.storage.preparing import prepare_user
 from tests.integration.conftest import INSTANCE
 from tests.integration.test_spawner import OWNER, Head, head, until
 
@@ -43,8 +44,7 @@ sys.exit(main())
 async def container(head: Head, tiny_image: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     """Ada's courier on rig2, running this tree's own code."""
     monkeypatch.setattr(arguments, "COURIER_COMMAND", COMMAND)
-    identity = courier.find_identity(head.cluster.users, head.closet.paths.state, OWNER)
-    courier.ensure_home(head.cluster.storage, identity)
+    await prepare_user(head.cluster.users, head.cluster.storage, head.closet.paths.state, OWNER)
     code = home(head) / CODE
     (code / "courier").mkdir(parents=True, exist_ok=True)
     (code / "run.py").write_text(RUN, encoding="utf-8")

@@ -81,7 +81,9 @@ async def head(closet: Closet, tiny_image: str) -> AsyncIterator[Head]:
     """Settings and clients for the closet, its Swarm made; profiles use the tiny image."""
     cluster = settings.load(closet.cluster_file)
     profiles = tuple(profile.model_copy(update={"image": tiny_image}) for profile in cluster.profiles)
-    cluster = cluster.model_copy(update={"profiles": profiles})
+    # The guard's image is not in this tier; test_guard has its own.
+    network = cluster.network.model_copy(update={"guard": False})
+    cluster = cluster.model_copy(update={"profiles": profiles, "network": network})
     daemons = Daemons(cluster.nodes, instance=closet.paths.instance, run_dir=closet.paths.run)
     try:
         await swarm.ensure_swarm(daemons, cluster)
@@ -158,7 +160,7 @@ async def test_a_notebook_runs_as_its_user_with_its_lease_alone(head: Head, brok
     assert found["Config"]["Labels"][names.LABEL_LEASE] == lease.id
     assert found["HostConfig"]["DeviceRequests"][0]["DeviceIDs"] == [lease.gpus[0].uuid]
     assert found["HostConfig"]["CapDrop"] == ["ALL"]
-    assert networks_joined == {INSTANCE, names.user_network(INSTANCE, OWNER)}
+    assert networks_joined == {names.access_network(INSTANCE), names.user_network(INSTANCE, OWNER)}
     assert user.spawner.server.ip == str(head.cluster.node("rig2").address)
     with closing(head.closet.client("rig2")) as client:
         container = client.containers.get(found["Id"])

@@ -26,6 +26,7 @@ allowed = ["ada"]
 uid_first = 20000
 [hub]
 address = "{head}"
+https = "local"
 port = 18200
 api_port = 18281
 broker_port = 18210
@@ -80,7 +81,10 @@ def test_up_and_down_on_given_nodes(closet: Any, tmp_path: Path, cleared: None):
     done = gpuhub("up", file)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"Cluster of {file}" in done.stdout
-    assert "http://127.0.0.1:18200" in done.stdout
+    assert "https://127.0.0.1:18200" in done.stdout
+    assert f"scp 127.0.0.1:{Paths(INSTANCE).authority} gpuhub-authority.pem" in done.stdout
+    everybodys = [file for file in Paths(INSTANCE).state.iterdir() if file.is_file() and file.stat().st_mode & 0o077]
+    assert everybodys == [Paths(INSTANCE).authority], "databases and keys are root's alone"
     assert set(Supervisor(Paths(INSTANCE)).states()) == {"proxy", "broker", "hub"}
     password = secrets.read_secret(Paths(INSTANCE), secrets.USER_PASSWORD)
     logs = "".join(path.read_text(errors="replace") for path in Paths(INSTANCE).log.glob("*.log"))

@@ -19,6 +19,7 @@ from gpuhub import names
 from gpuhub.broker.app import PREFIX, create_app
 from gpuhub.broker.clock import Clock
 from gpuhub.broker.core import Core
+from gpuhub.broker.filters import EnsureFilter
 from gpuhub.broker.refusals import HubUnreachable
 from gpuhub.broker.store import Store
 from gpuhub.containers.courier import CourierSpec
@@ -130,6 +131,8 @@ class Setting:
     own_token: str = "own-token"
     clock: Clock | None = None
     couriers: Couriers = field(init=False)
+    #: None: nodes have no packet filter, and need none.
+    ensure_filter: EnsureFilter | None = None
 
     def __post_init__(self) -> None:
         self.couriers = Couriers(self.nodes)
@@ -151,6 +154,7 @@ class Setting:
             hub=self.hub,
             start_worker=workers,
             start_courier=self.couriers,
+            ensure_filter=self.ensure_filter,
             own_token=self.own_token,
             clock=self.clock,
         )

@@ -37,6 +37,7 @@ class SimulatedNode:
     has_toolkit: bool = True
     images: set[str] = field(default_factory=lambda: {"gpuhub/base:latest", "gpuhub/notebook:latest"})
     containers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    volumes: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: Called with the method's name before each call.
     on_call: Callable[[str], None] = lambda method: None
     lines: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -223,6 +224,18 @@ class SimulatedClient:
     def networks(self, **_arguments: Any) -> list[dict[str, Any]]:
         return []
 
+    def volumes(self, filters: dict[str, Any] | None = None) -> dict[str, Any]:
+        wanted = dict(label.split("=", 1) for label in (filters or {}).get("label", ()))
+        found = [dict(one) for one in self._node.volumes.values() if all_in(wanted, one["Labels"])]
+        return {"Volumes": found or None, "Warnings": None}
+
+    def remove_volume(self, name: str) -> None:
+        if name not in self._node.volumes:
+            raise NotFound(f"node {self._node.name}: no such volume: {name}")
+        if any(mount["Name"] == name for one in self._node.containers.values() for mount in one.get("Mounts", ())):
+            raise Conflict(f"node {self._node.name}: volume is in use: {name}")
+        del self._node.volumes[name]
+
     def _find(self, container: str) -> dict[str, Any]:
         found = self._node.containers.get(container)
         if found is None:
@@ -242,7 +255,7 @@ class SimulatedDaemons(Daemons):
         super().__init__(nodes, instance="ghtest", run_dir=run_dir)
         self.simulated = simulated
 
-    async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False) -> T:
+    async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False, mounting: bool = False) -> T:
         """Run `work` on the simulated client."""
         found = self.simulated[node]
         end = time.monotonic() + self._timeout_s

@@ -12,7 +12,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
-from gpu_launch.broker import Broker, parse_problem
+from gpu_launch.broker import Broker, parse_problem, trust
 from gpu_launch.cli.hubs import Hub
 from gpu_launch.errors import BrokerError, UsageError
 
@@ -27,9 +27,14 @@ RESTARTING = frozenset({502, 503, 504})
 
 
 def build_tls(hub: Hub) -> ssl.SSLContext | None:
-    """Whom to trust: the system's certificates, or the hub's own ones. None for plain http."""
+    """Whom to trust: the system's certificates, or the hub's own ones. None for plain http.
+
+    Raises UsageError, and in a notebook's container BrokerError, where they cannot be used.
+    """
     if not hub.broker_url.startswith("https:"):
         return None
+    if hub.ca_file:
+        return trust(hub.ca_file, hub.certificate, hub.key)
     try:
         return ssl.create_default_context(cadata=hub.ca or None)
     except (ssl.SSLError, ValueError):

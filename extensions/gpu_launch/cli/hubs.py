@@ -34,6 +34,10 @@ class Hub:
     user: str = ""
     #: The certificates that are trusted instead of the system's, as PEM; empty for the system's.
     ca: str = field(default="", repr=False)
+    #: Within a notebook's container: files with whom to trust, and with what is shown; empty elsewhere.
+    ca_file: str = ""
+    certificate: str = ""
+    key: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,4 +168,12 @@ def inside_notebook(env: Mapping[str, str]) -> Hub | None:
     token, url = env.get("JUPYTERHUB_API_TOKEN"), env.get("GPUHUB_BROKER_URL")
     if not (token and url):
         return None
-    return Hub(url="", broker_url=url.rstrip("/"), token=token, user=env.get("JUPYTERHUB_USER", ""))
+    return Hub(
+        url="",
+        broker_url=url.rstrip("/"),
+        token=token,
+        user=env.get("JUPYTERHUB_USER", ""),
+        ca_file=env.get("GPUHUB_BROKER_CA", ""),
+        certificate=env.get("JUPYTERHUB_SSL_CERTFILE", ""),
+        key=env.get("JUPYTERHUB_SSL_KEYFILE", ""),
+    )

@@ -46,7 +46,7 @@ def submit_from_notebook(
     broker refuses; nothing is left behind then.
     """
     env = environment.read()
-    broker = Broker(env.broker_url or "", env.token or "")
+    broker = Broker.inside(env)
     checked = examine(options, cell=cell, env=env, broker=broker, user_set=environment.changed(before, os.environ))
     run = _write(checked, env, exchange)
     try:

@@ -39,7 +39,7 @@ class Session:
         asked_s = checked.request.options.keep_s
         #: How long idle ranks keep their GPUs while others wait, and their workers stay afterwards, in seconds.
         self.keep_s = env.keep_workers_s if asked_s is None else float(asked_s)
-        self._asker = Broker(env.broker_url, env.token, patience_s=0.0) if env.broker_url and env.token else None
+        self._asker = Broker.inside(env, patience_s=0.0) if env.broker_url and env.token else None
         self.run = runs.create(env.home)
         path = self.run.root / _CONTROL
         checked = _with_module(checked, path, keep_s=max(_RENEW_S, round(self.keep_s)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from gpuhub import secrets, settings
+from gpuhub import secrets, settings, urls
 from gpuhub.broker.client import BrokerClient
 from gpuhub.errors import SettingsError, SetupError
 from gpuhub.nodes.head import head_address
 from gpuhub.paths import Paths
+from gpuhub.trust.internal import Store
 
 #: Somebody waits at the terminal: a restart of the broker is waited out, an outage is told, seconds.
 _PATIENCE_S = 3.0
@@ -24,9 +25,9 @@ def open_broker(paths: Paths) -> BrokerClient:
         cluster = settings.load(paths.used_cluster_file)
     except SettingsError as error:
         raise SetupError(f"the settings that gpuhub runs with cannot be read: {error}") from error
-    url = f"http://{_in_url(head_address(cluster))}:{cluster.hub.broker_port}/services/broker"
-    return BrokerClient(url, secrets.read_secret(paths, secrets.BROKER_TOKEN), patience_s=_PATIENCE_S)
-
-
-def _in_url(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
+    return BrokerClient(
+        urls.broker_url(cluster, head_address(cluster)),
+        secrets.read_secret(paths, secrets.BROKER_TOKEN),
+        patience_s=_PATIENCE_S,
+        tls=Store(paths.internal_certificates).to_broker() if cluster.has_internal_tls else None,
+    )

@@ -11,9 +11,16 @@ from gpuhub.paths import DEFAULT_INSTANCE
 from gpuhub.quantities import parse_span, parse_span_or_zero
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser], run: Callable[..., None]) -> None:
-    """Add `node`, `lease`, `reservation`, `usage` and `events`; each sets `run` and the name of its `action`."""
-    _add_node(_group(commands, "node", "nodes: list, cordon, drain, undrain"), run)
+def add_commands(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], run: Callable[..., None]
+) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """Add `node`, `lease`, `reservation`, `usage` and `events`; each sets `run` and the name of its `action`.
+
+    Returns:
+        The group of `node`, for commands that the broker has no part in.
+    """
+    node = _group(commands, "node", "nodes: list, add, remove, firewall, cordon, drain, undrain")
+    _add_node(node, run)
     _add_lease(_group(commands, "lease", "leases: list, why, extend, end, force"), run)
     _add_reservation(_group(commands, "reservation", "reservations: list, add, cancel"), run)
     usage = _command(commands, "usage", "usage", "what users have, had and may have", run)
@@ -21,6 +28,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser], 
     events = _command(commands, "events", "events", "what the broker did, and found out", run)
     events.add_argument("-f", "--follow", action="store_true", help="wait for more, until Ctrl-C")
     events.add_argument("-n", "--lines", type=int, default=30, metavar="N", help="the last N; default: %(default)s")
+    return node
 
 
 def _group(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpuhub.broker import intake, leases, overview, views
+from gpuhub.broker import audit, intake, leases, overview, views
 from gpuhub.broker import reservations as reservation_rules
 from gpuhub.broker.auth import Identity
 from gpuhub.broker.cordons import Cordon, describe
@@ -163,6 +163,8 @@ def view_usage(core: Core, who: Identity, owner: str | None) -> list[UsageView]:
     Raises:
         NotAllowed: somebody else's, asked for by somebody who is no administrator.
     """
+    if owner is not None:
+        audit.note_owner(owner)
     if not who.sees_all and owner not in {None, who.name}:
         raise NotAllowed(f"{who.name} may not see what {owner} uses")
     usage = core.usage()

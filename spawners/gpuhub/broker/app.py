@@ -14,10 +14,13 @@ from typing import Protocol
 from fastapi import FastAPI
 
 from gpuhub.broker import file_routes, problems, routes, terminals
+from gpuhub.broker.audit import Audit, AuditTrail
 from gpuhub.broker.auth import Identities, TokenChecker
 from gpuhub.broker.clock import Clock
 from gpuhub.broker.core import Core
 from gpuhub.broker.couriers import Couriers, StartCourier
+from gpuhub.broker.filters import EnsureFilter, Filters
+from gpuhub.broker.headers import SafeHeaders
 from gpuhub.broker.homes import Homes
 from gpuhub.broker.jobs import JobRunner, StartWorker
 from gpuhub.broker.keeper import Keeper
@@ -28,6 +31,7 @@ from gpuhub.broker.schemas import Problem
 from gpuhub.broker.service import Broker
 from gpuhub.broker.store import Store
 from gpuhub.broker.usage_history import build_rules
+from gpuhub.broker.volumes import VolumeKeeper
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.networks import remove_idle_user_networks
 from gpuhub.engines.base import Engine
@@ -61,6 +65,7 @@ def create_app(
     hub: Hub,
     start_worker: StartWorker,
     start_courier: StartCourier,
+    ensure_filter: EnsureFilter | None = None,
     engine: Engine | None = None,
     clock: Clock | None = None,
     own_token: str = "",
@@ -77,15 +82,18 @@ def create_app(
     )
 
     couriers = Couriers(core=core, daemons=daemons, start=start_courier)
+    audit = Audit(clock)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await core.take_up()
         runner = JobRunner(core=core, instance=daemons.instance, start_worker=start_worker)
-        keeper = Keeper(core=core, daemons=daemons, runner=runner, couriers=couriers)
+        filters = None if ensure_filter is None else Filters(ensure_filter, clock)
+        keeper = Keeper(core=core, daemons=daemons, runner=runner, couriers=couriers, filters=filters)
         loops = [
             asyncio.ensure_future(_keep_running("keeper", keeper.run)),
             asyncio.ensure_future(_keep_running("reviver", Reviver(core=core, servers=hub).run)),
+            asyncio.ensure_future(_keep_running("volumes", VolumeKeeper(core=core, daemons=daemons).run)),
             asyncio.ensure_future(_keep_running("networks", partial(_remove_networks, core, daemons))),
         ]
         try:
@@ -95,6 +103,7 @@ def create_app(
             await runner.close()
             await core.close()
             await hub.close()
+            audit.close()
 
     app = FastAPI(
         title="gpuhub broker",
@@ -112,7 +121,10 @@ def create_app(
     app.state.hub_page = hub_page
     for router in (routes.public, routes.api, file_routes.api, terminals.api):
         app.include_router(router, prefix=PREFIX)
+    # The last one is the outermost.
     app.add_middleware(BodyLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}))
+    app.add_middleware(AuditTrail, audit=audit, prefix=routes.API)
+    app.add_middleware(SafeHeaders)
     problems.install(app)
     _document_problems(app)
     return app

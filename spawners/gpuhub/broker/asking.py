@@ -7,6 +7,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Path, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import APIKeyHeader
+from starlette.requests import HTTPConnection
 
 from gpuhub.broker.auth import Identities, Identity
 from gpuhub.broker.service import Broker
@@ -19,7 +20,12 @@ _header = APIKeyHeader(
 async def identify(request: Request, authorization: Annotated[str | None, Depends(_header)]) -> Identity:
     """Who asks."""
     identities = cast("Identities", request.app.state.identities)
-    return await identities.identify(authorization)
+    return await identities.identify(authorization, address_of(request))
+
+
+def address_of(connection: HTTPConnection) -> str:
+    """Where a request comes from; the proxy's address for what came through it, whatever its headers say."""
+    return connection.client.host if connection.client is not None else ""
 
 
 async def get_broker(request: Request) -> Broker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import ssl
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
@@ -57,6 +58,8 @@ _BY_CODE: dict[str, type[errors.GpuhubError]] = {
         refusals.NotKnown,
         refusals.TooManyWaiting,
         refusals.TooManyJobs,
+        refusals.TooManyStreams,
+        refusals.TooManyRequests,
         refusals.HubUnreachable,
     )
 }
@@ -92,8 +95,10 @@ class BrokerClient:
         token: str,
         *,
         patience_s: float = PATIENCE_S,
+        tls: ssl.SSLContext | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """`tls`: for an https:// address, whom to trust and what to show."""
         self._patience_s = patience_s
         self._authorization = f"token {token}"
         self._client = httpx.AsyncClient(
@@ -103,6 +108,7 @@ class BrokerClient:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
             # Proxy variables of the environment are for the internet.
             trust_env=False,
+            verify=tls or True,
             transport=transport,
         )
 

@@ -18,7 +18,15 @@ from gpuhub.containers.arguments import COURIER_COMMAND
 from gpuhub.containers.courier import CourierSpec
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.execs import Exec, start_exec
-from gpuhub.errors import Conflict, GpuhubError, ImageMissing, NodeUnreachable, NotFound, Unavailable
+from gpuhub.errors import (
+    Conflict,
+    GpuhubError,
+    ImageMissing,
+    NodeUnreachable,
+    NotFound,
+    StorageUnavailable,
+    Unavailable,
+)
 
 #: Starts a courier in place of one that is there; its container's id.
 StartCourier = Callable[[CourierSpec], Awaitable[str]]
@@ -131,7 +139,7 @@ class Couriers:
             self._starting.add((owner, node))
             try:
                 container = await self._start(CourierSpec(owner=owner, node=node, image=DEFAULT_IMAGE))
-            except (NodeUnreachable, ImageMissing, Conflict) as error:
+            except (NodeUnreachable, StorageUnavailable, ImageMissing, Conflict) as error:
                 failed = error
             else:
                 courier = Courier(node=node, container=container, used_at=self._core.clock.monotonic())

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from gpuhub import names
-from gpuhub.broker import allowances, intake, leases, schedule
+from gpuhub.broker import allowances, audit, intake, leases, schedule
 from gpuhub.broker.auth import Identity
 from gpuhub.broker.core import Core
 from gpuhub.broker.drafts import Draft
@@ -174,6 +174,7 @@ def _choose_owner(who: Identity, named: str | None) -> str:
         return who.name
     if named is None:
         raise InvalidRequest("owner: a service says for which user it asks")
+    audit.note_owner(named)
     if named != who.name and not who.any_owner:
         raise NotAllowed(f"{who.name} may not ask for GPUs in the name of {named}")
     return named

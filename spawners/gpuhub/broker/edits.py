@@ -71,6 +71,19 @@ def force(lease_id: str, by: str) -> Edit:
     return edit
 
 
+def warn_of_lost_devices(node: str) -> Edit:
+    """Containers on a node cannot open their GPUs any more: who has a lease there with a GPU is told what to do."""
+
+    def edit(draft: Draft) -> None:
+        told = f"its container on {node} has lost its GPU, as when systemd is reloaded there: restart your server"
+        for lease in list(draft.leases.values()):
+            if lease.state in leases.LIVE and any(gpu.node == node for gpu in lease.held):
+                draft.put_lease(leases.warn(lease, told))
+                draft.note("gpu.lost", told, owner=lease.owner, lease=lease.id)
+
+    return edit
+
+
 def give_up_nodes(known: Collection[str]) -> Edit:
     """Nodes that are in the settings no more give their leases back."""
 

@@ -65,8 +65,11 @@ class Hands:
 
     async def _remove(self, node: str, container_id: str) -> None:
         try:
-            await self._daemons.call(node, "stop", container_id, timeout=STOP_S)
-            await self._daemons.call(node, "remove_container", container_id, force=True, v=True)
+            # Apart from the looks: what hangs in a dead file server hangs here, while its node answers.
+            await self._daemons.run(node, lambda client: client.stop(container_id, timeout=STOP_S), mounting=True)
+            await self._daemons.run(
+                node, lambda client: client.remove_container(container_id, force=True, v=True), mounting=True
+            )
         except NotFound:
             log.info("node %s: container %s is gone already", node, container_id[:12])
         except GpuhubError as error:

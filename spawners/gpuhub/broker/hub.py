@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from typing import Any, cast
 from urllib.parse import quote
@@ -19,11 +20,24 @@ _SERVER_TIMEOUT_S = 20.0
 class HubApi:
     """The hub at `url` (ends in `/hub/api`), with the broker's own service token."""
 
-    def __init__(self, url: str, token: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        tls: ssl.SSLContext | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`tls`: for an https:// address, whom to trust and what to show."""
         self._token = token
         # Proxy variables of the environment are for the internet, not for the head node itself.
         self._client = httpx.AsyncClient(
-            base_url=url, timeout=_TIMEOUT_S, trust_env=False, transport=transport, follow_redirects=False
+            base_url=url,
+            timeout=_TIMEOUT_S,
+            trust_env=False,
+            verify=tls or True,
+            transport=transport,
+            follow_redirects=False,
         )
 
     async def close(self) -> None:

@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gpuhub.broker import job_rules
+from gpuhub.broker import edits, job_rules
 from gpuhub.broker import leases as rules
 from gpuhub.broker.clock import wait_event
 from gpuhub.broker.core import Core
 from gpuhub.broker.couriers import Couriers
 from gpuhub.broker.drafts import Draft
 from gpuhub.broker.due import due_leases, silent_jobs
+from gpuhub.broker.filters import Filters, filter_news
 from gpuhub.broker.found import Listing
 from gpuhub.broker.hands import Hands
 from gpuhub.broker.health import Conditions, Doubts, overdue_proofs
@@ -42,6 +43,7 @@ from gpuhub.containers.daemons import Daemons
 from gpuhub.errors import GpuhubError
 from gpuhub.gpus import Card
 from gpuhub.nodes import health, liveness
+from gpuhub.nodes.agent import DEVICES_LOST
 from gpuhub.nodes.records import NodeRecord
 
 log = logging.getLogger(__name__)
@@ -61,11 +63,14 @@ _NEVER = float("-inf")
 class Keeper:
     """Watches nodes, jobs and the clock until cancelled."""
 
-    def __init__(self, *, core: Core, daemons: Daemons, runner: JobRunner, couriers: Couriers) -> None:
+    def __init__(
+        self, *, core: Core, daemons: Daemons, runner: JobRunner, couriers: Couriers, filters: Filters | None = None
+    ) -> None:
         self._core = core
         self._daemons = daemons
         self._runner = runner
         self._couriers = couriers
+        self._filters = filters
         self._looker = Looker(daemons=daemons, clock=core.clock)
         self._hands = Hands(daemons=daemons, on_removed=self.kick)
         self._conditions = Conditions()
@@ -87,6 +92,8 @@ class Keeper:
         finally:
             await self._hands.close()
             await self._looker.close()
+            if self._filters is not None:
+                await self._filters.close()
 
     def kick(self, node: str) -> None:
         """Look at a node before its time."""
@@ -134,6 +141,12 @@ class Keeper:
                 self._hands.remove(node, courier)
             seen = _seen(record, listing, actions, core.clock.monotonic())
             seen = await self._looker.read_agent(seen, listed)
+            if seen.gpu_trouble == DEVICES_LOST and record.gpu_trouble != DEVICES_LOST:
+                await self._note_lost_devices(node, listed)
+            if self._filters is not None:
+                seen = await self._filters.judge(seen)
+                for kind, text in filter_news(record, seen):
+                    self._tell(kind, text, node)
         except GpuhubError as error:
             self._judged[node] = self._unproven(node)
             await self._observe(liveness.failed(record, str(error), core.clock.monotonic()))
@@ -212,6 +225,12 @@ class Keeper:
                 draft.put_lease(rules.renew_identity(lease, listing.node, listing.identity))
 
         await self._core.ledger.change(edit)
+
+    async def _note_lost_devices(self, node: str, listed: Sequence[Mapping[str, Any]]) -> None:
+        """Owners are told; a new agent, which has its devices again, says whether new containers get theirs."""
+        await self._core.ledger.change(edits.warn_of_lost_devices(node))
+        for agent in self._looker.agents(listed):
+            self._hands.remove(node, agent)
 
     async def _note_exit(self, node: str, action: WorkerEnded) -> None:
         limit = self._core.cluster.jobs.memory

@@ -141,6 +141,11 @@ def shed(lease: LeaseRow, nodes: Collection[str], now: float) -> LeaseRow:
     )
 
 
+def warn(lease: LeaseRow, note: str) -> LeaseRow:
+    """The owner of a lease that goes on is to know this."""
+    return lease.evolve(note=note)
+
+
 def quarantine(lease: LeaseRow, why: str, now: float) -> LeaseRow:
     """Proof is lacking that a releasing lease is gone: its GPUs stay blocked until there is."""
     if lease.state is LeaseState.QUARANTINED:

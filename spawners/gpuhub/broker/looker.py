@@ -137,6 +137,10 @@ class Looker:
         found = readings.parse_agent_line(line)
         return record if found is None else readings.agent_read(record, found, began)
 
+    def agents(self, listed: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The listed containers that are GPU agents."""
+        return [str(raw["Id"]) for raw in listed if _is_agent(raw)]
+
     async def _inspect(self, node: str, container: str) -> frozenset[str]:
         try:
             return parse_devices(await self._daemons.call(node, "inspect_container", container))

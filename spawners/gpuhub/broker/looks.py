@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gpuhub.broker import views
+from gpuhub.broker import audit, views
 from gpuhub.broker.auth import Identity
 from gpuhub.broker.core import Core
 from gpuhub.broker.rows import JobRow, LeaseRow
@@ -27,6 +27,8 @@ class Looks:
         lease = self._core.ledger.snapshot.leases.get(lease_id)
         if lease is None:
             lease = await asyncio.to_thread(self._core.store.lease, lease_id)
+        if lease is not None:
+            audit.note_owner(lease.owner)
         if lease is None or not (who.sees_all or lease.owner == who.name):
             raise NotFound(f"there is no lease {lease_id!r} of yours")
         return lease
@@ -40,6 +42,8 @@ class Looks:
         job = self._core.ledger.snapshot.jobs.get(job_id)
         if job is None:
             job = await asyncio.to_thread(self._core.store.job, job_id)
+        if job is not None:
+            audit.note_owner(job.owner)
         if job is None or not (who.sees_all or job.owner == who.name):
             raise NotFound(f"there is no job {job_id!r} of yours")
         return job

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import uvicorn
 
-from gpuhub import settings
+from gpuhub import settings, urls
+from gpuhub.broker import audit
 from gpuhub.broker.app import create_app
 from gpuhub.broker.hub import HubApi
 from gpuhub.broker.store import Store
 from gpuhub.containers.courier import start_courier
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.workers import start_worker
+from gpuhub.guard.container import ensure_guard
 from gpuhub.nodes.head import head_address
 from gpuhub.paths import Paths
 from gpuhub.secrets import BROKER_TOKEN, read_secret
+from gpuhub.trust import internal
 
 #: Long polls are cut short when the broker stops, seconds; their clients ask again.
 _SHUTDOWN_S = 2
@@ -38,7 +41,13 @@ def run(cluster_file: Path, paths: Paths) -> None:
     token = read_secret(paths, BROKER_TOKEN)
     store = Store.open_file(paths.store)
     daemons = Daemons(cluster.nodes, instance=paths.instance, run_dir=paths.run)
-    hub = HubApi(f"http://{_in_url(address)}:{cluster.hub.api_port}/hub/api", token)
+    lines = audit.open_log(paths.log / "audit.log")
+    certificates = internal.Store(paths.internal_certificates) if cluster.has_internal_tls else None
+    hub = HubApi(
+        f"{urls.hub_origin(cluster, address)}/hub/api",
+        token,
+        tls=None if certificates is None else certificates.to_hub(),
+    )
     try:
         app = create_app(
             cluster=cluster,
@@ -47,6 +56,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
             hub=hub,
             start_worker=partial(start_worker, daemons, cluster, paths),
             start_courier=partial(start_courier, daemons, cluster, paths),
+            ensure_filter=partial(ensure_guard, daemons, cluster, paths.instance),
             own_token=token,
         )
         uvicorn.run(
@@ -59,11 +69,9 @@ def run(cluster_file: Path, paths: Paths) -> None:
             server_header=False,
             # Who asks is told by a token alone: forwarded headers mean nothing here.
             proxy_headers=False,
+            **({} if certificates is None else certificates.broker_options()),
         )
     finally:
         daemons.close()
         store.close()
-
-
-def _in_url(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
+        lines.close()

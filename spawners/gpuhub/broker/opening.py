@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -17,22 +14,6 @@ from gpuhub.errors import SetupError
 BUSY_TIMEOUT_S = 5
 #: PostgreSQL's number for the lock of one broker a database.
 _ADVISORY_LOCK = 0x677075687562
-
-
-def take_lock(lock_file: Path) -> int:
-    """A lock on this machine, held for as long as the descriptor is open.
-
-    Raises:
-        SetupError: another broker holds it.
-    """
-    lock_file.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise SetupError(f"another broker runs on this store (it holds {lock_file}): stop it first") from None
-    return lock
 
 
 def take_advisory_lock(engine: sa.Engine) -> sa.Connection | None:

@@ -39,6 +39,8 @@ _STATUSES: tuple[tuple[type[errors.GpuhubError], int], ...] = (
     (refusals.TooManyJobs, 429),
     (refusals.TooManyWaiting, 429),
     (refusals.TooManyStreams, 429),
+    (refusals.TooManyRequests, 429),
+    (refusals.TooSlow, 408),
     (errors.NotAllowed, 403),
     (refusals.TooLarge, 413),
     (refusals.NoSpace, 507),
@@ -54,6 +56,7 @@ CODES: Mapping[str, int] = {
     **{kind.code: status for kind, status in reversed(_STATUSES)},
     errors.NodeUnreachable.code: 503,
     errors.BrokerUnreachable.code: 503,
+    errors.StorageUnavailable.code: 503,
     refusals.HubUnreachable.code: 503,
     MALFORMED: 422,
     NO_ROUTE: 404,
@@ -109,7 +112,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     schema = {"$ref": "#/components/schemas/Problem"}
     return {
         status: {"description": HTTPStatus(status).phrase, "content": {MEDIA_TYPE: {"schema": schema}}}
-        for status in sorted({401, 403, 503, *statuses})
+        for status in sorted({401, 403, 429, 503, *statuses})
     }
 
 

@@ -24,9 +24,21 @@ class TooManyJobs(TooManyWaiting):
 
 
 class TooManyStreams(NotAllowed):
-    """As many files, logs or terminals are open as one may have."""
+    """As many files, logs, terminals or long polls are open as one may have."""
 
     code = "too-many-streams"
+
+
+class TooManyRequests(NotAllowed):
+    """More requests than anybody may send."""
+
+    code = "too-many-requests"
+
+
+class TooSlow(InvalidRequest):
+    """The request did not come to its end in time."""
+
+    code = "too-slow"
 
 
 class TooLarge(InvalidRequest):

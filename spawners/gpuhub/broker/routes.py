@@ -47,8 +47,11 @@ Ended = Annotated[bool, Query(description="Also those that ended within `[jobs] 
 Node = Annotated[str, Path(max_length=64)]
 
 
+#: What every route that needs a token begins with.
+API = "/api/v1"
+
 public = APIRouter()
-api = APIRouter(prefix="/api/v1", dependencies=[Depends(identify), Depends(refuse_unknown_query)])
+api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)])
 
 
 @public.get("/health", response_model_exclude_none=True)

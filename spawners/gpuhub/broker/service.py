@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gpuhub.broker import administration, extensions, job_rules, leases, views
+from contextlib import nullcontext
+
+from gpuhub.broker import administration, extensions, job_rules, leases, slots, views
 from gpuhub.broker import reservations as reservation_rules
 from gpuhub.broker.auth import Identity
 from gpuhub.broker.core import Core
@@ -46,6 +48,7 @@ class Broker:
         self._desk = Desk(core)
         self._looks = Looks(core)
         self._glances = Glances(core)
+        self._slots = slots.Slots()
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -72,14 +75,18 @@ class Broker:
         return self._looks.show_lease(lease)
 
     async def wait_lease(self, who: Identity, lease_id: str, version: int | None, wait_s: float) -> Lease:
-        """The lease as soon as its version is another one, at the latest after `wait_s`."""
+        """The lease as soon as its version is another one, at the latest after `wait_s`.
+
+        Raises:
+            NotFound, TooManyStreams.
+        """
 
         async def look() -> tuple[int, bool]:
             row = await self._looks.find_lease(who, lease_id)
             self._note_asked(who, row)
             return self._core.lease_version(row), row.state is LeaseState.REQUESTED
 
-        await self._poll(lease_id, look, version, wait_s)
+        await self._poll(who, lease_id, look, version, wait_s)
         return await self.lease(who, lease_id)
 
     def leases(self, who: Identity) -> list[Lease]:
@@ -178,13 +185,17 @@ class Broker:
         return await self._looks.show_job(await self._looks.find_job(who, job_id))
 
     async def wait_job(self, who: Identity, job_id: str, version: int | None, wait_s: float) -> Job:
-        """The job as soon as its version is another one, at the latest after `wait_s`."""
+        """The job as soon as its version is another one, at the latest after `wait_s`.
+
+        Raises:
+            NotFound, TooManyStreams.
+        """
 
         async def look() -> tuple[int, bool]:
             job = await self.job(who, job_id)
             return job.version, job.state is JobState.WAITING
 
-        await self._poll(job_id, look, version, wait_s)
+        await self._poll(who, job_id, look, version, wait_s)
         return await self.job(who, job_id)
 
     async def jobs(self, who: Identity, *, ended: bool = False) -> list[Job]:
@@ -296,9 +307,12 @@ class Broker:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    async def _poll(self, what: str, look: Look, version: int | None, wait_s: float) -> None:
+    async def _poll(self, who: Identity, what: str, look: Look, version: int | None, wait_s: float) -> None:
         core = self._core
-        await poll(ledger=core.ledger, clock=core.clock, what=what, look=look, version=version, wait_s=wait_s)
+        # The hub's spawner waits for everybody.
+        place = nullcontext() if who.sees_all or not wait_s else self._slots.take(slots.POLLS, who.name)
+        with place:
+            await poll(ledger=core.ledger, clock=core.clock, what=what, look=look, version=version, wait_s=wait_s)
 
     def _note_asked(self, who: Identity, lease: LeaseRow) -> None:
         if who.any_owner and lease.is_open:

@@ -24,6 +24,7 @@ TRANSFERS = Kind(what="files being sent or fetched", each=2, together=32)
 LOGS = Kind(what="logs being read", each=4, together=256)
 STATES = Kind(what="states being read", each=4, together=64)
 SHELLS = Kind(what="terminals", each=2, together=64)
+POLLS = Kind(what="requests that wait for news", each=128, together=8192)
 
 
 class Slots:

@@ -7,6 +7,7 @@ machines.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from gpuhub.broker.writing import Changes
 from gpuhub.engines.base import Spent
 from gpuhub.errors import Conflict, SetupError, Unavailable
 from gpuhub.gpus import Card
+from gpuhub.locks import take_lock
 
 #: SQLAlchemy rewrites an IN with many values into many parameters; SQLite takes up to 32766.
 _CHUNK = 500
@@ -66,7 +68,7 @@ class Store:
         Raises:
             SetupError: when another broker holds the store, or it cannot be opened.
         """
-        lock = opening.take_lock(lock_file)
+        lock = take_lock(lock_file, "another broker runs on this store")
         engine = opening.build_engine(url)
         try:
             guard = opening.take_advisory_lock(engine)
@@ -159,6 +161,19 @@ class Store:
             connection.execute(sa.delete(model.workers).where(model.workers.c.job_id.in_(old.scalar_subquery())))
             return connection.execute(sa.delete(model.jobs).where(model.jobs.c.ended_at < before)).rowcount
 
+    def lease_ends(self) -> dict[tuple[str, str], float]:
+        """When the last lease of each owner on each node ended, where one did."""
+        lease = model.leases.c
+        # As text: PostgreSQL does not compare JSON.
+        nodes = sa.cast(lease.nodes, sa.Text)
+        query = sa.select(lease.owner, nodes, sa.func.max(lease.released_at)).group_by(lease.owner, nodes)
+        ends: dict[tuple[str, str], float] = {}
+        with self._transaction() as connection:
+            for owner, on, at in connection.execute(query.where(lease.released_at.is_not(None))):
+                for node in json.loads(on):
+                    ends[owner, node] = max(at, ends.get((owner, node), at))
+        return ends
+
     def spent(self, since: float) -> list[Spent]:
         """The GPU-time that ended after `since`: of what was given back, and of what is quarantined."""
         lease, gpu = model.leases.c, model.lease_gpus.c
@@ -184,12 +199,12 @@ class Store:
         try:
             with self._transaction() as connection:
                 writing.write(connection, changes)
+                if changes.events:
+                    _prune_events(connection)
         except exc.IntegrityError as error:
             if any(key in _text(error) for key in _SAME_REQUEST):
                 raise Conflict("the same was asked for at this very moment: ask again, and you get it") from error
             raise
-            if changes.events:
-                _prune_events(connection)
 
     def seen_gpus(self) -> list[SeenGpu]:
         """All GPUs that were ever seen and not replaced."""

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Query
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from gpuhub.broker import problems, slots
+from gpuhub.broker.asking import address_of
 from gpuhub.broker.auth import Identities
 from gpuhub.broker.homes import Homes
 from gpuhub.broker.rows import JobRow, WorkerRow
@@ -51,7 +52,8 @@ async def shell(
     try:
         refuse_other_origin(websocket.headers.get("origin"), websocket.headers.get("host", ""))
         identities = cast("Identities", websocket.app.state.identities)
-        job = await homes.own_job(await identities.identify(websocket.headers.get("authorization")), job_id)
+        who = await identities.identify(websocket.headers.get("authorization"), address_of(websocket))
+        job = await homes.own_job(who, job_id)
         place = find_worker(job, worker)
         if "\0" in command:
             raise InvalidRequest("command: it has a null character in it")

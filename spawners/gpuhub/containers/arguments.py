@@ -8,26 +8,32 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from docker.types import DeviceRequest, DriverConfig, LogConfig, Mount, Ulimit
+from docker.types import DriverConfig, Mount, Ulimit
 
-from gpuhub import names
+from gpuhub import names, urls
 from gpuhub.broker.schemas import Lease
-from gpuhub.errors import SettingsError
+from gpuhub.containers.confinement import (
+    NO_CORE,
+    Limits,
+    build_device_requests,
+    build_gpu_environment,
+    confine,
+    job_limits,
+    profile_limits,
+    refuse_gpu_variables,
+)
 from gpuhub.identity import Identity
 from gpuhub.settings import Cluster, Node, Profile, Storage
+from gpuhub.trust import internal
 
 NOTEBOOK_PORT = 8888
 WORKER_COMMAND = ("gpu-launch-worker",)
 #: Reads and writes files, and gives terminals: in courier containers and in workers.
 COURIER_COMMAND = ("gpu-launch-courier",)
 DATASETS = "/datasets"
+SCRATCH = "/scratch"
 
-_CPU_PERIOD_US = 100_000
 _STACK_BYTES = 64 * 1024**2
-#: Only a lease gives GPUs: these names would ask the NVIDIA runtime behind its back, or hide what was leased.
-_GPU_VARIABLES = ("NVIDIA_", "CUDA_VISIBLE_DEVICES")
-#: Where the NVIDIA runtime is a node's default, an image that says "all" would get all of them.
-_NO_GPUS = {"NVIDIA_VISIBLE_DEVICES": "void"}
 _MIB = 1024**2
 
 
@@ -66,16 +72,6 @@ class ContainerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one container may use."""
-
-    cpus: float
-    memory: int
-    shm: int
-    pids: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a container runs, and what it must know of its surroundings."""
 
@@ -106,7 +102,7 @@ def build_notebook(
     Raises:
         SettingsError: `environment` meddles with GPUs.
     """
-    _refuse_gpu_variables(environment)
+    refuse_gpu_variables(environment)
     limits = profile_limits(profile)
     return ContainerSpec(
         name=names.notebook_container(place.instance, lease.owner, lease.subject),
@@ -118,6 +114,7 @@ def build_notebook(
             **environment,
             **_surroundings(place, identity),
             "GPUHUB_LEASE": lease.id,
+            **({"GPUHUB_BROKER_CA": internal.NOTEBOOK_BROKER_TRUST} if place.cluster.has_internal_tls else {}),
             "GPUHUB_KEEP_WORKERS_S": str(place.cluster.jobs.keep_workers),
         },
         user=f"{identity.uid}:{identity.gid}",
@@ -187,14 +184,14 @@ def build_courier(*, instance: str, cluster: Cluster, node: Node, identity: Iden
             names.LABEL_KIND: names.KIND_COURIER,
             names.LABEL_OWNER: identity.name,
         },
-        environment={"HOME": identity.home, "USER": identity.name, **_NO_GPUS},
+        environment={"HOME": identity.home, "USER": identity.name, **build_gpu_environment(())},
         user=f"{identity.uid}:{identity.gid}",
         # Not the home: a folder that is missing would be made, and this file system is read-only.
         working_dir="/",
         command=(*COURIER_COMMAND, "serve"),
         ports=(),
         host_config={
-            **_confine(identity, limits),
+            **confine(identity, limits),
             "network_mode": "none",
             "device_requests": [],
             "mounts": [build_home_mount(cluster.storage, instance, identity)],
@@ -203,39 +200,44 @@ def build_courier(*, instance: str, cluster: Cluster, node: Node, identity: Iden
     )
 
 
-def profile_limits(profile: Profile) -> Limits:
-    """A notebook's limits."""
-    return Limits(cpus=profile.cpus, memory=profile.memory, shm=profile.shm, pids=profile.pids)
-
-
-def job_limits(cluster: Cluster) -> Limits:
-    """A worker's limits."""
-    jobs = cluster.jobs
-    return Limits(cpus=jobs.cpus, memory=jobs.memory, shm=jobs.shm, pids=jobs.pids)
-
-
-def build_device_requests(gpu_uuids: Sequence[str]) -> list[DeviceRequest]:
-    """Exactly these GPUs; an empty list asks for none, where an empty request would mean all."""
-    if not gpu_uuids:
-        return []
-    return [DeviceRequest(device_ids=list(gpu_uuids), capabilities=[["gpu", "compute", "utility"]])]
-
-
 def build_mounts(storage: Storage, instance: str, identity: Identity) -> list[Mount]:
-    """Home at `/home/<user>`, and datasets read-only at `/datasets`."""
+    """Home at `/home/<user>`, datasets read-only at `/datasets`, and the node's own scratch at `/scratch`."""
     mounts = [build_home_mount(storage, instance, identity)]
     if storage.datasets is not None:
-        mounts.append(_mount(storage.datasets, DATASETS, storage, f"{instance}-datasets", read_only=True))
+        labels = {names.LABEL_INSTANCE: instance, names.LABEL_KIND: names.VOLUME_DATASETS}
+        name = f"{instance}-datasets"
+        mounts.append(_mount(storage.datasets, DATASETS, storage, name, labels, read_only=True))
+    if storage.scratch:
+        mounts.append(_scratch_mount(instance, identity))
     return mounts
 
 
 def build_home_mount(storage: Storage, instance: str, identity: Identity) -> Mount:
     """Home at `/home/<user>`."""
     home = storage.home.replace("{username}", identity.name)
-    return _mount(home, identity.home, storage, f"{instance}-home-{names.slug(identity.name)}")
+    labels = _volume_labels(instance, identity.name, names.VOLUME_HOME)
+    return _mount(home, identity.home, storage, f"{instance}-home-{names.slug(identity.name)}", labels)
 
 
-def _mount(place: str, target: str, storage: Storage, volume: str, *, read_only: bool = False) -> Mount:
+def _scratch_mount(instance: str, identity: Identity) -> Mount:
+    """A volume of the node's own, which outlives the user's containers; `name_user` makes it theirs."""
+    return Mount(
+        target=SCRATCH,
+        source=names.scratch_volume(instance, identity.name),
+        type="volume",
+        # Else what an image has there would be copied, with its owner.
+        no_copy=True,
+        labels=_volume_labels(instance, identity.name, names.VOLUME_SCRATCH),
+    )
+
+
+def _volume_labels(instance: str, owner: str, kind: str) -> dict[str, str]:
+    return {names.LABEL_INSTANCE: instance, names.LABEL_KIND: kind, names.LABEL_OWNER: owner}
+
+
+def _mount(
+    place: str, target: str, storage: Storage, volume: str, labels: Mapping[str, str], *, read_only: bool = False
+) -> Mount:
     if not place.startswith("nfs://"):
         # Unlike a bind in the old form, Docker refuses this when the folder is missing, and does not make it as root.
         return Mount(target=target, source=place, type="bind", read_only=read_only)
@@ -253,7 +255,7 @@ def _mount(place: str, target: str, storage: Storage, volume: str, *, read_only:
         type="volume",
         read_only=read_only,
         no_copy=True,
-        labels={names.LABEL_INSTANCE: volume.split("-", 1)[0]},
+        labels=dict(labels),
         driver_config=DriverConfig("local", options),
     )
 
@@ -270,12 +272,11 @@ def _labels(place: Place, kind: str, lease_id: str, epoch: int, owner: str) -> d
 
 
 def _surroundings(place: Place, identity: Identity) -> dict[str, str]:
-    broker = f"http://{place.head_address}:{place.cluster.hub.broker_port}/services/broker"
     surroundings = {
         "HOME": identity.home,
         "USER": identity.name,
         "SHELL": "/bin/bash",
-        "GPUHUB_BROKER_URL": broker,
+        "GPUHUB_BROKER_URL": urls.broker_url(place.cluster, place.head_address),
         "GPUHUB_NETWORK_SUBNET": place.subnet,
         "GPUHUB_NODE": place.node.name,
         "GPUHUB_GPU_UUIDS": ",".join(place.gpu_uuids),
@@ -283,9 +284,7 @@ def _surroundings(place: Place, identity: Identity) -> dict[str, str]:
     }
     if place.memory_cap_mib is not None:
         surroundings["GPUHUB_GPU_MEMORY_CAP_MIB"] = str(place.memory_cap_mib)
-    if not place.gpu_uuids:
-        surroundings |= _NO_GPUS
-    return surroundings
+    return surroundings | build_gpu_environment(place.gpu_uuids)
 
 
 def _threads(limits: Limits) -> dict[str, str]:
@@ -295,37 +294,11 @@ def _threads(limits: Limits) -> dict[str, str]:
 
 def _host_config(place: Place, identity: Identity, limits: Limits) -> dict[str, Any]:
     return {
-        **_confine(identity, limits),
+        **confine(identity, limits),
         "network_mode": names.access_network(place.instance),
         "device_requests": build_device_requests(place.gpu_uuids),
         "mounts": build_mounts(place.cluster.storage, place.instance, identity),
         # No memlock: the driver pins CUDA's memory itself, only RDMA would need it, and a daemon that may not raise
         # limits (in a virtual machine or container, say) would refuse to start the container at all.
-        "ulimits": [Ulimit(name="stack", soft=_STACK_BYTES, hard=_STACK_BYTES)],
+        "ulimits": [NO_CORE, Ulimit(name="stack", soft=_STACK_BYTES, hard=_STACK_BYTES)],
     }
-
-
-def _confine(identity: Identity, limits: Limits) -> dict[str, Any]:
-    """What holds for every container of a user."""
-    return {
-        "group_add": [str(gid) for gid in identity.groups],
-        "cap_drop": ["ALL"],
-        "security_opt": ["no-new-privileges:true"],
-        "init": True,
-        "restart_policy": {"Name": "no"},
-        # A quota, since Docker refuses `nano_cpus` above what the node has.
-        "cpu_period": _CPU_PERIOD_US,
-        "cpu_quota": int(limits.cpus * _CPU_PERIOD_US),
-        "mem_limit": limits.memory,
-        # Equal: no swap.
-        "memswap_limit": limits.memory,
-        "shm_size": limits.shm,
-        "pids_limit": limits.pids,
-        "log_config": LogConfig(type="json-file", config={"max-size": "10m", "max-file": "3"}),
-    }
-
-
-def _refuse_gpu_variables(environment: Mapping[str, str]) -> None:
-    refused = sorted(name for name in environment if name.startswith(_GPU_VARIABLES))
-    if refused:
-        raise SettingsError(f"{', '.join(refused)}: GPUs come from leases alone; take it out of Spawner.environment")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from gpuhub.containers.arguments import build_courier
 from gpuhub.containers.creation import ensure_created
 from gpuhub.containers.daemons import Daemons
-from gpuhub.identity import ensure_home, find_identity
+from gpuhub.containers.mounting import telling_storage
 from gpuhub.paths import Paths
 from gpuhub.settings import Cluster
+from gpuhub.storage.preparing import prepare_user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,7 @@ async def start_courier(daemons: Daemons, cluster: Cluster, paths: Paths, spec: 
         ImageMissing: the node lacks the image.
         GpuhubError: what else the daemon, or the user's account, stands in the way.
     """
-    identity = await asyncio.to_thread(find_identity, cluster.users, paths.state, spec.owner)
-    await asyncio.to_thread(ensure_home, cluster.storage, identity)
+    identity = await prepare_user(cluster.users, cluster.storage, paths.state, spec.owner, datasets=False)
     container = build_courier(
         instance=paths.instance,
         cluster=cluster,
@@ -39,6 +38,7 @@ async def start_courier(daemons: Daemons, cluster: Cluster, paths: Paths, spec: 
         identity=identity,
         image=spec.image,
     )
-    made = await ensure_created(daemons, spec.node, container, adopt=False)
-    await daemons.call(spec.node, "start", made.id)
+    async with telling_storage(daemons, spec.node, cluster.storage, spec.owner):
+        made = await ensure_created(daemons, spec.node, container, adopt=False)
+        await daemons.run(spec.node, lambda client: client.start(made.id), mounting=True)
     return made.id

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuhub import names
-from gpuhub.containers.arguments import ContainerSpec
+from gpuhub.containers.arguments import SCRATCH, ContainerSpec
 from gpuhub.containers.daemons import Daemons
-from gpuhub.errors import Conflict, NotFound
+from gpuhub.errors import Conflict, GpuhubError, NotFound, StorageUnavailable
 from gpuhub.identity import ARCHIVE_ROOT, Identity, build_archive
+from gpuhub.settings import Storage
+from gpuhub.trust.notebooks import Issued
 
 #: Labels that say whose a container is and under which grant it was made.
 _GRANT = (names.LABEL_INSTANCE, names.LABEL_KIND, names.LABEL_LEASE, names.LABEL_EPOCH, names.LABEL_OWNER)
@@ -31,22 +33,47 @@ async def ensure_created(daemons: Daemons, node: str, spec: ContainerSpec, *, ad
 
     Raises:
         Conflict: the name is taken by a container that is not this user's.
+        StorageUnavailable: the daemon has kept the name for one that it is still making: a mount hangs.
+        GpuhubError: among others, the node cannot keep the limit of its disk.
     """
     try:
-        container = await daemons.run(node, spec.create)
+        container = await _create(daemons, node, spec)
     except Conflict:
         found = await inspect(daemons, node, spec.name)
         if found is not None:
             if adopt and is_same_grant(found, spec.labels):
                 return Container(id=found["Id"], is_running=bool(found["State"]["Running"]))
             await _remove_leftover(daemons, node, found, spec)
-        container = await daemons.run(node, spec.create)
+        try:
+            container = await _create(daemons, node, spec)
+        except Conflict as error:
+            if await inspect(daemons, node, spec.name) is not None:
+                raise
+            raise StorageUnavailable(
+                f"Docker on node {node} is still busy with an earlier container of yours, whose storage hangs: "
+                "try again in a minute"
+            ) from error
     return Container(id=container, is_running=False)
 
 
-async def name_user(daemons: Daemons, node: str, container: str, identity: Identity) -> None:
-    """Put the user's and groups' names into the container, running or not."""
-    await daemons.call(node, "put_archive", container, ARCHIVE_ROOT, build_archive(identity))
+async def name_user(
+    daemons: Daemons,
+    node: str,
+    container: str,
+    identity: Identity,
+    storage: Storage,
+    *,
+    certificate: Issued | None = None,
+) -> None:
+    """Put the user's and groups' names into the container, and give it its scratch (a new volume is root's) and its
+    certificate.
+    """
+    archive = build_archive(identity, own=(SCRATCH,) if storage.scratch else ())
+    if certificate is not None:
+        # At once with the rest: each archive is a fifth of a second.
+        archive = certificate.archive(identity.uid, identity.gid, onto=archive)
+    # The daemon mounts the container's volumes for it.
+    await daemons.run(node, lambda client: client.put_archive(container, ARCHIVE_ROOT, archive), mounting=True)
 
 
 async def inspect(daemons: Daemons, node: str, container: str) -> dict[str, Any] | None:
@@ -74,13 +101,26 @@ async def remove(daemons: Daemons, node: str, container: str, *, grace_s: int = 
     """Stop the container, giving it `grace_s` seconds, and remove it; one that is gone is fine."""
     try:
         if grace_s:
-            await daemons.call(node, "stop", container, timeout=grace_s)
-        await daemons.call(node, "remove_container", container, force=True, v=True)
+            await daemons.run(node, lambda client: client.stop(container, timeout=grace_s), mounting=True)
+        await daemons.run(node, lambda client: client.remove_container(container, force=True, v=True), mounting=True)
     except NotFound:
         return
     except Conflict as error:
         if "already in progress" not in str(error):
             raise
+
+
+async def _create(daemons: Daemons, node: str, spec: ContainerSpec) -> str:
+    try:
+        return await daemons.run(node, spec.create, mounting=True)
+    except GpuhubError as error:
+        if "storage-opt" in str(error) and "storage_opt" in spec.host_config:
+            raise GpuhubError(
+                f"node {node}: its Docker cannot limit what a container writes, which `disk` asks for: that needs "
+                "Docker's data on XFS, mounted with pquota. The administrator takes `disk` out of cluster.toml, or "
+                f"mends the node ({error})"
+            ) from error
+        raise
 
 
 def is_same_grant(found: Mapping[str, Any], labels: Mapping[str, str]) -> bool:

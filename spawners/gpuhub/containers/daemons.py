@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +18,9 @@ import docker.errors
 import docker.tls
 import requests
 
+from gpuhub.containers.ssh import ssh_files
 from gpuhub.containers.tunnels import Tunnel
-from gpuhub.errors import Conflict, GpuhubError, ImageMissing, NodeUnreachable, NotFound
+from gpuhub.errors import Conflict, GpuhubError, ImageMissing, NodeSilent, NodeUnreachable, NotFound
 from gpuhub.settings import Node
 
 #: Spoken until the daemon has said which version it has; Engine 20.10 and everything later answers `/version`.
@@ -29,6 +31,19 @@ _LONG_THREADS = 2
 LONG_TIMEOUT_S = 1800.0
 
 T = TypeVar("T")
+
+
+class _Kind(Enum):
+    """What calls are about; those of one kind never wait for those of another."""
+
+    SHORT = auto()
+    LONG = auto()
+    MOUNTING = auto()
+
+    @property
+    def threads(self) -> int:
+        """How many for each node."""
+        return _LONG_THREADS if self is _Kind.LONG else _THREADS
 
 
 @dataclass(slots=True)
@@ -67,7 +82,7 @@ class Daemons:
         self.instance = instance
         self._run_dir = run_dir
         self._timeout_s = timeout_s
-        self._lanes: dict[tuple[str, bool], _Lane] = {}
+        self._lanes: dict[tuple[str, _Kind], _Lane] = {}
         self._tunnels: dict[str, Tunnel] = {}
         self._lock = threading.Lock()
 
@@ -78,11 +93,11 @@ class Daemons:
 
     def client(self, node: str) -> Any:
         """The node's docker.APIClient for short calls; blocks when it is made."""
-        return self._lane(node, long=False).connected()
+        return self._lane(node, _Kind.SHORT).connected()
 
     def executor(self, node: str) -> ThreadPoolExecutor:
         """The node's threads for short calls."""
-        return self._lane(node, long=False).executor
+        return self._lane(node, _Kind.SHORT).executor
 
     async def call(self, node: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run `APIClient.method(*args, **kwargs)` on the node.
@@ -94,13 +109,15 @@ class Daemons:
         """
         return await self.run(node, lambda client: getattr(client, method)(*args, **kwargs))
 
-    async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False) -> T:
-        """Run `work(client)` in one of the node's threads; `long` allows half an hour, for images.
+    async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False, mounting: bool = False) -> T:
+        """Run `work(client)` in one of the node's threads; `long` allows half an hour, for images. `mounting`: the
+        daemon mounts or unmounts a user's storage for it, which may hang while the daemon itself is well, so it has
+        threads of its own.
 
         Raises:
             As `call` does.
         """
-        lane = self._lane(node, long=long)
+        lane = self._lane(node, _Kind.LONG if long else _Kind.MOUNTING if mounting else _Kind.SHORT)
         loop = asyncio.get_running_loop()
         job = loop.run_in_executor(lane.executor, functools.partial(_work, lane, work))
         # Twice the client's own limit: the first may go by waiting for a thread.
@@ -110,7 +127,7 @@ class Daemons:
             async with asyncio.timeout(limit_s):
                 return await job
         except TimeoutError:
-            raise NodeUnreachable(f"node {node}: its Docker daemon did not answer within {limit_s:.0f} s") from None
+            raise NodeSilent(f"node {node}: its Docker daemon did not answer within {limit_s:.0f} s") from None
 
     def close(self) -> None:
         """Drop clients, threads and tunnels."""
@@ -122,30 +139,27 @@ class Daemons:
             self._lanes.clear()
             self._tunnels.clear()
 
-    def _lane(self, name: str, *, long: bool) -> _Lane:
+    def _lane(self, name: str, kind: _Kind) -> _Lane:
         node = self._nodes.get(name)
         if node is None:
             raise NotFound(f"there is no node {name!r}; there are {', '.join(self._nodes)}")
         with self._lock:
-            lane = self._lanes.get((name, long))
+            lane = self._lanes.get((name, kind))
             if lane is None:
                 lane = _Lane(
                     node=node,
-                    timeout_s=LONG_TIMEOUT_S if long else self._timeout_s,
-                    executor=ThreadPoolExecutor(
-                        _LONG_THREADS if long else _THREADS,
-                        thread_name_prefix=f"docker-{name}{'-long' if long else ''}",
-                    ),
+                    timeout_s=LONG_TIMEOUT_S if kind is _Kind.LONG else self._timeout_s,
+                    executor=ThreadPoolExecutor(kind.threads, thread_name_prefix=f"docker-{name}-{kind.name.lower()}"),
                     tunnel=self._tunnel(node),
                 )
-                self._lanes[name, long] = lane
+                self._lanes[name, kind] = lane
             return lane
 
     def _tunnel(self, node: Node) -> Tunnel | None:
         if not node.docker.startswith("ssh://"):
             return None
         if node.name not in self._tunnels:
-            self._tunnels[node.name] = Tunnel(node.name, node.docker, self._run_dir)
+            self._tunnels[node.name] = Tunnel(node.name, node.docker, self._run_dir, ssh_files(self.instance))
         return self._tunnels[node.name]
 
 
@@ -176,7 +190,7 @@ def _work(lane: _Lane, work: Callable[[Any], T]) -> T:
     except GpuhubError:
         raise
     except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
-        raise translate(lane.node.name, error) from error
+        raise translate(lane.node.name, error, is_tls=lane.node.tls is not None) from error
 
 
 #: What means that the daemon was not reached; the first that fits counts.
@@ -189,7 +203,28 @@ _SILENCE: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
-def translate(node: str, error: Exception) -> GpuhubError:
+#: What OpenSSL says when one side's certificate is not accepted, and what that means here.
+_REFUSALS: tuple[tuple[str, str], ...] = (
+    ("certificate has expired", "the certificate of its Docker daemon has expired: `gpuhub node add --tls` renews it"),
+    ("certificate is not yet valid", "the certificate of its Docker daemon is not valid yet: compare the clocks"),
+    ("IP address mismatch", "the certificate of its Docker daemon is for another address"),
+    ("Hostname mismatch", "the certificate of its Docker daemon is for another name"),
+    ("CERTIFICATE_VERIFY_FAILED", "the certificate of its Docker daemon is not of the authority in tls.ca"),
+    (
+        "ALERT_CERTIFICATE_EXPIRED",
+        "its Docker daemon says that tls.cert has expired: `gpuhub node add --tls` renews it",
+    ),
+    ("ALERT_CERTIFICATE_REQUIRED", "its Docker daemon wants a certificate: check tls.cert and tls.key"),
+    ("ALERT_BAD_CERTIFICATE", "its Docker daemon does not accept tls.cert"),
+    ("ALERT_UNKNOWN_CA", "its Docker daemon does not accept tls.cert: it knows another authority"),
+)
+
+
+#: With TLS 1.3 a refused certificate is told after the first request, which then may find the connection gone.
+_BROKEN_OFF = ("Connection reset by peer", "Broken pipe", "EOF occurred in violation of protocol")
+
+
+def translate(node: str, error: Exception, *, is_tls: bool = False) -> GpuhubError:
     """What docker-py raised, as an error whose text may be shown."""
     if isinstance(error, docker.errors.APIError):
         explanation = _explain(error)
@@ -197,9 +232,18 @@ def translate(node: str, error: Exception) -> GpuhubError:
         if isinstance(error, docker.errors.ImageNotFound):
             return ImageMissing(f"node {node}: {explanation}")
         return kinds.get(error.status_code or 0, GpuhubError)(f"node {node}: {explanation}")
+    refusal = next((text for sign, text in _REFUSALS if sign in str(error)), None)
+    if refusal is not None and isinstance(error, requests.exceptions.RequestException | OSError):
+        return NodeUnreachable(f"node {node}: unauthenticated: {refusal}")
+    if is_tls and any(sign in str(error) for sign in _BROKEN_OFF):
+        return NodeUnreachable(
+            f"node {node}: unauthenticated: its Docker daemon broke the connection off; unless it was being "
+            "restarted, it does not accept tls.cert"
+        )
     for kind, text in _SILENCE:
         if isinstance(error, kind):
-            return NodeUnreachable(f"node {node}: {text}")
+            silent = isinstance(error, requests.exceptions.ReadTimeout)
+            return (NodeSilent if silent else NodeUnreachable)(f"node {node}: {text}")
     return GpuhubError(f"node {node}: {_without_urls(str(error))}")
 
 

@@ -12,11 +12,13 @@ from gpuhub.containers.telling import card_of, count_totals, describe_gib
 from gpuhub.containers.troubles import SpawnFailed
 from gpuhub.quantities import format_size, format_span
 from gpuhub.settings import Cluster, Profile, gpu_requirement
+from gpuhub.storage.quotas import HomeUse
 
 UNKNOWN = "unknown"
 FREE = "free"
 QUEUE = "queue"
 AWAY = "away"
+_NOTHING = HomeUse()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,14 @@ def _describe_gpus(profile: Profile, memories: Sequence[int]) -> str:
     return f"1/{share} of {what.removeprefix('1 × ')}, {cap} cap: a promise, not a wall"
 
 
-def build_form(cluster: Cluster, view: ClusterView | None, *, last_profile: object, hub_url: str = "/hub/") -> str:
+def build_form(
+    cluster: Cluster,
+    view: ClusterView | None,
+    *,
+    last_profile: object,
+    hub_url: str = "/hub/",
+    home: HomeUse = _NOTHING,
+) -> str:
     """The whole form as HTML, complete without JavaScript."""
     return (
         rendering.environment()
@@ -125,6 +134,7 @@ def build_form(cluster: Cluster, view: ClusterView | None, *, last_profile: obje
             view=view,
             totals=count_totals(view),
             notice=cluster.notice,
+            home=home,
             hub_url=hub_url,
             style=rendering.read_style("gpuhub_form.css"),
             script=rendering.read_part("gpuhub_form.js"),

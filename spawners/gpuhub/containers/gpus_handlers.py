@@ -1,4 +1,4 @@
-"""The page of all GPUs: GET shows, POST does; what is done is asked of the broker as the user who asks."""
+"""The page of all GPUs, and leaving the queue: GET shows, POST does, all of it asked of the broker as the user."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 from tornado import web
 
-from gpuhub.broker.refusals import NotKnown
+from gpuhub.broker.refusals import NotKnown, TooManyRequests
 from gpuhub.broker.schemas import ClusterView, CordonRequest, Lease, LeaseState, UsageView
 from gpuhub.containers import rendering
 from gpuhub.containers.acting import SCOPE
 from gpuhub.containers.glance import PATIENCE_S
 from gpuhub.containers.gpus_page import FEW_NODES, Look, Wish, build_parts, build_runs, build_why, parse_wish
 from gpuhub.containers.handlers import OurHandler
-from gpuhub.errors import GpuhubError, InvalidRequest, NotAllowed, Unavailable
+from gpuhub.errors import Conflict, GpuhubError, InvalidRequest, NotAllowed, NotFound, Unavailable
 
 T = TypeVar("T")
 
@@ -54,8 +54,17 @@ class ChangeNode(_Act):
     grace_s: Annotated[int, Field(ge=0, le=30 * 86400)] = 0
 
 
+class Leave(BaseModel):
+    """Wait no longer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    lease: _LeaseId
+
+
 Act = Extend | Force | ChangeNode
 _ACT: TypeAdapter[Act] = TypeAdapter(Annotated[Act, Field(discriminator="do")])
+_LEAVE = TypeAdapter(Leave)
 
 
 def parse_act(body: bytes) -> Act:
@@ -64,8 +73,21 @@ def parse_act(body: bytes) -> Act:
     Raises:
         InvalidRequest: it is nothing that a button asks for.
     """
+    return _parse(_ACT, body)
+
+
+def parse_leave(body: bytes) -> Leave:
+    """The request that is to wait no longer: `{"lease": "l0a1"}`.
+
+    Raises:
+        InvalidRequest: it is anything else.
+    """
+    return _parse(_LEAVE, body)
+
+
+def _parse(kind: TypeAdapter[T], body: bytes) -> T:
     try:
-        return _ACT.validate_json(body)
+        return kind.validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -209,6 +231,36 @@ class ActHandler(UsersHandler):
         self.finish()
 
 
+class LeaveHandler(UsersHandler):
+    """POST `{"lease": id}`: end a request that waits."""
+
+    async def post(self) -> None:
+        """Answer 204, or a refusal with one line of text."""
+        user = self.prepare_user()
+        self.check_scope()
+        try:
+            asked = parse_leave(self.request.body)
+            await self.as_user(user, lambda broker: leave(broker, asked.lease))
+        except GpuhubError as error:
+            self.refuse(error)
+            return
+        self.set_status(204)
+        self.finish()
+
+
+async def leave(broker: Any, lease_id: str) -> None:
+    """End a request that waits, and nothing else.
+
+    Raises:
+        Conflict: it does not wait.
+        GpuhubError: what the broker refused.
+    """
+    lease = await broker.get_lease(lease_id)
+    if lease.state is not LeaseState.REQUESTED:
+        raise Conflict("This request does not wait any more.")
+    await broker.release(lease_id)
+
+
 async def do(broker: Any, act: Act) -> None:
     """Ask the broker for it.
 
@@ -226,6 +278,5 @@ async def do(broker: Any, act: Act) -> None:
 
 
 def _status(error: GpuhubError) -> int:
-    if isinstance(error, Unavailable):
-        return 503
-    return 403 if isinstance(error, NotAllowed) else 409
+    kinds = ((Unavailable, 503), (TooManyRequests, 429), (NotAllowed, 403), (InvalidRequest, 400), (NotFound, 404))
+    return next((status for kind, status in kinds if isinstance(error, kind)), 409)

@@ -6,17 +6,21 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from gpuhub import names
+from gpuhub import names, urls
 from gpuhub.broker.schemas import Lease
 from gpuhub.containers import creation, networks
 from gpuhub.containers.arguments import NOTEBOOK_PORT, ContainerSpec, Place, build_notebook
 from gpuhub.containers.daemons import Daemons
+from gpuhub.containers.mounting import telling_storage
 from gpuhub.containers.readiness import wait_ready
 from gpuhub.errors import GpuhubError, ImageMissing, InvalidRequest, NodeUnreachable
+from gpuhub.guard.container import ensure_guard
 from gpuhub.identity import Identity
 from gpuhub.settings import Cluster, Profile
+from gpuhub.trust import notebooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,8 @@ class Surroundings:
     cluster: Cluster
     daemons: Daemons
     head_address: str
+    #: The authorities for TLS with notebooks; None without it.
+    certificates: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,13 @@ class Running:
     container: str
     address: str
     port: int
+    #: It was started with a certificate.
+    is_tls: bool
+
+    @property
+    def origin(self) -> str:
+        """Such as `https://10.77.0.11:32768`."""
+        return f"{urls.scheme(tls=self.is_tls)}://{urls.in_url(self.address)}:{self.port}"
 
 
 def spec_of(
@@ -93,16 +106,35 @@ async def launch(
     """
     daemons = around.daemons
     steps.tell("Starting the container", 50)
-    await networks.ensure_access_network(daemons, around.cluster, around.instance, node)
-    made = await creation.ensure_created(daemons, node, spec, adopt=False)
-    await asyncio.gather(steps.created(made.id), creation.name_user(daemons, node, made.id, identity))
-    address, port = await daemons.run(node, lambda client: _start(client, made.id))
+    await asyncio.gather(
+        networks.ensure_access_network(daemons, around.cluster, around.instance, node),
+        ensure_guard(daemons, around.cluster, around.instance, node),
+    )
+    storage = around.cluster.storage
+    async with telling_storage(daemons, node, storage, identity.name):
+        certificate = await _issue(around, node, identity)
+        made = await creation.ensure_created(daemons, node, spec, adopt=False)
+        await asyncio.gather(
+            steps.created(made.id),
+            creation.name_user(daemons, node, made.id, identity, storage, certificate=certificate),
+        )
+        address, port = await daemons.run(node, lambda client: _start(client, made.id), mounting=True)
+    tls = None if around.certificates is None else notebooks.client_context(around.certificates)
+    running = Running(container=made.id, address=address, port=port, is_tls=tls is not None)
     steps.tell("Connecting your network; JupyterLab starts", 70)
     # The overlay takes half a second to join, the server longer to boot: side by side.
     async with asyncio.TaskGroup() as group:
         group.create_task(networks.connect(daemons, node, made.id, network))
-        group.create_task(wait_ready(daemons, node, made.id, f"http://{_host(address)}:{port}{api_path}"))
-    return Running(container=made.id, address=address, port=port)
+        group.create_task(wait_ready(daemons, node, made.id, running.origin + api_path, tls=tls))
+    return running
+
+
+async def _issue(around: Surroundings, node: str, identity: Identity) -> notebooks.Issued | None:
+    """A certificate for a notebook on that node; None without TLS."""
+    if around.certificates is None:
+        return None
+    address = around.cluster.node(node).address
+    return await asyncio.to_thread(notebooks.issue, around.certificates, identity.name, address)
 
 
 def _start(client: Any, container: str) -> tuple[str, int]:
@@ -137,7 +169,9 @@ async def find_running(around: Surroundings, node: str, lease: Lease) -> tuple[R
     environment = dict(line.partition("=")[::2] for line in found["Config"]["Env"])
     bindings = (found["NetworkSettings"]["Ports"] or {}).get(f"{NOTEBOOK_PORT}/tcp")
     address, port = published_address(bindings)
-    return Running(container=found["Id"], address=address, port=port), environment["JUPYTERHUB_API_TOKEN"]
+    is_tls = "JUPYTERHUB_SSL_KEYFILE" in environment
+    running = Running(container=found["Id"], address=address, port=port, is_tls=is_tls)
+    return running, environment["JUPYTERHUB_API_TOKEN"]
 
 
 async def check_image(around: Surroundings, profile: Profile, candidates: Sequence[str]) -> None:
@@ -196,7 +230,3 @@ def check_server_name(name: str) -> None:
         raise InvalidRequest(
             f"Server name {name[:60]!r}: 1 to 32 of a-z, 0-9 and '-' are needed, with a letter or digit at both ends"
         )
-
-
-def _host(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

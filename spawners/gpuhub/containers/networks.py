@@ -9,7 +9,7 @@ from typing import Any
 
 from gpuhub import names
 from gpuhub.containers.daemons import Daemons
-from gpuhub.containers.mtu import VXLAN_HEADER, find_mtu
+from gpuhub.containers.mtu import find_mtu
 from gpuhub.containers.swarm import manager
 from gpuhub.errors import GpuhubError, NodeUnreachable, NotFound
 from gpuhub.settings import Cluster
@@ -103,6 +103,8 @@ def build_access_network(instance: str, mtu: int) -> dict[str, Any]:
         "driver": "bridge",
         "options": {
             "com.docker.network.bridge.enable_icc": "false",
+            # By this name the guard's rules know what comes from containers.
+            "com.docker.network.bridge.name": names.access_network(instance),
             "com.docker.network.driver.mtu": str(mtu),
         },
         "labels": {names.LABEL_INSTANCE: instance},
@@ -116,12 +118,16 @@ def build_user_network(cluster: Cluster, instance: str, owner: str, mtu: int) ->
         return {
             "driver": "overlay",
             "attachable": True,
-            "options": {"com.docker.network.driver.mtu": str(mtu - VXLAN_HEADER)},
+            # The overlay driver takes VXLAN's header off by itself.
+            "options": {"com.docker.network.driver.mtu": str(mtu)},
             "labels": labels,
         }
     return {
         "driver": "bridge",
-        "options": {"com.docker.network.driver.mtu": str(mtu)},
+        "options": {
+            "com.docker.network.bridge.name": names.user_bridge(instance, owner),
+            "com.docker.network.driver.mtu": str(mtu),
+        },
         "labels": labels,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from dockerspawner import DockerSpawner
@@ -16,6 +17,7 @@ from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.readiness import read_log
 from gpuhub.errors import BrokerUnreachable, GpuhubError
 from gpuhub.settings import Cluster
+from gpuhub.trust import internal
 
 
 class NodeSpawner(DockerSpawner):  # type: ignore[misc] # dockerspawner is untyped
@@ -47,7 +49,11 @@ class NodeSpawner(DockerSpawner):  # type: ignore[misc] # dockerspawner is untyp
     def around(self) -> launching.Surroundings:
         """What does not change from one start to the next."""
         return launching.Surroundings(
-            instance=self.instance, cluster=self.cluster, daemons=self.daemons, head_address=self.head_address
+            instance=self.instance,
+            cluster=self.cluster,
+            daemons=self.daemons,
+            head_address=self.head_address,
+            certificates=Path(self.internal_certs_location) if self.internal_ssl else None,
         )
 
     @property
@@ -64,6 +70,18 @@ class NodeSpawner(DockerSpawner):  # type: ignore[misc] # dockerspawner is untyp
     def will_resume(self) -> bool:
         """Containers are never started again: JupyterHub tidies up their tokens."""
         return False
+
+    async def create_certs(self) -> dict[str, str]:
+        """Where the notebook finds its certificate, which is made with its container, when its node is known."""
+        return {
+            "keyfile": internal.NOTEBOOK_KEY,
+            "certfile": internal.NOTEBOOK_CERTIFICATE,
+            "cafile": internal.NOTEBOOK_TRUST,
+        }
+
+    async def move_certs(self, paths: dict[str, str]) -> dict[str, str]:
+        """They are in the container's own words already."""
+        return paths
 
     @default("object_name")  # type: ignore[untyped-decorator] # traitlets is untyped
     def _object_name_default(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 
 import httpx
 
@@ -16,7 +17,9 @@ _LOOK_EVERY_S = 1.0
 _VERSION_HEADER = "X-JupyterHub-Version"
 
 
-async def wait_ready(daemons: Daemons, node: str, container: str, url: str) -> None:
+async def wait_ready(
+    daemons: Daemons, node: str, container: str, url: str, *, tls: ssl.SSLContext | None = None
+) -> None:
     """Return as soon as the notebook at `url` (its `/api`) answers itself.
 
     An answer without JupyterHub's version header comes from something else on the way, and does not count.
@@ -26,7 +29,7 @@ async def wait_ready(daemons: Daemons, node: str, container: str, url: str) -> N
     """
     loop = asyncio.get_running_loop()
     next_look = loop.time() + _LOOK_EVERY_S
-    async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=2.0, verify=tls or True) as client:
         while not await _answers(client, url):
             if loop.time() > next_look:
                 await _refuse_ended(daemons, node, container)

@@ -3,6 +3,9 @@
 JupyterHub waits for a restored notebook to answer without asking whether it still runs. The wait has to be long (its
 node may be away for days), so a container that ends meanwhile would leave a server that can be neither used nor
 stopped.
+
+What answers there is the user's: nothing that it says may keep the hub from starting. JupyterHub gives up on anything
+but silence, and on a version that is none.
 """
 
 from __future__ import annotations
@@ -11,11 +14,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from gpuhub.broker.schemas import LeaseState
 from gpuhub.containers.leasing import Broker
 
 #: Between two looks at a notebook that is waited for, seconds.
 PERIOD_S = 3.0
+_VERSION = "X-JupyterHub-Version"
 
 
 async def activate_granted(broker: Broker, lease_id: str, container_id: str) -> None:
@@ -30,7 +36,9 @@ async def activate_granted(broker: Broker, lease_id: str, container_id: str) -> 
 
 
 def wait_only_while(server: Any, is_over: Callable[[], Awaitable[bool]]) -> None:
-    """Let `server.wait_up` (a `jupyterhub.objects.Server`) raise TimeoutError as soon as `is_over` says so."""
+    """Let `server.wait_up` (a `jupyterhub.objects.Server`) raise TimeoutError as soon as `is_over` says so, and nothing
+    but TimeoutError whatever is answered.
+    """
     wait_up = server.wait_up
 
     async def wait(**arguments: Any) -> Any:
@@ -39,7 +47,7 @@ def wait_only_while(server: Any, is_over: Callable[[], Awaitable[bool]]) -> None
         try:
             await asyncio.wait({up, over}, return_when=asyncio.FIRST_COMPLETED)
             if up.done():
-                return up.result()
+                return _without_false_version(_result(up))
             raise TimeoutError("its container has ended")
         finally:
             for task in (up, over):
@@ -47,6 +55,24 @@ def wait_only_while(server: Any, is_over: Callable[[], Awaitable[bool]]) -> None
             await asyncio.gather(up, over, return_exceptions=True)
 
     server.wait_up = wait
+
+
+def _result(up: asyncio.Future[Any]) -> Any:
+    try:
+        return up.result()
+    except TimeoutError:
+        raise
+    except Exception as error:
+        raise TimeoutError(f"its notebook answers, but not as one does: {error!r}") from error
+
+
+def _without_false_version(answer: Any) -> Any:
+    """The answer without a JupyterHub version that is none."""
+    try:
+        Version(answer.headers.get(_VERSION, "0"))
+    except InvalidVersion:
+        del answer.headers[_VERSION]
+    return answer
 
 
 async def _until(is_over: Callable[[], Awaitable[bool]]) -> None:

@@ -8,17 +8,20 @@ from typing import Any
 
 from traitlets import default
 
+from gpuhub import urls
 from gpuhub.broker.schemas import Lease, LeaseState
 from gpuhub.containers import creation, launching, leasing, networks, restored
-from gpuhub.containers.form import build_form, parse_form
+from gpuhub.containers.form import parse_form
 from gpuhub.containers.nodespawner import NodeSpawner
 from gpuhub.containers.progress import ProgressLog
+from gpuhub.containers.spawn_page import build_spawn_form
 from gpuhub.containers.telling import describe_placing, describe_waiting, eligible_nodes
 from gpuhub.containers.troubles import SpawnFailed
 from gpuhub.errors import GpuhubError, NodeUnreachable
-from gpuhub.identity import Identity, ensure_home, find_identity
+from gpuhub.identity import Identity
 from gpuhub.paths import Paths
 from gpuhub.settings import Profile
+from gpuhub.storage.preparing import prepare_user
 
 #: From the grant to a notebook that answers; the wait for the grant has its own limit.
 START_DEADLINE_S = 120.0
@@ -45,7 +48,7 @@ class GpuDockerSpawner(NodeSpawner):
         self._usual_http_timeout: int = self.http_timeout
 
     @default("options_form")
-    def _default_options_form(self) -> Callable[[GpuDockerSpawner], Coroutine[Any, Any, str]]:
+    def _default_options_form(self) -> Callable[[NodeSpawner], Coroutine[Any, Any, str]]:
         return build_spawn_form
 
     @default("options_from_form")
@@ -62,8 +65,8 @@ class GpuDockerSpawner(NodeSpawner):
         super().load_state(state)
         self._is_restored = bool(self.lease_id)
 
-    async def start(self) -> tuple[str, int]:
-        """Lease, container, network: address and port of the notebook, which answers already.
+    async def start(self) -> str:
+        """Lease, container, network: the origin of the notebook's URL, which answers already.
 
         Raises:
             SpawnFailed: with a text for the user; container and lease are gone then.
@@ -84,7 +87,7 @@ class GpuDockerSpawner(NodeSpawner):
         finally:
             self._events.close()
 
-    async def _start(self) -> tuple[str, int]:
+    async def _start(self) -> str:
         profile = launching.choose_profile(self.cluster, self.user_options)
         launching.check_server_name(self.name)
         self._events.tell("Asking for a place", percent=5)
@@ -99,7 +102,7 @@ class GpuDockerSpawner(NodeSpawner):
             lease = await self._renewed(lease, profile)
             running = await self._launch(lease, profile, identity, network)
         self._events.tell("JupyterLab is ready", percent=95)
-        return running.address, running.port
+        return running.origin
 
     async def _renewed(self, lease: Lease, profile: Profile) -> Lease:
         """A granted lease; one whose container is gone is given back, and another asked for."""
@@ -114,9 +117,7 @@ class GpuDockerSpawner(NodeSpawner):
 
     async def _identify(self) -> Identity:
         state = Paths(self.instance).state
-        identity = await asyncio.to_thread(find_identity, self.cluster.users, state, self.user.name)
-        await asyncio.to_thread(ensure_home, self.cluster.storage, identity)
-        return identity
+        return await prepare_user(self.cluster.users, self.cluster.storage, state, self.user.name)
 
     async def _check_image(self, profile: Profile) -> None:
         candidates = eligible_nodes(await self.broker.cluster(), profile)
@@ -150,6 +151,8 @@ class GpuDockerSpawner(NodeSpawner):
 
         async def created(container: str) -> None:
             self.object_id = container
+            # JupyterHub notes this when the start has ended; a hub that dies before must know how to ask.
+            self.server.proto = "https" if self.internal_ssl else "http"
             self.save_state()
             await self.broker.activate(lease.id, container)
 
@@ -280,22 +283,10 @@ class GpuDockerSpawner(NodeSpawner):
         except GpuhubError as error:
             self.log.info("The address of %s is as it was: %s", self._log_name, error)
             return str(self.server.url)
-        return f"http://{address}:{port}{self.server.base_url}"
+        # As it was started: the setting may have changed since.
+        return f"{self.server.proto}://{urls.in_url(address)}:{port}{self.server.base_url}"
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
         """Events of the current start; who looks later gets them all."""
         async for event in self._events.follow():
             yield event
-
-
-async def build_spawn_form(spawner: GpuDockerSpawner) -> str:
-    """The spawn page's form."""
-    view = None
-    try:
-        async with asyncio.timeout(3):
-            view = await spawner.broker.cluster()
-    except (GpuhubError, TimeoutError) as error:
-        spawner.log.warning("The spawn form has no figures: %r", error)
-    last = spawner.orm_spawner.user_options
-    last_profile = last.get("profile") if isinstance(last, dict) else None
-    return build_form(spawner.cluster, view, last_profile=last_profile, hub_url=spawner.hub.base_url)

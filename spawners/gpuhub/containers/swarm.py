@@ -37,6 +37,30 @@ async def ensure_swarm(daemons: Daemons, cluster: Cluster) -> None:
     )
 
 
+async def ensure_member(daemons: Daemons, cluster: Cluster, node: Node) -> None:
+    """Have one node join, whether the others answer or not; the first node keeps the Swarm and must answer.
+
+    Raises:
+        SetupError: it belongs to another Swarm, or cannot reach the first node's ports.
+        NodeUnreachable: one of the two does not answer.
+    """
+    lead = manager(cluster)
+    swarm_id = await _ensure_manager(daemons, cluster, lead)
+    if node != lead:
+        tokens = (await daemons.call(lead.name, "inspect_swarm"))["JoinTokens"]
+        await _ensure_joined(daemons, lead, node, swarm_id, tokens["Worker"])
+
+
+async def remove_member(daemons: Daemons, cluster: Cluster, node: Node) -> None:
+    """Have one node leave, and the first node forget it; a node that is in no Swarm, or in another, is left alone."""
+    lead = manager(cluster)
+    node_id = (await _swarm_info(daemons, node.name)).get("NodeID")
+    members = [member["ID"] for member in await daemons.call(lead.name, "nodes")] if node_id else []
+    if node_id in members:
+        await daemons.call(node.name, "leave_swarm", force=True)
+        await daemons.call(lead.name, "remove_node", node_id, force=True)
+
+
 async def leave_swarm(daemons: Daemons, cluster: Cluster) -> list[str]:
     """Dissolve the Swarm, workers before their manager; a line that says why where somebody else uses it too."""
     lead = manager(cluster).name

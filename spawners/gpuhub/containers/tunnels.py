@@ -7,18 +7,18 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gpuhub.containers.ssh import REMOTE_SOCKET, SshFiles
 from gpuhub.errors import NodeUnreachable
 
-#: Where Docker's packages put the daemon's socket.
-REMOTE_SOCKET = "/var/run/docker.sock"
 _START_DEADLINE_S = 12.0
 
 
-def build_command(url: str, local_socket: Path) -> list[str]:
-    """The ssh command for `ssh://[user@]host[:port]`; it ends together with this process."""
+def build_command(url: str, local_socket: Path, options: Sequence[str] = ()) -> list[str]:
+    """The ssh command for `ssh://[user@]host[:port]`, the key to use among `options`; it ends with this process."""
     parts = urlsplit(url)
     command = [
         # ssh is told when this process dies in whatever way, so that no forwarded root socket outlives it.
@@ -32,6 +32,7 @@ def build_command(url: str, local_socket: Path) -> list[str]:
         "-o", "StreamLocalBindUnlink=yes",
         "-o", "StreamLocalBindMask=0177",
         "-L", f"{local_socket}:{REMOTE_SOCKET}",
+        *options,
     ]  # fmt: skip
     if parts.port is not None:
         command += ["-p", str(parts.port)]
@@ -43,9 +44,10 @@ def build_command(url: str, local_socket: Path) -> list[str]:
 class Tunnel:
     """Forwards one node's Docker socket; started when first needed, and again when ssh has ended."""
 
-    def __init__(self, node: str, url: str, run_dir: Path) -> None:
+    def __init__(self, node: str, url: str, run_dir: Path, files: SshFiles) -> None:
         self._node = node
         self._url = url
+        self._files = files
         # Hub and broker each keep their own.
         self._socket = run_dir / f"ssh-{node}-{os.getpid()}.sock"
         self._errors = self._socket.with_suffix(".log")
@@ -88,7 +90,10 @@ class Tunnel:
         self._socket.unlink(missing_ok=True)
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
-                build_command(self._url, self._socket), stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
+                build_command(self._url, self._socket, self._files.options(self._node)),
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
             )
         end = time.monotonic() + _START_DEADLINE_S
         while time.monotonic() < end:

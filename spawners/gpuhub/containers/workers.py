@@ -9,10 +9,12 @@ from gpuhub.containers import networks
 from gpuhub.containers.arguments import Place, build_worker
 from gpuhub.containers.creation import ensure_created, name_user
 from gpuhub.containers.daemons import Daemons
-from gpuhub.identity import ensure_home, find_identity
+from gpuhub.containers.mounting import telling_storage
+from gpuhub.guard.container import ensure_guard
 from gpuhub.nodes.head import head_address
 from gpuhub.paths import Paths
 from gpuhub.settings import Cluster
+from gpuhub.storage.preparing import prepare_user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +49,11 @@ async def start_worker(daemons: Daemons, cluster: Cluster, paths: Paths, spec: W
         ImageMissing: the node lacks the image.
         GpuhubError: what else the daemon, or the user's account, stands in the way.
     """
-    identity = await asyncio.to_thread(find_identity, cluster.users, paths.state, spec.owner)
-    await asyncio.to_thread(ensure_home, cluster.storage, identity)
-    network, _ = await asyncio.gather(
+    identity = await prepare_user(cluster.users, cluster.storage, paths.state, spec.owner)
+    network, _, _ = await asyncio.gather(
         networks.ensure_user_network(daemons, cluster, spec.instance, spec.owner),
         networks.ensure_access_network(daemons, cluster, spec.instance, spec.node),
+        ensure_guard(daemons, cluster, spec.instance, spec.node),
     )
     container = build_worker(
         place=Place(
@@ -73,10 +75,11 @@ async def start_worker(daemons: Daemons, cluster: Cluster, paths: Paths, spec: W
         roster=spec.roster,
         preemptions=spec.preemptions,
     )
-    made = await ensure_created(daemons, spec.node, container, adopt=True)
-    if not made.is_running:
-        await name_user(daemons, spec.node, made.id, identity)
-        await daemons.call(spec.node, "start", made.id)
+    async with telling_storage(daemons, spec.node, cluster.storage, spec.owner):
+        made = await ensure_created(daemons, spec.node, container, adopt=True)
+        if not made.is_running:
+            await name_user(daemons, spec.node, made.id, identity, cluster.storage)
+            await daemons.run(spec.node, lambda client: client.start(made.id), mounting=True)
     # After the start, so that the overlay is joined while the worker's Python starts.
     await networks.connect(daemons, spec.node, made.id, network)
     return made.id

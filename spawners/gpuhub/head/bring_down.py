@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
-from typing import Literal
 
-from gpuhub import names, settings
+from gpuhub import settings
 from gpuhub.closet import lifecycle, plan
 from gpuhub.containers import swarm
+from gpuhub.containers.clearing import remove_all, remove_definitions
 from gpuhub.containers.daemons import Daemons
-from gpuhub.errors import GpuhubError, NotFound, SetupError
+from gpuhub.errors import GpuhubError, SetupError
+from gpuhub.guard.container import remove_guard
 from gpuhub.head import programs
 from gpuhub.head.report import Report
 from gpuhub.head.supervisor import Supervisor
@@ -61,13 +61,18 @@ def _clean_nodes(paths: Paths, cluster: settings.Cluster, report: Report) -> Non
 async def _clean_all(daemons: Daemons, cluster: settings.Cluster, instance: str) -> list[str]:
     """Clean what answers; a line for each node that does not."""
     results = await asyncio.gather(
-        *(_remove_all(daemons, node.name, instance, "container") for node in cluster.nodes), return_exceptions=True
+        *(_remove_containers(daemons, node.name, instance) for node in cluster.nodes), return_exceptions=True
     )
     failures = [str(result) for result in results if isinstance(result, BaseException)]
+    # Last of the containers: until then they guard the others.
+    results = await asyncio.gather(
+        *(remove_guard(daemons, instance, node.name) for node in cluster.nodes), return_exceptions=True
+    )
+    failures += [str(result) for result in results if isinstance(result, BaseException)]
     # The manager of the swarm (the first node) last: it holds the overlays' definitions.
     for node in reversed(cluster.nodes):
         try:
-            await _remove_all(daemons, node.name, instance, "network")
+            await remove_all(daemons, node.name, instance, "network")
         except GpuhubError as error:
             failures.append(str(error))
     if cluster.has_overlay and not failures:
@@ -75,9 +80,7 @@ async def _clean_all(daemons: Daemons, cluster: settings.Cluster, instance: str)
     return failures
 
 
-async def _remove_all(daemons: Daemons, node: str, instance: str, kind: Literal["container", "network"]) -> None:
-    listing, removal = {"container": ({"all": True}, {"force": True, "v": True}), "network": ({}, {})}[kind]
-    mine = {"label": [f"{names.LABEL_INSTANCE}={instance}"]}
-    for found in await daemons.call(node, f"{kind}s", filters=mine, **listing):
-        with contextlib.suppress(NotFound):  # it went by itself meanwhile
-            await daemons.call(node, f"remove_{kind}", found["Id"], **removal)
+async def _remove_containers(daemons: Daemons, node: str, instance: str) -> None:
+    """Remove containers with the NFS volumes that they had; users' scratch stays."""
+    await remove_all(daemons, node, instance, "container")
+    await remove_definitions(daemons, node, instance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import ssl
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +12,21 @@ from pathlib import Path
 import httpx
 
 import gpuhub
-from gpuhub import secrets, settings
+from gpuhub import secrets, settings, urls
 from gpuhub.closet import lifecycle, plan
 from gpuhub.containers import networks, swarm
 from gpuhub.containers.daemons import Daemons
 from gpuhub.errors import SettingsError, SetupError
+from gpuhub.guard.container import ensure_guard
 from gpuhub.head import choice, feasibility, programs
 from gpuhub.head.report import Report
 from gpuhub.head.supervisor import Program, Supervisor
 from gpuhub.images import bring
+from gpuhub.login import start as login
 from gpuhub.nodes.head import head_address
 from gpuhub.paths import Paths
+from gpuhub.trust import certificates, public, renewal, trusting
+from gpuhub.trust.internal import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +54,10 @@ def bring_up(paths: Paths, options: Options, report: Report) -> None:
         lifecycle.write_cluster_file(plan.practice_plan(paths.instance), paths)
     cluster = settings.load(chosen.cluster_file)
     _announce(chosen, cluster, report)
+    for note in login.check(cluster, paths):
+        report.note(f"  {note}.")
     secrets.ensure_secrets(paths)
+    https = certificates.ensure(cluster, paths, head_address(cluster))
     supervisor = Supervisor(paths)
     wanted = programs.build_programs(paths, chosen.cluster_file, options.hub_config)
     if chosen.kind is choice.Kind.PRACTICE:
@@ -58,7 +66,7 @@ def bring_up(paths: Paths, options: Options, report: Report) -> None:
         supervisor.start(wanted)
     asyncio.run(_prepare_nodes(paths, options, cluster, report))
     _start_services(paths, cluster, chosen.cluster_file, options, report)
-    _farewell(paths, cluster, report)
+    say_farewell(paths, cluster, https, report)
 
 
 def _announce(chosen: choice.Choice, cluster: settings.Cluster, report: Report) -> None:
@@ -94,6 +102,9 @@ async def _prepare_nodes(paths: Paths, options: Options, cluster: settings.Clust
             await asyncio.gather(
                 *(networks.ensure_access_network(daemons, cluster, paths.instance, node.name) for node in cluster.nodes)
             )
+        title = "Packet filter" if cluster.network.guard else "No packet filter (network.guard = false)"
+        with report.step(title):
+            await asyncio.gather(*(ensure_guard(daemons, cluster, paths.instance, node.name) for node in cluster.nodes))
     finally:
         daemons.close()
 
@@ -103,6 +114,7 @@ def _start_services(
 ) -> None:
     """Proxy, broker, hub: in this order, so that the hub finds both when it looks."""
     supervisor = Supervisor(paths)
+    tls = _ensure_certificates(paths, cluster, report) if cluster.has_internal_tls else None
     if _is_stale(paths, settings_file, options.hub_config):
         # All at once and first: whatever fails below, nothing goes on with the old settings.
         for name in (programs.HUB, programs.BROKER, programs.PROXY):
@@ -110,34 +122,59 @@ def _start_services(
     with report.step("Proxy and broker"):
         for name in (programs.PROXY, programs.BROKER):
             supervisor.ensure_started(name)
-        broker = f"http://{head_address(cluster)}:{cluster.hub.broker_port}/services/broker"
-        _wait_http(f"{broker}/health", 30, paths, programs.BROKER)
+        broker = urls.broker_url(cluster, head_address(cluster))
+        _wait_http(f"{broker}/health", 30, paths, programs.BROKER, tls=tls)
     with report.step("GPUs read on every node"):
-        cards = feasibility.wait_for_cards(broker, paths, deadline_s=60)
+        cards = feasibility.wait_for_cards(broker, paths, deadline_s=60, tls=tls)
         mistakes = settings.unsatisfiable_profiles(cluster.profiles, cards)
         if mistakes:
             raise SettingsError("\n".join(f"{settings_file}: {line}" for line in mistakes))
     with report.step("JupyterHub"):
         supervisor.ensure_started(programs.HUB)
-        _wait_http(f"http://{cluster.hub.bind}:{cluster.hub.port}/hub/login", 60, paths, programs.HUB)
+        wait_public(cluster, paths)
+
+
+def wait_public(cluster: settings.Cluster, paths: Paths) -> None:
+    """Until the hub answers where browsers find it, with the certificate that it should have."""
+    https = certificates.find_files(cluster, paths)
+    origin = f"{urls.scheme(tls=https is not None)}://{urls.in_url(cluster.hub.bind)}:{cluster.hub.port}"
+    tls = None if https is None else certificates.build_pinned_context(https.certificate)
+    _wait_http(f"{origin}/hub/health", 60, paths, programs.HUB, tls=tls)
+
+
+def _ensure_certificates(paths: Paths, cluster: settings.Cluster, report: Report) -> ssl.SSLContext:
+    """The certificates of proxy, hub and broker, made anew where they do not fit; how the broker is asked with them."""
+    folder = paths.internal_certificates
+    done = renewal.ensure(folder, head_address(cluster))
+    if done.renewal is renewal.Renewal.CERTIFICATES:
+        report.note(f"New certificates for proxy, hub and broker: {done.reason}")
+    elif done.renewal is renewal.Renewal.EVERYTHING:
+        report.note(f"New internal authorities: {done.reason}. Notebooks that run now must be stopped and started.")
+    return Store(folder).to_broker()
 
 
 def _is_stale(paths: Paths, settings_file: Path, hub_config: Path) -> bool:
     """Whether the services run with other settings or another version than these; remembers these."""
-    sources = sorted(Path(gpuhub.__file__).parent.rglob("*.py"))
+    folder = Path(gpuhub.__file__).parent
+    sources = sorted([*folder.rglob("*.py"), *folder.rglob("*.cjs")])
     code = hashlib.sha256(b"".join(file.read_bytes() for file in [*sources, hub_config])).hexdigest()
-    now = {paths.used_cluster_file: settings_file.read_text(encoding="utf-8"), paths.run / "version.used": code}
+    now = {
+        paths.used_cluster_file: settings_file.read_text(encoding="utf-8"),
+        paths.run / "version.used": code,
+        paths.run / "login.used": login.fingerprint(settings.load(settings_file)),
+        paths.run / "certificates.used": renewal.fingerprint(paths.internal_certificates),
+    }
     stale = [file for file, text in now.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
     for file in stale:
         file.write_text(now[file], encoding="utf-8")
     return bool(stale)
 
 
-def _wait_http(url: str, deadline_s: float, paths: Paths, name: str) -> None:
+def _wait_http(url: str, deadline_s: float, paths: Paths, name: str, *, tls: ssl.SSLContext | None = None) -> None:
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         try:
-            if httpx.get(url, timeout=5, trust_env=False).status_code == httpx.codes.OK:
+            if httpx.get(url, timeout=5, trust_env=False, verify=tls or True).status_code == httpx.codes.OK:
                 return
         except httpx.TransportError:
             pass  # not listening yet: that is what is waited for
@@ -147,19 +184,15 @@ def _wait_http(url: str, deadline_s: float, paths: Paths, name: str) -> None:
     raise SetupError("\n".join([f"{name} does not answer at {url} after {deadline_s:.0f} s; the end of {log}:", *tail]))
 
 
-def _farewell(paths: Paths, cluster: settings.Cluster, report: Report) -> None:
+def say_farewell(paths: Paths, cluster: settings.Cluster, https: certificates.Ready | None, report: Report) -> None:
+    """Where the hub is, who can log in, and what an administrator needs next."""
     report.note()
-    report.note(f"gpuhub is up after {report.elapsed_s:.0f} s: http://{cluster.hub.bind}:{cluster.hub.port}")
-    users = ", ".join(cluster.users.allowed) or "nobody but the administrators"
-    report.note(f"  Who can log in: {users}")
-    if cluster.users.admins:
-        report.note(f"  Administrators: {', '.join(cluster.users.admins)}")
-    if cluster.users.login == "password":
-        report.note(f"  Password:       {secrets.read_secret(paths, secrets.USER_PASSWORD)}")
-        if cluster.users.admins:
-            report.note(f"  Administrators': in {paths.secrets / secrets.ADMIN_PASSWORD}")
-    else:
-        report.note("  Password:       that of their account on this machine")
+    address = head_address(cluster)
+    report.note(f"gpuhub is up after {report.elapsed_s:.0f} s: {public.public_url(cluster.hub, address)}")
+    for line in trusting.describe(https, cluster.hub, paths, address) if https is not None else ():
+        report.note(f"  {line}")
+    for line in login.describe(cluster, paths, public.public_url(cluster.hub, address)):
+        report.note(f"  {line}")
     if cluster.notice:
         report.note(f"  Note:           {cluster.notice}")
     report.note("  Logs:           " + str(paths.log))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 
 import httpx
@@ -9,33 +10,56 @@ import httpx
 from gpuhub import gpus, secrets
 from gpuhub.broker.schemas import ClusterView, NodeState
 from gpuhub.containers.telling import card_of
-from gpuhub.errors import SetupError
+from gpuhub.errors import SettingsError, SetupError
 from gpuhub.paths import Paths
 
 #: A cordoned node is read like any other.
 _SILENT = frozenset({NodeState.UNREACHABLE, NodeState.DOWN})
 
 
-def wait_for_cards(broker_url: str, paths: Paths, deadline_s: float) -> dict[str, list[gpus.Card]]:
+def wait_for_cards(
+    broker_url: str, paths: Paths, deadline_s: float, tls: ssl.SSLContext | None
+) -> dict[str, list[gpus.Card]]:
     """Each node's cards, once the GPUs of every node have been read.
 
     Raises:
         SetupError: a node has not been read in time; says what the broker says of it.
+        SettingsError: two nodes report the same GPU.
     """
     headers = {"Authorization": f"token {secrets.read_secret(paths, secrets.BROKER_TOKEN)}"}
     end = time.monotonic() + deadline_s
-    with httpx.Client(trust_env=False, timeout=10, headers=headers) as client:
+    with httpx.Client(trust_env=False, timeout=10, headers=headers, verify=tls or True) as client:
         while True:
             answer = client.get(f"{broker_url}/api/v1/cluster")
             answer.raise_for_status()
             view = ClusterView.model_validate_json(answer.content)
             unread = [node for node in view.nodes if node.state in _SILENT or not node.gpus]
             if not unread:
+                refuse_doubled(view)
                 return cards_of(view)
             if time.monotonic() > end:
                 lines = [f"  {node.name}: {node.message or 'has no GPU'}" for node in unread]
                 raise SetupError("\n".join([f"no GPUs could be read within {deadline_s:.0f} s on:", *lines]))
             time.sleep(0.2)
+
+
+def refuse_doubled(view: ClusterView) -> None:
+    """Refuse nodes that report the same GPU.
+
+    Raises:
+        SettingsError: with a line for each such GPU that names the nodes.
+    """
+    places: dict[str, list[str]] = {}
+    for node in view.nodes:
+        for gpu in node.gpus:
+            places.setdefault(gpu.uuid, []).append(node.name)
+    lines = [
+        f"nodes {' and '.join(names)} report the same GPU {uuid}: two entries for one machine? Take one out"
+        for uuid, names in places.items()
+        if len(names) > 1
+    ]
+    if lines:
+        raise SettingsError("\n".join(lines))
 
 
 def cards_of(view: ClusterView) -> dict[str, list[gpus.Card]]:

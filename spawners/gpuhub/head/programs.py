@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from gpuhub.errors import SetupError
 from gpuhub.head.supervisor import Program
 from gpuhub.paths import Paths
+from gpuhub.trust.internal import Pair, Store
 
 PROXY = "proxy"
 BROKER = "broker"
@@ -24,7 +26,7 @@ def build_programs(paths: Paths, cluster_file: Path, hub_config: Path) -> list[P
     commands = {
         PROXY: (gpuhub, "proxy", *options),
         BROKER: (gpuhub, "broker", *options),
-        HUB: (sys.executable, "-m", "jupyterhub", "-f", str(hub_config)),
+        HUB: (sys.executable, "-m", "gpuhub.head.hub", "-f", str(hub_config)),
     }
     environment = {"GPUHUB_INSTANCE": paths.instance, "GPUHUB_CLUSTER_FILE": str(cluster_file)}
     return [
@@ -64,9 +66,21 @@ def find_proxy() -> str:
     return found
 
 
-def build_proxy_command(program: str, *, public: tuple[str, int], api_port: int, hub: tuple[str, int]) -> list[str]:
-    """The proxy's argument list; its token goes through the environment, CONFIGPROXY_AUTH_TOKEN."""
-    hub_url = f"http://{hub[0]}:{hub[1]}"
+def build_proxy_command(
+    program: str,
+    *,
+    public: tuple[str, int],
+    api_port: int,
+    hub_url: str,
+    internal: Store | None,
+    https: Pair | None = None,
+    has_subdomains: bool = False,
+) -> list[str]:
+    """The proxy's argument list; its token goes through the environment, CONFIGPROXY_AUTH_TOKEN.
+
+    `hub_url` is the hub's origin; with `internal`, hub, broker and notebooks are reached with these certificates; with
+    `https`, browsers reach the proxy with that one.
+    """
     return [
         program,
         "--ip", public[0],
@@ -76,4 +90,24 @@ def build_proxy_command(program: str, *, public: tuple[str, int], api_port: int,
         "--default-target", f"{hub_url}/",
         "--error-target", f"{hub_url}/hub/error",
         "--log-level", "warn",
+        *([] if internal is None else internal.proxy_flags()),
+        *([] if https is None else ["--ssl-key", str(https.key), "--ssl-cert", str(https.certificate)]),
+        *(["--host-routing"] if has_subdomains else []),
     ]  # fmt: skip
+
+
+def build_proxy_environment(https: Pair | None, paths: Paths, cluster_file: Path, *, is_ours: bool) -> dict[str, str]:
+    """What Node is told: nothing older than TLS 1.2, and, with HTTPS, to take up a certificate that is renewed.
+
+    `is_ours`: the certificate is gpuhub's own, and the proxy has it looked after.
+    """
+    if https is None:
+        return {"NODE_OPTIONS": "--tls-min-v1.2"}
+    hook = Path(__file__).with_name("certificate.cjs")
+    renew = [_gpuhub(), "certificate", "--instance", paths.instance, "--cluster-file", str(cluster_file)]
+    return {
+        "NODE_OPTIONS": f'--tls-min-v1.2 --require "{hook}"',
+        "GPUHUB_HTTPS_CERTIFICATE": str(https.certificate),
+        "GPUHUB_HTTPS_KEY": str(https.key),
+        "GPUHUB_HTTPS_RENEW": json.dumps(renew) if is_ours else "",
+    }

@@ -15,10 +15,10 @@ from gpuhub.containers.arguments import (
     ContainerSpec,
     Place,
     build_courier,
-    build_device_requests,
     build_notebook,
     build_worker,
 )
+from gpuhub.containers.confinement import build_device_requests
 from gpuhub.errors import SettingsError
 from gpuhub.identity import Identity
 from gpuhub.settings import Cluster, Storage
@@ -145,6 +145,43 @@ def test_no_leased_gpu_means_no_device_request_and_no_gpu_by_default(cluster: Cl
     assert spec.host_config["device_requests"] == []
     assert spec.environment["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert spec.environment["GPUHUB_GPU_UUIDS"] == ""
+
+
+@pytest.mark.parametrize("make", [notebook, worker, courier])
+def test_whatever_an_image_asks_of_nvidia_s_runtime_is_overridden(cluster: Cluster, make: object) -> None:
+    """Docker lets the container's environment win over the image's, name by name."""
+    environment = make(cluster, "GPU-aaa", "GPU-bbb").environment  # type: ignore[operator]
+    told = {name: value for name, value in environment.items() if name.startswith("NVIDIA_")}
+    gpus = "void" if make is courier else "GPU-aaa,GPU-bbb"
+    parts = {} if make is courier else {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+    assert told == {
+        "NVIDIA_VISIBLE_DEVICES": gpus,
+        "NVIDIA_GDRCOPY": "disabled",
+        "NVIDIA_GDS": "disabled",
+        "NVIDIA_IMEX_CHANNELS": "void",
+        "NVIDIA_MOFED": "disabled",
+        "NVIDIA_NVSWITCH": "disabled",
+        **parts,
+    }
+
+
+@pytest.mark.parametrize("make", [notebook, worker, courier])
+def test_no_container_has_a_weaker_seccomp_profile_or_writes_cores(cluster: Cluster, make: object) -> None:
+    """Docker's default profile holds where none is named."""
+    host = make(cluster, "GPU-aaa").host_config  # type: ignore[operator]
+    assert not [option for option in host["security_opt"] if "seccomp" in option or "apparmor" in option]
+    assert {"Name": "core", "Soft": 0, "Hard": 0} in host["ulimits"]
+    assert host["log_config"]["Config"] == {"max-size": "10m", "max-file": "3"}
+
+
+def test_a_limited_disk_is_asked_of_docker(cluster: Cluster) -> None:
+    """Of notebooks by their profile, of workers by [jobs]; nothing is said where nothing is set."""
+    jobs = cluster.jobs.model_copy(update={"disk": 5 * 1024**3})
+    profiles = tuple(profile.model_copy(update={"disk": 1024**3}) for profile in cluster.profiles)
+    limited = cluster.model_copy(update={"jobs": jobs, "profiles": profiles})
+    assert notebook(limited, "GPU-aaa").host_config["storage_opt"] == {"size": "1073741824"}
+    assert worker(limited).host_config["storage_opt"] == {"size": "5368709120"}
+    assert not [make for make in (notebook, worker, courier) if "storage_opt" in make(cluster).host_config]
 
 
 @pytest.mark.parametrize("name", ["NVIDIA_VISIBLE_DEVICES", "NVIDIA_REQUIRE_CUDA", "CUDA_VISIBLE_DEVICES"])

@@ -12,13 +12,13 @@ import requests
 from gpuhub.broker.schemas import Lease, LeaseState, NodeState
 from gpuhub.containers import tunnels
 from gpuhub.containers.daemons import translate
-from gpuhub.containers.handlers import parse_leave
+from gpuhub.containers.gpus_handlers import parse_leave
 from gpuhub.containers.launching import check_server_name, choose_profile, published_address
 from gpuhub.containers.leasing import choose_lease, claim, give_back, wire_groups
 from gpuhub.containers.networks import build_access_network, build_user_network
 from gpuhub.containers.telling import describe_gpus, describe_placing, describe_waiting, eligible_nodes
 from gpuhub.containers.troubles import SpawnFailed
-from gpuhub.errors import Conflict, GpuhubError, ImageMissing, InvalidRequest, NodeUnreachable, NotFound
+from gpuhub.errors import Conflict, GpuhubError, ImageMissing, InvalidRequest, NodeSilent, NodeUnreachable, NotFound
 from gpuhub.settings import Cluster
 from tests.support.fake_broker import NOW, FakeBroker
 from tests.unit.containers.conftest import build_cluster
@@ -175,7 +175,7 @@ def api_error(status: int, text: str, kind: type[docker.errors.APIError] = docke
         (api_error(404, "no such image: x", docker.errors.ImageNotFound), ImageMissing),
         (api_error(409, "name in use"), Conflict),
         (api_error(500, "runc: broken"), GpuhubError),
-        (requests.exceptions.ReadTimeout("http+docker://localhost/v1.41 read timed out"), NodeUnreachable),
+        (requests.exceptions.ReadTimeout("http+docker://localhost/v1.41 read timed out"), NodeSilent),
         (requests.exceptions.ConnectionError("unix://x"), NodeUnreachable),
         (requests.exceptions.SSLError("https://10.0.0.1"), NodeUnreachable),
         (docker.errors.TLSParameterError("no such file"), NodeUnreachable),
@@ -200,12 +200,24 @@ def test_a_failed_start_is_told_escaped() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"x", b"[]", b'{"lease": 5}', b'{"lease": ""}', b'{"lease": "../cluster"}', b"{}"]
+    "body",
+    [
+        b"",
+        b"x",
+        b"[]",
+        b'{"lease": 5}',
+        b'{"lease": ""}',
+        b'{"lease": "../cluster"}',
+        b"{}",
+        b"[" * 100_000,
+        b'{"lease": "l0a1", "owner": "ben"}',
+    ],
 )
 def test_leaving_the_queue_takes_a_lease_id_only(body: bytes) -> None:
     """What becomes part of a path cannot lead elsewhere."""
-    assert parse_leave(body) is None
-    assert parse_leave(b'{"lease": "l0a1"}') == "l0a1"
+    with pytest.raises(InvalidRequest, match="nothing that the page can ask for"):
+        parse_leave(body)
+    assert parse_leave(b'{"lease": "l0a1"}').lease == "l0a1"
 
 
 def test_published_address() -> None:
@@ -221,10 +233,13 @@ def test_networks_separate_containers_and_leave_room_for_vxlan() -> None:
     access = build_access_network("gpuhub", 1500)
     user = build_user_network(cluster, "gpuhub", "ada", 1500)
     assert access["options"]["com.docker.network.bridge.enable_icc"] == "false"
+    assert access["options"]["com.docker.network.bridge.name"] == "gpuhub-access"
     assert (user["driver"], user["attachable"]) == ("overlay", True)
-    assert user["options"]["com.docker.network.driver.mtu"] == "1450"
+    # Of the nodes' network: the overlay driver takes the 50 bytes of VXLAN's header off itself.
+    assert user["options"]["com.docker.network.driver.mtu"] == "1500"
     single = cluster.model_copy(update={"nodes": cluster.nodes[:1]})
-    assert build_user_network(single, "gpuhub", "ada", 1500)["driver"] == "bridge"
+    bridge = build_user_network(single, "gpuhub", "ada", 1500)
+    assert (bridge["driver"], bridge["options"]["com.docker.network.bridge.name"]) == ("bridge", "gpuhub-u7xxeg")
 
 
 def test_ssh_gets_no_option_from_an_address() -> None:

@@ -8,6 +8,7 @@ from gpuhub.broker.schemas import GpuView, Holder, LeaseRequest, OutsideProcess,
 from gpuhub.containers.form import build_cards, build_form, build_parts, describe_facts, parse_form
 from gpuhub.containers.troubles import SpawnFailed
 from gpuhub.settings import Cluster
+from gpuhub.storage.quotas import HomeUse
 from tests.support.fake_broker import NOW, FakeBroker
 from tests.unit.containers.conftest import build_cluster
 
@@ -114,6 +115,14 @@ async def test_a_big_cluster_is_summed_up(cluster: Cluster) -> None:
     html = build_parts(cluster, many)["nodes"]
     assert "1,000 of 1,000 GPUs free on 1,000 nodes" in html
     assert len(html) < 200
+
+
+def test_how_full_the_home_is_stands_on_the_form(cluster: Cluster) -> None:
+    """Where there is a quota, or little room; nothing otherwise, and never as HTML."""
+    html = build_form(cluster, None, last_profile=None, home=HomeUse(text="Home: 1 of <2>", warning="nearly full"))
+    assert "Home: 1 of &lt;2&gt;" in html
+    assert '<div class="alert alert-warning">nearly full</div>' in html
+    assert "Home:" not in build_form(cluster, None, last_profile=None)
 
 
 def test_a_part_of_a_gpu_is_promised_plainly() -> None:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import io
-import os
 import pwd
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from gpuhub import identity
-from gpuhub.errors import InvalidRequest, NotAllowed, SetupError
-from gpuhub.identity import Identity, allocate_uid, build_archive, choose_uid, ensure_home, find_identity
-from gpuhub.settings import Storage, Users
+from gpuhub import identity, names
+from gpuhub.errors import InvalidRequest, NotAllowed
+from gpuhub.identity import Identity, allocate_uid, build_archive, choose_uid, find_identity
+from gpuhub.settings import Users
 
 UID_FIRST = 1_900_000_000
 USERS = Users(allowed=("ada",), uid_first=UID_FIRST)
 NOBODY_HAS = "gpuhub-nobody-x"
-
-
-def me(name: str = "ada") -> Identity:
-    return Identity(name=name, uid=os.getuid(), gid=os.getgid(), group_names=(name,))
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "A", "1a", "a b", "a\n", "a:b", "ä", "-a", "a" * 33, "a'b", 'a"'])
@@ -61,6 +56,35 @@ def test_groups_of_the_system_stay_outside(tmp_path: Path, monkeypatch: pytest.M
     assert (found.uid, found.gid, found.groups) == (1500, 1500, (UID_FIRST,))
 
 
+def test_every_group_is_passed_however_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container has no limit of 16; only an NFS server that trusts the request does, as docs/storage.md says."""
+    account = pwd.struct_passwd(("ada", "x", 1500, 1500, "Ada", "/home/ada", "/bin/sh"))
+    many = [1_900_001_000 + number for number in range(40)]
+    monkeypatch.setattr(identity.pwd, "getpwnam", lambda _name: account)
+    monkeypatch.setattr(identity.os, "getgrouplist", lambda _name, _gid: [*reversed(many), 1500])
+    found = find_identity(USERS, tmp_path, "ada")
+    assert found.groups == tuple(many)
+    assert len(found.group_names) == 41
+    assert found.group_names[1] == "g1900001000"
+
+
+def test_the_archive_gives_folders_to_the_user_alone() -> None:
+    """A new volume is root's, and nobody in the container could change that."""
+    ada = Identity(name="ada", uid=1001, gid=1002, group_names=("ada",))
+    with tarfile.open(fileobj=io.BytesIO(build_archive(ada, own=("/scratch",)))) as archive:
+        folder = archive.getmember("scratch")
+    assert (folder.isdir(), folder.uid, folder.gid, folder.mode) == (True, 1001, 1002, 0o700)
+
+
+@pytest.mark.parametrize("name", ["ada.lovelace", "a..b", "a.", "a-b_c.d"])
+def test_dots_and_dashes_are_a_users_own(tmp_path: Path, name: str) -> None:
+    """They mean nothing in a path, and two users never share a container's name."""
+    found = find_identity(USERS, tmp_path, name)
+    assert (found.home, Path(found.home).parent) == (f"/home/{name}", Path("/home"))
+    assert names.slug(name) != names.slug(name.replace(".", "-"))
+    assert names.slug(name) != name
+
+
 def test_the_least_free_number_is_chosen() -> None:
     """Neither a known user's nor a number that an account or group has elsewhere."""
     assert choose_uid({"a": 10, "b": 12}, 10, lambda number: number == 11) == 13
@@ -86,47 +110,3 @@ def test_the_archive_names_user_and_groups() -> None:
         "var/lib/extrausers/passwd": "ada:x:1001:1001:ada:/home/ada:/bin/bash\n",
         "var/lib/extrausers/group": "ada:x:1001:\nlab:x:2000:ada\n",
     }
-
-
-def test_a_missing_home_is_made_for_its_user_alone(tmp_path: Path) -> None:
-    """Mode 0700 whatever the umask, and folders on the way readable; a second call changes nothing."""
-    storage = Storage(home=f"{tmp_path}/homes/{{username}}")
-    before = os.umask(0o077)
-    try:
-        ensure_home(storage, me())
-        ensure_home(storage, me())
-    finally:
-        os.umask(before)
-    home = tmp_path / "homes" / "ada"
-    assert home.stat().st_mode & 0o777 == 0o700
-    assert home.parent.stat().st_mode & 0o777 == 0o755
-
-
-def test_a_home_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
-    """A symbolic link out of the folder of homes could give a user any folder."""
-    (tmp_path / "homes").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "homes" / "ada").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SetupError, match="outside"):
-        ensure_home(Storage(home=f"{tmp_path}/homes/{{username}}"), me())
-
-
-def test_a_home_of_somebody_else_is_refused(tmp_path: Path) -> None:
-    """A wrong UID is told, not mended: chown is the administrator's decision."""
-    (tmp_path / "ada").mkdir()
-    stranger = Identity(name="ada", uid=os.getuid() + 1, gid=5000, group_names=("ada",))
-    with pytest.raises(SetupError, match="belongs to UID"):
-        ensure_home(Storage(home=f"{tmp_path}/{{username}}"), stranger)
-
-
-def test_a_home_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    """Docker would mount it all the same."""
-    (tmp_path / "ada").write_text("x")
-    with pytest.raises(SetupError, match="no folder"):
-        ensure_home(Storage(home=f"{tmp_path}/{{username}}"), me())
-
-
-def test_homes_elsewhere_are_left_to_the_server(tmp_path: Path) -> None:
-    """Without home_create the NFS server's homes exist already."""
-    ensure_home(Storage(home="nfs://nas/home/{username}"), me())
-    assert list(tmp_path.iterdir()) == []

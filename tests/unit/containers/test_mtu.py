@@ -65,4 +65,4 @@ def test_a_number_in_the_settings_wins() -> None:
     assert cluster.network.mtu == "auto"
     assert find_mtu(cluster) == 1500
     options = build_user_network(jumbo, "gpuhub", "ada", 9000)["options"]
-    assert options == {"com.docker.network.driver.mtu": "8950"}
+    assert options == {"com.docker.network.driver.mtu": "9000"}

@@ -149,7 +149,7 @@ class BoxDaemons(Daemons):
         self._virtual = loop
         self._gate = gate
 
-    async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False) -> T:
+    async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False, mounting: bool = False) -> T:
         self._gate()
         answer: asyncio.Future[T] = self._virtual.create_future()
         # Not in this task: a request that was sent is carried out even when its sender dies.

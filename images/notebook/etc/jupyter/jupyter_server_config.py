@@ -1,10 +1,30 @@
-"""Jupyter Server's settings for every user of this image; ~/.jupyter adds to them."""
+"""Jupyter Server's settings for every user of this image. The hub has it ignore what is in a home
+(`disable_user_config`), so that another machine's settings there, or a planted file, do not change who may use the
+server. JupyterLab's own settings in a home count.
+"""
 
+import json
 import os
 import shutil
 from pathlib import Path
 
+from jupyter_client.kernelspec import KernelSpecManager
+
 c = get_config()  # noqa: F821
+
+
+class KernelSpecs(KernelSpecManager):
+    """With the user's own kernels (`python -m ipykernel install --user`): they are no settings of the server's."""
+
+    def _kernel_dirs_default(self) -> list[str]:
+        return [*super()._kernel_dirs_default(), self.user_kernel_dir]
+
+
+c.ServerApp.kernel_spec_manager_class = KernelSpecs
+# JupyterHub makes its own cookies so; this is Jupyter Server's one against forged requests.
+cookies = json.loads(os.environ.get("JUPYTERHUB_COOKIE_OPTIONS") or "{}")
+prefix = os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/")
+c.ServerApp.tornado_settings = {"xsrf_cookie_kwargs": {**cookies, "path": prefix}}
 
 c.Application.log_level = "WARN"
 c.ServerApp.allow_root = False

@@ -12,7 +12,7 @@ Slug = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,62}[a-z0
 RunId = Annotated[str, StringConstraints(pattern=f"^{names.RUN_PATTERN}$")]
 ServerName = Annotated[str, StringConstraints(pattern=f"^({names.SERVER_PATTERN})?$")]
 UserName = Annotated[str, StringConstraints(pattern=f"^{names.USERNAME_PATTERN}$")]
-GroupName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+GroupName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Key = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 Model = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 #: Seconds; a year at most.

@@ -1,0 +1,1 @@
+"""Certificates and authorities: TLS between gpuhub's parts, and towards browsers."""

@@ -1,0 +1,40 @@
+"""The whole product as a user starts it, and waiting for what it does."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+
+
+def run_make(instance: str, target: str) -> str:
+    """Run a make target as README has it; its output."""
+    done = subprocess.run(
+        ["make", "--no-print-directory", target, f"INSTANCE={instance}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, f"make {target} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def wait_for(
+    look: Callable[[], T | None], what: str | Callable[[], str], deadline_s: float = 30.0, *, every_s: float = 0.2
+) -> T:
+    """The first true answer of `look`; fails with `what` (asked for it then) after the deadline."""
+    end = time.monotonic() + deadline_s
+    while True:
+        found = look()
+        if found:
+            return found
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {deadline_s:.0f} s: {what if isinstance(what, str) else what()}")
+        time.sleep(every_s)

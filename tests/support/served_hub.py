@@ -1,0 +1,167 @@
+"""The real proxy, hub and broker of one cluster.toml, without Docker: for what browsers see of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from gpuhub import secrets, settings
+from gpuhub.paths import Paths
+from gpuhub.trust import certificates, renewal
+from tests.support.product import ROOT, wait_for
+
+SETTINGS = """
+[[nodes]]
+name = "rig1"
+address = "127.0.0.1"
+docker = "unix:///run/gpuhub-nobody-listens-here.sock"
+[[profiles]]
+name = "cpu"
+title = "No GPU"
+gpu_count = 0
+[users]
+login = "password"
+allowed = ["ada", "ben"]
+admins = ["root1"]
+uid_first = 20000
+[storage]
+home = "/tmp/{{username}}"
+[hub]
+address = "127.0.0.1"
+port = {port}
+api_port = {api_port}
+broker_port = {broker_port}
+proxy_api_port = {proxy_api_port}
+{hub}
+"""
+
+#: The hub's own configuration; a notebook is a process of this machine that logs in as every notebook does.
+HUB_CONFIG = """
+import sys
+load_subconfig({real!r})
+c.JupyterHub.spawner_class = "simple"
+c.Spawner.cmd = [sys.executable, {notebook!r}]
+c.Spawner.start_timeout = 30
+"""
+
+
+@dataclass
+class ServedHub:
+    """Started by `start`; `stop` leaves nothing."""
+
+    instance: str
+    folder: Path
+    #: Lines of `[hub]` in cluster.toml, besides ports.
+    hub: str
+    #: Four ports from here on.
+    first_port: int
+    _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _logs: list[IO[bytes]] = field(default_factory=list)
+
+    @property
+    def paths(self) -> Paths:
+        """Of its instance."""
+        return Paths(self.instance)
+
+    @property
+    def port(self) -> int:
+        """What browsers connect to."""
+        return self.first_port
+
+    @property
+    def cluster_file(self) -> Path:
+        """Its settings."""
+        return self.folder / "cluster.toml"
+
+    @property
+    def cluster(self) -> settings.Cluster:
+        """Its settings, read."""
+        return settings.load(self.cluster_file)
+
+    @property
+    def password(self) -> str:
+        """Everybody's."""
+        return secrets.read_secret(self.paths, secrets.USER_PASSWORD)
+
+    def start(self, *names: str) -> None:
+        """Start these, or proxy, broker and hub; ready when the hub answers through the proxy."""
+        self._remove_state()
+        ports = dict(
+            zip(("port", "api_port", "broker_port", "proxy_api_port"), range(self.first_port, 10**6), strict=False)
+        )
+        self.cluster_file.write_text(SETTINGS.format(hub=self.hub, **ports), encoding="utf-8")
+        config = self.folder / "hub_config.py"
+        notebook = ROOT / "tests" / "support" / "notebook_server.py"
+        config.write_text(HUB_CONFIG.format(real=str(ROOT / "jupyterhub_config.py"), notebook=str(notebook)))
+        for made in (self.paths.state, self.paths.run, self.paths.log):
+            made.mkdir(parents=True, exist_ok=True)
+        secrets.ensure_secrets(self.paths)
+        certificates.ensure(self.cluster, self.paths, "127.0.0.1")
+        if self.cluster.has_internal_tls:
+            renewal.ensure(self.paths.internal_certificates, "127.0.0.1")
+        options = ["--instance", self.instance, "--cluster-file", str(self.cluster_file)]
+        gpuhub = str(Path(sys.executable).with_name("gpuhub"))
+        commands = {
+            "proxy": [gpuhub, "proxy", *options],
+            "broker": [gpuhub, "broker", *options],
+            "hub": [sys.executable, "-m", "gpuhub.head.hub", "-f", str(config)],
+        }
+        for name in names or commands:
+            self._start(name, commands[name])
+        wait_for(self._is_ready, f"the hub behind {self.instance}'s proxy\n{self.log('hub')}", 180)
+
+    def _start(self, name: str, command: list[str]) -> None:
+        log = (self.folder / f"{name}.log").open("wb")
+        self._logs.append(log)
+        environment = os.environ | {
+            "GPUHUB_INSTANCE": self.instance,
+            "GPUHUB_CLUSTER_FILE": str(self.cluster_file),
+        }
+        # As supervisord starts them: what they write is root's alone.
+        self._running[name] = subprocess.Popen(
+            command, cwd=self.paths.state, env=environment, stdout=log, stderr=subprocess.STDOUT, umask=0o077
+        )
+
+    def _is_ready(self) -> bool:
+        gone = [name for name, process in self._running.items() if process.poll() is not None]
+        assert not gone, f"{gone[0]} ended:\n{self.log(gone[0])}"
+        files = certificates.find_files(self.cluster, self.paths)
+        scheme, verify = (
+            ("http", True) if files is None else ("https", certificates.build_pinned_context(files.certificate))
+        )
+        try:
+            answer = httpx.get(f"{scheme}://127.0.0.1:{self.port}/hub/health", verify=verify, trust_env=False)
+        except httpx.TransportError:
+            return False
+        return answer.status_code == httpx.codes.OK
+
+    def log(self, name: str) -> str:
+        """The end of a log."""
+        file = self.folder / f"{name}.log"
+        return file.read_text(errors="replace")[-4000:] if file.exists() else ""
+
+    def pid(self, name: str) -> int:
+        """Of a process that runs."""
+        return self._running[name].pid
+
+    def stop(self) -> None:
+        """End them, and remove what they kept."""
+        for process in reversed(self._running.values()):
+            process.terminate()
+        for process in self._running.values():
+            process.wait(timeout=30)
+        for log in self._logs:
+            log.close()
+        self._running.clear()
+        self._remove_state()
+
+    def _remove_state(self) -> None:
+        for made in (self.paths.state, self.paths.run, self.paths.log):
+            shutil.rmtree(made, ignore_errors=True)

@@ -1,0 +1,87 @@
+"""Users of a running product, each with a token of the hub, on the hub's and the broker's API."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+#: What a hub or broker that has just been killed answers with, or the proxy in its place.
+AWAY = frozenset({500, 502, 503, 504})
+
+
+@dataclass(slots=True)
+class Client:
+    """One user's token, used on the hub's and the broker's API."""
+
+    name: str
+    token: str
+    hub: httpx.Client
+    broker: httpx.Client
+
+    def ask(self, web: httpx.Client, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and answer; 503 where nobody answers."""
+        try:
+            answer = web.request(method, path, content=None if body is None else json.dumps(body))
+        except httpx.TransportError:
+            return 503, None
+        is_json = answer.headers.get("content-type", "").startswith(("application/json", "application/problem"))
+        return answer.status_code, answer.json() if is_json else answer.text
+
+    def servers(self) -> dict[str, dict[str, Any]] | None:
+        """The user's servers by name; None while the hub does not tell."""
+        status, found = self.ask(self.hub, "GET", f"/users/{self.name}")
+        return found["servers"] if status == 200 else None
+
+    def start(self, server: str, profile: str) -> None:
+        """Ask for a server, until somebody has heard it."""
+        path = f"/users/{self.name}/servers/{server}"
+        self._until_heard(lambda: self.ask(self.hub, "POST", path, {"profile": profile}))
+
+    def stop(self, server: str) -> None:
+        """Ask for its end, until somebody has heard it."""
+        self._until_heard(lambda: self.ask(self.hub, "DELETE", f"/users/{self.name}/servers/{server}"))
+
+    def is_ready(self, server: str) -> bool:
+        """Whether the hub calls it ready."""
+        return bool(((self.servers() or {}).get(server) or {}).get("ready"))
+
+    def close(self) -> None:
+        """Hang up."""
+        self.hub.close()
+        self.broker.close()
+
+    def _until_heard(self, ask: Callable[[], tuple[int, Any]], deadline_s: float = 120.0) -> None:
+        end = time.monotonic() + deadline_s
+        while ask()[0] in AWAY:
+            assert time.monotonic() < end, f"the hub did not answer {self.name} for {deadline_s:.0f} s"
+            time.sleep(1)
+
+
+def log_in(address: str, name: str, password: str) -> Client:
+    """A user's own token, for everything that user may do; `address` is where browsers go."""
+    with httpx.Client(base_url=address, follow_redirects=True, trust_env=False, timeout=60) as web:
+        web.get("/hub/login")
+        form = {"username": name, "password": password, "_xsrf": _xsrf(web)}
+        web.post("/hub/login", data=form).raise_for_status()
+        answer = web.post(f"/hub/api/users/{name}/tokens", json={}, headers={"X-XSRFToken": _xsrf(web)})
+        answer.raise_for_status()
+        return with_token(address, name, answer.json()["token"])
+
+
+def with_token(address: str, name: str, token: str) -> Client:
+    """Somebody who shows this token to hub and broker."""
+    headers = {"Authorization": f"token {token}", "Content-Type": "application/json"}
+
+    def web(path: str) -> httpx.Client:
+        return httpx.Client(base_url=f"{address}{path}", headers=headers, trust_env=False, timeout=30)
+
+    return Client(name=name, token=token, hub=web("/hub/api"), broker=web("/services/broker/api/v1"))
+
+
+def _xsrf(web: httpx.Client) -> str:
+    return next(cookie.value or "" for cookie in web.cookies.jar if cookie.name == "_xsrf" and cookie.path == "/hub/")

@@ -1,0 +1,41 @@
+"""The fault catalogue is whole: every id is a case with a test, or is not run for a reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.faults import catalogue, table
+
+FAULTS = Path(__file__).parents[1] / "faults"
+
+
+def test_every_id_is_a_case_or_has_a_reason() -> None:
+    """None is forgotten, none is made up, and none is twice a case."""
+    cases = [case.id for case in catalogue.CASES]
+    assert len(cases) == len(set(cases))
+    assert {*cases, *(one.id for one in catalogue.NOT_RUN)} == set(catalogue.IDS)
+    assert all(one.why for one in catalogue.NOT_RUN)
+
+
+def test_every_case_has_a_test_and_every_test_a_case() -> None:
+    """As the markers in the tests say."""
+    text = "".join(file.read_text(encoding="utf-8") for file in FAULTS.glob("test_*.py"))
+    assert set(re.findall(r'mark\.case\("(\w+)"\)', text)) == {case.id for case in catalogue.CASES}
+
+
+def test_the_page_has_every_case() -> None:
+    """The table in docs/reliability.md was made since the catalogue was changed."""
+    page = table.PAGE.read_text(encoding="utf-8")
+    shown = page.split(table.BEGIN)[1].split(table.END)[0]
+    for case in catalogue.CASES:
+        assert f"| {case.id} | {case.title} |" in shown
+    for one in catalogue.NOT_RUN:
+        assert f"| {one.id} | {one.title} |" in shown
+
+
+def test_the_table_says_what_failed() -> None:
+    """Outcome, figures, date and repeats of a case; one that was not run says so."""
+    made = table.build({"C1": {"runs": 3, "passed": 2, "date": "2026-11-21", "figures": {"told_s": 1.5}}})
+    assert "**1 of 3 failed** (told_s 1.5) | 2026-11-21 | 3 |" in made
+    assert "not run yet" in made
