@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -18,36 +16,18 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from gpuhub import secrets, settings
 from gpuhub.head.supervisor import Supervisor
 from gpuhub.paths import Paths
+from tests.support import product as support
+from tests.support.product import ROOT, wait_for
 
-T = TypeVar("T")
-ROOT = Path(__file__).parents[2]
+__all__ = ["ROOT", "Product", "User", "run_make", "wait_for"]
+
 INSTANCE = os.environ.get("GPUHUB_TEST_INSTANCE", "ghtest")
 PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", ROOT / ".cache" / "pictures"))
 
 
 def run_make(target: str) -> str:
     """Run a make target as README has it, with this tier's instance; its output."""
-    done = subprocess.run(
-        ["make", "--no-print-directory", target, f"INSTANCE={INSTANCE}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert done.returncode == 0, f"make {target} failed:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-def wait_for(look: Callable[[], T | None], what: str, deadline_s: float = 30.0) -> T:
-    """The first true answer of `look`; fails with `what` after the deadline."""
-    end = time.monotonic() + deadline_s
-    while True:
-        found = look()
-        if found:
-            return found
-        assert time.monotonic() < end, f"not within {deadline_s:.0f} s: {what}"
-        time.sleep(0.2)
+    return support.run_make(INSTANCE, target)
 
 
 @dataclass

@@ -1,31 +1,20 @@
-"""What breaks, on the practice closet: processes killed by their id, links cut, daemons frozen; and what must hold."""
+"""What breaks, on the practice closet: processes killed by their id, links cut, daemons frozen."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import socket
 import threading
 import time
-from collections import Counter, defaultdict
-from contextlib import closing, suppress
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException
-from pathlib import Path
-from typing import Any
-from urllib.parse import quote
 
-from gpuhub import names
 from gpuhub.closet import daemons, shell
-from gpuhub.closet.places import node_places
-from gpuhub.closet.plan import ClosetNode, Plan
+from gpuhub.closet.plan import Plan
 
 from .conftest import Product
-
-#: A daemon that does not answer the observer within this time is asked again later, seconds.
-LOOK_S = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,106 +94,3 @@ class Faults:
 def _signal(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A running container of gpuhub, other than its agents."""
-
-    node: str
-    id: str
-    kind: str
-    owner: str
-    lease: str
-    uuids: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class Observer:
-    """Looks at every daemon again and again, as nobody in the product does: no GPU in two running containers."""
-
-    plan: Plan
-    product: Product
-    double: list[str] = field(default_factory=list)
-    looks: int = 0
-    _over: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
-
-    def begin(self) -> None:
-        """Look until `end`."""
-        self._thread = threading.Thread(target=self._keep_on)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Stop looking."""
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join(60)
-
-    def running(self) -> list[Seen]:
-        """Every running container on every daemon that answers."""
-        return [seen for node in self.plan.nodes for seen in self._look(node)]
-
-    def _keep_on(self) -> None:
-        while not self._over.wait(0.5):
-            self.looks += 1
-            # One that was seen first may have ended before a later daemon was asked: twice the same, or no double.
-            first = doubles(self.running())
-            if first:
-                self.double += sorted(first & doubles(self.running()))
-
-    def _look(self, node: ClosetNode) -> list[Seen]:
-        """Nothing of a daemon that does not answer in time, or is killed meanwhile."""
-        label = json.dumps({"label": [f"{names.LABEL_INSTANCE}={self.product.paths.instance}"]})
-        try:
-            with closing(_Unix(node_places(self.product.paths, node).socket)) as daemon:
-                listed = daemon.get(f"/containers/json?filters={quote(label)}")
-                found = [daemon.get(f"/containers/{one['Id']}/json") for one in listed]
-        except (OSError, HTTPException, ValueError):
-            return []
-        return [parse(node.name, one) for one in found if (one["Config"]["Labels"] or {}).get(names.LABEL_LEASE)]
-
-
-class _Unix(HTTPConnection):
-    """A daemon's API by hand: docker-py leaves a socket open where a daemon does not answer, and here many do not."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("docker", timeout=LOOK_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
-
-    def get(self, path: str) -> Any:
-        """What the daemon answers; ValueError for anything but success."""
-        self.request("GET", path)
-        answer = self.getresponse()
-        text = answer.read()
-        if answer.status != 200:
-            raise ValueError(f"{path}: {answer.status}")
-        return json.loads(text)
-
-
-def parse(node: str, found: dict[str, Any]) -> Seen:
-    """An inspected container."""
-    labels = found["Config"]["Labels"]
-    wanted = found["HostConfig"].get("DeviceRequests") or []
-    return Seen(
-        node=node,
-        id=found["Id"],
-        kind=labels.get(names.LABEL_KIND, ""),
-        owner=labels.get(names.LABEL_OWNER, ""),
-        lease=labels[names.LABEL_LEASE],
-        uuids=tuple(uuid for request in wanted for uuid in request.get("DeviceIDs") or ()),
-    )
-
-
-def doubles(containers: list[Seen]) -> set[str]:
-    """GPUs in more than one running container, and in which."""
-    users: defaultdict[str, set[str]] = defaultdict(set)
-    for seen in containers:
-        for uuid in seen.uuids:
-            users[uuid].add(f"{seen.owner}'s {seen.kind} {seen.id[:12]} of lease {seen.lease}")
-    return {f"{uuid}: {', '.join(sorted(by))}" for uuid, by in users.items() if len(by) > 1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
@@ -10,57 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
-#: What a hub or broker that has just been killed answers with, or the proxy in its place.
-_AWAY = frozenset({500, 502, 503, 504})
-
-
-@dataclass(slots=True)
-class Client:
-    """One user's token, used on the hub's and the broker's API."""
-
-    name: str
-    hub: httpx.Client
-    broker: httpx.Client
-
-    def ask(self, web: httpx.Client, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and answer; 503 where nobody answers."""
-        try:
-            answer = web.request(method, path, content=None if body is None else json.dumps(body))
-        except httpx.TransportError:
-            return 503, None
-        is_json = answer.headers.get("content-type", "").startswith(("application/json", "application/problem"))
-        return answer.status_code, answer.json() if is_json else answer.text
-
-    def servers(self) -> dict[str, dict[str, Any]] | None:
-        """The user's servers by name; None while the hub does not tell."""
-        status, found = self.ask(self.hub, "GET", f"/users/{self.name}")
-        return found["servers"] if status == 200 else None
-
-    def start(self, server: str, profile: str) -> None:
-        """Ask for a server, until somebody has heard it."""
-        path = f"/users/{self.name}/servers/{server}"
-        self._until_heard(lambda: self.ask(self.hub, "POST", path, {"profile": profile}))
-
-    def stop(self, server: str) -> None:
-        """Ask for its end, until somebody has heard it."""
-        self._until_heard(lambda: self.ask(self.hub, "DELETE", f"/users/{self.name}/servers/{server}"))
-
-    def is_ready(self, server: str) -> bool:
-        """Whether the hub calls it ready."""
-        return bool(((self.servers() or {}).get(server) or {}).get("ready"))
-
-    def close(self) -> None:
-        """Hang up."""
-        self.hub.close()
-        self.broker.close()
-
-    def _until_heard(self, ask: Callable[[], tuple[int, Any]], deadline_s: float = 120.0) -> None:
-        end = time.monotonic() + deadline_s
-        while ask()[0] in _AWAY:
-            assert time.monotonic() < end, f"the hub did not answer {self.name} for {deadline_s:.0f} s"
-            time.sleep(1)
+from tests.support.users import AWAY, Client
 
 
 @dataclass(slots=True)
@@ -166,5 +115,5 @@ class Load:
             status, answer = client.ask(client.broker, method, path, body)
             if status < 300:
                 return answer
-            assert status in _AWAY and time.monotonic() < end, f"{method} {path}: {status} {answer}"
+            assert status in AWAY and time.monotonic() < end, f"{method} {path}: {status} {answer}"
             time.sleep(0.5)

@@ -12,10 +12,12 @@ import httpx
 import pytest
 
 from gpuhub.closet.plan import practice_plan
+from tests.support.observer import Observer
+from tests.support.users import Client, log_in
 
 from .conftest import Product, wait_for
-from .faults import Faults, Observer, schedule
-from .load import Client, Load
+from .faults import Faults, schedule
+from .load import Load
 
 SEED = 20261121
 #: `GPUHUB_KILLS=50` has as many as the figures are published for.
@@ -44,7 +46,7 @@ class Anchor:
 @pytest.fixture
 def clients(product: Product) -> Iterator[list[Client]]:
     """Each user, with a token of their own from the hub."""
-    made = [log_in(product, name) for name in USERS]
+    made = [log_in(product.address, name, product.password) for name in USERS]
     yield made
     for client in made:
         for server in client.servers() or {}:
@@ -56,7 +58,7 @@ def clients(product: Product) -> Iterator[list[Client]]:
 def test_random_kills_under_load(product: Product, clients: list[Client], capsys: pytest.CaptureFixture[str]) -> None:
     """After each burst: each GPU in one running container at most, leases as containers, anchors alive."""
     plan = practice_plan(product.paths.instance)
-    faults, observer = Faults(product, plan), Observer(plan, product)
+    faults, observer = Faults(product, plan), Observer(plan, product.paths)
     load = Load(clients, SEED, PASSING)
     anchors = [Anchor(client, USERS[client.name]) for client in clients]
     for anchor in anchors:
@@ -97,32 +99,6 @@ def settle(clients: list[Client], observer: Observer) -> int:
     for line in found:
         print(line)
     return len(found)
-
-
-def log_in(product: Product, name: str) -> Client:
-    """A user's own token, for everything that user may do."""
-    with httpx.Client(base_url=product.address, follow_redirects=True, trust_env=False, timeout=60) as web:
-        web.get("/hub/login")
-        form = {"username": name, "password": product.password, "_xsrf": _xsrf(web)}
-        web.post("/hub/login", data=form).raise_for_status()
-        answer = web.post(f"/hub/api/users/{name}/tokens", json={}, headers={"X-XSRFToken": _xsrf(web)})
-        answer.raise_for_status()
-        headers = {"Authorization": f"token {answer.json()['token']}", "Content-Type": "application/json"}
-    hub = product.cluster.hub
-    return Client(
-        name=name,
-        hub=httpx.Client(base_url=f"{product.address}/hub/api", headers=headers, trust_env=False, timeout=30),
-        broker=httpx.Client(
-            base_url=f"http://{hub.address}:{hub.broker_port}/services/broker/api/v1",
-            headers=headers,
-            trust_env=False,
-            timeout=30,
-        ),
-    )
-
-
-def _xsrf(web: httpx.Client) -> str:
-    return next(cookie.value or "" for cookie in web.cookies.jar if cookie.name == "_xsrf" and cookie.path == "/hub/")
 
 
 def ensure_anchor(anchor: Anchor, observer: Observer, faults: Faults) -> None:

@@ -144,7 +144,7 @@ def test_a_killed_kernel_gives_its_gpus_back(notebook: Notebook):
     assert len(notebook.user.holders()) == 3, seen
     notebook.kill("gpu_launch.run('sleep.py'")
     process.communicate(timeout=60)
-    wait_for(lambda: own_only(notebook), "the GPUs of the dead kernel are free", deadline_s=30)
+    wait_for(lambda: own_only(notebook), "the GPUs of the dead kernel are free", deadline_s=45)
 
 
 def test_a_launch_from_a_notebook_without_a_gpu(product: Product, make_user: Callable[[str], User], notebook: Notebook):
