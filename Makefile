@@ -7,10 +7,11 @@ ENGINE ?= builtin
 INSTANCE ?= gpuhub
 BENCH ?= all
 TRACE ?=
+REPEATS ?= 1
 VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
-.PHONY: help up down purge status test check bench setup setup-dev check-cluster lock
+.PHONY: help up down purge status test test-faults check bench setup setup-dev check-cluster lock
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
@@ -44,6 +45,9 @@ check: setup-dev ## Lint, strict types, imports between modules as drawn
 
 test: setup-dev ## Pass every test (about 20 minutes on 2 cores)
 	@tests/run
+
+test-faults: setup-dev ## Inject every fault of the catalogue (docs/reliability.md; REPEATS=3: each as often)
+	@python -m pytest tests/faults --repeats $(REPEATS)
 
 bench: setup-dev ## Measure: all, or one group with BENCH=setup|spawn|launch|broker (TRACE=DIR: another trace)
 	@TRACE=$(TRACE) python -m tests.bench $(BENCH)

@@ -103,6 +103,19 @@ def is_permitted(certificate: x509.Certificate, name: str) -> bool:
 
 def issue(authority: Authority, names: Sequence[str], now: datetime) -> bytes:
     """A key and a server's certificate for these names and addresses, in this order, as one PEM text."""
+    certificate, key = issue_pair(authority, names, now)
+    return key + certificate
+
+
+def issue_pair(
+    authority: Authority,
+    names: Sequence[str],
+    now: datetime,
+    *,
+    purpose: x509.ObjectIdentifier = ExtendedKeyUsageOID.SERVER_AUTH,
+    life: timedelta = SERVER_LIFE,
+) -> tuple[bytes, bytes]:
+    """A certificate for these names and addresses and one purpose, and its key, as PEM; ends with its authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = authority.certificate
     identifier = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
@@ -114,16 +127,16 @@ def issue(authority: Authority, names: Sequence[str], now: datetime) -> bytes:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _EARLIER)
-        .not_valid_after(min(now + SERVER_LIFE, issuer.not_valid_after_utc))
+        .not_valid_after(min(now + life, issuer.not_valid_after_utc))
         .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
         .sign(authority.key, hashes.SHA256())
     )
-    return _key_pem(key) + certificate_pem(certificate)
+    return certificate_pem(certificate), _key_pem(key)
 
 
 def why_renew(certificate: x509.Certificate, authority: Authority, names: Sequence[str], now: datetime) -> str | None:

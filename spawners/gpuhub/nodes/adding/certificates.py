@@ -13,17 +13,14 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from gpuhub.paths import Paths
 from gpuhub.settings import Tls
-from gpuhub.trust.authority import Authority, as_address, certificate_pem, make_authority
+from gpuhub.trust.authority import certificate_pem, is_permitted, issue_pair, make_authority
 
 #: No browser sees these: they hold for as long as a machine may be looked after by nobody.
 LIFE = timedelta(days=3 * 365)
-_EARLIER = timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +37,9 @@ class NodeCertificates:
 def make(node: str, address: str, now: datetime, life: timedelta = LIFE) -> NodeCertificates:
     """New certificates for a node at this address. Pure, but for the keys' chance."""
     authority = make_authority([address, node], node, now)
-    server, server_key = _issue(authority, [address, node], ExtendedKeyUsageOID.SERVER_AUTH, now, life)
-    client, client_key = _issue(authority, [node], ExtendedKeyUsageOID.CLIENT_AUTH, now, life)
+    # For one side only: a node's own opens no other daemon.
+    server, server_key = issue_pair(authority, [address, node], now, life=life)
+    client, client_key = issue_pair(authority, [node], now, life=life, purpose=ExtendedKeyUsageOID.CLIENT_AUTH)
     return NodeCertificates(
         authority=certificate_pem(authority.certificate),
         server=server,
@@ -79,40 +77,8 @@ def is_good(files: Tls, address: str, now: datetime, *, before: timedelta) -> bo
     if not all(file.exists() for file in (files.ca, files.cert, files.key)):
         return False
     ends = [_read(file).not_valid_after_utc for file in (files.ca, files.cert)]
-    constraints = _read(files.ca).extensions.get_extension_for_class(x509.NameConstraints).value
-    permitted = [general.value for general in constraints.permitted_subtrees or ()]
-    parsed = as_address(address)
-    fits = any(not isinstance(one, str) and parsed in one for one in permitted)
-    return fits and min(ends) - now > before
+    return is_permitted(_read(files.ca), address) and min(ends) - now > before
 
 
 def _read(file: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate(file.read_bytes())
-
-
-def _issue(
-    authority: Authority, names: list[str], purpose: x509.ObjectIdentifier, now: datetime, life: timedelta
-) -> tuple[bytes, bytes]:
-    """A certificate for one side only: a node's own opens no other daemon."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    general: list[x509.GeneralName] = [
-        x509.DNSName(name) if (address := as_address(name)) is None else x509.IPAddress(address) for name in names
-    ]
-    issuer = authority.certificate
-    identifier = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, "gpuhub")]))
-        .issuer_name(issuer.subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _EARLIER)
-        .not_valid_after(now + life)
-        .add_extension(x509.SubjectAlternativeName(general), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
-        .sign(authority.key, hashes.SHA256())
-    )
-    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return certificate_pem(certificate), pem
