@@ -24,7 +24,7 @@ from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.spawner import GpuDockerSpawner
 from gpuhub.containers.troubles import SpawnFailed
 from gpuhub.containers.workers import WorkerSpec, start_worker
-from gpuhub.errors import NotFound
+from gpuhub.errors import Conflict, NotFound
 from gpuhub.settings import Cluster
 from tests.integration.conftest import INSTANCE, Closet
 from tests.support.fake_broker import FakeBroker
@@ -374,6 +374,24 @@ async def test_user_networks_are_made_once_and_removed_when_idle(head: Head) -> 
     removed = await networks.remove_idle_user_networks(head.daemons, head.cluster, INSTANCE, ())
     assert made[0].name not in kept
     assert made[0].name in removed
+
+
+async def test_a_bridge_of_a_single_node_gives_way(head: Head, tiny_image: str) -> None:
+    """A user's network from before the second node: replaced when nobody is on it, and said to be in use else."""
+    name = names.user_network(INSTANCE, "cleo")
+    labels = {names.LABEL_INSTANCE: INSTANCE, names.LABEL_OWNER: "cleo"}
+    await head.daemons.call("rig1", "create_network", name, driver="bridge", labels=labels)
+    made = await head.daemons.call("rig1", "create_container", tiny_image, ["sleep", "60"])
+    await head.daemons.call("rig1", "connect_container_to_network", made["Id"], name)
+    await head.daemons.call("rig1", "start", made["Id"])
+    try:
+        with pytest.raises(Conflict, match="cleo has a notebook or job from when rig1 was the only node"):
+            await networks.ensure_user_network(head.daemons, head.cluster, INSTANCE, "cleo")
+    finally:
+        await head.daemons.call("rig1", "remove_container", made["Id"], force=True)
+    network = await networks.ensure_user_network(head.daemons, head.cluster, INSTANCE, "cleo")
+    assert (await head.daemons.call("rig1", "inspect_network", network.id))["Driver"] == "overlay"
+    assert network.name in await networks.remove_idle_user_networks(head.daemons, head.cluster, INSTANCE, ())
 
 
 async def test_a_node_that_left_the_swarm_is_taken_in_again(head: Head) -> None:

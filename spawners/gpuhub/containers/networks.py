@@ -11,7 +11,7 @@ from gpuhub import names
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.mtu import find_mtu
 from gpuhub.containers.swarm import manager
-from gpuhub.errors import GpuhubError, NodeUnreachable, NotFound
+from gpuhub.errors import Conflict, GpuhubError, NodeUnreachable, NotFound
 from gpuhub.settings import Cluster
 
 _SUBNET_DEADLINE_S = 10.0
@@ -42,11 +42,15 @@ async def ensure_user_network(daemons: Daemons, cluster: Cluster, instance: str,
 
     Raises:
         NodeUnreachable: the node that keeps the networks does not answer.
+        Conflict: containers from when there was one node only are still on a bridge of that node.
     """
     node = manager(cluster).name
     name = names.user_network(instance, owner)
     try:
         found = await _inspect(daemons, node, name)
+        if found is not None and cluster.has_overlay and found["Driver"] != "overlay":
+            await _remove_bridge(daemons, node, found, owner)
+            found = None
         if found is None:
             mtu = await asyncio.to_thread(find_mtu, cluster)
             found = await _create(daemons, node, name, build_user_network(cluster, instance, owner, mtu))
@@ -130,6 +134,18 @@ def build_user_network(cluster: Cluster, instance: str, owner: str, mtu: int) ->
         },
         "labels": labels,
     }
+
+
+async def _remove_bridge(daemons: Daemons, node: str, network: Mapping[str, Any], owner: str) -> None:
+    try:
+        await daemons.call(node, "remove_network", network["Id"])
+    except NotFound:
+        return
+    except GpuhubError as error:
+        raise Conflict(
+            f"{owner} has a notebook or job from when {node} was the only node, on a network that other nodes cannot "
+            "join: stop it first, then start again"
+        ) from error
 
 
 async def _create(daemons: Daemons, node: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
