@@ -58,8 +58,8 @@ def add(wish: Wish, paths: Paths, console: Console, bring_up: Callable[[], None]
         console.say(f"`sudo make up` sends images to {plan.node.name}, and has hub and broker use it.")
     if len(plan.cluster.nodes) == 2 and not plan.is_old:
         console.say(
-            "From two nodes on, networks span nodes and everything speaks TLS: notebooks that run now must be stopped and "
-            "started again to launch on GPUs."
+            "From two nodes on, networks span nodes and everything speaks TLS: notebooks that run now must be stopped "
+            "and started again to launch on GPUs."
         )
 
 
