@@ -100,13 +100,19 @@ class Head:
         return {f"rig{int(each['Status']['Addr'].rsplit('.', 1)[1]) - 10}" for each in found}
 
 
-@pytest.fixture
-def head(closet: Closet, agent: tuple[Path, str], tmp_path: Path) -> Iterator[Head]:
-    head = Head(closet, tmp_path, agent[1])
-    yield head
+def leave_swarm(closet: Closet) -> None:
+    """No node belongs to any Swarm, whatever a test before has made."""
     for node in reversed(closet.plan.nodes):
         with closing(closet.client(node)) as client:
             client.swarm.leave(force=True)
+
+
+@pytest.fixture
+def head(closet: Closet, agent: tuple[Path, str], tmp_path: Path) -> Iterator[Head]:
+    leave_swarm(closet)
+    head = Head(closet, tmp_path, agent[1])
+    yield head
+    leave_swarm(closet)
     shutil.rmtree(ssh_files(INSTANCE).folder, ignore_errors=True)
     shutil.rmtree(closet.paths.secrets / "docker", ignore_errors=True)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -67,11 +68,11 @@ def _result(up: asyncio.Future[Any]) -> Any:
 
 
 def _without_false_version(answer: Any) -> Any:
-    """The answer without a JupyterHub version that is none."""
+    """What JupyterHub reads of the answer, without a version that is none."""
     try:
         Version(answer.headers.get(_VERSION, "0"))
     except InvalidVersion:
-        del answer.headers[_VERSION]
+        return SimpleNamespace(headers={})
     return answer
 
 

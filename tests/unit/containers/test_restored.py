@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from gpuhub.containers import restored
 
 
 class Answer:
+    """Its headers cannot be changed, like those of the client that JupyterHub uses."""
+
     def __init__(self, version: str) -> None:
-        self.headers = {"X-JupyterHub-Version": version}
+        self.headers = MappingProxyType({"X-JupyterHub-Version": version})
 
 
 class Server:
