@@ -118,8 +118,8 @@ class Node(Value):
     def _no_plain_tcp(self) -> Self:
         if self.docker.startswith("tcp://") and self.tls is None:
             raise ValueError(
-                f"docker = {self.docker!r} has no tls: a Docker daemon on plain TCP gives root to everybody who "
-                'reaches it. Use "ssh://user@host", or give tls = {ca = …, cert = …, key = …}'
+                f"docker = {self.docker!r} has no tls (node {self.name}): a Docker daemon on plain TCP gives root to "
+                'everybody who reaches it. Use "ssh://user@host", or give tls = {ca = …, cert = …, key = …}'
             )
         if self.tls is not None and not self.docker.startswith("tcp://"):
             raise ValueError(f"tls goes with a tcp:// URL only, not with docker = {self.docker!r}")

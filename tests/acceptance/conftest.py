@@ -62,6 +62,11 @@ class User:
         self.page.wait_for_url(f"**/user/{self.name}/lab**", timeout=deadline_s * 1000)
         self.page.wait_for_selector(".jp-LauncherCard, .jp-NotebookPanel", timeout=deadline_s * 1000)
 
+    def click_stop(self) -> None:
+        """Stop one's server on the home page; its button does nothing before the page's scripts have come."""
+        self.page.goto(f"{self.address}/hub/home", wait_until="networkidle")
+        self.page.click("#stop")
+
     def picture(self, name: str) -> None:
         """Keep a screenshot to look at."""
         PICTURES.mkdir(parents=True, exist_ok=True)

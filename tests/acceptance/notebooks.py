@@ -86,8 +86,7 @@ class Notebook:
 
     def stop(self, *, still_holds: int = 0) -> None:
         """Through the hub, as a user does; the user's jobs may go on with so many GPUs."""
-        self.user.page.goto(f"{self.user.address}/hub/home")
-        self.user.page.click("#stop")
+        self.user.click_stop()
         wait_for(
             lambda: list(self.user.holders().values()).count(self.user.name) == still_holds,
             "the notebook's GPU is free",

@@ -158,6 +158,5 @@ def test_a_launch_from_a_notebook_without_a_gpu(product: Product, make_user: Cal
         assert "rig3" in output
         wait_for(lambda: own_only(notebook), "ben's GPUs are free")
     finally:
-        ben.user.page.goto(f"{ben.user.address}/hub/home")
-        ben.user.page.click("#stop")
+        ben.user.click_stop()
         ben.user.page.wait_for_selector("#stop", state="hidden")

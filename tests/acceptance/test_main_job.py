@@ -150,8 +150,7 @@ def test_a_restart_of_hub_and_broker_harms_nobody(product: Product, ada: User, b
 
 def test_second_user_gets_the_gpu_when_the_first_stops(ada: User, ben: User):
     """When the first user stops, the second one's request becomes a notebook, by itself."""
-    ada.page.goto(f"{ada.address}/hub/home")
-    ada.page.click("#stop")
+    ada.click_stop()
     wait_for(lambda: ada.holders().get("RTX 5090") == "ben", "ben holds the 5090", deadline_s=60)
     # The page that was open when hub and broker were killed has gone on by itself, without a click.
     ben.wait_for_lab(deadline_s=90)
@@ -160,8 +159,7 @@ def test_second_user_gets_the_gpu_when_the_first_stops(ada: User, ben: User):
 
 def test_nothing_is_held_at_the_end(ben: User):
     """After the last stop every GPU is free, and no page had an error of its own."""
-    ben.page.goto(f"{ben.address}/hub/home")
-    ben.page.click("#stop")
+    ben.click_stop()
     wait_for(lambda: ben.holders() == {}, "every GPU is free")
     assert ben.errors == []
 

@@ -186,6 +186,5 @@ def test_a_part_of_a_gpu_is_shared_by_several(product: Product, ada: Notebook, b
     ).stdout
     assert f"GPUHUB_GPU_MEMORY_CAP_MIB={card()['memory_mib'] // 4}" in shown
     ada.user.page.request.delete(second, headers=headers)
-    ben.page.goto(f"{ben.address}/hub/home")
-    ben.page.click("#stop")
+    ben.click_stop()
     wait_for(lambda: card()["holders"] == [], "both parts are free", deadline_s=60)

@@ -136,7 +136,8 @@ def _finish(page: Page, address: str, begin: float) -> float:
     page.wait_for_url("**/user/*/lab**", timeout=90_000)
     page.wait_for_selector(_READY, timeout=90_000)
     seconds = time.monotonic() - begin
-    page.goto(f"{address}/hub/home")
+    # The button does nothing before the page's scripts have come.
+    page.goto(f"{address}/hub/home", wait_until="networkidle")
     page.click("#stop")
     page.wait_for_selector("#stop", state="hidden", timeout=60_000)
     return seconds

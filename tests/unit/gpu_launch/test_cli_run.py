@@ -224,7 +224,8 @@ def test_attach_follows_to_the_end(
 
 def _start(words: list[str], folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "gpu_launch.cli.main", *words],
+        # Whoever runs the tests in the background has Ctrl-C ignored, and children inherit that.
+        ["env", "--default-signal=INT", sys.executable, "-m", "gpu_launch.cli.main", *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])},
         stdout=subprocess.PIPE,
