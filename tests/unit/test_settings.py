@@ -67,7 +67,10 @@ def test_values_are_frozen(tmp_path):
         (('title = "Big"', 'title = "Big"\nmemory = 16'), r"profiles\[1\]\.memory: 16 is no size: .*\"16G\""),
         (('title = "Big"', 'title = "Big"\ntime_limit = "8"'), r"time_limit: '8' is no span of time: .*\"8h\""),
         (('title = "Big"\n', ""), r"profiles\[1\]\.title: is missing"),
-        (("unix:///run/docker.sock", "tcp://10.0.0.11:2375"), r"nodes\[1\]: docker = .* has no tls \(node \w+\): .*ssh://user@host"),
+        (
+            ("unix:///run/docker.sock", "tcp://10.0.0.11:2375"),
+            r"nodes\[1\]: docker = .* has no tls \(node \w+\): .*ssh://user@host",
+        ),
         (
             ("unix:///run/docker.sock", "http://10.0.0.11"),
             r"nodes\[1\]\.docker: 'http://10\.0\.0\.11' is no Docker URL",

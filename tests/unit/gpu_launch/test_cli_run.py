@@ -224,8 +224,7 @@ def test_attach_follows_to_the_end(
 
 def _start(words: list[str], folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        # Whoever runs the tests in the background has Ctrl-C ignored, and children inherit that.
-        ["env", "--default-signal=INT", sys.executable, "-m", "gpu_launch.cli.main", *words],
+        [sys.executable, "-m", "gpu_launch.cli.main", *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])},
         stdout=subprocess.PIPE,
