@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ _READABLE = 0o755
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 #: Enough to look at a folder that the head node may not read: an export with root_squash gives it no more.
 _LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+#: Longer than it takes from making a folder to giving it away, seconds.
+_BEING_GIVEN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +89,18 @@ def _ensure_below(folder: int, parts: tuple[str, ...], path: Path, identity: Ide
         os.mkdir(name, 0o700, dir_fd=folder)
         _give(folder, name, path, identity)
     with _opened(name, _LOOK, folder) as home:
-        _check(os.fstat(home), path, identity)
+        _check(_look(home, identity), path, identity)
+
+
+def _look(home: int, identity: Identity) -> os.stat_result:
+    """The home; one that another start of the same user is making at this moment is waited for."""
+    end = time.monotonic() + _BEING_GIVEN_S
+    while True:
+        found = os.fstat(home)
+        is_being_made = found.st_uid == os.geteuid() != identity.uid and found.st_mode & 0o777 == 0o700
+        if not is_being_made or time.monotonic() > end:
+            return found
+        time.sleep(0.01)
 
 
 def _give(folder: int, name: str, path: Path, identity: Identity) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,18 @@ def test_a_link_that_appears_meanwhile_is_not_followed(
         ensure_home(Storage(home=f"{tmp_path}/homes/{template}"), me())
     assert list(elsewhere.iterdir()) == []
     assert elsewhere.stat().st_mode & 0o777 == 0o711
+
+
+def test_two_starts_at_once_make_one_home(tmp_path: Path) -> None:
+    """The second finds a folder that is not its user's yet, and waits for the first."""
+    ada = Identity(name="ada", uid=os.getuid() + 20000, gid=os.getgid(), group_names=("ada",))
+    home = tmp_path / "homes" / "ada"
+    home.mkdir(mode=0o700, parents=True)
+    giving = threading.Timer(0.2, os.chown, (home, ada.uid, ada.gid))
+    giving.start()
+    ensure_home(storage(tmp_path), ada)
+    giving.join()
+    assert home.stat().st_uid == ada.uid
 
 
 def test_a_home_of_somebody_else_is_refused(tmp_path: Path) -> None:
