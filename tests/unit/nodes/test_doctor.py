@@ -139,6 +139,15 @@ def test_each_trouble_of_a_machine(host: dict[str, object], check: str, level: L
     assert levels(check_all(GOOD_DOCKER, replace(GOOD_HOST, **host), AROUND)) == {check: level}  # type: ignore[arg-type]
 
 
+def test_a_guard_that_runs_knows_about_the_filter() -> None:
+    """What it says counts more than what the machine shows of its kernel."""
+    unknown = replace(GOOD_HOST, nf_tables=None)
+    assert levels(check_all(GOOD_DOCKER, unknown, replace(AROUND, guard=("ok", "applied")))) == {}
+    assert levels(check_all(GOOD_DOCKER, GOOD_HOST, replace(AROUND, guard=("failed", "nft: no such file")))) == {
+        "filter": Level.FAILED
+    }
+
+
 def test_cards_without_a_toolkit_fail() -> None:
     """They could be given to nobody; without cards it is only told."""
     bare = replace(GOOD_DOCKER, has_nvidia=False)

@@ -47,6 +47,8 @@ class Around:
     is_new: bool = False
     has_overlay: bool = True
     has_guard: bool = True
+    #: State and reason in what the node's guard last said; empty where none runs.
+    guard: tuple[str, str] = ("", "")
 
 
 def check_docker(docker: DockerFacts) -> Iterator[Finding]:
@@ -230,14 +232,25 @@ def check_network(host: HostFacts, around: Around) -> Iterator[Finding]:
         )
     else:
         yield ok("mtu", f"{mtu} bytes over {way}; users' networks get {around.mtu - VXLAN_HEADER * around.has_overlay}")
-    if around.has_guard and not host.nf_tables:
-        yield warning(
-            "filter",
-            "nobody could tell whether the kernel has nf_tables",
-            "the packet filter needs it: kernel 4.14 or newer",
+    if around.has_guard:
+        yield _check_filter(host, around.guard)
+
+
+def _check_filter(host: HostFacts, guard: tuple[str, str]) -> Finding:
+    state, why = guard
+    if state == "ok":
+        return ok("filter", "in place")
+    if state == "failed":
+        return failed(
+            "filter", f"not in place: {why}", "no container starts there until it is: `sudo make up` tries again"
         )
-    elif around.has_guard:
-        yield ok("filter", "the kernel has nf_tables")
+    if host.nf_tables:
+        return ok("filter", "the kernel has nf_tables")
+    return warning(
+        "filter",
+        "nobody could tell whether the kernel has nf_tables",
+        "the packet filter needs it: kernel 4.14 or newer",
+    )
 
 
 def check_swarm(docker: DockerFacts, around: Around) -> Iterator[Finding]:

@@ -59,6 +59,7 @@ async def _examine_node(
     around = replace(
         await asyncio.to_thread(looking.look_around, cluster, node.address),
         members=members,
+        guard=await looking.read_guard(daemons, node.name),
         other_gpus={gpu.uuid: name for name, cards in gpus.items() if name != node.name for gpu in cards},
     )
     try:

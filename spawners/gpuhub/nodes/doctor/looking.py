@@ -16,6 +16,7 @@ from gpuhub.containers import mtu
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.swarm import SWARM_PORT, manager
 from gpuhub.errors import GpuhubError, NotFound
+from gpuhub.guard.container import parse_line
 from gpuhub.nodes.agent_container import IMAGE, read_last_line
 from gpuhub.nodes.doctor.checks import Around
 from gpuhub.nodes.doctor.facts import (
@@ -114,6 +115,14 @@ async def read_gpus(daemons: Daemons, node: str) -> tuple[GpuFacts, ...]:
     except GpuhubError:
         return ()
     return () if reading is None else read_agent_gpus(reading.driver, [gpu for gpu in reading.gpus if gpu.uuid])
+
+
+async def read_guard(daemons: Daemons, node: str) -> tuple[str, str]:
+    """State and reason in what the node's guard last said; empty where none runs there."""
+    try:
+        return parse_line(await read_last_line(daemons, node, names.guard_container(daemons.instance)))
+    except GpuhubError:
+        return "", ""
 
 
 async def read_members(daemons: Daemons, cluster: Cluster) -> frozenset[str] | None:
