@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from gpuhub.paths import Paths
 from tests.support import product as support
 from tests.support.product import ROOT, wait_for
 
-__all__ = ["ROOT", "Product", "User", "run_make", "wait_for"]
+__all__ = ["ROOT", "Product", "User", "gpuhub", "run_make", "wait_for"]
 
 INSTANCE = os.environ.get("GPUHUB_TEST_INSTANCE", "ghtest")
 PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", ROOT / ".cache" / "pictures"))
@@ -28,6 +29,19 @@ PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", ROOT / ".cache" / "pictur
 def run_make(target: str) -> str:
     """Run a make target as README has it, with this tier's instance; its output."""
     return support.run_make(INSTANCE, target)
+
+
+def gpuhub(*words: str) -> str:
+    """The administrator's command on the head node."""
+    done = subprocess.run(
+        [ROOT / ".venv" / "bin" / "gpuhub", *words, "--instance", INSTANCE],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @dataclass

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import expect
 
-from .conftest import Product, User, run_make, wait_for
+from .conftest import Product, User, gpuhub, run_make, wait_for
 
 NOTEBOOK = "gpuhub-examples/01-first-launch.ipynb"
 LAST_LINE = ".jp-OutputArea-output:has-text('all three ranks agree')"
@@ -44,6 +44,14 @@ def test_up_again_is_quick_and_changes_nothing(product: Product):
     run_make("up")
     assert time.monotonic() - begin < 60
     assert {name: product.supervisor.pid(name) for name in product.supervisor.states()} == before
+
+
+def test_the_doctor_finds_all_well(product: Product):
+    """Nothing fails on the running closet, and what runs there is seen."""
+    told = gpuhub("doctor", "--cluster-file", str(product.paths.closet_cluster_file))
+    assert "✓ services    proxy, broker, hub run" in told
+    assert told.count("✓ filter  in place") == len(product.cluster.nodes)
+    assert "✗" not in told
 
 
 def test_the_form_shows_what_is_free(ada: User):

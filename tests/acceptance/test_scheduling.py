@@ -15,7 +15,7 @@ from playwright.sync_api import expect
 
 from gpuhub.closet import cards
 
-from .conftest import INSTANCE, ROOT, Product, User, wait_for
+from .conftest import INSTANCE, ROOT, Product, User, gpuhub, wait_for
 from .notebooks import Notebook
 from .outputs import Output
 
@@ -56,19 +56,6 @@ def example_script(notebook: Path) -> str:
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     (script,) = ("".join(cell["source"]) for cell in cells if "".join(cell["source"]).startswith("%%writefile"))
     return script.split("\n", 1)[1]
-
-
-def gpuhub(*words: str) -> str:
-    """The administrator's command on the head node."""
-    done = subprocess.run(
-        [ROOT / ".venv" / "bin" / "gpuhub", *words, "--instance", INSTANCE],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_the_checkpoint_example_runs_to_its_end(ada: Notebook):
