@@ -16,6 +16,8 @@ import sys
 import time
 
 PERIOD_S = 2.0
+#: So many looks may pass without a line.
+SILENT_LOOKS = 2
 #: nft waits for others that change the tables.
 NFT_S = 15.0
 #: Containers on one bridge are kept apart by the packet filter only where bridged packets pass it.
@@ -86,6 +88,7 @@ class Keeper:
         #: As the kernel had it right after it was made.
         self._made: str | None = None
         self._said: tuple[str, str] | None = None
+        self._silent = 0
 
     def look(self) -> None:
         """Mend what is not as it should be, and say what is new."""
@@ -95,8 +98,7 @@ class Keeper:
         except Failed as failed:
             self._say("failed", str(failed))
             return
-        if news or self._said is None or self._said[0] != "ok":
-            self._say("ok", news or "as it should be")
+        self._say("ok", news or "as it should be")
 
     def _mend(self) -> str:
         shown = None if self._made is None else show(self._table)
@@ -112,8 +114,13 @@ class Keeper:
         return news
 
     def _say(self, state: str, why: str) -> None:
-        if (state, why) != self._said or why.startswith("applied again"):
+        """What is new at once; else now and then: a busy daemon takes a first line for one from before the start."""
+        is_news = self._said is None or state != self._said[0] or (state == "failed" and why != self._said[1])
+        if is_news or why.startswith("applied") or self._silent >= SILENT_LOOKS:
             say(state, why)
+            self._silent = 0
+        else:
+            self._silent += 1
         self._said = state, why
 
 

@@ -61,6 +61,14 @@ def test_a_table_is_made_once_and_mended_when_it_is_not_as_it_was(
         assert kernel.tables == {"t": "listed rules"}
 
 
+def test_it_says_now_and_then_that_all_is_well(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first line may count as one from before the container's start."""
+    keeper = Keeper("t", "rules")
+    for _ in range(2 * (script.SILENT_LOOKS + 1) + 1):
+        keeper.look()
+    assert said(capsys) == [("ok", "applied"), *[("ok", "as it should be")] * 2]
+
+
 def test_what_is_there_at_its_start_is_replaced(kernel: Kernel) -> None:
     """A table that an earlier guard left may be of other rules."""
     kernel.tables["t"] = "listed old"
