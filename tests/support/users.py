@@ -43,8 +43,14 @@ class Client:
         self._until_heard(lambda: self.ask(self.hub, "POST", path, {"profile": profile}))
 
     def stop(self, server: str) -> None:
-        """Ask for its end, until somebody has heard it."""
-        self._until_heard(lambda: self.ask(self.hub, "DELETE", f"/users/{self.name}/servers/{server}"))
+        """Ask for its end, until somebody has heard it; its name does not count any more."""
+        path = f"/users/{self.name}/servers/{server}"
+        self._until_heard(lambda: self.ask(self.hub, "DELETE", path, {"remove": True}))
+
+    def stopped(self) -> list[str]:
+        """Servers that do not run, whose names count among those that a user may have."""
+        status, found = self.ask(self.hub, "GET", f"/users/{self.name}?include_stopped_servers=1")
+        return [name for name, server in found["servers"].items() if server["stopped"]] if status == 200 else []
 
     def is_ready(self, server: str) -> bool:
         """Whether the hub calls it ready."""

@@ -1,0 +1,64 @@
+"""Certificates for the way to a node's Docker: an authority, the daemon's side, the head node's side."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+_DAY = timedelta(days=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """Signs both sides."""
+
+    key: ec.EllipticCurvePrivateKey
+    certificate: x509.Certificate
+
+    @classmethod
+    def make(cls, name: str) -> Authority:
+        """A new one."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        made = _builder(name, name, key.public_key(), -1, 1)
+        made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        return cls(key, made.sign(key, hashes.SHA256()))
+
+    def write(self, file: Path) -> None:
+        """What the other side trusts."""
+        file.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
+
+    def issue(self, stem: Path, address: str | None = None, *, begins: int = -1, ends: int = 1) -> None:
+        """`stem`.pem and `stem`.key, valid from and to so many days from now; with `address`, for a server there."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        issuer = self.certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
+        made = _builder(stem.name, str(issuer), key.public_key(), begins, ends)
+        if address is not None:
+            names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
+            made = made.add_extension(names, critical=False)
+        stem.with_suffix(".pem").write_bytes(
+            made.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        )
+        private = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        stem.with_suffix(".key").write_bytes(private)
+
+
+def _builder(name: str, issuer: str, key: ec.EllipticCurvePublicKey, begins: int, ends: int) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now + begins * _DAY)
+        .not_valid_after(now + ends * _DAY)
+    )

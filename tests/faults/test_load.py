@@ -1,0 +1,132 @@
+"""Many at once, and many after each other."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from gpuhub.broker import model
+from tests.faults.bed import USERS, Bed
+from tests.support.brokers import API, Setting, asgi_broker
+from tests.support.product import wait_for
+
+Figure = Callable[[str, float], None]
+
+CYCLES = int(os.environ.get("GPUHUB_FAULTS_CYCLES", "10000"))
+#: Cycles that go on at once.
+AT_ONCE = 50
+OWNERS = 50
+
+
+@pytest.mark.case("L1")
+def test_a_hundred_requests_at_once(bed: Bed, figure: Figure) -> None:
+    """Three GPUs are granted, once each; the rest waits, and beyond a user's limit it is 429 with Retry-After."""
+
+    def ask(number: int) -> tuple[int, str | None]:
+        client = bed.clients[USERS[number % len(USERS)]]
+        body = f'{{"profile": "anygpu", "server": "n{number}", "key": "many-{time.time_ns()}-{number}"}}'
+        answer = client.broker.post("/leases", content=body)
+        return answer.status_code, answer.headers.get("Retry-After")
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(50) as pool:
+        answers = list(pool.map(ask, range(100)))
+    figure("answered_s", time.monotonic() - began)
+    counts = Counter(status for status, _ in answers)
+    assert set(counts) <= {201, 429}, counts
+    assert all(after for status, after in answers if status == 429)
+    wait_for(lambda: _granted(bed) == 3, "three are granted", 30)
+    rows = bed.leases() or []
+    assert len({gpu["uuid"] for row in rows for gpu in row["gpus"]}) == 3
+    waiting = Counter(row["owner"] for row in rows if row["state"] == "requested")
+    assert max(waiting.values()) <= 16
+    assert counts[201] == len(rows)
+    for row in rows:
+        bed.all.ask(bed.all.broker, "DELETE", f"/leases/{row['id']}")
+
+
+def _granted(bed: Bed) -> int:
+    return sum(row["state"] in {"granted", "active"} for row in bed.leases() or ())
+
+
+@pytest.mark.case("L1")
+def test_ten_starts_at_once(bed: Bed, figure: Figure) -> None:
+    """Through the hub: three run, the rest waits for them and runs when they are gone."""
+    wanted = [(name, f"n{number}") for number in range(2) for name in USERS]
+    began = time.monotonic()
+    for name, server in wanted:
+        bed.ask_start(name, server, "anygpu")
+    wait_for(lambda: len(_ready(bed, wanted)) == 3, "three are ready", 120)
+    figure("three_ready_s", time.monotonic() - began)
+    waiting = wanted
+    while waiting:
+        ready = wait_for(partial(_ready, bed, waiting), "the next is ready", 120, every_s=0.5)
+        for name, server in ready:
+            bed.stop(name, server)
+        waiting = [one for one in waiting if one not in ready]
+    figure("all_served_s", time.monotonic() - began)
+
+
+def _ready(bed: Bed, wanted: list[tuple[str, str]]) -> set[tuple[str, str]]:
+    return {(name, server) for name, server in wanted if bed.clients[name].is_ready(server)}
+
+
+@pytest.mark.case("L3")
+async def test_ten_thousand_leases(tmp_path: Path, figure: Figure) -> None:
+    """They come and go at a real broker on simulated nodes: files, open rows and containers are as before."""
+    setting = Setting(tmp_path)
+    async with asgi_broker(setting) as running, AsyncExitStack() as stack:
+        # One user may not ask as often as that.
+        clients = [await stack.enter_async_context(running.client(f"user{number}")) for number in range(OWNERS)]
+
+        async def cycle(number: int) -> None:
+            client = clients[number % OWNERS]
+            body = {"profile": "any" if number % 4 else "cpu", "server": f"s{number % 8}", "key": f"k{number}"}
+            answer = await client.post("/api/v1/leases", json=body)
+            assert answer.status_code == 201, answer.text
+            answer = await client.delete(f"/api/v1/leases/{answer.json()['id']}")
+            assert answer.status_code == 200, answer.text
+
+        for number in range(200):
+            await cycle(number)
+        gc.collect()
+        before = _counts(setting)
+        began = time.monotonic()
+        for first in range(200, 200 + CYCLES, AT_ONCE):
+            await asyncio.gather(*(cycle(number) for number in range(first, first + AT_ONCE)))
+        figure("cycles", CYCLES)
+        figure("cycles_per_s", CYCLES / (time.monotonic() - began))
+        async with asyncio.timeout(60):
+            while running.core.ledger.snapshot.leases:  # noqa: ASYNC110 - the keeper gives no sign of its own
+                await asyncio.sleep(0.1)
+        gc.collect()
+        after = _counts(setting)
+        engine = running.store._engine
+        with engine.connect() as connection:
+            held = connection.execute(sa.select(sa.func.count()).select_from(model.held_gpus)).scalar_one()
+            told = connection.execute(sa.select(sa.func.count()).select_from(model.events)).scalar_one()
+    assert API
+    assert held == 0
+    assert told <= 10_000 + 200
+    assert after["files"] <= before["files"] + 5
+    assert after["containers"] == before["containers"]
+    assert after["tasks"] <= before["tasks"] + 5
+
+
+def _counts(setting: Setting) -> dict[str, int]:
+    return {
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+        "containers": sum(len(node.containers) for node in setting.nodes.values()),
+        "tasks": len(asyncio.all_tasks()),
+    }
