@@ -25,13 +25,17 @@ class Results:
     """What came of the session's cases."""
 
     oracle: Oracle | None = None
-    #: By test: the case's id, and whether it passed so far.
+    #: By test that has ended, the oracle's word included: the case's id, and whether it passed.
     tests: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    _failed: set[str] = field(default_factory=set)
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def note(self, test: str, case: str, passed: bool) -> None:
-        """A phase of a test is over."""
-        self.tests[test] = case, passed and self.tests.get(test, (case, True))[1]
+    def note(self, test: str, case: str, phase: str, *, passed: bool) -> None:
+        """A phase of a test is over; a test that is broken off has no last one, and says nothing."""
+        if not passed:
+            self._failed.add(test)
+        if phase == "teardown":
+            self.tests[test] = case, test not in self._failed
 
     def ids(self) -> set[str]:
         """Cases of which something was run."""
@@ -60,7 +64,7 @@ _KEY = pytest.StashKey[Results]()
 def pytest_configure(config: pytest.Config) -> None:
     """Markers of this tier."""
     config.addinivalue_line("markers", "case(id): the case of the catalogue that the test injects")
-    config.addinivalue_line("markers", "fast: in the share that `make test` is to run")
+    config.addinivalue_line("markers", "fast: in the share that `make test` runs")
     config.stash[_KEY] = Results()
     FAILURES.unlink(missing_ok=True)
 
@@ -85,7 +89,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = outcome.get_result()
     marker = item.get_closest_marker("case")
     if marker is not None:
-        item.config.stash[_KEY].note(item.nodeid, marker.args[0], not report.failed)
+        item.config.stash[_KEY].note(item.nodeid, marker.args[0], report.when, passed=report.passed)
         if report.failed:
             # A run takes long: who watches it need not wait for its end.
             FAILURES.parent.mkdir(parents=True, exist_ok=True)

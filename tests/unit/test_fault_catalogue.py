@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from tests.faults import catalogue, table
+from tests.faults.conftest import Results
 
 FAULTS = Path(__file__).parents[1] / "faults"
 
@@ -39,3 +40,16 @@ def test_the_table_says_what_failed() -> None:
     made = table.build({"C1": {"runs": 3, "passed": 2, "date": "2026-11-21", "figures": {"told_s": 1.5}}})
     assert "**1 of 3 failed** (told_s 1.5) | 2026-11-21 | 3 |" in made
     assert "not run yet" in made
+
+
+def test_a_case_counts_when_it_has_ended() -> None:
+    """The oracle is asked last: what fails there has failed, and what is broken off before was not run."""
+    results = Results()
+    for phase in ("setup", "call"):
+        results.note("one", "K1", phase, passed=True)
+        results.note("two", "K2", phase, passed=True)
+    results.note("two", "K2", "teardown", passed=False)
+    results.note("three", "K3", "setup", passed=False)
+    results.note("three", "K3", "teardown", passed=True)
+    assert results.tests == {"two": ("K2", False), "three": ("K3", False)}
+    assert results.ids() == {"K2", "K3"}

@@ -39,7 +39,7 @@ def test_reads_a_small_file(tmp_path):
     cluster = load(tmp_path, GOOD)
     assert cluster.nodes[0].name == "rig1"
     assert cluster.profiles[0].memory == 16 * 1024**3
-    assert cluster.jobs.renew_within == 30
+    assert cluster.jobs.renew_within == 25
     assert not cluster.has_overlay
 
 

@@ -24,6 +24,8 @@ from gpu_launch.ranks.protocol import Kind, RankOrder
 
 #: Python ignores these; a program that is started expects them as they were.
 _IGNORED = ("SIGPIPE", "SIGXFSZ")
+#: torchrun handles these itself, so that its ranks have them as at first even where whoever started it ignores them.
+_TAKEN = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 #: With which every process begins in versions of torch that do not take a random one.
 _FIXED_SEED = 67280421310721
 #: What a script's folder may not replace: it is compiled in, or half of it is in use.
@@ -38,7 +40,7 @@ def separate(server: int) -> None:
     native.die_with_parent(signal.SIGKILL, server)
     os.setsid()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
+    for number in (signal.SIGCHLD, *_TAKEN):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

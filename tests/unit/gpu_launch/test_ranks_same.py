@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -89,6 +90,15 @@ def equal_parts(found):
     # Being told how many threads to use, torch has one more that idles.
     tasks = 1 if "OMP_NUM_THREADS" in found["environ"] else found["tasks"]
     return found | {"environ": environ, "argv": argv, "orig_argv": orig, "tasks": tasks}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deaf():
+    """Whoever starts everything ignores signals, as a shell's background jobs and nohup's do."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGQUIT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
