@@ -24,6 +24,7 @@ from gpuhub.closet.places import node_places
 from gpuhub.closet.plan import ClosetNode, Plan, practice_plan
 from gpuhub.paths import Paths
 from tests.support.local_cluster import PYTHON, LocalBroker, Notebook
+from tests.support.machines import Machine, make_key, ssh_agent, ssh_machine
 
 INSTANCE = os.environ.get("GPUHUB_TEST_INSTANCE", "ghtest")
 TINY_PROGRAMS = ("dash", "cat", "ls", "grep", "sleep", "id", "hostname")
@@ -85,6 +86,24 @@ def closet() -> Iterator[Closet]:
     finally:
         lifecycle.ensure_down(plan, paths)
     assert lifecycle.leftovers(plan, paths) == []
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """The administrator's key, and an agent that holds it."""
+    key = tmp_path_factory.mktemp("admin") / "id"
+    make_key(key)
+    with ssh_agent(key) as place:
+        yield key, place
+
+
+@pytest.fixture
+def rig3(closet: Closet, agent: tuple[Path, str], tmp_path: Path) -> Iterator[Machine]:
+    """The third node, reached over SSH."""
+    node = closet.plan.node("rig3")
+    folder = node_places(closet.paths, node).run
+    with ssh_machine(closet.plan.netns(node), str(node.address), folder, tmp_path / "rig3", agent[0]) as machine:
+        yield machine
 
 
 @pytest.fixture(scope="session")

@@ -31,27 +31,9 @@ from gpuhub.nodes.adding import certificates, cluster_file, daemon_tls
 from gpuhub.nodes.doctor.looking import LABEL_DOCTOR
 from gpuhub.trust.authority import utc_now
 from tests.integration.conftest import INSTANCE, Closet
-from tests.support.machines import Machine, make_key, ssh_agent, ssh_machine, wait
+from tests.support.machines import Machine, make_key, ssh_agent, wait
 
 GPUHUB = str(Path(sys.executable).with_name("gpuhub"))
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """The administrator's key, and an agent that holds it."""
-    key = tmp_path_factory.mktemp("admin") / "id"
-    make_key(key)
-    with ssh_agent(key) as place:
-        yield key, place
-
-
-@pytest.fixture
-def rig3(closet: Closet, agent: tuple[Path, str], tmp_path: Path) -> Iterator[Machine]:
-    """The third node, reached over SSH."""
-    node = closet.plan.node("rig3")
-    folder = node_places(closet.paths, node).run
-    with ssh_machine(closet.plan.netns(node), str(node.address), folder, tmp_path / "rig3", agent[0]) as machine:
-        yield machine
 
 
 class Head:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from gpuhub import names, secrets
 from gpuhub.closet.places import node_places
 from gpuhub.head.supervisor import Supervisor
 from gpuhub.paths import Paths
+from tests.support.machines import Machine
+from tests.support.product import wait_for
+from tests.support.users import log_in
 
 ROOT = Path(__file__).parents[2]
 INSTANCE = "ghset"
@@ -43,12 +48,15 @@ shm = "64M"
 """
 
 
-def gpuhub(command: str, file: Path) -> subprocess.CompletedProcess[str]:
-    """The command line, as an administrator types it."""
+def gpuhub(*words: str | Path, agent: str = "") -> subprocess.CompletedProcess[str]:
+    """The command line, as an administrator types it, the settings' file last."""
     program = Path(sys.executable).with_name("gpuhub")
+    *command, file = map(str, words)
+    environment = {name: value for name, value in os.environ.items() if name != "SUDO_USER"}
     return subprocess.run(
-        [str(program), command, "--instance", INSTANCE, "--cluster-file", str(file)],
+        [str(program), *command, "--instance", INSTANCE, "--cluster-file", file],
         cwd=ROOT,
+        env={**environment, "SSH_AUTH_SOCK": agent},
         capture_output=True,
         text=True,
         timeout=900,
@@ -56,15 +64,22 @@ def gpuhub(command: str, file: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def write(closet: Any, folder: Path, more: str = "") -> Path:
-    """Settings for the closet's nodes as if they were anybody's machines."""
+def write(closet: Any, folder: Path, more: str = "", count: int = 3) -> Path:
+    """Settings for the closet's first nodes as if they were anybody's machines."""
     nodes = "".join(
         f'[[nodes]]\nname = "{node.name}"\naddress = "{node.address}"\ndocker = "{node_places(closet.paths, node).docker_url}"\n'
-        for node in closet.plan.nodes
+        for node in closet.plan.nodes[:count]
     )
     file = folder / "cluster.toml"
     file.write_text(SETTINGS.format(head=closet.plan.head, instance=INSTANCE, more=more) + nodes, encoding="utf-8")
     return file
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Closes at the end what a test opens."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture
@@ -122,3 +137,46 @@ def test_a_wrong_file_starts_nothing(closet: Any, tmp_path: Path):
     assert "Traceback" not in done.stderr
     assert not Supervisor(Paths(INSTANCE)).is_running()
     assert json.dumps(done.stdout) == '""'
+
+
+def test_a_node_comes_and_goes_while_users_work(
+    closet: Any, agent: tuple[Path, str], rig3: Machine, tmp_path: Path, cleared: None, stack: ExitStack
+):
+    """`node add --up` has hub and broker use it, and notebooks elsewhere stay; `node remove` ends what is there, if told."""
+    file = write(closet, tmp_path, count=2)
+    file.write_text(file.read_text().replace('https = "local"\n', ""))
+    done = gpuhub("up", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ada = log_in("http://127.0.0.1:18200", "ada", secrets.read_secret(Paths(INSTANCE), secrets.USER_PASSWORD))
+    stack.callback(ada.close)
+
+    def start(server: str) -> str:
+        """The node on which it is ready."""
+        ada.start(server, "gpu")
+        wait_for(lambda: ada.is_ready(server), f"{server} is ready", 90)
+        status, leases = ada.ask(ada.broker, "GET", "/leases")
+        assert status == 200
+        return next(str(lease["nodes"][0]) for lease in leases if lease["subject"] == server)
+
+    assert start("first") == "rig2", "the least card that will do"
+    done = gpuhub("node", "add", rig3.url, "--yes", "--name", "rig3", "--up", file, agent=agent[1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert start("second") == "rig3"
+    assert ada.is_ready("first")
+
+    def containers() -> list[str]:
+        with closing(closet.client("rig3")) as client:
+            mine = {"label": f"{names.LABEL_INSTANCE}={INSTANCE}"}
+            return [each.name for each in client.containers.list(all=True, filters=mine)]
+
+    refused = gpuhub("node", "remove", "rig3", "--yes", file, agent=agent[1])
+    assert refused.returncode == 1
+    assert "rig3 has leases" in refused.stderr
+    assert ada.is_ready("second")
+    done = gpuhub("node", "remove", "rig3", "--yes", "--force", file, agent=agent[1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rig3 is out." in done.stdout
+    assert containers() == []
+    wait_for(lambda: "second" not in (ada.servers() or {"second": {}}), "the hub knows that it has ended", 30)
+    assert ada.is_ready("first")
+    assert start("third") == "rig1"
