@@ -3,7 +3,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
-ENGINE ?= builtin
+# Empty: the closet's own, or builtin at its first start.
+ENGINE ?=
 INSTANCE ?= gpuhub
 BENCH ?= all
 TRACE ?=
@@ -16,8 +17,8 @@ export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
 
-up: setup ## Install what is needed, build the images, start JupyterHub
-	@gpuhub up --instance $(INSTANCE)
+up: setup ## Install what is needed, build the images, start JupyterHub (ENGINE=slurm: the practice closet with Slurm)
+	@gpuhub up --instance $(INSTANCE) $(if $(ENGINE),--engine $(ENGINE))
 
 down: ## Stop everything that `make up` started
 	@if [ -x $(VENV)/bin/gpuhub ]; then gpuhub down --instance $(INSTANCE); else echo "Nothing is installed here, so nothing runs."; fi
@@ -32,7 +33,7 @@ check-cluster: setup ## Say what is wrong with cluster.toml, without starting an
 	@gpuhub check
 
 setup:
-	@spawners/setup.sh run
+	@spawners/setup.sh run $(ENGINE)
 
 setup-dev:
 	@spawners/setup.sh dev
@@ -43,13 +44,13 @@ check: setup-dev ## Lint, strict types, imports between modules as drawn
 	@mypy
 	@lint-imports
 
-test: setup-dev ## Pass every test (about 35 minutes on 2 cores)
+test: setup-dev ## Pass every test (about 40 minutes on 2 cores)
 	@tests/run
 
 test-faults: setup-dev ## Inject every fault of the catalogue (docs/reliability.md; REPEATS=3: each as often)
 	@python -m pytest tests/faults --repeats $(REPEATS)
 
-bench: setup-dev ## Measure: all, or one group with BENCH=setup|spawn|launch|broker (TRACE=DIR: another trace)
+bench: setup-dev ## Measure: all, or one group with BENCH=setup|spawn|launch|broker|slurm (TRACE=DIR: another trace)
 	@TRACE=$(TRACE) python -m tests.bench $(BENCH)
 
 lock: setup-dev ## Resolve the pinned versions anew

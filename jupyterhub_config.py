@@ -51,17 +51,18 @@ c.Spawner.server_token_scopes = ["users:activity!user", "access:servers!server",
 c.JupyterHub.service_check_interval = 60
 
 # Notebooks
-c.JupyterHub.spawner_class = "gpuhub-docker"
-c.GpuDockerSpawner.cluster = cluster
-c.GpuDockerSpawner.instance = paths.instance
-c.GpuDockerSpawner.head_address = hubconfig.head_address()
+c.JupyterHub.spawner_class = hubconfig.spawner_class()
+c.LeasedSpawner.cluster = cluster
+c.LeasedSpawner.instance = paths.instance
+c.LeasedSpawner.head_address = hubconfig.head_address()
+c.LeasedSpawner.make_broker = hubconfig.make_broker
 c.GpuDockerSpawner.make_daemons = hubconfig.make_daemons
-c.GpuDockerSpawner.make_broker = hubconfig.make_broker
-c.Spawner.cmd = ["jupyterhub-singleuser"]
+c.GpuSlurmSpawner.make_slurm = hubconfig.make_slurm
+c.Spawner.cmd = hubconfig.notebook_command()
 c.Spawner.default_url = "/lab"
 # What is in a home does not change who may use its server; the image keeps users' own kernels.
 c.Spawner.disable_user_config = True
-# The wait in the queue is part of a start; from the grant on, GpuDockerSpawner has a limit of its own.
+# The wait in the queue is part of a start.
 c.Spawner.start_timeout = cluster.users.queue_limit + 300
 c.Spawner.http_timeout = 60
 c.Spawner.poll_interval = 15

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs on a Debian or Ubuntu machine what gpuhub needs and the machine lacks. Quick when nothing is missing.
-#   usage: setup.sh run|dev        dev adds what tests and checks need
+#   usage: setup.sh run|dev [slurm]   dev adds what tests and checks need; slurm: what the practice closet's Slurm needs
 set -euo pipefail
-mode=${1:?usage: $0 run|dev}
+mode=${1:?usage: $0 run|dev [slurm]}
+engine=${2:-}
 here=$(cd "$(dirname "$0")/.." && pwd)
 export DEBIAN_FRONTEND=noninteractive
 
@@ -11,7 +12,8 @@ command -v apt-get >/dev/null || { echo "Debian or Ubuntu is needed: there is no
 
 # command → package that has it
 wanted=(dockerd:docker.io debootstrap:debootstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils hostname:hostname dnsmasq:dnsmasq-base flock:util-linux ssh-keygen:openssh-client)
-for_tests=(faketime:faketime ganesha.nfsd:nfs-ganesha-vfs nfs-ls:libnfs-utils bindfs:bindfs sshd:openssh-server wireguard-go:wireguard-go wg:wireguard-tools chromium:chromium certutil:libnss3-tools slapd:slapd ldapwhoami:ldap-utils objdump:binutils nft:nftables slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge)
+for_tests=(faketime:faketime ganesha.nfsd:nfs-ganesha-vfs nfs-ls:libnfs-utils bindfs:bindfs sshd:openssh-server wireguard-go:wireguard-go wg:wireguard-tools chromium:chromium certutil:libnss3-tools slapd:slapd ldapwhoami:ldap-utils objdump:binutils nft:nftables slurmdbd:slurmdbd mariadbd:mariadb-server slurmrestd:slurmrestd)
+for_slurm=(slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge)
 missing=()
 # $@: command:package …; adds to `missing`
 look_for() {
@@ -34,27 +36,34 @@ look_for "${wanted[@]}"
 [ -f /etc/ssl/certs/ca-certificates.crt ] || missing+=(ca-certificates)
 [ ${#missing[@]} -eq 0 ] || install "${missing[@]}"
 
-if [ "$mode" = dev ]; then
-  missing=()
-  look_for "${for_tests[@]}"
-  if [ ${#missing[@]} -gt 0 ]; then
-    # The tests start servers of their own; on a developer's machine none of these packages' services shall run.
-    policy=/usr/sbin/policy-rc.d
-    if [ ! -e "$policy" ]; then
-      trap 'rm -f "$policy"' EXIT
-      printf '#!/bin/sh\nexit 101\n' >"$policy"
-      chmod 755 "$policy"
-    fi
-    install "${missing[@]}"
-    if [ -d /run/systemd/system ]; then
-      for service in slapd:slapd openssh-server:ssh nfs-ganesha-vfs:nfs-ganesha munge:munge slurmd:slurmd slurmctld:slurmctld; do
-        [[ " ${missing[*]} " != *" ${service%%:*} "* ]] || systemctl disable --quiet "${service##*:}"
-      done
-    fi
+# $@: packages with services that shall not run here: the tests and the closet start servers of their own.
+install_quietly() {
+  local policy=/usr/sbin/policy-rc.d service
+  if [ ! -e "$policy" ]; then
+    trap 'rm -f "$policy"' EXIT
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod 755 "$policy"
   fi
-fi
+  install "$@"
+  if [ -d /run/systemd/system ]; then
+    for service in slapd:slapd openssh-server:ssh nfs-ganesha-vfs:nfs-ganesha munge:munge slurmd:slurmd slurmctld:slurmctld slurmdbd:slurmdbd slurmrestd:slurmrestd mariadb-server:mariadb; do
+      [[ " $* " != *" ${service%%:*} "* ]] || systemctl disable --quiet "${service##*:}"
+    done
+  fi
+}
 
-if [ "$mode" = dev ] && ! command -v docker >/dev/null; then
+missing=()
+if [ "$mode" = dev ] || [ "$engine" = slurm ]; then
+  look_for "${for_slurm[@]}"
+fi
+if [ "$mode" = dev ]; then
+  look_for "${for_tests[@]}"
+  # A plugin has no command of its own.
+  compgen -G '/usr/lib/*/slurm*/auth_jwt.so' >/dev/null || missing+=(slurm-wlm-jwt-plugin)
+fi
+[ ${#missing[@]} -eq 0 ] || install_quietly "${missing[@]}"
+
+if { [ "$mode" = dev ] || [ "$engine" = slurm ]; } && ! command -v docker >/dev/null; then
   # From Debian 13 on, the command line is a package of its own.
   apt-get install -y -qq --no-install-recommends docker-cli >/dev/null
 fi

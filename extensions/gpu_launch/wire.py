@@ -204,5 +204,6 @@ def parse_cluster(data: Mapping[str, Any]) -> Cluster:
             )
             for node in data.get("nodes", ())
         ),
-        waiting=data.get("waiting") or 0,
+        # With Slurm others' jobs wait in the same queue.
+        waiting=(data.get("waiting") or 0) + (data.get("waiting_outside") or 0),
     )

@@ -40,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("broker", _broker, "run the broker in the foreground"),
         ("proxy", _proxy, "run JupyterHub's proxy in the foreground"),
         ("certificate", _certificate, "make or renew the hub's certificate for browsers, or check the one given"),
+        ("closet-slurm", _closet_slurm, "run one daemon of a practice closet's Slurm in the foreground"),
         ("closet-node", _closet_node, "run the Docker daemon of a practice closet's node in the foreground"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -52,8 +53,15 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--hub-config", type=Path, default=Path("jupyterhub_config.py"), help="default: ./%(default)s"
             )
+            command.add_argument(
+                "--engine",
+                choices=["builtin", "slurm"],
+                help="of the practice closet; default: the one that runs, else builtin",
+            )
         if name == "closet-node":
             command.add_argument("node", help="its name, such as rig1")
+        if name == "closet-slurm":
+            command.add_argument("daemon", help="munged, slurmctld, or a node's name for its slurmd")
         if name == "down":
             command.add_argument("--purge", action="store_true", help="remove the practice closet's images as well")
     node = admin.add_commands(commands, _admin)
@@ -72,6 +80,7 @@ def _up(options: argparse.Namespace, paths: Paths) -> None:
         settings_file=options.cluster_file,
         hub_config=options.hub_config.resolve(),
         source=options.hub_config.resolve().parent,
+        engine=getattr(options, "engine", None),
     )
     bring_up.bring_up(paths, asked, Report())
 
@@ -92,7 +101,7 @@ def _status(options: argparse.Namespace, paths: Paths) -> None:
         print("Nothing runs. Start it with: sudo make up")
         return
     for name, state in supervisor.states().items():
-        print(f"{name:<10} {state.lower()}")
+        print(f"{name:<12} {state.lower()}")
 
 
 def _admin(options: argparse.Namespace, paths: Paths) -> None:
@@ -177,6 +186,15 @@ def _closet_node(options: argparse.Namespace, paths: Paths) -> None:
     if options.node not in names:
         raise SetupError(f"{options.node!r} is no node of the practice closet: there are {', '.join(names)}")
     command = lifecycle.dockerd_command(closet, closet.node(options.node), paths)
+    os.execvp(command[0], command)  # noqa: S606 - as above
+
+
+def _closet_slurm(options: argparse.Namespace, paths: Paths) -> None:
+    from gpuhub.closet import plan, slurm, slurm_daemons
+
+    closet = plan.practice_plan(paths.instance)
+    forget = options.daemon == slurm_daemons.SLURMCTLD and slurm.take_forget(paths)
+    command = slurm_daemons.build_command(closet, paths, options.daemon, forget=forget)
     os.execvp(command[0], command)  # noqa: S606 - as above
 
 

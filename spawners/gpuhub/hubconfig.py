@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gpuhub import names, settings, urls
+from gpuhub.batch import ports
 from gpuhub.broker.auth import ANY_OWNER_SCOPE
 from gpuhub.broker.client import BrokerClient
 from gpuhub.containers import acting
@@ -36,6 +37,8 @@ from gpuhub.secrets import (
     read_secret,
 )
 from gpuhub.settings import Cluster
+from gpuhub.slurm.api import SlurmApi
+from gpuhub.slurm.make import make_api
 from gpuhub.trust import public, renewal
 from gpuhub.trust.internal import Store
 
@@ -96,6 +99,29 @@ def make_broker() -> BrokerClient:
         read_secret(paths(), SPAWNER_TOKEN),
         tls=Store(paths().internal_certificates).to_broker() if cluster().has_internal_tls else None,
     )
+
+
+@functools.cache
+def make_slurm() -> SlurmApi:
+    """This process's one way to ask Slurm."""
+    return make_api(cluster().slurm)
+
+
+def are_notebooks_jobs() -> bool:
+    """Notebooks run as Slurm jobs of their own, on nodes without Docker."""
+    return cluster().engine == "slurm" and cluster().slurm.runtime != "docker"
+
+
+def spawner_class() -> str:
+    """What starts notebooks, by its name among JupyterHub's spawners."""
+    return "gpuhub-slurm" if are_notebooks_jobs() else "gpuhub-docker"
+
+
+def notebook_command() -> list[str]:
+    """The notebook's program, without options."""
+    command = cluster().slurm.command
+    is_plain = are_notebooks_jobs() and cluster().slurm.runtime == "plain" and command is not None
+    return [str(command) if is_plain else "jupyterhub-singleuser"]
 
 
 def alt_names() -> list[str]:
@@ -193,14 +219,17 @@ def custom_scopes() -> dict[str, dict[str, str]]:
 
 
 def handlers() -> list[tuple[str, type, dict[str, Any]]]:
-    """Our pages under /hub/."""
+    """Our pages under /hub/, and where notebooks that are Slurm jobs report."""
     parts = {
         "make_broker": make_broker,
         "cluster": cluster(),
         "glance": Glance(lambda: make_broker().cluster()),
         "tokens": Tokens(),
     }
-    return [
+    of_jobs: list[tuple[str, type, dict[str, Any]]] = []
+    if are_notebooks_jobs():
+        of_jobs.append((ports.PATH, ports.PortHandler, {}))
+    return of_jobs + [
         (path, handler, parts)
         for path, handler in (
             (r"/gpus", GpusPageHandler),

@@ -29,6 +29,7 @@ LABEL_EPOCH = "gpuhub.epoch"
 LABEL_OWNER = "gpuhub.owner"
 LABEL_JOB = "gpuhub.job"
 LABEL_WORKER = "gpuhub.worker"
+LABEL_SLURM_JOB = "gpuhub.slurm-job"  # the Slurm job that holds the container's GPUs; the Epilog looks for it
 LABEL_SHARE = "gpuhub.gpu_share"  # the container has one of so many parts of its GPU
 
 KIND_NOTEBOOK = "notebook"
@@ -51,6 +52,11 @@ def slug(text: str) -> str:
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     readable = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:31].rstrip("-")
     return f"{readable}-{digest}" if readable else f"x-{digest}"
+
+
+def slurm_job(instance: str, lease: str) -> str:
+    """The name of the Slurm job that holds a lease's GPUs: by it the two are told to belong together."""
+    return f"{instance}-lease-{lease}"
 
 
 def notebook_container(instance: str, owner: str, server: str) -> str:

@@ -10,7 +10,7 @@ import tomllib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import StringConstraints, ValidationError, model_validator
 
@@ -18,6 +18,8 @@ from gpuhub import gpus, logins
 from gpuhub.errors import SettingsError
 from gpuhub.mistakes import describe_mistakes
 from gpuhub.policy import Allowance, Group, Scheduling, Users
+from gpuhub.slurm import rules
+from gpuhub.slurm.table import Slurm
 from gpuhub.tables import (
     CardCount,
     Hub,
@@ -46,6 +48,7 @@ __all__ = [
     "Node",
     "Profile",
     "Scheduling",
+    "Slurm",
     "Storage",
     "Tls",
     "Users",
@@ -69,6 +72,9 @@ class Cluster(Value):
     jobs: Jobs = Jobs()
     hub: Hub = Hub()
     images: Images = Images()
+    #: What decides who gets which GPU: gpuhub itself, or a Slurm cluster whose nodes these are.
+    engine: Literal["builtin", "slurm"] = "builtin"
+    slurm: Slurm = Slurm()
     #: Shown on the spawn form and by `make up`, such as "simulated GPUs: training runs on the CPU".
     notice: Annotated[str, StringConstraints(max_length=300)] = ""
 
@@ -78,10 +84,12 @@ class Cluster(Value):
             *(f"{key}: is empty; one at least is needed" for key in ("nodes", "profiles") if not getattr(self, key)),
             *_duplicates("nodes", "name", [node.name for node in self.nodes]),
             *_duplicates("nodes", "address", [node.address for node in self.nodes]),
-            *_duplicates("nodes", "docker", [node.docker for node in self.nodes]),
+            *_duplicates("nodes", "docker", [node.docker for node in self.nodes if node.docker]),
             *_duplicates("profiles", "name", [profile.name for profile in self.profiles]),
             *_duplicates("groups", "name", [group.name for group in self.groups]),
+            *_duplicates("nodes", "slurm", [node.slurm_name for node in self.nodes if self.engine == "slurm"]),
             *_unsatisfiable(self),
+            *rules.find_mistakes(self),
             *logins.mistakes(self.users, self.login),
         ]
         if self.network.kind == "bridge" and len(self.nodes) > 1:

@@ -24,6 +24,8 @@ HostName = Annotated[
     str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*$")
 ]
 Label = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+#: What Slurm calls nodes, partitions, accounts, QOS, reservations and types of GPUs.
+SlurmName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@+-]{0,63}$")]
 Driver = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,5}(\.[0-9]{1,5}){0,3}$")]
 Capability = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,2}\.[0-9]{1,2}$")]
 
@@ -78,17 +80,24 @@ class Node(Value):
     name: NodeName
     #: Where the other nodes and the head node reach it: an IP address.
     address: str
-    #: `unix:///path`, `ssh://user@host[:port]` or `tcp://host:2376` with `tls`.
-    docker: str
+    #: `unix:///path`, `ssh://user@host[:port]` or `tcp://host:2376` with `tls`; empty where no container runs there.
+    docker: str = ""
     tls: Tls | None = None
     #: What the administrator expects there; empty: whatever NVML reports.
     gpus: Many[CardCount] | None = None
+    #: Slurm's name of it; None: the same.
+    slurm: SlurmName | None = None
     #: Gangs prefer nodes on one switch, then in one rack; None: not said.
     switch: Label | None = None
     rack: Label | None = None
     #: What the limits of the containers there may add up to; None: nobody counts.
     cpus: Annotated[Number, Field(gt=0, le=4096)] | None = None
     memory: Size | None = None
+
+    @property
+    def slurm_name(self) -> str:
+        """What Slurm calls it."""
+        return self.slurm or self.name
 
     @field_validator("address")
     @classmethod
@@ -158,6 +167,11 @@ class Profile(Value):
     disk: Size | None = None
     #: Seconds from the grant to the end; None for no limit.
     time_limit: Span | None = None
+    #: With Slurm as the engine; None: as `[slurm]` says.
+    partition: SlurmName | None = None
+    account: SlurmName | None = None
+    qos: SlurmName | None = None
+    reservation: SlurmName | None = None
 
     @model_validator(mode="after")
     def _cpu_only(self) -> Self:

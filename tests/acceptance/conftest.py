@@ -22,6 +22,8 @@ from tests.support.product import ROOT, wait_for
 
 __all__ = ["ROOT", "Product", "User", "gpuhub", "run_make", "wait_for"]
 
+#: With Slurm as the engine these run instead of what is about gpuhub's own queue; see tests/run.
+collect_ignore = [] if support.ENGINE == "slurm" else ["slurm"]
 INSTANCE = os.environ.get("GPUHUB_TEST_INSTANCE", "ghtest")
 PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", ROOT / ".cache" / "pictures"))
 

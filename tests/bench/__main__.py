@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import broker, launch, setup, spawn
+from tests.bench import broker, launch, setup, slurm, spawn
 
-GROUPS = {"setup": setup.measure, "spawn": spawn.measure, "launch": launch.measure, "broker": broker.measure}
+GROUPS = {
+    "setup": setup.measure,
+    "spawn": spawn.measure,
+    "launch": launch.measure,
+    "broker": broker.measure,
+    "slurm": slurm.measure,
+}
 
 
 def main() -> None:

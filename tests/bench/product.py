@@ -35,9 +35,9 @@ def make(target: str, *variables: str) -> None:
 
 
 @contextmanager
-def running() -> Iterator[Product]:
-    """The instance, taken down at the end."""
-    make("up")
+def running(engine: str = "builtin") -> Iterator[Product]:
+    """The instance under one of the engines, taken down at the end."""
+    make("up", f"ENGINE={engine}")
     paths = Paths(INSTANCE)
     cluster = settings.load(paths.closet_cluster_file)
     try:

@@ -25,14 +25,16 @@ from pathlib import Path
 from tests.bench.product import paired_ratio, tell
 from tests.support.brokers import API
 from tests.support.lean_http import Connection
-from tests.support.practice_slurm import PracticeSlurm, practice_slurm
 from tests.support.serve_simulated import PROFILE, Served, serving
+from tests.support.slurm_site import SlurmSite, slurm_site, wait
 
 #: As many slurmds as fit on two cores without a wait for the machine itself; the broker gets as many nodes.
 NODES = 100
 #: Jobs, and leases, in one repeat.
 COUNT = 500
 PAIRS = 5
+#: slurmctld's; the nodes have the next ones.
+PORT = 27000
 #: As long as the API lets a long poll wait, seconds.
 POLL_S = 25
 
@@ -41,7 +43,7 @@ def measure() -> Iterator[tuple[str, float, str]]:
     """The figures `broker.grants_over_slurmctld` (higher is better) and what it is made of."""
     with (
         tempfile.TemporaryDirectory(dir="/var/tmp", prefix="gpuhub-grants-") as folder,
-        practice_slurm(NODES) as slurm,
+        slurm_site(port=PORT, nodes=[("",)] * NODES, users={}, cpus=1, memory_mib=1000, min_job_age_s=2) as slurm,
         serving(Path(folder), nodes=NODES, gpus=1) as served,
     ):
         pairs = [_pair(slurm, served, number) for number in range(PAIRS + 1)]
@@ -52,11 +54,19 @@ def measure() -> Iterator[tuple[str, float, str]]:
     yield "broker.grants_over_slurmctld", paired_ratio(ours, theirs), "ratio"
 
 
-def _pair(slurm: PracticeSlurm, served: Served, number: int) -> tuple[float, float]:
-    theirs = COUNT / slurm.run_jobs(COUNT)
+def _pair(slurm: SlurmSite, served: Served, number: int) -> tuple[float, float]:
+    theirs = COUNT / _run_jobs(slurm)
     ours = COUNT / asyncio.run(_lease_all(served, number))
     tell(f"grants a second: broker {ours:.1f}, slurmctld {theirs:.1f}{' (warm-up)' if not number else ''}")
     return ours, theirs
+
+
+def _run_jobs(slurm: SlurmSite) -> float:
+    """Seconds for all jobs, from their submission until none waits, runs or completes."""
+    began = time.monotonic()
+    slurm.submit(None, f"--array=0-{COUNT - 1}", "--gres=gpu:1", "-e", "/dev/null", script="exec true")
+    wait(lambda: not slurm.ask("squeue", "--noheader", "--array", "--format=%i").strip(), f"{COUNT} jobs are done", 300)
+    return time.monotonic() - began
 
 
 async def _lease_all(served: Served, repeat: int) -> float:

@@ -46,22 +46,29 @@ c.Spawner.notebook_dir = "/tmp"
 
 def measure() -> Iterator[tuple[str, float, str]]:
     """Figures of the group `spawn`."""
-    with running() as product, _stock_hub(product) as stock, sync_playwright() as playwright:
-        chromium = shutil.which("chromium")
-        assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        ours = _log_in(browser, product.address, "ada", product.password)
-        theirs = _log_in(browser, stock, "stock", "any")
+    with running() as product, _stock_hub(product) as stock, browsing() as browser:
+        ours = log_in(browser, product.address, "ada", product.password)
+        theirs = log_in(browser, stock, "stock", "any")
         pairs = []
         for number in range(PAIRS + 1):
-            pair = (_ours(ours, product.address), _stock(theirs, stock))
+            pair = (click_to_lab(ours, product.address), _stock(theirs, stock))
             tell(f"click to Lab: gpuhub {pair[0]:.2f} s, stock {pair[1]:.2f} s{' (warm-up)' if not number else ''}")
             pairs.append(pair)
-        browser.close()
     ours_s, stock_s = zip(*pairs[1:], strict=True)
     yield "spawn.click_to_lab", sorted(ours_s)[PAIRS // 2], "s"
     yield "spawn.click_to_lab_stock", sorted(stock_s)[PAIRS // 2], "s"
     yield "spawn.click_to_lab_over_stock", paired_ratio(ours_s, stock_s), "ratio"
+
+
+@contextmanager
+def browsing() -> Iterator[Browser]:
+    """A headless Chromium."""
+    chromium = shutil.which("chromium")
+    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
 
 
 @contextmanager
@@ -107,7 +114,8 @@ def _wait_http(url: str, log: Path) -> None:
     raise TimeoutError(f"the stock hub does not answer:\n{log.read_text(errors='replace')[-2000:]}")
 
 
-def _log_in(browser: Browser, address: str, name: str, password: str) -> Page:
+def log_in(browser: Browser, address: str, name: str, password: str) -> Page:
+    """A page on which the user has logged in."""
     page = browser.new_context().new_page()
     page.goto(f"{address}/hub/login?next=/hub/home")
     page.fill("input[name=username]", name)
@@ -117,7 +125,8 @@ def _log_in(browser: Browser, address: str, name: str, password: str) -> Page:
     return page
 
 
-def _ours(page: Page, address: str) -> float:
+def click_to_lab(page: Page, address: str) -> float:
+    """Seconds from the click on Start to JupyterLab's launcher, with a GPU; the server is stopped again."""
     page.goto(f"{address}/hub/spawn")
     page.check("#gpuhub-rtx5090")
     begin = time.monotonic()

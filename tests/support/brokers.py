@@ -21,6 +21,7 @@ from gpuhub.broker.clock import Clock
 from gpuhub.broker.core import Core
 from gpuhub.broker.filters import EnsureFilter
 from gpuhub.broker.refusals import HubUnreachable
+from gpuhub.broker.slurm_submitting import SlurmSide
 from gpuhub.broker.store import Store
 from gpuhub.containers.courier import CourierSpec
 from gpuhub.containers.workers import WorkerSpec
@@ -88,6 +89,8 @@ class Workers:
             await self.held.wait()
         if spec.node in self.failing:
             raise GpuhubError(self.failing[spec.node])
+        if spec.before_start is not None:
+            await spec.before_start()
         return self.nodes[spec.node].run_container(
             {
                 names.LABEL_KIND: names.KIND_WORKER,
@@ -96,6 +99,7 @@ class Workers:
                 names.LABEL_OWNER: spec.owner,
                 names.LABEL_JOB: spec.job_id,
                 names.LABEL_WORKER: str(spec.index),
+                **({} if spec.slurm_job is None else {names.LABEL_SLURM_JOB: str(spec.slurm_job)}),
                 "uuids": ",".join(spec.gpu_uuids),
             },
             name=names.worker_container(spec.instance, spec.job_id, spec.index),
@@ -133,6 +137,8 @@ class Setting:
     couriers: Couriers = field(init=False)
     #: None: nodes have no packet filter, and need none.
     ensure_filter: EnsureFilter | None = None
+    #: With Slurm as the engine.
+    slurm: SlurmSide | None = None
 
     def __post_init__(self) -> None:
         self.couriers = Couriers(self.nodes)
@@ -155,6 +161,7 @@ class Setting:
             start_worker=workers,
             start_courier=self.couriers,
             ensure_filter=self.ensure_filter,
+            slurm=self.slurm,
             own_token=self.own_token,
             clock=self.clock,
         )

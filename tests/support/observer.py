@@ -64,9 +64,13 @@ class Observer:
         while not self._over.wait(0.5):
             self.looks += 1
             # One that was seen first may have ended before a later daemon was asked: twice the same, or no double.
-            first = doubles(self.running())
+            first = self.find()
             if first:
-                self.double += sorted(first & doubles(self.running()))
+                self.double += sorted(first & self.find())
+
+    def find(self) -> set[str]:
+        """What is used twice at this moment."""
+        return doubles(self.running())
 
     def _look(self, node: ClosetNode) -> list[Seen]:
         """Nothing of a daemon that does not answer in time, or is killed meanwhile."""

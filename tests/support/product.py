@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -10,12 +11,14 @@ from typing import TypeVar
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
+#: What decides who gets which GPU, in the tests of the whole product.
+ENGINE = os.environ.get("GPUHUB_TEST_ENGINE", "builtin")
 
 
 def run_make(instance: str, target: str) -> str:
     """Run a make target as README has it; its output."""
     done = subprocess.run(
-        ["make", "--no-print-directory", target, f"INSTANCE={instance}"],
+        ["make", "--no-print-directory", target, f"INSTANCE={instance}", f"ENGINE={ENGINE}"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -62,6 +63,10 @@ class ServedHub:
     hub: str
     #: Four ports from here on.
     first_port: int
+    #: cluster.toml, with the ports' names in braces and `{hub}`.
+    settings: str = SETTINGS
+    #: The hub's configuration, with `{real}` for the product's own and `{notebook}`.
+    config: str = HUB_CONFIG
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _logs: list[IO[bytes]] = field(default_factory=list)
 
@@ -96,29 +101,46 @@ class ServedHub:
         ports = dict(
             zip(("port", "api_port", "broker_port", "proxy_api_port"), range(self.first_port, 10**6), strict=False)
         )
-        self.cluster_file.write_text(SETTINGS.format(hub=self.hub, **ports), encoding="utf-8")
+        self.cluster_file.write_text(self.settings.format(hub=self.hub, **ports), encoding="utf-8")
         config = self.folder / "hub_config.py"
         notebook = ROOT / "tests" / "support" / "notebook_server.py"
-        config.write_text(HUB_CONFIG.format(real=str(ROOT / "jupyterhub_config.py"), notebook=str(notebook)))
+        config.write_text(self.config.format(real=str(ROOT / "jupyterhub_config.py"), notebook=str(notebook)))
         for made in (self.paths.state, self.paths.run, self.paths.log):
             made.mkdir(parents=True, exist_ok=True)
         secrets.ensure_secrets(self.paths)
         certificates.ensure(self.cluster, self.paths, "127.0.0.1")
         if self.cluster.has_internal_tls:
             renewal.ensure(self.paths.internal_certificates, "127.0.0.1")
-        options = ["--instance", self.instance, "--cluster-file", str(self.cluster_file)]
-        gpuhub = str(Path(sys.executable).with_name("gpuhub"))
-        commands = {
-            "proxy": [gpuhub, "proxy", *options],
-            "broker": [gpuhub, "broker", *options],
-            "hub": [sys.executable, "-m", "gpuhub.head.hub", "-f", str(config)],
-        }
-        for name in names or commands:
-            self._start(name, commands[name])
+        for name in names or self._commands:
+            self.begin(name)
+        self.wait_ready()
+
+    def begin(self, name: str) -> None:
+        """Start one of them, which may have been ended before; it needs a moment."""
+        self._start(name, self._commands[name])
+
+    def end(self, name: str, how: signal.Signals = signal.SIGTERM) -> None:
+        """End one of them."""
+        process = self._running.pop(name)
+        process.send_signal(how)
+        process.wait(timeout=30)
+
+    def wait_ready(self) -> None:
+        """Wait until the hub answers through the proxy."""
         wait_for(self._is_ready, f"the hub behind {self.instance}'s proxy\n{self.log('hub')}", 180)
 
+    @property
+    def _commands(self) -> dict[str, list[str]]:
+        options = ["--instance", self.instance, "--cluster-file", str(self.cluster_file)]
+        gpuhub = str(Path(sys.executable).with_name("gpuhub"))
+        return {
+            "proxy": [gpuhub, "proxy", *options],
+            "broker": [gpuhub, "broker", *options],
+            "hub": [sys.executable, "-m", "gpuhub.head.hub", "-f", str(self.folder / "hub_config.py")],
+        }
+
     def _start(self, name: str, command: list[str]) -> None:
-        log = (self.folder / f"{name}.log").open("wb")
+        log = (self.folder / f"{name}.log").open("ab")
         self._logs.append(log)
         environment = os.environ | {
             "GPUHUB_INSTANCE": self.instance,

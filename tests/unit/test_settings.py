@@ -148,6 +148,7 @@ def test_the_example_is_valid_and_shows_every_key():
     tables_read = [
         settings.Cluster, tables.Node, tables.Profile, policy.Users, policy.Group, policy.Allowance,
         policy.Scheduling, tables.Storage, tables.Network, tables.Jobs, tables.Hub, tables.Images, tables.Login,
+        settings.Slurm,
     ]  # fmt: skip
     missing = [f"{table.__name__}.{key}" for table in tables_read for key in table.model_fields if key not in shown]
     assert missing == []
@@ -155,9 +156,9 @@ def test_the_example_is_valid_and_shows_every_key():
 
 def test_the_example_shows_the_true_defaults(tmp_path):
     """Every commented-out line `# key = value` of the example, taken in, gives the same settings as the default."""
-    text = EXAMPLE.read_text(encoding="utf-8")
+    text = re.sub(r"(?ms)^# \[slurm\]$.*?\n\n", "", EXAMPLE.read_text(encoding="utf-8"))
     fewer = re.sub(
-        r"^# (?!address|torch_index|max_gpus|uid_first|time_limit|description|title|switch|rack|cpus|memory|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|max_jobs|card_values|disk|client_id|client_secret_file|issuer|username_claim|groups_claim|domains|idps|server|user_dn|group_base|ca|certificate|key|hostnames|url|reach|name|members|each|together|weight)([a-z_]+ = )",
+        r"^# (?!address|torch_index|max_gpus|uid_first|time_limit|description|title|switch|rack|cpus|memory|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|max_jobs|card_values|disk|client_id|client_secret_file|issuer|username_claim|groups_claim|domains|idps|server|user_dn|group_base|ca|certificate|key|hostnames|url|reach|name|members|each|together|weight|partition|account|qos|reservation|slurm)([a-z_]+ = )",
         r"\1",
         text,
         flags=re.M,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 
 from gpuhub.broker.schemas import (
+    CountedBy,
     Event,
     GpuState,
     GpuView,
@@ -221,19 +222,29 @@ def format_reservations(reservations: Sequence[Reservation], now: datetime, widt
 
 
 def format_usage(usage: Sequence[UsageView], width: int | None) -> str:
-    """A line for each owner; a limit stands behind a slash."""
-    rows = [
-        (
-            one.owner,
-            _of(one.gpus, one.max_gpus),
-            _of(one.waiting, one.max_waiting),
-            _of(round(one.gpu_hours_week, 1), one.max_gpu_hours_week),
-            f"{one.decayed_gpu_hours:.1f}",
-            format_span(one.penalty_s),
-        )
-        for one in usage
+    """A line for each owner; a limit stands behind a slash. What fair share goes by only where gpuhub sees to it, and
+    Slurm's accounts where Slurm counted.
+    """
+    counters = {one.counted_by for one in usage} or {CountedBy.BUILTIN}
+    columns: list[tuple[str, Callable[[UsageView], str]]] = [
+        ("OWNER", lambda one: one.owner),
+        ("GPUS", lambda one: _of(one.gpus, one.max_gpus)),
+        ("WAITING", lambda one: _of(one.waiting, one.max_waiting)),
+        ("GPU-HOURS 7 D", lambda one: _of(round(one.gpu_hours_week, 1), one.max_gpu_hours_week)),
     ]
-    return format_table(("OWNER", "GPUS", "WAITING", "GPU-HOURS 7 D", "DECAYED", "PUT BACK BY"), rows, width)
+    if CountedBy.SLURM in counters:
+        columns += [("BY ACCOUNT", _describe_accounts)]
+    if CountedBy.BUILTIN in counters:
+        columns += [
+            ("DECAYED", lambda one: f"{one.decayed_gpu_hours:.1f}"),
+            ("PUT BACK BY", lambda one: format_span(one.penalty_s)),
+        ]
+    header = tuple(name for name, _ in columns)
+    return format_table(header, [tuple(value(one) for _, value in columns) for one in usage], width)
+
+
+def _describe_accounts(usage: UsageView) -> str:
+    return ", ".join(f"{one.account} {one.gpu_hours_week:.1f}" for one in usage.accounts) or "–"
 
 
 def _of(value: float, limit: float | None) -> str:

@@ -21,6 +21,7 @@ from gpuhub.broker.schemas import (
     ReservationRequest,
     UsageView,
 )
+from gpuhub.broker.sharing import look_beside
 from gpuhub.engines.base import Usage
 from gpuhub.errors import NotAllowed, NotFound
 
@@ -150,6 +151,7 @@ def _scene(core: Core, who: Identity | None) -> Scene:
         job_names={job.lease_id: job.name for job in core.ledger.snapshot.jobs.values() if job.name},
         reservations=[reservation_rules.for_wire(row) for row in core.reservations],
         engine=core.engine,
+        beside=look_beside(core.engine, core.clock.now()),
         now=core.clock.now(),
         monotonic=core.clock.monotonic(),
         owner="" if who is None or not who.is_user else who.name,

@@ -20,6 +20,7 @@ from gpuhub.broker.clock import Clock
 from gpuhub.broker.core import Core
 from gpuhub.broker.couriers import Couriers, StartCourier
 from gpuhub.broker.filters import EnsureFilter, Filters
+from gpuhub.broker.gpu_time import GpuTimes
 from gpuhub.broker.headers import SafeHeaders
 from gpuhub.broker.homes import Homes
 from gpuhub.broker.jobs import JobRunner, StartWorker
@@ -29,6 +30,9 @@ from gpuhub.broker.limits import BodyLimit
 from gpuhub.broker.reviver import Reviver, Servers
 from gpuhub.broker.schemas import Problem
 from gpuhub.broker.service import Broker
+from gpuhub.broker.slurm_queue import WORKERS_PATIENCE_S, SlurmQueue
+from gpuhub.broker.slurm_service import SlurmBroker
+from gpuhub.broker.slurm_submitting import SlurmSide, build_engine
 from gpuhub.broker.store import Store
 from gpuhub.broker.usage_history import build_rules
 from gpuhub.broker.volumes import VolumeKeeper
@@ -67,40 +71,65 @@ def create_app(
     start_courier: StartCourier,
     ensure_filter: EnsureFilter | None = None,
     engine: Engine | None = None,
+    slurm: SlurmSide | None = None,
     clock: Clock | None = None,
     own_token: str = "",
     hub_page: str = "/hub/gpus",
 ) -> FastAPI:
-    """The application; its loops run while it does. The caller closes store and daemons afterwards."""
+    """The application; its loops run while it does. The caller closes store and daemons afterwards. With `slurm` that
+    decides who gets what, in place of `engine`.
+    """
     clock = clock or Clock()
+    slurm_engine = None if slurm is None else build_engine(cluster, daemons.instance)
     core = Core(
         cluster=cluster,
         store=store,
-        engine=engine or BuiltinEngine(build_rules(cluster.scheduling)),
+        engine=slurm_engine or engine or BuiltinEngine(build_rules(cluster.scheduling)),
         inventory=start_inventory(cluster, _seen(store)),
         clock=clock,
     )
 
+    broker: Broker = Broker(core)
+    queue = None
+    if slurm is not None and slurm_engine is not None:
+        queue = SlurmQueue(
+            core, slurm_engine, slurm.api, instance=daemons.instance, find_submitter=slurm.find_submitter
+        )
+        broker = SlurmBroker(core, slurm_engine, queue, GpuTimes(slurm.api, clock))
     couriers = Couriers(core=core, daemons=daemons, start=start_courier)
     audit = Audit(clock)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await core.take_up()
-        runner = JobRunner(core=core, instance=daemons.instance, start_worker=start_worker)
+        runner = JobRunner(
+            core=core,
+            instance=daemons.instance,
+            start_worker=start_worker,
+            refuse_ended=None if queue is None else partial(queue.refuse_ended, patience_s=WORKERS_PATIENCE_S),
+        )
         filters = None if ensure_filter is None else Filters(ensure_filter, clock)
-        keeper = Keeper(core=core, daemons=daemons, runner=runner, couriers=couriers, filters=filters)
-        loops = [
-            asyncio.ensure_future(_keep_running("keeper", keeper.run)),
-            asyncio.ensure_future(_keep_running("reviver", Reviver(core=core, servers=hub).run)),
-            asyncio.ensure_future(_keep_running("volumes", VolumeKeeper(core=core, daemons=daemons).run)),
-            asyncio.ensure_future(_keep_running("networks", partial(_remove_networks, core, daemons))),
-        ]
+        has_daemons = slurm is None or cluster.slurm.runtime == "docker"
+        keeper = Keeper(
+            core=core, daemons=daemons, runner=runner, couriers=couriers, filters=filters, has_daemons=has_daemons
+        )
+        runs: dict[str, Callable[[], Awaitable[None]]] = {
+            "keeper": keeper.run,
+            "reviver": Reviver(core=core, servers=hub).run,
+        }
+        if has_daemons:
+            runs["volumes"] = VolumeKeeper(core=core, daemons=daemons).run
+            runs["networks"] = partial(_remove_networks, core, daemons)
+        if queue is not None:
+            runs["slurm"] = queue.run
+        loops = [asyncio.ensure_future(_keep_running(what, run)) for what, run in runs.items()]
         try:
             yield
         finally:
             await _stop(loops)
             await runner.close()
+            if slurm is not None:
+                await slurm.api.close()
             await core.close()
             await hub.close()
             audit.close()
@@ -114,7 +143,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.core = core
-    app.state.broker = Broker(core)
+    app.state.broker = broker
     app.state.identities = Identities(hub, clock, own_token)
     app.state.homes = Homes(core, couriers)
     app.state.daemons = daemons

@@ -14,7 +14,7 @@ Record = Mapping[str, Any]
 
 _LEASE_PLAIN = (
     "id", "seq", "key", "owner", "subject", "profile", "since", "epoch", "time_limit_s", "created_at", "granted_at",
-    "expires_at", "released_at", "reason", "note", "quarantined_at", "container_id", "version",
+    "expires_at", "released_at", "reason", "note", "quarantined_at", "container_id", "slurm_job", "version",
 )  # fmt: skip
 _GPU_PLAIN = ("node", "index", "model", "memory_mib", "worker", "share", "part", "shed_at", "released_at")
 _JOB_PLAIN = (

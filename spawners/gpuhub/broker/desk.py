@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from gpuhub import names
 from gpuhub.broker import allowances, audit, intake, leases, schedule
@@ -21,8 +21,10 @@ from gpuhub.gpus import Card
 class Desk:
     """Takes requests for notebooks, jobs and arrays."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, refuse: Callable[[LeaseRow], None] | None = None) -> None:
+        """`refuse` raises for what nobody could ever grant, besides what the engine and the settings say."""
         self._core = core
+        self._refuse = refuse
         #: Why what is asked for cannot ever be granted, as long as there are these cards.
         self._cards: Mapping[str, tuple[Card, ...] | None] = {}
         self._verdicts: dict[Ask, str | None] = {}
@@ -140,6 +142,8 @@ class Desk:
         why = self._verdicts[lease.ask]
         if why is not None:
             raise InvalidRequest(why)
+        if self._refuse is not None:
+            self._refuse(lease)
         intake.refuse_beyond(lease, asker.rights, notebook=notebook, joined=joined)
 
 

@@ -45,6 +45,42 @@ def prove_gone(lease_ids: Sequence[str], node: str) -> Edit:
     return edit
 
 
+def set_slurm_jobs(jobs: Mapping[str, int]) -> Edit:
+    """These Slurm jobs stand for these leases; one that has another, or has ended, is left alone."""
+
+    def edit(draft: Draft) -> None:
+        for lease_id, job in jobs.items():
+            lease = draft.leases.get(lease_id)
+            if lease is not None and lease.is_open and lease.slurm_job is None:
+                draft.put_lease(lease.evolve(slurm_job=job))
+
+    return edit
+
+
+def change_leases(changes: Sequence[tuple[str, Callable[[LeaseRow], LeaseRow]]]) -> Edit:
+    """Change leases; those that have ended are left alone."""
+
+    def edit(draft: Draft) -> None:
+        for lease_id, change in changes:
+            if lease_id in draft.leases and draft.leases[lease_id].is_open:
+                draft.put_lease(change(draft.leases[lease_id]))
+
+    return edit
+
+
+def give_back(lease_id: str, nodes: Collection[str]) -> Edit:
+    """A lease that goes on, and the job that it is for, lose some nodes."""
+
+    def edit(draft: Draft) -> None:
+        lease, job_id = draft.leases.get(lease_id), draft.index.one("job of lease", lease_id)
+        if lease is None or lease.state not in leases.LIVE or job_id is None:
+            return
+        draft.put_lease(leases.shed(lease, nodes, draft.now))
+        draft.put_job(job_rules.shrink(draft.jobs[job_id], nodes, draft.now))
+
+    return edit
+
+
 def quarantine(reasons: Mapping[str, str]) -> Edit:
     """Releasing leases lack proof for too long, each with why; others are left alone."""
 

@@ -24,14 +24,7 @@ async def extend(core: Core, lease_id: str, seconds: int) -> None:
     """
 
     def edit(draft: Draft) -> None:
-        lease = draft.leases.get(lease_id)
-        if lease is None:
-            raise Conflict(f"lease {lease_id} has ended")
-        extended = leases.extend(lease, seconds, draft.now)
-        if lease.expires_at is None or lease.expires_at < draft.now + seconds:
-            refuse_beyond(core.cluster, core.rights(lease.owner), lease, seconds, draft.now)
-            refuse_waited_for(core.engine, lease, _waiting(draft))
-        draft.put_lease(extended)
+        lease = draft.put_lease(check(core, lease_id, seconds, draft))
         draft.note(
             "lease.extended",
             f"{lease.purpose} lease of {lease.owner} now ends in {format_span(seconds)}",
@@ -40,6 +33,22 @@ async def extend(core: Core, lease_id: str, seconds: int) -> None:
         )
 
     await core.ledger.change(edit)
+
+
+def check(core: Core, lease_id: str, seconds: int, draft: Draft) -> LeaseRow:
+    """The lease as it would be; nothing is changed.
+
+    Raises:
+        InvalidRequest, Conflict: see `extend`.
+    """
+    lease = draft.leases.get(lease_id)
+    if lease is None:
+        raise Conflict(f"lease {lease_id} has ended")
+    extended = leases.extend(lease, seconds, draft.now)
+    if lease.expires_at is None or lease.expires_at < draft.now + seconds:
+        refuse_beyond(core.cluster, core.rights(lease.owner), lease, seconds, draft.now)
+        refuse_waited_for(core.engine, lease, _waiting(draft))
+    return extended
 
 
 def refuse_beyond(cluster: Cluster, rights: Rights, lease: LeaseRow, seconds: int, now: float) -> None:

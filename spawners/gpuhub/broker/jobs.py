@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 #: Starts (or adopts) a worker's container and returns its id.
 StartWorker = Callable[[WorkerSpec], Awaitable[str]]
+#: Raises where nothing of a lease may be started any more.
+RefuseEnded = Callable[[LeaseRow], Awaitable[None]]
 
 _OUT_OF_MEMORY = 137
 _RETRY_S = 2.0
@@ -32,8 +35,12 @@ _RETRY_S = 2.0
 class JobRunner:
     """At most one start of each job at a time."""
 
-    def __init__(self, *, core: Core, instance: str, start_worker: StartWorker) -> None:
+    def __init__(
+        self, *, core: Core, instance: str, start_worker: StartWorker, refuse_ended: RefuseEnded | None = None
+    ) -> None:
+        """`refuse_ended` is asked about a worker's lease when its container is there, before it is started."""
         self._core = core
+        self._refuse_ended = refuse_ended
         self._instance = instance
         self._start_worker = start_worker
         self._starting: dict[str, asyncio.Task[None]] = {}
@@ -82,7 +89,10 @@ class JobRunner:
             await self._core.edit_jobs([(job.id, partial(_failed, index=worker.index, message=another))])
             return
         try:
-            container_id = await self._start_worker(build_spec(self._instance, job, lease, worker))
+            spec = build_spec(self._instance, job, lease, worker)
+            if self._refuse_ended is not None:
+                spec = replace(spec, before_start=partial(self._refuse_ended, lease))
+            container_id = await self._start_worker(spec)
         except GpuhubError as error:
             change = partial(_failed, index=worker.index, message=str(error))
         except Exception:
@@ -132,6 +142,7 @@ def build_spec(instance: str, job: JobRow, lease: LeaseRow, worker: WorkerRow) -
         image=job.image,
         roster=build_roster(job, lease) if job.detached else None,
         preemptions=job.preemptions,
+        slurm_job=lease.slurm_job,
     )
 
 

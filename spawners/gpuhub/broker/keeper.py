@@ -64,11 +64,20 @@ class Keeper:
     """Watches nodes, jobs and the clock until cancelled."""
 
     def __init__(
-        self, *, core: Core, daemons: Daemons, runner: JobRunner, couriers: Couriers, filters: Filters | None = None
+        self,
+        *,
+        core: Core,
+        daemons: Daemons,
+        runner: JobRunner,
+        couriers: Couriers,
+        filters: Filters | None = None,
+        has_daemons: bool = True,
     ) -> None:
+        """Without `has_daemons` somebody else reads the nodes."""
         self._core = core
         self._daemons = daemons
         self._runner = runner
+        self._nodes = tuple(core.inventory.nodes) if has_daemons else ()
         self._couriers = couriers
         self._filters = filters
         self._looker = Looker(daemons=daemons, clock=core.clock)
@@ -85,7 +94,7 @@ class Keeper:
         """Run all loops."""
         try:
             async with asyncio.TaskGroup() as group:
-                for node in self._core.inventory.nodes:
+                for node in self._nodes:
                     group.create_task(self._watch(node))
                 group.create_task(self._follow_jobs())
                 group.create_task(self._watch_clock())

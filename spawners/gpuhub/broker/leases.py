@@ -111,6 +111,13 @@ def restore_time(lease: LeaseRow) -> LeaseRow:
     return lease.evolve(expires_at=None if limit is None else lease.granted_at + limit, reason=None)
 
 
+def follow_end(lease: LeaseRow, ends_at: float | None) -> LeaseRow:
+    """A live lease without a limit of its own ends when somebody else says; others are left alone."""
+    if lease.state not in LIVE or lease.time_limit_s is not None or lease.expires_at == ends_at:
+        return lease
+    return lease.evolve(expires_at=ends_at)
+
+
 def release(lease: LeaseRow, reason: str, now: float) -> LeaseRow:
     """The lease is to end: at once while it waits, else as soon as its containers are gone."""
     if lease.state in ENDING or lease.state is LeaseState.RELEASED:
@@ -118,8 +125,9 @@ def release(lease: LeaseRow, reason: str, now: float) -> LeaseRow:
     if lease.state is LeaseState.REQUESTED:
         return _enter(lease, LeaseState.RELEASED, now).evolve(reason=reason, released_at=now)
     if is_expired(lease, now):
-        limit = lease.time_limit_s
-        reason = lease.reason or (reason if limit is None else f"its time limit of {format_span(limit)} was reached")
+        # Without one of its own it follows Slurm's.
+        limit = "" if lease.time_limit_s is None else f" of {format_span(lease.time_limit_s)}"
+        reason = lease.reason or f"its time limit{limit} was reached"
     return _enter(lease, LeaseState.RELEASING, now).evolve(reason=reason)
 
 
@@ -141,8 +149,8 @@ def shed(lease: LeaseRow, nodes: Collection[str], now: float) -> LeaseRow:
     )
 
 
-def warn(lease: LeaseRow, note: str) -> LeaseRow:
-    """The owner of a lease that goes on is to know this."""
+def warn(lease: LeaseRow, note: str | None) -> LeaseRow:
+    """The owner of a lease that goes on is to know this; None: nothing any more."""
     return lease.evolve(note=note)
 
 

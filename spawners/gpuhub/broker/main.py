@@ -12,6 +12,7 @@ from gpuhub import settings, urls
 from gpuhub.broker import audit
 from gpuhub.broker.app import create_app
 from gpuhub.broker.hub import HubApi
+from gpuhub.broker.slurm_submitting import SlurmSide, find_submitter
 from gpuhub.broker.store import Store
 from gpuhub.containers.courier import start_courier
 from gpuhub.containers.daemons import Daemons
@@ -20,6 +21,8 @@ from gpuhub.guard.container import ensure_guard
 from gpuhub.nodes.head import head_address
 from gpuhub.paths import Paths
 from gpuhub.secrets import BROKER_TOKEN, read_secret
+from gpuhub.settings import Cluster
+from gpuhub.slurm.make import make_api
 from gpuhub.trust import internal
 
 #: Long polls are cut short when the broker stops, seconds; their clients ask again.
@@ -57,6 +60,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
             start_worker=partial(start_worker, daemons, cluster, paths),
             start_courier=partial(start_courier, daemons, cluster, paths),
             ensure_filter=partial(ensure_guard, daemons, cluster, paths.instance),
+            slurm=None if cluster.engine == "builtin" else _slurm_side(cluster, paths),
             own_token=token,
         )
         uvicorn.run(
@@ -75,3 +79,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
         daemons.close()
         store.close()
         lines.close()
+
+
+def _slurm_side(cluster: Cluster, paths: Paths) -> SlurmSide:
+    return SlurmSide(api=make_api(cluster.slurm), find_submitter=partial(find_submitter, cluster, paths))

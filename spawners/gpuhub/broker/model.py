@@ -55,6 +55,7 @@ leases = Table(
     Column("note", Text),
     Column("quarantined_at", Float),
     Column("container_id", String(64)),
+    Column("slurm_job", BigInteger),
     Column("nodes", JSON, nullable=False),
     Column("identities", JSON, nullable=False, server_default="{}"),
     Column("version", BigInteger, nullable=False),

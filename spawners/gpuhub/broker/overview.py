@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from gpuhub.broker import views
+from gpuhub.broker import reservations, sharing, views
 from gpuhub.broker.cordons import Cordon
 from gpuhub.broker.rows import LeaseRow
 from gpuhub.broker.schemas import (
@@ -23,6 +23,7 @@ from gpuhub.broker.schemas import (
     QueueEntry,
     Reservation,
 )
+from gpuhub.broker.sharing import Beside
 from gpuhub.broker.views import Place
 from gpuhub.engines.base import Engine, Request
 from gpuhub.gpus import Requirement
@@ -55,6 +56,8 @@ class Scene:
     cordons: Mapping[str, Cordon] = field(default_factory=dict)
     guards: Mapping[str, Guard] = field(default_factory=dict)
     reservations: Sequence[Reservation] = ()
+    #: What Slurm says of others' jobs on the same GPUs.
+    beside: Beside = field(default_factory=Beside)
     #: Names of jobs that have one, by lease.
     job_names: Mapping[str, str] = field(default_factory=dict)
     #: Who looks: reservations and limits of theirs count for what starts at once. Empty for nobody in particular.
@@ -71,8 +74,9 @@ class _Gpus:
     shares: Mapping[str, int]
     quarantined: frozenset[str]
     reserved: Mapping[str, str]
-    #: By lease.
+    #: By lease, and of others' jobs by UUID.
     holders: Mapping[str, Holder]
+    outside: Mapping[str, Holder]
     free: set[str] = field(default_factory=set)
     #: By what is asked of a GPU: which could serve, and who of their holders is named.
     serving: dict[tuple[Requirement, int], tuple[frozenset[str], tuple[Holder, ...]]] = field(default_factory=dict)
@@ -81,31 +85,35 @@ class _Gpus:
 def build_cluster(scene: Scene) -> ClusterView:
     """The whole cluster."""
     gpus = _gather(scene)
-    queue = [scene.leases[one] for one in scene.engine.order(scene.now) if one in scene.leases]
-    demand = _demand(scene.engine, queue, gpus)
+    order = scene.engine.order(scene.now)
+    # Jobs beside gpuhub's have their places too.
+    queue = [(place, scene.leases[one]) for place, one in enumerate(order, 1) if one in scene.leases]
+    demand = _demand(scene.engine, [lease for _, lease in queue], gpus)
     nodes_of = Counter(node for lease in scene.leases.values() for node in lease.nodes)
+    nodes = tuple(build_node(scene, record, gpus, nodes_of[record.name]) for record in scene.inventory.nodes.values())
     return ClusterView(
-        nodes=tuple(
-            build_node(scene, record, gpus, nodes_of[record.name]) for record in scene.inventory.nodes.values()
-        ),
+        nodes=nodes,
         profiles=tuple(_profile(scene, profile, gpus, demand) for profile in scene.cluster.profiles),
         queue=tuple(
-            _entry(scene, lease, position)
-            for position, lease in enumerate(queue, 1)
-            if _is_told(scene, lease, position)
+            _entry(scene, lease, position, number)
+            for number, (position, lease) in enumerate(queue, 1)
+            if _is_told(scene, lease, number)
         ),
         waiting=len(queue),
+        waiting_outside=scene.beside.waiting,
         reservations=tuple(scene.reservations),
+        engine=scene.cluster.engine,
+        partitions=sharing.build_partitions(scene.cluster, scene.beside.site, nodes),
         now=views.as_time(scene.now),
     )
 
 
-def _is_told(scene: Scene, lease: LeaseRow, position: int) -> bool:
-    return position <= QUEUE_TOLD or lease.owner == scene.owner
+def _is_told(scene: Scene, lease: LeaseRow, number: int) -> bool:
+    return number <= QUEUE_TOLD or lease.owner == scene.owner
 
 
-def _entry(scene: Scene, lease: LeaseRow, position: int) -> QueueEntry:
-    is_near = position <= STARTS_TOLD or lease.owner == scene.owner
+def _entry(scene: Scene, lease: LeaseRow, position: int, number: int) -> QueueEntry:
+    is_near = number <= STARTS_TOLD or lease.owner == scene.owner
     place = scene.places.get(lease.id) if is_near else None
     expected_start = None if place is None else place.expected_start
     return views.build_queue_entry(lease, position, expected_start, scene.job_names.get(lease.id, ""))
@@ -133,25 +141,14 @@ def _gather(scene: Scene) -> _Gpus:
         held=held,
         shares=shares,
         quarantined=frozenset(quarantined),
-        reserved=_reserved(scene.reservations, scene.inventory, scene.now),
+        reserved=reservations.find_kept(scene.reservations, scene.inventory, scene.now),
         holders={
             lease.id: views.build_holder(lease, scene.job_names.get(lease.id, ""))
             for leases in held.values()
             for lease in leases
         },
+        outside={uuid: sharing.build_holder(job, scene.now) for uuid, job in scene.beside.outside.items()},
     )
-
-
-def _reserved(reservations: Iterable[Reservation], inventory: Inventory, now: float) -> dict[str, str]:
-    """UUID → the name of the reservation that keeps it at present."""
-    found: dict[str, str] = {}
-    for one in reservations:
-        if one.starts_at.timestamp() <= now < one.ends_at.timestamp():
-            for node in one.nodes:
-                record = inventory.nodes.get(node)
-                found.update({gpu.uuid: one.name for gpu in (record.gpus if record is not None else ())})
-            found.update(dict.fromkeys(one.gpus, one.name))
-    return found
 
 
 # -- nodes and GPUs ---------------------------------------------------------------------------------------------------
@@ -167,6 +164,7 @@ def build_node(scene: Scene, record: NodeRecord, gpus: _Gpus, leases: int) -> No
         monotonic=scene.monotonic,
         scheduling=scene.cluster.scheduling,
     )
+    condition = sharing.judge_node(scene.beside, record.name, condition)
     described = scene.inventory.described[record.name]
     return NodeView(
         name=record.name,
@@ -193,10 +191,13 @@ def _gpu(scene: Scene, record: NodeRecord, gpu: GpuReading, gpus: _Gpus, cordon:
         monotonic=scene.monotonic,
         scheduling=scene.cluster.scheduling,
     )
+    condition = sharing.judge_gpu(scene.beside, record.name, gpu.uuid, condition, scene.now)
     if condition.state is GpuState.FREE:
         gpus.free.add(gpu.uuid)
     is_fresh = record.is_fresh(scene.monotonic)
     holders = tuple([gpus.holders[lease.id] for lease in leases])
+    if condition.state is GpuState.OUTSIDE and gpu.uuid in gpus.outside:
+        holders = (gpus.outside[gpu.uuid],)
     return GpuView(
         uuid=gpu.uuid,
         node=record.name,
@@ -287,7 +288,10 @@ def _count_free(share: int, serving: frozenset[str], gpus: _Gpus) -> int:
 
 def _holders(serving: frozenset[str], gpus: _Gpus) -> tuple[Holder, ...]:
     leases = {lease.id: lease for uuid in serving & gpus.held.keys() for lease in gpus.held[uuid]}
-    first = heapq.nsmallest(
-        HOLDERS_NAMED, [(lease.expires_at or inf, lease.granted_at or 0.0, lease.id) for lease in leases.values()]
-    )
-    return tuple(gpus.holders[lease_id] for _, _, lease_id in first)
+    jobs = {holder.slurm_job: holder for uuid in serving & gpus.outside.keys() for holder in (gpus.outside[uuid],)}
+    known = [gpus.holders[lease_id] for lease_id in sorted(leases)] + list(jobs.values())
+    return tuple(heapq.nsmallest(HOLDERS_NAMED, known, key=_end_of))
+
+
+def _end_of(holder: Holder) -> tuple[float, float]:
+    return (inf if holder.until is None else holder.until.timestamp(), holder.since.timestamp())

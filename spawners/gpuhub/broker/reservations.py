@@ -91,3 +91,15 @@ def for_wire(row: ReservationRow) -> schemas.Reservation:
         ends_at=datetime.fromtimestamp(row.ends_at, UTC),
         created_by=row.created_by,
     )
+
+
+def find_kept(reservations: Iterable[schemas.Reservation], inventory: Inventory, now: float) -> dict[str, str]:
+    """By GPU the name of the reservation that keeps it at present."""
+    found: dict[str, str] = {}
+    for one in reservations:
+        if one.starts_at.timestamp() <= now < one.ends_at.timestamp():
+            for node in one.nodes:
+                record = inventory.nodes.get(node)
+                found.update({gpu.uuid: one.name for gpu in (record.gpus if record is not None else ())})
+            found.update(dict.fromkeys(one.gpus, one.name))
+    return found

@@ -182,7 +182,7 @@ async def get_cluster(who: Who, broker: TheBroker) -> Response:
 @api.get("/usage", tags=["cluster"], responses=documented(422))
 async def get_usage(who: Who, broker: TheBroker, owner: Owner = None) -> list[UsageView]:
     """What owners have, had and may have: oneself, or all (or `owner`) for an administrator."""
-    return broker.usage(who, owner)
+    return await broker.usage(who, owner)
 
 
 @api.get("/events", tags=["cluster"], responses=documented(422))

@@ -108,6 +108,8 @@ class LeaseRow:
     #: From then on its GPUs are blocked, and not charged to its owner.
     quarantined_at: float | None = None
     container_id: str | None = None
+    #: The Slurm job that stands for it; None without Slurm, and until it is submitted.
+    slurm_job: int | None = None
     nodes: tuple[str, ...] = ()
     #: By node, at the grant: its Docker daemon's id and its machine's boot id, None where not known. Another daemon's
     #: word is no proof, unless the machine was started anew.

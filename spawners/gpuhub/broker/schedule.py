@@ -45,6 +45,7 @@ def build_request(lease: LeaseRow) -> Request:
         time_limit_s=lease.time_limit_s,
         cpu_milli=ask.cpu_milli,
         memory_mib=ask.memory_mib,
+        slurm_job=lease.slurm_job,
     )
 
 

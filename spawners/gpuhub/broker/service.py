@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from gpuhub.broker import administration, extensions, job_rules, leases, slots, views
@@ -43,9 +44,10 @@ MOST_JOBS = 200
 class Broker:
     """The owner of every lease."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, *, refuse: Callable[[LeaseRow], None] | None = None) -> None:
+        """`refuse` raises for what nobody could ever grant, besides what the engine and the settings say."""
         self._core = core
-        self._desk = Desk(core)
+        self._desk = Desk(core, refuse)
         self._looks = Looks(core)
         self._glances = Glances(core)
         self._slots = slots.Slots()
@@ -246,7 +248,7 @@ class Broker:
         """The same as JSON; at a large cluster some moments old."""
         return self._glances.look(who)
 
-    def usage(self, who: Identity, owner: str | None) -> list[UsageView]:
+    async def usage(self, who: Identity, owner: str | None) -> list[UsageView]:
         """What owners have, had and may have: one's own, or all.
 
         Raises:

@@ -70,6 +70,7 @@ def build_lease(lease: LeaseRow, version: int, place: Place | None) -> Lease:
         priority=lease.ask.priority,
         nodes=lease.nodes,
         gpus=tuple(build_gpu(gpu) for gpu in lease.gpus),
+        slurm_job=lease.slurm_job,
         epoch=lease.epoch,
         created_at=as_time(lease.created_at),
         granted_at=as_time_or_none(lease.granted_at),
@@ -167,6 +168,7 @@ def build_holder(lease: LeaseRow, name: str = "") -> Holder:
         since=as_time(lease.granted_at or lease.created_at),
         until=as_time_or_none(lease.expires_at),
         name=name,
+        slurm_job=lease.slurm_job,
     )
 
 

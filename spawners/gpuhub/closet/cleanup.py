@@ -10,7 +10,7 @@ from pathlib import Path
 import docker
 import requests
 
-from gpuhub.closet import daemons, dns, network
+from gpuhub.closet import daemons, dns, network, slurm_daemons
 from gpuhub.closet.places import cgroup, node_places, run_folder
 from gpuhub.closet.plan import ClosetNode, Plan
 from gpuhub.paths import Paths
@@ -22,6 +22,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 def leftovers(plan: Plan, paths: Paths) -> list[str]:
     """What of the closet is still on this machine, one line each; images kept for the next start don't count."""
     names = [] if dns.running(paths) is None else [f"name server, process {dns.running(paths)}"]
+    names += slurm_daemons.leftovers(paths)
     return sorted({*names, *_processes(plan), *_network(plan), *_mounts(plan, paths), *_files(plan, paths)})
 
 

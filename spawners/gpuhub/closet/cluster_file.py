@@ -8,11 +8,15 @@ import os
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 from gpuhub import settings
+from gpuhub.closet import slurm
 from gpuhub.closet.places import node_places
 from gpuhub.closet.plan import Card, ClosetNode, Plan
 from gpuhub.paths import DEFAULT_INSTANCE, Paths
+
+Engine = Literal["builtin", "slurm"]
 
 NOTICE = "Practice closet: the GPUs are simulated, and training runs on the CPU."
 USERS = ("ada", "ben")
@@ -20,7 +24,7 @@ USERS = ("ada", "ben")
 _PORTS = {DEFAULT_INSTANCE: (8000, 8001), "ghtest": (18000, 18001)}
 
 
-def write_cluster_file(plan: Plan, paths: Paths) -> Path:
+def write_cluster_file(plan: Plan, paths: Paths, engine: Engine = "builtin") -> Path:
     """Write the closet's cluster.toml and make the folders it names.
 
     Returns:
@@ -28,34 +32,45 @@ def write_cluster_file(plan: Plan, paths: Paths) -> Path:
     """
     for folder in (_homes(paths), _datasets(paths), paths.closet_cluster_file.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    text = format_cluster(plan, paths, cpus=os.cpu_count() or 1)
+    text = format_cluster(plan, paths, cpus=os.cpu_count() or 1, engine=engine)
     fresh = paths.closet_cluster_file.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")
     settings.load(fresh)
     return fresh.replace(paths.closet_cluster_file)
 
 
-def format_cluster(plan: Plan, paths: Paths, *, cpus: int) -> str:
+def format_cluster(plan: Plan, paths: Paths, *, cpus: int, engine: Engine = "builtin") -> str:
     """The file's text, for a machine with so many CPUs: Docker refuses a container more than there are."""
     port, proxy_port = _PORTS.get(plan.instance) or _own_ports(plan.instance)
     cards = {given.model: given for node in plan.nodes for card in node.cards for given in card.given}
     whole = [card for node in plan.nodes for card in node.cards if not card.mig]
+    has_slurm = engine == "slurm"
     tables = [
         "# Written by the practice closet at every start: copy it before you change it.",
+        *(['engine = "slurm"'] if has_slurm else []),
         f"notice = {_text(NOTICE)}",
         *(_node(node, paths) for node in plan.nodes),
         *(_profile(card, cpus) for card in cards.values()),
-        *(_part_profile(card, cpus) for card in whole[:1]),
+        # Slurm gives whole GPUs only.
+        *(_part_profile(card, cpus) for card in whole[: 0 if has_slurm else 1]),
         _cpu_profile(cpus),
         _table("users", login="password", allowed=list(USERS), uid_first=20000),
-        # Here everybody may practise giving GPUs back: %gpu_launch --scavenge.
-        _table("scheduling", preemption=True, preempt_grace="30s"),
+        _slurm(plan, paths) if has_slurm else _scheduling(),
         _table("storage", home=f"{_homes(paths)}/{{username}}", datasets=str(_datasets(paths))),
         # The nodes share this machine, and a launch runs on all of them at once.
         _table("jobs", cpus=max(1, cpus // 3), memory="4G", shm="1G"),
         _table("hub", address=str(plan.head), port=port, proxy_api_port=proxy_port),
     ]
     return "\n\n".join(tables) + "\n"
+
+
+def _scheduling() -> str:
+    # Here everybody may practise giving GPUs back: %gpu_launch --scavenge.
+    return _table("scheduling", preemption=True, preempt_grace="30s")
+
+
+def _slurm(plan: Plan, paths: Paths) -> str:
+    return _table("slurm", conf=str(slurm.build_files(plan, paths).conf))
 
 
 def _homes(paths: Paths) -> Path:

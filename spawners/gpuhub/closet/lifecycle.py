@@ -8,7 +8,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from gpuhub.closet import cards, cleanup, daemons, dns, driver, network
+from gpuhub.closet import cards, cleanup, daemons, dns, driver, network, slurm_daemons
 from gpuhub.closet.cleanup import leftovers
 from gpuhub.closet.cluster_file import write_cluster_file
 from gpuhub.closet.daemons import dockerd_command, wait_ready
@@ -81,6 +81,8 @@ def ensure_down(plan: Plan, paths: Paths, *, purge: bool = False) -> None:
     if answering:
         with ThreadPoolExecutor(len(answering)) as pool:
             list(pool.map(lambda node: cleanup.clear_daemon(node, paths), answering))
+    # The jobs of its Slurm run in the nodes' networks.
+    slurm_daemons.stop(plan, paths)
     daemons.stop(plan, plan.nodes)
     dns.stop_dns(paths)
     network.remove_network(plan)

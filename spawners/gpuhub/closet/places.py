@@ -83,6 +83,11 @@ def driver_folder(paths: Paths) -> Path:
     return paths.closet / "driver"
 
 
+def slurm_folder(paths: Paths) -> Path:
+    """The closet's Slurm: settings, sockets and queue. Below the state's folder, which users can reach."""
+    return paths.closet / "slurm"
+
+
 def cgroup(instance: str) -> str:
     """The control group below which all containers of the closet run."""
     return f"{instance}-closet"

@@ -108,7 +108,10 @@ def build_notebook(
         name=names.notebook_container(place.instance, lease.owner, lease.subject),
         image=profile.image,
         hostname=place.node.name,
-        labels=_labels(place, names.KIND_NOTEBOOK, lease.id, lease.epoch, lease.owner),
+        labels={
+            **_labels(place, names.KIND_NOTEBOOK, lease.id, lease.epoch, lease.owner),
+            **_slurm_labels(lease.slurm_job),
+        },
         environment={
             **_threads(limits),
             **environment,
@@ -142,6 +145,7 @@ def build_worker(
     number: int,
     roster: str | None = None,
     preemptions: int = 0,
+    slurm_job: int | None = None,
 ) -> ContainerSpec:
     """One worker container of a job; `number` is its place in the run. It gets no token: it has nothing to ask of
     anybody, not even in a detached job, whose workers are told of each other by `roster`.
@@ -154,6 +158,7 @@ def build_worker(
         hostname=place.node.name,
         labels={
             **_labels(place, names.KIND_WORKER, lease_id, epoch, identity.name),
+            **_slurm_labels(slurm_job),
             names.LABEL_JOB: job_id,
             names.LABEL_WORKER: str(index),
         },
@@ -269,6 +274,10 @@ def _labels(place: Place, kind: str, lease_id: str, epoch: int, owner: str) -> d
         names.LABEL_OWNER: owner,
     }
     return labels if place.gpu_share == 1 else labels | {names.LABEL_SHARE: str(place.gpu_share)}
+
+
+def _slurm_labels(job: int | None) -> dict[str, str]:
+    return {} if job is None else {names.LABEL_SLURM_JOB: str(job)}
 
 
 def _surroundings(place: Place, identity: Identity) -> dict[str, str]:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuhub import gpus
-from gpuhub.broker.schemas import ClusterView, Holder, ProfileView
+from gpuhub.broker.schemas import ClusterView, Holder, PartitionView, ProfileView
 from gpuhub.containers import rendering
-from gpuhub.containers.telling import card_of, count_totals, describe_gib
+from gpuhub.containers.telling import card_of, count_totals, describe_gib, describe_partition
 from gpuhub.containers.troubles import SpawnFailed
 from gpuhub.quantities import format_size, format_span
 from gpuhub.settings import Cluster, Profile, gpu_requirement
+from gpuhub.slurm.site import find_terms
 from gpuhub.storage.quotas import HomeUse
 
 UNKNOWN = "unknown"
@@ -30,6 +31,8 @@ class Card:
     description: str
     #: GPU, CPU, memory and time limit in one line.
     facts: str
+    #: With Slurm: partition with its limits, account, QOS, reservation.
+    terms: str
     #: One of the words above.
     status: str
     status_text: str
@@ -43,7 +46,7 @@ def build_cards(cluster: Cluster, view: ClusterView | None, last_profile: object
     views = {} if view is None else {profile.name: profile for profile in view.profiles}
     chosen = choose_preselected(cluster, views, last_profile)
     return [
-        _card(profile, views.get(profile.name), memories_of(profile, view), is_chosen=profile.name == chosen)
+        _card(cluster, view, profile, views.get(profile.name), is_chosen=profile.name == chosen)
         for profile in cluster.profiles
     ]
 
@@ -65,18 +68,38 @@ def memories_of(profile: Profile, view: ClusterView | None) -> list[int]:
     return sorted({gpu.memory_mib for node in view.nodes for gpu in node.gpus if requirement.accepts(card_of(gpu))})
 
 
-def _card(profile: Profile, view: ProfileView | None, memories: Sequence[int], *, is_chosen: bool) -> Card:
+def _card(
+    cluster: Cluster, whole: ClusterView | None, profile: Profile, view: ProfileView | None, *, is_chosen: bool
+) -> Card:
     status, status_text, free_text = _status(view)
+    partitions = () if whole is None else whole.partitions
+    partition = next((one for one in partitions if profile.name in one.profiles), None)
+    if partition is not None and status == QUEUE:
+        status_text = "waits in Slurm's queue" if partition.is_up else "waits: its partition is down"
     return Card(
         name=profile.name,
         title=profile.title,
         description=profile.description,
-        facts=describe_facts(profile, memories),
+        facts=describe_facts(profile, memories_of(profile, whole), partition),
+        terms=describe_terms(cluster, profile, partition),
         status=status,
         status_text=status_text,
         free_text=free_text,
         holders=view.holders if view is not None else (),
         is_chosen=is_chosen,
+    )
+
+
+def describe_terms(cluster: Cluster, profile: Profile, partition: PartitionView | None) -> str:
+    """As which Slurm job it runs, such as `partition gpu (up to 8 h) · account physics`; empty without Slurm."""
+    if cluster.engine == "builtin":
+        return ""
+    terms = find_terms(cluster.slurm, profile)
+    name = terms.partition if partition is None else partition.name
+    limits = "" if partition is None else f" ({describe_partition(partition)})"
+    told = (("account", terms.account), ("QOS", terms.qos), ("reservation", terms.reservation))
+    return " · ".join(
+        [*([f"partition {name}{limits}"] if name else []), *(f"{what} {value}" for what, value in told if value)]
     )
 
 
@@ -91,17 +114,21 @@ def _status(view: ProfileView | None) -> tuple[str, str, str]:
     return QUEUE, f"will queue at position {view.ahead + 1}", free_text
 
 
-def describe_facts(profile: Profile, memories: Sequence[int] = ()) -> str:
+def describe_facts(profile: Profile, memories: Sequence[int] = (), partition: PartitionView | None = None) -> str:
     """Such as `1 × RTX 5090 · 4 CPUs · 16 GiB memory · up to 8 h`; for a part of a GPU, what its cap is worth.
 
-    `memories` are those of the GPUs that it may be a part of, MiB, in order.
+    `memories` are those of the GPUs that it may be a part of, MiB, in order. A profile without a limit has its
+    partition's.
     """
     cpus = f"{profile.cpus:g} CPU{'' if profile.cpus == 1 else 's'}"
     parts = [_describe_gpus(profile, memories), cpus, f"{format_size(profile.memory)} memory"]
     if profile.exclusive:
         parts.insert(1, "the node to itself")
-    if profile.time_limit is not None:
-        parts.append(f"up to {format_span(profile.time_limit)}")
+    limit = profile.time_limit
+    if limit is None and partition is not None:
+        limit = partition.longest_s if partition.usual_s is None else partition.usual_s
+    if limit is not None:
+        parts.append(f"up to {format_span(limit)}")
     return " · ".join(parts)
 
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from gpuhub.broker.schemas import ClusterView, GpuState, Lease, NodeState, NodeView, QueueEntry, UsageView, Why
 from gpuhub.containers import rendering
-from gpuhub.containers.telling import count_totals
+from gpuhub.containers.telling import count_totals, is_held_beside
 
 #: So many nodes at once; of fewer than a handful, nothing needs to be looked for.
 NODES_A_PAGE = 40
@@ -87,7 +87,7 @@ def _fits(node: NodeView, wish: Wish, name: str) -> bool:
 def has_trouble(node: NodeView) -> bool:
     """Whether an administrator should look at it."""
     is_well = node.state is NodeState.UP and node.message is None
-    return not is_well or any(gpu.state not in _FINE for gpu in node.gpus)
+    return not is_well or any(gpu.state not in _FINE and not is_held_beside(gpu) for gpu in node.gpus)
 
 
 def _texts(node: NodeView) -> list[str]:
@@ -100,7 +100,7 @@ def build_parts(look: Look, wish: Wish) -> dict[str, str]:
     macros = rendering.macros("gpuhub_gpus_parts.html")
     view = look.view
     if view is None:
-        parts = dict.fromkeys(("totals", "own", "nodes", "queue", "reservations", "admin"), "")
+        parts = dict.fromkeys(("totals", "own", "nodes", "queue", "partitions", "reservations", "admin"), "")
         return {**parts, "problem": str(macros.problem())}
     return {
         "problem": "",
@@ -108,6 +108,7 @@ def build_parts(look: Look, wish: Wish) -> dict[str, str]:
         "own": str(macros.own(look, next((one for one in look.usage if one.owner == look.name), None))),
         "nodes": str(macros.nodes(choose_nodes(view.nodes, wish, look.name), look)),
         "queue": str(macros.queue(choose_entries(look, view), view.waiting, look)),
+        "partitions": str(macros.partitions(view.partitions)),
         "reservations": str(macros.reservations(view.reservations, view.now)),
         "admin": str(macros.admin(look)) if look.is_admin else "",
     }

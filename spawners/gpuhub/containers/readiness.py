@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Awaitable, Callable
 
 import httpx
 
@@ -20,19 +21,28 @@ _VERSION_HEADER = "X-JupyterHub-Version"
 async def wait_ready(
     daemons: Daemons, node: str, container: str, url: str, *, tls: ssl.SSLContext | None = None
 ) -> None:
-    """Return as soon as the notebook at `url` (its `/api`) answers itself.
-
-    An answer without JupyterHub's version header comes from something else on the way, and does not count.
+    """Return as soon as the notebook in a container answers, see `wait_answer`.
 
     Raises:
         GpuhubError: the container has ended.
+    """
+    await wait_answer(url, lambda: _refuse_ended(daemons, node, container), tls=tls)
+
+
+async def wait_answer(
+    url: str, refuse_ended: Callable[[], Awaitable[None]], *, tls: ssl.SSLContext | None = None
+) -> None:
+    """Return as soon as the notebook at `url` (its `/api`) answers itself; `refuse_ended`, called now and then, raises
+    when it never will.
+
+    An answer without JupyterHub's version header comes from something else on the way, and does not count.
     """
     loop = asyncio.get_running_loop()
     next_look = loop.time() + _LOOK_EVERY_S
     async with httpx.AsyncClient(trust_env=False, timeout=2.0, verify=tls or True) as client:
         while not await _answers(client, url):
             if loop.time() > next_look:
-                await _refuse_ended(daemons, node, container)
+                await refuse_ended()
                 next_look = loop.time() + _LOOK_EVERY_S
             await asyncio.sleep(_PERIOD_S)
 

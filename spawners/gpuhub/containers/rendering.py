@@ -10,7 +10,17 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from gpuhub.containers.telling import describe_gib, describe_gpus, describe_node, describe_outside, describe_time
+from gpuhub.containers.telling import (
+    capitalise,
+    describe_gib,
+    describe_gpus,
+    describe_kinds,
+    describe_node,
+    describe_outside,
+    describe_partition,
+    describe_time,
+    is_held_beside,
+)
 from gpuhub.quantities import format_span
 
 #: Also given to JupyterHub, for the pages of ours that extend its own.
@@ -48,6 +58,10 @@ def environment() -> jinja2.Environment:
     made.filters["gpus"] = describe_gpus
     made.filters["outside"] = describe_outside
     made.filters["facts"] = describe_node
+    made.filters["sentence"] = capitalise
+    made.filters["limits"] = describe_partition
+    made.filters["kinds"] = describe_kinds
+    made.tests["held_beside"] = is_held_beside
     return made
 
 

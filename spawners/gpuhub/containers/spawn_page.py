@@ -6,7 +6,7 @@ import asyncio
 
 from gpuhub.broker.schemas import ClusterView
 from gpuhub.containers.form import build_form
-from gpuhub.containers.nodespawner import NodeSpawner
+from gpuhub.containers.leasedspawner import LeasedSpawner
 from gpuhub.errors import GpuhubError
 from gpuhub.storage.looking import look_at_home
 
@@ -14,7 +14,7 @@ from gpuhub.storage.looking import look_at_home
 _FIGURES_S = 3.0
 
 
-async def build_spawn_form(spawner: NodeSpawner) -> str:
+async def build_spawn_form(spawner: LeasedSpawner) -> str:
     """The spawn page's form."""
     storage, name = spawner.cluster.storage, spawner.user.name
     view, home = await asyncio.gather(_read_figures(spawner), look_at_home(storage, name))
@@ -23,7 +23,7 @@ async def build_spawn_form(spawner: NodeSpawner) -> str:
     return build_form(spawner.cluster, view, last_profile=last_profile, hub_url=spawner.hub.base_url, home=home)
 
 
-async def _read_figures(spawner: NodeSpawner) -> ClusterView | None:
+async def _read_figures(spawner: LeasedSpawner) -> ClusterView | None:
     try:
         async with asyncio.timeout(_FIGURES_S):
             return await spawner.broker.cluster()

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from gpuhub.broker.schemas import ClusterView, Gpu, GpuState, GpuView, Lease, NodeState, NodeView
+from gpuhub.broker.schemas import (
+    ClusterView,
+    Gpu,
+    GpuState,
+    GpuView,
+    KindView,
+    Lease,
+    NodeState,
+    NodeView,
+    PartitionView,
+)
 from gpuhub.gpus import Card, parse_capability
+from gpuhub.quantities import format_span
 from gpuhub.settings import Profile, gpu_requirement
 
 
@@ -17,9 +28,13 @@ def describe_waiting(lease: Lease | None) -> tuple[str, str]:
     """The text for a waiting lease, and HTML for a button that leaves the queue; None: the broker is silent."""
     if lease is None:
         return "The queue does not answer at present; your place in it is kept.", ""
-    parts = [f"Waiting for a GPU: position {lease.position}." if lease.position else "Waiting for a GPU."]
+    place = f": position {lease.position}" if lease.position else ""
+    if lease.slurm_job is not None:
+        place = f"{place or ':'} in Slurm's queue, as its job {lease.slurm_job}"
+    parts = [f"Waiting for a GPU{place}."]
     if lease.waiting_for:
-        parts.append(lease.waiting_for if lease.waiting_for.endswith(".") else f"{lease.waiting_for}.")
+        text = lease.waiting_for if lease.slurm_job is None else capitalise(lease.waiting_for)
+        parts.append(text if text.endswith(".") else f"{text}.")
     if lease.expected_start is not None:
         parts.append(f"Expected at about {describe_time(lease.expected_start)}.")
     button = (
@@ -27,6 +42,11 @@ def describe_waiting(lease: Lease | None) -> tuple[str, str]:
         f'data-lease="{html.escape(lease.id)}">Leave the queue</button>'
     )
     return " ".join(parts), button
+
+
+def capitalise(text: str) -> str:
+    """A sentence as it begins."""
+    return text[:1].upper() + text[1:]
 
 
 def describe_placing(lease: Lease) -> str:
@@ -70,6 +90,35 @@ def describe_outside(gpu: GpuView) -> str:
     return f"in use outside gpuhub: {'; '.join(parts)}"
 
 
+def describe_partition(partition: PartitionView) -> str:
+    """A partition's limits in words, such as `up to 8 h, 1 h unless said; 2 nodes at most`."""
+    longest, usual, most = partition.longest_s, partition.usual_s, partition.most_nodes
+    times = ["no time limit" if longest is None else f"up to {format_span(longest)}"]
+    if usual is not None and usual != longest:
+        times.append(f"{format_span(usual)} unless said")
+    parts = [", ".join(times)]
+    if most is not None:
+        parts.append(f"{most} node{'s' if most > 1 else ''} at most")
+    if not partition.is_up:
+        parts.append("down: nothing starts there at present")
+    return "; ".join(parts)
+
+
+def describe_kinds(kinds: Sequence[KindView]) -> str:
+    """Such as `1 of 2 RTX 5090 · 0 of 1 RTX 5070`."""
+    return " · ".join(f"{kind.free:,} of {kind.total:,} {kind.model}" for kind in kinds) or "no GPU"
+
+
+def count_kinds(gpus: Iterable[GpuView]) -> tuple[KindView, ...]:
+    """How many there are of each model, and how many of them are free; in alphabetical order."""
+    there: Counter[str] = Counter()
+    free: Counter[str] = Counter()
+    for gpu in gpus:
+        there[gpu.model] += 1
+        free[gpu.model] += gpu.state is GpuState.FREE
+    return tuple(KindView(model=model, free=free[model], total=count) for model, count in sorted(there.items()))
+
+
 def describe_node(node: NodeView) -> str:
     """Such as `driver 570.86.15 · switch s1 · 2 leases`."""
     known = (("driver", node.driver), ("switch", node.switch), ("rack", node.rack))
@@ -99,13 +148,20 @@ class Totals:
     #: Neither free nor held: of no use to anybody at present.
     lost: int
     waiting: int
+    #: With Slurm: by model.
+    kinds: Sequence[KindView] = ()
 
 
 def count_totals(view: ClusterView | None) -> Totals | None:
     """The sums of a view; None while the broker is silent."""
     if view is None:
         return None
-    states = Counter(gpu.state for node in view.nodes for gpu in node.gpus)
+    states = Counter(
+        # By a job beside gpuhub's it is held as well.
+        GpuState.HELD if is_held_beside(gpu) else gpu.state
+        for node in view.nodes
+        for gpu in node.gpus
+    )
     free, held = states[GpuState.FREE], states[GpuState.HELD]
     return Totals(
         nodes=len(view.nodes),
@@ -115,7 +171,13 @@ def count_totals(view: ClusterView | None) -> Totals | None:
         held=held,
         lost=states.total() - free - held,
         waiting=view.waiting,
+        kinds=count_kinds(gpu for node in view.nodes for gpu in node.gpus) if view.engine == "slurm" else (),
     )
+
+
+def is_held_beside(gpu: GpuView) -> bool:
+    """A Slurm job that is not gpuhub's has it."""
+    return gpu.state is GpuState.OUTSIDE and gpu.holder is not None and gpu.holder.is_outside
 
 
 def card_of(gpu: GpuView) -> Card:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from gpuhub.containers import networks
 from gpuhub.containers.arguments import Place, build_worker
@@ -39,6 +40,10 @@ class WorkerSpec:
     roster: str | None = None
     #: How often the job was preempted.
     preemptions: int = 0
+    #: The Slurm job that holds its GPUs; None without Slurm.
+    slurm_job: int | None = None
+    #: Asked when the container is there and before it is started; raises where it is not to be.
+    before_start: Callable[[], Awaitable[None]] | None = field(default=None, compare=False, repr=False)
 
 
 async def start_worker(daemons: Daemons, cluster: Cluster, paths: Paths, spec: WorkerSpec) -> str:
@@ -74,11 +79,14 @@ async def start_worker(daemons: Daemons, cluster: Cluster, paths: Paths, spec: W
         number=spec.number,
         roster=spec.roster,
         preemptions=spec.preemptions,
+        slurm_job=spec.slurm_job,
     )
     async with telling_storage(daemons, spec.node, cluster.storage, spec.owner):
         made = await ensure_created(daemons, spec.node, container, adopt=True)
         if not made.is_running:
             await name_user(daemons, spec.node, made.id, identity, cluster.storage)
+            if spec.before_start is not None:
+                await spec.before_start()
             await daemons.run(spec.node, lambda client: client.start(made.id), mounting=True)
     # After the start, so that the overlay is joined while the worker's Python starts.
     await networks.connect(daemons, spec.node, made.id, network)

@@ -85,6 +85,8 @@ class Request:
     #: What its container on each node may use.
     cpu_milli: int = 0
     memory_mib: int = 0
+    #: The Slurm job that stands for it; None without Slurm, and until it is submitted.
+    slurm_job: int | None = None
 
     @property
     def size(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 
-from gpuhub import settings
+from gpuhub import names, settings
 from gpuhub.closet import lifecycle, plan
 from gpuhub.containers import swarm
 from gpuhub.containers.clearing import remove_all, remove_definitions
@@ -16,6 +16,8 @@ from gpuhub.head import programs
 from gpuhub.head.report import Report
 from gpuhub.head.supervisor import Supervisor
 from gpuhub.paths import Paths
+from gpuhub.slurm.make import make_api
+from gpuhub.slurm.values import LIVE
 
 
 def bring_down(paths: Paths, report: Report, *, purge: bool = False) -> None:
@@ -33,7 +35,11 @@ def bring_down(paths: Paths, report: Report, *, purge: bool = False) -> None:
             for name in (programs.HUB, programs.BROKER, programs.PROXY):
                 supervisor.stop(name)
     if paths.used_cluster_file.exists():
-        _clean_nodes(paths, settings.load(paths.used_cluster_file), report)
+        cluster = settings.load(paths.used_cluster_file)
+        if programs.has_containers(cluster):
+            _clean_nodes(paths, cluster, report)
+        if cluster.engine == "slurm":
+            _end_jobs(paths, cluster, report)
     closet = plan.practice_plan(paths.instance)
     with report.step("Processes and namespaces"):
         supervisor.shutdown()
@@ -56,6 +62,29 @@ def _clean_nodes(paths: Paths, cluster: settings.Cluster, report: Report) -> Non
         daemons.close()
     for failure in failures:
         report.note(f"  not cleaned: {failure}")
+
+
+def _end_jobs(paths: Paths, cluster: settings.Cluster, report: Report) -> None:
+    """End the Slurm jobs that stand for leases; everybody's others stay."""
+    with report.step("gpuhub's jobs in Slurm"):
+        failure = asyncio.run(_cancel_all(cluster, paths.instance))
+    if failure:
+        report.note(f"  not ended: {failure}")
+
+
+async def _cancel_all(cluster: settings.Cluster, instance: str) -> str:
+    """What went wrong, or nothing."""
+    api = make_api(cluster.slurm)
+    try:
+        for job in (await api.look()).jobs:
+            if job.state in LIVE and job.name.startswith(names.slurm_job(instance, "")):
+                # Containers are gone by now; without them, the job is the notebook itself and is asked first.
+                await api.cancel(job.id, name=job.name, at_once=programs.has_containers(cluster))
+    except GpuhubError as error:
+        return str(error)
+    finally:
+        await api.close()
+    return ""
 
 
 async def _clean_all(daemons: Daemons, cluster: settings.Cluster, instance: str) -> list[str]:

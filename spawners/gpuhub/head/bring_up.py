@@ -18,9 +18,9 @@ from gpuhub.containers import networks, swarm
 from gpuhub.containers.daemons import Daemons
 from gpuhub.errors import SettingsError, SetupError
 from gpuhub.guard.container import ensure_guard
-from gpuhub.head import choice, feasibility, programs
+from gpuhub.head import choice, closets, feasibility, programs
 from gpuhub.head.report import Report
-from gpuhub.head.supervisor import Program, Supervisor
+from gpuhub.head.supervisor import Supervisor
 from gpuhub.images import bring
 from gpuhub.login import start as login
 from gpuhub.nodes.head import head_address
@@ -37,6 +37,8 @@ class Options:
     hub_config: Path
     #: The source tree that images are built from.
     source: Path
+    #: Of the practice closet; None where nothing was said.
+    engine: choice.Engine | None = None
 
 
 def bring_up(paths: Paths, options: Options, report: Report) -> None:
@@ -49,22 +51,28 @@ def bring_up(paths: Paths, options: Options, report: Report) -> None:
     for folder in (paths.state, paths.run, paths.log):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o711 if folder == paths.state else 0o700)
+    supervisor = Supervisor(paths)
     chosen = choice.choose(paths, options.settings_file)
     if chosen.kind is choice.Kind.PRACTICE:
-        lifecycle.write_cluster_file(plan.practice_plan(paths.instance), paths)
+        engine = choice.choose_engine(options.engine, closets.running_engine(supervisor))
+        lifecycle.write_cluster_file(plan.practice_plan(paths.instance), paths, engine)
     cluster = settings.load(chosen.cluster_file)
+    choice.refuse_other_engine(chosen, cluster.engine, options.engine)
     _announce(chosen, cluster, report)
     for note in login.check(cluster, paths):
         report.note(f"  {note}.")
     secrets.ensure_secrets(paths)
     https = certificates.ensure(cluster, paths, head_address(cluster))
-    supervisor = Supervisor(paths)
     wanted = programs.build_programs(paths, chosen.cluster_file, options.hub_config)
     if chosen.kind is choice.Kind.PRACTICE:
-        _start_closet(paths, supervisor, wanted, report)
+        closets.start(paths, supervisor, cluster, wanted, report)
     else:
         supervisor.start(wanted)
-    asyncio.run(_prepare_nodes(paths, options, cluster, report))
+    if cluster.engine == "slurm":
+        with report.step("Slurm has what the settings name"):
+            asyncio.run(feasibility.check_slurm(cluster))
+    if programs.has_containers(cluster):
+        asyncio.run(_prepare_nodes(paths, options, cluster, report))
     _start_services(paths, cluster, chosen.cluster_file, options, report)
     say_farewell(paths, cluster, https, report)
 
@@ -78,17 +86,6 @@ def _announce(chosen: choice.Choice, cluster: settings.Cluster, report: Report) 
     report.note(f"{where}: {', '.join(node.name for node in cluster.nodes)}")
     if cluster.notice:
         report.note(f"  {cluster.notice}")
-
-
-def _start_closet(paths: Paths, supervisor: Supervisor, services: list[Program], report: Report) -> None:
-    closet = plan.practice_plan(paths.instance)
-    with report.step(f"Practice closet: {len(closet.nodes)} nodes, each with a Docker daemon of its own"):
-        lifecycle.prepare(closet, paths)
-        daemons = programs.build_closet_programs(paths, [node.name for node in closet.nodes])
-        supervisor.start([*daemons, *services])
-        for program in daemons:
-            supervisor.ensure_started(program.name)
-        lifecycle.wait_ready(closet, paths)
 
 
 async def _prepare_nodes(paths: Paths, options: Options, cluster: settings.Cluster, report: Report) -> None:
@@ -195,5 +192,7 @@ def say_farewell(paths: Paths, cluster: settings.Cluster, https: certificates.Re
         report.note(f"  {line}")
     if cluster.notice:
         report.note(f"  Note:           {cluster.notice}")
+    if cluster.engine == "slurm" and cluster.slurm.conf is not None:
+        report.note(f"  Slurm:          export SLURM_CONF={cluster.slurm.conf}, then squeue, sbatch …")
     report.note("  Logs:           " + str(paths.log))
     report.note("  Stop it with:   sudo make down")

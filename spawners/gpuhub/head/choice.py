@@ -8,10 +8,13 @@ import subprocess
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from gpuhub import gpus
-from gpuhub.errors import SetupError
+from gpuhub.errors import SettingsError, SetupError
 from gpuhub.paths import Paths
+
+Engine = Literal["builtin", "slurm"]
 
 _TOOLKIT_HINT = (
     "This machine has an NVIDIA GPU, but Docker cannot pass it to containers: install NVIDIA's container toolkit "
@@ -52,6 +55,40 @@ def choose(paths: Paths, settings_file: Path) -> Choice:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(build_single_node(cards), encoding="utf-8")
     return Choice(kind=Kind.THIS_MACHINE, cluster_file=file)
+
+
+def choose_engine(asked: Engine | None, running: Engine | None) -> Engine:
+    """The practice closet's engine: the one asked for, else the one it runs with, else gpuhub's own.
+
+    Args:
+        asked: `make up ENGINE=…`; None where nothing was said.
+        running: what the closet runs with now; None when it does not run.
+
+    Raises:
+        SetupError: it runs with another; says what to do.
+    """
+    if None not in (asked, running) and asked != running:
+        raise SetupError(
+            f"the practice closet runs with ENGINE={running}, and what that has given out cannot move to another: "
+            f"`sudo make down` first, then `sudo make up ENGINE={asked}`"
+        )
+    return asked or running or "builtin"
+
+
+def refuse_other_engine(choice: Choice, configured: Engine, asked: Engine | None) -> None:
+    """A file of settings says itself which engine it is for.
+
+    Raises:
+        SettingsError: another one was asked for; says what to do.
+    """
+    if asked in (None, configured):
+        return
+    if choice.kind is Kind.THIS_MACHINE:
+        raise SettingsError(
+            f"ENGINE={asked} is for the practice closet, and this machine has a GPU of its own: write a cluster.toml "
+            f'with engine = "{asked}"; cluster.example.toml shows how'
+        )
+    raise SettingsError(f'{choice.cluster_file} is for engine = "{configured}": to use ENGINE={asked}, say so there')
 
 
 def local_cards() -> list[gpus.Card]:

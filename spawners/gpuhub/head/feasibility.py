@@ -1,4 +1,4 @@
-"""Which GPUs the broker has read, before the first user comes."""
+"""What Slurm has for the settings, and which GPUs the broker has read, before the first user comes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from gpuhub.broker.schemas import ClusterView, NodeState
 from gpuhub.containers.telling import card_of
 from gpuhub.errors import SettingsError, SetupError
 from gpuhub.paths import Paths
+from gpuhub.settings import Cluster
+from gpuhub.slurm.make import make_api
+from gpuhub.slurm.site import check_site
 
 #: A cordoned node is read like any other.
 _SILENT = frozenset({NodeState.UNREACHABLE, NodeState.DOWN})
@@ -41,6 +44,22 @@ def wait_for_cards(
                 lines = [f"  {node.name}: {node.message or 'has no GPU'}" for node in unread]
                 raise SetupError("\n".join([f"no GPUs could be read within {deadline_s:.0f} s on:", *lines]))
             time.sleep(0.2)
+
+
+async def check_slurm(cluster: Cluster) -> None:
+    """Ask Slurm whether it has what the settings name.
+
+    Raises:
+        SetupError: Slurm does not answer, or is of too old a version.
+        SettingsError: with a line for each thing that it has not, or would never grant.
+    """
+    api = make_api(cluster.slurm)
+    try:
+        mistakes = check_site(cluster, await api.site())
+    finally:
+        await api.close()
+    if mistakes:
+        raise SettingsError("\n".join(mistakes))
 
 
 def refuse_doubled(view: ClusterView) -> None:

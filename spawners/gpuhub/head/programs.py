@@ -11,6 +11,7 @@ from pathlib import Path
 from gpuhub.errors import SetupError
 from gpuhub.head.supervisor import Program
 from gpuhub.paths import Paths
+from gpuhub.settings import Cluster
 from gpuhub.trust.internal import Pair, Store
 
 PROXY = "proxy"
@@ -47,6 +48,27 @@ def build_closet_programs(paths: Paths, nodes: Sequence[str]) -> list[Program]:
         )
         for node in nodes
     ]
+
+
+def build_slurm_programs(paths: Paths, conf: Path, nodes: Sequence[str]) -> list[Program]:
+    """The practice closet's Slurm in the order of its start: munged, slurmctld, and a slurmd for each node."""
+    wanted = {"munged": "munged", "slurmctld": "slurmctld", **{f"slurmd-{node}": node for node in nodes}}
+    return [
+        Program(
+            name=name,
+            command=(_gpuhub(), "closet-slurm", "--instance", paths.instance, program),
+            directory=paths.state,
+            environment={"SLURM_CONF": str(conf)},
+            # Before the Docker daemons end, and munged last.
+            priority=60 + number,
+        )
+        for number, (name, program) in enumerate(wanted.items())
+    ]
+
+
+def has_containers(cluster: Cluster) -> bool:
+    """Whether Docker runs on the nodes for gpuhub; without it their Slurm does all."""
+    return cluster.engine == "builtin" or cluster.slurm.runtime == "docker"
 
 
 def _gpuhub() -> str:

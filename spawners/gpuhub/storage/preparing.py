@@ -21,6 +21,21 @@ PROBER = Prober(PATIENCE)
 _ACCOUNTS = "accounts"
 
 
+async def look_up(users: Users, storage: Storage, state: Path, name: str) -> Identity:
+    """Who a user is.
+
+    Raises:
+        StorageUnavailable: the accounts do not answer within `storage.patience`.
+        InvalidRequest, NotAllowed, SetupError: see `find_identity`.
+    """
+    return await PATIENCE.run(
+        _ACCOUNTS,
+        lambda: find_identity(users, state, name),
+        limit_s=storage.patience,
+        silent="The head node's accounts (files, LDAP) do not answer",
+    )
+
+
 async def prepare_user(users: Users, storage: Storage, state: Path, name: str, *, datasets: bool = True) -> Identity:
     """The user's identity, once their home is there and its file server answers; `datasets`: theirs too.
 
@@ -30,13 +45,10 @@ async def prepare_user(users: Users, storage: Storage, state: Path, name: str, *
     """
     places = (storage.home, storage.datasets) if datasets else (storage.home,)
     servers = servers_of(places, storage.nfs_options)
-    looking_up = PATIENCE.run(
-        _ACCOUNTS,
-        lambda: find_identity(users, state, name),
-        limit_s=storage.patience,
-        silent="The head node's accounts (files, LDAP) do not answer",
-    )
-    waits: list[Awaitable[Any]] = [looking_up, *(PROBER.ensure_answers(one, storage.patience) for one in servers)]
+    waits: list[Awaitable[Any]] = [
+        look_up(users, storage, state, name),
+        *(PROBER.ensure_answers(one, storage.patience) for one in servers),
+    ]
     tasks = [asyncio.ensure_future(one) for one in waits]
     try:
         identity, *_ = await asyncio.gather(*tasks)

@@ -56,8 +56,9 @@ class Issued:
         return buffer.getvalue()
 
 
-def issue(folder: Path, user: str, address: str) -> Issued:
-    """A certificate for a notebook of `user` at its node's `address` (IP), which ends with its authority.
+def issue(folder: Path, user: str, *addresses: str) -> Issued:
+    """A certificate for a notebook of `user` at its node's address (IP), which ends with its authority. Where the node
+    is not known yet, those of all nodes that it may be.
 
     The key is of an elliptic curve: one for RSA is a quarter of a second of computing. Blocks for some milliseconds.
 
@@ -75,7 +76,10 @@ def issue(folder: Path, user: str, address: str) -> Issued:
         .serial_number(x509.random_serial_number())
         .not_valid_before(datetime.now(UTC) - _CLOCKS_APART)
         .not_valid_after(issuer.certificate.not_valid_after_utc)
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(one)) for one in addresses]),
+            critical=False,
+        )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=True)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.key.public_key()), critical=False)

@@ -8,6 +8,8 @@ import pytest
 
 from gpuhub.admin import tables
 from gpuhub.broker.schemas import (
+    AccountHours,
+    CountedBy,
     Event,
     GpuState,
     GpuView,
@@ -181,6 +183,28 @@ def test_usage_with_limits() -> None:
     assert tables.format_usage([usage], WIDE).splitlines() == [
         "OWNER  GPUS   WAITING  GPU-HOURS 7 D  DECAYED  PUT BACK BY",
         "ada    2 / 4  1 / 16   13.2           4.0      12 min",
+    ]
+
+
+def test_usage_under_slurm() -> None:
+    """Hours by Slurm's accounts where it counts them; what fair share goes by is Slurm's own affair."""
+    accounts = (
+        AccountHours(account="course", gpu_hours_week=0.75),
+        AccountHours(account="lab", gpu_hours_week=12.0),
+    )
+    counted = {"counted_by": CountedBy.SLURM, "gpus": 0, "waiting": 0, "decayed_gpu_hours": 4.0, "penalty_s": 0}
+    limits = {"max_gpus": None, "max_gpu_hours_week": None, "max_waiting": None}
+    ada = UsageView(owner="ada", gpu_hours_week=12.75, accounts=accounts, **counted, **limits)
+    ben = UsageView(owner="ben", gpu_hours_week=0, **counted, **limits)
+    assert tables.format_usage([ada, ben], WIDE).splitlines() == [
+        "OWNER  GPUS  WAITING  GPU-HOURS 7 D  BY ACCOUNT",
+        "ada    0     0        12.8           course 0.8, lab 12.0",
+        "ben    0     0        0              –",
+    ]
+    own = ada.model_copy(update={"counted_by": CountedBy.BROKER, "accounts": ()})
+    assert tables.format_usage([own], WIDE).splitlines() == [
+        "OWNER  GPUS  WAITING  GPU-HOURS 7 D",
+        "ada    0     0        12.8",
     ]
 
 

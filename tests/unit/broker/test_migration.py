@@ -193,6 +193,39 @@ def test_a_detached_job_is_not_handed_to_the_second_version(old: Path) -> None:
         assert "detached" not in dict(connection.execute("SELECT * FROM jobs").fetchone())
 
 
+def test_leases_of_the_third_version_have_no_slurm_job(old: Path) -> None:
+    """They are gpuhub's own; from then on a lease may have one, and keeps it when it is read again."""
+    migrate(old, "0003")
+    store = Store.open_file(old)
+    running, waiting, of_job = store.load()[0]
+    assert [lease.slurm_job for lease in (running, waiting, of_job)] == [None, None, None]
+    # A federation's numbers are beyond 32 bits.
+    submitted = waiting.evolve(slurm_job=(1 << 40) + 7)
+    store.save(Changes(leases=[(waiting, submitted)]))
+    store.close()
+    store = Store.open_file(old)
+    assert store.load()[0] == [running, submitted, of_job]
+    store.close()
+
+
+def test_a_lease_that_is_a_slurm_job_is_not_handed_to_the_third_version(old: Path) -> None:
+    """It would give the GPU without asking Slurm; when it has ended, the way back is open."""
+    store = Store.open_file(old)
+    waiting = store.load()[0][1]
+    submitted = waiting.evolve(slurm_job=4711)
+    store.save(Changes(leases=[(waiting, submitted)]))
+    store.close()
+    with pytest.raises(RuntimeError, match="does not know: a lease that is a Slurm job"):
+        migrate(old, "0003")
+    store = Store.open_file(old)
+    store.save(Changes(leases=[(submitted, leases.release(submitted, "stopped", 10.0))]))
+    assert store.lease("l2") is not None
+    store.close()
+    migrate(old, "0003")
+    with raw(old) as connection:
+        assert "slurm_job" not in dict(connection.execute("SELECT * FROM leases").fetchone())
+
+
 def _quarantine(lease: LeaseRow) -> LeaseRow:
     return leases.quarantine(leases.release(lease, "stopped", 10.0), "node rig1 does not answer", 50.0)
 

@@ -170,7 +170,7 @@ def test_the_migrations_make_the_tables_of_the_model(tmp_path: Path) -> None:
         version = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one()
     engine.dispose()
     assert differences == []
-    assert version == "0003"
+    assert version == "0004"
 
 
 def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:

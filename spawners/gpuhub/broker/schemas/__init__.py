@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from gpuhub.broker.schemas.base import GroupName, Key, Model, RunId, ServerName, Slug, Text, TimeLimit, UserName, Wire
 from gpuhub.broker.schemas.cluster import (
+    AccountHours,
     ClusterView,
     CordonRequest,
+    CountedBy,
     Event,
     GpuState,
     GpuView,
     Holder,
+    KindView,
     NodeState,
     NodeView,
     OutsideProcess,
+    PartitionView,
     Problem,
     ProfileView,
     QueueEntry,
@@ -34,9 +38,10 @@ from gpuhub.broker.schemas.leases import (
 )
 
 __all__ = [
-    "Activation", "ArrayRequest", "ClusterView", "CordonRequest", "Event", "Extension", "Gpu", "GpuState",
-    "GpuView", "GroupName", "Holder", "Job", "JobRequest", "JobState", "Key", "Lease", "LeaseRequest", "LeaseState",
-    "Model", "NodeState", "NodeView", "Obstacle", "OutsideProcess", "Problem", "ProfileView", "Purpose",
-    "QueueEntry", "Reservation", "ReservationRequest", "RunId", "ServerName", "Slug", "Text", "TimeLimit",
-    "Unpacked", "UsageView", "UserName", "Why", "Wire", "Worker", "WorkerState",
+    "AccountHours", "Activation", "ArrayRequest", "ClusterView", "CordonRequest", "CountedBy", "Event", "Extension",
+    "Gpu", "GpuState", "GpuView", "GroupName", "Holder", "Job", "JobRequest", "JobState", "Key", "KindView",
+    "Lease", "LeaseRequest", "LeaseState", "Model", "NodeState", "NodeView", "Obstacle", "OutsideProcess",
+    "PartitionView", "Problem", "ProfileView", "Purpose", "QueueEntry", "Reservation", "ReservationRequest",
+    "RunId", "ServerName", "Slug", "Text", "TimeLimit", "Unpacked", "UsageView", "UserName", "Why", "Wire",
+    "Worker", "WorkerState",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, StringConstraints
 
@@ -19,7 +19,7 @@ class GpuState(StrEnum):
     HELD = "held"
     #: Its lease is over, and nobody can prove that the container is gone.
     QUARANTINED = "quarantined"
-    #: Processes that gpuhub did not start use it.
+    #: Processes that gpuhub did not start use it, or with Slurm a job beside gpuhub's has it.
     OUTSIDE = "outside"
     #: Lost, fallen off the bus, uncorrectable memory errors, or NVML fails for it.
     FAILED = "failed"
@@ -44,6 +44,10 @@ class Holder(Wire):
     until: datetime | None
     #: The job's, where it has one.
     name: str = ""
+    #: The number of the Slurm job by which it is held; None without Slurm.
+    slurm_job: int | None = None
+    #: That job is not gpuhub's.
+    is_outside: bool = False
 
 
 class GpuView(Wire):
@@ -140,6 +144,34 @@ class ProfileView(Wire):
     share: int = 1
 
 
+class KindView(Wire):
+    """The GPUs of one model."""
+
+    model: str
+    free: int
+    total: int
+
+
+class PartitionView(Wire):
+    """A partition of Slurm's that has nodes of gpuhub's; None for no limit."""
+
+    name: str
+    #: Jobs that name none go there.
+    is_default: bool
+    #: Its jobs are started.
+    is_up: bool
+    #: How long a job may last, and what one gets that asks for no time, seconds.
+    longest_s: int | None
+    usual_s: int | None
+    #: Nodes that one job may have.
+    most_nodes: int | None
+    #: So many of gpuhub's nodes, and what they have.
+    nodes: int
+    gpus: tuple[KindView, ...]
+    #: Names of the profiles whose notebooks go there.
+    profiles: tuple[str, ...]
+
+
 class ReservationRequest(Wire):
     """Keep GPUs for some users in a window."""
 
@@ -169,6 +201,24 @@ class CordonRequest(Wire):
     grace_s: Annotated[int, Field(ge=0, le=30 * 86400)] = 0
 
 
+class CountedBy(StrEnum):
+    """Who counted used GPU-time."""
+
+    #: The broker, and fair share goes by it.
+    BUILTIN = "builtin"
+    #: The broker, beside a Slurm that keeps no accounts or does not answer.
+    BROKER = "broker"
+    #: slurmdbd, with what was run beside gpuhub.
+    SLURM = "slurm"
+
+
+class AccountHours(Wire):
+    """Used GPU-time by one of Slurm's accounts."""
+
+    account: str
+    gpu_hours_week: float
+
+
 class UsageView(Wire):
     """What one owner has, had and may have; None for no limit."""
 
@@ -184,6 +234,9 @@ class UsageView(Wire):
     max_gpus: int | None
     max_gpu_hours_week: float | None
     max_waiting: int | None
+    #: Who counted `gpu_hours_week`, and those hours by Slurm's accounts, where it did.
+    counted_by: CountedBy = CountedBy.BUILTIN
+    accounts: tuple[AccountHours, ...] = ()
 
 
 class Event(Wire):
@@ -210,7 +263,13 @@ class ClusterView(Wire):
     queue: tuple[QueueEntry, ...]
     #: All requests that wait.
     waiting: int = 0
+    #: With Slurm: jobs beside gpuhub's that wait for GPUs in the same queue.
+    waiting_outside: int = 0
     reservations: tuple[Reservation, ...] = ()
+    #: What decides who gets which GPU: `builtin` is gpuhub itself.
+    engine: Literal["builtin", "slurm"] = "builtin"
+    #: With Slurm as the engine.
+    partitions: tuple[PartitionView, ...] = ()
     #: The cluster's time, so that a browser with another clock shows right spans.
     now: datetime
 

@@ -87,6 +87,8 @@ class Lease(Wire):
     #: Nodes where the lease's containers go, in worker order; one for a notebook. Empty until granted.
     nodes: tuple[str, ...]
     gpus: tuple[Gpu, ...]
+    #: The number of the Slurm job that stands for it; None without Slurm, and until it is submitted.
+    slurm_job: int | None = None
     #: Container labels carry it; the grant makes it 1.
     epoch: int
     created_at: datetime

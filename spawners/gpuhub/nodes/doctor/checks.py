@@ -49,6 +49,8 @@ class Around:
     has_guard: bool = True
     #: State and reason in what the node's guard last said; empty where none runs.
     guard: tuple[str, str] = ("", "")
+    #: With Slurm: the paths that `probe.sh` is asked for, by its words.
+    slurm: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_docker(docker: DockerFacts) -> Iterator[Finding]:

@@ -82,6 +82,10 @@ class HostFacts:
     reach: Mapping[str, bool | None] = field(default_factory=dict)
     #: Account → its number there.
     accounts: Mapping[str, int] = field(default_factory=dict)
+    #: Slurm's cgroup.conf keeps jobs to their devices: `yes`, `no`, `unknown` without that file, else not asked.
+    slurm_devices: str = ""
+    #: Slurm's Epilog: `ok`, `other` (gpuhub is not named in it), `refused`, `missing`; empty where it was not asked.
+    epilog: str = ""
 
 
 def probe_script() -> str:
@@ -90,9 +94,15 @@ def probe_script() -> str:
 
 
 def build_probe_words(
-    *, docker_root: str, head: str, places: Iterable[tuple[str, int]], accounts: Iterable[str]
+    *,
+    docker_root: str,
+    head: str,
+    places: Iterable[tuple[str, int]],
+    accounts: Iterable[str],
+    slurm: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """The words after `probe.sh`: none of them means anything to a shell.
+    """The words after `probe.sh`: none of them means anything to a shell. `slurm` has the paths of the words `slurm`
+    and `epilog`; one that is no plain path is not asked for.
 
     Raises:
         GpuhubError: one would.
@@ -102,7 +112,8 @@ def build_probe_words(
         _ADDRESS.fullmatch(each) for each in (head, *(word[4:] for word in words[2:]))
     ):
         raise GpuhubError(f"these cannot be asked of a shell: {' '.join(words)}")
-    return [*words, *(f"account:{name}" for name in accounts if re.fullmatch(names.USERNAME_PATTERN, name))]
+    files = [f"{word}:{path}" for word, path in (slurm or {}).items() if _PLAIN_PATH.fullmatch(path)]
+    return [*words, *(f"account:{name}" for name in accounts if re.fullmatch(names.USERNAME_PATTERN, name)), *files]
 
 
 def parse_probe(text: str) -> HostFacts:
@@ -143,6 +154,8 @@ def parse_probe(text: str) -> HostFacts:
             for number, _, name in (line.partition(" ") for line in found.get("account", ()))
             if number.isdigit()
         },
+        slurm_devices=last_of.get("slurm_devices", ""),
+        epilog=last_of.get("epilog", ""),
     )
 
 

@@ -139,7 +139,9 @@ def words_for(around: Around, docker_root: str) -> list[str]:
     places = [*((around.head, port) for port in around.head_ports.values()), *map(_split_place, others)]
     if not re.fullmatch(r"/[A-Za-z0-9/._-]*", docker_root):
         docker_root = "/var/lib/docker"
-    return build_probe_words(docker_root=docker_root, head=around.head, places=places, accounts=around.accounts)
+    return build_probe_words(
+        docker_root=docker_root, head=around.head, places=places, accounts=around.accounts, slurm=around.slurm
+    )
 
 
 def _split_place(place: str) -> tuple[str, int]:

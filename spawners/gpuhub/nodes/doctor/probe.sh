@@ -3,6 +3,7 @@
 #   $1        the folder of Docker's data
 #   $2        the head node's address
 #   others    tcp:HOST:PORT  can it be reached?    account:NAME  which number has that account here?
+#             slurm:FOLDER   does the cgroup.conf there keep jobs to their devices?    epilog:FILE  is it there, and gpuhub's?
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
 export PATH
 LC_ALL=C
@@ -101,6 +102,30 @@ for word; do
         number=$(getent passwd "$name" 2>/dev/null | cut -d: -f3)
         if [ -n "$number" ]; then
             echo "account=$number $name"
+        fi
+        ;;
+    slurm:*)
+        devices=unknown
+        # The second is where slurmd keeps what slurmctld sent it.
+        for file in "${word#slurm:}/cgroup.conf" /run/slurm/conf/cgroup.conf; do
+            if [ -r "$file" ]; then
+                devices=no
+                grep -qi '^[[:space:]]*ConstrainDevices[[:space:]]*=[[:space:]]*yes' "$file" && devices=yes
+                break
+            fi
+        done
+        echo "slurm_devices=$devices"
+        ;;
+    epilog:*)
+        file=${word#epilog:}
+        if [ ! -e "$file" ]; then
+            echo epilog=missing
+        elif [ ! -f "$file" ] || [ ! -x "$file" ]; then
+            echo epilog=refused
+        elif grep -q gpuhub "$file" 2>/dev/null; then
+            echo epilog=ok
+        else
+            echo epilog=other
         fi
         ;;
     esac

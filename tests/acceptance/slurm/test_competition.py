@@ -1,0 +1,82 @@
+"""One pool: notebooks and plain sbatch jobs want the same GPUs, and Slurm gives each to one of them at a time."""
+
+from __future__ import annotations
+
+import threading
+
+from ..conftest import wait_for
+from ..load import Load
+from .conftest import lease_of, start, stop
+from .queue import Queue, SlurmObserver
+
+LOAD_S = 30.0
+
+
+def test_each_waits_for_the_other(queue, ada, ben):
+    """A plain job waits for a notebook's GPU, a notebook for that job's, in the order in which they came."""
+    held = start(ada, "first", "rtx5090")
+    (row,) = queue.ours()
+    assert (row.id, row.state, row.node) == (held["slurm_job"], "RUNNING", "rig1")
+    job = queue.submit("ben", "--gres=gpu:rtx5090:1")
+    ada.start("second", "rtx5090")
+    wait_for(lambda: lease_of(ada, "second").get("slurm_job"), "the second server's request is in Slurm's queue")
+    assert queue.state(job) == "PENDING"
+    stop(ada, "first")
+    wait_for(lambda: queue.state(job) == "RUNNING", "ben's job runs when the notebook has gone")
+    wait_for(lambda: lease_of(ada, "second")["position"] == 1, "the second server is next")
+    assert lease_of(ada, "second")["waiting_for"]
+    wait_for(lambda: holder(ada).get("slurm_job") == job, lambda: f"everybody sees ben's job: {holder(ada)}")
+    queue.ask("scancel", str(job), user="ben")
+    wait_for(lambda: ada.is_ready("second"), "the server starts when the job has gone", deadline_s=60)
+    stop(ada, "second")
+    wait_for(lambda: queue.ours() == [], "no job is left of them")
+
+
+def test_a_server_that_is_given_up_leaves_no_job(queue, ada):
+    """Who stops waiting has nothing in Slurm's queue."""
+    job = queue.submit("ben", "--gres=gpu:rtx5060:1")
+    wait_for(lambda: queue.state(job) == "RUNNING", "the plain job runs")
+    ada.start("patient", "rtx5060")
+    wait_for(lambda: [row.state for row in queue.ours()] == ["PENDING"], "the request waits in Slurm")
+    ada.stop("patient")
+    wait_for(lambda: queue.ours() == [], "its job is cancelled")
+    assert queue.state(job) == "RUNNING"
+    queue.ask("scancel", str(job), user="ben")
+    wait_for(lambda: queue.state(job) == "", "the plain job has gone")
+
+
+def test_no_gpu_is_used_twice_under_load(queue: Queue, ada, ben, observer: SlurmObserver):
+    """Servers and launches come and go through the product, jobs through sbatch: every daemon and Slurm are watched."""
+    load = Load([ada, ben], 5, ("rtx5090", "rtx5070", "rtx5060", "cpu"))
+    over = threading.Event()
+    plain = threading.Thread(target=keep_submitting, args=(queue, over))
+    observer.most = (0, 0)
+    load.begin()
+    plain.start()
+    try:
+        over.wait(LOAD_S)
+    finally:
+        over.set()
+        plain.join(60)
+        load.quieten()
+        load.end()
+    assert load.failures == []
+    assert load.done["notebooks"] > 0
+    assert min(observer.most) > 0, "plain jobs and containers were seen"
+    assert observer.double == []
+    wait_for(lambda: queue.rows() == [], lambda: f"Slurm's queue is empty: {queue.rows()}", deadline_s=60)
+
+
+def keep_submitting(queue: Queue, over: threading.Event) -> None:
+    """A user with many short jobs, two of them at a time."""
+    while not over.wait(0.5):
+        if sum(row.name == "plain" for row in queue.rows()) < 2:
+            queue.submit("ben", "--job-name=plain", "--gres=gpu:1", script="exec sleep 3")
+
+
+def holder(client):
+    """Who has the RTX 5090, as everybody sees it; empty for nobody."""
+    status, view = client.ask(client.broker, "GET", "/cluster")
+    assert status == 200, view
+    (gpu,) = next(node for node in view["nodes"] if node["name"] == "rig1")["gpus"]
+    return gpu["holder"] or {}

@@ -1,0 +1,113 @@
+"""Slurm's daemons killed, a node lost, hub and broker killed: a server is lost only when Slurm says that its job ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+
+import httpx
+import pytest
+
+from gpuhub import settings
+from gpuhub.closet import daemons, lifecycle, slurm_daemons
+from tests.support.users import Client
+
+from ..conftest import INSTANCE, ROOT, Product, wait_for
+from .conftest import find_lease, is_gone, lease_of, start, stop
+from .queue import SlurmObserver
+
+
+@pytest.fixture(scope="module")
+def anchor(ada: Client, observer: SlurmObserver) -> Iterator[str]:
+    """The container of a server that must live on."""
+    lease = start(ada, "anchor", "rtx5090")
+    (seen,) = [seen for seen in observer.running() if seen.lease == lease["id"]]
+    yield seen.id
+    stop(ada, "anchor")
+
+
+def answers(product: Product) -> bool:
+    """Whether the anchor can be used."""
+    with suppress(httpx.TransportError):
+        answer = httpx.get(f"{product.address}/user/ada/anchor/api", trust_env=False, timeout=10)
+        return answer.status_code == 200
+    return False
+
+
+def check_anchor(product: Product, observer: SlurmObserver, anchor: str, ada: Client) -> None:
+    """It is the same one, and its lease is open."""
+    assert anchor in {seen.id for seen in observer.running()}, "the notebook was lost"
+    assert lease_of(ada, "anchor")["state"] == "active"
+    assert answers(product)
+
+
+def kill(product: Product, name: str) -> None:
+    """SIGKILL, and return when it runs anew."""
+    before = product.supervisor.pid(name)
+    os.kill(before, signal.SIGKILL)
+    wait_for(lambda: product.supervisor.pid(name) not in (0, before), f"{name} is started anew")
+
+
+@pytest.mark.parametrize("name", ["slurmctld", "slurmd-rig1", "munged"])
+def test_a_killed_daemon_of_slurm_harms_nobody(product, observer, queue, ada, ben, anchor, name):
+    """The notebook stays while it is away, and servers start again when it is back."""
+    running = lease_of(ada, "anchor")["slurm_job"]
+    queue.wait_saved(running)
+    kill(product, name)
+    check_anchor(product, observer, anchor, ada)
+    start(ben, "after", "rtx5070")
+    stop(ben, "after")
+    check_anchor(product, observer, anchor, ada)
+    assert queue.state(running) == "RUNNING"
+
+
+def test_hub_and_broker_are_killed_while_a_server_waits(product, observer, queue, ada, ben, anchor):
+    """Its job is found again, not submitted a second time, and the server starts when its turn comes."""
+    job = queue.submit("ben", "--gres=gpu:rtx5060:1")
+    wait_for(lambda: queue.state(job) == "RUNNING", "the plain job runs")
+    ben.start("waiting", "rtx5060")
+    wait_for(lambda: lease_of(ben, "waiting").get("slurm_job"), "the request is in Slurm's queue")
+    waits = [row.id for row in queue.ours() if row.state == "PENDING"]
+    for name in ("hub", "broker"):
+        kill(product, name)
+    wait_for(lambda: lease_of(ben, "waiting"), "hub and broker answer again", deadline_s=60)
+    assert [row.id for row in queue.ours() if row.state == "PENDING"] == waits
+    queue.ask("scancel", str(job), user="ben")
+    wait_for(lambda: ben.is_ready("waiting"), "the server has started", deadline_s=90)
+    assert lease_of(ben, "waiting")["slurm_job"] == waits[0]
+    check_anchor(product, observer, anchor, ada)
+    stop(ben, "waiting")
+
+
+def test_a_node_is_lost(product, observer, queue, ada, ben, anchor):
+    """Its server ends with a reason, others stay; and it takes work again when it is back."""
+    lease = start(ben, "unlucky", "rtx5070")
+    for name in ("slurmd-rig2", "rig2"):
+        product.supervisor.stop(name)
+    for pid in daemons.processes(queue.plan, queue.plan.node("rig2")):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: queue.state(lease["slurm_job"]) != "RUNNING", "Slurm misses the node", deadline_s=120)
+    for name in ("rig2", "slurmd-rig2"):
+        product.supervisor.ensure_started(name)
+    lifecycle.wait_ready(queue.plan, product.paths)
+    slurm_daemons.wait_ready(queue.plan, product.paths)
+    wait_for(lambda: is_gone(ben, "unlucky"), "its server has ended", deadline_s=90)
+    assert find_lease(ben, lease["id"])["reason"]
+    check_anchor(product, observer, anchor, ada)
+    start(ben, "lucky", "rtx5070")
+    stop(ben, "lucky")
+
+
+def test_the_engine_cannot_change_while_it_runs(product):
+    """`make up` with another engine says what to do first, and changes nothing; without a word it keeps this one."""
+    before = {name: product.supervisor.pid(name) for name in product.supervisor.states()}
+    command = [ROOT / ".venv/bin/gpuhub", "up", "--instance", INSTANCE, "--engine", "builtin"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "`sudo make down` first, then `sudo make up ENGINE=builtin`" in done.stderr
+    assert {name: product.supervisor.pid(name) for name in product.supervisor.states()} == before
+    assert settings.load(product.paths.closet_cluster_file).engine == "slurm"

@@ -1,0 +1,366 @@
+"""Both ways to ask Slurm, against one real Slurm: munged, slurmctld, slurmds, slurmdbd and slurmrestd on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuhub.closet.slurm_files import SlurmPartition
+from gpuhub.slurm.api import SlurmApi, SlurmRefused, SlurmUnreachable
+from gpuhub.slurm.cli import SlurmCli
+from gpuhub.slurm.jwt import Key
+from gpuhub.slurm.make import make_api
+from gpuhub.slurm.reasons import explain, explain_end
+from gpuhub.slurm.rest import SlurmRest
+from gpuhub.slurm.submission import HOLDER
+from gpuhub.slurm.values import LIVE, Job, State, Submission, Submitter
+from tests.support.slurm_daemons import wait
+from tests.support.slurm_site import SlurmSite, slurm_site
+
+PORT = 27200
+#: Much longer than any wait of a test but one: nothing here ends by it.
+KILL_WAIT_S = 90
+GHOST = Submitter(name="ghost", uid=61077, gid=61077)
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[SlurmSite]:
+    with slurm_site(
+        port=PORT,
+        nodes=(("rtx5090", "rtx5090"), ("rtx5060", "rtx5070"), ("rtx5090",)),
+        has_accounts=True,
+        has_rest=True,
+        kill_wait_s=KILL_WAIT_S,
+        partitions=(
+            SlurmPartition(),
+            SlurmPartition(
+                name="short", nodes=("sx1",), is_default=False, longest_minutes=60, usual_minutes=10, most_nodes=1
+            ),
+        ),
+        further=("EnforcePartLimits=ALL",),
+    ) as site:
+        yield site
+
+
+@pytest.fixture(params=["cli", "rest"])
+async def api(slurm: SlurmSite, request: pytest.FixtureRequest) -> AsyncIterator[SlurmApi]:
+    """Each way; the jobs of a test are gone after it."""
+    api = make_api(slurm.table(api=request.param))
+    yield api
+    for job in (await api.look()).jobs:
+        if job.state in LIVE:
+            await api.cancel(job.id, at_once=True)
+    await api.close()
+    slurm.wait_for_nodes()
+
+
+def ask(slurm: SlurmSite, user: str = "ada", **further: object) -> Submission:
+    told: dict[str, object] = {
+        "name": "gh-lease-1",
+        "submitter": slurm.submitter(user),
+        "script": HOLDER,
+        "gpus_per_node": 1,
+        "memory_mib": 100,
+    }
+    return Submission(**{**told, **further})  # type: ignore[arg-type]
+
+
+async def until(look: Callable[[], Awaitable[Job | None]], is_true: Callable[[Job | None], bool]) -> Job | None:
+    deadline = time.monotonic() + 30
+    while not is_true(found := await look()):
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.1)
+    return found
+
+
+async def running(api: SlurmApi, submission: Submission) -> Job:
+    number = await api.submit(submission)
+    job = await until(lambda: api.job(number), lambda job: job is not None and job.state is State.RUNNING)
+    assert job is not None
+    return job
+
+
+async def test_a_holder_lives_and_is_ended_at_once(slurm: SlurmSite, api: SlurmApi) -> None:
+    began = time.time()
+    job = await running(api, ask(slurm, time_limit_s=630, account="lab"))
+    assert (job.name, job.user_id, job.account, job.partition) == ("gh-lease-1", 61001, "lab", "all")
+    # The head node does not know her; slurmrestd's machine does.
+    assert job.user_name == ("" if isinstance(api, SlurmCli) else "ada")
+    assert job.time_limit_s == 660
+    assert job.started_at is not None
+    assert job.ends_at == job.started_at + 660
+    assert job.submitted_at is not None
+    assert began - 2 < job.submitted_at <= job.started_at < time.time() + 2
+    assert job.wants == "gpu:1"
+    look = await api.look()
+    assert job.id in {each.id for each in look.jobs if each.state is State.RUNNING}
+    node = next(each for each in look.nodes if each.name == job.nodes[0])
+    assert sum(node.used.values()) == 1
+    assert node.takes_work
+
+    await api.keep(job.id)
+    await api.set_time_limit(job.id, 1200)
+    longer = await api.job(job.id)
+    assert longer is not None
+    assert longer.ends_at == job.started_at + 1200
+
+    ended_at = time.monotonic()
+    await api.cancel(job.id, at_once=True)
+    ended = await until(
+        lambda: api.job(job.id), lambda job: job is None or (job.state not in LIVE and not job.is_completing)
+    )
+    assert time.monotonic() - ended_at < KILL_WAIT_S / 3
+    assert ended is not None
+    assert ended.state in {State.COMPLETED, State.CANCELLED}
+    assert ended.ends_at is not None
+    # Nobody misses what has ended, and what never was.
+    for number in (job.id, 999_999):
+        await api.cancel(number)
+        await api.cancel(number, at_once=True)
+        await api.keep(number)
+    with pytest.raises(SlurmRefused):
+        await api.set_time_limit(job.id, 600)
+    assert await api.job(999_999) is None
+
+
+async def test_gpus_by_their_numbers(slurm: SlurmSite, api: SlurmApi) -> None:
+    first = await running(api, ask(slurm, gpu_type="rtx5090", partition="short"))
+    second = await running(api, ask(slurm, "ben", gpu_type="rtx5090", partition="short"))
+    typed = await running(api, ask(slurm, gpu_type="rtx5070"))
+    assert {**first.gpus, "user": first.user_id} == {"sx1": (0,), "user": 61001}
+    assert {**second.gpus, "user": second.user_id} == {"sx1": (1,), "user": 61002}
+    assert typed.gpus == {"sx2": (1,)}
+    assert first.time_limit_s == 600  # the partition's own, where none is asked for
+    nodes = {node.name: node for node in (await api.look()).nodes}
+    assert nodes["sx2"].gpus == {"rtx5060": 1, "rtx5070": 1}
+    assert nodes["sx2"].used == {"rtx5070": 1}
+    assert (nodes["sx1"].used, nodes["sx3"].used) == ({"rtx5090": 2}, {})
+
+
+async def test_gangs_and_spread(slurm: SlurmSite, api: SlurmApi) -> None:
+    gang = await running(api, ask(slurm, nodes=4, least_nodes=2, gpu_type="rtx5090", survives_nodes=True))
+    assert gang.gpus == {"sx1": (0,), "sx3": (0,)}
+    assert gang.wants == "2 nodes × gpu:rtx5090:1"
+    await api.cancel(gang.id, at_once=True)
+    slurm.wait_for_nodes()
+    spread = await running(api, ask(slurm, spread=3, gpu_type="rtx5090"))
+    assert spread.gpus == {"sx1": (0, 1), "sx3": (0,)}
+    assert spread.wants == "gpu:rtx5090:3 in all"
+
+
+async def test_exclusive_has_every_gpu_of_its_node(slurm: SlurmSite, api: SlurmApi) -> None:
+    job = await running(api, ask(slurm, gpu_type="rtx5060", exclusive=True))
+    assert job.nodes == ("sx2",)
+    assert job.gpus["sx2"]
+    waiting = await api.submit(ask(slurm, "ben", gpu_type="rtx5070", name="gh-lease-2"))
+    await until(lambda: api.job(waiting), lambda job: job is not None and job.reason == "Resources")
+
+
+async def test_one_that_waits(slurm: SlurmSite, api: SlurmApi) -> None:
+    job = await running(api, ask(slurm, gpu_type="rtx5060", time_limit_s=1200))
+    number = await api.submit(ask(slurm, "ben", gpu_type="rtx5060", time_limit_s=600))
+    waiting = await until(
+        lambda: api.job(number),
+        lambda job: job is not None and job.reason == "Resources" and job.expected_start is not None,
+    )
+    assert waiting is not None
+    assert waiting.state is State.PENDING
+    assert (waiting.nodes, waiting.gpus, waiting.started_at, waiting.ends_at) == ((), {}, None, None)
+    assert job.ends_at is not None
+    assert waiting.expected_start is not None
+    assert abs(waiting.expected_start - job.ends_at) <= 60
+    assert explain(waiting) == "it is next, and waits for GPUs, CPUs or memory to be free"
+    await api.cancel(number, at_once=True)
+    ended = await api.job(number)
+    assert ended is not None
+    assert ended.state is State.CANCELLED
+    assert ended.started_at is None
+    assert explain_end(ended) == "its Slurm job was cancelled"
+
+
+async def test_scancel_leaves_a_holder_until_slurm_kills_it(slurm: SlurmSite, api: SlurmApi) -> None:
+    job = await running(api, ask(slurm))
+    slurm.ask("scancel", str(job.id), user="ada")
+    seen = await until(lambda: api.job(job.id), lambda job: job is None or job.state is not State.RUNNING)
+    assert seen is not None
+    assert seen.is_completing
+    assert seen.state not in LIVE
+    assert explain_end(seen).startswith("its Slurm job was ")
+    # Slurm signals it no more, and KillWait is long.
+    _kill_script(job.id)
+
+
+def _kill_script(job_id: int) -> None:
+    """End a job's script as SIGKILL would, by its environment."""
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if f"SLURM_JOB_ID={job_id}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+REFUSALS = {
+    "partition": ({"partition": "nowhere"}, "[Ii]nvalid partition"),
+    "type": ({"gpu_type": "h200"}, "Requested node configuration is not available"),
+    "count": ({"gpu_type": "rtx5090", "gpus_per_node": 3}, "Requested node configuration is not available"),
+    "account": ({"account": "nobodys"}, "Invalid account or account/partition combination"),
+    "qos": ({"qos": "express"}, "Invalid qos"),
+    "reservation": ({"reservation": "course"}, "[Rr]eservation"),
+    "too long": ({"partition": "short", "time_limit_s": 7200}, "time limit"),
+    "too many nodes": ({"partition": "short", "nodes": 2, "least_nodes": 2}, "[Nn]ode"),
+    "too much memory": ({"memory_mib": 10_000_000}, "Requested node configuration is not available"),
+    "first of all": ({"nice": -5}, "Invalid --nice value"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSALS)
+async def test_refusals_have_slurms_word(slurm: SlurmSite, api: SlurmApi, wrong: str) -> None:
+    asked, word = REFUSALS[wrong]
+    with pytest.raises(SlurmRefused, match=word):
+        await api.submit(ask(slurm, **asked))
+    assert not [job for job in (await api.look()).jobs if job.state in LIVE]
+
+
+async def test_somebody_whom_slurm_does_not_know_gets_no_job(slurm: SlurmSite, api: SlurmApi) -> None:
+    with pytest.raises(SlurmRefused):
+        await api.submit(ask(slurm, submitter=GHOST))
+    with pytest.raises(SlurmRefused):
+        await api.submit(ask(slurm, submitter=replace(slurm.submitter("ada"), uid=GHOST.uid, gid=GHOST.gid)))
+    assert not [job for job in (await api.look()).jobs if job.state in LIVE]
+
+
+async def test_the_site(slurm: SlurmSite, api: SlurmApi) -> None:
+    slurm.ask(
+        "scontrol", "create", "reservation", "ReservationName=course", "StartTime=now+1day", "Duration=60",
+        "Users=ada", "Nodes=sx3",
+    )  # fmt: skip
+    try:
+        site = await api.site()
+    finally:
+        slurm.ask("scontrol", "delete", "ReservationName=course")
+    assert site.version[:2] >= (22, 5)
+    assert [node.name for node in site.nodes] == ["sx1", "sx2", "sx3"]
+    by_name = {partition.name: partition for partition in site.partitions}
+    assert (by_name["all"].is_default, by_name["all"].longest_s, by_name["all"].nodes) == (
+        True,
+        None,
+        ("sx1", "sx2", "sx3"),
+    )
+    short = by_name["short"]
+    assert (short.is_default, short.longest_s, short.usual_s, short.most_nodes) == (False, 3600, 600, 1)
+    assert site.has_accounting
+    assert {"lab", "root"} <= set(site.accounts)
+    assert "normal" in site.qos
+    assert site.reservations == ("course",)
+    assert (site.nodes[0].cpus, site.nodes[0].memory_mib) == (8, 16000)
+
+
+async def test_gpu_time(slurm: SlurmSite, api: SlurmApi) -> None:
+    since = time.time()
+    job = await running(api, ask(slurm, "ben", nodes=2, least_nodes=2, gpu_type="rtx5090"))
+    assert job.started_at is not None
+    until_ = job.started_at + 20
+
+    async def counted() -> float:
+        times = await api.gpu_time(since, until_)
+        return sum(each.gpu_seconds for each in times if (each.user, each.account) == ("ben", "lab"))
+
+    deadline = time.monotonic() + 30
+    while (seconds := await counted()) == 0:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.5)
+    # It goes on: two GPUs until the window's end.
+    assert seconds == pytest.approx(2 * (until_ - job.started_at), abs=2)
+    assert not await api.gpu_time(since - 7200, since - 3600)
+
+
+async def test_slurmctld_killed_and_back(slurm: SlurmSite, api: SlurmApi) -> None:
+    job = await running(api, ask(slurm))
+    before = time.time()
+    await api.keep(job.id)
+    stored = slurm.files.state / "job_state"
+    wait(lambda: stored.exists() and stored.stat().st_mtime > before, "slurmctld has stored its jobs")
+    slurm.daemons.kill("slurmctld")
+    try:
+        answers = await asyncio.gather(
+            api.look(),
+            api.job(job.id),
+            api.submit(ask(slurm)),
+            api.cancel(job.id),
+            api.cancel(job.id, at_once=True),
+            api.keep(job.id),
+            api.set_time_limit(job.id, 600),
+            api.site(),
+            return_exceptions=True,
+        )
+    finally:
+        slurm.daemons.start("slurmctld")
+    assert [type(answer) for answer in answers] == [SlurmUnreachable] * 8, answers
+
+    async def again() -> Job | None:
+        try:
+            return await api.job(job.id)
+        except SlurmUnreachable:
+            return None
+
+    back = await until(again, lambda job: job is not None)
+    assert back is not None
+    assert (back.state, back.gpus) == (State.RUNNING, job.gpus)
+
+
+async def test_munged_killed_and_back(slurm: SlurmSite) -> None:
+    api = SlurmCli(conf=slurm.files.conf, patience_s=3)
+    job = await running(api, ask(slurm))
+    slurm.daemons.kill("munged")
+    try:
+        answers = await asyncio.gather(
+            api.look(), api.job(job.id), api.submit(ask(slurm)), api.cancel(job.id), return_exceptions=True
+        )
+    finally:
+        slurm.daemons.start("munged")
+    assert [type(answer) for answer in answers] == [SlurmUnreachable] * 4, answers
+
+    async def again() -> Job | None:
+        try:
+            return await api.job(job.id)
+        except SlurmUnreachable:
+            return None
+
+    back = await until(again, lambda job: job is not None)
+    assert back is not None
+    assert back.state is State.RUNNING
+    await api.cancel(job.id, at_once=True)
+    await api.close()
+
+
+async def test_a_wrong_key_and_nobody_there(slurm: SlurmSite) -> None:
+    url = slurm.daemons.rest_url
+    assert url is not None
+    for api in (SlurmRest(url, Key(b"wrong")), SlurmRest("http://127.0.0.1:9", Key(b"wrong"))):
+        with pytest.raises((SlurmUnreachable, SlurmRefused)):
+            await api.look()
+        await api.close()
+
+
+async def test_a_time_limit_ends_a_job(slurm: SlurmSite) -> None:
+    api = make_api(slurm.table())
+    job = await running(api, ask(slurm, time_limit_s=20))
+    assert job.time_limit_s == 60
+    deadline = time.monotonic() + 150
+    seen: Job | None = job
+    while seen is not None and seen.state in LIVE:
+        assert time.monotonic() < deadline, seen
+        await asyncio.sleep(0.5)
+        seen = await api.job(job.id)
+    assert seen is not None
+    assert seen.state is State.TIMEOUT
+    assert explain_end(seen) == "the time limit of its Slurm job was reached"
+    _kill_script(job.id)
+    await api.close()

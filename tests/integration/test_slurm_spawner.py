@@ -1,0 +1,351 @@
+"""Notebooks as Slurm jobs: the real hub, broker and proxy, a real Slurm, and the real jupyterhub-singleuser, which runs
+as a user whom Slurm's machines know and the head node does not.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.product import ROOT, wait_for
+from tests.support.served_hub import ServedHub
+from tests.support.slurm_site import USERS, SlurmSite, slurm_site
+from tests.support.users import Client, log_in
+
+INSTANCE = "ghbatch"
+#: The server's name.
+NB = "nb"
+#: One GPU of a type, so that the second one who wants it waits.
+SETTINGS = """
+engine = "slurm"
+[[nodes]]
+name = "rig1"
+slurm = "sx1"
+address = "127.0.0.11"
+docker = "unix:///run/gpuhub-nobody-listens-here.sock"
+[[nodes]]
+name = "rig2"
+slurm = "sx2"
+address = "127.0.0.12"
+docker = "unix:///run/gpuhub-nobody-listens-too.sock"
+[[profiles]]
+name = "gpu"
+title = "RTX 5090"
+gpu_model = "RTX 5090"
+cpus = 1
+memory = "1GiB"
+time_limit = "1h"
+[users]
+login = "password"
+allowed = ["ada", "ben"]
+uid_first = 61001
+[storage]
+home = "HOMES/{{username}}"
+[slurm]
+conf = "CONF"
+runtime = "plain"
+command = "COMMAND"
+poll = "1s"
+[hub]
+address = "127.0.0.1"
+port = {port}
+api_port = {api_port}
+broker_port = {broker_port}
+proxy_api_port = {proxy_api_port}
+{hub}
+"""
+#: Nothing of the product's is changed but how often a test must wait.
+CONFIG = "load_subconfig({real!r})\nc.Spawner.poll_interval = 2\n"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hub and Slurm."""
+
+    site: SlurmSite
+    hub: ServedHub
+    ada: Client
+    ben: Client
+
+    def jobs(self) -> dict[int, tuple[str, int, str]]:
+        """Jobs that have not ended: name, UID and state by number."""
+        lines = self.site.ask("squeue", "-h", "-o", "%i %j %U %T").splitlines()
+        return {int(number): (name, int(uid), state) for number, name, uid, state in map(str.split, lines)}
+
+    def job_of(self, name: str) -> int | None:
+        """The one job of a user."""
+        found = [number for number, (_, uid, _) in self.jobs().items() if uid == USERS[name]]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def wait_clear(self) -> None:
+        """Until Slurm has no job, and the broker no lease."""
+        wait_for(lambda: not self.jobs(), "no jobs are left", 60)
+        wait_for(lambda: not leases(self.ada) and not leases(self.ben), "no leases are left", 60)
+
+
+def leases(user: Client) -> list[dict[str, object]]:
+    """The user's leases that have not ended."""
+    status, found = user.ask(user.broker, "GET", "/leases")
+    assert status == 200, found
+    return list(found["leases"] if isinstance(found, dict) else found)
+
+
+@pytest.fixture(scope="module")
+def command() -> Iterator[Path]:
+    """The real jupyterhub-singleuser in an environment that everybody may read, as pytest's own folders are not."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="gpuhub-notebook-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield build_environment(folder)
+
+
+def build_environment(folder: Path) -> Path:
+    """The path of its jupyterhub-singleuser."""
+    uv = str(Path(sys.executable).with_name("uv"))
+    lock = ROOT / "images" / "python" / "requirements.lock"
+    subprocess.run([uv, "venv", "-q", "--python", "/usr/bin/python3", str(folder / "env")], check=True)
+    python = str(folder / "env" / "bin" / "python")
+    wanted = ["jupyterhub", "jupyter_server"]
+    subprocess.run([uv, "pip", "install", "-q", "--python", python, "--constraint", str(lock), *wanted], check=True)
+    return folder / "env" / "bin" / "jupyterhub-singleuser"
+
+
+@pytest.fixture(scope="module")
+def cluster(command: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with slurm_site(port=27400, nodes=(("rtx5090",), ("rtx5070",)), min_job_age_s=30) as site:
+        settings = SETTINGS.replace("HOMES", str(site.folder / "homes")).replace("CONF", str(site.files.conf))
+        hub = ServedHub(
+            INSTANCE,
+            tmp_path_factory.mktemp("hub"),
+            "",
+            18420,
+            settings=settings.replace("COMMAND", str(command)),
+            config=CONFIG,
+        )
+        try:
+            hub.start()
+            address = f"http://127.0.0.1:{hub.port}"
+            ada, ben = (log_in(address, name, hub.password) for name in ("ada", "ben"))
+            (hub.paths.state / "uids.json").write_text(json.dumps(USERS))
+            yield Cluster(site, hub, ada, ben)
+            ada.close()
+            ben.close()
+        finally:
+            hub.stop()
+
+
+@pytest.fixture(autouse=True)
+def clear(cluster: Cluster) -> Iterator[None]:
+    yield
+    for user in (cluster.ada, cluster.ben):
+        user.stop(NB)
+    cluster.wait_clear()
+
+
+def start(cluster: Cluster, user: Client) -> int:
+    """The user's notebook, which answers; the number of its job."""
+    user.start(NB, "gpu")
+    wait_ready(cluster, user)
+    job = cluster.job_of(user.name)
+    assert job is not None
+    return job
+
+
+def wait_ready(cluster: Cluster, user: Client) -> None:
+    def is_ready() -> bool:
+        servers = user.servers()
+        assert servers is None or NB in servers, f"the start failed:\n{cluster.hub.log('hub')}"
+        return user.is_ready(NB)
+
+    wait_for(is_ready, f"{user.name}'s notebook", 120)
+
+
+def is_gone(user: Client) -> bool:
+    """Whether the hub has no such server any more."""
+    servers = user.servers()
+    return servers is not None and NB not in servers
+
+
+def answers(cluster: Cluster, user: Client) -> bool:
+    """Whether the notebook answers its user through the proxy."""
+    url = f"http://127.0.0.1:{cluster.hub.port}/user/{user.name}/{NB}/api/status"
+    with httpx.Client(headers={"Authorization": f"token {user.token}"}, trust_env=False, timeout=10) as web:
+        return web.get(url).status_code == 200
+
+
+def said(cluster: Cluster, user: str) -> str:
+    """What the user's notebook says; empty before it says anything."""
+    log = cluster.site.users[user].home / ".gpuhub" / f"notebook-{NB}.log"
+    return log.read_text() if log.exists() else ""
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    texts = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(text.decode().partition("=")[::2] for text in texts if text)
+
+
+def notebooks(user: str) -> list[int]:
+    """The user's processes that are notebooks."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                is_users = entry.stat().st_uid == USERS[user]
+                if is_users and b"jupyterhub-singleuser\0" in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def test_a_notebook_is_a_job_of_its_user(cluster: Cluster) -> None:
+    job = start(cluster, cluster.ada)
+    assert answers(cluster, cluster.ada), said(cluster, "ada")
+    [lease] = leases(cluster.ada)
+    assert lease["slurm_job"] == job
+    assert cluster.jobs()[job] == (f"{INSTANCE}-lease-{lease['id']}", USERS["ada"], "RUNNING")
+    [pid] = notebooks("ada")
+    environment = environment_of(pid)
+    assert environment["SLURM_JOB_ID"] == str(job)
+    assert environment["CUDA_VISIBLE_DEVICES"] == environment["SLURM_JOB_GPUS"] == "0"
+    assert environment["HOME"] == str(cluster.site.users["ada"].home)
+    assert environment["JUPYTERHUB_SERVICE_URL"].startswith("https://127.0.0.11:")
+    assert "PYTHONPATH" not in environment
+    # Nobody else's eyes: no process shows the token, nor does Slurm tell others the script.
+    token = environment["JUPYTERHUB_API_TOKEN"]
+    shown = subprocess.run(["ps", "-eo", "args"], check=True, capture_output=True, text=True).stdout
+    assert token not in shown
+    assert token not in said(cluster, "ada")
+    asked = cluster.site.run("scontrol", "write", "batch_script", str(job), "-", user="ben")
+    assert token not in asked.stdout + asked.stderr
+    assert token in cluster.site.ask("scontrol", "write", "batch_script", str(job), "-", user="ada")
+    readable = subprocess.run(
+        ["grep", "-rlsF", token, str(cluster.site.folder), str(cluster.hub.paths.state)],
+        check=False, capture_output=True, text=True, user=USERS["ben"], group=USERS["ben"], extra_groups=[],
+    )  # fmt: skip
+    assert readable.stdout == ""
+    cluster.ada.stop(NB)
+    cluster.wait_clear()
+    assert notebooks("ada") == []
+    assert list((cluster.hub.paths.state / "slurm-notebooks").iterdir()) == []
+
+
+def test_only_ones_own_job_says_the_port_and_nothing_else(cluster: Cluster) -> None:
+    start(cluster, cluster.ada)
+    [pid] = notebooks("ada")
+    environment = environment_of(pid)
+    url = environment["JUPYTERHUB_API_URL"]
+    port = int(environment["JUPYTERHUB_SERVICE_URL"].split(":")[2].split("/")[0])
+    tls = ssl.create_default_context(cafile=environment["JUPYTERHUB_SSL_CLIENT_CA"])
+    tls.load_cert_chain(environment["JUPYTERHUB_SSL_CERTFILE"], environment["JUPYTERHUB_SSL_KEYFILE"])
+    with httpx.Client(verify=tls, trust_env=False) as web:
+
+        def post(path: str, token: str, body: object) -> int:
+            return web.post(f"{url}{path}", headers={"Authorization": f"token {token}"}, json=body).status_code
+
+        own = environment["JUPYTERHUB_API_TOKEN"]
+        assert post("/gpuhub-port", own, {"port": port}) == 204
+        assert post("/gpuhub-port", own, {"port": port + 1}) == 409
+        assert post("/gpuhub-port", own, {"port": 22}) == 400
+        assert post("/gpuhub-port", own, {"port": port, "ip": "127.0.0.1"}) == 400
+        assert post("/gpuhub-port", cluster.ada.token, {"port": port}) == 403
+        assert post("/gpuhub-port", cluster.ben.token, {"port": port}) == 403
+        assert post("/gpuhub-port", "unknown", {"port": port}) == 403
+        assert post("/batchspawner", own, {"port": port}) == 404
+    assert answers(cluster, cluster.ada)
+
+
+def test_one_who_waits_is_told_and_gives_up(cluster: Cluster) -> None:
+    start(cluster, cluster.ada)
+    cluster.ben.start(NB, "gpu")
+    job = wait_for(lambda: cluster.job_of("ben"), "ben's job is submitted", 60)
+    wait_for(lambda: leases(cluster.ben)[0]["slurm_job"] == job, "the broker knows it", 30)
+    with cluster.ben.hub.stream("GET", f"/users/ben/servers/{NB}/progress") as progress:
+        told = next(line for line in progress.iter_lines() if "Waiting for a GPU" in line)
+    assert "position 1" in told, told
+    cluster.ben.stop(NB)
+    wait_for(lambda: cluster.job_of("ben") is None, "ben's job is cancelled", 30)
+    wait_for(lambda: not leases(cluster.ben), "ben's lease is over", 30)
+    assert answers(cluster, cluster.ada)
+
+
+def test_a_hub_that_is_killed_goes_on_with_those_who_run_and_those_who_wait(cluster: Cluster) -> None:
+    running = start(cluster, cluster.ada)
+    cluster.ben.start(NB, "gpu")
+    waiting = wait_for(lambda: cluster.job_of("ben"), "ben's job is submitted", 60)
+    wait_for(lambda: leases(cluster.ben)[0]["slurm_job"] == waiting, "the broker knows it", 30)
+    cluster.hub.end("hub", signal.SIGKILL)
+    cluster.hub.begin("hub")
+    cluster.hub.wait_ready()
+    wait_for(lambda: cluster.ada.is_ready(NB), "ada's notebook is known again", 60)
+    assert answers(cluster, cluster.ada)
+    assert cluster.job_of("ada") == running
+    # The broker has ben's start made anew, and it finds its job.
+    wait_for(lambda: NB in (cluster.ben.servers() or {}), "ben's start goes on", 120)
+    assert cluster.job_of("ben") == waiting
+    cluster.ada.stop(NB)
+    wait_ready(cluster, cluster.ben)
+    assert cluster.job_of("ben") == waiting
+    assert answers(cluster, cluster.ben)
+
+
+def test_a_notebook_that_starts_while_the_hub_is_away_is_found(cluster: Cluster) -> None:
+    """Its report waits for the hub, and its token opens the hub again."""
+    blocking = cluster.site.submit("ada", "--gres=gpu:rtx5090:1")
+    cluster.site.wait_for_state(blocking, "RUNNING")
+    cluster.ben.start(NB, "gpu")
+    job = wait_for(lambda: cluster.job_of("ben"), "ben's job is submitted", 60)
+    wait_for(lambda: leases(cluster.ben)[0]["slurm_job"] == job, "the broker knows it", 30)
+    cluster.hub.end("hub", signal.SIGKILL)
+    cluster.site.ask("scancel", str(blocking))
+    cluster.site.wait_for_state(job, "RUNNING")
+    wait_for(lambda: "the hub does not answer yet" in said(cluster, "ben"), "the notebook waits", 60)
+    cluster.hub.begin("hub")
+    cluster.hub.wait_ready()
+    wait_for(lambda: NB in (cluster.ben.servers() or {}), "ben's start goes on", 120)
+    wait_ready(cluster, cluster.ben)
+    assert cluster.job_of("ben") == job
+    assert answers(cluster, cluster.ben)
+
+
+def test_a_server_is_lost_only_when_slurm_says_so(cluster: Cluster) -> None:
+    job = start(cluster, cluster.ada)
+    cluster.site.daemons.kill("slurmctld")
+    cluster.hub.end("hub", signal.SIGKILL)
+    cluster.hub.begin("hub")
+    cluster.hub.wait_ready()
+    wait_for(lambda: cluster.ada.is_ready(NB), "ada's notebook is known again", 60)
+    assert answers(cluster, cluster.ada)
+    cluster.site.daemons.start("slurmctld")
+    wait_for(lambda: cluster.site.state(job) == "RUNNING", "slurmctld is back", 60)
+    assert cluster.ada.is_ready(NB)
+    cluster.site.ask("scancel", str(job), user="ada")
+    wait_for(lambda: is_gone(cluster.ada), "the hub lets the server go", 60)
+
+
+def test_a_job_that_ends_at_once_is_noticed(cluster: Cluster) -> None:
+    """It may be over before the broker has seen it; its user is told, and nothing is left."""
+    folder = cluster.site.users["ada"].home / ".gpuhub"
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.touch()
+    try:
+        cluster.ada.start(NB, "gpu")
+        wait_for(lambda: is_gone(cluster.ada), "the start has failed", 60)
+        cluster.wait_clear()
+    finally:
+        folder.unlink()
+    log = cluster.hub.log("hub")
+    assert "its Slurm job" in log or "The notebook ended while it started" in log, log

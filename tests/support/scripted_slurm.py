@@ -1,0 +1,234 @@
+"""Slurm in memory, for tests: a `SlurmApi` whose jobs start and end when a test says so. It has no clock of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from gpuhub.slurm.api import SlurmRefused, SlurmUnreachable
+from gpuhub.slurm.values import LIVE, GpuTime, Job, Look, Node, Partition, Site, State, Submission
+
+#: UIDs of whom the tests know.
+UIDS = {"ada": 61001, "ben": 61002, "eve": 61003}
+#: GPU types of the practice closet.
+CLOSET = {"rig1": ("rtx5090",), "rig2": ("rtx5070",), "rig3": ("rtx5060",)}
+
+
+class ScriptedSlurm:
+    """Gives whole GPUs by type; tells no times but a count of what happened."""
+
+    def __init__(self, nodes: Mapping[str, Sequence[str]] = CLOSET) -> None:
+        self.nodes = {name: tuple(types) for name, types in nodes.items()}
+        self.jobs: dict[int, Job] = {}
+        self.asked: dict[int, Submission] = {}
+        #: Nobody answers, and nothing happens.
+        self.is_silent = False
+        #: So many submissions from now go through, and their answers are lost.
+        self.lost_answers = 0
+        #: So many submissions from now go unanswered, and go through when the test says `arrive`.
+        self.late = 0
+        self.late_ones: list[Submission] = []
+        #: What submissions are refused with; None: they are taken.
+        self.refusal: str | None = None
+        #: Nodes that an administrator has drained.
+        self.drained: set[str] = set()
+        #: GPUs by node that jobs have, or whose nodes are still cleaned.
+        self.held: dict[int, dict[str, tuple[int, ...]]] = {}
+        self.limits: dict[int, int] = {}
+        self.kept: list[int] = []
+        self.cancelled: list[tuple[int, bool]] = []
+        self.looks = 0
+        self.submitted = 0
+        self._ids = itertools.count(101)
+        self._moments = itertools.count(1000)
+
+    # -- a SlurmApi -----------------------------------------------------------------------------------------------
+
+    async def look(self) -> Look:
+        """All jobs and nodes."""
+        self._answer()
+        self.looks += 1
+        return Look(jobs=tuple(self.jobs.values()), nodes=tuple(self._nodes()))
+
+    async def job(self, job_id: int, *, name: str | None = None) -> Job | None:
+        """One job."""
+        self._answer()
+        return self.jobs[job_id] if self._is_there(job_id, name) else None
+
+    async def submit(self, submission: Submission) -> int:
+        """Submit a job."""
+        self._answer()
+        if self.refusal is not None:
+            raise SlurmRefused(self.refusal)
+        if self.late:
+            self.late -= 1
+            self.late_ones.append(submission)
+            raise SlurmUnreachable("slurmctld did not answer in time")
+        self.submitted += 1
+        job = self.add(submission)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise SlurmUnreachable("slurmctld did not answer in time")
+        return job
+
+    async def cancel(self, job_id: int, *, name: str | None = None, at_once: bool = False) -> None:
+        """End a job."""
+        self._answer()
+        if job_id in self.jobs and not self._is_there(job_id, name):
+            return
+        self.cancelled.append((job_id, at_once))
+        self.scancel(job_id)
+        if at_once:
+            self.clean(job_id)
+
+    async def keep(self, job_id: int, *, name: str | None = None) -> None:
+        """Store what is known of a job."""
+        self._answer()
+        self.kept.append(job_id)
+
+    async def set_time_limit(self, job_id: int, seconds: int, *, name: str | None = None) -> None:
+        """Change a job's limit."""
+        self._answer()
+        if self.refusal is not None:
+            raise SlurmRefused(self.refusal)
+        self.limits[job_id] = seconds
+
+    async def site(self) -> Site:
+        """One partition with all nodes."""
+        self._answer()
+        nodes = tuple(self._nodes())
+        main = Partition(name="main", is_default=True, longest_s=86400, nodes=tuple(self.nodes))
+        return Site(version=(22, 5, 8), cluster="test", partitions=(main,), nodes=nodes, has_accounting=False)
+
+    async def gpu_time(self, since: float, until: float) -> Sequence[GpuTime]:
+        """There is no accounting."""
+        raise SlurmRefused("there is no accounting")
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    # -- what tests do --------------------------------------------------------------------------------------------
+
+    def add(self, submission: Submission) -> int:
+        """A job that waits, submitted by anybody."""
+        number = next(self._ids)
+        self.asked[number] = submission
+        self.jobs[number] = Job(
+            id=number,
+            name=submission.name,
+            user_id=submission.submitter.uid,
+            user_name=submission.submitter.name,
+            state=State.PENDING,
+            reason="Resources",
+            partition=submission.partition or "main",
+            priority=1000 - submission.nice,
+            time_limit_s=submission.time_limit_s,
+        )
+        return number
+
+    def arrive(self) -> None:
+        """Late submissions go through."""
+        late, self.late_ones = self.late_ones, []
+        for submission in late:
+            self.add(submission)
+
+    def start(self, job_id: int | None = None) -> list[int]:
+        """Start what fits, by priority; or this one job, if it fits. Numbers of those that started."""
+        waiting = [job for job in self.jobs.values() if job.state is State.PENDING and job_id in {None, job.id}]
+        started = []
+        for job in sorted(waiting, key=lambda one: (-one.priority, one.id)):
+            places = self._place(self.asked[job.id])
+            if places is not None:
+                self.held[job.id] = places
+                gpus = {node: numbers for node, numbers in places.items() if numbers}
+                began = float(next(self._moments))
+                self.change(job.id, state=State.RUNNING, reason="", nodes=tuple(places), gpus=gpus, started_at=began)
+                started.append(job.id)
+        return started
+
+    def change(self, job_id: int, **fields: object) -> None:
+        """Let a job be otherwise, as an administrator would."""
+        self.jobs[job_id] = replace(self.jobs[job_id], **fields)  # type: ignore[arg-type]
+
+    def end(self, job_id: int, state: State, reason: str = "") -> None:
+        """A job is over; what it had is free when its nodes are clean, which `clean` says."""
+        if self.jobs[job_id].state in LIVE:
+            self.change(job_id, state=state, reason=reason, is_completing=job_id in self.held)
+
+    def scancel(self, job_id: int) -> None:
+        """Somebody cancels it."""
+        if job_id in self.jobs:
+            self.end(job_id, State.CANCELLED)
+
+    def clean(self, job_id: int) -> None:
+        """The Epilog of a job that is over has ended."""
+        if job_id in self.jobs and self.jobs[job_id].state not in LIVE:
+            self.held.pop(job_id, None)
+            self.change(job_id, is_completing=False)
+
+    def requeue(self, job_id: int) -> None:
+        """`scontrol requeue`: it waits again, under the same number."""
+        self.held.pop(job_id, None)
+        self.change(job_id, state=State.PENDING, reason="BeginTime", nodes=(), gpus={}, started_at=None)
+
+    def forget(self, job_id: int) -> None:
+        """It ended so long ago that slurmctld does not know it any more."""
+        if self.jobs[job_id].state not in LIVE and job_id not in self.held:
+            del self.jobs[job_id]
+
+    def live(self) -> list[Job]:
+        """Jobs that wait or run."""
+        return [job for job in self.jobs.values() if job.state in LIVE]
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _is_there(self, job_id: int, name: str | None) -> bool:
+        return job_id in self.jobs and name in {None, self.jobs[job_id].name}
+
+    def _answer(self) -> None:
+        if self.is_silent:
+            raise SlurmUnreachable("slurmctld does not answer")
+
+    def _nodes(self) -> Iterator[Node]:
+        for name, types in self.nodes.items():
+            has = {kind: types.count(kind) for kind in types}
+            taken = [self._kinds(name)[number] for number in self._taken(name)]
+            is_drained = name in self.drained
+            yield Node(
+                name=name,
+                state="drained" if is_drained else "mixed" if taken else "idle",
+                takes_work=not is_drained,
+                reason="fans" if is_drained else "",
+                gpus=has,
+                used={kind: taken.count(kind) for kind in has},
+                cpus=64,
+                memory_mib=1 << 20,
+                partitions=("main",),
+            )
+
+    def _kinds(self, name: str) -> list[str]:
+        """Types by Slurm's numbers: grouped by type."""
+        types = self.nodes[name]
+        return [kind for kind in dict.fromkeys(types) for _ in range(types.count(kind))]
+
+    def _taken(self, name: str) -> set[int]:
+        return {number for places in self.held.values() for number in places.get(name, ())}
+
+    def _free(self, name: str, kind: str | None) -> list[int]:
+        taken = self._taken(name)
+        return [at for at, one in enumerate(self._kinds(name)) if at not in taken and kind in {None, one}]
+
+    def _place(self, asked: Submission) -> dict[str, tuple[int, ...]] | None:
+        usable = [name for name in self.nodes if name not in asked.exclude and name not in self.drained]
+        if asked.spread is not None:
+            every = [(name, number) for name in usable for number in self._free(name, asked.gpu_type)][: asked.spread]
+            spread = {name: tuple(number for node, number in every if node == name) for name, _ in every}
+            return spread if len(every) == asked.spread else None
+        fitting = {
+            name: free for name in usable if len(free := self._free(name, asked.gpu_type)) >= asked.gpus_per_node
+        }
+        chosen = list(fitting)[: asked.nodes]
+        if len(chosen) < asked.least_nodes:
+            return None
+        return {name: tuple(fitting[name][: asked.gpus_per_node]) for name in chosen}

@@ -1,0 +1,123 @@
+"""What is asked of Slurm for a notebook, and what its answers mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpuhub.batch import asking
+from gpuhub.broker.schemas import LeaseRequest
+from gpuhub.errors import Conflict
+from gpuhub.identity import Identity
+from gpuhub.settings import Cluster
+from gpuhub.slurm.values import Job, Look, Node, Partition, Site, State, Submission, Submitter
+from tests.support.fake_broker import FakeBroker
+
+ADA = Identity(name="ada", uid=61001, gid=61001, groups=(2000,), group_names=("ada", "lab"))
+NODES = (
+    Node(name="sx1", state="idle", takes_work=True, gpus={"rtx5090": 1}),
+    Node(name="sx2", state="idle", takes_work=True, gpus={"rtx5070": 1}),
+    Node(name="stranger", state="idle", takes_work=True, gpus={"rtx5090": 8}),
+)
+LIMITED = Site(
+    version=(22, 5, 8),
+    cluster="c",
+    partitions=(Partition(name="gpu", longest_s=86400), Partition(name="all", is_default=True, longest_s=3600)),
+    nodes=NODES,
+    has_accounting=False,
+)
+
+
+def cluster(**profile: Any) -> Cluster:
+    return Cluster.model_validate(
+        {
+            "engine": "slurm",
+            "nodes": [
+                {
+                    "name": f"rig{number}",
+                    "slurm": f"sx{number}",
+                    "address": f"10.0.0.{number}",
+                    "docker": f"ssh://rig{number}",
+                    "gpus": [{"model": model, "memory": "8G"}],
+                }
+                for number, model in ((1, "RTX 5090"), (2, "RTX 5070"))
+            ],
+            "profiles": [{"name": "p", "title": "P", "gpu_model": "RTX 5090"} | profile],
+            "users": {"allowed": ["ada"]},
+            "slurm": {"runtime": "plain", "command": "/opt/bin/jupyterhub-singleuser", "account": "lab"},
+        }
+    )
+
+
+async def ask(of: Cluster) -> Submission:
+    broker = FakeBroker(of)
+    lease = await broker.request_lease(LeaseRequest(profile="p", key="nb-1234567890", owner="ada"))
+    return asking.build_notebook_submission(
+        lease,
+        of.profiles[0],
+        ADA,
+        cluster=of,
+        view=await broker.cluster(),
+        look=Look(jobs=(), nodes=NODES),
+        site=LIMITED,
+        name="gh-lease-l1",
+    )
+
+
+async def test_a_notebook_asks_for_what_its_profile_says() -> None:
+    asked = await ask(cluster(cpus=1.5, memory="3GiB", time_limit="30m", partition="gpu"))
+    assert asked.submitter == Submitter(name="ada", uid=61001, gid=61001, groups=(2000,))
+    assert (asked.name, asked.nodes, asked.gpus_per_node, asked.gpu_type) == ("gh-lease-l1", 1, 1, "rtx5090")
+    assert (asked.cpus, asked.memory_mib, asked.time_limit_s) == (2, 3072, 1920)
+    assert (asked.partition, asked.account, asked.qos) == ("gpu", "lab", None)
+    # gpuhub knows no address of it.
+    assert "stranger" in asked.exclude
+
+
+async def test_a_limit_is_not_beyond_the_partitions() -> None:
+    assert (await ask(cluster(time_limit="1h"))).time_limit_s == 3600
+    assert (await ask(cluster())).time_limit_s is None
+
+
+async def test_a_notebook_without_a_gpu_asks_for_none() -> None:
+    asked = await ask(cluster(gpu_count=0, gpu_model=None))
+    assert (asked.gpus_per_node, asked.gpu_type) == (0, None)
+
+
+async def test_what_no_node_has_is_refused() -> None:
+    of = cluster()
+    profile = of.profiles[0].model_copy(update={"gpu_model": None, "gpu_memory": 1024**4})
+    with pytest.raises(Conflict, match="choose another profile"):
+        await ask(of.model_copy(update={"profiles": (profile,)}))
+
+
+def job(**changes: Any) -> Job:
+    values: dict[str, Any] = {"id": 7, "name": "gh-lease-l1", "user_id": 61001, "state": State.RUNNING}
+    return Job(**(values | changes))
+
+
+def test_a_job_is_known_by_name_and_user() -> None:
+    """Anybody may give a job that name; one that has ended is no longer it."""
+    own = job(id=3, state=State.PENDING)
+    others = [job(id=1, user_id=61002), job(id=2, state=State.FAILED), job(id=4, name="other"), own]
+    assert asking.find_job(others, "gh-lease-l1", 61001) is own
+    assert asking.find_job(others[:3], "gh-lease-l1", 61001) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        (job(), None),
+        (job(state=State.PENDING), None),
+        (job(state=State.SUSPENDED), None),
+        (job(is_completing=True), 1),
+        (job(state=State.COMPLETING), 1),
+        (job(state=State.COMPLETED), 0),
+        (job(state=State.NODE_FAIL), 1),
+        (job(state=State.CANCELLED), 1),
+        (None, 0),
+    ],
+)
+def test_only_a_live_job_goes_on(found: Job | None, code: int | None) -> None:
+    assert asking.exit_code(found) == code

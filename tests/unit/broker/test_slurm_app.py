@@ -1,0 +1,139 @@
+"""The whole broker with Slurm as its engine, its loops running, over HTTP on simulated nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuhub import names
+from gpuhub.broker.slurm_submitting import SlurmSide
+from gpuhub.slurm.table import Slurm
+from gpuhub.slurm.values import State, Submission
+from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.support.scripted_slurm import ScriptedSlurm
+from tests.support.slurm_brokers import find_submitter, slurm_cluster
+from tests.unit.broker.test_api import ask, delete, post, reaches, read, run_notebook
+
+
+@pytest.fixture
+def slurm() -> ScriptedSlurm:
+    return ScriptedSlurm()
+
+
+@pytest.fixture
+def setting(tmp_path: Path, slurm: ScriptedSlurm) -> Setting:
+    return Setting(tmp_path, cluster=slurm_cluster(), slurm=SlurmSide(api=slurm, find_submitter=find_submitter))
+
+
+async def submitted(slurm: ScriptedSlurm) -> int:
+    found: int = await until(lambda: next((job.id for job in slurm.live()), None), "it is submitted")
+    return found
+
+
+async def launch(running: Running, nnodes: int = 1) -> str:
+    body = {"run_id": "run-000001", "nnodes": nnodes}
+    return str((await post(running, "ada", "/jobs", body, status=201))["id"])
+
+
+async def test_a_notebook_begins_and_ends_with_its_job(setting: Setting, slurm: ScriptedSlurm) -> None:
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        path = f"/leases/{lease['id']}"
+        assert lease["state"] == "requested"
+        job = await submitted(slurm)
+        slurm.start(job)
+        granted = await reaches(running, path, "granted")
+        assert granted["slurm_job"] == job
+        container = await run_notebook(running, granted)
+        slurm.scancel(job)
+        ended = await reaches(running, path, "released")
+        assert container not in setting.nodes["rig1"].containers
+        assert "cancelled" in ended["reason"]
+
+
+async def test_a_notebook_that_is_stopped_gives_its_job_back_after_its_container(
+    setting: Setting, slurm: ScriptedSlurm
+) -> None:
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        slurm.start(await submitted(slurm))
+        container = await run_notebook(running, await reaches(running, f"/leases/{lease['id']}", "granted"))
+        seen: list[bool] = []
+        cancel = slurm.cancel
+
+        async def note(job_id: int, **how: Any) -> None:
+            seen.append(container in setting.nodes["rig1"].containers)
+            await cancel(job_id, **how)
+
+        slurm.cancel = note  # type: ignore[method-assign]
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        await until(lambda: not slurm.live(), "the job is cancelled")
+        assert seen
+        assert not any(seen)
+
+
+async def test_workers_carry_their_job_and_end_with_it(setting: Setting, slurm: ScriptedSlurm) -> None:
+    async with asgi_broker(setting) as running:
+        path = f"/jobs/{await launch(running, 3)}"
+        job = await submitted(slurm)
+        slurm.start(job)
+        await reaches(running, path, "running")
+        workers = [one for node in setting.nodes.values() for one in node.of_kind(names.KIND_WORKER)]
+        assert [one["Labels"][names.LABEL_SLURM_JOB] for one in workers] == [str(job)] * 3
+        slurm.end(job, State.PREEMPTED)
+        ended = await reaches(running, path, "ended")
+        assert ended["reason"] == "Slurm took its GPUs for a job that goes first"
+        assert not any(node.of_kind(names.KIND_WORKER) for node in setting.nodes.values())
+
+
+async def test_no_worker_starts_when_its_job_ended_while_it_was_made(setting: Setting, slurm: ScriptedSlurm) -> None:
+    async with asgi_broker(setting) as running:
+        running.workers.held = asyncio.Event()
+        path = f"/jobs/{await launch(running)}"
+        job = await submitted(slurm)
+        slurm.start(job)
+        await until(lambda: running.workers.specs, "the worker is being made")
+        slurm.scancel(job)
+        running.workers.held.set()
+        await reaches(running, path, "ended")
+        assert not any(node.of_kind(names.KIND_WORKER) for node in setting.nodes.values())
+        assert running.workers.specs[0].slurm_job == job
+
+
+async def test_a_restarted_broker_goes_on_with_what_runs(setting: Setting, slurm: ScriptedSlurm) -> None:
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        job = await submitted(slurm)
+        slurm.start(job)
+        await run_notebook(running, await reaches(running, f"/leases/{lease['id']}", "granted"))
+    async with asgi_broker(setting) as running:
+        await until(lambda: slurm.kept.count(job) == 2, "the new broker has looked")
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
+        assert slurm.submitted == 1
+
+
+async def test_without_docker_the_job_is_what_runs(setting: Setting, slurm: ScriptedSlurm) -> None:
+    """The hub's spawner submits; nobody asks daemons that are not there, and Slurm proves the end."""
+    setting.cluster = slurm_cluster(slurm=Slurm(runtime="plain", command=Path("/opt/singleuser")))
+    for node in setting.nodes.values():
+        node.is_reachable = False
+    async with asgi_broker(setting, wait=False) as running:
+        await until(lambda: slurm.looks > 0, "Slurm was asked")
+        lease = await ask(running, "ada")
+        name = names.slurm_job("ghtest", lease["id"])
+        ada = await find_submitter("ada")
+        job = slurm.add(Submission(name=name, submitter=ada, script="", gpus_per_node=1, gpu_type="rtx5090"))
+        slurm.start(job)
+        path = f"/leases/{lease['id']}"
+        granted = await reaches(running, path, "granted")
+        assert (granted["slurm_job"], len(granted["gpus"])) == (job, 1)
+        await post(running, "spawner", f"{path}/activate", {"container_id": f"{job:012x}"})
+        await delete(running, "ada", path)
+        await until(lambda: not slurm.live(), "the job is cancelled")
+        assert slurm.cancelled[-1] == (job, False)
+        assert (await read(running, "ada", path))["state"] == "releasing"
+        slurm.clean(job)
+        await reaches(running, path, "released")
