@@ -103,9 +103,9 @@ CASES = (
 )  # fmt: skip
 
 NOT_RUN = (
-    NotRun("A5", "The batch port API", "there is no batch spawner in this version: with an engine of its own, gpuhub starts containers only"),
+    NotRun("A5", "The batch port API", "there is one with `engine = \"slurm\"` and no Docker only, where it is tested on a real hub and Slurm: `tests/integration/test_slurm_spawner.py`, `tests/unit/batch/test_ports.py`"),
     NotRun("K4", "A Docker daemon is killed with live-restore on", "a closet node is a process namespace that ends with its daemon, so no container can outlive it; a daemon that stands still while its containers run is in P1 and S1"),
-    NotRun("K9", "Slurm's controller is down", "Slurm is an engine of its own, with cases of its own"),
+    NotRun("K9", "Slurm's controller is down", "with `engine = \"slurm\"`, in a closet of its own: slurmctld, slurmd and munged killed, a node lost, hub and broker killed, in `tests/acceptance/slurm/test_faults.py`"),
     NotRun("V2", "Docker and the toolkit are upgraded under way", "one version of Docker is installed here, and the toolkit is simulated"),
     NotRun("N1", "A new boot id", "closet nodes share one kernel and its boot id; the decision is tested on simulated nodes (`test_a_restart_of_the_machine_is_proof`)"),
     NotRun("P4", "Delay on the link", "this kernel has no netem; the delay is in front of the daemon instead"),

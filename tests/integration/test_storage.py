@@ -55,8 +55,14 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def clean(head: Head) -> AsyncIterator[Head]:
-    """Afterwards no container and no volume of a test is left."""
+    """No container and no volume is there: scratch of other tests' users stays when their closet goes down."""
+    await clear(head)
     yield head
+    await clear(head)
+
+
+async def clear(head: Head) -> None:
+    """Remove what a test has made."""
     head.remove_containers()
     for node in head.cluster.nodes:
         await clearing.remove_definitions(head.daemons, node.name, INSTANCE)
