@@ -19,7 +19,7 @@ from gpuhub.head.supervisor import Supervisor
 from gpuhub.paths import Paths
 from tests.support.machines import Machine
 from tests.support.product import wait_for
-from tests.support.users import log_in
+from tests.support.users import Client, log_in
 
 ROOT = Path(__file__).parents[2]
 INSTANCE = "ghset"
@@ -139,6 +139,13 @@ def test_a_wrong_file_starts_nothing(closet: Any, tmp_path: Path):
     assert json.dumps(done.stdout) == '""'
 
 
+def free_nodes(client: Client) -> set[str]:
+    """Nodes with a GPU that can be given."""
+    status, view = client.ask(client.broker, "GET", "/cluster")
+    assert status == 200
+    return {node["name"] for node in view["nodes"] if any(gpu["state"] == "free" for gpu in node["gpus"])}
+
+
 def test_a_node_comes_and_goes_while_users_work(
     closet: Any, agent: tuple[Path, str], rig3: Machine, tmp_path: Path, cleared: None, stack: ExitStack
 ):
@@ -161,6 +168,7 @@ def test_a_node_comes_and_goes_while_users_work(
     assert start("first") == "rig2", "the least card that will do"
     done = gpuhub("node", "add", rig3.url, "--yes", "--name", "rig3", "--up", file, agent=agent[1])
     assert done.returncode == 0, done.stdout + done.stderr
+    wait_for(lambda: "rig3" in free_nodes(ada), "rig3 can be given: its packet filter was looked at", 30)
     assert start("second") == "rig3"
     assert ada.is_ready("first")
 
