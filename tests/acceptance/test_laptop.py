@@ -121,7 +121,8 @@ def laptop(tmp_path_factory: pytest.TempPathFactory, product: Product, ada: User
     found = Laptop(program=folder / "venv/bin/gpu-launch", home=folder / "home", work=folder / "work")
     found.home.mkdir()
     found.work.mkdir()
-    ada.page.goto(f"{ada.address}/hub/token")
+    # The button does nothing before the page's scripts have come.
+    ada.page.goto(f"{ada.address}/hub/token", wait_until="networkidle")
     ada.page.click("#request-token-form button[type=submit]")
     ada.page.wait_for_selector("#token-result:not(:empty)")
     token = ada.page.inner_text("#token-result").strip()

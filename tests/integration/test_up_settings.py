@@ -139,11 +139,16 @@ def test_a_wrong_file_starts_nothing(closet: Any, tmp_path: Path):
     assert json.dumps(done.stdout) == '""'
 
 
-def free_nodes(client: Client) -> set[str]:
-    """Nodes with a GPU that can be given."""
+def look_at(client: Client, name: str) -> dict[str, Any]:
+    """A node as its users see it."""
     status, view = client.ask(client.broker, "GET", "/cluster")
     assert status == 200
-    return {node["name"] for node in view["nodes"] if any(gpu["state"] == "free" for gpu in node["gpus"])}
+    return next(node for node in view["nodes"] if node["name"] == name)
+
+
+def has_free(node: dict[str, Any]) -> bool:
+    """Whether a GPU of it can be given."""
+    return any(gpu["state"] == "free" for gpu in node["gpus"])
 
 
 def test_a_node_comes_and_goes_while_users_work(
@@ -168,7 +173,7 @@ def test_a_node_comes_and_goes_while_users_work(
     assert start("first") == "rig2", "the least card that will do"
     done = gpuhub("node", "add", rig3.url, "--yes", "--name", "rig3", "--up", file, agent=agent[1])
     assert done.returncode == 0, done.stdout + done.stderr
-    wait_for(lambda: "rig3" in free_nodes(ada), "rig3 can be given: its packet filter was looked at", 30)
+    wait_for(lambda: has_free(look_at(ada, "rig3")), lambda: f"it can be given: {look_at(ada, 'rig3')}", 30)
     assert start("second") == "rig3"
     assert ada.is_ready("first")
 

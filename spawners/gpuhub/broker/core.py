@@ -125,6 +125,9 @@ class Core:
         """
         await self.ledger.change(edits.leave_the_future)
         await self.ledger.change(edits.give_up_nodes(self.inventory.nodes))
+        for node in self.cordons.keys() - self.inventory.nodes.keys():
+            # It was drained to be taken out: should it be added again, it is to take work.
+            await self.supply.set_cordon(self.store, node, None)
         self._housekeeping = asyncio.ensure_future(self._keep_house())
 
     async def close(self) -> None:

@@ -62,7 +62,9 @@ async def remove_member(daemons: Daemons, cluster: Cluster, node: Node) -> None:
 
 
 async def leave_swarm(daemons: Daemons, cluster: Cluster) -> list[str]:
-    """Dissolve the Swarm, workers before their manager; a line that says why where somebody else uses it too."""
+    """Dissolve the Swarm, workers before their manager; a line that says why where somebody else uses it too, or where
+    a node cannot leave it, and then those that come after it stay as well.
+    """
     lead = manager(cluster).name
     info = await _swarm_info(daemons, lead)
     if info["LocalNodeState"] != "active" or not info.get("ControlAvailable"):
@@ -75,8 +77,12 @@ async def leave_swarm(daemons: Daemons, cluster: Cluster) -> list[str]:
     if others or await daemons.call(lead, "services"):
         return [f"the Swarm stays: others use it ({', '.join(others) or 'services'})"]
     for node in reversed(cluster.nodes):
-        if (await _swarm_info(daemons, node.name))["LocalNodeState"] == "active":
-            await daemons.call(node.name, "leave_swarm", force=True)
+        try:
+            if (await _swarm_info(daemons, node.name))["LocalNodeState"] == "active":
+                await daemons.call(node.name, "leave_swarm", force=True)
+        except GpuhubError as error:
+            # A worker without its manager could not join anew.
+            return [f"the Swarm stays: {error}"]
     return []
 
 

@@ -57,10 +57,13 @@ async def test_workers_of_a_broker_that_died_are_known(setting: Setting) -> None
 
 
 async def test_a_node_taken_out_of_the_settings_gives_its_leases_back(setting: Setting) -> None:
-    """Its lease ends with the reason; when the node returns, what still runs there goes before it gets work."""
+    """Its lease ends with the reason; when the node returns, what still runs there goes before it gets work, and it does
+    get work: that it was cordoned is over.
+    """
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
         container = await run_notebook(running, lease)
+        await post(running, "root", "/nodes/rig1/cordon", {"reason": "it is being taken out"})
     whole = setting.cluster
     setting.cluster = build_cluster({name: CLOSET[name] for name in ("rig2", "rig3")})
     async with asgi_broker(setting) as running:
