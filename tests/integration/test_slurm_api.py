@@ -281,6 +281,20 @@ async def test_gpu_time(slurm: SlurmSite, api: SlurmApi) -> None:
     assert not await api.gpu_time(since - 7200, since - 3600)
 
 
+async def answered(api: SlurmApi, job_id: int) -> Job:
+    """A job, as soon as somebody tells of it again."""
+
+    async def ask_again() -> Job | None:
+        try:
+            return await api.job(job_id)
+        except SlurmUnreachable:
+            return None
+
+    back = await until(ask_again, lambda job: job is not None)
+    assert back is not None
+    return back
+
+
 async def test_slurmctld_killed_and_back(slurm: SlurmSite, api: SlurmApi) -> None:
     job = await running(api, ask(slurm))
     before = time.time()
@@ -304,14 +318,7 @@ async def test_slurmctld_killed_and_back(slurm: SlurmSite, api: SlurmApi) -> Non
         slurm.daemons.start("slurmctld")
     assert [type(answer) for answer in answers] == [SlurmUnreachable] * 8, answers
 
-    async def again() -> Job | None:
-        try:
-            return await api.job(job.id)
-        except SlurmUnreachable:
-            return None
-
-    back = await until(again, lambda job: job is not None)
-    assert back is not None
+    back = await answered(api, job.id)
     assert (back.state, back.gpus) == (State.RUNNING, job.gpus)
 
 
@@ -327,14 +334,7 @@ async def test_munged_killed_and_back(slurm: SlurmSite) -> None:
         slurm.daemons.start("munged")
     assert [type(answer) for answer in answers] == [SlurmUnreachable] * 4, answers
 
-    async def again() -> Job | None:
-        try:
-            return await api.job(job.id)
-        except SlurmUnreachable:
-            return None
-
-    back = await until(again, lambda job: job is not None)
-    assert back is not None
+    back = await answered(api, job.id)
     assert back.state is State.RUNNING
     await api.cancel(job.id, at_once=True)
     await api.close()

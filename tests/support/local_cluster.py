@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuhub.broker import schemas
+from tests.support import processes
 
 TOKEN = "notebook-token"
 NODES = ("rig1", "rig2", "rig3")
@@ -349,16 +350,7 @@ class Notebook:
 
     def left(self) -> list[str]:
         """Processes of this home that still run."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdecimal() and f"HOME={self.home}".encode() in (entry / "environ").read_bytes().split(
-                    b"\0"
-                ):
-                    found.append((entry / "cmdline").read_text().replace("\0", " "))
-            except OSError:
-                continue
-        return found
+        return list(processes.with_home(self.home).values())
 
 
 def until(condition: Callable[[], Any], what: str) -> None:

@@ -181,6 +181,11 @@ class ScriptedSlurm:
         """Jobs that wait or run."""
         return [job for job in self.jobs.values() if job.state in LIVE]
 
+    def only(self) -> Job:
+        """The one job that waits or runs."""
+        (job,) = self.live()
+        return job
+
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _is_there(self, job_id: int, name: str | None) -> bool:

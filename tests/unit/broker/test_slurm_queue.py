@@ -10,7 +10,7 @@ from gpuhub import names
 from gpuhub.broker import leases
 from gpuhub.broker.schemas import LeaseState
 from gpuhub.errors import Conflict
-from gpuhub.slurm.values import Job, State
+from gpuhub.slurm.values import State
 from tests.support.scripted_slurm import UIDS, ScriptedSlurm
 from tests.support.simulated import build_cluster
 from tests.support.slurm_brokers import INSTANCE, Site, slurm_cluster
@@ -21,11 +21,6 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def only(slurm: ScriptedSlurm) -> Job:
-    (job,) = slurm.live()
-    return job
-
-
 # -- from a request to a grant ----------------------------------------------------------------------------------------
 
 
@@ -33,7 +28,7 @@ async def test_a_request_is_a_job_of_its_owner_and_is_granted_what_that_has(site
     async with site.broker() as desk:
         lease = await desk.ask(profile="rtx5070", time_limit_s=600)
         await desk.queue.step()
-        job = only(site.slurm)
+        job = site.slurm.only()
         assert (job.name, job.user_id) == (names.slurm_job(INSTANCE, lease.id), UIDS["ada"])
         assert desk.lease(lease.id).slurm_job == job.id
         asked = site.slurm.asked[job.id]
@@ -126,7 +121,7 @@ async def test_what_slurm_gives_otherwise_than_asked_ends_the_lease(site: Site) 
     async with site.broker() as desk:
         lease = await desk.ask(profile="rtx5090")
         await desk.queue.step()
-        job = only(site.slurm).id
+        job = site.slurm.only().id
         site.slurm.change(job, state=State.RUNNING, nodes=("rig2",), gpus={"rig2": (0,)}, started_at=1.0)
         await desk.queue.step()
         assert desk.lease(lease.id).reason == "Slurm gave it a RTX 5070 on rig2, which will not do"
@@ -159,7 +154,7 @@ async def test_a_job_that_can_never_start_ends_its_lease(site: Site) -> None:
     async with site.broker() as desk:
         lease = await desk.ask()
         await desk.queue.step()
-        site.slurm.change(only(site.slurm).id, reason="PartitionTimeLimit")
+        site.slurm.change(site.slurm.only().id, reason="PartitionTimeLimit")
         await desk.queue.step()
         assert desk.state(lease.id) is LeaseState.RELEASED
         assert site.slurm.live() == []
@@ -232,11 +227,11 @@ async def test_a_waiting_job_may_be_held_and_started_again(site: Site) -> None:
     async with site.broker() as desk:
         lease = await desk.ask()
         await desk.queue.step()
-        site.slurm.change(only(site.slurm).id, reason="JobHeldAdmin", priority=0)
+        site.slurm.change(site.slurm.only().id, reason="JobHeldAdmin", priority=0)
         await desk.queue.step()
         assert desk.state(lease.id) is LeaseState.REQUESTED
         site.slurm.start()
-        site.slurm.requeue(only(site.slurm).id)
+        site.slurm.requeue(site.slurm.only().id)
         await desk.queue.step()
         assert desk.state(lease.id) is LeaseState.REQUESTED
 

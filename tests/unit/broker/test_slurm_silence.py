@@ -11,19 +11,14 @@ from gpuhub import names
 from gpuhub.broker.rows import EventRow
 from gpuhub.broker.schemas import LeaseState
 from gpuhub.errors import StorageUnavailable
-from gpuhub.slurm.values import Job, Submission, Submitter
-from tests.support.scripted_slurm import UIDS, ScriptedSlurm
+from gpuhub.slurm.values import Submission, Submitter
+from tests.support.scripted_slurm import UIDS
 from tests.support.slurm_brokers import INSTANCE, Desk, Site, find_submitter
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
-
-
-def only(slurm: ScriptedSlurm) -> Job:
-    (job,) = slurm.live()
-    return job
 
 
 async def events(desk: Desk) -> list[EventRow]:
@@ -56,7 +51,7 @@ async def test_a_submission_whose_answer_was_lost_is_found_by_its_name(site: Sit
         await desk.queue.step()
         assert desk.lease(lease.id).slurm_job is None
         await desk.queue.step()
-        assert desk.lease(lease.id).slurm_job == only(site.slurm).id
+        assert desk.lease(lease.id).slurm_job == site.slurm.only().id
         assert site.slurm.submitted == 1
 
 
@@ -69,7 +64,7 @@ async def test_a_submission_that_goes_through_late_is_cancelled_as_the_second_on
         site.slurm.arrive()
         assert len(site.slurm.live()) == 2
         await desk.queue.step()
-        assert only(site.slurm).id == desk.lease(lease.id).slurm_job
+        assert site.slurm.only().id == desk.lease(lease.id).slurm_job
 
 
 async def test_a_broker_that_died_before_it_stored_the_number_submits_nothing_twice(site: Site) -> None:
@@ -119,7 +114,7 @@ async def test_a_store_that_does_not_work_makes_no_second_job(site: Site, monkey
         assert site.slurm.submitted == 1
         monkeypatch.setattr(desk.core.store, "save", save)
         await desk.queue.step()
-        assert desk.lease(lease.id).slurm_job == only(site.slurm).id
+        assert desk.lease(lease.id).slurm_job == site.slurm.only().id
         assert site.slurm.submitted == 1
 
 
@@ -138,5 +133,5 @@ async def test_accounts_that_do_not_answer_hold_submissions_back(site: Site, mon
         assert (desk.state(lease.id), site.slurm.submitted) == (LeaseState.REQUESTED, 1)
         monkeypatch.setattr(desk.queue._submissions, "_find_submitter", find_submitter)
         await desk.queue.step()
-        assert desk.lease(lease.id).slurm_job == only(site.slurm).id
+        assert desk.lease(lease.id).slurm_job == site.slurm.only().id
         assert site.slurm.submitted == 1

@@ -11,27 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import processes
+
 DEADLINE_S = 60.0
 
 
-def processes(home: Path) -> set[int]:
-    """Those that were started with this home."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and f"HOME={home}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.add(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
-def wait_for(home: Path, count: range, what: str) -> set[int]:
+def wait_for(home: Path, count: range, what: str) -> None:
     end = time.monotonic() + DEADLINE_S
-    while len(found := processes(home)) not in count:
+    while len(found := processes.with_home(home)) not in count:
         assert time.monotonic() < end, f"not within {DEADLINE_S:.0f} s: {what}; there are {len(found)}"
         time.sleep(0.02)
-    return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
