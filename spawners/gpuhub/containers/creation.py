@@ -17,6 +17,10 @@ from gpuhub.trust.notebooks import Issued
 #: Labels that say whose a container is and under which grant it was made.
 _GRANT = (names.LABEL_INSTANCE, names.LABEL_KIND, names.LABEL_LEASE, names.LABEL_EPOCH, names.LABEL_OWNER)
 
+#: Between a refused name and the look at who has it, an earlier request for the same container, which its caller gave
+#: up, may come to its end, or its container may go: then the next try finds that.
+_TRIES = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
@@ -36,24 +40,23 @@ async def ensure_created(daemons: Daemons, node: str, spec: ContainerSpec, *, ad
         StorageUnavailable: the daemon has kept the name for one that it is still making: a mount hangs.
         GpuhubError: among others, the node cannot keep the limit of its disk.
     """
-    try:
-        container = await _create(daemons, node, spec)
-    except Conflict:
-        found = await inspect(daemons, node, spec.name)
-        if found is not None:
-            if adopt and is_same_grant(found, spec.labels):
-                return Container(id=found["Id"], is_running=bool(found["State"]["Running"]))
-            await _remove_leftover(daemons, node, found, spec)
+    for _ in range(_TRIES):
         try:
-            container = await _create(daemons, node, spec)
+            return Container(id=await _create(daemons, node, spec), is_running=False)
         except Conflict as error:
-            if await inspect(daemons, node, spec.name) is not None:
-                raise
-            raise StorageUnavailable(
-                f"Docker on node {node} is still busy with an earlier container of yours, whose storage hangs: "
-                "try again in a minute"
-            ) from error
-    return Container(id=container, is_running=False)
+            conflict = error
+        found = await inspect(daemons, node, spec.name)
+        if found is None:
+            continue
+        if adopt and is_same_grant(found, spec.labels):
+            return Container(id=found["Id"], is_running=bool(found["State"]["Running"]))
+        await _remove_leftover(daemons, node, found, spec)
+    if found is not None:
+        raise conflict
+    raise StorageUnavailable(
+        f"Docker on node {node} is still busy with an earlier container of yours, whose storage hangs: "
+        "try again in a minute"
+    ) from conflict
 
 
 async def name_user(

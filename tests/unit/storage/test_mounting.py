@@ -68,3 +68,31 @@ async def test_a_name_that_is_kept_for_a_hung_container_is_told() -> None:
 
     with pytest.raises(StorageUnavailable, match="still busy with an earlier container"):
         await ensure_created(Busy(), "rig1", worker(build_cluster()), adopt=True)  # type: ignore[arg-type]
+
+
+async def test_an_earlier_request_that_comes_to_its_end_meanwhile_is_adopted() -> None:
+    """The daemon is through with it between two of the questions: whichever they are, there is one container."""
+    spec = worker(build_cluster())
+
+    class Late:
+        """Has the container after so many questions."""
+
+        def __init__(self, made_after: int) -> None:
+            self.left = made_after
+
+        def there(self) -> bool:
+            self.left -= 1
+            return self.left < 0
+
+        async def run(self, *_arguments: Any, **_more: Any) -> str:
+            self.there()
+            raise Conflict("node rig1: name in use")
+
+        async def call(self, *_arguments: Any) -> Any:
+            if not self.there():
+                raise NotFound("node rig1: no such container")
+            return {"Id": "c1", "State": {"Running": False}, "Config": {"Labels": spec.labels}}
+
+    for questions in range(5):
+        made = await ensure_created(Late(questions), "rig1", spec, adopt=True)  # type: ignore[arg-type]
+        assert (made.id, made.is_running) == ("c1", False)
