@@ -75,4 +75,21 @@ while True:
     time.sleep(1)
 """
 
-ALL = {"bench_hello.py": HELLO, "bench_steps.py": STEPS, "bench_flood.py": FLOOD, "bench_forever.py": FOREVER}
+#: The last rank asks for so many GiB of its GPU while the others wait for it.
+GREEDY = """
+import os, sys, torch, torch.distributed as dist
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+dist.all_reduce(torch.ones(1, device="cuda"))
+if dist.get_rank() == dist.get_world_size() - 1:
+    torch.empty(int(sys.argv[1]) << 30, dtype=torch.uint8, device="cuda")
+dist.barrier()
+"""
+
+ALL = {
+    "bench_hello.py": HELLO,
+    "bench_steps.py": STEPS,
+    "bench_flood.py": FLOOD,
+    "bench_forever.py": FOREVER,
+    "bench_greedy.py": GREEDY,
+}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 from tests.bench.launching import scripts
 from tests.bench.launching.kernel import MARK
+from tests.bench.real_gpus.isolation import isolation
 from tests.bench.real_gpus.nodes import ROOT, TOKEN, GrantingBroker, Node, parse_nodes
 
 HEAD = "10.78.0.1"
@@ -29,7 +31,7 @@ class Bench:
     """One kernel on the head, and a container for torchrun by hand on every node."""
 
     def __init__(self, nodes: list[Node], *, home: Path, site: str, pairs: int) -> None:
-        self.nodes, self.home, self.pairs = nodes, home, pairs
+        self.nodes, self.home, self.site, self.pairs = nodes, home, site, pairs
         for node in nodes:
             node.bare_image()
         self.broker = GrantingBroker(nodes, home=home, site=site, address=HEAD)
@@ -206,12 +208,32 @@ def steps_on_slow_links(bench: Bench, tag: str) -> None:
         steps(bench, f"{tag}_2g5", "2048", "40")
 
 
+def walls(bench: Bench, tag: str) -> None:
+    """Another's GPU cannot be had; fails where it can."""
+    for line in isolation(bench.nodes, bench.home, bench.site):
+        note(f"{tag}: {line}")
+    tell(f"{tag}.isolated_nodes", len(bench.nodes), "nodes")
+
+
+def shortages(bench: Bench, tag: str) -> None:
+    """A rank that asks for more than its GPU has, and for more than its part of one: what is said, with sizes."""
+    for cap_mib, gib, says in ((None, 1000, r"asked for 1000\.00 GiB, [\d.]+ GiB of \d+\.\d GiB free on "),
+                               (4096, 8, r"asked for 8\.00 GiB, .* free on .*, of which it may use 4\.00 GiB")):  # fmt: skip
+        bench.broker.cap_mib = cap_mib
+        answer = bench.ours("bench_greedy.py", str(gib), fresh=True, may_fail=True)
+        note(f"{tag}: {gib} GiB, cap {cap_mib} MiB: {answer['error'][:600]}\n{answer['text'][-1500:]}")
+        assert re.search(says, answer["error"] + answer["text"]), answer
+    tell(f"{tag}.shortages_told", 2, "launches")
+
+
 PARTS: dict[str, Callable[[Bench, str], None]] = {
     "hello": hello,
     "interrupts": interrupts,
     "losses": losses,
     "steps": lambda bench, tag: steps(bench, tag, "4096", "80"),
     "slow": steps_on_slow_links,
+    "walls": walls,
+    "shortages": shortages,
 }
 
 

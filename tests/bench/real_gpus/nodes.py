@@ -39,9 +39,19 @@ class Node:
     memory_mib: int
     client: Any
 
-    def start(self, command: list[str], environ: dict[str, str], *, home: Path, site: str) -> Any:
-        """A container with the node's GPU; runs as long as the command."""
-        devices = [f"/dev/nvidia{self.gpu}", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]
+    def start(
+        self,
+        command: list[str],
+        environ: dict[str, str],
+        *,
+        home: Path,
+        site: str,
+        gpus: tuple[int, ...] | None = None,
+        **how: Any,
+    ) -> Any:
+        """A container with the node's GPU, or `gpus` by number; runs as long as the command. `how` goes to Docker."""
+        cards = [f"/dev/nvidia{gpu}" for gpu in ((self.gpu,) if gpus is None else gpus)]
+        devices = [*cards, "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]
         system = {path: {"bind": path, "mode": "ro"} for path in _SYSTEM if Path(path).is_dir()}
         surroundings = {
             "HOME": "/home/ada",
@@ -64,13 +74,13 @@ class Node:
             working_dir="/home/ada",
             environment=surroundings | environ,
             devices=[f"{path}:{path}" for path in devices if Path(path).exists()],
-            shm_size="8g",
             volumes={
                 **system,
                 str(home): {"bind": "/home/ada", "mode": "rw"},
                 str(ROOT): {"bind": "/work", "mode": "ro"},
                 site: {"bind": "/site", "mode": "ro"},
             },
+            **{"shm_size": "8g", **how},
         )
 
     def bare_image(self) -> None:
@@ -117,6 +127,8 @@ class GrantingBroker:
 
     def __init__(self, nodes: list[Node], *, home: Path, site: str, address: str) -> None:
         self._nodes, self._home, self._site = nodes, home, site
+        #: MiB of its GPU that each worker may use; None for all.
+        self.cap_mib: int | None = None
         self._jobs: dict[str, _Job] = {}
         self._changed = threading.Condition()
         broker = self
@@ -171,6 +183,8 @@ class GrantingBroker:
         job = _Job(body)
         for index, node in enumerate(self._nodes[: body["nnodes"]]):
             environ = {"GPU_LAUNCH_RUN": body["run_id"], "GPU_LAUNCH_WORKER": str(index)}
+            if self.cap_mib is not None:
+                environ["GPUHUB_GPU_MEMORY_CAP_MIB"] = str(self.cap_mib)
             command = ["python3", "-m", "gpu_launch.worker"]
             job.containers.append(node.start(command, environ, home=self._home, site=self._site))
         name = f"job-{len(self._jobs)}"
