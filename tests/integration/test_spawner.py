@@ -195,7 +195,11 @@ async def test_a_restarted_hub_waits_only_while_the_notebook_runs(head: Head, br
     before = users()
     await before.spawn(options={"profile": "cpu"})
     node, container = before.spawner.node, before.spawner.object_id
-    await head.daemons.call(node, "pause", container)
+    # Not Docker's pause: Docker ends that before it kills, and in between a process might still answer.
+    with closing(head.closet.client(node)) as client:
+        found = client.containers.get(container)
+        done = found.exec_run(["sh", "-c", "kill -STOP -1"], user=found.attrs["Config"]["User"])
+    assert done.exit_code == 0, done.output
     after = users()
     assert await after.spawner.poll() is None
     waiting = asyncio.ensure_future(after._wait_up(after.spawner))
