@@ -1,7 +1,8 @@
-"""Tracebacks of ranks that may be failing are kept back from the live output. No I/O; time is passed in.
+"""What ranks that may be failing say of it is kept back from the live output. No I/O; time is passed in.
 
-A launch that fails shows the first failing rank's traceback itself, once; a traceback that a script only logs is shown
-as soon as the script goes on, or after a few seconds.
+A launch that fails shows the first failing rank's traceback itself, once. The other ranks' tracebacks, and what C++ has
+to say of a lost peer (NCCL's watchdog: twenty lines), are consequences. A traceback that a script only logs is shown as
+soon as the script goes on, or after a few seconds, and so is C++'s error.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ class Hold:
     def feed(self, rank: int, lines: list[str], now: float) -> list[str]:
         """Those of the lines, and of the ones held before, that are to be shown."""
         held = self._held.get(rank)
-        if held is None and not self.is_failing and not any(tracebacks.HEADER in line for line in lines):
+        if held is None and not self.is_failing and not any(map(_begins, lines)):
             return lines
         shown: list[str] = []
         for line in lines:
             held = self._held.get(rank)
-            if held is None and tracebacks.HEADER in line:
-                self._held[rank] = _Held(lines=[line], since=now)
+            if held is None and _begins(line):
+                named_at = None if tracebacks.HEADER in line else now
+                self._held[rank] = _Held(lines=[line], since=now, named_at=named_at)
             elif held is not None and _belongs(held, tracebacks.plain(line), now):
                 held.lines.append(line)
             elif held is not None and not self.is_failing:
                 shown += [*self._held.pop(rank).lines, line]
-            elif not (self.is_failing and tracebacks.NATIVE_LOG.match(line)):
+            elif not (self.is_failing and _is_native(line)):
                 shown.append(line)
         return shown
 
@@ -72,10 +74,18 @@ class Hold:
         return {rank: self._held.pop(rank).lines for rank in due}
 
 
+def _begins(line: str) -> bool:
+    return tracebacks.HEADER in line or tracebacks.NATIVE_ERROR.match(line) is not None
+
+
+def _is_native(line: str) -> bool:
+    return tracebacks.NATIVE_LOG.match(line) is not None or tracebacks.NATIVE_FRAME.match(line) is not None
+
+
 def _belongs(held: _Held, line: str, now: float) -> bool:
     if len(held.lines) >= _MOST_LINES:
         return False
-    if not line.strip() or line[0].isspace() or tracebacks.NATIVE_LOG.match(line):
+    if not line.strip() or line[0].isspace() or _is_native(line):
         return True
     if tracebacks.HEADER in line or line in tracebacks.CHAINED:
         held.named_at = None

@@ -13,8 +13,10 @@ CHAINED = (
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 #: Lines of torch's C++ log, such as `[W1121 12:00:00.123 ProcessGroupNCCL.cpp:1538] …`.
 NATIVE_LOG = re.compile(r"(?:\[rank\d+\]: ?)?\[[WEIF]\d{4} ")
+#: Those of them that tell an error.
+NATIVE_ERROR = re.compile(r"(?:\[rank\d+\]: ?)?\[[EF]\d{4} ")
 #: Frames of C++ that torch adds to its messages.
-_NATIVE_FRAME = re.compile(
+NATIVE_FRAME = re.compile(
     r"(?:\[rank\d+\]: ?)?\s*(?:frame #\d+: |C\+\+ CapturedTraceback|Exception raised from \S+ at )"
 )
 #: Before a header; anything else there, such as a bar that was not ended, is none of the traceback's.
@@ -38,7 +40,7 @@ def own_error(text: str) -> str:
 
     It begins with the user's own frames: those that started the script, and C++'s, are left out.
     """
-    told = [line for line in text.splitlines() if not _NATIVE_FRAME.match(line)]
+    told = [line for line in text.splitlines() if not NATIVE_FRAME.match(line)]
     text = "\n".join(plain(line) for line in told if not NATIVE_LOG.match(line)).strip("\n")
     start = text.rfind(HEADER)
     if start < 0:

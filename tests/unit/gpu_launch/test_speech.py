@@ -181,6 +181,43 @@ def test_a_traceback_of_a_failing_rank_is_not_shown_here():
     assert "watchdog" not in text
 
 
+#: What NCCL's watchdog says on a rank whose peer has ended, shortened.
+WATCHDOG = """\
+[rank1]:[E1121 23:38:46.851 ProcessGroupNCCL.cpp:612] [Rank 1] Collective WorkNCCL(SeqNum=1) raised an exception: NCCL error
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+socketProgress: Connection closed by remote peer
+Exception raised from checkForNCCLErrorsInternal at /pytorch/ProcessGroupNCCL.cpp:2770 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7fd416d7305d in libc10.so)
+frame #1: c10d::ProcessGroupNCCL::checkForNCCLErrorsInternal(std::shared_ptr<c10d::NCCLComm>&) + 0x380 (0x7fd3622fb160)
+
+[rank1]:[E1121 23:38:46.852 ProcessGroupNCCL.cpp:2303] [PG ID 0 Rank 1]  failure detected by watchdog at work 1
+"""
+
+
+def test_a_watchdog_s_word_of_a_lost_peer_is_not_shown():
+    """It is a consequence, whether it comes before the failure is known or after; in pieces too."""
+    for told_at in (0.5, 0.8):
+        talk = speech()
+        for at, line in enumerate(WATCHDOG.splitlines(keepends=True)):
+            talk.hear(1, "rig2", "stderr", line, told_at + at / 100)
+        talk.hear(0, "rig1", "stderr", TRACEBACK, 0.6)
+        talk.end(0, well=False, now=0.7)
+        talk.end(1, well=False, now=1.5)
+        assert shown(talk, frozenset({1}), 9.0, last=True) == ""
+
+
+def test_a_watchdog_s_word_on_a_rank_that_goes_on_is_shown():
+    """Or is not heard of for a while."""
+    talk = speech()
+    talk.hear(1, "rig2", "stderr", WATCHDOG, 0.0)
+    assert shown(talk, frozenset({1}), 0.1) == ""
+    talk.hear(1, "rig2", "stdout", "step 2\n", 1.0)
+    assert shown(talk, frozenset({1}), 1.0).replace("[rank 1 · rig2] ", "") == f"{WATCHDOG}step 2\n"
+    talk.hear(1, "rig2", "stderr", WATCHDOG, 2.0)
+    assert shown(talk, frozenset({1}), 2.0 + HOLD_S).replace("[rank 1 · rig2] ", "") == WATCHDOG
+
+
 def test_a_traceback_that_a_script_only_logs_is_shown():
     """As soon as it goes on, when it ends well, or after a while; in its place."""
     talk = speech()
