@@ -78,6 +78,15 @@ def test_random_kills_under_load(product: Product, clients: list[Client], capsys
             leaks += settle(clients, observer)
             for anchor in anchors:
                 check_alive(anchor, observer, faults, product)
+        # On a slow machine nobody may have come through between two faults; after the last one everybody does.
+        load.calm.clear()
+        wait_for(
+            lambda: all(load.done.values()) or load.failures,
+            "somebody had a notebook, and somebody a job",
+            deadline_s=240,
+        )
+        load.quieten()
+        leaks += settle(clients, observer)
     finally:
         load.end()
         observer.end()
@@ -87,8 +96,6 @@ def test_random_kills_under_load(product: Product, clients: list[Client], capsys
     assert observer.double == []
     assert leaks == 0
     assert load.failures == []
-    assert load.done["notebooks"] > 0
-    assert load.done["jobs"] > 0
 
 
 def settle(clients: list[Client], observer: Observer) -> int:

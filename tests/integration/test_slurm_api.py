@@ -119,7 +119,8 @@ async def test_a_holder_lives_and_is_ended_at_once(slurm: SlurmSite, api: SlurmA
     )
     assert time.monotonic() - ended_at < KILL_WAIT_S / 3
     assert ended is not None
-    assert ended.state in {State.COMPLETED, State.CANCELLED}
+    # Of a signal that comes before the script has said what to do about it, on a busy machine, it dies: FAILED.
+    assert ended.state in {State.COMPLETED, State.CANCELLED, State.FAILED}
     assert ended.ends_at is not None
     # Nobody misses what has ended, and what never was.
     for number in (job.id, 999_999):
