@@ -52,6 +52,14 @@ def test_the_address_on_the_users_network_is_chosen():
         network.choose(INTERFACES, "rig1")
 
 
+def test_a_node_without_containers_is_reached_at_its_own_address():
+    """Of the loopback every address is there."""
+    own = INTERFACES[2]
+    assert network.choose(INTERFACES, f"{own.address}/32") == own
+    assert network.choose(INTERFACES, "10.9.0.1/32") is None
+    assert network.choose(INTERFACES, "127.0.0.11/32") == Interface(name="lo", address="127.0.0.11")
+
+
 def test_torchruns_command_line():
     """Golden: static rendezvous, all streams to files, the script's words as they are."""
     assert command.build_arguments(SPEC, node_rank=1, local_addr="10.0.1.3") == [
