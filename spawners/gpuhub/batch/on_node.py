@@ -14,7 +14,6 @@ it: the broker counts the same way. A number of Slurm's, such as SLURM_NODEID, n
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import socket
@@ -61,11 +60,10 @@ def find_place(name: str, address: str, environ: Mapping[str, str]) -> dict[str,
     the node's own address, and the job's GPUs there, named as the broker names them, by the numbers Slurm gives.
     """
     numbers = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS") or ""
-    return {
-        "GPUHUB_NODE": name,
-        "GPUHUB_NETWORK_SUBNET": str(ipaddress.ip_network(address)),
-        "GPUHUB_GPU_UUIDS": ",".join(f"SLURM-{name}-{number}" for number in expand(numbers)),
-    }
+    uuids = ",".join(f"SLURM-{name}-{number}" for number in expand(numbers))
+    place = {"GPUHUB_NODE": name, "GPUHUB_GPU_UUIDS": uuids}
+    # Launches know IPv4 alone; without a network one keeps to its own node, over the loopback.
+    return place if ":" in address else {**place, "GPUHUB_NETWORK_SUBNET": f"{address}/32"}
 
 
 def expand(numbers: str) -> list[int]:

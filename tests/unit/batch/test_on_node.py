@@ -197,6 +197,10 @@ def test_a_worker_is_numbered_by_its_nodes_place_in_the_jobs_list(tmp_path: Path
     assert "GPU_LAUNCH_ROSTER" not in seen
 
 
+def test_on_a_node_with_ipv6_alone_a_launch_keeps_to_the_loopback() -> None:
+    assert on_node.find_place("rig1", "fd00::12", {}) == {"GPUHUB_NODE": "rig1", "GPUHUB_GPU_UUIDS": ""}
+
+
 def test_the_first_worker_of_a_detached_job_knows_the_others(tmp_path: Path) -> None:
     given = {"SLURMD_NODENAME": "sx1", "GPUHUB_JOB_NODES": "sx1\nsx2"}
     seen, _ = run_worker(tell_worker(tmp_path, first_worker=0, is_detached=True), tmp_path, **given)
