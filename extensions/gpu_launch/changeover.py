@@ -18,6 +18,7 @@ from gpu_launch.watch import Watch
 from gpu_launch.way import UNHEARD, Way, check_left, describe, find_way, grace, lost_text
 
 _VICTIMS_S = 1.0  # seconds other nodes have to fail by themselves after the first failure
+_WORD_S = 10.0  # seconds from the end of workers that were told to the broker's word why
 _TERM_S = 3.0  # seconds from SIGTERM to SIGKILL
 _KILLED_S = 3.0  # seconds to hear of ranks that were killed
 _LOST_S = 10.0  # seconds for checkpoints when a node was lost
@@ -101,6 +102,9 @@ class Changeover:
             self.is_doubtful = True
             self._gang.check()
             self.check_gone()
+        if self._ranks.leaving():
+            # Their workers were told to end, and they with them: why is the broker's to say.
+            self._hold(lambda: False, _WORD_S)
         if self._restarts >= self._checked.request.options.max_restarts or self._starter.spec is None:
             raise LaunchFailed(self._ranks.describe(logs=self._logs))
         self._count_restart()

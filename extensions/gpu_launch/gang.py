@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +22,8 @@ from gpu_launch.roster import Roster
 from gpu_launch.tracked import TrackedJob, free
 from gpu_launch.way import lost_text
 
+_GRANT_S = 8.0  # seconds for more workers to be granted that were free a moment ago
+_GRANT_LOOK_S = 1.0  # seconds between looks whether they are still wanted
 _LOCAL_S = 5.0  # seconds for the own worker to end
 
 
@@ -180,6 +183,7 @@ class Gang:
                 first_worker=first,
                 given_up=self._stopping,
             )
+            job = self._await_grant(broker, job)
             if not job.is_granted:
                 broker.delete_job(job.id)
                 return False
@@ -187,6 +191,13 @@ class Gang:
             tracked = TrackedJob(broker, job, first_worker=first, on_change=self._on_change)
             self._joined.append((self._preemptions, tracked))
         return True
+
+    def _await_grant(self, broker: Broker, job: wire.Job) -> wire.Job:
+        """The job when it is granted, or when that takes too long for something that is free: Slurm needs a moment."""
+        deadline = time.monotonic() + _GRANT_S
+        while job.state == wire.WAITING and not self._stopping.is_set() and time.monotonic() < deadline:
+            job = broker.job(job.id, version=job.version, wait_s=_GRANT_LOOK_S)
+        return job
 
     def attach(self, job_id: str) -> None:
         """Take over a job that is there already, after the kernel that asked for it."""

@@ -27,11 +27,16 @@ LOOPBACK = Interface(name="lo", address="127.0.0.1")
 
 
 def choose(interfaces: Iterable[Interface], subnet: str) -> Interface | None:
-    """The interface whose address lies in `subnet` (CIDR); None where there is none yet."""
+    """The interface whose address lies in `subnet` (CIDR); None where there is none yet. A single address, such
+    as 10.0.0.5/32, is the node's own, where its users' processes have no network of their own.
+    """
     try:
         network = ipaddress.ip_network(subnet, strict=False)
     except ValueError as error:
         raise NetworkError(f"GPUHUB_NETWORK_SUBNET is {subnet!r}, not a subnet such as 10.0.1.0/24.") from error
+    if network.num_addresses == 1 and network.network_address.is_loopback:
+        # All of 127.0.0.0/8 is there, whichever of it is written down.
+        return Interface(name="lo", address=str(network.network_address))
     found = [item for item in interfaces if ipaddress.ip_address(item.address) in network]
     return min(found, key=lambda item: (item.name, item.address), default=None)
 

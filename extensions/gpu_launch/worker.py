@@ -44,17 +44,20 @@ def _serve(run: runs.RunFolder, env: environment.Environment) -> int:
     return supervise(
         [sys.executable, "-m", f"gpu_launch.{'detached.driver' if leads else 'engine_process'}", str(run.root)],
         mark=processes.mark(run.run_id, env.worker),
-        grace_s=_grace(env, is_launch=is_launch),
+        grace_s=_grace(env, is_launch=is_launch, is_detached=settings.get("detached", False)),
         log=run.log("notebook" if env.worker is None else f"worker-{env.worker}"),
         # In the notebook's container nobody else would notice that the kernel died.
         is_wanted=(lambda: os.getppid() == parent) if env.worker is None else (lambda: True),
     )
 
 
-def _grace(env: environment.Environment, *, is_launch: bool) -> float | None:
+def _grace(env: environment.Environment, *, is_launch: bool, is_detached: bool) -> float | None:
     """Seconds from SIGTERM to the engine's end; None for as long as it takes."""
     if not is_launch:
         return _GRACE_S
+    if is_detached:
+        # Under Slurm every process of the job may get its SIGTERM at once, the driver's own worker among them.
+        return None
     # A worker's ranks may be writing a checkpoint, and the broker kills the container when their time is over. The
     # notebook's own ranks get their SIGTERM, and their time, from the launch: when this ends nothing is to be saved.
     return 0.0 if env.worker is None else None

@@ -59,6 +59,11 @@ def slurm_job(instance: str, lease: str) -> str:
     return f"{instance}-lease-{lease}"
 
 
+def slurm_stand_in(job: int) -> str:
+    """What stands for a container's id where a Slurm job is what runs."""
+    return f"{job:012x}"
+
+
 def notebook_container(instance: str, owner: str, server: str) -> str:
     """The name of a user's notebook container; `server` is empty for the default server."""
     name = f"{instance}-nb-{slug(owner)}"

@@ -16,6 +16,7 @@ import pytest
 from gpuhub.closet.slurm_files import SlurmPartition
 from gpuhub.slurm.api import SlurmApi, SlurmRefused, SlurmUnreachable
 from gpuhub.slurm.cli import SlurmCli
+from gpuhub.slurm.gres import expand_hosts
 from gpuhub.slurm.jwt import Key
 from gpuhub.slurm.make import make_api
 from gpuhub.slurm.reasons import explain, explain_end
@@ -155,6 +156,23 @@ async def test_gangs_and_spread(slurm: SlurmSite, api: SlurmApi) -> None:
     spread = await running(api, ask(slurm, spread=3, gpu_type="rtx5090"))
     assert spread.gpus == {"sx1": (0, 1), "sx3": (0,)}
     assert spread.wants == "gpu:rtx5090:3 in all"
+
+
+@pytest.mark.parametrize("text", ["sx[1-3]", "sx3,sx1", "sx[03,1-2],a-[8-10]"])
+def test_hosts_are_listed_as_slurms_own_command_lists_them(slurm: SlurmSite, text: str) -> None:
+    """By their places a job's workers are numbered: here by the broker, there by the job itself."""
+    assert expand_hosts(text) == tuple(slurm.ask("scontrol", "show", "hostnames", text).split())
+
+
+@pytest.mark.parametrize(("script", "state", "code"), [("exit 0", State.COMPLETED, 0), ("exit 3", State.FAILED, 3)])
+async def test_a_job_that_ends_by_itself_tells_its_exit_code(
+    slurm: SlurmSite, api: SlurmApi, script: str, state: State, code: int
+) -> None:
+    number = await api.submit(ask(slurm, script=f"#!/bin/sh\n{script}\n"))
+    is_over = {*State} - {*LIVE, State.COMPLETING}
+    job = await until(lambda: api.job(number), lambda job: job is not None and job.state in is_over)
+    assert job is not None
+    assert (job.state, job.exit_code) == (state, code)
 
 
 async def test_exclusive_has_every_gpu_of_its_node(slurm: SlurmSite, api: SlurmApi) -> None:

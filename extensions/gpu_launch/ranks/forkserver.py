@@ -207,7 +207,9 @@ def _home() -> Path:
 def main() -> None:
     """Import, serve; in a child, become what was asked for."""
     native.show_as(processes.MARK, os.environ.get(processes.MARK, "").rstrip("="))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Slurm may tell every process of a job to end; this one ends with its agent, and ranks have handlers of their own.
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
     given = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}  # noqa: PTH100
     path = [entry for entry in sys.path[1:] if entry not in given]
     number, parent = int(sys.argv[1]), int(sys.argv[2])

@@ -22,7 +22,9 @@ def serve(listener: socket.socket) -> None:
     """Serve until killed."""
     from torch.distributed import TCPStore
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ranks that are told to end need it for as long as they take.
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
     address, port = listener.getsockname()

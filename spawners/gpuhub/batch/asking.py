@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from gpuhub.broker.schemas import ClusterView, Lease
 from gpuhub.containers.telling import card_of
 from gpuhub.engines.base import NodeSupply, Request, Slot
@@ -11,7 +9,8 @@ from gpuhub.errors import Conflict
 from gpuhub.identity import Identity
 from gpuhub.settings import Cluster, Profile, gpu_requirement
 from gpuhub.slurm.choice import build_submission, choose
-from gpuhub.slurm.values import LIVE, Job, Look, Site, State, Submission, Submitter
+from gpuhub.slurm.owners import build_submitter
+from gpuhub.slurm.values import LIVE, Job, Look, Site, State, Submission
 
 _MIB = 1024**2
 
@@ -46,7 +45,7 @@ def build_notebook_submission(
     choice = choose(request, _supplies(cluster, view), look.nodes, cluster.slurm)
     if choice is None:
         raise Conflict("None of Slurm's nodes that gpuhub knows has such a GPU: choose another profile.")
-    submitter = Submitter(name=identity.name, uid=identity.uid, gid=identity.gid, groups=identity.groups)
+    submitter = build_submitter(identity)
     return build_submission(
         request, choice, name=name, submitter=submitter, table=cluster.slurm, profile=profile, site=site
     )
@@ -64,11 +63,6 @@ def _supplies(cluster: Cluster, view: ClusterView) -> dict[str, NodeSupply]:
         for node in view.nodes
         if node.name in names
     }
-
-
-def find_job(jobs: Iterable[Job], name: str, uid: int) -> Job | None:
-    """The job of that name and user that has not ended. Anybody may submit a job under any name."""
-    return next((job for job in jobs if job.name == name and job.user_id == uid and is_live(job)), None)
 
 
 def is_live(job: Job | None) -> bool:

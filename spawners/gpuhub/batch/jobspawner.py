@@ -175,7 +175,7 @@ class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are 
     @property
     def _container(self) -> str:
         """What stands for a container's id: the job's number."""
-        return f"{int(self.job_id):012x}"
+        return names.slurm_stand_in(int(self.job_id))
 
     def _job_name(self, lease_id: str) -> str:
         return names.slurm_job(self.instance, lease_id)

@@ -1,11 +1,14 @@
-"""Runs on the node, in the notebook's job: takes a port, becomes the notebook, and tells the hub the port.
+"""Runs on a node, in a job of a user's: becomes their notebook, or a worker of their launch.
 
 The text of this file is in the job's script, so it needs Python 3.8 and nothing else. What to do comes as JSON on the
 standard input, where neither `ps` nor anybody's environment shows it.
 
-The port is bound here, without listening, for as long as the notebook lives: the kernel gives it to nobody else by
-chance. The hub is told of it once a process of this very user listens there, and not before. A hub that is away is
-waited for: the notebook itself would give up after a minute, and lose its place.
+A notebook's port is bound here, without listening, for as long as the notebook lives: the kernel gives it to nobody
+else by chance. The hub is told of it once a process of this very user listens there, and not before. A hub that is away
+is waited for: the notebook itself would give up after a minute, and lose its place.
+
+A worker's number is its node's place in the job's list of nodes, which the script hands on as Slurm's own command tells
+it: the broker counts the same way. A number of Slurm's, such as SLURM_NODEID, need not go by the same order.
 """
 
 from __future__ import annotations
@@ -19,26 +22,78 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 LISTENS = "0A"
 PERIOD_S = 0.1
 #: Between two reports, at most: a hub that is being restarted is waited for as long as the notebook lives.
 LONGEST_S = 20.0
+#: The nodes of a job, a name a line, in the order of its list.
+JOB_NODES = "GPUHUB_JOB_NODES"
 
 
 def main() -> None:
-    """Become the notebook that the standard input tells of."""
+    """Become what the standard input tells of."""
     told = json.loads(sys.stdin.read())
     node = os.environ.get("SLURMD_NODENAME", "")
     address = told["addresses"].get(node)
     if address is None:
         sys.exit(f"gpuhub: Slurm runs this on node {node!r}, which is not in cluster.toml")
+    environment = dict(os.environ, **told["environment"])
+    environment.update(find_place(told["names"][node], address, os.environ))
+    if "first_worker" in told:
+        environment.update(number_worker(told, node, os.environ.get(JOB_NODES, "").split()))
+    else:
+        prepare_notebook(told, address, environment)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    try:
+        os.execvpe(told["command"][0], told["command"], environment)  # noqa: S606 - no shell is meant
+    except OSError as error:
+        sys.exit(f"gpuhub: {told['command'][0]} cannot be started on {node}: {error.strerror}")
+
+
+def find_place(name: str, address: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What `%gpu_launch` must know: the node, the network on which its user's other processes reach this one, which is
+    the node's own address, and the job's GPUs there, named as the broker names them, by the numbers Slurm gives.
+    """
+    numbers = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS") or ""
+    uuids = ",".join(f"SLURM-{name}-{number}" for number in expand(numbers))
+    place = {"GPUHUB_NODE": name, "GPUHUB_GPU_UUIDS": uuids}
+    # Launches know IPv4 alone; without a network one keeps to its own node, over the loopback.
+    return place if ":" in address else {**place, "GPUHUB_NETWORK_SUBNET": f"{address}/32"}
+
+
+def expand(numbers: str) -> list[int]:
+    """`0,2-3` is 0, 2 and 3."""
+    found: list[int] = []
+    for part in filter(None, numbers.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def number_worker(told: dict[str, Any], node: str, nodes: list[str]) -> dict[str, str]:
+    """Which worker this is, and for the one that leads the others of a detached job who they are."""
+    if node not in nodes:
+        sys.exit(f"gpuhub: node {node!r} is not one of the job's: {', '.join(nodes) or 'none is known'}")
+    index = nodes.index(node)
+    variables = {"GPU_LAUNCH_WORKER": str(told["first_worker"] + index)}
+    if told["is_detached"]:
+        workers = [
+            {"index": at, "node": told["names"].get(name, name), "state": "running"} for at, name in enumerate(nodes)
+        ]
+        variables["GPU_LAUNCH_ROSTER"] = json.dumps(workers)
+    return variables
+
+
+def prepare_notebook(told: dict[str, Any], address: str, environment: dict[str, str]) -> None:
+    """Hold a port for the notebook that this process becomes, and have it reported."""
     holder = hold_port(address)
     port = holder.getsockname()[1]
-    environment = dict(os.environ, **told["environment"])
     environment.update(keep_certificates(told["certificates"]))
-    environment["GPUHUB_NODE"] = told["names"][node]
     host = f"[{address}]" if ":" in address else address
     environment["JUPYTERHUB_SERVICE_URL"] = f"{told['scheme']}://{host}:{port}{told['prefix']}"
     opener = build_opener(environment)
@@ -51,10 +106,8 @@ def main() -> None:
             report(opener, told["report"], environment["JUPYTERHUB_API_TOKEN"], (address, port), notebook)
         os._exit(0)
     os.waitpid(child, 0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    holder.set_inheritable(True)
-    os.execvpe(told["command"][0], told["command"], environment)  # noqa: S606 - no shell is meant
+    # Open for as long as the notebook lives: nothing closes what is not Python's any more.
+    os.set_inheritable(holder.detach(), True)
 
 
 def hold_port(address: str) -> socket.socket:

@@ -26,6 +26,7 @@ from gpuhub.errors import GpuhubError
 from gpuhub.identity import Identity
 from gpuhub.settings import Profile
 from gpuhub.slurm.api import SlurmUnreachable
+from gpuhub.slurm.owners import find_own
 from gpuhub.slurm.reasons import explain_end
 from gpuhub.slurm.values import Submission
 from gpuhub.trust import notebooks
@@ -79,7 +80,7 @@ class GpuSlurmSpawner(JobSpawner):
             if number is not None:
                 job = await self.slurm.job(number, name=self._job_name(lease.id))
             else:
-                job = asking.find_job((await self.slurm.look()).jobs, self._job_name(lease.id), identity.uid)
+                job = find_own((await self.slurm.look()).jobs, self._job_name(lease.id), identity.uid)
             if job is None or not asking.is_live(job):
                 return False
             if record is None:
@@ -136,6 +137,7 @@ class GpuSlurmSpawner(JobSpawner):
                     "GPUHUB_BROKER_URL": urls.broker_url(self.cluster, self.head_address),
                     "GPUHUB_HEAD_ADDRESS": self.head_address,
                     "GPUHUB_LEASE": lease.id,
+                    "GPUHUB_KEEP_WORKERS_S": str(self.cluster.jobs.keep_workers),
                 },
                 arguments=self.get_args(),
                 report_url=f"{environment['JUPYTERHUB_API_URL']}/gpuhub-port",

@@ -30,6 +30,7 @@ from gpuhub.broker.limits import BodyLimit
 from gpuhub.broker.reviver import Reviver, Servers
 from gpuhub.broker.schemas import Problem
 from gpuhub.broker.service import Broker
+from gpuhub.broker.slurm_bare import take_worker
 from gpuhub.broker.slurm_queue import WORKERS_PATIENCE_S, SlurmQueue
 from gpuhub.broker.slurm_service import SlurmBroker
 from gpuhub.broker.slurm_submitting import SlurmSide, build_engine
@@ -102,14 +103,14 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await core.take_up()
+        has_daemons = slurm is None or cluster.slurm.runtime == "docker"
         runner = JobRunner(
             core=core,
             instance=daemons.instance,
-            start_worker=start_worker,
+            start_worker=start_worker if has_daemons else take_worker,
             refuse_ended=None if queue is None else partial(queue.refuse_ended, patience_s=WORKERS_PATIENCE_S),
         )
         filters = None if ensure_filter is None else Filters(ensure_filter, clock)
-        has_daemons = slurm is None or cluster.slurm.runtime == "docker"
         keeper = Keeper(
             core=core, daemons=daemons, runner=runner, couriers=couriers, filters=filters, has_daemons=has_daemons
         )

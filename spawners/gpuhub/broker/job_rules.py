@@ -55,6 +55,14 @@ def worker_exited(job: JobRow, index: int, exit_code: int | None, message: str, 
     return job
 
 
+def leader_exited(job: JobRow, now: float, *, exit_code: int) -> JobRow:
+    """What worker 0 of a detached job runs has ended by itself, and the job with it, though nobody saw it run."""
+    message = f"ended with exit code {exit_code}"
+    if job.workers:
+        return worker_exited(job, 0, exit_code, message, now)
+    return stop(job, "done" if exit_code == 0 else f"worker 0: {message}", now).evolve(exit_code=exit_code)
+
+
 def shrink(job: JobRow, nodes: Collection[str], now: float) -> JobRow:
     """An elastic job under way goes on without its workers on these nodes; the others keep their numbers."""
     if job.state not in UNDER_WAY:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from gpuhub import gpus
+from gpuhub import gpus, names
 from gpuhub.broker import leases as rules
 from gpuhub.broker.core import Core
 from gpuhub.broker.rows import LeaseRow
+from gpuhub.containers.workers import WorkerSpec
+from gpuhub.errors import Conflict
 from gpuhub.nodes.records import GpuReading, NodeRecord
 from gpuhub.settings import Cluster
 from gpuhub.slurm.values import LIVE, Job, Look, Node, State
@@ -45,6 +47,17 @@ class BareNodes:
                 gone[name].append(lease.id)
         for name, lease_ids in gone.items():
             await core.prove_gone(lease_ids, name)
+
+
+async def take_worker(spec: WorkerSpec) -> str:
+    """What stands for the container of a worker: nothing is started, since the job that was granted runs it.
+
+    Raises:
+        Conflict: the lease has no job.
+    """
+    if spec.slurm_job is None:
+        raise Conflict(f"lease {spec.lease_id} has no Slurm job that could run its workers")
+    return names.slurm_stand_in(spec.slurm_job)
 
 
 def is_there(job: Job) -> bool:

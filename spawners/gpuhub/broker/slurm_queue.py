@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from gpuhub import names
-from gpuhub.broker import edits, schedule, slurm_rules
+from gpuhub.broker import edits, job_rules, schedule, slurm_rules
 from gpuhub.broker import leases as rules
 from gpuhub.broker.clock import wait_event
 from gpuhub.broker.core import Core
-from gpuhub.broker.rows import LeaseRow
-from gpuhub.broker.schemas import LeaseState
+from gpuhub.broker.rows import JobRow, LeaseRow
+from gpuhub.broker.schemas import LeaseState, Purpose
 from gpuhub.broker.slurm_bare import BareNodes
 from gpuhub.broker.slurm_submitting import FindSubmitter, Submissions
 from gpuhub.engines.slurm import SlurmEngine
@@ -139,6 +140,7 @@ class SlurmQueue:
         listed = {(job.id, job.name): job for job in look.jobs}
         ends: dict[str, str] = {}
         changes: list[tuple[str, Callable[[LeaseRow], LeaseRow]]] = []
+        exits: list[tuple[str, Callable[[JobRow, float], JobRow]]] = []
         for lease in list(self._core.ledger.snapshot.leases.values()):
             if lease.slurm_job is None:
                 continue
@@ -149,6 +151,9 @@ class SlurmQueue:
             if job is None:
                 job = await self._api.job(lease.slurm_job, name=self._name(lease.id))
             why = self._why_over(lease, job)
+            launch = None if why is None else self._launch_of(lease)
+            if launch is not None and slurm_rules.awaits_exit(launch, job):
+                continue
             if why is None and job is not None:
                 why = self._misfit(lease, job)
                 lost = slurm_rules.lost_nodes(lease, job, self._ours)
@@ -156,7 +161,11 @@ class SlurmQueue:
                     await self._core.ledger.change(edits.give_back(lease.id, lost))
                 changes += [(lease.id, change) for change in slurm_rules.find_changes(lease, job)]
             if why is not None:
-                ends[lease.id] = why
+                ends[lease.id] = why if launch is None else slurm_rules.say_where(launch, job, why)
+                if launch is not None and (code := slurm_rules.find_exit(launch, job)) is not None:
+                    exits.append((launch.id, partial(job_rules.leader_exited, exit_code=code)))
+        if exits:
+            await self._core.edit_jobs(exits)
         if ends:
             log.info("leases end with their Slurm jobs: %s", ends)
             await self._core.end_leases(ends)
@@ -165,6 +174,11 @@ class SlurmQueue:
 
     def _why_over(self, lease: LeaseRow, job: Job | None) -> str | None:
         return slurm_rules.why_over(lease, job, self._ours, self._engine.began_at(lease.id))
+
+    def _launch_of(self, lease: LeaseRow) -> JobRow | None:
+        """What a lease's Slurm job runs; None for a notebook, and where the job only holds."""
+        is_launch = not self._is_holding and lease.purpose is Purpose.JOB
+        return self._core.ledger.snapshot.jobs.get(lease.subject) if is_launch else None
 
     def _misfit(self, lease: LeaseRow, job: Job) -> str | None:
         is_new = lease.state is LeaseState.REQUESTED and job.state is State.RUNNING

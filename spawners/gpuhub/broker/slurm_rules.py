@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from gpuhub import names
+from gpuhub.batch.workers import log_path
 from gpuhub.broker import leases as rules
-from gpuhub.broker.rows import LeaseRow
+from gpuhub.broker.intake import DEFAULT_IMAGE
+from gpuhub.broker.rows import JobRow, LeaseRow
 from gpuhub.broker.schemas import JobRequest, LeaseState
 from gpuhub.errors import InvalidRequest
 from gpuhub.settings import Cluster
@@ -47,6 +49,25 @@ def why_over(lease: LeaseRow, job: Job | None, ours: Mapping[str, str], started_
     return None if kept <= {ours.get(node, node) for node in job.nodes} else MOVED
 
 
+def find_exit(launch: JobRow, job: Job | None) -> int | None:
+    """The exit code of a detached job whose Slurm job is what leads it; None for one that did not end by itself."""
+    if not launch.detached or job is None or job.state not in {State.COMPLETED, State.FAILED}:
+        return None
+    return job.exit_code
+
+
+def awaits_exit(launch: JobRow, job: Job | None) -> bool:
+    """Whether its Slurm job is over, and how is said only when its nodes are clean."""
+    return launch.detached and job is not None and job.state is State.COMPLETING
+
+
+def say_where(launch: JobRow, job: Job | None, why: str) -> str:
+    """Why the Slurm job that runs a launch is over and, where it failed, the file with what it said."""
+    if job is None or job.state is not State.FAILED:
+        return why
+    return f"{why}; {log_path(launch.joins or launch.run_id, job.id)} has what it said"
+
+
 def lost_nodes(lease: LeaseRow, job: Job, ours: Mapping[str, str]) -> frozenset[str]:
     """Nodes that Slurm took from an elastic job which goes on with enough others."""
     has = {ours.get(node, node) for node in job.nodes}
@@ -74,14 +95,6 @@ def find_changes(lease: LeaseRow, job: Job) -> list[Callable[[LeaseRow], LeaseRo
 
 def _is_close(moment: float | None, other: float | None) -> bool:
     return moment is other or (moment is not None and other is not None and abs(moment - other) < _SAME_S)
-
-
-def find_own(jobs: Iterable[Job], uid: int | None) -> int | None:
-    """Of the jobs that carry a lease's name the one that stands for it: the oldest that lives. By its name alone
-    anybody's could be taken for it, so it must be the owner's, by UID.
-    """
-    own = [job.id for job in jobs if job.user_id == uid and job.state in LIVE]
-    return min(own, default=None)
 
 
 def find_unwanted(jobs: Iterable[Job], leases: Mapping[str, LeaseRow], *, instance: str, is_holding: bool) -> set[int]:
@@ -128,10 +141,7 @@ def refuse_job(cluster: Cluster, request: JobRequest) -> None:
         InvalidRequest: with what to do instead.
     """
     if cluster.slurm.runtime != "docker":
-        raise InvalidRequest(
-            f"jobs need containers on the nodes, and this site runs notebooks with {cluster.slurm.runtime}: submit a "
-            "batch job to Slurm instead: sbatch, or srun from a terminal"
-        )
+        _refuse_without_docker(cluster, request)
     if request.priority > 0:
         raise InvalidRequest(
             f"priority {request.priority}: with Slurm only its operators let a job go before others: scontrol update "
@@ -141,6 +151,28 @@ def refuse_job(cluster: Cluster, request: JobRequest) -> None:
         raise InvalidRequest(
             "scavenge: who is preempted is Slurm's to say: ask the administrator for a partition or QOS that may be, "
             "and submit there with sbatch"
+        )
+
+
+def _refuse_without_docker(cluster: Cluster, request: JobRequest) -> None:
+    """Workers are tasks of one step there, one on each node, in what all of the site's jobs run in."""
+    if request.gpus is not None:
+        raise InvalidRequest(
+            f"gpus: {request.gpus} GPUs on any nodes need containers, and this site runs jobs with "
+            f"{cluster.slurm.runtime}: ask for nnodes and nproc_per_node, the same number of GPUs on each node"
+        )
+    for node in cluster.nodes:
+        if ":" in node.address and node.name not in request.exclude_nodes:
+            raise InvalidRequest(
+                f"workers find each other by the nodes' IPv4 addresses, and the address of {node.name}, "
+                f"{node.address}, is none: the administrator may write another one in its [[nodes]] table; or leave "
+                "that node out (exclude_nodes)"
+            )
+    profile = cluster.profile(request.profile or "")
+    if profile is not None and profile.image != DEFAULT_IMAGE:
+        raise InvalidRequest(
+            f"profile {profile.name!r} has an image of its own, {profile.image}, and this site runs jobs with "
+            f"{cluster.slurm.runtime}, all in the same environment: leave the profile out"
         )
 
 

@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuhub import names
+from gpuhub.batch.workers import Workers, build_workers_script
 from gpuhub.broker import edits, schedule
 from gpuhub.broker.core import Core
 from gpuhub.broker.rows import LeaseRow
-from gpuhub.broker.schemas import LeaseState
-from gpuhub.broker.slurm_rules import find_own
+from gpuhub.broker.schemas import LeaseState, Purpose
 from gpuhub.broker.usage_history import build_rules
 from gpuhub.engines.slurm import SlurmEngine
 from gpuhub.errors import GpuhubError, Unavailable
@@ -21,7 +21,8 @@ from gpuhub.paths import Paths
 from gpuhub.settings import Cluster
 from gpuhub.slurm.api import SlurmApi, SlurmRefused, SlurmUnreachable
 from gpuhub.slurm.choice import build_submission
-from gpuhub.slurm.values import Job, Look, Submitter
+from gpuhub.slurm.owners import build_submitter, find_own
+from gpuhub.slurm.values import Job, Look, Submission, Submitter
 from gpuhub.storage.preparing import look_up
 
 log = logging.getLogger(__name__)
@@ -57,8 +58,7 @@ async def find_submitter(cluster: Cluster, paths: Paths, owner: str) -> Submitte
         StorageUnavailable: the accounts do not answer.
         InvalidRequest, NotAllowed, SetupError: there is no such account, or none that may have a job.
     """
-    found = await look_up(cluster.users, cluster.storage, paths.state, owner)
-    return Submitter(name=found.name, uid=found.uid, gid=found.gid, groups=found.groups)
+    return build_submitter(await look_up(cluster.users, cluster.storage, paths.state, owner))
 
 
 class Submissions:
@@ -72,6 +72,8 @@ class Submissions:
         self._api = api
         self._instance = instance
         self._find_submitter = find_submitter
+        #: Jobs only hold what containers use; else they are what runs.
+        self._is_holding = core.cluster.slurm.runtime == "docker"
         #: By lease: of all that are open, and of those that ended and whose job was not cancelled yet.
         self.jobs: dict[str, int] = {}
         #: Leases whose submission was tried last.
@@ -86,10 +88,10 @@ class Submissions:
             named[job.name].append(job)
         found: dict[str, int] = {}
         for lease in filter(_is_due, self._core.ledger.snapshot.leases.values()):
-            jobs = named.get(names.slurm_job(self._instance, lease.id))
-            own = find_own(jobs, await self._find_uid(lease.owner)) if jobs else None
+            name = names.slurm_job(self._instance, lease.id)
+            own = find_own(named[name], name, await self._find_uid(lease.owner)) if name in named else None
             if own is not None:
-                found[lease.id] = own
+                found[lease.id] = own.id
         if found:
             await self._core.ledger.change(edits.set_slurm_jobs(found))
 
@@ -103,12 +105,11 @@ class Submissions:
             return None
 
     def due(self) -> list[LeaseRow]:
-        """Waiting leases without a job, the oldest first; with Docker alone gpuhub submits, else the spawner does."""
-        if self._core.cluster.slurm.runtime != "docker":
-            return []
+        """Waiting leases without a job, the oldest first. Without Docker the spawner submits those of notebooks."""
         rows = self._core.ledger.snapshot.leases
         waiting = [rows[lease] for lease in self._core.ledger.index.find("waiting") if lease in rows]
-        return sorted((row for row in waiting if _is_due(row)), key=lambda row: row.seq)
+        mine = [row for row in waiting if _is_due(row) and (self._is_holding or row.purpose is Purpose.JOB)]
+        return sorted(mine, key=lambda row: row.seq)
 
     def is_new(self) -> bool:
         """Whether there is one that was not tried yet."""
@@ -152,6 +153,8 @@ class Submissions:
             profile=cluster.profile(lease.profile or ""),
             site=self._engine.site,
         )
+        if not self._is_holding:
+            submission = replace(submission, script=self._build_script(current, submission))
         try:
             job = await self._api.submit(submission)
         except SlurmRefused as error:
@@ -160,6 +163,22 @@ class Submissions:
         # Should it end before the number is stored, the job is cancelled by this.
         self.jobs[lease.id] = job
         await self._core.ledger.change(edits.set_slurm_jobs({lease.id: job}))
+
+    def _build_script(self, lease: LeaseRow, submission: Submission) -> str:
+        """What a job's workers are started by."""
+        snapshot = self._core.ledger.snapshot
+        job = snapshot.jobs[lease.subject]
+        workers = Workers(
+            cluster=self._core.cluster,
+            user=lease.owner,
+            run_id=job.joins or job.run_id,
+            first_worker=job.first_worker,
+            has_gpus=submission.gpus_per_node > 0,
+            cpus=submission.cpus,
+            survives_nodes=submission.survives_nodes,
+            is_detached=job.detached,
+        )
+        return build_workers_script(workers)
 
 
 def _is_due(lease: LeaseRow) -> bool:

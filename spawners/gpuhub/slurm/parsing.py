@@ -15,6 +15,8 @@ from gpuhub.slurm.values import LIVE, Job, State
 _NO_NUMBERS = frozenset({0xFFFFFFFE, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFE, 0xFFFFFFFFFFFFFFFF})
 #: Slurm writes a year where a partition knows no limit.
 _ENDLESS_MINUTES = 365 * 24 * 60
+#: Beyond exit codes of a program's own.
+_BY_SIGNAL = 128
 #: The number of the user who is really called so.
 _NOBODY = 65534
 _BASES = frozenset(State) - {State.COMPLETING}
@@ -154,6 +156,7 @@ def _job(job: Mapping[str, Any]) -> Job:
         started_at=start if nodes else None,
         ends_at=end if has_end else None,
         time_limit_s=limit_s,
+        exit_code=None if state in LIVE else _exit_code(job.get("exit_code")),
         nodes=nodes,
         gpus=_gpus(nodes, job.get("gres_detail") or ()),
         wants=_wants(job),
@@ -173,6 +176,18 @@ def _state(job: Mapping[str, Any]) -> tuple[State, bool]:
         why = _ENDING.get(text(job.get("state_reason")), State.COMPLETING)
         state = State.PREEMPTED if number(job.get("preempt_time")) else why
     return state, is_completing
+
+
+def _exit_code(value: Any) -> int | None:
+    """From the status that wait(2) gives, or what later ones make of it. As in a shell, 128 and more is a signal."""
+    if isinstance(value, Mapping) and "return_code" in value:
+        signal = value.get("signal") or {}
+        killed = number(signal.get("id", signal.get("signal_id"))) if isinstance(signal, Mapping) else None
+        return _BY_SIGNAL + killed if killed else number(value["return_code"])
+    status = number(value)
+    if status is None:
+        return None
+    return _BY_SIGNAL + (status & 0x7F) if status & 0x7F else status >> 8
 
 
 def _user_name(job: Mapping[str, Any]) -> str:

@@ -57,6 +57,8 @@ class Job:
     #: When its time limit ends it, or when it ended; None without a limit.
     ends_at: float | None = None
     time_limit_s: int | None = None
+    #: Its script's, as a shell tells it; None while it may go on, and where Slurm does not say.
+    exit_code: int | None = None
     #: In Slurm's order; empty while it waits.
     nodes: tuple[str, ...] = ()
     #: By node, the numbers of its GPUs there as gres.conf counts them; empty while it waits, and without GPUs.

@@ -97,14 +97,6 @@ def job(**changes: Any) -> Job:
     return Job(**(values | changes))
 
 
-def test_a_job_is_known_by_name_and_user() -> None:
-    """Anybody may give a job that name; one that has ended is no longer it."""
-    own = job(id=3, state=State.PENDING)
-    others = [job(id=1, user_id=61002), job(id=2, state=State.FAILED), job(id=4, name="other"), own]
-    assert asking.find_job(others, "gh-lease-l1", 61001) is own
-    assert asking.find_job(others[:3], "gh-lease-l1", 61001) is None
-
-
 @pytest.mark.parametrize(
     ("found", "code"),
     [

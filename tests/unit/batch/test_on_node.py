@@ -90,7 +90,12 @@ def begin(text: str, folder: Path, node: str = "sx1") -> subprocess.Popen[bytes]
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=folder,
-        env={"SLURMD_NODENAME": node, "CUDA_VISIBLE_DEVICES": "1", "http_proxy": "http://127.0.0.1:9"},
+        env={
+            "SLURMD_NODENAME": node,
+            "CUDA_VISIBLE_DEVICES": "1",
+            "SLURM_JOB_GPUS": "5",
+            "http_proxy": "http://127.0.0.1:9",
+        },
     )
     assert running.stdin is not None
     running.stdin.write(text.encode())
@@ -114,6 +119,7 @@ def test_the_notebook_has_its_port_and_the_hub_is_told_when_it_listens(
     assert (seen["argv"], seen["stdin"]) == (["notebook.py", "a b"], "")
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["GPUHUB_NODE"]) == ("1", "rig1")
     assert environment["PLACE"] == "$(touch x)"
+    assert (environment["GPUHUB_NETWORK_SUBNET"], environment["GPUHUB_GPU_UUIDS"]) == ("127.0.0.2/32", "SLURM-rig1-5")
     # It is held, so that no other program is given it by chance.
     with closing(socket.socket()) as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.2", port))
@@ -154,6 +160,68 @@ def test_a_node_that_is_not_ours_is_refused(tmp_path: Path) -> None:
         said = output.read()
     assert running.wait(30) == 1
     assert b"'other', which is not in cluster.toml" in said
+
+
+def tell_worker(folder: Path, **changes: Any) -> str:
+    show = "import json, os; open('seen', 'w').write(json.dumps(dict(os.environ)))"
+    told = {
+        "addresses": {"sx1": "127.0.0.2", "sx2": "10.0.0.12"},
+        "names": {"sx1": "rig1", "sx2": "rig2"},
+        "first_worker": 3,
+        "is_detached": False,
+        "command": [sys.executable, "-c", show],
+        "environment": {"GPU_LAUNCH_RUN": "run-1", "HOME": str(folder)},
+    }
+    return json.dumps(told | changes)
+
+
+def run_worker(text: str, folder: Path, **environment: str) -> tuple[dict[str, str], str]:
+    """The environment of the worker's program, and what was complained of."""
+    program = Path(on_node.__file__).read_text()
+    command = [sys.executable, "-I", "-c", program]
+    done = subprocess.run(
+        command, input=text, text=True, capture_output=True, cwd=folder, env=environment, check=False, timeout=30
+    )
+    seen = folder / "seen"
+    return (json.loads(seen.read_text()) if seen.exists() else {}), done.stderr
+
+
+def test_a_worker_is_numbered_by_its_nodes_place_in_the_jobs_list(tmp_path: Path) -> None:
+    """As the broker numbers it; Slurm's own number may go by another order."""
+    given = {"SLURMD_NODENAME": "sx2", "GPUHUB_JOB_NODES": "sx1\nsx2", "SLURM_NODEID": "0", "SLURM_JOB_GPUS": "7"}
+    seen, said = run_worker(tell_worker(tmp_path), tmp_path, SLURM_STEP_GPUS="0,2-3", **given)
+    assert said == ""
+    assert (seen["GPU_LAUNCH_RUN"], seen["GPU_LAUNCH_WORKER"], seen["GPUHUB_NODE"]) == ("run-1", "4", "rig2")
+    assert seen["GPUHUB_NETWORK_SUBNET"] == "10.0.0.12/32"
+    assert seen["GPUHUB_GPU_UUIDS"] == "SLURM-rig2-0,SLURM-rig2-2,SLURM-rig2-3"
+    assert "GPU_LAUNCH_ROSTER" not in seen
+
+
+def test_on_a_node_with_ipv6_alone_a_launch_keeps_to_the_loopback() -> None:
+    assert on_node.find_place("rig1", "fd00::12", {}) == {"GPUHUB_NODE": "rig1", "GPUHUB_GPU_UUIDS": ""}
+
+
+def test_the_first_worker_of_a_detached_job_knows_the_others(tmp_path: Path) -> None:
+    given = {"SLURMD_NODENAME": "sx1", "GPUHUB_JOB_NODES": "sx1\nsx2"}
+    seen, _ = run_worker(tell_worker(tmp_path, first_worker=0, is_detached=True), tmp_path, **given)
+    assert seen["GPU_LAUNCH_WORKER"] == "0"
+    assert json.loads(seen["GPU_LAUNCH_ROSTER"]) == [
+        {"index": 0, "node": "rig1", "state": "running"},
+        {"index": 1, "node": "rig2", "state": "running"},
+    ]
+    # Without GPUs it has none to name.
+    assert seen["GPUHUB_GPU_UUIDS"] == ""
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    text = tell_worker(tmp_path, command=["/opt/gpu-launch-worker"])
+    _, said = run_worker(text, tmp_path, SLURMD_NODENAME="sx2", GPUHUB_JOB_NODES="sx2")
+    assert said == "gpuhub: /opt/gpu-launch-worker cannot be started on sx2: No such file or directory\n"
+
+
+def test_a_worker_on_a_node_that_the_job_does_not_have_is_refused(tmp_path: Path) -> None:
+    seen, said = run_worker(tell_worker(tmp_path), tmp_path, SLURMD_NODENAME="sx2", GPUHUB_JOB_NODES="sx1")
+    assert (seen, said) == ({}, "gpuhub: node 'sx2' is not one of the job's: sx1\n")
 
 
 def test_somebody_elses_socket_is_not_the_notebooks() -> None:

@@ -115,12 +115,18 @@ async def test_a_restarted_broker_goes_on_with_what_runs(setting: Setting, slurm
         assert slurm.submitted == 1
 
 
-async def test_without_docker_the_job_is_what_runs(setting: Setting, slurm: ScriptedSlurm) -> None:
-    """The hub's spawner submits; nobody asks daemons that are not there, and Slurm proves the end."""
+@pytest.fixture
+def plain(setting: Setting) -> Setting:
+    """No node has a daemon."""
     setting.cluster = slurm_cluster(slurm=Slurm(runtime="plain", command=Path("/opt/singleuser")))
     for node in setting.nodes.values():
         node.is_reachable = False
-    async with asgi_broker(setting, wait=False) as running:
+    return setting
+
+
+async def test_without_docker_the_job_is_what_runs(plain: Setting, slurm: ScriptedSlurm) -> None:
+    """The hub's spawner submits; nobody asks daemons that are not there, and Slurm proves the end."""
+    async with asgi_broker(plain, wait=False) as running:
         await until(lambda: slurm.looks > 0, "Slurm was asked")
         lease = await ask(running, "ada")
         name = names.slurm_job("ghtest", lease["id"])
@@ -137,3 +143,84 @@ async def test_without_docker_the_job_is_what_runs(setting: Setting, slurm: Scri
         assert (await read(running, "ada", path))["state"] == "releasing"
         slurm.clean(job)
         await reaches(running, path, "released")
+
+
+async def launch_plainly(running: Running, slurm: ScriptedSlurm, **body: Any) -> tuple[str, int]:
+    """A launch's job, and its Slurm job, which runs."""
+    await until(lambda: slurm.looks > 0, "Slurm was asked")
+    made = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 2, **body}, status=201)
+    job = await submitted(slurm)
+    slurm.start(job)
+    return str(made["id"]), job
+
+
+async def test_without_docker_the_job_of_a_launch_runs_its_workers(plain: Setting, slurm: ScriptedSlurm) -> None:
+    async with asgi_broker(plain, wait=False) as running:
+        path, job = await launch_plainly(running, slurm)
+        path = f"/jobs/{path}"
+        script = slurm.asked[job].script
+        assert "exec srun" in script
+        assert '"GPU_LAUNCH_RUN": "run-000001"' in script
+        assert slurm.asked[job].nodes == slurm.asked[job].least_nodes == 2
+        found = await reaches(running, path, "running")
+        assert [(one["index"], one["node"], one["state"]) for one in found["workers"]] == [
+            (0, "rig1", "running"),
+            (1, "rig2", "running"),
+        ]
+        await delete(running, "ada", path)
+        await until(lambda: not slurm.live(), "the job is cancelled")
+        # What it runs may still save something: SIGTERM comes first.
+        assert slurm.cancelled[-1] == (job, False)
+        assert (await read(running, "ada", path))["state"] == "stopping"
+        slurm.clean(job)
+        await reaches(running, path, "ended")
+
+
+async def test_without_docker_scancel_ends_the_launch_and_says_so(plain: Setting, slurm: ScriptedSlurm) -> None:
+    async with asgi_broker(plain, wait=False) as running:
+        path, job = await launch_plainly(running, slurm)
+        await reaches(running, f"/jobs/{path}", "running")
+        slurm.scancel(job)
+        slurm.clean(job)
+        ended = await reaches(running, f"/jobs/{path}", "ended")
+        assert ended["reason"] == "its Slurm job was cancelled"
+        assert ended["exit_code"] is None
+
+
+async def test_without_docker_a_launch_that_cannot_start_says_where_to_look(
+    plain: Setting, slurm: ScriptedSlurm
+) -> None:
+    async with asgi_broker(plain, wait=False) as running:
+        path, job = await launch_plainly(running, slurm)
+        slurm.end(job, State.FAILED)
+        slurm.clean(job)
+        ended = await reaches(running, f"/jobs/{path}", "ended")
+        said = f"its Slurm job failed; ~/.gpu_launch/jobs/run-000001/logs/slurm-{job}.log has what it said"
+        assert ended["reason"] == said
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize(
+    ("state", "code", "reason"),
+    [(State.COMPLETED, 0, "done"), (State.FAILED, 3, "ended with exit code 3")],
+)
+async def test_without_docker_a_detached_job_ends_as_its_slurm_job_does(
+    plain: Setting, slurm: ScriptedSlurm, state: State, code: int, reason: str, is_seen: bool
+) -> None:
+    """It may be over before the broker has seen it run."""
+    async with asgi_broker(plain, wait=False) as running:
+        path, job = await launch_plainly(running, slurm, detached=True)
+        if is_seen:
+            await reaches(running, f"/jobs/{path}", "running")
+        assert "exec srun" not in slurm.asked[job].script
+        # As Slurm 22.05 says until its nodes are clean.
+        slurm.change(job, state=State.COMPLETING, is_completing=True)
+        if is_seen:
+            looks = slurm.looks
+            await until(lambda: slurm.looks > looks + 1, "Slurm was asked again")
+            assert (await read(running, "ada", f"/jobs/{path}"))["state"] == "running"
+        slurm.held.pop(job)
+        slurm.change(job, state=state, exit_code=code, is_completing=False)
+        ended = await reaches(running, f"/jobs/{path}", "ended")
+        assert ended["exit_code"] == code
+        assert reason in ended["reason"]

@@ -138,11 +138,28 @@ async def test_who_wants_what_slurm_rules_is_told_where_it_is_said(site: Site) -
             await desk.broker.request_array(ADA, ArrayRequest(job=job, count=2))
 
 
-async def test_jobs_need_containers(site: Site) -> None:
+async def test_what_only_containers_can_do_is_refused_without_docker(site: Site) -> None:
     site.cluster = slurm_cluster(slurm=Slurm(runtime="plain", command=Path("/opt/singleuser")))
+    profile = site.cluster.profiles[0].model_copy(update={"name": "jax", "image": "lab/jax:1"})
+    site.cluster = site.cluster.model_copy(update={"profiles": (*site.cluster.profiles, profile)})
     async with site.broker() as desk:
-        with pytest.raises(InvalidRequest, match="this site runs notebooks with plain: submit a batch job"):
+        with pytest.raises(InvalidRequest, match=r"2 GPUs on any nodes need containers, .* ask for nnodes"):
+            await desk.launch(gpus=2)
+        with pytest.raises(InvalidRequest, match=r"'jax' has an image of its own, lab/jax:1, .* leave the profile out"):
+            await desk.launch(profile="jax")
+        with pytest.raises(InvalidRequest, match="scavenge"):
+            await desk.launch(scavenge=True)
+        await desk.launch(profile=site.cluster.profiles[0].name, nnodes=2)
+
+
+async def test_workers_reach_each_other_by_ipv4_alone(site: Site) -> None:
+    cluster = slurm_cluster(slurm=Slurm(runtime="plain", command=Path("/opt/singleuser")))
+    node = cluster.nodes[1].model_copy(update={"address": "fd00::12"})
+    site.cluster = cluster.model_copy(update={"nodes": (cluster.nodes[0], node, *cluster.nodes[2:])})
+    async with site.broker() as desk:
+        with pytest.raises(InvalidRequest, match=r"address of rig2, fd00::12, is none"):
             await desk.launch()
+        await desk.launch(exclude_nodes=("rig2",))
 
 
 async def test_what_no_partition_allows_is_refused_at_once(site: Site) -> None:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from gpu_launch import checks, command, network, options, runs, wire
+from gpu_launch import checks, command, environment, network, options, runs, wire, worker
 from gpu_launch.broker import parse_problem
 from gpu_launch.errors import GpuLaunchError, NetworkError, UsageError
 from gpu_launch.gang import check_job
@@ -50,6 +50,14 @@ def test_the_address_on_the_users_network_is_chosen():
     assert network.choose(INTERFACES, "10.9.0.0/24") is None
     with pytest.raises(NetworkError, match="not a subnet"):
         network.choose(INTERFACES, "rig1")
+
+
+def test_a_node_without_containers_is_reached_at_its_own_address():
+    """Of the loopback every address is there."""
+    own = INTERFACES[2]
+    assert network.choose(INTERFACES, f"{own.address}/32") == own
+    assert network.choose(INTERFACES, "10.9.0.1/32") is None
+    assert network.choose(INTERFACES, "127.0.0.11/32") == Interface(name="lo", address="127.0.0.11")
 
 
 def test_torchruns_command_line():
@@ -251,8 +259,22 @@ def test_what_other_nodes_do_not_have_is_refused(tmp_path):
 
 def test_one_node_with_an_own_gpu_asks_nobody(tmp_path):
     """No broker is needed, nor looked for."""
-    from gpu_launch import environment
 
     env = environment.read({"HOME": str(home(tmp_path)), "GPUHUB_GPU_UUIDS": "GPU-1", "GPUHUB_NODE": "rig1"})
     checked = check(Request(options=options.parse("train.py"), cell=None, cwd=tmp_path, env=env, environ={}), None)
     assert (checked.plan.workers, checked.script, checked.own_text) == (0, "train.py", "rig1")
+
+
+@pytest.mark.parametrize(
+    ("number", "is_launch", "is_detached", "grace_s"),
+    [
+        ("3", True, False, None),
+        ("3", False, False, 2.0),
+        ("", True, False, 0.0),
+        # Whoever ends a detached job may tell every process of it at once: its leader's own ranks have time, too.
+        ("", True, True, None),
+    ],
+)
+def test_how_long_an_engine_has_after_sigterm(number, is_launch, is_detached, grace_s):
+    env = environment.read({"GPU_LAUNCH_WORKER": number, "HOME": "/home/ada"})
+    assert worker._grace(env, is_launch=is_launch, is_detached=is_detached) == grace_s

@@ -304,6 +304,25 @@ def test_lines_of_somebody_else() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        (0, 0),
+        (3 << 8, 3),
+        (9, 137),
+        ({"status": "ERROR", "return_code": 3}, 3),
+        ({"status": ["SUCCESS"], "return_code": modern(0)}, 0),
+        ({"status": ["ERROR"], "return_code": modern(3), "signal": {"id": modern(None), "name": ""}}, 3),
+        ({"status": ["SIGNALED"], "return_code": modern(0), "signal": {"id": modern(15), "name": "TERM"}}, 143),
+        (None, None),
+        (modern(None), None),
+    ],
+)
+def test_exit_codes_as_a_shell_tells_them(said: Any, code: int | None) -> None:
+    assert job(job_state="FAILED", exit_code=said).exit_code == code
+    assert job(exit_code=said).exit_code is None
+
+
 def test_versions_and_complaints() -> None:
     assert parse_version(sample("sinfo-22.05.json")) == (22, 5, 8)
     assert parse_version({"meta": {"slurm": {"version": {"major": "23", "minor": "11", "micro": "4"}}}}) == (23, 11, 4)

@@ -8,6 +8,7 @@ exec >.gpuhub/notebook.log 2>&1
 umask 022
 [ -z "${CUDA_VISIBLE_DEVICES+set}" ] || export APPTAINERENV_CUDA_VISIBLE_DEVICES="$CUDA_VISIBLE_DEVICES"
 [ -z "${SLURM_JOB_GPUS+set}" ] || export APPTAINERENV_SLURM_JOB_GPUS="$SLURM_JOB_GPUS"
+[ -z "${SLURM_STEP_GPUS+set}" ] || export APPTAINERENV_SLURM_STEP_GPUS="$SLURM_STEP_GPUS"
 [ -z "${SLURM_JOB_ID+set}" ] || export APPTAINERENV_SLURM_JOB_ID="$SLURM_JOB_ID"
 [ -z "${SLURMD_NODENAME+set}" ] || export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"
 # The job becomes the notebook: Slurm's signals are the notebook's, and so is the job's end.
