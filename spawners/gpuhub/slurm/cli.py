@@ -91,6 +91,12 @@ class SlurmCli:
             raise SlurmRefused(trouble.UNKNOWN_JOB)
         await self._ask("scontrol", "update", f"JobId={job_id}", f"TimeLimit={math.ceil(seconds / 60)}")
 
+    async def shrink(self, job_id: int, nodes: Sequence[str], *, name: str | None = None) -> None:
+        """See `SlurmApi`."""
+        if name is not None and await self.job(job_id, name=name) is None:
+            raise SlurmRefused(trouble.UNKNOWN_JOB)
+        await self._ask("scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(nodes)}")
+
     async def site(self) -> Site:
         """See `SlurmApi`."""
         self._require_programs()
