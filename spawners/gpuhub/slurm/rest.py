@@ -20,7 +20,7 @@ from gpuhub.slurm import inventory, parsing, trouble
 from gpuhub.slurm.api import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm.ending import signal_until_over
 from gpuhub.slurm.jwt import Key
-from gpuhub.slurm.people import People
+from gpuhub.slurm.people import FindName, People, find_account
 from gpuhub.slurm.submission import END_SIGNAL, KEPT, OLDEST_REST, format_rest, format_rest_nodes
 from gpuhub.slurm.values import GpuTime, Job, Look, Site, Submission
 
@@ -42,12 +42,13 @@ class SlurmRest:
         *,
         user: str = "root",
         patience_s: float = PATIENCE_S,
+        find_name: FindName = find_account,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`user`: as whom it is asked about everybody's jobs; jobs are submitted as their submitter."""
         self._key = key
         self._user = user
-        self._people = People()
+        self._people = People(find_name)
         #: Found out by asking.
         self._version: int | None = None
         socket = url.removeprefix("unix://")
