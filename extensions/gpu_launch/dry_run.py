@@ -15,7 +15,7 @@ from gpu_launch.crew import Crew, crews
 from gpu_launch.errors import BrokerError
 from gpu_launch.exchange import Exchange
 from gpu_launch.options import Options
-from gpu_launch.plan import Plan
+from gpu_launch.plan import Plan, free_nodes
 from gpu_launch.request import Checked, build_spec
 from gpu_launch.roster import Roster
 from gpu_launch.runs import RunFolder
@@ -204,16 +204,6 @@ def _free_text(paper: Paper) -> str:
     needed = f"{render.count(max(1, paper.plan.least_workers), 'node')} needed, free now: {named}"
     waits = f"{render.count(waiting, 'request')} of others wait" + ("s" if waiting == 1 else "")
     return f"{needed}; {waits}, so its place in the queue would be about {waiting + 1}."
-
-
-def free_nodes(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
-    """Nodes that could take one of the plan's workers now. Pure."""
-    return tuple(
-        node.name
-        for node in cluster.nodes
-        if node.name not in plan.exclude_nodes
-        and plan.demand.most_on_a_node([gpu for gpu in node.gpus if gpu.state == "free"]) >= plan.nproc_per_node
-    )
 
 
 def _order_text(paper: Paper) -> str:

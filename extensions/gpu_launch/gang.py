@@ -17,14 +17,14 @@ from typing import Any
 from gpu_launch import environment, runs, wire
 from gpu_launch.broker import Broker
 from gpu_launch.errors import LaunchFailed
-from gpu_launch.plan import Plan
+from gpu_launch.plan import Plan, free_nodes
 from gpu_launch.roster import Roster
 from gpu_launch.tracked import TrackedJob, free
 from gpu_launch.way import lost_text
 
-_GRANT_S = 8.0  # seconds for more workers to be granted that were free a moment ago
-_GRANT_LOOK_S = 1.0  # seconds between looks whether they are still wanted
 _LOCAL_S = 5.0  # seconds for the own worker to end
+#: What is free is granted within this time, where the broker asks another scheduler for it.
+_GRANT_S = 15.0
 
 
 class Gang:
@@ -159,13 +159,7 @@ class Gang:
         if broker is None or roster is None or missing <= 0:
             return False
         cluster = broker.cluster()
-        used = (*self.plan.exclude_nodes, *roster.nodes)
-        if cluster.waiting or not any(
-            self.plan.demand.most_on_a_node([gpu for gpu in node.gpus if gpu.state == "free"])
-            >= self.plan.nproc_per_node
-            for node in cluster.nodes
-            if node.name not in used
-        ):
+        if cluster.waiting or not free_nodes(self.plan, cluster, roster.nodes):
             return False
         with self._lock:
             if self._stopping.is_set():
@@ -177,13 +171,14 @@ class Gang:
                 min_nnodes=1,
                 nproc_per_node=self.plan.nproc_per_node,
                 server=self._env.server,
-                exclude_nodes=used,
+                exclude_nodes=(*self.plan.exclude_nodes, *roster.nodes),
                 demand=self.plan.demand,
                 joins=self.run.run_id,
                 first_worker=first,
                 given_up=self._stopping,
             )
-            job = self._await_grant(broker, job)
+            if cluster.grants_later:
+                job = self._wait_for_grant(broker, job)
             if not job.is_granted:
                 broker.delete_job(job.id)
                 return False
@@ -191,13 +186,6 @@ class Gang:
             tracked = TrackedJob(broker, job, first_worker=first, on_change=self._on_change)
             self._joined.append((self._preemptions, tracked))
         return True
-
-    def _await_grant(self, broker: Broker, job: wire.Job) -> wire.Job:
-        """The job when it is granted, or when that takes too long for something that is free: Slurm needs a moment."""
-        deadline = time.monotonic() + _GRANT_S
-        while job.state == wire.WAITING and not self._stopping.is_set() and time.monotonic() < deadline:
-            job = broker.job(job.id, version=job.version, wait_s=_GRANT_LOOK_S)
-        return job
 
     def attach(self, job_id: str) -> None:
         """Take over a job that is there already, after the kernel that asked for it."""
@@ -267,11 +255,22 @@ class Gang:
             )
             if job.state == wire.WAITING and not plan.least_workers:
                 # The notebook's own GPUs are enough to begin with: nobody waits for more.
+                cluster = broker.cluster()
+                if cluster.grants_later and free_nodes(plan, cluster):
+                    job = self._wait_for_grant(broker, job)
+            if job.state == wire.WAITING and not plan.least_workers:
                 broker.delete_job(job.id)
                 self._asks_nobody = True
                 return
             self._main = TrackedJob(broker, job, on_change=self._changed)
         self._on_change()
+
+    def _wait_for_grant(self, broker: Broker, job: wire.Job) -> wire.Job:
+        """The job as soon as it is granted; as it is when that takes too long, or nobody wants it any more."""
+        deadline = time.monotonic() + _GRANT_S
+        while job.state == wire.WAITING and time.monotonic() < deadline and not self._stopping.is_set():
+            job = broker.job(job.id, version=job.version, wait_s=1.0)
+        return job
 
     def _free(self) -> None:
         if self._broker is None:

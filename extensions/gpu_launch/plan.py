@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from gpu_launch.demand import Demand
@@ -121,6 +122,16 @@ def fit(plan: Plan, cluster: Cluster) -> Plan:
         f"{len(names)} {'node has' if len(names) == 1 else 'nodes have'} {kind}{one_model}{besides} "
         f"({', '.join(names)}). "
         f"Use --nnodes {len(names)} or less."
+    )
+
+
+def free_nodes(plan: Plan, cluster: Cluster, used: Collection[str] = ()) -> tuple[str, ...]:
+    """Nodes that could take one of the plan's workers now, but for those that are used already."""
+    return tuple(
+        node.name
+        for node in cluster.nodes
+        if node.name not in {*plan.exclude_nodes, *used}
+        and plan.demand.most_on_a_node([gpu for gpu in node.gpus if gpu.state == "free"]) >= plan.nproc_per_node
     )
 
 

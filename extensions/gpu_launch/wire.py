@@ -115,6 +115,13 @@ class Cluster:
     nodes: tuple[Node, ...]
     #: Requests that wait for GPUs, whoever's.
     waiting: int = 0
+    #: What decides who gets which GPU; empty where not told.
+    engine: str = ""
+
+    @property
+    def grants_later(self) -> bool:
+        """Whether even a request for what is free waits a moment, for another queue than the broker's own."""
+        return self.engine == "slurm"
 
     def cards(self, uuids: tuple[str, ...]) -> tuple[Gpu, ...]:
         """The GPUs with these UUIDs, in their order, as far as they are known."""
@@ -206,4 +213,5 @@ def parse_cluster(data: Mapping[str, Any]) -> Cluster:
         ),
         # With Slurm others' jobs wait in the same queue.
         waiting=(data.get("waiting") or 0) + (data.get("waiting_outside") or 0),
+        engine=data.get("engine") or "",
     )

@@ -107,6 +107,16 @@ def allocate_uid(state: Path, first: int, name: str) -> int:
         return known[name]
 
 
+def find_name(state: Path, number: int) -> str | None:
+    """Whose UID it is: an account's, or one that gpuhub has given; None where nobody knows. It may block."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        file = state / "uids.json"
+        given: dict[str, int] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return next((name for name, own in given.items() if own == number), None)
+
+
 def choose_uid(known: Mapping[str, int], first: int, is_taken: Callable[[int], bool]) -> int:
     """The least number from `first` on that nobody has; `is_taken(number)` tells of accounts and groups elsewhere."""
     used = set(known.values())

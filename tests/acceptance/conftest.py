@@ -46,6 +46,16 @@ def gpuhub(*words: str) -> str:
     return done.stdout
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is about one engine's own rules (the mark `engine`) runs with that engine only; pytest counts the others as
+    deselected. Everything else is to pass with either.
+    """
+    others = [item for item in items if (mark := item.get_closest_marker("engine")) and support.ENGINE not in mark.args]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+
 @dataclass
 class User:
     """Somebody with a browser of their own."""

@@ -19,6 +19,9 @@ from .conftest import INSTANCE, ROOT, Product, User, gpuhub, wait_for
 from .notebooks import Notebook
 from .outputs import Output
 
+#: Preemption, drained nodes and parts of GPUs are gpuhub's own scheduler's. Slurm has its own for each, and gpuhub says
+#: so when it is asked: tests/unit/broker/test_slurm_service.py.
+builtin = pytest.mark.engine("builtin")
 EXAMPLE = ROOT / "notebooks" / "02-checkpoints.ipynb"
 
 
@@ -66,6 +69,7 @@ def test_the_checkpoint_example_runs_to_its_end(ada: Notebook):
     assert "step 400 is reached, over two launches" in output, output
 
 
+@builtin
 def test_a_scavenging_launch_makes_way_and_goes_on(ada: Notebook, ben: User, launch: Output):
     """The launch has the RTX 5060 that ben needs: it writes a checkpoint, ben gets the card, and it goes on elsewhere."""
     assert ada.user.holders() == {"RTX 5070": "ada", "RTX 5060": "ada"}
@@ -83,6 +87,7 @@ def test_a_scavenging_launch_makes_way_and_goes_on(ada: Notebook, ben: User, lau
     )
 
 
+@builtin
 def test_the_page_tells_who_holds_what(launch: Output, ben: User):
     """The page of GPUs names the holder of each card, and is in the navigation."""
     page = ben.page.context.new_page()
@@ -100,6 +105,7 @@ def test_the_page_tells_who_holds_what(launch: Output, ben: User):
     assert "RTX 5060" in gpuhub("node", "list")
 
 
+@builtin
 def test_a_gpu_that_is_used_outside_is_not_given(product: Product, ada: Notebook, ben: User, launch: Output):
     """A process that gpuhub did not start is shown with what NVML tells, and its GPU is left alone."""
     launch.process.send_signal(signal.SIGKILL)
@@ -127,6 +133,7 @@ def test_a_gpu_that_is_used_outside_is_not_given(product: Product, ada: Notebook
     wait_for(lambda: state() == "free", "the RTX 5090 is free again")
 
 
+@builtin
 def test_a_drained_node_is_emptied_and_takes_work_again(ben: User):
     """What runs there is shown first; then it ends, and nothing new starts until the node is undrained."""
     shown = gpuhub("node", "drain", "rig3", "--reason", "new fan", "--grace", "0s", "--yes")
@@ -143,6 +150,7 @@ def test_a_drained_node_is_emptied_and_takes_work_again(ben: User):
     wait_for(lambda: node()["state"] == "up", "the node takes work again")
 
 
+@builtin
 def test_a_part_of_a_gpu_is_shared_by_several(product: Product, ada: Notebook, ben: User):
     """Two notebooks hold a quarter each of one card, each with its cap, and a whole card is no longer to be had there."""
     ben.open_form()

@@ -195,14 +195,16 @@ def test_a_lost_node_is_named_and_comes_back(product: Product, notebook: Noteboo
         """,
     )
 
-    def step() -> str:
-        return notebook.run("import os; print(open('elastic.step').read() if os.path.exists('elastic.step') else 0)")
+    def step() -> int:
+        saved = notebook.home / "elastic.step"
+        # Empty while it is being written.
+        return int((saved.exists() and saved.read_text()) or 0)
 
     faults = Faults(product, practice_plan(product.paths.instance))
     with notebook.start_cells("%gpu_launch --nnodes 2:3 --max-restarts 3 elastic.py", "%gpu_release") as process:
         output = Output(process)
         output.wait("began at 0 with 3")
-        wait_for(lambda: int(step() or 0) > 20, "some steps are done")
+        wait_for(lambda: step() > 20, "some steps are done")
         faults.inflict(Moment(after_s=0, what="cut", node="rig3", lasts_s=30))
         output.wait("rig3 is lost", 25)
         output.wait(r"began at [1-9]\d* with 2")

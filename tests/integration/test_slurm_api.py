@@ -175,6 +175,24 @@ async def test_a_job_that_ends_by_itself_tells_its_exit_code(
     assert (job.state, job.exit_code) == (state, code)
 
 
+async def test_nodes_are_left_out(slurm: SlurmSite, api: SlurmApi) -> None:
+    job = await running(api, ask(slurm, gpu_type="rtx5090", exclude=("sx1",)))
+    assert job.nodes == ("sx3",)
+
+
+async def test_a_job_gives_a_node_back(slurm: SlurmSite, api: SlurmApi) -> None:
+    job = await running(api, ask(slurm, nodes=3, least_nodes=2, survives_nodes=True))
+    assert job.nodes == ("sx1", "sx2", "sx3")
+    await api.shrink(job.id, ["sx1", "sx3"], name=job.name)
+    seen = await until(lambda: api.job(job.id), lambda job: job is not None and len(job.nodes) < 3)
+    assert seen is not None
+    assert (seen.state, seen.nodes, list(seen.gpus)) == (State.RUNNING, ("sx1", "sx3"), ["sx1", "sx3"])
+    assert (await running(api, ask(slurm, "ben", gpu_type="rtx5070", name="gh-lease-2"))).nodes == ("sx2",)
+    await api.cancel(job.id, at_once=True)
+    with pytest.raises(SlurmRefused):
+        await api.shrink(job.id, ["sx1"])
+
+
 async def test_exclusive_has_every_gpu_of_its_node(slurm: SlurmSite, api: SlurmApi) -> None:
     job = await running(api, ask(slurm, gpu_type="rtx5060", exclusive=True))
     assert job.nodes == ("sx2",)

@@ -94,6 +94,16 @@ class ScriptedSlurm:
             raise SlurmRefused(self.refusal)
         self.limits[job_id] = seconds
 
+    async def shrink(self, job_id: int, nodes: Sequence[str], *, name: str | None = None) -> None:
+        """Take nodes from a job."""
+        self._answer()
+        if self.refusal is not None:
+            raise SlurmRefused(self.refusal)
+        job = self.jobs[job_id]
+        assert nodes[0] == job.nodes[0], "no node is taken away on which a job's script runs"
+        self.held[job_id] = {node: self.held[job_id][node] for node in nodes}
+        self.change(job_id, nodes=tuple(nodes), gpus={node: job.gpus[node] for node in nodes})
+
     async def site(self) -> Site:
         """One partition with all nodes."""
         self._answer()

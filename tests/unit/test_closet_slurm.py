@@ -8,7 +8,7 @@ import pytest
 
 from gpuhub import settings
 from gpuhub.closet import slurm, slurm_daemons
-from gpuhub.closet.cluster_file import format_cluster
+from gpuhub.closet.cluster_file import SLURM_API, format_cluster
 from gpuhub.closet.plan import practice_plan
 from gpuhub.closet.slurm_files import format_gres_conf, format_slurm_conf
 from gpuhub.errors import SettingsError, SetupError
@@ -162,6 +162,24 @@ def test_a_cluster_file_says_its_engine_itself():
     own = choice.Choice(kind=choice.Kind.THIS_MACHINE, cluster_file=Path("this-machine.toml"))
     with pytest.raises(SettingsError, match="this machine has a GPU of its own"):
         choice.refuse_other_engine(own, "builtin", "slurm")
+
+
+def test_tests_may_have_slurmrestd_asked(tmp_path, paths, monkeypatch):
+    """It runs as a user of its own, at a socket that root alone reaches besides; the key is root's."""
+    monkeypatch.setenv(SLURM_API, "rest")
+    plan, file = practice_plan(INSTANCE), tmp_path / "cluster.toml"
+    file.write_text(format_cluster(plan, paths, cpus=2, engine="slurm"))
+    table = settings.load(file).slurm
+    socket, key = slurm.rest_socket(paths), slurm.jwt_key_file(paths)
+    assert (table.api, table.rest_url, table.rest_key) == ("rest", f"unix://{socket}", key)
+    slurm.prepare(plan, paths, Users(allowed=("ada",), uid_first=20000), has_rest=True)
+    assert f"AuthAltParameters=jwt_key={key}" in slurm.build_files(plan, paths).conf.read_text()
+    assert (socket.parent.stat().st_mode & 0o777, key.stat().st_mode & 0o777) == (0o700, 0o600)
+    command = slurm_daemons.build_command(plan, paths, "slurmrestd")
+    assert f"--reuid={socket.parent.stat().st_uid}" in command
+    assert command[-1] == f"unix:{socket}"
+    queue = programs.build_slurm_programs(paths, Path("/x/slurm.conf"), ["rig1"], has_rest=True)
+    assert queue[-1].name == "slurmrestd"
 
 
 def test_slurm_stops_before_docker_and_munged_last():

@@ -18,6 +18,7 @@ from gpuhub.containers.courier import start_courier
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.workers import start_worker
 from gpuhub.guard.container import ensure_guard
+from gpuhub.identity import find_name
 from gpuhub.nodes.head import head_address
 from gpuhub.paths import Paths
 from gpuhub.secrets import BROKER_TOKEN, read_secret
@@ -82,4 +83,5 @@ def run(cluster_file: Path, paths: Paths) -> None:
 
 
 def _slurm_side(cluster: Cluster, paths: Paths) -> SlurmSide:
-    return SlurmSide(api=make_api(cluster.slurm), find_submitter=partial(find_submitter, cluster, paths))
+    api = make_api(cluster.slurm, partial(find_name, paths.state))
+    return SlurmSide(api=api, find_submitter=partial(find_submitter, cluster, paths))

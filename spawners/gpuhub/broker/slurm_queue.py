@@ -96,6 +96,7 @@ class SlurmQueue:
             # Else a job that is there already might be submitted again.
             await self._try(self._submit, look)
         await self._try(self._cancel, look)
+        await self._try(self._shrink, look)
         await self._try(self._keep, look)
         await self._try(self._look_at_site, look)
 
@@ -208,6 +209,21 @@ class SlurmQueue:
                 log.warning("Slurm does not cancel job %s: %s", job, error)
         for lease in ended:
             del self._submissions.jobs[lease]
+
+    async def _shrink(self, look: Look) -> None:
+        """Give Slurm back what elastic leases have given back, which it would keep for them until their ends."""
+        leases = self._core.ledger.snapshot.leases
+        for job in look.jobs:
+            lease = leases.get(job.name.removeprefix(self._name("")))
+            if lease is None or lease.slurm_job != job.id:
+                continue
+            kept = slurm_rules.kept_nodes(lease, job, self._ours)
+            if kept is None:
+                continue
+            try:
+                await self._api.shrink(job.id, kept, name=job.name)
+            except SlurmRefused as error:
+                log.info("Slurm does not take back nodes of job %s (yet): %s", job.id, error)
 
     async def _keep(self, look: Look) -> None:
         """Let slurmctld store that the jobs of leases run, once each."""

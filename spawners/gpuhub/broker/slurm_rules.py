@@ -79,6 +79,17 @@ def lost_nodes(lease: LeaseRow, job: Job, ours: Mapping[str, str]) -> frozenset[
     return lost if is_elastic and is_enough and goes_on else frozenset()
 
 
+def kept_nodes(lease: LeaseRow, job: Job, ours: Mapping[str, str]) -> tuple[str, ...] | None:
+    """What a running job is to keep of its nodes, by Slurm's names: without those that its lease has given back and
+    that are proven clear. None where nothing is to go. The first one stays, as the job's script runs there.
+    """
+    if lease.state not in rules.LIVE or job.state is not State.RUNNING:
+        return None
+    given = {gpu.node for gpu in lease.gpus} - {gpu.node for gpu in lease.held}
+    kept = tuple(node for at, node in enumerate(job.nodes) if at == 0 or ours.get(node, node) not in given)
+    return kept if len(kept) < len(job.nodes) else None
+
+
 def find_changes(lease: LeaseRow, job: Job) -> list[Callable[[LeaseRow], LeaseRow]]:
     """What changes of a lease that goes on, because of its job: when it ends, and what its owner is to know."""
     if lease.state not in rules.LIVE:

@@ -20,6 +20,8 @@ Engine = Literal["builtin", "slurm"]
 
 NOTICE = "Practice closet: the GPUs are simulated, and training runs on the CPU."
 USERS = ("ada", "ben")
+#: For tests: with `rest` in this variable of the environment gpuhub asks the closet's Slurm by slurmrestd.
+SLURM_API = "GPUHUB_CLOSET_SLURM_API"
 #: Ports on loopback of the two usual instances; others, which may run beside them, get a pair from 18100 on.
 _PORTS = {DEFAULT_INSTANCE: (8000, 8001), "ghtest": (18000, 18001)}
 
@@ -70,7 +72,11 @@ def _scheduling() -> str:
 
 
 def _slurm(plan: Plan, paths: Paths) -> str:
-    return _table("slurm", conf=str(slurm.build_files(plan, paths).conf))
+    conf = str(slurm.build_files(plan, paths).conf)
+    if os.environ.get(SLURM_API) != "rest":
+        return _table("slurm", conf=conf)
+    url, key = f"unix://{slurm.rest_socket(paths)}", str(slurm.jwt_key_file(paths))
+    return _table("slurm", conf=conf, api="rest", rest_url=url, rest_key=key)
 
 
 def _homes(paths: Paths) -> Path:

@@ -8,6 +8,7 @@ import pwd
 import secrets
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from gpuhub import identity
@@ -41,6 +42,10 @@ PROGRAMS = {
     "sbatch": "slurm-client",
     "docker": "docker-cli or docker.io",
 }
+#: For tests only.
+REST_PROGRAMS = {"slurmrestd": "slurmrestd"}
+#: As whom slurmrestd runs: it refuses root, and Slurm's own user.
+REST_USER = SlurmUser(name="slurmrest", uid=61099, home=Path("/nonexistent"))
 
 
 def build_files(plan: Plan, paths: Paths) -> SlurmFiles:
@@ -87,16 +92,20 @@ def build_epilog(paths: Paths) -> str:
     return f'#!/bin/sh\nDOCKER_HOST="{sockets}" exec {shlex.quote(str(EPILOG))}\n'
 
 
-def prepare(plan: Plan, paths: Paths, users: Users) -> None:
-    """Write all that the daemons read; may be called again at any time.
+def prepare(plan: Plan, paths: Paths, users: Users, *, has_rest: bool = False) -> None:
+    """Write all that the daemons read, with `has_rest` slurmrestd's too; may be called again at any time.
 
     Raises:
         SetupError: something is not installed.
     """
-    missing = sorted({package for program, package in PROGRAMS.items() if shutil.which(program) is None})
+    programs = PROGRAMS | (REST_PROGRAMS if has_rest else {})
+    missing = sorted({package for program, package in programs.items() if shutil.which(program) is None})
     if missing:
         raise SetupError(f"the practice closet's Slurm needs programs that are missing: {', '.join(missing)}")
     files = build_files(plan, paths)
+    if has_rest:
+        _prepare_rest(paths)
+        files = replace(files, jwt_key=jwt_key_file(paths))
     is_new = not files.conf.exists()
     for folder, mode in (
         (files.folder, 0o755),
@@ -135,6 +144,24 @@ def key_file(paths: Paths) -> Path:
     return slurm_folder(paths) / "munge.key"
 
 
+def rest_socket(paths: Paths) -> Path:
+    """Where slurmrestd listens, in a folder of its own user's that root alone reaches besides."""
+    return slurm_folder(paths) / "rest" / "slurmrestd.socket"
+
+
+def jwt_key_file(paths: Paths) -> Path:
+    """The key of slurmrestd's tokens, root's alone."""
+    return slurm_folder(paths) / "jwt.key"
+
+
+def _prepare_rest(paths: Paths) -> None:
+    folder = rest_socket(paths).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    os.chown(folder, REST_USER.uid, REST_USER.uid)
+    _write(jwt_key_file(paths), secrets.token_hex(512), 0o600, keep=True)
+
+
 def take_forget(paths: Paths) -> bool:
     """Whether slurmctld is to drop what it knows: at the first start of a closet, and not when it is started anew."""
     try:
@@ -153,6 +180,7 @@ def _write_etc(plan: Plan, paths: Paths, users: Users) -> None:
     own = [name for name in users.allowed or () if not _has_account(name)]
     found = [identity.find_identity(users, paths.state, name) for name in own]
     known = [SlurmUser(name=one.name, uid=one.uid, home=paths.state / "homes" / one.name) for one in found]
+    known.append(REST_USER)
     passwd, group = format_accounts(Path("/etc/passwd").read_text(), Path("/etc/group").read_text(), known)
     # slurmctld listens where its own name leads.
     hosts = f"127.0.0.1 localhost\n{plan.head} {head_name(plan)}\n"

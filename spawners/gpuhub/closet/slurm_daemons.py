@@ -16,12 +16,13 @@ from pathlib import Path
 from gpuhub.closet import shell
 from gpuhub.closet.places import slurm_folder
 from gpuhub.closet.plan import Plan
-from gpuhub.closet.slurm import build_files, etc_folder, head_name, key_file, marker
+from gpuhub.closet.slurm import REST_USER, build_files, etc_folder, head_name, key_file, marker, rest_socket
 from gpuhub.errors import SetupError
 from gpuhub.paths import Paths
 
 MUNGED = "munged"
 SLURMCTLD = "slurmctld"
+SLURMRESTD = "slurmrestd"
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 _LOG_LINES = 15
@@ -38,7 +39,7 @@ exec "$@"
 
 
 def build_command(plan: Plan, paths: Paths, program: str, *, forget: bool = False) -> list[str]:
-    """What a supervisor runs in the foreground for `munged`, `slurmctld` or a node's slurmd, given the node's name.
+    """What a supervisor runs in the foreground: `munged`, `slurmctld`, `slurmrestd` or, by its name, a node's slurmd.
 
     `forget`: slurmctld drops the jobs of an earlier closet, and goes on counting where it was. SIGTERM or SIGKILL ends
     the daemon only: jobs go on. `SLURM_CONF` must be set.
@@ -51,6 +52,11 @@ def build_command(plan: Plan, paths: Paths, program: str, *, forget: bool = Fals
         return [*_inside(paths), MUNGED, "--foreground", f"--key-file={key_file(paths)}", *options]
     if program == SLURMCTLD:
         return [*_inside(paths, hostname=head_name(plan)), SLURMCTLD, "-D", *(["-c"] if forget else [])]
+    if program == SLURMRESTD:
+        number = REST_USER.uid
+        become = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups", "env", "SLURM_JWT=daemon"]
+        listen = ["slurmrestd", "-a", "rest_auth/jwt", "-s", "openapi/v0.0.38", f"unix:{rest_socket(paths)}"]
+        return [*_inside(paths), *become, *listen]
     node = plan.node(program)
     return [
         *("nsenter", f"--net=/run/netns/{plan.netns(node)}"),

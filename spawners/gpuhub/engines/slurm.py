@@ -13,7 +13,7 @@ from gpuhub.engines.base import Decision, Grant, Holding, NodeSupply, Request, R
 from gpuhub.engines.builtin import BuiltinEngine
 from gpuhub.engines.gangs import note
 from gpuhub.slurm import reasons
-from gpuhub.slurm.choice import Choice, choose
+from gpuhub.slurm.choice import Choice, choose, is_free
 from gpuhub.slurm.table import Slurm
 from gpuhub.slurm.values import Job, Look, Node, Site, State
 
@@ -104,12 +104,7 @@ class SlurmEngine(BuiltinEngine):
     def starts_now(self, request: Request, now: float) -> bool:
         """Whether all that is asked for is free, as Slurm says; those who wait may still get it."""
         choice = self.choose(request)
-        if choice is None:
-            return False
-        free = [_free(node, choice.gpu_type) for node in self._look.nodes if self._is_open(node, request, choice)]
-        if request.spread is not None:
-            return sum(free) >= request.spread
-        return sum(one >= request.gpus_per_node for one in free) >= request.least_nodes
+        return choice is not None and is_free(request, choice, self._look.nodes)
 
     # -- asked by what talks with Slurm ---------------------------------------------------------------------------
 
@@ -141,15 +136,19 @@ class SlurmEngine(BuiltinEngine):
         return None
 
     def outside(self) -> Mapping[str, Job]:
-        """GPUs that jobs have which are not gpuhub's, by UUID."""
-        held = (holding.request for holding in self._mirror.stock.holdings.values())
-        mine = {request.slurm_job for request in (*self._mirror.requests.values(), *held)}
+        """By UUID, GPUs of jobs that are not gpuhub's, and what a lease has given back and its job still has."""
+        waiting = {request.slurm_job for request in self._mirror.requests.values()}
+        held = {
+            holding.request.slurm_job: {slot.uuid for share in holding.shares for slot in share.slots}
+            for holding in self._mirror.stock.holdings.values()
+        }
         return {
             slot.uuid: job
             for job in self._look.jobs
-            if job.gpus and job.id not in mine and not job.name.startswith(self._prefix)
+            if job.gpus and job.id not in waiting and (job.id in held or not job.name.startswith(self._prefix))
             for theirs in job.nodes
             for slot in self._slots(theirs, job) or ()
+            if slot.uuid not in held.get(job.id, ())
         }
 
     def away(self) -> Mapping[str, str]:
@@ -218,14 +217,6 @@ class SlurmEngine(BuiltinEngine):
         # A job with GPUs anywhere may have been given a node for its processes alone.
         return tuple(share for share in shares if share.slots or not request.size)
 
-    def _is_open(self, node: Node, request: Request, choice: Choice) -> bool:
-        return (
-            node.takes_work
-            and node.name in self._ours
-            and node.name not in choice.exclude
-            and not (request.exclusive and any(node.used.values()))
-        )
-
 
 def number_slots(slots: Sequence[Slot], node: Node, table: Slurm) -> dict[int, Slot]:
     """A node's GPUs by Slurm's numbers: it counts type by type, in the order in which its node names them, and within a
@@ -238,11 +229,6 @@ def number_slots(slots: Sequence[Slot], node: Node, table: Slurm) -> dict[int, S
         # Slurm has more of them than the node reports, or fewer: then none of them can be told.
         ordered += found if len(found) == count else [None] * count
     return {number: slot for number, slot in enumerate(ordered) if slot is not None}
-
-
-def _free(node: Node, gpu_type: str | None) -> int:
-    kinds = node.gpus if gpu_type is None else [gpu_type]
-    return sum(max(0, node.gpus.get(kind, 0) - node.used.get(kind, 0)) for kind in kinds)
 
 
 def _has_shape(request: Request, job: Job) -> bool:

@@ -43,6 +43,7 @@ def start(paths: Paths, supervisor: Supervisor, cluster: Cluster, services: Sequ
 
 
 def _prepare_slurm(closet: plan.Plan, paths: Paths, cluster: Cluster) -> list[Program]:
-    slurm.prepare(closet, paths, cluster.users)
+    has_rest = cluster.slurm.api == "rest"
+    slurm.prepare(closet, paths, cluster.users, has_rest=has_rest)
     conf = slurm.build_files(closet, paths).conf
-    return programs.build_slurm_programs(paths, conf, [node.name for node in closet.nodes])
+    return programs.build_slurm_programs(paths, conf, [node.name for node in closet.nodes], has_rest=has_rest)

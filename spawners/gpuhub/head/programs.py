@@ -50,9 +50,11 @@ def build_closet_programs(paths: Paths, nodes: Sequence[str]) -> list[Program]:
     ]
 
 
-def build_slurm_programs(paths: Paths, conf: Path, nodes: Sequence[str]) -> list[Program]:
+def build_slurm_programs(paths: Paths, conf: Path, nodes: Sequence[str], *, has_rest: bool = False) -> list[Program]:
     """The practice closet's Slurm in the order of its start: munged, slurmctld, and a slurmd for each node."""
     wanted = {"munged": "munged", "slurmctld": "slurmctld", **{f"slurmd-{node}": node for node in nodes}}
+    if has_rest:
+        wanted["slurmrestd"] = "slurmrestd"
     return [
         Program(
             name=name,

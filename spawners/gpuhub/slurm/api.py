@@ -64,6 +64,14 @@ class SlurmApi(Protocol):
         """
         ...
 
+    async def shrink(self, job_id: int, nodes: Sequence[str], *, name: str | None = None) -> None:
+        """Let a running job keep these nodes only, its first one among them.
+
+        Raises:
+            SlurmRefused: it has ended, or cannot be changed (yet).
+        """
+        ...
+
     async def site(self) -> Site:
         """What an administrator has set up.
 

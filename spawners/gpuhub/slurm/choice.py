@@ -1,13 +1,14 @@
 """What is asked of Slurm for a request. Pure.
 
 A job of Slurm's names one type of GPU, or any. Where several models will do, any type is asked for and the nodes that
-have others are left out; where that cannot serve, it is the best liked type that can.
+have others are left out; where that cannot serve, it is the best liked type that can. What can serve at once goes
+before what is still held.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuhub.engines.base import NodeSupply, Request, Slot
@@ -51,18 +52,24 @@ def choose(request: Request, supplies: Mapping[str, NodeSupply], nodes: Sequence
     """Which type to ask for and which nodes to leave out; `supplies` are our nodes by Slurm's names. None where no node
     that is known so far would do.
 
-    Nodes of Slurm's that are not ours are left out: gpuhub can make no containers there.
+    Of several ways one of which enough is free at present goes before one that is liked better. Nodes of Slurm's that
+    are not ours are left out: gpuhub can make no containers there.
     """
     kept_out = {node.name for node in nodes if not _may_use(request, supplies.get(node.name))}
     if not request.size:
         return Choice(exclude=frozenset(kept_out))
     offers = [_offer(request, node, supplies[node.name], table) for node in nodes if node.name not in kept_out]
     slots = [slot for one in supplies.values() for slot in one.slots]
-    ways = list(_ways(request, offers, table, slots)) if offers else []
-    if not ways:
-        return None
-    way = next((way for way in ways if _serves(request, offers, way)), ways[0])
-    return Choice(gpu_type=way.gpu_type, exclude=way.exclude | kept_out)
+    found = _ways(request, offers, table, slots) if offers else ()
+    ways = [Choice(gpu_type=way.gpu_type, exclude=way.exclude | kept_out) for way in found]
+    able = [way for way in ways if _serves(request, offers, way)]
+    return next((way for way in able if is_free(request, way, nodes)), next(iter(able or ways), None))
+
+
+def is_free(request: Request, choice: Choice, nodes: Iterable[Node]) -> bool:
+    """Whether all that is asked for is free, as Slurm says; those who wait may still get it."""
+    free = [_count_free(node, choice.gpu_type) for node in nodes if _is_open(request, choice, node)]
+    return _is_enough(request, free)
 
 
 def build_submission(
@@ -181,6 +188,21 @@ def _serves(request: Request, offers: Iterable[_Offer], way: Choice) -> bool:
         for offer in offers
         if offer.name not in way.exclude
     ]
+    return _is_enough(request, counts)
+
+
+def _is_enough(request: Request, counts: Collection[int]) -> bool:
+    """Whether so many GPUs on so many nodes will do."""
     if request.spread is not None:
         return sum(counts) >= request.spread
     return sum(count >= request.gpus_per_node for count in counts) >= request.least_nodes
+
+
+def _is_open(request: Request, choice: Choice, node: Node) -> bool:
+    is_taken = request.exclusive and any(node.used.values())
+    return node.takes_work and node.name not in choice.exclude and not is_taken
+
+
+def _count_free(node: Node, gpu_type: str | None) -> int:
+    kinds = node.gpus if gpu_type is None else [gpu_type]
+    return sum(max(0, node.gpus.get(kind, 0) - node.used.get(kind, 0)) for kind in kinds)

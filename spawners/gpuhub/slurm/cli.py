@@ -17,7 +17,7 @@ from gpuhub.errors import SetupError
 from gpuhub.slurm import inventory, parsing, trouble
 from gpuhub.slurm.api import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm.ending import signal_until_over
-from gpuhub.slurm.people import People
+from gpuhub.slurm.people import FindName, People, find_account
 from gpuhub.slurm.submission import END_SIGNAL, KEPT, format_sbatch
 from gpuhub.slurm.values import GpuTime, Job, Look, Site, Submission, Submitter
 
@@ -35,7 +35,12 @@ class SlurmCli:
     """
 
     def __init__(
-        self, *, commands: Path | None = None, conf: Path | None = None, patience_s: float = PATIENCE_S
+        self,
+        *,
+        commands: Path | None = None,
+        conf: Path | None = None,
+        patience_s: float = PATIENCE_S,
+        find_name: FindName = find_account,
     ) -> None:
         """`commands`: their folder, or None for PATH; `conf`: slurm.conf, or None for where they look by themselves."""
         path = os.environ.get("PATH", os.defpath)
@@ -48,7 +53,7 @@ class SlurmCli:
         if conf is not None:
             self._environment["SLURM_CONF"] = str(conf)
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="slurm")
-        self._people = People()
+        self._people = People(find_name)
 
     async def look(self) -> Look:
         """See `SlurmApi`."""
@@ -90,6 +95,12 @@ class SlurmCli:
         if name is not None and await self.job(job_id, name=name) is None:
             raise SlurmRefused(trouble.UNKNOWN_JOB)
         await self._ask("scontrol", "update", f"JobId={job_id}", f"TimeLimit={math.ceil(seconds / 60)}")
+
+    async def shrink(self, job_id: int, nodes: Sequence[str], *, name: str | None = None) -> None:
+        """See `SlurmApi`."""
+        if name is not None and await self.job(job_id, name=name) is None:
+            raise SlurmRefused(trouble.UNKNOWN_JOB)
+        await self._ask("scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(nodes)}")
 
     async def site(self) -> Site:
         """See `SlurmApi`."""

@@ -1,7 +1,7 @@
 """Slurm asked by slurmrestd, with a token for each request.
 
 What slurmrestd cannot do is said in words: without slurmdbd it knows no accounts and no QOS; that of Slurm 22.05 can't
-leave out nodes, and can't ask for GPUs of any type on any nodes.
+ask for GPUs of any type on any nodes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gpuhub.slurm import inventory, parsing, trouble
 from gpuhub.slurm.api import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm.ending import signal_until_over
 from gpuhub.slurm.jwt import Key
-from gpuhub.slurm.people import People
-from gpuhub.slurm.submission import END_SIGNAL, KEPT, OLDEST_REST, format_rest
+from gpuhub.slurm.people import FindName, People, find_account
+from gpuhub.slurm.submission import END_SIGNAL, KEPT, OLDEST_REST, format_rest, format_rest_nodes
 from gpuhub.slurm.values import GpuTime, Job, Look, Site, Submission
 
 #: slurmrestd gives up on a slurmctld that is not there after 9 s, and asks twice for some things.
@@ -42,12 +42,13 @@ class SlurmRest:
         *,
         user: str = "root",
         patience_s: float = PATIENCE_S,
+        find_name: FindName = find_account,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`user`: as whom it is asked about everybody's jobs; jobs are submitted as their submitter."""
         self._key = key
         self._user = user
-        self._people = People()
+        self._people = People(find_name)
         #: Found out by asking.
         self._version: int | None = None
         socket = url.removeprefix("unix://")
@@ -116,6 +117,12 @@ class SlurmRest:
         is_later = await self._find_version() > OLDEST_REST
         limit: Any = {"set": True, "infinite": False, "number": minutes} if is_later else minutes
         await self._ask("POST", f"job/{job_id}", json={"time_limit": limit})
+
+    async def shrink(self, job_id: int, nodes: Sequence[str], *, name: str | None = None) -> None:
+        """See `SlurmApi`."""
+        if name is not None and await self.job(job_id, name=name) is None:
+            raise SlurmRefused(trouble.UNKNOWN_JOB)
+        await self._ask("POST", f"job/{job_id}", json=format_rest_nodes(nodes, await self._find_version()))
 
     async def site(self) -> Site:
         """See `SlurmApi`. Without slurmdbd there are no accounts and no QOS."""

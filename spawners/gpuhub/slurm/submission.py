@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from gpuhub.slurm.api import SlurmRefused
@@ -104,10 +105,18 @@ def format_rest(submission: Submission, version: int = OLDEST_REST) -> dict[str,
     return {"script": submission.script, "job": job | _oldest(submission)}
 
 
+def format_rest_nodes(nodes: Sequence[str], version: int = OLDEST_REST) -> dict[str, Any]:
+    """The body of slurmrestd's `/slurm/v0.0.VERSION/job/ID` that has a running job keep these nodes only."""
+    if version > OLDEST_REST:
+        return {"required_nodes": list(nodes)}
+    return {"nodelist": ",".join(nodes)}
+
+
 def _oldest(submission: Submission) -> dict[str, Any]:
     job: dict[str, Any] = {"environment": _ENVIRONMENT}
     if submission.exclude:
-        raise SlurmRefused("slurmrestd of Slurm 22.05 can't leave out nodes (excluded_nodes is disabled)")
+        # It has excluded_nodes disabled, and takes this, which its documentation does not have.
+        job["exclude_nodes"] = ",".join(submission.exclude)
     if submission.spread is not None:
         if submission.gpu_type is None:
             # It takes "gpus": "TYPE:N", and fails to read any number without a type.

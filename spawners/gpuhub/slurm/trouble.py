@@ -17,11 +17,12 @@ _T = TypeVar("_T")
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 #: Before the words that matter: `sbatch: error: Batch job submission failed: `, `slurm_load_jobs error: `.
 _WHO = re.compile(r"^(?:[\w-]+: )?(?:error|fatal): |^\w+ error: ")
-#: Nobody answers, or cannot yet.
+#: Nobody answers, or cannot yet. A job whose database index is being set can't be changed: there somebody does answer,
+#: and where no slurmdbd runs that index is never set again once the job has given nodes back.
 _SILENCE = re.compile(
     r"unable to contact slurm|connect failure|connection (?:failure|refused|timed out|reset)|socket timed out"
     r"|if munged is up|munge (?:en|de)code|auth_munge|protocol authentication|unexpected message received"
-    r"|zero bytes were transmitted|controller is in standby|not available right now|unspecified error"
+    r"|zero bytes were transmitted|controller is in standby|not available right now(?!, the db index)|unspecified error"
     r"|temporarily (?:unable|unavailable|disabled)|unable to (?:establish|process) configuration|cannot stat file"
     r"|sending (?:persistconninit|message)|database connection|dns srv",
     re.IGNORECASE,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpuhub import names
-from gpuhub.broker import leases
+from gpuhub.broker import edits, leases
 from gpuhub.broker.schemas import LeaseState
 from gpuhub.errors import Conflict
 from gpuhub.slurm.values import State
@@ -72,6 +72,29 @@ async def test_an_elastic_gang_takes_what_slurm_gives_and_lives_on_without_a_nod
         await desk.queue.step()
         after = desk.lease(lease.id)
         assert (after.state, leases.live_nodes(after)) == (LeaseState.ACTIVE, ("rig1",))
+
+
+async def test_slurm_gets_the_node_back_that_an_elastic_gang_goes_on_without(site: Site) -> None:
+    """When its container is proven gone; all but the first one, where the job's script runs."""
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.launch(nnodes=3, min_nnodes=1), site.slurm)
+        assert lease.slurm_job is not None
+        await desk.core.ledger.change(edits.give_back(lease.id, ["rig3"]))
+        site.slurm.refusal = "the DB index is being set"
+        await desk.queue.step()
+        await desk.core.prove_gone([lease.id], "rig3")
+        for refusal in ("the DB index is being set", None):
+            assert site.slurm.jobs[lease.slurm_job].nodes == ("rig1", "rig2", "rig3")
+            site.slurm.refusal = refusal
+            await desk.queue.step()
+        assert site.slurm.jobs[lease.slurm_job].nodes == ("rig1", "rig2")
+        await desk.core.ledger.change(edits.give_back(lease.id, ["rig1"]))
+        await desk.core.prove_gone([lease.id], "rig1")
+        await desk.queue.step()
+        assert site.slurm.jobs[lease.slurm_job].nodes == ("rig1", "rig2")
+        assert desk.engine.outside().keys() == {"GPU-rig1-0"}, "it is not free, as Slurm does not give it to anybody"
+        after = desk.lease(lease.id)
+        assert (after.state, leases.live_nodes(after)) == (LeaseState.ACTIVE, ("rig2",))
 
 
 async def test_gpus_are_counted_as_slurm_does_type_by_type(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from gpuhub import identity, names
 from gpuhub.errors import InvalidRequest, NotAllowed
-from gpuhub.identity import Identity, allocate_uid, build_archive, choose_uid, find_identity
+from gpuhub.identity import Identity, allocate_uid, build_archive, choose_uid, find_identity, find_name
 from gpuhub.settings import Users
 
 UID_FIRST = 1_900_000_000
@@ -94,6 +94,14 @@ def test_uids_survive_in_a_file_that_is_replaced_whole(tmp_path: Path) -> None:
     """No half-written file stays behind."""
     allocate_uid(tmp_path, UID_FIRST, "ada")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["uids.json", "uids.lock"]
+
+
+def test_a_number_tells_whose_it_is(tmp_path: Path) -> None:
+    """An account's on the head node, or one that gpuhub has given."""
+    assert find_name(tmp_path, UID_FIRST) is None
+    number = allocate_uid(tmp_path, UID_FIRST, "ada")
+    assert find_name(tmp_path, number) == "ada"
+    assert find_name(tmp_path, 0) == "root"
 
 
 def test_the_archive_names_user_and_groups() -> None:

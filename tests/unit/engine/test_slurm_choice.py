@@ -22,9 +22,10 @@ def supply(name: str, *models: str, driver: str = "580.1", **memory: int) -> Nod
     return NodeSupply(name=name, slots=slots, driver=driver)
 
 
-def slurm_node(name: str, *models: str, is_typed: bool = True) -> Node:
+def slurm_node(name: str, *models: str, is_typed: bool = True, **further: Any) -> Node:
     kinds = [model.lower().replace(" ", "") if is_typed else "" for model in models]
-    return Node(name=name, state="idle", takes_work=True, gpus={kind: kinds.count(kind) for kind in kinds})
+    told = {"state": "idle", "takes_work": True, "gpus": {kind: kinds.count(kind) for kind in kinds}, **further}
+    return Node(name=name, **told)
 
 
 #: Two nodes of one card each, and one with two.
@@ -74,6 +75,39 @@ def test_where_that_cannot_serve_it_is_the_best_liked_type_that_can() -> None:
     assert chosen(request(models=("RTX 5090", "RTX 5070")), cluster) == Choice(gpu_type="rtx5090")
     assert chosen(request(models=("RTX 5090", "RTX 5070"), gpus_per_node=2), cluster) == Choice(gpu_type="rtx5070")
     assert chosen(request(least_memory_mib=12000, spread=2), cluster) == Choice(gpu_type="rtx5070")
+
+
+def test_of_ways_that_can_serve_it_is_the_first_of_which_enough_is_free() -> None:
+    cluster = {"n1": ("RTX 5090", "RTX 5060"), "n2": ("RTX 5070", "RTX 5070", "RTX 5060")}
+    supplies = {name: supply(name, *models) for name, models in cluster.items()}
+    either = request(models=("RTX 5090", "RTX 5070"))
+
+    def chosen_type(wanted: Request, first: dict[str, int], **second: Any) -> str | None:
+        nodes = [slurm_node("n1", *cluster["n1"], used=first), slurm_node("n2", *cluster["n2"], **second)]
+        found = choose(wanted, supplies, nodes, Slurm())
+        assert found is not None
+        return found.gpu_type
+
+    assert chosen_type(either, {}) == "rtx5090"
+    assert chosen_type(either, {"rtx5060": 1}) == "rtx5090"
+    assert chosen_type(either, {"rtx5090": 1}) == "rtx5070"
+    assert chosen_type(either, {"rtx5090": 1}, used={"rtx5070": 1}) == "rtx5070"
+    # Where none is free, the best liked one is waited for.
+    assert chosen_type(either, {"rtx5090": 1}, used={"rtx5070": 2}) == "rtx5090"
+    assert chosen_type(either, {"rtx5090": 1}, takes_work=False) == "rtx5090"
+    # The best liked one of which there is enough; one card of it would never do.
+    pair = request(models=("RTX 5090", "RTX 5070"), gpus_per_node=2)
+    assert chosen_type(pair, {}, used={"rtx5070": 2}) == "rtx5070"
+    assert chosen_type(request(models=("RTX 5090", "RTX 5070"), exclusive=True), {"rtx5060": 1}) == "rtx5070"
+
+
+def test_free_cards_beside_others_are_asked_for_by_their_type() -> None:
+    """Any of both would leave out the node that has one free, for the sake of a third model there."""
+    supplies = {name: supply(name, *models) for name, models in CLUSTER.items()}
+    wanted = request(models=("RTX 5090", "RTX 5070"))
+    taken = {"n1": {"rtx5090": 1}, "n2": {"rtx5070": 1}, "n3": {"rtx5060": 1}}
+    nodes = [slurm_node(name, *models, used=taken[name]) for name, models in CLUSTER.items()]
+    assert choose(wanted, supplies, nodes, Slurm()) == Choice(gpu_type="rtx5070")
 
 
 def test_one_model_for_all_is_one_type() -> None:

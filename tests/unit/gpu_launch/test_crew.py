@@ -34,6 +34,8 @@ class Desk(Broker):
         super().__init__("http://nowhere", "token")
         self.free, self.waiting, self.asked = list(free), 0, []
         self.jobs_by_id, self.over = {}, threading.Event()
+        #: How often a job with Slurm is asked for until it is granted; None: nothing is granted later.
+        self.looks: int | None = None
 
     def _request(self, method, path, *, body=None, **_):
         if path == "/cluster":
@@ -41,18 +43,23 @@ class Desk(Broker):
                 {"name": node, "gpus": [{"uuid": node, "node": node, "model": "RTX 5090", "state": "free"}]}
                 for node in self.free
             ]
-            return {"nodes": nodes, "waiting": self.waiting}
+            return {"nodes": nodes, "waiting": self.waiting, "engine": "builtin" if self.looks is None else "slurm"}
         if (method, path) == ("POST", "/jobs"):
             self.asked.append(body)
             nodes = [node for node in self.free if node not in body["exclude_nodes"]][: body["nnodes"]]
-            self.free = [node for node in self.free if node not in nodes]
+            self.free = [node for node in self.free if self.looks or node not in nodes]
             job = {"id": f"j{len(self.asked)}", "run_id": body["run_id"], "version": 1, "renew_within_s": 60}
             job |= {"state": "running" if nodes else "waiting"}
             job |= {"workers": [{"index": index, "node": node, "state": "running"} for index, node in enumerate(nodes)]}
+            if self.looks:
+                job["state"] = "waiting"
             return self.jobs_by_id.setdefault(job["id"], job)
         job = self.jobs_by_id[path.split("/")[2].partition("?")[0]]
         if method == "DELETE":
             job["state"] = "ended"
+        elif self.looks:
+            self.looks -= 1
+            job["state"] = "waiting" if self.looks or not job["workers"] else "running"
         elif "version=" in path and job["state"] != "ended":
             self.over.wait(20)
             return job | {"state": "ended"}
@@ -159,6 +166,29 @@ def test_a_gang_grows_by_what_is_free(run, desk):
     assert desk.asked[2]["first_worker"] == 5
     gang.stop()
     assert {job["state"] for job in desk.jobs_by_id.values()} == {"ended"}
+
+
+def test_with_slurm_what_is_free_is_waited_for_a_moment(run, desk):
+    """There every request goes through another queue first."""
+    desk.free, desk.looks = ["rig1"], 0
+    gang = begun(ELASTIC, run, desk)
+    desk.free, desk.looks = ["rig3"], 3
+    assert gang.grow()
+    assert gang.roster().nodes == ("rig1", "rig3")
+
+
+def test_with_slurm_a_launch_with_own_gpus_begins_with_what_is_free(run, desk, monkeypatch):
+    """And alone where nothing is: nobody waits for more."""
+    monkeypatch.setattr("gpu_launch.gang.start_local", lambda _: None)
+    own = replace(ELASTIC, own=True, exclude_nodes=("rig1",))
+    desk.free, desk.looks = ["rig2"], 3
+    gang = begun(own, run, desk)
+    assert gang.roster().nodes == ("rig2",)
+    desk.free, desk.looks = [], 3
+    alone = begun(own, run, desk)
+    assert alone.is_alone
+    assert desk.looks == 3
+    assert [job["state"] for job in desk.jobs_by_id.values()] == ["running", "ended"]
 
 
 @pytest.mark.parametrize("reason", ["others wait", "nothing is free", "it is whole"])

@@ -169,6 +169,11 @@ async def test_what_has_ended_is_not_missed(api: SlurmCli, commands: Commands) -
     with pytest.raises(SlurmRefused, match="already finished"):
         await api.set_time_limit(7, 61)
     assert commands.called()[-1] == "scontrol update JobId=7 TimeLimit=2"
+    setting = "Job update not available right now, the DB index is being set, try again in a bit for job 7"
+    commands.say("scontrol", err=setting, status=1)
+    with pytest.raises(SlurmRefused, match="DB index"):
+        await api.shrink(7, ["sx1", "sx3"])
+    assert commands.called()[-1] == "scontrol update JobId=7 NodeList=sx1,sx3"
 
 
 async def test_only_a_job_of_that_name_is_touched(api: SlurmCli, commands: Commands) -> None:
@@ -182,6 +187,8 @@ async def test_only_a_job_of_that_name_is_touched(api: SlurmCli, commands: Comma
     await api.keep(37, name="another")
     with pytest.raises(SlurmRefused, match="Invalid job id"):
         await api.set_time_limit(37, 60, name="another")
+    with pytest.raises(SlurmRefused, match="Invalid job id"):
+        await api.shrink(37, ["sx1"], name="another")
     asked = [call for call in commands.called() if not call.startswith("squeue")]
     assert asked == ["scancel --name=another 37"]
     await api.keep(37, name=job.name)
@@ -212,7 +219,6 @@ async def test_many_at_once(api: SlurmCli, commands: Commands) -> None:
         "sbatch: error: If munged is up, restart with --num-threads=10",
         'sbatch: error: Munge encode failed: Failed to access "/run/munge/munge.socket.2": No such file or directory',
         "Unexpected message received for job 37",
-        "Job update not available right now, the DB index is being set, try again in a bit for job 37",
         "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
         "squeue: fatal: Unable to process configuration file",
     ],

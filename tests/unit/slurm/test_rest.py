@@ -198,6 +198,8 @@ async def test_only_a_job_of_that_name_is_touched() -> None:
     await api.keep(5, name="another")
     with pytest.raises(SlurmRefused, match="Invalid job id"):
         await api.set_time_limit(5, 60, name="another")
+    with pytest.raises(SlurmRefused, match="Invalid job id"):
+        await api.shrink(5, ["sx1"], name="another")
     assert {request.method for request in seen} == {"GET"}
 
 

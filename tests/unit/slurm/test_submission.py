@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from gpuhub.slurm.api import SlurmRefused
-from gpuhub.slurm.submission import HOLDER, format_rest, format_sbatch
+from gpuhub.slurm.submission import HOLDER, format_rest, format_rest_nodes, format_sbatch
 from gpuhub.slurm.values import Submission, Submitter
 
 PLAIN = Submission(
@@ -103,7 +103,7 @@ def test_documents_of_the_oldest_version() -> None:
         "script": HOLDER,
         "job": always | {"cpus_per_task": 1, "nodes": "1-1", "gres": "gpu:1"},
     }
-    assert format_rest(replace(FULL, exclude=())) == {
+    assert format_rest(FULL) == {
         "script": HOLDER,
         "job": always
         | {
@@ -119,12 +119,12 @@ def test_documents_of_the_oldest_version() -> None:
             "exclusive": "exclusive",
             "nice": 10,
             "no_kill": "set",
+            "exclude_nodes": "sx7,sx9",
         },
     }
     assert format_rest(replace(PLAIN, spread=3, gpu_type="a"))["job"]["gpus"] == "a:3"
-    for submission, word in ((FULL, "leave out nodes"), (replace(PLAIN, spread=3), "choose a type")):
-        with pytest.raises(SlurmRefused, match=word):
-            format_rest(submission)
+    with pytest.raises(SlurmRefused, match="choose a type"):
+        format_rest(replace(PLAIN, spread=3))
 
 
 def test_documents_of_later_versions() -> None:
@@ -135,6 +135,11 @@ def test_documents_of_later_versions() -> None:
     assert job["memory_per_node"] == {"set": True, "infinite": False, "number": 16384}
     assert (job["excluded_nodes"], job["kill_on_node_fail"], job["shared"]) == (["sx7", "sx9"], False, ["none"])
     assert format_rest(replace(PLAIN, spread=3), 40)["job"]["tres_per_job"] == "gres/gpu:3"
+
+
+def test_nodes_that_a_job_keeps() -> None:
+    assert format_rest_nodes(("sx1", "sx3")) == {"nodelist": "sx1,sx3"}
+    assert format_rest_nodes(("sx1", "sx3"), 40) == {"required_nodes": ["sx1", "sx3"]}
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
