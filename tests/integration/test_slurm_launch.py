@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.kernels import Kernel, kernel
 from tests.support.product import ROOT, wait_for
-from tests.support.slurm_hub import NB, Cluster, build_environment, slurm_hub, start
+from tests.support.slurm_hub import NB, Cluster, build_environment, leases, slurm_hub, start
 from tests.support.slurm_site import USERS
 
 INSTANCE = "ghjobs"
@@ -240,6 +240,8 @@ def test_the_notebooks_own_gpu_takes_part(cluster: Cluster, cell: Kernel) -> Non
     start(cluster, cluster.ben, "gpu")
     try:
         with kernel(f"127.0.0.1:{cluster.hub.port}", cluster.ben, NB) as own:
+            [gpu] = leases(cluster.ben)[0]["gpus"]
+            assert own.run("import os; print(os.environ['GPUHUB_GPU_UUIDS'])").split() == [gpu["uuid"]]
             said = own.run("%gpu_launch --nnodes 2 reduce.py")
             assert "rank 0 on rig1 sum 3.0" in said, said
             assert "rank 1 on rig2 sum 3.0" in said, said

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.product import ROOT, wait_for
 from tests.support.served_hub import ServedHub
@@ -93,7 +94,7 @@ class Cluster:
         wait_for(lambda: not leases(self.ada) and not leases(self.ben), "no leases are left", 60)
 
 
-def leases(user: Client) -> list[dict[str, object]]:
+def leases(user: Client) -> list[dict[str, Any]]:
     """The user's leases that have not ended."""
     status, found = user.ask(user.broker, "GET", "/leases")
     assert status == 200, found

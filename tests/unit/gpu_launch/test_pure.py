@@ -259,7 +259,6 @@ def test_what_other_nodes_do_not_have_is_refused(tmp_path):
 
 def test_one_node_with_an_own_gpu_asks_nobody(tmp_path):
     """No broker is needed, nor looked for."""
-
     env = environment.read({"HOME": str(home(tmp_path)), "GPUHUB_GPU_UUIDS": "GPU-1", "GPUHUB_NODE": "rig1"})
     checked = check(Request(options=options.parse("train.py"), cell=None, cwd=tmp_path, env=env, environ={}), None)
     assert (checked.plan.workers, checked.script, checked.own_text) == (0, "train.py", "rig1")
