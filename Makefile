@@ -44,7 +44,7 @@ check: setup-dev ## Lint, strict types, imports between modules as drawn
 	@mypy
 	@lint-imports
 
-test: setup-dev ## Pass every test (about 35 minutes on 2 cores)
+test: setup-dev ## Pass every test (about 40 minutes on 2 cores)
 	@tests/run
 
 test-faults: setup-dev ## Inject every fault of the catalogue (docs/reliability.md; REPEATS=3: each as often)

@@ -136,8 +136,8 @@ def test_a_killed_kernel_takes_idle_workers_along(notebook: Notebook) -> None:
     until(lambda: not notebook.left(), "no process left")
 
 
-def test_a_hundred_relaunches_leak_nothing(notebook: Notebook) -> None:
-    """No process, file descriptor, port, shared memory, thread or folder."""
+def test_sixty_relaunches_leak_nothing(notebook: Notebook) -> None:
+    """No process, file descriptor, port, shared memory, thread or folder; the closet has a hundred."""
     notebook.keep_s = 600
     # Each rank leaves shared memory behind, as a data loader that was killed does.
     notebook.script("hello.py", ALL_REDUCE + f"    open(f'/dev/shm/torch_{notebook.home.name}_{{os.getpid()}}', 'w')\n")
@@ -145,15 +145,15 @@ def test_a_hundred_relaunches_leak_nothing(notebook: Notebook) -> None:
     code, out, err = notebook.run(
         HOLDINGS
         + f"""
-for number in range(101):
+for number in range(61):
     {launch}
-    if number in (25, 100):
+    if number in (25, 60):
         print("HOLDS", holdings(), flush=True)
 """,
         limit_s=5 * DEADLINE_S,
     )
     assert code == 0, out[-3000:] + err[-3000:]
-    assert out.count("sum 3.0 of 2") == 101
+    assert out.count("sum 3.0 of 2") == 61
     first, last = (line for line in out.splitlines() if line.startswith("HOLDS "))
     assert first == last
     assert "'shared memory': []" in last
