@@ -109,7 +109,7 @@ def make_slurm() -> SlurmApi:
 
 def are_notebooks_jobs() -> bool:
     """Notebooks run as Slurm jobs of their own, on nodes without Docker."""
-    return cluster().engine == "slurm" and cluster().slurm.runtime != "docker"
+    return not cluster().has_docker
 
 
 def spawner_class() -> str:

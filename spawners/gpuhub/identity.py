@@ -93,9 +93,9 @@ def _group_name(gid: int) -> str:
 
 def allocate_uid(state: Path, first: int, name: str) -> int:
     """The UID kept for `name` in `uids.json`, chosen at the first call: the least free one from `first` on."""
-    file = state / "uids.json"
+    file = _uids_file(state)
     with _locked(state / "uids.lock"):
-        known: dict[str, int] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        known = _read_uids(state)
         if name not in known:
             known[name] = choose_uid(known, first, _is_taken)
             temporary = file.with_suffix(".new")
@@ -109,12 +109,29 @@ def allocate_uid(state: Path, first: int, name: str) -> int:
 
 def find_name(state: Path, number: int) -> str | None:
     """Whose UID it is: an account's, or one that gpuhub has given; None where nobody knows. It may block."""
+    found = find_account(number)
+    if found is not None:
+        return found
+    return next((name for name, own in _read_uids(state).items() if own == number), None)
+
+
+def find_account(number: int) -> str | None:
+    """Whose UID it is, as the head node's name service tells; None where it does not know. It may block."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:
-        file = state / "uids.json"
-        given: dict[str, int] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        return next((name for name, own in given.items() if own == number), None)
+        return None
+
+
+def _read_uids(state: Path) -> dict[str, int]:
+    """The UIDs that gpuhub has given, by name."""
+    file = _uids_file(state)
+    known: dict[str, int] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return known
+
+
+def _uids_file(state: Path) -> Path:
+    return state / "uids.json"
 
 
 def choose_uid(known: Mapping[str, int], first: int, is_taken: Callable[[int], bool]) -> int:

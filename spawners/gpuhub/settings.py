@@ -106,6 +106,11 @@ class Cluster(Value):
         return self.network.kind == "overlay" or (self.network.kind == "auto" and len(self.nodes) > 1)
 
     @property
+    def has_docker(self) -> bool:
+        """Whether Docker runs on the nodes for gpuhub; without it their Slurm does all."""
+        return self.engine == "builtin" or self.slurm.runtime == "docker"
+
+    @property
     def has_internal_tls(self) -> bool:
         """Proxy, hub, broker and notebooks speak TLS to each other."""
         return len(self.nodes) > 1 if self.hub.internal_tls == "auto" else self.hub.internal_tls

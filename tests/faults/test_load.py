@@ -98,14 +98,16 @@ async def test_ten_thousand_leases(tmp_path: Path, figure: Figure) -> None:
             answer = await client.delete(f"/api/v1/leases/{answer.json()['id']}")
             assert answer.status_code == 200, answer.text
 
+        async def cycles(numbers: range) -> None:
+            for first in numbers[::AT_ONCE]:
+                await asyncio.gather(*(cycle(number) for number in range(first, first + AT_ONCE)))
+
         # As many at once as later: so many connections to the store are kept.
-        for first in range(0, 200, AT_ONCE):
-            await asyncio.gather(*(cycle(number) for number in range(first, first + AT_ONCE)))
+        await cycles(range(200))
         gc.collect()
         before = _counts(setting)
         began = time.monotonic()
-        for first in range(200, 200 + CYCLES, AT_ONCE):
-            await asyncio.gather(*(cycle(number) for number in range(first, first + AT_ONCE)))
+        await cycles(range(200, 200 + CYCLES))
         figure("cycles", CYCLES)
         figure("cycles_per_s", CYCLES / (time.monotonic() - began))
         async with asyncio.timeout(60):

@@ -34,6 +34,9 @@ admins = ["root1"]
 uid_first = 20000
 [storage]
 home = "/tmp/{{username}}"
+"""
+#: Stands at the end of all settings.
+HUB_TABLE = """
 [hub]
 address = "127.0.0.1"
 port = {port}
@@ -101,7 +104,7 @@ class ServedHub:
         ports = dict(
             zip(("port", "api_port", "broker_port", "proxy_api_port"), range(self.first_port, 10**6), strict=False)
         )
-        self.cluster_file.write_text(self.settings.format(hub=self.hub, **ports), encoding="utf-8")
+        self.cluster_file.write_text((self.settings + HUB_TABLE).format(hub=self.hub, **ports), encoding="utf-8")
         config = self.folder / "hub_config.py"
         notebook = ROOT / "tests" / "support" / "notebook_server.py"
         config.write_text(self.config.format(real=str(ROOT / "jupyterhub_config.py"), notebook=str(notebook)))

@@ -52,13 +52,6 @@ conf = "CONF"
 runtime = "plain"
 command = "COMMAND"
 poll = "1s"
-[hub]
-address = "127.0.0.1"
-port = {port}
-api_port = {api_port}
-broker_port = {broker_port}
-proxy_api_port = {proxy_api_port}
-{hub}
 """
 #: Nothing of the product's is changed but how often a test must wait.
 CONFIG = "load_subconfig({real!r})\nc.Spawner.poll_interval = 2\n"

@@ -127,7 +127,7 @@ def test_the_cluster_file_for_slurm_has_nothing_of_gpuhub_s_own_queue(tmp_path):
     assert cluster.slurm.conf == Path("/var/lib/ghtest/closet/slurm/slurm.conf")
     assert [profile.name for profile in cluster.profiles] == ["rtx5090", "rtx5070", "rtx5060", "cpu"]
     assert not cluster.scheduling.preemption
-    assert programs.has_containers(cluster)
+    assert cluster.has_docker
 
 
 @pytest.mark.parametrize(

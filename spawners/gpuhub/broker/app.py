@@ -103,22 +103,26 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await core.take_up()
-        has_daemons = slurm is None or cluster.slurm.runtime == "docker"
         runner = JobRunner(
             core=core,
             instance=daemons.instance,
-            start_worker=start_worker if has_daemons else take_worker,
+            start_worker=start_worker if cluster.has_docker else take_worker,
             refuse_ended=None if queue is None else partial(queue.refuse_ended, patience_s=WORKERS_PATIENCE_S),
         )
         filters = None if ensure_filter is None else Filters(ensure_filter, clock)
         keeper = Keeper(
-            core=core, daemons=daemons, runner=runner, couriers=couriers, filters=filters, has_daemons=has_daemons
+            core=core,
+            daemons=daemons,
+            runner=runner,
+            couriers=couriers,
+            filters=filters,
+            has_daemons=cluster.has_docker,
         )
         runs: dict[str, Callable[[], Awaitable[None]]] = {
             "keeper": keeper.run,
             "reviver": Reviver(core=core, servers=hub).run,
         }
-        if has_daemons:
+        if cluster.has_docker:
             runs["volumes"] = VolumeKeeper(core=core, daemons=daemons).run
             runs["networks"] = partial(_remove_networks, core, daemons)
         if queue is not None:

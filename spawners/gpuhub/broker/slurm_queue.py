@@ -61,7 +61,7 @@ class SlurmQueue:
         self._is_well = True
         self._site_at = float("-inf")
         #: Jobs keep GPUs for containers, which gpuhub makes; else they are what runs, and Slurm alone tells of nodes.
-        self._is_holding = core.cluster.slurm.runtime == "docker"
+        self._is_holding = core.cluster.has_docker
         self._bare = None if self._is_holding else BareNodes(core)
 
     # -- the loop -------------------------------------------------------------------------------------------------

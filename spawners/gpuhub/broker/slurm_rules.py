@@ -151,7 +151,7 @@ def refuse_job(cluster: Cluster, request: JobRequest) -> None:
     Raises:
         InvalidRequest: with what to do instead.
     """
-    if cluster.slurm.runtime != "docker":
+    if not cluster.has_docker:
         _refuse_without_docker(cluster, request)
     if request.priority > 0:
         raise InvalidRequest(

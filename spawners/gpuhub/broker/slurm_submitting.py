@@ -73,7 +73,7 @@ class Submissions:
         self._instance = instance
         self._find_submitter = find_submitter
         #: Jobs only hold what containers use; else they are what runs.
-        self._is_holding = core.cluster.slurm.runtime == "docker"
+        self._is_holding = core.cluster.has_docker
         #: By lease: of all that are open, and of those that ended and whose job was not cancelled yet.
         self.jobs: dict[str, int] = {}
         #: Leases whose submission was tried last.

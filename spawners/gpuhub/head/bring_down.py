@@ -36,7 +36,7 @@ def bring_down(paths: Paths, report: Report, *, purge: bool = False) -> None:
                 supervisor.stop(name)
     if paths.used_cluster_file.exists():
         cluster = settings.load(paths.used_cluster_file)
-        if programs.has_containers(cluster):
+        if cluster.has_docker:
             _clean_nodes(paths, cluster, report)
         if cluster.engine == "slurm":
             _end_jobs(paths, cluster, report)
@@ -79,7 +79,7 @@ async def _cancel_all(cluster: settings.Cluster, instance: str) -> str:
         for job in (await api.look()).jobs:
             if job.state in LIVE and job.name.startswith(names.slurm_job(instance, "")):
                 # Containers are gone by now; without them, the job is the notebook itself and is asked first.
-                await api.cancel(job.id, name=job.name, at_once=programs.has_containers(cluster))
+                await api.cancel(job.id, name=job.name, at_once=cluster.has_docker)
     except GpuhubError as error:
         return str(error)
     finally:

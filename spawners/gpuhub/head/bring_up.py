@@ -71,7 +71,7 @@ def bring_up(paths: Paths, options: Options, report: Report) -> None:
     if cluster.engine == "slurm":
         with report.step("Slurm has what the settings name"):
             asyncio.run(feasibility.check_slurm(cluster))
-    if programs.has_containers(cluster):
+    if cluster.has_docker:
         asyncio.run(_prepare_nodes(paths, options, cluster, report))
     _start_services(paths, cluster, chosen.cluster_file, options, report)
     say_farewell(paths, cluster, https, report)

@@ -11,7 +11,6 @@ from pathlib import Path
 from gpuhub.errors import SetupError
 from gpuhub.head.supervisor import Program
 from gpuhub.paths import Paths
-from gpuhub.settings import Cluster
 from gpuhub.trust.internal import Pair, Store
 
 PROXY = "proxy"
@@ -66,11 +65,6 @@ def build_slurm_programs(paths: Paths, conf: Path, nodes: Sequence[str], *, has_
         )
         for number, (name, program) in enumerate(wanted.items())
     ]
-
-
-def has_containers(cluster: Cluster) -> bool:
-    """Whether Docker runs on the nodes for gpuhub; without it their Slurm does all."""
-    return cluster.engine == "builtin" or cluster.slurm.runtime == "docker"
 
 
 def _gpuhub() -> str:

@@ -91,3 +91,14 @@ class SlurmApi(Protocol):
     async def close(self) -> None:
         """Drop the connections."""
         ...
+
+
+async def require_job(api: SlurmApi, job_id: int, name: str | None) -> None:
+    """See that a job that is to be changed is the one that is meant; without a name any of that number is.
+
+    Raises:
+        SlurmRefused: it is another one, or there is none; in Slurm's words.
+        SlurmUnreachable: nobody can tell.
+    """
+    if name is not None and await api.job(job_id, name=name) is None:
+        raise SlurmRefused("Invalid job id specified")

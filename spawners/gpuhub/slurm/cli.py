@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from gpuhub.errors import SetupError
+from gpuhub.identity import find_account
 from gpuhub.slurm import inventory, parsing, trouble
-from gpuhub.slurm.api import SlurmRefused, SlurmUnreachable
+from gpuhub.slurm.api import SlurmRefused, SlurmUnreachable, require_job
 from gpuhub.slurm.ending import signal_until_over
-from gpuhub.slurm.people import FindName, People, find_account
+from gpuhub.slurm.people import FindName, People
 from gpuhub.slurm.submission import END_SIGNAL, KEPT, format_sbatch
 from gpuhub.slurm.values import GpuTime, Job, Look, Site, Submission, Submitter
 
@@ -92,14 +93,12 @@ class SlurmCli:
 
     async def set_time_limit(self, job_id: int, seconds: int, *, name: str | None = None) -> None:
         """See `SlurmApi`."""
-        if name is not None and await self.job(job_id, name=name) is None:
-            raise SlurmRefused(trouble.UNKNOWN_JOB)
+        await require_job(self, job_id, name)
         await self._ask("scontrol", "update", f"JobId={job_id}", f"TimeLimit={math.ceil(seconds / 60)}")
 
     async def shrink(self, job_id: int, nodes: Sequence[str], *, name: str | None = None) -> None:
         """See `SlurmApi`."""
-        if name is not None and await self.job(job_id, name=name) is None:
-            raise SlurmRefused(trouble.UNKNOWN_JOB)
+        await require_job(self, job_id, name)
         await self._ask("scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(nodes)}")
 
     async def site(self) -> Site:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from gpuhub.errors import SetupError
+from gpuhub.identity import find_account
 from gpuhub.slurm.api import SlurmApi
 from gpuhub.slurm.cli import SlurmCli
 from gpuhub.slurm.jwt import Key
-from gpuhub.slurm.people import FindName, find_account
+from gpuhub.slurm.people import FindName
 from gpuhub.slurm.rest import SlurmRest
 from gpuhub.slurm.table import Slurm
 

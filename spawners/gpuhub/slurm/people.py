@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import pwd
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from gpuhub.identity import find_account
 from gpuhub.slurm.values import Job
 
 #: Whose number it is; None where nobody knows. It may block.
 FindName = Callable[[int], str | None]
-
-
-def find_account(number: int) -> str | None:
-    """Whose number it is, as the head node's name service tells."""
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return None
 
 
 class People:

@@ -16,11 +16,12 @@ from typing import Any
 import httpx
 
 from gpuhub.errors import SetupError
+from gpuhub.identity import find_account
 from gpuhub.slurm import inventory, parsing, trouble
-from gpuhub.slurm.api import SlurmRefused, SlurmUnreachable
+from gpuhub.slurm.api import SlurmRefused, SlurmUnreachable, require_job
 from gpuhub.slurm.ending import signal_until_over
 from gpuhub.slurm.jwt import Key
-from gpuhub.slurm.people import FindName, People, find_account
+from gpuhub.slurm.people import FindName, People
 from gpuhub.slurm.submission import END_SIGNAL, KEPT, OLDEST_REST, format_rest, format_rest_nodes
 from gpuhub.slurm.values import GpuTime, Job, Look, Site, Submission
 
@@ -111,8 +112,7 @@ class SlurmRest:
 
     async def set_time_limit(self, job_id: int, seconds: int, *, name: str | None = None) -> None:
         """See `SlurmApi`."""
-        if name is not None and await self.job(job_id, name=name) is None:
-            raise SlurmRefused(trouble.UNKNOWN_JOB)
+        await require_job(self, job_id, name)
         minutes = math.ceil(seconds / 60)
         is_later = await self._find_version() > OLDEST_REST
         limit: Any = {"set": True, "infinite": False, "number": minutes} if is_later else minutes
@@ -120,8 +120,7 @@ class SlurmRest:
 
     async def shrink(self, job_id: int, nodes: Sequence[str], *, name: str | None = None) -> None:
         """See `SlurmApi`."""
-        if name is not None and await self.job(job_id, name=name) is None:
-            raise SlurmRefused(trouble.UNKNOWN_JOB)
+        await require_job(self, job_id, name)
         await self._ask("POST", f"job/{job_id}", json=format_rest_nodes(nodes, await self._find_version()))
 
     async def site(self) -> Site:

@@ -31,7 +31,7 @@ _PROFILE_KEYS = ("partition", "account", "qos", "reservation")
 def find_mistakes(cluster: Cluster) -> list[str]:
     """One line for each key that does not go with the engine: the key, why, and what to write where instead."""
     found = list(_without_slurm(cluster) if cluster.engine == "builtin" else _with_slurm(cluster))
-    if cluster.engine == "builtin" or cluster.slurm.runtime == "docker":
+    if cluster.has_docker:
         found += [f"nodes: {node.name}: docker is missing: {_DOCKER}" for node in cluster.nodes if not node.docker]
     return found
 
@@ -67,7 +67,7 @@ def _with_slurm(cluster: Cluster) -> Iterator[str]:
                 f"profiles: {profile.name!r}: gpu_share = {profile.gpu_share}: Slurm gives whole GPUs to gpuhub: leave "
                 "it out, or cut the card by MIG and give its parts types of their own in gres.conf"
             )
-    if cluster.slurm.runtime != "docker":
+    if not cluster.has_docker:
         yield from _without_docker(cluster)
 
 

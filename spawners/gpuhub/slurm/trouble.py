@@ -11,8 +11,6 @@ from gpuhub.slurm.api import SlurmRefused, SlurmUnreachable
 
 #: `--json` and slurmrestd's v0.0.38 are of this version.
 OLDEST = (22, 5)
-#: In Slurm's words.
-UNKNOWN_JOB = "Invalid job id specified"
 _T = TypeVar("_T")
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 #: Before the words that matter: `sbatch: error: Batch job submission failed: `, `slurm_load_jobs error: `.

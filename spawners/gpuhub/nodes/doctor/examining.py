@@ -29,7 +29,7 @@ async def examine(cluster: Cluster, paths: Paths, wanted: Sequence[str]) -> list
     for name in wanted:
         if name not in {node.name for node in cluster.nodes}:
             raise NotFound(f"there is no node {name!r}; there are {', '.join(node.name for node in cluster.nodes)}")
-    docked = cluster.nodes if _has_docker(cluster) else ()
+    docked = cluster.nodes if cluster.has_docker else ()
     daemons = Daemons(docked, instance=paths.instance, run_dir=paths.run)
     try:
         head = asyncio.create_task(asyncio.to_thread(look_at_head, cluster, paths))
@@ -49,13 +49,8 @@ async def examine(cluster: Cluster, paths: Paths, wanted: Sequence[str]) -> list
         daemons.close()
 
 
-def _has_docker(cluster: Cluster) -> bool:
-    """Whether containers are made on the nodes."""
-    return cluster.engine == "builtin" or cluster.slurm.runtime == "docker"
-
-
 async def _read_members(daemons: Daemons, cluster: Cluster) -> frozenset[str] | None:
-    return await looking.read_members(daemons, cluster) if _has_docker(cluster) else None
+    return await looking.read_members(daemons, cluster) if cluster.has_docker else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +87,7 @@ async def _examine_node(
     known: _Known,
 ) -> list[Finding]:
     slurm = known.slurm
-    if slurm is not None and not _has_docker(cluster):
+    if slurm is not None and not cluster.has_docker:
         return list(slurm_checks.check_slurm_node(node, HostFacts(), slurm.facts, cluster.slurm, {}))
     try:
         docker = await looking.look_at_docker(daemons, node.name)
