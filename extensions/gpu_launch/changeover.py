@@ -65,7 +65,7 @@ class Changeover:
     def find_gone(self) -> frozenset[int | None]:
         """Members that are not heard of any more, though they have told no end."""
         roster, ranks = self._ranks.roster, self._ranks
-        if roster is None or self._starter.spec is None:
+        if roster is None or not self._starter.has_met:
             return frozenset()
         silent = {roster.members[rank] for rank in ranks.silent(time.monotonic())}
         ended = {roster.members[rank] for rank in ranks.ended()}

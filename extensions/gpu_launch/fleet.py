@@ -16,6 +16,7 @@ from gpu_launch.containers import Containers
 from gpu_launch.errors import LaunchFailed
 from gpu_launch.roster import Roster
 from gpu_launch.spec import NodeInfo
+from gpu_launch.way import UNHEARD
 
 #: Engines prove to be there every 100 ms, so that they are known at once; gone after 10 s of silence.
 _PING_MS = 100
@@ -108,7 +109,7 @@ class Fleet:
             call.wait(_WAIT_S)
         answer = _answer(call, node)
         if answer is _GONE:
-            raise LaunchFailed(f"The agent on {node} is gone: its worker ended, or the node cannot be reached.")
+            raise LaunchFailed(f"{node}: {UNHEARD}; the worker or the node is gone. Logs: {self._gang.run.logs}")
         return answer
 
     def tell(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -196,9 +197,10 @@ def _answer(call: Any, node: str) -> Any:
 
     try:
         return call.get(timeout=CALL_S)
-    except EngineError:
-        return _GONE
     except IPythonError as error:
+        # ipyparallel makes up an answer for an engine that is gone, as if the engine had sent that error itself.
+        if EngineError.__name__ in (type(error).__name__, getattr(error, "ename", "")):
+            return _GONE
         raise LaunchFailed(f"The agent on {node} failed: {error}") from None
 
 

@@ -38,6 +38,8 @@ class Starter:
         self.problem: BaseException | None = None
         #: The present start, once every node has confirmed it.
         self.spec: LaunchSpec | None = None
+        #: Everybody who takes part in this start was there.
+        self.has_met = False
         #: An agent was told to start ranks, in this start or before.
         self.is_told = False
 
@@ -51,6 +53,7 @@ class Starter:
         """Start the ranks once more, after `give_up`, on the nodes that are there when it is granted."""
         self.spec = self.problem = None
         self._given_up = threading.Event()
+        self.has_met = False
         self._restarts = restarts
         self._start_ranks()
 
@@ -80,6 +83,7 @@ class Starter:
         roster = self._await_roster(given_up)
         if roster is None or not fleet.await_members(roster, given_up):
             return
+        self.has_met = True
         spec = self._prepare(roster, given_up)
         if spec is None or given_up.is_set():
             return

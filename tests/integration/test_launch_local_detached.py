@@ -256,6 +256,26 @@ def test_a_lost_worker_ends_a_job_that_needs_it(make_job):
     assert job.state.state == "failed" and "rig2" in job.state.error and "heard of" in job.state.error
 
 
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_a_worker_lost_before_the_ranks_start_is_named(make_job, nodes):
+    """An agent that never answers is no error of the agent's; an elastic job goes on without it."""
+    job = make_job(2)
+    job.write(
+        "slow.py",
+        "import os, time\nif os.environ['GPUHUB_NODE'] == 'rig2':\n    open(__file__ + '.at', 'w')\n    time.sleep(600)\n",
+    )
+    job.write("train.py", "print('begun')\n")
+    job.send(f"--nnodes={nodes}", "--max-restarts=1", "--preload=slow", "--", "train.py", PYTHONPATH=str(job.work))
+    job.start()
+    job.until((job.work / "slow.py.at").exists, "the import on rig2")
+    job.lose(1)
+    code = job.end()
+    if nodes == "2":
+        assert code == 1 and job.state.error.startswith("rig2: it is not heard of any more")
+    else:
+        assert code == 0 and "rig2 is lost; going on with 1 node" in job.output and "begun" in job.output
+
+
 def test_a_task_file_runs_on_every_node(make_job):
     """`setup` on all nodes before `run` on any, in the job's folder, with SkyPilot's variables; torch's are not there."""
     job = make_job(2)
