@@ -31,6 +31,8 @@ class ScriptedSlurm:
         self.late_ones: list[Submission] = []
         #: What submissions are refused with; None: they are taken.
         self.refusal: str | None = None
+        #: How often a job's nodes were not taken back.
+        self.refused = 0
         #: Nodes that an administrator has drained.
         self.drained: set[str] = set()
         #: GPUs by node that jobs have, or whose nodes are still cleaned.
@@ -98,6 +100,7 @@ class ScriptedSlurm:
         """Take nodes from a job."""
         self._answer()
         if self.refusal is not None:
+            self.refused += 1
             raise SlurmRefused(self.refusal)
         job = self.jobs[job_id]
         assert nodes[0] == job.nodes[0], "no node is taken away on which a job's script runs"

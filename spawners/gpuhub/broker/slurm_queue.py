@@ -21,6 +21,7 @@ from gpuhub.broker.rows import JobRow, LeaseRow
 from gpuhub.broker.schemas import LeaseState, Purpose
 from gpuhub.broker.slurm_bare import BareNodes
 from gpuhub.broker.slurm_submitting import FindSubmitter, Submissions
+from gpuhub.broker.slurm_upkeep import Upkeep
 from gpuhub.engines.slurm import SlurmEngine
 from gpuhub.errors import Conflict, GpuhubError
 from gpuhub.slurm.api import SlurmApi, SlurmRefused, SlurmUnreachable
@@ -54,8 +55,7 @@ class SlurmQueue:
         self._submissions = Submissions(
             core=core, engine=engine, api=api, instance=instance, find_submitter=find_submitter
         )
-        #: Jobs of which slurmctld was told to store that they run.
-        self._kept: set[int] = set()
+        self._upkeep = Upkeep(core, api, instance=instance, ours=self._ours)
         #: Slurm did not answer last time; all went well then.
         self._is_silent = False
         self._is_well = True
@@ -96,8 +96,8 @@ class SlurmQueue:
             # Else a job that is there already might be submitted again.
             await self._try(self._submit, look)
         await self._try(self._cancel, look)
-        await self._try(self._shrink, look)
-        await self._try(self._keep, look)
+        await self._try(self._upkeep.shrink, look)
+        await self._try(self._upkeep.keep, look)
         await self._try(self._look_at_site, look)
 
     async def _try(self, act: Callable[[Look], Awaitable[None]], look: Look) -> bool:
@@ -209,33 +209,6 @@ class SlurmQueue:
                 log.warning("Slurm does not cancel job %s: %s", job, error)
         for lease in ended:
             del self._submissions.jobs[lease]
-
-    async def _shrink(self, look: Look) -> None:
-        """Give Slurm back what elastic leases have given back, which it would keep for them until their ends."""
-        leases = self._core.ledger.snapshot.leases
-        for job in look.jobs:
-            lease = leases.get(job.name.removeprefix(self._name("")))
-            if lease is None or lease.slurm_job != job.id:
-                continue
-            kept = slurm_rules.kept_nodes(lease, job, self._ours)
-            if kept is None:
-                continue
-            try:
-                await self._api.shrink(job.id, kept, name=job.name)
-            except SlurmRefused as error:
-                log.info("Slurm does not take back nodes of job %s (yet): %s", job.id, error)
-
-    async def _keep(self, look: Look) -> None:
-        """Let slurmctld store that the jobs of leases run, once each."""
-        of_leases = {(number, self._name(lease)) for lease, number in self._submissions.jobs.items()}
-        for job in look.jobs:
-            if job.state is State.RUNNING and (job.id, job.name) in of_leases and job.id not in self._kept:
-                try:
-                    await self._api.keep(job.id, name=job.name)
-                except SlurmRefused as error:
-                    log.warning("Slurm does not store that job %s runs: %s", job.id, error)
-                self._kept.add(job.id)
-        self._kept &= {job.id for job in look.jobs}
 
     def _ended(self) -> list[str]:
         """Leases that have ended, and whose job was not cancelled yet."""

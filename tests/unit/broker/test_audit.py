@@ -13,20 +13,11 @@ import pytest
 
 from gpuhub.broker import audit
 from gpuhub.broker.audit import Audit, Deed, judge
-from gpuhub.broker.clock import Clock
 from tests.support.brokers import API, Running, Setting, asgi_broker
+from tests.support.clocks import StillClock
 from tests.unit.broker.rights import MODELS
 from tests.unit.broker.test_api import ask
 from tests.unit.broker.test_matrix import open_socket
-
-
-class StillClock(Clock):
-    """A clock that tests move."""
-
-    at = 1000.0
-
-    def monotonic(self) -> float:
-        return self.at
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from gpuhub.broker.auth import HEAD_NODE, NEGATIVE_S, OUTAGE_S, POSITIVE_S, Identities, parse_identity
@@ -11,6 +9,7 @@ from gpuhub.broker.clock import Clock
 from gpuhub.broker.refusals import HubUnreachable, NotKnown
 from gpuhub.errors import NotAllowed
 from tests.support.brokers import ACCESS, Setting, StubHub, asgi_broker
+from tests.support.clocks import StillClock
 from tests.unit.broker.test_api import ask, reaches
 
 
@@ -62,19 +61,9 @@ async def test_known_callers_are_served_while_the_hub_is_away(setting: Setting) 
     assert refused.headers["Retry-After"] == "5"
 
 
-@dataclass
-class SlowClock(Clock):
-    """A clock that tests move."""
-
-    at: float = 1000.0
-
-    def monotonic(self) -> float:
-        return self.at
-
-
 async def test_the_hub_is_asked_again_after_a_while() -> None:
     """Good answers count for ten seconds, bad ones for five; in an outage a good one for ten minutes."""
-    hub, clock = StubHub(), SlowClock()
+    hub, clock = StubHub(), StillClock()
     identities = Identities(hub, clock)
     for _ in range(3):
         assert (await identities.identify("token ada")).name == "ada"

@@ -11,6 +11,7 @@ from gpuhub.broker import edits, leases
 from gpuhub.broker.schemas import LeaseState
 from gpuhub.errors import Conflict
 from gpuhub.slurm.values import State
+from tests.support.clocks import StillClock
 from tests.support.scripted_slurm import UIDS, ScriptedSlurm
 from tests.support.simulated import build_cluster
 from tests.support.slurm_brokers import INSTANCE, Site, slurm_cluster
@@ -75,7 +76,11 @@ async def test_an_elastic_gang_takes_what_slurm_gives_and_lives_on_without_a_nod
 
 
 async def test_slurm_gets_the_node_back_that_an_elastic_gang_goes_on_without(site: Site) -> None:
-    """When its container is proven gone; all but the first one, where the job's script runs."""
+    """When its container is proven gone; all but the first one, where the job's script runs.
+
+    What Slurm refuses is asked again, less and less often.
+    """
+    clock = site.clock = StillClock()
     async with site.broker() as desk:
         lease = await desk.settle(await desk.launch(nnodes=3, min_nnodes=1), site.slurm)
         assert lease.slurm_job is not None
@@ -83,10 +88,14 @@ async def test_slurm_gets_the_node_back_that_an_elastic_gang_goes_on_without(sit
         site.slurm.refusal = "the DB index is being set"
         await desk.queue.step()
         await desk.core.prove_gone([lease.id], "rig3")
-        for refusal in ("the DB index is being set", None):
-            assert site.slurm.jobs[lease.slurm_job].nodes == ("rig1", "rig2", "rig3")
-            site.slurm.refusal = refusal
+        for seconds, refused in ((0.0, 1), (0.4, 1), (0.2, 2), (0.9, 2), (0.2, 3)):
+            clock.at += seconds
             await desk.queue.step()
+            assert site.slurm.jobs[lease.slurm_job].nodes == ("rig1", "rig2", "rig3")
+            assert site.slurm.refused == refused
+        site.slurm.refusal = None
+        clock.at += 2.1
+        await desk.queue.step()
         assert site.slurm.jobs[lease.slurm_job].nodes == ("rig1", "rig2")
         await desk.core.ledger.change(edits.give_back(lease.id, ["rig1"]))
         await desk.core.prove_gone([lease.id], "rig1")
