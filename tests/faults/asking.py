@@ -83,9 +83,11 @@ class Asking(Ways):
         return rows if status == 200 else None
 
     def lease_of(self, name: str, server: str) -> dict[str, Any]:
-        """The newest lease of a user's server; empty where there is none."""
-        rows = reversed(self.leases() or [])
-        return next((row for row in rows if row["owner"] == name and row["subject"] == server), {})
+        """The newest lease of a user's server, as soon as the broker tells; empty where there is none."""
+        rows = wait_for(
+            lambda: (found,) if (found := self.leases()) is not None else None, "the broker tells of leases"
+        )
+        return next((row for row in reversed(rows[0]) if row["owner"] == name and row["subject"] == server), {})
 
     def events(self, *kinds: str, after: int = 0) -> list[dict[str, Any]]:
         """What the broker did since that number."""
@@ -165,9 +167,13 @@ class Asking(Ways):
         said: list[str] = []
 
         def failed() -> bool:
-            said[:] = self.words(name, server) or said
-            found = (client.servers() or {}).get(server) or {}
-            return bool(said) and not found.get("pending") and not found.get("ready")
+            servers = client.servers()
+            found = (servers or {}).get(server) or {}
+            if servers is None or found.get("pending") or found.get("ready"):
+                return False
+            # Only now: what was told while it went on is no failure.
+            said[:] = self.words(name, server)
+            return bool(said)
 
         wait_for(failed, f"the start of {name}'s {server} fails", deadline_s)
         return said[-1]

@@ -84,7 +84,7 @@ def test_containers_lose_their_devices(bed: Bed, figure: Figure) -> None:
     figure("told_s", time.monotonic() - began)
     assert "restart your server" in bed.lease_of("ada", "nb")["note"]
     assert [event["owner"] for event in bed.events("gpu.lost", after=first)] == ["ada"]
-    wait_for(lambda: bed.node("rig2").get("message") is None, "the new agent reads", 60)
+    wait_for(lambda: (node := bed.node("rig2")) and node["message"] is None, "the new agent reads", 60)
     figure("read_again_s", time.monotonic() - began)
     bed.stop("ada", "nb")
     again = bed.start("ada", "nb", "on2")

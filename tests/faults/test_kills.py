@@ -222,7 +222,7 @@ def test_a_second_one_is_refused(bed: Bed, program: str) -> None:
     )
     assert done.returncode != 0
     assert "another" in (done.stdout + done.stderr)
-    assert bed.is_live()
+    wait_for(bed.is_live, "the first goes on")
     assert bed.container("ada", "nb") == seen
 
 

@@ -251,15 +251,16 @@ def served_broker(setting: Setting, *, wait: bool = True, port: int = 0) -> Iter
     assert not thread.is_alive()
 
 
-async def until(condition: Any, what: str, deadline_s: float = 10.0) -> Any:
+async def until(condition: Any, what: str, deadline_s: float = 30.0) -> Any:
     """The condition's value as soon as it is true; the condition may be async."""
     loop = asyncio.get_running_loop()
-    end = loop.time() + deadline_s
-    while loop.time() < end:
+    began = loop.time()
+    while (waited_s := loop.time() - began) < deadline_s:
         value = condition()
         if asyncio.iscoroutine(value):
             value = await value
         if value:
             return value
-        await asyncio.sleep(0.01)
+        # Less and less often: who asks too much is refused by the broker.
+        await asyncio.sleep(min(0.01 + waited_s / 20, 0.1))
     raise AssertionError(f"not within {deadline_s} s: {what}")

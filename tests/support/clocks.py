@@ -13,3 +13,18 @@ class StillClock(Clock):
     def monotonic(self) -> float:
         """As in `Clock`."""
         return self.at
+
+
+class AheadClock(Clock):
+    """Both its clocks are ahead by so many seconds; `jump_s`: the machine's was set by somebody."""
+
+    ahead_s = 0.0
+    jump_s = 0.0
+
+    def monotonic(self) -> float:
+        """As in `Clock`."""
+        return super().monotonic() + self.ahead_s
+
+    def wall(self) -> float:
+        """As in `Clock`."""
+        return super().wall() + self.ahead_s + self.jump_s

@@ -78,7 +78,7 @@ class Observer:
         try:
             with closing(_Unix(node_places(self.paths, node).socket)) as daemon:
                 listed = daemon.get(f"/containers/json?filters={quote(label)}")
-                found = [daemon.get(f"/containers/{one['Id']}/json") for one in listed]
+                found = [seen for one in listed if (seen := daemon.get(f"/containers/{one['Id']}/json")) is not None]
         except (OSError, HTTPException, ValueError):
             return []
         return [parse(node.name, one) for one in found if (one["Config"]["Labels"] or {}).get(names.LABEL_LEASE)]
@@ -97,10 +97,12 @@ class _Unix(HTTPConnection):
         self.sock.connect(str(self._path))
 
     def get(self, path: str) -> Any:
-        """What the daemon answers; ValueError for anything but success."""
+        """What the daemon answers; None for what is not there (any more), ValueError for anything else."""
         self.request("GET", path)
         answer = self.getresponse()
         text = answer.read()
+        if answer.status == 404:
+            return None
         if answer.status != 200:
             raise ValueError(f"{path}: {answer.status}")
         return json.loads(text)

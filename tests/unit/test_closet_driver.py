@@ -260,7 +260,7 @@ def test_the_agent_goes_on_when_nvml_hangs(compiled, root):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         lines = map(json.loads, process.stdout)
         try:
-            assert next(lines)["error"] is None
+            next(line for line in lines if line["error"] is None)
             set_live(root, 0, fault=cards.Fault.HANG)
             hung = next(line for line in lines if line["error"] is not None)
             assert (hung["error"], hung["gpus"]) == ("NVML does not answer", [])

@@ -61,6 +61,7 @@ class Core:
         self._presence = Presence(self.clock)
         self._housekeeping: asyncio.Task[None] | None = None
         self._deciding: asyncio.Task[None] | None = None
+        self._is_undecided = False
 
     # -- what is known --------------------------------------------------------------------------------------------
 
@@ -181,14 +182,18 @@ class Core:
 
     def decide_soon(self) -> None:
         """Serve the queue again, though nothing of it changed."""
+        # One that is under way may have decided already, and only be storing that.
+        self._is_undecided = True
         if self._deciding is None or self._deciding.done():
             self._deciding = asyncio.ensure_future(self._decide())
 
     async def _decide(self) -> None:
-        try:
-            await self.ledger.change(lambda _: None)
-        except GpuhubError as error:
-            log.warning("the queue is served later: %s", error)
+        while self._is_undecided:
+            self._is_undecided = False
+            try:
+                await self.ledger.change(lambda _: None)
+            except GpuhubError as error:
+                log.warning("the queue is served later: %s", error)
 
     async def cordon(self, node: str, cordon: Cordon | None) -> None:
         """Let a node take no new work; None takes the cordon away."""

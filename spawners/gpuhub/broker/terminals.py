@@ -25,7 +25,7 @@ from gpuhub.broker.talks import Talk
 from gpuhub.containers.arguments import COURIER_COMMAND
 from gpuhub.containers.daemons import Daemons
 from gpuhub.containers.execs import start_exec
-from gpuhub.errors import Conflict, GpuhubError, InvalidRequest, NotAllowed
+from gpuhub.errors import Conflict, GpuhubError, InvalidRequest, NodeUnreachable, NotAllowed
 
 #: What a terminal that broke off is said to have ended with.
 BROKEN = 255
@@ -104,14 +104,16 @@ async def _serve(websocket: WebSocket, talk: Talk) -> None:
 
 
 async def _pass_keys(websocket: WebSocket, talk: Talk) -> None:
+    """Until the client is gone. A shell that has ended takes no keys, and may still have something to show."""
     with suppress(WebSocketDisconnect):
         while True:
             message = await websocket.receive()
             websocket._raise_on_disconnect(message)
-            if message.get("bytes") is not None:
-                await talk.send(message["bytes"])
-            elif (size := parse_resize(message.get("text") or "")) is not None:
-                await talk.resize(*size)
+            with suppress(NodeUnreachable):
+                if message.get("bytes") is not None:
+                    await talk.send(message["bytes"])
+                elif (size := parse_resize(message.get("text") or "")) is not None:
+                    await talk.resize(*size)
 
 
 async def _pass_output(websocket: WebSocket, talk: Talk) -> None:

@@ -192,6 +192,7 @@ async def test_a_job_ends_with_its_notebook(setting: Setting) -> None:
         await delete(running, "ada", f"/leases/{notebook['id']}")
         ended = await reaches(running, f"/jobs/{job['id']}", "ended")
         assert ended["reason"] == "the notebook that asked for it ended"
+        await reaches(running, f"/leases/{notebook['id']}", "released")
         view = await read(running, "ada", "/cluster")
         assert [gpu["state"] for node in view["nodes"] for gpu in node["gpus"]] == ["free"] * 3
 

@@ -12,30 +12,21 @@ from typing import Any
 import pytest
 
 from gpuhub import names
-from gpuhub.broker.clock import Clock
 from gpuhub.broker.couriers import IDLE_S
 from gpuhub.errors import ImageMissing, NodeUnreachable
 from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.support.clocks import AheadClock
 from tests.unit.broker.test_api import ask, post, read
 
 
-class LaterClock(Clock):
-    """Its monotonic time is ahead by so many seconds."""
-
-    ahead_s = 0.0
-
-    def monotonic(self) -> float:
-        return super().monotonic() + self.ahead_s
-
-
 @pytest.fixture
-def clock() -> LaterClock:
+def clock() -> AheadClock:
     """One that tests put forward."""
-    return LaterClock()
+    return AheadClock()
 
 
 @pytest.fixture
-def setting(tmp_path: Path, clock: LaterClock) -> Setting:
+def setting(tmp_path: Path, clock: AheadClock) -> Setting:
     """The practice closet's three nodes, simulated."""
     return Setting(tmp_path, clock=clock)
 
@@ -69,7 +60,7 @@ async def with_courier(setting: Setting) -> AsyncIterator[tuple[Running, str]]:
         yield running, node
 
 
-async def test_one_serves_until_nobody_came_for_a_while(setting: Setting, clock: LaterClock) -> None:
+async def test_one_serves_until_nobody_came_for_a_while(setting: Setting, clock: AheadClock) -> None:
     """The same one for all that its owner does; it is no lease and in nobody's way."""
     async with with_courier(setting) as (running, node):
         await send(running)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from gpuhub.broker import intake, job_rules
-from gpuhub.broker.clock import Clock
 from gpuhub.broker.due import silent_jobs
 from gpuhub.broker.intake import Asker
 from gpuhub.broker.jobs import build_roster, build_spec
@@ -19,6 +18,7 @@ from gpuhub.engines.base import Limits, Rights
 from gpuhub.errors import InvalidRequest
 from gpuhub.settings import Jobs, Profile, Scheduling, Users
 from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.support.clocks import AheadClock
 from tests.support.simulated import build_cluster
 from tests.unit.broker.test_api import ask, delete, post, reaches, read, run_notebook
 from tests.unit.broker.test_preemption import draft_of, under_way
@@ -228,18 +228,9 @@ async def test_workers_join_a_run_and_end_with_it(setting: Setting) -> None:
         assert ended["reason"] == "the run that it joined ended: run-000001"
 
 
-class LaterClock(Clock):
-    """Ahead by so many seconds."""
-
-    ahead_s = 0.0
-
-    def now(self) -> float:
-        return super().now() + self.ahead_s
-
-
 async def test_jobs_are_told_of_and_then_forgotten(tmp_path: Any) -> None:
     """Within `remember`; the newest at most; usage counts on."""
-    clock = LaterClock()
+    clock = AheadClock()
     users = Users(allowed=("ada",), max_waiting=1000)
     setting = Setting(tmp_path, cluster=build_cluster(jobs=Jobs(remember="1h"), users=users), clock=clock)
     async with asgi_broker(setting) as running:

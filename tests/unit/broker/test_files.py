@@ -228,7 +228,7 @@ def test_a_stream_that_is_not_taken_waits(setting: Setting, tmp_path: Path) -> N
     (setting.home("ada") / "large").write_bytes(content)
     with (
         served_broker(setting) as running,
-        httpx.Client(trust_env=False, headers={"Authorization": "token ada"}) as client,
+        httpx.Client(trust_env=False, headers={"Authorization": "token ada"}, timeout=60) as client,
     ):
         url = f"{running.url}{FILES}"
         with client.stream("GET", url, params={"path": "large"}) as first:
@@ -259,7 +259,7 @@ def test_logs_are_followed_to_the_end_of_the_job(setting: Setting, running: Runn
 
     def follow() -> None:
         headers = {"Authorization": "token ada"}
-        with httpx.Client(trust_env=False, headers=headers, timeout=30) as client:
+        with httpx.Client(trust_env=False, headers=headers, timeout=60) as client:
             url = f"{running.url}/api/v1/jobs/{job['id']}/logs"
             with client.stream("GET", url, params={"follow": 1, "offset": 2}) as answer:
                 got.append(str(answer.status_code).encode())
@@ -288,7 +288,7 @@ def test_followers_that_go_away_leave_nothing(setting: Setting, running: Running
     job = launch(running)
     headers = {"Authorization": "token ada"}
     url = f"{running.url}/api/v1/jobs/{job['id']}/logs"
-    with httpx.Client(trust_env=False, headers=headers) as client:
+    with httpx.Client(trust_env=False, headers=headers, timeout=60) as client:
         streams = [client.stream("GET", url, params={"follow": 1}) for _ in range(4)]
         answers = [stream.__enter__() for stream in streams]
         assert [answer.status_code for answer in answers] == [200] * 4

@@ -27,6 +27,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "PERIOD_S", 0.05)
     monkeypatch.setattr(keeper, "SOON_S", 0.05)
     monkeypatch.setattr(keeper, "TICK_S", 0.05)
+
+
+@pytest.fixture
+def _hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that hangs is soon given up."""
     monkeypatch.setattr(looker, "LOOK_S", 0.2)
 
 
@@ -67,6 +72,7 @@ async def start_job(running: Running, **changes: Any) -> Any:
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_hanging")
 @pytest.mark.parametrize("how", ["is_hung", "is_reachable"])
 async def test_a_node_that_hangs_or_refuses_keeps_its_notebook(setting: Setting, how: str) -> None:
     """It is unreachable soon, others go on meanwhile, and when it answers again all is as it was."""
@@ -228,7 +234,7 @@ async def test_an_answer_from_before_the_daemon_was_another_proves_nothing(setti
         rig1.daemon_id = "another"
         await is_told(running, "node.suspect")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
-    assert asked.index("info") == asked.index("containers") + 1
+    assert asked[asked.index("info") - 1] == "containers"
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -403,6 +409,7 @@ async def test_a_preempted_job_that_does_not_end_is_ended(setting: Setting) -> N
         assert (await reaches(running, f"/jobs/{job['id']}", "running"))["preemptions"] == 1
 
 
+@pytest.mark.usefixtures("_hanging")
 async def test_a_broker_that_ends_gives_up_what_hangs(setting: Setting) -> None:
     """A removal on a node that hangs holds up no end of the broker; the next run takes it up."""
     rig1 = setting.nodes["rig1"]

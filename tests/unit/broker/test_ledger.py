@@ -277,3 +277,27 @@ async def test_a_release_that_cannot_be_written_keeps_the_gpu(
         monkeypatch.setattr(running.store, "save", save)
         await reaches(running, f"/leases/{second['id']}", "granted")
         assert (await holds(running))["GPU-rig1-0"] == ["ben"]
+
+
+async def test_a_reason_that_comes_while_a_decision_is_stored_is_not_forgotten(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue is decided upon once more, and once for all reasons that came meanwhile."""
+    decided, stored = 0, asyncio.Event()
+
+    async def change(_edit: Callable[[Draft], None]) -> None:
+        nonlocal decided
+        decided += 1
+        await stored.wait()
+
+    async with asgi_broker(setting) as running:
+        with monkeypatch.context() as patch:
+            patch.setattr(running.core.ledger, "change", change)
+            running.core.decide_soon()
+            await until(lambda: decided == 1, "it is decided, and being stored")
+            running.core.decide_soon()
+            running.core.decide_soon()
+            stored.set()
+            await until(lambda: decided == 2, "it is decided again")
+            await asyncio.sleep(0.05)
+            assert decided == 2

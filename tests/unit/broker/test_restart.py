@@ -89,11 +89,11 @@ async def test_versions_grow_over_a_restart(setting: Setting) -> None:
 
 async def test_the_hub_is_asked_to_start_what_it_forgot(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiting request that no spawner asks for gets one again; so does one that is granted meanwhile."""
-    monkeypatch.setattr(due, "UNASKED_S", 0.3)
-    monkeypatch.setattr(reviver, "UNASKED_S", 0.3)
     monkeypatch.setattr(reviver, "PERIOD_S", 0.05)
     async with asgi_broker(setting) as running:
         await run_notebook(running, await ask(running, "ada"))
+        monkeypatch.setattr(due, "UNASKED_S", 0.3)
+        monkeypatch.setattr(reviver, "UNASKED_S", 0.3)
         await ask(running, "spawner", owner="ben", server="work")
         await until(lambda: ("ben", "work", "rtx5090") in setting.hub.started, "the hub is asked for ben's server")
         assert ("ada", "", "rtx5090") not in setting.hub.started

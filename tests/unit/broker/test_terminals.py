@@ -104,6 +104,20 @@ def test_keys_reach_a_terminal_of_the_right_size(setting: Setting, running: Runn
         assert last == {"exit": 5}
 
 
+def test_keys_after_the_end_cost_nothing_of_what_is_still_to_be_shown(running: Running, job: str) -> None:
+    """A slow client types on while the shell has ended and much of its output is on its way."""
+    with terminal_of(running, job, command="seq 300000; exit 5") as terminal:
+        shown = b""
+        while True:
+            kind, data = terminal.recv_data()
+            if kind == websocket.ABNF.OPCODE_TEXT:
+                break
+            shown += data
+            terminal.send_binary(b"x")
+        assert b"\r\n300000\r\n" in shown
+        assert json.loads(data) == {"exit": 5}
+
+
 def test_who_goes_away_ends_what_ran(tmp_path: Path, running: Running, job: str) -> None:
     """Also what ignores that its terminal is gone, in the foreground and in the background."""
     pids = tmp_path / "pids"

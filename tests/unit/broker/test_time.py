@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from gpuhub.broker import core, keeper, reconcile, reviver
-from gpuhub.broker.clock import Clock
 from gpuhub.settings import Jobs, Profile, Users
 from tests.support.brokers import Setting, asgi_broker, until
+from tests.support.clocks import AheadClock
 from tests.support.simulated import build_cluster
 from tests.unit.broker.test_api import ask, delete, post, reaches, read, run_notebook
 
 
 async def test_a_job_that_nobody_renews_ends(setting: Setting) -> None:
     """A notebook that stops reporting loses its workers; one that reports keeps them."""
-    setting.cluster = build_cluster(jobs=Jobs(renew_within="1s"))
+    setting.cluster = build_cluster(jobs=Jobs(renew_within="4s"))
     async with asgi_broker(setting) as running:
         jobs = [
             await post(running, "ada", "/jobs", {"run_id": f"run-00000{n}", "nnodes": 1, "nproc_per_node": 1}, 201)
@@ -28,7 +28,7 @@ async def test_a_job_that_nobody_renews_ends(setting: Setting) -> None:
         await until(one_ended, "the job without renewals ends")
         assert (await read(running, "ada", f"/jobs/{jobs[1]['id']}"))["reason"] == "the notebook stopped reporting"
         assert (await read(running, "ada", f"/jobs/{jobs[0]['id']}"))["state"] == "running"
-        assert (await read(running, "ada", f"/jobs/{jobs[0]['id']}"))["renew_within_s"] == 1.0
+        assert (await read(running, "ada", f"/jobs/{jobs[0]['id']}"))["renew_within_s"] == 4.0
         refused = await post(running, "ada", f"/jobs/{jobs[1]['id']}/renew", status=409)
         assert "has ended: the notebook stopped reporting" in refused["detail"]
 
@@ -37,7 +37,6 @@ async def test_an_overdue_notebook_is_stopped_by_the_hub_first(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub is asked to stop it; when it does not, the container goes all the same, with the reason."""
-    monkeypatch.setattr(reconcile, "HUB_GRACE_S", 1.0)
     monkeypatch.setattr(reviver, "PERIOD_S", 0.05)
     setting.cluster = build_cluster(profiles=[Profile(name="short", title="Short", time_limit="1s")])
     async with asgi_broker(setting) as running:
@@ -46,6 +45,7 @@ async def test_an_overdue_notebook_is_stopped_by_the_hub_first(
         await run_notebook(running, lease)
         await until(lambda: setting.hub.stopped == [("ada", "")], "the hub is asked to stop it")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
+        monkeypatch.setattr(reconcile, "HUB_GRACE_S", 1.0)
         ended = await reaches(running, f"/leases/{lease['id']}", "released")
         assert ended["reason"] == "its time limit of 1 s was reached"
 
@@ -99,17 +99,6 @@ async def test_a_notebook_and_its_job_count_together(setting: Setting) -> None:
         assert job["state"] == "starting"
 
 
-class WallClock(Clock):
-    """A clock whose machine's time somebody sets."""
-
-    def __init__(self) -> None:
-        self.set_by = 0.0
-        super().__init__()
-
-    def wall(self) -> float:
-        return super().wall() + self.set_by
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is looked at often."""
@@ -123,13 +112,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
 async def test_a_clock_that_is_set_ends_nothing(setting: Setting, jump_s: float) -> None:
     """A lease keeps the time it had left, told by the new clock; the jump is told; what waits keeps its place."""
-    setting.clock = WallClock()
+    setting.clock = AheadClock()
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada", key="1", time_limit_s=3600)
         container = await run_notebook(running, lease)
         queue = [(await ask(running, owner, key=owner))["id"] for owner in ("ben", "cleo")]
         before = running.core.ledger.snapshot.leases[lease["id"]]
-        setting.clock.set_by = jump_s
+        setting.clock.jump_s = jump_s
         await until(lambda: not running.core.clock.jump(), "the clock is followed")
         after = running.core.ledger.snapshot.leases[lease["id"]]
         assert after.expires_at == pytest.approx((before.expires_at or 0) + jump_s, abs=1)
@@ -144,7 +133,7 @@ async def test_a_clock_that_is_set_ends_nothing(setting: Setting, jump_s: float)
 
 async def test_a_list_during_which_the_clock_was_set_proves_nothing(setting: Setting) -> None:
     """Whether a lease began to end before such a list cannot be told: its GPU waits for the next one."""
-    setting.clock = WallClock()
+    setting.clock = AheadClock()
     lists = 0
 
     def set_clock(method: str) -> None:
@@ -168,12 +157,12 @@ async def test_a_list_during_which_the_clock_was_set_proves_nothing(setting: Set
 
 async def test_a_clock_that_was_set_between_two_runs_is_believed(setting: Setting) -> None:
     """What was to end by it ends; its GPU is given again on proof alone."""
-    setting.clock = WallClock()
+    setting.clock = AheadClock()
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada", key="1", time_limit_s=3600)
         await run_notebook(running, lease)
-    setting.clock = WallClock()
-    setting.clock.set_by = 7200.0
+    setting.clock = AheadClock()
+    setting.clock.jump_s = 7200.0
     setting.clock.follow(7200.0)
     async with asgi_broker(setting) as running:
         ended = await reaches(running, f"/leases/{lease['id']}", "released")
@@ -184,13 +173,13 @@ async def test_a_clock_that_was_set_between_two_runs_is_believed(setting: Settin
 
 async def test_a_clock_that_was_set_back_between_two_runs_keeps_nothing_from_ending(setting: Setting) -> None:
     """What began in what is now the future is proven gone at once, and keeps the time it had left."""
-    setting.clock = WallClock()
+    setting.clock = AheadClock()
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada", key="1", time_limit_s=3600)
         container = await run_notebook(running, lease)
         waiting = await ask(running, "ben", key="b")
-    setting.clock = WallClock()
-    setting.clock.set_by = -7200.0
+    setting.clock = AheadClock()
+    setting.clock.jump_s = -7200.0
     setting.clock.follow(-7200.0)
     async with asgi_broker(setting) as running:
         now = running.core.clock.now()
@@ -203,7 +192,7 @@ async def test_a_clock_that_was_set_back_between_two_runs_keeps_nothing_from_end
 
 async def test_a_batch_job_is_not_ended_by_silence(setting: Setting) -> None:
     """Nobody watches it, neither while it waits nor while it runs."""
-    setting.cluster = build_cluster(jobs=Jobs(renew_within="1s"))
+    setting.cluster = build_cluster(jobs=Jobs(renew_within="4s"))
     async with asgi_broker(setting) as running:
         body = {"nnodes": 3, "nproc_per_node": 1}
         batch = [

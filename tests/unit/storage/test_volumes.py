@@ -9,13 +9,13 @@ import pytest
 
 from gpuhub import names
 from gpuhub.broker import volumes as keeping
-from gpuhub.broker.clock import Clock
 from gpuhub.broker.volumes import VolumeKeeper
 from gpuhub.containers.arguments import build_mounts
 from gpuhub.identity import Identity
 from gpuhub.settings import Storage
 from gpuhub.storage.volumes import Volume, find_unneeded, parse_volumes, used_volumes
 from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.support.clocks import AheadClock
 from tests.support.simulated import SimulatedDaemons, build_cluster
 from tests.unit.broker.test_api import ask
 
@@ -23,19 +23,6 @@ DAY = 86400.0
 INSTANCE = "ghtest"
 ADA = Identity(name="ada", uid=1001, gid=1001, group_names=("ada",))
 NFS = Storage(home="nfs://nas/home/{username}", datasets="nfs://nas/data")
-
-
-class LaterClock(Clock):
-    """Both its clocks are ahead by so many seconds; `jump_s`: the machine's was set by somebody."""
-
-    ahead_s = 0.0
-    jump_s = 0.0
-
-    def monotonic(self) -> float:
-        return super().monotonic() + self.ahead_s
-
-    def wall(self) -> float:
-        return super().wall() + self.ahead_s + self.jump_s
 
 
 def listed(storage: Storage, identity: Identity = ADA) -> dict[str, Any]:
@@ -93,13 +80,13 @@ def test_strangers_volumes_are_not_ours() -> None:
 
 
 @pytest.fixture
-def clock() -> LaterClock:
+def clock() -> AheadClock:
     """One that tests put forward."""
-    return LaterClock()
+    return AheadClock()
 
 
 @pytest.fixture
-def setting(tmp_path: Path, clock: LaterClock) -> Setting:
+def setting(tmp_path: Path, clock: AheadClock) -> Setting:
     """Three simulated nodes, each with ada's scratch."""
     made = Setting(tmp_path, clock=clock, cluster=build_cluster(storage=Storage()))
     for node in made.nodes.values():
@@ -130,7 +117,7 @@ async def use(running: Running, setting: Setting) -> str:
     return str(lease["nodes"][0])
 
 
-async def test_scratch_ages_from_the_last_lease_on_its_node(setting: Setting, clock: LaterClock) -> None:
+async def test_scratch_ages_from_the_last_lease_on_its_node(setting: Setting, clock: AheadClock) -> None:
     """Known over restarts of the broker; where no lease is known, from when the volume was first seen."""
     async with asgi_broker(setting) as running:
         node = await use(running, setting)
@@ -151,7 +138,7 @@ async def test_scratch_ages_from_the_last_lease_on_its_node(setting: Setting, cl
         assert where(setting) == []
 
 
-async def test_a_container_or_a_lease_keeps_scratch(setting: Setting, clock: LaterClock) -> None:
+async def test_a_container_or_a_lease_keeps_scratch(setting: Setting, clock: AheadClock) -> None:
     """Also a container that has ended, and also when the lease's node is another: a start may be under way."""
     async with asgi_broker(setting) as running:
         volumes = keeper(running, setting)
@@ -170,7 +157,7 @@ async def test_a_container_or_a_lease_keeps_scratch(setting: Setting, clock: Lat
         assert "rig3" in where(setting)
 
 
-async def test_a_clock_that_was_set_ages_nothing(setting: Setting, clock: LaterClock) -> None:
+async def test_a_clock_that_was_set_ages_nothing(setting: Setting, clock: AheadClock) -> None:
     """A jump by a month is no month."""
     async with asgi_broker(setting) as running:
         await use(running, setting)
@@ -183,7 +170,7 @@ async def test_a_clock_that_was_set_ages_nothing(setting: Setting, clock: LaterC
 
 
 async def test_a_silent_node_is_left_and_the_loop_goes_on(
-    setting: Setting, clock: LaterClock, monkeypatch: pytest.MonkeyPatch
+    setting: Setting, clock: AheadClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks by itself, at the nodes that answer."""
     monkeypatch.setattr(keeping, "PERIOD_S", 0.05)
