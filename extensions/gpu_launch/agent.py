@@ -71,7 +71,7 @@ def describe() -> NodeInfo:
         node=env.node,
         address=found.address,
         interface=found.name,
-        port=network.free_port(found.address),
+        port=network.free_port(),
         settings=settings.find(found.name),
     )
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from gpu_launch import agent, render, wire
 from gpu_launch.crew import Crew
 from gpu_launch.errors import LaunchFailed
-from gpu_launch.progress import Ranks
+from gpu_launch.progress import STALLED_S, Ranks
 from gpu_launch.request import Checked
 from gpu_launch.roster import Roster
 from gpu_launch.starting import Starter
@@ -67,7 +67,10 @@ class Changeover:
         roster, ranks = self._ranks.roster, self._ranks
         if roster is None or not self._starter.has_met:
             return frozenset()
-        silent = {roster.members[rank] for rank in ranks.silent(time.monotonic())}
+        stalled = ranks.silent(STALLED_S)
+        silent = {
+            member for rank in ranks.silent() if rank in stalled or not self._fleet.has(member := roster.members[rank])
+        }
         ended = {roster.members[rank] for rank in ranks.ended()}
         return frozenset(silent | (self._fleet.lost(roster) - ended))
 
@@ -77,7 +80,7 @@ class Changeover:
         if not gone or roster is None:
             return
         self.is_doubtful = True
-        self._ranks.check_alive(time.monotonic())
+        self._ranks.check_alive([rank for rank, member in enumerate(roster.members) if member in gone])
         own = self._checked.request.env.node
         lost = [own if member is None else roster.node_of(member) for member in roster.members if member in gone]
         raise LaunchFailed(f"{', '.join(lost)}: {UNHEARD}; the worker or the node is gone. Logs: {self._logs}")
@@ -152,11 +155,11 @@ class Changeover:
         going = frozenset(roster.node_rank(worker) for worker in way.workers)
 
         def busy() -> frozenset[int]:
-            found = self._ranks.busy(time.monotonic())
-            if self._is_requeued(roster):
-                return found - going
-            out = {worker.index for worker in self._gang.workers() if worker.state == wire.EXITED} | self.find_gone()
-            return frozenset(rank for rank in found if roster.members[rank] not in out)
+            out = set(self.find_gone())
+            if not self._is_requeued(roster):
+                out |= {worker.index for worker in self._gang.workers() if worker.state == wire.EXITED}
+            found = frozenset(rank for rank in self._ranks.busy() if roster.members[rank] not in out)
+            return found - going if self._is_requeued(roster) else found
 
         if not way.is_whole:
             self._hold(lambda: not busy() & going)

@@ -29,6 +29,7 @@ _IN_VAIN = re.compile(
 _OTHERS = re.compile(r"DistBackendError|DistNetworkError|DistStoreError")
 #: How likely a rank that failed is not the one to blame.
 OWN_ERROR, KILLED, VICTIM, STOPPED = range(4)
+_TRACEBACK = "Traceback (most recent call last):"
 #: Characters of another rank's error.
 _LONGEST = 160
 #: Signals by which torchrun or a launch ends the ranks that are left.
@@ -54,9 +55,15 @@ def grade(end: RankEnd) -> int:
     if is_victim(end):
         return VICTIM
     if end.exit_code in _ENDING or end.exit_code is None:
-        # SIGKILL without our doing is the kernel's for want of memory: still to blame before a rank that was left.
-        return KILLED if end.exit_code == -signal.SIGKILL else STOPPED
+        # SIGKILL without our doing is the kernel's for want of memory: still to blame before a rank that was left. So
+        # is one that had failed by itself, and was stopped before its end was known.
+        return KILLED if end.exit_code == -signal.SIGKILL or _has_raised(end) else STOPPED
     return OWN_ERROR
+
+
+def _has_raised(end: RankEnd) -> bool:
+    error = own_error(end.error)
+    return end.exit_code is None and _TRACEBACK in error and not last_line(error).startswith("KeyboardInterrupt")
 
 
 def describe(ends: Iterable[RankEnd], *, logs: str = "", lost: Sequence[str] = ()) -> str:
@@ -106,7 +113,7 @@ def _headline(first: RankEnd, others: Sequence[RankEnd], lost: Sequence[str]) ->
             return f"{who} waited for its peers{_waited_text(found)} in vain{_absent_text(others)}"
         if _LEFT.search(error):
             return f"{who} lost a peer{_absent_text(others)}"
-    return f"{who} failed: {exit_text(first.exit_code)}"
+    return f"{who} failed" if first.exit_code is None else f"{who} failed: {exit_text(first.exit_code)}"
 
 
 def _waited_text(found: re.Match[str]) -> str:

@@ -61,7 +61,8 @@ class Fleet:
                 if engine not in self._known:
                     self._known.add(engine)
                     view = self._client[engine]
-                    self._asked[engine] = (view, view.apply_async(agent.describe))
+                    if (call := self._apply(view, agent.describe)) is not None:
+                        self._asked[engine] = (view, call)
             for engine, (view, call) in list(self._asked.items()):
                 if call.ready():
                     del self._asked[engine]
@@ -91,9 +92,12 @@ class Fleet:
         return True
 
     def ask(self, member: int | None, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of a member's agent; the answer is `result`'s to wait for."""
+        """Call a function of a member's agent; the answer is `result`'s to wait for. Raises LaunchFailed."""
         with self._lock:
-            return self._views[member].apply_async(function, *arguments)
+            call = self._apply(self._views[member], function, *arguments)
+        if call is None:
+            raise LaunchFailed(self._gone_text(member))
+        return call
 
     def result(
         self, member: int | None, call: Any, given_up: threading.Event | None = None, *, limit_s: float = CALL_S
@@ -109,14 +113,15 @@ class Fleet:
             call.wait(_WAIT_S)
         answer = _answer(call, node)
         if answer is _GONE:
-            raise LaunchFailed(f"{node}: {UNHEARD}; the worker or the node is gone. Logs: {self._gang.run.logs}")
+            raise LaunchFailed(self._gone_text(member))
         return answer
 
     def tell(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call a function of every agent that is there, without waiting; their answers to come."""
         with self._lock:
             there = self._client.ids if self._client is not None else []
-            return [view.apply_async(function, *arguments) for view in self._views.values() if view.targets in there]
+            views = [view for view in self._views.values() if view.targets in there]
+            return [call for view in views if (call := self._apply(view, function, *arguments)) is not None]
 
     def lost(self, roster: Roster) -> frozenset[int | None]:
         """Members whose engines were there and are not any more."""
@@ -179,6 +184,20 @@ class Fleet:
         )
         await self._cluster.start_controller(environment={"IPP_ENABLE_CURVE": "1"})
         await self._cluster.start_engines(self._gang.plan.nnodes, gang=self._gang)
+
+    def _apply(self, view: Any, function: Callable[..., Any], *arguments: Any) -> Any | None:
+        """The answer to come; None where the engine was just found to be gone, in the client's own thread."""
+        from ipyparallel.error import NoEnginesRegistered
+
+        try:
+            return view.apply_async(function, *arguments)
+        except (LookupError, NoEnginesRegistered):
+            if view.targets in self._client.ids:
+                raise
+            return None
+
+    def _gone_text(self, member: int | None) -> str:
+        return f"{self._infos[member].node}: {UNHEARD}; the worker or the node is gone. Logs: {self._gang.run.logs}"
 
     def _missing(self, roster: Roster) -> str:
         nodes = {worker.index: worker.node for worker in self._gang.workers()}

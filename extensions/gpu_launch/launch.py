@@ -241,10 +241,13 @@ class Launch:
             runs.write_private(self.run_folder.state, order.dump(told).encode())
 
     def _give_back(self) -> None:
-        self._finish()
-        asked_s, usual_s = self._options.keep_s, self._checked.request.env.keep_workers_s
-        is_doubtful = self._changeover.is_doubtful or self._starter.is_busy()
-        crews.give_back(self._crew, keep_s=0 if is_doubtful else usual_s if asked_s is None else asked_s)
+        is_doubtful = True
+        try:
+            self._finish()
+            is_doubtful = self._changeover.is_doubtful or self._starter.is_busy()
+        finally:
+            asked_s, usual_s = self._options.keep_s, self._checked.request.env.keep_workers_s
+            crews.give_back(self._crew, keep_s=0 if is_doubtful else usual_s if asked_s is None else asked_s)
 
     def _tell_of_crew(self) -> None:
         """Once for each crew: that it stays."""

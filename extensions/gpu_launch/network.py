@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import ipaddress
+import random
 import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpu_launch.errors import NetworkError
 
 #: How long a container's network may take to be connected after its start.
 CONNECT_S = 30.0
 _POLL_S = 0.05  # seconds
+#: Says from which port on the system gives them to connections.
+_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUALLY_GIVEN = 32768
+#: Below are services'.
+_LOWEST = 20000
+_TRIES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +76,21 @@ def own(subnet: str | None, *, wait_s: float = CONNECT_S) -> Interface:
     return found
 
 
-def free_port(address: str) -> int:
-    """A TCP port of `address` that nobody listens on now."""
+def free_port() -> int:
+    """A TCP port that nobody uses now, and that the system gives no connection before it is used."""
+    try:
+        first_given = int(_GIVEN.read_text().split()[0])
+    except (OSError, ValueError):
+        first_given = _USUALLY_GIVEN
+    for _ in range(_TRIES):
+        port = random.randrange(_LOWEST, max(first_given, _LOWEST + 1))  # noqa: S311 - it is no secret
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    # Where an administrator lets connections have nearly all ports.
     with socket.socket() as probe:
-        probe.bind((address, 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,6 +22,10 @@ from gpu_launch.steps import Steps
 SILENCE_S = 10.0
 #: A node that lets a peer's connection break and then says nothing for so long is named as lost.
 _LOST_S = 2.5
+#: One whose engine is still there, and that says nothing: what it reads and writes hangs, such as its home.
+STALLED_S = 60.0
+#: Who did not listen for so long does not know who was silent.
+_AWAY_S = 2.0
 #: Ranks that have finished while others go on are told of after this.
 _WAITING_S = 1.0
 _END_FIELDS = frozenset(item.name for item in fields(RankEnd))
@@ -59,7 +63,8 @@ class Ranks:
         """(stream, text) to show, in the order of arrival, neighbours of one stream joined."""
         if self._is_taking:
             self._speech.mend()
-        self._now, self._is_taking = now, True
+        self._listen(now)
+        self._is_taking = True
         for message in messages:
             if message["attempt"] == self.attempt:
                 self._note(message, now)
@@ -113,31 +118,29 @@ class Ranks:
         """Node ranks whose containers were told to end, and tell so."""
         return frozenset(rank for rank, node in self._nodes.items() if node.is_leaving)
 
-    def busy(self, now: float) -> frozenset[int]:
+    def busy(self) -> frozenset[int]:
         """Node ranks whose ranks still run, as far as is heard of them."""
-        return frozenset(
-            rank for rank, node in self._nodes.items() if node.code is None and now - node.seen_at <= SILENCE_S
-        )
+        return frozenset(rank for rank, node in self._nodes.items() if node.code is None)
 
     def ended(self) -> frozenset[int]:
         """Node ranks that have told the end of their ranks."""
         return frozenset(rank for rank, node in self._nodes.items() if node.code is not None)
 
-    def silent(self, now: float) -> frozenset[int]:
-        """Node ranks that have told no end, and nothing else for too long."""
-        return frozenset(self._silent(now, SILENCE_S))
+    def silent(self, limit_s: float = SILENCE_S) -> frozenset[int]:
+        """Node ranks that have told no end, and nothing else for longer than this while somebody listened."""
+        return frozenset(self._silent(limit_s))
 
     def nodes(self) -> tuple[str, ...]:
         """The nodes' names, by node rank."""
         return tuple(node.name for _, node in sorted(self._nodes.items()))
 
-    def check_alive(self, now: float) -> None:
-        """Raise for a node that has said nothing for too long."""
-        if silent := self._silent(now, SILENCE_S):
+    def check_alive(self, gone: Collection[int]) -> None:
+        """Raise for those of the node ranks `gone` that have said nothing for too long."""
+        if silent := [rank for rank in self._silent(SILENCE_S) if rank in gone]:
             names = " and ".join(self._nodes[rank].name for rank in silent)
-            gone = ranks_text([number for rank in silent for number in self._ranks_of(rank)])
+            ranks = ranks_text([number for rank in silent for number in self._ranks_of(rank)])
             text = f"{'has' if len(silent) == 1 else 'have'} not been heard of for {SILENCE_S:.0f} s"
-            raise LaunchFailed(f"{names} {text}: the worker or the node is gone, and with it {gone}.")
+            raise LaunchFailed(f"{names} {text}: the worker or the node is gone, and with it {ranks}.")
 
     def describe(self, *, logs: str) -> str:
         """The failure, the first failing rank's own error first."""
@@ -199,14 +202,22 @@ class Ranks:
     def _shows(self, rank: int, stream: str) -> bool:
         return self._options.shows(rank % self._per_node, stream)
 
-    def _silent(self, now: float, limit_s: float) -> list[int]:
-        return [rank for rank, node in self._nodes.items() if node.code is None and now - node.seen_at > limit_s]
+    def _silent(self, limit_s: float) -> list[int]:
+        return [rank for rank, node in self._nodes.items() if node.code is None and self._now - node.seen_at > limit_s]
+
+    def _listen(self, now: float) -> None:
+        """A blocked terminal, a slow home or a machine that slept is no silence of the nodes'."""
+        away_s = now - self._now
+        if away_s > _AWAY_S:
+            for node in self._nodes.values():
+                node.seen_at += away_s
+        self._now = now
 
     def _lost(self) -> list[str]:
         return [
             f"nothing was heard of {self._nodes[rank].name} ({ranks_text(self._ranks_of(rank))}) "
             f"for {self._now - self._nodes[rank].seen_at:.0f} s"
-            for rank in self._silent(self._now, _LOST_S)
+            for rank in self._silent(_LOST_S)
         ]
 
     def _all_ends(self) -> list[RankEnd]:

@@ -100,7 +100,7 @@ def test_a_cancelled_job_writes_its_checkpoint(make_job, way):
     job.send("--nnodes=2", *way, "--", "train.py")
     job.start()
     job.await_output("began at 0 of 2")
-    assert job.state.state == "running"
+    job.until(lambda: job.state.state == "running", "the state says so")
     assert job.stop() == 143
     assert (job.state.state, job.state.exit_code) == ("cancelled", 143)
     saved = int((job.work / "step").read_text())
@@ -140,7 +140,7 @@ def test_a_container_may_be_told_sooner_than_the_drivers(make_job):
     )
     job.send("--nnodes=2", "--", "train.py")
     job.start()
-    job.await_output("] at work")
+    job.until(lambda: times(job.output, "at work") == 2, "both at work")
     job.processes[1].terminate()
     assert job.processes[1].wait(30) == 143
     assert job.stop() == 143

@@ -24,11 +24,12 @@ def test_a_preempted_launch_writes_a_checkpoint_waits_again_and_goes_on_from_it(
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, "".join(seen) + out + err
     shown = "".join(seen)
-    assert re.search(r"gpu_launch: preempted: others need the GPUs; (59|60) s for a checkpoint\n", shown)
+    assert re.search(r"gpu_launch: preempted: others need the GPUs; \d\d s for a checkpoint\n", shown)
     (saved,) = re.findall(r"\[rank 0 · rig1\] saved (\d+)\n", shown)
     assert times(out, f"began at {saved} of 2 preempted 1") == 2
     assert times(out, f"finished at {int(saved) + 5}") == 2
-    assert "preempted once · running on rig1 RTX 5090, rig3 RTX 5060" in out
+    assert "preempted once · " in out
+    assert "2 ranks on rig1 RTX 5090, rig3 RTX 5060\n" in out
     assert "mixed cards: 1 × RTX 5090, 1 × RTX 5060; the slowest sets the pace" in out
     assert either.broker.gangs[run].state is schemas.JobState.ENDED
     until(lambda: not either.left(), "no process left")
@@ -67,9 +68,10 @@ UNTIL = """
     dist.init_process_group("gloo")
     world, count = dist.get_world_size(), os.environ["TORCHELASTIC_RESTART_COUNT"]
     print("began with", world, "restart", count, flush=True)
-    while not (Path("end").exists() and world == 2):
+    while True:
         time.sleep(0.05)
-        stop = torch.tensor([float(len(told))])
+        # All leave together: who decided alone would leave the others in a collective.
+        stop = torch.tensor([float(bool(told) or (world == 2 and Path("end").exists()))])
         dist.all_reduce(stop)
         if stop.item():
             break
@@ -92,7 +94,7 @@ def test_an_elastic_launch_takes_a_node_that_comes_back(either: Notebook) -> Non
     either.broker.held.discard("rig3")
     seen += lines_until(process, "takes part now; going on with 2 nodes")
     seen += lines_until(process, f"] began with 2 restart {count}")
-    assert "restart 1 of 1 · running on" in "".join(seen)
+    assert "restart 1 of 1 · " in "".join(seen)
     joined = [gang for gang in either.broker.gangs.values() if gang.request.joins == run]
     assert [(gang.request.nnodes, gang.request.first_worker) for gang in joined] == [(1, 2)]
     (either.home / "end").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 from tests.support.local_cluster import Notebook
@@ -109,7 +110,7 @@ def test_a_dry_run_asks_for_nothing_and_knows_workers_that_stand(notebook: Noteb
     assert "NODE1 " not in after
     assert after.count("  torchrun --nnodes=3 --node-rank=") == 3
     assert "It would run at once on workers that stand already: rig1 RTX 5090, rig2 RTX 5070, rig3 RTX 5060" in after
-    assert "stay 60 s more" in after or "stay 59 s more" in after
+    assert re.search(r"stay [56]\d s more", after)
     assert "freed: rig1 RTX 5090, rig2 RTX 5070, rig3 RTX 5060\n" in after
     assert notebook.broker.calls.count("POST /jobs") == 1
     assert "done in" in launched

@@ -75,7 +75,7 @@ def test_a_failed_launch_is_started_again_as_often_as_asked(either: Notebook) ->
     # A literal torchrun is one of its own each time, with no restarts before it.
     counted = "restart 0 of 0" if either.is_cold else "restart 2 of 2"
     assert times(out, f"attempt 2 sum 2.0 {counted}") == 2
-    assert "restart 2 of 2 · running on rig1" in out
+    assert "restart 2 of 2 · " in out
 
 
 def test_restarts_come_to_an_end(notebook: Notebook) -> None:

@@ -54,6 +54,9 @@ class Pump:
             self._fail(writer)
             while entries := self._tail.read(everything=True):
                 self._send(writer, "output", entries=entries)
+            # What was reported after the last look.
+            for told in self._progress.news(float("inf")):
+                self._send(writer, "progress", **told)
             if code is not None:
                 ends = [asdict(self._rank_end(end)) for end in self._runner.ends()]
                 self._send(writer, "exit", code=code, ends=ends, said=self._runner.said())

@@ -14,6 +14,7 @@ from gpu_launch.broker import Broker
 from gpu_launch.crew import Crew, crews
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch import Launch
+from gpu_launch.progress import SILENCE_S
 from gpu_launch.request import Checked
 from gpu_launch.standing.control import Control, Message
 from gpu_launch.standing.heard import HearingSink
@@ -23,7 +24,7 @@ from gpu_launch.standing.screen import CellScreen
 _CONTROL, _MODULE = "standing.json", "gpu_launch.standing.rank"
 _JOIN_S = 180.0  # seconds for all ranks to join the group, once they were started
 _PING_S = 1.0  # seconds between looks whether ranks are connected
-_GONE_S = 3.0  # seconds without a connection after which a rank is gone
+_GONE_S = 3.0  # seconds without a connection after which a rank is gone whose node has told its end; else SILENCE_S
 _LEAVE_S = 5.0  # seconds ranks have for their own end
 _SILENT_S = 1.0  # seconds without any output after which no more of a cell's is waited for
 _NETWORK_S = 2.0
@@ -58,6 +59,7 @@ class Session:
         #: Every rank's node and device, once it has joined.
         self.nodes: dict[int, str] = {}
         self.devices: dict[int, str] = {}
+        self._nnodes = checked.plan.nnodes
         self._ranks = checked.plan.nnodes * checked.plan.nproc_per_node
         self._pinged_at = 0.0
         self._missed_since: dict[int, float] = {}
@@ -148,14 +150,17 @@ class Session:
 
     def _ping(self) -> None:
         """Notice ranks that have ended without an error: to a launch they have done their work."""
-        now = time.monotonic()
+        now, ended = time.monotonic(), self._launch.ranks.ended()
         if now - self._pinged_at < _PING_S:
             return
         self._pinged_at = now
+        per_node = self._ranks // self._nnodes
         for rank in self.devices:
+            # Not before its agent's word of how it ended, if that was no good end.
+            limit_s = _GONE_S if rank // per_node in ended else SILENCE_S
             if self._control.send(Message(rank=rank, header={"kind": "ping"})):
                 self._missed_since.pop(rank, None)
-            elif now - self._missed_since.setdefault(rank, now) >= _GONE_S:
+            elif now - self._missed_since.setdefault(rank, now) >= limit_s:
                 raise LaunchFailed(
                     f"rank {rank} on {self.nodes[rank]} has ended by itself (os._exit?), without an error."
                 )

@@ -37,6 +37,15 @@ def test_the_rank_with_an_error_of_its_own_is_blamed():
     assert failure.first_failure([end(0, 1, LEFT, 5), end(1, 1, OWN, 9), end(2, None)]).rank == 1
 
 
+def test_who_failed_by_itself_and_was_stopped_before_its_end_is_blamed():
+    """Its peers ended of it; what an interrupt does to a rank, or a line of its own, is no failure."""
+    ends = [end(0, 1, LEFT, 5), end(1, None, OWN, 9), end(2, None)]
+    assert failure.first_failure(ends).rank == 1
+    assert failure.describe(ends).startswith(f"rank 1 on rig2 failed\n\n{OWN}\n")
+    for error in ("", "epoch 3", OWN.replace("ValueError: bad data", "KeyboardInterrupt")):
+        assert failure.first_failure([end(0, 1, LEFT, 5), end(1, None, error, 9)]).rank == 0
+
+
 def test_of_two_own_errors_the_earlier_is_blamed():
     """By when it was written, not by rank."""
     assert failure.first_failure([end(0, 1, OWN, 9), end(1, 1, OWN, 5)]).rank == 1

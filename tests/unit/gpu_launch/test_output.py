@@ -13,7 +13,7 @@ from gpu_launch.demand import Demand
 from gpu_launch.options import Options
 from gpu_launch.panel import RankState, View
 from gpu_launch.plan import Plan
-from gpu_launch.progress import SILENCE_S, Ranks
+from gpu_launch.progress import SILENCE_S, STALLED_S, Ranks
 from gpu_launch.roster import Roster
 from gpu_launch.steps import Bar
 
@@ -149,6 +149,7 @@ def test_a_node_that_breaks_off_is_named_with_the_failure():
     """The other ranks only know that a peer is gone."""
     ranks = ranks_of(Options())
     ranks.take([message(entries=[]), message(node_rank=1, entries=[])], 0.0)
+    ranks.take([], 2.0)
     ranks.take([message("failed", end=end(0, error=LEFT))], 4.0)
     text = ranks.describe(logs="~/l")
     assert text.startswith("rank 0 on rig1 lost a peer: nothing was heard of rig2 (rank 1) for 4 s\n")
@@ -182,11 +183,30 @@ def test_a_silent_node_fails_the_launch():
     """By name, after a deadline."""
     ranks = ranks_of(Options())
     ranks.take([message(entries=[]), message(node_rank=1, entries=[])], 0.0)
-    ranks.take([message(entries=[])], SILENCE_S)
+    for second in range(1, int(SILENCE_S) + 2):
+        assert ranks.silent() == frozenset()
+        ranks.take([message(entries=[])], second)
+    assert ranks.silent() == {1}
+    assert ranks.silent(STALLED_S) == frozenset()
+    ranks.check_alive({0})
     with pytest.raises(
         Exception, match=r"^rig2 has not been heard of for 10 s: the worker or the node is gone, and with it rank 1\.$"
     ):
-        ranks.check_alive(SILENCE_S + 1)
+        ranks.check_alive({1})
+
+
+def test_who_did_not_listen_knows_of_no_silence():
+    """A notebook that was held up for long hears what has waited for it before it judges."""
+    ranks = ranks_of(Options())
+    ranks.take([message(entries=[]), message(node_rank=1, entries=[])], 0.0)
+    assert ranks.silent() == frozenset()
+    ranks.take([message(entries=[])], 100.0)
+    assert ranks.silent() == frozenset()
+    for second in range(101, 101 + int(SILENCE_S)):
+        ranks.take([message(entries=[])], second)
+    assert ranks.silent() == frozenset()
+    ranks.take([message(entries=[])], 101.5 + SILENCE_S)
+    assert ranks.silent() == {1}
 
 
 def gpu(node, model, memory_mib=0):
@@ -290,12 +310,11 @@ def test_sizes_in_words(size, text):
 
 
 def test_who_left_and_who_still_runs_is_known():
-    """A node says that it was told to end; one that is silent for long does not count as busy."""
+    """A node says that it was told to end."""
     ranks = ranks_of(Options())
     ranks.take([message(entries=[]), message("leaving", node_rank=1)], 0.0)
-    assert (ranks.leaving(), ranks.busy(1.0)) == ({1}, {0, 1})
+    assert (ranks.leaving(), ranks.busy()) == ({1}, {0, 1})
     ranks.take([message("exit", node_rank=1, code=143, ends=[], said="")], 1.0)
-    assert (ranks.failed(), ranks.ended_well(), ranks.busy(2.0)) == (True, False, {0})
-    assert ranks.busy(SILENCE_S + 3) == frozenset()
+    assert (ranks.failed(), ranks.ended_well(), ranks.busy()) == (True, False, {0})
     ranks.restart()
     assert (ranks.leaving(), ranks.roster, ranks.attempt) == (frozenset(), None, 1)

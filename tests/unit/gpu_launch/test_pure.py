@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import stat
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +60,20 @@ def test_a_node_without_containers_is_reached_at_its_own_address():
     assert network.choose(INTERFACES, f"{own.address}/32") == own
     assert network.choose(INTERFACES, "10.9.0.1/32") is None
     assert network.choose(INTERFACES, "127.0.0.11/32") == Interface(name="lo", address="127.0.0.11")
+
+
+def test_a_free_port_is_one_that_the_system_gives_nobody(monkeypatch, tmp_path):
+    """Unless it may give nearly all; one in use is passed over."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert network.free_port() in range(20000, first_given)
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        taken = used.getsockname()[1]
+        monkeypatch.setattr(network, "_LOWEST", taken)
+        for text in (f"{taken + 1}\t60999\n", "1024\t65535\n", "nonsense"):
+            (tmp_path / "range").write_text(text)
+            monkeypatch.setattr(network, "_GIVEN", tmp_path / "range")
+            assert network.free_port() != taken
 
 
 def test_torchruns_command_line():

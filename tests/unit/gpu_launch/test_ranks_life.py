@@ -25,7 +25,8 @@ DEFIANT = """
     code = ("import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
             "signal.signal(signal.SIGINT, signal.SIG_IGN); print('defies', flush=True); time.sleep(600)")
     child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    open(sys.argv[1], "w").write(str(child.pid))
+    open(sys.argv[1] + ".new", "w").write(str(child.pid))
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
 """
 
 
@@ -72,8 +73,8 @@ def test_an_interrupt_reaches_every_rank(node, way):
     """In Python as KeyboardInterrupt."""
     script = node.script("""
         import time
-        print("ready")
         try:
+            print("ready")
             time.sleep(600)
         except KeyboardInterrupt:
             print("interrupted")
@@ -118,6 +119,7 @@ def test_kill_ends_what_ignores_signals(node, way, tmp_path):
     words = (script, tmp_path / "pid")
     pid = node.start(*((sys.executable, *words) if way is Way.TASK else words), way=way)
     node.until_said("defies")
+    node.until((tmp_path / "pid").exists)
     child = int((tmp_path / "pid").read_text())
     assert is_alive(pid)
     agent.kill(node.run.run_id)
@@ -318,7 +320,7 @@ sys.exit(worker.supervise(arguments, mark="none/0", log=Path({str(tmp_path / "lo
     main = subprocess.Popen([sys.executable, "-c", code], env=environ)
     try:
         deadline = time.monotonic() + 60
-        while not (tmp_path / "log").exists() or len((tmp_path / "log").read_text().split()) < 2:
+        while not (tmp_path / "child").exists() or len((tmp_path / "log").read_text().split()) < 2:
             assert time.monotonic() < deadline and main.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.02)
         server, rank = map(int, (tmp_path / "log").read_text().split()[-2:])
