@@ -105,8 +105,9 @@ class Changeover:
             self.is_doubtful = True
             self._gang.check()
             self.check_gone()
-        if self._ranks.leaving():
-            # Their workers were told to end, and they with them: why is the broker's to say.
+        first = self._ranks.first_failed()
+        if self._ranks.leaving() or (first is not None and first.exit_code == -signal.SIGTERM):
+            # Their workers were told to end, and they with them, some before their agents: why is the broker's to say.
             self._hold(lambda: False, _WORD_S)
         if self._restarts >= self._checked.request.options.max_restarts or self._starter.spec is None:
             raise LaunchFailed(self._ranks.describe(logs=self._logs))

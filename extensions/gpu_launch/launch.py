@@ -33,7 +33,7 @@ _STEP_S = 0.05  # seconds between looks at the thread that frees things
 _QUICK_S = 0.3  # seconds it may take without a word
 _INTERRUPT_S = 1.0  # seconds ranks have to end after the user's interrupt
 _GIVEN_UP_S = 2.0  # seconds for a start that was given up to stop
-_FINISHED_S = 5.0  # seconds for agents to remove what is left of a launch
+_FINISHED_S = 20.0  # seconds for agents to say that nothing of the run is left
 _NETWORK_S = 2.0  # seconds for this container's network to be there
 #: Held by the launch that runs.
 _running = threading.Lock()

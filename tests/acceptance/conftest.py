@@ -90,8 +90,13 @@ class User:
 
     def click_stop(self) -> None:
         """Stop one's server on the home page; its button does nothing before the page's scripts have come."""
-        self.page.goto(f"{self.address}/hub/home", wait_until="networkidle")
+        self.page.goto(f"{self.address}/hub/home")
+        self.wait_for_scripts()
         self.page.click("#stop")
+
+    def wait_for_scripts(self) -> None:
+        """The buttons of a page of JupyterHub's are bound."""
+        self.page.wait_for_function("window._jupyterhub_page_loaded === true")
 
     def picture(self, name: str) -> None:
         """Keep a screenshot to look at."""
@@ -106,8 +111,10 @@ class User:
         return json.loads(answer.text() or "null")
 
     def cluster(self) -> dict[str, Any]:
-        """The cluster as the spawn form sees it."""
-        found: dict[str, Any] = self.fetch("/hub/gpuhub/cluster")["cluster"]
+        """The cluster as the spawn form sees it, as soon as the broker tells the hub."""
+        found: dict[str, Any] = wait_for(
+            lambda: self.fetch("/hub/gpuhub/cluster")["cluster"], "the hub knows the cluster"
+        )
         return found
 
     def holders(self) -> dict[str, str]:

@@ -133,7 +133,9 @@ def check_alive(anchor: Anchor, observer: Observer, faults: Faults, product: Pro
     """The server is the same one and answers, unless its node crashed; then a new one is started."""
     name = anchor.client.name
     if faults.crashes[anchor.node] == anchor.crashes:
-        assert anchor.container in {seen.id for seen in observer.running()}, f"{name}'s notebook was lost"
+        wait_for(
+            lambda: anchor.container in {seen.id for seen in observer.running()}, f"{name}'s notebook is there", 30
+        )
         path = f"{product.address}/user/{name}/{ANCHOR}/api"
         wait_for(_answers(path), f"{name}'s notebook answers", 60)
         return

@@ -122,7 +122,8 @@ def laptop(tmp_path_factory: pytest.TempPathFactory, product: Product, ada: User
     found.home.mkdir()
     found.work.mkdir()
     # The button does nothing before the page's scripts have come.
-    ada.page.goto(f"{ada.address}/hub/token", wait_until="networkidle")
+    ada.page.goto(f"{ada.address}/hub/token")
+    ada.wait_for_scripts()
     ada.page.click("#request-token-form button[type=submit]")
     ada.page.wait_for_selector("#token-result:not(:empty)")
     token = ada.page.inner_text("#token-result").strip()

@@ -43,6 +43,9 @@ def ben(make_user: Callable[[str], User]) -> User:
 @pytest.fixture(scope="module")
 def launch(ada: Notebook) -> Iterator[Output]:
     """A long scavenging launch of ada's over two nodes."""
+    wait_for(
+        lambda: ada.user.holders() == {"RTX 5070": "ada"}, "what ran before has given its GPUs back", deadline_s=60
+    )
     code = "import gpu_launch; gpu_launch.run('goes_on.py', ['--steps', '10000000'], nnodes=2, scavenge=True)"
     with ada.start(code) as process:
         output = Output(process)

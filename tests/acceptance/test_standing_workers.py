@@ -205,8 +205,8 @@ def test_a_lost_node_is_named_and_comes_back(product: Product, notebook: Noteboo
         output = Output(process)
         output.wait("began at 0 with 3")
         wait_for(lambda: step() > 20, "some steps are done")
-        faults.inflict(Moment(after_s=0, what="cut", node="rig3", lasts_s=30))
-        output.wait("rig3 is lost", 25)
+        faults.inflict(Moment(after_s=0, what="cut", node="rig3", lasts_s=40))
+        output.wait("rig3 is lost", 60)
         output.wait(r"began at [1-9]\d* with 2")
         # Slurm takes a node back some time after it answers again, and the launch looks every minute in the end.
         output.wait(r"began at [1-9]\d* with 3", 240)

@@ -24,6 +24,7 @@ from gpuhub.slurm.rest import SlurmRest
 from gpuhub.slurm.submission import HOLDER
 from gpuhub.slurm.values import LIVE, Job, State, Submission, Submitter
 from tests.support.slurm_daemons import wait
+from tests.support.slurm_saved import wait_saved
 from tests.support.slurm_site import SlurmSite, slurm_site
 
 PORT = 27200
@@ -60,7 +61,7 @@ async def api(slurm: SlurmSite, request: pytest.FixtureRequest) -> AsyncIterator
         if job.state in LIVE:
             await api.cancel(job.id, at_once=True)
     await api.close()
-    slurm.wait_for_nodes()
+    slurm.wait_for_nodes(deadline_s=KILL_WAIT_S + 60)
 
 
 def ask(slurm: SlurmSite, user: str = "ada", **further: object) -> Submission:
@@ -225,6 +226,11 @@ async def test_one_that_waits(slurm: SlurmSite, api: SlurmApi) -> None:
 
 async def test_scancel_leaves_a_holder_until_slurm_kills_it(slurm: SlurmSite, api: SlurmApi) -> None:
     job = await running(api, ask(slurm))
+    # It is said to run before its script has said what it does about signals.
+    wait(
+        lambda: b"sleep" in b"".join(entry.joinpath("cmdline").read_bytes() for entry in _processes(job.id)),
+        "it sleeps",
+    )
     slurm.ask("scancel", str(job.id), user="ada")
     seen = await until(lambda: api.job(job.id), lambda job: job is None or job.state is not State.RUNNING)
     assert seen is not None
@@ -236,11 +242,18 @@ async def test_scancel_leaves_a_holder_until_slurm_kills_it(slurm: SlurmSite, ap
 
 
 def _kill_script(job_id: int) -> None:
-    """End a job's script as SIGKILL would, by its environment."""
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):
+    """End a job's script as SIGKILL would."""
+    for entry in _processes(job_id):
+        with suppress(ProcessLookupError):
+            os.kill(int(entry.name), signal.SIGKILL)
+
+
+def _processes(job_id: int) -> Iterator[Path]:
+    """A job's processes, by their environment."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
             if f"SLURM_JOB_ID={job_id}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                os.kill(int(entry.name), signal.SIGKILL)
+                yield entry
 
 
 REFUSALS = {
@@ -334,10 +347,8 @@ async def answered(api: SlurmApi, job_id: int) -> Job:
 
 async def test_slurmctld_killed_and_back(slurm: SlurmSite, api: SlurmApi) -> None:
     job = await running(api, ask(slurm))
-    before = time.time()
     await api.keep(job.id)
-    stored = slurm.files.state / "job_state"
-    wait(lambda: stored.exists() and stored.stat().st_mtime > before, "slurmctld has stored its jobs")
+    wait_saved(slurm.ask, slurm.files.state, job.id)
     slurm.daemons.kill("slurmctld")
     try:
         answers = await asyncio.gather(
@@ -360,15 +371,16 @@ async def test_slurmctld_killed_and_back(slurm: SlurmSite, api: SlurmApi) -> Non
 
 
 async def test_munged_killed_and_back(slurm: SlurmSite) -> None:
-    api = SlurmCli(conf=slurm.files.conf, patience_s=3)
+    api, hasty = SlurmCli(conf=slurm.files.conf), SlurmCli(conf=slurm.files.conf, patience_s=3)
     job = await running(api, ask(slurm))
     slurm.daemons.kill("munged")
     try:
         answers = await asyncio.gather(
-            api.look(), api.job(job.id), api.submit(ask(slurm)), api.cancel(job.id), return_exceptions=True
+            hasty.look(), hasty.job(job.id), hasty.submit(ask(slurm)), hasty.cancel(job.id), return_exceptions=True
         )
     finally:
         slurm.daemons.start("munged")
+        await hasty.close()
     assert [type(answer) for answer in answers] == [SlurmUnreachable] * 4, answers
 
     back = await answered(api, job.id)

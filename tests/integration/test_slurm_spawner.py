@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.product import wait_for
 from tests.support.slurm_hub import NB, Cluster, build_environment, leases, slurm_hub, start, wait_ready
+from tests.support.slurm_saved import wait_saved
 from tests.support.slurm_site import USERS
 from tests.support.users import Client
 
@@ -196,6 +197,7 @@ def test_a_notebook_that_starts_while_the_hub_is_away_is_found(cluster: Cluster)
 
 def test_a_server_is_lost_only_when_slurm_says_so(cluster: Cluster) -> None:
     job = start(cluster, cluster.ada)
+    wait_saved(cluster.site.ask, cluster.site.files.state, job)
     cluster.site.daemons.kill("slurmctld")
     cluster.hub.end("hub", signal.SIGKILL)
     cluster.hub.begin("hub")

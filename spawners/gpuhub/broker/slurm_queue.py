@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import starmap
 
 from gpuhub import names
 from gpuhub.broker import edits, job_rules, schedule, slurm_rules
@@ -20,7 +21,7 @@ from gpuhub.broker.core import Core
 from gpuhub.broker.rows import JobRow, LeaseRow
 from gpuhub.broker.schemas import LeaseState, Purpose
 from gpuhub.broker.slurm_bare import BareNodes
-from gpuhub.broker.slurm_submitting import FindSubmitter, Submissions
+from gpuhub.broker.slurm_submitting import AT_ONCE, FindSubmitter, Submissions, raise_first
 from gpuhub.broker.slurm_upkeep import Upkeep
 from gpuhub.engines.slurm import SlurmEngine
 from gpuhub.errors import Conflict, GpuhubError
@@ -202,11 +203,16 @@ class SlurmQueue:
         ended = self._ended()
         of_ended = {self._submissions.jobs[lease]: self._name(lease) for lease in ended}
         named = {job.id: job.name for job in look.jobs if job.id in unwanted} | of_ended
-        for job, name in sorted(named.items()):
-            try:
-                await self._api.cancel(job, name=name, at_once=self._is_holding)
-            except SlurmRefused as error:
-                log.warning("Slurm does not cancel job %s: %s", job, error)
+        free = asyncio.Semaphore(AT_ONCE)
+
+        async def cancel_one(job: int, name: str) -> None:
+            async with free:
+                try:
+                    await self._api.cancel(job, name=name, at_once=self._is_holding)
+                except SlurmRefused as error:
+                    log.warning("Slurm does not cancel job %s: %s", job, error)
+
+        raise_first(await asyncio.gather(*starmap(cancel_one, sorted(named.items())), return_exceptions=True))
         for lease in ended:
             del self._submissions.jobs[lease]
 

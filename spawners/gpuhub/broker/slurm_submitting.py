@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 #: Who a user is, for Slurm. Raises what stands in the way, `Unavailable` where nobody answers at present.
 FindSubmitter = Callable[[str], Awaitable[Submitter]]
 #: So many submissions are made side by side.
-_AT_ONCE = 8
+AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +123,9 @@ class Submissions:
         """
         due = self.due()
         self._tried = frozenset(lease.id for lease in due)
-        for start in range(0, len(due), _AT_ONCE):
-            outcomes = await asyncio.gather(*map(self._submit, due[start : start + _AT_ONCE]), return_exceptions=True)
-            _raise_first(outcomes)
+        for start in range(0, len(due), AT_ONCE):
+            outcomes = await asyncio.gather(*map(self._submit, due[start : start + AT_ONCE]), return_exceptions=True)
+            raise_first(outcomes)
 
     async def _submit(self, lease: LeaseRow) -> None:
         request = schedule.build_request(lease)
@@ -185,7 +185,7 @@ def _is_due(lease: LeaseRow) -> bool:
     return lease.state is LeaseState.REQUESTED and lease.slurm_job is None
 
 
-def _raise_first(outcomes: Sequence[BaseException | None]) -> None:
+def raise_first(outcomes: Sequence[BaseException | None]) -> None:
     """Slurm's silence before all other errors: nothing more is asked then."""
     errors = [one for one in outcomes if one is not None]
     for error in sorted(errors, key=lambda one: not isinstance(one, SlurmUnreachable)):

@@ -83,7 +83,12 @@ class SlurmCli:
         if at_once:
             # To the script alone; scancel would try again and again to signal one that waits.
             signal = ("scancel", "--state=RUNNING", "--batch", f"--signal={END_SIGNAL}", *only, f"{job_id}")
-            await signal_until_over(lambda: self.job(job_id, name=name), lambda: self._unless_over(*signal))
+            waiting = ("scancel", "--state=PENDING", *only, f"{job_id}")
+            await signal_until_over(
+                lambda: self.job(job_id, name=name),
+                lambda: self._unless_over(*signal),
+                lambda: self._unless_over(*waiting),
+            )
         await self._unless_over("scancel", *only, f"{job_id}")
 
     async def keep(self, job_id: int, *, name: str | None = None) -> None:

@@ -100,7 +100,10 @@ class SlurmRest:
         if at_once:
             signal = {"signal": END_SIGNAL}
             await signal_until_over(
-                lambda: self.job(job_id, name=name), lambda: self._unless_over("DELETE", job_id, params=signal)
+                lambda: self.job(job_id, name=name),
+                lambda: self._unless_over("DELETE", job_id, params=signal),
+                # slurmrestd cannot be told to cancel one only while it waits.
+                lambda: self._unless_over("DELETE", job_id),
             )
         if name is None or await self.job(job_id, name=name) is not None:
             await self._unless_over("DELETE", job_id)

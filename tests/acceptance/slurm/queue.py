@@ -12,8 +12,9 @@ from gpuhub import names
 from gpuhub.closet.plan import Plan, practice_plan
 from gpuhub.closet.slurm import build_files
 from tests.support.observer import Observer, doubles
+from tests.support.slurm_saved import wait_saved
 
-from ..conftest import Product, wait_for
+from ..conftest import Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,8 @@ class Queue:
         return [row for row in self.rows() if row.name.startswith(names.slurm_job(self._paths.instance, ""))]
 
     def wait_saved(self, job: int) -> None:
-        """Until slurmctld has written what it knows: up to 5 s later than a change, and a SIGKILL before forgets that."""
-        file = build_files(self._plan, self._paths).state / "job_state"
-        before = file.stat().st_mtime_ns
-        self.ask("scontrol", "update", f"jobid={job}", "comment=gpuhub")
-        wait_for(lambda: file.stat().st_mtime_ns > before, "slurmctld has saved its state")
+        """Until slurmctld has written what it knows."""
+        wait_saved(self.ask, build_files(self._plan, self._paths).state, job)
 
     def end_plain_jobs(self) -> None:
         """Those of people who use sbatch."""

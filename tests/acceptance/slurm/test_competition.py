@@ -56,6 +56,12 @@ def test_no_gpu_is_used_twice_under_load(queue: Queue, ada, ben, observer: Slurm
     plain.start()
     try:
         over.wait(LOAD_S)
+        # However slow the machine is: somebody has come through.
+        wait_for(
+            lambda: (load.done["notebooks"] and min(observer.most)) or load.failures,
+            lambda: f"notebooks and plain jobs have run: {load.done}, {observer.most}",
+            deadline_s=240,
+        )
     finally:
         over.set()
         plain.join(60)

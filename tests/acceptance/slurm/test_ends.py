@@ -29,7 +29,7 @@ def containers(observer: SlurmObserver, lease: str) -> list[str]:
 def test_scancel_ends_the_server(queue, ada, observer):
     """Its owner's scancel is as good as the stop button, and the lease says what happened."""
     lease = start(ada, "cancelled", "rtx5070")
-    assert len(containers(observer, lease["id"])) == 1
+    wait_for(lambda: len(containers(observer, lease["id"])) == 1, "its container is seen")
     queue.ask("scancel", str(lease["slurm_job"]), user="ada")
     wait_for(lambda: is_gone(ada, "cancelled"), "the server has ended", deadline_s=60)
     wait_for(lambda: queue.state(lease["slurm_job"]) == "", "its job is over")

@@ -39,9 +39,10 @@ def answers(product: Product) -> bool:
 
 def check_anchor(product: Product, observer: SlurmObserver, anchor: str, ada: Client) -> None:
     """It is the same one, and its lease is open."""
-    assert anchor in {seen.id for seen in observer.running()}, "the notebook was lost"
-    assert lease_of(ada, "anchor")["state"] == "active"
-    assert answers(product)
+    # A daemon or broker that is slow for a moment tells nothing; a notebook that is lost stays so.
+    wait_for(lambda: anchor in {seen.id for seen in observer.running()}, "the notebook is there")
+    wait_for(lambda: lease_of(ada, "anchor").get("state") == "active", "its lease is open")
+    wait_for(lambda: answers(product), "it answers")
 
 
 def kill(product: Product, name: str) -> None:

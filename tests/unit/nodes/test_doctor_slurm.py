@@ -81,6 +81,7 @@ def test_a_good_site_has_nothing_to_mend() -> None:
         ({"site": replace(SITE, has_accounting=False)}, "accounting", Level.WARNING),
         ({"ahead_s": 4.0}, "clock", Level.WARNING),
         ({"ahead_s": -40.0}, "clock", Level.FAILED),
+        ({"ahead_s": -40.0, "within_s": 37.0}, "clock", Level.WARNING),
         ({"mistakes": ('slurm.partition = "x": …',)}, "settings", Level.FAILED),
         ({"config": {**FACTS.config, "epilog": "(null)"}}, "epilog", Level.FAILED),
         ({"config": {**FACTS.config, "taskplugin": "task/none"}}, "devices", Level.WARNING),

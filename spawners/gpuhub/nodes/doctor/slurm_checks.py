@@ -39,7 +39,7 @@ def check_slurm(facts: SlurmFacts, table: Slurm) -> Iterator[Finding]:
         return
     yield _check_version(facts.site)
     if facts.ahead_s is not None:
-        yield _check_clock(facts.ahead_s)
+        yield _check_clock(facts.ahead_s, facts.within_s)
     yield from _check_accounting(facts.site)
     if facts.config:
         yield from _check_config(facts, table)
@@ -69,9 +69,8 @@ def _format_version(version: versions.Version) -> str:
     return ".".join(f"{part:02}" if at == 1 else str(part) for at, part in enumerate(version))
 
 
-def _check_clock(ahead_s: float) -> Finding:
-    # slurmctld tells whole seconds.
-    apart = max(0.0, abs(ahead_s) - 1)
+def _check_clock(ahead_s: float, within_s: float) -> Finding:
+    apart = max(0.0, abs(ahead_s) - within_s)
     value = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} slurmctld's"
     advice = "run chrony or systemd-timesyncd on both machines: munge refuses what is five minutes old"
     if apart > SKEW_TOO_MUCH_S:

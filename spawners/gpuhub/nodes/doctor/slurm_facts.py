@@ -28,6 +28,8 @@ class SlurmFacts:
     config: Mapping[str, str] = field(default_factory=dict)
     #: How far the head node's clock is ahead of slurmctld's, seconds; None where not known.
     ahead_s: float | None = None
+    #: By so much that may be wrong: how long the answer took, and that slurmctld tells whole seconds.
+    within_s: float = 1.0
     #: Slurm's name of a node → its slurmd's version.
     slurmds: Mapping[str, str] = field(default_factory=dict)
     #: What of cluster.toml Slurm does not know.

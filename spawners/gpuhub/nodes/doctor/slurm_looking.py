@@ -51,13 +51,14 @@ def _look_by_commands(table: Slurm, told: SlurmFacts) -> SlurmFacts:
     missing = tuple(name for name in _COMMANDS if shutil.which(name, path=folder) is None)
     before = time.time()
     config = _run(table, "scontrol", "show", "config") if "scontrol" not in missing else ""
-    now = (before + time.time()) / 2
+    after = time.time()
     moment = parse_moment(config)
     told = replace(
         told,
         missing=missing,
         config=parse_config(config or _read_conf(table)),
-        ahead_s=None if moment is None else now - moment,
+        ahead_s=None if moment is None else (before + after) / 2 - moment,
+        within_s=(after - before) / 2 + 1,
         slurmds=parse_slurmds(_run(table, "sinfo", "-h", "-N", "-o", "%N %v")) if "sinfo" not in missing else {},
     )
     return replace(told, munge=try_munge(told.munge_socket))
