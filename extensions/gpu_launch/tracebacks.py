@@ -19,6 +19,8 @@ NATIVE_ERROR = re.compile(r"(?:\[rank\d+\]: ?)?\[[EF]\d{4} ")
 NATIVE_FRAME = re.compile(
     r"(?:\[rank\d+\]: ?)?\s*(?:frame #\d+: |C\+\+ CapturedTraceback|Exception raised from \S+ at )"
 )
+#: Said at nearly every start where addresses have no names, and no reason for anything.
+_IDLE = re.compile(NATIVE_LOG.pattern + r".*\[c10d\] The hostname of the client socket cannot be retrieved")
 #: Before a header; anything else there, such as a bar that was not ended, is none of the traceback's.
 _GROUP = re.compile(r"[ |]*\+ Exception Group ")
 _FILE = re.compile(r'\s*File "(?P<path>[^"]+)", line \d+')
@@ -40,7 +42,7 @@ def own_error(text: str) -> str:
 
     It begins with the user's own frames: those that started the script, and C++'s, are left out.
     """
-    told = [line for line in text.splitlines() if not NATIVE_FRAME.match(line)]
+    told = [line for line in text.splitlines() if not (NATIVE_FRAME.match(line) or _IDLE.match(line))]
     text = "\n".join(plain(line) for line in told if not NATIVE_LOG.match(line)).strip("\n")
     start = text.rfind(HEADER)
     if start < 0:

@@ -197,6 +197,14 @@ def test_a_traceback_of_starting_alone_stays_whole():
     assert tracebacks.own_error(text) == text
 
 
+def test_what_torch_says_at_nearly_every_start_is_no_error():
+    """Of a rank that was killed it would be all there is; other lines of its log tell something."""
+    idle = "[W1122 04:14:26.7 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
+    assert tracebacks.own_error(f"{idle}\n[rank1]:{idle}\n") == ""
+    told = "[W1122 04:14:26.7 socket.cpp:460] [c10d] recvValue failed on SocketImpl"
+    assert tracebacks.own_error(f"{idle}\n{told}\n") == told
+
+
 def test_an_earlier_traceback_that_was_handled_is_left_out():
     """What an exception was raised from is shown as well."""
     chained = f"{OWN}\n\nThe above exception was the direct cause of the following exception:\n\n{OWN.replace('bad', 'worse')}"
