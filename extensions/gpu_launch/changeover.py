@@ -106,9 +106,13 @@ class Changeover:
             self._gang.check()
             self.check_gone()
         first = self._ranks.first_failed()
-        if self._ranks.leaving() or (first is not None and first.exit_code == -signal.SIGTERM):
+        was_ended = first is not None and first.exit_code == -signal.SIGTERM
+        if self._ranks.leaving() or (was_ended and self._may_hear_why()):
             # Their workers were told to end, and they with them, some before their agents: why is the broker's to say.
-            self._hold(lambda: False, _WORD_S)
+            self._hold(lambda: self.find_way() is not None, _WORD_S)
+            if (way := self.find_way()) is not None:
+                self.make_way(way)
+                return
         if self._restarts >= self._checked.request.options.max_restarts or self._starter.spec is None:
             raise LaunchFailed(self._ranks.describe(logs=self._logs))
         self._count_restart()
@@ -138,6 +142,11 @@ class Changeover:
             self._shrink(way, roster)
         self._fleet.forget(way.workers)
         self._again()
+
+    def _may_hear_why(self) -> bool:
+        """Whether the broker tells this process of its job; a detached job's driver is told by a signal."""
+        job = self._gang.job
+        return not self._gang.is_alone and job is not None and not job.detached
 
     def _kill(self) -> None:
         self._fleet.tell(agent.kill, self._run_id)

@@ -10,7 +10,7 @@ from gpu_launch.cards import name_text
 from gpu_launch.render import count, ranks_text, span_text
 from gpu_launch.shortage import find_gpu_shortage, gib_text, shortage_text
 from gpu_launch.spec import RankEnd
-from gpu_launch.tracebacks import last_line, own_error
+from gpu_launch.tracebacks import HEADER, last_line, own_error
 
 #: How a rank ends when another one has left it.
 _LEFT = re.compile(
@@ -29,7 +29,6 @@ _IN_VAIN = re.compile(
 _OTHERS = re.compile(r"DistBackendError|DistNetworkError|DistStoreError")
 #: How likely a rank that failed is not the one to blame.
 OWN_ERROR, KILLED, VICTIM, STOPPED = range(4)
-_TRACEBACK = "Traceback (most recent call last):"
 #: Characters of another rank's error.
 _LONGEST = 160
 #: Signals by which torchrun or a launch ends the ranks that are left.
@@ -62,8 +61,10 @@ def grade(end: RankEnd) -> int:
 
 
 def _has_raised(end: RankEnd) -> bool:
-    error = own_error(end.error)
-    return end.exit_code is None and _TRACEBACK in error and not last_line(error).startswith("KeyboardInterrupt")
+    """A traceback is the last that a stopped rank wrote; one that it logged and went on is followed by other lines."""
+    _, header, rest = own_error(end.error).rpartition(HEADER)
+    told = [line for line in rest.splitlines() if line.strip() and not line[0].isspace()]
+    return end.exit_code is None and bool(header) and len(told) == 1 and not told[0].startswith("KeyboardInterrupt")
 
 
 def describe(ends: Iterable[RankEnd], *, logs: str = "", lost: Sequence[str] = ()) -> str:

@@ -33,7 +33,7 @@ _STEP_S = 0.05  # seconds between looks at the thread that frees things
 _QUICK_S = 0.3  # seconds it may take without a word
 _INTERRUPT_S = 1.0  # seconds ranks have to end after the user's interrupt
 _GIVEN_UP_S = 2.0  # seconds for a start that was given up to stop
-_FINISHED_S = 20.0  # seconds for agents to say that nothing of the run is left
+_DOUBTFUL_S, _FINISHED_S = 5.0, 20.0  # seconds for agents to say that nothing of the run is left
 _NETWORK_S = 2.0  # seconds for this container's network to be there
 #: Held by the launch that runs.
 _running = threading.Lock()
@@ -315,7 +315,8 @@ class Launch:
         if not self._starter.is_told or is_leaving:
             # An agent may be busy importing for long, or be gone: containers that are to end leave nothing.
             return
-        deadline = time.monotonic() + _FINISHED_S
+        # A crew that is not used again anyway is not worth a long wait.
+        deadline = time.monotonic() + (_DOUBTFUL_S if self._changeover.is_doubtful else _FINISHED_S)
         for call in calls:
             call.wait(max(0.0, deadline - time.monotonic()))
         if not all(call.ready() for call in calls):

@@ -20,7 +20,7 @@ _GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUALLY_GIVEN = 32768
 #: Below are services'.
 _LOWEST = 20000
-_TRIES = 100
+_TRIES, _ENOUGH = 100, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,11 @@ def free_port() -> int:
     """A TCP port that nobody uses now, and that the system gives no connection before it is used."""
     try:
         first_given = int(_GIVEN.read_text().split()[0])
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):
         first_given = _USUALLY_GIVEN
-    for _ in range(_TRIES):
-        port = random.randrange(_LOWEST, max(first_given, _LOWEST + 1))  # noqa: S311 - it is no secret
+    # Among a few, two who ask at the same time would get the same.
+    for _ in range(_TRIES if first_given - _LOWEST >= _ENOUGH else 0):
+        port = random.randrange(_LOWEST, first_given)  # noqa: S311 - it is no secret
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))

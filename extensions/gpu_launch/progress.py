@@ -139,6 +139,11 @@ class Ranks:
         if silent := [rank for rank in self._silent(SILENCE_S) if rank in gone]:
             names = " and ".join(self._nodes[rank].name for rank in silent)
             ranks = ranks_text([number for rank in silent for number in self._ranks_of(rank)])
+            if not set(silent).isdisjoint(self._silent(STALLED_S)):
+                raise LaunchFailed(
+                    f"{names} said nothing of {ranks} for {STALLED_S:.0f} s, though the worker is there: what it reads "
+                    "and writes hangs, such as the home."
+                )
             text = f"{'has' if len(silent) == 1 else 'have'} not been heard of for {SILENCE_S:.0f} s"
             raise LaunchFailed(f"{names} {text}: the worker or the node is gone, and with it {ranks}.")
 

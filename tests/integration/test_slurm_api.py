@@ -227,10 +227,7 @@ async def test_one_that_waits(slurm: SlurmSite, api: SlurmApi) -> None:
 async def test_scancel_leaves_a_holder_until_slurm_kills_it(slurm: SlurmSite, api: SlurmApi) -> None:
     job = await running(api, ask(slurm))
     # It is said to run before its script has said what it does about signals.
-    wait(
-        lambda: b"sleep" in b"".join(entry.joinpath("cmdline").read_bytes() for entry in _processes(job.id)),
-        "it sleeps",
-    )
+    wait(lambda: any(b"sleep" in command for _, command in _processes(job.id)), "it sleeps")
     slurm.ask("scancel", str(job.id), user="ada")
     seen = await until(lambda: api.job(job.id), lambda job: job is None or job.state is not State.RUNNING)
     assert seen is not None
@@ -243,17 +240,17 @@ async def test_scancel_leaves_a_holder_until_slurm_kills_it(slurm: SlurmSite, ap
 
 def _kill_script(job_id: int) -> None:
     """End a job's script as SIGKILL would."""
-    for entry in _processes(job_id):
+    for pid, _ in _processes(job_id):
         with suppress(ProcessLookupError):
-            os.kill(int(entry.name), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
-def _processes(job_id: int) -> Iterator[Path]:
-    """A job's processes, by their environment."""
+def _processes(job_id: int) -> Iterator[tuple[int, bytes]]:
+    """A job's processes, by their environment, and their command lines."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if f"SLURM_JOB_ID={job_id}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                yield entry
+                yield int(entry.name), (entry / "cmdline").read_bytes()
 
 
 REFUSALS = {

@@ -203,18 +203,18 @@ class SlurmQueue:
         ended = self._ended()
         of_ended = {self._submissions.jobs[lease]: self._name(lease) for lease in ended}
         named = {job.id: job.name for job in look.jobs if job.id in unwanted} | of_ended
-        free = asyncio.Semaphore(AT_ONCE)
-
-        async def cancel_one(job: int, name: str) -> None:
-            async with free:
-                try:
-                    await self._api.cancel(job, name=name, at_once=self._is_holding)
-                except SlurmRefused as error:
-                    log.warning("Slurm does not cancel job %s: %s", job, error)
-
-        raise_first(await asyncio.gather(*starmap(cancel_one, sorted(named.items())), return_exceptions=True))
+        jobs = sorted(named.items())
+        for start in range(0, len(jobs), AT_ONCE):
+            some = starmap(self._cancel_one, jobs[start : start + AT_ONCE])
+            raise_first(await asyncio.gather(*some, return_exceptions=True))
         for lease in ended:
             del self._submissions.jobs[lease]
+
+    async def _cancel_one(self, job: int, name: str) -> None:
+        try:
+            await self._api.cancel(job, name=name, at_once=self._is_holding)
+        except SlurmRefused as error:
+            log.warning("Slurm does not cancel job %s: %s", job, error)
 
     def _ended(self) -> list[str]:
         """Leases that have ended, and whose job was not cancelled yet."""

@@ -195,6 +195,18 @@ def test_a_silent_node_fails_the_launch():
         ranks.check_alive({1})
 
 
+def test_a_node_that_hangs_is_no_node_that_is_gone():
+    """Its worker is there, and says nothing of its ranks."""
+    ranks = ranks_of(Options())
+    ranks.take([message(entries=[]), message(node_rank=1, entries=[])], 0.0)
+    for second in range(1, int(STALLED_S) + 2):
+        ranks.take([message(entries=[])], second)
+    with pytest.raises(
+        Exception, match=r"^rig2 said nothing of rank 1 for 60 s, though the worker is there: what it reads"
+    ):
+        ranks.check_alive({1})
+
+
 def test_who_did_not_listen_knows_of_no_silence():
     """A notebook that was held up for long hears what has waited for it before it judges."""
     ranks = ranks_of(Options())
