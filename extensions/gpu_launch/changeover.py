@@ -15,7 +15,7 @@ from gpu_launch.request import Checked
 from gpu_launch.roster import Roster
 from gpu_launch.starting import Starter
 from gpu_launch.watch import Watch
-from gpu_launch.way import UNHEARD, Way, check_left, describe, find_way, grace, lost_text
+from gpu_launch.way import Way, check_left, describe, find_way, gone_text, grace, lost_text
 
 _VICTIMS_S = 1.0  # seconds other nodes have to fail by themselves after the first failure
 _WORD_S = 10.0  # seconds from the end of workers that were told to the broker's word why
@@ -83,7 +83,7 @@ class Changeover:
         self._ranks.check_alive([rank for rank, member in enumerate(roster.members) if member in gone])
         own = self._checked.request.env.node
         lost = [own if member is None else roster.node_of(member) for member in roster.members if member in gone]
-        raise LaunchFailed(f"{', '.join(lost)}: {UNHEARD}; the worker or the node is gone. Logs: {self._logs}")
+        raise LaunchFailed(gone_text(lost, logs=self._logs))
 
     def settle(self) -> None:
         """After the first failure: let the other nodes fail by themselves, then end them."""
@@ -165,11 +165,11 @@ class Changeover:
         going = frozenset(roster.node_rank(worker) for worker in way.workers)
 
         def busy() -> frozenset[int]:
-            out = set(self.find_gone())
-            if not self._is_requeued(roster):
+            out, is_requeued = set(self.find_gone()), self._is_requeued(roster)
+            if not is_requeued:
                 out |= {worker.index for worker in self._gang.workers() if worker.state == wire.EXITED}
             found = frozenset(rank for rank in self._ranks.busy() if roster.members[rank] not in out)
-            return found - going if self._is_requeued(roster) else found
+            return found - going if is_requeued else found
 
         if not way.is_whole:
             self._hold(lambda: not busy() & going)

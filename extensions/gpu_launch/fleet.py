@@ -16,7 +16,7 @@ from gpu_launch.containers import Containers
 from gpu_launch.errors import LaunchFailed
 from gpu_launch.roster import Roster
 from gpu_launch.spec import NodeInfo
-from gpu_launch.way import UNHEARD
+from gpu_launch.way import gone_text
 
 #: Engines prove to be there every 100 ms, so that they are known at once; gone after 10 s of silence.
 _PING_MS = 100
@@ -197,7 +197,7 @@ class Fleet:
             return None
 
     def _gone_text(self, member: int | None) -> str:
-        return f"{self._infos[member].node}: {UNHEARD}; the worker or the node is gone. Logs: {self._gang.run.logs}"
+        return gone_text([self._infos[member].node], logs=self._gang.run.logs)
 
     def _missing(self, roster: Roster) -> str:
         nodes = {worker.index: worker.node for worker in self._gang.workers()}

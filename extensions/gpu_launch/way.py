@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -108,6 +108,11 @@ def check_left(left: Roster, plan: Plan) -> None:
     if left.nnodes < plan.least_nnodes:
         needs = f"--nnodes {plan.least_nnodes}:{plan.nnodes} needs {plan.least_nnodes}"
         raise LaunchFailed(f"{count(left.nnodes, 'node')} left, and {needs}.")
+
+
+def gone_text(nodes: Iterable[str], *, logs: object) -> str:
+    """The error for nodes whose workers have ended, or cannot be reached, without the broker having told so."""
+    return f"{', '.join(nodes)}: {UNHEARD}; the worker or the node is gone. Logs: {logs}"
 
 
 def lost_text(worker: Worker, *, logs: str) -> str:

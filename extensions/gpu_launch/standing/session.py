@@ -59,7 +59,7 @@ class Session:
         #: Every rank's node and device, once it has joined.
         self.nodes: dict[int, str] = {}
         self.devices: dict[int, str] = {}
-        self._nnodes = checked.plan.nnodes
+        self._per_node = checked.plan.nproc_per_node
         self._ranks = checked.plan.nnodes * checked.plan.nproc_per_node
         self._pinged_at = 0.0
         self._missed_since: dict[int, float] = {}
@@ -154,10 +154,9 @@ class Session:
         if now - self._pinged_at < _PING_S:
             return
         self._pinged_at = now
-        per_node = self._ranks // self._nnodes
         for rank in self.devices:
             # Not before its agent's word of how it ended, if that was no good end.
-            limit_s = _GONE_S if rank // per_node in ended else SILENCE_S
+            limit_s = _GONE_S if rank // self._per_node in ended else SILENCE_S
             if self._control.send(Message(rank=rank, header={"kind": "ping"})):
                 self._missed_since.pop(rank, None)
             elif now - self._missed_since.setdefault(rank, now) >= limit_s:

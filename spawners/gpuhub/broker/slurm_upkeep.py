@@ -39,21 +39,22 @@ class Upkeep:
     async def shrink(self, look: Look) -> None:
         """Give Slurm back what elastic leases have given back, which it would keep for them until their ends."""
         leases, now = self._core.ledger.snapshot.leases, self._core.clock.monotonic()
+        refused: dict[int, Refusal] = {}
         for job in look.jobs:
             lease = leases.get(job.name.removeprefix(self._name("")))
             if lease is None or lease.slurm_job != job.id:
                 continue
             kept = slurm_rules.kept_nodes(lease, job, self._ours)
-            refused = self._refused.pop(job.id, None)
             if kept is None:
                 continue
-            if refused is None or refused.kept != kept:
-                refused = Refusal(kept, times=0, again_at=now)
-            if now >= refused.again_at:
-                refused = await self._take_back(job, refused, now)
-            if refused is not None:
-                self._refused[job.id] = refused
-        self._refused = {job.id: self._refused[job.id] for job in look.jobs if job.id in self._refused}
+            asked = self._refused.get(job.id)
+            if asked is None or asked.kept != kept:
+                asked = Refusal(kept, times=0, again_at=now)
+            if now >= asked.again_at:
+                asked = await self._take_back(job, asked, now)
+            if asked is not None:
+                refused[job.id] = asked
+        self._refused = refused
 
     async def keep(self, look: Look) -> None:
         """Let slurmctld store that the jobs of leases run, once each."""
