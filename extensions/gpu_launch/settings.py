@@ -23,6 +23,8 @@ from gpu_launch.quantities import format_memory
 LEAST_SHM_MIB = 1024
 _SHM = "/dev/shm"  # noqa: S108 - its size is looked at, nothing else
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
+#: READ of nvmlGpuP2PCapsIndex_t in nvml.h: nvidia-ml-py 13 defines its own constant as a tuple, which NVML rejects.
+_NVML_P2P_READ = 0
 _PROBE_S = 0.05  # seconds for a router on the way to refuse a packet
 _DISCARD_PORT = 9
 _IP_UDP_HEADERS, _MOST_PACKET = 28, 65_535  # bytes
@@ -144,7 +146,7 @@ def _has_p2p(uuids: tuple[str, ...]) -> bool | None:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
         return all(
-            pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_READ) == pynvml.NVML_P2P_STATUS_OK
+            pynvml.nvmlDeviceGetP2PStatus(one, other, _NVML_P2P_READ) == pynvml.NVML_P2P_STATUS_OK
             for one in handles
             for other in handles
             if one is not other
