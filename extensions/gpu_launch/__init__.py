@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_launch import options as _options
 from gpu_launch.errors import BrokerError, GpuLaunchError, LaunchFailed, LaunchInterrupted, NetworkError, UsageError
+from gpu_launch.options import command as _command
 from gpu_launch.report import report
 
 if TYPE_CHECKING:
-    from gpu_launch.exchange import Exchange
-    from gpu_launch.launch import LaunchResult
+    from gpu_launch.common.exchange import ExchangeFiles
+    from gpu_launch.launch.result import LaunchResult
 
 __all__ = [
     "BrokerError",
@@ -35,12 +35,10 @@ _BEFORE = dict(os.environ)
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register the magics. Cheap: nothing heavy is imported before the first launch."""
-    from gpu_launch import magics
-    from gpu_launch.standing.magics import GpuRanksMagics
+    """Register the magics; nothing heavy is imported before the first launch."""
+    from gpu_launch.magics import magics
 
     magics.register(shell)
-    shell.register_magics(GpuRanksMagics)
 
 
 def run(
@@ -68,70 +66,68 @@ def run(
     cold: bool = False,
     keep: str | None = None,
 ) -> LaunchResult:
-    """Run `script` with torchrun over `nnodes` nodes, as `%gpu_launch` does; returns when all ranks have ended well.
+    """Run `script` with torchrun over `nnodes` nodes, as `%gpu_launch` does; return when all ranks have ended well.
 
     A function instead of a script is called in every rank with `arguments` and `kwargs`; what it returns is in
     `LaunchResult.results`, by rank. A script's `arguments` are its own, such as `["--epochs", 2]`. `send` gives ranks
-    variables by name, `returns` names those that come back in `LaunchResult.returned`. Everything else is as in
+    variables by name, `returns` names those that are copied to `LaunchResult.returned`. Everything else is as in
     `%gpu_launch --help`: `nnodes="1:3"`, `model=["RTX 5090", "RTX 5070"]`, `memory="24G"`, `time_limit="2h"`.
 
-    Raises UsageError before anything is asked for, LaunchFailed with the failing rank's traceback, and
-    LaunchInterrupted (a KeyboardInterrupt); everything asked for is freed in every case.
+    All workers are freed in every case.
+
+    Raises:
+        UsageError: before anything is asked for.
+        LaunchFailed: with the failing rank's traceback.
+        LaunchInterrupted: (a KeyboardInterrupt) after the user's interrupt.
     """
-    from gpu_launch.launch import launch
+    from gpu_launch.launch.launcher import launch
 
     if isinstance(arguments, str) or not isinstance(arguments, Sequence):
-        raise UsageError(f'the script\'s arguments are a list, such as ["--epochs", "2"], and {arguments!r} is none')
+        raise UsageError(f'the script\'s arguments are a list, such as ["--epochs", "2"], not {arguments!r}')
     function = script if callable(script) else None
     if kwargs and function is None:
         raise UsageError(f"kwargs are for a function, and {script} is a script; its arguments are a list")
     if function is not None and (module or no_python):
         raise UsageError("module and no_python are for scripts, and this is a function")
-    values = {
-        "--nnodes": nnodes,
-        "--nproc-per-node": nproc_per_node,
-        "--max-restarts": max_restarts,
-        "--model": _list(model),
-        "--memory": memory,
-        "--priority": priority,
-        "--time-limit": time_limit,
-        "--timeout-s": timeout_s,
-        "--log-dir": log_dir,
-        "--send": ",".join(send) if send else None,
-        "--return": _list(returns),
-        "--preload": _list(preload),
-        "--keep": keep,
+    keywords = {
+        "nnodes": nnodes,
+        "nproc_per_node": nproc_per_node,
+        "module": module,
+        "no_python": no_python,
+        "model": model or None,
+        "memory": memory,
+        "same_model": same_model,
+        "exclusive": exclusive,
+        "scavenge": scavenge,
+        "priority": priority,
+        "time_limit": time_limit,
+        "timeout_s": timeout_s,
+        "max_restarts": max_restarts,
+        "log_dir": log_dir,
+        "send": tuple(send or ()),
+        "returns": returns,
+        "preload": preload,
+        "cold": cold,
+        "keep": keep,
     }
-    switches = {
-        "--module": module,
-        "--no-python": no_python,
-        "--same-model": same_model,
-        "--exclusive": exclusive,
-        "--scavenge": scavenge,
-        "--cold": cold,
-    }
-    words = [f"{flag}={value}" for flag, value in values.items() if value is not None]
-    words += [flag for flag, is_on in switches.items() if is_on]
     if function is None:
-        wanted = _options.parse_words([*words, "--", str(script), *map(str, arguments)])
-        return launch(wanted, before=_BEFORE, exchange=_exchange(send, wanted.returns, None))
-    from gpu_launch.exchange import Call
+        options = _command.build_from_keywords(
+            keywords, script=str(script), arguments=[str(word) for word in arguments]
+        )
+        return launch(options, before=_BEFORE, exchange=_exchange(send, options.returns, None))
+    from gpu_launch.common.exchange import FunctionCall
 
-    call = Call(function=function, arguments=tuple(arguments), keywords=dict(kwargs or {}))
-    wanted = _options.parse_words(words, cell=True)
-    # The script of every rank is this line; then it calls the function, see `ranks.script`.
+    call = FunctionCall(function=function, arguments=tuple(arguments), keywords=dict(kwargs or {}))
+    options = _command.build_from_keywords(keywords)
+    # The script of every rank is this line; then the rank calls the function, see `worker.rank_main`.
     cell = f"# gpu_launch.run calls {call.name} here.\n"
-    return launch(wanted, cell=cell, before=_BEFORE, exchange=_exchange(send, wanted.returns, call))
+    return launch(options, cell=cell, before=_BEFORE, exchange=_exchange(send, options.returns, call))
 
 
-def _list(value: str | Sequence[str] | None) -> str | None:
-    """As a flag takes it; None for nothing."""
-    return (value if isinstance(value, str) else ",".join(value)) if value else None
-
-
-def _exchange(send: Mapping[str, Any] | None, returns: Sequence[str], call: Any) -> Exchange | None:
+def _exchange(send: Mapping[str, Any] | None, returns: Sequence[str], call: Any) -> ExchangeFiles | None:
     if not (send or returns or call):
         return None
-    from gpu_launch import exchange, magics
+    from gpu_launch.common import exchange
+    from gpu_launch.magics import magics
 
-    return exchange.build(send=send, returns=returns, call=call, labels=magics.labels_here())
+    return exchange.build_exchange(send=send, returns=returns, call=call, labels=magics.labels_here())

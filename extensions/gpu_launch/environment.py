@@ -1,4 +1,4 @@
-"""The environment variables this package reads, all of them, as one frozen value."""
+"""The environment variables that this package reads, all of them, as one frozen value."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Never handed to ranks: the notebook's own credentials, and ipyparallel's.
+#: Never passed to ranks: the notebook's own credentials, and ipyparallel's.
 SECRET_PREFIXES = ("JUPYTERHUB_", "JPY_", "IPP_")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the container was told about itself. None or empty: not told."""
+    """The variables of this container. None or empty: not set."""
 
     #: GPUHUB_BROKER_URL: such as `http://10.77.0.1:8010/services/broker`.
     broker_url: str | None
@@ -22,11 +22,11 @@ class Environment:
     token: str | None
     #: GPUHUB_NETWORK_SUBNET: the subnet on which this user's containers reach each other.
     subnet: str | None
-    #: GPUHUB_NODE: the node's name in the cluster; this host's name where it is not told.
+    #: GPUHUB_NODE: the node's name in the cluster; this host's name where it is not set.
     node: str
     #: GPUHUB_GPU_UUIDS: this container's GPUs.
     gpu_uuids: tuple[str, ...]
-    #: GPUHUB_GPU_MEMORY_CAP_MIB: what this container may use of a GPU that it shares; None for whole GPUs.
+    #: GPUHUB_GPU_MEMORY_CAP_MIB: the memory that this container may use of a shared GPU; None for whole GPUs.
     memory_cap_mib: int | None
     #: JUPYTERHUB_SERVER_NAME: empty for the default server.
     server: str
@@ -36,23 +36,23 @@ class Environment:
     home: Path
     #: GPUHUB_KEEP_WORKERS_S: how long workers stay with a notebook after a launch, seconds; 0 for not at all.
     keep_workers_s: float = 0.0
-    #: GPU_LAUNCH_ROSTER: in the workers of a detached job only: all of them, as the broker tells of workers (JSON).
+    #: GPU_LAUNCH_ROSTER: all workers, in those of a detached job only, as the broker's API has them (JSON).
     roster: str = ""
-    #: GPU_LAUNCH_PREEMPTIONS: there too: how often the job had been preempted when these workers were started.
+    #: GPU_LAUNCH_PREEMPTIONS, there too: the number of the job's preemptions before these workers started.
     preemptions: int = 0
-    #: JUPYTERHUB_USER, else USER: whose container it is.
+    #: JUPYTERHUB_USER, else USER: the owner of the container.
     user: str = ""
     #: GPUHUB_HEAD_ADDRESS: where the hub and the broker run.
     head_address: str = ""
-    #: GPUHUB_BROKER_CA: a file with whom to trust as the broker; empty for a broker without TLS.
+    #: GPUHUB_BROKER_CA: a file with the broker's certificate authority; empty for a broker without TLS.
     broker_ca: str = ""
-    #: JUPYTERHUB_SSL_CERTFILE, JUPYTERHUB_SSL_KEYFILE: files with what this notebook shows the broker.
+    #: JUPYTERHUB_SSL_CERTFILE, JUPYTERHUB_SSL_KEYFILE: files with this notebook's certificate and key.
     certificate: str = ""
     key: str = ""
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
-    """The environment of this process, or of `environ`."""
+    """Return the environment of this process, or of `environ`."""
     env = os.environ if environ is None else environ
     worker, cap = env.get("GPU_LAUNCH_WORKER", ""), env.get("GPUHUB_GPU_MEMORY_CAP_MIB", "")
     keep, preemptions = env.get("GPUHUB_KEEP_WORKERS_S", ""), env.get("GPU_LAUNCH_PREEMPTIONS", "")
@@ -78,11 +78,11 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
     )
 
 
-def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` as ranks may have it."""
+def remove_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without what ranks must not have."""
     return {name: value for name, value in environ.items() if not name.startswith(SECRET_PREFIXES)}
 
 
-def changed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """What was set in `now` since `before`, without secrets: a user's `os.environ[...] = ...` in the notebook."""
-    return {name: value for name, value in without_secrets(now).items() if before.get(name) != value}
+def find_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """Return what was set in `now` since `before`, without secrets: the user's `os.environ[...] = ...`."""
+    return {name: value for name, value in remove_secrets(now).items() if before.get(name) != value}

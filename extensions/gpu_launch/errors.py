@@ -1,9 +1,9 @@
-"""What can go wrong, as a user reads it.
+"""The errors of this package, as a user reads them.
 
 GpuLaunchError            every expected failure; rendered in a notebook without our stack
 ├── UsageError            the command line or its arguments: change the cell
 ├── BrokerError           the broker refused or cannot be reached
-├── NetworkError          this container is not on the network it was promised
+├── NetworkError          this container is not on its user network
 └── LaunchFailed          ranks or workers failed: read the rank's own traceback
 LaunchInterrupted         the user's interrupt, after everything has been stopped
 """
@@ -15,7 +15,7 @@ class GpuLaunchError(Exception):
     """The launch failed."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a stack: the text alone."""
+        """Return what IPython shows instead of a stack: the text alone."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -24,7 +24,7 @@ class UsageError(GpuLaunchError):
 
 
 class BrokerError(GpuLaunchError):
-    """The broker refused, or cannot be reached. `status` is the HTTP status, None without an answer."""
+    """The broker refused, or cannot be reached. `status` is the HTTP status, None without a response."""
 
     def __init__(self, text: str, *, status: int | None = None) -> None:
         super().__init__(text)
@@ -32,7 +32,7 @@ class BrokerError(GpuLaunchError):
 
 
 class NetworkError(GpuLaunchError):
-    """This container has no address on the network it was promised."""
+    """This container has no address on its user network."""
 
 
 class LaunchFailed(GpuLaunchError):
@@ -43,7 +43,7 @@ class LaunchFailed(GpuLaunchError):
 
 
 class LaunchInterrupted(KeyboardInterrupt):
-    """The launch was interrupted and everything it started is stopped."""
+    """The launch was interrupted, and all its ranks are stopped."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"KeyboardInterrupt: {self}"]

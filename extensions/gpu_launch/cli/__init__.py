@@ -1,4 +1,4 @@
-"""The command line `gpu-launch`: what a laptop, or a terminal in a notebook, does on the cluster.
+"""The command line `gpu-launch` for a laptop or a terminal in a notebook.
 
-Light: it needs neither torch nor anything else that only the notebook images have.
+It needs neither torch nor other packages that only the notebook images have.
 """

@@ -1,4 +1,4 @@
-"""What every command starts from: the hub, clients for it, and how to speak."""
+"""The context that all commands share: the hub, clients for it, and the console."""
 
 from __future__ import annotations
 
@@ -9,71 +9,68 @@ from typing import Any
 
 import click
 
-from gpu_launch.broker import Broker
-from gpu_launch.cli import hubs, signin
-from gpu_launch.cli.connection import PATIENCE_S, Connection, build_broker
-from gpu_launch.cli.said import Said
-from gpu_launch.cli.transfer import Transfer
+from gpu_launch.broker.client import BrokerClient
+from gpu_launch.cli import authentication, credentials
+from gpu_launch.cli.console import Console
+from gpu_launch.cli.http import RETRY_LIMIT_S, Connection, Transfer, build_broker
 
 
 @dataclass
 class Context:
-    """Made once a process; nothing is read or opened before it is used."""
+    """The state of one process; each part is created when it is first used."""
 
-    #: Given with `--hub`.
+    #: The value of `--hub`.
     hub_url: str | None = None
-    said: Said = field(default_factory=Said)
-    _told: set[str] = field(default_factory=set)
+    console: Console = field(default_factory=Console)
+    _noted: set[str] = field(default_factory=set)
 
     @cached_property
-    def hub(self) -> hubs.Hub:
-        """The hub to use."""
-        return hubs.choose(self.hub_url)
+    def hub(self) -> credentials.Hub:
+        return credentials.choose_hub(self.hub_url)
 
     @cached_property
-    def broker(self) -> Broker:
-        """Its broker."""
-        return self.patient_broker(PATIENCE_S)
+    def broker(self) -> BrokerClient:
+        return self.build_broker(RETRY_LIMIT_S)
 
-    def patient_broker(self, patience_s: float) -> Broker:
-        """Its broker, whose restarts are waited out for so long."""
-        return build_broker(self.hub, on_retry=self.tell_once, patience_s=patience_s)
+    def build_broker(self, patience_s: float) -> BrokerClient:
+        """Build a broker client that waits up to `patience_s` seconds for a restart."""
+        return build_broker(self.hub, on_retry=self.note_once, patience_s=patience_s)
 
     @cached_property
     def transfer(self) -> Transfer:
-        """Files, logs and states of one's own jobs."""
-        return Transfer(Connection(self.hub), on_retry=self.tell_once)
+        """Return the client for the user's files, logs and job states."""
+        return Transfer(Connection(self.hub), on_retry=self.note_once)
 
     @cached_property
     def user(self) -> str:
-        """Whose token it is; empty where the hub does not say."""
-        return signin.own_name(self.hub)
+        """Return the user of the token, empty if the hub does not return it."""
+        return authentication.fetch_user_name(self.hub)
 
-    def tell_once(self, text: str) -> None:
-        """Say it, unless it was the last thing said of this kind."""
-        if text not in self._told:
-            self._told.add(text)
-            self.said.note(f"gpu-launch: {text}")
+    def note_once(self, text: str) -> None:
+        """Print a message unless it was printed since the last `reset_notes`."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self.console.print_note(f"gpu-launch: {text}")
 
-    def answers_again(self) -> None:
-        """What was wrong is over, so that the next time is said again."""
-        self._told.clear()
+    def reset_notes(self) -> None:
+        """Allow all messages to be printed again, after the problem is over."""
+        self._noted.clear()
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--json`, which turns the result into one JSON document."""
+    """Add `--json`, which prints the result as one JSON document."""
 
-    def chosen(context: click.Context, _: click.Parameter, value: bool) -> None:
-        context.find_object(Context).said.is_json = value  # type: ignore[union-attr]
+    def set_json(context: click.Context, _: click.Parameter, value: bool) -> None:
+        context.find_object(Context).console.is_json = value  # type: ignore[union-attr]
 
     return click.option(
         "--json",
         is_flag=True,
         expose_value=False,
         is_eager=True,
-        callback=chosen,
+        callback=set_json,
         help="One JSON document on stdout; errors as JSON on stderr.",
     )(command)
 
 
-pass_cli = click.make_pass_decorator(Context)
+pass_context = click.make_pass_decorator(Context)

@@ -1,4 +1,4 @@
-"""Following a job: its place while it waits, its output while it runs, its end. Restarts of the hub are waited out."""
+"""Follows a job: its place in the queue, its output, its end. Waits for hub and broker when they restart."""
 
 from __future__ import annotations
 
@@ -11,34 +11,108 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from gpu_launch import render, wire
-from gpu_launch.cli.connection import RESTARTING
+from gpu_launch.broker import models
+from gpu_launch.cli import job_lookup, tables
+from gpu_launch.cli.console import CommandExit, exit_with
 from gpu_launch.cli.context import Context
+from gpu_launch.cli.http import RESTARTING
 from gpu_launch.errors import BrokerError
+from gpu_launch.output import text as render
 
-#: A restart of hub, proxy or broker is waited out for this long, seconds.
-PATIENCE_S = 600.0
-#: A stream that is silent for so long may be dead, after the laptop slept, say: it is opened anew, seconds.
+INTERRUPTED = 130
+#: Longest wait for a restart of hub, proxy or broker, seconds.
+RETRY_LIMIT_S = 600.0
+#: A stream may be dead after this many seconds of silence, for example after the laptop slept; it is opened again.
 SILENCE_S = 60.0
-#: How often a person's Ctrl-C is looked for where nothing else wakes us, seconds. Windows needs it.
+#: Seconds between checks for Ctrl-C, which Windows needs.
 _TICK_S = 0.25
 _RETRY_S = 1.0  # seconds
 _LONG_POLL_S = 20.0
-
-
-_Events = queue.SimpleQueue[bytes | wire.Job | BaseException | None]
+_Events = queue.SimpleQueue[bytes | models.Job | BaseException | None]
 _Target = Callable[[threading.Event, _Events], None]
+
+
+def follow_to_end(context: Context, job: models.Job, *, offset: int = 0, cancels: bool) -> None:
+    """Follow a job, then end the command with the job's exit status.
+
+    With `cancels` the first Ctrl-C ends the job and a second one stops waiting; without it Ctrl-C leaves the job
+    running.
+    """
+    if not job.is_ended and (text := describe_state(job)):
+        context.console.print_note(f"gpu-launch: {text}")
+    follower = Follower(context=context, job=job, offset=offset)
+    is_cancelled = False
+    try:
+        try:
+            job = follower.run()
+        except KeyboardInterrupt:
+            if not cancels:
+                raise
+            is_cancelled = True
+            context.console.print_note(f"\ngpu-launch: cancelling {job.run_id}; Ctrl-C again does not wait for its end")
+            context.broker.delete_job(job.id)
+            job = follower.run()
+    except KeyboardInterrupt:
+        _report_interrupt(context, job, is_cancelled=is_cancelled)
+    except BrokerError as error:
+        raise BrokerError(
+            f"{error} {job.run_id} continues: gpu-launch attach {job.run_id}", status=error.status
+        ) from None
+    report_end(context, job, is_cancelled=is_cancelled)
+
+
+def report_end(context: Context, job: models.Job, *, is_cancelled: bool) -> None:
+    """Report how the job ended.
+
+    Raises:
+        CommandExit: The exit status is not 0.
+    """
+    if context.console.is_json:
+        # A script cannot find the first failing rank's traceback in the output.
+        state = context.transfer.read_status(job.id) if job.exit_code and not is_cancelled else None
+        context.console.print_result(
+            tables.build_job_json(job) | {"error": state.error if state is not None else ""}, ""
+        )
+    if is_cancelled:
+        raise CommandExit(f"{job.run_id} was cancelled.", status=INTERRUPTED)
+    if job.exit_code is None:
+        raise CommandExit(f"{job.run_id} ended without an exit status: {job.reason or 'no reason is known'}.", status=1)
+    if job.exit_code:
+        raise CommandExit(
+            f"{job.run_id} ended with exit status {job.exit_code}.", status=convert_exit_code(job.exit_code)
+        )
+    context.console.print_note(
+        f"gpu-launch: {job.run_id} is done; its files: gpu-launch cp {job_lookup.shorten_run_id(job.run_id)}:. DIR"
+    )
+
+
+def _report_interrupt(context: Context, job: models.Job, *, is_cancelled: bool) -> None:
+    context.console.clear_progress()
+    short = job_lookup.shorten_run_id(job.run_id)
+    context.console.print_note(
+        f"gpu-launch: {job.run_id} is being ended"
+        if is_cancelled
+        else f"\ngpu-launch: detached; the job continues: gpu-launch attach {short}, or cancel {short}"
+    )
+    if context.console.is_json:
+        context.console.print_result(tables.build_job_json(context.broker.get_job(job.id)), "")
+    exit_with(INTERRUPTED)
+
+
+def convert_exit_code(code: int) -> int:
+    """Return the process exit status for a job's exit code: 1 to 255 unless it is 0."""
+    return code if 0 <= code <= 255 else 1
 
 
 @dataclass
 class Follower:
-    """One job, followed to its end."""
+    """Follows one job to its end."""
 
     context: Context
-    job: wire.Job
-    #: One rank's output alone; None for what the job shows.
+    job: models.Job
+    #: Show the output of this rank alone; None for the job's output.
     rank: int | None = None
-    #: Bytes of the output that have been shown.
+    #: Number of bytes of the output that were shown.
     offset: int = 0
     _events: _Events = field(default_factory=queue.SimpleQueue)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -46,56 +120,60 @@ class Follower:
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
 
-    def run(self) -> wire.Job:
-        """The job when it has ended and all its output is shown. Raises BrokerError; KeyboardInterrupt leaves it as it
-        is, and `run` may be called again.
+    def run(self) -> models.Job:
+        """Return the job when it has ended and all its output is shown.
+
+        A KeyboardInterrupt does not change the job; `run` may be called again.
+
+        Raises:
+            BrokerError: The hub or broker refuses, or does not answer for too long.
         """
         self._stop = threading.Event()
         self._events = queue.SimpleQueue()
         threads = [
             threading.Thread(target=self._in_thread, args=(target, self._stop, self._events), daemon=True)
-            for target in (self._watch, self._read)
+            for target in (self._watch, self._read_logs)
         ]
         for thread in threads:
             thread.start()
         running = len(threads)
         try:
             while running:
-                event = self._next()
+                event = self._next_event()
                 if event is None:
                     running -= 1
                 elif isinstance(event, BaseException):
                     raise event
                 elif isinstance(event, bytes):
-                    self._show(event)
+                    self._write(event)
                 else:
-                    self._tell(event)
+                    self._report_change(event)
         finally:
             self._stop.set()
-        self._show(b"", final=True)
-        self.context.said.end_line()
+        self._write(b"", final=True)
+        self.context.console.clear_progress()
         return self.job
 
-    def _next(self) -> bytes | wire.Job | BaseException | None:
+    def _next_event(self) -> bytes | models.Job | BaseException | None:
         while True:
-            # A wait without limit would not be interrupted by Ctrl-C on Windows.
+            # On Windows, Ctrl-C cannot interrupt a wait without a time limit.
             with contextlib.suppress(queue.Empty):
                 return self._events.get(timeout=_TICK_S)
 
-    def _show(self, data: bytes, *, final: bool = False) -> None:
+    def _write(self, data: bytes, *, final: bool = False) -> None:
         self.offset += len(data)
         text = self._decoder.decode(data, final=final)
         if text:
-            self.context.said.output(text)
+            self.context.console.write_output(text)
 
-    def _tell(self, job: wire.Job) -> None:
-        """What changed, in a line."""
+    def _report_change(self, job: models.Job) -> None:
+        """Print the new state of the job."""
         old, self.job = self.job, job
         if job.is_ended:
             return
-        text = place_text(job)
-        if text and text != place_text(old):
-            self.context.said.note(f"gpu-launch: {text}")
+        text = describe_state(job)
+        if text and text != describe_state(old):
+            self.context.console.print_note(f"gpu-launch: {text}")
 
     def _in_thread(self, target: _Target, stop: threading.Event, events: _Events) -> None:
         try:
@@ -105,30 +183,30 @@ class Follower:
             events.put(error)
 
     def _watch(self, stop: threading.Event, events: _Events) -> None:
-        """Every change of the job, to its end."""
-        broker = self.context.patient_broker(PATIENCE_S)
+        """Put every change of the job into the queue until it has ended."""
+        broker = self.context.build_broker(RETRY_LIMIT_S)
         job = self.job
         while not job.is_ended and not stop.is_set():
-            new = broker.job(job.id, version=job.version, wait_s=_LONG_POLL_S)
-            self.context.answers_again()
+            new = broker.get_job(job.id, version=job.version, wait_s=_LONG_POLL_S)
+            self.context.reset_notes()
             if new.version != job.version:
                 events.put(new)
             job = new
 
-    def _read(self, stop: threading.Event, events: _Events) -> None:
-        """All output, from where it was shown to; a stream that breaks off goes on from there."""
-        broker = self.context.patient_broker(PATIENCE_S)
-        offset, deadline = self.offset, time.monotonic() + PATIENCE_S
+    def _read_logs(self, stop: threading.Event, events: _Events) -> None:
+        """Put all output into the queue, continuing after a broken stream."""
+        broker = self.context.build_broker(RETRY_LIMIT_S)
+        offset, deadline = self.offset, time.monotonic() + RETRY_LIMIT_S
         while not stop.is_set():
-            # Looked at before the stream, so that what an ended job wrote at last is not missed.
-            was_ended = broker.job(self.job.id).is_ended
+            # Checked before the stream, so that the last output of an ended job is not missed.
+            was_ended = broker.get_job(self.job.id).is_ended
             begin = offset
             try:
-                with self.context.transfer.logs(
+                with self.context.transfer.open_logs(
                     self.job.id, offset=offset, follow=True, rank=self.rank, silence_s=SILENCE_S
-                ) as answer:
-                    deadline = time.monotonic() + PATIENCE_S
-                    while (data := answer.read()) and not stop.is_set():
+                ) as response:
+                    deadline = time.monotonic() + RETRY_LIMIT_S
+                    while (data := response.read()) and not stop.is_set():
                         offset += len(data)
                         events.put(data)
                 if was_ended and offset == begin:
@@ -141,19 +219,19 @@ class Follower:
                 stop.wait(_RETRY_S)
 
 
-def place_text(job: wire.Job) -> str:
-    """Where a job is, in a line for a person; empty where there is nothing to say."""
+def describe_state(job: models.Job) -> str:
+    """Describe the job's state in one line; empty if there is nothing to show."""
     match job.state:
-        case wire.WAITING:
-            place = render.place_text(job, datetime.now(UTC))
-            again = "preempted, " if job.preemptions else ""
-            return f"{again}waiting for GPUs{place}"
-        case wire.STARTING:
-            return f"starting on {render.nodes_text(job.workers, '')}"
-        case wire.RUNNING:
-            return f"running on {render.nodes_text(job.workers, '')}" + (f" ({job.note})" if job.note else "")
-        case wire.PREEMPTING:
-            return "others need the GPUs: the job may write a checkpoint, and waits again"
-        case wire.STOPPING:
+        case models.WAITING:
+            queue_state = render.format_queue_state(job, datetime.now(UTC))
+            prefix = "preempted, " if job.preemptions else ""
+            return f"{prefix}waiting for GPUs{queue_state}"
+        case models.STARTING:
+            return f"starting on {render.format_nodes(job.workers, '')}"
+        case models.RUNNING:
+            return f"running on {render.format_nodes(job.workers, '')}" + (f" ({job.note})" if job.note else "")
+        case models.PREEMPTING:
+            return "others need the GPUs: the job can write a checkpoint, then it waits again"
+        case models.STOPPING:
             return "stopping"
     return ""

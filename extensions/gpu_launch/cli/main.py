@@ -1,4 +1,4 @@
-"""The command `gpu-launch`: its subcommands, and how errors become one line and an exit status."""
+"""The command `gpu-launch`: its subcommands, error messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import sys
 
 import click
 
-from gpu_launch.cli import commands_files, commands_hub, commands_jobs, commands_run, commands_shell
+from gpu_launch.cli import cp, jobs, login, shell
+from gpu_launch.cli import run as commands_run
+from gpu_launch.cli.console import CommandExit
 from gpu_launch.cli.context import Context
-from gpu_launch.cli.said import Ended
 from gpu_launch.errors import GpuLaunchError, UsageError
 
-#: What a shell gives for a command that was interrupted.
+#: Exit status of an interrupted command, as in shells.
 INTERRUPTED = 130
 
 
@@ -31,30 +32,33 @@ def cli(context: click.Context, hub: str | None) -> None:
     context.obj = Context(hub_url=hub)
 
 
-for module in (commands_hub, commands_run, commands_jobs, commands_files, commands_shell):
+for module in (login, commands_run, jobs, cp, shell):
     for command in module.COMMANDS:
         cli.add_command(command)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The entry point: runs a command and ends the process with its status."""
-    words = sys.argv[1:] if arguments is None else arguments
+    """Run a command and end the process with its status."""
+    command_line = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
-        # A name or a log line that the terminal cannot show is shown with a mark instead.
+        # Characters that the terminal cannot show are replaced.
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    raise SystemExit(run(words))
+    raise SystemExit(run_command(command_line))
 
 
-def run(words: list[str]) -> int:
-    """A command's exit status: 2 for a wrong command line, 1 for a failure, 130 after Ctrl-C, a job's own for `run`."""
+def run_command(arguments: list[str]) -> int:
+    """Run a command and return its exit status.
+
+    It is 2 for a wrong command line, 1 for a failure, 130 after Ctrl-C, and a job's own for `run`.
+    """
     try:
-        # Without standalone mode click neither prints errors nor ends the process.
-        status = cli.main(args=words, prog_name="gpu-launch", standalone_mode=False)
+        # In standalone mode click would print errors and end the process itself.
+        status = cli.main(args=arguments, prog_name="gpu-launch", standalone_mode=False)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output, `head` say, has gone. Python would complain of it once more at its end.
+        # The reader of the output, such as `head`, has gone. Without this Python would report it again at its end.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -62,19 +66,19 @@ def run(words: list[str]) -> int:
         click.echo(error.format_message(), err=True)
         return 2
     except (click.ClickException, GpuLaunchError) as error:
-        text, status = _explain(error)
-        is_json = "--json" in (words[: words.index("--")] if "--" in words else words)
-        _complain(text, is_json=is_json)
+        text, status = _describe_error(error)
+        is_json = "--json" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
+        _print_error(text, is_json=is_json)
     return status if isinstance(status, int) else 0
 
 
-def _explain(error: click.ClickException | GpuLaunchError) -> tuple[str, int]:
-    """One line, and the exit status."""
+def _describe_error(error: click.ClickException | GpuLaunchError) -> tuple[str, int]:
+    """Return one line of text and the exit status."""
     match error:
-        case Ended():
+        case CommandExit():
             return str(error), error.status
         case click.UsageError():
-            return _usage_text(error), 2
+            return _format_usage_error(error), 2
         case click.ClickException():
             return error.format_message(), error.exit_code
         case UsageError():
@@ -82,13 +86,13 @@ def _explain(error: click.ClickException | GpuLaunchError) -> tuple[str, int]:
     return str(error), 1
 
 
-def _usage_text(error: click.UsageError) -> str:
+def _format_usage_error(error: click.UsageError) -> str:
     path = error.ctx.command_path if error.ctx else "gpu-launch"
     text = error.format_message()
     return f"{text}{'' if text.endswith(('.', '?')) else '.'} See {path} --help."
 
 
-def _complain(text: str, *, is_json: bool) -> None:
+def _print_error(text: str, *, is_json: bool) -> None:
     if not text:
         return
     text = json.dumps({"error": text}, ensure_ascii=False) if is_json else f"gpu-launch: {text}"

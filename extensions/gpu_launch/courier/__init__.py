@@ -1,11 +1,11 @@
-"""Reads and writes files in a user's home, and gives a terminal in a worker, for the broker: `gpu-launch-courier`.
+"""Reads and writes files in a user's home and opens terminals for the broker: `gpu-launch-courier`.
 
-It runs as the user in a container of the user's, started by the broker through the node's Docker daemon, so that it can
-reach nothing that the user could not. Standard library only.
+It runs as the user in one of the user's containers, started by the broker through the node's Docker daemon, so it has
+only the user's own access. It needs the standard library alone.
 """
 
 from __future__ import annotations
 
-from gpu_launch.courier.command import main
+from gpu_launch.courier.main import main
 
 __all__ = ["main"]

@@ -1,9 +1,9 @@
-"""`python -m gpu_launch.courier`: the same as `gpu-launch-courier`."""
+"""Runs the courier as `python -m gpu_launch.courier`."""
 
 from __future__ import annotations
 
 import sys
 
-from gpu_launch.courier.command import main
+from gpu_launch.courier.main import main
 
 sys.exit(main())

@@ -1,4 +1,4 @@
-"""Files into a home and out of it, as tar."""
+"""Packs and unpacks files of a home as tar."""
 
 from __future__ import annotations
 
@@ -10,30 +10,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from gpu_launch.courier.frames import Incoming, Refused
-from gpu_launch.courier.unpacking import unpack
+from gpu_launch.common import untar
+from gpu_launch.courier.protocol import CourierError, IncomingData
 
 _BLOCK = 256 * 1024
 _GZIP = b"\x1f\x8b"
 
 
-def below(home: Path, path: str) -> Path:
-    """A path of the home. Raises Refused where it leads out of it, over a symbolic link say."""
-    found = home / path
-    is_inside = not Path(path).is_absolute() and ".." not in Path(path).parts and "\0" not in path
-    if not is_inside or not found.resolve().is_relative_to(home.resolve()):
-        raise Refused("invalid", f"{path}: this leads out of the home")
-    return found
+def resolve_path(home: Path, path: str) -> Path:
+    """Return a path of the home.
 
-
-def put(home: Path, path: str, limit: int, incoming: Incoming) -> dict[str, int]:
-    """Unpack a tar, compressed by gzip or not, below a folder of the home, which is made where it is missing. Returns
-    how many files and bytes came.
-
-    Raises Refused for more than `limit` bytes, for what is no tar, and for members that lead out of the folder or are
-    neither files, folders nor links.
+    Raises:
+        CourierError: The path leads out of the home, for example through a symbolic link.
     """
-    folder = below(home, path)
+    resolved = home / path
+    is_inside = not Path(path).is_absolute() and ".." not in Path(path).parts and "\0" not in path
+    if not is_inside or not resolved.resolve().is_relative_to(home.resolve()):
+        raise CourierError("invalid", f"{path}: this leads out of the home")
+    return resolved
+
+
+def unpack_into(home: Path, path: str, limit: int, incoming: IncomingData) -> dict[str, int]:
+    """Unpack a tar, optionally compressed by gzip, below a folder of the home; return the numbers of files and bytes.
+
+    A missing folder is created.
+
+    Raises:
+        CourierError: The tar has more than `limit` bytes, is broken, or has members that lead out of the folder or have
+            a type that is not allowed.
+    """
+    folder = resolve_path(home, path)
     data = io.BufferedReader(incoming, _BLOCK)
     files = size = 0
     try:
@@ -43,54 +49,72 @@ def put(home: Path, path: str, limit: int, incoming: Incoming) -> dict[str, int]
                 size += member.size if member.isreg() else 0
                 files += 0 if member.isdir() else 1
                 if size > limit:
-                    raise Refused("too-large", f"it unpacks to more than the {limit} bytes that may be sent at once")
-                unpack(tar, member, folder)
+                    raise CourierError(
+                        "too-large", f"the upload unpacks to more than the {limit} bytes that are allowed"
+                    )
+                _unpack(tar, member, folder.resolve())
     except OSError as error:
         if error.errno is not None:
             raise
-        raise Refused("invalid", f"this is no whole tar: {error}") from None
+        raise CourierError("invalid", f"the upload is not a complete tar archive: {error}") from None
     except (tarfile.TarError, EOFError) as error:
-        raise Refused("invalid", f"this is no whole tar: {error}") from None
+        raise CourierError("invalid", f"the upload is not a complete tar archive: {error}") from None
     while data.read(_BLOCK):
-        pass  # what stands after the tar's own end, up to the end frame
+        pass  # data after the end of the tar, up to the end frame
     return {"files": files, "bytes": size}
 
 
+def _unpack(tar: tarfile.TarFile, member: tarfile.TarInfo, root: Path) -> None:
+    try:
+        target = root.joinpath(*untar.parse_name(member.name))
+        untar.unpack_member(tar, member, root, target, is_home=True)
+    except untar.UnsafeMember as error:
+        raise CourierError("invalid", str(error)) from None
+
+
 def _make_folder(home: Path, folder: Path) -> None:
-    missing = [one for one in (folder, *folder.parents) if one != home and one.is_relative_to(home)]
-    for one in reversed(missing):
+    missing = [
+        folder_above
+        for folder_above in (folder, *folder.parents)
+        if folder_above != home and folder_above.is_relative_to(home)
+    ]
+    for folder_above in reversed(missing):
         with contextlib.suppress(FileExistsError):
-            one.mkdir(mode=0o700)
+            folder_above.mkdir(mode=0o700)
     if not folder.is_dir():
-        raise Refused("invalid", f"{folder.relative_to(home)} is a file, and no folder to unpack in")
+        raise CourierError("invalid", f"{folder.relative_to(home)} is a file, not a folder to unpack into")
 
 
-def find(home: Path, path: str, limit: int) -> Path:
-    """A file or folder of the home that may be fetched. Raises Refused: it is missing, or larger than `limit` bytes."""
-    found = below(home, path)
-    if not os.path.lexists(found):
-        raise Refused("not-found", f"there is no {path!r} in the home")
+def find_file(home: Path, path: str, limit: int) -> Path:
+    """Return a file or folder of the home to fetch.
+
+    Raises:
+        CourierError: It is missing, or larger than `limit` bytes.
+    """
+    target = resolve_path(home, path)
+    if not os.path.lexists(target):
+        raise CourierError("not-found", f"there is no {path!r} in the home")
     size = 0
-    for one in _files(found):
+    for file in _walk_files(target):
         with contextlib.suppress(OSError):
-            size += one.lstat().st_size
+            size += file.lstat().st_size
         if size > limit:
-            raise Refused("too-large", f"{path} has more than the {limit} bytes that may be fetched at once")
-    return found
+            raise CourierError("too-large", f"{path} has more than the {limit} bytes that are allowed in one download")
+    return target
 
 
-def _files(root: Path) -> Iterator[Path]:
+def _walk_files(root: Path) -> Iterator[Path]:
     yield root
     if root.is_dir() and not root.is_symlink():
         for folder, _, names in os.walk(root):
             yield from (Path(folder, name) for name in names)
 
 
-def get(found: Path, sink: BinaryIO) -> dict[str, int]:
-    """Write a file or folder as a tar, its own name first; what is neither file, folder nor link is left out."""
+def write_tar(source: Path, sink: BinaryIO) -> dict[str, int]:
+    """Write a file or folder as a tar, beginning with its own name; skip devices, sockets and pipes."""
     sizes: list[int] = []
 
-    def note(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    def count_member(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
             return None
         if not member.isdir():
@@ -98,5 +122,5 @@ def get(found: Path, sink: BinaryIO) -> dict[str, int]:
         return member
 
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_BLOCK) as tar:
-        tar.add(found, arcname=found.name or ".", filter=note)
+        tar.add(source, arcname=source.name or ".", filter=count_member)
     return {"files": len(sizes), "bytes": sum(sizes)}

@@ -1,10 +1,11 @@
 """ipyparallel's controller in a notebook: reachable by the user's own containers alone. Goes to /etc/ipython/."""
 
-from gpu_launch import environment, network
+from gpu_launch import environment
+from gpu_launch.common import network
 
 c = get_config()  # type: ignore[name-defined]  # noqa: F821 - given by traitlets
 
-_own = network.own(environment.read().subnet, wait_s=5.0)
+_own = network.find_own_interface(environment.read().subnet, wait_s=5.0)
 
 # Engines come over the user's private network; clients are in this container.
 c.IPController.engine_ip = _own.address

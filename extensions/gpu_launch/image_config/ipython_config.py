@@ -6,4 +6,4 @@ c = get_config()  # type: ignore[name-defined]  # noqa: F821 - given by traitlet
 
 c.InteractiveShellApp.extensions.append("gpu_launch")
 if os.environ.get("GPUHUB_GPU_MEMORY_CAP_MIB"):
-    c.InteractiveShellApp.extensions.append("gpu_launch.memory_cap")
+    c.InteractiveShellApp.extensions.append("gpu_launch.common.memory_cap")

@@ -1,4 +1,4 @@
-"""Task files in SkyPilot's task YAML: what they ask for, and the variables that their commands find.
+"""Task files in SkyPilot's YAML format: what they request, and the variables of their commands.
 
-Written from the format's public description; nothing of SkyPilot is needed or used.
+Written from the format's public description, without code of SkyPilot.
 """

@@ -1,4 +1,4 @@
-"""The SKYPILOT_* variables that a task's commands find. Pure."""
+"""The SKYPILOT_* variables of a task's commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 
-def environ(
+def build_variables(
     *,
     rank: int,
     ips: Sequence[str],
@@ -15,13 +15,18 @@ def environ(
     cluster: str = "gpuhub",
     user: str = "",
 ) -> dict[str, str]:
-    """What `setup` and `run` find on the node of this rank.
+    """Return the variables of `setup` and `run` on the node of this rank.
 
-    `ips` are all nodes' addresses by rank, the head node's first. `task_id` stays the same when the task is started
-    anew. `user` is whose task it is; `cluster` names the cluster.
+    SkyPilot gives `setup` the variables with SETUP in their names and `run` the others. Here both get all of them: a
+    task has the same nodes in both, and commands that test whether a variable is set work.
 
-    SkyPilot gives `setup` the variables with SETUP in their names and `run` the others. Here both find all of them: the
-    nodes of a task are the same in both, and commands that only ask whether a variable is set do as they should.
+    Args:
+        rank: The node's rank.
+        ips: Addresses of all nodes by rank.
+        gpus_per_node: GPUs on each node.
+        task_id: The same for all starts of the task.
+        cluster: Name of the cluster.
+        user: Owner of the task.
     """
     addresses = "\n".join(ips)
     return {
@@ -39,5 +44,5 @@ def environ(
 
 
 def build_task_id(run_id: str, name: str) -> str:
-    """In SkyPilot's shape, `sky-<when>_<cluster or name>_<number>`: `sky-20260314-101500-3f2a91_train_1`."""
+    """Return an id in SkyPilot's format: `sky-20260314-101500-3f2a91_train_1` for a task named train."""
     return f"sky-{run_id.removeprefix('run-')}_{name or 'task'}_1"

@@ -59,14 +59,6 @@ def test_metrics_are_numbers_or_text(path, value, told):
     assert json.loads(path.read_text())["metrics"] == {"value": told}
 
 
-def test_a_tensor_is_its_number(path):
-    """Of one element; another is its text."""
-    import torch
-
-    gpu_launch.report(1, 1, loss=torch.tensor(0.25), many=torch.ones(2))
-    assert json.loads(path.read_text())["metrics"] == {"loss": 0.25, "many": "tensor([1., 1.])"}
-
-
 def test_a_folder_that_is_gone_does_not_end_the_training(tmp_path, monkeypatch):
     """Nor does it cost anything from then on."""
     monkeypatch.setenv("GPU_LAUNCH_PROGRESS", str(tmp_path / "gone" / "progress-0.json"))
@@ -74,6 +66,7 @@ def test_a_folder_that_is_gone_does_not_end_the_training(tmp_path, monkeypatch):
         gpu_launch.report(step, 2)
 
 
+@pytest.mark.process
 def test_a_rank_needs_nothing_else_for_it(path):
     """Neither torch nor IPython is imported."""
     code = (

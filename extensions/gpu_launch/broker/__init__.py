@@ -1,0 +1,1 @@
+"""The client of the broker's API, and values for it."""

@@ -1,0 +1,282 @@
+"""A synchronous client of the broker for jobs and the cluster, and queries for the user's own jobs."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from typing import Any, Self
+
+from gpu_launch.broker import models
+from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import Job
+from gpu_launch.environment import Environment
+from gpu_launch.errors import BrokerError, UsageError
+
+_QUERY_RETRY_LIMIT_S = 3.0  # seconds that a query of the notebook waits for a broker that restarts
+#: Longest wait for a restart of the broker or the hub, seconds.
+RETRY_LIMIT_S = 60.0
+#: Length of a long poll, seconds; a change is answered at once.
+LONG_POLL_S = 20.0
+_ANSWER_TIMEOUT_S = 15.0  # seconds for an ordinary answer
+_RETRY_S = 0.5  # seconds between tries
+_RESTARTING = frozenset({502, 503, 504})
+
+
+class BrokerClient:
+    """A client with a notebook's or a user's token.
+
+    On a laptop `url` is `HUB/services/broker`. Without `tls` the system's certificates are trusted.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        patience_s: float = RETRY_LIMIT_S,
+        on_retry: Callable[[str], None] = lambda text: None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._base = f"{url}/api/v1"
+        self._token = token
+        self._patience_s = patience_s
+        self._on_retry = on_retry
+        # A proxy for the internet does not lead to the head node.
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), _NoRedirect, urllib.request.HTTPSHandler(context=tls)
+        )
+
+    @classmethod
+    def for_notebook(cls, env: Environment, *, patience_s: float = RETRY_LIMIT_S) -> Self:
+        """Return the client of this notebook; its requests fail if the environment names no broker.
+
+        Raises:
+            BrokerError: The notebook's certificates cannot be read.
+        """
+        tls = load_client_tls(env.broker_ca, env.certificate, env.key) if env.broker_ca else None
+        return cls(env.broker_url or "", env.token or "", patience_s=patience_s, tls=tls)
+
+    def get_cluster(self) -> models.Cluster:
+        """Return all nodes and GPUs."""
+        return models.parse_cluster(self._request("GET", "/cluster"))
+
+    def get_usage(self) -> list[dict[str, Any]]:
+        """Return the owners' usage and quotas in the broker's format."""
+        return list(self._request("GET", "/usage"))
+
+    def create_job(
+        self,
+        *,
+        run_id: str,
+        nnodes: int,
+        nproc_per_node: int,
+        server: str,
+        exclude_nodes: tuple[str, ...],
+        demand: GpuRequest,
+        min_nnodes: int | None = None,
+        gpus: int | None = None,
+        batch: bool = False,
+        detached: bool = False,
+        profile: str | None = None,
+        name: str = "",
+        joins: str | None = None,
+        first_worker: int = 0,
+        cancelled: threading.Event | None = None,
+    ) -> models.Job:
+        """Request workers for a job; a repeated `run_id` returns the same job.
+
+        Args:
+            run_id: The run's id.
+            nnodes: Number of workers.
+            nproc_per_node: GPUs of each worker.
+            server: Name of the notebook server.
+            exclude_nodes: Nodes without a worker.
+            demand: Properties of the GPUs.
+            min_nnodes: Least number of workers for an elastic job.
+            gpus: Total number of GPUs on any nodes, instead of `nnodes`.
+            batch: All workers start together.
+            detached: The job is not renewed and ends with worker 0.
+            profile: The profile whose image the workers use.
+            name: A name for people.
+            joins: The run that the workers join.
+            first_worker: Index of the first worker that joins.
+            cancelled: Once set, the request is not repeated.
+        """
+        body = _build_job_request(
+            demand,
+            run_id=run_id,
+            nnodes=nnodes,
+            nproc_per_node=nproc_per_node,
+            server=server,
+            exclude_nodes=exclude_nodes,
+            min_nnodes=min_nnodes,
+            gpus=gpus,
+            batch=batch,
+            detached=detached,
+            profile=profile,
+            name=name,
+            joins=joins,
+            first_worker=first_worker,
+        )
+        return models.parse_job(self._request("POST", "/jobs", body=body, given_up=cancelled))
+
+    def create_array(self, *, count: int, demand: GpuRequest, **job: Any) -> list[models.Job]:
+        """Request an array of `count` tasks, each a job of one GPU, with run ids `RUN-0`, `RUN-1`, …
+
+        `job` has the other arguments of `create_job`. A repeated `run_id` returns the same jobs.
+        """
+        body = {"job": _build_job_request(demand, **job), "count": count}
+        return [models.parse_job(task) for task in self._request("POST", "/jobs/arrays", body=body)]
+
+    def list_jobs(self, *, ended: bool = False) -> list[models.Job]:
+        """Return the owner's jobs, newest first; with `ended` also those that ended recently."""
+        return [models.parse_job(job) for job in self._request("GET", "/jobs?ended=true" if ended else "/jobs")]
+
+    def get_job(self, job_id: str, *, version: int | None = None, wait_s: float = LONG_POLL_S) -> models.Job:
+        """Return the job; with `version`, as soon as it differs from that version, after `wait_s` seconds at most."""
+        query = "" if version is None else f"?wait_s={wait_s:g}&version={version}"
+        return models.parse_job(
+            self._request("GET", f"/jobs/{_quote(job_id)}{query}", answer_s=_ANSWER_TIMEOUT_S + wait_s)
+        )
+
+    def renew_job(self, job_id: str) -> None:
+        """Report that the job's owner is still active."""
+        self._request("POST", f"/jobs/{_quote(job_id)}/renew")
+
+    def delete_job(self, job_id: str) -> models.Job:
+        """Stop the job; its GPUs are free when it is `ended`."""
+        return models.parse_job(self._request("DELETE", f"/jobs/{_quote(job_id)}"))
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        answer_s: float = _ANSWER_TIMEOUT_S,
+        given_up: threading.Event | None = None,
+    ) -> Any:
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return self._send(method, path, body, answer_s)
+            except BrokerError as error:
+                if error.status is not None and error.status not in _RESTARTING:
+                    raise
+                if time.monotonic() + _RETRY_S > deadline or (given_up is not None and given_up.is_set()):
+                    raise
+                self._on_retry("the broker does not answer; trying again")
+            time.sleep(_RETRY_S)
+
+    def _send(self, method: str, path: str, body: Any, answer_s: float) -> Any:
+        request = urllib.request.Request(  # noqa: S310 - the URL comes from the container's own environment
+            self._base + path,
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": f"token {self._token}", "Content-Type": "application/json"},
+        )
+        try:
+            with self._opener.open(request, timeout=answer_s) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                raise BrokerError(parse_problem(error.code, error.read()), status=error.code) from None
+        except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise BrokerError(f"The broker at {self._base} cannot be reached: {reason}.") from None
+        try:
+            return json.loads(text) if text else None
+        except ValueError:
+            raise BrokerError(
+                f"The answer from {self._base} is not JSON, so this is not the broker: check the URL."
+            ) from None
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Treats a redirect as an answer: following it would send the token to the redirect's target."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _build_job_request(demand: GpuRequest, *, exclude_nodes: tuple[str, ...], **values: Any) -> dict[str, Any]:
+    required = ("run_id", "nnodes", "nproc_per_node", "server")
+    # Only values that differ from the defaults, because an older broker refuses unknown fields.
+    given = {name: value for name, value in values.items() if name in required or value not in (None, "", 0, False)}
+    return demand.build_body() | given | {"exclude_nodes": list(exclude_nodes)}
+
+
+def _quote(text: str) -> str:
+    return urllib.parse.quote(text, safe="")
+
+
+def parse_problem(status: int, body: bytes) -> str:
+    """Return the text for the user in a problem document, or a line about the status for any other body."""
+    try:
+        detail = json.loads(body)["detail"]
+    except (ValueError, KeyError, TypeError):
+        return f"The broker answered with HTTP status {status}."
+    return str(detail)
+
+
+def load_client_tls(ca: str, certificate: str, key: str) -> ssl.SSLContext:
+    """Return TLS settings that trust the file `ca` alone and present `certificate` (PEM files).
+
+    Raises:
+        BrokerError: A file cannot be read.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        context.load_cert_chain(certificate, key)
+    except OSError as error:
+        reason = error.strerror or error
+        raise BrokerError(
+            f"This server's certificates cannot be read ({reason}): stop it and start it again."
+        ) from None
+    return context
+
+
+def build_broker(env: Environment) -> BrokerClient | None:
+    """Return the client of this server's broker, None if it has no broker."""
+    return BrokerClient.for_notebook(env, patience_s=_QUERY_RETRY_LIMIT_S) if env.broker_url and env.token else None
+
+
+def list_own_jobs(broker: BrokerClient, env: Environment) -> list[Job]:
+    """Return the user's jobs that have not ended: administrators get the jobs of all users."""
+    return [job for job in broker.list_jobs() if job.owner in ("", env.user)]
+
+
+def has_job(env: Environment, run_id: str) -> bool:
+    """Return whether the broker has a job of that run; False if it does not answer."""
+    broker = build_broker(env)
+    try:
+        return broker is not None and any(job.run_id == run_id for job in list_own_jobs(broker, env))
+    except BrokerError:
+        return False
+
+
+def cancel_jobs(env: Environment, run: str) -> str:
+    """End the job of that run (its id, or the end of it), or `all` jobs; return a text with the result.
+
+    Raises:
+        UsageError: There is no broker, or not exactly one such job.
+    """
+    broker = build_broker(env)
+    if broker is None:
+        raise UsageError("This server has no broker, so there is no job.")
+    jobs = list_own_jobs(broker, env)
+    matches = jobs if run == "all" else [job for job in jobs if run in (job.run_id, job.id)]
+    matches = matches or [job for job in jobs if job.run_id.endswith(run)]
+    if run != "all" and len(matches) != 1:
+        names = ", ".join(job.run_id for job in (matches or jobs)) or "none"
+        raise UsageError(f"{run} is {'several jobs' if matches else 'no job'} of yours; there are: {names}.")
+    for job in matches:
+        broker.delete_job(job.id)
+    return "".join(f"{job.run_id} ends; it was {job.state}\n" for job in matches) or "You have no job.\n"

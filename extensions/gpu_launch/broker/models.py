@@ -1,0 +1,225 @@
+"""The broker's answers, as far as a launch needs them.
+
+Unknown fields are ignored, so that older clients keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+#: States that this client handles; others are only shown.
+WAITING, STARTING, RUNNING, PREEMPTING = "waiting", "starting", "running", "preempting"
+STOPPING, ENDED = "stopping", "ended"
+EXITED = "exited"
+#: State of a worker in the driver of a detached job: its container got SIGTERM.
+LEAVING = "leaving"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU; `holder` is the user who holds it, empty if it is free or unknown."""
+
+    uuid: str
+    node: str
+    model: str
+    #: 0 if unknown.
+    memory_mib: int = 0
+    holder: str = ""
+    #: `free`, `held` or the reason why it cannot be granted; empty if unknown.
+    state: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """One worker container."""
+
+    index: int
+    node: str
+    gpus: tuple[Gpu, ...]
+    state: str
+    exit_code: int | None
+    message: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job with its workers."""
+
+    id: str
+    run_id: str
+    state: str
+    version: int
+    #: Queue position from 1; None unless waiting.
+    position: int | None
+    #: Reason for waiting in one line; None unless waiting.
+    waiting_for: str | None
+    workers: tuple[Worker, ...]
+    reason: str | None
+    #: Seconds without a renewal after which the job ends.
+    renew_within_s: float
+    #: Expected time of the grant; None if unknown.
+    expected_start: datetime | None = None
+    #: A remark about the grant in one line, for example that the GPUs differ.
+    note: str | None = None
+    #: Number of preemptions of the whole job.
+    preemptions: int = 0
+    #: Deadline for checkpoints; None unless preempting.
+    checkpoint_until: datetime | None = None
+    #: Empty if unknown. Administrators see the jobs of all users.
+    owner: str = ""
+    #: It continues without its notebook or command.
+    detached: bool = False
+    #: A name for people, such as `train.py`; may be empty.
+    name: str = ""
+    #: The run that its workers joined; None if it joined none.
+    joins: str | None = None
+    #: Run id of the array that the task belongs to; None for a single job.
+    array: str | None = None
+    nnodes: int = 1
+    nproc_per_node: int = 1
+    #: Total number of GPUs of a job on any nodes; None for `nnodes` × `nproc_per_node`.
+    gpus: int | None = None
+    scavenge: bool = False
+    created_at: datetime | None = None
+    #: None before its workers run, or if unknown.
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    #: Exit code of worker 0, for a detached job that was not ended from outside; else None.
+    exit_code: int | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        return self.state == ENDED
+
+    @property
+    def is_granted(self) -> bool:
+        """Return whether its workers run or start."""
+        return self.state in (STARTING, RUNNING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node with all its GPUs."""
+
+    name: str
+    gpus: tuple[Gpu, ...]
+    #: `up`, or the reason why it takes no work; empty if unknown.
+    state: str = ""
+    #: An explanation of the state; may be None.
+    message: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """All nodes."""
+
+    nodes: tuple[Node, ...]
+    #: Waiting requests of all users.
+    waiting: int = 0
+    #: Even a request for free GPUs waits a moment in another scheduler's queue.
+    has_delayed_grants: bool = False
+
+    def find_gpus(self, uuids: tuple[str, ...]) -> tuple[Gpu, ...]:
+        """Return the known GPUs among these UUIDs, in their order."""
+        by_uuid = {gpu.uuid: gpu for node in self.nodes for gpu in node.gpus}
+        return tuple(by_uuid[uuid] for uuid in uuids if uuid in by_uuid)
+
+    def list_models(self) -> tuple[str, ...]:
+        """Return the names of all GPU models."""
+        return tuple(sorted({gpu.model for node in self.nodes for gpu in node.gpus}))
+
+
+def parse_gpu(data: Mapping[str, Any]) -> Gpu:
+    """Parse the broker's `Gpu` or `GpuView`."""
+    holder = data.get("holder") or {}
+    return Gpu(
+        uuid=data["uuid"],
+        node=data["node"],
+        model=data["model"],
+        memory_mib=data.get("memory_mib") or 0,
+        holder=holder.get("owner", ""),
+        state=data.get("state") or "",
+    )
+
+
+def parse_worker(data: Mapping[str, Any]) -> Worker:
+    """Parse the broker's `Worker`."""
+    return Worker(
+        index=data["index"],
+        node=data["node"],
+        gpus=tuple(parse_gpu(gpu) for gpu in data.get("gpus", ())),
+        state=data["state"],
+        exit_code=data.get("exit_code"),
+        message=data.get("message"),
+    )
+
+
+def parse_job(data: Mapping[str, Any]) -> Job:
+    """Parse the broker's `Job`."""
+    lease = data.get("lease") or {}
+    return Job(
+        id=data["id"],
+        run_id=data["run_id"],
+        state=data["state"],
+        version=data["version"],
+        position=lease.get("position"),
+        waiting_for=lease.get("waiting_for"),
+        workers=tuple(sorted(map(parse_worker, data.get("workers", ())), key=lambda worker: worker.index)),
+        reason=data.get("reason"),
+        renew_within_s=float(data.get("renew_within_s") or 30.0),
+        expected_start=parse_time(lease.get("expected_start")),
+        note=lease.get("note"),
+        preemptions=data.get("preemptions") or 0,
+        checkpoint_until=parse_time(data.get("checkpoint_until")),
+        owner=data.get("owner") or "",
+        detached=bool(data.get("detached")),
+        name=data.get("name") or "",
+        joins=data.get("joins"),
+        array=data.get("array"),
+        nnodes=data.get("nnodes") or 1,
+        nproc_per_node=data.get("nproc_per_node") or 1,
+        gpus=data.get("gpus"),
+        scavenge=bool(data.get("scavenge")),
+        created_at=parse_time(data.get("created_at")),
+        started_at=parse_time(data.get("started_at")),
+        ended_at=parse_time(data.get("ended_at")),
+        exit_code=data.get("exit_code"),
+    )
+
+
+def parse_time(value: object) -> datetime | None:
+    """Parse a time, in UTC if it has no time zone; return None for other values."""
+    try:
+        moment = datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+    return moment.replace(tzinfo=UTC) if moment is not None and moment.tzinfo is None else moment
+
+
+def parse_cluster(data: Mapping[str, Any]) -> Cluster:
+    """Parse the broker's `ClusterView`."""
+    return Cluster(
+        nodes=tuple(
+            Node(
+                name=node["name"],
+                gpus=tuple(map(parse_gpu, node.get("gpus", ()))),
+                state=node.get("state") or "",
+                message=node.get("message"),
+            )
+            for node in data.get("nodes", ())
+        ),
+        # With Slurm the jobs of other users wait in the same queue.
+        waiting=(data.get("waiting") or 0) + (data.get("waiting_outside") or 0),
+        has_delayed_grants=_parse_grants_later(data),
+    )
+
+
+def _parse_grants_later(data: Mapping[str, Any]) -> bool:
+    capabilities = data.get("capabilities")
+    if capabilities is None:
+        # Brokers that list no capabilities have one external backend only.
+        return data.get("engine") == "slurm"
+    return not capabilities.get("immediate_grants", True)

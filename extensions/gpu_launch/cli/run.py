@@ -1,0 +1,94 @@
+"""`run`: send the working directory, ask for GPUs, follow the job."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gpu_launch.cli import job_array, submission
+from gpu_launch.cli.context import Context, json_option, pass_context
+from gpu_launch.cli.upload import DEFAULT_MAX_BYTES
+from gpu_launch.options.definition import OPTIONS, LaunchOption, Surface
+from gpu_launch.units import parse_memory
+
+_TASK_ENDINGS = (".yaml", ".yml")
+#: `%gpu_launch`'s options that mean the same here.
+_LAUNCH_OPTIONS = tuple(option for option in OPTIONS if Surface.COMMAND in option.surfaces)
+
+
+def _with_sentence(option: LaunchOption) -> LaunchOption:
+    """Return the option with its help as a sentence, as all of this command's options have it."""
+    same = copy.copy(option)
+    text = option.help or ""
+    same.help = f"{text[:1].upper()}{text[1:]}."
+    return same
+
+
+def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a launch to a command; their checked values reach it by option name."""
+    # As `click.option` does it, which is applied from the last option to the first.
+    params: list[click.Parameter] = command.__dict__.setdefault("__click_params__", [])
+    params.extend(_with_sentence(option) for option in reversed(_LAUNCH_OPTIONS))
+    return command
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs in all, on as few nodes as are free.")
+@click.option(
+    "--array",
+    metavar="INDEXES",
+    help=f"One task of one GPU for each index, such as 0-9, 0-100:10 or 1,3,5; it is in {job_array.INDEX_VARIABLE}.",
+)
+@launch_options
+@click.option("-e", "--env", multiple=True, metavar="NAME[=VALUE]", help="Set a variable; NAME alone takes yours.")
+@click.option("--secret", multiple=True, metavar="NAME[=VALUE]", help="The same, for a task file's secrets.")
+@click.option("--name", default="", metavar="NAME", help="The job's name (the script's).")
+@click.option("--profile", metavar="NAME", help="The profile whose image the job runs in.")
+@click.option("--workdir", metavar="DIR", help="The folder that is sent (the current one).")
+@click.option("--no-workdir", is_flag=True, help="Send nothing: the script lies in your home on the cluster.")
+@click.option("--max-size", metavar="SIZE", help="Send at most this much (512M).")
+@click.option("-d", "--detach", is_flag=True, help="Do not wait: print the run's id.")
+@click.option("--dry-run", is_flag=True, help="Show what would be sent and asked for, and do nothing.")
+@json_option
+@click.argument("script", metavar="SCRIPT|TASK.YAML")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
+@pass_context
+def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: Any) -> None:
+    """Run a script, or a SkyPilot task file, on the cluster.
+
+    The working directory is sent, less what .gitignore and .gpulaunchignore name, to ~/gpu-launch/NAME-XXXX there,
+    where results stay. The output is shown as it comes, and the exit status is the job's. Ctrl-C cancels the job; with
+    --detach, and with --array, it continues without this command.
+    """
+    launch_values = {option.name: given[str(option.name)] for option in _LAUNCH_OPTIONS}
+    asked = submission.RunArguments(
+        script=script,
+        arguments=arguments,
+        values={str(name): value for name, value in launch_values.items() if value not in (None, False)},
+        gpus=given["gpus"],
+        indexes=None if given["array"] is None else job_array.parse_indexes(given["array"]),
+        envs=submission.parse_variables("--env", given["env"], os.environ),
+        secrets=submission.parse_variables("--secret", given["secret"], os.environ),
+        name=given["name"],
+        profile=given["profile"],
+        workdir=given["workdir"],
+        no_workdir=given["no_workdir"],
+        most_bytes=parse_size(given["max_size"]),
+        here=Path.cwd(),
+    )
+    is_task = script.lower().endswith(_TASK_ENDINGS) and not (given["module"] or given["no_python"])
+    job = submission.from_task(context, asked) if is_task else submission.from_script(context, asked)
+    submission.run(context, job, detach=given["detach"], dry_run=given["dry_run"])
+
+
+def parse_size(text: str | None) -> int:
+    """Return the bytes in `512M` or `2G`; the default limit for None."""
+    return DEFAULT_MAX_BYTES if text is None else parse_memory("--max-size", text) * 1024**2
+
+
+COMMANDS: tuple[click.Command, ...] = (run,)

@@ -1,0 +1,186 @@
+"""The command `shell`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import ssl
+import sys
+import threading
+import urllib.parse
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from gpu_launch.broker import models
+from gpu_launch.broker.client import parse_problem
+from gpu_launch.cli import tty
+from gpu_launch.cli.console import exit_with
+from gpu_launch.cli.context import Context, pass_context
+from gpu_launch.cli.credentials import Hub
+from gpu_launch.cli.follow import convert_exit_code
+from gpu_launch.cli.http import build_tls_context, describe_error
+from gpu_launch.cli.job_lookup import complete_run
+from gpu_launch.cli.jobs import find_job
+from gpu_launch.errors import BrokerError, UsageError
+
+_CONNECT_S = 30.0
+#: Seconds between pings, which keep proxies from closing an idle terminal.
+_PING_S = 25.0
+
+
+def build_url(hub: Hub, job_id: str, *, worker: int, columns: int, rows: int, command: str) -> str:
+    """Return the URL of the shell; an empty `command` starts a login shell."""
+    query = {"worker": worker, "cols": columns, "rows": rows} | ({"command": command} if command else {})
+    base = "ws" + hub.broker_url.removeprefix("http")
+    return f"{base}/api/v1/jobs/{urllib.parse.quote(job_id, safe='')}/shell?{urllib.parse.urlencode(query)}"
+
+
+@dataclass
+class TerminalSession:
+    """One remote terminal."""
+
+    socket: Any
+    exit_code: int | None = None
+    #: Reason for an end without an exit status, empty if unknown.
+    problem: str = ""
+    _is_over: threading.Event = field(default_factory=threading.Event)
+    _size: tuple[int, int] = field(default_factory=tty.get_size)
+
+    def run(self) -> int:
+        """Show the terminal until it ends; return its exit status.
+
+        Raises:
+            BrokerError: The connection broke.
+        """
+        with tty.raw_mode():
+            threading.Thread(target=self._receive, daemon=True).start()
+            threading.Thread(target=self._ping, daemon=True).start()
+            try:
+                tty.read_keys(self._send, self._check_size, self._is_over)
+                self._is_over.wait()
+            finally:
+                self._is_over.set()
+                self.socket.shutdown()
+        if self.exit_code is None:
+            raise BrokerError(f"The terminal connection broke{f': {self.problem}' if self.problem else ''}.")
+        return self.exit_code
+
+    def _send(self, data: bytes) -> None:
+        import websocket
+
+        try:
+            self.socket.send_binary(data)
+        except (websocket.WebSocketException, OSError) as error:
+            self.problem = self.problem or describe_error(error)
+            self._is_over.set()
+
+    def _check_size(self) -> None:
+        size = tty.get_size()
+        if size != self._size:
+            self._size = size
+            self._send_json({"resize": list(size)})
+
+    def _send_json(self, value: dict[str, Any]) -> None:
+        import websocket
+
+        try:
+            self.socket.send(json.dumps(value))
+        except (websocket.WebSocketException, OSError):
+            self._is_over.set()
+
+    def _ping(self) -> None:
+        import websocket
+
+        while not self._is_over.wait(_PING_S):
+            try:
+                self.socket.ping()
+            except (websocket.WebSocketException, OSError):
+                return
+
+    def _receive(self) -> None:
+        import websocket
+
+        try:
+            while True:
+                kind, data = self.socket.recv_data()
+                if kind == websocket.ABNF.OPCODE_BINARY:
+                    sys.stdout.buffer.write(data)
+                    sys.stdout.buffer.flush()
+                elif kind == websocket.ABNF.OPCODE_TEXT:
+                    self._handle_text(data)
+                elif kind == websocket.ABNF.OPCODE_CLOSE:
+                    self.problem = data[2:].decode("utf-8", "replace")
+                    return
+        except (websocket.WebSocketException, OSError) as error:
+            self.problem = self.problem or describe_error(error)
+        finally:
+            self._is_over.set()
+
+    def _handle_text(self, data: bytes) -> None:
+        try:
+            message = json.loads(data)
+        except ValueError:
+            return
+        if isinstance(message, dict) and message.get("error"):
+            self.problem = str(message["error"])
+        elif isinstance(message, dict) and isinstance(message.get("exit"), int):
+            self.exit_code = message["exit"]
+
+
+def open_shell(hub: Hub, job_id: str, *, worker: int, command: str) -> TerminalSession:
+    """Open a terminal in a worker.
+
+    Raises:
+        BrokerError: The terminal cannot be opened.
+    """
+    import websocket
+
+    columns, rows = tty.get_size()
+    url = build_url(hub, job_id, worker=worker, columns=columns, rows=rows, command=command)
+    tls: ssl.SSLContext | None = build_tls_context(hub)
+    try:
+        socket = websocket.create_connection(
+            url,
+            timeout=_CONNECT_S,
+            header=[f"Authorization: token {hub.token}"],
+            sslopt={} if tls is None else {"context": tls},
+            # A proxy for the internet does not lead to the hub; all other requests ignore it too.
+            http_no_proxy=["*"],
+            enable_multithread=True,
+            redirect_limit=0,
+            suppress_origin=True,
+        )
+    except websocket.WebSocketBadStatusException as error:
+        body = error.resp_body if isinstance(error.resp_body, bytes) else b""
+        raise BrokerError(parse_problem(error.status_code, body), status=error.status_code) from None
+    except (websocket.WebSocketException, OSError) as error:
+        raise BrokerError(f"{hub.url or hub.broker_url} cannot be reached: {describe_error(error)}.") from None
+    socket.settimeout(None)
+    return TerminalSession(socket=socket)
+
+
+@click.command(short_help="Open a terminal in a running job.")
+@click.argument("run", metavar="RUN", shell_complete=complete_run)
+@click.option(
+    "--worker", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="The worker to use."
+)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND]...")
+@pass_context
+def shell(context: Context, run: str, worker: int, command: tuple[str, ...]) -> None:
+    """Open a terminal in a running job, or run COMMAND there; the exit status is its own."""
+    job = find_job(context, run)
+    if job.state not in (models.RUNNING, models.PREEMPTING):
+        raise UsageError(f"{job.run_id} is not running: its state is {job.state}.")
+    if worker not in {member.index for member in job.workers}:
+        workers = ", ".join(f"{member.index} ({member.node})" for member in job.workers)
+        raise UsageError(f"--worker {worker}: {job.run_id} has the workers {workers}.")
+
+    session = open_shell(context.hub, job.id, worker=worker, command=shlex.join(command))
+    code = session.run()
+    if code:
+        exit_with(convert_exit_code(code))
+
+
+COMMANDS: tuple[click.Command, ...] = (shell,)

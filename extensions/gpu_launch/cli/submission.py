@@ -1,0 +1,358 @@
+"""From the command line of `run` to a job: it is checked, its files are sent, and the broker is asked for it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from gpu_launch.broker import models as wire
+from gpu_launch.cli import follow, job_array, job_lookup, node_layout, tables, upload
+from gpu_launch.cli.context import Context
+from gpu_launch.cli.job_upload import JobSubmission, load_text, send
+from gpu_launch.cli.upload import UploadSet
+from gpu_launch.common import job_manifest, run_folder
+from gpu_launch.environment import SECRET_PREFIXES
+from gpu_launch.errors import UsageError
+from gpu_launch.launch import plan
+from gpu_launch.options import command
+from gpu_launch.options.launch_options import LaunchOptions
+from gpu_launch.taskfile import accelerators, task
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def parse_variables(flag: str, words: Iterable[str], own: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables in `NAME=VALUE`, or `NAME` alone for this machine's value. No error shows a value."""
+    variables = {}
+    for word in words:
+        name, has_value, value = word.partition("=")
+        check_name(flag, name)
+        if not has_value:
+            if name not in own:
+                raise UsageError(f"{flag} {name}: it is not set here; give it as {name}=VALUE.")
+            value = own[name]
+        if "\0" in value:
+            raise UsageError(f"{flag} {name}: a value cannot hold a null character.")
+        variables[name] = value
+    return variables
+
+
+def check_name(flag: str, name: str) -> None:
+    """Refuse a name that a job cannot have as a variable.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{flag} {name}: a variable's name is needed, such as {flag} LR=0.1.")
+    if name.startswith(SECRET_PREFIXES):
+        raise UsageError(f"{flag} {name}: variables of JupyterHub and ipyparallel are not passed to jobs.")
+
+
+#: The folder of the jobs' working directories, below the home.
+FOLDER = "gpu-launch"
+_MOST_NAME = 80
+
+
+def build_name(name: str, *, script: str) -> str:
+    """Return the job's name for people: as given, else the script's.
+
+    Raises:
+        UsageError: for a name that is not one line of text.
+    """
+    chosen = name or PurePosixPath(script.replace("\\", "/")).name
+    if not chosen.strip() or not chosen.isprintable() or len(chosen) > _MOST_NAME:
+        raise UsageError(f"--name: a name of 1 to {_MOST_NAME} printable characters is needed.")
+    return chosen
+
+
+def build_folder(name: str) -> str:
+    """Return a new folder's path below the home: `gpu-launch/train-3f2a91`."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower().removesuffix(".py")).strip("-")[:40].rstrip("-")
+    return f"{FOLDER}/{plain or 'job'}-{secrets.token_hex(3)}"
+
+
+def place_script(script: str, *, load: UploadSet, here: Path) -> str:
+    """Return the script's path within the files that are sent.
+
+    Raises:
+        UsageError: where it is not among them.
+    """
+    relative = Path(script).expanduser()
+    for path in (here / relative, load.root / relative):
+        # Links are not resolved: one within the folder is sent as a link.
+        if path.is_file():
+            parent = path.parent.resolve()
+            if not parent.is_relative_to(load.root):
+                raise UsageError(
+                    f"{script} lies outside of {load.root}, which is what is sent: run it from its own folder, or name "
+                    "a folder that holds it with --workdir."
+                )
+            name = (parent.relative_to(load.root) / path.name).as_posix()
+            if not load.contains(name):
+                raise UsageError(f"{script} is named by an ignore file, so it would not be sent.")
+            return name
+    if (here / relative).is_dir():
+        raise UsageError(f"{script} is a folder; name the script in it.")
+    raise UsageError(f"There is no script {script} in {here if here == load.root else f'{here} or {load.root}'}.")
+
+
+#: Options about ranks; a task's commands start their own.
+_RANKS_ONLY = {
+    "max_restarts": "--max-restarts",
+    "cold": "--cold",
+    "preload": "--preload",
+    "tee": "--tee",
+    "redirects": "--redirects",
+    "shown_ranks": "--local-ranks-filter",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArguments:
+    """The command line of `run`."""
+
+    script: str
+    arguments: tuple[str, ...]
+    #: The options of a launch that were typed, checked, by option name.
+    values: Mapping[str, Any]
+    gpus: int | None
+    #: Of the tasks of an array; None for a single job.
+    indexes: tuple[int, ...] | None
+    envs: dict[str, str]
+    secrets: dict[str, str]
+    name: str
+    profile: str | None
+    workdir: str | None
+    no_workdir: bool
+    most_bytes: int
+    here: Path
+
+
+def from_script(context: Context, asked: RunArguments) -> JobSubmission:
+    """Return the job of a script, module or program.
+
+    Raises:
+        UsageError: for what cannot be, before anything is sent.
+    """
+    options = command.build(asked.values, script=asked.script, arguments=asked.arguments)
+    name = build_name(asked.name, script=asked.script)
+    load = _scan(asked, asked.workdir or ".")
+    if load is not None and not (options.module or options.no_python):
+        options = replace(options, script=place_script(asked.script, load=load, here=asked.here))
+    options = _fit_to_cluster(asked, options, context.broker.get_cluster())
+    manifest = job_manifest.JobManifest(
+        name=name,
+        words=command.format_words(options),
+        folder=build_folder(name) if load is not None else "",
+        environ=asked.envs | asked.secrets,
+    )
+    return _build_submission(asked, manifest, options, load)
+
+
+def from_task(context: Context, asked: RunArguments) -> JobSubmission:
+    """Return the job of a task file.
+
+    Raises:
+        UsageError: naming the file, and what in it is not supported.
+    """
+    if asked.arguments:
+        raise UsageError(f"A task file takes no arguments, and {asked.arguments[0]} was given; --env sets variables.")
+    for name, flag in _RANKS_ONLY.items():
+        if name in asked.values:
+            raise UsageError(f"{flag} is about ranks that gpu-launch starts; a task file's commands start their own.")
+    try:
+        file = task.parse_task_file(_read(asked.here / Path(asked.script).expanduser()))
+        environ = task.build_environ(file, envs=asked.envs, secrets=asked.secrets)
+        cluster = context.broker.get_cluster()
+        options = _fit_to_cluster(asked, _task_options(asked, file, cluster), cluster)
+    except UsageError as error:
+        raise UsageError(f"{asked.script}: {error}") from None
+    name = build_name(asked.name or file.name, script=asked.script)
+    workdir = asked.workdir or file.workdir
+    # Without a workdir SkyPilot sends nothing, and the commands begin in an empty folder.
+    load = _scan(asked, workdir) if workdir else None
+    for note in file.notes:
+        context.console.print_note(f"gpu-launch: {asked.script}: {note}")
+    if file.accelerators is None:
+        each = "one GPU" if options.nproc_per_node == 1 else f"{options.nproc_per_node} GPUs"
+        context.console.print_note(f"gpu-launch: {asked.script}: no accelerators are named; every node has {each}")
+    manifest = job_manifest.JobManifest(
+        name=name,
+        task=job_manifest.TaskCommands(setup=file.setup, run=file.run),
+        folder="" if asked.no_workdir else build_folder(name),
+        environ=environ,
+    )
+    return _build_submission(asked, manifest, options, load)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"it cannot be read: {error.strerror}.") from None
+    except UnicodeError:
+        raise UsageError("it is not a text in UTF-8.") from None
+
+
+def _task_options(asked: RunArguments, file: task.TaskFile, cluster: wire.Cluster) -> LaunchOptions:
+    """Return the file's shape as options, with the command line's own options over it."""
+    options = command.build(asked.values)
+    if options.least_nnodes is not None:
+        raise UsageError("--nnodes MIN:MAX is for scripts: a task file's commands know one number of nodes.")
+    if file.accelerators is not None:
+        each = options.nproc_per_node if "nproc_per_node" in asked.values else file.accelerators.count
+        models = options.demand.models
+        if not models:
+            try:
+                models = accelerators.find_models(file.accelerators, cluster)
+            except UsageError as error:
+                raise UsageError(f"resources.accelerators {error}") from None
+        options = replace(options, nproc_per_node=each, demand=replace(options.demand, models=models))
+    return options if "nnodes" in asked.values else replace(options, nnodes=file.nnodes)
+
+
+def _fit_to_cluster(asked: RunArguments, options: LaunchOptions, cluster: wire.Cluster) -> LaunchOptions:
+    """Return the options with the cluster's own names of models, and the shape that `--gpus` asks for.
+
+    Raises:
+        UsageError: for what the cluster never has.
+    """
+    if asked.gpus is not None and not {"nnodes", "nproc_per_node"}.isdisjoint(asked.values):
+        raise UsageError("--gpus stands instead of --nnodes and --nproc-per-node.")
+    if asked.gpus is not None and asked.indexes is not None:
+        raise UsageError("--array and --gpus exclude each other: each task of an array has one GPU.")
+    models = tuple(plan.find_model(cluster, model) for model in options.demand.models)
+    options = replace(options, demand=replace(options.demand, models=models))
+    if asked.gpus is not None:
+        nodes, each = node_layout.choose_layout(asked.gpus, cluster, options.demand)
+        options = replace(options, nnodes=nodes, least_nnodes=None, nproc_per_node=each)
+    if asked.indexes is not None:
+        job_array.check_options(options)
+    least = options.nnodes if options.least_nnodes is None else options.least_nnodes
+    node_layout.check_layout(least, options.nproc_per_node, cluster, options.demand)
+    return options
+
+
+def _scan(asked: RunArguments, workdir: str) -> upload.UploadSet | None:
+    if asked.no_workdir:
+        if asked.workdir:
+            raise UsageError("--workdir and --no-workdir exclude each other.")
+        return None
+    load = upload.scan_project(asked.here / Path(workdir).expanduser())
+    upload.check_size(load, limit=asked.most_bytes)
+    return load
+
+
+def _build_submission(
+    asked: RunArguments, manifest: job_manifest.JobManifest, options: LaunchOptions, load: upload.UploadSet | None
+) -> JobSubmission:
+    return JobSubmission(
+        manifest=manifest,
+        nnodes=options.nnodes,
+        least_nnodes=options.least_nnodes,
+        nproc_per_node=options.nproc_per_node,
+        demand=options.demand,
+        profile=asked.profile,
+        load=load,
+        indexes=asked.indexes,
+    )
+
+
+def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) -> None:
+    """Send the job, ask for it, and follow it; an array is not followed.
+
+    Raises:
+        Ended: with the job's exit status.
+    """
+    is_followed = not detach and job.indexes is None
+    if dry_run:
+        context.console.print_result(_plan_json(job, batch=not is_followed), _plan_text(job))
+        return
+    run_id = run_folder.new_run_id()
+    send(context, job, run_id)
+    try:
+        jobs = _request_jobs(context, job, run_id, batch=not is_followed)
+    except KeyboardInterrupt:
+        # The broker may have accepted it: an interrupted request must not run unseen.
+        for other in context.broker.list_jobs():
+            if run_id in (other.run_id, other.array):
+                context.broker.delete_job(other.id)
+        raise
+    if is_followed:
+        context.console.print_note(f"gpu-launch: {run_id}, in ~/{job.manifest.folder}".rstrip("/"))
+        follow.follow_to_end(context, jobs[0], cancels=True)
+    elif job.indexes is None:
+        context.console.print_note(
+            f"gpu-launch: it runs without this command: gpu-launch attach {job_lookup.shorten_run_id(run_id)}"
+        )
+        context.console.print_result(tables.build_job_json(jobs[0]) | {"folder": job.manifest.folder}, run_id)
+    else:
+        context.console.print_note(
+            f"gpu-launch: {len(jobs)} tasks, {jobs[0].run_id} to {jobs[-1].run_id}: gpu-launch ps lists them, "
+            f"gpu-launch logs {jobs[0].run_id} shows one's output, gpu-launch cancel {run_id} ends all of them"
+        )
+        tasks = [
+            tables.build_job_json(task_job) | {"index": index}
+            for task_job, index in zip(jobs, job.indexes, strict=True)
+        ]
+        context.console.print_result({"array": run_id, "folder": job.manifest.folder, "tasks": tasks}, run_id)
+
+
+def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: bool) -> list[wire.Job]:
+    request: dict[str, Any] = {
+        "run_id": run_id,
+        "nnodes": job.nnodes,
+        "min_nnodes": job.least_nnodes,
+        "nproc_per_node": job.nproc_per_node,
+        "server": "",
+        "exclude_nodes": (),
+        "demand": job.demand,
+        "batch": batch,
+        "detached": True,
+        "profile": job.profile,
+        "name": job.manifest.name,
+    }
+    if job.indexes is None:
+        return [context.broker.create_job(**request)]
+    return context.broker.create_array(count=len(job.indexes), **request)
+
+
+def _plan_json(job: JobSubmission, *, batch: bool) -> dict[str, Any]:
+    load = job.load
+    return {
+        "name": job.manifest.name,
+        "folder": job.manifest.folder,
+        "words": list(job.manifest.words),
+        "environ": sorted(job.manifest.environ),
+        "nnodes": job.nnodes,
+        "min_nnodes": job.least_nnodes,
+        "nproc_per_node": job.nproc_per_node,
+        "batch": batch,
+        "array": None if job.indexes is None else list(job.indexes),
+        "demand": job.demand.build_body(),
+        "files": [entry.name.as_posix() for entry in load.entries if not entry.is_folder] if load else [],
+        "bytes": load.size if load else 0,
+    }
+
+
+def _plan_text(job: JobSubmission) -> str:
+    nodes = str(job.nnodes) if job.least_nnodes is None else f"{job.least_nnodes} to {job.nnodes}"
+    lines = [
+        f"would send: {load_text(job.load).removeprefix('sending ') if job.load else 'nothing'}",
+        f"to:         ~/{job.manifest.folder}".rstrip("/"),
+        f"ask for:    {job.demand.describe(job.nproc_per_node)} on each of {nodes} node{'' if nodes == '1' else 's'}",
+    ]
+    if job.indexes is not None:
+        lines[-1] = f"ask for:    {job.demand.describe(1)} for each of {len(job.indexes)} tasks"
+    if job.manifest.task is None:
+        lines.append(f"and run:    %gpu_launch {' '.join(job.manifest.words)}")
+    else:
+        lines.append("and run:    the task's commands on every node")
+    if job.manifest.environ:
+        lines.append(f"with:       {', '.join(sorted(job.manifest.environ))}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Values and helpers shared by the notebook side and the worker side."""

@@ -1,0 +1,134 @@
+"""The command `gpu-launch-courier`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpu_launch.courier import files, logs
+from gpu_launch.courier.protocol import BEGIN, END, ClientGone, CourierError, IncomingData, read_frame, write_report
+
+_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    parser = argparse.ArgumentParser("gpu-launch-courier", description="Used by gpuhub's broker.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("serve")
+    for name in ("put", "get"):
+        subparser = commands.add_parser(name)
+        subparser.add_argument("--limit", type=int, required=True)
+        subparser.add_argument("path")
+    subparser = commands.add_parser("logs")
+    subparser.add_argument("--offset", type=int, default=0)
+    subparser.add_argument("--follow", action="store_true")
+    subparser.add_argument("--rank", type=int)
+    subparser.add_argument("--per-node", type=int, default=1)
+    subparser.add_argument("run")
+    commands.add_parser("state").add_argument("run")
+    subparser = commands.add_parser("shell")
+    subparser.add_argument("--columns", type=int, default=80)
+    subparser.add_argument("--rows", type=int, default=24)
+    subparser.add_argument("--run", default="")
+    return parser
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Run one command for the broker, see `protocol`."""
+    arguments = build_parser().parse_args(command_line)
+    if arguments.command == "serve":
+        return _serve()
+    os.umask(0o077)
+    incoming = IncomingData()
+    try:
+        # Docker's client loses output that arrives together with the answer to its request, so the courier waits for
+        # the client's first frame.
+        if read_frame()[0] == BEGIN:
+            write_report(done=_run_command(arguments, incoming))
+    except ClientGone:
+        return 1
+    except CourierError as error:
+        return _report_error(arguments, incoming, error.code, str(error))
+    except OSError as error:
+        return _report_error(
+            arguments, incoming, "no-space" if error.errno in _FULL_ERRORS else "failed", _format_os_error(error)
+        )
+    return 0
+
+
+def _run_command(arguments: argparse.Namespace, incoming: IncomingData) -> dict[str, int]:
+    home, sink = Path(os.environ["HOME"]), sys.stdout.buffer
+    if arguments.command == "put":
+        write_report(ready=True)
+        return files.unpack_into(home, arguments.path, arguments.limit, incoming)
+    if arguments.command == "shell":
+        from gpu_launch.courier import terminal
+
+        write_report(ready=True)
+        return terminal.run_terminal(arguments.run, arguments.columns, arguments.rows, sink)
+    is_over = _watch_client()
+    done: dict[str, int] = {}
+    if arguments.command == "get":
+        target = files.find_file(home, arguments.path, arguments.limit)
+        write_report(ready=True)
+        done = files.write_tar(target, sink)
+    elif arguments.command == "logs":
+        target = logs.resolve_run_folder(home, arguments.run)
+        write_report(ready=True)
+        if not arguments.follow:
+            is_over.set()
+        logs.follow(
+            logs.RunLogs(target, offset=arguments.offset, rank=arguments.rank, per_node=arguments.per_node),
+            sink,
+            is_over,
+        )
+    else:
+        state = logs.read_state(logs.resolve_run_folder(home, arguments.run))
+        write_report(ready=True)
+        sink.write(state)
+    sink.flush()
+    return done
+
+
+def _watch_client() -> threading.Event:
+    """Return an event that the broker's end frame sets; end this process if the client goes away."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        try:
+            while True:
+                if read_frame()[0] == END:
+                    is_over.set()
+        except ClientGone:
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return is_over
+
+
+def _report_error(arguments: argparse.Namespace, incoming: IncomingData, code: str, text: str) -> int:
+    write_report(error={"code": code, "text": text})
+    if arguments.command == "put":
+        with contextlib.suppress(ClientGone):
+            incoming.drain()
+    return 1
+
+
+def _serve() -> int:
+    """Keep the container running, so that other commands can be started in it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    while True:
+        signal.pause()
+
+
+def _format_os_error(error: OSError) -> str:
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror or error}"

@@ -1,0 +1,1 @@
+"""A launch: from its plan through the worker group to its end."""

@@ -1,0 +1,386 @@
+"""One launch, from the request for its workers to their release.
+
+`Launch` owns the state machine of `state`; the other modules are parts that it calls: `startup` starts the ranks,
+`restart` notices changes of members and ends the ranks, `scale_up` asks for missing nodes, and `view` shows all of it.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gpu_launch.broker import models
+from gpu_launch.common import exchange as exchanges
+from gpu_launch.common import network, run_folder
+from gpu_launch.common.exchange import ExchangeFiles
+from gpu_launch.common.launch_spec import Membership
+from gpu_launch.common.output_channel import OutputReceiver
+from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted
+from gpu_launch.launch.membership import MembershipChange, check_enough_nodes, format_lost_worker
+from gpu_launch.launch.request import ValidatedRequest
+from gpu_launch.launch.restart import RestartController
+from gpu_launch.launch.result import LaunchResult, write_status
+from gpu_launch.launch.scale_up import ScaleUp
+from gpu_launch.launch.startup import RankStarter, start_thread
+from gpu_launch.launch.state import LaunchState, check_transition
+from gpu_launch.launch.view import LaunchView
+from gpu_launch.launch.worker_pool import WorkerPool, worker_pools
+from gpu_launch.output import text
+from gpu_launch.output.display import Screen
+from gpu_launch.output.rank_monitor import RankMonitor
+from gpu_launch.worker import agent
+
+_STEP_S = 0.05  # seconds between polls of the thread that releases the workers
+_QUICK_S = 0.3  # seconds it may take before it is shown
+_INTERRUPT_S = 1.0  # seconds ranks have to end after the user's interrupt
+_CANCELLED_S = 2.0  # seconds for a cancelled start to stop
+_STARTED_S = 10.0  # seconds for all starts to be confirmed after the first failure
+#: Seconds for agents to confirm that nothing of the run is left: where the workers are not used again anyway, and else.
+_UNPROVEN_S, _FINISHED_S = 5.0, 20.0
+_NETWORK_S = 2.0  # seconds for this container's network to be there
+
+
+class Launch:
+    """One run of a checked request, on a worker pool that no other launch uses until the end."""
+
+    def __init__(
+        self,
+        validated: ValidatedRequest,
+        *,
+        pool: WorkerPool,
+        screen: Screen | None = None,
+        run: run_folder.RunFolder | None = None,
+        exchange: ExchangeFiles | None = None,
+        sink: OutputReceiver | None = None,
+    ) -> None:
+        self._validated, self._pool, self._exchange = validated, pool, exchange
+        self._group, self._agents, self._options = pool.group, pool.agents, validated.request.options
+        self._began = time.monotonic()
+        env = validated.request.env
+        self.run_folder = run or run_folder.create_run(env.home)
+        self.run_folder.heartbeat.touch()
+        self._logs = run_folder.shorten_path(self.run_folder.logs, env.home)
+        plan = validated.plan
+        self._ranks = RankMonitor(self._options, nnodes=plan.nnodes, nproc_per_node=plan.nproc_per_node)
+        self._scale_up = ScaleUp(pool.group)
+        self._sink = sink or OutputReceiver(network.find_own_interface(env.subnet, wait_s=_NETWORK_S).address)
+        self._view = LaunchView(validated, pool.group, self._ranks, self._sink, screen)
+        self._starter = RankStarter(
+            validated,
+            self.run_folder,
+            pool=pool,
+            ranks=self._ranks,
+            channel=self._sink.channel,
+            exchange=str(self.run_folder.exchange) if exchange is not None else "",
+        )
+        self._controller = RestartController(
+            validated,
+            run_id=self.run_folder.run_id,
+            logs=self._logs,
+            pool=pool,
+            ranks=self._ranks,
+            view=self._view,
+            starter=self._starter,
+        )
+        self._state = LaunchState.STARTING
+        self._restarts = 0
+        #: When GPUs were requested last, by the monotonic clock.
+        self._requested_at = time.monotonic()
+        #: Some nodes did not report their ranks' end, so that the workers cannot be used again.
+        self._is_unproven = False
+
+    @property
+    def ranks(self) -> RankMonitor:
+        """The observed state of the ranks."""
+        return self._ranks
+
+    @property
+    def state(self) -> LaunchState:
+        return self._state
+
+    def run(self) -> LaunchResult:
+        """Run to the end.
+
+        Raises:
+            LaunchFailed, LaunchInterrupted: after all ranks have ended and the workers are released.
+        """
+        outcome = "failed"
+        try:
+            self.begin()
+            while self.step():
+                pass
+            outcome = "done"
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+            self._stop_all()
+            raise LaunchInterrupted(f"every rank is stopped. Logs: {self._logs}") from None
+        finally:
+            self.end(outcome)
+        return self.result()
+
+    def result(self) -> LaunchResult:
+        """Return the result of a launch that ended well.
+
+        Raises:
+            LaunchFailed: where a value that was asked for did not come back.
+        """
+        results: list[Any] = []
+        returned: dict[str, list[Any]] = {}
+        if self._exchange is not None:
+            results, returned = exchanges.collect_results(self.run_folder.exchange, self._ranks.rank_count)
+        return LaunchResult(
+            run_id=self.run_folder.run_id,
+            seconds=self._seconds,
+            ranks=self._ranks.rank_count,
+            nodes=self._ranks.node_names(),
+            logs=self.run_folder.logs,
+            results=results,
+            returned=returned,
+        )
+
+    def begin(self) -> None:
+        """Start the ranks; return when every node has confirmed the start, or the ranks have ended already.
+
+        Raises:
+            LaunchFailed: as `run` does.
+        """
+        for note in worker_pools.pop_notes():
+            self._view.print_line(note)
+        if self._validated.request.cell is not None:
+            self.run_folder.cell.write_text(self._validated.request.cell)
+        if self._exchange is not None:
+            self._exchange.write(self.run_folder.exchange)
+        self._starter.start()
+        while self._observe_start() is not LaunchState.RUNNING and self.step():
+            pass
+
+    def step(self) -> bool:
+        """Show new output, waiting a moment for it, and act on events; return False when all ranks have ended well.
+
+        Raises:
+            LaunchFailed: for a failure after which the ranks are not started again.
+        """
+        self._check()
+        self._view.pump()
+        if self._ranks.has_succeeded():
+            self._view.drain()
+            return False
+        # A change comes before a failure: ranks that write checkpoints need more time than failing ones get.
+        change = self._controller.pending_change()
+        if change is None and (self._ranks.has_failed() or self._ranks.all_ended()):
+            change = self._controller.refresh_pending_change()
+            if change is None:
+                change = self._settle_failure()
+            if change is None:
+                self._restart_after_failure()
+        if change is not None:
+            self._change_members(change)
+        return True
+
+    def drain(self) -> None:
+        """Show all output that has come, unended lines included; the ranks continue."""
+        self._view.drain()
+
+    def interrupt(self) -> None:
+        """Send SIGINT to all ranks."""
+        self._agents.broadcast(agent.signal_ranks, int(signal.SIGINT), self.run_folder.run_id)
+
+    def end(self, outcome: str) -> None:
+        """End what is left of the ranks, and release the workers; `outcome` is for the closing line."""
+        if self._state is LaunchState.ENDED:
+            return
+        self._enter(LaunchState.ENDED)
+        nodes = self._view.describe_nodes()
+        self._shielded(self._release, "stopping" if self._group.is_notebook_only else "freeing the GPUs")
+        self._view.prefix = ""
+        self._sink.close()
+        write_status(self.run_folder, outcome)
+        self.run_folder.heartbeat.unlink(missing_ok=True)
+        self._seconds = time.monotonic() - self._began
+        ranks = f"{text.format_count(self._ranks.rank_count, 'rank')} on {nodes}"
+        self._view.show_progress(f"{outcome} {'in' if outcome == 'done' else 'after'} {self._seconds:.1f} s · {ranks}")
+        self._view.announce_pool(self._pool)
+
+    # -- the state machine ----------------------------------------------------------------------------------------
+
+    def _enter(self, state: LaunchState) -> None:
+        """Change the state; nothing else does."""
+        check_transition(self._state, state)
+        self._state = state
+
+    def _observe_start(self) -> LaunchState:
+        """Return the state, which is RUNNING as soon as every node has confirmed the start."""
+        if self._state in (LaunchState.STARTING, LaunchState.RESTARTING) and self._starter.is_confirmed:
+            self._enter(LaunchState.RUNNING)
+        return self._state
+
+    def _settle_failure(self) -> MembershipChange | None:
+        """End the other ranks after a failure; return the change of members that was its cause, None for no change.
+
+        Raises:
+            LaunchFailed: for nodes that do not report their end.
+        """
+        self._enter(LaunchState.RESTARTING)
+        self._controller.await_failures()
+        change = self._controller.refresh_pending_change()
+        if change is not None:
+            return change
+        self._starter.join(_STARTED_S)
+        if not self._ranks.all_ended():
+            # A node that does not report its end may be the reason why the others failed.
+            self._is_unproven = True
+            self._group.check()
+            self._check_silent()
+        return self._controller.await_reason()
+
+    def _restart_after_failure(self) -> None:
+        """Start all ranks again.
+
+        Raises:
+            LaunchFailed: where no restart is left, or the failed start was never confirmed.
+        """
+        if self._restarts >= self._options.max_restarts or not self._starter.is_confirmed:
+            raise LaunchFailed(self._ranks.describe_failure(logs=self._logs))
+        self._count_restart()
+        self._start_again()
+
+    def _change_members(self, change: MembershipChange) -> None:
+        """End the ranks with checkpoints, and start them again: when granted again, or on the nodes that are there.
+
+        Raises:
+            LaunchFailed: where this job ends, too few nodes are left, or a lost one was one too many.
+        """
+        membership = self._ranks.membership
+        assert membership is not None  # noqa: S101 - without members none can change
+        self._enter(LaunchState.CHANGING_MEMBERS)
+        self._controller.end_with_checkpoints(change, membership)
+        if self._ranks.has_succeeded():
+            return
+        if change.is_final:
+            raise LaunchFailed(f"the job was ended. Logs: {self._logs}")
+        if change.is_complete:
+            preemptions = self._controller.await_requeue(membership)
+            self._view.prefix = f"preempted {text.format_times(preemptions)} · "
+            self._requested_at = time.monotonic()
+        else:
+            self._drop_members(change, membership)
+        self._agents.forget(change.leaving)
+        self._enter(LaunchState.RESTARTING)
+        self._start_again()
+
+    def _drop_members(self, change: MembershipChange, membership: Membership) -> None:
+        remaining, plan = membership.without(change.leaving), self._validated.plan
+        if len(remaining.participants) + len(change.joined) < plan.least_nnodes:
+            check_enough_nodes(remaining, plan)
+        if change.lost is not None:
+            if self._restarts >= self._options.max_restarts:
+                raise LaunchFailed(format_lost_worker(change.lost, logs=self._logs))
+            self._count_restart()
+        if change.leaving:
+            self._group.drop_workers(change.leaving)
+
+    def _count_restart(self) -> None:
+        self._restarts += 1
+        self._view.prefix = f"restart {self._restarts} of {self._options.max_restarts} · "
+
+    def _start_again(self) -> None:
+        self._controller.stop_starting()
+        self._ranks.start_next_attempt()
+        self._view.activity = ""
+        self._starter.restart(restarts=self._restarts)
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Raise the failure of a start, a worker or the request, unless a change of members explains it."""
+        for note in self._starter.pop_notes():
+            self._view.print_line(note)
+        try:
+            self._starter.raise_error()
+            self._group.check()
+            self._check_wait()
+            if not self._ranks.has_failed() and self._controller.pending_change() is None:
+                self._check_silent()
+        except GpuLaunchError:
+            if self._controller.refresh_pending_change() is None:
+                raise
+        is_running = self._observe_start() is LaunchState.RUNNING
+        if is_running and self._validated.plan.is_elastic:
+            self._scale_up.poll()
+
+    def _check_silent(self) -> None:
+        if silent := self._controller.find_silent():
+            self._is_unproven = True
+            self._controller.raise_silent(silent)
+
+    def _check_wait(self) -> None:
+        limit_s, job = self._options.timeout_s, self._group.job
+        if limit_s is None or self._group.is_notebook_only or (job is not None and job.state != models.WAITING):
+            return
+        if time.monotonic() - self._requested_at > limit_s:
+            reason = f": {job.waiting_for}" if job is not None and job.waiting_for else ""
+            after = "It was not started again." if self._ranks.attempt else "Nothing was started."
+            raise LaunchFailed(f"No GPUs were free within {limit_s:g} s (--timeout-s){reason}. {after}")
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _stop_all(self) -> None:
+        """Send SIGINT to all ranks and wait a little; a second interrupt ends them at once."""
+        self._view.prefix, self._view.activity = "interrupted, stopping · ", ""
+        self._ranks.mute()
+        self._starter.cancel()
+        try:
+            self._starter.join(_INTERRUPT_S)
+            if not self._starter.was_sent:
+                return
+            self.interrupt()
+            self._view.pump_until(self._ranks.all_ended, _INTERRUPT_S)
+        except KeyboardInterrupt:
+            self._view.prefix = "interrupted twice, ending at once · "
+
+    def _release(self) -> None:
+        can_keep = False
+        try:
+            self._finish()
+            can_keep = not (self._is_unproven or self._starter.is_busy())
+        finally:
+            asked_s, default_s = self._options.keep_s, self._validated.request.env.keep_workers_s
+            keep_s = default_s if asked_s is None else asked_s
+            worker_pools.release(self._pool, keep_s=keep_s if can_keep else 0)
+
+    def _finish(self) -> None:
+        """Remove what is left of the ranks; the workers can be used again when every agent has confirmed it."""
+        self._starter.cancel()
+        self._starter.join(_CANCELLED_S)
+        run_id = self.run_folder.run_id
+        if self._starter.was_sent and not self._ranks.all_ended():
+            self._agents.broadcast(agent.kill_ranks, run_id)
+        calls = self._agents.broadcast(agent.finish_run, run_id)
+        is_leaving = self._group.job is not None and self._group.job.state == models.LEAVING
+        if not self._starter.was_sent or is_leaving:
+            # An agent may import for a long time, or be gone; and containers that end leave nothing behind.
+            return
+        # Workers that are not used again are not worth a long wait.
+        deadline = time.monotonic() + (_UNPROVEN_S if self._is_unproven else _FINISHED_S)
+        for call in calls:
+            call.wait(max(0.0, deadline - time.monotonic()))
+        if not all(call.ready() for call in calls):
+            self._is_unproven = True
+
+    def _shielded(self, target: Callable[[], None], activity: str) -> None:
+        """Run something in a thread that no further interrupt reaches."""
+        problems: list[BaseException] = []
+        thread = start_thread(target, problems.append)
+        is_quick = True
+        while thread.is_alive():
+            try:
+                thread.join(_QUICK_S if is_quick else _STEP_S)
+                is_quick = False
+                if thread.is_alive():
+                    self._view.show_progress(activity)
+            except KeyboardInterrupt:
+                self._view.prefix = "already stopping · "
+        for problem in problems:
+            self._view.print_line(str(problem), stream="stderr")

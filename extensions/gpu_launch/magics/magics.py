@@ -1,0 +1,308 @@
+"""The IPython magics: each reads its line, calls the package that does the work, and shows the result."""
+
+from __future__ import annotations
+
+import atexit
+import difflib
+import json
+import linecache
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from IPython import get_ipython
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
+
+from gpu_launch import environment
+from gpu_launch.common import exchange
+from gpu_launch.errors import UsageError
+from gpu_launch.launch import request
+from gpu_launch.magics import completion
+from gpu_launch.options import command, rank_session
+from gpu_launch.options.rank_session import RankSessionOptions
+from gpu_launch.output import history, logs
+from gpu_launch.sessions import messages
+
+if TYPE_CHECKING:
+    from gpu_launch.detached.submit import Submitted
+    from gpu_launch.options.launch_options import LaunchOptions
+    from gpu_launch.sessions.cell import CellRequest
+    from gpu_launch.sessions.session_manager import SessionManager
+
+
+#: The environment when the extension was loaded: the user has set what differs later, for the ranks too.
+_BEFORE = dict(os.environ)
+
+
+@magics_class
+class GpuRanksMagics(Magics):
+    """`%gpu_ranks` and `%%gpu_ranks`."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self._group: SessionManager | None = None
+        atexit.register(self._abandon)
+
+    @line_cell_magic
+    def gpu_ranks(self, line: str, cell: str | None = None) -> None:
+        """Run this cell on every rank of a process group that stays from cell to cell."""
+        asked = rank_session.parse(line, cell=cell is not None)
+        if asked.help:
+            sys.stdout.write(rank_session.USAGE)
+        elif asked.stop:
+            self._stop()
+        elif cell is not None:
+            built = self._cell(asked, line, cell)
+            self.shell.user_ns.update(self._ensure(asked).run_cell(built))
+        elif asked.has_start_flags or asked.restart:
+            self._ensure(asked)
+        else:
+            sys.stdout.write(messages.NO_SESSION if self._group is None else self._group.describe())
+
+    def _ensure(self, asked: RankSessionOptions) -> SessionManager:
+        """Return the running ranks, after starting them where there are none or others are asked for."""
+        from gpu_launch.sessions.session_manager import SessionManager
+
+        group = self._group
+        if group is not None and not asked.restart:
+            if group.is_active:
+                rank_session.check_same(group.options, asked)
+            if group.is_active or not asked.has_start_flags:
+                return group
+        options = group.options if group is not None and not asked.has_start_flags else asked.start
+        # A refusal must come before the running ranks are ended.
+        new = SessionManager(options, before=_BEFORE)
+        self._end()
+        new.start()
+        self._group = new
+        return new
+
+    def _cell(self, asked: RankSessionOptions, line: str, cell: str) -> CellRequest:
+        """Return the checked request, before any rank is involved."""
+        from gpu_launch.sessions.cell import CellRequest
+
+        text = cell_text(self.shell, line, cell)
+        check_syntax(cell, text)
+        exchange_files = exchange.build_exchange(
+            send=variables(asked.options.send, self.shell.user_ns), labels=labels(self.shell)
+        )
+        files = {} if exchange_files is None else exchange_files.files
+        sources = json.loads(files[exchange.SOURCES])["sources"] if exchange.SOURCES in files else {}
+        return CellRequest(
+            source=text,
+            body=cell,
+            ranks=asked.ranks,
+            send=files.get(exchange.SEND),
+            sources=sources,
+            returns=asked.options.returns,
+        )
+
+    def _stop(self) -> None:
+        nodes = self._end()
+        sys.stdout.write(f"gpu_launch: the ranks on {nodes} have ended\n" if nodes else messages.NO_SESSION)
+
+    def _end(self) -> str:
+        group, self._group = self._group, None
+        return "" if group is None else group.stop()
+
+    def _abandon(self) -> None:
+        if self._group is not None:
+            self._group.abandon()
+
+
+# `%gpu_ranks?` shows it.
+GpuRanksMagics.gpu_ranks.__doc__ = f"{GpuRanksMagics.gpu_ranks.__doc__}\n\n{rank_session.USAGE}"
+
+
+@magics_class
+class GpuLaunchMagics(Magics):
+    """The magics for launches, their output and their workers."""
+
+    @line_cell_magic
+    def gpu_launch(self, line: str, cell: str | None = None) -> None:
+        """Run a script or this cell with torchrun over several nodes' GPUs."""
+        options = command.parse(line, cell=cell is not None)
+        if options.help:
+            sys.stdout.write(command.USAGE)
+            return
+        text = None if cell is None else cell_text(self.shell, line, cell)
+        if cell is not None and text is not None:
+            check_syntax(cell, text)
+        exchange_files = exchange.build_exchange(
+            send=variables(options.send, self.shell.user_ns),
+            returns=options.returns,
+            cell=text,
+            labels=labels(self.shell),
+        )
+        if options.dry_run:
+            sys.stdout.write(_describe_dry_run(options, cell, exchange_files))
+        elif options.detach:
+            from gpu_launch.detached.submit import submit_from_notebook
+
+            _print_submitted(submit_from_notebook(options, cell=cell, before=_BEFORE, exchange=exchange_files))
+        else:
+            from gpu_launch.launch.launcher import launch
+
+            result = launch(options, cell=cell, before=_BEFORE, exchange=exchange_files)
+            self.shell.user_ns.update(result.returned)
+
+    @line_magic
+    def gpu_status(self, line: str) -> None:
+        """Show this notebook's workers, your jobs with their place in the queue, and the last runs."""
+        _check_empty("gpu_status", line)
+        from gpu_launch.magics import status
+
+        status.show(environment.read())
+
+    @line_magic
+    def gpu_logs(self, line: str) -> None:
+        """Show a run's output, see `logs.USAGE`."""
+        words = command.split_line(line)
+        if words in (["-h"], ["--help"]):
+            sys.stdout.write(logs.USAGE)
+            return
+        from gpu_launch.broker import client
+
+        env = environment.read()
+        try:
+            logs.show_logs(
+                logs.parse_arguments(words), home=env.home, write=_write, goes_on=lambda run: client.has_job(env, run)
+            )
+        except KeyboardInterrupt:
+            sys.stdout.write("\nstopped following; the run continues\n")
+
+    @line_magic
+    def gpu_cancel(self, line: str) -> None:
+        """End a job of yours: `%gpu_cancel RUN`, or `%gpu_cancel all`. %gpu_status names them."""
+        from gpu_launch.broker import client
+
+        sys.stdout.write(client.cancel_jobs(environment.read(), _read_run_id("gpu_cancel", line, needed=True)))
+
+    @line_magic
+    def gpu_release(self, line: str) -> None:
+        """Free this notebook's idle workers: `%gpu_release`, or those of one run: `%gpu_release RUN`."""
+        from gpu_launch.magics import status
+
+        sys.stdout.write(status.release_pools(_read_run_id("gpu_release", line, needed=False)))
+
+
+# `%gpu_launch?` shows these.
+GpuLaunchMagics.gpu_launch.__doc__ = f"{GpuLaunchMagics.gpu_launch.__doc__}\n\n{command.USAGE}"
+GpuLaunchMagics.gpu_logs.__doc__ = f"Show a run's output.\n\n{logs.USAGE}"
+
+
+def register(shell: Any) -> None:
+    """Give `shell` the magics and their completion."""
+    shell.register_magics(GpuLaunchMagics, GpuRanksMagics)
+    env = environment.read()
+    completion.install(
+        shell,
+        completion.CompletionSources(
+            models=completion.CachedCall(lambda: _models(env)).get,
+            names=lambda: [name for name in shell.user_ns if name not in shell.user_ns_hidden],
+            runs=lambda: [run.run_id for run in history.list_runs(env.home, most=50)],
+            jobs=completion.CachedCall(lambda: _jobs(env)).get,
+            folder=Path.cwd,
+        ),
+    )
+
+
+def labels(shell: Any) -> Callable[[str], str | None]:
+    """Return what names a cell by its code's file name, such as `Cell In[7]`; None for other code."""
+
+    def label(filename: str) -> str | None:
+        found = shell.compile.format_code_name(filename)
+        return None if found is None else " ".join(found)
+
+    return label
+
+
+def labels_here() -> Callable[[str], str | None]:
+    """Return the same for this process: a notebook, or a plain script, which has no cells."""
+    shell = get_ipython()
+    return (lambda filename: None) if shell is None else labels(shell)
+
+
+def cell_text(shell: Any, line: str, cell: str) -> exchange.CellSource:
+    """Return the running cell as the notebook shows it."""
+    inputs = shell.history_manager.input_hist_raw if shell.history_manager is not None else [""]
+    # Versions of IPython count up before a cell runs or after it: the place among the inputs is the number shown.
+    shown, number, body = inputs[-1], len(inputs) - 1, cell.rstrip("\n")
+    if not body or not shown.rstrip("\n").endswith(body):
+        # A program ran it, without adding it to the inputs.
+        shown, number = f"%%gpu_launch {line}\n{cell}", shell.execution_count
+    before = shown.rstrip("\n").removesuffix(body)
+    return exchange.CellSource(label=f"Cell In[{number}]", source=shown, skipped=before.count("\n"))
+
+
+def check_syntax(cell: str, text: exchange.CellSource) -> None:
+    """Refuse a cell that is not Python before any GPU is asked for."""
+    lines = text.source.splitlines(keepends=True)
+    linecache.cache[text.label] = (len(text.source), None, lines, text.label)
+    request.check_syntax("\n" * text.skipped + cell, text.label, shown=text.label)
+
+
+def variables(names: tuple[str, ...], namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the notebook's variables of these names.
+
+    Raises:
+        UsageError: for a name that the notebook does not have, with one that is close.
+    """
+    for name in exchange.find_missing(names, namespace):
+        close = difflib.get_close_matches(name, [other for other in namespace if not other.startswith("_")], n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise UsageError(f"--send {name}: the notebook has no variable {name}.{hint}")
+    return {name: namespace[name] for name in names}
+
+
+def _describe_dry_run(options: LaunchOptions, cell: str | None, exchange_files: exchange.ExchangeFiles | None) -> str:
+    from gpu_launch.launch import dry_run
+
+    if options.detach:
+        from gpu_launch.detached.submit import build_dry_run
+
+        return dry_run.format_report(build_dry_run(options, cell=cell, before=_BEFORE, exchange=exchange_files))
+    return dry_run.format_report(dry_run.build_report(options, cell=cell, before=_BEFORE, exchange=exchange_files))
+
+
+def _print_submitted(job: Submitted) -> None:
+    place = f", at position {job.position} in the queue" if job.position else ""
+    waits = f", waits for {job.waiting_for.removeprefix('waits for ')}" if job.waiting_for else ""
+    sys.stdout.write(
+        f"{job.run_id} runs without this notebook: {job.state}{place}{waits}.\n"
+        f"%gpu_logs {job.run_id} -f shows its output, %gpu_status its state, and %gpu_cancel {job.run_id} ends it.\n"
+    )
+
+
+def _write(stream: str, text: str) -> None:
+    out = sys.stdout if stream == "stdout" else sys.stderr
+    out.write(text)
+    out.flush()
+
+
+def _check_empty(magic: str, line: str) -> None:
+    if line.strip():
+        raise UsageError(f"%{magic} takes no arguments, and {line.strip()} is one.")
+
+
+def _read_run_id(magic: str, line: str, *, needed: bool) -> str:
+    words = line.split()
+    if len(words) > 1 or (needed and not words):
+        raise UsageError(f"%{magic} {line.strip()}: the id of one run is needed. %gpu_status names them.")
+    return words[0] if words else ""
+
+
+def _models(env: environment.Environment) -> list[str]:
+    from gpu_launch.broker.client import build_broker
+
+    broker = build_broker(env)
+    return list(broker.get_cluster().list_models()) if broker is not None else []
+
+
+def _jobs(env: environment.Environment) -> list[str]:
+    from gpu_launch.broker.client import build_broker, list_own_jobs
+
+    broker = build_broker(env)
+    return [job.run_id for job in list_own_jobs(broker, env)] if broker is not None else []

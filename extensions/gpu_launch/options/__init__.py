@@ -1,0 +1,1 @@
+"""Options of launches: one typed value for the magic, the function and the command line."""

@@ -1,0 +1,345 @@
+"""The one definition of a launch's options: flags, help, checks, and where each can be typed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
+from enum import StrEnum
+from typing import Any
+
+import click
+
+from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.options import value_types as types
+
+
+class Surface(StrEnum):
+    """A place, other than `%gpu_launch`, where options are typed."""
+
+    #: `%%gpu_ranks`.
+    RANKS = "ranks"
+    #: `gpu_launch.run(...)`.
+    FUNCTION = "function"
+    #: `gpu-launch run`.
+    COMMAND = "command"
+
+
+_RANKS, _FUNCTION, _COMMAND = Surface.RANKS, Surface.FUNCTION, Surface.COMMAND
+_ALL = (_RANKS, _FUNCTION, _COMMAND)
+DEMAND_FIELDS = frozenset(item.name for item in fields(GpuRequest))
+#: Options about asking for GPUs and about the notebook: a detached job's driver does not need them.
+NOT_IN_MANIFEST = DEMAND_FIELDS | {"timeout_s", "send", "returns", "keep_s", "detach", "dry_run", "help"}
+_SPANS = ("10m", "30m", "1h", "4h", "1d")
+_STREAMS = ("0", "1", "2", "3")
+
+
+class LaunchOption(click.Option):
+    """One option of a launch; its name is that of a field of `LaunchOptions` or of `Demand`."""
+
+    def __init__(
+        self,
+        *declarations: str,
+        section: str,
+        help: str = "",
+        surfaces: Collection[Surface] = _ALL,
+        completions: Sequence[str] = (),
+        is_torchruns: bool = False,
+        **more: Any,
+    ) -> None:
+        """`completions` are sample values; `is_torchruns` is for a flag that torchrun itself reads."""
+        is_switch = "type" not in more
+        super().__init__(list(declarations), help=help, is_flag=is_switch, default=False if is_switch else None, **more)
+        self.section, self.surfaces, self.completions = section, frozenset(surfaces), tuple(completions)
+        self.is_torchruns = is_torchruns
+
+    @property
+    def flag(self) -> str:
+        """The long flag: `--nnodes`."""
+        return self.opts[-1]
+
+    @property
+    def label(self) -> str:
+        """The flag's name without dashes: `nnodes`."""
+        return self.flag.removeprefix("--")
+
+    @property
+    def keyword(self) -> str:
+        """The keyword in `gpu_launch.run`."""
+        return "returns" if self.label == "return" else self.label.replace("-", "_")
+
+    @property
+    def usage(self) -> str:
+        """The flags and the metavar, for the help: `-t, --tee STREAMS`."""
+        return " ".join(filter(None, (", ".join(self.opts), self.metavar)))
+
+    def read(self, value: Any) -> Any:
+        """Return the checked value of what a Python caller gives."""
+        if self.is_flag:
+            return bool(value)
+        if isinstance(value, str):
+            text = value
+        elif isinstance(value, Iterable):
+            text = ",".join(value)
+        else:
+            text = str(value)
+        return self.type.convert(text, self, None)
+
+    def write(self, value: Any) -> str:
+        """Return the text that is read as this value."""
+        assert isinstance(self.type, types.OptionType)  # noqa: S101 - for the type checker
+        return self.type.write(value)
+
+
+_PARTS, _TIMES, _STARTS = "What takes part", "When", "How ranks start"
+_VARIABLES, _OUTPUT, TORCHRUN = "The notebook's variables", "Output", "As in torchrun"
+#: In the order of the help.
+OPTIONS: tuple[LaunchOption, ...] = (
+    LaunchOption(
+        "--nnodes",
+        section=_PARTS,
+        type=types.NODES,
+        metavar="N",
+        help="nodes that take part (1); MIN:MAX starts with what is free, and continues with less when others need "
+        "GPUs: the ranks get SIGTERM and start again on what is left",
+    ),
+    LaunchOption(
+        "--nproc-per-node",
+        section=_PARTS,
+        type=types.number(1, types.MAX_PROCESSES),
+        metavar="N",
+        help="ranks, and GPUs, a node (1)",
+    ),
+    LaunchOption(
+        "--model",
+        "models",
+        section=_PARTS,
+        type=types.MODELS,
+        metavar="NAME[,NAME...]",
+        help='only GPUs of these models, the preferred one first, such as "RTX 5090,RTX 5070" (any)',
+    ),
+    LaunchOption(
+        "--memory",
+        "least_memory_mib",
+        section=_PARTS,
+        type=types.MEMORY,
+        metavar="SIZE",
+        help="only GPUs with at least this much memory, such as 24G (any)",
+        completions=("8G", "12G", "16G", "24G", "32G", "48G", "80G"),
+    ),
+    LaunchOption("--same-model", section=_PARTS, help="all GPUs of one model (mixed ones are allowed)"),
+    LaunchOption(
+        "--exclusive",
+        section=_PARTS,
+        help="nothing else may run on the nodes; the notebook's own GPU does not take part",
+    ),
+    LaunchOption(
+        "--scavenge",
+        section=_TIMES,
+        surfaces=(_FUNCTION, _COMMAND),
+        help="release the GPUs when others need them: the ranks get SIGTERM and some time for a checkpoint, the launch "
+        "waits again and then runs the same command from its start",
+    ),
+    LaunchOption(
+        "--priority",
+        section=_TIMES,
+        type=types.number(-types.MAX_PRIORITY, types.MAX_PRIORITY),
+        metavar="N",
+        help="-100 to 100, higher goes first; above 0 for administrators (0)",
+    ),
+    LaunchOption(
+        "--time-limit",
+        "time_limit_s",
+        section=_TIMES,
+        type=types.span(types.MIN_TIME_LIMIT_S, types.MAX_TIME_LIMIT_S),
+        metavar="SPAN",
+        help="the longest time with the GPUs, such as 30m, 2h or 1d; a short one starts sooner where it fits in before "
+        "others (as the administrator set)",
+        completions=_SPANS,
+    ),
+    LaunchOption(
+        "--timeout-s",
+        section=_TIMES,
+        surfaces=(_RANKS, _FUNCTION),
+        type=types.SECONDS,
+        metavar="SECONDS",
+        help="stop waiting when no GPUs were free for this long (wait without limit)",
+    ),
+    LaunchOption(
+        "--max-restarts",
+        section=_TIMES,
+        surfaces=(_FUNCTION, _COMMAND),
+        type=types.number(0, 1000),
+        metavar="N",
+        help="start all ranks again after a failure, up to N times (0)",
+    ),
+    LaunchOption(
+        "--detach",
+        section=_TIMES,
+        surfaces=(),
+        help="submit it as a job that runs without this notebook; %gpu_logs and %gpu_status show it",
+    ),
+    LaunchOption("--dry-run", section=_TIMES, surfaces=(), help="show the request and the commands, and do nothing"),
+    LaunchOption(
+        "-m", "--module", section=_STARTS, surfaces=(_FUNCTION, _COMMAND), help="the script is a module's name"
+    ),
+    LaunchOption("--no-python", section=_STARTS, surfaces=(_FUNCTION, _COMMAND), help="the script is a program"),
+    LaunchOption(
+        "--preload",
+        section=_STARTS,
+        type=types.names(dotted=True),
+        metavar="MODULE[,MODULE...]",
+        help="import these, besides torch, before ranks are forked: the next launches start sooner",
+    ),
+    LaunchOption("--cold", section=_STARTS, help="start every rank with torchrun itself, nothing imported beforehand"),
+    LaunchOption(
+        "--keep",
+        "keep_s",
+        section=_STARTS,
+        surfaces=(_RANKS, _FUNCTION),
+        type=types.span(0, types.MAX_KEEP_S),
+        metavar="SPAN",
+        help="the workers stay with this notebook for this long after the launch, such as 30m; 0s frees them at once "
+        "(as the administrator set)",
+        completions=("0s", *_SPANS),
+    ),
+    LaunchOption(
+        "--send",
+        section=_VARIABLES,
+        surfaces=(_RANKS, _FUNCTION),
+        type=types.names(dotted=False),
+        metavar="NAME[,NAME...]",
+        help="give these variables of the notebook to the ranks",
+    ),
+    LaunchOption(
+        "--return",
+        "returns",
+        section=_VARIABLES,
+        surfaces=(_RANKS, _FUNCTION),
+        type=types.names(dotted=False),
+        metavar="NAME[,NAME...]",
+        help="copy these of the ranks' variables to the notebook, each as a list by rank",
+    ),
+    LaunchOption(
+        "-t",
+        "--tee",
+        section=_OUTPUT,
+        surfaces=(_RANKS, _COMMAND),
+        type=types.STREAMS,
+        metavar="STREAMS",
+        help="redirected streams that are shown as well: 1 stdout, 2 stderr, 3 both, or RANK:STREAMS,...",
+        completions=_STREAMS,
+    ),
+    LaunchOption(
+        "-r",
+        "--redirects",
+        section=_OUTPUT,
+        surfaces=(_RANKS, _COMMAND),
+        type=types.STREAMS,
+        metavar="STREAMS",
+        help="streams that go to the log files only",
+        completions=_STREAMS,
+    ),
+    LaunchOption(
+        "--local-ranks-filter",
+        "shown_ranks",
+        section=_OUTPUT,
+        surfaces=(_RANKS, _COMMAND),
+        type=types.LOCAL_RANKS,
+        metavar="RANKS",
+        help="show only these local ranks, such as 0,2",
+    ),
+    LaunchOption(
+        "--log-dir",
+        section=_OUTPUT,
+        surfaces=(_RANKS, _FUNCTION),
+        type=types.FOLDER,
+        metavar="DIR",
+        help="where log files go (~/.gpu_launch/jobs/<run>/logs)",
+    ),
+    LaunchOption(
+        "--monitor-interval",
+        section=TORCHRUN,
+        surfaces=(),
+        type=types.SECONDS_TEXT,
+        metavar="S",
+        is_torchruns=True,
+        help="as in torchrun",
+    ),
+    LaunchOption(
+        "--role",
+        section=TORCHRUN,
+        surfaces=(),
+        type=types.ROLE,
+        metavar="NAME",
+        is_torchruns=True,
+        help="as in torchrun",
+    ),
+    LaunchOption(
+        "--numa-binding",
+        section=TORCHRUN,
+        surfaces=(),
+        type=types.NUMA_BINDING,
+        metavar="KIND",
+        completions=types.NUMA_BINDINGS,
+        is_torchruns=True,
+        help="as in torchrun",
+    ),
+    LaunchOption(
+        "--signals-to-handle",
+        section=TORCHRUN,
+        surfaces=(),
+        type=types.SIGNALS,
+        metavar="NAMES",
+        is_torchruns=True,
+        help="as in torchrun",
+    ),
+    LaunchOption(
+        "--shutdown-timeout",
+        section=TORCHRUN,
+        surfaces=(),
+        type=types.number(0, types.MAX_KEEP_S),
+        metavar="S",
+        is_torchruns=True,
+        help="as in torchrun",
+    ),
+    LaunchOption("--virtual-local-rank", section=TORCHRUN, surfaces=(), is_torchruns=True, help="as in torchrun"),
+    LaunchOption("-h", "--help", section="", surfaces=(_RANKS,), hidden=True),
+)
+BY_LABEL: Mapping[str, LaunchOption] = {option.label: option for option in OPTIONS}
+BY_NAME: Mapping[str, LaunchOption] = {str(option.name): option for option in OPTIONS}
+
+_RENDEZVOUS = "the launch knows its nodes' addresses, and makes a store of its own for every start"
+_SHOWN = "the launch reads and shows ranks' output itself: use --tee, --redirects and --local-ranks-filter"
+#: torchrun's flags that a launch refuses, and why.
+REFUSED = {
+    "node-rank": "the launch numbers the nodes itself",
+    "master-addr": _RENDEZVOUS,
+    "master-port": _RENDEZVOUS,
+    "local-addr": "every node's address on your own network is found",
+    "rdzv-backend": _RENDEZVOUS,
+    "rdzv-endpoint": _RENDEZVOUS,
+    "rdzv-id": _RENDEZVOUS,
+    "rdzv-conf": _RENDEZVOUS,
+    "standalone": "one node is --nnodes 1, which is the default",
+    "start-method": "ranks are forked from a process that has imported torch, or with --cold started by torchrun",
+    "run-path": "name the script without it; it runs as __main__ in either case",
+    "event-log-handler": "a launch keeps no record of torchrun's own events; %gpu_logs shows the ranks' output",
+    "logs-specs": "the launch reads the log files where torchrun puts them by default; --log-dir moves them",
+    "duplicate-stdout-filters": _SHOWN,
+    "duplicate-stderr-filters": _SHOWN,
+}
+
+_OUTLIVES = "a detached job runs without this notebook"
+_PROGRAM = "a program has no Python variables"
+#: Pairs of options that make no sense together, and why.
+EXCLUDING = (
+    ("module", "no_python", "the script is either a module or a program"),
+    ("no_python", "send", _PROGRAM),
+    ("no_python", "returns", _PROGRAM),
+    ("no_python", "preload", "a program starts from nothing on every rank, so imports do not help it"),
+    ("cold", "preload", "--cold starts every rank with nothing imported"),
+    ("detach", "send", f"{_OUTLIVES}, so let the script load what it needs from a file"),
+    ("detach", "returns", f"{_OUTLIVES}, so let the script save its results to a file"),
+    ("detach", "keep_s", f"{_OUTLIVES}, and its workers end with it"),
+    ("detach", "timeout_s", f"{_OUTLIVES} and waits as long as needed; %gpu_cancel withdraws it"),
+)

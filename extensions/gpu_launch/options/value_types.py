@@ -1,0 +1,174 @@
+"""What the options of a launch take: each type reads a typed text, checks it, and writes the value as text again.
+
+A value that is wrong raises UsageError, which names the flag, the value and what is right.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from gpu_launch import units
+from gpu_launch.errors import UsageError
+
+MAX_NODES, MAX_PROCESSES, MAX_MODELS, MAX_PRIORITY = 1024, 64, 16, 100
+MIN_TIME_LIMIT_S, MAX_TIME_LIMIT_S = 60, 366 * 86400
+MAX_KEEP_S = 86400
+#: As in torch.numa.binding.
+NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
+_STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
+_SECONDS = re.compile(r"(?=.*[1-9])\d{1,7}(\.\d{1,3})?")
+_RANKS = re.compile(r"\d{1,6}(,\d{1,6})*")
+_SIGNAL = re.compile(r"SIG[A-Z0-9]{2,12}")
+_ROLE = re.compile(r"[\w.-]{1,64}")
+
+
+class OptionType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
+    """The type of an option, from a function that reads a text and one that writes a value."""
+
+    def __init__(
+        self, name: str, read: Callable[[str, str], Any], write: Callable[[Any], str] = str, *, lists: bool = False
+    ) -> None:
+        self.name = name
+        self._read, self._write = read, write
+        #: Several values, with commas between them, may also be given as a list.
+        self.lists = lists
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        del ctx
+        flag = param.opts[-1] if param is not None else self.name
+        # `-t=3` comes as `=3`.
+        text = value.removeprefix("=") if param is not None and len(param.opts) > 1 else value
+        return self._read(flag, text)
+
+    def write(self, value: Any) -> str:
+        """Return the text that reads as this value."""
+        return self._write(value)
+
+
+def parse_number(flag: str, value: str, *, least: int, most: int) -> int:
+    """Return the whole number in `value`."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,9}", value) or not least <= int(value) <= most:
+        raise UsageError(f"{flag} {value}: a whole number from {least} to {most} is needed.")
+    return int(value)
+
+
+def number(least: int, most: int) -> OptionType:
+    """Return the type of whole numbers between two limits."""
+    return OptionType("number", lambda flag, value: parse_number(flag, value, least=least, most=most))
+
+
+def span(least_s: int, most_s: int) -> OptionType:
+    """Return the type of spans of time such as `30m`, in seconds."""
+    return OptionType(
+        "span", lambda flag, value: units.parse_span(flag, value, least=least_s, most=most_s), units.write_span
+    )
+
+
+def pattern(expression: re.Pattern[str], right: str) -> OptionType:
+    """Return the type of texts that match; `right` names the correct form."""
+    return OptionType("text", lambda flag, value: _match(flag, value, expression, right))
+
+
+def names(*, dotted: bool) -> OptionType:
+    """Return the type of Python names with commas between them; with `dotted` those of modules in packages too."""
+    return OptionType("names", lambda flag, value: _read_names(flag, value, dotted=dotted), ",".join, lists=True)
+
+
+def _match(flag: str, value: str, expression: re.Pattern[str], right: str) -> str:
+    if not expression.fullmatch(value):
+        raise UsageError(f"{flag} {value}: use {right}.")
+    return value
+
+
+def _read_nodes(flag: str, value: str) -> tuple[int | None, int]:
+    """Return the least and the greatest number of nodes in `1:3`; no least number for `3`."""
+    least, is_range, most = value.partition(":")
+    if not is_range:
+        return None, parse_number(flag, value, least=1, most=MAX_NODES)
+    if not (re.fullmatch(r"[0-9]{1,4}", least) and re.fullmatch(r"[0-9]{1,4}", most)):
+        raise UsageError(f"{flag} {value}: a number of nodes, or MIN:MAX such as 1:3, is needed.")
+    if not 1 <= int(least) <= int(most) <= MAX_NODES:
+        raise UsageError(f"{flag} {value}: MIN:MAX needs 1 ≤ MIN ≤ MAX ≤ {MAX_NODES}, such as 1:3.")
+    return int(least), int(most)
+
+
+def _write_nodes(value: tuple[int | None, int]) -> str:
+    least, most = value
+    return str(most) if least is None else f"{least}:{most}"
+
+
+def _read_models(flag: str, value: str) -> tuple[str, ...]:
+    models = tuple(" ".join(part.split()) for part in value.split(","))
+    if not all(models):
+        raise UsageError(f"{flag} needs a value: one model, or several with a comma between them.")
+    if len(models) > MAX_MODELS:
+        raise UsageError(f"{flag}: at most {MAX_MODELS} models can be named.")
+    return models
+
+
+def _read_names(flag: str, value: str, *, dotted: bool) -> tuple[str, ...]:
+    values = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+    for name in values:
+        parts = name.split(".") if dotted else [name]
+        if not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
+            raise UsageError(
+                f"{flag} {value}: names such as model,losses are needed, and {name!r} is not a Python name."
+            )
+        if name.startswith("__"):
+            raise UsageError(f"{flag} {value}: {name} is Python's own.")
+    return values
+
+
+def _read_ranks(flag: str, value: str, *, right: str) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in _match(flag, value, _RANKS, right).split(","))
+
+
+def _write_ranks(ranks: tuple[int, ...]) -> str:
+    return ",".join(map(str, ranks))
+
+
+def _read_folder(flag: str, value: str) -> str:
+    if not value.strip():
+        raise UsageError(f"{flag} needs a value.")
+    return value
+
+
+def _read_binding(flag: str, value: str) -> str:
+    if value not in NUMA_BINDINGS:
+        raise UsageError(f"{flag} {value}: one of {', '.join(NUMA_BINDINGS)} is needed.")
+    return value
+
+
+def _read_signals(flag: str, value: str) -> str:
+    values = [name.strip() for name in value.split(",")]
+    # Windows lacks these signals: there only the spelling can be checked.
+    valid = signal.Signals.__members__ if hasattr(signal, "SIGUSR1") else values
+    if not all(_SIGNAL.fullmatch(name) and name in valid for name in values):
+        raise UsageError(f"{flag} {value}: names of signals such as SIGTERM,SIGUSR1 are needed.")
+    return value
+
+
+_STREAMS_RIGHT = "0, 1 (stdout), 2 (stderr), 3 (both) or 0:3,1:1"
+NODES = OptionType("nodes", _read_nodes, _write_nodes)
+MODELS = OptionType("models", _read_models, ",".join, lists=True)
+MEMORY = OptionType("memory", units.parse_memory, units.write_memory)
+SECONDS = OptionType(
+    "seconds", lambda flag, value: float(_match(flag, value, _SECONDS, "a number of seconds above 0")), "{:g}".format
+)
+#: As SECONDS, for a flag that torchrun reads itself.
+SECONDS_TEXT = pattern(_SECONDS, "a number of seconds above 0")
+STREAMS = pattern(_STREAMS, _STREAMS_RIGHT)
+LOCAL_RANKS = OptionType(
+    "ranks", lambda flag, value: _read_ranks(flag, value, right="local ranks such as 0,2"), _write_ranks
+)
+RANKS = OptionType("ranks", lambda flag, value: tuple(sorted(set(_read_ranks(flag, value, right="ranks such as 0,2")))))
+FOLDER = OptionType("folder", _read_folder)
+ROLE = pattern(_ROLE, "a word such as trainer")
+NUMA_BINDING = OptionType("binding", _read_binding)
+SIGNALS = OptionType("signals", _read_signals)

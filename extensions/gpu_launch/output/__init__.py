@@ -1,0 +1,1 @@
+"""The display of a launch to its user: lines, progress, failures, logs."""

@@ -1,1 +1,0 @@
-"""What runs in a worker container beside the engine: the ranks, and what starts them."""

@@ -1,0 +1,1 @@
+"""Rank sessions: ranks that keep running between `%%gpu_ranks` cells."""

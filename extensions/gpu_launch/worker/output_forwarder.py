@@ -1,0 +1,150 @@
+"""Forwards the output, heartbeats, progress, failures and exits of a node's ranks to the notebook."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from signal import SIGKILL
+from typing import Any
+
+from gpu_launch.common.launch_spec import RankEnd
+from gpu_launch.common.output_channel import OutputSender
+from gpu_launch.common.run_folder import RunFolder
+from gpu_launch.worker import cgroup_memory, log_files
+from gpu_launch.worker.gpu_monitor import GpuMonitor
+from gpu_launch.worker.log_tail import CHUNK, LogTail
+from gpu_launch.worker.runners.base import NodeSpec, ProcessExit, Runner
+
+#: Seconds between polls of the files.
+PERIOD_S = 0.5
+_FIELDS = ("step", "total", "text", "metrics")
+_POLL_S = 0.02  # seconds between polls of the log files
+_HEARTBEAT_S = 1.0  # seconds between heartbeats
+_SEND_MS = 500  # a notebook that receives nothing for this time is tried again, until the agent abandons it
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class OutputForwarder:
+    """Forwards the output of one start."""
+
+    def __init__(self, runner: Runner, node: NodeSpec, gpus: GpuMonitor, *, is_terminating: Callable[[], bool]) -> None:
+        self._runner, self._node, self._gpus, self._is_terminating = runner, node, gpus, is_terminating
+        self._tail = LogTail(
+            node.logs,
+            run_id=node.spec.run_id,
+            first_rank=node.ranks.start,
+            processes=node.processes,
+            unlimited=node.spec.unlimited_output,
+        )
+        self._progress = ProgressFiles(node.run, node.ranks)
+        self._oom_kills = cgroup_memory.count_oom_kills()
+        self._has_announced_shutdown = False
+        self._heartbeat_at = 0.0
+        self._reading_number = 0
+        #: Set when the agent stops waiting for the notebook.
+        self.abandoned = threading.Event()
+
+    def run(self) -> None:
+        """Forward until the ranks have ended and all output is sent, or until `abandoned` is set."""
+        sender = OutputSender(self._node.spec.channel)
+        self._gpus.start()
+        try:
+            while (code := self._runner.poll()) is None and not self.abandoned.is_set():
+                if not self._forward(sender):
+                    self._runner.wait(_POLL_S)
+            self._send_failures(sender)
+            while entries := self._tail.read(everything=True):
+                self._send(sender, "output", entries=entries)
+            # Progress that was reported after the last poll.
+            for progress in self._progress.read_changes(float("inf")):
+                self._send(sender, "progress", **progress)
+            if code is not None:
+                ends = [asdict(self._rank_end(end)) for end in self._runner.exits()]
+                self._send(sender, "exit", code=code, ends=ends, said=self._runner.failure_note())
+        finally:
+            self._gpus.stop()
+            self._tail.close()
+            sender.close()
+
+    def _forward(self, sender: OutputSender) -> bool:
+        """Send new output, progress and GPU readings; return whether more output is waiting."""
+        self._send_failures(sender)
+        entries, now = self._tail.read(), time.monotonic()
+        if entries or now - self._heartbeat_at >= _HEARTBEAT_S:
+            self._heartbeat_at = now
+            self._send(sender, "output", entries=entries)
+        for progress in self._progress.read_changes(now):
+            self._send(sender, "progress", **progress)
+        number, readings = self._gpus.latest(self._reading_number)
+        if number != self._reading_number:
+            self._reading_number = number
+            self._send(sender, "gpus", readings=readings)
+        # Wait until a good part of a chunk is there: one message a line would cost the ranks a core.
+        return any(len(entry[3] or "") > CHUNK // 2 for entry in entries)
+
+    def _send_failures(self, sender: OutputSender) -> None:
+        """Send failures, after the notice that this container is terminating: they may follow from it."""
+        if self._is_terminating() and not self._has_announced_shutdown:
+            self._has_announced_shutdown = True
+            self._send(sender, "leaving")
+        for end in self._runner.new_failures():
+            self._send(sender, "failed", end=asdict(self._rank_end(end)))
+
+    def _send(self, sender: OutputSender, kind: str, **content: Any) -> None:
+        node = self._node
+        message = {"kind": kind, "node_rank": node.node_rank, "node": node.name, "attempt": node.spec.attempt} | content
+        while not sender.send(message, wait_ms=_SEND_MS) and not self.abandoned.is_set():
+            pass
+
+    def _rank_end(self, end: ProcessExit) -> RankEnd:
+        tail, written_at_ns = self._tail.read_stderr_end(end.rank)
+        local_rank = end.rank - self._node.ranks.start
+        kills = cgroup_memory.count_oom_kills() if end.code == -SIGKILL else None
+        # A traceback that Python wrote does not contain frames of gpu_launch.
+        error = tail if _TRACEBACK in tail or not end.traceback else end.traceback
+        is_oom = kills is not None and kills > (self._oom_kills or 0)
+        return RankEnd(
+            rank=end.rank,
+            node=self._node.name,
+            exit_code=end.code,
+            error=error or (log_files.describe_full_disk(self._node.logs) if end.code else ""),
+            at_ns=end.at_ns or written_at_ns,
+            gpu=self._gpus.describe_gpu(local_rank, self._node.environ),
+            is_out_of_memory=is_oom,
+            memory_limit_mib=cgroup_memory.read_limit_mib() if is_oom else 0,
+        )
+
+
+class ProgressFiles:
+    """Follows the ranks' progress files, after removing old ones."""
+
+    def __init__(self, run: RunFolder, ranks: Sequence[int]) -> None:
+        self._files = {rank: run.progress_file(rank) for rank in ranks}
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._due_at = 0.0
+        for file in self._files.values():
+            file.unlink(missing_ok=True)
+
+    def read_changes(self, now: float) -> list[dict[str, Any]]:
+        """Return the progress of ranks whose file has changed, at most twice a second."""
+        if now < self._due_at:
+            return []
+        self._due_at = now + PERIOD_S
+        changes = (self._read_change(rank) for rank in self._files)
+        return [progress for progress in changes if progress is not None]
+
+    def _read_change(self, rank: int) -> dict[str, Any] | None:
+        try:
+            stat = self._files[rank].stat()
+            if self._seen.get(rank) == (key := (stat.st_mtime_ns, stat.st_ino)):
+                return None
+            progress = json.loads(self._files[rank].read_text())
+        except (OSError, ValueError):
+            return None
+        self._seen[rank] = key
+        if not isinstance(progress, dict):
+            return None
+        return {"rank": rank} | {name: progress.get(name) for name in _FIELDS}

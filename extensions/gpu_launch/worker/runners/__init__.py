@@ -1,0 +1,1 @@
+"""Ways to start ranks: forked, by torchrun, as a plain command."""

@@ -1,0 +1,154 @@
+"""The promise of a part of a GPU, with a module that stands for torch."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gpu_launch.common import memory_cap
+
+#: As much of torch as the cap needs: CUDA begins when `torch.cuda.init()` is called, and calls what waited for it.
+TORCH = """
+    from types import SimpleNamespace
+
+    class Cuda:
+        def __init__(self):
+            self.waiting, self.fractions, self.is_initialized = [], [], False
+
+        def _lazy_call(self, call):
+            self.waiting.append(call)
+
+        def init(self):
+            self.is_initialized = True
+            for call in self.waiting:
+                call()
+
+        def get_device_properties(self, device):
+            return SimpleNamespace(total_memory=16 * 1024**3)
+
+        def set_per_process_memory_fraction(self, fraction, device):
+            self.fractions.append([fraction, device])
+
+    cuda = Cuda()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs Python code in a process of its own, with a stand-in for torch; what it prints as JSON."""
+    (tmp_path / "torch.py").write_text(textwrap.dedent(TORCH))
+
+    def call(code, *arguments, cap="4096", python=("-c",)):
+        environ = {"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)}
+        if cap is not None:
+            environ["GPUHUB_GPU_MEMORY_CAP_MIB"] = cap
+        command = [sys.executable, *python, code, *arguments]
+        done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return call
+
+
+FRACTIONS = "print(json.dumps([torch.cuda.is_initialized, torch.cuda.init(), torch.cuda.fractions]))"
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["memory_cap.install(); import torch", "import torch; memory_cap.install()"],
+    ids=["torch later", "torch before"],
+)
+def test_torch_keeps_to_the_part_when_cuda_begins(run, order):
+    """And not before: importing torch does not begin it."""
+    before, _, fractions = run(f"import json; from gpu_launch.common import memory_cap; {order}; {FRACTIONS}")
+    assert (before, fractions) == (False, [[0.25, 0]])
+
+
+def test_whoever_only_asks_whether_torch_is_there_changes_nothing(run):
+    """Libraries look for it without importing it; the module that comes in the end has its own loader."""
+    code = """
+import importlib.util, json, sys
+from gpu_launch.common import memory_cap
+memory_cap.install()
+found = importlib.util.find_spec("torch") is not None
+was_imported = "torch" in sys.modules
+import torch
+torch.cuda.init()
+left = [finder for finder in sys.meta_path if isinstance(finder, memory_cap._Finder)]
+print(json.dumps([found, was_imported, torch.cuda.fractions, len(left), type(torch.__loader__).__name__,
+                  type(torch.__spec__.loader).__name__]))
+"""
+    assert run(code) == [True, False, [[0.25, 0]], 0, "SourceFileLoader", "SourceFileLoader"]
+
+
+@pytest.mark.parametrize("cap", [None, "", "0", "lots"])
+def test_a_whole_gpu_has_no_cap(run, cap):
+    """Nothing is put in the way of imports."""
+    code = "import json, sys; from gpu_launch.common import memory_cap; n = len(sys.meta_path); memory_cap.install(); "
+    code += f"import torch; assert len(sys.meta_path) == n; {FRACTIONS}"
+    assert run(code, cap=cap)[2] == []
+
+
+def test_a_module_that_is_not_there_is_not_there(run):
+    """The hook does not hide that."""
+    code = """
+import json
+from gpu_launch.common import memory_cap
+memory_cap.call_after_import("no_such_module_here", print)
+try:
+    import no_such_module_here
+except ModuleNotFoundError as error:
+    print(json.dumps(str(error)))
+"""
+    assert run(code) == "No module named 'no_such_module_here'"
+
+
+def test_a_cap_above_the_card_is_the_card():
+    """A fraction is at most 1."""
+    fractions = []
+    torch = SimpleNamespace(
+        cuda=SimpleNamespace(
+            _lazy_call=lambda call: call(),
+            get_device_properties=lambda device: SimpleNamespace(total_memory=8 * 1024**3),
+            set_per_process_memory_fraction=lambda fraction, device: fractions.append((fraction, device)),
+        )
+    )
+    memory_cap.limit_process(torch, 9000)
+    assert fractions == [(1.0, 0)]
+
+
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+def test_a_capped_script_runs_as_python_would_run_it(run, tmp_path, as_module):
+    """Its own name, arguments and folder to import from, and with torch under the cap."""
+    folder = tmp_path / "pkg"
+    folder.mkdir()
+    (folder / "helper.py").write_text("WORD = 'imported'")
+    (folder / "train.py").write_text(
+        "import json, sys, torch\n"
+        f"import {'pkg.' if as_module else ''}helper as helper\n"
+        "torch.cuda.init()\n"
+        "print(json.dumps([__name__, sys.argv[1:], sys.argv[0].endswith('train.py'), helper.WORD,\n"
+        "                  torch.cuda.fractions]))\n"
+    )
+    arguments = ["-m", "pkg.train"] if as_module else ["pkg/train.py"]
+    found = run("gpu_launch.worker.rank_main", *arguments, "--epochs", "2", python=("-m",))
+    assert found == ["__main__", ["--epochs", "2"], True, "imported", [[0.25, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("cap", "extensions"), [("4096", ["gpu_launch", "gpu_launch.common.memory_cap"]), ("", ["gpu_launch"])]
+)
+def test_kernels_of_the_image_get_the_cap_only_with_a_part(monkeypatch, cap, extensions):
+    """The image's settings name the extension that installs it."""
+    monkeypatch.setenv("GPUHUB_GPU_MEMORY_CAP_MIB", cap)
+    settings = Path(memory_cap.__file__).parents[1] / "image_config" / "ipython_config.py"
+    config = SimpleNamespace(InteractiveShellApp=SimpleNamespace(extensions=[]))
+    runpy.run_path(str(settings), {"get_config": lambda: config})
+    assert config.InteractiveShellApp.extensions == extensions

@@ -1,0 +1,47 @@
+"""The parts of gpu_launch that follow torch: torchrun's flags, and tensors as metrics."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.distributed.run import get_args_parser
+
+import gpu_launch
+from gpu_launch.options import definition
+
+pytestmark = pytest.mark.torch
+
+
+def test_every_flag_of_torchrun_is_supported_or_refused_with_a_reason():
+    """Taken from torchrun's own parser, so that a new one is noticed: it belongs in one of the two tables."""
+    actions = get_args_parser()._actions
+    longs = {
+        option.removeprefix("--").replace("_", "-")
+        for action in actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    assert longs - {*definition.BY_LABEL, *definition.REFUSED} == set()
+    shorts = {option for action in actions for option in action.option_strings if not option.startswith("--")}
+    assert shorts == {flag for option in definition.OPTIONS for flag in option.opts if not flag.startswith("--")}
+    assert set(definition.REFUSED) <= longs
+    assert not set(definition.BY_LABEL) & set(definition.REFUSED)
+    switches = {name for action in actions if action.nargs == 0 for name in _names(action)}
+    assert (
+        switches & set(definition.BY_LABEL)
+        == {label for label, option in definition.BY_LABEL.items() if option.is_flag} & longs
+    )
+
+
+def _names(action):
+    return {option.removeprefix("--").replace("_", "-") for option in action.option_strings if option.startswith("--")}
+
+
+def test_a_reported_tensor_is_its_number(tmp_path, monkeypatch):
+    """A tensor with one element is a number, another one is text."""
+    path = tmp_path / "progress-0.json"
+    monkeypatch.setenv("GPU_LAUNCH_PROGRESS", str(path))
+    gpu_launch.report(1, 1, loss=torch.tensor(0.25), many=torch.ones(2))
+    assert json.loads(path.read_text())["metrics"] == {"loss": 0.25, "many": "tensor([1., 1.])"}

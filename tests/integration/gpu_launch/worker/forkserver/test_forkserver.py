@@ -1,0 +1,261 @@
+"""The fork server: when it serves, when it refuses, when it is renewed; its store; what it keeps for itself."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gpu_launch.common import processes
+from gpu_launch.worker import agent, cgroup_memory, shm_cleanup
+from gpu_launch.worker.forkserver import child, safety
+from gpu_launch.worker.forkserver.client import ForkRefused
+from gpu_launch.worker.gpu_monitor import choose_gpu
+
+pytestmark = pytest.mark.torch
+
+HELLO = """
+    import os, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    value = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(value)
+    print("sum", value.item())
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+        raise SystemExit("once")
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def module(node, name, text):
+    """A module in a folder below the home; the environment by which it is found."""
+    folder = node.home / "lib"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(text)
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_one_that_is_as_wanted_stays(node):
+    """Also with variables that ranks set for themselves."""
+    assert agent.prepare_forking((), {}) == ""
+    first = node.server
+    assert agent.prepare_forking((), {"MINE": "1", "OMP_NUM_THREADS": "3", "NCCL_DEBUG": "INFO"}) == ""
+    assert node.server is first
+
+
+def test_what_counts_at_a_start_only_renews_it(node):
+    """And the rank has it from the start."""
+    assert agent.prepare_forking((), {}) == ""
+    first = node.server
+    environ = {"PYTHONHASHSEED": "7"}
+    assert agent.prepare_forking((), environ) == ""
+    assert node.server is not first
+    assert not first.is_alive()
+    found = {node.launch(node.script("print(hash('a'))"), environ=environ)["code"]: node.text()}
+    cold = subprocess.run(
+        [sys.executable, "-c", "print(hash('a'))"], check=True, env=os.environ | environ, capture_output=True, text=True
+    )
+    assert found == {0: cold.stdout}
+
+
+def test_preloaded_modules_are_there_and_new_when_their_file_is(node):
+    """More modules are imported by the server that is there; fewer, or another text, need a new one."""
+    environ = module(node, "slow_to_import", "WORD = 'old'")
+    assert agent.prepare_forking(("colorsys",), environ) == ""
+    first = node.server
+    both = ("colorsys", "slow_to_import")
+    assert agent.prepare_forking(both, environ) == ""
+    assert agent.prepare_forking(both, environ) == ""
+    assert node.server is first
+    module(node, "slow_to_import", "WORD = 'changed'")
+    assert agent.prepare_forking(both, environ) == ""
+    second = node.server
+    assert second is not first
+    assert agent.prepare_forking((), environ) == ""
+    assert node.server is not second
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()", "2 threads"),
+        ("import torch; torch.cuda.is_initialized = lambda: True", "torch has initialised CUDA"),
+        ("raise SystemExit(3)", "unsafe cannot be imported with .*SystemExit: 3"),
+    ],
+    ids=["thread", "cuda", "exit"],
+)
+def test_what_makes_forking_unsafe_is_said_and_nothing_is_forked(node, text, why):
+    """Why is in the words of a person."""
+    environ = module(node, "unsafe", text)
+    said = agent.prepare_forking(("unsafe",), environ)
+    assert re.search(why, said), said
+    assert "unsafe" in said
+    with pytest.raises(ForkRefused, match="unsafe"):
+        agent.open_store("run-x", 0)
+
+
+def test_a_preload_that_was_mended_serves(node):
+    """Without any word from the user."""
+    environ = module(node, "unsafe", "1 / 0")
+    assert "ZeroDivisionError" in agent.prepare_forking(("unsafe",), environ)
+    module(node, "unsafe", "")
+    assert agent.prepare_forking(("unsafe",), environ) == ""
+
+
+def test_another_interpreter_is_not_forked(node):
+    """PYTHON_EXEC is torchrun's variable for it."""
+    assert "/opt/other/python" in agent.prepare_forking((), {"PYTHON_EXEC": "/opt/other/python"})
+
+
+def test_each_generation_has_a_store_of_its_own(node):
+    """A restart finds nothing of the ranks before it, and their store is gone."""
+    script = node.script(HELLO)
+    node.start(script, nproc=2, max_restarts=1)
+    (rank_1,) = [end for end in node.end_of_start()["ends"] if end["rank"] == 1]
+    assert (rank_1["exit_code"], "once" in rank_1["error"]) == (1, True)
+    first = node.port
+    node.start(script, nproc=2, again=True, attempt=1, restart_count=1, max_restarts=1)
+    assert node.port != first
+    assert node.end()["code"] == 0, node.text("stderr")
+    assert [node.text(rank=rank) for rank in range(2)] == ["sum 3.0\n"] * 2
+    deadline = time.monotonic() + 5
+    while any(map(is_open, (first, node.port))):
+        assert time.monotonic() < deadline
+
+
+def is_open(port):
+    """Whether anybody listens there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def counts(node):
+    """What may leak: threads, files of both processes, processes, shared memory."""
+    server = node.server._process.pid
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "server's files": len(list(Path(f"/proc/{server}/fd").iterdir())),
+        "server's children": processes.find_descendants(server),
+        "zombies": [
+            pid
+            for pid in processes.find_descendants(os.getpid())
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        ],
+        "shared": sorted(name for name in shm_cleanup.list_names() if node.crew.run_id in name),
+        "marked": processes.find_marked(processes.build_mark(node.run.run_id, None)),
+    }
+
+
+SHARING = """
+    import os, sys, torch
+    tensor = torch.ones(10).share_memory_()
+    open("/dev/shm/torch_left_%s_%d" % (sys.argv[1], os.getpid()), "w").close()
+"""
+
+
+def test_fifty_launches_leave_nothing(node):
+    """No process, thread, file, zombie or shared memory, in the agent or its fork server."""
+    script = node.script(SHARING)
+    assert agent.prepare_forking((), {}) == ""
+    for _ in range(2):
+        node.launch(script, node.crew.run_id, nproc=2)
+    before, own = counts(node), len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(50):
+        assert node.launch(script, node.crew.run_id)["code"] == 0, node.text("stderr")
+    deadline = time.monotonic() + 5
+    while counts(node) != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert counts(node) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == own
+
+
+def test_semaphores_in_use_stay():
+    """They are mapped under a name that they do not have any more."""
+    before = shm_cleanup.list_names()
+    lock = multiprocessing.get_context("spawn").Lock()
+    came = shm_cleanup.list_names() - before
+    assert lock._semlock.name.removeprefix("/") in {name.removeprefix("sem.") for name in came}
+    shm_cleanup.remove_leftovers(before)
+    assert came <= shm_cleanup.list_names()
+
+
+def test_files_in_use_and_others_stay_in_shared_memory(tmp_path):
+    """Only what came, is known to be of such libraries, and nobody has open."""
+    (tmp_path / "torch_1_0").touch()
+    before = shm_cleanup.list_names(tmp_path)
+    for name in ("torch_2_0", "sem.mp-abc", "dataset.npy"):
+        (tmp_path / name).touch()
+    with (tmp_path / "nccl-abc").open("w"):
+        assert shm_cleanup.remove_leftovers(before, tmp_path) == ["sem.mp-abc", "torch_2_0"]
+    assert shm_cleanup.list_names(tmp_path) == {"torch_1_0", "dataset.npy", "nccl-abc"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "has_mkl", "number"),
+    [
+        ({}, True, 6),
+        ({"OMP_NUM_THREADS": "4"}, True, 4),
+        ({"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "2"}, True, 2),
+        ({"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "2"}, False, 4),
+        ({"OMP_NUM_THREADS": "8,2"}, False, 8),
+        ({"OMP_NUM_THREADS": "many"}, False, 6),
+    ],
+)
+def test_the_number_of_threads_is_that_of_a_new_process(environ, has_mkl, number):
+    """As torch chooses it."""
+    assert child.choose_thread_count(environ, cores=6, has_mkl=has_mkl) == number
+
+
+def test_variables_that_count_at_a_start():
+    """Those of loaders, interpreters, thread pools and torch's own; not what is read later."""
+    late = {"NCCL_DEBUG": "1", "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}
+    early = {"LD_PRELOAD": "x", "PYTHONHASHSEED": "1", "TORCH_LOGS": "dynamo", "OMP_PROC_BIND": "true", "LANG": "C"}
+    assert safety.select_start_variables(late | early) == early
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "kills", "limit"),
+    [
+        ("0::/docker/4f", {"memory.events": "oom 1\noom_kill 3\n", "memory.max": "1073741824\n"}, 3, 1024),
+        ("0::/docker/4f", {"docker/4f/memory.events": "oom_kill 1\n", "docker/4f/memory.max": "max\n"}, 1, 0),
+        (
+            "4:memory:/a",
+            {"memory/memory.oom_control": "under_oom 0\noom_kill 2\n", "memory/memory.limit_in_bytes": "9" * 19},
+            2,
+            0,
+        ),
+        ("1:name=systemd:/", {}, None, 0),
+    ],
+)
+def test_the_containers_memory_is_read_from_either_version_of_cgroups(tmp_path, line, files, kills, limit):
+    """Where its own group is mounted at the root too."""
+    (tmp_path / "cgroup").write_text(f"{line}\n")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cgroup_memory.count_oom_kills(tmp_path / "cgroup", tmp_path) == kills
+    assert cgroup_memory.read_limit_mib(tmp_path / "cgroup", tmp_path) == limit
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "name"),
+    [
+        (1, None, "H200 GPU-b"),
+        (0, "1,0", "H200 GPU-b"),
+        (1, "GPU-b,GPU-a", "L40 GPU-a"),
+        (1, "0", ""),
+        (0, "7", ""),
+        (2, None, ""),
+    ],
+)
+def test_a_ranks_gpu_is_that_of_its_number(local_rank, visible, name):
+    """As CUDA_VISIBLE_DEVICES orders them."""
+    assert choose_gpu(local_rank, [("GPU-a", "L40"), ("GPU-b", "H200")], visible) == name

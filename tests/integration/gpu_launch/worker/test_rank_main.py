@@ -1,0 +1,156 @@
+"""A rank's script sees what Python itself would show it: the same scripts, with and without us in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import zipapp
+
+import pytest
+
+LOOK = """
+    import atexit, inspect, json, pickle, sys
+    class Net: pass
+    def f(): return 1
+    main = sys.modules["__main__"]
+    seen = {
+        "name": __name__, "file": __file__, "argv": sys.argv, "path0": sys.path[0], "spec": __spec__ and __spec__.name,
+        "package": __package__, "doc": __doc__, "cached": __cached__, "own": main.__dict__ is globals(),
+        "source": inspect.getsource(f), "loader": type(__loader__).__name__, "builtins": type(__builtins__).__name__,
+        "pickled": type(pickle.loads(pickle.dumps(Net()))) is Net,
+        "names": sorted(name for name in globals() if name.startswith("__") and name != "__annotations__"),
+    }
+    atexit.register(lambda: print(json.dumps(seen | {"at_exit": sys.modules["__main__"].__name__})))
+"""
+
+
+@pytest.fixture
+def both(tmp_path):
+    """Runs words with Python, and with `ranks.script`; both ends, and what each printed."""
+
+    def call(*words, **environ):
+        ends = []
+        for ours in ([], ["-m", "gpu_launch.worker.rank_main"]):
+            ends.append(
+                subprocess.run(
+                    [sys.executable, *ours, *words],
+                    cwd=tmp_path,
+                    env=os.environ | environ,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+            )
+        return ends
+
+    return call
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A script, a package, a folder and an archive that look at themselves."""
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    for path in (tmp_path / "look.py", package / "look.py", package / "__main__.py"):
+        path.write_text(textwrap.dedent(LOOK))
+    folder = tmp_path / "dir"
+    folder.mkdir()
+    (folder / "__main__.py").write_text(textwrap.dedent(LOOK))
+    zipapp.create_archive(folder, tmp_path / "app.pyz")
+    (tmp_path / "link.py").symlink_to(package / "look.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["look.py", "--epochs", "2", "-m"],
+        ["./pkg/../look.py"],
+        ["pkg/look.py"],
+        ["link.py"],
+        ["-m", "look", "a"],
+        ["-m", "pkg.look"],
+        ["-m", "pkg"],
+        ["dir", "x"],
+        ["app.pyz"],
+    ],
+    ids=" ".join,
+)
+def test_a_script_sees_what_python_shows_it(files, both, words):
+    """Names, path, arguments, sources, and itself as `__main__` to the very end."""
+    plain, ours = both(*words)
+    assert (plain.returncode, plain.stderr) == (0, "")
+    assert (ours.returncode, ours.stderr) == (0, "")
+    assert json.loads(ours.stdout) == json.loads(plain.stdout)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("def f():\n    raise ValueError('x')\nf()\n", 1),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('y') from error\n", 1),
+        ("import sys\nsys.exit(7)\n", 7),
+        ("raise SystemExit('bye')\n", 1),
+        ("raise KeyboardInterrupt\n", -2),
+        ("import os\nos.kill(os.getpid(), 15)\n", -15),
+        ("raise ExceptionGroup('two', [ValueError(1), TypeError(2)])\n", 1),
+    ],
+    ids=["error", "chained", "exit code", "exit text", "interrupt", "signal", "group"],
+)
+def test_it_ends_as_it_would_by_itself(tmp_path, both, body, code):
+    """The same exit code and the same words on stderr, without a frame of ours."""
+    (tmp_path / "train.py").write_text(body)
+    plain, ours = both("train.py")
+    assert plain.returncode == ours.returncode == code
+    assert ours.stderr == plain.stderr
+
+
+def test_a_hook_of_the_scripts_own_is_kept(tmp_path, both):
+    """As loggers and debuggers set one."""
+    (tmp_path / "train.py").write_text(
+        "import sys\nsys.excepthook = lambda *a: print('hooked', a[0].__name__)\n1 / 0\n"
+    )
+    assert [end.stdout for end in both("train.py")] == ["hooked ZeroDivisionError\n"] * 2
+
+
+def test_a_syntax_error_is_shown_with_its_line(tmp_path, both):
+    """No frame at all is the script's own then."""
+    (tmp_path / "train.py").write_text("x = 1\nx = = 2\n")
+    _, ours = both("train.py")
+    assert ours.returncode == 1
+    assert "line 2\n    x = = 2\n" in ours.stderr
+    assert ours.stderr.endswith("SyntaxError: invalid syntax\n")
+
+
+@pytest.mark.parametrize(
+    "words", [["nothing.py"], ["-m", "no_such_module_here"], ["-m", "json.encoder.x"]], ids=" ".join
+)
+def test_what_is_not_there_fails(both, words):
+    """With its name."""
+    for end in both(*words):
+        assert end.returncode
+        assert words[-1].removesuffix(".x") in end.stderr
+
+
+def test_workers_that_are_spawned_find_the_script(tmp_path, both):
+    """As DataLoaders with `spawn` do."""
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing\n"
+        "def double(x):\n    return 2 * x\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.map(double, [1, 2]))\n"
+    )
+    assert [end.stdout for end in both("train.py")] == ["[2, 4]\n"] * 2
+
+
+def test_a_safe_path_stays_safe(tmp_path, both):
+    """PYTHONSAFEPATH keeps the script's folder away."""
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "train.py").write_text("import helper\n")
+    for end in both("train.py", PYTHONSAFEPATH="1"):
+        assert "No module named 'helper'" in end.stderr

@@ -1,0 +1,358 @@
+"""Ranks that fail, are interrupted, ignore signals, write without end: what the agent does and tells."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gpu_launch.common import processes
+from gpu_launch.common.launch_spec import StartMethod
+from gpu_launch.worker import agent, log_files
+
+#: A child that only SIGKILL ends, in a session of its own, its process id in a file.
+DEFIANT = """
+    import os, signal, subprocess, sys, time
+    code = ("import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+            "signal.signal(signal.SIGINT, signal.SIG_IGN); print('defies', flush=True); time.sleep(600)")
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    open(sys.argv[1] + ".new", "w").write(str(child.pid))
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+"""
+
+
+def is_alive(pid):
+    """Whether a process runs, and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until_gone(*pids):
+    """Wait for processes to end."""
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.01)
+
+
+def test_a_failure_is_told_at_once_and_the_others_are_told_to_end(node):
+    """While they run, with the traceback; those are told of at the end only."""
+    script = node.script("""
+        import os, signal, time
+        if os.environ["RANK"] == "1":
+            raise ValueError("mine")
+        signal.signal(signal.SIGTERM, lambda *_: (print("told"), time.sleep(0.1), os._exit(9)))
+        print("ready")
+        time.sleep(600)
+    """)
+    node.start(script, nproc=2)
+    node.until(lambda: bool(node.of("failed")))
+    assert not node.of("exit")
+    (failed,) = node.of("failed")
+    assert (failed["end"]["rank"], failed["end"]["exit_code"]) == (1, 1)
+    assert failed["end"]["error"].rstrip().endswith("ValueError: mine")
+    assert failed["end"]["at_ns"] > 0
+    message = node.end()
+    assert message["code"] == 1
+    assert [end["exit_code"] in (9, -15) for end in message["ends"]] == [True, False]
+
+
+@pytest.mark.parametrize("way", [StartMethod.FORK, StartMethod.TORCHRUN, StartMethod.TASK])
+def test_an_interrupt_reaches_every_rank(node, way):
+    """In Python as KeyboardInterrupt."""
+    script = node.script("""
+        import time
+        try:
+            print("ready")
+            time.sleep(600)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """)
+    nproc = 1 if way is StartMethod.TASK else 2
+    command = (sys.executable, "-u", script) if way is StartMethod.TASK else (script,)
+    node.start(*command, nproc=nproc, way=way)
+    node.until(lambda: node.text().count("ready") == nproc)
+    agent.signal_ranks(signal.SIGINT, "run-of-somebody-else")
+    agent.signal_ranks(signal.SIGINT, node.run.run_id)
+    message = node.end()
+    assert node.text().count("interrupted") == nproc
+    assert message["code"] == (0 if way is StartMethod.TASK else 130)
+
+
+def test_sigterm_is_passed_on_once_and_the_end_says_so(node):
+    """Ranks have the time that they take; a good end after it is no end of the work."""
+    script = node.script("""
+        import signal, sys, time
+        def stop(*_):
+            print("saving")
+            time.sleep(0.3)
+            print("saved")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, stop)
+        print("ready")
+        time.sleep(600)
+    """)
+    node.start(script, nproc=2)
+    node.until(lambda: node.text().count("ready") == 2)
+    agent.signal_ranks(signal.SIGTERM, node.run.run_id)
+    agent.signal_ranks(signal.SIGTERM, node.run.run_id)
+    message = node.end()
+    assert (message["code"], [end["exit_code"] for end in message["ends"]]) == (143, [0, 0])
+    assert (node.text().count("saving"), node.text().count("saved")) == (2, 2)
+
+
+@pytest.mark.parametrize("way", [StartMethod.FORK, StartMethod.TORCHRUN, StartMethod.TASK])
+def test_kill_ends_what_ignores_signals(node, way, tmp_path):
+    """Ranks, their children and those in sessions of their own."""
+    script = node.script(textwrap.dedent(DEFIANT) + "\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
+    words = (script, tmp_path / "pid")
+    pid = node.start(*((sys.executable, *words) if way is StartMethod.TASK else words), way=way)
+    node.until_printed("defies")
+    node.until((tmp_path / "pid").exists)
+    child = int((tmp_path / "pid").read_text())
+    assert is_alive(pid)
+    agent.kill_ranks(node.run.run_id)
+    until_gone(pid, child)
+    assert node.end()["code"] not in (0, None)
+
+
+def test_finish_ends_what_ranks_leave_behind(node, tmp_path):
+    """Also after a good end; the fork server stays."""
+    assert node.launch(node.script(DEFIANT), tmp_path / "pid")["code"] == 0
+    until_gone(int((tmp_path / "pid").read_text()))
+    assert node.server.is_alive()
+
+
+def test_one_rank_may_end_well_and_another_hang(node):
+    """Nothing is told of an end before there is one; killed ranks are no failures of others."""
+    script = node.script("""
+        import os, time
+        print("ready")
+        if os.environ["RANK"] == "1":
+            time.sleep(600)
+    """)
+    first = node.start(script, nproc=2)
+    node.until(lambda: node.text().count("ready") == 2)
+    until_gone(first)
+    assert not node.of("exit")
+    with pytest.raises(RuntimeError, match="still run here"):
+        node.start(script, again=True)
+    agent.kill_ranks(node.run.run_id)
+    assert [end["exit_code"] for end in node.end()["ends"]] == [0, -9]
+
+
+def test_binary_output_and_unended_lines_come_through(node):
+    """What is no text is replaced; the file has it as it was."""
+    data = bytes(range(256)) * 4
+    script = node.script(f"import os; os.write(1, {data!r})")
+    assert node.launch(script)["code"] == 0
+    assert node.log("stdout.log").read_bytes() == data
+    assert node.text() == data.decode("utf-8", "replace")
+
+
+def test_a_rank_that_writes_without_end_is_not_waited_for(node):
+    """All of it is in the file; what is told of it adds up."""
+    lines = 400_000
+    script = node.script(f"""
+        import sys
+        for number in range({lines}):
+            sys.stdout.write("step %d of many, and the loss of it\\n" % number)
+    """)
+    assert node.launch(script)["code"] == 0
+    whole = node.log("stdout.log").read_text()
+    assert whole.count("\n") == lines
+    entries = [entry for message in node.of("output") for entry in message["entries"]]
+    assert sum(entry[4] if entry[3] is None else len(entry[3]) for entry in entries) == len(whole)
+    assert f"step {lines - 1} of" in node.text()
+
+
+def test_a_full_disk_fails_the_rank_and_the_agent_says_so(node, monkeypatch):
+    """The agent itself goes on."""
+
+    def make_full(*words):
+        made = log_files.create_log_tree(*words)
+        for each in made:
+            each.stdout.unlink()
+            each.stdout.symlink_to("/dev/full")
+        return made
+
+    def is_full(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpu_launch.worker.runners.fork.create_log_tree", make_full)
+        patch.setattr(tempfile, "TemporaryFile", is_full)
+        message = node.launch(node.script("print('x' * 100)"))
+    (end,) = message["ends"]
+    assert "No space left on device" in end["error"]
+    assert message["said"].startswith("The disk or the quota of the log files is full")
+    assert node.launch(node.script("print('again')"))["code"] == 0
+
+
+def test_logs_that_cannot_be_made_fail_the_start(node):
+    """Before anything runs."""
+    with pytest.raises(RuntimeError, match=r"the ranks cannot be started: .*Not a directory"):
+        node.start(node.script("pass"), log_dir="/dev/null/x")
+
+
+def test_a_fork_server_that_dies_takes_its_ranks_along_and_is_replaced(node):
+    """And the launch hears of it."""
+    pid = node.start(node.script("import time; print('ready'); time.sleep(600)"))
+    node.until_printed("ready")
+    node.server._process.kill()
+    message = node.end()
+    assert message["code"] == 1
+    assert message["said"].startswith("The fork server has ended")
+    until_gone(pid)
+    assert node.launch(node.script("print('again')"))["code"] == 0
+
+
+def test_a_task_is_one_program_in_its_folder(node):
+    """With the variables of a node's only rank, its streams in the same files, its exit code."""
+    words = ("bash", "-c", 'echo "$GROUP_RANK of $GROUP_WORLD_SIZE in $PWD $MINE"; echo oops >&2; exit 4')
+    node.script("")
+    message = node.launch(*words, way=StartMethod.TASK, environ={"MINE": "x"})
+    assert message["code"] == 4
+    (failed,), (end,) = node.of("failed"), message["ends"]
+    assert failed["end"] == end
+    assert (end["rank"], end["exit_code"], end["error"]) == (0, 4, "oops\n")
+    assert node.text() == f"0 of 1 in {node.home}/work x\n"
+    assert node.log("stderr.log").read_text() == "oops\n"
+
+
+def test_progress_is_told_when_it_changes(node):
+    """With what the script reports."""
+    script = node.script("""
+        import time, gpu_launch
+        for step in range(1, 4):
+            gpu_launch.report(step, 3, loss=0.5)
+            time.sleep(0.6)
+    """)
+    assert node.launch(script)["code"] == 0, node.text("stderr")
+    told = node.of("progress")
+    assert told[-1] | {"attempt": 0} == told[-1]
+    assert {key: told[-1][key] for key in ("rank", "step", "total", "metrics")} == {
+        "rank": 0, "step": 3, "total": 3, "metrics": {"loss": 0.5}
+    }  # fmt: skip
+    assert len({message["step"] for message in told}) == len(told)
+
+
+class FakeNvml(SimpleNamespace):
+    """One GPU, whose power NVML does not know."""
+
+    class NVMLError(Exception):
+        """NVML's own."""
+
+    def fail(self, *_):
+        """As NVML does."""
+        raise self.NVMLError
+
+
+def test_gpus_are_told_of_while_ranks_run(node, monkeypatch):
+    """What NVML does not know is None; a failing rank's card is named."""
+    fake = FakeNvml(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda handle: "GPU-1",
+        nvmlDeviceGetName=lambda handle: b"H200",
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=3 * 1024**2, total=5 * 1024**2),
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=97),
+        nvmlDeviceGetPowerUsage=lambda handle: fake.fail(),
+        nvmlDeviceGetEnforcedPowerLimit=lambda handle: 700_000,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    node.start(node.script("import time; time.sleep(600)"))
+    node.until(lambda: bool(node.of("gpus")))
+    agent.kill_ranks(node.run.run_id)
+    (end,) = node.end()["ends"]
+    assert end["gpu"] == "H200 GPU-1"
+    assert node.of("gpus")[0]["readings"] == [
+        {"uuid": "GPU-1", "model": "H200", "use_percent": 97, "memory_mib": 3, "memory_total_mib": 5,
+         "power_w": None, "power_limit_w": 700}
+    ]  # fmt: skip
+
+
+ENGINE = """
+    import sys, time
+    from pathlib import Path
+    from tests.support.ranks import Node
+
+    node = Node(Path(sys.argv[1]))
+    pid = node.start(sys.argv[2], sys.argv[3])
+    node.until_printed("defies")
+    print(node.server._process.pid, pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_nothing_outlives_a_worker_or_its_engine(tmp_path):
+    """An engine that is killed takes fork server and ranks along, and its worker all the rest."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "engine.py").write_text(textwrap.dedent(ENGINE))
+    # Nothing by which it could be found but its place in the tree of processes.
+    (tmp_path / "rank.py").write_text(textwrap.dedent(DEFIANT).replace("start_new", "env={}, start_new"))
+    with (tmp_path / "rank.py").open("a") as file:
+        file.write("\ntime.sleep(600)\n")
+    code = f"""
+import sys
+from pathlib import Path
+from gpu_launch.worker import main
+arguments = [sys.executable, {str(tmp_path / "engine.py")!r}, {str(tmp_path / "home")!r},
+             {str(tmp_path / "rank.py")!r}, {str(tmp_path / "child")!r}]
+sys.exit(main.supervise(arguments, mark="none/0", log=Path({str(tmp_path / "log")!r}), grace_s=1,
+                          should_run=lambda: True))
+"""
+    root = str(Path(__file__).parents[4])
+    environ = os.environ | {"HOME": str(tmp_path / "home"), "PYTHONPATH": root}
+    main = subprocess.Popen([sys.executable, "-c", code], env=environ)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "child").exists() or len((tmp_path / "log").read_text().split()) < 2:
+            assert time.monotonic() < deadline and main.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        server, rank = map(int, (tmp_path / "log").read_text().split()[-2:])
+        child = int((tmp_path / "child").read_text())
+        (engine,) = [pid for pid in processes.find_descendants(main.pid) if "engine.py" in cmdline(pid)]
+        assert all(map(is_alive, (server, rank, child)))
+        os.kill(engine, signal.SIGKILL)
+        until_gone(engine, server, rank, child)
+        assert main.wait(20) == 137
+    finally:
+        main.kill()
+        main.wait()
+
+
+def cmdline(pid):
+    """What a process was started with."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_a_worker_waits_for_orphans_and_leaves_its_engine_to_others(tmp_path):
+    """No zombies while it runs, and the engine's own exit code."""
+    engine = (
+        "import os, time; os.fork() or os._exit(0); pid = os.fork(); pid or os._exit(0); time.sleep(0.3); os._exit(5)"
+    )
+    code = f"""
+import sys
+from pathlib import Path
+from gpu_launch.worker import main
+sys.exit(main.supervise([sys.executable, "-c", {engine!r}], mark="none/0", log=Path({str(tmp_path / "log")!r}),
+                          grace_s=1, should_run=lambda: True))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 5

@@ -1,0 +1,178 @@
+"""What the command line shows: tables, JSON, which job is meant, and the shape of a number of GPUs."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import Cluster, Gpu, Job, Node, Worker
+from gpu_launch.cli import job_lookup, node_layout, tables
+from gpu_launch.errors import UsageError
+
+NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+
+
+def _job(run: str = "run-20261121-120000-abc123", **values: Any) -> Job:
+    given: dict[str, Any] = {
+        "id": f"id-{run}", "run_id": run, "state": "running", "version": 1, "position": None, "waiting_for": None,
+        "workers": (), "reason": None, "renew_within_s": 30.0, "detached": True,
+    }  # fmt: skip
+    return Job(**(given | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "state"),
+    [
+        ({"state": "waiting"}, "waiting"),
+        ({"state": "ended", "exit_code": 0}, "done"),
+        ({"state": "ended", "exit_code": 2}, "failed"),
+        ({"state": "ended", "reason": "stopped"}, "cancelled"),
+        ({"state": "ended", "reason": "its time limit is over"}, "ended"),
+    ],
+)
+def test_states(values: dict[str, Any], state: str) -> None:
+    """One word for how it is, or how it ended."""
+    assert tables.derive_state(_job(**values)) == state
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"state": "waiting", "position": 3, "created_at": NOW - timedelta(seconds=75)}, "#3 since 1:15"),
+        ({"started_at": NOW - timedelta(hours=1, seconds=5)}, "1:00:05"),
+        ({"started_at": NOW - timedelta(days=3, hours=4)}, "3d 04h"),
+        (
+            {"state": "ended", "started_at": NOW - timedelta(days=9), "ended_at": NOW - timedelta(days=9, seconds=-7)},
+            "0:07",
+        ),
+        ({"state": "starting"}, "-"),
+    ],
+)
+def test_times(values: dict[str, Any], text: str) -> None:
+    """Place and wait of what waits, else how long it runs or ran."""
+    assert tables.build_job_row(_job(**values), NOW)[5] == text
+
+
+def test_a_table_fits_the_terminal() -> None:
+    """Long names are cut with a mark, ids never; wide characters count twice, control characters are not shown."""
+    rows = [
+        tables.build_job_row(_job(name="训练" * 30), NOW),
+        tables.build_job_row(_job(name="evil\x1b[2J\nname"), NOW),
+    ]
+    for width in (80, 120):
+        lines = tables.format_table(tables.JOB_COLUMNS, rows, width=width).split("\n")
+        assert len(lines) == 3
+        assert all(tables._count_columns(line) <= width for line in lines)
+        assert all("run-20261121-120000-abc123" in line for line in lines[1:])
+    assert "…" in lines[1]
+    assert "\x1b" not in lines[2]
+    assert "evil?[2J?name" in lines[2]
+
+
+def test_the_keys_of_a_jobs_json_stay() -> None:
+    """Scripts read them."""
+    worker = Worker(index=0, node="rig1", gpus=(_gpu("rig1"),), state="running", exit_code=None, message=None)
+    told = tables.build_job_json(_job(name="train.py", workers=(worker,), created_at=NOW))
+    assert json.loads(json.dumps(told)) == told
+    assert set(told) == {
+        "run_id", "id", "name", "array", "state", "detached", "gpus", "nodes", "position", "expected_start", "waiting_for",
+        "created_at", "started_at", "ended_at", "exit_code", "reason", "preemptions",
+    }  # fmt: skip
+    assert (told["nodes"], told["gpus"], told["created_at"]) == (["rig1"], 1, "2026-11-21T12:00:00+00:00")
+
+
+JOBS = (
+    _job("run-20261121-120000-abc123", name="train.py", created_at=NOW),
+    _job("run-20261121-110000-abd456", name="train.py", created_at=NOW - timedelta(hours=1)),
+    _job("run-20261120-110000-fff456", name="abc", created_at=NOW - timedelta(days=1)),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("run-20261121-110000-abd456", 1),
+        ("id-run-20261121-110000-abd456", 1),
+        ("train.py", 0),
+        ("abc", 2),
+        ("abd", 1),
+        ("20261120", 2),
+        ("run-20261121-12", 0),
+    ],
+)
+def test_which_job_is_meant(text: str, place: int) -> None:
+    """A whole id, then a name's last job, then a beginning."""
+    assert job_lookup.match_job(text, JOBS) == JOBS[place]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ab", "ab is the beginning of several runs: run-20261121-120000-abc123, run-20261121-110000-abd456"),
+        ("train", "There is no job train"),
+        ("", "There is no job"),
+    ],
+)
+def test_no_job_is_meant(text: str, said: str) -> None:
+    """Said with those it could be."""
+    with pytest.raises(UsageError, match=said):
+        job_lookup.match_job(text, JOBS)
+
+
+def test_newest_first() -> None:
+    """Whatever the order in which they came."""
+    assert job_lookup.sort_newest_first(list(reversed(JOBS))) == list(JOBS)
+
+
+def _gpu(node: str, model: str = "RTX 5090", holder: str = "", state: str = "") -> Gpu:
+    return Gpu(uuid=f"{node}-{model}", node=node, model=model, memory_mib=32000, holder=holder, state=state)
+
+
+def _cluster(**nodes: str) -> Cluster:
+    """Nodes by their cards: `a` and `b` are models, capitals are held."""
+    return Cluster(
+        nodes=tuple(
+            Node(
+                name=name,
+                gpus=tuple(_gpu(name, card.lower(), holder="ben" if card.isupper() else "") for card in cards),
+                state="up",
+            )
+            for name, cards in nodes.items()
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cluster", "demand", "found"),
+    [
+        (4, _cluster(one="aaaa", two="aaaa"), GpuRequest(), (1, 4)),
+        (4, _cluster(one="aaAA", two="aaAA"), GpuRequest(), (2, 2)),
+        (4, _cluster(one="aaAA", two="aAAA"), GpuRequest(), (1, 4)),
+        (6, _cluster(one="aaaa", two="aaaa"), GpuRequest(), (2, 3)),
+        (2, _cluster(one="ab", two="a"), GpuRequest(same_model=True), (2, 1)),
+        (2, _cluster(one="aB", two="ab", three="a"), GpuRequest(exclusive=True), (1, 2)),
+        (2, _cluster(one="bb", two="a", three="a"), GpuRequest(models=("a",)), (2, 1)),
+        (5, _cluster(one="aaa", two="aaa"), GpuRequest(), None),
+    ],
+)
+def test_shapes(gpus: int, cluster: Cluster, demand: GpuRequest, found: tuple[int, int] | None) -> None:
+    """What is free on the fewest nodes, else what there can be on the fewest; never what cannot be."""
+    if found is not None:
+        assert node_layout.choose_layout(gpus, cluster, demand) == found
+        return
+    with pytest.raises(UsageError, match="--gpus 5: the cluster has 6 GPUs in total, but not 5 of them"):
+        node_layout.choose_layout(gpus, cluster, demand)
+
+
+def test_a_node_that_takes_no_work_is_not_free() -> None:
+    """Nor a card that failed."""
+    nodes = (
+        Node(name="one", gpus=(_gpu("one", state="free"), _gpu("one", state="failed")), state="up"),
+        Node(name="two", gpus=(_gpu("two", state="free"),) * 2, state="draining"),
+        Node(name="three", gpus=(_gpu("three", state="free"),), state="up"),
+    )
+    assert node_layout.choose_layout(2, Cluster(nodes=nodes), GpuRequest()) == (2, 1)

@@ -1,0 +1,178 @@
+"""From an order and its containers to a launch, and from a notebook's options to an order."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from gpu_launch import environment
+from gpu_launch.broker import models
+from gpu_launch.common import job_manifest, run_folder
+from gpu_launch.detached import submit, task_main
+from gpu_launch.detached.driver import build_options, build_plan, find_exchange
+from gpu_launch.errors import UsageError
+from gpu_launch.launch import membership
+from gpu_launch.launch.static_worker_group import StaticWorkerGroup, parse_workers
+from gpu_launch.options import command
+from gpu_launch.options.launch_options import LaunchOptions
+
+ENV = environment.read({"HOME": "/home/ada", "GPUHUB_NODE": "rig1", "GPU_LAUNCH_PREEMPTIONS": "1"})
+
+
+def roster(nodes: int) -> str:
+    """GPU_LAUNCH_ROSTER, in no order."""
+    gpu = {"uuid": "GPU-1", "node": "rig1", "model": "RTX 5090", "memory_mib": 32_607}
+    workers = [{"index": at, "node": f"rig{at + 1}", "gpus": [gpu], "state": "running"} for at in range(nodes)]
+    return json.dumps(workers[::-1])
+
+
+def gang(tmp_path: Path, nodes: int, *given: str) -> StaticWorkerGroup:
+    """The containers of a job with these words."""
+    workers = parse_workers(roster(nodes))
+    run = run_folder.RunFolder(root=tmp_path)
+    chosen = build_options(job_manifest.JobManifest(name="x", words=(*given, "--", "train.py")), run, nodes)
+    return StaticWorkerGroup(build_plan(chosen, workers), run, others=workers[1:], env=ENV)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"index": 1, "node": "rig2", "state": "running"}]', "null"])
+def test_a_roster_that_is_none_is_refused(text):
+    """Also one without worker 0, who reads it."""
+    with pytest.raises(UsageError, match="GPU_LAUNCH_ROSTER"):
+        parse_workers(text)
+
+
+def test_the_driver_is_node_0_and_the_others_follow(tmp_path):
+    """With the preemptions that the workers were started with; nobody is waited for."""
+    given = gang(tmp_path, 3, "--nnodes=2:3")
+    assert given.plan.is_elastic and given.is_started() and not given.is_notebook_only
+    found = given.membership()
+    assert (found.participants, found.nodes, found.preemptions) == ((None, 1, 2), ("rig2", "rig3"), 1)
+    given.drop_workers([1])
+    assert given.membership().participants == (None, 2)
+    assert [worker.node for worker in given.workers()] == ["rig3"]
+
+
+def test_fewer_nodes_than_asked_for_is_what_was_granted(tmp_path):
+    """`--nnodes 2:4` on two nodes has none to lose."""
+    plan = gang(tmp_path, 2, "--nnodes=2:4").plan
+    assert (plan.nnodes, plan.least_nnodes, plan.is_elastic) == (2, 2, False)
+
+
+def test_told_to_end_is_told_to_the_ranks_for_good(tmp_path):
+    """Nothing is started again here, and whoever sent SIGTERM sets the limit."""
+    given = gang(tmp_path, 2)
+    found = given.membership()
+    assert membership.find_change(given.job, found, given.plan, workers=given.workers(), leaving=[]) is None
+    # Another container of the job learns of it sooner.
+    sooner = membership.find_change(given.job, found, given.plan, workers=given.workers(), leaving=[1])
+    given.mark_leaving()
+    told = membership.find_change(given.job, found, given.plan, workers=given.workers(), leaving=[])
+    assert sooner == told == membership.MembershipChange(is_complete=True, is_final=True, leaving=frozenset({1}))
+    assert membership.checkpoint_seconds(given.job, datetime.now(UTC)) > 3600
+    assert "the job ends" in membership.describe_change(told, found, grace_s=None)
+
+
+def test_an_elastic_job_gives_a_worker_alone(tmp_path):
+    """That one of its containers is told to end is no end."""
+    given = gang(tmp_path, 3, "--nnodes=1:3")
+    found = membership.find_change(given.job, given.membership(), given.plan, workers=given.workers(), leaving=[2])
+    assert found == membership.MembershipChange(is_complete=False, leaving=frozenset({2}))
+
+
+def test_a_task_is_one_program_a_node(tmp_path):
+    """Which reads its commands from the folder."""
+    run = run_folder.RunFolder(root=tmp_path)
+    chosen = build_options(job_manifest.JobManifest(name="x", task=job_manifest.TaskCommands(run="ls")), run, 4)
+    assert (chosen.nnodes, chosen.nproc_per_node, chosen.no_python, chosen.detach) == (4, 1, True, True)
+    assert chosen.arguments == ("-m", "gpu_launch.detached.task_main", str(tmp_path))
+
+
+def test_a_task_learns_nothing_of_torchs_launcher():
+    """It may start torchrun itself, which must not take itself for a rank of another."""
+    left = task_main.without_rank(
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "x",
+            "TORCHELASTIC_RUN_ID": "r",
+            "NCCL_DEBUG": "INFO",
+            "HOME": "h",
+        }
+    )
+    assert left == {"NCCL_DEBUG": "INFO", "HOME": "h"}
+
+
+@pytest.mark.process
+def test_bash_gives_exit_codes_as_shells_do():
+    """Whatever ended it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        bash = task_main.Bash()
+        assert bash.run('exit "$CODE"', {"CODE": "5"}) == 5
+        assert bash.run("kill -9 $$", {}) == 137
+        assert bash.run("kill -TERM $PPID; exec sleep 60", {}) == 143
+        assert bash.run("touch never", {}) == 143, "nothing more is started"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_what_the_notebook_sends_is_found(tmp_path):
+    """By the driver, wherever it runs."""
+    run = run_folder.RunFolder(root=tmp_path)
+    assert find_exchange(run) is None
+    run.exchange.mkdir()
+    (run.exchange / "send.pkl").write_bytes(b"x")
+    found = find_exchange(run)
+    assert found is not None and found.files == {"send.pkl": b"x"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--nnodes 2:3 --nproc-per-node 4 --max-restarts 2 train.py --nnodes 9 -- x",
+        "--tee 3 --redirects 0:3,1:1 --local-ranks-filter 0,2 --log-dir '~/my logs' train.py 'a b'",
+        "-m --cold --role=trainer --virtual-local-rank --monitor-interval=0.5 package.module",
+        "--no-python ./program -v",
+        "--preload numpy,torch.nn train.py",
+        "train.py",
+    ],
+)
+def test_words_say_the_same_again(line):
+    """What they parse to is what was asked for."""
+    wanted = command.parse(line)
+    assert command.parse_words(list(command.format_words(wanted))) == wanted
+
+
+def test_a_cells_words_have_no_script():
+    """Its arguments follow."""
+    wanted = command.parse("--nnodes 2 -- --lr 1", cell=True)
+    assert command.parse_words(list(command.format_words(wanted)), cell=True) == wanted
+
+
+def test_what_was_wanted_of_gpus_is_the_brokers():
+    """The driver has what was granted."""
+    wanted = command.parse("--model RTX --memory 24G --scavenge --time-limit 2h train.py")
+    assert command.parse_words(list(command.format_words(wanted))) == replace(wanted, demand=LaunchOptions().demand)
+
+
+def test_folders_are_named_below_the_home(tmp_path):
+    """Also when the home is reached by a link; what all nodes have stays as it is."""
+    home = tmp_path / "disk" / "ada"
+    (home / "work").mkdir(parents=True)
+    link = tmp_path / "home"
+    link.symlink_to(home)
+    assert submit.below_home(link / "work", link) == "work"
+    assert submit.below_home(home / "work", link) == "work"
+    assert submit.below_home(link, link) == ""
+    assert submit.below_home(Path("/datasets/x"), link) == "/datasets/x"
+
+
+def test_a_workers_state_is_told_by_the_wire():
+    """The roster has the broker's own names."""
+    assert parse_workers(roster(1))[0].state == models.RUNNING

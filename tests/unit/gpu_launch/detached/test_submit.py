@@ -1,0 +1,169 @@
+"""`%gpu_launch --detach` up to the broker: what it is asked for, and that nothing is left when it refuses."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from gpu_launch.common import exchange, job_manifest, run_folder
+from gpu_launch.detached import submit
+from gpu_launch.errors import BrokerError, UsageError
+from gpu_launch.options import command
+from gpuhub.broker_api import schemas
+
+
+class Broker:
+    """Three nodes with a GPU each; takes jobs, refuses them, or takes them and does not say so."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, object]] = []
+        self.deleted: list[str] = []
+        self.refusal: tuple[int, bytes] | None = None
+        broker = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                """Nothing."""
+
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                status, text = broker.handle(self.command, self.path.partition("/api/v1")[2], body)
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_GET = do_POST = do_DELETE = answer  # noqa: N815
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/services/broker"
+        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+
+    def handle(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """One request."""
+        match method, path.strip("/").split("/"):
+            case "GET", ["cluster"]:
+                gpus = [
+                    {"uuid": f"GPU-{at}", "node": f"rig{at}", "model": "RTX 5090", "memory_mib": 32_607}
+                    for at in (1, 2, 3)
+                ]
+                return 200, json.dumps({"nodes": [{"name": gpu["node"], "gpus": [gpu]} for gpu in gpus]}).encode()
+            case "POST", ["jobs"]:
+                self.asked.append(json.loads(body))
+                return self.refusal or (201, json.dumps(self.job(0)).encode())
+            case "GET", ["jobs"]:
+                return 200, json.dumps([self.job(at) for at in range(len(self.asked))]).encode()
+            case "DELETE", ["jobs", job_id]:
+                self.deleted.append(job_id)
+                return 200, json.dumps(self.job(0)).encode()
+        return 404, b"{}"
+
+    def job(self, at: int) -> dict[str, object]:
+        """One that waits."""
+        lease = {"position": 2, "waiting_for": "3 GPUs"}
+        return {"id": f"job-{at}", "run_id": self.asked[at]["run_id"], "state": "waiting", "version": 1, "lease": lease}
+
+
+@pytest.fixture
+def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broker]:
+    """And a notebook on rig1 that asks it."""
+    found = Broker()
+    home = tmp_path / "ada"
+    (home / "work").mkdir(parents=True)
+    (home / "work" / "train.py").write_text("")
+    monkeypatch.chdir(home / "work")
+    for name, value in {
+        "HOME": str(home), "GPUHUB_BROKER_URL": found.url, "JUPYTERHUB_API_TOKEN": "token", "GPUHUB_NODE": "rig1",
+        "GPUHUB_GPU_UUIDS": "GPU-1", "JUPYTERHUB_SERVER_NAME": "big",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+    found.thread.join()
+
+
+def detach(line: str, cell: str | None = None, given: exchange.ExchangeFiles | None = None) -> submit.Submitted:
+    """What the magic does."""
+    wanted = command.parse(f"--detach {line}", cell=cell is not None)
+    return submit.submit_from_notebook(wanted, cell=cell, before={}, exchange=given)
+
+
+def jobs(home: Path) -> list[Path]:
+    """Runs' folders."""
+    folder = run_folder.jobs_folder(home)
+    return list(folder.iterdir()) if folder.exists() else []
+
+
+def test_the_broker_is_asked_for_all_nodes(broker, monkeypatch):
+    """The notebook's own GPU stays with it, and its node is not left out; the schema is the broker's own."""
+    monkeypatch.setenv("LR", "0.1")
+    job = detach("--nnodes 2:3 --model rtx5090 --max-restarts 2 train.py --epochs 3")
+    (asked,) = broker.asked
+    request = schemas.JobRequest.model_validate(asked)
+    assert (request.nnodes, request.min_nnodes, request.nproc_per_node, request.server) == (3, 2, 1, "big")
+    assert (request.detached, request.batch, request.name, request.models) == (True, True, "train.py", ("RTX 5090",))
+    assert request.exclude_nodes == ()
+    assert (job.run_id, job.job_id, job.state) == (request.run_id, "job-0", "waiting")
+    assert (job.position, job.waiting_for) == (2, "3 GPUs")
+    given = job_manifest.parse_manifest((job.folder / "job.json").read_text())
+    assert (given.name, given.folder, given.environ["LR"]) == ("train.py", "work", "0.1")
+    assert "JUPYTERHUB_API_TOKEN" not in given.environ
+    again = command.parse_words(list(given.words))
+    assert (again.script, again.arguments, again.max_restarts) == ("train.py", ("--epochs", "3"), 2)
+    assert json.loads((job.folder / "run.json").read_text())["detached"] is True
+    assert {path.stat().st_mode & 0o777 for path in job.folder.iterdir() if path.is_file()} == {0o600}
+
+
+def test_a_cell_and_what_it_gets_go_along(broker):
+    """Also the notebook's variables."""
+    job = detach("--nnodes 3 -- --lr 1", cell="print(1)", given=exchange.ExchangeFiles(files={"send.pkl": b"x"}))
+    given = job_manifest.parse_manifest((job.folder / "job.json").read_text())
+    assert (given.name, given.cell) == ("cell", "print(1)")
+    assert command.parse_words(list(given.words), cell=True).arguments == ("--lr", "1")
+    assert (job.folder / "exchange" / "send.pkl").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize(
+    ("line", "right"),
+    [
+        ("--nnodes 4 train.py", "--nnodes 4 is more than the cluster has: 3 nodes have 1 GPU"),
+        ("trian.py", "There is no script trian.py in ~/work. Did you mean train.py"),
+        ("--model A100 train.py", "the cluster has RTX 5090"),
+    ],
+)
+def test_what_can_never_be_is_refused_before(broker, line, right):
+    """Nothing is asked for, and no folder is made."""
+    with pytest.raises(UsageError, match=right):
+        detach(line)
+    assert broker.asked == [] and jobs(Path.home()) == []
+
+
+def test_a_folder_that_others_do_not_have_is_refused(broker, tmp_path, monkeypatch):
+    """As for a launch on other nodes."""
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="other nodes do not have"):
+        detach("train.py")
+
+
+def test_nothing_is_left_of_a_refused_job(broker):
+    """Its folder is removed, and a job that was taken without a word as well."""
+    broker.refusal = (409, b'{"detail": "Too many jobs."}')
+    with pytest.raises(BrokerError, match="Too many jobs"):
+        detach("train.py")
+    assert broker.deleted == ["job-0"]
+    assert jobs(Path.home()) == []
+
+
+def test_without_a_broker_there_is_nowhere_to_go(broker, monkeypatch):
+    """The reason is named."""
+    monkeypatch.delenv("GPUHUB_BROKER_URL")
+    with pytest.raises(UsageError, match="--detach needs the broker: GPUHUB_BROKER_URL is not set"):
+        detach("train.py")

@@ -1,0 +1,243 @@
+"""Which launches a standing crew is for, and more workers for one that lacks some."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+
+from gpu_launch import environment
+from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.launch_plan import LaunchPlan
+from gpu_launch.common import run_folder
+from gpu_launch.common.launch_spec import Membership, StartMethod
+from gpu_launch.errors import UsageError
+from gpu_launch.launch.request import LaunchRequest, ValidatedRequest, choose_start_method
+from gpu_launch.launch.worker_group import BrokerWorkerGroup
+from gpu_launch.launch.worker_pool import WorkerPool, WorkerPools
+from gpu_launch.options.launch_options import LaunchOptions
+
+ENV = environment.read({"GPUHUB_NODE": "rig1", "HOME": "/home/ada"})
+PLAN = LaunchPlan(
+    nnodes=3, least_nnodes=3, nproc_per_node=1, includes_notebook=False, notebook_gpus=(), exclude_nodes=(), demand=GpuRequest()
+)  # fmt: skip
+ELASTIC = replace(PLAN, least_nnodes=1)
+
+
+class Desk(BrokerClient):
+    """A broker that grants what is free, at once."""
+
+    def __init__(self, *free):
+        super().__init__("http://nowhere", "token")
+        self.free, self.waiting, self.asked = list(free), 0, []
+        self.jobs_by_id, self.over = {}, threading.Event()
+        #: How often a job with Slurm is asked for until it is granted; None: nothing is granted later.
+        self.looks: int | None = None
+
+    def _request(self, method, path, *, body=None, **_):
+        if path == "/cluster":
+            nodes = [
+                {"name": node, "gpus": [{"uuid": node, "node": node, "model": "RTX 5090", "state": "free"}]}
+                for node in self.free
+            ]
+            return {"nodes": nodes, "waiting": self.waiting, "engine": "builtin" if self.looks is None else "slurm"}
+        if (method, path) == ("POST", "/jobs"):
+            self.asked.append(body)
+            nodes = [node for node in self.free if node not in body["exclude_nodes"]][: body["nnodes"]]
+            self.free = [node for node in self.free if self.looks or node not in nodes]
+            job = {"id": f"j{len(self.asked)}", "run_id": body["run_id"], "version": 1, "renew_within_s": 60}
+            job |= {"state": "running" if nodes else "waiting"}
+            job |= {"workers": [{"index": index, "node": node, "state": "running"} for index, node in enumerate(nodes)]}
+            if self.looks:
+                job["state"] = "waiting"
+            return self.jobs_by_id.setdefault(job["id"], job)
+        job = self.jobs_by_id[path.split("/")[2].partition("?")[0]]
+        if method == "DELETE":
+            job["state"] = "ended"
+        elif self.looks:
+            self.looks -= 1
+            job["state"] = "waiting" if self.looks or not job["workers"] else "running"
+        elif "version=" in path and job["state"] != "ended":
+            self.over.wait(20)
+            return job | {"state": "ended"}
+        return json.loads(json.dumps(job))
+
+
+@pytest.fixture
+def desk():
+    """With three free nodes."""
+    desk = Desk("rig1", "rig2", "rig3")
+    yield desk
+    desk.over.set()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder."""
+    folder = run_folder.RunFolder(root=tmp_path)
+    folder.logs.mkdir()
+    return folder
+
+
+def begun(plan, run, desk):
+    """A gang that has asked."""
+    group = BrokerWorkerGroup(plan, run, env=ENV, broker=desk)
+    group.start(settings={})
+    return group
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [
+        (PLAN, True),
+        (replace(PLAN, nnodes=2, least_nnodes=2), True),
+        (replace(PLAN, nnodes=4, least_nnodes=4), False),
+        (replace(PLAN, nproc_per_node=2), False),
+        (replace(PLAN, includes_notebook=True), False),
+        (replace(PLAN, exclude_nodes=("rig1",)), False),
+        (replace(PLAN, demand=GpuRequest(scavenge=True)), False),
+        (ELASTIC, False),
+    ],
+    ids=["same", "less", "more", "more a node", "own part", "elsewhere", "other demands", "elastic"],
+)
+def test_a_crew_is_for_launches_that_want_the_same_or_less(wanted, fits, run, desk):
+    """Of nodes only: everything else is equal."""
+    assert WorkerPool(begun(PLAN, run, desk), address="127.0.0.1").matches(wanted) is fits
+
+
+def test_an_elastic_crew_is_for_the_same_range_while_it_is_whole(run, desk):
+    """Less would be all that a launch gets that could have more."""
+    group = begun(ELASTIC, run, desk)
+    pool = WorkerPool(group, address="127.0.0.1")
+    assert pool.matches(ELASTIC)
+    assert not pool.matches(replace(ELASTIC, least_nnodes=2))
+    group.drop_workers([1])
+    assert not pool.matches(ELASTIC)
+
+
+def test_a_crew_whose_time_is_half_over_is_for_nobody(run, desk, monkeypatch):
+    """Who asks for two hours has at least one."""
+    limited = replace(PLAN, demand=GpuRequest(time_limit_s=7200))
+    pool = WorkerPool(begun(limited, run, desk), address="127.0.0.1")
+    assert pool.matches(limited)
+    now = pool.created_at + 3601
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    assert not pool.matches(limited)
+
+
+def test_a_launch_takes_the_first_nodes_of_a_larger_crew(run, desk):
+    """In the order of the crew, with the own container first where it takes part."""
+    pool = WorkerPool(begun(PLAN, run, desk), address="127.0.0.1")
+    assert pool.membership(replace(PLAN, nnodes=2)).nodes == ("rig1", "rig2")
+    membership = Membership(includes_notebook=True, workers=(0, 1), nodes=("rig2", "rig3"), nproc_per_node=1)
+    assert membership.limited_to(2).participants == (None, 0)
+    assert membership.limited_to(1).participants == (None,)
+
+
+def test_an_unknown_or_busy_crew_is_not_released(run, desk):
+    """And is named."""
+    pools = WorkerPools()
+    with pytest.raises(UsageError, match="no workers called run-x"):
+        pools.free_idle("run-x")
+    assert pools.free_idle() == []
+
+
+def test_a_gang_grows_by_what_is_free(run, desk):
+    """New workers have numbers of their own; the second job says whom it joins, and is freed with the first."""
+    desk.free = ["rig1"]
+    group = begun(ELASTIC, run, desk)
+    assert group.membership().nodes == ("rig1",)
+    desk.free = ["rig3"]
+    assert group.scale_up()
+    assert desk.asked[1] | {"run_id": ""} == {
+        "run_id": "", "nnodes": 2, "min_nnodes": 1, "nproc_per_node": 1, "server": "", "exclude_nodes": ["rig1"],
+        "joins": run.run_id, "first_worker": 3,
+    }  # fmt: skip
+    assert (group.membership().workers, group.membership().nodes) == ((0, 3), ("rig1", "rig3"))
+    assert group.job_ids == ("j1", "j2")
+    group.drop_workers([3])
+    assert group.membership().workers == (0,)
+    assert desk.jobs_by_id["j2"]["state"] == "ended"
+    desk.free = ["rig2"]
+    assert group.scale_up()
+    assert desk.asked[2]["first_worker"] == 5
+    group.stop()
+    assert {job["state"] for job in desk.jobs_by_id.values()} == {"ended"}
+
+
+def test_with_slurm_what_is_free_is_waited_for_a_moment(run, desk):
+    """There every request goes through another queue first."""
+    desk.free, desk.looks = ["rig1"], 0
+    group = begun(ELASTIC, run, desk)
+    desk.free, desk.looks = ["rig3"], 3
+    assert group.scale_up()
+    assert group.membership().nodes == ("rig1", "rig3")
+
+
+def test_with_slurm_a_launch_with_own_gpus_begins_with_what_is_free(run, desk, monkeypatch):
+    """And alone where nothing is: nobody waits for more."""
+    monkeypatch.setattr("gpu_launch.launch.worker_group.start_local_worker", lambda _: None)
+    own = replace(ELASTIC, includes_notebook=True, exclude_nodes=("rig1",))
+    desk.free, desk.looks = ["rig2"], 3
+    group = begun(own, run, desk)
+    assert group.membership().nodes == ("rig2",)
+    desk.free, desk.looks = [], 3
+    alone = begun(own, run, desk)
+    assert alone.is_notebook_only
+    assert desk.looks == 3
+    assert [job["state"] for job in desk.jobs_by_id.values()] == ["running", "ended"]
+
+
+@pytest.mark.parametrize("reason", ["others wait", "nothing is free", "it is whole"])
+def test_a_gang_asks_for_nothing_where_it_should_not(run, desk, reason):
+    """Nobody is kept waiting for what comes on top."""
+    desk.free = ["rig1", "rig2", "rig3"] if "whole" in reason else ["rig1"]
+    group = begun(ELASTIC, run, desk)
+    desk.waiting = int("wait" in reason)
+    desk.free = [] if "nothing" in reason else ["rig2"]
+    assert not group.scale_up()
+    assert len(desk.asked) == 1
+
+
+def test_a_gang_that_is_granted_nothing_more_takes_its_request_back(run, desk):
+    """It was free a moment ago."""
+    desk.free = ["rig1"]
+    group = begun(ELASTIC, run, desk)
+    desk.free = ["rig2"]
+    taken = desk.get_cluster
+
+    def cluster():
+        seen = taken()
+        desk.free = []
+        return seen
+
+    desk.get_cluster = cluster
+    assert not group.scale_up()
+    assert desk.jobs_by_id["j2"]["state"] == "ended"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_task", "method", "reason"),
+    [
+        (LaunchOptions(), False, StartMethod.FORK, ""),
+        (LaunchOptions(cold=True), False, StartMethod.TORCHRUN, ""),
+        (LaunchOptions(no_python=True), False, StartMethod.TORCHRUN, ""),
+        (
+            LaunchOptions(torchrun_flags=("--role=trainer", "--numa-binding=node")),
+            False,
+            StartMethod.TORCHRUN,
+            "--numa-binding is its own",
+        ),
+        (LaunchOptions(no_python=True), True, StartMethod.TASK, ""),
+    ],
+)
+def test_ranks_are_forked_unless_only_torchrun_can_do_it(options, is_task, method, reason, tmp_path):
+    """With the reason where nobody asked for it."""
+    request = LaunchRequest(options=options, cell=None, cwd=tmp_path, env=ENV, environ={})
+    assert choose_start_method(ValidatedRequest(request=request, plan=PLAN, script="a.py", is_task=is_task)) == (
+        method,
+        reason,
+    )

@@ -1,0 +1,146 @@
+"""Settings that are found, and the reasons for them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from gpu_launch import environment
+from gpu_launch.worker import nccl_env
+from gpu_launch.worker.nccl_env import ContainerFacts
+
+ALWAYS = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1", "RES_OPTIONS": "timeout:1 attempts:1"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "more"),
+    [
+        (ContainerFacts(interface="eth1", has_infiniband=True), {}),
+        (ContainerFacts(interface="eth1"), {"NCCL_IB_DISABLE": "1"}),
+        (ContainerFacts(interface="eth1", has_infiniband=True, gpus=2, has_p2p=False), {"NCCL_P2P_DISABLE": "1"}),
+        (ContainerFacts(interface="eth1", has_infiniband=True, gpus=2, has_p2p=True), {}),
+        (ContainerFacts(interface="eth1", has_infiniband=True, gpus=2, has_p2p=None), {}),
+        (ContainerFacts(interface="eth1", has_infiniband=True, gpus=1, has_p2p=False), {}),
+        (
+            ContainerFacts(interface="eth1", has_infiniband=True, gpus=1, has_numa_calls=False),
+            {"NCCL_CUMEM_HOST_ENABLE": "0"},
+        ),
+        (ContainerFacts(interface="eth1", has_infiniband=True, gpus=0, has_numa_calls=False), {}),
+        (ContainerFacts(interface="eth1", has_infiniband=True, gpus=1, has_numa_calls=None), {}),
+    ],
+)
+def test_only_what_the_container_calls_for_is_set(facts, more):
+    """In doubt a setting is left alone, as NCCL looks for itself."""
+    assert nccl_env.choose_variables(facts) == ALWAYS | more
+
+
+def test_every_setting_has_a_reason():
+    """For --dry-run."""
+    facts = ContainerFacts(interface="eth1", gpus=2, has_p2p=False, has_numa_calls=False)
+    found = nccl_env.decide_settings(facts)
+    assert len(found) == 6
+    assert all(item.reason for item in found)
+    assert {item.name: item.value for item in found} == nccl_env.choose_variables(facts)
+
+
+def test_what_is_set_already_stays():
+    """By the image or the administrator."""
+    assert "NCCL_IB_DISABLE" not in nccl_env.choose_variables(
+        ContainerFacts(interface="eth1"), {"NCCL_IB_DISABLE": "0"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (ContainerFacts(interface="eth1", shm_mib=64), ["/dev/shm has 64 MiB"]),
+        (ContainerFacts(interface="eth1", shm_mib=1024, mtu=1500, path_mtu=1500), []),
+        (ContainerFacts(interface="eth1", mtu=1500, path_mtu=1420), ["`mtu = 1420` in [network]"]),
+        (ContainerFacts(interface="eth1", mtu=1280, path_mtu=1500), []),
+        (ContainerFacts(interface="eth1"), []),
+    ],
+)
+def test_what_no_setting_mends_is_said(facts, said):
+    """A small /dev/shm, and packets that are too large for a tunnel."""
+    warned = nccl_env.build_warnings(facts)
+    assert len(warned) == len(said)
+    assert all(part in text for part, text in zip(said, warned, strict=True))
+
+
+def test_this_container_is_looked_at(monkeypatch):
+    """On loopback, without a GPU: nothing fails, and the variables are those decided for the container."""
+    for name in (*ALWAYS, "NCCL_IB_DISABLE", "GPUHUB_GPU_UUIDS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GPUHUB_HEAD_ADDRESS", "127.0.0.1")
+    found = nccl_env.find_variables("lo")
+    assert found["NCCL_SOCKET_IFNAME"] == "=lo"
+    decided = nccl_env.decide_settings(nccl_env.inspect_container("lo"))
+    assert {item.name for item in decided if item.name not in os.environ} == found.keys()
+    facts = nccl_env.inspect_container("lo", with_path_mtu=True)
+    assert facts.mtu == facts.path_mtu
+    assert facts.shm_mib is not None
+    assert nccl_env.inspect_container("no-such-interface", with_path_mtu=True).mtu is None
+
+
+class Nvml:
+    """The part of pynvml that is used, with the constants of the real module."""
+
+    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_STATUS_OK
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, reaches):
+        self.reaches, self.ended = reaches, 0
+
+    def nvmlInit(self):  # noqa: N802 - as in pynvml
+        pass
+
+    def nvmlShutdown(self):  # noqa: N802 - as in pynvml
+        self.ended += 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802 - as in pynvml
+        return SimpleNamespace(uuid=uuid)
+
+    def nvmlDeviceGetP2PStatus(self, one, other, index):  # noqa: N802 - as in pynvml
+        ctypes.c_int.from_param(index)  # as ctypes does for the real function: a tuple is refused
+        reached = self.reaches(one.uuid, other.uuid)
+        if reached is None:
+            raise self.NVMLError
+        return 0 if reached else 3
+
+
+@pytest.mark.parametrize(
+    ("uuids", "reaches", "expected"),
+    [
+        ("GPU-a,GPU-b", lambda one, other: True, True),
+        ("GPU-a,GPU-b,GPU-c", lambda one, other: "GPU-c" not in (one, other), False),
+        ("GPU-a,GPU-b", lambda one, other: None, None),
+    ],
+    ids=["all", "not all", "cannot tell"],
+)
+def test_nvml_is_asked_about_every_two_gpus(monkeypatch, uuids, reaches, expected):
+    """And let go of again."""
+    nvml = Nvml(reaches)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("GPUHUB_GPU_UUIDS", uuids)
+    assert nccl_env.inspect_container("lo").has_p2p is expected
+    assert nvml.ended == 1
+
+
+@pytest.mark.parametrize("uuids", ["", "GPU-a", "MIG-a,MIG-b"])
+def test_nvml_is_not_asked_about_one_gpu_or_parts(monkeypatch, uuids):
+    """Parts of GPUs have no such thing."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("GPUHUB_GPU_UUIDS", uuids)
+    assert nccl_env.inspect_container("lo").has_p2p is None
+
+
+def test_the_head_is_told_by_the_container():
+    """Where large packets are tried."""
+    assert environment.read({"GPUHUB_HEAD_ADDRESS": "10.77.0.1"}).head_address == "10.77.0.1"
