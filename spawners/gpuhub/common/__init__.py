@@ -1,0 +1,1 @@
+"""Small values that every other package uses: errors, names, paths, units."""

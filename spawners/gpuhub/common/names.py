@@ -1,0 +1,126 @@
+"""Names and labels of everything that gpuhub creates on a node, built so that they cannot collide or be abused.
+
+Guarantees of `make_slug`: the result has 1–40 characters of `[a-z0-9-]`, starts and ends with a letter or digit, and
+has no two dashes in a row, so that two dashes can separate two slugs. Different inputs give different results: a hash
+is appended to every input that is not such a name already.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+
+#: What a job runs whose profile names no image.
+DEFAULT_IMAGE = "gpuhub/notebook:latest"
+
+NOTEBOOK_PORT = 8888
+
+
+_PLAIN = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+_HASHED = re.compile(r".*-[0-9a-f]{8}")
+
+#: User names that JupyterHub accepts: POSIX user names, without characters that have a meaning in a path.
+USERNAME_PATTERN = r"[a-z][a-z0-9_.-]{0,31}"
+#: Name of a named server: letters, digits and dashes.
+SERVER_PATTERN = r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?"
+INSTANCE_PATTERN = r"[a-z][a-z0-9]{0,7}"
+#: Id of a launch, chosen by the client: the name of its folder in `~/.gpu_launch/jobs`.
+RUN_PATTERN = r"[a-z0-9]([a-z0-9-]{4,38}[a-z0-9])"
+
+LABEL_INSTANCE = "gpuhub.instance"
+LABEL_KIND = "gpuhub.kind"  # notebook, worker, agent, courier or guard
+LABEL_LEASE = "gpuhub.lease"
+LABEL_EPOCH = "gpuhub.epoch"
+LABEL_OWNER = "gpuhub.owner"
+LABEL_JOB = "gpuhub.job"
+LABEL_WORKER = "gpuhub.worker"
+LABEL_SLURM_JOB = "gpuhub.slurm-job"  # the Slurm job that holds the container's GPUs; the Epilog searches for it
+LABEL_SHARE = "gpuhub.gpu_share"  # number of shares of the GPU, of which the container has one
+
+KIND_NOTEBOOK = "notebook"
+KIND_WORKER = "worker"
+KIND_AGENT = "agent"
+KIND_COURIER = "courier"
+KIND_FIREWALL = "guard"
+#: Kinds of volumes, in the same label.
+VOLUME_HOME = "home"
+VOLUME_DATASETS = "datasets"
+VOLUME_SCRATCH = "scratch"
+#: Kinds of containers without a lease, which have no GPU.
+KINDS_WITHOUT_LEASE = frozenset({KIND_AGENT, KIND_COURIER, KIND_FIREWALL})
+
+
+def make_slug(text: str) -> str:
+    """Return a text as a part of container, network and volume names, with the guarantees above."""
+    if _PLAIN.fullmatch(text) and not _HASHED.fullmatch(text) and "--" not in text:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    readable = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:31].rstrip("-")
+    return f"{readable}-{digest}" if readable else f"x-{digest}"
+
+
+def slurm_job_name(instance: str, lease: str) -> str:
+    """Return the name of the Slurm job that holds a lease's GPUs, by which gpuhub recognises it."""
+    return f"{instance}-lease-{lease}"
+
+
+def slurm_container_id(job: int) -> str:
+    """Return the container id of a lease whose Slurm job runs without a container."""
+    return f"{job:012x}"
+
+
+def notebook_container_name(instance: str, owner: str, server: str) -> str:
+    """Return the name of a user's notebook container; `server` is empty for the default server."""
+    name = f"{instance}-nb-{make_slug(owner)}"
+    return f"{name}--{make_slug(server)}" if server else name
+
+
+def worker_container_name(instance: str, job_id: str, index: int) -> str:
+    return f"{instance}-job-{make_slug(job_id)}-{index}"
+
+
+def user_network_name(instance: str, owner: str) -> str:
+    return f"{instance}-net-{make_slug(owner)}"
+
+
+def access_network_name(instance: str) -> str:
+    """Return the name of the node's bridge network by which containers reach the hub and publish their ports.
+
+    Its interface has the same name, of at most 15 characters.
+    """
+    return f"{instance}-access"
+
+
+def user_bridge_name(instance: str, owner: str) -> str:
+    """Return the interface of a user's private bridge network, at most 15 characters; see `user_bridge_pattern`."""
+    digest = base64.b32encode(hashlib.sha256(owner.encode()).digest()).decode().lower()
+    return f"{instance}-u{digest[:5]}"
+
+
+def user_bridge_pattern(instance: str) -> str:
+    """Return the pattern of all users' interfaces, which matches no other instance's."""
+    return f"{instance}-u*"
+
+
+def agent_container_name(instance: str) -> str:
+    return f"{instance}-agent"
+
+
+def courier_container_name(instance: str, owner: str) -> str:
+    """Return the name of the container that reads and writes files in a user's home."""
+    return f"{instance}-courier-{make_slug(owner)}"
+
+
+def firewall_container_name(instance: str) -> str:
+    """Return the name of the container that maintains a node's firewall."""
+    return f"{instance}-guard"
+
+
+def firewall_table_name(instance: str) -> str:
+    """Return the name of the nftables table with a node's firewall rules."""
+    return f"gpuhub_{instance}"
+
+
+def scratch_volume_name(instance: str, owner: str) -> str:
+    return f"{instance}-scratch-{make_slug(owner)}"

@@ -1,0 +1,85 @@
+"""Paths of an instance's files on the head node."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuhub.common import names
+from gpuhub.common.errors import SettingsError
+
+DEFAULT_INSTANCE = "gpuhub"
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Folders and files of one instance; instances on the same machine share none."""
+
+    instance: str = DEFAULT_INSTANCE
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(names.INSTANCE_PATTERN, self.instance):
+            raise SettingsError(
+                f"instance {self.instance!r}: a lower-case letter, then at most 7 letters or digits, is needed"
+            )
+
+    @property
+    def state(self) -> Path:
+        """Folder for files that must survive a reboot."""
+        return Path("/var/lib") / self.instance
+
+    @property
+    def run(self) -> Path:
+        """Folder for sockets and process ids."""
+        return Path("/run") / self.instance
+
+    @property
+    def log(self) -> Path:
+        """Folder for the logs of hub, proxy, broker and the practice closet's daemons."""
+        return Path("/var/log") / self.instance
+
+    @property
+    def secrets(self) -> Path:
+        """Folder for tokens and keys; its mode is 0700, and it belongs to root."""
+        return self.state / "secrets"
+
+    @property
+    def internal_certificates(self) -> Path:
+        """Folder for JupyterHub's authorities and certificates for internal TLS; only root can read it."""
+        return self.secrets / "internal"
+
+    @property
+    def authority(self) -> Path:
+        """The local authority's certificate, which users install in browsers; its key is among the secrets."""
+        return self.state / "authority.pem"
+
+    @property
+    def store(self) -> Path:
+        """The broker's SQLite file."""
+        return self.state / "broker.sqlite"
+
+    @property
+    def closet(self) -> Path:
+        """Folder of the practice closet: its cluster.toml, simulated driver and nodes' data."""
+        return self.state / "closet"
+
+    @property
+    def closet_cluster_file(self) -> Path:
+        """The cluster.toml that the practice closet writes."""
+        return self.closet / "cluster.toml"
+
+    @property
+    def used_cluster_file(self) -> Path:
+        """A copy of the settings that the running services have read."""
+        return self.run / "cluster.toml.used"
+
+    @property
+    def laptop_wheel(self) -> Path:
+        """Folder of the wheel of gpu-launch that the hub serves; it is public."""
+        return self.state / "laptop-wheel"
+
+    @property
+    def images(self) -> Path:
+        """Folder of the wheelhouse and root file systems from which images are built."""
+        return self.state / "images"

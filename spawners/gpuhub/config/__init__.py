@@ -1,0 +1,1 @@
+"""cluster.toml as frozen, validated values."""

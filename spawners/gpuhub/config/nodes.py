@@ -1,0 +1,106 @@
+"""`[[nodes]]` in cluster.toml: machines with GPUs, and how their Docker daemons are reached."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from gpuhub.common.units import Size
+from gpuhub.config.base import Label, ListOf, NodeName, Number, SettingsTable, SlurmName, Text
+
+
+class DockerTlsFiles(SettingsTable):
+    """PEM files for mutual TLS with a node's Docker daemon."""
+
+    #: Certificate of the authority that signed the daemon's certificate.
+    ca: Path
+    #: The client certificate that gpuhub presents.
+    cert: Path
+    #: Private key of `cert`.
+    key: Path
+
+    @field_validator("ca", "cert", "key", mode="before")
+    @classmethod
+    def _path(cls, value: object) -> object:
+        return Path(value) if isinstance(value, str) else value
+
+
+class ExpectedGpus(SettingsTable):
+    """GPUs of one model that a node should have, for checks before the node is probed."""
+
+    #: Model as NVML names it, with or without "NVIDIA GeForce".
+    model: Text
+    #: Memory of each GPU, bytes, such as "32G".
+    memory: Size
+    #: Number of such GPUs.
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+
+
+class NodeSettings(SettingsTable):
+    """A machine with GPUs, and with a Docker daemon unless Slurm runs everything there."""
+
+    #: Name of the node in gpuhub; each node needs its own.
+    name: NodeName
+    #: IP address at which the other nodes and the head node reach it.
+    address: str
+    #: URL of the Docker daemon: `unix:///path`, `ssh://user@host[:port]`, or `tcp://host:2376` with `tls`. Empty where
+    #: Slurm runs everything without Docker.
+    docker: str = ""
+    #: Certificates for a `tcp://` URL; required there, and refused with any other URL.
+    tls: DockerTlsFiles | None = None
+    #: The GPUs that the node should have; without it, gpuhub takes whatever NVML reports.
+    gpus: ListOf[ExpectedGpus] | None = None
+    #: Name of the node in Slurm; None: the same as `name`.
+    slurm: SlurmName | None = None
+    #: Switch that the node is connected to; jobs on several nodes prefer one switch, then one rack. None: unknown.
+    switch: Label | None = None
+    #: Rack that the node stands in. None: unknown.
+    rack: Label | None = None
+    #: CPU cores that all containers on the node may have together; None: no limit on the sum.
+    cpus: Annotated[Number, Field(gt=0, le=4096)] | None = None
+    #: Memory that all containers on the node may have together, bytes; None: no limit on the sum.
+    memory: Size | None = None
+
+    @property
+    def slurm_name(self) -> str:
+        """The node's name in Slurm."""
+        return self.slurm or self.name
+
+    @field_validator("address")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        try:
+            address = ipaddress.ip_address(value)
+        except ValueError:
+            raise ValueError(f'{value!r} is not an IP address: write one such as "192.168.1.21"') from None
+        if address.is_unspecified or address.is_multicast:
+            raise ValueError(f"{value!r} is not the address of a single machine")
+        return value
+
+    @field_validator("docker")
+    @classmethod
+    def _docker(cls, value: str) -> str:
+        url = urlsplit(value)
+        if url.scheme == "unix" and not url.netloc and url.path.startswith("/"):
+            return value
+        if url.scheme in {"ssh", "tcp"} and url.hostname and url.path in {"", "/"}:
+            return value
+        raise ValueError(
+            f'{value!r} is not a Docker URL: write "unix:///run/docker.sock", "ssh://user@host" '
+            'or "tcp://host:2376" with tls'
+        )
+
+    @model_validator(mode="after")
+    def _no_plain_tcp(self) -> Self:
+        if self.docker.startswith("tcp://") and self.tls is None:
+            raise ValueError(
+                f"docker = {self.docker!r} has no tls (node {self.name}): a Docker daemon on plain TCP gives root to "
+                'anyone who reaches it. Use "ssh://user@host", or give tls = {ca = …, cert = …, key = …}'
+            )
+        if self.tls is not None and not self.docker.startswith("tcp://"):
+            raise ValueError(f"tls is only valid with a tcp:// URL, not with docker = {self.docker!r}")
+        return self

@@ -1,0 +1,124 @@
+"""`[[profiles]]` in cluster.toml: the resources, image and limits of a notebook that a user can choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from gpuhub.common import gpu
+from gpuhub.common.units import Size, Span
+from gpuhub.config.base import (
+    ComputeCapability,
+    DriverVersion,
+    ListOf,
+    Number,
+    ProfileName,
+    SettingsTable,
+    SlurmName,
+    Text,
+)
+
+
+class ProfileSettings(SettingsTable):
+    """A choice of the spawn form: GPUs, an image and limits."""
+
+    #: Name in URLs and commands; each profile needs its own.
+    name: ProfileName
+    #: Heading of the profile in the spawn form.
+    title: Text
+    #: Text below the heading in the spawn form.
+    description: Annotated[str, StringConstraints(max_length=500)] = ""
+    #: Image of the notebook container.
+    image: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-zA-Z0-9._/:@-]{0,200}$")] = "gpuhub/notebook:latest"
+    #: Number of GPUs, all on one node; 0 for a CPU-only profile.
+    gpu_count: Annotated[int, Field(ge=0, le=64)] = 1
+    #: GPU model as NVML names it, without "NVIDIA GeForce"; None for any model.
+    gpu_model: Text | None = None
+    #: GPU models, in order of preference; excludes `gpu_model`. Empty for any model.
+    gpu_models: ListOf[Text] = ()
+    #: Minimum memory of each GPU, bytes.
+    gpu_memory: Size = 0
+    #: Minimum version of NVIDIA's driver, such as "570" or "570.86.15"; None for any.
+    gpu_driver: DriverVersion | None = None
+    #: Minimum CUDA compute capability, such as "8.9"; None for any.
+    gpu_capability: ComputeCapability | None = None
+    #: Number of equal shares that a GPU is divided into; the notebook gets one of them, with that fraction of the GPU's
+    #: memory as its cap. 1 for a whole GPU.
+    gpu_share: Annotated[int, Field(ge=1, le=64)] = 1
+    #: Reserve the whole node: no other lease runs there at the same time.
+    exclusive: bool = False
+    #: CPU cores of the container.
+    cpus: Annotated[Number, Field(gt=0, le=1024)] = 4.0
+    #: Memory of the container, bytes.
+    memory: Size = 16 * 1024**3
+    #: Size of /dev/shm, bytes.
+    shm: Size = 8 * 1024**3
+    #: Maximum number of processes and threads in the container.
+    pids: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
+    #: Maximum data that the container may write outside home, scratch and datasets, bytes; None for no limit. Docker
+    #: supports it where its data is on XFS with project quotas, and refuses the container elsewhere.
+    disk: Size | None = None
+    #: Time limit of the lease, seconds from its grant; None for no limit.
+    time_limit: Span | None = None
+    #: Slurm partition, with `engine = "slurm"`; None: the one of `[slurm]`.
+    partition: SlurmName | None = None
+    #: Slurm account, with `engine = "slurm"`; None: the one of `[slurm]`.
+    account: SlurmName | None = None
+    #: Slurm QOS, with `engine = "slurm"`; None: the one of `[slurm]`.
+    qos: SlurmName | None = None
+    #: Slurm reservation, with `engine = "slurm"`; None: the one of `[slurm]`.
+    reservation: SlurmName | None = None
+
+    @model_validator(mode="after")
+    def _cpu_only(self) -> Self:
+        asks = (self.gpu_model, self.gpu_models, self.gpu_memory, self.gpu_driver, self.gpu_capability)
+        if self.gpu_count == 0 and any(asks):
+            raise ValueError(
+                "gpu_model, gpu_models, gpu_memory, gpu_driver and gpu_capability need gpu_count of at least 1"
+            )
+        if self.gpu_model is not None and self.gpu_models:
+            raise ValueError("gpu_model and gpu_models exclude each other")
+        if self.gpu_share > 1 and (self.gpu_count != 1 or self.exclusive):
+            raise ValueError("gpu_share above 1 is a part of one GPU: it needs gpu_count = 1, and no exclusive")
+        return self
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The accepted models in order of preference; empty for any."""
+        return self.gpu_models or ((self.gpu_model,) if self.gpu_model is not None else ())
+
+
+def gpu_requirement(profile: ProfileSettings) -> gpu.GpuRequirement:
+    """Return the requirement that each GPU of a profile must meet."""
+    return gpu.GpuRequirement(
+        models=profile.models,
+        least_memory_mib=profile.gpu_memory // 1024**2,
+        least_driver=profile.gpu_driver,
+        least_capability=None if profile.gpu_capability is None else gpu.parse_capability(profile.gpu_capability),
+    )
+
+
+def unsatisfiable_profiles(profiles: tuple[ProfileSettings, ...], cards: dict[str, list[gpu.GpuSpec]]) -> list[str]:
+    """Return one line for each profile that none of the nodes can ever satisfy.
+
+    Args:
+        profiles: the profiles to check.
+        cards: the GPUs of each node, by its name.
+    """
+    return [
+        f"profiles: {profile.name!r} wants {gpu.describe_gpus(profile.gpu_count, gpu_requirement(profile))} "
+        f"on one node, and no node has that; there are: {gpu.describe_nodes(cards)}"
+        for profile in profiles
+        if profile.gpu_count
+        and not any(
+            sum(_checkable_part(gpu_requirement(profile)).accepts(card) for card in on_node) >= profile.gpu_count
+            for on_node in cards.values()
+        )
+    ]
+
+
+def _checkable_part(requirement: gpu.GpuRequirement) -> gpu.GpuRequirement:
+    """Return the requirement without capability and driver, which cluster.toml does not state for a node."""
+    return replace(requirement, least_capability=None, least_driver=None)

@@ -1,0 +1,160 @@
+"""The whole of cluster.toml as frozen, validated values, and its reader.
+
+`load(path)` returns `ClusterSettings` or raises `SettingsError` with one line for each mistake: the key, what is wrong
+with its value, and what to write instead. Every key is explained in `cluster.example.toml`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, StringConstraints, ValidationError, model_validator
+
+from gpuhub.common import gpu
+from gpuhub.common.errors import SettingsError
+from gpuhub.config.backend_names import check_backend, find_backend_mistakes
+from gpuhub.config.base import ListOf, SettingsTable
+from gpuhub.config.hub import HubSettings
+from gpuhub.config.images import ImageSettings
+from gpuhub.config.jobs import JobSettings
+from gpuhub.config.login_keys import LoginSettings, find_login_mistakes
+from gpuhub.config.network import NetworkSettings
+from gpuhub.config.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
+from gpuhub.config.profiles import ProfileSettings, unsatisfiable_profiles
+from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.config.storage_keys import StorageSettings
+from gpuhub.config.users import GroupSettings, LimitSettings, SchedulingSettings, UserSettings
+from gpuhub.config.validation_errors import describe_mistakes
+
+__all__ = [
+    "ClusterSettings",
+    "DockerTlsFiles",
+    "ExpectedGpus",
+    "GroupSettings",
+    "HubSettings",
+    "ImageSettings",
+    "JobSettings",
+    "LimitSettings",
+    "LoginSettings",
+    "NetworkSettings",
+    "NodeSettings",
+    "ProfileSettings",
+    "SchedulingSettings",
+    "SlurmSettings",
+    "StorageSettings",
+    "UserSettings",
+    "load",
+]
+
+
+class ClusterSettings(SettingsTable):
+    """All tables and top-level keys of cluster.toml."""
+
+    nodes: ListOf[NodeSettings]
+    profiles: ListOf[ProfileSettings]
+    users: UserSettings
+    login: LoginSettings = LoginSettings()
+    groups: ListOf[GroupSettings] = ()
+    scheduling: SchedulingSettings = SchedulingSettings()
+    storage: StorageSettings = StorageSettings()
+    network: NetworkSettings = NetworkSettings()
+    jobs: JobSettings = JobSettings()
+    hub: HubSettings = HubSettings()
+    images: ImageSettings = ImageSettings()
+    #: Scheduling backend that assigns GPUs: `builtin` is gpuhub's own, `slurm` the Slurm cluster that the nodes belong
+    #: to.
+    engine: Annotated[str, AfterValidator(check_backend)] = "builtin"
+    slurm: SlurmSettings = SlurmSettings()
+    #: Notice on the spawn form and in the output of `make up`, such as "simulated GPUs: training runs on the CPU".
+    notice: Annotated[str, StringConstraints(max_length=300)] = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        mistakes = [
+            *(f"{key}: is empty; at least one is needed" for key in ("nodes", "profiles") if not getattr(self, key)),
+            *_duplicates("nodes", "name", [node.name for node in self.nodes]),
+            *_duplicates("nodes", "address", [node.address for node in self.nodes]),
+            *_duplicates("nodes", "docker", [node.docker for node in self.nodes if node.docker]),
+            *_duplicates("profiles", "name", [profile.name for profile in self.profiles]),
+            *_duplicates("groups", "name", [group.name for group in self.groups]),
+            *_unsatisfiable(self),
+            *find_backend_mistakes(self),
+            *find_login_mistakes(self.users, self.login),
+        ]
+        if self.network.kind == "bridge" and len(self.nodes) > 1:
+            mistakes.append(
+                f'network.kind = "bridge" joins one node only, and there are {len(self.nodes)}: use "overlay"'
+            )
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return self
+
+    @property
+    def has_overlay(self) -> bool:
+        """True where users' networks span nodes."""
+        return self.network.kind == "overlay" or (self.network.kind == "auto" and len(self.nodes) > 1)
+
+    @property
+    def has_internal_tls(self) -> bool:
+        """True where proxy, hub, broker and notebooks use TLS among each other."""
+        return len(self.nodes) > 1 if self.hub.internal_tls == "auto" else self.hub.internal_tls
+
+    def node(self, name: str) -> NodeSettings:
+        """Return the node of that name.
+
+        Raises:
+            KeyError: the node does not exist.
+        """
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(name)
+
+    def profile(self, name: str) -> ProfileSettings | None:
+        """Return the profile of that name, or None."""
+        return next((profile for profile in self.profiles if profile.name == name), None)
+
+
+def load(path: Path) -> ClusterSettings:
+    """Read and check a cluster.toml.
+
+    Raises:
+        SettingsError: with one line for each mistake.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SettingsError(f"{path}: no such file; start from cluster.example.toml") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not valid TOML: {error}") from None
+    try:
+        return ClusterSettings.model_validate(raw)
+    except ValidationError as error:
+        lines = describe_mistakes(error, ClusterSettings)
+        raise SettingsError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+def _duplicates(table: str, key: str, values: list[str]) -> list[str]:
+    return [
+        f"{table}: {key} = {value!r} occurs {count} times; each needs its own"
+        for value, count in Counter(values).items()
+        if count > 1
+    ]
+
+
+def _unsatisfiable(cluster: ClusterSettings) -> list[str]:
+    """Return one line for each profile that no node could serve, if every node lists its GPUs."""
+    if any(node.gpus is None for node in cluster.nodes):
+        return []
+    cards = {
+        node.name: [
+            gpu.GpuSpec(model=gpu.shorten_model(card.model), memory_mib=card.memory // 1024**2)
+            for card in node.gpus or ()
+            for _ in range(card.count)
+        ]
+        for node in cluster.nodes
+    }
+    return unsatisfiable_profiles(cluster.profiles, cards)

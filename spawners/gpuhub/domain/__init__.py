@@ -1,0 +1,1 @@
+"""States, rules and values of leases and jobs, without I/O."""

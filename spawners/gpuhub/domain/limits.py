@@ -1,0 +1,79 @@
+"""The quota of one owner, from `[users]` and `[[groups]]` of cluster.toml.
+
+`admission.validate` checks its limits of waiting requests and jobs, `admission.extend` the length of a lease, and
+`scheduler.quota` GPUs and GPU-hours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.config.users import GroupSettings, LimitSettings
+from gpuhub.scheduler.interface import Quota, QuotaLimits
+
+N = TypeVar("N", int, float)
+
+
+def list_groups(cluster: ClusterSettings, owner: str, hub_groups: Iterable[str]) -> frozenset[str]:
+    """Return all groups of an owner: the hub's, and those of the settings that name the owner."""
+    return frozenset(hub_groups) | {group.name for group in cluster.groups if owner in group.members}
+
+
+def build_quota(cluster: ClusterSettings, owner: str, hub_groups: Iterable[str]) -> Quota:
+    """Return an owner's limits and weight.
+
+    A group's limit for each member replaces that of `[users]`; of several groups the largest limit counts. Limits for
+    all members of a group together apply in addition.
+    """
+    groups = list_groups(cluster, owner, hub_groups)
+    own_groups = [group for group in cluster.groups if group.name in groups]
+    return Quota(
+        per_user=_build_user_limits(cluster, [group.each for group in own_groups]),
+        per_group={group.name: _build_limits(group.together) for group in own_groups if _has_limits(group)},
+        weight=max((group.weight for group in own_groups), default=1.0),
+    )
+
+
+def find_max_lease_s(rights: Quota) -> float | None:
+    """Return the longest lease in seconds, by the owner's own limit and those of the groups; None for no limit."""
+    return _min_limit(limits.longest_lease_s for limits in (rights.per_user, *rights.per_group.values()))
+
+
+def find_max_gpus(rights: Quota) -> int | None:
+    """Return the GPUs that the owner could ever hold at once; None for no limit."""
+    return _min_limit(limits.max_gpus for limits in (rights.per_user, *rights.per_group.values()))
+
+
+def _build_user_limits(cluster: ClusterSettings, allowances: Sequence[LimitSettings]) -> QuotaLimits:
+    users = cluster.users
+    return QuotaLimits(
+        max_gpus=_max_limit((limits.max_gpus for limits in allowances), users.max_gpus),
+        gpu_hours_per_week=_max_limit((limits.gpu_hours_per_week for limits in allowances), users.gpu_hours_per_week),
+        max_waiting=_max_limit((limits.max_waiting for limits in allowances), users.max_waiting),
+        max_jobs=_max_limit((limits.max_jobs for limits in allowances), users.max_jobs),
+        longest_lease_s=_max_limit((limits.longest_lease for limits in allowances), users.longest_lease),
+    )
+
+
+def _build_limits(allowance: LimitSettings) -> QuotaLimits:
+    return QuotaLimits(
+        max_gpus=allowance.max_gpus,
+        gpu_hours_per_week=allowance.gpu_hours_per_week,
+        max_waiting=allowance.max_waiting,
+        max_jobs=allowance.max_jobs,
+        longest_lease_s=allowance.longest_lease,
+    )
+
+
+def _has_limits(group: GroupSettings) -> bool:
+    return group.together != LimitSettings()
+
+
+def _max_limit(values: Iterable[N | None], otherwise: N | None) -> N | None:
+    return max((value for value in values if value is not None), default=otherwise)
+
+
+def _min_limit(values: Iterable[N | None]) -> N | None:
+    return min((value for value in values if value is not None), default=None)

@@ -1,0 +1,231 @@
+"""Immutable values of leases, jobs, reservations and events, as the store has them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose, WorkerState
+from gpuhub.common.gpu import GpuRequirement
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that cannot be guessed: prefix `l` for leases, `j` for jobs, `r` for reservations."""
+    return f"{prefix}{secrets.token_hex(8)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceRequest:
+    """The resources of a request: `nodes` different nodes with `gpus_per_node` GPUs each, or `spread` GPUs anywhere."""
+
+    nodes: int = 1
+    #: Below `nodes` for an elastic job.
+    least_nodes: int = 1
+    gpus_per_node: int = 1
+    #: GPUs in total, on any nodes; None for `nodes` and `gpus_per_node`.
+    spread: int | None = None
+    models: tuple[str, ...] = ()
+    least_memory_mib: int = 0
+    least_driver: str | None = None
+    least_capability: tuple[int, int] | None = None
+    #: Number of equal shares of the GPU, of which the request gets one; 1 for whole GPUs.
+    share: int = 1
+    exclude: tuple[str, ...] = ()
+    exclusive: bool = False
+    same_model: bool = False
+    batch: bool = False
+    scavenge: bool = False
+    priority: int = 0
+    #: Limits of its container on each node; counted on nodes for which the settings give the total.
+    cpu_milli: int = 0
+    memory_mib: int = 0
+
+    @property
+    def requirement(self) -> GpuRequirement:
+        return GpuRequirement(
+            models=self.models,
+            least_memory_mib=self.least_memory_mib,
+            least_driver=self.least_driver,
+            least_capability=self.least_capability,
+        )
+
+    @property
+    def size(self) -> int:
+        """Return the largest number of GPUs."""
+        return self.spread if self.spread is not None else self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedGpu:
+    """A GPU, or a share of one, in a lease; held until `released_at`."""
+
+    uuid: str
+    node: str
+    index: int
+    model: str
+    memory_mib: int
+    #: Position of its node in the lease's order of nodes.
+    worker: int
+    #: The lease has part `part` (from 0) of `share` parts; a whole GPU is part 0 of 1.
+    share: int = 1
+    part: int = 0
+    #: When an elastic job was asked to release it while the lease continues; None if it was not.
+    shrink_requested_at: float | None = None
+    released_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRow:
+    """A lease; only functions of `lease_states` change it."""
+
+    id: str
+    #: Number in the order of requests.
+    seq: int
+    key: str
+    owner: str
+    purpose: Purpose
+    subject: str
+    profile: str | None
+    resources: ResourceRequest
+    created_at: float
+    #: Start of the current state, seconds since 1970.
+    since: float
+    state: LeaseState = LeaseState.REQUESTED
+    #: The owner's groups at the time of the request.
+    groups: tuple[str, ...] = ()
+    epoch: int = 0
+    time_limit_s: int | None = None
+    granted_at: float | None = None
+    expires_at: float | None = None
+    released_at: float | None = None
+    #: Why it ended; while it is granted or active, why its time was shortened.
+    reason: str | None = None
+    #: For the owner: the scheduler's note at the grant, later why it is quarantined.
+    note: str | None = None
+    #: From then on its GPUs are blocked and not charged to its owner.
+    quarantined_at: float | None = None
+    container_id: str | None = None
+    #: Id of the Slurm job of the lease; None without Slurm, and until it is submitted.
+    slurm_job: int | None = None
+    nodes: tuple[str, ...] = ()
+    #: By node, at the grant: ids of its Docker daemon and of its machine's boot, None if not known. Another daemon
+    #: proves nothing, unless the machine was rebooted.
+    identities: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
+    gpus: tuple[LeasedGpu, ...] = ()
+    version: int = 0
+
+    def evolve(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is not LeaseState.RELEASED
+
+    @property
+    def held(self) -> tuple[LeasedGpu, ...]:
+        """GPUs that no other lease may get."""
+        return tuple(gpu for gpu in self.gpus if gpu.released_at is None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRow:
+    """One worker container of a job."""
+
+    index: int
+    node: str
+    state: WorkerState = WorkerState.PENDING
+    container_id: str | None = None
+    exit_code: int | None = None
+    message: str | None = None
+
+    def evolve(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow:
+    """A job; only functions of `job_states` change it."""
+
+    id: str
+    run_id: str
+    owner: str
+    server: str
+    #: The lease of the notebook that submitted the job, which ends with it; None without a notebook.
+    notebook_lease: str | None
+    lease_id: str
+    image: str
+    nnodes: int
+    nproc_per_node: int
+    created_at: float
+    since: float
+    state: JobState = JobState.WAITING
+    min_nnodes: int = 1
+    gpus: int | None = None
+    #: The run id of its job array.
+    array: str | None = None
+    #: How often it was preempted as a whole, and until when its workers may write a checkpoint.
+    preemptions: int = 0
+    checkpoint_until: float | None = None
+    #: It outlives its notebook, and ends with worker 0.
+    detached: bool = False
+    #: Name for people.
+    name: str = ""
+    #: The owner's run that its workers join, numbered from `first_worker`; the job ends with that run.
+    joins: str | None = None
+    first_worker: int = 0
+    #: When all of its workers ran; set again after a preemption.
+    started_at: float | None = None
+    ended_at: float | None = None
+    #: Exit code of worker 0 of a detached job that ended without being stopped.
+    exit_code: int | None = None
+    reason: str | None = None
+    workers: tuple[WorkerRow, ...] = ()
+    version: int = 0
+
+    def evolve(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is not JobState.ENDED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerSnapshot:
+    """Open leases and jobs by id."""
+
+    leases: Mapping[str, LeaseRow] = field(default_factory=dict)
+    jobs: Mapping[str, JobRow] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservationRow:
+    """GPUs kept for some users in a window: all GPUs of `nodes`, and `gpus`."""
+
+    id: str
+    name: str
+    nodes: tuple[str, ...]
+    gpus: tuple[str, ...]
+    users: tuple[str, ...]
+    groups: tuple[str, ...]
+    starts_at: float
+    ends_at: float
+    created_by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventRow:
+    """One thing that the broker did or saw."""
+
+    at: float
+    #: Such as `lease.granted`.
+    kind: str
+    text: str
+    owner: str | None = None
+    lease: str | None = None
+    job: str | None = None
+    node: str | None = None
+    #: Set by the store; grows.
+    seq: int = 0

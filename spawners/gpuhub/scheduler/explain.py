@@ -1,0 +1,265 @@
+"""Explanations for people: why a request waits, when it will start, and which of its requirements delay it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from gpuhub.common.gpu import GpuRequirement
+from gpuhub.scheduler.capacity import IMMEDIATELY, UNKNOWN_TIME, NodeMask
+from gpuhub.scheduler.cycle import SchedulingCycle
+from gpuhub.scheduler.feasibility import describe_request, find_candidate_slots
+from gpuhub.scheduler.gang_placement import describe_models, place_request
+from gpuhub.scheduler.interface import Constraint, SchedulingRequest
+from gpuhub.scheduler.queue import RequestGroup
+from gpuhub.scheduler.state import SchedulerState
+
+#: Owners or nodes that are named in one line.
+_MAX_NAMED = 4
+#: Starts beyond the protected ones are computed while nodes × earlier requests stay below this.
+_MAX_STEPS = 8192
+#: A time limit that lets a request be backfilled before others, seconds.
+_SHORT_S = 3600.0
+
+
+def describe_wait(
+    request: SchedulingRequest, group: RequestGroup, cycle: SchedulingCycle, state: SchedulerState
+) -> str:
+    """Return one line: what a request asks for, and what blocks it after this cycle."""
+    if request.id in cycle.grants:
+        return f"{describe_request(request)}: next to be granted"
+    limit = cycle.headroom.explain(request)
+    if limit is not None:
+        return limit
+    if not request.size:
+        return _describe_wait_without_gpu(request, state)
+    candidates = find_candidate_slots(request, state.capacity)
+    if not candidates:
+        return f"{describe_request(request)}: no node currently has such GPUs"
+    if _is_only_short_of_cpu(request, group, cycle, state):
+        return f"{describe_request(request)}: {_describe_shortage(request)}"
+    reasons = [
+        _describe_releases(request, cycle, state),
+        _describe_holders(candidates, cycle, state),
+        _describe_competitors(request, candidates, cycle, state),
+        _describe_reservations(group, candidates, cycle, state),
+        _describe_unavailable(candidates, state),
+    ]
+    return f"{describe_request(request)}: {'; '.join(filter(None, reasons)) or _describe_shortage(request)}"
+
+
+def _describe_releases(request: SchedulingRequest, cycle: SchedulingCycle, state: SchedulerState) -> str:
+    """Return which owners were asked to release GPUs that the request counts on."""
+    planned = cycle.planned_starts.get(request.id)
+    if planned is None or planned.starts_at > cycle.now:
+        return ""
+    models: dict[str, Counter[str]] = {}
+    for name, uuids in planned.slots.items():
+        node = state.capacity.nodes[name]
+        for allocation_id, use in node.uses.items():
+            for position in use.positions:
+                slot = node.capacity.slots[position]
+                if slot.uuid in uuids and use.ends_at == IMMEDIATELY:
+                    owner = state.capacity.allocations[allocation_id].request.owner
+                    models.setdefault(owner, Counter())[slot.card.model] += 1
+    return ", ".join(f"waits for {owner} to release {describe_models(counts)}" for owner, counts in models.items())
+
+
+def _describe_holders(candidates: Mapping[str, frozenset[str]], cycle: SchedulingCycle, state: SchedulerState) -> str:
+    owners = set()
+    for name, uuids in candidates.items():
+        node = state.capacity.nodes[name]
+        for allocation_id, use in node.uses.items():
+            is_candidate = any(node.capacity.slots[position].uuid in uuids for position in use.positions)
+            if allocation_id not in cycle.grants and (is_candidate or use.is_exclusive):
+                owners.add(state.capacity.allocations[allocation_id].request.owner)
+    return f"held by {format_names(owners)}" if owners else ""
+
+
+def _describe_competitors(
+    request: SchedulingRequest, candidates: Mapping[str, frozenset[str]], cycle: SchedulingCycle, state: SchedulerState
+) -> str:
+    """Return whether earlier requests were just granted the free GPUs, or count on them."""
+    taken = any(
+        node_allocation.node in candidates
+        for grant in cycle.grants.values()
+        for node_allocation in grant.node_allocations
+    )
+    mask = cycle.protections.build_mask(
+        request.time_limit_s, frozenset(reservation.id for reservation in state.reservations), request.id
+    )
+    masks = mask.by_node if mask else {}
+    if taken or any(
+        _has_free(state, name, candidates[name], node_mask) for name, node_mask in masks.items() if name in candidates
+    ):
+        return "requested earlier by others"
+    return ""
+
+
+def _has_free(state: SchedulerState, name: str, uuids: frozenset[str], node_mask: NodeMask) -> bool:
+    """Return whether something that the mask excludes is free on a node."""
+    node = state.capacity.nodes[name]
+    classified = state.capacity.classify(node)
+    if classified is None:
+        return False
+    masked_uuids = uuids if node_mask.excludes_node else uuids & node_mask.slots
+    capacity_class, slot_order = classified
+    free_slots = zip(capacity_class.free, slot_order, strict=True)
+    return any(free and node.capacity.slots[position].uuid in masked_uuids for free, position in free_slots)
+
+
+def _describe_reservations(
+    group: RequestGroup, candidates: Mapping[str, frozenset[str]], cycle: SchedulingCycle, state: SchedulerState
+) -> str:
+    """Return the reservations for other users on GPUs that the request could use, and their ends."""
+    uuids = frozenset().union(*candidates.values())
+    texts = []
+    for reservation in state.reservations:
+        if reservation.id not in group.admitted and reservation.ends_at > cycle.now and reservation.uuids & uuids:
+            begins = f"from {format_time(reservation.starts_at)} " if reservation.starts_at > cycle.now else ""
+            texts.append(f"reserved {begins}until {format_time(reservation.ends_at)}: {reservation.name}")
+    return "; ".join(texts)
+
+
+def _describe_unavailable(candidates: Mapping[str, frozenset[str]], state: SchedulerState) -> str:
+    texts = []
+    for name, uuids in sorted(candidates.items()):
+        capacity = state.capacity.nodes[name].capacity
+        reasons = [slot.unavailable_reason for slot in capacity.slots if slot.uuid in uuids and not slot.available]
+        if not capacity.takes_work:
+            reasons = [capacity.unavailable_reason]
+        if reasons:
+            reason_text = "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+            texts.append(f"{name} ({reason_text})" if reason_text else name)
+    rest = f" and {len(texts) - _MAX_NAMED} other nodes" if len(texts) > _MAX_NAMED else ""
+    return f"currently not available: {', '.join(texts[:_MAX_NAMED])}{rest}" if texts else ""
+
+
+def _describe_wait_without_gpu(request: SchedulingRequest, state: SchedulerState) -> str:
+    if not any(node.capacity.takes_work for node in state.capacity.nodes.values()):
+        return "no node can be reached"
+    return f"{describe_request(request)}: {_describe_shortage(request)}"
+
+
+def _is_only_short_of_cpu(
+    request: SchedulingRequest, group: RequestGroup, cycle: SchedulingCycle, state: SchedulerState
+) -> bool:
+    """Return whether only CPU or memory blocks the request."""
+    if not (request.cpu_milli or request.memory_mib):
+        return False
+    relaxed = replace(request, cpu_milli=0, memory_mib=0)
+    mask = cycle.protections.build_mask(request.time_limit_s, group.admitted, request.id)
+    return place_request(relaxed, state.find_fit_indexes(relaxed), mask, None) is not None
+
+
+def _describe_shortage(request: SchedulingRequest) -> str:
+    if request.cpu_milli or request.memory_mib:
+        return "too little CPU or memory is left on the nodes"
+    return "not free yet"
+
+
+def format_names(names: Iterable[str]) -> str:
+    """Return names for people, the first few of many."""
+    ordered = sorted(names)
+    if len(ordered) <= _MAX_NAMED:
+        return ", ".join(ordered)
+    return f"{', '.join(ordered[:_MAX_NAMED])} and {len(ordered) - _MAX_NAMED} others"
+
+
+def format_time(seconds: float) -> str:
+    """Return the time for people: `2026-03-01 14:30 UTC`."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def estimate_start(state: SchedulerState, cycle: SchedulingCycle, request_id: str, position: int) -> float | None:
+    """Return the start according to time limits; None if it is not known. `cycle` has run and is undone."""
+    if request_id in cycle.grants:
+        return cycle.now
+    planned = cycle.planned_starts.get(request_id)
+    if planned is None and position * len(state.capacity.nodes) <= _MAX_STEPS:
+        forecast = SchedulingCycle(state, cycle.now, protects_all=True)
+        forecast.run_to(request_id)
+        forecast.undo()
+        if request_id in forecast.grants:
+            return cycle.now
+        planned = forecast.planned_starts.get(request_id)
+    if planned is None or planned.starts_at == UNKNOWN_TIME:
+        return None
+    return max(planned.starts_at, cycle.now)
+
+
+def find_constraints(
+    state: SchedulerState, request: SchedulingRequest, now: float, position: int
+) -> tuple[Constraint, ...]:
+    """Return the request's own requirements, the one without which it would start first before the others."""
+    constraints = []
+    for text, variant in relax_demands(request):
+        state.put_request(variant)
+        cycle = SchedulingCycle(state, now)
+        cycle.run()
+        cycle.undo()
+        constraints.append(
+            Constraint(requirement=text, would_start_at=estimate_start(state, cycle, request.id, position))
+        )
+    state.put_request(request)
+    return tuple(
+        sorted(
+            constraints,
+            key=lambda constraint: UNKNOWN_TIME if constraint.would_start_at is None else constraint.would_start_at,
+        )
+    )
+
+
+def relax_demands(request: SchedulingRequest) -> Iterator[tuple[str, SchedulingRequest]]:
+    """Yield each requirement, as text for people, and the request without it."""
+    requirement = request.requirement
+    if requirement.models:
+        yield f"model {' or '.join(requirement.models)}", _requiring(request, replace(requirement, models=()))
+    if requirement.least_memory_mib:
+        memory = f"at least {requirement.least_memory_mib / 1024:.3g} GiB"
+        yield memory, _requiring(request, replace(requirement, least_memory_mib=0))
+    if requirement.least_driver is not None:
+        yield (
+            f"driver {requirement.least_driver} or newer",
+            _requiring(request, replace(requirement, least_driver=None)),
+        )
+    if requirement.least_capability is not None:
+        capability = f"compute capability {'.'.join(map(str, requirement.least_capability))} or newer"
+        yield capability, _requiring(request, replace(requirement, least_capability=None))
+    yield from _relax_size(request)
+    if request.same_model and request.size > 1:
+        yield "same model", replace(request, same_model=False)
+    if request.exclusive:
+        yield "exclusive node", replace(request, exclusive=False)
+    if request.exclude:
+        yield f"not on {', '.join(sorted(request.exclude))}", replace(request, exclude=frozenset())
+    if request.cpu_milli:
+        yield f"{request.cpu_milli / 1000:.3g} CPU cores", replace(request, cpu_milli=0)
+    if request.memory_mib:
+        yield f"{request.memory_mib / 1024:.3g} GiB of memory", replace(request, memory_mib=0)
+    if request.time_limit_s is None:
+        yield "no time limit", replace(request, time_limit_s=_SHORT_S)
+    elif request.time_limit_s > _SHORT_S:
+        limit_text = f"time limit of {request.time_limit_s / 3600:.3g} h"
+        yield limit_text, replace(request, time_limit_s=_SHORT_S)
+
+
+def _relax_size(request: SchedulingRequest) -> Iterator[tuple[str, SchedulingRequest]]:
+    if request.spread is not None:
+        if request.spread > 1:
+            yield f"{request.spread} GPUs", replace(request, spread=1)
+        return
+    if request.least_nodes > 1:
+        yield f"{request.least_nodes} nodes", replace(request, nodes=1, least_nodes=1)
+    if request.gpus_per_node > 1:
+        text = f"{request.gpus_per_node} GPUs on one node"
+        yield text, replace(request, spread=request.least_size, nodes=1, least_nodes=1)
+    if request.share > 1:
+        share_text = f"1/{request.share} of a GPU"
+        yield share_text, replace(request, share=2 * request.share)
+
+
+def _requiring(request: SchedulingRequest, requirement: GpuRequirement) -> SchedulingRequest:
+    return replace(request, requirement=requirement)

@@ -1,0 +1,146 @@
+"""Feasibility: which GPUs a request could ever use, and whether it can ever be granted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from gpuhub.common import gpu
+from gpuhub.common.gpu import GpuSpec
+from gpuhub.scheduler.capacity import CapacityIndex
+from gpuhub.scheduler.demand import list_variants
+from gpuhub.scheduler.interface import NodeCapacity, SchedulingRequest
+
+
+def find_candidate_slots(request: SchedulingRequest, capacity: CapacityIndex) -> dict[str, frozenset[str]]:
+    """Return every GPU that a request could ever use, free or not, by node.
+
+    A node counts if it has enough acceptable GPUs.
+    """
+    candidates: dict[str, frozenset[str]] = {}
+    for variant in list_variants(request, capacity.cards):
+        accepted = {number for card, number in capacity.cards.items() if variant.accepts(card)}
+        for name, node in capacity.nodes.items():
+            slots = zip(node.capacity.slots, node.cards, strict=True)
+            uuids = frozenset(slot.uuid for slot, number in slots if number in accepted)
+            if uuids and variant.gpus and len(uuids) >= variant.gpus and variant.accepts_node(node.capacity):
+                candidates[name] = candidates.get(name, frozenset()) | uuids
+    return candidates
+
+
+def explain_infeasible(
+    request: SchedulingRequest, cards: Mapping[str, Sequence[GpuSpec] | None], nodes: Mapping[str, NodeCapacity]
+) -> str | None:
+    """Return why the request can never be granted, for people; None if it can or might.
+
+    Args:
+        cards: The GPUs of every node of the cluster; None for a node whose GPUs are not known yet.
+        nodes: Driver, CPU and memory of the nodes of which these are known.
+    """
+    available = "the cluster has: " + gpu.describe_nodes({node: node_cards or () for node, node_cards in cards.items()})
+    unknown = sorted(request.exclude - set(cards))
+    if unknown:
+        return f"there is no node {unknown[0]!r} to exclude; {available}"
+    usable = {node: node_cards for node, node_cards in cards.items() if node not in request.exclude}
+    excluding = f" other than {', '.join(sorted(request.exclude))}" if request.exclude else ""
+    needed = 1 if request.spread is not None else request.least_nodes
+    if len(usable) < needed:
+        return (
+            f"{needed} nodes were requested and the cluster has {len(usable)}{excluding}: {', '.join(usable) or 'none'}"
+        )
+    equipped = [node for node in usable if _has_resources(request, nodes.get(node))]
+    if len(equipped) < needed:
+        number = len(equipped) or "none"
+        return f"{_describe_resources(request)} was requested; {number} of the nodes{excluding} can provide it"
+    if any(_is_satisfiable(request, usable, equipped, model) for model in _list_models(request, usable)):
+        return None
+    if request.spread is not None:
+        count = max(_count_gpus(request, usable, equipped, model) for model in _list_models(request, usable))
+        supply = f"the nodes{excluding} have {count or 'no'} such GPUs"
+        return f"{describe_request(request)} was requested; {supply}; {available}"
+    suitable = [
+        node
+        for node in equipped
+        if any(_has_enough_gpus(request, usable[node], model) for model in _list_models(request, usable))
+    ]
+    one_model = " with GPUs of one model" if request.same_model and len(suitable) >= needed else ""
+    number = "too few" if one_model else len(suitable) or "none"
+    supply = f"{number} of the nodes{excluding} can provide it{one_model}"
+    return f"{describe_request(request)} was requested; {supply}; {available}"
+
+
+def describe_request(request: SchedulingRequest) -> str:
+    """Return what a request asks for, for people: `1 × RTX 5090 on each of 3 nodes`."""
+    if request.spread is not None:
+        return f"{gpu.describe_gpus(request.spread, request.requirement)} on any nodes"
+    if request.share > 1:
+        gpus = f"1/{request.share} of {gpu.describe_gpus(1, request.requirement)}"
+    elif request.gpus_per_node:
+        gpus = gpu.describe_gpus(request.gpus_per_node, request.requirement)
+    else:
+        gpus = "a place without GPU"
+    if request.nodes == 1:
+        return f"{gpus} on one node"
+    if request.least_nodes < request.nodes:
+        return f"{gpus} on each of {request.least_nodes} to {request.nodes} nodes"
+    return f"{gpus} on each of {request.nodes} nodes"
+
+
+def _list_models(request: SchedulingRequest, usable: Mapping[str, Sequence[GpuSpec] | None]) -> list[str | None]:
+    """Return the models to check one by one, or None to check all at once."""
+    if not request.same_model or not request.size:
+        return [None]
+    return [*dict.fromkeys(card.model for node_cards in usable.values() for card in node_cards or ()), None][
+        : -1 if any(usable.values()) else None
+    ]
+
+
+def _has_resources(request: SchedulingRequest, node: NodeCapacity | None) -> bool:
+    """Return whether the node's CPU, memory and driver suffice, as far as they are known."""
+    if node is None:
+        return True
+    if node.driver is not None and not request.requirement.accepts_driver(node.driver):
+        return False
+    if node.cpu_milli is not None and node.cpu_milli < request.cpu_milli:
+        return False
+    return node.memory_mib is None or node.memory_mib >= request.memory_mib
+
+
+def _describe_resources(request: SchedulingRequest) -> str:
+    driver = request.requirement.least_driver
+    parts = [f"{request.cpu_milli / 1000:.3g} CPU cores"] if request.cpu_milli else []
+    parts += [f"{request.memory_mib / 1024:.3g} GiB of memory"] if request.memory_mib else []
+    parts += [f"driver {driver} or newer"] if driver else []
+    return " with ".join([", ".join(parts[:2]), *parts[2:]]) if len(parts) > 2 else " and ".join(parts)
+
+
+def _is_satisfiable(
+    request: SchedulingRequest,
+    usable: Mapping[str, Sequence[GpuSpec] | None],
+    equipped: Iterable[str],
+    model: str | None,
+) -> bool:
+    suitable = [node for node in equipped if usable[node] is None or _has_enough_gpus(request, usable[node], model)]
+    if request.spread is None:
+        return len(suitable) >= request.least_nodes
+    return (
+        any(usable[node] is None for node in suitable)
+        or _count_gpus(request, usable, equipped, model) >= request.spread
+    )
+
+
+def _has_enough_gpus(request: SchedulingRequest, cards: Iterable[GpuSpec] | None, model: str | None) -> bool:
+    needed = min(1, request.spread) if request.spread is not None else request.gpus_per_node
+    return cards is not None and _count_fitting(request, cards, model) >= needed
+
+
+def _count_gpus(
+    request: SchedulingRequest,
+    usable: Mapping[str, Sequence[GpuSpec] | None],
+    equipped: Iterable[str],
+    model: str | None,
+) -> int:
+    return sum(_count_fitting(request, usable[node] or (), model) for node in equipped)
+
+
+def _count_fitting(request: SchedulingRequest, cards: Iterable[GpuSpec], model: str | None) -> int:
+    return sum(model in (None, card.model) and request.requirement.accepts(card) for card in cards)

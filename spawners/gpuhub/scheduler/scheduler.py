@@ -1,0 +1,158 @@
+"""Schedulers: the base that keeps the state, and gpuhub's own, which decides.
+
+`BuiltinScheduler` grants all of a request or nothing, places by best fit, orders by fair share, and backfills without
+delaying a protected request. `queue.py` gives the order. What does not fit gets a planned start (`backfill.py`), and
+later requests keep off the planned GPUs unless they end in time. Every change updates the state in memory, so a
+decision reads what changed and not the whole cluster:
+
+- Equal requests form one group, and the first of a group that does not fit stops the whole group.
+- `fit_index.py` has the nodes on which a demand fits now, `availability.py` those on which it will fit, and when.
+- `cycle.py` serves the groups in the order of the queue.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from gpuhub.common.gpu import GpuSpec
+from gpuhub.scheduler import explain, feasibility
+from gpuhub.scheduler.cycle import SchedulingCycle
+from gpuhub.scheduler.feasibility import find_candidate_slots
+from gpuhub.scheduler.interface import (
+    Allocation,
+    NodeCapacity,
+    OwnerUsage,
+    PendingReason,
+    Quota,
+    Reservation,
+    SchedulerSnapshot,
+    SchedulingDecision,
+    SchedulingParameters,
+    SchedulingRequest,
+    UsageRecord,
+)
+from gpuhub.scheduler.placement import DEFAULT_POLICY, PolicyFactory
+from gpuhub.scheduler.queue import QueueEntry, build_entry
+from gpuhub.scheduler.state import SchedulerState
+
+
+class BaseScheduler:
+    """Keeps the state that decisions are made from; subclasses decide."""
+
+    def __init__(
+        self, parameters: SchedulingParameters | None = None, policy_factory: PolicyFactory = DEFAULT_POLICY
+    ) -> None:
+        self._parameters = parameters or SchedulingParameters()
+        self._policy_factory = policy_factory
+        self._state = SchedulerState(SchedulerSnapshot(), self._parameters, policy_factory)
+
+    def rebuild(self, snapshot: SchedulerSnapshot) -> None:
+        self._state = SchedulerState(snapshot, self._parameters, self._policy_factory)
+
+    def put_node(self, node: NodeCapacity) -> None:
+        self._state.capacity.put_node(node)
+
+    def put_request(self, request: SchedulingRequest) -> None:
+        self._state.put_request(request)
+
+    def put_allocation(self, allocation: Allocation) -> None:
+        self._state.remove_request(allocation.request.id)
+        self._state.put_allocation(allocation)
+
+    def remove(self, request_id: str, now: float) -> None:
+        self._state.remove_request(request_id)
+        self._state.remove_allocation(request_id, now)
+
+    def put_quota(self, owner: str, quota: Quota) -> None:
+        self._state.quotas[owner] = quota
+
+    def record_usage(self, record: UsageRecord) -> None:
+        self._state.usage.record(record)
+
+    def set_reservations(self, reservations: Iterable[Reservation]) -> None:
+        self._state.set_reservations(reservations)
+
+    def find_candidates(self, request: SchedulingRequest) -> frozenset[str]:
+        return frozenset[str]().union(*find_candidate_slots(request, self._state.capacity).values())
+
+    def explain_infeasible(
+        self, request: SchedulingRequest, cards: Mapping[str, Sequence[GpuSpec] | None]
+    ) -> str | None:
+        nodes = {name: node.capacity for name, node in self._state.capacity.nodes.items()}
+        return feasibility.explain_infeasible(request, cards, nodes)
+
+    def report_usage(self, now: float) -> Mapping[str, OwnerUsage]:
+        usage = self._state.usage
+        penalties, decayed = self._state.compute_penalties(now), usage.decayed_usage(now)
+        return {
+            owner: OwnerUsage(
+                gpus=usage.count_gpus(owner),
+                gpu_hours_week=usage.week_hours(owner, now),
+                decayed_gpu_hours=decayed(owner) / 3600.0,
+                penalty_s=penalties.get(owner, 0.0),
+            )
+            for owner in sorted({*usage.owners, *penalties})
+        }
+
+
+class BuiltinScheduler(BaseScheduler):
+    """The scheduler of the backend `builtin`."""
+
+    def decide(self, now: float) -> SchedulingDecision:
+        self._state.update_workload()
+        cycle = SchedulingCycle(self._state, now)
+        cycle.run()
+        for request_id in cycle.grants:
+            self._state.remove_request(request_id)
+            self._state.usage.start_allocation(self._state.capacity.allocations[request_id])
+        return cycle.build_decision()
+
+    def order_requests(self, now: float) -> list[str]:
+        penalties = self._state.compute_penalties(now)
+        queue = []
+        for owner, entries in self._state.queues.items():
+            penalty = penalties[owner]
+            queue += [(made_at + penalty, seq, request_id) for made_at, seq, request_id in entries]
+        return [request_id for _, _, request_id in sorted(queue)]
+
+    def explain_pending(self, request_id: str, now: float, *, with_constraints: bool = False) -> PendingReason:
+        state = self._state
+        request = state.requests[request_id]
+        position = self._find_position(request, now)
+        cycle = SchedulingCycle(state, now)
+        cycle.run()
+        text = explain.describe_wait(request, state.group_of[request_id], cycle, state)
+        cycle.undo()
+        return PendingReason(
+            position=position,
+            text=text,
+            expected_start=explain.estimate_start(state, cycle, request_id, position),
+            constraints=explain.find_constraints(state, request, now, position) if with_constraints else (),
+        )
+
+    def can_start_now(self, request: SchedulingRequest, now: float) -> bool:
+        existing = self._state.requests.get(request.id)
+        self._state.put_request(request)
+        cycle = SchedulingCycle(self._state, now)
+        cycle.run()
+        cycle.undo()
+        if existing is None:
+            self._state.remove_request(request.id)
+        else:
+            self._state.put_request(existing)
+        return request.id in cycle.grants
+
+    def _find_position(self, request: SchedulingRequest, now: float) -> int:
+        penalties = self._state.compute_penalties(now)
+        made_at, seq, request_id = build_entry(request, self._parameters)
+        sort_time = made_at + penalties[request.owner]
+        before = 0
+        for owner, entries in self._state.queues.items():
+            # Compare sums that `order_requests` makes as well: their difference could round differently.
+            before += bisect_left(entries, (sort_time, seq, request_id), key=_penalized(penalties[owner]))
+        return before + 1
+
+
+def _penalized(penalty: float) -> Callable[[QueueEntry], QueueEntry]:
+    return lambda entry: (entry[0] + penalty, entry[1], entry[2])

@@ -1,0 +1,227 @@
+"""The scheduler's copy of what the broker has stored, with the indexes that make decisions cheap."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from gpuhub.scheduler.availability import AvailabilityIndex
+from gpuhub.scheduler.capacity import CapacityIndex
+from gpuhub.scheduler.demand import DemandVariant, NodeDemand, list_variants
+from gpuhub.scheduler.fit_index import FitIndex
+from gpuhub.scheduler.interface import (
+    Allocation,
+    Quota,
+    Reservation,
+    SchedulerSnapshot,
+    SchedulingParameters,
+    SchedulingRequest,
+)
+from gpuhub.scheduler.placement import PolicyFactory
+from gpuhub.scheduler.queue import QueueEntry, RequestGroup, build_entry, compute_penalty
+from gpuhub.scheduler.usage import UsageLedger
+
+#: Demand variants to keep indexes of; all indexes are dropped beyond that.
+_MAX_VARIANTS = 1024
+#: Waiting requests until the policy is built again for the current workload: the first number, doubled up to the
+#: second.
+_FIRST_UPDATE, _MAX_UPDATE = 32, 8192
+
+#: Stands among the card numbers for a demand without GPU.
+NO_GPU = frozenset({-1})
+
+
+class VariantIndexes(NamedTuple):
+    """The indexes of a group's demand variants, preferred variant first."""
+
+    #: Epoch of the capacity index for which they were built.
+    epoch: int
+    fit_indexes: tuple[FitIndex, ...]
+    availability: tuple[AvailabilityIndex, ...]
+    #: Numbers of the acceptable cards; `NO_GPU` for a demand without GPU.
+    card_numbers: frozenset[int]
+
+
+class SchedulerState:
+    """Nodes, requests, allocations, quotas, reservations and usage."""
+
+    def __init__(
+        self, snapshot: SchedulerSnapshot, parameters: SchedulingParameters, policy_factory: PolicyFactory
+    ) -> None:
+        self.parameters = parameters
+        self.capacity = CapacityIndex()
+        self.usage = UsageLedger(parameters)
+        self.requests: dict[str, SchedulingRequest] = {}
+        self.quotas: dict[str, Quota] = dict(snapshot.quotas)
+        self.reservations: tuple[Reservation, ...] = ()
+        self._groups: dict[object, RequestGroup] = {}
+        self._policy_factory = policy_factory
+        #: Waiting requests of each owner, in order.
+        self.queues: dict[str, list[QueueEntry]] = {}
+        self.group_of: dict[str, RequestGroup] = {}
+        self._fit_indexes: dict[DemandVariant, FitIndex] = {}
+        self._availability_indexes: dict[DemandVariant, AvailabilityIndex] = {}
+        self._group_indexes: dict[RequestGroup, VariantIndexes] = {}
+        self._demand_counts: Counter[NodeDemand] = Counter()
+        self._policy = policy_factory(())
+        self._update_threshold = _FIRST_UPDATE
+        self._requests_since_update = 0
+        for node in snapshot.nodes:
+            self.capacity.put_node(node)
+        self.reservations = tuple(snapshot.reservations)
+        for record in sorted(snapshot.usage_records, key=lambda reservation: reservation.ended_at):
+            self.usage.record(record)
+        for allocation in snapshot.allocations:
+            self.put_allocation(allocation)
+        for request in snapshot.requests:
+            self.put_request(request)
+        self._update_workload()
+
+    # -- changes --------------------------------------------------------------------------------------------------
+
+    def put_request(self, request: SchedulingRequest) -> None:
+        self.remove_request(request.id)
+        self.requests[request.id] = request
+        insort(self.queues.setdefault(request.owner, []), build_entry(request, self.parameters))
+        self._requests_since_update += 1
+        self._join_group(request)
+
+    def remove_request(self, request_id: str) -> None:
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return
+        entry, entries = build_entry(request, self.parameters), self.queues[request.owner]
+        del entries[bisect_left(entries, entry)]
+        if not entries:
+            del self.queues[request.owner]
+        group = self.group_of.pop(request_id)
+        group.remove(request.owner, entry)
+        if not group.heads:
+            del self._groups[group.key]
+            self._group_indexes.pop(group, None)
+
+    def put_allocation(self, allocation: Allocation) -> None:
+        before = self.capacity.allocations.get(allocation.request.id)
+        if before is not None:
+            self.usage.end_allocation(before, None)
+        self.capacity.put_allocation(allocation)
+        self.usage.start_allocation(allocation)
+
+    def remove_allocation(self, holding_id: str, now: float) -> None:
+        allocation = self.capacity.remove_allocation(holding_id)
+        if allocation is not None:
+            self.usage.end_allocation(allocation, now)
+
+    def set_reservations(self, reservations: Iterable[Reservation]) -> None:
+        """Replace all reservations, and group the requests again by the reservations that admit them."""
+        self.reservations = tuple(reservations)
+        self._groups.clear()
+        self._group_indexes.clear()
+        for request in self.requests.values():
+            self._join_group(request)
+
+    # -- queries ------------------------------------------------------------------------------------------------
+
+    def compute_penalties(self, now: float) -> dict[str, float]:
+        """Return the seconds by which each waiting owner's requests count as younger."""
+        weights = {owner: self._weight(owner) for owner in self.queues}
+        holders = self.usage.active_owners - weights.keys()
+        total_weight = sum(weights.values()) + sum(self._weight(owner) for owner in holders)
+        decayed = self.usage.decayed_usage(now)
+        used_by_all = decayed(None)
+        return {
+            owner: compute_penalty(decayed(owner), used_by_all, weight / total_weight, self.parameters)
+            for owner, weight in weights.items()
+        }
+
+    def _weight(self, owner: str) -> float:
+        quota = self.quotas.get(owner)
+        return 1.0 if quota is None else quota.weight
+
+    @property
+    def groups(self) -> Iterable[RequestGroup]:
+        return self._groups.values()
+
+    def get_indexes(self, group: RequestGroup) -> VariantIndexes:
+        """Return the indexes of a group, built again if new cards have appeared."""
+        indexes = self._group_indexes.get(group)
+        if indexes is None or indexes.epoch != self.capacity.epoch:
+            indexes = self._build_indexes(group.sample)
+            self._group_indexes[group] = indexes
+        return indexes
+
+    def find_fit_indexes(self, request: SchedulingRequest) -> tuple[FitIndex, ...]:
+        """Return the indexes that show where a request would fit, whether it waits or not."""
+        return self._build_indexes(request).fit_indexes
+
+    def update_workload(self) -> None:
+        """Build the policy again for the demands of current requests, if enough have arrived: this drops its cached
+        choices.
+        """
+        if self._requests_since_update >= self._update_threshold:
+            self._update_workload()
+
+    def _update_workload(self) -> None:
+        self._update_threshold = min(max(2 * self._requests_since_update, self._update_threshold), _MAX_UPDATE)
+        self._requests_since_update = 0
+        for demand in list(self._demand_counts):
+            self._demand_counts[demand] //= 2
+        for group in self._groups.values():
+            for index in self.get_indexes(group).fit_indexes[-1:]:
+                self._demand_counts[index.build_demand(index.variant.gpus)] += sum(map(len, group.by_owner.values()))
+        self._demand_counts += Counter()
+        self._policy = self._policy_factory(
+            tuple((demand, float(count)) for demand, count in self._demand_counts.items())
+        )
+        for fit_index in self._fit_indexes.values():
+            fit_index.set_policy(self._policy)
+
+    def _build_indexes(self, request: SchedulingRequest) -> VariantIndexes:
+        variants = list_variants(request, self.capacity.cards)
+        if len(self._fit_indexes) + len(variants) > _MAX_VARIANTS:
+            self._fit_indexes.clear()
+            self._availability_indexes.clear()
+            self._group_indexes.clear()
+        for variant in variants:
+            if variant not in self._fit_indexes:
+                self._fit_indexes[variant] = FitIndex(variant, self.capacity, self._policy)
+                self._availability_indexes[variant] = AvailabilityIndex(variant, self.capacity)
+        fit_indexes = tuple(self._fit_indexes[variant] for variant in variants)
+        availability = tuple(
+            self._availability_indexes[variant] for variant in variants if not variant.joins_shared_gpu
+        )
+        cards = (
+            frozenset(number for fit_index in fit_indexes for number in fit_index.accepted) if request.size else NO_GPU
+        )
+        return VariantIndexes(
+            epoch=self.capacity.epoch, fit_indexes=fit_indexes, availability=availability, card_numbers=cards
+        )
+
+    def _join_group(self, request: SchedulingRequest) -> None:
+        """Add a request to the group of equal requests that are admitted by the same reservations."""
+        admitted = frozenset(
+            reservation.id for reservation in self.reservations if reservation.admits(request.owner, request.groups)
+        )
+        key = (
+            request.nodes,
+            request.least_nodes,
+            request.gpus_per_node,
+            request.spread,
+            request.requirement,
+            request.share,
+            request.exclude,
+            request.exclusive,
+            request.same_model,
+            request.scavenge,
+            request.time_limit_s,
+            request.cpu_milli,
+            request.memory_mib,
+            admitted,
+        )
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = RequestGroup(key=key, sample=request, admitted=admitted)
+        self.group_of[request.id] = group
+        group.add(request.owner, build_entry(request, self.parameters))

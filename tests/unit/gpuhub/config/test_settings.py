@@ -1,0 +1,196 @@
+"""cluster.toml: what is right is read, what is wrong is refused with its key and what would be right."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gpuhub.common.errors import SettingsError
+from gpuhub.config import hub, images, jobs, login_keys, network, nodes, profiles, settings, storage_keys, users
+from gpuhub.config import profiles as profiles_module
+
+EXAMPLE = Path(__file__).parents[4] / "cluster.example.toml"
+
+GOOD = """
+[users]
+allowed = ["ada"]
+[[nodes]]
+name = "rig1"
+address = "10.0.0.11"
+docker = "unix:///run/docker.sock"
+gpus = [{ model = "RTX 5090", memory = "32G" }]
+[[profiles]]
+name = "big"
+title = "Big"
+gpu_model = "RTX 5090"
+"""
+
+
+def load(tmp_path: Path, text: str) -> settings.ClusterSettings:
+    file = tmp_path / "cluster.toml"
+    file.write_text(text, encoding="utf-8")
+    return settings.load(file)
+
+
+def test_reads_a_small_file(tmp_path):
+    """A file with the required keys only gets the defaults for everything else."""
+    cluster = load(tmp_path, GOOD)
+    assert cluster.nodes[0].name == "rig1"
+    assert cluster.profiles[0].memory == 16 * 1024**3
+    assert cluster.jobs.renew_within == 25
+    assert not cluster.has_overlay
+
+
+def test_values_are_frozen(tmp_path):
+    """Settings cannot be changed after they are read."""
+    cluster = load(tmp_path, GOOD)
+    with pytest.raises(ValueError, match="frozen"):
+        cluster.nodes[0].name = "other"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("allowed", "alowed"), r"users\.alowed: there is no such key; did you mean 'allowed'\? valid here: login, "),
+        (
+            ('name = "rig1"', 'name = "rig1"\ngpu = 1'),
+            r"nodes\[1\]\.gpu: there is no such key; .*valid here: name, addr",
+        ),
+        (('title = "Big"', 'title = "Big"\ncpus = "4"'), r"profiles\[1\]\.cpus: '4' is not a number"),
+        (('title = "Big"', 'title = "Big"\ngpu_count = true'), r"profiles\[1\]\.gpu_count: True is not a whole number"),
+        (
+            ('title = "Big"', 'title = "Big"\ngpu_count = -1'),
+            r"profiles\[1\]\.gpu_count: -1: .*greater than or equal to 0",
+        ),
+        (('title = "Big"', 'title = "Big"\nmemory = 16'), r"profiles\[1\]\.memory: 16 is not a size: .*\"16G\""),
+        (('title = "Big"', 'title = "Big"\ntime_limit = "8"'), r"time_limit: '8' is not a time span: .*\"8h\""),
+        (('title = "Big"\n', ""), r"profiles\[1\]\.title: is missing"),
+        (
+            ("unix:///run/docker.sock", "tcp://10.0.0.11:2375"),
+            r"nodes\[1\]: docker = .* has no tls \(node \w+\): .*ssh://user@host",
+        ),
+        (
+            ("unix:///run/docker.sock", "http://10.0.0.11"),
+            r"nodes\[1\]\.docker: 'http://10\.0\.0\.11' is not a Docker URL",
+        ),
+        (("10.0.0.11", "rig1.local"), r"nodes\[1\]\.address: 'rig1\.local' is not an IP address"),
+        (('allowed = ["ada"]', ""), r"users: no user could log in"),
+        (('["ada"]', '["../ada"]'), r"users\.allowed\[1\]: '\.\./ada'"),
+        (('gpu_model = "RTX 5090"', 'gpu_model = "RTX 5080"'), r"'big' wants 1 × RTX 5080 .*rig1 with 1 × RTX 5090"),
+        (('gpu_model = "RTX 5090"', "gpu_count = 2"), r"'big' wants 2 × any GPU on one node, and no node has that"),
+        (('gpu_model = "RTX 5090"', 'gpu_memory = "48G"'), r"'big' wants 1 × any GPU of at least 48 GiB"),
+        (
+            ("[[profiles]]", '[storage]\nhome = "/home"\n[[profiles]]'),
+            r"storage: home = '/home' is one folder for all us",
+        ),
+        (
+            ("[[profiles]]", '[storage]\nhome = "/h/../{username}"\n[[profiles]]'),
+            r"storage\.home: .*neither an absolute",
+        ),
+        (
+            ("[[profiles]]", '[hub]\nbind = "0.0.0.0"\nhttps = "off"\n[[profiles]]'),
+            r'hub: https = "off" with bind = \'0\.0\.0\.0\': passwords would cross the network unencrypted',
+        ),
+        (("[[profiles]]", "[hub]\nport = 8081\n[[profiles]]"), r"hub: port 8081 is used twice"),
+        (
+            ('gpu_model = "RTX 5090"', 'gpu_model = "RTX 5090"\ngpu_models = ["RTX 5090"]'),
+            r"profiles\[1\]: gpu_model and gpu_models exclude each other",
+        ),
+        (("gpu_model", "gpu_share = 2\ngpu_count = 2\ngpu_model"), r"profiles\[1\]: gpu_share .* needs gpu_count = 1"),
+        (("gpu_model", 'gpu_capability = "9"\ngpu_model'), r"profiles\[1\]\.gpu_capability: '9'"),
+        (
+            ("[[profiles]]", '[scheduling]\nhalf_life = "0s"\n[[profiles]]'),
+            r"scheduling\.half_life: '0s' is not a time span",
+        ),
+        (("[[profiles]]", "[scheduling]\ncard_values = { T4 = 0 }\n[[profiles]]"), r"scheduling\.card_values\.T4: 0"),
+        (
+            ("[[profiles]]", '[[groups]]\nname = "lab"\neach = { max_gpu = 1 }\n[[profiles]]'),
+            r"groups\[1\]\.each\.max_gpu: there is no such key; did you mean 'max_gpus'",
+        ),
+        (
+            ("[[profiles]]", '[[groups]]\nname = "lab"\n[[groups]]\nname = "lab"\n[[profiles]]'),
+            r"groups: name = 'lab' occurs 2 times",
+        ),
+        (("[users]", "[users"), r"not valid TOML: .*line 2"),
+    ],
+)
+def test_refuses_what_is_wrong(tmp_path, change, expected):
+    """Each mistake is named by its key, with the value and what would be right."""
+    old, new = change
+    assert old in GOOD
+    with pytest.raises(SettingsError, match=expected):
+        load(tmp_path, GOOD.replace(old, new, 1))
+
+
+def test_refuses_duplicates_and_names_them_all(tmp_path):
+    """Two nodes with the same name and two profiles with the same name are reported together."""
+    node = GOOD[GOOD.index("[[nodes]]") : GOOD.index("[[profiles]]")]
+    profile = GOOD[GOOD.index("[[profiles]]") :]
+    text = GOOD + node.replace("10.0.0.11", "10.0.0.12").replace("/run/", "/srv/") + profile
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path, text)
+    assert "nodes: name = 'rig1' occurs 2 times" in str(caught.value)
+    assert "profiles: name = 'big' occurs 2 times" in str(caught.value)
+
+
+def test_a_missing_file_names_the_example(tmp_path):
+    """A file that is not there is refused with where to start."""
+    with pytest.raises(SettingsError, match=r"cluster\.example\.toml"):
+        settings.load(tmp_path / "cluster.toml")
+
+
+def test_the_example_is_valid_and_shows_every_key():
+    """cluster.example.toml loads, and has every key of every table, set or as a comment with its default."""
+    settings.load(EXAMPLE)
+    text = EXAMPLE.read_text(encoding="utf-8")
+    raw = tomllib.loads(text)
+    shown = set(re.findall(r"^(?:# )?([a-z_0-9]+) = ", text, re.MULTILINE)) | set(raw)
+    shown |= set(re.findall(r"^# \[\[?([a-z]+)\]", text, re.MULTILINE))
+    tables_read = [
+        settings.ClusterSettings, nodes.NodeSettings, profiles.ProfileSettings, users.UserSettings, users.GroupSettings, users.LimitSettings,
+        users.SchedulingSettings, storage_keys.StorageSettings, network.NetworkSettings, jobs.JobSettings, hub.HubSettings, images.ImageSettings, login_keys.LoginSettings,
+        settings.SlurmSettings,
+    ]  # fmt: skip
+    missing = [f"{table.__name__}.{key}" for table in tables_read for key in table.model_fields if key not in shown]
+    assert missing == []
+
+
+def test_the_example_shows_the_true_defaults(tmp_path):
+    """Every commented-out line `# key = value` of the example, taken in, gives the same settings as the default."""
+    text = re.sub(r"(?ms)^# \[slurm\]$.*?\n\n", "", EXAMPLE.read_text(encoding="utf-8"))
+    fewer = re.sub(
+        r"^# (?!address|torch_index|max_gpus|uid_first|time_limit|description|title|switch|rack|cpus|memory|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|max_jobs|card_values|disk|client_id|client_secret_file|issuer|username_claim|groups_claim|domains|idps|server|user_dn|group_base|ca|certificate|key|hostnames|url|reach|name|members|each|together|weight|partition|account|qos|reservation|slurm)([a-z_]+ = )",
+        r"\1",
+        text,
+        flags=re.M,
+    )
+    # `notice`, and keys the example sets itself to something else, stand twice then: keep the first line of each table.
+    lines, seen = [], set()
+    for line in fewer.splitlines():
+        key = re.match(r"([a-z_]+) = ", line)
+        if line.startswith("["):
+            seen = set()
+        if key and key[1] in seen:
+            continue
+        if key:
+            seen.add(key[1])
+        lines.append(line)
+    with_defaults, plain = load(tmp_path, "\n".join(lines)), settings.load(EXAMPLE)
+    assert with_defaults.jobs == plain.jobs
+    assert with_defaults.hub == plain.hub
+    assert with_defaults.images == plain.images
+    assert with_defaults.network == plain.network
+    assert with_defaults.scheduling == plain.scheduling
+    assert with_defaults.profiles[0].pids == plain.profiles[0].pids
+    assert with_defaults.users.queue_limit == plain.users.queue_limit
+
+
+def test_capability_and_driver_are_left_to_the_nodes(tmp_path):
+    """What cluster.toml cannot tell of a card is not held against a profile before the node was asked."""
+    asks = 'gpu_model = "RTX 5090"\ngpu_capability = "12.0"\ngpu_driver = "570"'
+    cluster = load(tmp_path, GOOD.replace('gpu_model = "RTX 5090"', asks, 1))
+    requirement = profiles_module.gpu_requirement(cluster.profiles[0])
+    assert (requirement.least_capability, requirement.least_driver) == ((12, 0), "570")

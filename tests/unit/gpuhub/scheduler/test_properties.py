@@ -1,0 +1,449 @@
+"""What holds for every cluster, queue and course of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuhub.common.gpu import GpuRequirement
+from gpuhub.scheduler.demand import NodeDemand
+from gpuhub.scheduler.interface import (
+    Allocation,
+    Grant,
+    NodeCapacity,
+    Quota,
+    QuotaLimits,
+    Reservation,
+    SchedulerSnapshot,
+    SchedulingDecision,
+    SchedulingParameters,
+    SchedulingRequest,
+    UsageRecord,
+)
+from gpuhub.scheduler.placement import FreeCapacity, PlacementChoice
+from gpuhub.scheduler.scheduler import BuiltinScheduler
+from tests.support.scheduler_snapshots import BIG, HOUR, MIDDLE, NOW, SMALL, WANTS_BIG, node
+
+REQUIREMENTS = [
+    GpuRequirement(),
+    WANTS_BIG,
+    GpuRequirement(least_memory_mib=12 * 1024),
+    GpuRequirement(models=("RTX 5070", "RTX 5060")),
+    GpuRequirement(least_driver="570"),
+]
+
+
+class FirstFit:
+    """A policy that knows no workload, so that engines of different age answer alike."""
+
+    def choose(self, state: FreeCapacity, demand: NodeDemand) -> PlacementChoice | None:
+        """The first cards that will do; the fullest node."""
+        cards = demand.cards
+        open_ = [
+            at
+            for at, free in enumerate(state.free)
+            if free >= demand.milli and (cards is None or state.cards[at] in cards)
+        ]
+        dear = [cards.index(state.cards[at]) if cards else state.cards[at].memory_mib for at in open_]
+        chosen = [at for _, at in sorted(zip(dear, open_, strict=True))][: demand.gpus]
+        rank = (float(sum(state.cards[at].memory_mib for at in chosen)), float(sum(state.free)))
+        return PlacementChoice(rank=rank, gpus=tuple(sorted(chosen))) if len(chosen) == demand.gpus else None
+
+
+def new_engine(rules: SchedulingParameters) -> BuiltinScheduler:
+    return BuiltinScheduler(rules, lambda workload: FirstFit())
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[NodeCapacity]:
+    made = []
+    for number in range(draw(st.integers(1, 4))):
+        cards = draw(st.lists(st.sampled_from([BIG, MIDDLE, SMALL]), max_size=3))
+        supply = node(
+            f"n{number}",
+            *cards,
+            takes_work=draw(st.integers(0, 7)) > 0,
+            driver=draw(st.sampled_from([None, "550.1", "575.2"])),
+            switch=draw(st.sampled_from([None, "s0", "s1"])),
+            cpu_milli=draw(st.sampled_from([None, 4000])),
+        )
+        broken = draw(st.sets(st.sampled_from(supply.slots))) if supply.slots and not draw(st.integers(0, 3)) else set()
+        slots = tuple(replace(each, available=each not in broken) for each in supply.slots)
+        made.append(replace(supply, slots=slots))
+    return made
+
+
+@st.composite
+def requests(draw: st.DrawFn, name: str, *, limited: bool = False) -> SchedulingRequest:
+    shape: dict[str, Any] = draw(
+        st.sampled_from(
+            [
+                {},
+                {"gpus_per_node": 2},
+                {"nodes": 2, "least_nodes": 2},
+                {"nodes": 3, "least_nodes": 1},
+                {"spread": 3},
+                {"share": 2},
+                {"share": 3},
+                {"gpus_per_node": 0},
+                {"nodes": 2, "least_nodes": 2, "same_model": True},
+                {"exclusive": True},
+                {"exclude": frozenset({"n0"})},
+                {"scavenge": True},
+            ]
+        )
+    )
+    limits = [HOUR, 2 * HOUR, 5 * HOUR] + ([] if limited else [None])
+    owner = draw(st.sampled_from("xyz"))
+    return SchedulingRequest(
+        **shape,
+        id=name,
+        owner=owner,
+        groups=frozenset({"g"}) if owner == "x" else frozenset(),
+        created_at=NOW - 1000 * draw(st.integers(0, 60)),
+        seq=int(name[1:]),
+        requirement=draw(st.sampled_from(REQUIREMENTS)),
+        batch=draw(st.booleans()),
+        priority=draw(st.integers(-1, 1)),
+        time_limit_s=draw(st.sampled_from(limits)),
+        cpu_milli=draw(st.sampled_from([0, 0, 1000, 3000])),
+    )
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> SchedulingParameters:
+    return SchedulingParameters(
+        protected=draw(st.sampled_from([1, 4])),
+        backfill=draw(st.integers(0, 3)) > 0,
+        preemption=draw(st.booleans()),
+        half_life_s=24 * HOUR,
+    )
+
+
+@st.composite
+def rights(draw: st.DrawFn) -> dict[str, Quota]:
+    found = {}
+    for owner in draw(st.sets(st.sampled_from("xyz"))):
+        each = QuotaLimits(
+            max_gpus=draw(st.sampled_from([None, 1, 3])),
+            gpu_hours_per_week=draw(st.sampled_from([None, None, 4.0])),
+        )
+        together = {"g": QuotaLimits(max_gpus=2)} if owner == "x" and draw(st.booleans()) else {}
+        found[owner] = Quota(per_user=each, per_group=together, weight=draw(st.sampled_from([1.0, 2.0])))
+    return found
+
+
+@st.composite
+def reservations(draw: st.DrawFn, there: list[NodeCapacity]) -> tuple[Reservation, ...]:
+    uuids = [slot.uuid for supply in there for slot in supply.slots]
+    if not uuids or draw(st.integers(0, 2)):
+        return ()
+    begins = NOW + draw(st.sampled_from([-HOUR, 0.0, 1.5 * HOUR]))
+    return (
+        Reservation(
+            id="v",
+            name="course",
+            uuids=frozenset(draw(st.sets(st.sampled_from(uuids), min_size=1))),
+            users=frozenset(draw(st.sampled_from(["x", "y"]))),
+            groups=frozenset(),
+            starts_at=begins,
+            ends_at=begins + 4 * HOUR,
+        ),
+    )
+
+
+@dataclass
+class Broker:
+    """What a broker does with an engine: stores, tells, and carries out what is decided."""
+
+    engine: BuiltinScheduler
+    rules: SchedulingParameters
+    nodes: dict[str, NodeCapacity]
+    rights: dict[str, Quota] = field(default_factory=dict)
+    reservations: tuple[Reservation, ...] = ()
+    requests: dict[str, SchedulingRequest] = field(default_factory=dict)
+    holdings: dict[str, Allocation] = field(default_factory=dict)
+    spent: list[UsageRecord] = field(default_factory=list)
+    now: float = NOW
+
+    def world(self) -> SchedulerSnapshot:
+        return SchedulerSnapshot(
+            nodes=list(self.nodes.values()),
+            requests=list(self.requests.values()),
+            allocations=list(self.holdings.values()),
+            reservations=self.reservations,
+            usage_records=self.spent,
+            quotas=self.rights,
+        )
+
+    def rebuilt(self) -> BuiltinScheduler:
+        made = new_engine(self.rules)
+        made.rebuild(self.world())
+        return made
+
+    def ask(self, request: SchedulingRequest) -> None:
+        self.requests[request.id] = request
+        self.engine.put_request(request)
+
+    def end(self, name: str) -> None:
+        self.requests.pop(name, None)
+        holding = self.holdings.pop(name, None)
+        for share in holding.node_allocations if holding and not holding.is_quarantined else ():
+            for slot in share.slots:
+                request = holding.request
+                self.spent.append(
+                    UsageRecord(
+                        owner=request.owner,
+                        groups=request.groups,
+                        card=slot.card,
+                        share=request.share,
+                        started_at=holding.granted_at,
+                        ended_at=self.now,
+                    )
+                )
+        self.engine.remove(name, self.now)
+
+    def put(self, holding: Allocation) -> None:
+        self.holdings[holding.request.id] = holding
+        self.engine.put_allocation(holding)
+
+    def decide(self) -> SchedulingDecision:
+        decision = self.engine.decide(self.now)
+        for name, grant in decision.grants.items():
+            self.grant(self.requests.pop(name), grant)
+        for preemption in decision.preemptions:
+            holding = self.holdings[preemption.allocation_id]
+            if preemption.is_whole:
+                self.put(replace(holding, is_ending=True))
+            else:
+                self.put(replace(holding, shrinking=holding.shrinking | preemption.nodes))
+        return decision
+
+    def grant(self, request: SchedulingRequest, grant: Grant) -> None:
+        ends_at = None if request.time_limit_s is None else self.now + request.time_limit_s
+        self.put(
+            Allocation(request=request, node_allocations=grant.node_allocations, granted_at=self.now, ends_at=ends_at)
+        )
+
+    def give_up(self, name: str) -> None:
+        """The nodes that a holding was asked for are free."""
+        holding = self.holdings[name]
+        if holding.is_ending:
+            self.end(name)
+        elif holding.shrinking:
+            kept = tuple(share for share in holding.node_allocations if share.node not in holding.shrinking)
+            self.put(replace(holding, node_allocations=kept, shrinking=frozenset()))
+
+    def check(self, decision: SchedulingDecision) -> None:
+        """No GPU twice, and everything that the granted ones asked for."""
+        for name, grant in decision.grants.items():
+            check_grant(self, self.holdings[name].request, grant)
+        for supply in self.nodes.values():
+            for slot in supply.slots:
+                shares = [
+                    holding.request.share
+                    for holding in self.holdings.values()
+                    for share in holding.node_allocations
+                    if slot in share.slots
+                ]
+                assert len(set(shares)) <= 1
+                assert len(shares) <= (shares[0] if shares else 0)
+            here = [h for h in self.holdings.values() if any(share.node == supply.name for share in h.node_allocations)]
+            assert not any(h.request.exclusive for h in here) or len(here) == 1
+            if supply.cpu_milli is not None:
+                assert sum(h.request.cpu_milli for h in here) <= supply.cpu_milli
+
+
+def check_grant(broker: Broker, request: SchedulingRequest, grant: Grant) -> None:
+    """What a grant promises to the one who asked."""
+    slots = [slot for share in grant.node_allocations for slot in share.slots]
+    assert len({share.node for share in grant.node_allocations}) == len(grant.node_allocations)
+    if request.spread is not None:
+        assert len(slots) == request.spread
+    else:
+        assert request.least_nodes <= len(grant.node_allocations) <= request.nodes
+        assert all(len(share.slots) == request.gpus_per_node for share in grant.node_allocations)
+    for share in grant.node_allocations:
+        supply = broker.nodes[share.node]
+        assert supply.takes_work
+        assert share.node not in request.exclude
+        assert request.requirement.accepts_driver(supply.driver)
+        assert all(slot in supply.slots and slot.available for slot in share.slots)
+    assert all(request.requirement.accepts(slot.card) for slot in slots)
+    assert not request.same_model or len({slot.card.model for slot in slots}) == 1
+    for each in broker.reservations:
+        if not each.admits(request.owner, request.groups) and each.ends_at > broker.now:
+            limit = request.time_limit_s
+            is_before = limit is not None and broker.now + limit <= each.starts_at
+            assert is_before or not each.uuids & {slot.uuid for slot in slots}
+    check_limits(broker, request, slots)
+
+
+def check_limits(broker: Broker, request: SchedulingRequest, slots: list[Any]) -> None:
+    if not slots:
+        return
+    rights_ = broker.rights.get(request.owner, Quota())
+    held: Counter[str] = Counter()
+    for holding in broker.holdings.values():
+        if not holding.is_quarantined:
+            count = sum(len(share.slots) for share in holding.node_allocations)
+            held[holding.request.owner] += count
+            held.update(dict.fromkeys(holding.request.groups, count))
+    assert rights_.per_user.max_gpus is None or held[request.owner] <= rights_.per_user.max_gpus
+    for group, limits in rights_.per_group.items():
+        assert limits.max_gpus is None or held[group] <= limits.max_gpus
+
+
+@st.composite
+def brokers(draw: st.DrawFn, *, limited: bool = False, plain: bool = False) -> Broker:
+    """A broker with a cluster; `plain` without limits and reservations."""
+    there = draw(clusters())
+    chosen = draw(rules())
+    broker = Broker(
+        engine=new_engine(chosen),
+        rules=chosen,
+        nodes={supply.name: supply for supply in there},
+        rights={} if plain else draw(rights()),
+        reservations=() if plain else draw(reservations(there)),
+    )
+    broker.engine.rebuild(broker.world())
+    for number in range(draw(st.integers(1, 8))):
+        broker.ask(draw(requests(f"r{number}", limited=limited)))
+    return broker
+
+
+def step(broker: Broker, data: st.DataObject, number: int) -> None:
+    """Something happens."""
+    what = data.draw(st.sampled_from(["ask", "end", "wait", "node", "quarantine", "give_up", "rights"]))
+    if what == "ask":
+        broker.ask(data.draw(requests(f"r{number}")))
+    elif what == "end" and broker.holdings:
+        broker.end(data.draw(st.sampled_from(sorted(broker.holdings))))
+    elif what == "wait":
+        broker.now += data.draw(st.sampled_from([60.0, HOUR, 30 * HOUR]))
+    elif what == "node":
+        supply = data.draw(st.sampled_from(list(broker.nodes.values())))
+        broker.nodes[supply.name] = replace(supply, takes_work=not supply.takes_work)
+        broker.engine.put_node(broker.nodes[supply.name])
+    elif what == "quarantine" and broker.holdings:
+        name = data.draw(st.sampled_from(sorted(broker.holdings)))
+        broker.put(replace(broker.holdings[name], is_quarantined=True))
+    elif what == "give_up" and broker.holdings:
+        broker.give_up(data.draw(st.sampled_from(sorted(broker.holdings))))
+    elif what == "rights":
+        broker.rights["y"] = Quota(per_user=QuotaLimits(max_gpus=data.draw(st.integers(0, 3))))
+        broker.engine.put_quota("y", broker.rights["y"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(brokers(), st.data())
+def test_an_engine_kept_up_to_date_equals_one_built_anew(broker: Broker, data: st.DataObject) -> None:
+    """After any course of events it decides, orders and explains the same; what it decides is right."""
+    for number in range(20, 20 + data.draw(st.integers(1, 8))):
+        step(broker, data, number)
+        anew = broker.rebuilt()
+        assert broker.engine.order_requests(broker.now) == anew.order_requests(broker.now)
+        for name in broker.requests:
+            assert broker.engine.explain_pending(name, broker.now) == anew.explain_pending(name, broker.now)
+        expected = anew.decide(broker.now)
+        decision = broker.decide()
+        assert decision == expected
+        broker.check(decision)
+        again = broker.engine.decide(broker.now)
+        assert (again.grants, again.preemptions) == ({}, ())
+
+
+@settings(max_examples=60, deadline=None)
+@given(brokers(), st.data())
+def test_asking_changes_nothing(broker: Broker, data: st.DataObject) -> None:
+    """Explanations in full and trial requests leave the engine as it was, and a trial says what comes true."""
+    trial = data.draw(requests("t99"))
+    expected = broker.rebuilt().decide(broker.now)
+    for name in broker.requests:
+        broker.engine.explain_pending(name, broker.now, with_constraints=True)
+    starts = broker.engine.can_start_now(trial, broker.now)
+    assert broker.decide() == expected
+    other = broker.rebuilt()
+    assert other.can_start_now(trial, broker.now) == (
+        other.put_request(trial) or trial.id in other.decide(broker.now).grants
+    )
+    assert isinstance(starts, bool)
+
+
+@settings(max_examples=100, deadline=None)
+@given(brokers(plain=True))
+def test_nothing_that_fits_is_left_waiting(broker: Broker) -> None:
+    """Who waits would not even be served alone, or only with what is kept for the protected before."""
+    broker.decide()
+    for request in list(broker.requests.values()):
+        alone = replace(broker.world(), requests=[request])
+        made = new_engine(replace(broker.rules, preemption=False))
+        made.rebuild(alone)
+        if request.id in made.decide(broker.now).grants:
+            text = broker.engine.explain_pending(request.id, broker.now).text
+            assert "requested earlier by others" in text or request.size == 0 or request.cpu_milli
+            assert any(
+                broker.engine.order_requests(broker.now).index(other)
+                < broker.engine.order_requests(broker.now).index(request.id)
+                for other in broker.requests
+            )
+
+
+@settings(max_examples=150, deadline=None)
+@given(brokers(limited=True, plain=True), st.data())
+def test_backfill_never_delays_the_first_in_line(broker: Broker, data: st.DataObject) -> None:
+    """With true time limits, the first in line starts by the moment it was told, however many pass it."""
+    broker.engine = new_engine(replace(broker.rules, backfill=True, fair_share_s=0.0, preemption=False))
+    broker.engine.rebuild(broker.world())
+    broker.decide()
+    order = broker.engine.order_requests(broker.now)
+    told = {name: broker.engine.explain_pending(name, broker.now).expected_start for name in order}
+    first = next((name for name in order if told[name] is not None), None)
+    if first is None or first != order[0]:
+        return
+    for number in range(30, 30 + data.draw(st.integers(2, 9))):
+        late = data.draw(requests(f"r{number}", limited=True))
+        broker.ask(replace(late, created_at=NOW + number, priority=0, batch=True))
+    while first in broker.requests:
+        broker.decide()
+        if first not in broker.requests:
+            break
+        ends = sorted((holding.ends_at or 0.0, name) for name, holding in broker.holdings.items())
+        assert ends
+        broker.now = max(broker.now, ends[0][0])
+        assert broker.now <= (told[first] or 0.0)
+        broker.end(ends[0][1])
+        for moment, name in ends[1:]:
+            if moment <= broker.now:
+                broker.end(name)
+    assert broker.now <= (told[first] or 0.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(brokers(plain=True), st.data())
+def test_nobody_starves(broker: Broker, data: st.DataObject) -> None:
+    """Whatever comes later, every request that can be served is served within a bounded time."""
+    broker.nodes = {name: replace(supply, takes_work=True) for name, supply in broker.nodes.items()}
+    for supply in broker.nodes.values():
+        broker.engine.put_node(supply)
+    possible = {}
+    for request in broker.requests.values():
+        alone = new_engine(broker.rules)
+        alone.rebuild(SchedulerSnapshot(nodes=list(broker.nodes.values()), requests=[request]))
+        if alone.decide(broker.now).grants:
+            possible[request.id] = request
+    for number in range(30, 190):
+        if number < 50:
+            broker.ask(
+                replace(data.draw(requests("r1", limited=True)), id=f"r{number}", seq=number, created_at=broker.now)
+            )
+        broker.now += 2 * HOUR
+        for name, holding in list(broker.holdings.items()):
+            if broker.now >= holding.granted_at + (holding.request.time_limit_s or 3 * HOUR):
+                broker.end(name)
+        broker.decide()
+    assert not set(possible) & set(broker.requests)

@@ -1,0 +1,277 @@
+"""In which order requests are served, what may pass whom, and what owners may have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpuhub.scheduler.interface import (
+    Allocation,
+    NodeCapacity,
+    Quota,
+    QuotaLimits,
+    Reservation,
+    SchedulingParameters,
+    SchedulingRequest,
+    UsageRecord,
+)
+from gpuhub.scheduler.queue import compute_penalty
+from tests.support.scheduler_snapshots import (
+    BIG,
+    HOUR,
+    MIDDLE,
+    NOW,
+    SMALL,
+    WANTS_BIG,
+    ask,
+    engine,
+    got,
+    hold,
+    nodes,
+    slot,
+)
+
+DAY = 24 * HOUR
+
+
+def spent(owner: str, hours: float, ended_at: float = NOW, **parts: object) -> UsageRecord:
+    """GPU-time on the middle card."""
+    made = {"groups": frozenset(), "card": MIDDLE, "share": 1, "started_at": ended_at - hours * HOUR}
+    return UsageRecord(**{**made, **parts, "owner": owner, "ended_at": ended_at})  # type: ignore[arg-type]
+
+
+def test_age_priority_and_watched_requests_decide_the_order() -> None:
+    """First come, first served; a point of priority counts as ten minutes, a watched request as four hours."""
+    asks = [
+        ask("a", created_at=NOW, batch=True),
+        ask("b", created_at=NOW - 60, batch=True),
+        ask("c", created_at=NOW, batch=True, priority=1),
+        ask("d", created_at=NOW + 3 * HOUR),
+        ask("e", created_at=NOW, batch=True, seq=1),
+    ]
+    assert engine(nodes([BIG]), *asks).order_requests(NOW) == ["d", "c", "b", "a", "e"]
+
+
+def test_who_used_much_is_put_back_by_at_most_a_day() -> None:
+    """GPU-time counts half after a week, against that of all, and never for more than `fair_share_s`."""
+    asks = [ask("ada", created_at=NOW - 2 * HOUR), ask("ben", created_at=NOW - HOUR)]
+    used = [spent("ada", 20), spent("ben", 10)]
+    made = engine(nodes([BIG]), *asks, usage_records=used)
+    assert made.order_requests(NOW) == ["ben", "ada"]
+    usage = made.report_usage(NOW)
+    assert 0 < usage["ben"].penalty_s < usage["ada"].penalty_s < DAY
+    assert made.report_usage(NOW + 7 * DAY)["ada"].decayed_gpu_hours == pytest.approx(
+        usage["ada"].decayed_gpu_hours / 2
+    )
+    old = replace(asks[0], created_at=NOW - DAY - 2 * HOUR)
+    assert engine(nodes([BIG]), old, asks[1], usage_records=[spent("ada", 1000)]).order_requests(NOW) == ["ada", "ben"]
+
+
+@pytest.mark.parametrize("due", [0.01, 0.5, 1.0])
+def test_the_penalty_is_bounded_and_grows_with_use(due: float) -> None:
+    """Nothing for who used nothing, all for who used all."""
+    penalties = [
+        compute_penalty(used, 10.0, due, SchedulingParameters(fair_share_s=1000.0)) for used in (0.0, 1.0, 5.0, 10.0)
+    ]
+    assert penalties == sorted(penalties)
+    assert (penalties[0], penalties[-1]) == (0.0, 1000.0)
+
+
+def test_running_use_parts_and_card_values_count() -> None:
+    """A half GPU counts half, a dear card more, and what runs counts as it goes."""
+    there = nodes([BIG, MIDDLE])
+    part = hold(ask("ada", share=2), slot(there, "n0-1"))
+    whole = hold(ask("ben"), slot(there, "n0-0"))
+    rules = SchedulingParameters(card_values={"RTX 5090": 4.0, "RTX 5070": 1.0})
+    used = engine(there, part, whole, rules=rules).report_usage(NOW)
+    assert used["ben"].decayed_gpu_hours == pytest.approx(4.0, rel=0.01)
+    assert used["ada"].decayed_gpu_hours == pytest.approx(0.5, rel=0.01)
+    assert (used["ada"].gpus, used["ada"].gpu_hours_week) == (1, 0.5)
+
+
+def test_weights_share_the_cluster_unevenly() -> None:
+    """Of two who used as much, the one whose due is more goes first."""
+    asks = [ask("ada", created_at=NOW - 60), ask("ben", created_at=NOW)]
+    used = [spent("ada", 10), spent("ben", 10)]
+    made = engine(nodes([BIG]), *asks, usage_records=used, quotas={"ben": Quota(weight=3.0)})
+    assert made.order_requests(NOW) == ["ben", "ada"]
+
+
+def test_a_short_request_passes_a_blocked_one_and_a_long_one_does_not() -> None:
+    """What the first in line counts on is free to those who end before its start."""
+    there = nodes([BIG, BIG])
+    running = hold(ask("x", time_limit_s=3 * HOUR), slot(there, "n0-0"))
+    both = ask("a", gpus_per_node=2)
+    short, long = ask("b", time_limit_s=2 * HOUR), ask("c", time_limit_s=2 * HOUR + 1)
+    made = engine(there, running, both, long)
+    assert made.decide(NOW).grants == {}
+    assert made.explain_pending("a", NOW).expected_start == NOW + 2 * HOUR
+    made.put_request(short)
+    assert set(made.decide(NOW).grants) == {"b"}
+    assert made.explain_pending("a", NOW).expected_start == NOW + 2 * HOUR
+
+
+def test_where_the_start_is_unknown_what_is_needed_is_kept_and_the_rest_is_free() -> None:
+    """A holding without a time limit never lets others pass on the GPUs that the first in line counts on."""
+    there = nodes([BIG, BIG], [SMALL])
+    running = hold(ask("x"), slot(there, "n0-0"))
+    both = ask("a", gpus_per_node=2)
+    made = engine(there, running, both, ask("b", time_limit_s=60.0, requirement=WANTS_BIG), ask("c"))
+    assert set(made.decide(NOW).grants) == {"c"}
+    assert made.explain_pending("a", NOW).expected_start is None
+    assert made.explain_pending("b", NOW).text == "1 × RTX 5090 on one node: held by x; requested earlier by others"
+
+
+def test_without_backfill_a_blocked_request_keeps_everything_it_could_use() -> None:
+    """Behind a waiter for the large card the small one is free, behind one for any card nothing is."""
+    there = nodes([BIG], [SMALL])
+    running = hold(ask("x", time_limit_s=9 * HOUR), slot(there, "n0-0"))
+    strict = SchedulingParameters(backfill=False)
+    short = ask("b", time_limit_s=60.0)
+    large = engine(there, running, ask("a", requirement=WANTS_BIG), short, rules=strict)
+    assert set(large.decide(NOW).grants) == {"b"}
+    gang = engine(there, running, ask("a", nodes=2), short, rules=strict)
+    assert gang.decide(NOW).grants == {}
+
+
+def test_the_first_in_line_of_every_pool_is_protected() -> None:
+    """Many waiters for one model leave the first waiter for another model its place."""
+    there = nodes([BIG], [SMALL, SMALL])
+    held = [hold(ask("x"), slot(there, "n0-0")), hold(ask("y", time_limit_s=3 * HOUR), slot(there, "n1-0"))]
+    large = [ask(f"a{number}", requirement=WANTS_BIG) for number in range(6)]
+    small = ask("b", gpus_per_node=2, requirement=replace(WANTS_BIG, models=("RTX 5060",)))
+    made = engine(there, *held, *large, small, ask("c"), rules=SchedulingParameters(protected=2))
+    assert made.decide(NOW).grants == {}
+    assert made.explain_pending("b", NOW).expected_start == NOW + 2 * HOUR
+
+
+def test_an_owner_at_the_limit_waits_and_delays_nobody() -> None:
+    """Who holds as many GPUs as allowed waits, is told so, and others pass; also within one decision."""
+    there = nodes([BIG], [SMALL])
+    rights = {"ada": Quota(per_user=QuotaLimits(max_gpus=1))}
+    asks = [ask("a", owner="ada"), ask("b", owner="ada"), ask("c", owner="ben")]
+    made = engine(there, *asks, quotas=rights)
+    assert set(made.decide(NOW).grants) == {"a", "c"}
+    assert made.explain_pending("b", NOW).text == "ada holds 1 of at most 1 GPUs and asks for 1 more"
+    made.put_quota("ada", Quota(per_user=QuotaLimits(max_gpus=2)))
+    made.remove("c", NOW)
+    assert set(made.decide(NOW).grants) == {"b"}
+
+
+def test_a_group_has_a_limit_together() -> None:
+    """What members hold counts for all of them; an elastic request takes what is left."""
+    there = nodes([BIG], [SMALL], [MIDDLE])
+    team = frozenset({"team"})
+    rights = dict.fromkeys(("ada", "ben"), Quota(per_group={"team": QuotaLimits(max_gpus=2)}))
+    held = hold(ask("x", owner="ada", groups=team), slot(there, "n0-0"))
+    elastic = SchedulingRequest(id="a", owner="ben", groups=team, nodes=3, least_nodes=1)
+    made = engine(there, held, elastic, quotas=rights)
+    assert len(got(made.decide(NOW), "a")) == 1
+    made.put_request(ask("b", owner="ada", groups=team))
+    assert made.explain_pending("b", NOW).text == "team holds 2 of at most 2 GPUs and ada asks for 1 more"
+
+
+def test_hours_of_a_week_free_when_they_leave_the_window() -> None:
+    """Who used them up waits, and the engine says when to look again."""
+    made = engine(
+        nodes([BIG]),
+        ask("a", owner="ada"),
+        usage_records=[spent("ada", 10, NOW - DAY)],
+        quotas={"ada": Quota(per_user=QuotaLimits(gpu_hours_per_week=8.0))},
+    )
+    decision = made.decide(NOW)
+    assert decision.grants == {}
+    assert made.explain_pending("a", NOW).text == "ada used 10 of at most 8 GPU-hours in seven days"
+    again_at = decision.decide_again_at
+    assert again_at == pytest.approx(NOW + 6 * DAY - 8 * HOUR, abs=2)
+    assert set(made.decide(again_at or 0.0).grants) == {"a"}
+
+
+def test_reservations_keep_gpus_for_their_users() -> None:
+    """Others may use them as long as they end before; within the window only the users may."""
+    course = Reservation(
+        id="v",
+        name="course",
+        uuids=frozenset({"n0-0"}),
+        users=frozenset(),
+        groups=frozenset({"students"}),
+        starts_at=NOW + 2 * HOUR,
+        ends_at=NOW + 4 * HOUR,
+    )
+    student = ask("s", groups=frozenset({"students"}))
+    asks = [ask("a"), ask("b", time_limit_s=3 * HOUR)]
+    made = engine(nodes([BIG]), *asks, reservations=[course])
+    decision = made.decide(NOW)
+    assert (decision.grants, decision.decide_again_at) == ({}, NOW + 2 * HOUR)
+    assert (
+        "reserved from 1970-01-12 15:46 UTC until 1970-01-12 17:46 UTC: course" in made.explain_pending("a", NOW).text
+    )
+    made.put_request(ask("c", time_limit_s=2 * HOUR))
+    assert set(made.decide(NOW).grants) == {"c"}
+    made.remove("c", NOW + 2 * HOUR)
+    made.put_request(student)
+    assert set(made.decide(NOW + 2 * HOUR).grants) == {"s"}
+    made.remove("s", NOW + 4 * HOUR)
+    assert set(made.decide(NOW + 4 * HOUR).grants) == {"a"}
+
+
+def scavenger(name: str, there: list[NodeCapacity], uuid: str, **parts: float) -> Allocation:
+    return hold(ask(name, scavenge=True), slot(there, uuid), **parts)
+
+
+def test_scavenging_holdings_give_way_and_what_they_give_is_kept() -> None:
+    """As few as needed, the youngest; the request gets what is given back, and nobody else."""
+    there = nodes([BIG, BIG, BIG])
+    held = [scavenger(name, there, f"n0-{n}", granted_at=NOW - HOUR + n) for n, name in enumerate("xyz")]
+    made = engine(there, *held, ask("a"), rules=SchedulingParameters(preemption=True))
+    (taken,) = made.decide(NOW).preemptions
+    assert (taken.allocation_id, taken.is_whole, taken.for_request) == ("z", True, "a")
+    assert made.explain_pending("a", NOW).text.startswith(
+        "1 × any GPU on one node: waits for z to release 1 × RTX 5090"
+    )
+    made.put_allocation(replace(held[2], is_ending=True))
+    made.put_request(ask("b", scavenge=True, created_at=0.0))
+    assert made.decide(NOW).preemptions == ()
+    made.remove("z", NOW + 1)
+    assert set(made.decide(NOW + 1).grants) == {"a"}
+
+
+def test_nothing_is_preempted_without_the_rule_for_scavengers_or_in_vain() -> None:
+    """Preemption is off by default, not for scavenging requests, and not where it does not help."""
+    there = nodes([BIG, BIG])
+    held = scavenger("x", there, "n0-0")
+    other = hold(ask("y"), slot(there, "n0-1"))
+    on = SchedulingParameters(preemption=True)
+    assert engine(there, held, other, ask("a")).decide(NOW).preemptions == ()
+    assert engine(there, held, other, ask("a", scavenge=True), rules=on).decide(NOW).preemptions == ()
+    assert engine(there, held, other, ask("a", gpus_per_node=2), rules=on).decide(NOW).preemptions == ()
+    ending = replace(held, is_ending=True)
+    assert engine(there, ending, other, ask("a"), rules=on).decide(NOW).preemptions == ()
+
+
+def test_elastic_holdings_shrink_to_their_least() -> None:
+    """A node is given up where it is needed, and no more than the holding can spare."""
+    there = nodes([BIG], [BIG], [BIG])
+    elastic = SchedulingRequest(id="x", owner="x", nodes=3, least_nodes=2)
+    held = hold(elastic, *(slot(there, f"n{number}-0") for number in range(3)))
+    made = engine(there, held, ask("a"), ask("b"), rules=SchedulingParameters(preemption=True))
+    (taken,) = made.decide(NOW).preemptions
+    assert (taken.allocation_id, taken.is_whole, len(taken.nodes)) == ("x", False, 1)
+    assert made.decide(NOW + 1).preemptions == ()
+    made.put_allocation(
+        replace(held, node_allocations=tuple(s for s in held.node_allocations if s.node not in taken.nodes))
+    )
+    assert set(made.decide(NOW + 1).grants) == {"a"}
+
+
+def test_a_quarantined_holding_blocks_its_gpus_and_is_not_charged() -> None:
+    """The owner may have others, pays nothing for it, and it has no known end."""
+    there = nodes([BIG])
+    stuck = hold(ask("x", owner="ada", time_limit_s=HOUR), slot(there, "n0-0"), is_quarantined=True)
+    made = engine(there, stuck, ask("a", owner="ada"), quotas={"ada": Quota(per_user=QuotaLimits(max_gpus=1))})
+    assert made.decide(NOW).grants == {}
+    assert made.explain_pending("a", NOW).expected_start is None
+    assert made.report_usage(NOW)["ada"].gpus == 0
+    made.record_usage(spent("ada", 2))
+    assert made.report_usage(NOW)["ada"].gpu_hours_week == pytest.approx(2)
