@@ -1,0 +1,1 @@
+"""Scheduling backends: what decides who gets GPUs, found by entry point."""

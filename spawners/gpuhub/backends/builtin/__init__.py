@@ -1,0 +1,1 @@
+"""The builtin scheduling backend: gpuhub's own queue decides."""

@@ -1,0 +1,1 @@
+"""The Slurm scheduling backend: a lease is a Slurm job."""

@@ -1,0 +1,246 @@
+"""The scheduler that follows Slurm: it grants what Slurm has allocated, and shows Slurm's queue.
+
+Each request has a Slurm job, and is granted what that job has as soon as it runs. Which job goes first, what may be
+held and for how long is decided by Slurm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from gpuhub.backends.external_scheduler import ExternalScheduler
+from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.scheduler.interface import (
+    GpuSlot,
+    NodeAllocation,
+    NodeCapacity,
+    SchedulingParameters,
+    SchedulingRequest,
+)
+from gpuhub.slurm_client import reasons
+from gpuhub.slurm_client.gpu_selection import GpuSelection, is_available_now, select_gpus
+from gpuhub.slurm_client.models import SlurmJob, SlurmJobState, SlurmNode, SlurmSnapshot
+
+#: Slurm counts a job without a limit as one of a year: a start that is predicted so late is not known, seconds.
+_FAR_S = 30 * 86400.0
+
+
+class SlurmScheduler(ExternalScheduler):
+    """A `Scheduler` that grants what Slurm has allocated; `observe` sets Slurm's state."""
+
+    title = "Slurm"
+
+    def __init__(
+        self,
+        rules: SchedulingParameters | None = None,
+        *,
+        instance: str,
+        node_names: Mapping[str, str],
+        table: SlurmSettings | None = None,
+    ) -> None:
+        """Begin without any job.
+
+        Args:
+            rules: How usage is counted.
+            instance: The prefix of the names of gpuhub's jobs.
+            node_names: gpuhub's names of nodes by Slurm's.
+            table: Where the types of GPUs are.
+        """
+        super().__init__(rules)
+        self._prefix = f"{instance}-lease-"
+        self._node_names = dict(node_names)
+        self._table = table or SlurmSettings()
+        self._look = SlurmSnapshot(jobs=(), nodes=())
+        self._jobs: dict[int, SlurmJob] = {}
+        self._nodes: dict[str, SlurmNode] = {}
+        #: Numbers of pending jobs, in Slurm's order.
+        self._queue: list[int] = []
+        #: By request: when the job had started by which it was granted in this run of the broker.
+        self._started_at: dict[str, float | None] = {}
+
+    def observe(self, look: SlurmSnapshot) -> None:
+        """Take over all jobs and nodes of one moment; Slurm answers."""
+        self._look = look
+        self._jobs = {job.id: job for job in look.jobs}
+        self._nodes = {node.name: node for node in look.nodes}
+        pending = [job for job in look.jobs if job.state is SlurmJobState.PENDING]
+        self._queue = [job.id for job in sorted(pending, key=lambda job: (-job.priority, job.id))]
+        self.note_answer()
+
+    def remove(self, request_id: str, now: float) -> None:
+        super().remove(request_id, now)
+        self._started_at.pop(request_id, None)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def find_allocation(self, request: SchedulingRequest) -> tuple[NodeAllocation, ...] | None:
+        job = self.find_job(request.slurm_job)
+        if job is None or job.state is not SlurmJobState.RUNNING or self._explain_running(request, job):
+            return None
+        return self._find_nodes(request, job)
+
+    def note_grant(self, request: SchedulingRequest) -> None:
+        job = self.find_job(request.slurm_job)
+        self._started_at[request.id] = None if job is None else job.started_at
+
+    def order_requests(self, now: float) -> list[str]:
+        """Return the waiting requests in Slurm's order; other users' jobs are in it as `slurm-` and a number."""
+        by_job = {request.slurm_job: request.id for request in self._state.requests.values()}
+        started = sorted(request for job, request in by_job.items() if self._is_running(job))
+        ranked = started + [by_job.get(job, f"slurm-{job}") for job in self._queue]
+        known = set(ranked)
+        return ranked + [request.id for request in self.list_waiting() if request.id not in known]
+
+    def explain(self, request: SchedulingRequest) -> str:
+        job = self.find_job(request.slurm_job)
+        if job is None:
+            return self._explain_unsubmitted(request)
+        return self._explain_running(request, job) or reasons.explain_pending(job)
+
+    def predict_start(self, request: SchedulingRequest, now: float) -> float | None:
+        job = self.find_job(request.slurm_job)
+        start = None if job is None or job.state is not SlurmJobState.PENDING else job.expected_start
+        return start if start is not None and start - now < _FAR_S else None
+
+    def can_start_now(self, request: SchedulingRequest, now: float) -> bool:
+        choice = self.choose(request)
+        return choice is not None and is_available_now(request, choice, self._look.nodes)
+
+    # -- Slurm's jobs and nodes -----------------------------------------------------------------------------------
+
+    def find_job(self, job_id: int | None) -> SlurmJob | None:
+        """Return a job as the last poll showed it."""
+        return None if job_id is None else self._jobs.get(job_id)
+
+    def choose(self, request: SchedulingRequest) -> GpuSelection | None:
+        """Return the GPUs on which a request may run; None where that is not known yet."""
+        return select_gpus(request, self._capacities(), self._look.nodes, self._table)
+
+    def find_start(self, request_id: str) -> float | None:
+        """Return when the job had started by which a request was granted, seconds since 1970.
+
+        None where it was granted in another run of the broker. If that job has been restarted since, Slurm's Epilog has
+        removed what its earlier start left.
+        """
+        return self._started_at.get(request_id)
+
+    def explain_misfit(self, request: SchedulingRequest, job: SlurmJob) -> str | None:
+        """Return why a running job's allocation can never serve its request; None where it can, or may."""
+        unknown = [name for name in job.nodes if name not in self._node_names]
+        if unknown:
+            return f"Slurm gave it {', '.join(unknown)}, which cluster.toml does not name"
+        if not _has_shape(request, job):
+            return "Slurm gave it another number of nodes or GPUs than was asked for"
+        slots = [slot for node in self._find_nodes(request, job) or () for slot in node.slots]
+        unwanted = [slot for slot in slots if not request.requirement.accepts(slot.card)]
+        if unwanted:
+            return f"Slurm gave it a {unwanted[0].card.model} on {unwanted[0].node}, which will not do"
+        return None
+
+    def find_external_jobs(self) -> Mapping[str, SlurmJob]:
+        """Return by UUID the GPUs of jobs beside gpuhub's, and those that a lease released and its job still has."""
+        waiting = {request.slurm_job for request in self._state.requests.values()}
+        held = {
+            allocation.request.slurm_job: {slot.uuid for node in allocation.node_allocations for slot in node.slots}
+            for allocation in self._state.capacity.allocations.values()
+        }
+        return {
+            slot.uuid: job
+            for job in self._look.jobs
+            if job.gpus and job.id not in waiting and (job.id in held or not job.name.startswith(self._prefix))
+            for node in job.nodes
+            for slot in self._find_slots(node, job) or ()
+            if slot.uuid not in held.get(job.id, ())
+        }
+
+    def list_external_pending(self) -> list[SlurmJob]:
+        """Return the pending jobs that belong to no waiting request, in Slurm's order."""
+        ours = {request.slurm_job for request in self._state.requests.values()}
+        return [self._jobs[job] for job in self._queue if job not in ours]
+
+    def find_unavailable(self) -> Mapping[str, str]:
+        """Return gpuhub's nodes to which Slurm gives no work, with Slurm's reason."""
+        return {
+            self._node_names[node.name]: f"{node.state}: {node.reason}" if node.reason else node.state
+            for node in self._look.nodes
+            if node.name in self._node_names and not node.takes_work
+        }
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _capacities(self) -> dict[str, NodeCapacity]:
+        nodes = self._state.capacity.nodes
+        return {theirs: nodes[ours].capacity for theirs, ours in self._node_names.items() if ours in nodes}
+
+    def _is_running(self, job_id: int | None) -> bool:
+        job = self.find_job(job_id)
+        return job is not None and job.state is SlurmJobState.RUNNING
+
+    def _explain_unsubmitted(self, request: SchedulingRequest) -> str:
+        if self._look.nodes and self.choose(request) is None:
+            return "no node that it knows and that gpuhub has read would do yet"
+        return "it is being submitted"
+
+    def _explain_running(self, request: SchedulingRequest, job: SlurmJob) -> str | None:
+        """Why a request whose job runs is not granted; None where it is, or its job does not run."""
+        if job.state is not SlurmJobState.RUNNING:
+            return None
+        return self.explain_misfit(request, job) or next(self._list_obstacles(job), None)
+
+    def _list_obstacles(self, job: SlurmJob) -> Iterator[str]:
+        for theirs in job.nodes:
+            name = self._node_names[theirs]
+            node = self._state.capacity.nodes.get(name)
+            if node is None or not node.capacity.takes_work:
+                trouble = "it has not been read yet" if node is None else node.capacity.unavailable_reason
+                yield f"it is given {name}, where no container can be started at present: {trouble}"
+                continue
+            slots = self._find_slots(theirs, job)
+            if slots is None:
+                yield f"it is given GPUs of {name} that its agent does not report (yet)"
+                continue
+            held = self.find_held(name)
+            for slot in slots:
+                if slot.uuid in held:
+                    yield f"it is given GPU {slot.index} of {slot.node}; what ran there before is being removed"
+
+    def _find_slots(self, theirs: str, job: SlurmJob) -> tuple[GpuSlot, ...] | None:
+        """GPUs of a job on a node; None where they are not (yet) known."""
+        node = self._state.capacity.nodes.get(self._node_names.get(theirs, ""))
+        if node is None or theirs not in self._nodes:
+            return None
+        slots = number_slots(node.capacity.slots, self._nodes[theirs], self._table)
+        numbers = job.gpus.get(theirs, ())
+        return tuple(slots[number] for number in numbers) if all(number in slots for number in numbers) else None
+
+    def _find_nodes(self, request: SchedulingRequest, job: SlurmJob) -> tuple[NodeAllocation, ...] | None:
+        """A running job's allocation in its order of nodes; None where some of it is not (yet) known."""
+        slots_of = [(self._node_names[theirs], self._find_slots(theirs, job)) for theirs in job.nodes]
+        nodes = [NodeAllocation(node=name, slots=slots) for name, slots in slots_of if slots is not None]
+        if len(nodes) < len(slots_of):
+            return None
+        # A job with GPUs anywhere may have been given a node for its processes alone.
+        return tuple(node for node in nodes if node.slots or not request.size)
+
+
+def number_slots(slots: Sequence[GpuSlot], node: SlurmNode, table: SlurmSettings) -> dict[int, GpuSlot]:
+    """Return a node's GPUs by Slurm's numbers.
+
+    Slurm counts type by type, in the order in which its node names them, and within a type as gres.conf does. GPUs of
+    types that Slurm does not have there are left out; without types all count.
+    """
+    by_index = sorted(slots, key=lambda slot: slot.index)
+    ordered: list[GpuSlot | None] = []
+    for kind, count in node.gpus.items():
+        of_kind = [slot for slot in by_index if not kind or table.gpu_type(slot.card.model) == kind]
+        # Slurm has more of them than the node reports, or fewer: then none of them can be identified.
+        ordered += of_kind if len(of_kind) == count else [None] * count
+    return {number: slot for number, slot in enumerate(ordered) if slot is not None}
+
+
+def _has_shape(request: SchedulingRequest, job: SlurmJob) -> bool:
+    counts: Sequence[int] = [len(job.gpus.get(node, ())) for node in job.nodes]
+    if request.spread is not None:
+        return sum(counts) == request.spread
+    is_each = all(count == request.gpus_per_node for count in counts)
+    return is_each and request.least_nodes <= len(counts) <= request.nodes

@@ -1,0 +1,27 @@
+"""Builds the Slurm client that cluster.toml configures."""
+
+from __future__ import annotations
+
+from gpuhub.common.errors import SetupError
+from gpuhub.config.identity import find_account_name
+from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.slurm_client.cli import SlurmCliClient
+from gpuhub.slurm_client.interface import SlurmClient
+from gpuhub.slurm_client.jobs import FindName
+from gpuhub.slurm_client.rest import SlurmRestClient, TokenKey
+
+
+def make_client(table: SlurmSettings, find_name: FindName = find_account_name) -> SlurmClient:
+    """Build the client, which must be closed after use. Sends nothing.
+
+    Args:
+        find_name: Finds the name of a user for whom Slurm reports only the UID.
+
+    Raises:
+        SetupError: The key of slurmrestd's tokens cannot be read.
+    """
+    if table.api == "cli":
+        return SlurmCliClient(commands=table.commands, conf=table.conf, find_name=find_name)
+    if table.rest_url is None or table.rest_key is None:
+        raise SetupError('slurm.api = "rest" needs rest_url and rest_key')
+    return SlurmRestClient(table.rest_url, TokenKey.read(table.rest_key), user=table.rest_user, find_name=find_name)

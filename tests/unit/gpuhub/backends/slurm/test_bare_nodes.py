@@ -1,0 +1,77 @@
+"""Nodes without Docker, as Slurm tells of them, and when what was there is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuhub.backends.slurm.bare_nodes import build_node, find_clear_nodes, may_run
+from gpuhub.broker_api.schemas import LeaseState
+from gpuhub.config.nodes import ExpectedGpus
+from gpuhub.domain import lease_states
+from gpuhub.domain.models import LeasedGpu, LeaseRow
+from gpuhub.nodes.status import NodeStatus
+from gpuhub.slurm_client.models import SlurmJob, SlurmJobState, SlurmNode
+from tests.support.lease_rows import lease_row
+from tests.support.slurm_brokers import slurm_cluster
+
+NEVER_READ = NodeStatus(name="rig1")
+
+
+def held_by(job: int) -> LeaseRow:
+    gpu = LeasedGpu(uuid="SLURM-rig1-0", node="rig1", index=0, model="RTX 5090", memory_mib=32607, worker=0)
+    return lease_row(state=LeaseState.ACTIVE, nodes=("rig1",), gpus=(gpu,), granted_at=100.0, slurm_job=job)
+
+
+def test_gpus_are_counted_type_by_type_as_slurm_does() -> None:
+    """Models and memory are what the settings say of that type; a type that they do not name stands for itself."""
+    node = SlurmNode(name="rig1", state="idle", takes_work=True, gpus={"rtx5090": 1, "gh200": 2})
+    cluster = slurm_cluster()
+    card = ExpectedGpus(model="NVIDIA GeForce RTX 5090", memory="32607M")
+    first = cluster.nodes[0].model_copy(update={"gpus": (card,)})
+    cluster = cluster.model_copy(update={"nodes": (first, *cluster.nodes[1:])})
+    record = build_node(cluster, NEVER_READ, node, 50.0)
+    assert [(gpu.uuid, gpu.index, gpu.model) for gpu in record.gpus] == [
+        ("SLURM-rig1-0", 0, "RTX 5090"),
+        ("SLURM-rig1-1", 1, "gh200"),
+        ("SLURM-rig1-2", 2, "gh200"),
+    ]
+    assert record.gpus[0].memory_mib == 32607
+    assert (record.is_up, record.is_reconciled, record.has_readings, record.is_fresh(60.0)) == (True, True, True, True)
+
+
+@pytest.mark.parametrize("state", ["down*", "DOWN", "unknown", "fail"])
+def test_a_node_that_is_down_says_why_in_slurms_words(state: str) -> None:
+    node = SlurmNode(name="rig1", state=state, takes_work=False, reason="fans")
+    record = build_node(slurm_cluster(), NEVER_READ, node, 50.0)
+    assert (record.is_up, record.unreachable_reason, record.down_since) == (False, f"Slurm says {state}: fans", 50.0)
+    later = build_node(slurm_cluster(), record, node, 70.0)
+    assert later.down_since == 50.0
+    back = build_node(slurm_cluster(), later, SlurmNode(name="rig1", state="idle", takes_work=True), 80.0)
+    assert (back.is_up, back.unreachable_reason, back.down_since) == (True, None, None)
+
+
+def test_a_drained_node_goes_on_with_what_it_has() -> None:
+    node = SlurmNode(name="rig1", state="mixed+drain", takes_work=False, reason="fans")
+    assert build_node(slurm_cluster(), NEVER_READ, node, 50.0).is_up
+
+
+def test_a_node_that_slurm_does_not_know_is_away() -> None:
+    record = build_node(slurm_cluster(), NEVER_READ, None, 50.0)
+    assert (record.is_up, record.unreachable_reason) == (False, "Slurm does not know this node")
+    assert build_node(slurm_cluster(), record, None, 70.0).down_since == 50.0
+
+
+def test_a_lease_is_gone_when_its_job_is_and_not_before() -> None:
+    lease = held_by(7)
+    ending = lease_states.release(lease, "stopped", 200.0)
+    assert find_clear_nodes(lease, set()) == ()
+    assert find_clear_nodes(ending, {7}) == ()
+    assert find_clear_nodes(ending, {8}) == ("rig1",)
+
+
+def test_a_job_whose_nodes_are_still_cleaned_may_run() -> None:
+    job = SlurmJob(id=7, name="x", user_id=1, state=SlurmJobState.RUNNING)
+    assert may_run(job)
+    assert may_run(SlurmJob(id=7, name="x", user_id=1, state=SlurmJobState.CANCELLED, is_completing=True))
+    assert may_run(SlurmJob(id=7, name="x", user_id=1, state=SlurmJobState.COMPLETING))
+    assert not may_run(SlurmJob(id=7, name="x", user_id=1, state=SlurmJobState.CANCELLED))

@@ -1,0 +1,319 @@
+"""Leases and their Slurm jobs: one begins and ends with the other, whichever is first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpuhub.broker.state import mutations
+from gpuhub.broker_api.schemas import LeaseState
+from gpuhub.common import names
+from gpuhub.common.errors import Conflict
+from gpuhub.domain import lease_states
+from gpuhub.slurm_client.models import SlurmJobState
+from tests.support.clocks import StillClock
+from tests.support.scripted_slurm import UIDS, ScriptedSlurm
+from tests.support.simulated import build_cluster
+from tests.support.slurm_brokers import INSTANCE, Site, slurm_cluster
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+# -- from a request to a grant ----------------------------------------------------------------------------------------
+
+
+async def test_a_request_is_a_job_of_its_owner_and_is_granted_what_that_has(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.ask(profile="rtx5070", time_limit_s=600)
+        await desk.controller.step()
+        job = site.slurm.only()
+        assert (job.name, job.user_id) == (names.slurm_job_name(INSTANCE, lease.id), UIDS["ada"])
+        assert desk.lease(lease.id).slurm_job == job.id
+        asked = site.slurm.asked[job.id]
+        assert (asked.gpu_type, asked.gpus_per_node, asked.nodes, asked.time_limit_s) == ("rtx5070", 1, 1, 720)
+        await desk.controller.step()
+        assert desk.state(lease.id) is LeaseState.REQUESTED
+        site.slurm.start()
+        await desk.controller.step()
+        granted = desk.lease(lease.id)
+        assert granted.state is LeaseState.GRANTED
+        assert [(gpu.uuid, gpu.node) for gpu in granted.held] == [("GPU-rig2-0", "rig2")]
+        assert granted.expires_at is not None
+        assert granted.granted_at is not None
+        assert granted.expires_at - granted.granted_at == 600
+        assert site.slurm.submitted == 1
+
+
+async def test_a_place_without_gpu_is_a_job_too(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.ask(profile="cpu"), site.slurm)
+        assert (lease.state, lease.nodes, lease.gpus) == (LeaseState.GRANTED, ("rig1",), ())
+
+
+async def test_a_gang_is_one_job_with_a_worker_a_node(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.launch(nnodes=3), site.slurm)
+        assert (lease.state, lease.nodes) == (LeaseState.ACTIVE, ("rig1", "rig2", "rig3"))
+        assert len(site.slurm.jobs) == 1
+        assert lease.note is not None
+        assert lease.note.startswith("mixed cards")
+
+
+async def test_an_elastic_gang_takes_what_slurm_gives_and_lives_on_without_a_node(site: Site) -> None:
+    site.slurm.drained = {"rig3"}
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.launch(nnodes=3, min_nnodes=1), site.slurm)
+        assert lease.nodes == ("rig1", "rig2")
+        assert lease.slurm_job is not None
+        assert site.slurm.asked[lease.slurm_job].survives_nodes
+        site.slurm.change(lease.slurm_job, nodes=("rig1",), gpus={"rig1": (0,)})
+        await desk.controller.step()
+        after = desk.lease(lease.id)
+        assert (after.state, lease_states.live_nodes(after)) == (LeaseState.ACTIVE, ("rig1",))
+
+
+async def test_slurm_gets_the_node_back_that_an_elastic_gang_goes_on_without(site: Site) -> None:
+    """When its container is proven gone; all but the first one, where the job's script runs.
+
+    What Slurm refuses is asked again, less and less often.
+    """
+    clock = site.clock = StillClock()
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.launch(nnodes=3, min_nnodes=1), site.slurm)
+        assert lease.slurm_job is not None
+        await desk.core.ledger.change(mutations.shrink(lease.id, ["rig3"]))
+        site.slurm.refusal = "the DB index is being set"
+        await desk.controller.step()
+        await desk.core.ledger.change(mutations.prove_released([lease.id], "rig3"))
+        for seconds, refused in ((0.0, 1), (0.4, 1), (0.2, 2), (0.9, 2), (0.2, 3)):
+            clock.at += seconds
+            await desk.controller.step()
+            assert site.slurm.jobs[lease.slurm_job].nodes == ("rig1", "rig2", "rig3")
+            assert site.slurm.refused == refused
+        site.slurm.refusal = None
+        clock.at += 2.1
+        await desk.controller.step()
+        assert site.slurm.jobs[lease.slurm_job].nodes == ("rig1", "rig2")
+        await desk.core.ledger.change(mutations.shrink(lease.id, ["rig1"]))
+        await desk.core.ledger.change(mutations.prove_released([lease.id], "rig1"))
+        await desk.controller.step()
+        assert site.slurm.jobs[lease.slurm_job].nodes == ("rig1", "rig2")
+        assert desk.scheduler.find_external_jobs().keys() == {"GPU-rig1-0"}, (
+            "it is not free, as Slurm does not give it to anybody"
+        )
+        after = desk.lease(lease.id)
+        assert (after.state, lease_states.live_nodes(after)) == (LeaseState.ACTIVE, ("rig2",))
+
+
+async def test_gpus_are_counted_as_slurm_does_type_by_type(tmp_path: Path) -> None:
+    """The second card is the first type that Slurm's node names."""
+    cards = {"rig1": [("NVIDIA GeForce RTX 5060", 8151), ("NVIDIA GeForce RTX 5090", 32607)]}
+    slurm = ScriptedSlurm({"rig1": ("rtx5090", "rtx5060")})
+    site = Site(tmp_path, cluster=slurm_cluster(cards), cards=cards, slurm=slurm)
+    async with site.broker() as desk:
+        first = await desk.settle(await desk.ask(profile="rtx5090"), slurm)
+        second = await desk.settle(await desk.ask(profile="rtx5060"), slurm)
+        assert slurm.jobs[first.slurm_job or 0].gpus == {"rig1": (0,)}
+        assert [gpu.uuid for gpu in first.held] == ["GPU-rig1-1"]
+        assert [gpu.uuid for gpu in second.held] == ["GPU-rig1-0"]
+
+
+async def test_a_gpu_that_another_lease_still_holds_is_waited_for(site: Site) -> None:
+    """Slurm gives it on as soon as the job has ended; the container of before is being removed."""
+    async with site.broker() as desk:
+        first = await desk.settle(await desk.ask(), site.slurm)
+        second = await desk.ask("ben")
+        await desk.controller.step()
+        site.slurm.scancel(first.slurm_job or 0)
+        site.slurm.clean(first.slurm_job or 0)
+        site.slurm.start()
+        await desk.controller.step()
+        assert desk.state(first.id) is LeaseState.RELEASING
+        assert desk.state(second.id) is LeaseState.REQUESTED
+        why = desk.scheduler.explain_pending(second.id, site.clock.now())
+        assert why.text == "Slurm: it is given GPU 0 of rig1; what ran there before is being removed"
+        await desk.prove_gone(first.id)
+        assert desk.state(second.id) is LeaseState.GRANTED
+
+
+async def test_a_gpu_that_is_not_known_is_waited_for(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.ask()
+        await desk.core.observe(site.record("rig1", gpus=()))
+        await desk.settle(lease, site.slurm)
+        assert desk.state(lease.id) is LeaseState.REQUESTED
+        assert "that its agent does not report" in desk.scheduler.explain_pending(lease.id, site.clock.now()).text
+        await desk.core.observe(site.record("rig1"))
+        assert desk.state(lease.id) is LeaseState.GRANTED
+
+
+async def test_what_slurm_gives_otherwise_than_asked_ends_the_lease(site: Site) -> None:
+    """Its owner may change a job that waits; or gres.conf calls cards what they are not."""
+    async with site.broker() as desk:
+        lease = await desk.ask(profile="rtx5090")
+        await desk.controller.step()
+        job = site.slurm.only().id
+        site.slurm.change(job, state=SlurmJobState.RUNNING, nodes=("rig2",), gpus={"rig2": (0,)}, started_at=1.0)
+        await desk.controller.step()
+        assert desk.lease(lease.id).reason == "Slurm gave it a RTX 5070 on rig2, which will not do"
+        other = await desk.ask(profile="cpu")
+        await desk.controller.step()
+        site.slurm.change(desk.lease(other.id).slurm_job or 0, state=SlurmJobState.RUNNING, nodes=("elsewhere",))
+        await desk.controller.step()
+        assert desk.lease(other.id).reason == "Slurm gave it elsewhere, which cluster.toml does not name"
+        assert site.slurm.live() == []
+
+
+async def test_what_slurm_refuses_ends_with_its_words(site: Site) -> None:
+    async with site.broker() as desk:
+        site.slurm.refusal = "Invalid account or account/partition combination specified"
+        lease = await desk.ask()
+        await desk.controller.step()
+        assert desk.lease(lease.id).reason == f"Slurm refused it: {site.slurm.refusal}"
+
+
+async def test_somebody_without_an_account_is_told(site: Site) -> None:
+    site.cluster = slurm_cluster(users=build_cluster().users.model_copy(update={"allowed": ("zoe",)}))
+    async with site.broker() as desk:
+        lease = await desk.ask("zoe")
+        await desk.controller.step()
+        assert desk.lease(lease.id).reason == "user 'zoe' has no account on the head node"
+        assert site.slurm.jobs == {}
+
+
+async def test_a_job_that_can_never_start_ends_its_lease(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.ask()
+        await desk.controller.step()
+        site.slurm.change(site.slurm.only().id, reason="PartitionTimeLimit")
+        await desk.controller.step()
+        assert desk.state(lease.id) is LeaseState.RELEASED
+        assert site.slurm.live() == []
+
+
+# -- the end, from either side ----------------------------------------------------------------------------------------
+
+
+async def test_who_gives_up_waiting_has_no_job_left(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.ask()
+        await desk.controller.step()
+        await desk.core.ledger.change(mutations.end_leases({lease.id: "stopped"}))
+        await desk.controller.step()
+        assert site.slurm.live() == []
+
+
+async def test_a_lease_that_ends_keeps_its_job_until_nothing_of_it_is_left(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.ask(), site.slurm)
+        await desk.core.ledger.change(mutations.end_leases({lease.id: "stopped"}))
+        await desk.controller.step()
+        assert [job.state for job in site.slurm.live()] == [SlurmJobState.RUNNING]
+        await desk.prove_gone(lease.id)
+        await desk.controller.step()
+        assert site.slurm.live() == []
+        assert site.slurm.cancelled == [(lease.slurm_job, True)]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        SlurmJobState.CANCELLED,
+        SlurmJobState.TIMEOUT,
+        SlurmJobState.PREEMPTED,
+        SlurmJobState.NODE_FAIL,
+        SlurmJobState.COMPLETED,
+    ],
+)
+async def test_a_lease_ends_with_its_job(site: Site, state: SlurmJobState) -> None:
+    async with site.broker() as desk:
+        held, waiting = await desk.settle(await desk.ask(), site.slurm), await desk.ask("ben")
+        await desk.controller.step()
+        for lease in (held, waiting):
+            site.slurm.end(desk.lease(lease.id).slurm_job or 0, state)
+        await desk.controller.step()
+        assert desk.state(held.id) is LeaseState.RELEASING
+        assert desk.state(waiting.id) is LeaseState.RELEASED
+        assert desk.lease(held.id).reason
+
+
+async def test_a_job_that_slurm_does_not_know_any_more_is_over(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.ask(), site.slurm)
+        del site.slurm.jobs[lease.slurm_job or 0]
+        await desk.controller.step()
+        assert desk.state(lease.id) is LeaseState.RELEASING
+
+
+async def test_a_job_that_is_put_back_into_the_queue_ends_its_lease(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.ask(), site.slurm)
+        site.slurm.requeue(lease.slurm_job or 0)
+        await desk.controller.step()
+        assert desk.lease(lease.id).reason == "Slurm has put its job back into the queue"
+        assert site.slurm.live() == []
+
+
+async def test_a_job_that_was_started_anew_between_two_looks_ends_its_lease(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.ask(), site.slurm)
+        site.slurm.requeue(lease.slurm_job or 0)
+        site.slurm.start()
+        await desk.controller.step()
+        assert desk.lease(lease.id).reason == "Slurm has started its job anew"
+
+
+async def test_a_waiting_job_may_be_held_and_started_again(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.ask()
+        await desk.controller.step()
+        site.slurm.change(site.slurm.only().id, reason="JobHeldAdmin", priority=0)
+        await desk.controller.step()
+        assert desk.state(lease.id) is LeaseState.REQUESTED
+        site.slurm.start()
+        site.slurm.requeue(site.slurm.only().id)
+        await desk.controller.step()
+        assert desk.state(lease.id) is LeaseState.REQUESTED
+
+
+async def test_a_suspended_job_keeps_its_lease_and_its_owner_is_told(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.ask(), site.slurm)
+        site.slurm.change(lease.slurm_job or 0, state=SlurmJobState.SUSPENDED)
+        await desk.controller.step()
+        after = desk.lease(lease.id)
+        assert after.state is LeaseState.GRANTED
+        assert after.note is not None
+        assert after.note.startswith("Slurm has suspended its job")
+        site.slurm.change(lease.slurm_job or 0, state=SlurmJobState.RUNNING)
+        await desk.controller.step()
+        assert desk.lease(lease.id).note is None
+
+
+async def test_the_end_of_a_lease_without_a_limit_is_slurms(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.ask(), site.slurm)
+        assert (lease.time_limit_s, site.slurm.jobs[lease.slurm_job or 0].time_limit_s) == (None, None)
+        site.slurm.change(lease.slurm_job or 0, ends_at=5e9)
+        await desk.controller.step()
+        assert desk.lease(lease.id).expires_at == 5e9
+
+
+async def test_a_number_that_slurm_has_given_again_is_somebody_elses(site: Site) -> None:
+    """slurmctld was killed before it stored the job: its number is another one's, who is left alone."""
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.ask(), site.slurm)
+        assert lease.slurm_job is not None
+        site.slurm.change(lease.slurm_job, name="train", user_id=UIDS["eve"], user_name="eve")
+        with pytest.raises(Conflict, match="cannot start anything"):
+            await desk.backend.confirm(lease)
+        await desk.controller.step()
+        assert desk.state(lease.id) is LeaseState.RELEASING
+        await desk.prove_gone(lease.id)
+        await desk.controller.step()
+        assert desk.state(lease.id) is LeaseState.RELEASED
+        assert [job.name for job in site.slurm.live()] == ["train"]

@@ -1,0 +1,188 @@
+"""What callers of a broker under Slurm are told and refused, and what is asked of Slurm before they are served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpuhub.broker_api.schemas import (
+    ActivationRequest,
+    ArrayRequest,
+    CordonRequest,
+    ExtensionRequest,
+    JobRequest,
+    LeaseState,
+    ReservationRequest,
+    UsageSource,
+)
+from gpuhub.common.errors import Conflict, InvalidRequest, NotAllowed
+from gpuhub.config.settings import ProfileSettings
+from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.domain.identity import Identity
+from gpuhub.domain.models import LeaseRow
+from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
+from gpuhub.slurm_client.models import SlurmJobState
+from tests.support.slurm_brokers import Desk, Site, slurm_cluster
+
+ADA, ROOT = Identity(name="ada"), Identity(name="root", is_admin=True)
+CREATED = ActivationRequest(container_id="c" * 64)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+async def granted(desk: Desk, site: Site) -> LeaseRow:
+    return await desk.settle(await desk.ask(time_limit_s=600), site.slurm)
+
+
+# -- the start --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_container_may_start_while_its_job_runs(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await granted(desk, site)
+        shown = await desk.broker.activate(ADA, lease.id, CREATED)
+        assert (shown.state, shown.slurm_job) == (LeaseState.ACTIVE, lease.slurm_job)
+
+
+@pytest.mark.parametrize("what", ["cancelled", "gone", "requeued", "moved", "suspended"])
+async def test_no_container_starts_when_its_job_has_ended(site: Site, what: str) -> None:
+    """The broker has not looked since; whatever it was, Slurm may have given the GPU to somebody else by now."""
+    async with site.broker() as desk:
+        lease = await granted(desk, site)
+        job = lease.slurm_job or 0
+        if what == "cancelled":
+            site.slurm.scancel(job)
+        elif what == "gone":
+            del site.slurm.jobs[job]
+        elif what == "suspended":
+            site.slurm.change(job, state=SlurmJobState.SUSPENDED)
+        else:
+            site.slurm.requeue(job)
+        if what == "moved":
+            site.slurm.start()
+        with pytest.raises(Conflict, match=f"lease {lease.id} cannot start anything: "):
+            await desk.broker.activate(ADA, lease.id, CREATED)
+        assert desk.state(lease.id) is LeaseState.GRANTED
+
+
+async def test_nothing_starts_while_nobody_can_tell(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with site.broker() as desk:
+        lease = await granted(desk, site)
+        site.slurm.is_silent = True
+        with pytest.raises(SlurmUnreachable):
+            await desk.backend.confirm(lease, patience_s=0)
+        site.slurm.is_silent = False
+        await desk.backend.confirm(lease)
+
+
+# -- more time --------------------------------------------------------------------------------------------------------
+
+
+async def test_more_time_is_asked_of_slurm_first(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await granted(desk, site)
+        job = lease.slurm_job or 0
+        site.slurm.change(job, started_at=site.clock.now() - 60)
+        await desk.broker.extend(ADA, lease.id, ExtensionRequest(time_limit_s=3600))
+        assert site.slurm.limits[job] in {60 + 3600 + 120, 60 + 3600 + 120 + 60}
+        expires_at = desk.lease(lease.id).expires_at
+        assert expires_at is not None
+        assert expires_at == pytest.approx(site.clock.now() + 3600, abs=5)
+
+
+async def test_slurms_refusal_of_more_time_is_the_answer(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await granted(desk, site)
+        site.slurm.refusal = "Requested time limit is invalid (missing or exceeds some limit)"
+        with pytest.raises(SlurmRefused, match="exceeds some limit"):
+            await desk.broker.extend(ADA, lease.id, ExtensionRequest(time_limit_s=3600))
+        assert desk.lease(lease.id) == lease
+
+
+async def test_what_gpuhub_refuses_is_not_asked_of_slurm(site: Site) -> None:
+    site.cluster = slurm_cluster(profiles=[ProfileSettings(name="short", title="Short", time_limit="10m")])
+    async with site.broker() as desk:
+        lease = await desk.settle(await desk.ask(profile="short"), site.slurm)
+        with pytest.raises(InvalidRequest, match="at most"):
+            await desk.broker.extend(ADA, lease.id, ExtensionRequest(time_limit_s=3600))
+        assert site.slurm.limits == {}
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+async def test_who_wants_what_slurm_rules_is_told_where_it_is_said(site: Site) -> None:
+    async with site.broker() as desk:
+        with pytest.raises(InvalidRequest, match="scontrol update nodename=rig1 state=drain"):
+            await desk.broker.drain(ROOT, "rig1", CordonRequest())
+        with pytest.raises(InvalidRequest, match="state=resume"):
+            await desk.broker.cordon(ROOT, "rig1", CordonRequest())
+        window = ReservationRequest(
+            name="course", nodes=("rig1",), users=("ada",), starts_at="2030-01-01T00:00Z", ends_at="2030-01-02T00:00Z"
+        )
+        with pytest.raises(InvalidRequest, match="scontrol create reservation"):
+            await desk.broker.reserve(ROOT, window)
+        with pytest.raises(NotAllowed):
+            await desk.broker.drain(ADA, "rig1", CordonRequest())
+        with pytest.raises(InvalidRequest, match="only its operators let a job go before others"):
+            await desk.broker.request_job(ROOT, JobRequest(run_id="run-000001", priority=1))
+        job = JobRequest(run_id="run-000001", scavenge=True)
+        with pytest.raises(InvalidRequest, match="who is preempted is Slurm's to say"):
+            await desk.broker.request_job(ADA, job)
+        with pytest.raises(InvalidRequest, match="who is preempted is Slurm's to say"):
+            await desk.broker.request_array(ADA, ArrayRequest(job=job, count=2))
+
+
+async def test_what_only_containers_can_do_is_refused_without_docker(site: Site) -> None:
+    site.cluster = slurm_cluster(slurm=SlurmSettings(runtime="plain", command=Path("/opt/singleuser")))
+    profile = site.cluster.profiles[0].model_copy(update={"name": "jax", "image": "lab/jax:1"})
+    site.cluster = site.cluster.model_copy(update={"profiles": (*site.cluster.profiles, profile)})
+    async with site.broker() as desk:
+        with pytest.raises(InvalidRequest, match=r"2 GPUs on any nodes need containers, .* ask for nnodes"):
+            await desk.launch(gpus=2)
+        with pytest.raises(InvalidRequest, match=r"'jax' has an image of its own, lab/jax:1, .* leave the profile out"):
+            await desk.launch(profile="jax")
+        with pytest.raises(InvalidRequest, match="scavenge"):
+            await desk.launch(scavenge=True)
+        await desk.launch(profile=site.cluster.profiles[0].name, nnodes=2)
+
+
+async def test_workers_reach_each_other_by_ipv4_alone(site: Site) -> None:
+    cluster = slurm_cluster(slurm=SlurmSettings(runtime="plain", command=Path("/opt/singleuser")))
+    node = cluster.nodes[1].model_copy(update={"address": "fd00::12"})
+    site.cluster = cluster.model_copy(update={"nodes": (cluster.nodes[0], node, *cluster.nodes[2:])})
+    async with site.broker() as desk:
+        with pytest.raises(InvalidRequest, match=r"address of rig2, fd00::12, is none"):
+            await desk.launch()
+        await desk.launch(exclude_nodes=("rig2",))
+
+
+async def test_what_no_partition_allows_is_refused_at_once(site: Site) -> None:
+    """As soon as the site was asked."""
+    async with site.broker() as desk:
+        await desk.controller.step()
+        with pytest.raises(InvalidRequest, match=r"main"):
+            await desk.ask(time_limit_s=2 * 86400)
+        await desk.ask(time_limit_s=86400)
+        await desk.controller.step()
+        assert [job.time_limit_s for job in site.slurm.live()] == [86400]
+
+
+async def test_without_docker_the_spawner_submits(site: Site) -> None:
+    site.cluster = slurm_cluster(slurm=SlurmSettings(runtime="plain", command=Path("/opt/singleuser")))
+    async with site.broker() as desk:
+        lease = await desk.ask()
+        await desk.controller.step()
+        assert site.slurm.jobs == {}
+        assert desk.scheduler.explain_pending(lease.id, 0.0).text == "Slurm: it is being submitted"
+
+
+async def test_hours_are_the_brokers_own_where_slurm_counts_none(site: Site) -> None:
+    async with site.broker() as desk:
+        await granted(desk, site)
+        (usage,) = await desk.broker.usage(ADA, None)
+        assert (usage.gpus, usage.counted_by) == (1, UsageSource.BROKER)

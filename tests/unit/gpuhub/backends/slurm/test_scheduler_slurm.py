@@ -1,0 +1,168 @@
+"""What the engine says of Slurm's queue, of what is free there, and of who else has what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from gpuhub.backends.slurm.scheduler import SlurmScheduler, number_slots
+from gpuhub.common.gpu import GpuRequirement, GpuSpec
+from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.scheduler.interface import Allocation, GpuSlot, NodeAllocation, NodeCapacity, SchedulingRequest
+from gpuhub.slurm_client.models import SlurmJob, SlurmJobState, SlurmNode, SlurmSnapshot
+
+CARDS = {"rig1": ("RTX 5090", "RTX 5090"), "rig2": ("RTX 5070",)}
+NODES = (
+    SlurmNode(name="gpu-a", state="idle", takes_work=True, gpus={"rtx5090": 2}, used={"rtx5090": 0}),
+    SlurmNode(name="gpu-b", state="idle", takes_work=True, gpus={"rtx5070": 1}, used={"rtx5070": 0}),
+    SlurmNode(name="elsewhere", state="idle", takes_work=True, gpus={"rtx5090": 8}, used={}),
+)
+
+
+def slots(node: str) -> tuple[GpuSlot, ...]:
+    return tuple(
+        GpuSlot(uuid=f"{node}-{index}", node=node, index=index, card=GpuSpec(model=model, memory_mib=8192))
+        for index, model in enumerate(CARDS[node])
+    )
+
+
+def build(*jobs: SlurmJob, nodes: tuple[SlurmNode, ...] = NODES) -> SlurmScheduler:
+    engine = SlurmScheduler(instance="lab", node_names={"gpu-a": "rig1", "gpu-b": "rig2"})
+    for node in CARDS:
+        engine.put_node(NodeCapacity(name=node, slots=slots(node)))
+    engine.observe(SlurmSnapshot(jobs=jobs, nodes=nodes))
+    return engine
+
+
+def job(number: int, state: SlurmJobState = SlurmJobState.PENDING, **fields: Any) -> SlurmJob:
+    return SlurmJob(id=number, name=f"job{number}", user_id=1, state=state, **fields)
+
+
+def request(name: str, number: int | None = None, **fields: Any) -> SchedulingRequest:
+    return SchedulingRequest(id=name, owner="ada", slurm_job=number, **fields)
+
+
+def used(gpus: int) -> tuple[SlurmNode, ...]:
+    return (replace(NODES[0], used={"rtx5090": gpus}), *NODES[1:])
+
+
+def test_the_order_is_slurms_with_others_jobs_in_it() -> None:
+    engine = build(
+        job(1, priority=10), job(2, priority=30), job(3, priority=10), job(4, priority=50, state=SlurmJobState.RUNNING)
+    )
+    for one in (request("c", 3), request("a", 1), request("new", created_at=5.0), request("runs", 4)):
+        engine.put_request(one)
+    assert engine.order_requests(0.0) == ["runs", "slurm-2", "a", "c", "new"]
+    assert engine.explain_pending("c", 0.0).position == 4
+
+
+def test_expected_starts_are_slurms() -> None:
+    engine = build(job(1, expected_start=500.0), job(2), job(3, expected_start=365 * 86400.0))
+    for name, number in (("a", 1), ("b", 2), ("c", 3)):
+        engine.put_request(request(name, number))
+    assert engine.explain_pending("c", 0.0).expected_start is None
+    assert engine.explain_pending("a", 0.0).expected_start == 500.0
+    assert engine.explain_pending("b", 0.0).expected_start is None
+    assert engine.explain_pending("a", 0.0, with_constraints=True).constraints == ()
+
+
+def test_it_grants_what_runs_once() -> None:
+    engine = build(job(7, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (1,)}))
+    engine.put_request(request("a", 7))
+    engine.put_request(request("b"))
+    decision = engine.decide(100.0)
+    assert {name: [slot.uuid for share in grant.node_allocations for slot in share.slots]
+            for name, grant in decision.grants.items()} == {"a": ["rig1-1"]}  # fmt: skip
+    assert decision.preemptions == ()
+    assert engine.decide(100.0).grants == {}
+    assert engine.report_usage(100.0)["ada"].gpus == 1
+
+
+def test_nothing_is_granted_where_no_container_can_start() -> None:
+    engine = build(job(7, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (0,)}))
+    engine.put_node(
+        NodeCapacity(name="rig1", slots=slots("rig1"), takes_work=False, unavailable_reason="it does not answer")
+    )
+    engine.put_request(request("a", 7))
+    assert engine.decide(0.0).grants == {}
+    assert engine.explain_pending("a", 0.0).text == (
+        "Slurm: it is given rig1, where no container can be started at present: it does not answer"
+    )
+
+
+def test_a_suspended_job_is_not_granted() -> None:
+    engine = build(job(7, SlurmJobState.SUSPENDED, nodes=("gpu-a",), gpus={"gpu-a": (0,)}))
+    engine.put_request(request("a", 7))
+    assert engine.decide(0.0).grants == {}
+
+
+def test_what_starts_at_once_is_what_slurm_has_free() -> None:
+    wants = GpuRequirement(models=("RTX 5090",))
+    assert build().can_start_now(request("x", requirement=wants), 0.0)
+    assert build(nodes=used(1)).can_start_now(request("x", requirement=wants), 0.0)
+    assert not build(nodes=used(2)).can_start_now(request("x", requirement=wants), 0.0)
+    assert build(nodes=used(2)).can_start_now(request("x"), 0.0)
+    assert build().can_start_now(request("x", gpus_per_node=2), 0.0)
+    assert not build(nodes=used(1)).can_start_now(request("x", gpus_per_node=2), 0.0)
+    assert not build(nodes=used(1)).can_start_now(request("x", requirement=wants, exclusive=True), 0.0)
+    assert build(nodes=used(1)).can_start_now(request("x", spread=2), 0.0)
+    assert not build(nodes=used(1)).can_start_now(request("x", spread=3), 0.0)
+    assert build(nodes=used(2)).can_start_now(request("x", nodes=2, least_nodes=1), 0.0)
+    assert build(nodes=used(2)).can_start_now(request("x", gpus_per_node=0), 0.0)
+    drained = (replace(NODES[0], takes_work=False), *NODES[1:])
+    assert not build(nodes=drained).can_start_now(request("x", requirement=wants), 0.0)
+
+
+def test_gpus_of_others_jobs_are_told() -> None:
+    others = job(1, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (1,)})
+    mine = job(2, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (0,)})
+    leaving = replace(job(3, SlurmJobState.RUNNING, nodes=("gpu-b",), gpus={"gpu-b": (0,)}), name="lab-lease-l1")
+    stranger = job(4, SlurmJobState.RUNNING, nodes=("elsewhere",), gpus={"elsewhere": (0,)})
+    engine = build(others, mine, leaving, stranger)
+    share = NodeAllocation(node="rig1", slots=slots("rig1")[:1])
+    engine.put_allocation(Allocation(request=request("a", 2), node_allocations=(share,), granted_at=0.0))
+    assert engine.find_external_jobs() == {"rig1-1": others}
+
+
+def test_nodes_that_slurm_gives_no_work_are_told_in_its_words() -> None:
+    drained = replace(NODES[1], takes_work=False, state="idle+drain", reason="fans")
+    assert build(nodes=(NODES[0], drained)).find_unavailable() == {"rig2": "idle+drain: fans"}
+
+
+def test_numbers_go_type_by_type_in_slurms_order() -> None:
+    cards = ("RTX 5060", "RTX 5090", "RTX 5060", "RTX 5090")
+    there = [
+        GpuSlot(uuid=f"u{index}", node="n", index=index, card=GpuSpec(model=model, memory_mib=1))
+        for index, model in enumerate(cards)
+    ]
+
+    def numbered(**has: int) -> dict[int, str]:
+        node = SlurmNode(name="n", state="idle", takes_work=True, gpus=has)
+        return {number: slot.uuid for number, slot in number_slots(there, node, SlurmSettings()).items()}
+
+    assert numbered(rtx5090=2, rtx5060=2) == {0: "u1", 1: "u3", 2: "u0", 3: "u2"}
+    assert numbered(**{"": 4}) == {0: "u0", 1: "u1", 2: "u2", 3: "u3"}
+    # Slurm has a card that the node does not report: which of its type is which cannot be told.
+    assert numbered(rtx5090=3, rtx5060=2) == {3: "u0", 4: "u2"}
+
+
+def test_whoever_waits_is_told_that_slurm_is_silent_until_it_answers() -> None:
+    engine = build(job(1))
+    engine.put_request(request("a", 1))
+    before = engine.explain_pending("a", 0.0).text
+    engine.note_unreachable("no answer")
+    assert (
+        engine.explain_pending("a", 0.0).text
+        == f"Slurm: no answer; the last that is known: {before.removeprefix('Slurm: ')}"
+    )
+    engine.observe(SlurmSnapshot(jobs=(job(1),), nodes=NODES))
+    assert engine.explain_pending("a", 0.0).text == before
+
+
+def test_what_no_known_node_can_serve_is_told() -> None:
+    engine = build()
+    engine.put_request(request("a", requirement=GpuRequirement(least_driver="590")))
+    engine.put_request(request("b"))
+    assert engine.explain_pending("a", 0.0).text == "Slurm: no node that it knows and that gpuhub has read would do yet"
+    assert engine.explain_pending("b", 0.0).text == "Slurm: it is being submitted"
+    assert not engine.can_start_now(request("a", requirement=GpuRequirement(least_driver="590")), 0.0)

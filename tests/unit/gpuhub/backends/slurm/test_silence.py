@@ -1,0 +1,137 @@
+"""While Slurm is silent, when answers are lost, and when the broker is restarted: nothing is lost, nothing is twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuhub.broker_api.schemas import LeaseState
+from gpuhub.common import names
+from gpuhub.common.errors import StorageUnavailable
+from gpuhub.domain.models import EventRow
+from gpuhub.slurm_client.models import SlurmSubmission, Submitter
+from tests.support.scripted_slurm import UIDS
+from tests.support.slurm_brokers import INSTANCE, Desk, Site, find_submitter
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+async def events(desk: Desk) -> list[EventRow]:
+    return await desk.core.read_events(None, 100, None)
+
+
+async def test_while_slurm_is_silent_nothing_changes_and_everybody_is_told_once(site: Site) -> None:
+    async with site.broker() as desk:
+        held, waiting = await desk.settle(await desk.ask(), site.slurm), await desk.ask("ben")
+        await desk.controller.step()
+        site.slurm.is_silent = True
+        site.slurm.scancel(held.slurm_job or 0)
+        for _ in range(3):
+            await desk.controller.step()
+        assert desk.state(held.id) is LeaseState.GRANTED
+        assert desk.state(waiting.id) is LeaseState.REQUESTED
+        text = desk.scheduler.explain_pending(waiting.id, site.clock.now()).text
+        assert text.startswith("Slurm: no answer at present (slurmctld does not answer); the last that is known: ")
+        site.slurm.is_silent = False
+        await desk.controller.step()
+        assert desk.state(held.id) is LeaseState.RELEASING
+        told = [event.kind for event in await events(desk) if event.kind.startswith("slurm.")]
+        assert told == ["slurm.unreachable", "slurm.answers"]
+
+
+async def test_a_submission_whose_answer_was_lost_is_found_by_its_name(site: Site) -> None:
+    async with site.broker() as desk:
+        site.slurm.lost_answers = 1
+        lease = await desk.ask()
+        await desk.controller.step()
+        assert desk.lease(lease.id).slurm_job is None
+        await desk.controller.step()
+        assert desk.lease(lease.id).slurm_job == site.slurm.only().id
+        assert site.slurm.submitted == 1
+
+
+async def test_a_submission_that_goes_through_late_is_cancelled_as_the_second_one(site: Site) -> None:
+    async with site.broker() as desk:
+        site.slurm.late = 1
+        lease = await desk.ask()
+        await desk.controller.step()
+        await desk.controller.step()
+        site.slurm.arrive()
+        assert len(site.slurm.live()) == 2
+        await desk.controller.step()
+        assert site.slurm.only().id == desk.lease(lease.id).slurm_job
+
+
+async def test_a_broker_that_died_before_it_stored_the_number_submits_nothing_twice(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.ask()
+    name = names.slurm_job_name(INSTANCE, lease.id)
+    job = site.slurm.add(SlurmSubmission(name=name, submitter=await find_submitter("ada"), script="", gpus_per_node=1))
+    async with site.broker() as desk:
+        await desk.controller.step()
+        assert desk.lease(lease.id).slurm_job == job
+        assert site.slurm.submitted == 0
+
+
+async def test_a_job_of_somebody_else_is_not_taken_by_its_name(site: Site) -> None:
+    async with site.broker() as desk:
+        lease = await desk.ask()
+        name = names.slurm_job_name(INSTANCE, lease.id)
+        fake = site.slurm.add(SlurmSubmission(name=name, submitter=await find_submitter("eve"), script=""))
+        await desk.controller.step()
+        own = desk.lease(lease.id).slurm_job
+        assert own not in {None, fake}
+        assert site.slurm.jobs[own or 0].user_id == UIDS["ada"]
+
+
+async def test_jobs_of_leases_that_ended_while_no_broker_ran_are_cancelled_and_others_are_not(site: Site) -> None:
+    ada = Submitter(name="ada", uid=UIDS["ada"], gid=1)
+    for name in (f"{INSTANCE}-lease-l{'0' * 16}", f"{INSTANCE}-lease-mine", "train", f"other-lease-l{'0' * 16}"):
+        site.slurm.add(SlurmSubmission(name=name, submitter=ada, script=""))
+    async with site.broker() as desk:
+        await desk.controller.step()
+        assert [job.name for job in site.slurm.live()] == [
+            f"{INSTANCE}-lease-mine", "train", f"other-lease-l{'0' * 16}",
+        ]  # fmt: skip
+
+
+async def test_a_store_that_does_not_work_makes_no_second_job(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with site.broker() as desk:
+        lease = await desk.ask()
+        save: Any = desk.core.store.save
+
+        def fail(changes: Any) -> None:
+            raise OSError("disk full")
+
+        monkeypatch.setattr(desk.core.store, "save", fail)
+        await desk.controller.step()
+        await desk.controller.step()
+        assert site.slurm.submitted == 1
+        monkeypatch.setattr(desk.core.store, "save", save)
+        await desk.controller.step()
+        assert desk.lease(lease.id).slurm_job == site.slurm.only().id
+        assert site.slurm.submitted == 1
+
+
+async def test_accounts_that_do_not_answer_hold_submissions_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can tell whether a job of that name is the owner's: it might be submitted twice."""
+
+    async def silent(_owner: str) -> Submitter:
+        raise StorageUnavailable("The head node's accounts do not answer")
+
+    async with site.broker() as desk:
+        site.slurm.lost_answers = 1
+        lease = await desk.ask()
+        await desk.controller.step()
+        monkeypatch.setattr(desk.backend._submissions, "_find_submitter", silent)
+        await desk.controller.step()
+        assert (desk.state(lease.id), site.slurm.submitted) == (LeaseState.REQUESTED, 1)
+        monkeypatch.setattr(desk.backend._submissions, "_find_submitter", find_submitter)
+        await desk.controller.step()
+        assert desk.lease(lease.id).slurm_job == site.slurm.only().id
+        assert site.slurm.submitted == 1

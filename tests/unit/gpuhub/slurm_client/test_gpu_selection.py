@@ -1,0 +1,203 @@
+"""What is asked of Slurm for a request: which type, without which nodes, for how long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpuhub.common.gpu import GpuRequirement, GpuSpec
+from gpuhub.config.settings import ProfileSettings
+from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.scheduler.interface import GpuSlot, NodeCapacity, SchedulingRequest
+from gpuhub.slurm_client.gpu_selection import GpuSelection, build_submission, select_gpus
+from gpuhub.slurm_client.models import SlurmNode, SlurmPartition, SlurmSite, SlurmSubmission, Submitter
+from gpuhub.slurm_client.submission import HOLDER_SCRIPT
+
+MEMORY = {"RTX 5090": 32607, "RTX 5070": 12227, "RTX 5060": 8151}
+ADA = Submitter(name="ada", uid=1001, gid=1001)
+
+
+def supply(name: str, *models: str, driver: str = "580.1", **memory: int) -> NodeCapacity:
+    cards = [GpuSpec(model=model, memory_mib=memory.get("memory_mib", MEMORY[model])) for model in models]
+    slots = tuple(GpuSlot(uuid=f"{name}{at}", node=name, index=at, card=card) for at, card in enumerate(cards))
+    return NodeCapacity(name=name, slots=slots, driver=driver)
+
+
+def slurm_node(name: str, *models: str, is_typed: bool = True, **further: Any) -> SlurmNode:
+    kinds = [model.lower().replace(" ", "") if is_typed else "" for model in models]
+    told = {"state": "idle", "takes_work": True, "gpus": {kind: kinds.count(kind) for kind in kinds}, **further}
+    return SlurmNode(name=name, **told)
+
+
+#: Two nodes of one card each, and one with two.
+CLUSTER = {"n1": ("RTX 5090",), "n2": ("RTX 5070",), "n3": ("RTX 5060", "RTX 5070")}
+
+
+def chosen(
+    request: SchedulingRequest,
+    cluster: dict[str, tuple[str, ...]] = CLUSTER,
+    *,
+    strangers: tuple[str, ...] = (),
+    is_typed: bool = True,
+    table: SlurmSettings | None = None,
+) -> GpuSelection | None:
+    supplies = {name: supply(name, *models) for name, models in cluster.items()}
+    nodes = [slurm_node(name, *models, is_typed=is_typed) for name, models in cluster.items()]
+    nodes += [slurm_node(name, "RTX 5090") for name in strangers]
+    return select_gpus(request, supplies, nodes, table or SlurmSettings())
+
+
+def request(**fields: Any) -> SchedulingRequest:
+    wants = {name: fields.pop(name) for name in ("models", "least_memory_mib", "least_driver") if name in fields}
+    return SchedulingRequest(id="l1", owner="ada", requirement=GpuRequirement(**wants), **fields)
+
+
+def test_any_card_is_asked_for_without_a_type() -> None:
+    assert chosen(request()) == GpuSelection()
+
+
+def test_one_model_is_asked_for_by_its_type() -> None:
+    assert chosen(request(models=("rtx 5090",))) == GpuSelection(gpu_type="rtx5090")
+    assert chosen(request(models=("RTX 5070",))) == GpuSelection(gpu_type="rtx5070")
+    table = SlurmSettings(gpu_types={"RTX 5090": "big"})
+    typed = [SlurmNode(name="n1", state="idle", takes_work=True, gpus={"big": 1})]
+    assert select_gpus(request(models=("RTX 5090",)), {"n1": supply("n1", "RTX 5090")}, typed, table) == GpuSelection(
+        gpu_type="big"
+    )
+
+
+def test_of_several_models_any_is_asked_for_without_the_nodes_that_have_others() -> None:
+    assert chosen(request(least_memory_mib=12000)) == GpuSelection(exclude=frozenset({"n3"}))
+    assert chosen(request(models=("RTX 5090", "RTX 5070"))) == GpuSelection(exclude=frozenset({"n3"}))
+
+
+def test_where_that_cannot_serve_it_is_the_best_liked_type_that_can() -> None:
+    cluster = {"n1": ("RTX 5090", "RTX 5060"), "n2": ("RTX 5070", "RTX 5070", "RTX 5060")}
+    assert chosen(request(models=("RTX 5090", "RTX 5070")), cluster) == GpuSelection(gpu_type="rtx5090")
+    assert chosen(request(models=("RTX 5090", "RTX 5070"), gpus_per_node=2), cluster) == GpuSelection(
+        gpu_type="rtx5070"
+    )
+    assert chosen(request(least_memory_mib=12000, spread=2), cluster) == GpuSelection(gpu_type="rtx5070")
+
+
+def test_of_ways_that_can_serve_it_is_the_first_of_which_enough_is_free() -> None:
+    cluster = {"n1": ("RTX 5090", "RTX 5060"), "n2": ("RTX 5070", "RTX 5070", "RTX 5060")}
+    supplies = {name: supply(name, *models) for name, models in cluster.items()}
+    either = request(models=("RTX 5090", "RTX 5070"))
+
+    def chosen_type(wanted: SchedulingRequest, first: dict[str, int], **second: Any) -> str | None:
+        nodes = [slurm_node("n1", *cluster["n1"], used=first), slurm_node("n2", *cluster["n2"], **second)]
+        found = select_gpus(wanted, supplies, nodes, SlurmSettings())
+        assert found is not None
+        return found.gpu_type
+
+    assert chosen_type(either, {}) == "rtx5090"
+    assert chosen_type(either, {"rtx5060": 1}) == "rtx5090"
+    assert chosen_type(either, {"rtx5090": 1}) == "rtx5070"
+    assert chosen_type(either, {"rtx5090": 1}, used={"rtx5070": 1}) == "rtx5070"
+    # Where none is free, the best liked one is waited for.
+    assert chosen_type(either, {"rtx5090": 1}, used={"rtx5070": 2}) == "rtx5090"
+    assert chosen_type(either, {"rtx5090": 1}, takes_work=False) == "rtx5090"
+    # The best liked one of which there is enough; one card of it would never do.
+    pair = request(models=("RTX 5090", "RTX 5070"), gpus_per_node=2)
+    assert chosen_type(pair, {}, used={"rtx5070": 2}) == "rtx5070"
+    assert chosen_type(request(models=("RTX 5090", "RTX 5070"), exclusive=True), {"rtx5060": 1}) == "rtx5070"
+
+
+def test_free_cards_beside_others_are_asked_for_by_their_type() -> None:
+    """Any of both would leave out the node that has one free, for the sake of a third model there."""
+    supplies = {name: supply(name, *models) for name, models in CLUSTER.items()}
+    wanted = request(models=("RTX 5090", "RTX 5070"))
+    taken = {"n1": {"rtx5090": 1}, "n2": {"rtx5070": 1}, "n3": {"rtx5060": 1}}
+    nodes = [slurm_node(name, *models, used=taken[name]) for name, models in CLUSTER.items()]
+    assert select_gpus(wanted, supplies, nodes, SlurmSettings()) == GpuSelection(gpu_type="rtx5070")
+
+
+def test_one_model_for_all_is_one_type() -> None:
+    assert chosen(request(same_model=True, nodes=2, least_nodes=2)) == GpuSelection(gpu_type="rtx5070")
+    assert chosen(request(same_model=True, models=("RTX 5060", "RTX 5070"))) == GpuSelection(gpu_type="rtx5060")
+
+
+def test_a_type_of_which_not_all_cards_will_do_is_left_out_where_that_is() -> None:
+    """Two cards of one name with different memory."""
+    supplies = {"n1": supply("n1", "RTX 5060", memory_mib=16384), "n2": supply("n2", "RTX 5060")}
+    nodes = [slurm_node(name, "RTX 5060") for name in supplies]
+    wanted = request(models=("RTX 5060",), least_memory_mib=16000)
+    assert select_gpus(wanted, supplies, nodes, SlurmSettings()) == GpuSelection(
+        gpu_type="rtx5060", exclude=frozenset({"n2"})
+    )
+
+
+def test_without_types_in_gres_conf_nodes_with_other_cards_are_left_out() -> None:
+    wanted = request(models=("RTX 5070",))
+    assert chosen(wanted, is_typed=False) == GpuSelection(exclude=frozenset({"n1", "n3"}))
+
+
+def test_nodes_that_are_not_ours_or_not_wanted_are_left_out() -> None:
+    wanted = request(exclude=frozenset({"n1"}))
+    assert chosen(wanted, strangers=("big1", "big2")) == GpuSelection(exclude=frozenset({"n1", "big1", "big2"}))
+    assert chosen(request(gpus_per_node=0), strangers=("big1",)) == GpuSelection(exclude=frozenset({"big1"}))
+    assert chosen(request(least_driver="590")) is None
+
+
+def test_cards_that_are_not_known_yet_are_waited_for_unless_slurm_can_tell() -> None:
+    unread: dict[str, tuple[str, ...]] = {"n1": ()}
+    assert chosen(request(least_memory_mib=8192), unread) is None
+    assert chosen(request(models=("RTX 5090",)), unread) == GpuSelection(gpu_type="rtx5090")
+    assert chosen(request(), unread) == GpuSelection()
+
+
+# -- the submission ---------------------------------------------------------------------------------------------------
+
+
+def submission(request: SchedulingRequest, **parts: Any) -> SlurmSubmission:
+    return build_submission(
+        request,
+        parts.pop("choice", GpuSelection()),
+        name="lab-lease-l1",
+        submitter=ADA,
+        table=parts.pop("table", SlurmSettings()),
+        **parts,
+    )
+
+
+def test_a_gang_is_one_job_with_what_each_node_needs() -> None:
+    made = submission(
+        request(
+            nodes=4, least_nodes=2, gpus_per_node=2, cpu_milli=3500, memory_mib=2048, exclusive=True, priority=-3,
+            time_limit_s=3601,
+        ),
+        choice=GpuSelection(gpu_type="rtx5090", exclude=frozenset({"n2", "n1"})),
+    )  # fmt: skip
+    assert made == SlurmSubmission(
+        name="lab-lease-l1", submitter=ADA, script=HOLDER_SCRIPT, nodes=4, min_nodes=2, gpus_per_node=2,
+        gpu_type="rtx5090", cpus=4, memory_mib=2048, time_limit_s=3780, exclude=("n1", "n2"), exclusive=True,
+        nice=300, survives_nodes=True,
+    )  # fmt: skip
+
+
+def test_gpus_anywhere_are_asked_for_in_all() -> None:
+    made = submission(request(spread=8))
+    assert (made.spread, made.gpus_per_node, made.survives_nodes, made.time_limit_s) == (8, 0, False, None)
+
+
+def test_a_profile_says_more_than_the_settings() -> None:
+    table = SlurmSettings(partition="main", account="lab", qos="normal")
+    profile = ProfileSettings(name="p", title="P", partition="big", reservation="course")
+    made = submission(request(), table=table, profile=profile)
+    assert (made.partition, made.account, made.qos, made.reservation) == ("big", "lab", "normal", "course")
+
+
+def test_a_limit_stays_within_the_partitions() -> None:
+    """Slurm would never start a job with a longer limit; the lease ends first in any case."""
+
+    def limit(longest_s: int | None, partition: str | None = None) -> int | None:
+        default = SlurmPartition(name="main", is_default=True, max_time_s=longest_s)
+        site = SlurmSite(
+            version=(22, 5, 8), cluster="c", partitions=(default, SlurmPartition(name="long")), nodes=(),
+            has_accounting=False,
+        )  # fmt: skip
+        return submission(request(time_limit_s=3600), site=site, table=SlurmSettings(partition=partition)).time_limit_s
+
+    assert limit(None) == limit(7200) == 3720
+    assert limit(3600) == limit(3660) - 60 == 3600  # type: ignore[operator]
+    assert limit(3600, "long") == 3720

@@ -1,0 +1,15 @@
+#!/bin/bash
+# A notebook's job, written by gpuhub for one start. It has the notebook's token: only its user may read it.
+export HOME=/srv/home/ada USER=ada LOGNAME=ada SHELL=/bin/bash LANG=C.UTF-8 PATH=/usr/local/bin:/usr/bin:/bin
+umask 077
+cd "$HOME" || exit 1
+mkdir -p .gpuhub || exit 1
+exec >.gpuhub/notebook.log 2>&1
+umask 022
+[ -z "${CUDA_VISIBLE_DEVICES+set}" ] || export APPTAINERENV_CUDA_VISIBLE_DEVICES="$CUDA_VISIBLE_DEVICES"
+[ -z "${SLURM_JOB_GPUS+set}" ] || export APPTAINERENV_SLURM_JOB_GPUS="$SLURM_JOB_GPUS"
+[ -z "${SLURM_STEP_GPUS+set}" ] || export APPTAINERENV_SLURM_STEP_GPUS="$SLURM_STEP_GPUS"
+[ -z "${SLURM_JOB_ID+set}" ] || export APPTAINERENV_SLURM_JOB_ID="$SLURM_JOB_ID"
+[ -z "${SLURMD_NODENAME+set}" ] || export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"
+# The job becomes the notebook, so that Slurm's signals reach it and the job ends with it.
+exec apptainer --quiet exec --containall --cleanenv --no-privs --home /srv/home/ada:/home/ada --pwd /home/ada /srv/images/notebook.sif python3 -I -c <node_main.py> <<<'{"addresses": {"rig2": "fd00::12", "sx1": "10.0.0.11"}, "certificates": null, "command": ["jupyterhub-singleuser", "--debug"], "environment": {"GPUHUB_LEASE": "l1", "HOME": "/home/ada", "JUPYTERHUB_API_TOKEN": "secret-token", "SHELL": "/bin/bash", "USER": "ada"}, "names": {"rig2": "rig2", "sx1": "rig1"}, "prefix": "/user/ada/", "report": "http://10.0.0.1:8081/hub/api/gpuhub-port", "scheme": "http"}'

@@ -1,0 +1,18 @@
+#!/bin/bash
+# The workers of a launch, written by gpuhub for one job. It contains no secret.
+export HOME=/srv/home/ada USER=ada LOGNAME=ada SHELL=/bin/bash LANG=C.UTF-8 PATH=/usr/local/bin:/usr/bin:/bin
+umask 077
+cd "$HOME"/.gpu_launch/jobs/run-1/logs || exit 1
+exec >"slurm-$SLURM_JOB_ID.log" 2>&1
+umask 022
+cd "$HOME" || exit 1
+GPUHUB_JOB_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1
+export GPUHUB_JOB_NODES
+instructions='{"addresses": {"rig2": "fd00::12", "sx1": "10.0.0.11"}, "command": ["gpu-launch-worker"], "environment": {"GPU_LAUNCH_RUN": "run-1", "HOME": "/home/ada", "OMP_NUM_THREADS": "4", "SHELL": "/bin/bash", "USER": "ada"}, "first_worker": 0, "is_detached": false, "names": {"rig2": "rig2", "sx1": "rig1"}}'
+exec srun --nodes=$SLURM_JOB_NUM_NODES --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --cpus-per-task=4 --kill-on-bad-exit=0 --wait=0 --mpi=none --export=ALL /bin/bash -c '[ -z "${CUDA_VISIBLE_DEVICES+set}" ] || export APPTAINERENV_CUDA_VISIBLE_DEVICES="$CUDA_VISIBLE_DEVICES"
+[ -z "${SLURM_JOB_GPUS+set}" ] || export APPTAINERENV_SLURM_JOB_GPUS="$SLURM_JOB_GPUS"
+[ -z "${SLURM_STEP_GPUS+set}" ] || export APPTAINERENV_SLURM_STEP_GPUS="$SLURM_STEP_GPUS"
+[ -z "${SLURM_JOB_ID+set}" ] || export APPTAINERENV_SLURM_JOB_ID="$SLURM_JOB_ID"
+[ -z "${SLURMD_NODENAME+set}" ] || export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"
+[ -z "${GPUHUB_JOB_NODES+set}" ] || export APPTAINERENV_GPUHUB_JOB_NODES="$GPUHUB_JOB_NODES"
+exec apptainer --quiet exec --containall --cleanenv --no-privs --nv --home /srv/home/ada:/home/ada --pwd /home/ada --bind /srv/data:/datasets:ro /srv/images/notebook.sif python3 -I -c <node_main.py>' <<<"$instructions"
