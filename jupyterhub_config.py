@@ -1,66 +1,66 @@
-"""JupyterHub's configuration: wiring only. Values come from cluster.toml through gpuhub.hubconfig."""
+"""JupyterHub's configuration; its values come from cluster.toml through gpuhub.hub_config."""
 
-from gpuhub import hubconfig
-from gpuhub.containers.rendering import TEMPLATES
-from gpuhub.login import values as login
-from gpuhub.trust import public
+from gpuhub import hub_config
+from gpuhub.login import authenticator_config as login
+from gpuhub.tls import public_access
+from gpuhub.web.rendering import TEMPLATES
 
 c = get_config()
-paths = hubconfig.paths()
-cluster = hubconfig.cluster()
-hubconfig.lock()
+paths = hub_config.paths()
+cluster = hub_config.cluster()
+hub_config.lock()
 
 # Where the hub listens: browsers come through the proxy, nodes and containers to the head node's own address.
 c.JupyterHub.bind_url = f"http://{cluster.hub.bind}:{cluster.hub.port}"
-c.JupyterHub.hub_ip = hubconfig.head_address()
+c.JupyterHub.hub_ip = hub_config.head_address()
 c.JupyterHub.hub_port = cluster.hub.api_port
 
-# What browsers are told: where the hub is, and what they must keep to.
-c.JupyterHub.public_url = hubconfig.canonical_url()
-c.JupyterHub.subdomain_host = hubconfig.subdomain_host()
-c.JupyterHub.cookie_host_prefix_enabled = public.has_host_prefix(cluster.hub)
-c.JupyterHub.tornado_settings = hubconfig.tornado_settings()
-c.Proxy.extra_routes = hubconfig.extra_routes()
+# The hub's address for browsers, and the rules for its pages and cookies.
+c.JupyterHub.public_url = hub_config.canonical_url()
+c.JupyterHub.subdomain_host = hub_config.subdomain_host()
+c.JupyterHub.cookie_host_prefix_enabled = public_access.has_host_prefix(cluster.hub)
+c.JupyterHub.tornado_settings = hub_config.tornado_settings()
+c.Proxy.extra_routes = hub_config.extra_routes()
 
-# The proxy is a process of its own: it goes on serving notebooks while the hub is restarted.
+# The proxy is a separate process: it serves notebooks while the hub is restarted.
 c.ConfigurableHTTPProxy.should_start = False
-c.ConfigurableHTTPProxy.api_url = hubconfig.proxy_api_url()
-c.ConfigurableHTTPProxy.auth_token = hubconfig.proxy_token()
+c.ConfigurableHTTPProxy.api_url = hub_config.proxy_api_url()
+c.ConfigurableHTTPProxy.auth_token = hub_config.proxy_token()
 c.JupyterHub.cleanup_servers = False
 c.JupyterHub.cleanup_proxy = False
 
-# TLS with certificates on both sides between proxy, hub, broker and notebooks; `gpuhub up` has made them.
+# Mutual TLS between proxy, hub, broker and notebooks; `gpuhub up` makes the certificates.
 c.JupyterHub.internal_ssl = cluster.has_internal_tls
 c.JupyterHub.internal_certs_location = str(paths.internal_certificates)
-c.JupyterHub.trusted_alt_names = hubconfig.alt_names()
+c.JupyterHub.trusted_alt_names = hub_config.alt_names()
 
 c.JupyterHub.db_url = f"sqlite:///{paths.state / 'jupyterhub.sqlite'}"
 c.JupyterHub.cookie_secret_file = str(paths.secrets / "cookie-secret")
 
 # Who can log in
-c.JupyterHub.authenticator_class = login.authenticator_class(cluster)
-c.Authenticator.username_pattern = hubconfig.ANCHORED_USERNAME_PATTERN
-for name, values in hubconfig.login_settings().items():
+c.JupyterHub.authenticator_class = login.find_authenticator_class(cluster)
+c.Authenticator.username_pattern = hub_config.ANCHORED_USERNAME_PATTERN
+for name, values in hub_config.login_settings().items():
     c[name].update(values)
 
 # Who may do what
-c.JupyterHub.services = hubconfig.services()
-c.JupyterHub.custom_scopes = hubconfig.custom_scopes()
-c.JupyterHub.load_roles = hubconfig.roles()
-c.Spawner.server_token_scopes = ["users:activity!user", "access:servers!server", hubconfig.BROKER_ACCESS_SCOPE]
+c.JupyterHub.services = hub_config.services()
+c.JupyterHub.custom_scopes = hub_config.custom_scopes()
+c.JupyterHub.load_roles = hub_config.roles()
+c.Spawner.server_token_scopes = ["users:activity!user", "access:servers!server", hub_config.BROKER_ACCESS_SCOPE]
 c.JupyterHub.service_check_interval = 60
 
 # Notebooks
-c.JupyterHub.spawner_class = hubconfig.spawner_class()
+c.JupyterHub.spawner_class = hub_config.spawner_class()
 c.LeasedSpawner.cluster = cluster
 c.LeasedSpawner.instance = paths.instance
-c.LeasedSpawner.head_address = hubconfig.head_address()
-c.LeasedSpawner.make_broker = hubconfig.make_broker
-c.GpuDockerSpawner.make_daemons = hubconfig.make_daemons
-c.GpuSlurmSpawner.make_slurm = hubconfig.make_slurm
-c.Spawner.cmd = hubconfig.notebook_command()
+c.LeasedSpawner.head_address = hub_config.head_address()
+c.LeasedSpawner.make_broker = hub_config.make_broker
+c.GpuDockerSpawner.make_daemons = hub_config.make_daemons
+c.GpuSlurmSpawner.make_slurm = hub_config.make_slurm
+c.Spawner.cmd = hub_config.notebook_command()
 c.Spawner.default_url = "/lab"
-# What is in a home does not change who may use its server; the image keeps users' own kernels.
+# Files in a home must not change who may use its server; the image still finds users' own kernels.
 c.Spawner.disable_user_config = True
 # The wait in the queue is part of a start.
 c.Spawner.start_timeout = cluster.users.queue_limit + 300
@@ -73,5 +73,5 @@ c.JupyterHub.init_spawners_timeout = 2
 
 # Pages
 c.JupyterHub.template_paths = [str(TEMPLATES)]
-c.JupyterHub.template_vars = {"gpuhub_url": hubconfig.canonical_url()}
-c.JupyterHub.extra_handlers = hubconfig.handlers()
+c.JupyterHub.template_vars = {"gpuhub_url": hub_config.canonical_url()}
+c.JupyterHub.extra_handlers = hub_config.handlers()

@@ -12,7 +12,7 @@ command -v apt-get >/dev/null || { echo "Debian or Ubuntu is needed: there is no
 
 # command → package that has it
 wanted=(dockerd:docker.io debootstrap:debootstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils hostname:hostname dnsmasq:dnsmasq-base flock:util-linux ssh-keygen:openssh-client)
-for_tests=(faketime:faketime ganesha.nfsd:nfs-ganesha-vfs nfs-ls:libnfs-utils bindfs:bindfs sshd:openssh-server wireguard-go:wireguard-go wg:wireguard-tools chromium:chromium certutil:libnss3-tools slapd:slapd ldapwhoami:ldap-utils objdump:binutils nft:nftables slurmdbd:slurmdbd mariadbd:mariadb-server slurmrestd:slurmrestd)
+for_tests=(ping:iputils-ping faketime:faketime ganesha.nfsd:nfs-ganesha-vfs nfs-ls:libnfs-utils bindfs:bindfs sshd:openssh-server wireguard-go:wireguard-go wg:wireguard-tools chromium:chromium certutil:libnss3-tools slapd:slapd ldapwhoami:ldap-utils objdump:binutils nft:nftables slurmdbd:slurmdbd mariadbd:mariadb-server slurmrestd:slurmrestd)
 for_slurm=(slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge)
 missing=()
 # $@: command:package …; adds to `missing`
@@ -68,35 +68,11 @@ if { [ "$mode" = dev ] || [ "$engine" = slurm ]; } && ! command -v docker >/dev/
   apt-get install -y -qq --no-install-recommends docker-cli >/dev/null
 fi
 
-/usr/bin/python3 - <<'PY' || exit 1
-import sys
-if sys.version_info < (3, 11):
-    sys.exit(f"Python 3.11 or newer is needed, and /usr/bin/python3 is {sys.version.split()[0]}: Debian 12 or Ubuntu 24.04 have it.")
-PY
+if [ "$mode" = dev ]; then "$here/spawners/venv.sh" torch; else "$here/spawners/venv.sh" run; fi
 
 # $1: stamp's name, $2: what its content depends on; true when the stamp is older than that
 changed() { [ "$(cat "$here/.venv/.stamp-$1" 2>/dev/null)" != "$2" ]; }
 stamp() { echo "$2" >"$here/.venv/.stamp-$1"; }
-
-[ -x "$here/.venv/bin/python" ] || /usr/bin/python3 -m venv "$here/.venv"
-pip=("$here/.venv/bin/python" -m pip install --quiet --disable-pip-version-check)
-sum=$(cat "$here"/spawners/requirements.lock "$here"/*/pyproject.toml "$here/spawners/setup.sh" | sha256sum)
-if changed run "$sum"; then
-  echo "Installing Python packages …"
-  "${pip[@]}" -r "$here/spawners/requirements.lock"
-  "${pip[@]}" --no-deps -e "$here/spawners" -e "$here/extensions"
-  stamp run "$sum"
-fi
-if [ "$mode" = dev ]; then
-  # The tests of launches run torchrun on this machine too: the build that pip finds.
-  torch=$("$here/.venv/bin/python" -c 'from gpuhub.tables import Images; print(Images().torch)')
-  sum="$torch $(sha256sum <"$here/tests/requirements.lock")"
-  if changed dev "$sum"; then
-    echo "Installing Python packages for tests, torch among them …"
-    "${pip[@]}" -r "$here/tests/requirements.lock" "torch==$torch"
-    stamp dev "$sum"
-  fi
-fi
 sum=$(sha256sum <"$here/spawners/proxy/package-lock.json")
 if [ ! -x "$here/spawners/proxy/node_modules/.bin/configurable-http-proxy" ] || changed proxy "$sum"; then
   echo "Installing JupyterHub's proxy …"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.faults import catalogue, table
+from tests.faults import catalogue, results_table
 from tests.faults.conftest import Results
 
 FAULTS = Path(__file__).parents[1] / "faults"
@@ -27,8 +27,8 @@ def test_every_case_has_a_test_and_every_test_a_case() -> None:
 
 def test_the_page_has_every_case() -> None:
     """The table in docs/reliability.md was made since the catalogue was changed."""
-    page = table.PAGE.read_text(encoding="utf-8")
-    shown = page.split(table.BEGIN)[1].split(table.END)[0]
+    page = results_table.PAGE.read_text(encoding="utf-8")
+    shown = page.split(results_table.BEGIN)[1].split(results_table.END)[0]
     for case in catalogue.CASES:
         assert f"| {case.id} | {case.title} |" in shown
     for one in catalogue.NOT_RUN:
@@ -37,13 +37,13 @@ def test_the_page_has_every_case() -> None:
 
 def test_the_table_says_what_failed() -> None:
     """Outcome, figures, date and repeats of a case; one that was not run says so."""
-    made = table.build({"C1": {"runs": 3, "passed": 2, "date": "2026-11-21", "figures": {"told_s": 1.5}}})
+    made = results_table.build({"C1": {"runs": 3, "passed": 2, "date": "2026-11-21", "figures": {"told_s": 1.5}}})
     assert "**1 of 3 failed** (told_s 1.5) | 2026-11-21 | 3 |" in made
     assert "not run yet" in made
 
 
 def test_a_case_counts_when_it_has_ended() -> None:
-    """The oracle is asked last: what fails there has failed, and what is broken off before was not run."""
+    """The invariants is asked last: what fails there has failed, and what is broken off before was not run."""
     results = Results()
     for phase in ("setup", "call"):
         results.note("one", "K1", phase, passed=True)

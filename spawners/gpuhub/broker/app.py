@@ -13,37 +13,33 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
-from gpuhub.broker import file_routes, problems, routes, terminals
-from gpuhub.broker.audit import Audit, AuditTrail
-from gpuhub.broker.auth import Identities, TokenChecker
-from gpuhub.broker.clock import Clock
-from gpuhub.broker.core import Core
-from gpuhub.broker.couriers import Couriers, StartCourier
-from gpuhub.broker.filters import EnsureFilter, Filters
-from gpuhub.broker.gpu_time import GpuTimes
-from gpuhub.broker.headers import SafeHeaders
-from gpuhub.broker.homes import Homes
-from gpuhub.broker.jobs import JobRunner, StartWorker
-from gpuhub.broker.keeper import Keeper
-from gpuhub.broker.ledger import Ledger
-from gpuhub.broker.limits import BodyLimit
-from gpuhub.broker.reviver import Reviver, Servers
-from gpuhub.broker.schemas import Problem
-from gpuhub.broker.service import Broker
-from gpuhub.broker.slurm_bare import take_worker
-from gpuhub.broker.slurm_queue import WORKERS_PATIENCE_S, SlurmQueue
-from gpuhub.broker.slurm_service import SlurmBroker
-from gpuhub.broker.slurm_submitting import SlurmSide, build_engine
-from gpuhub.broker.store import Store
-from gpuhub.broker.usage_history import build_rules
-from gpuhub.broker.volumes import VolumeKeeper
-from gpuhub.containers.daemons import Daemons
-from gpuhub.containers.networks import remove_idle_user_networks
-from gpuhub.engines.base import Engine
-from gpuhub.engines.builtin import BuiltinEngine
-from gpuhub.errors import GpuhubError
-from gpuhub.nodes.inventory import GpuReading, start_inventory
-from gpuhub.settings import Cluster
+from gpuhub.backends.builtin.backend import BuiltinBackend
+from gpuhub.backends.interface import WORKER_PATIENCE_S, SchedulingBackend
+from gpuhub.broker.api import files, problems, routes, terminal
+from gpuhub.broker.api.auth import Authenticator, TokenChecker
+from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
+from gpuhub.broker.audit import AuditLog, AuditMiddleware
+from gpuhub.broker.controllers.backend_controller import BackendController, CoreHost
+from gpuhub.broker.controllers.deadlines import DeadlineController
+from gpuhub.broker.controllers.firewall_check import EnsureFirewall, FirewallChecker
+from gpuhub.broker.controllers.node_controller import NodeController
+from gpuhub.broker.controllers.servers import ServerApi, ServerRestarter
+from gpuhub.broker.controllers.volume_gc import VolumeCollector
+from gpuhub.broker.controllers.worker_launcher import StartWorker, WorkerLauncher
+from gpuhub.broker.db.store import Store
+from gpuhub.broker.files.couriers import CourierPool, StartCourier
+from gpuhub.broker.files.user_files import UserFiles
+from gpuhub.broker.operations.operations import BrokerOperations
+from gpuhub.broker.state.conditions import UnprovenLeases
+from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.ledger import Ledger
+from gpuhub.broker_api.schemas import Problem
+from gpuhub.common.errors import GpuhubError
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.networks import remove_idle_user_networks
+from gpuhub.domain.clock import Clock
+from gpuhub.nodes.inventory import GpuReading, build_inventory
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +50,7 @@ _STOP_TRIES = 3
 _RESTART_S = 1.0
 
 
-class Hub(TokenChecker, Servers, Protocol):
+class HubApi(TokenChecker, ServerApi, Protocol):
     """What the broker needs of the hub."""
 
     async def close(self) -> None:
@@ -64,77 +60,70 @@ class Hub(TokenChecker, Servers, Protocol):
 
 def create_app(
     *,
-    cluster: Cluster,
+    cluster: ClusterSettings,
     store: Store,
-    daemons: Daemons,
-    hub: Hub,
+    daemons: DockerClients,
+    hub: HubApi,
     start_worker: StartWorker,
     start_courier: StartCourier,
-    ensure_filter: EnsureFilter | None = None,
-    engine: Engine | None = None,
-    slurm: SlurmSide | None = None,
+    ensure_filter: EnsureFirewall | None = None,
+    backend: SchedulingBackend | None = None,
     clock: Clock | None = None,
     own_token: str = "",
     hub_page: str = "/hub/gpus",
 ) -> FastAPI:
-    """The application; its loops run while it does. The caller closes store and daemons afterwards. With `slurm` that
-    decides who gets what, in place of `engine`.
+    """Return the application; its loops run while it does. The caller closes store and daemons afterwards.
+
+    `backend` decides which lease gets which GPUs: the builtin one where none is given.
     """
     clock = clock or Clock()
-    slurm_engine = None if slurm is None else build_engine(cluster, daemons.instance)
-    core = Core(
+    backend = backend or BuiltinBackend(cluster)
+    capabilities = backend.capabilities
+    core = BrokerState(
         cluster=cluster,
         store=store,
-        engine=slurm_engine or engine or BuiltinEngine(build_rules(cluster.scheduling)),
-        inventory=start_inventory(cluster, _seen(store)),
+        scheduler=backend.scheduler,
+        inventory=build_inventory(cluster, _seen(store)),
         clock=clock,
     )
 
-    broker: Broker = Broker(core)
-    queue = None
-    if slurm is not None and slurm_engine is not None:
-        queue = SlurmQueue(
-            core, slurm_engine, slurm.api, instance=daemons.instance, find_submitter=slurm.find_submitter
-        )
-        broker = SlurmBroker(core, slurm_engine, queue, GpuTimes(slurm.api, clock))
-    couriers = Couriers(core=core, daemons=daemons, start=start_courier)
-    audit = Audit(clock)
+    broker = BrokerOperations(core, backend)
+    couriers = CourierPool(core=core, daemons=daemons, start=start_courier)
+    audit = AuditLog(clock)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        await core.take_up()
-        runner = JobRunner(
+        await backend.setup(CoreHost(core))
+        await core.start()
+        launcher = WorkerLauncher(
             core=core,
             instance=daemons.instance,
-            start_worker=start_worker if cluster.has_docker else take_worker,
-            refuse_ended=None if queue is None else partial(queue.refuse_ended, patience_s=WORKERS_PATIENCE_S),
+            start_worker=start_worker if capabilities.containers else backend.start_worker,
+            refuse_ended=partial(backend.confirm, patience_s=WORKER_PATIENCE_S) if capabilities.external_jobs else None,
         )
-        filters = None if ensure_filter is None else Filters(ensure_filter, clock)
-        keeper = Keeper(
-            core=core,
-            daemons=daemons,
-            runner=runner,
-            couriers=couriers,
-            filters=filters,
-            has_daemons=cluster.has_docker,
-        )
+        unproven = UnprovenLeases()
         runs: dict[str, Callable[[], Awaitable[None]]] = {
-            "keeper": keeper.run,
-            "reviver": Reviver(core=core, servers=hub).run,
+            "deadlines": DeadlineController(core=core, unproven=unproven).run,
+            "worker launcher": launcher.run,
+            "server restarter": ServerRestarter(core=core, servers=hub).run,
         }
-        if cluster.has_docker:
-            runs["volumes"] = VolumeKeeper(core=core, daemons=daemons).run
+        if capabilities.containers:
+            firewall = None if ensure_filter is None else FirewallChecker(ensure_filter, clock)
+            nodes = NodeController(
+                core=core, daemons=daemons, launcher=launcher, couriers=couriers, unproven=unproven, firewall=firewall
+            )
+            runs["node controller"] = nodes.run
+            runs["volumes"] = VolumeCollector(core=core, daemons=daemons).run
             runs["networks"] = partial(_remove_networks, core, daemons)
-        if queue is not None:
-            runs["slurm"] = queue.run
+        if capabilities.external_jobs:
+            runs["backend controller"] = BackendController(core, backend).run
         loops = [asyncio.ensure_future(_keep_running(what, run)) for what, run in runs.items()]
         try:
             yield
         finally:
             await _stop(loops)
-            await runner.close()
-            if slurm is not None:
-                await slurm.api.close()
+            await launcher.close()
+            await backend.close()
             await core.close()
             await hub.close()
             audit.close()
@@ -149,16 +138,16 @@ def create_app(
     )
     app.state.core = core
     app.state.broker = broker
-    app.state.identities = Identities(hub, clock, own_token)
-    app.state.homes = Homes(core, couriers)
+    app.state.authenticator = Authenticator(hub, clock, own_token)
+    app.state.user_files = UserFiles(core, couriers)
     app.state.daemons = daemons
     app.state.hub_page = hub_page
-    for router in (routes.public, routes.api, file_routes.api, terminals.api):
+    for router in (routes.public, routes.api, files.api, terminal.api):
         app.include_router(router, prefix=PREFIX)
     # The last one is the outermost.
-    app.add_middleware(BodyLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}))
-    app.add_middleware(AuditTrail, audit=audit, prefix=routes.API)
-    app.add_middleware(SafeHeaders)
+    app.add_middleware(RequestSizeLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}))
+    app.add_middleware(AuditMiddleware, audit=audit, prefix=routes.API)
+    app.add_middleware(SecurityHeaders)
     problems.install(app)
     _document_problems(app)
     return app
@@ -204,7 +193,7 @@ async def _stop(loops: list[asyncio.Task[None]]) -> None:
     log.warning("a loop of the broker does not stop; the broker ends without it")
 
 
-async def _remove_networks(core: Core, daemons: Daemons) -> None:
+async def _remove_networks(core: BrokerState, daemons: DockerClients) -> None:
     """Remove networks of users without leases, again and again until cancelled."""
     while True:
         await asyncio.sleep(NETWORKS_PERIOD_S)
@@ -220,7 +209,7 @@ async def _remove_networks(core: Core, daemons: Daemons) -> None:
 
 def _seen(store: Store) -> dict[str, list[GpuReading]]:
     seen: defaultdict[str, list[GpuReading]] = defaultdict(list)
-    for gpu in store.seen_gpus():
+    for gpu in store.load_seen_gpus():
         seen[gpu.node].append(GpuReading(uuid=gpu.uuid, index=gpu.index, model=gpu.model, memory_mib=gpu.memory_mib))
     return dict(seen)
 

@@ -1,4 +1,4 @@
-"""Who was refused, and who did something to what is another's: one line of JSON each, in a log of its own."""
+"""The audit log: refused requests, and actions on objects of other owners, one line of JSON each."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpuhub.broker.clock import Clock
+from gpuhub.domain.clock import Clock
 
-#: The log's own logger: `open_log` gives it a file.
+#: Logger of the audit lines; `open_log` gives it a file.
 log = logging.getLogger("gpuhub.audit")
 
 REFUSED, DONE, FAILED = "refused", "done", "failed"
-#: Whoever has no token that the hub knows; no user can have this name.
+#: Name of callers without a token that the hub knows; no user can have it.
 UNKNOWN = "(unknown)"
-#: In place of an action: so much of one caller was left out.
-LEFT_OUT = "too much at once to tell"
+#: Action of a line that counts how many lines about one caller were dropped.
+DROPPED = "too many lines at once"
 
-#: What only administrators may do, as `METHOD /route`.
+#: Actions for administrators only, as `METHOD /route`.
 PRIVILEGED = frozenset(
     {
         "POST /leases/{lease_id}/force",
@@ -40,167 +40,168 @@ PRIVILEGED = frozenset(
     }
 )
 
-#: What the same caller does to the same thing again within so long is counted, and told with the next line, seconds.
+#: Time for which repetitions of a caller's action on the same object are counted instead of written, seconds.
 REPEAT_S = 60.0
-#: Different lines in `REPEAT_S` at most, about all callers and about one: a flood fills no disk, and hides nobody.
-CAPACITY = 1000
-EACH = 100
-_MOST_CHARACTERS = 80
+#: Maximum number of different lines in `REPEAT_S`, so that a flood cannot fill the disk.
+MAX_LINES = 1000
+#: The same for one caller, so that a flood cannot hide other callers.
+MAX_LINES_PER_CALLER = 100
+_MAX_CHARACTERS = 80
 _FILE_BYTES = 10 * 1024**2
 _FILES = 10
 
 
 @dataclass(slots=True)
-class Deed:
-    """What becomes known of one request while it is served."""
+class AuditRecord:
+    """The facts about one request that are collected while it is served."""
 
-    #: Who asks, by the hub's word; empty for nobody it knows.
+    #: Name of the caller, as the hub identifies it; empty if unknown.
     name: str = ""
-    #: `user` or `service`; empty for whoever may not use the broker at all.
+    #: `user` or `service`; empty for a caller who may not use the broker.
     kind: str = ""
     is_admin: bool = False
-    #: Acts for each owner as a matter of course: the hub's spawner.
+    #: Whether the caller acts for all owners, as the hub's spawner does.
     any_owner: bool = False
-    #: Whose lease, job or limits it is about; None for nobody's.
+    #: Owner of the lease, job or limits in question; None for none.
     owner: str | None = None
 
 
-_deed: ContextVar[Deed | None] = ContextVar("deed", default=None)
+_current_record: ContextVar[AuditRecord | None] = ContextVar("audit_record", default=None)
 
 
 def note_name(name: str) -> None:
-    """The hub knows whose token this is, whatever it may do here."""
-    if (deed := _deed.get()) is not None:
-        deed.name = name
+    """Record the caller's name, whether or not the caller may use the broker."""
+    if (record := _current_record.get()) is not None:
+        record.name = name
 
 
 def note_caller(name: str, *, is_user: bool, is_admin: bool, any_owner: bool) -> None:
-    """Who asks, and may use the broker."""
-    if (deed := _deed.get()) is not None:
-        deed.name, deed.kind = name, "user" if is_user else "service"
-        deed.is_admin, deed.any_owner = is_admin, any_owner
+    """Record a caller who may use the broker."""
+    if (record := _current_record.get()) is not None:
+        record.name, record.kind = name, "user" if is_user else "service"
+        record.is_admin, record.any_owner = is_admin, any_owner
 
 
 def note_owner(owner: str) -> None:
-    """Whose it is what was asked for, also where the caller is not told that it is there."""
-    if (deed := _deed.get()) is not None:
-        deed.owner = owner
+    """Record the owner of the requested object, also where the caller may not know that it exists."""
+    if (record := _current_record.get()) is not None:
+        record.owner = owner
 
 
-def judge(deed: Deed, action: str, status: int) -> str | None:
-    """`refused`, `done` or `failed`, as it is told; None for what is nobody else's business, and for what the hub's
-    spawner does for owners, of which the events tell.
+def classify_outcome(record: AuditRecord, action: str, status: int) -> str | None:
+    """Return `refused`, `done` or `failed`; None for a request that is not logged.
+
+    Actions of callers on their own objects are not logged, nor are those of the hub's spawner, which cause events.
     """
     if status in {401, 403}:
         return REFUSED
-    is_foreign = deed.owner is not None and deed.owner != deed.name
-    if not deed.kind or deed.any_owner:
+    is_foreign = record.owner is not None and record.owner != record.name
+    if not record.kind or record.any_owner:
         return None
-    if status == 404 and is_foreign and not deed.is_admin:
+    if status == 404 and is_foreign and not record.is_admin:
         return REFUSED
     if is_foreign or action in PRIVILEGED:
         return DONE if status < 400 else FAILED
     return None
 
 
-class Audit:
-    """Writes lines, and no more than the log can bear."""
+class AuditLog:
+    """Writes lines at a limited rate, and counts repetitions and dropped lines."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        #: What was told within `REPEAT_S`, oldest first: since when, its line, and how often it came again.
-        self._told: OrderedDict[tuple[str, ...], tuple[float, dict[str, Any], int]] = OrderedDict()
+        #: Lines of the last `REPEAT_S`, oldest first: when it was written, the line, and its number of repetitions.
+        self._recent: OrderedDict[tuple[str, ...], tuple[float, dict[str, Any], int]] = OrderedDict()
         self._lines: Counter[str] = Counter()
-        self._left_out: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
 
-    def tell(self, line: Mapping[str, Any]) -> None:
-        """One thing that somebody did, or was refused."""
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Write one line, or count it as a repetition."""
         self._forget(self._clock.monotonic() - REPEAT_S)
         is_known = line["who"] != UNKNOWN
-        # Whoever is not known may name anything.
+        # An unknown caller could name any number of objects.
         key = tuple(str(line[part]) for part in ("who", "from", "action", "outcome", *(["object"] if is_known else [])))
-        if key in self._told:
-            since, first, again = self._told[key]
-            self._told[key] = (since, first, again + 1)
-        elif len(self._told) < CAPACITY and self._lines[line["who"]] < EACH:
-            self._told[key] = (self._clock.monotonic(), dict(line), 0)
+        if key in self._recent:
+            since, first, repetitions = self._recent[key]
+            self._recent[key] = (since, first, repetitions + 1)
+        elif len(self._recent) < MAX_LINES and self._lines[line["who"]] < MAX_LINES_PER_CALLER:
+            self._recent[key] = (self._clock.monotonic(), dict(line), 0)
             self._lines[line["who"]] += 1
-            self._write(line)
-        elif len(self._left_out) < CAPACITY or line["who"] in self._left_out:
-            self._left_out[line["who"]] += 1
+            self._emit(line)
+        elif len(self._dropped) < MAX_LINES or line["who"] in self._dropped:
+            self._dropped[line["who"]] += 1
 
     def close(self) -> None:
-        """Write what was only counted so far."""
+        """Write the counts of repetitions and dropped lines."""
         self._forget(self._clock.monotonic())
 
     def _forget(self, before: float) -> None:
-        there = len(self._told)
-        while self._told and next(iter(self._told.values()))[0] <= before:
-            _, (_, line, again) = self._told.popitem(last=False)
+        count = len(self._recent)
+        while self._recent and next(iter(self._recent.values()))[0] <= before:
+            _, (_, line, repetitions) = self._recent.popitem(last=False)
             self._lines[line["who"]] -= 1
-            if again:
-                self._write({**line, "again": again})
-        if len(self._told) == there:
+            if repetitions:
+                self._emit({**line, "again": repetitions})
+        if len(self._recent) == count:
             return
-        self._lines += Counter()  # forgets who has none
-        for who in [one for one in self._left_out if self._lines[one] < EACH]:
-            self._write({"who": who, "action": LEFT_OUT, "again": self._left_out.pop(who)})
+        self._lines += Counter()  # drops callers with a count of zero
+        for who in [name for name in self._dropped if self._lines[name] < MAX_LINES_PER_CALLER]:
+            self._emit({"who": who, "action": DROPPED, "again": self._dropped.pop(who)})
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _emit(self, line: Mapping[str, Any]) -> None:
         now = datetime.fromtimestamp(self._clock.wall(), UTC).isoformat(timespec="milliseconds")
         log.info(json.dumps({"time": now, **line}))
 
 
-class AuditTrail:
-    """ASGI middleware: tells of each request what `judge` finds worth it, as soon as it is answered."""
+class AuditMiddleware:
+    """ASGI middleware that logs each request that `classify_outcome` selects, as soon as it is answered."""
 
-    def __init__(self, app: ASGIApp, audit: Audit, prefix: str) -> None:
+    def __init__(self, app: ASGIApp, audit: AuditLog, prefix: str) -> None:
         self._app = app
         self._audit = audit
         self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, looking at how it is answered."""
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
-        deed = Deed()
+        record = AuditRecord()
 
         async def watch(message: Message) -> None:
             status = message.get("status")
             if status is not None and message["type"].endswith("http.response.start"):
-                self._tell(scope, deed, int(status))
+                self._write(scope, record, int(status))
             await send(message)
 
-        token = _deed.set(deed)
+        token = _current_record.set(record)
         try:
             await self._app(scope, receive, watch)
         finally:
-            _deed.reset(token)
+            _current_record.reset(token)
 
-    def _tell(self, scope: Scope, deed: Deed, status: int) -> None:
+    def _write(self, scope: Scope, record: AuditRecord, status: int) -> None:
         route = scope.get("route")
         path = str(getattr(route, "path", "")).rpartition(self._prefix)[2]
         action = f"{scope.get('method', 'WEBSOCKET')} {path}"
-        outcome = judge(deed, action, status)
+        outcome = classify_outcome(record, action, status)
         if not path or outcome is None:
             return
-        self._audit.tell(
+        self._audit.write(
             {
-                "who": deed.name or UNKNOWN,
-                "kind": deed.kind,
+                "who": record.name or UNKNOWN,
+                "kind": record.kind,
                 "from": (scope.get("client") or ("",))[0],
                 "action": action,
-                "object": ",".join(map(str, scope.get("path_params", {}).values()))[:_MOST_CHARACTERS],
-                "owner": deed.owner,
+                "object": ",".join(map(str, scope.get("path_params", {}).values()))[:_MAX_CHARACTERS],
+                "owner": record.owner,
                 "outcome": outcome,
                 "status": status,
             }
         )
 
 
-class _OwnFile(RotatingFileHandler):
-    """A log that only root reads."""
+class _PrivateLogFile(RotatingFileHandler):
+    """A log file that only root can read."""
 
     def _open(self) -> TextIOWrapper:
         descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -208,8 +209,8 @@ class _OwnFile(RotatingFileHandler):
 
 
 def open_log(file: Path) -> logging.Handler:
-    """Have the lines written to `file`, 100 MB of them at most; the caller closes what is returned."""
-    handler = _OwnFile(file, maxBytes=_FILE_BYTES, backupCount=_FILES - 1)
+    """Write the lines to `file`, at most 100 MB with its rotated copies; the caller closes the returned handler."""
+    handler = _PrivateLogFile(file, maxBytes=_FILE_BYTES, backupCount=_FILES - 1)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)

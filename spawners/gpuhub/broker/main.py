@@ -8,23 +8,20 @@ from pathlib import Path
 
 import uvicorn
 
-from gpuhub import settings, urls
+from gpuhub.backends.registry import find_plugin
 from gpuhub.broker import audit
 from gpuhub.broker.app import create_app
-from gpuhub.broker.hub import HubApi
-from gpuhub.broker.slurm_submitting import SlurmSide, find_submitter
-from gpuhub.broker.store import Store
-from gpuhub.containers.courier import start_courier
-from gpuhub.containers.daemons import Daemons
-from gpuhub.containers.workers import start_worker
-from gpuhub.guard.container import ensure_guard
-from gpuhub.identity import find_name
-from gpuhub.nodes.head import head_address
-from gpuhub.paths import Paths
-from gpuhub.secrets import BROKER_TOKEN, read_secret
-from gpuhub.settings import Cluster
-from gpuhub.slurm.make import make_api
-from gpuhub.trust import internal
+from gpuhub.broker.controllers.servers import HubClient
+from gpuhub.broker.db.store import Store
+from gpuhub.common.paths import Paths
+from gpuhub.common.secrets import BROKER_TOKEN, read_secret
+from gpuhub.config import settings
+from gpuhub.config.head_address import build_hub_origin, find_head_address
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.courier_container import start_courier
+from gpuhub.docker.firewall_container import ensure_firewall
+from gpuhub.docker.worker_containers import start_worker
+from gpuhub.tls import internal
 
 #: Long polls are cut short when the broker stops, seconds; their clients ask again.
 _SHUTDOWN_S = 2
@@ -41,16 +38,16 @@ def run(cluster_file: Path, paths: Paths) -> None:
     # Each long poll and each look at a node would be a line.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     cluster = settings.load(cluster_file)
-    address = head_address(cluster)
+    address = find_head_address(cluster)
     token = read_secret(paths, BROKER_TOKEN)
     store = Store.open_file(paths.store)
-    daemons = Daemons(cluster.nodes, instance=paths.instance, run_dir=paths.run)
+    daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
     lines = audit.open_log(paths.log / "audit.log")
-    certificates = internal.Store(paths.internal_certificates) if cluster.has_internal_tls else None
-    hub = HubApi(
-        f"{urls.hub_origin(cluster, address)}/hub/api",
+    certificates = internal.CertificateStore(paths.internal_certificates) if cluster.has_internal_tls else None
+    hub = HubClient(
+        f"{build_hub_origin(cluster, address)}/hub/api",
         token,
-        tls=None if certificates is None else certificates.to_hub(),
+        tls=None if certificates is None else certificates.build_hub_context(),
     )
     try:
         app = create_app(
@@ -60,8 +57,8 @@ def run(cluster_file: Path, paths: Paths) -> None:
             hub=hub,
             start_worker=partial(start_worker, daemons, cluster, paths),
             start_courier=partial(start_courier, daemons, cluster, paths),
-            ensure_filter=partial(ensure_guard, daemons, cluster, paths.instance),
-            slurm=None if cluster.engine == "builtin" else _slurm_side(cluster, paths),
+            ensure_filter=partial(ensure_firewall, daemons, cluster, paths.instance),
+            backend=find_plugin(cluster).build(cluster, paths),
             own_token=token,
         )
         uvicorn.run(
@@ -80,8 +77,3 @@ def run(cluster_file: Path, paths: Paths) -> None:
         daemons.close()
         store.close()
         lines.close()
-
-
-def _slurm_side(cluster: Cluster, paths: Paths) -> SlurmSide:
-    api = make_api(cluster.slurm, partial(find_name, paths.state))
-    return SlurmSide(api=api, find_submitter=partial(find_submitter, cluster, paths))

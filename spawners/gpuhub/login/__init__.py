@@ -1,5 +1,5 @@
-"""Who may log in: JupyterHub's authenticators, chosen by one line of cluster.toml, under one rule for all of them.
+"""Logins: JupyterHub's authenticators, chosen by one line of cluster.toml, with the same access rules for all of them.
 
-`values` has what jupyterhub_config.py sets; `rules` is the rule; `ruled` applies it in every authenticator: those with
-a form (`forms`, `directory`) and those of other parties (`oauth`, `providers`).
+`authenticator_config` has the traits that jupyterhub_config.py sets. `rules` decides who may log in, and `base` applies
+it in every authenticator: those with a form (`password_forms`, `ldap`) and those of providers (`oauth`, `providers`).
 """

@@ -1,62 +1,113 @@
-"""Which of a provider's accounts each name here belongs to: the first that came, until the user is deleted.
+"""User names from a provider's names, and the binding of each name to one account of the provider.
 
-Providers let people change their names, and give names that have become free to others. So the name decides at the
-first login only; from then on it is the account's number, which no provider gives twice.
+Two names of a provider never give the same user name, except for capital letters: a plain name stays as it is, and an
+address `ada@uni.edu` becomes `ada_uni.edu`, which is unique because no domain has an underscore. Only where the
+settings name one single domain does it become `ada`.
+
+Providers let users change their names, and give names that have become free to others. So the name decides at the first
+login only; from then on the account's number does, which no provider gives twice. The binding lasts until the user is
+deleted.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from gpuhub.errors import NotAllowed
+from gpuhub.common import names
+from gpuhub.common.errors import InvalidRequest, NotAllowed
+
+#: Longest text of others that is shown and logged, characters.
+_MAX_SHOWN = 40
 
 
-class Accounts:
-    """The file, read and written by the hub alone."""
+class AccountBindings:
+    """The file of bindings, which only the hub reads and writes."""
 
     def __init__(self, file: Path, provider: str) -> None:
-        """`provider`: what the numbers belong to, such as "github"; with another provider everybody is new."""
+        """Use the bindings of one provider in the file.
+
+        Args:
+            provider: The scope of account numbers, such as "github"; with another provider all names are free.
+        """
         self._file = file
         self._provider = provider
 
-    def claim(self, name: str, account: str) -> None:
-        """Let `account` be `name` here, unless another account is.
+    def bind(self, name: str, account: str) -> None:
+        """Bind the name to the account.
 
         Raises:
-            NotAllowed: the name belongs to another account.
+            NotAllowed: The name belongs to another account.
         """
-        everyone = self._read()
-        mine = everyone.setdefault(self._provider, {})
-        if mine.get(name) == account:
+        providers = self._read()
+        bindings = providers.setdefault(self._provider, {})
+        if bindings.get(name) == account:
             return
-        if name in mine:
+        if name in bindings:
             raise NotAllowed(
-                f"the name {name} belongs to another account of the same provider, which came first. An administrator "
-                "can free it: by deleting the user on the hub's page for administrators"
+                f"the name {name} belongs to another account of the same provider, which logged in first. An "
+                "administrator can free it by deleting the user on the hub's page for administrators"
             )
-        # An account whose name was changed at the provider keeps the old one too: that has a home here.
-        mine[name] = account
-        self._write(everyone)
+        # An account with a changed name keeps its old name as well, because that has a home here.
+        bindings[name] = account
+        self._write(providers)
 
-    def forget(self, name: str) -> None:
-        """The name is free again."""
-        everyone = self._read()
-        if everyone.get(self._provider, {}).pop(name, None) is not None:
-            self._write(everyone)
+    def release(self, name: str) -> None:
+        """Remove the binding of a name."""
+        providers = self._read()
+        if providers.get(self._provider, {}).pop(name, None) is not None:
+            self._write(providers)
 
     def _read(self) -> dict[str, dict[str, str]]:
         try:
-            found: dict[str, dict[str, str]] = json.loads(self._file.read_text(encoding="utf-8"))
+            content: dict[str, dict[str, str]] = json.loads(self._file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        return found
+        return content
 
-    def _write(self, everyone: dict[str, dict[str, str]]) -> None:
+    def _write(self, providers: dict[str, dict[str, str]]) -> None:
         temporary = self._file.with_suffix(".new")
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
-            json.dump(everyone, out, indent=1, sort_keys=True)
+            json.dump(providers, out, indent=1, sort_keys=True)
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(self._file)
+
+
+def build_user_name(value: object, domains: Sequence[str] = ()) -> str:
+    """Build the user name from the provider's claim.
+
+    Raises:
+        InvalidRequest: The claim cannot be a user name.
+    """
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest("the provider sent no name")
+    local, at, domain = value.rpartition("@")
+    address = local if tuple(domains) == (domain.lower(),) else f"{local}_{domain}"
+    text = address if at else value
+    # Some letters of other alphabets have a-z as their small letters, so only ASCII text is changed.
+    name = text.lower() if text.isascii() else text
+    if not is_valid_name(name):
+        raise InvalidRequest(
+            f"the name {quote_shortened(value)} cannot be a user's name here: {describe_name_pattern()}"
+        )
+    return name
+
+
+def is_valid_name(name: str) -> bool:
+    """Return whether the text can be a user name."""
+    return re.fullmatch(names.USERNAME_PATTERN, name) is not None
+
+
+def describe_name_pattern() -> str:
+    """Return the form of user names, for messages."""
+    return "a letter a-z, then at most 31 letters, digits, '.', '-' and '_' are needed"
+
+
+def quote_shortened(text: str, length: int = _MAX_SHOWN) -> str:
+    """Return untrusted text for a message or a log: quoted, escaped, and shortened."""
+    cut = text if len(text) <= length else f"{text[:length]}…"
+    return ascii(cut).replace("\\u2026'", "…'") + ("" if cut is text else f" ({len(text)} characters)")

@@ -1,4 +1,4 @@
-"""The providers, each on oauthenticator's class for it."""
+"""The authenticators of providers, each based on oauthenticator's class for it."""
 
 from __future__ import annotations
 
@@ -15,44 +15,43 @@ from oauthenticator.google import GoogleOAuthenticator
 from tornado import web
 from traitlets import Unicode
 
-from gpuhub.login.oauth import Delegated
-from gpuhub.login.ruled import Refused
+from gpuhub.login.base import LoginRefused
+from gpuhub.login.oauth import OAuthProviderAuthenticator
 
 _NOT_A_MEMBER = frozenset({403, 404})
 
 
-class Oidc(Delegated, GenericOAuthenticator):  # type: ignore[misc] # oauthenticator is untyped
-    """Any OpenID Connect provider; groups are a claim."""
+class OidcAuthenticator(OAuthProviderAuthenticator, GenericOAuthenticator):  # type: ignore[misc] # oauthenticator is untyped
+    """Any OpenID Connect provider: groups are a claim."""
 
     groups_claim = Unicode(config=True, help="The claim that lists groups.")
 
     def user_info_to_username(self, user_info: dict[str, Any]) -> str:
-        """An address says who somebody is only where the provider has seen that it is theirs."""
+        """Refuse an address that the provider has not verified."""
         if self.username_claim == "email" and user_info.get("email_verified") is not True:
-            raise Refused(f"{self.login_service} has not verified this account's e-mail address")
+            raise LoginRefused(f"{self.login_service} has not verified this account's e-mail address")
         return super().user_info_to_username(user_info)
 
-    async def groups_there(self, auth_state: dict[str, Any]) -> Iterable[str]:
-        """The claim, where it is a list of texts."""
+    async def find_provider_groups(self, auth_state: dict[str, Any]) -> Iterable[str]:
         return _texts(auth_state[self.user_auth_state_key].get(self.groups_claim))
 
 
-class GitHub(Delegated, GitHubOAuthenticator):  # type: ignore[misc]
-    """Groups are `organisation` and `organisation:team`, asked for one by one, so that nothing else gets known."""
+class GitHubAuthenticator(OAuthProviderAuthenticator, GitHubOAuthenticator):  # type: ignore[misc]
+    """GitHub: groups are `organisation` and `organisation:team`; only those in the settings are requested."""
 
     number_claims = ("id",)
 
-    async def groups_there(self, auth_state: dict[str, Any]) -> Iterable[str]:
-        """Those of the known ones in which the account is a member; an invitation is not enough."""
+    async def find_provider_groups(self, auth_state: dict[str, Any]) -> Iterable[str]:
+        """Return the groups in the settings with the account as an active member; an invitation is not enough."""
         login = auth_state[self.user_auth_state_key]["login"]
         return [group for group in sorted(self.rules.known_groups) if await self._is_member(group, login, auth_state)]
 
     async def _is_member(self, group: str, login: str, auth_state: dict[str, Any]) -> bool:
         organisation, _, team = (quote(part, safe="") for part in group.partition(":"))
-        way = f"orgs/{organisation}/teams/{team}/memberships/{quote(login, safe='')}"
-        url = f"{self.github_api}/{way if team else f'user/memberships/orgs/{organisation}'}"
+        path = f"orgs/{organisation}/teams/{team}/memberships/{quote(login, safe='')}"
+        url = f"{self.github_api}/{path if team else f'user/memberships/orgs/{organisation}'}"
         token = auth_state["token_response"]
-        answer = await self.httpfetch(
+        response = await self.httpfetch(
             url,
             label="membership",
             parse_json=False,
@@ -61,66 +60,63 @@ class GitHub(Delegated, GitHubOAuthenticator):  # type: ignore[misc]
             headers=self.build_userdata_request_headers(token["access_token"], token["token_type"]),
             validate_cert=self.validate_server_cert,
         )
-        if answer.code in _NOT_A_MEMBER:
+        if response.code in _NOT_A_MEMBER:
             return False
-        if answer.code != 200:
-            raise web.HTTPError(503, reason="GitHub does not say who is in the organisation: please sign in again")
-        return bool(json.loads(answer.body).get("state") == "active")
+        if response.code != 200:
+            raise web.HTTPError(503, reason="GitHub did not return the organisation's members: please sign in again")
+        return bool(json.loads(response.body).get("state") == "active")
 
 
-class GitLab(Delegated, GitLabOAuthenticator):  # type: ignore[misc]
-    """GitLab as a provider of OpenID Connect, which tells groups with their subgroups without any further right."""
+class GitLabAuthenticator(OAuthProviderAuthenticator, GitLabOAuthenticator):  # type: ignore[misc]
+    """GitLab, with its OpenID Connect: groups with subgroups are in the claims, without a further right."""
 
-    async def groups_there(self, auth_state: dict[str, Any]) -> Iterable[str]:
-        """Full paths of groups."""
+    async def find_provider_groups(self, auth_state: dict[str, Any]) -> Iterable[str]:
         return _texts(auth_state[self.user_auth_state_key].get("groups"))
 
 
-class Google(Delegated, GoogleOAuthenticator):  # type: ignore[misc]
-    """Groups are Workspace domains: Google tells others only to service accounts."""
+class GoogleAuthenticator(OAuthProviderAuthenticator, GoogleOAuthenticator):  # type: ignore[misc]
+    """Google: groups are Workspace domains, because Google shows other groups only to service accounts."""
 
     number_claims = ("sub", "id")
-    #: `hosted_domain` sees to that: an organisation's accounts may have addresses of its other domains.
+    #: `hosted_domain` checks this; an organisation's accounts may have addresses of its other domains.
     restricts_addresses = False
 
     def user_info_to_username(self, user_info: dict[str, Any]) -> str:
-        """An address that Google has not verified is nobody's."""
+        """Refuse an address that Google has not verified."""
         if user_info.get("verified_email") is not True:
-            raise Refused("Google has not verified this account's e-mail address")
+            raise LoginRefused("Google has not verified this account's e-mail address")
         return super().user_info_to_username(user_info)
 
     def check_blocked_users(self, username: str, auth_model: dict[str, Any]) -> bool:
-        """As the library's, with the reason."""
+        """Refuse with the reason, which the library does not give."""
         if not super().check_blocked_users(username, auth_model):
-            raise Refused(f"Only accounts of {' or '.join(self.hosted_domain)} may use this hub")
+            raise LoginRefused(f"Only accounts of {' or '.join(self.hosted_domain)} may use this hub")
         return True
 
-    async def groups_there(self, auth_state: dict[str, Any]) -> Iterable[str]:
-        """The domain that has the account."""
+    async def find_provider_groups(self, auth_state: dict[str, Any]) -> Iterable[str]:
         return _texts([auth_state[self.user_auth_state_key].get("hd")])
 
 
-class CILogon(Delegated, CILogonOAuthenticator):  # type: ignore[misc]
-    """Groups are identity providers, by entity id; with several of them, names without a domain are nobody's."""
+class CILogonAuthenticator(OAuthProviderAuthenticator, CILogonOAuthenticator):  # type: ignore[misc]
+    """CILogon: groups are identity providers by entity id; with several, names need a domain."""
 
     def user_info_to_username(self, user_info: dict[str, Any]) -> str:
-        """As `Delegated`'s; the library refuses identity providers that the settings do not name."""
+        """Check the claim; the library refuses identity providers that the settings do not name."""
         chosen = self.idps.get(user_info.get("idp"))
         claim = chosen and chosen["username_derivation"]["username_claim"]
         if claim and not user_info.get(claim):
-            raise Refused(f"CILogon sent no {claim}: it sent {', '.join(sorted(user_info)[:30])}")
+            raise LoginRefused(f"CILogon sent no {claim}: it sent {', '.join(sorted(user_info)[:30])}")
         if claim and len(self.idps) > 1 and "@" not in str(user_info[claim]):
-            raise Refused(
+            raise LoginRefused(
                 f"CILogon's {claim} has no domain, and several identity providers may have such a name: "
                 'set username_claim = "eppn" in cluster.toml'
             )
         return super().user_info_to_username(user_info)
 
-    async def groups_there(self, auth_state: dict[str, Any]) -> Iterable[str]:
-        """Who vouched for the account."""
+    async def find_provider_groups(self, auth_state: dict[str, Any]) -> Iterable[str]:
         return _texts([auth_state[self.user_auth_state_key].get("idp")])
 
 
 def _texts(value: object) -> list[str]:
-    """The texts of a list; nothing of anything else, a lone text too: its letters are no groups."""
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+    """Return the texts in a list; none for any other value, also for a single text."""
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

@@ -1,51 +1,53 @@
-"""Who may log in and who is an administrator: one rule for every way to log in; pure."""
+"""The access rules of every login: who may log in, and who is an administrator."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpuhub.settings import Cluster
+from gpuhub.config.settings import ClusterSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What somebody may do here."""
+class AccessDecision:
+    """The rights of a user."""
 
     allowed: bool
     admin: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class AccessRules:
     """The names and groups of cluster.toml."""
 
     allowed: frozenset[str]
     admins: frozenset[str]
     allowed_groups: frozenset[str]
     admin_groups: frozenset[str]
-    #: Groups with limits of their own.
+    #: Groups with their own limits.
     limited_groups: frozenset[str]
 
-    def decide(self, name: str, groups: Iterable[str]) -> Verdict:
-        """Allowed by name or by group, never otherwise; administrators are allowed."""
+    def decide(self, name: str, groups: Iterable[str]) -> AccessDecision:
+        """Decide by name and groups; administrators are always allowed."""
         member_of = frozenset(groups)
         admin = name in self.admins or bool(member_of & self.admin_groups)
-        return Verdict(allowed=admin or name in self.allowed or bool(member_of & self.allowed_groups), admin=admin)
+        return AccessDecision(
+            allowed=admin or name in self.allowed or bool(member_of & self.allowed_groups), admin=admin
+        )
 
     @property
     def known_groups(self) -> frozenset[str]:
-        """Groups that mean something here: the hub keeps a user's membership of these and of no others."""
+        """The groups in the settings: the hub keeps a user's membership of these and of no others."""
         return self.allowed_groups | self.admin_groups | self.limited_groups
 
-    def known(self, groups: Iterable[str]) -> frozenset[str]:
-        """Those that mean something here."""
+    def filter_known(self, groups: Iterable[str]) -> frozenset[str]:
+        """Return those of the groups that the settings name."""
         return self.known_groups & frozenset(groups)
 
 
-def rules_of(cluster: Cluster) -> Rules:
-    """The rules in the settings."""
-    return Rules(
+def build_rules(cluster: ClusterSettings) -> AccessRules:
+    """Build the rules from the settings."""
+    return AccessRules(
         allowed=frozenset(cluster.users.allowed),
         admins=frozenset(cluster.users.admins),
         allowed_groups=frozenset(cluster.users.allowed_groups),

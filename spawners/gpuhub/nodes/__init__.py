@@ -1,1 +1,1 @@
-"""What the head node does to and knows of a node."""
+"""State of the nodes: the GPU agent on each node, its readings, and the health that follows from them."""

@@ -1,4 +1,4 @@
-"""Keeps the GPU agent's container on a node, and reads its last line through Docker: no port, no network."""
+"""Runs the GPU agent's container on a node, and reads its last line through Docker, without a port or network."""
 
 from __future__ import annotations
 
@@ -9,82 +9,86 @@ from typing import Any
 
 from docker.types import DeviceRequest, LogConfig
 
-from gpuhub import names
-from gpuhub.containers.daemons import Daemons
-from gpuhub.errors import Conflict, GpuhubError, NotFound
+from gpuhub.common import names
+from gpuhub.common.errors import Conflict, GpuhubError, NotFound
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.container_spec import BASE_IMAGE
 from gpuhub.nodes import agent
 
-IMAGE = "gpuhub/base:latest"
-#: Says which agent runs: another script or image makes another container.
+#: Hash of script and image; when it differs, the container is replaced.
 LABEL_BUILD = "gpuhub.agent"
-_NOBODY = "65534:65534"
-#: Of 16 KiB; more than a line of 64 GPUs has.
-_CHUNKS = 8
+_UNPRIVILEGED_USER = "65534:65534"
+#: Chunks of 16 KiB to read from the log; more than a line of 64 GPUs has.
+_LOG_CHUNKS = 8
 
 
-async def ensure_agent(daemons: Daemons, node: str, listed: Mapping[str, Any] | None) -> str:
-    """The id of a running agent of this version; `listed` is the daemon's list entry of the one there is.
+async def ensure_agent(daemons: DockerClients, node: str, existing: Mapping[str, Any] | None) -> str:
+    """Ensure that an agent of this version runs, and return its container's id.
+
+    Args:
+        existing: The daemon's list entry of the current container; None if there is none.
 
     Raises:
-        ImageMissing, NodeUnreachable, GpuhubError: it cannot be run there at present.
+        ImageMissing, NodeUnreachable, GpuhubError: The agent cannot run there now.
     """
-    image = await daemons.call(node, "inspect_image", IMAGE)
+    image = await daemons.call(node, "inspect_image", BASE_IMAGE)
     build = build_hash(agent_script(), str(image["Id"]))
-    if listed is not None:
-        is_same = (listed.get("Labels") or {}).get(LABEL_BUILD) == build
-        if is_same and listed.get("State") == "running":
-            return str(listed["Id"])
-        await _remove(daemons, node, str(listed["Id"]))
+    if existing is not None:
+        is_same = (existing.get("Labels") or {}).get(LABEL_BUILD) == build
+        if is_same and existing.get("State") == "running":
+            return str(existing["Id"])
+        await _remove(daemons, node, str(existing["Id"]))
     host = await daemons.call(node, "create_host_config", **build_host_config())
-    made = await daemons.call(
+    created = await daemons.call(
         node, "create_container", host_config=host, **build_container(daemons.instance, build, agent_script())
     )
     try:
-        await daemons.call(node, "start", made["Id"])
+        await daemons.call(node, "start", created["Id"])
     except GpuhubError as error:
-        await _remove(daemons, node, str(made["Id"]))
+        await _remove(daemons, node, str(created["Id"]))
         if "could not select device driver" in str(error):
             raise GpuhubError(
-                f"node {node}: its Docker has no NVIDIA container toolkit, so no GPU can be given there"
+                f"node {node}: its Docker has no NVIDIA container toolkit, so its GPUs cannot be used"
             ) from error
         raise
-    return str(made["Id"])
+    return str(created["Id"])
 
 
-async def read_last_line(daemons: Daemons, node: str, container_id: str) -> bytes:
-    """The agent's last whole line; empty right after its start.
+async def read_last_line(daemons: DockerClients, node: str, container_id: str) -> bytes:
+    """Return the agent's last complete line; empty right after its start.
 
     Raises:
-        NodeUnreachable, NotFound.
+        NodeUnreachable: The node does not answer.
+        NotFound: The container does not exist.
     """
-    text: bytes = await daemons.call(node, "logs", container_id, stdout=True, stderr=False, tail=_CHUNKS)
-    return last_whole_line(text)
+    text: bytes = await daemons.call(node, "logs", container_id, stdout=True, stderr=False, tail=_LOG_CHUNKS)
+    return find_last_line(text)
 
 
-def last_whole_line(text: bytes) -> bytes:
-    """The last line that has its end; Docker counts each 16 KiB of a long line as a line of its own."""
+def find_last_line(text: bytes) -> bytes:
+    """Return the last line with a line end; Docker counts each 16 KiB of a long line as one line."""
     lines = text.split(b"\n")
     return lines[-2] if len(lines) > 1 else b""
 
 
 def agent_script() -> str:
-    """The text of `agent`, which runs without gpuhub."""
+    """Return the source of `agent`, which runs without gpuhub."""
     return inspect.getsource(agent)
 
 
 def build_hash(script: str, image_id: str) -> str:
-    """Differs when the script, the image or the container's arguments differ."""
+    """Return a hash of the script, the image and the container's arguments."""
     arguments = repr(build_host_config()) + repr(build_container("", "", ""))
     return hashlib.sha256("\0".join((script, image_id, arguments)).encode()).hexdigest()[:32]
 
 
 def build_container(instance: str, build: str, script: str) -> dict[str, Any]:
-    """Arguments of `create_container`."""
+    """Build the arguments of `create_container`."""
     return {
-        "image": IMAGE,
-        "name": names.agent_container(instance),
+        "image": BASE_IMAGE,
+        "name": names.agent_container_name(instance),
         "command": ["python3", "-u", "-c", script],
-        "user": _NOBODY,
+        "user": _UNPRIVILEGED_USER,
         "labels": {
             names.LABEL_INSTANCE: instance,
             names.LABEL_KIND: names.KIND_AGENT,
@@ -94,7 +98,7 @@ def build_container(instance: str, build: str, script: str) -> dict[str, Any]:
 
 
 def build_host_config() -> dict[str, Any]:
-    """Arguments of `create_host_config`: all GPUs to look at, and nothing else."""
+    """Build the arguments of `create_host_config`: access to all GPUs, and to nothing else."""
     return {
         "device_requests": [DeviceRequest(count=-1, capabilities=[["gpu"]])],
         "network_mode": "none",
@@ -108,9 +112,9 @@ def build_host_config() -> dict[str, Any]:
     }
 
 
-async def _remove(daemons: Daemons, node: str, container_id: str) -> None:
+async def _remove(daemons: DockerClients, node: str, container_id: str) -> None:
     try:
         await daemons.call(node, "remove_container", container_id, force=True, v=True)
     except (NotFound, Conflict):
-        # Gone, or being removed at this moment: the next look tells.
+        # Gone, or being removed now; the next poll shows which.
         return

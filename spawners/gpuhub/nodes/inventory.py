@@ -1,86 +1,85 @@
-"""All nodes of the settings together. Pure; times are monotonic seconds."""
+"""The inventory: all nodes of the settings with their GPUs. Times are monotonic seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpuhub import gpus
-from gpuhub.engines.base import NodeSupply
-from gpuhub.gpus import Card
-from gpuhub.nodes.records import GpuReading, NodeRecord
-from gpuhub.settings import Cluster, Node
+from gpuhub.common.gpu import GpuSpec, shorten_model
+from gpuhub.config.settings import ClusterSettings, NodeSettings
+from gpuhub.nodes.status import GpuReading, NodeStatus
+from gpuhub.scheduler.interface import NodeCapacity
 
-__all__ = ["GpuReading", "Inventory", "NodeRecord", "start_inventory"]
+__all__ = ["GpuReading", "Inventory", "NodeStatus", "build_inventory"]
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
     """All nodes of the settings, in their order."""
 
-    nodes: Mapping[str, NodeRecord]
-    #: What the administrator expects, for nodes never read.
-    expected: Mapping[str, tuple[Card, ...] | None]
-    #: What the settings say of each node, without what is read from it.
-    described: Mapping[str, NodeSupply]
+    nodes: Mapping[str, NodeStatus]
+    #: Cards that the administrator expects, for nodes that were never read.
+    expected_cards: Mapping[str, tuple[GpuSpec, ...] | None]
+    #: Each node as the settings describe it.
+    configured_nodes: Mapping[str, NodeCapacity]
     #: UUIDs that more than one node reports.
-    doubled: frozenset[str] = frozenset()
+    duplicate_uuids: frozenset[str] = frozenset()
 
-    def with_node(self, record: NodeRecord) -> Inventory:
-        """A copy with one node replaced."""
+    def with_node(self, record: NodeStatus) -> Inventory:
+        """Return a copy with one node replaced."""
         before = self.nodes[record.name]
         changed = replace(self, nodes={**self.nodes, record.name: record})
-        if _reported(before) == _reported(record):
+        if _reported_gpus(before) == _reported_gpus(record):
             return changed
-        nodes = forget_moved(changed.nodes)
-        return replace(changed, nodes=nodes, doubled=find_doubled(nodes.values()))
+        nodes = drop_moved_gpus(changed.nodes)
+        return replace(changed, nodes=nodes, duplicate_uuids=find_duplicates(nodes.values()))
 
-    def reporting(self, uuid: str) -> tuple[str, ...]:
-        """The nodes that report a GPU, in the order of the settings."""
+    def nodes_reporting(self, uuid: str) -> tuple[str, ...]:
+        """Return the nodes that report a GPU, in the order of the settings."""
         return tuple(name for name, node in self.nodes.items() if any(gpu.uuid == uuid for gpu in node.gpus))
 
-    def cards(self) -> dict[str, tuple[Card, ...] | None]:
-        """The cards of every node, reachable or not; None where nobody knows yet."""
+    def cards(self) -> dict[str, tuple[GpuSpec, ...] | None]:
+        """Return the cards of every node, reachable or not; None where they are unknown."""
         return {
-            name: tuple(gpu.card for gpu in node.gpus) if node.is_known else self.expected[name]
+            name: tuple(gpu.card for gpu in node.gpus) if node.has_readings else self.expected_cards[name]
             for name, node in self.nodes.items()
         }
 
 
-def find_doubled(nodes: Iterable[NodeRecord]) -> frozenset[str]:
-    """UUIDs that more than one node reports: one card cannot be in two machines."""
+def find_duplicates(nodes: Iterable[NodeStatus]) -> frozenset[str]:
+    """Return the UUIDs that more than one node reports, although a card cannot be in two machines."""
     seen: set[str] = set()
-    twice: set[str] = set()
+    duplicates: set[str] = set()
     for node in nodes:
         for gpu in node.gpus:
-            (twice if gpu.uuid in seen else seen).add(gpu.uuid)
-    return frozenset(twice)
+            (duplicates if gpu.uuid in seen else seen).add(gpu.uuid)
+    return frozenset(duplicates)
 
 
-def forget_moved(nodes: Mapping[str, NodeRecord]) -> dict[str, NodeRecord]:
-    """Without GPUs that a node no longer reports and another one does: the card was moved there."""
-    listed = {gpu.uuid for node in nodes.values() for gpu in node.gpus if gpu.is_listed}
+def drop_moved_gpus(nodes: Mapping[str, NodeStatus]) -> dict[str, NodeStatus]:
+    """Return the nodes without GPUs that were moved: one node no longer reports them, and another one does."""
+    reported = {gpu.uuid for node in nodes.values() for gpu in node.gpus if gpu.is_listed}
     return {
-        name: node.evolve(gpus=tuple(gpu for gpu in node.gpus if gpu.is_listed or gpu.uuid not in listed))
+        name: node.evolve(gpus=tuple(gpu for gpu in node.gpus if gpu.is_listed or gpu.uuid not in reported))
         for name, node in nodes.items()
     }
 
 
-def _reported(node: NodeRecord) -> list[tuple[str, bool]]:
+def _reported_gpus(node: NodeStatus) -> list[tuple[str, bool]]:
     return [(gpu.uuid, gpu.is_listed) for gpu in node.gpus]
 
 
-def start_inventory(cluster: Cluster, seen: Mapping[str, Sequence[GpuReading]]) -> Inventory:
-    """Before the first reading: what an earlier run saw, and what the settings say."""
+def build_inventory(cluster: ClusterSettings, seen: Mapping[str, Sequence[GpuReading]]) -> Inventory:
+    """Build the inventory before the first reading, from the settings and from what an earlier run read."""
     nodes = {
-        node.name: NodeRecord(name=node.name, gpus=tuple(seen.get(node.name, ())), is_known=node.name in seen)
+        node.name: NodeStatus(name=node.name, gpus=tuple(seen.get(node.name, ())), has_readings=node.name in seen)
         for node in cluster.nodes
     }
     return Inventory(
         nodes=nodes,
-        expected={node.name: _expected(node) for node in cluster.nodes},
-        described={
-            node.name: NodeSupply(
+        expected_cards={node.name: _expected_cards(node) for node in cluster.nodes},
+        configured_nodes={
+            node.name: NodeCapacity(
                 name=node.name,
                 switch=node.switch,
                 rack=node.rack,
@@ -89,15 +88,15 @@ def start_inventory(cluster: Cluster, seen: Mapping[str, Sequence[GpuReading]]) 
             )
             for node in cluster.nodes
         },
-        doubled=find_doubled(nodes.values()),
+        duplicate_uuids=find_duplicates(nodes.values()),
     )
 
 
-def _expected(node: Node) -> tuple[Card, ...] | None:
+def _expected_cards(node: NodeSettings) -> tuple[GpuSpec, ...] | None:
     if node.gpus is None:
         return None
     return tuple(
-        Card(model=gpus.short_model(card.model), memory_mib=card.memory // 1024**2)
+        GpuSpec(model=shorten_model(card.model), memory_mib=card.memory // 1024**2)
         for card in node.gpus
         for _ in range(card.count)
     )

@@ -1,4 +1,4 @@
-"""The GPU agent's lines, and how they change what is known of a node. Pure; times are monotonic seconds."""
+"""Parses the GPU agent's lines and applies them to a node's status. Times are monotonic seconds."""
 
 from __future__ import annotations
 
@@ -7,40 +7,44 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpuhub import gpus
-from gpuhub.nodes.records import AgentReading, GpuReading, NodeRecord, Process
+from gpuhub.common.gpu import shorten_model
+from gpuhub.nodes.status import AgentReading, GpuProcess, GpuReading, NodeStatus
 
-#: The driver lists it no longer.
+#: Error of a GPU that the driver no longer lists.
 VANISHED = "the driver no longer reports it"
 
 
-def agent_failed(node: NodeRecord, trouble: str) -> NodeRecord:
-    """The agent cannot be run or read."""
-    return node.evolve(gpu_trouble=trouble, read_at=None, printed_after=None)
+def record_agent_failure(node: NodeStatus, reason: str) -> NodeStatus:
+    """Return the status after a failure to run or read the agent."""
+    return node.evolve(gpu_error=reason, read_at=None, printed_after=None)
 
 
-def agent_read(node: NodeRecord, reading: AgentReading, now: float) -> NodeRecord:
-    """A line of the agent, new or seen before. `now` is when asking for it began."""
-    looked_at, node = node.looked_at, node.evolve(looked_at=now)
-    if reading.n == node.line:
-        return node.evolve(gpu_trouble=reading.error)
-    # Had it been printed before the last look, that look would have shown it.
-    node = node.evolve(line=reading.n, read_at=now, printed_after=looked_at, gpu_trouble=reading.error)
+def record_agent_reading(node: NodeStatus, reading: AgentReading, now: float) -> NodeStatus:
+    """Return the status after a line of the agent, new or seen before.
+
+    Args:
+        now: Time at which the request for the line began.
+    """
+    polled_at, node = node.polled_at, node.evolve(polled_at=now)
+    if reading.line_number == node.line_number:
+        return node.evolve(gpu_error=reading.error)
+    # If the line had been printed before the last poll, that poll would have returned it.
+    node = node.evolve(line_number=reading.line_number, read_at=now, printed_after=polled_at, gpu_error=reading.error)
     if reading.boot_id is not None:
         node = node.evolve(boot_id=reading.boot_id)
     if reading.error is not None:
         return node.evolve(gpus=tuple(replace(gpu, error=reading.error) for gpu in node.gpus))
-    return node.evolve(gpus=merge(node.gpus, reading.gpus), is_known=True, driver=reading.driver)
+    return node.evolve(gpus=merge_readings(node.gpus, reading.gpus), has_readings=True, driver=reading.driver)
 
 
 def parse_agent_line(line: bytes) -> AgentReading | None:
-    """The agent's last line (format: see `agent`); None when it is empty or cut off."""
+    """Parse the agent's last line (format: see `agent`); return None if it is empty or incomplete."""
     try:
         raw = json.loads(line.decode("utf-8").strip() or "null")
         if raw is None:
             return None
         return AgentReading(
-            n=int(raw["n"]),
+            line_number=int(raw["n"]),
             error=raw["error"],
             gpus=tuple(_parse_gpu(gpu) for gpu in raw["gpus"]),
             boot_id=raw["boot_id"],
@@ -55,7 +59,7 @@ def _parse_gpu(raw: Mapping[str, Any]) -> GpuReading:
     return GpuReading(
         uuid=raw.get("uuid") or "",
         index=int(raw["index"]),
-        model=gpus.short_model(raw.get("name") or ""),
+        model=shorten_model(raw.get("name") or ""),
         memory_mib=int(raw.get("memory_total_mib") or 0),
         error=raw["error"],
         capability=None if capability is None else (int(capability[0]), int(capability[1])),
@@ -69,27 +73,27 @@ def _parse_gpu(raw: Mapping[str, Any]) -> GpuReading:
         temperature_c=raw.get("temperature_c"),
         processes=None
         if processes is None
-        else tuple(Process(pid=int(one["pid"]), memory_mib=one["memory_mib"]) for one in processes),
+        else tuple(GpuProcess(pid=int(process["pid"]), memory_mib=process["memory_mib"]) for process in processes),
     )
 
 
-def merge(known: Sequence[GpuReading], read: Iterable[GpuReading]) -> tuple[GpuReading, ...]:
-    """New readings over what was known: a GPU that fails, or is no longer listed, is kept and named as failed.
+def merge_readings(known: Sequence[GpuReading], read: Iterable[GpuReading]) -> tuple[GpuReading, ...]:
+    """Merge new readings into the known ones. A GPU that fails, or is no longer listed, is kept as failed.
 
-    Where a GPU was split into MIG devices, joined again or split in another way, what it was before is forgotten.
+    When a GPU is split into MIG devices, joined again or split differently, its former devices are dropped.
     """
-    found: dict[str, GpuReading] = {}
-    broken: dict[int, str] = {}
+    merged: dict[str, GpuReading] = {}
+    errors: dict[int, str] = {}
     for gpu in read:
         if gpu.uuid:
-            found[gpu.uuid] = gpu
+            merged[gpu.uuid] = gpu
         elif gpu.error is not None:
-            broken[gpu.index] = gpu.error
-    whole = {gpu.parent or gpu.uuid for gpu in found.values()}
-    kept = [gpu for gpu in known if gpu.uuid not in found and (gpu.parent or gpu.uuid) not in whole]
-    for gpu in kept:
-        if gpu.index in broken:
-            found[gpu.uuid] = replace(gpu, error=broken[gpu.index], is_listed=True)
+            errors[gpu.index] = gpu.error
+    present = {gpu.parent or gpu.uuid for gpu in merged.values()}
+    missing = [gpu for gpu in known if gpu.uuid not in merged and (gpu.parent or gpu.uuid) not in present]
+    for gpu in missing:
+        if gpu.index in errors:
+            merged[gpu.uuid] = replace(gpu, error=errors[gpu.index], is_listed=True)
         else:
-            found[gpu.uuid] = replace(gpu, error=VANISHED, is_listed=False)
-    return tuple(sorted(found.values(), key=lambda gpu: (gpu.index, gpu.uuid if gpu.is_mig else "")))
+            merged[gpu.uuid] = replace(gpu, error=VANISHED, is_listed=False)
+    return tuple(sorted(merged.values(), key=lambda gpu: (gpu.index, gpu.uuid if gpu.is_mig else "")))

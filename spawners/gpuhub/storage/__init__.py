@@ -1,1 +1,1 @@
-"""Where users' files are: NFS servers that may be silent, homes, quotas, and scratch on the nodes."""
+"""Users' files: NFS servers, homes and quotas."""

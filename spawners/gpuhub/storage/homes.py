@@ -1,6 +1,6 @@
-"""Homes where the head node sees them: made for their users alone, and never through a symbolic link.
+"""Creates users' homes where the head node sees them, for their users alone, and never through a symbolic link.
 
-Everything here blocks, and may hang where a file server does: it is run by `Patience`.
+All functions block, and hang if a file server does, so they are run by `BlockingCallPool`.
 """
 
 from __future__ import annotations
@@ -13,127 +13,128 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuhub.errors import SetupError, StorageUnavailable
-from gpuhub.identity import Identity
-from gpuhub.settings import Storage
+from gpuhub.common.errors import SetupError, StorageUnavailable
+from gpuhub.config.identity import UserIdentity
+from gpuhub.config.settings import StorageSettings
 
-_READABLE = 0o755
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-#: Enough to look at a folder that the head node may not read: an export with root_squash gives it no more.
-_LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-#: Longer than it takes from making a folder to giving it away, seconds.
-_BEING_GIVEN_S = 1.0
+_FOLDER_MODE = 0o755
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+#: Sufficient to inspect a folder that the head node may not read, as in an export with root_squash.
+_PATH_ONLY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+#: Longer than a start takes between creating a folder and changing its owner, seconds.
+_CHOWN_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HomePlace:
-    """A user's home as the head node sees it."""
+class HomeLocation:
+    """Path of a user's home on the head node."""
 
     path: Path
-    #: The folder of homes, under which it must lie.
+    #: The folder of homes, in which it must lie.
     root: Path
 
 
-def place_of(storage: Storage, name: str) -> HomePlace | None:
-    """Where the head node sees a user's home; None where it does not."""
-    place = storage.home_create or (None if storage.home.startswith("nfs://") else storage.home)
-    if place is None:
+def find_home(storage: StorageSettings, name: str) -> HomeLocation | None:
+    """Return where the head node sees a user's home, or None if it does not."""
+    path = storage.home_create or (None if storage.home.startswith("nfs://") else storage.home)
+    if path is None:
         return None
-    root = os.path.dirname(place.split("{username}", 1)[0])  # noqa: PTH120 - "/home/" must give "/home"
-    return HomePlace(path=Path(place.replace("{username}", name)), root=Path(root))
+    root = os.path.dirname(path.split("{username}", 1)[0])  # noqa: PTH120 - "/home/" must give "/home"
+    return HomeLocation(path=Path(path.replace("{username}", name)), root=Path(root))
 
 
-def ensure_home(storage: Storage, identity: Identity) -> None:
-    """Make the user's home where the head node keeps homes: theirs, 0700; one that exists is only checked.
+def ensure_home(storage: StorageSettings, identity: UserIdentity) -> None:
+    """Create the user's home with mode 0700 if the head node sees homes; an existing one is only checked.
 
     Raises:
-        SetupError: the path leads out of the folder of homes, is no folder, belongs to somebody else, or the head node
-            may not make it.
-        StorageUnavailable: the file system does not work at present.
+        SetupError: The path leads out of the folder of homes, is not a folder, belongs to another user, or the head
+            node may not create it.
+        StorageUnavailable: The file system does not work.
     """
-    place = place_of(storage, identity.name)
-    if place is None:
+    location = find_home(storage, identity.name)
+    if location is None:
         return
-    with _explained(place.path):
-        real_root, real = Path(os.path.realpath(place.root)), Path(os.path.realpath(place.path))
+    with _translate_errors(location.path):
+        real_root, real = Path(os.path.realpath(location.root)), Path(os.path.realpath(location.path))
         if real_root not in real.parents:
             raise SetupError(
-                f"the home {place.path} of {identity.name} leads to {real}, outside {place.root}: "
+                f"the home {location.path} of {identity.name} leads to {real}, outside {location.root}: "
                 "remove the symbolic link"
             )
         _make_folders(real_root)
-        with _opened(real_root, _FOLDER) as folder:
-            _ensure_below(folder, real.relative_to(real_root).parts, place.path, identity)
+        with _open(real_root, _OPEN_FOLDER) as folder:
+            _ensure_below(folder, real.relative_to(real_root).parts, location.path, identity)
 
 
 def _make_folders(path: Path) -> None:
     for folder in (*reversed(path.parents), path):
         if not folder.exists():
             folder.mkdir(exist_ok=True)
-            folder.chmod(_READABLE)  # whatever the umask
+            folder.chmod(_FOLDER_MODE)  # whatever the umask
 
 
-def _ensure_below(folder: int, parts: tuple[str, ...], path: Path, identity: Identity) -> None:
-    """The folders `parts` below an open one, the last of which is the home. No name is followed where it leads
-    elsewhere by now: links were resolved before.
+def _ensure_below(folder: int, parts: tuple[str, ...], path: Path, identity: UserIdentity) -> None:
+    """Create the folders `parts` below an open folder; the last one is the home.
+
+    Links were resolved before, and none is followed here, in case a name was replaced by one in the meantime.
     """
     name, *rest = parts
     if rest:
         with suppress(FileExistsError):
-            os.mkdir(name, _READABLE, dir_fd=folder)
-            os.chmod(name, _READABLE, dir_fd=folder)  # whatever the umask; folders on the way stay root's
-        with _opened(name, _FOLDER, folder) as inner:
+            os.mkdir(name, _FOLDER_MODE, dir_fd=folder)
+            os.chmod(name, _FOLDER_MODE, dir_fd=folder)  # whatever the umask; folders on the way stay root's
+        with _open(name, _OPEN_FOLDER, folder) as inner:
             _ensure_below(inner, tuple(rest), path, identity)
         return
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=folder)
-        _give(folder, name, path, identity)
-    with _opened(name, _LOOK, folder) as home:
-        _check(_look(home, identity), path, identity)
+        _give_to_user(folder, name, path, identity)
+    with _open(name, _PATH_ONLY, folder) as home:
+        _check_home(_wait_for_owner(home, identity), path, identity)
 
 
-def _look(home: int, identity: Identity) -> os.stat_result:
-    """The home; one that another start of the same user is making at this moment is waited for."""
-    end = time.monotonic() + _BEING_GIVEN_S
+def _wait_for_owner(home: int, identity: UserIdentity) -> os.stat_result:
+    """Return the home's state, after waiting for another start of the same user that is creating it."""
+    end = time.monotonic() + _CHOWN_WAIT_S
     while True:
-        found = os.fstat(home)
-        is_being_made = found.st_uid == os.geteuid() != identity.uid and found.st_mode & 0o777 == 0o700
+        status = os.fstat(home)
+        is_being_made = status.st_uid == os.geteuid() != identity.uid and status.st_mode & 0o777 == 0o700
         if not is_being_made or time.monotonic() > end:
-            return found
+            return status
         time.sleep(0.01)
 
 
-def _give(folder: int, name: str, path: Path, identity: Identity) -> None:
-    """Give a folder that was made just now to its user; where that is not allowed, nothing stays."""
+def _give_to_user(folder: int, name: str, path: Path, identity: UserIdentity) -> None:
+    """Change the owner of a new folder to its user; remove the folder if that is not allowed."""
     try:
-        with _opened(name, _FOLDER, folder) as home:
+        with _open(name, _OPEN_FOLDER, folder) as home:
             os.fchown(home, identity.uid, identity.gid)
             os.fchmod(home, 0o700)
     except PermissionError:
         with suppress(OSError):
             os.rmdir(name, dir_fd=folder)
         raise SetupError(
-            f"the home {path} cannot be given to {identity.name} (UID {identity.uid}): the head node's root is nobody "
-            "there. home_create must lie on the file server itself, or in an export with no_root_squash for the head "
-            "node; or leave home_create out, and make homes on the server"
+            f"the home {path} cannot be given to {identity.name} (UID {identity.uid}): the file server treats the head "
+            "node's root as nobody. home_create must lie on the file server itself, or in an export with "
+            "no_root_squash for the head node; or omit home_create, and create homes on the server"
         ) from None
 
 
-def _check(found: os.stat_result, path: Path, identity: Identity) -> None:
-    kind = found.st_mode & 0o170000
+def _check_home(status: os.stat_result, path: Path, identity: UserIdentity) -> None:
+    kind = status.st_mode & 0o170000
     if kind == 0o120000:
-        raise SetupError(f"the home {path} became a symbolic link while it was looked at: it is not used")
+        raise SetupError(f"the home {path} became a symbolic link while it was checked: it is not used")
     if kind != 0o040000:
-        raise SetupError(f"the home {path} of {identity.name} is no folder")
-    if found.st_uid != identity.uid:
+        raise SetupError(f"the home {path} of {identity.name} is not a folder")
+    if status.st_uid != identity.uid:
         raise SetupError(
-            f"the home {path} belongs to UID {found.st_uid}, not to {identity.name} (UID {identity.uid}): "
+            f"the home {path} belongs to UID {status.st_uid}, not to {identity.name} (UID {identity.uid}): "
             f"`chown -R {identity.uid}:{identity.gid} {path}`, or give {identity.name} that UID"
         )
 
 
 @contextmanager
-def _opened(name: str | Path, flags: int, folder: int | None = None) -> Iterator[int]:
+def _open(name: str | Path, flags: int, folder: int | None = None) -> Iterator[int]:
     opened = os.open(name, flags, dir_fd=folder)
     try:
         yield opened
@@ -141,15 +142,15 @@ def _opened(name: str | Path, flags: int, folder: int | None = None) -> Iterator
         os.close(opened)
 
 
-#: What the file system says, and what that means for the person who reads it.
-_STATES = {
-    errno.ESTALE: "the file server has another file system there than before (stale file handle): mount it anew on the "
-    "head node; nothing was changed",
+#: Texts for users, by error number of the file system.
+_ERROR_TEXTS = {
+    errno.ESTALE: "the file server has another file system there than before (stale file handle): mount it again on "
+    "the head node; nothing was changed",
     errno.EIO: "the disk or the file server fails (input/output error)",
     errno.ETIMEDOUT: "the file server does not answer",
     errno.EHOSTDOWN: "the file server does not answer",
     errno.EHOSTUNREACH: "the file server cannot be reached",
-    errno.ENOTCONN: "what is mounted there has ended: mount it anew on the head node",
+    errno.ENOTCONN: "its file system is disconnected: mount it again on the head node",
     errno.ENOSPC: "its file system is full",
     errno.EDQUOT: "its quota is used up",
     errno.EROFS: "its file system is read-only",
@@ -157,17 +158,17 @@ _STATES = {
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Errors of the file system as what a user may read."""
+def _translate_errors(path: Path) -> Iterator[None]:
+    """Raise errors of the file system as errors with texts for users."""
     try:
         yield
     except PermissionError as error:
         raise SetupError(
-            f"the home {path} cannot be made or looked at: the head node's root may not ({error.strerror}). Where it "
-            "is an NFS mount, the export needs no_root_squash for the head node, or home_create is left out"
+            f"the home {path} cannot be created or checked: the head node's root may not ({error.strerror}). If it is "
+            "an NFS mount, the export needs no_root_squash for the head node, or omit home_create"
         ) from error
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENOTDIR}:
-            raise SetupError(f"on the way to the home {path} something is no folder, or a symbolic link") from error
-        why = _STATES.get(error.errno or 0, error.strerror or str(error))
-        raise StorageUnavailable(f"the home {path} cannot be used at present: {why}") from error
+            raise SetupError(f"a part of the path to the home {path} is not a folder, or is a symbolic link") from error
+        why = _ERROR_TEXTS.get(error.errno or 0, error.strerror or str(error))
+        raise StorageUnavailable(f"the home {path} cannot be used: {why}") from error

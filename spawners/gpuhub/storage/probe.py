@@ -1,29 +1,45 @@
-"""Whether NFS servers answer, asked before a start, so that nobody waits on a mount that cannot succeed."""
+"""Probes NFS servers before a start, so that no start waits for a mount that cannot succeed.
+
+A probe is one call of ONC RPC (RFC 5531) over TCP to procedure 0, which does nothing. It needs no NFS client and
+changes nothing on the server.
+"""
 
 from __future__ import annotations
 
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from gpuhub.errors import StorageUnavailable
-from gpuhub.storage import rpc
-from gpuhub.storage.options import port_of, version_of
-from gpuhub.storage.patience import Patience
+from gpuhub.common.errors import StorageUnavailable
+from gpuhub.config.nfs_options import nfs_port, nfs_version
+from gpuhub.storage.blocking_calls import BlockingCallPool
 
-#: An answer counts for so long, seconds; silence for less, so that who tries again soon finds a server that is back.
-REMEMBERED_S = 10.0
-SILENCE_REMEMBERED_S = 2.0
-_ASKING = 0.9
+#: The program number of NFS.
+NFS_PROGRAM = 100003
+#: Longest valid reply to procedure 0, bytes; real ones have some dozen.
+MAX_REPLY_BYTES = 4096
+#: Size of a fragment's header, which holds its length; the highest bit is set in a record's last fragment.
+HEADER_BYTES = 4
+_LAST = 0x8000_0000
+_CALL, _REPLY = 0, 1
+_RPC_VERSION = 2
+_ACCEPTED = 0
+_PROGRAM_UNAVAILABLE, _PROGRAM_MISMATCH = 1, 2
+#: Time for which an answer is cached, seconds; a failure is cached for less, so that a retry soon sees a server that is
+#: back.
+SUCCESS_CACHE_S = 10.0
+FAILURE_CACHE_S = 2.0
+_PROBE_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """An NFS server as volumes reach it."""
+class NfsServer:
+    """Address and version of an NFS server that volumes use."""
 
     host: str
     port: int
@@ -31,78 +47,78 @@ class Server:
     version: int
 
     @property
-    def place(self) -> str:
-        """Its name among places that may hang."""
+    def target(self) -> str:
+        """Return its name among the targets of blocking calls."""
         return f"nfs {self.host} {self.port}"
 
     @property
-    def shown(self) -> str:
-        """For a person."""
+    def display_name(self) -> str:
         return self.host if self.port == 2049 else f"{self.host} (port {self.port})"
 
 
-def servers_of(places: Iterable[str | None], options: str) -> list[Server]:
-    """The servers of those places that are `nfs://server/path`, each once."""
-    hosts = dict.fromkeys(urlsplit(place).hostname for place in places if place and place.startswith("nfs://"))
-    return [Server(host=host, port=port_of(options), version=version_of(options)) for host in hosts if host]
+def find_servers(sources: Iterable[str | None], options: str) -> list[NfsServer]:
+    """Return the servers of the sources of the form `nfs://server/path`, without duplicates."""
+    hosts = dict.fromkeys(urlsplit(source).hostname for source in sources if source and source.startswith("nfs://"))
+    return [NfsServer(host=host, port=nfs_port(options), version=nfs_version(options)) for host in hosts if host]
 
 
-class Prober:
-    """Asks servers, and remembers what they said for a moment. Safe to use from several event loops."""
+class NfsProber:
+    """Probes servers and caches the results for some seconds. Safe to use from several event loops."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, patience: BlockingCallPool) -> None:
+        self._blocking_calls = patience
         self._lock = threading.Lock()
-        #: When a server was asked, and what is wrong with it.
-        self._known: dict[Server, tuple[float, str | None]] = {}
+        #: Time of each server's last probe, and the problem that it found.
+        self._results: dict[NfsServer, tuple[float, str | None]] = {}
 
-    async def ensure_answers(self, server: Server, limit_s: float) -> None:
+    async def ensure_answers(self, server: NfsServer, limit_s: float) -> None:
         """Return when the server answers.
 
         Raises:
-            StorageUnavailable: it does not within `limit_s`, or it does not serve the version; with what to do.
+            StorageUnavailable: It does not answer within `limit_s` seconds, or does not serve the version; the text has
+                a remedy.
         """
-        silent = f"The file server {server.shown} does not answer"
-        # A little less for the question itself, so that what came of it is remembered for those who ask next.
-        ask_s = limit_s * _ASKING
-        trouble = await self._patience.run(
-            server.place, lambda: self._trouble(server, ask_s), limit_s=limit_s, silent=silent
+        timeout_message = f"The file server {server.display_name} does not answer"
+        # A little less for the probe itself, so that its result is cached for the next caller.
+        probe_s = limit_s * _PROBE_SHARE
+        problem = await self._blocking_calls.run(
+            server.target, lambda: self._probe(server, probe_s), limit_s=limit_s, timeout_message=timeout_message
         )
-        if trouble is not None:
-            raise StorageUnavailable(trouble)
+        if problem is not None:
+            raise StorageUnavailable(problem)
 
-    def _trouble(self, server: Server, limit_s: float) -> str | None:
-        """What is wrong with a server, asked unless it was just now; blocks."""
+    def _probe(self, server: NfsServer, limit_s: float) -> str | None:
+        """Return a server's problem from the cache or from a new probe. Blocks."""
         with self._lock:
-            asked_at, trouble = self._known.get(server, (float("-inf"), None))
-        if time.monotonic() - asked_at < (REMEMBERED_S if trouble is None else SILENCE_REMEMBERED_S):
-            return trouble
-        trouble = find_trouble(server, limit_s)
+            asked_at, problem = self._results.get(server, (float("-inf"), None))
+        if time.monotonic() - asked_at < (SUCCESS_CACHE_S if problem is None else FAILURE_CACHE_S):
+            return problem
+        problem = probe_server(server, limit_s)
         with self._lock:
-            self._known[server] = time.monotonic(), trouble
-        return trouble
+            self._results[server] = time.monotonic(), problem
+        return problem
 
 
-def find_trouble(server: Server, limit_s: float) -> str | None:
-    """What is wrong with a server, for users and administrators; None where it answers as it should. Blocks."""
-    who = f"The file server {server.shown}"
+def probe_server(server: NfsServer, limit_s: float) -> str | None:
+    """Return a server's problem for users and administrators, or None if it answers properly. Blocks."""
+    subject = f"The file server {server.display_name}"
     try:
-        answer = call_null(server, limit_s)
+        reply = call_null(server, limit_s)
     except TimeoutError:
-        return f"{who} does not answer: it is down, busy, or cut off from the head node"
+        return f"{subject} does not answer: it is down, busy, or cut off from the head node"
     except (OSError, ValueError) as error:
-        return f"{who} {_describe(error, server)}"
-    if answer.serves:
+        return f"{subject} {_describe(error, server)}"
+    if reply.serves:
         return None
-    if answer.lowest is None:
-        return f"{who} does not serve NFS on port {server.port}"
+    if reply.lowest is None:
+        return f"{subject} does not serve NFS on port {server.port}"
     return (
-        f"{who} serves NFS versions {answer.lowest} to {answer.highest}, and not {server.version}: "
+        f"{subject} serves NFS versions {reply.lowest} to {reply.highest}, and not {server.version}: "
         "nfs_options in [storage] must name one that it serves"
     )
 
 
-def _describe(error: OSError | ValueError, server: Server) -> str:
+def _describe(error: OSError | ValueError, server: NfsServer) -> str:
     if isinstance(error, socket.gaierror):
         return f"is not known: its name cannot be looked up on the head node ({error.strerror})"
     if isinstance(error, ConnectionRefusedError):
@@ -112,24 +128,24 @@ def _describe(error: OSError | ValueError, server: Server) -> str:
     return f"answers on port {server.port}, but not as an NFS server does: {error}"
 
 
-def call_null(server: Server, limit_s: float) -> rpc.Answer:
-    """Call NFS's procedure 0. Blocks, names' resolution aside, for `limit_s` at the most.
+def call_null(server: NfsServer, limit_s: float) -> NullReply:
+    """Call NFS's procedure 0. Blocks for at most `limit_s` seconds plus the resolution of the name.
 
     Raises:
-        OSError: it cannot be reached, or does not answer in time (TimeoutError).
-        ValueError: what answers is no RPC server.
+        OSError: The server cannot be reached, or does not answer in time (TimeoutError).
+        ValueError: The reply does not come from an RPC server.
     """
     deadline = time.monotonic() + limit_s
     xid = secrets.randbits(32)
     with socket.create_connection((server.host, server.port), timeout=limit_s) as connection:
-        connection.sendall(rpc.build_call(xid, rpc.NFS_PROGRAM, server.version))
+        connection.sendall(build_call(xid, NFS_PROGRAM, server.version))
         body, is_last = b"", False
         while not is_last:
-            length, is_last = rpc.piece_length(_read(connection, rpc.HEADER_BYTES, deadline))
+            length, is_last = parse_fragment_header(_read(connection, HEADER_BYTES, deadline))
             body += _read(connection, length, deadline)
-            if len(body) > rpc.LARGEST_ANSWER:
-                raise ValueError("the answer is no answer of RPC")
-    return rpc.parse_answer(xid, body)
+            if len(body) > MAX_REPLY_BYTES:
+                raise ValueError("the reply is not an RPC reply")
+    return parse_reply(xid, body)
 
 
 def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
@@ -141,6 +157,59 @@ def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
         connection.settimeout(left)
         part = connection.recv(count - len(data))
         if not part:
-            raise ConnectionResetError("it ends the connection without a word")
+            raise ConnectionResetError("it closes the connection without a reply")
         data += part
     return data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NullReply:
+    """A server's reply to procedure 0."""
+
+    #: Whether it serves the version, or does not deny it.
+    serves: bool
+    #: Range of versions that it serves, if the reply has one.
+    lowest: int | None = None
+    highest: int | None = None
+
+
+def build_call(xid: int, program: int, version: int) -> bytes:
+    """Build a call of a program's procedure 0, without credentials, as one record.
+
+    Args:
+        xid: Any number below 2**32; the reply repeats it.
+    """
+    body = struct.pack(">10I", xid, _CALL, _RPC_VERSION, program, version, 0, 0, 0, 0, 0)
+    return struct.pack(">I", _LAST | len(body)) + body
+
+
+def parse_fragment_header(header: bytes) -> tuple[int, bool]:
+    """Return the number of bytes after a fragment's header, and whether the fragment is the record's last.
+
+    Raises:
+        ValueError: The header does not come from an RPC server.
+    """
+    (word,) = struct.unpack(">I", header)
+    length = word & ~_LAST
+    if length > MAX_REPLY_BYTES:
+        raise ValueError("the reply is not an RPC reply")
+    return length, bool(word & _LAST)
+
+
+def parse_reply(xid: int, body: bytes) -> NullReply:
+    """Parse the record that answers the call `xid`.
+
+    Raises:
+        ValueError: It is not such a reply.
+    """
+    words = struct.unpack(f">{len(body) // 4}I", body[: len(body) // 4 * 4])
+    if len(words) < 3 or words[0] != xid or words[1] != _REPLY:
+        raise ValueError("the reply is not an RPC reply")
+    if words[2] != _ACCEPTED:
+        # The server wants credentials, which concerns only the mount.
+        return NullReply(serves=True)
+    verifier_words = (words[4] + 3) // 4 if len(words) > 4 else 0
+    status = words[5 + verifier_words] if len(words) > 5 + verifier_words else None
+    if status == _PROGRAM_MISMATCH and len(words) >= 8 + verifier_words:
+        return NullReply(serves=False, lowest=words[6 + verifier_words], highest=words[7 + verifier_words])
+    return NullReply(serves=status not in {_PROGRAM_UNAVAILABLE, _PROGRAM_MISMATCH})

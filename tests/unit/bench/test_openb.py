@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gpuhub.engines.placement import WHOLE, Choice, Demand, NodeState
-from gpuhub.gpus import Card
+from gpuhub.common.gpu import GpuSpec
+from gpuhub.scheduler.demand import WHOLE, NodeDemand
+from gpuhub.scheduler.placement import FreeCapacity, PlacementChoice
 from tests.bench.openb import baselines, generated, inflate, placement, queueing, trace
-from tests.bench.openb.schedulers import Fifo, Job
+from tests.bench.openb.schedulers import FifoQueue, Job
 from tests.bench.openb.trace import Trace
 
 NODES = """sn,cpu_milli,memory_mib,gpu,model
@@ -26,8 +27,8 @@ p1,6000,12288,1,460,P100|V100M16,LS,Pending,10,25,
 p2,8000,30517,0,0,,BE,Failed,20,21,20
 p3,64000,262144,8,1000,,LS,Running,40,41,40
 """
-P100 = Card(model="P100", memory_mib=0)
-G2 = Card(model="G2", memory_mib=0)
+P100 = GpuSpec(model="P100", memory_mib=0)
+G2 = GpuSpec(model="G2", memory_mib=0)
 
 
 def rows(text: str) -> list[dict[str, str]]:
@@ -43,13 +44,13 @@ def small() -> Trace:
 def test_a_trace_is_read_as_its_columns_say() -> None:
     of = trace.parse("t", rows(NODES), rows(PODS))
     assert of.gpus == 10
-    assert of.nodes[0] == NodeState(cards=(P100, P100), free=(WHOLE, WHOLE), cpu_milli=64000, memory_mib=262144)
+    assert of.nodes[0] == FreeCapacity(cards=(P100, P100), free=(WHOLE, WHOLE), cpu_milli=64000, memory_mib=262144)
     assert [(task.created_at, task.runs_s) for task in of.tasks] == [(10, 15), (20, 1), (30, 60), (40, 1)]
     assert [task.demand for task in of.tasks] == [
-        Demand(gpus=1, cards=(P100,), milli=460, cpu_milli=6000, memory_mib=12288),
-        Demand(gpus=0, cpu_milli=8000, memory_mib=30517),
-        Demand(gpus=1, cpu_milli=12000, memory_mib=16384),
-        Demand(gpus=8, cpu_milli=64000, memory_mib=262144),
+        NodeDemand(gpus=1, cards=(P100,), milli=460, cpu_milli=6000, memory_mib=12288),
+        NodeDemand(gpus=0, cpu_milli=8000, memory_mib=30517),
+        NodeDemand(gpus=1, cpu_milli=12000, memory_mib=16384),
+        NodeDemand(gpus=8, cpu_milli=64000, memory_mib=262144),
     ]
 
 
@@ -61,7 +62,7 @@ def test_the_folder_to_read_comes_from_the_environment(tmp_path: Path, monkeypat
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="has 0 files like"):
+    with pytest.raises(FileNotFoundError, match="has 0 files named"):
         trace.read(tmp_path)
 
 
@@ -98,7 +99,7 @@ class Remembering:
         self.under = under
         self.asked = 0
 
-    def choose(self, node: NodeState, demand: Demand) -> Choice | None:
+    def choose(self, node: FreeCapacity, demand: NodeDemand) -> PlacementChoice | None:
         self.asked += 1
         return self.under.choose(node, demand)
 
@@ -125,14 +126,14 @@ def test_a_filled_cluster_gave_away_nothing_twice(name: str) -> None:
 
 
 def test_what_was_placed_and_given_back_leaves_no_trace() -> None:
-    of = NodeState(cards=(G2, G2), free=(300, WHOLE), cpu_milli=9000, memory_mib=50, load=1)
-    demand, choice = Demand(gpus=1, milli=300, cpu_milli=9000, memory_mib=20), Choice(rank=(), gpus=(0,))
+    of = FreeCapacity(cards=(G2, G2), free=(300, WHOLE), cpu_milli=9000, memory_mib=50, load=1)
+    demand, choice = NodeDemand(gpus=1, milli=300, cpu_milli=9000, memory_mib=20), PlacementChoice(rank=(), gpus=(0,))
     placed = inflate.place(of, demand, choice)
-    assert placed == NodeState(cards=(G2, G2), free=(0, WHOLE), cpu_milli=0, memory_mib=30, load=2)
-    assert inflate.give_back(placed, demand, choice) == of
+    assert placed == FreeCapacity(cards=(G2, G2), free=(0, WHOLE), cpu_milli=0, memory_mib=30, load=2)
+    assert inflate.release(placed, demand, choice) == of
 
 
-def fragmentation(workload: baselines.Workload, node: NodeState) -> float:
+def fragmentation(workload: baselines.Workload, node: FreeCapacity) -> float:
     """The paper's definition, word by word: what is free and not usable by each typical task, on average."""
     total = sum(often for _, often in workload)
     mean = 0.0
@@ -150,10 +151,12 @@ def test_fgd_takes_the_steepest_way_down_as_its_paper_defines_it() -> None:
     chance = random.Random(0)
     for _ in range(50):
         free = tuple(chance.choice((0, 190, 350, 530, WHOLE)) for _ in range(8))
-        node = NodeState(cards=(G2,) * 8, free=free, cpu_milli=chance.randrange(60000), memory_mib=500000)
-        demand = Demand(gpus=1, milli=320, cpu_milli=4000)
+        node = FreeCapacity(cards=(G2,) * 8, free=free, cpu_milli=chance.randrange(60000), memory_mib=500000)
+        demand = NodeDemand(gpus=1, milli=320, cpu_milli=4000)
         choice = fgd.choose(node, demand)
-        ways = {at: inflate.place(node, demand, Choice((), (at,))) for at in baselines.room(node, demand) or []}
+        ways = {
+            at: inflate.place(node, demand, PlacementChoice((), (at,))) for at in baselines.room(node, demand) or []
+        }
         assert (choice is None) == (not ways)
         if choice is not None:
             changes = {at: fragmentation(workload, after) - fragmentation(workload, node) for at, after in ways.items()}
@@ -174,15 +177,17 @@ def test_ours_leaves_fewer_gpus_than_fgd_on_the_generated_trace() -> None:
 
 
 def job(id: str, arrives_at: float, runs_s: float, *, gpus: int = 1, owner: str = "ann") -> Job:
-    return Job(id=id, owner=owner, demand=Demand(gpus=gpus), arrives_at=arrives_at, runs_s=runs_s, limit_s=2 * runs_s)
+    return Job(
+        id=id, owner=owner, demand=NodeDemand(gpus=gpus), arrives_at=arrives_at, runs_s=runs_s, limit_s=2 * runs_s
+    )
 
 
 def setting(*jobs: Job, gpus: int = 2, ends_at: float = 100) -> queueing.Setting:
-    return queueing.Setting(nodes=(NodeState(cards=(G2,) * gpus, free=(WHOLE,) * gpus),), jobs=jobs, ends_at=ends_at)
+    return queueing.Setting(nodes=(FreeCapacity(cards=(G2,) * gpus, free=(WHOLE,) * gpus),), jobs=jobs, ends_at=ends_at)
 
 
 def starts(of: queueing.Setting, *, overtaking: bool) -> Mapping[str, float]:
-    return queueing.run(of, Fifo(of.nodes, overtaking=overtaking)).starts
+    return queueing.run(of, FifoQueue(of.nodes, overtaking=overtaking)).starts
 
 
 def test_in_strict_order_everybody_waits_behind_the_first_and_overtaking_nobody_does() -> None:
@@ -193,7 +198,7 @@ def test_in_strict_order_everybody_waits_behind_the_first_and_overtaking_nobody_
 
 def test_an_outcome_counts_gpu_time_while_somebody_waits() -> None:
     of = setting(job("a", 0, 50), job("wide", 10, 20, gpus=2), job("b", 20, 10))
-    outcome = queueing.run(of, Fifo(of.nodes))
+    outcome = queueing.run(of, FifoQueue(of.nodes))
     assert outcome.makespan_s == 80
     assert outcome.there_while_waiting == 2 * 60
     assert outcome.used_while_waiting == 1 * 40 + 2 * 20
@@ -206,7 +211,7 @@ def test_no_schedule_delivers_more_than_the_bound() -> None:
         of = setting(*sorted(jobs, key=lambda job: job.arrives_at), gpus=4)
         bound = queueing.most_delivered(of)
         for overtaking in (False, True):
-            outcome = queueing.run(of, Fifo(of.nodes, overtaking=overtaking))
+            outcome = queueing.run(of, FifoQueue(of.nodes, overtaking=overtaking))
             assert sum(queueing.delivered(of, outcome).values()) <= bound + 1e-9
         assert bound <= 4 * of.ends_at
 
@@ -214,7 +219,7 @@ def test_no_schedule_delivers_more_than_the_bound() -> None:
 def test_the_bound_is_reached_where_nothing_stands_in_the_way() -> None:
     of = setting(job("a", 0, 100), job("b", 10, 300), job("c", 20, 50))
     assert queueing.most_delivered(of) == 100 + 90
-    assert sum(queueing.delivered(of, queueing.run(of, Fifo(of.nodes))).values()) == 190
+    assert sum(queueing.delivered(of, queueing.run(of, FifoQueue(of.nodes))).values()) == 190
 
 
 def test_what_is_due_is_max_min_fair() -> None:
@@ -225,12 +230,14 @@ def test_what_is_due_is_max_min_fair() -> None:
 def test_equal_shares_are_perfectly_fair_and_one_for_all_is_not() -> None:
     jobs = [job("a", 0, 200, owner="ann"), job("b", 0, 200, owner="bob")]
     both, one = setting(*jobs), setting(*jobs, gpus=1)
-    assert queueing.jain(both, queueing.run(both, Fifo(both.nodes))) == pytest.approx(1)
-    assert queueing.jain(one, queueing.run(one, Fifo(one.nodes))) == pytest.approx(0.5)
+    assert queueing.jain(both, queueing.run(both, FifoQueue(both.nodes))) == pytest.approx(1)
+    assert queueing.jain(one, queueing.run(one, FifoQueue(one.nodes))) == pytest.approx(0.5)
 
 
 def test_a_part_is_rounded_up_to_equal_parts() -> None:
-    parts = {milli: queueing.in_parts(Demand(gpus=1, milli=milli)).milli for milli in (1000, 810, 500, 470, 320, 160)}
+    parts = {
+        milli: queueing.in_parts(NodeDemand(gpus=1, milli=milli)).milli for milli in (1000, 810, 500, 470, 320, 160)
+    }
     assert parts == {1000: 1000, 810: 1000, 500: 500, 470: 500, 320: 333, 160: 166}
 
 

@@ -1,1 +1,0 @@
-"""The administrator's commands: nodes, leases, reservations, usage and events, asked of the broker on this machine."""

@@ -1,0 +1,1 @@
+"""Checks of a request before it is stored: settings, limits, quotas."""

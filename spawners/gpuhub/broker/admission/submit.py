@@ -1,0 +1,206 @@
+"""Admission: checks requests and enters them into the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+
+from gpuhub.broker import audit
+from gpuhub.broker.admission import validate
+from gpuhub.broker.admission.validate import Requester
+from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.transaction import Transaction
+from gpuhub.broker_api.schemas import ArrayRequest, JobRequest, LeaseRequest, LeaseState
+from gpuhub.common import names
+from gpuhub.common.errors import Conflict, InvalidRequest, NotAllowed
+from gpuhub.common.gpu import GpuSpec
+from gpuhub.domain import lease_states, limits, scheduler_input
+from gpuhub.domain.identity import Identity
+from gpuhub.domain.models import JobRow, LeaseRow, ResourceRequest
+
+
+class AdmissionController:
+    """Accepts or refuses requests for notebooks, jobs and arrays."""
+
+    def __init__(self, core: BrokerState, refuse: Callable[[LeaseRow], None] | None = None) -> None:
+        """`refuse` raises for leases that the backend can never grant."""
+        self._core = core
+        self._refuse = refuse
+        #: Refusals of resources that can never be granted, valid while the cluster has these GPUs.
+        self._cards: Mapping[str, tuple[GpuSpec, ...] | None] = {}
+        self._refusals: dict[ResourceRequest, str | None] = {}
+
+    async def submit_notebook(self, who: Identity, request: LeaseRequest) -> LeaseRow:
+        """Submit a notebook's request; see `BrokerOperations.request_lease`."""
+        owner = _find_owner(who, request.owner)
+        if request.groups and not who.any_owner:
+            raise NotAllowed(f"{who.name} may not set the groups of a user")
+        requester = self._build_requester(who, owner, frozenset(request.groups) if who.any_owner else who.groups)
+        existing = await self._find_by_key(owner, request.key)
+        if existing is None:
+            existing = await self._core.ledger.change(
+                lambda transaction: self._add_notebook(transaction, requester, request)
+            )
+        elif (existing.profile, existing.subject) != (request.profile, request.server):
+            raise Conflict(f"the key {request.key!r} was used for another request")
+        return existing
+
+    async def submit_job(self, who: Identity, request: JobRequest) -> JobRow:
+        """Submit a job; see `BrokerOperations.request_job`."""
+        _check_is_user(who)
+        existing = await asyncio.to_thread(self._core.store.find_jobs_by_run, who.name, [request.run_id])
+        if request.run_id in existing:
+            return existing[request.run_id]
+        return (await self._add_all(who, [request], None, {}))[0]
+
+    async def submit_array(self, who: Identity, request: ArrayRequest) -> list[JobRow]:
+        """Submit the jobs of an array; see `BrokerOperations.request_array`."""
+        _check_is_user(who)
+        requests = split_array(request)
+        existing = await asyncio.to_thread(
+            self._core.store.find_jobs_by_run, who.name, [request_item.run_id for request_item in requests]
+        )
+        if len(existing) == len(requests):
+            return [existing[request_item.run_id] for request_item in requests]
+        return await self._add_all(who, requests, request.job.run_id, existing)
+
+    # -- checks and edits -------------------------------------------------------------------------------------------
+
+    async def _find_by_key(self, owner: str, key: str) -> LeaseRow | None:
+        lease_id = self._core.ledger.index.find_one("key", owner, key)
+        found = self._core.ledger.snapshot.leases.get(lease_id or "")
+        return found or await asyncio.to_thread(self._core.store.find_lease_by_key, owner, key)
+
+    def _build_requester(self, who: Identity, owner: str, hub_groups: frozenset[str]) -> Requester:
+        self._core.scheduler_sync.set_groups(owner, hub_groups)
+        return Requester(
+            owner=owner,
+            groups=limits.list_groups(self._core.cluster, owner, hub_groups),
+            quota=self._core.scheduler_sync.get_quota(owner),
+            may_prioritize=who.sees_all,
+        )
+
+    def _add_notebook(self, transaction: Transaction, requester: Requester, request: LeaseRequest) -> LeaseRow:
+        same = transaction.index.find_one("key", requester.owner, request.key)
+        if same is not None:
+            return transaction.leases[same]
+        existing = validate.find_notebook_lease(transaction, requester.owner, request.server)
+        if existing is not None and existing.profile == request.profile:
+            return existing
+        if existing is not None and existing.state is LeaseState.ACTIVE:
+            raise Conflict(
+                f"this server of {requester.owner} runs with profile {existing.profile!r}: stop it before you start it "
+                f"with {request.profile!r}"
+            )
+        lease = validate.build_notebook_lease(
+            cluster=self._core.cluster, transaction=transaction, requester=requester, request=request
+        )
+        self._check_feasible(lease, requester)
+        if existing is not None:
+            transaction.put_lease(
+                lease_states.release(existing, f"{request.profile} was chosen instead", transaction.now)
+            )
+        validate.check_count_limits(transaction, requester)
+        return transaction.put_lease(lease)
+
+    async def _add_all(
+        self, who: Identity, requests: list[JobRequest], array: str | None, existing: dict[str, JobRow]
+    ) -> list[JobRow]:
+        def edit(transaction: Transaction) -> list[JobRow]:
+            notebook = validate.find_notebook_lease(transaction, who.name, requests[0].server)
+            # A notebook's token may not carry its owner's groups; its spawner reported them.
+            groups = who.groups | (frozenset(notebook.groups) if notebook is not None else frozenset())
+            requester = self._build_requester(who, who.name, groups)
+            opened = {
+                run: transaction.jobs[job]
+                for run in _runs(requests)
+                if (job := transaction.index.find_one("run", who.name, run))
+            }
+            present = {**existing, **opened}
+            new = [request for request in requests if request.run_id not in present]
+            validate.check_count_limits(transaction, requester, jobs=len(new))
+            added = {
+                request_item.run_id: self._add_job(transaction, requester, request_item, notebook, array)
+                for request_item in new
+            }
+            return [present.get(run) or added[run] for run in _runs(requests)]
+
+        return await self._core.ledger.change(edit)
+
+    def _add_job(
+        self,
+        transaction: Transaction,
+        requester: Requester,
+        request: JobRequest,
+        notebook: LeaseRow | None,
+        array: str | None,
+    ) -> JobRow:
+        joined = None if request.joins is None else validate.find_joined(transaction, requester.owner, request.joins)
+        job, lease = validate.build_job(
+            cluster=self._core.cluster,
+            transaction=transaction,
+            requester=requester,
+            request=request,
+            notebook=notebook,
+            joined=joined,
+            array=array,
+        )
+        self._check_feasible(
+            lease,
+            requester,
+            notebook=0 if notebook is None or job.detached else len(notebook.held),
+            joined=0 if joined is None else len(transaction.leases[joined.lease_id].held),
+        )
+        transaction.put_lease(lease)
+        return transaction.put_job(job)
+
+    def _check_feasible(self, lease: LeaseRow, requester: Requester, *, notebook: int = 0, joined: int = 0) -> None:
+        if self._core.capacity.cards is not self._cards:
+            self._cards, self._refusals = self._core.capacity.cards, {}
+        if lease.resources not in self._refusals:
+            request = scheduler_input.build_request(lease)
+            self._refusals[lease.resources] = self._core.scheduler.explain_infeasible(request, self._cards)
+        refusal = self._refusals[lease.resources]
+        if refusal is not None:
+            raise InvalidRequest(refusal)
+        if self._refuse is not None:
+            self._refuse(lease)
+        validate.check_gpu_limit(lease, requester.quota, notebook=notebook, joined=joined)
+
+
+def split_array(request: ArrayRequest) -> list[JobRequest]:
+    """Return the requests of an array's jobs.
+
+    Raises:
+        InvalidRequest: A job of the array has more than one GPU or joins another run, or a run id would be too long.
+    """
+    job = request.job
+    if (job.nnodes, job.nproc_per_node, job.gpus or 1, job.min_nnodes or 1) != (1, 1, 1, 1):
+        raise InvalidRequest("job: each job of an array is for one GPU: leave nnodes, nproc_per_node and gpus at 1")
+    if job.joins is not None:
+        raise InvalidRequest("job.joins: jobs of an array stand alone")
+    runs = [f"{job.run_id}-{number}" for number in range(request.count)]
+    if not re.fullmatch(names.RUN_PATTERN, runs[-1]):
+        raise InvalidRequest(f"job.run_id: {runs[-1]!r} is too long for a run id: choose a shorter one")
+    return [job.model_copy(update={"run_id": run}) for run in runs]
+
+
+def _runs(requests: list[JobRequest]) -> list[str]:
+    return [request.run_id for request in requests]
+
+
+def _check_is_user(who: Identity) -> None:
+    if not who.is_user:
+        raise NotAllowed("only users can submit jobs, not services")
+
+
+def _find_owner(who: Identity, named: str | None) -> str:
+    if named is None and who.is_user:
+        return who.name
+    if named is None:
+        raise InvalidRequest("owner: a service must name the user for whom it makes the request")
+    audit.note_owner(named)
+    if named != who.name and not who.any_owner:
+        raise NotAllowed(f"{who.name} may not ask for GPUs in the name of {named}")
+    return named

@@ -1,0 +1,327 @@
+"""Checks of requests against settings and inventory, and of the limits of waiting requests and jobs of a user.
+
+Quotas of GPUs and GPU-hours refuse only what they could never permit; `scheduler.quota` lets other requests wait.
+`extend` checks the longest duration of a lease, and `domain.limits` reads all limits from the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpuhub.broker.state import effects
+from gpuhub.broker.state.transaction import RowIndex, Transaction
+from gpuhub.broker_api.errors import TooManyJobs, TooManyWaiting
+from gpuhub.broker_api.schemas import JobRequest, LeaseRequest, LeaseState, Purpose
+from gpuhub.common import gpu
+from gpuhub.common.errors import InvalidRequest, NotAllowed
+from gpuhub.common.names import DEFAULT_IMAGE
+from gpuhub.common.units import format_span
+from gpuhub.config.settings import ClusterSettings, ProfileSettings
+from gpuhub.domain import job_states, scheduler_input
+from gpuhub.domain import limits as owner_limits
+from gpuhub.domain.models import JobRow, LeaseRow, ResourceRequest, new_id
+from gpuhub.scheduler.interface import Quota, QuotaLimits
+
+#: All GPUs of a detached job are listed in one environment variable of its workers, whose length Linux limits.
+MAX_DETACHED_GPUS = 512
+_MIB = 1024**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requester:
+    """The owner for whom a request is made, with groups and quota."""
+
+    owner: str
+    #: The hub's groups and those of the settings.
+    groups: frozenset[str]
+    quota: Quota
+    #: May give a request a priority above 0.
+    may_prioritize: bool = False
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def build_notebook_lease(
+    *, cluster: ClusterSettings, transaction: Transaction, requester: Requester, request: LeaseRequest
+) -> LeaseRow:
+    """Build the waiting lease of a notebook.
+
+    Raises:
+        InvalidRequest: The profile does not exist, or the time limit is longer than allowed.
+    """
+    profile = find_profile(cluster, request.profile)
+    longest = owner_limits.find_max_lease_s(requester.quota)
+    return LeaseRow(
+        id=new_id("l"),
+        seq=transaction.next_seq(),
+        key=request.key,
+        owner=requester.owner,
+        groups=tuple(sorted(requester.groups)),
+        purpose=Purpose.NOTEBOOK,
+        subject=request.server,
+        profile=profile.name,
+        resources=build_profile_resources(profile),
+        created_at=transaction.now,
+        since=transaction.now,
+        time_limit_s=choose_time_limit(asked=request.time_limit_s, usual=profile.time_limit, longest=longest),
+    )
+
+
+def find_profile(cluster: ClusterSettings, name: str) -> ProfileSettings:
+    """Return the profile of that name.
+
+    Raises:
+        InvalidRequest: There is none; the message lists the profiles.
+    """
+    profile = cluster.profile(name)
+    if profile is None:
+        valid = ", ".join(known.name for known in cluster.profiles)
+        raise InvalidRequest(f"there is no profile {name!r}; there are: {valid}")
+    return profile
+
+
+def build_profile_resources(profile: ProfileSettings) -> ResourceRequest:
+    """Return the resources of a notebook with this profile."""
+    return ResourceRequest(
+        gpus_per_node=profile.gpu_count,
+        models=tuple(gpu.shorten_model(model) for model in profile.models),
+        least_memory_mib=profile.gpu_memory // _MIB,
+        least_driver=profile.gpu_driver,
+        least_capability=None if profile.gpu_capability is None else gpu.parse_capability(profile.gpu_capability),
+        share=profile.gpu_share,
+        exclusive=profile.exclusive,
+        cpu_milli=round(profile.cpus * 1000),
+        memory_mib=profile.memory // _MIB,
+    )
+
+
+def build_job(
+    *,
+    cluster: ClusterSettings,
+    transaction: Transaction,
+    requester: Requester,
+    request: JobRequest,
+    notebook: LeaseRow | None,
+    joined: JobRow | None = None,
+    array: str | None = None,
+) -> tuple[JobRow, LeaseRow]:
+    """Build a waiting job and its lease. The job ends with `notebook`, unless it is detached, and with `joined`.
+
+    Raises:
+        InvalidRequest: Its demands contradict each other, the time limit is longer than allowed, or the profile does
+            not exist.
+        NotAllowed: A priority above 0 from a user who is not an administrator.
+    """
+    check_consistency(request)
+    if request.priority > 0 and not requester.may_prioritize:
+        raise NotAllowed(f"priority {request.priority}: only an administrator may ask for more than 0")
+    job_id, lease_id = new_id("j"), new_id("l")
+    lease = LeaseRow(
+        id=lease_id,
+        seq=transaction.next_seq(),
+        key=effects.job_key(lease_id),
+        owner=requester.owner,
+        groups=tuple(sorted(requester.groups)),
+        purpose=Purpose.JOB,
+        subject=job_id,
+        profile=None,
+        resources=build_job_resources(cluster, request),
+        created_at=transaction.now,
+        since=transaction.now,
+        time_limit_s=choose_time_limit(
+            asked=request.time_limit_s,
+            usual=cluster.jobs.time_limit,
+            longest=owner_limits.find_max_lease_s(requester.quota),
+            is_usual_the_most=True,
+        ),
+    )
+    job = JobRow(
+        id=job_id,
+        run_id=request.run_id,
+        owner=requester.owner,
+        server=request.server,
+        notebook_lease=None if notebook is None or request.detached else notebook.id,
+        lease_id=lease.id,
+        image=choose_image(cluster, request, notebook, joined),
+        nnodes=request.nnodes,
+        min_nnodes=lease.resources.least_nodes,
+        nproc_per_node=request.nproc_per_node,
+        gpus=request.gpus,
+        array=array,
+        detached=request.detached,
+        name=request.name,
+        joins=request.joins,
+        first_worker=request.first_worker,
+        created_at=transaction.now,
+        since=transaction.now,
+    )
+    return job, lease
+
+
+def choose_image(
+    cluster: ClusterSettings, request: JobRequest, notebook: LeaseRow | None, joined: JobRow | None
+) -> str:
+    """Return the image of a job's workers: of the named profile, the joined run, the notebook's profile, or the
+    default.
+
+    Raises:
+        InvalidRequest: The profile does not exist, or its image is not that of the run to join.
+    """
+    named = None if request.profile is None else find_profile(cluster, request.profile).image
+    if joined is not None:
+        if named not in {None, joined.image}:
+            raise InvalidRequest(
+                f"profile {request.profile!r} has the image {named}; {joined.run_id} runs {joined.image}"
+            )
+        return joined.image
+    if named is not None:
+        return named
+    profile = cluster.profile(notebook.profile) if notebook is not None and notebook.profile else None
+    return DEFAULT_IMAGE if profile is None else profile.image
+
+
+def find_joined(transaction: Transaction, owner: str, run_id: str) -> JobRow:
+    """Return the live job of a run that workers should join.
+
+    Raises:
+        InvalidRequest: The owner has no such run.
+    """
+    job = effects.find_run(transaction, owner, run_id)
+    if job is None or job_states.is_over(job):
+        raise InvalidRequest(f"joins: {owner} has no run {run_id!r} that is still running")
+    if job.joins is not None:
+        raise InvalidRequest(f"joins: {run_id} has itself joined {job.joins}: name that one")
+    return job
+
+
+def build_job_resources(cluster: ClusterSettings, request: JobRequest) -> ResourceRequest:
+    """Return the resources of a job."""
+    least = request.nnodes if request.min_nnodes is None else request.min_nnodes
+    capability = request.least_capability
+    return ResourceRequest(
+        nodes=request.nnodes,
+        least_nodes=least,
+        gpus_per_node=request.nproc_per_node,
+        spread=request.gpus,
+        models=tuple(dict.fromkeys(model for one in request.models if (model := gpu.shorten_model(one)))),
+        least_memory_mib=request.least_memory_mib,
+        least_driver=request.least_driver,
+        least_capability=None if capability is None else gpu.parse_capability(capability),
+        exclude=tuple(sorted(set(request.exclude_nodes))),
+        exclusive=request.exclusive,
+        same_model=request.same_model,
+        batch=request.batch,
+        scavenge=request.scavenge,
+        priority=request.priority,
+        cpu_milli=round(cluster.jobs.cpus * 1000),
+        memory_mib=cluster.jobs.memory // _MIB,
+    )
+
+
+def check_consistency(request: JobRequest) -> None:
+    """Check that the demands of a job do not contradict each other.
+
+    Raises:
+        InvalidRequest: They do; the message names them.
+    """
+    if request.gpus is not None and (request.nnodes, request.nproc_per_node) != (1, 1):
+        raise InvalidRequest("gpus: stands instead of nnodes and nproc_per_node, which must then be 1")
+    if request.gpus is not None and request.min_nnodes is not None:
+        raise InvalidRequest("gpus: a job on any nodes cannot be elastic; leave min_nnodes out")
+    if request.min_nnodes is not None and request.min_nnodes > request.nnodes:
+        raise InvalidRequest(f"min_nnodes: {request.min_nnodes} is more than nnodes, {request.nnodes}")
+    if request.joins is None and request.first_worker:
+        raise InvalidRequest("first_worker: goes with joins; the workers of a run of its own count from 0")
+    if request.joins is not None and request.detached:
+        raise InvalidRequest("joins: a detached job leads its own workers; leave one of the two out")
+    if request.joins == request.run_id:
+        raise InvalidRequest(f"joins: {request.run_id} cannot join itself")
+    if request.detached and (request.gpus or request.nnodes * request.nproc_per_node) > MAX_DETACHED_GPUS:
+        raise InvalidRequest(f"a detached job may have {MAX_DETACHED_GPUS} GPUs at most")
+
+
+def choose_time_limit(
+    *, asked: int | None, usual: int | None, longest: float | None, is_usual_the_most: bool = False
+) -> int | None:
+    """Return a lease's time limit in seconds; None for none.
+
+    Raises:
+        InvalidRequest: More than the longest allowed time was requested.
+    """
+    most = [limit for limit in (longest, usual if is_usual_the_most else None) if limit is not None]
+    if asked is not None and most and asked > min(most):
+        raise InvalidRequest(
+            f"time_limit_s: {format_span(asked)} were requested; the longest allowed time is {format_span(min(most))}"
+        )
+    limits = [limit for limit in (asked, usual, longest) if limit is not None]
+    return round(min(limits)) if limits else None
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def check_gpu_limit(lease: LeaseRow, rights: Quota, *, notebook: int = 0, joined: int = 0) -> None:
+    """Check that the owner could ever hold this many GPUs, next to those of the notebook and of the run to join.
+
+    These are held as long as the request can wait. A detached job outlives its notebook, which does not count.
+
+    Raises:
+        InvalidRequest: With the limit.
+    """
+    limit = owner_limits.find_max_gpus(rights)
+    least = scheduler_input.build_request(lease).least_size
+    if limit is not None and least and least + notebook + joined > limit:
+        held = {"the notebook's": notebook, "the joined run's": joined}
+        others = " and ".join(f"{holder} {count}" for holder, count in held.items() if count)
+        addition = f" in addition to {others}" if others else ""
+        raise InvalidRequest(f"{least} GPUs were requested{addition}; one user may hold at most {limit}")
+
+
+def check_count_limits(transaction: Transaction, requester: Requester, *, jobs: int = 0) -> None:
+    """Check that the owner may have one more request, with `jobs` jobs; an array counts as one request.
+
+    Raises:
+        TooManyWaiting, TooManyJobs: With the limit.
+    """
+    _check_count_limit(
+        transaction, who=requester.owner, limits=requester.quota.per_user, tag="of", name=requester.owner, jobs=jobs
+    )
+    for group, limits in sorted(requester.quota.per_group.items()):
+        _check_count_limit(transaction, who=f"the group {group}", limits=limits, tag="in", name=group, jobs=jobs)
+
+
+def _check_count_limit(
+    transaction: Transaction, *, who: str, limits: QuotaLimits, tag: str, name: str, jobs: int
+) -> None:
+    if limits.max_waiting is not None:
+        waits = count_requests(transaction.index, transaction.jobs, f"waiting {tag}", name)
+        if waits >= limits.max_waiting:
+            raise TooManyWaiting(
+                f"{who} has {waits} waiting requests; the limit is {limits.max_waiting}. "
+                "Cancel one, or wait until one is granted."
+            )
+    if limits.max_jobs is not None and jobs:
+        has = len(transaction.index.find(f"jobs {tag}", name))
+        if has + jobs > limits.max_jobs:
+            raise TooManyJobs(
+                f"{who} has {has} jobs and requests {jobs} more; the limit is {limits.max_jobs}. "
+                "Stop one, or wait until one ends."
+            )
+
+
+def count_requests(index: RowIndex, jobs: Mapping[str, JobRow], tag: str, name: str) -> int:
+    """Return the number of waiting requests for limits; `tag` is `waiting of` an owner or `waiting in` a group."""
+    found: set[str] = set()
+    for lease_id in index.find(tag, name):
+        job = jobs.get(index.find_one("job of lease", lease_id) or "")
+        found.add((None if job is None else job.array) or lease_id)
+    return len(found)
+
+
+def find_notebook_lease(transaction: Transaction, owner: str, server: str) -> LeaseRow | None:
+    """Return the lease of an owner's notebook server, unless it is ending."""
+    live = {LeaseState.REQUESTED, LeaseState.GRANTED, LeaseState.ACTIVE}
+    rows = [transaction.leases[lease_id] for lease_id in sorted(transaction.index.find("server", owner, server))]
+    return next((row for row in sorted(rows, key=lambda row: row.seq) if row.state in live), None)

@@ -1,0 +1,191 @@
+"""Authentication of callers by tokens, which the hub checks; its answers are kept for a short time."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gpuhub.broker import audit
+from gpuhub.broker.api import rate_limits
+from gpuhub.broker_api.errors import HubUnreachable, NotKnown
+from gpuhub.common import names
+from gpuhub.common.errors import NotAllowed
+from gpuhub.domain.clock import Clock
+from gpuhub.domain.identity import Identity
+
+#: Scopes of which a token needs one to use the broker.
+ACCESS_SCOPES = frozenset({"access:services", "access:services!service=broker"})
+#: Scope of a service that may act for every user.
+ANY_OWNER_SCOPE = "custom:gpuhub:any-owner"
+
+#: Scope that only the own token of a notebook has.
+_OWN_SERVER_SCOPE = "access:servers!server="
+
+#: Name of a caller with the broker's own token, which only root on the head node can read; no user can have this name.
+HEAD_NODE = "the head node's administrator"
+
+#: Time for which the hub's answer about a known token is kept, seconds.
+KNOWN_TOKEN_S = 10.0
+#: Time for which the answer that a token is unknown is kept, seconds.
+UNKNOWN_TOKEN_S = 5.0
+#: Time for which a known token is still accepted while the hub does not answer, seconds.
+OUTAGE_S = 600.0
+#: Maximum number of known tokens that are kept, and of unknown ones.
+MAX_TOKENS = 4096
+#: Maximum number of concurrent checks by the hub.
+_MAX_CHECKS = 16
+
+
+class TokenChecker(Protocol):
+    """The part of the hub's API that checks tokens."""
+
+    async def fetch_token_model(self, token: str) -> Mapping[str, Any] | None:
+        """Return the hub's model of the token's user or service; None for an unknown token.
+
+        Raises:
+            HubUnreachable: the hub does not answer.
+        """
+        ...
+
+
+def parse_identity(model: Mapping[str, Any]) -> Identity:
+    """Return the identity from the hub's answer to `GET /user`, such as
+    `{"kind": "user", "name": "ada", "admin": false, "groups": ["lab"], "scopes": ["access:services!service=broker"]}`.
+
+    Raises:
+        NotAllowed: the token's scopes do not reach the broker.
+    """
+    scopes = frozenset(model.get("scopes") or ())
+    name = str(model.get("name") or "")
+    any_owner = ANY_OWNER_SCOPE in scopes
+    if not any_owner and not scopes & ACCESS_SCOPES:
+        raise NotAllowed("this token may not use the GPU broker: it lacks the scope access:services!service=broker")
+    is_user = model.get("kind") == "user"
+    if is_user and not re.fullmatch(names.USERNAME_PATTERN, name):
+        raise NotAllowed("this user cannot use GPUs: the name is not a POSIX user name")
+    return Identity(
+        name=name,
+        is_user=is_user,
+        # A program in an administrator's notebook does not get the rights of an administrator.
+        is_admin=is_user
+        and model.get("admin") is True
+        and not any(scope.startswith(_OWN_SERVER_SCOPE) for scope in scopes),
+        any_owner=any_owner,
+        groups=_parse_groups(model.get("groups")) if is_user else frozenset(),
+    )
+
+
+def _parse_groups(groups: object) -> frozenset[str]:
+    return frozenset(group for group in groups if isinstance(group, str)) if isinstance(groups, list) else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenRecord:
+    model: Mapping[str, Any] | None
+    checked_at: float
+
+
+class Authenticator:
+    """Identifies callers through the hub, with at most one check at a time for each token."""
+
+    def __init__(self, checker: TokenChecker, clock: Clock, own_token: str = "") -> None:
+        """A caller with `own_token`, the broker's own, has the rights of an administrator, also while no hub runs."""
+        self._checker = checker
+        self._own = hashlib.sha256(own_token.encode()).digest() if own_token else b""
+        self._clock = clock
+        # By digest, so that a memory dump has no tokens. Unknown tokens are separate, so that a flood evicts no known
+        # one.
+        self._known: OrderedDict[bytes, _TokenRecord] = OrderedDict()
+        self._unknown: OrderedDict[bytes, _TokenRecord] = OrderedDict()
+        self._wrong = rate_limits.RateLimiter(rate_limits.WRONG_TOKENS)
+        self._requests = rate_limits.RateLimiter(rate_limits.REQUESTS)
+        self._check_slots = asyncio.Semaphore(_MAX_CHECKS)
+        self._checks: dict[bytes, asyncio.Task[_TokenRecord]] = {}
+
+    async def identify(self, authorization: str | None, address: str = "") -> Identity:
+        """Return the caller with this `Authorization` header.
+
+        Args:
+            authorization: the header, or None.
+            address: the client's IP address.
+
+        Raises:
+            NotKnown: there is no token, or the hub does not know it.
+            NotAllowed: the token lacks the necessary scope.
+            TooManyRequests: from this user, or with unknown tokens from this address.
+            HubUnreachable: the hub does not answer, and has not confirmed the token in the last `OUTAGE_S`.
+        """
+        caller = await self._identify(authorization, address)
+        audit.note_caller(caller.name, is_user=caller.is_user, is_admin=caller.is_admin, any_owner=caller.any_owner)
+        if not caller.sees_all:
+            self._requests.acquire(caller.name)
+        return caller
+
+    async def _identify(self, authorization: str | None, address: str) -> Identity:
+        token = _parse_header(authorization)
+        key = hashlib.sha256(token.encode()).digest()
+        if hmac.compare_digest(key, self._own):
+            return Identity(name=HEAD_NODE, is_user=False, is_admin=True)
+        model = (await self._look_up(key, token, address)).model
+        if model is None:
+            raise NotKnown("the hub does not know this token: it may have been revoked, or its server stopped")
+        audit.note_name(str(model.get("name") or "")[:64])
+        return parse_identity(model)
+
+    async def _look_up(self, key: bytes, token: str, address: str) -> _TokenRecord:
+        known = self._known.get(key) or self._unknown.get(key)
+        if known is not None and self._clock.monotonic() - known.checked_at < _lifetime(known):
+            return known
+        task = self._checks.get(key)
+        if task is None:
+            # Only tokens that the hub has not confirmed before count towards the limit.
+            is_unconfirmed = known is None or known.model is None
+            if is_unconfirmed:
+                self._wrong.acquire(address)
+            task = asyncio.ensure_future(self._check(key, token, address if is_unconfirmed else None))
+            self._checks[key] = task
+            task.add_done_callback(lambda _: self._checks.pop(key, None))
+        try:
+            return await asyncio.shield(task)
+        except HubUnreachable:
+            if known is None or known.model is None or self._clock.monotonic() - known.checked_at > OUTAGE_S:
+                raise
+            return known
+
+    async def _check(self, key: bytes, token: str, charged_to: str | None) -> _TokenRecord:
+        is_wrong = False
+        try:
+            async with self._check_slots:
+                model = await self._checker.fetch_token_model(token)
+            is_wrong = model is None
+        finally:
+            if charged_to is not None and not is_wrong:
+                self._wrong.refund(charged_to)
+        answer = _TokenRecord(model, self._clock.monotonic())
+        records, others = (self._known, self._unknown) if model is not None else (self._unknown, self._known)
+        others.pop(key, None)
+        records[key] = answer
+        records.move_to_end(key)
+        while len(records) > MAX_TOKENS:
+            records.popitem(last=False)
+        return answer
+
+
+def _lifetime(answer: _TokenRecord) -> float:
+    return UNKNOWN_TOKEN_S if answer.model is None else KNOWN_TOKEN_S
+
+
+def _parse_header(authorization: str | None) -> str:
+    scheme, _, token = (authorization or "").partition(" ")
+    token = token.strip()
+    if scheme.lower() not in {"token", "bearer"} or not token:
+        raise NotKnown("send your hub token: the header `Authorization: token …` is missing")
+    if len(token) > 256 or not token.isascii() or not token.isprintable():
+        raise NotKnown("this is not a token of the hub")
+    return token

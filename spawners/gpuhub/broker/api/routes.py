@@ -1,0 +1,248 @@
+"""Routes of leases, jobs, the cluster and administration; files and terminals have their own modules."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.responses import RedirectResponse
+
+from gpuhub.broker.api.dependencies import Caller, Operations, ResourceId, identify, refuse_unknown_query
+from gpuhub.broker.api.problems import document_problems
+from gpuhub.broker_api.schemas import (
+    ActivationRequest,
+    ArrayRequest,
+    ClusterView,
+    CordonRequest,
+    EventView,
+    ExtensionRequest,
+    JobRequest,
+    JobView,
+    LeaseRequest,
+    LeaseState,
+    LeaseView,
+    NodeView,
+    PendingReasonView,
+    ReservationRequest,
+    ReservationView,
+    UsageView,
+    UserName,
+)
+
+#: Maximum wait of a long poll, seconds.
+MAX_WAIT_S = 30.0
+#: Maximum number of events in one answer.
+MAX_EVENTS = 1000
+#: Largest integer of a database column.
+_MAX_INT = 2**63 - 1
+
+WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Maximum wait for a change, seconds")]
+Version = Annotated[int | None, Query(ge=0, le=_MAX_INT, description="Answer at once if the current version differs")]
+After = Annotated[int | None, Query(ge=0, le=_MAX_INT, description="Only events after this `seq`")]
+Limit = Annotated[
+    int,
+    Query(
+        ge=1, le=MAX_EVENTS, description="Maximum number of events: the newest ones, or the first ones after `after`"
+    ),
+]
+Owner = Annotated[UserName | None, Query(description="Only those of this owner")]
+State = Annotated[LeaseState | None, Query(description="Only those in this state")]
+OnNode = Annotated[str | None, Query(max_length=64, description="Only those with containers on this node")]
+Ended = Annotated[bool, Query(description="Also jobs that ended within `[jobs] remember`; newest first, at most 200")]
+Node = Annotated[str, Path(max_length=64)]
+
+
+#: Path prefix of every route that needs a token.
+API = "/api/v1"
+
+public = APIRouter()
+api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)])
+
+
+@public.get("/health", response_model_exclude_none=True)
+async def health() -> dict[str, str]:
+    """Report that the broker runs."""
+    return {"status": "ok"}
+
+
+@public.get("/", include_in_schema=False)
+async def root(request: Request) -> RedirectResponse:
+    """Redirect to the hub's page of GPUs."""
+    return RedirectResponse(request.app.state.hub_page)
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+@api.post("/leases", status_code=201, tags=["leases"], responses=document_problems(409, 413, 422, 429))
+async def post_lease(body: LeaseRequest, caller: Caller, broker: Operations) -> LeaseView:
+    """Request a lease for a notebook; a server that has a lease already gets that one."""
+    return await broker.request_lease(caller, body)
+
+
+@api.get("/leases", tags=["leases"], responses=document_problems(422))
+async def get_leases(
+    caller: Caller, broker: Operations, owner: Owner = None, state: State = None, node: OnNode = None
+) -> list[LeaseView]:
+    """Return leases that have not ended: the caller's own, or all for an administrator."""
+    return [
+        lease
+        for lease in broker.leases(caller)
+        if (owner is None or lease.owner == owner)
+        and (state is None or lease.state is state)
+        and (node is None or node in lease.nodes)
+    ]
+
+
+@api.get("/leases/{lease_id}", tags=["leases"], responses=document_problems(404, 422))
+async def get_lease(
+    lease_id: ResourceId, caller: Caller, broker: Operations, wait_s: WaitS = 0.0, version: Version = None
+) -> LeaseView:
+    """Return one lease; with `wait_s` and `version`, as soon as its version differs."""
+    return await broker.wait_lease(caller, lease_id, version, wait_s)
+
+
+@api.delete("/leases/{lease_id}", tags=["leases"], responses=document_problems(404, 422))
+async def delete_lease(lease_id: ResourceId, caller: Caller, broker: Operations) -> LeaseView:
+    """Release a lease; its GPUs are free when its containers are proven to be gone."""
+    return await broker.release(caller, lease_id)
+
+
+@api.post("/leases/{lease_id}/activate", tags=["leases"], responses=document_problems(404, 409, 413, 422))
+async def post_activate(lease_id: ResourceId, body: ActivationRequest, caller: Caller, broker: Operations) -> LeaseView:
+    """Record the notebook's container, which may be started after this succeeds."""
+    return await broker.activate(caller, lease_id, body)
+
+
+@api.get("/leases/{lease_id}/why", tags=["leases"], responses=document_problems(404, 409, 422))
+async def get_why(lease_id: ResourceId, caller: Caller, broker: Operations) -> PendingReasonView:
+    """Explain why a request waits, and when it would start without each of its requirements."""
+    return await broker.why(caller, lease_id)
+
+
+@api.post("/leases/{lease_id}/extend", tags=["leases"], responses=document_problems(404, 409, 413, 422))
+async def post_extend(lease_id: ResourceId, body: ExtensionRequest, caller: Caller, broker: Operations) -> LeaseView:
+    """Extend a lease within its limits, unless other requests wait for its GPUs."""
+    return await broker.extend(caller, lease_id, body)
+
+
+@api.post("/leases/{lease_id}/force", tags=["leases"], responses=document_problems(404, 409, 422))
+async def post_force(lease_id: ResourceId, caller: Caller, broker: Operations) -> LeaseView:
+    """Free a lease's GPUs without proof that its containers are gone. Administrators only."""
+    return await broker.force(caller, lease_id)
+
+
+# -- jobs -------------------------------------------------------------------------------------------------------------
+
+
+@api.post("/jobs", status_code=201, tags=["jobs"], responses=document_problems(409, 413, 422, 429))
+async def post_job(body: JobRequest, caller: Caller, broker: Operations) -> JobView:
+    """Request workers, all or none; a run that has a job already gets that one."""
+    return await broker.request_job(caller, body)
+
+
+@api.get("/jobs", tags=["jobs"], responses=document_problems(422))
+async def get_jobs(caller: Caller, broker: Operations, ended: Ended = False) -> list[JobView]:
+    """Return jobs that have not ended, with `ended` also recent ones: the caller's own, or all for an administrator."""
+    return await broker.jobs(caller, ended=ended)
+
+
+@api.post("/jobs/arrays", status_code=201, tags=["jobs"], responses=document_problems(409, 413, 422, 429))
+async def post_array(body: ArrayRequest, caller: Caller, broker: Operations) -> list[JobView]:
+    """Request an array of jobs with one GPU each; all are accepted, or none."""
+    return await broker.request_array(caller, body)
+
+
+@api.get("/jobs/{job_id}", tags=["jobs"], responses=document_problems(404, 422))
+async def get_job(
+    job_id: ResourceId, caller: Caller, broker: Operations, wait_s: WaitS = 0.0, version: Version = None
+) -> JobView:
+    """Return one job; with `wait_s` and `version`, as soon as its version differs."""
+    return await broker.wait_job(caller, job_id, version, wait_s)
+
+
+@api.delete("/jobs/{job_id}", tags=["jobs"], responses=document_problems(404, 422))
+async def delete_job(job_id: ResourceId, caller: Caller, broker: Operations) -> JobView:
+    """Stop a job; its GPUs are free when its state is `ended`."""
+    return await broker.stop_job(caller, job_id)
+
+
+@api.post(
+    "/jobs/{job_id}/renew",
+    status_code=204,
+    response_class=Response,
+    tags=["jobs"],
+    responses=document_problems(404, 409, 422),
+)
+async def post_renew(job_id: ResourceId, caller: Caller, broker: Operations) -> None:
+    """Report that the launch still runs; a job without these heartbeats ends."""
+    await broker.renew(caller, job_id)
+
+
+# -- the cluster ------------------------------------------------------------------------------------------------------
+
+
+@api.get("/cluster", tags=["cluster"], response_model=ClusterView, responses=document_problems(422))
+async def get_cluster(caller: Caller, broker: Operations) -> Response:
+    """Return every node, GPU, profile, waiting request and reservation."""
+    return Response(broker.cluster_json(caller), media_type="application/json")
+
+
+@api.get("/usage", tags=["cluster"], responses=document_problems(422))
+async def get_usage(caller: Caller, broker: Operations, owner: Owner = None) -> list[UsageView]:
+    """Return usage and limits: the caller's own, or those of all users or of `owner` for an administrator."""
+    return await broker.usage(caller, owner)
+
+
+@api.get("/events", tags=["cluster"], responses=document_problems(422))
+async def get_events(caller: Caller, broker: Operations, after: After = None, limit: Limit = 100) -> list[EventView]:
+    """Return events, oldest first: those about the caller, or all for an administrator."""
+    return await broker.events(caller, after, limit)
+
+
+@api.get("/nodes", tags=["nodes"], responses=document_problems(422))
+async def get_nodes(caller: Caller, broker: Operations) -> list[NodeView]:
+    """Return every node with its GPUs."""
+    return list(broker.cluster_view(caller).nodes)
+
+
+@api.post("/nodes/{name}/cordon", tags=["nodes"], responses=document_problems(404, 413, 422))
+async def post_cordon(name: Node, body: CordonRequest, caller: Caller, broker: Operations) -> NodeView:
+    """Cordon a node: it takes no new work, and what runs there continues. Administrators only."""
+    return await broker.cordon(caller, name, body)
+
+
+@api.post("/nodes/{name}/drain", tags=["nodes"], responses=document_problems(404, 413, 422))
+async def post_drain(name: Node, body: CordonRequest, caller: Caller, broker: Operations) -> NodeView:
+    """Drain a node: it takes no new work, and what runs there ends after the grace period. Administrators only."""
+    return await broker.drain(caller, name, body)
+
+
+@api.post("/nodes/{name}/undrain", tags=["nodes"], responses=document_problems(404, 422))
+async def post_undrain(name: Node, caller: Caller, broker: Operations) -> NodeView:
+    """End the cordon or drain of a node, so that it takes work again. Administrators only."""
+    return await broker.undrain(caller, name)
+
+
+@api.get("/reservations", tags=["reservations"], responses=document_problems(422))
+async def get_reservations(caller: Caller, broker: Operations) -> list[ReservationView]:
+    """Return all reservations that have not ended."""
+    return broker.reservations()
+
+
+@api.post("/reservations", status_code=201, tags=["reservations"], responses=document_problems(409, 413, 422))
+async def post_reservation(body: ReservationRequest, caller: Caller, broker: Operations) -> ReservationView:
+    """Reserve GPUs for some users in a period. Administrators only."""
+    return await broker.reserve(caller, body)
+
+
+@api.delete(
+    "/reservations/{reservation_id}",
+    status_code=204,
+    response_class=Response,
+    tags=["reservations"],
+    responses=document_problems(404, 422),
+)
+async def delete_reservation(reservation_id: ResourceId, caller: Caller, broker: Operations) -> None:
+    """Cancel a reservation. Administrators only."""
+    await broker.cancel_reservation(caller, reservation_id)

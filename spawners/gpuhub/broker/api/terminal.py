@@ -1,0 +1,143 @@
+"""Terminals in workers over WebSockets, for the jobs' owners only.
+
+Binary frames carry the terminal's input and output. The client's text frame `{"resize": [columns, rows]}` changes its
+size. The server's last text frame is `{"exit": code}`, with `error` as well where the terminal failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from typing import Annotated, cast
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Query
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from gpuhub.broker.admission import stream_limits
+from gpuhub.broker.api import problems
+from gpuhub.broker.api.auth import Authenticator
+from gpuhub.broker.api.dependencies import client_address
+from gpuhub.broker.files.courier_protocol import CourierClient
+from gpuhub.broker.files.user_files import UserFiles
+from gpuhub.broker_api.schemas import WorkerState
+from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NodeUnreachable, NotAllowed
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.container_spec import COURIER_COMMAND
+from gpuhub.docker.exec_session import start_exec
+from gpuhub.domain.models import JobRow, WorkerRow
+
+#: Exit code that is reported for a terminal that failed.
+BROKEN_EXIT_CODE = 255
+_MAX_CELLS = 1000
+
+Cells = Annotated[int, Query(ge=1, le=_MAX_CELLS)]
+
+api = APIRouter(prefix="/api/v1")
+
+
+@api.websocket("/jobs/{job_id}/shell")
+async def shell(
+    websocket: WebSocket,
+    job_id: str,
+    *,
+    worker: Annotated[int, Query(ge=0, le=100_000)] = 0,
+    cols: Cells = 80,
+    rows: Cells = 24,
+    command: Annotated[str, Query(max_length=8192)] = "",
+) -> None:
+    """Run a login shell, or a command in one, in a worker of one of the caller's jobs."""
+    files = cast("UserFiles", websocket.app.state.user_files)
+    daemons = cast("DockerClients", websocket.app.state.daemons)
+    try:
+        check_origin(websocket.headers.get("origin"), websocket.headers.get("host", ""))
+        authenticator = cast("Authenticator", websocket.app.state.authenticator)
+        caller = await authenticator.identify(websocket.headers.get("authorization"), client_address(websocket))
+        job = await files.find_own_job(caller, job_id)
+        worker_row = find_running_worker(job, worker)
+        if "\0" in command:
+            raise InvalidRequest("command: it contains a null character")
+        with files.streams.acquire(stream_limits.SHELLS, job.owner):
+            arguments = ("shell", f"--columns={cols}", f"--rows={rows}", f"--run={command}")
+            session = await start_exec(
+                daemons, worker_row.node, worker_row.container_id or "", (*COURIER_COMMAND, *arguments)
+            )
+            async with CourierClient(session) as client:
+                await websocket.accept()
+                await _serve(websocket, client)
+    except GpuhubError as error:
+        await websocket.send_denial_response(
+            problems.build_response(problems.http_status(error), str(error), error.code)
+        )
+
+
+def check_origin(origin: str | None, host: str) -> None:
+    """Refuse a page of another site; programs send no origin, or their own.
+
+    Raises:
+        NotAllowed: the origin is another site.
+    """
+    if origin is not None and urlsplit(origin).netloc != host:
+        raise NotAllowed("pages of other sites may not open terminals")
+
+
+def find_running_worker(job: JobRow, index: int) -> WorkerRow:
+    """Return the running worker with this index.
+
+    Raises:
+        Conflict: it does not run.
+    """
+    running = [worker for worker in job.workers if worker.state is WorkerState.RUNNING]
+    for worker in running:
+        if worker.index == index:
+            return worker
+    indexes = ", ".join(str(worker.index) for worker in running) or "none"
+    raise Conflict(f"job {job.id} is {job.state}: worker {index} does not run; running workers: {indexes}")
+
+
+async def _serve(websocket: WebSocket, client: CourierClient) -> None:
+    """Connect client and shell until the shell ends or the client disconnects."""
+    input_task = asyncio.ensure_future(_pass_input(websocket, client))
+    output_task = asyncio.ensure_future(_pass_output(websocket, client))
+    try:
+        await asyncio.wait([input_task, output_task], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (input_task, output_task):
+            task.cancel()
+        await asyncio.gather(input_task, output_task, return_exceptions=True)
+
+
+async def _pass_input(websocket: WebSocket, client: CourierClient) -> None:
+    """Pass input until the client disconnects. An ended shell accepts no input, but may still have output."""
+    with suppress(WebSocketDisconnect):
+        while True:
+            message = await websocket.receive()
+            websocket._raise_on_disconnect(message)
+            with suppress(NodeUnreachable):
+                if message.get("bytes") is not None:
+                    await client.send(message["bytes"])
+                elif (size := parse_resize(message.get("text") or "")) is not None:
+                    await client.resize(*size)
+
+
+async def _pass_output(websocket: WebSocket, client: CourierClient) -> None:
+    try:
+        async for data in client.read_output():
+            await websocket.send_bytes(data)
+        last = {"exit": client.result["exit"]}
+    except GpuhubError as error:
+        last = {"exit": BROKEN_EXIT_CODE, "error": str(error)}
+    with suppress(WebSocketDisconnect, RuntimeError):
+        await websocket.send_text(json.dumps(last))
+        await websocket.close()
+
+
+def parse_resize(text: str) -> tuple[int, int] | None:
+    """Return columns and rows of `{"resize": [120, 40]}`; None for any other text."""
+    try:
+        columns, rows = json.loads(text)["resize"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    is_size = all(type(cells) is int and 0 < cells <= _MAX_CELLS for cells in (columns, rows))
+    return (columns, rows) if is_size else None

@@ -1,0 +1,1 @@
+"""Control loops: compare leases with what runs on the nodes, and act."""

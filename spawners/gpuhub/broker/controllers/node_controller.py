@@ -1,0 +1,282 @@
+"""The node controller: polls every node and brings the ledger and the containers there into agreement.
+
+A node is polled every `POLL_PERIOD_S`: `node_probe` queries it, `domain.reconcile` decides what follows from its list,
+and `container_actions` acts on its containers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from gpuhub.broker.controllers.container_actions import ContainerActions
+from gpuhub.broker.controllers.firewall_check import FirewallChecker, describe_firewall_change
+from gpuhub.broker.controllers.loop import run_step
+from gpuhub.broker.controllers.node_probe import NodeProbe
+from gpuhub.broker.controllers.worker_launcher import WorkerLauncher, inspect_exit
+from gpuhub.broker.files.couriers import CourierPool
+from gpuhub.broker.state import mutations
+from gpuhub.broker.state.conditions import ConditionReporter, UnprovenLeases
+from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.transaction import Transaction
+from gpuhub.common.errors import GpuhubError
+from gpuhub.common.gpu import GpuSpec
+from gpuhub.docker.client import DockerClients
+from gpuhub.domain import job_states
+from gpuhub.domain import lease_states as rules
+from gpuhub.domain.clock import wait_event
+from gpuhub.domain.observed import ObservedNode
+from gpuhub.domain.reconcile import (
+    Action,
+    MarkUnproven,
+    ProveReleased,
+    RecordWorkerExit,
+    RefreshIdentity,
+    ReleaseLease,
+    RemoveContainer,
+    SendSigterm,
+    is_clean,
+    reconcile_node,
+    relies_on_absence,
+)
+from gpuhub.nodes import gpu_health, status
+from gpuhub.nodes.agent import DEVICES_LOST
+from gpuhub.nodes.status import NodeStatus
+
+log = logging.getLogger(__name__)
+
+#: Interval between two polls of a node, seconds.
+POLL_PERIOD_S = 2.0
+#: The same after a failed poll of a node that is up, and while a GPU waits for a reading that shows it empty, seconds.
+RETRY_POLL_PERIOD_S = 1.0
+#: Minimum interval between two polls of a node, also where a poll was requested, seconds.
+MIN_POLL_PERIOD_S = 0.02
+#: Time of a list during which the clock was set: it is no proof for any lease.
+_NEVER = float("-inf")
+
+
+class NodeController:
+    """Polls all nodes and acts on what they report, until cancelled."""
+
+    def __init__(
+        self,
+        *,
+        core: BrokerState,
+        daemons: DockerClients,
+        launcher: WorkerLauncher,
+        couriers: CourierPool,
+        unproven: UnprovenLeases,
+        firewall: FirewallChecker | None = None,
+    ) -> None:
+        """`unproven` collects why nodes give no proof for leases; the deadline controller reads it."""
+        self._core = core
+        self._daemons = daemons
+        self._launcher = launcher
+        self._nodes = tuple(core.capacity.inventory.nodes)
+        self._couriers = couriers
+        self._firewall = firewall
+        self._probe = NodeProbe(daemons=daemons, clock=core.clock)
+        self._actions = ContainerActions(daemons=daemons, on_removed=self.request_poll)
+        self._conditions = ConditionReporter()
+        #: Nodes for which a poll was requested.
+        self._requested: set[str] = set()
+        #: Leases without proof that the last poll of each node has checked.
+        self._checked: dict[str, frozenset[str]] = {}
+        self._unproven_leases = unproven
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for node in self._nodes:
+                    group.create_task(self._poll_repeatedly(node))
+        finally:
+            await self._actions.close()
+            await self._probe.close()
+            if self._firewall is not None:
+                await self._firewall.close()
+
+    def request_poll(self, node: str) -> None:
+        """Poll a node before its interval has passed."""
+        self._requested.add(node)
+        self._core.ledger.notify_watchers(f"node:{node}")
+
+    async def _poll_repeatedly(self, node: str) -> None:
+        while True:
+            began = self._core.clock.monotonic()
+            self._requested.discard(node)
+            await run_step(f"node {node}", partial(self.poll, node, self._core.clock.now()))
+            await asyncio.sleep(MIN_POLL_PERIOD_S)
+            await self._until_due(node, began + self._period(node))
+
+    async def _until_due(self, node: str, deadline: float) -> None:
+        """Wait until the deadline, a requested poll, or a lease that needs a proof and that no poll has checked."""
+        while (left := deadline - self._core.clock.monotonic()) > 0:
+            changed = self._core.ledger.watch(f"node:{node}")
+            if node in self._requested or self._unproven(node) - self._checked.get(node, frozenset()):
+                return
+            await wait_event(changed, left)
+
+    def _unproven(self, node: str) -> frozenset[str]:
+        """Return leases for which the node must prove that their containers are gone."""
+        leases = self._core.ledger.leases_on(node)
+        return frozenset(lease.id for lease in leases if node in rules.unproven_nodes(lease))
+
+    def _period(self, node: str) -> float:
+        core = self._core
+        record = core.capacity.inventory.nodes[node]
+        is_doubtful = record.is_up and record.failures > 0
+        scheduling = core.cluster.scheduling
+        if is_doubtful or gpu_health.is_awaiting_reading(
+            record, lease_statuses=core.capacity.lease_flags.by_uuid, scheduling=scheduling
+        ):
+            return RETRY_POLL_PERIOD_S
+        return POLL_PERIOD_S
+
+    async def poll(self, node: str, listed_at: float) -> None:
+        """Poll one node and reconcile it with the ledger; `listed_at` is the current time."""
+        core = self._core
+        record = core.capacity.inventory.nodes[node]
+        try:
+            listed, listing, actions = await self._compare(record, listed_at)
+            await run_step(f"node {node}", partial(self._apply, listing, actions))
+            for courier in self._couriers.find_unwanted(node, listed):
+                self._actions.remove(node, courier)
+            seen = _build_record(record, listing, actions, core.clock.monotonic())
+            seen = await self._probe.read_agent(seen, listed)
+            if seen.gpu_error == DEVICES_LOST and record.gpu_error != DEVICES_LOST:
+                await self._note_lost_devices(node, listed)
+            if self._firewall is not None:
+                seen = await self._firewall.check(seen)
+                for kind, text in describe_firewall_change(record, seen):
+                    self._record_event(kind, text, node)
+        except GpuhubError as error:
+            self._checked[node] = self._unproven(node)
+            await self._observe(status.record_failure(record, str(error), core.clock.monotonic()))
+            return
+        if seen.gpu_error is None and _list_gpus(seen) != _list_gpus(record):
+            await core.capacity.save_seen_gpus(seen)
+        await self._observe(seen)
+
+    async def _compare(
+        self, record: NodeStatus, listed_at: float
+    ) -> tuple[Sequence[Mapping[str, Any]], ObservedNode, list[Action]]:
+        """Return the daemon's list of containers, raw and parsed, and the actions that follow from it."""
+        clock = self._core.clock
+        began, follows = clock.monotonic(), clock.jump_count
+        listed = await self._probe.list_containers(record.name)
+        listing = ObservedNode(
+            node=record.name,
+            identity=(await self._probe.find_daemon_id(record, listed), record.boot_id),
+            containers=await self._probe.inspect_containers(record.name, listed),
+            observed_at=listed_at if clock.jump_count == follows else _NEVER,
+        )
+        actions = self._reconcile(listing, began)
+        if relies_on_absence(actions):
+            # Since the last query of the daemon's id, another daemon may have replaced it and made the list.
+            identity = await self._probe.query_daemon_id(record.name), record.boot_id
+            listing = replace(
+                listing, identity=identity, observed_at=listed_at if clock.jump_count == follows else _NEVER
+            )
+            actions = self._reconcile(listing, began)
+        return listed, listing, actions
+
+    def _reconcile(self, listing: ObservedNode, began: float) -> list[Action]:
+        # The ledger is read after the list, so that the container of a lease made in the meantime is not treated as
+        # foreign.
+        core = self._core
+        snapshot = core.ledger.snapshot
+        on_node = core.ledger.leases_on(listing.node)
+        self._actions.forget_absent(listing.node, {container.id for container in listing.containers})
+        # The list proves nothing for a lease whose release began while it was made: that lease remains to be checked.
+        unproven = self._unproven(listing.node)
+        self._checked[listing.node] = frozenset(
+            lease.id for lease in on_node if lease.id in unproven and lease.since < listing.observed_at
+        )
+        jobs = {lease.id: core.ledger.index.find_one("job of lease", lease.id) for lease in on_node}
+        return reconcile_node(
+            replace(listing, starting_leases=self._launcher.find_launching(began)),
+            leases=snapshot.leases,
+            on_node=on_node,
+            job_of={lease: snapshot.jobs[job] for lease, job in jobs.items() if job and job in snapshot.jobs},
+            preempt_grace=core.cluster.scheduling.preempt_grace,
+        )
+
+    async def _apply(self, listing: ObservedNode, actions: list[Action]) -> None:
+        node = listing.node
+        renewed = [action.lease_id for action in actions if isinstance(action, RefreshIdentity)]
+        if renewed:
+            await self._renew(listing, renewed)
+        gone = [action.lease_id for action in actions if isinstance(action, ProveReleased)]
+        if gone:
+            await self._core.ledger.change(mutations.prove_released(gone, node))
+        ends = {action.lease_id: action.reason for action in actions if isinstance(action, ReleaseLease)}
+        if ends:
+            log.info("node %s: leases end: %s", node, ends)
+            await self._core.ledger.change(mutations.end_leases(ends))
+        doubts = {action.lease_id: action.reason for action in actions if isinstance(action, MarkUnproven)}
+        for lease in self._unproven_leases.replace_node(node, doubts):
+            self._record_event("node.suspect", f"lease {lease} cannot be judged: {doubts[lease]}", node)
+        for action in actions:
+            if isinstance(action, RemoveContainer) and self._actions.remove(node, action.container_id):
+                self._record_event(
+                    "container.removed", f"container {action.container_id[:12]} is removed: {action.reason}", node
+                )
+            elif isinstance(action, SendSigterm) and self._actions.signal(node, action.container_id):
+                self._record_event(
+                    "worker.signalled", f"container {action.container_id[:12]} gets SIGTERM: {action.reason}", node
+                )
+            elif isinstance(action, RecordWorkerExit):
+                await self._note_exit(node, action)
+
+    async def _renew(self, listing: ObservedNode, lease_ids: list[str]) -> None:
+        def edit(draft: Transaction) -> None:
+            for lease in filter(None, map(draft.leases.get, lease_ids)):
+                draft.put_lease(rules.refresh_identity(lease, listing.node, listing.identity))
+
+        await self._core.ledger.change(edit)
+
+    async def _note_lost_devices(self, node: str, listed: Sequence[Mapping[str, Any]]) -> None:
+        """Warn the owners, and replace the agent: a new one reports whether new containers get their devices again."""
+        await self._core.ledger.change(mutations.note_lost_devices(node))
+        for agent in self._probe.find_agents(listed):
+            self._actions.remove(node, agent)
+
+    async def _note_exit(self, node: str, action: RecordWorkerExit) -> None:
+        limit = self._core.cluster.jobs.memory
+        code, message = await inspect_exit(self._daemons, node, action.container_id, limit)
+        edit = (action.job_id, lambda job, now: job_states.record_worker_exit(job, action.index, code, message, now))
+        await self._core.ledger.change(mutations.change_jobs([edit]))
+
+    async def _observe(self, record: NodeStatus) -> None:
+        core = self._core
+        await core.observe(record)
+        news = self._conditions.report_changes(
+            core.capacity.inventory,
+            record.name,
+            lease_statuses=core.capacity.lease_flags.by_uuid,
+            monotonic=core.clock.monotonic(),
+            scheduling=core.cluster.scheduling,
+        )
+        for kind, text in news:
+            self._record_event(kind, text, record.name)
+
+    def _record_event(self, kind: str, text: str, node: str) -> None:
+        log.info("node %s: %s", node, text)
+        self._core.add_event(kind, text, node=node)
+
+
+def _build_record(record: NodeStatus, listing: ObservedNode, actions: Sequence[Action], monotonic: float) -> NodeStatus:
+    """Return the record of a node that answered."""
+    return status.record_answer(record, monotonic).evolve(
+        is_reconciled=is_clean(actions),
+        is_suspect=any(isinstance(action, MarkUnproven) for action in actions),
+        daemon_id=listing.identity[0],
+    )
+
+
+def _list_gpus(record: NodeStatus) -> list[tuple[str, int, GpuSpec]]:
+    return [(gpu.uuid, gpu.index, gpu.card) for gpu in record.gpus if gpu.is_listed]

@@ -1,0 +1,179 @@
+"""Queries of one node: its containers, its daemon's id, and the last reading of its GPU agent.
+
+No query takes longer than `PROBE_TIMEOUT_S`, whatever hangs on the node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gpuhub.common import names
+from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound
+from gpuhub.docker.client import DockerClients
+from gpuhub.domain.clock import Clock
+from gpuhub.domain.observed import ObservedContainer, parse_container, parse_devices
+from gpuhub.nodes import readings
+from gpuhub.nodes.agent_container import ensure_agent, read_last_line
+from gpuhub.nodes.status import NodeStatus
+
+log = logging.getLogger(__name__)
+
+#: Time limit of one query, seconds.
+PROBE_TIMEOUT_S = 4.0
+#: Interval between two queries of the daemon's id, seconds.
+DAEMON_ID_PERIOD_S = 30.0
+#: Delay before containers that could not be inspected are tried again, seconds.
+INSPECT_RETRY_S = 30.0
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _NodeCache:
+    """Values of one node that are kept between polls."""
+
+    daemon_asked_at: float | None = None
+    agent: str | None = None
+    devices: dict[str, frozenset[str]] = field(default_factory=dict)
+    inspect_at: float = 0.0
+    reading: asyncio.Task[tuple[float, bytes]] | None = None
+
+
+class NodeProbe:
+    """Queries nodes, with at most one reading of a node's agent at a time."""
+
+    def __init__(self, *, daemons: DockerClients, clock: Clock) -> None:
+        self._daemons = daemons
+        self._clock = clock
+        self._caches: dict[str, _NodeCache] = {}
+
+    async def close(self) -> None:
+        """Cancel running readings."""
+        tasks = [cache.reading for cache in self._caches.values() if cache.reading is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def list_containers(self, node: str) -> list[Mapping[str, Any]]:
+        """Return every container of this instance on the node, as the daemon lists it.
+
+        Raises:
+            NodeUnreachable, GpuhubError.
+        """
+        label = f"{names.LABEL_INSTANCE}={self._daemons.instance}"
+        listed: list[Mapping[str, Any]] = await self._query(
+            node, lambda client: client.containers(all=True, filters={"label": [label]})
+        )
+        return listed
+
+    async def find_daemon_id(self, record: NodeStatus, listed: Sequence[Mapping[str, Any]]) -> str:
+        """Return the id of the node's daemon; query it every `DAEMON_ID_PERIOD_S`, and whenever it may have changed.
+
+        Raises:
+            NodeUnreachable, GpuhubError.
+        """
+        cache = self._cache_of(record.name)
+        agent = next((str(raw["Id"]) for raw in listed if _is_agent(raw)), None)
+        is_recent = (
+            cache.daemon_asked_at is not None and self._clock.monotonic() - cache.daemon_asked_at < DAEMON_ID_PERIOD_S
+        )
+        if record.daemon_id is not None and is_recent and record.failures == 0 and agent == cache.agent:
+            return record.daemon_id
+        daemon_id = await self.query_daemon_id(record.name)
+        cache.agent = agent
+        return daemon_id
+
+    async def query_daemon_id(self, node: str) -> str:
+        """Query the id of the node's daemon.
+
+        Raises:
+            NodeUnreachable, GpuhubError.
+        """
+        info: Mapping[str, Any] = await self._query(node, lambda client: client.info())
+        self._cache_of(node).daemon_asked_at = self._clock.monotonic()
+        return str(info["ID"])
+
+    async def inspect_containers(self, node: str, listed: Sequence[Mapping[str, Any]]) -> tuple[ObservedContainer, ...]:
+        """Return the listed containers, with the GPUs that they were created with where the daemon reports them."""
+        cache = self._cache_of(node)
+        ids = [str(raw["Id"]) for raw in listed if _kind(raw) not in names.KINDS_WITHOUT_LEASE]
+        cache.devices = {container: cache.devices[container] for container in ids if container in cache.devices}
+        missing = [container for container in ids if container not in cache.devices]
+        if missing and self._clock.monotonic() >= cache.inspect_at:
+            try:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    for container in missing:
+                        cache.devices[container] = await self._inspect(node, container)
+            except (TimeoutError, GpuhubError) as error:
+                # The inspection of a container on a dead file server hangs, while the node itself answers.
+                log.info("node %s: containers cannot be inspected now: %s", node, error)
+                cache.inspect_at = self._clock.monotonic() + INSPECT_RETRY_S
+        return tuple(parse_container(raw, cache.devices.get(str(raw["Id"]))) for raw in listed)
+
+    async def read_agent(self, record: NodeStatus, listed: Sequence[Mapping[str, Any]]) -> NodeStatus:
+        """Return the record with the last reading of the node's GPU agent; start the agent where none runs.
+
+        Raises:
+            NodeUnreachable: the daemon no longer answers.
+        """
+        cache = self._cache_of(record.name)
+        if cache.reading is None or _has_failed(cache.reading):
+            # A failure for which no poll waited is outdated.
+            agent = next((raw for raw in listed if _is_agent(raw)), None)
+            cache.reading = asyncio.ensure_future(self._last_line(record.name, agent))
+        done, _ = await asyncio.wait({cache.reading}, timeout=PROBE_TIMEOUT_S)
+        if not done:
+            # The creation of a container may take long; the last reading stays in the meantime.
+            return record
+        reading, cache.reading = cache.reading, None
+        try:
+            began, line = reading.result()
+        except NodeUnreachable:
+            raise
+        except GpuhubError as error:
+            return readings.record_agent_failure(record, str(error))
+        parsed = readings.parse_agent_line(line)
+        return record if parsed is None else readings.record_agent_reading(record, parsed, began)
+
+    def find_agents(self, listed: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return the ids of the listed containers that are GPU agents."""
+        return [str(raw["Id"]) for raw in listed if _is_agent(raw)]
+
+    async def _inspect(self, node: str, container: str) -> frozenset[str]:
+        try:
+            return parse_devices(await self._daemons.call(node, "inspect_container", container))
+        except NotFound:
+            return frozenset()
+
+    async def _last_line(self, node: str, listed: Mapping[str, Any] | None) -> tuple[float, bytes]:
+        agent = await ensure_agent(self._daemons, node, listed)
+        began = self._clock.monotonic()
+        return began, await read_last_line(self._daemons, node, agent)
+
+    async def _query(self, node: str, query: Callable[[Any], T]) -> T:
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                return await self._daemons.run(node, query)
+        except TimeoutError:
+            raise NodeUnreachable(
+                f"node {node}: its Docker daemon did not answer within {PROBE_TIMEOUT_S:.0f} s"
+            ) from None
+
+    def _cache_of(self, node: str) -> _NodeCache:
+        return self._caches.setdefault(node, _NodeCache())
+
+
+def _has_failed(task: asyncio.Task[tuple[float, bytes]]) -> bool:
+    return task.done() and task.exception() is not None
+
+
+def _is_agent(raw: Mapping[str, Any]) -> bool:
+    return _kind(raw) == names.KIND_AGENT
+
+
+def _kind(raw: Mapping[str, Any]) -> str:
+    return str((raw.get("Labels") or {}).get(names.LABEL_KIND, ""))

@@ -1,0 +1,182 @@
+"""The client of the hub's API, and the restarter of servers that the hub forgot at its restart."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+from urllib.parse import quote
+
+import httpx
+
+from gpuhub.broker.state import mutations
+from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker_api.errors import HubUnreachable
+from gpuhub.common.errors import GpuhubError, NotAllowed, NotFound
+from gpuhub.domain.deadlines import POLL_TIMEOUT_S, find_expired_notebooks, find_orphaned_requests
+from gpuhub.domain.models import LeaseRow
+
+log = logging.getLogger(__name__)
+
+#: Interval between two checks for servers to start or stop, seconds.
+CHECK_PERIOD_S = 2.0
+#: Time limit of an ordinary request to the hub, seconds.
+_TIMEOUT_S = 5.0
+#: Time limit of a start or stop: the hub answers within `slow_spawn_timeout` or `slow_stop_timeout` (10 s each).
+#: Seconds.
+_SERVER_TIMEOUT_S = 20.0
+
+
+class ServerApi(Protocol):
+    """The part of the hub's API that starts and stops users' servers."""
+
+    async def start_server(self, owner: str, server: str, profile: str) -> None:
+        """Start a server, see `HubClient`."""
+        ...
+
+    async def stop_server(self, owner: str, server: str) -> None:
+        """Stop a server, see `HubClient`."""
+        ...
+
+
+class HubClient:
+    """Client of the hub's API at `url` (ends in `/hub/api`), with the broker's own service token."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        tls: ssl.SSLContext | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`tls` has the trusted authorities and the client certificate for an https:// URL."""
+        self._token = token
+        # Proxy variables of the environment are for the internet, not for the head node itself.
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            timeout=_TIMEOUT_S,
+            trust_env=False,
+            verify=tls or True,
+            transport=transport,
+            follow_redirects=False,
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def fetch_token_model(self, token: str) -> Mapping[str, Any] | None:
+        """Return the hub's model of a token, see `auth.TokenChecker`."""
+        answer = await self._request("GET", "/user", token)
+        if answer.status_code in {401, 403, 404}:
+            return None
+        if answer.status_code != 200:
+            raise HubUnreachable(f"the hub answered a token check with HTTP status {answer.status_code}")
+        return cast("Mapping[str, Any]", answer.json())
+
+    async def start_server(self, owner: str, server: str, profile: str) -> None:
+        """Start a user's server, unless it runs or starts already.
+
+        Raises:
+            HubUnreachable: the hub does not answer.
+            NotFound: the user does not exist.
+            NotAllowed: the service's scopes do not permit it.
+        """
+        answer = await self._request(
+            "POST", _server_path(owner, server), self._token, json={"profile": profile}, limit_s=_SERVER_TIMEOUT_S
+        )
+        # 400: the server runs or is pending, which is what the caller wants.
+        _check(answer, owner, accept={201, 202, 400})
+
+    async def stop_server(self, owner: str, server: str) -> None:
+        """Stop a user's server, if it runs.
+
+        Raises:
+            HubUnreachable, NotFound, NotAllowed: as for `start_server`.
+        """
+        answer = await self._request("DELETE", _server_path(owner, server), self._token, limit_s=_SERVER_TIMEOUT_S)
+        _check(answer, owner, accept={202, 204, 400, 404})
+
+    async def _request(
+        self, method: str, path: str, token: str, *, json: object = None, limit_s: float = _TIMEOUT_S
+    ) -> httpx.Response:
+        try:
+            return await self._client.request(
+                method, path, headers={"Authorization": f"token {token}"}, json=json, timeout=limit_s
+            )
+        except httpx.HTTPError as error:
+            raise HubUnreachable("the hub does not answer; try again in a moment") from error
+
+
+def _server_path(owner: str, server: str) -> str:
+    user = f"/users/{quote(owner, safe='')}"
+    return f"{user}/servers/{quote(server, safe='')}" if server else f"{user}/server"
+
+
+def _check(answer: httpx.Response, owner: str, *, accept: set[int]) -> None:
+    status = answer.status_code
+    if status in accept:
+        return
+    if status == 404:
+        raise NotFound(f"the hub has no user {owner!r}")
+    if status in {401, 403}:
+        raise NotAllowed("the hub does not permit the broker's service token to start and stop servers")
+    raise HubUnreachable(f"the hub answered with HTTP status {status}")
+
+
+class ServerRestarter:
+    """Has the hub start servers whose spawner a restart of the hub ended, and stop notebooks whose time is over."""
+
+    def __init__(self, *, core: BrokerState, servers: ServerApi) -> None:
+        self._core = core
+        self._servers = servers
+        #: When the hub was last called for each lease; monotonic.
+        self._attempted_at: dict[str, float] = {}
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.run_once()
+            except Exception:
+                log.exception("the check for servers to start or stop failed unexpectedly")
+            await asyncio.sleep(CHECK_PERIOD_S)
+
+    async def run_once(self) -> None:
+        """Start and stop what is due, each lease at most once in `POLL_TIMEOUT_S`."""
+        snapshot = self._core.ledger.snapshot
+        self._attempted_at = {lease: at for lease, at in self._attempted_at.items() if lease in snapshot.leases}
+        starts = [
+            row
+            for row in find_orphaned_requests(snapshot, self._core.heartbeats.seconds_since_poll)
+            if self._may_try(row)
+        ]
+        stops = [row for row in find_expired_notebooks(snapshot, self._core.clock.now()) if self._may_try(row)]
+        await asyncio.gather(*map(self._start, starts), *map(self._stop, stops))
+
+    def _may_try(self, lease: LeaseRow) -> bool:
+        now = self._core.clock.monotonic()
+        if now - self._attempted_at.get(lease.id, float("-inf")) < POLL_TIMEOUT_S:
+            return False
+        self._attempted_at[lease.id] = now
+        return True
+
+    async def _start(self, lease: LeaseRow) -> None:
+        try:
+            await self._servers.start_server(lease.owner, lease.subject, lease.profile or "")
+        except NotFound as error:
+            await self._core.ledger.change(mutations.end_leases({lease.id: str(error)}))
+        except HubUnreachable:
+            log.info("lease %s of %s waits for the hub", lease.id, lease.owner)
+        except GpuhubError as error:
+            log.warning("lease %s of %s: %s", lease.id, lease.owner, error)
+        else:
+            log.info("the hub was asked to start %s/%s again", lease.owner, lease.subject)
+
+    async def _stop(self, lease: LeaseRow) -> None:
+        try:
+            await self._servers.stop_server(lease.owner, lease.subject)
+        except GpuhubError as error:
+            log.warning("lease %s of %s is over, and the hub cannot stop it: %s", lease.id, lease.owner, error)

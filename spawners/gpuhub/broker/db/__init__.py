@@ -1,0 +1,1 @@
+"""The broker's database: tables, store, migrations."""

@@ -1,0 +1,392 @@
+"""The store: opens the broker's database under a lock, and reads and writes its tables."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import event, exc
+
+from gpuhub.broker.db import tables, writer
+from gpuhub.broker.db.writer import Changes
+from gpuhub.broker_api.schemas import JobState, LeaseState
+from gpuhub.common import gpu as gpus
+from gpuhub.common.errors import Conflict, SetupError, Unavailable
+from gpuhub.common.gpu import GpuSpec
+from gpuhub.common.locks import acquire_lock
+from gpuhub.domain.models import EventRow, JobRow, LeaseRow, ReservationRow
+from gpuhub.nodes.status import Cordon
+from gpuhub.scheduler.interface import UsageRecord
+
+#: SQLAlchemy expands the values of an IN into parameters; SQLite accepts up to 32766.
+_MAX_IN_VALUES = 500
+#: Time that SQLite waits for another connection's lock, seconds.
+BUSY_TIMEOUT_S = 5
+#: PostgreSQL's number for the lock of one broker per database.
+_ADVISORY_LOCK = 0x677075687562
+#: Events that are kept; older ones are deleted.
+MAX_EVENTS = 10_000
+#: Error texts for a second request with the same key: SQLite names the columns, PostgreSQL the constraint.
+_DUPLICATE_KEYS = ("leases.owner, leases.key", "jobs.owner, jobs.run_id", "ux_leases_owner_key", "uq_jobs_owner_run_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenGpu:
+    """A GPU as it was last read."""
+
+    uuid: str
+    node: str
+    index: int
+    model: str
+    memory_mib: int
+    capability: tuple[int, int] | None = None
+    is_mig: bool = False
+    seen_at: float
+
+
+class Store:
+    """The open database."""
+
+    def __init__(self, engine: sa.Engine, lock: int, advisory_lock: sa.Connection | None = None) -> None:
+        self._engine = engine
+        self._lock = lock
+        self._advisory_lock = advisory_lock
+
+    @classmethod
+    def open(cls, url: str, lock_file: Path) -> Self:
+        """Take the lock, connect, and migrate the tables to this version.
+
+        Raises:
+            SetupError: Another broker has the store open, or it cannot be opened.
+        """
+        lock = acquire_lock(lock_file, "another broker runs on this store")
+        engine = build_engine(url)
+        try:
+            guard = take_advisory_lock(engine)
+            with engine.begin() as connection:
+                migrate(connection)
+        except exc.SQLAlchemyError as error:
+            engine.dispose()
+            os.close(lock)
+            raise SetupError(f"the broker's store {engine.url!r} cannot be opened: {_error_text(error)}") from error
+        except SetupError:
+            engine.dispose()
+            os.close(lock)
+            raise
+        return cls(engine, lock, guard)
+
+    @classmethod
+    def open_file(cls, path: Path) -> Self:
+        """Open the SQLite file at `path`; a missing file is created, readable by its owner only."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600, exist_ok=True)
+        return cls.open(f"sqlite:///{path}", path.with_suffix(".lock"))
+
+    def close(self) -> None:
+        """Close the database and release the lock."""
+        if self._advisory_lock is not None:
+            self._advisory_lock.close()
+        self._engine.dispose()
+        os.close(self._lock)
+
+    def load_open(self) -> tuple[list[LeaseRow], list[JobRow]]:
+        """Return all leases and jobs that have not ended, oldest first."""
+        with self._transaction() as connection:
+            leases = _read_leases(connection, tables.leases.c.state != LeaseState.RELEASED.value)
+            jobs = _read_jobs(connection, tables.jobs.c.state != JobState.ENDED.value)
+        return leases, jobs
+
+    def find_highest(self) -> tuple[int, int]:
+        """Return the highest `seq` and the highest version ever written; 0 in an empty store."""
+        with self._transaction() as connection:
+            seq, version = connection.execute(
+                sa.select(sa.func.max(tables.leases.c.seq), sa.func.max(tables.leases.c.version))
+            ).one()
+            job_version = connection.execute(sa.select(sa.func.max(tables.jobs.c.version))).scalar_one()
+        return seq or 0, max(version or 0, job_version or 0)
+
+    def get_lease(self, lease_id: str) -> LeaseRow | None:
+        """Return a lease, ended or not."""
+        with self._transaction() as connection:
+            rows = _read_leases(connection, tables.leases.c.id == lease_id)
+        return rows[0] if rows else None
+
+    def get_job(self, job_id: str) -> JobRow | None:
+        """Return a job, ended or not."""
+        with self._transaction() as connection:
+            rows = _read_jobs(connection, tables.jobs.c.id == job_id)
+        return rows[0] if rows else None
+
+    def find_lease_by_key(self, owner: str, key: str) -> LeaseRow | None:
+        """Return the lease that an owner requested with this key, ended or not."""
+        with self._transaction() as connection:
+            rows = _read_leases(connection, (tables.leases.c.owner == owner) & (tables.leases.c.key == key))
+        return rows[0] if rows else None
+
+    def find_jobs_by_run(self, owner: str, run_ids: Sequence[str]) -> dict[str, JobRow]:
+        """Return the jobs of an owner's runs by run id, ended or not."""
+        rows: dict[str, JobRow] = {}
+        with self._transaction() as connection:
+            for start in range(0, len(run_ids), _MAX_IN_VALUES):
+                condition = tables.jobs.c.run_id.in_(run_ids[start : start + _MAX_IN_VALUES])
+                rows |= {job.run_id: job for job in _read_jobs(connection, (tables.jobs.c.owner == owner) & condition)}
+        return rows
+
+    def list_ended_jobs(self, owner: str | None, since: float, limit: int) -> list[tuple[JobRow, LeaseRow]]:
+        """Return jobs that ended after `since`, of one owner or all, with their leases: the `limit` youngest, newest
+        first.
+        """
+        jobs = tables.jobs.c
+        condition = jobs.ended_at > since if owner is None else (jobs.owner == owner) & (jobs.ended_at > since)
+        newest = sa.select(jobs.id).where(condition).order_by(jobs.created_at.desc(), jobs.id).limit(limit)
+        with self._transaction() as connection:
+            rows = _read_jobs(connection, jobs.id.in_(newest.scalar_subquery()))
+            ids = [job.lease_id for job in rows]
+            leases = {row.id: row for row in _read_leases(connection, tables.leases.c.id.in_(ids))}
+        return [(job, leases[job.lease_id]) for job in reversed(rows)]
+
+    def delete_ended_jobs(self, before: float) -> int:
+        """Delete jobs that ended before a time, and return their number; their leases stay, since usage is computed
+        from them.
+        """
+        old = sa.select(tables.jobs.c.id).where(tables.jobs.c.ended_at < before)
+        with self._transaction() as connection:
+            connection.execute(sa.delete(tables.workers).where(tables.workers.c.job_id.in_(old.scalar_subquery())))
+            return connection.execute(sa.delete(tables.jobs).where(tables.jobs.c.ended_at < before)).rowcount
+
+    def find_last_lease_ends(self) -> dict[tuple[str, str], float]:
+        """Return when the last lease of each owner on each node ended."""
+        lease = tables.leases.c
+        # Compare as text: PostgreSQL does not compare JSON.
+        nodes = sa.cast(lease.nodes, sa.Text)
+        query = sa.select(lease.owner, nodes, sa.func.max(lease.released_at)).group_by(lease.owner, nodes)
+        ends: dict[tuple[str, str], float] = {}
+        with self._transaction() as connection:
+            for owner, on, at in connection.execute(query.where(lease.released_at.is_not(None))):
+                for node in json.loads(on):
+                    ends[owner, node] = max(at, ends.get((owner, node), at))
+        return ends
+
+    def load_usage(self, since: float) -> list[UsageRecord]:
+        """Return usage that ended after `since`: of released GPUs and of quarantined leases."""
+        lease, gpu = tables.leases.c, tables.lease_gpus.c
+        is_over = (gpu.released_at > since) | (gpu.released_at.is_(None) & (lease.quarantined_at > since))
+        query = (
+            sa.select(
+                lease.owner, lease.groups, lease.granted_at, lease.quarantined_at, gpu.model, gpu.memory_mib, gpu.share,
+                gpu.released_at,
+            )
+            .join(tables.leases, lease.id == gpu.lease_id)
+            .where(is_over, lease.granted_at.is_not(None))
+        )  # fmt: skip
+        with self._transaction() as connection:
+            return [_parse_usage_record(dict(row)) for row in connection.execute(query).mappings()]
+
+    def save(self, changes: Changes) -> None:
+        """Write all changes or none.
+
+        Raises:
+            Unavailable: The changes cannot be written.
+            Conflict: The same request came twice at the same moment.
+        """
+        try:
+            with self._transaction() as connection:
+                writer.write_changes(connection, changes)
+                if changes.events:
+                    _prune_events(connection)
+        except exc.IntegrityError as error:
+            if any(key in _error_text(error) for key in _DUPLICATE_KEYS):
+                raise Conflict(
+                    "the same request arrived twice at the same moment: send it again to get the result"
+                ) from error
+            raise
+
+    def load_seen_gpus(self) -> list[SeenGpu]:
+        """Return all GPUs that were ever read and not replaced."""
+        with self._transaction() as connection:
+            rows = connection.execute(sa.select(tables.gpus)).mappings().all()
+        return [
+            SeenGpu(**{**row, "capability": gpus.parse_capability(row["capability"]) if row["capability"] else None})
+            for row in rows
+        ]
+
+    def save_seen_gpus(self, node: str, seen: Sequence[SeenGpu]) -> None:
+        """Replace the GPUs of a node; a GPU that was moved here leaves its old node."""
+        with self._transaction() as connection:
+            uuids = [gpu.uuid for gpu in seen]
+            connection.execute(
+                sa.delete(tables.gpus).where((tables.gpus.c.node == node) | tables.gpus.c.uuid.in_(uuids))
+            )
+            writer.insert_rows(connection, tables.gpus, [_seen_record(gpu) for gpu in seen])
+
+    # -- cordons and reservations ------------------------------------------------------------------------------------
+
+    def load_cordons(self) -> list[Cordon]:
+        with self._transaction() as connection:
+            return [Cordon(**row) for row in connection.execute(sa.select(tables.cordons)).mappings()]
+
+    def save_cordon(self, node: str, cordon: Cordon | None) -> None:
+        """Replace a node's cordon; None deletes it."""
+        with self._transaction() as connection:
+            connection.execute(sa.delete(tables.cordons).where(tables.cordons.c.node == node))
+            writer.insert_rows(
+                connection, tables.cordons, [] if cordon is None else [writer.build_cordon_record(cordon)]
+            )
+
+    def load_reservations(self) -> list[ReservationRow]:
+        """Return all reservations, the earliest first."""
+        query = sa.select(tables.reservations).order_by(tables.reservations.c.starts_at, tables.reservations.c.id)
+        with self._transaction() as connection:
+            return [writer.parse_reservation(dict(row)) for row in connection.execute(query).mappings()]
+
+    def save_reservation(self, row: ReservationRow) -> None:
+        with self._transaction() as connection:
+            writer.insert_rows(connection, tables.reservations, [writer.build_reservation_record(row)])
+
+    def delete_reservations(self, ids: Sequence[str]) -> None:
+        with self._transaction() as connection:
+            connection.execute(sa.delete(tables.reservations).where(tables.reservations.c.id.in_(ids)))
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def save_events(self, events: Sequence[EventRow]) -> None:
+        """Add events, and delete the oldest ones."""
+        with self._transaction() as connection:
+            writer.insert_rows(connection, tables.events, [writer.build_event_record(event) for event in events])
+            _prune_events(connection)
+
+    def list_events(self, *, after: int | None, limit: int, owner: str | None = None) -> list[EventRow]:
+        """Return the next `limit` events after a number, or the newest ones; of one owner, or all; oldest first."""
+        seq = tables.events.c.seq
+        query = sa.select(tables.events).limit(limit)
+        query = query.order_by(seq.desc()) if after is None else query.where(seq > after).order_by(seq)
+        if owner is not None:
+            query = query.where(tables.events.c.owner == owner)
+        with self._transaction() as connection:
+            rows = [EventRow(**row) for row in connection.execute(query).mappings()]
+        return sorted(rows, key=lambda event: event.seq)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sa.Connection]:
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except exc.OperationalError as error:
+            raise Unavailable(f"the broker's store cannot be used at the moment: {_error_text(error)}") from error
+
+
+def _error_text(error: Exception) -> str:
+    return str(getattr(error, "orig", None) or error)
+
+
+def _read_leases(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[LeaseRow]:
+    query = sa.select(tables.leases).where(condition).order_by(tables.leases.c.seq)
+    rows = connection.execute(query).mappings().all()
+    gpus = _read_children(connection, tables.lease_gpus, "lease_id", [row["id"] for row in rows])
+    return [writer.parse_lease(dict(row), gpus.get(row["id"], [])) for row in rows]
+
+
+def _read_jobs(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[JobRow]:
+    query = sa.select(tables.jobs).where(condition).order_by(tables.jobs.c.created_at)
+    rows = connection.execute(query).mappings().all()
+    workers = _read_children(connection, tables.workers, "job_id", [row["id"] for row in rows])
+    return [writer.parse_job(dict(row), workers.get(row["id"], [])) for row in rows]
+
+
+def _read_children(
+    connection: sa.Connection, table: sa.Table, parent: str, ids: Sequence[str]
+) -> dict[str, list[Mapping[str, Any]]]:
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for start in range(0, len(ids), _MAX_IN_VALUES):
+        query = sa.select(table).where(table.c[parent].in_(ids[start : start + _MAX_IN_VALUES]))
+        for row in connection.execute(query).mappings():
+            rows.setdefault(row[parent], []).append(dict(row))
+    return rows
+
+
+def _parse_usage_record(row: Mapping[str, Any]) -> UsageRecord:
+    ends = [at for at in (row["released_at"], row["quarantined_at"]) if at is not None]
+    return UsageRecord(
+        owner=row["owner"],
+        groups=frozenset(row["groups"]),
+        card=GpuSpec(model=row["model"], memory_mib=row["memory_mib"]),
+        share=row["share"],
+        started_at=row["granted_at"],
+        ended_at=min(ends),
+    )
+
+
+def _seen_record(gpu: SeenGpu) -> dict[str, Any]:
+    capability = None if gpu.capability is None else ".".join(map(str, gpu.capability))
+    return {
+        "uuid": gpu.uuid,
+        "node": gpu.node,
+        "index": gpu.index,
+        "model": gpu.model,
+        "memory_mib": gpu.memory_mib,
+        "capability": capability,
+        "is_mig": gpu.is_mig,
+        "seen_at": gpu.seen_at,
+    }
+
+
+def _prune_events(connection: sa.Connection) -> None:
+    newest = sa.select(sa.func.max(tables.events.c.seq)).scalar_subquery()
+    connection.execute(sa.delete(tables.events).where(tables.events.c.seq <= newest - MAX_EVENTS))
+
+
+def take_advisory_lock(engine: sa.Engine) -> sa.Connection | None:
+    """Take PostgreSQL's lock for the life of the connection; None for other databases, which one machine uses alone.
+
+    Raises:
+        SetupError: Another broker holds the lock.
+    """
+    if engine.dialect.name != "postgresql":
+        return None
+    connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+    query = sa.select(sa.func.pg_try_advisory_lock(_ADVISORY_LOCK))
+    if connection.execute(query).scalar_one():
+        return connection
+    connection.close()
+    raise SetupError(f"another broker runs on this store ({engine.url!r}): stop it first")
+
+
+def build_engine(url: str) -> sa.Engine:
+    """Return the SQLAlchemy engine; SQLite writes every commit through to the disk."""
+    engine = sa.create_engine(url)
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "begin", _begin_immediate)
+    return engine
+
+
+def _set_up_sqlite(connection: Any, _record: object) -> None:
+    # The driver's own transactions begin too late and not before DDL; `_begin_immediate` begins them instead.
+    connection.isolation_level = None
+    for pragma in (
+        f"busy_timeout = {BUSY_TIMEOUT_S * 1000}",
+        "journal_mode = WAL",
+        "synchronous = FULL",  # a grant must survive a power cut: the container on another node does
+        "foreign_keys = ON",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_immediate(connection: sa.Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def migrate(connection: sa.Connection) -> None:
+    """Migrate the tables to this version."""
+    config = Config()
+    config.set_main_option("script_location", "gpuhub.broker.db:migrations")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

@@ -1,0 +1,1 @@
+"""Users' files and terminals, reached through couriers."""

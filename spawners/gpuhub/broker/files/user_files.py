@@ -1,0 +1,209 @@
+"""Files, logs and job states in users' homes, for their owners only, through their couriers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+from pathlib import PurePosixPath
+from typing import Any
+
+from gpuhub.broker.admission import access, stream_limits
+from gpuhub.broker.files.courier_protocol import CourierClient
+from gpuhub.broker.files.couriers import CourierPool
+from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker_api.errors import SizeLimitExceeded
+from gpuhub.broker_api.schemas import UploadResult
+from gpuhub.common.errors import Conflict, InvalidRequest, NodeUnreachable, NotAllowed, Unavailable
+from gpuhub.common.units import format_size
+from gpuhub.domain.identity import Identity
+from gpuhub.domain.models import JobRow
+
+#: Longest silence of a client or courier during a transfer, seconds.
+SILENCE_TIMEOUT_S = 120.0
+#: Time for which the rest of a refused upload is still received, so that the client reads the error, seconds.
+DRAIN_TIMEOUT_S = 10.0
+
+
+class FileStream:
+    """A stream of bytes; the caller must close it in any case."""
+
+    def __init__(self, parts: AsyncIterator[bytes], stack: AsyncExitStack) -> None:
+        self.parts = parts
+        self._stack = stack
+
+    async def close(self) -> None:
+        """End the transfer, if it still runs."""
+        await self._stack.aclose()
+
+
+class UserFiles:
+    """Operations on the files of callers' homes."""
+
+    def __init__(self, core: BrokerState, couriers: CourierPool) -> None:
+        self._core = core
+        self._couriers = couriers
+        #: Limits of concurrent transfers, logs and terminals.
+        self.streams = stream_limits.ConcurrencyLimiter()
+
+    async def upload(self, caller: Identity, path: str, body: AsyncIterator[bytes]) -> UploadResult:
+        """Unpack a tar below a folder of the caller's home.
+
+        Raises:
+            NotAllowed: the caller is a service, which has no home.
+            InvalidRequest, SizeLimitExceeded, NoSpace, TooManyStreams, Unavailable: the upload failed.
+        """
+        owner, limit = _require_user(caller), self._core.cluster.jobs.upload_limit
+        check_relative_path(path)
+        arguments = ("put", f"--limit={limit}", "--", path)
+        try:
+            with self.streams.acquire(stream_limits.TRANSFERS, owner):
+                async with self._couriers.connect(owner, arguments) as client:
+                    return UploadResult(**await _send_all(client, body, limit))
+        except (InvalidRequest, NodeUnreachable):
+            await _drain(body)
+            raise
+
+    async def download(self, caller: Identity, path: str) -> FileStream:
+        """Return a file or folder of the caller's home as a tar.
+
+        Raises:
+            NotAllowed, InvalidRequest, NotFound, SizeLimitExceeded, TooManyStreams, Unavailable: the download failed.
+        """
+        check_relative_path(path)
+        arguments = ("get", f"--limit={self._core.cluster.jobs.upload_limit}", "--", path)
+        stack, client = await self._open(stream_limits.TRANSFERS, _require_user(caller), arguments)
+        return FileStream(client.read_output(limit_s=SILENCE_TIMEOUT_S), stack)
+
+    async def read_logs(
+        self, caller: Identity, job_id: str, *, offset: int, rank: int | None, follow: bool
+    ) -> FileStream:
+        """Return the output of a detached job from byte `offset` on; with `follow`, until the job has ended.
+
+        Raises:
+            Conflict: the job is not detached, so its output is in the notebook.
+            NotAllowed, NotFound, TooManyStreams, Unavailable: the output cannot be read.
+        """
+        job = await self._find_detached_job(caller, job_id)
+        arguments = ["logs", f"--offset={offset}", f"--per-node={job.nproc_per_node}"]
+        arguments += [f"--rank={rank}"] if rank is not None else []
+        arguments += ["--follow"] if follow else []
+        stack, client = await self._open(stream_limits.LOGS, job.owner, (*arguments, "--", job.run_id))
+        if follow:
+            watch = asyncio.ensure_future(self._finish_after(job_id, client))
+            stack.callback(watch.cancel)
+        return FileStream(client.read_output(limit_s=None if follow else SILENCE_TIMEOUT_S), stack)
+
+    async def read_state(self, caller: Identity, job_id: str) -> Any:
+        """Return the status that a detached job's driver wrote last.
+
+        Raises:
+            NotFound: the job does not exist, or its driver has not written a status.
+            NotAllowed, Conflict, TooManyStreams, Unavailable: the status cannot be read.
+        """
+        job = await self._find_detached_job(caller, job_id)
+        with self.streams.acquire(stream_limits.STATES, job.owner):
+            async with self._couriers.connect(job.owner, ("state", "--", job.run_id)) as client:
+                text = b"".join([part async for part in client.read_output(limit_s=SILENCE_TIMEOUT_S)])
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise Conflict(f"the state of {job.run_id} is not JSON: another program changed the file") from None
+
+    async def find_own_job(self, caller: Identity, job_id: str) -> JobRow:
+        """Return a job of the caller, ended or not.
+
+        Raises:
+            NotFound: the job does not exist that the caller may see.
+            NotAllowed: it belongs to another user, and the caller is an administrator.
+        """
+        job = await access.find_job(self._core, caller, job_id)
+        if job.owner != _require_user(caller):
+            raise NotAllowed(f"only {job.owner} may use files, logs and terminals of {job.owner}'s jobs")
+        return job
+
+    async def _find_detached_job(self, caller: Identity, job_id: str) -> JobRow:
+        job = await self.find_own_job(caller, job_id)
+        if not job.detached:
+            raise Conflict(f"job {job_id} is not detached: its output is in its notebook")
+        return job
+
+    async def _open(
+        self, kind: stream_limits.StreamKind, owner: str, arguments: tuple[str, ...]
+    ) -> tuple[AsyncExitStack, CourierClient]:
+        stack = AsyncExitStack()
+        try:
+            stack.enter_context(self.streams.acquire(kind, owner))
+            return stack, await stack.enter_async_context(self._couriers.connect(owner, arguments))
+        except BaseException:
+            await stack.aclose()
+            raise
+
+    async def _finish_after(self, job_id: str, client: CourierClient) -> None:
+        """Signal the courier when the job has ended, so that no more output follows."""
+        while True:
+            changed = self._core.ledger.watch(job_id)
+            if job_id not in self._core.ledger.snapshot.jobs:
+                break
+            await changed.wait()
+        with suppress(NodeUnreachable):
+            await client.end_input()
+
+
+def check_relative_path(path: str) -> None:
+    """Refuse a path that is not below the home.
+
+    Raises:
+        InvalidRequest: the path is absolute, or has `..` or a null character.
+    """
+    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
+        raise InvalidRequest(f"path: {path!r} is not below the home; write one such as work/train.py")
+
+
+def _require_user(caller: Identity) -> str:
+    if not caller.is_user:
+        raise NotAllowed(f"{caller.name} is not a user: only owners may use files, logs and terminals")
+    return caller.name
+
+
+async def _send_all(client: CourierClient, body: AsyncIterator[bytes], limit: int) -> dict[str, Any]:
+    """Send a body to the courier and return its result."""
+    outcome = asyncio.ensure_future(client.wait_result())
+    sent = 0
+    try:
+        with suppress(NodeUnreachable):  # the courier has ended, and its result has the reason
+            async for data in _read_body(body):
+                sent += len(data)
+                if sent > limit:
+                    raise SizeLimitExceeded(f"an upload may have at most {format_size(limit)}")
+                if client.is_finished:
+                    break
+                await client.send(data)
+            await client.end_input()
+        return await outcome
+    finally:
+        outcome.cancel()
+        await asyncio.wait([outcome])
+        if not outcome.cancelled():
+            outcome.exception()
+
+
+async def _read_body(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the body's parts; a client may be slow, but not silent for longer than `SILENCE_TIMEOUT_S`."""
+    while True:
+        try:
+            async with asyncio.timeout(SILENCE_TIMEOUT_S):
+                data = await anext(body, None)
+        except TimeoutError:
+            raise Unavailable(f"the client has sent nothing for {SILENCE_TIMEOUT_S:.0f} s") from None
+        if data is None:
+            return
+        yield data
+
+
+async def _drain(body: AsyncIterator[bytes]) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_TIMEOUT_S):
+            async for _ in body:
+                pass

@@ -1,0 +1,146 @@
+"""Operations for administrators: cordons, drains and reservations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gpuhub.backends.interface import SchedulingBackend
+from gpuhub.broker.operations.views import view_node
+from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.transaction import Transaction
+from gpuhub.broker_api.schemas import (
+    CordonRequest,
+    NodeView,
+    ReservationRequest,
+    ReservationView,
+)
+from gpuhub.common.errors import InvalidRequest, NotAllowed, NotFound
+from gpuhub.domain import lease_states
+from gpuhub.domain import reservations as reservation_rules
+from gpuhub.domain.identity import Identity
+from gpuhub.nodes.status import Cordon, describe_cordon
+
+
+def require_admin(caller: Identity, what: str) -> None:
+    """Refuse a caller who is not an administrator.
+
+    Raises:
+        NotAllowed: names the action that only administrators may do.
+    """
+    if not caller.is_admin:
+        raise NotAllowed(f"{caller.name} is not an administrator: only administrators may {what}")
+
+
+# -- nodes ------------------------------------------------------------------------------------------------------------
+
+
+async def cordon(
+    core: BrokerState,
+    backend: SchedulingBackend,
+    caller: Identity,
+    node: str,
+    request: CordonRequest,
+    *,
+    is_drain: bool,
+) -> NodeView:
+    """Cordon a node, so that it takes no new work; a drain also ends what runs there after the grace period.
+
+    Raises:
+        NotAllowed: the caller is not an administrator.
+        NotFound: the node does not exist.
+        InvalidRequest: The backend would continue to give the node; the text says how to cordon it there.
+    """
+    require_admin(caller, "cordon nodes")
+    if not backend.capabilities.cordons:
+        raise InvalidRequest(backend.describe_cordon(node))
+    _require_node(core, node)
+    row = Cordon(
+        node=node,
+        state="draining" if is_drain else "cordoned",
+        by=caller.name,
+        reason=request.reason,
+        at=core.clock.now(),
+        grace_s=request.grace_s if is_drain else 0,
+    )
+    await core.cordon(node, row)
+    core.add_event(f"node.{row.state}", f"node {node} is {describe_cordon(row)}", node=node)
+    if is_drain:
+        await core.ledger.change(lambda draft: _shorten_leases(draft, row))
+    return view_node(core, backend, node)
+
+
+async def undrain(core: BrokerState, backend: SchedulingBackend, caller: Identity, node: str) -> NodeView:
+    """End a cordon or drain; leases that the drain shortened get their time limits back.
+
+    Raises:
+        NotAllowed: the caller is not an administrator.
+        NotFound: the node does not exist.
+    """
+    require_admin(caller, "cordon nodes")
+    _require_node(core, node)
+    before = core.capacity.cordons.get(node)
+    await core.cordon(node, None)
+    if before is not None:
+        core.add_event("node.uncordoned", f"node {node} takes work again, by {caller.name}", node=node)
+        await core.ledger.change(lambda draft: _restore_times(draft, node, core.capacity.cordons))
+    return view_node(core, backend, node)
+
+
+def _require_node(core: BrokerState, node: str) -> None:
+    if node not in core.capacity.inventory.nodes:
+        raise NotFound(f"there is no node {node!r}; there are: {', '.join(core.capacity.inventory.nodes)}")
+
+
+def _shorten_leases(draft: Transaction, row: Cordon) -> None:
+    for lease_id in sorted(draft.index.find("node", row.node)):
+        lease = draft.leases[lease_id]
+        draft.put_lease(
+            lease_states.shorten(lease, draft.now + row.grace_s, f"node {row.node} is {describe_cordon(row)}")
+        )
+
+
+def _restore_times(draft: Transaction, node: str, others: Mapping[str, Cordon]) -> None:
+    for lease_id in sorted(draft.index.find("node", node)):
+        lease = draft.leases[lease_id]
+        if not any(name in others and others[name].is_draining for name in lease.nodes):
+            draft.put_lease(lease_states.restore_time(lease))
+
+
+# -- reservations -----------------------------------------------------------------------------------------------------
+
+
+async def reserve(
+    core: BrokerState, backend: SchedulingBackend, caller: Identity, request: ReservationRequest
+) -> ReservationView:
+    """Reserve GPUs for some users in a period.
+
+    Raises:
+        NotAllowed: the caller is not an administrator.
+        InvalidRequest: a node or GPU does not exist, or the period is not valid.
+        Conflict: another reservation has some of the GPUs.
+    """
+    require_admin(caller, "reserve GPUs")
+    if not backend.capabilities.reservations:
+        raise InvalidRequest(backend.describe_reservation())
+    row = reservation_rules.build_reservation(
+        request, by=caller.name, inventory=core.capacity.inventory, now=core.clock.now()
+    )
+    reservation_rules.check_overlap(row, core.capacity.current_reservations, core.capacity.inventory)
+    await core.add_reservation(row)
+    core.add_event("reservation.made", f"reservation {row.name!r} was made by {caller.name}")
+    return reservation_rules.build_reservation_view(row)
+
+
+async def cancel_reservation(core: BrokerState, caller: Identity, reservation_id: str) -> None:
+    """Cancel a reservation.
+
+    Raises:
+        NotAllowed: the caller is not an administrator.
+        NotFound: the reservation does not exist.
+    """
+    require_admin(caller, "cancel reservations")
+    row = next((one for one in core.capacity.current_reservations if one.id == reservation_id), None)
+    if row is None:
+        raise NotFound(f"there is no reservation {reservation_id!r}")
+    await core.remove_reservation(reservation_id)
+    core.add_event("reservation.cancelled", f"reservation {row.name!r} was cancelled by {caller.name}")

@@ -1,0 +1,360 @@
+"""The view of the whole cluster: nodes, GPUs, profiles and the queue; linear in nodes, GPUs, leases and requests."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from gpuhub.backends.interface import ExternalJob, ExternalUsage
+from gpuhub.broker.operations import serializers
+from gpuhub.broker.operations.serializers import QueuePlace
+from gpuhub.broker_api.schemas import (
+    Capabilities,
+    ClusterView,
+    GpuState,
+    GpuView,
+    HolderView,
+    LeaseState,
+    NodeState,
+    NodeView,
+    OutsideProcess,
+    PartitionView,
+    ProfileView,
+    Purpose,
+    QueueEntry,
+    ReservationView,
+)
+from gpuhub.common.gpu import GpuRequirement
+from gpuhub.config.profiles import gpu_requirement
+from gpuhub.config.settings import ClusterSettings, ProfileSettings
+from gpuhub.domain import reservations
+from gpuhub.domain.models import LeaseRow
+from gpuhub.nodes import gpu_health
+from gpuhub.nodes.inventory import GpuReading, Inventory, NodeStatus
+from gpuhub.nodes.status import Cordon, GpuLeaseStatus
+from gpuhub.scheduler.interface import Scheduler, SchedulingRequest
+
+#: Maximum number of holders that are named for a profile: those whose time ends first.
+MAX_HOLDERS_SHOWN = 8
+#: Maximum number of requests that are shown of the queue's beginning, in addition to the caller's own.
+MAX_QUEUE_SHOWN = 1000
+#: The same for requests with an expected start, which takes a pass through the whole queue for each.
+MAX_STARTS_SHOWN = 12
+_UNLEASED = GpuLeaseStatus()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterViewInput:
+    """The values that the view of the cluster is built from. `now` is in seconds since 1970."""
+
+    cluster: ClusterSettings
+    #: Open leases by id.
+    leases: Mapping[str, LeaseRow]
+    #: Places of waiting requests by lease, each computed on access.
+    places: Mapping[str, QueuePlace]
+    inventory: Inventory
+    engine: Scheduler
+    now: float
+    monotonic: float
+    cordons: Mapping[str, Cordon] = field(default_factory=dict)
+    lease_statuses: Mapping[str, GpuLeaseStatus] = field(default_factory=dict)
+    reservations: Sequence[ReservationView] = ()
+    #: Jobs from outside gpuhub on the same GPUs, and the capabilities of the backend.
+    external: ExternalUsage = field(default_factory=ExternalUsage)
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    #: Builds the partitions that users may choose, from the nodes.
+    build_partitions: Callable[[Sequence[NodeView]], tuple[PartitionView, ...]] = lambda _: ()
+    #: Names of jobs by lease, if they have one.
+    job_names: Mapping[str, str] = field(default_factory=dict)
+    #: The caller, whose reservations and limits decide what starts at once; empty for a view for all users.
+    owner: str = ""
+    groups: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class _GpuSummary:
+    """Leases, reservations and holders of the cluster's GPUs, by UUID."""
+
+    held: Mapping[str, Sequence[LeaseRow]]
+    #: Number of shares of GPUs that are shared now.
+    shares: Mapping[str, int]
+    quarantined: frozenset[str]
+    reserved: Mapping[str, str]
+    #: Holders by lease.
+    holders: Mapping[str, HolderView]
+    #: Holders from outside gpuhub, by UUID.
+    outside: Mapping[str, HolderView]
+    free: set[str] = field(default_factory=set)
+    #: Candidates and their holders, by requirement and share.
+    serving: dict[tuple[GpuRequirement, int], tuple[frozenset[str], tuple[HolderView, ...]]] = field(
+        default_factory=dict
+    )
+
+
+def build_cluster(inputs: ClusterViewInput) -> ClusterView:
+    """Return the view of the whole cluster."""
+    gpus = _summarise_gpus(inputs)
+    order = inputs.engine.order_requests(inputs.now)
+    # Jobs from outside gpuhub have positions as well.
+    queue = [
+        (position, inputs.leases[lease_id]) for position, lease_id in enumerate(order, 1) if lease_id in inputs.leases
+    ]
+    demand = _count_demand(inputs.engine, [lease for _, lease in queue], gpus)
+    nodes_of = Counter(node for lease in inputs.leases.values() for node in lease.nodes)
+    nodes = tuple(build_node(inputs, record, gpus, nodes_of[record.name]) for record in inputs.inventory.nodes.values())
+    return ClusterView(
+        nodes=nodes,
+        profiles=tuple(_build_profile(inputs, profile, gpus, demand) for profile in inputs.cluster.profiles),
+        queue=tuple(
+            _build_entry(inputs, lease, position, number)
+            for number, (position, lease) in enumerate(queue, 1)
+            if _is_shown(inputs, lease, number)
+        ),
+        waiting=len(queue),
+        waiting_outside=inputs.external.waiting,
+        reservations=tuple(inputs.reservations),
+        engine=inputs.cluster.engine,
+        capabilities=inputs.capabilities,
+        partitions=inputs.build_partitions(nodes),
+        now=serializers.to_datetime(inputs.now),
+    )
+
+
+def _is_shown(inputs: ClusterViewInput, lease: LeaseRow, number: int) -> bool:
+    return number <= MAX_QUEUE_SHOWN or lease.owner == inputs.owner
+
+
+def _build_entry(inputs: ClusterViewInput, lease: LeaseRow, position: int, number: int) -> QueueEntry:
+    is_near = number <= MAX_STARTS_SHOWN or lease.owner == inputs.owner
+    place = inputs.places.get(lease.id) if is_near else None
+    expected_start = None if place is None else place.expected_start
+    return serializers.build_queue_entry(lease, position, expected_start, inputs.job_names.get(lease.id, ""))
+
+
+def build_one_node(inputs: ClusterViewInput, name: str) -> NodeView:
+    """Return the view of one node.
+
+    Raises:
+        KeyError: the node does not exist.
+    """
+    record = inputs.inventory.nodes[name]
+    return build_node(
+        inputs, record, _summarise_gpus(inputs), sum(name in lease.nodes for lease in inputs.leases.values())
+    )
+
+
+def _summarise_gpus(inputs: ClusterViewInput) -> _GpuSummary:
+    held: defaultdict[str, list[LeaseRow]] = defaultdict(list)
+    shares: dict[str, int] = {}
+    quarantined: set[str] = set()
+    for lease in inputs.leases.values():
+        for gpu in lease.gpus:
+            if gpu.released_at is None:
+                held[gpu.uuid].append(lease)
+                if gpu.share > 1:
+                    shares[gpu.uuid] = gpu.share
+                if lease.state is LeaseState.QUARANTINED:
+                    quarantined.add(gpu.uuid)
+    return _GpuSummary(
+        held=held,
+        shares=shares,
+        quarantined=frozenset(quarantined),
+        reserved=reservations.find_reserved(inputs.reservations, inputs.inventory, inputs.now),
+        holders={
+            lease.id: serializers.build_holder(lease, inputs.job_names.get(lease.id, ""))
+            for leases in held.values()
+            for lease in leases
+        },
+        outside={uuid: _build_external_holder(job, inputs.now) for uuid, job in inputs.external.gpus.items()},
+    )
+
+
+# -- nodes and GPUs ---------------------------------------------------------------------------------------------------
+
+
+def build_node(inputs: ClusterViewInput, record: NodeStatus, gpus: _GpuSummary, leases: int) -> NodeView:
+    """Return the view of one node, and add its free GPUs to `gpus`."""
+    cordon = inputs.cordons.get(record.name)
+    condition = gpu_health.assess_node(
+        inputs.inventory,
+        record.name,
+        cordon=cordon,
+        monotonic=inputs.monotonic,
+        scheduling=inputs.cluster.scheduling,
+    )
+    condition = _add_external_node(inputs.external, record.name, condition)
+    described = inputs.inventory.configured_nodes[record.name]
+    return NodeView(
+        name=record.name,
+        state=condition.state,
+        message=condition.message,
+        gpus=tuple(_build_gpu(inputs, record, gpu, gpus, cordon) for gpu in record.gpus),
+        driver=record.driver,
+        switch=described.switch,
+        rack=described.rack,
+        leases=leases,
+    )
+
+
+def _build_gpu(
+    inputs: ClusterViewInput, record: NodeStatus, gpu: GpuReading, gpus: _GpuSummary, cordon: Cordon | None
+) -> GpuView:
+    leases = gpus.held.get(gpu.uuid, ())
+    condition = gpu_health.assess_gpu(
+        inputs.inventory,
+        record.name,
+        gpu,
+        is_held=bool(leases),
+        is_quarantined=gpu.uuid in gpus.quarantined,
+        cordon=cordon,
+        lease_status=inputs.lease_statuses.get(gpu.uuid, _UNLEASED),
+        monotonic=inputs.monotonic,
+        scheduling=inputs.cluster.scheduling,
+    )
+    condition = _add_external_gpu(inputs.external, record.name, gpu.uuid, condition)
+    if condition.state is GpuState.FREE:
+        gpus.free.add(gpu.uuid)
+    is_fresh = record.is_fresh(inputs.monotonic)
+    holders = tuple([gpus.holders[lease.id] for lease in leases])
+    if condition.state is GpuState.OUTSIDE and gpu.uuid in gpus.outside:
+        holders = (gpus.outside[gpu.uuid],)
+    return GpuView(
+        uuid=gpu.uuid,
+        node=record.name,
+        index=gpu.index,
+        model=gpu.model,
+        memory_mib=gpu.memory_mib,
+        state=condition.state,
+        holder=holders[0] if holders else None,
+        holders=holders,
+        share=gpus.shares.get(gpu.uuid, 1),
+        is_mig=gpu.is_mig,
+        capability=None if gpu.capability is None else ".".join(map(str, gpu.capability)),
+        message=condition.message,
+        outside=tuple([OutsideProcess(pid=one.pid, memory_mib=one.memory_mib) for one in condition.outside_processes]),
+        reservation=gpus.reserved.get(gpu.uuid),
+        power_w=gpu.power_w if is_fresh else None,
+        temperature_c=gpu.temperature_c if is_fresh else None,
+        utilisation_percent=gpu.utilisation_percent if is_fresh else None,
+        memory_used_mib=gpu.memory_used_mib if is_fresh else None,
+    )
+
+
+def _build_external_holder(job: ExternalJob, now: float) -> HolderView:
+    return HolderView(
+        owner=job.owner,
+        purpose=Purpose.JOB,
+        since=serializers.to_datetime(now if job.started_at is None else job.started_at),
+        until=serializers.to_optional_datetime(job.ends_at),
+        slurm_job=job.id,
+        is_outside=True,
+    )
+
+
+def _add_external_gpu(
+    external: ExternalUsage, node: str, uuid: str, condition: gpu_health.GpuCondition
+) -> gpu_health.GpuCondition:
+    """Return the condition of a GPU without a lease: an external job may have it, or its node may get no work."""
+    job, reason = external.gpus.get(uuid), external.unavailable.get(node)
+    if job is not None and condition.state in {GpuState.FREE, GpuState.OUTSIDE}:
+        return replace(condition, state=GpuState.OUTSIDE, message=job.text)
+    if reason is not None and condition.state is GpuState.FREE:
+        return replace(condition, state=GpuState.UNAVAILABLE, message=reason)
+    return condition
+
+
+def _add_external_node(
+    external: ExternalUsage, node: str, condition: gpu_health.NodeCondition
+) -> gpu_health.NodeCondition:
+    """Return the condition of a node; one that answers and gets no work from the backend counts as cordoned."""
+    reason = external.unavailable.get(node)
+    if reason is None or condition.state is not NodeState.UP:
+        return condition
+    message = "; ".join(text for text in (reason, condition.message) if text)
+    return gpu_health.NodeCondition(state=NodeState.CORDONED, message=message)
+
+
+# -- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def _count_demand(
+    engine: Scheduler, waiting: Sequence[LeaseRow], gpus: _GpuSummary
+) -> list[tuple[frozenset[str], int]]:
+    """Return the GPUs that meet each requirement in the queue, and the number of requests with it."""
+    asks = [lease.resources for lease in waiting if lease.resources.size]
+    kinds = Counter((ask.models, ask.least_memory_mib, ask.least_driver, ask.least_capability) for ask in asks)
+    some = {(ask.models, ask.least_memory_mib, ask.least_driver, ask.least_capability): ask for ask in asks}
+    return [
+        (_find_serving(engine, SchedulingRequest(id="", owner="", requirement=some[kind].requirement), gpus)[0], count)
+        for kind, count in kinds.items()
+    ]
+
+
+def _find_serving(
+    engine: Scheduler, request: SchedulingRequest, gpus: _GpuSummary
+) -> tuple[frozenset[str], tuple[HolderView, ...]]:
+    """Return the GPUs that can serve a request, and their holders; computed once for equal requirements."""
+    if not request.size:
+        return frozenset(), ()
+    key = (request.requirement, request.share)
+    if key not in gpus.serving:
+        serving = engine.find_candidates(request)
+        gpus.serving[key] = serving, _find_holders(serving, gpus)
+    return gpus.serving[key]
+
+
+def _build_profile(
+    inputs: ClusterViewInput, profile: ProfileSettings, gpus: _GpuSummary, demand: Sequence[tuple[frozenset[str], int]]
+) -> ProfileView:
+    request = SchedulingRequest(
+        id="",
+        owner=inputs.owner,
+        groups=inputs.groups,
+        created_at=inputs.now,
+        gpus_per_node=profile.gpu_count,
+        requirement=gpu_requirement(profile),
+        share=profile.gpu_share,
+        exclusive=profile.exclusive,
+        time_limit_s=profile.time_limit,
+        cpu_milli=round(profile.cpus * 1000),
+        memory_mib=profile.memory // 1024**2,
+    )
+    serving, holders = _find_serving(inputs.engine, request, gpus)
+    starts_now = inputs.engine.can_start_now(request, inputs.now)
+    # A free GPU that would not be granted at once is claimed by an earlier request, or reserved.
+    free = 0 if profile.gpu_count == 1 and not starts_now else _count_free(profile.gpu_share, serving, gpus)
+    return ProfileView(
+        name=profile.name,
+        title=profile.title,
+        description=profile.description,
+        gpu_count=profile.gpu_count,
+        total=len(serving) * profile.gpu_share,
+        free=free,
+        starts_now=starts_now,
+        ahead=0 if starts_now else sum(count for candidates, count in demand if candidates & serving),
+        holders=holders,
+        share=profile.gpu_share,
+    )
+
+
+def _count_free(share: int, serving: frozenset[str], gpus: _GpuSummary) -> int:
+    """Return the number of free GPUs, or of free GPU shares."""
+    unused = len(gpus.free & serving) * share
+    if share == 1:
+        return unused
+    shared = [uuid for uuid in serving & gpus.shares.keys() if gpus.shares[uuid] == share]
+    return unused + sum(share - len(gpus.held[uuid]) for uuid in shared)
+
+
+def _find_holders(serving: frozenset[str], gpus: _GpuSummary) -> tuple[HolderView, ...]:
+    leases = {lease.id: lease for uuid in serving & gpus.held.keys() for lease in gpus.held[uuid]}
+    jobs = {holder.slurm_job: holder for uuid in serving & gpus.outside.keys() for holder in (gpus.outside[uuid],)}
+    holders = [gpus.holders[lease_id] for lease_id in sorted(leases)] + list(jobs.values())
+    return tuple(heapq.nsmallest(MAX_HOLDERS_SHOWN, holders, key=_end_of))
+
+
+def _end_of(holder: HolderView) -> tuple[float, float]:
+    return (inf if holder.until is None else holder.until.timestamp(), holder.since.timestamp())

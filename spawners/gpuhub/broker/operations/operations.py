@@ -1,0 +1,363 @@
+"""Operations of the broker for its callers, each one change of the ledger or one view of it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+from gpuhub.backends.interface import SchedulingBackend
+from gpuhub.broker.admission import access, stream_limits
+from gpuhub.broker.admission import extend as extensions
+from gpuhub.broker.admission.submit import AdmissionController
+from gpuhub.broker.operations import admin, serializers, views
+from gpuhub.broker.operations.cluster_cache import ClusterViewCache
+from gpuhub.broker.operations.long_poll import ReadVersion, wait_for_change
+from gpuhub.broker.state import mutations
+from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.transaction import Transaction
+from gpuhub.broker_api.schemas import (
+    ActivationRequest,
+    ArrayRequest,
+    ClusterView,
+    CordonRequest,
+    EventView,
+    ExtensionRequest,
+    JobRequest,
+    JobState,
+    JobView,
+    LeaseRequest,
+    LeaseState,
+    LeaseView,
+    NodeView,
+    PendingReasonView,
+    Purpose,
+    ReservationRequest,
+    ReservationView,
+    UsageView,
+)
+from gpuhub.common.errors import Conflict
+from gpuhub.domain import job_states
+from gpuhub.domain import lease_states as leases
+from gpuhub.domain import reservations as reservation_rules
+from gpuhub.domain.identity import Identity
+from gpuhub.domain.models import LeaseRow
+
+#: Maximum number of jobs in a list that includes ended ones.
+MAX_JOBS = 200
+
+
+class BrokerOperations:
+    """The operations that the HTTP API offers, with the checks of the callers' rights."""
+
+    def __init__(self, core: BrokerState, backend: SchedulingBackend) -> None:
+        self._core = core
+        self._backend = backend
+        self._admission = AdmissionController(core, backend.admit)
+        self._cluster_views = ClusterViewCache(core, backend)
+        self._streams = stream_limits.ConcurrencyLimiter()
+
+    # -- leases ---------------------------------------------------------------------------------------------------
+
+    async def request_lease(self, caller: Identity, request: LeaseRequest) -> LeaseView:
+        """Request a lease for a notebook.
+
+        A server that has a lease already gets that one, and a repeated key the lease of its first use, ended or not.
+
+        Raises:
+            Conflict: the server runs with another profile, or the key was used for another request.
+            NotAllowed, InvalidRequest, TooManyWaiting: the request is refused.
+        """
+        self._backend.validate_request(request)
+        lease = await self._admission.submit_notebook(caller, request)
+        self._note_poll(caller, lease)
+        return await self.lease(caller, lease.id)
+
+    async def lease(self, caller: Identity, lease_id: str) -> LeaseView:
+        """Return a lease, ended or not.
+
+        Raises:
+            NotFound: the lease does not exist, or it belongs to another user.
+        """
+        lease = await access.find_lease(self._core, caller, lease_id)
+        self._note_poll(caller, lease)
+        return views.view_lease(self._core, lease)
+
+    async def wait_lease(self, caller: Identity, lease_id: str, version: int | None, wait_s: float) -> LeaseView:
+        """Return the lease as soon as its version differs from `version`, at the latest after `wait_s` seconds.
+
+        Raises:
+            NotFound, TooManyStreams: the lease cannot be watched.
+        """
+
+        async def read_version() -> tuple[int, bool]:
+            row = await access.find_lease(self._core, caller, lease_id)
+            self._note_poll(caller, row)
+            return self._core.queue_positions.find_version(row), row.state is LeaseState.REQUESTED
+
+        await self._poll(caller, lease_id, read_version, version, wait_s)
+        return await self.lease(caller, lease_id)
+
+    def leases(self, caller: Identity) -> list[LeaseView]:
+        """Return leases that have not ended: the caller's own, or all for an administrator."""
+        rows = self._core.ledger.snapshot.leases
+        ids = rows if caller.sees_all else self._core.ledger.index.find("owner", caller.name)
+        leases = sorted((rows[lease_id] for lease_id in ids if lease_id in rows), key=lambda row: row.seq)
+        return [views.view_lease(self._core, lease) for lease in leases]
+
+    async def activate(self, caller: Identity, lease_id: str, activation: ActivationRequest) -> LeaseView:
+        """Record the notebook's container, which may be started after this succeeds.
+
+        Raises:
+            NotFound, Conflict: the lease is not granted, or has ended.
+        """
+        lease = await access.find_lease(self._core, caller, lease_id)
+        if lease.purpose is not Purpose.NOTEBOOK:
+            raise Conflict("only the broker activates a job's lease")
+        if lease.state in leases.LIVE:
+            await self._backend.confirm(lease)
+
+        def edit(draft: Transaction) -> None:
+            current = _open_lease(draft, lease_id)
+            draft.put_lease(leases.activate(current, activation.container_id, draft.now))
+
+        await self._core.ledger.change(edit)
+        return await self.lease(caller, lease_id)
+
+    async def release(self, caller: Identity, lease_id: str) -> LeaseView:
+        """Release a lease; a repeated call changes nothing. A job's lease ends with its job."""
+        lease = await access.find_lease(self._core, caller, lease_id)
+        reason = "stopped" if caller.name == lease.owner or caller.any_owner else f"ended by {caller.name}"
+        await self._core.ledger.change(mutations.end_leases({lease_id: reason}))
+        return await self.lease(caller, lease_id)
+
+    async def extend(self, caller: Identity, lease_id: str, extension: ExtensionRequest) -> LeaseView:
+        """Extend a lease.
+
+        Raises:
+            InvalidRequest: the new end exceeds a limit.
+            Conflict: the lease is ending, or other requests wait for its GPUs.
+            NotFound: the lease does not exist.
+        """
+        lease = await access.find_lease(self._core, caller, lease_id)
+        if self._backend.capabilities.external_jobs:
+            # Nothing is asked of the backend that gpuhub would refuse.
+            await self._core.ledger.change(
+                partial(extensions.build_extended, self._core, lease_id, extension.time_limit_s)
+            )
+            await self._backend.extend(lease, extension.time_limit_s)
+        await extensions.extend(self._core, lease_id, extension.time_limit_s)
+        return await self.lease(caller, lease_id)
+
+    async def why(self, caller: Identity, lease_id: str) -> PendingReasonView:
+        """Explain why a request waits.
+
+        Raises:
+            NotFound: the lease does not exist.
+            Conflict: it does not wait.
+        """
+        lease = await access.find_lease(self._core, caller, lease_id)
+        if lease.state is not LeaseState.REQUESTED:
+            raise Conflict(f"lease {lease_id} is {lease.state}: it does not wait")
+        try:
+            why = self._core.scheduler.explain_pending(lease_id, self._core.clock.now(), with_constraints=True)
+        except KeyError:
+            raise Conflict(f"lease {lease_id} is just being granted") from None
+        return serializers.build_why(lease, why)
+
+    async def force(self, caller: Identity, lease_id: str) -> LeaseView:
+        """Free the GPUs of an ending lease without proof that its containers are gone.
+
+        Raises:
+            NotAllowed, NotFound: the caller is not an administrator, or the lease does not exist.
+            Conflict: the lease is not ending.
+        """
+        admin.require_admin(caller, "free GPUs without proof")
+        await access.find_lease(self._core, caller, lease_id)
+        await self._core.ledger.change(mutations.force_release(lease_id, caller.name))
+        return await self.lease(caller, lease_id)
+
+    # -- jobs -----------------------------------------------------------------------------------------------------
+
+    async def request_job(self, caller: Identity, request: JobRequest) -> JobView:
+        """Request workers; a run that has a job already gets that one.
+
+        Raises:
+            NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs: the request is refused.
+        """
+        self._backend.validate_request(request)
+        job = await self._admission.submit_job(caller, request)
+        return await self.job(caller, job.id)
+
+    async def request_array(self, caller: Identity, request: ArrayRequest) -> list[JobView]:
+        """Request an array of jobs with one GPU each, all or none; runs that have a job already keep it.
+
+        Raises:
+            NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs: the request is refused.
+        """
+        self._backend.validate_request(request.job)
+        rows = await self._admission.submit_array(caller, request)
+        return [await self.job(caller, row.id) for row in rows]
+
+    async def job(self, caller: Identity, job_id: str) -> JobView:
+        """Return a job, ended or not.
+
+        Raises:
+            NotFound: the job does not exist, or it belongs to another user.
+        """
+        return await views.view_job(self._core, await access.find_job(self._core, caller, job_id))
+
+    async def wait_job(self, caller: Identity, job_id: str, version: int | None, wait_s: float) -> JobView:
+        """Return the job as soon as its version differs from `version`, at the latest after `wait_s` seconds.
+
+        Raises:
+            NotFound, TooManyStreams: the job cannot be watched.
+        """
+
+        async def read_version() -> tuple[int, bool]:
+            job = await self.job(caller, job_id)
+            return job.version, job.state is JobState.WAITING
+
+        await self._poll(caller, job_id, read_version, version, wait_s)
+        return await self.job(caller, job_id)
+
+    async def jobs(self, caller: Identity, *, ended: bool = False) -> list[JobView]:
+        """Return jobs that have not ended: the caller's own, or all for an administrator.
+
+        With `ended`, recently ended jobs as well: the `MAX_JOBS` newest ones, newest first.
+        """
+        rows = self._core.ledger.snapshot.jobs
+        ids = rows if caller.sees_all else self._core.ledger.index.find("jobs of owner", caller.name)
+        open_rows = sorted(
+            (rows[job_id] for job_id in ids if job_id in rows), key=lambda row: (row.created_at, row.run_id)
+        )
+        if not ended:
+            return [await self.job(caller, row.id) for row in open_rows]
+        shown = [await self.job(caller, row.id) for row in reversed(open_rows[-MAX_JOBS:])]
+        ended_jobs = await views.view_ended_jobs(self._core, caller, MAX_JOBS - len(shown))
+        shown_ids = {job.id for job in shown}
+        all_jobs = [*shown, *(job for job in ended_jobs if job.id not in shown_ids)]
+        return sorted(all_jobs, key=lambda job: (job.created_at, job.run_id), reverse=True)
+
+    async def renew(self, caller: Identity, job_id: str) -> None:
+        """Record a heartbeat of the job's notebook.
+
+        Raises:
+            NotFound: the job does not exist.
+            Conflict: the job has ended.
+        """
+        job = await access.find_job(self._core, caller, job_id)
+        if job.ended_at is not None:
+            raise Conflict(f"job {job_id} has ended: {job.reason}")
+        self._core.heartbeats.record(job_id)
+
+    async def stop_job(self, caller: Identity, job_id: str) -> JobView:
+        """Stop a job; a repeated call changes nothing."""
+        job = await access.find_job(self._core, caller, job_id)
+        reason = "stopped" if caller.name == job.owner else f"ended by {caller.name}"
+
+        def edit(draft: Transaction) -> None:
+            if job_id in draft.jobs:
+                draft.put_job(job_states.stop(draft.jobs[job_id], reason, draft.now))
+
+        await self._core.ledger.change(edit)
+        return await self.job(caller, job_id)
+
+    # -- the cluster ----------------------------------------------------------------------------------------------
+
+    def cluster_view(self, caller: Identity | None = None) -> ClusterView:
+        """Return the whole cluster, as shown to the caller."""
+        return views.view_cluster(self._core, self._backend, caller)
+
+    def cluster_json(self, caller: Identity) -> bytes:
+        """Return the whole cluster as JSON, which may be some moments old in a large cluster."""
+        return self._cluster_views.render(caller)
+
+    async def usage(self, caller: Identity, owner: str | None) -> list[UsageView]:
+        """Return usage and limits: the caller's own, or those of `owner` or all owners for an administrator.
+
+        Raises:
+            NotAllowed: the owner is another user, and the caller is not an administrator.
+        """
+        usage = views.view_usage(self._core, caller, owner)
+        return await self._backend.count_usage(usage, is_everybody=owner is None and caller.sees_all)
+
+    async def events(self, caller: Identity, after: int | None, limit: int) -> list[EventView]:
+        """Return events, oldest first: those about the caller, or all for an administrator."""
+        rows = await self._core.read_events(after, limit, None if caller.sees_all else caller.name)
+        return [views.view_event(row) for row in rows]
+
+    def reservations(self) -> list[ReservationView]:
+        """Return reservations that have not ended."""
+        return [reservation_rules.build_reservation_view(row) for row in self._core.capacity.current_reservations]
+
+    # -- for administrators ---------------------------------------------------------------------------------------
+
+    async def reserve(self, caller: Identity, request: ReservationRequest) -> ReservationView:
+        """Reserve GPUs for some users in a period.
+
+        Raises:
+            NotAllowed, InvalidRequest: the request is refused.
+            Conflict: another reservation has some of the GPUs.
+        """
+        return await admin.reserve(self._core, self._backend, caller, request)
+
+    async def cancel_reservation(self, caller: Identity, reservation_id: str) -> None:
+        """Cancel a reservation.
+
+        Raises:
+            NotAllowed, NotFound: the caller is not an administrator, or the reservation does not exist.
+        """
+        await admin.cancel_reservation(self._core, caller, reservation_id)
+
+    async def cordon(self, caller: Identity, node: str, request: CordonRequest) -> NodeView:
+        """Cordon a node: it takes no new work, and what runs there continues.
+
+        Raises:
+            NotAllowed, NotFound: the caller is not an administrator, or the node does not exist.
+        """
+        return await admin.cordon(self._core, self._backend, caller, node, request, is_drain=False)
+
+    async def drain(self, caller: Identity, node: str, request: CordonRequest) -> NodeView:
+        """Drain a node: it takes no new work, and what runs there ends after the grace period.
+
+        Raises:
+            NotAllowed, NotFound: the caller is not an administrator, or the node does not exist.
+        """
+        return await admin.cordon(self._core, self._backend, caller, node, request, is_drain=True)
+
+    async def undrain(self, caller: Identity, node: str) -> NodeView:
+        """End a cordon or drain; leases that were to end by the drain get their time limits back.
+
+        Raises:
+            NotAllowed, NotFound: the caller is not an administrator, or the node does not exist.
+        """
+        return await admin.undrain(self._core, self._backend, caller, node)
+
+    async def _poll(
+        self, caller: Identity, subject_id: str, read_version: ReadVersion, version: int | None, wait_s: float
+    ) -> None:
+        core = self._core
+        # The hub's spawner waits for all users, so it has no limit.
+        slot = (
+            nullcontext() if caller.sees_all or not wait_s else self._streams.acquire(stream_limits.POLLS, caller.name)
+        )
+        with slot:
+            await wait_for_change(
+                ledger=core.ledger,
+                clock=core.clock,
+                subject_id=subject_id,
+                read_version=read_version,
+                version=version,
+                wait_s=wait_s,
+            )
+
+    def _note_poll(self, caller: Identity, lease: LeaseRow) -> None:
+        if caller.any_owner and lease.is_open:
+            self._core.heartbeats.record(lease.id)
+
+
+def _open_lease(draft: Transaction, lease_id: str) -> LeaseRow:
+    lease = draft.leases.get(lease_id)
+    if lease is None:
+        raise Conflict(f"lease {lease_id} has ended")
+    return lease

@@ -1,0 +1,214 @@
+"""Conversion of the broker's rows to wire models, and texts about requests for users."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Protocol
+
+from gpuhub.broker_api.schemas import (
+    ConstraintView,
+    HolderView,
+    JobView,
+    LeasedGpuView,
+    LeaseView,
+    PendingReasonView,
+    Purpose,
+    QueueEntry,
+    UsageView,
+    WorkerView,
+)
+from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow
+from gpuhub.scheduler import interface
+
+
+class QueuePlace(Protocol):
+    """The place of a waiting request in the queue; the scheduler's `PendingReason` is one."""
+
+    @property
+    def position(self) -> int:
+        """Position in the queue, from 1."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """Text of one line for the user that explains why the request waits."""
+        ...
+
+    @property
+    def expected_start(self) -> float | None:
+        """Expected time of the grant, seconds since 1970; None if unknown."""
+        ...
+
+
+def to_datetime(seconds: float) -> datetime:
+    """Return seconds since 1970 as a UTC time."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def to_optional_datetime(seconds: float | None) -> datetime | None:
+    """Return seconds since 1970 as a UTC time, and None for None."""
+    return None if seconds is None else to_datetime(seconds)
+
+
+def build_gpu(gpu: LeasedGpu) -> LeasedGpuView:
+    """Return the wire model of a leased GPU or GPU share."""
+    return LeasedGpuView(
+        uuid=gpu.uuid,
+        node=gpu.node,
+        index=gpu.index,
+        model=gpu.model,
+        memory_mib=gpu.memory_mib,
+        share=gpu.share,
+        memory_cap_mib=None if gpu.share == 1 else gpu.memory_mib // gpu.share,
+    )
+
+
+def build_lease(lease: LeaseRow, version: int, place: QueuePlace | None) -> LeaseView:
+    """Return a lease, as shown to its owner; `place` is its place in the queue, if it waits."""
+    return LeaseView(
+        id=lease.id,
+        owner=lease.owner,
+        purpose=lease.purpose,
+        subject=lease.subject,
+        profile=lease.profile,
+        state=lease.state,
+        version=version,
+        position=None if place is None else place.position,
+        waiting_for=None if place is None else place.text,
+        expected_start=None if place is None else to_optional_datetime(place.expected_start),
+        note=lease.note,
+        priority=lease.resources.priority,
+        nodes=lease.nodes,
+        gpus=tuple(build_gpu(gpu) for gpu in lease.gpus),
+        slurm_job=lease.slurm_job,
+        epoch=lease.epoch,
+        created_at=to_datetime(lease.created_at),
+        granted_at=to_optional_datetime(lease.granted_at),
+        expires_at=to_optional_datetime(lease.expires_at),
+        reason=lease.reason,
+    )
+
+
+def build_job(job: JobRow, lease: LeaseRow, version: int, place: QueuePlace | None, renew_within_s: float) -> JobView:
+    """Return a job, as shown to its owner; `version` covers the job and its lease."""
+    return JobView(
+        id=job.id,
+        run_id=job.run_id,
+        owner=job.owner,
+        state=job.state,
+        version=version,
+        lease=build_lease(lease, version, place),
+        workers=tuple(
+            WorkerView(
+                index=worker.index,
+                node=worker.node,
+                gpus=tuple(build_gpu(gpu) for gpu in lease.gpus if gpu.worker == worker.index),
+                state=worker.state,
+                exit_code=worker.exit_code,
+                message=worker.message,
+            )
+            for worker in job.workers
+        ),
+        nnodes=job.nnodes,
+        nproc_per_node=job.nproc_per_node,
+        reason=job.reason,
+        renew_within_s=renew_within_s,
+        min_nnodes=job.min_nnodes,
+        gpus=job.gpus,
+        scavenge=lease.resources.scavenge,
+        preemptions=job.preemptions,
+        checkpoint_until=to_optional_datetime(job.checkpoint_until),
+        array=job.array,
+        detached=job.detached,
+        name=job.name,
+        joins=job.joins,
+        created_at=to_datetime(job.created_at),
+        started_at=to_optional_datetime(job.started_at),
+        ended_at=to_optional_datetime(job.ended_at),
+        exit_code=job.exit_code,
+    )
+
+
+def build_why(lease: LeaseRow, why: interface.PendingReason) -> PendingReasonView:
+    """Return all reasons why a request waits."""
+    return PendingReasonView(
+        lease=lease.id,
+        position=why.position,
+        waits_for=why.text,
+        expected_start=to_optional_datetime(why.expected_start),
+        obstacles=tuple(
+            ConstraintView(
+                demand=constraint.requirement, would_start_at=to_optional_datetime(constraint.would_start_at)
+            )
+            for constraint in why.constraints
+        ),
+    )
+
+
+def build_queue_entry(lease: LeaseRow, position: int, expected_start: float | None, name: str = "") -> QueueEntry:
+    """Return a waiting request, as shown to all users; `name` is that of its job, if any."""
+    return QueueEntry(
+        lease=lease.id,
+        position=position,
+        owner=lease.owner,
+        purpose=lease.purpose,
+        wants=": ".join(text for text in (name, describe_request(lease)) if text),
+        since=to_datetime(lease.created_at),
+        expected_start=to_optional_datetime(expected_start),
+    )
+
+
+def build_usage(owner: str, usage: interface.OwnerUsage, waiting: int, limits: interface.QuotaLimits) -> UsageView:
+    """Return usage and limits of one owner."""
+    return UsageView(
+        owner=owner,
+        gpus=usage.gpus,
+        waiting=waiting,
+        gpu_hours_week=round(usage.gpu_hours_week, 3),
+        decayed_gpu_hours=round(usage.decayed_gpu_hours, 3),
+        penalty_s=round(usage.penalty_s, 1),
+        max_gpus=limits.max_gpus,
+        max_gpu_hours_week=limits.gpu_hours_per_week,
+        max_waiting=limits.max_waiting,
+    )
+
+
+def build_holder(lease: LeaseRow, name: str = "") -> HolderView:
+    """Return the holder of a lease's GPUs; `name` is that of its job, if any."""
+    return HolderView(
+        owner=lease.owner,
+        purpose=lease.purpose,
+        since=to_datetime(lease.granted_at or lease.created_at),
+        until=to_optional_datetime(lease.expires_at),
+        name=name,
+        slurm_job=lease.slurm_job,
+    )
+
+
+def describe_request(lease: LeaseRow) -> str:
+    """Return a text for users, such as `profile rtx5090`, `1 to 3 nodes × 2 RTX 5090` or `8 GPUs anywhere`."""
+    ask = lease.resources
+    if lease.purpose is Purpose.NOTEBOOK:
+        return f"profile {lease.profile}"
+    gpu = " or ".join(ask.models) or "GPU"
+    if ask.spread is not None:
+        return ", ".join([f"{ask.spread} {_plural(gpu, ask.spread, ask.models)} anywhere", *_list_flags(lease)])
+    least = f"{ask.least_nodes} to " if ask.least_nodes < ask.nodes else ""
+    nodes = f"{least}{ask.nodes} node{'s' if ask.nodes > 1 else ''}"
+    each = f"{ask.gpus_per_node} {_plural(gpu, ask.gpus_per_node, ask.models)}"
+    return ", ".join([f"{nodes} × {each}", *_list_flags(lease)])
+
+
+def _plural(gpu: str, count: int, models: Sequence[str]) -> str:
+    return gpu if models or count == 1 else f"{gpu}s"
+
+
+def _list_flags(lease: LeaseRow) -> list[str]:
+    """Return further properties of a request, for its text in the queue."""
+    flags = (
+        ("exclusive", lease.resources.exclusive),
+        ("scavenging", lease.resources.scavenge),
+        ("batch", lease.resources.batch),
+    )
+    return [name for name, is_set in flags if is_set]

@@ -1,0 +1,136 @@
+"""The nodes as last read, with cordons and reservations, and their values for the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+
+from gpuhub.broker.db.store import SeenGpu, Store
+from gpuhub.broker.state.conditions import GpuLeaseFlags
+from gpuhub.common.gpu import GpuSpec
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.domain import reservations as reservations_module
+from gpuhub.domain.clock import Clock
+from gpuhub.domain.models import LeaseRow, ReservationRow
+from gpuhub.nodes.gpu_health import build_node_capacity
+from gpuhub.nodes.inventory import Inventory
+from gpuhub.nodes.status import Cordon, NodeStatus
+from gpuhub.scheduler.interface import NodeCapacity, Reservation
+
+
+class Capacity:
+    """The inventory of nodes, with the administrators' cordons and reservations."""
+
+    def __init__(
+        self,
+        *,
+        cluster: ClusterSettings,
+        store: Store,
+        inventory: Inventory,
+        clock: Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._store = store
+        self._clock = clock
+        self.inventory = inventory
+        self.cordons: Mapping[str, Cordon] = {cordon.node: cordon for cordon in store.load_cordons()}
+        self.reservations = tuple(store.load_reservations())
+        self.lease_flags = GpuLeaseFlags()
+        #: GPUs of every node, reachable or not; None for a node that was never read. Replaced, not changed, when GPUs
+        #: change.
+        self.cards: dict[str, tuple[GpuSpec, ...] | None] = inventory.cards()
+
+    def update_node(self, record: NodeStatus) -> None:
+        """Take over what was read from a node."""
+        before = self.inventory.nodes[record.name]
+        if record == before:
+            return
+        self.inventory = self.inventory.with_node(record)
+        cards = tuple(gpu.card for gpu in record.gpus) if record.has_readings else self.cards[record.name]
+        if cards != self.cards[record.name] or record.driver != before.driver:
+            self.cards = {**self.cards, record.name: cards}
+
+    def build_node_capacity(self, name: str) -> NodeCapacity:
+        """Return a node's capacity for the scheduler."""
+        return build_node_capacity(
+            self.inventory,
+            name,
+            cordon=self.cordons.get(name),
+            lease_statuses=self.lease_flags.by_uuid,
+            monotonic=self._clock.monotonic(),
+            scheduling=self._cluster.scheduling,
+        )
+
+    def build_reservations(self) -> list[Reservation]:
+        return [reservations_module.build_scheduler_reservation(row, self.inventory) for row in self.reservations]
+
+    def get_identity(self, node: str) -> tuple[str | None, str | None]:
+        """Return the ids of daemon and boot with which a lease on the node begins."""
+        return self.inventory.nodes[node].identity
+
+    # -- held GPUs ---------------------------------------------------------------------------------------------------
+
+    def mark_held(self, rows: Iterable[LeaseRow]) -> None:
+        """Mark the GPUs of these leases as held."""
+        for lease in rows:
+            for gpu in lease.held:
+                self.lease_flags.mark_held(gpu.uuid, lease.id)
+
+    def mark_freed(self, lease: LeaseRow) -> set[str]:
+        """Mark the released GPUs of a lease as free, and return their nodes as far as these are in the settings."""
+        freed = [gpu for gpu in lease.gpus if gpu.released_at is not None]
+        for gpu in freed:
+            self.lease_flags.mark_freed(gpu.uuid, lease.id, self._clock.monotonic())
+        return {gpu.node for gpu in freed if gpu.node in self.inventory.nodes}
+
+    async def save_seen_gpus(self, record: NodeStatus) -> None:
+        """Store which GPUs a node has, for times when it cannot be read."""
+        seen = build_seen_gpus(record, self._clock.now())
+        await asyncio.to_thread(self._store.save_seen_gpus, record.name, seen)
+
+    # -- cordons and reservations ------------------------------------------------------------------------------------
+
+    async def set_cordon(self, node: str, cordon: Cordon | None) -> None:
+        """Store and apply a node's cordon; None removes it."""
+        await asyncio.to_thread(self._store.save_cordon, node, cordon)
+        others = {name: other for name, other in self.cordons.items() if name != node}
+        self.cordons = others if cordon is None else {**others, node: cordon}
+
+    @property
+    def current_reservations(self) -> Sequence[ReservationRow]:
+        """The reservations that have not ended, the earliest first."""
+        now = self._clock.now()
+        return [row for row in self.reservations if row.ends_at > now]
+
+    async def add_reservation(self, row: ReservationRow) -> None:
+        await asyncio.to_thread(self._store.save_reservation, row)
+        self.reservations = tuple(sorted((*self.reservations, row), key=lambda row: (row.starts_at, row.id)))
+
+    async def remove_reservations(self, ids: Sequence[str]) -> None:
+        await asyncio.to_thread(self._store.delete_reservations, ids)
+        self.reservations = tuple(row for row in self.reservations if row.id not in ids)
+
+    async def remove_ended_reservations(self) -> bool:
+        """Remove reservations that have ended; return whether there were any."""
+        ended = [row.id for row in self.reservations if row.ends_at <= self._clock.now()]
+        if ended:
+            await self.remove_reservations(ended)
+        return bool(ended)
+
+
+def build_seen_gpus(record: NodeStatus, now: float) -> list[SeenGpu]:
+    """Return the stored values of a node's GPUs."""
+    return [
+        SeenGpu(
+            uuid=gpu.uuid,
+            node=record.name,
+            index=gpu.index,
+            model=gpu.model,
+            memory_mib=gpu.memory_mib,
+            capability=gpu.capability,
+            is_mig=gpu.is_mig,
+            seen_at=now,
+        )
+        for gpu in record.gpus
+        if gpu.is_listed
+    ]

@@ -1,0 +1,171 @@
+"""Changes of leases and jobs by controllers and administrators, as functions that edit a transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from gpuhub.broker.state.transaction import Transaction
+from gpuhub.domain import job_states, lease_states
+from gpuhub.domain.models import JobRow, LeaseRow
+
+Edit = Callable[[Transaction], None]
+
+
+def end_leases(reasons: Mapping[str, str]) -> Edit:
+    """Release leases, each for its reason; ended leases do not change."""
+
+    def edit(transaction: Transaction) -> None:
+        for lease_id, reason in reasons.items():
+            if lease_id in transaction.leases:
+                transaction.put_lease(lease_states.release(transaction.leases[lease_id], reason, transaction.now))
+
+    return edit
+
+
+def change_jobs(changes: Sequence[tuple[str, Callable[[JobRow, float], JobRow]]]) -> Edit:
+    """Change jobs; ended jobs do not change."""
+
+    def edit(transaction: Transaction) -> None:
+        for job_id, change in changes:
+            if job_id in transaction.jobs and transaction.jobs[job_id].is_open:
+                transaction.put_job(change(transaction.jobs[job_id], transaction.now))
+
+    return edit
+
+
+def prove_released(lease_ids: Sequence[str], node: str) -> Edit:
+    """Prove that a node is clear of these leases, or of what they release there; other leases do not change."""
+
+    def edit(transaction: Transaction) -> None:
+        for lease_id in lease_ids:
+            lease = transaction.leases.get(lease_id)
+            if lease is not None and node in lease_states.unproven_nodes(lease):
+                transaction.put_lease(lease_states.prove_released(lease, node, transaction.now))
+
+    return edit
+
+
+def set_slurm_jobs(jobs: Mapping[str, int]) -> Edit:
+    """Set the Slurm jobs of leases; a lease that has one, or has ended, does not change."""
+
+    def edit(transaction: Transaction) -> None:
+        for lease_id, job in jobs.items():
+            lease = transaction.leases.get(lease_id)
+            if lease is not None and lease.is_open and lease.slurm_job is None:
+                transaction.put_lease(lease.evolve(slurm_job=job))
+
+    return edit
+
+
+def change_leases(changes: Sequence[tuple[str, Callable[[LeaseRow], LeaseRow]]]) -> Edit:
+    """Change leases; ended leases do not change."""
+
+    def edit(transaction: Transaction) -> None:
+        for lease_id, change in changes:
+            if lease_id in transaction.leases and transaction.leases[lease_id].is_open:
+                transaction.put_lease(change(transaction.leases[lease_id]))
+
+    return edit
+
+
+def shrink(lease_id: str, nodes: Collection[str]) -> Edit:
+    """Remove some nodes from a live lease and from its job."""
+
+    def edit(transaction: Transaction) -> None:
+        lease, job_id = transaction.leases.get(lease_id), transaction.index.find_one("job of lease", lease_id)
+        if lease is None or lease.state not in lease_states.LIVE or job_id is None:
+            return
+        transaction.put_lease(lease_states.shrink(lease, nodes, transaction.now))
+        transaction.put_job(job_states.shrink(transaction.jobs[job_id], nodes, transaction.now))
+
+    return edit
+
+
+def quarantine(reasons: Mapping[str, str]) -> Edit:
+    """Quarantine ending leases, each with the missing proof; other leases do not change."""
+
+    def edit(transaction: Transaction) -> None:
+        for lease_id, why in reasons.items():
+            lease = transaction.leases.get(lease_id)
+            if lease is not None and lease.state in lease_states.ENDING:
+                transaction.put_lease(lease_states.quarantine(lease, why, transaction.now))
+
+    return edit
+
+
+def force_release(lease_id: str, by: str) -> Edit:
+    """Free the GPUs of an ending lease without proof, on an administrator's responsibility."""
+
+    def edit(transaction: Transaction) -> None:
+        lease = transaction.leases.get(lease_id)
+        if lease is None:
+            return
+        transaction.put_lease(lease_states.force_release(lease, by, transaction.now))
+        text = f"{by} freed the GPUs of {lease.owner}'s lease without proof that its containers are gone"
+        transaction.add_event("lease.forced", text, owner=lease.owner, lease=lease.id)
+
+    return edit
+
+
+def note_lost_devices(node: str) -> Edit:
+    """Note for the owners of GPUs on a node that their containers have lost access to them, and the remedy."""
+
+    def edit(transaction: Transaction) -> None:
+        told = f"its container on {node} has lost its GPU, as when systemd is reloaded there: restart your server"
+        for lease in list(transaction.leases.values()):
+            if lease.state in lease_states.LIVE and any(gpu.node == node for gpu in lease.held):
+                transaction.put_lease(lease_states.set_note(lease, told))
+                transaction.add_event("gpu.lost", told, owner=lease.owner, lease=lease.id)
+
+    return edit
+
+
+def release_removed_nodes(known: Collection[str]) -> Edit:
+    """Release the leases on nodes that are no longer in the settings."""
+
+    def edit(transaction: Transaction) -> None:
+        for lease_id, lease in list(transaction.leases.items()):
+            for node in sorted(set(lease.nodes) - set(known)):
+                _release_removed_node(transaction, lease_id, node)
+
+    return edit
+
+
+def _release_removed_node(transaction: Transaction, lease_id: str, node: str) -> None:
+    reason = f"node {node} is no longer in cluster.toml"
+    lease = transaction.put_lease(lease_states.release(transaction.leases[lease_id], reason, transaction.now))
+    if node in lease_states.unproven_nodes(lease):
+        transaction.put_lease(lease_states.prove_released(lease, node, transaction.now))
+
+
+def apply_clock_jump(transaction: Transaction, seconds: float) -> None:
+    """Move all times of open leases and jobs by a jump of the clock, so that they keep the time they had left."""
+    _shift_all(transaction, seconds)
+    transaction.add_event(
+        "clock.jumped", f"the head node's clock was set by {seconds:+.0f} s: leases keep the time they had left"
+    )
+    # Later edits of the same transaction are not moved, so they must get times of the new clock: a release in the
+    # future could not be proven before the clock catches up.
+    transaction.now += seconds
+
+
+def clamp_future_timestamps(transaction: Transaction) -> None:
+    """Move the times of everything open back if something began in the future.
+
+    The machine's clock was then set back while no broker ran; ending leases could not be proven free before the clock
+    catches up.
+    """
+    rows: list[LeaseRow | JobRow] = [*transaction.leases.values(), *transaction.jobs.values()]
+    ahead = max((row.since for row in rows), default=transaction.now) - transaction.now
+    if ahead > 0:
+        _shift_all(transaction, -ahead)
+        transaction.add_event(
+            "clock.jumped", f"the head node's clock was set back by {ahead:.0f} s or more while no broker ran"
+        )
+
+
+def _shift_all(transaction: Transaction, seconds: float) -> None:
+    for lease in list(transaction.leases.values()):
+        transaction.put_lease(lease_states.shift_times(lease, seconds))
+    for job in list(transaction.jobs.values()):
+        transaction.put_job(job_states.shift_times(job, seconds))

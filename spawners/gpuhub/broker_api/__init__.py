@@ -1,0 +1,1 @@
+"""The broker's HTTP API as its clients see it: wire models, client, errors."""

@@ -1,0 +1,257 @@
+"""Async client of the broker for the hub and the head node's commands; it raises the errors that the broker reports."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import ssl
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
+from gpuhub.broker_api import errors as refusals
+from gpuhub.broker_api.schemas import (
+    ActivationRequest,
+    ClusterView,
+    CordonRequest,
+    EventView,
+    ExtensionRequest,
+    LeaseRequest,
+    LeaseView,
+    NodeView,
+    PendingReasonView,
+    ReservationRequest,
+    ReservationView,
+    UsageView,
+)
+from gpuhub.common import errors
+
+T = TypeVar("T")
+
+#: Time for which a call is repeated while the broker does not answer, as during its restart; seconds.
+PATIENCE_S = 15.0
+#: Delay between two attempts, seconds.
+_RETRY_S = 0.25
+#: Time limit of an ordinary answer, seconds.
+_ANSWER_S = 10.0
+
+_LEASE = TypeAdapter(LeaseView)
+_LEASES = TypeAdapter(list[LeaseView])
+_WHY = TypeAdapter(PendingReasonView)
+_NODEVIEW = TypeAdapter(NodeView)
+_CLUSTERVIEW = TypeAdapter(ClusterView)
+_RESERVATION = TypeAdapter(ReservationView)
+_NODES = TypeAdapter(list[NodeView])
+_EVENTS = TypeAdapter(list[EventView])
+_RESERVATIONS = TypeAdapter(list[ReservationView])
+_USAGE = TypeAdapter(list[UsageView])
+_BY_CODE: dict[str, type[errors.GpuhubError]] = {
+    kind.code: kind
+    for kind in (
+        errors.InvalidRequest,
+        errors.NotAllowed,
+        errors.NotFound,
+        errors.Conflict,
+        errors.Unavailable,
+        errors.NodeUnreachable,
+        errors.ImageMissing,
+        refusals.NotKnown,
+        refusals.TooManyWaiting,
+        refusals.TooManyJobs,
+        refusals.TooManyStreams,
+        refusals.TooManyRequests,
+        refusals.HubUnreachable,
+    )
+}
+# Codes that only a mistake in a client program causes are not in `_BY_CODE`: the status determines their class.
+_BY_STATUS: dict[int, type[errors.GpuhubError]] = {
+    401: refusals.NotKnown,
+    403: errors.NotAllowed,
+    404: errors.NotFound,
+    409: errors.Conflict,
+    422: errors.InvalidRequest,
+    429: refusals.TooManyWaiting,
+}
+
+
+def parse_problem(status: int, body: bytes) -> errors.GpuhubError:
+    """Return the error of a problem document; an error page of a gateway counts as an unreachable broker."""
+    try:
+        problem = httpx.Response(status, content=body).json()
+        code, detail = str(problem["code"]), str(problem["detail"])
+    except (ValueError, KeyError, TypeError):
+        code, detail = "", f"the broker answered with HTTP status {status}"
+    fallback = errors.BrokerUnreachable if status >= 500 else errors.GpuhubError
+    kind = _BY_CODE.get(code) or _BY_STATUS.get(status, fallback)
+    return kind(detail)
+
+
+class AsyncBrokerClient:
+    """Client of the broker at `url` (ends in `/services/broker`), with a service's token."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        patience_s: float = PATIENCE_S,
+        tls: ssl.SSLContext | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`tls` has the trusted authorities and the client certificate for an https:// URL."""
+        self._patience_s = patience_s
+        self._authorization = f"token {token}"
+        self._client = httpx.AsyncClient(
+            base_url=f"{url}/api/v1",
+            timeout=_ANSWER_S,
+            # Hundreds of users may wait at the same time, each with a long poll.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+            # Proxy variables of the environment are for the internet.
+            trust_env=False,
+            verify=tls or True,
+            transport=transport,
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    def acting(self, token: str) -> Self:
+        """Return a client over the same connections with another token, which does not repeat calls."""
+        other = copy.copy(self)
+        other._authorization = f"token {token}"
+        other._patience_s = 0.0
+        return other
+
+    async def request_lease(self, request: LeaseRequest) -> LeaseView:
+        """Request a lease; a repeated request returns the same one."""
+        return _read(_LEASE, await self._send("POST", "/leases", json=request.model_dump(mode="json")))
+
+    async def leases(self, **wanted: str) -> list[LeaseView]:
+        """Return leases that have not ended; `owner`, `state` and `node` filter them."""
+        return _read(_LEASES, await self._send("GET", "/leases", params=wanted))
+
+    async def get_lease(self, lease_id: str, *, wait_s: float = 0, version: int | None = None) -> LeaseView:
+        """Return one lease; with `version` as soon as its version differs, at the latest after `wait_s` seconds."""
+        params: dict[str, str] = {}
+        if version is not None:
+            params = {"wait_s": f"{min(max(wait_s, 0.0), 30.0):.3f}", "version": str(version)}
+        path = f"/leases/{_quoted(lease_id)}"
+        return _read(_LEASE, await self._send("GET", path, params=params, limit_s=_ANSWER_S + wait_s))
+
+    async def activate(self, lease_id: str, container_id: str) -> LeaseView:
+        """Report that the container exists; it may be started when this returns."""
+        body = ActivationRequest(container_id=container_id).model_dump(mode="json")
+        return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/activate", json=body))
+
+    async def release(self, lease_id: str) -> LeaseView:
+        """Release a lease."""
+        return _read(_LEASE, await self._send("DELETE", f"/leases/{_quoted(lease_id)}"))
+
+    async def why(self, lease_id: str) -> PendingReasonView:
+        """Return all reasons why a request waits."""
+        return _read(_WHY, await self._send("GET", f"/leases/{_quoted(lease_id)}/why"))
+
+    async def extend(self, lease_id: str, time_limit_s: int) -> LeaseView:
+        """Extend a lease, so that it ends `time_limit_s` seconds from now."""
+        body = ExtensionRequest(time_limit_s=time_limit_s).model_dump(mode="json")
+        return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/extend", json=body))
+
+    async def force(self, lease_id: str) -> LeaseView:
+        """Free a lease's GPUs without proof; administrators only."""
+        return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/force"))
+
+    async def change_node(self, node: str, change: str, request: CordonRequest | None = None) -> NodeView:
+        """Change a node by `cordon`, `drain` (both with a request) or `undrain`; administrators only."""
+        body = None if request is None else request.model_dump(mode="json")
+        return _read(_NODEVIEW, await self._send("POST", f"/nodes/{_quoted(node)}/{change}", json=body))
+
+    async def nodes(self) -> list[NodeView]:
+        """Return every node with its GPUs."""
+        return _read(_NODES, await self._send("GET", "/nodes"))
+
+    async def events(self, *, after: int | None = None, limit: int = 100) -> list[EventView]:
+        """Return events, oldest first: the newest ones, or the first ones after `after`."""
+        params = {"limit": str(limit)} | ({} if after is None else {"after": str(after)})
+        return _read(_EVENTS, await self._send("GET", "/events", params=params))
+
+    async def reservations(self) -> list[ReservationView]:
+        """Return reservations that have not ended."""
+        return _read(_RESERVATIONS, await self._send("GET", "/reservations"))
+
+    async def reserve(self, request: ReservationRequest) -> ReservationView:
+        """Reserve GPUs for some users in a period; administrators only."""
+        answer = await self._send("POST", "/reservations", json=request.model_dump(mode="json"))
+        return _read(_RESERVATION, answer)
+
+    async def cancel_reservation(self, reservation_id: str) -> None:
+        """Cancel a reservation; administrators only."""
+        await self._send("DELETE", f"/reservations/{_quoted(reservation_id)}")
+
+    async def usage(self, owner: str | None = None) -> list[UsageView]:
+        """Return usage and limits of one owner, or of all."""
+        params = {} if owner is None else {"owner": owner}
+        return _read(_USAGE, await self._send("GET", "/usage", params=params))
+
+    async def cluster(self) -> ClusterView:
+        """Return the state of the whole cluster."""
+        return _read(_CLUSTERVIEW, await self._send("GET", "/cluster"))
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        params: dict[str, str] | None = None,
+        limit_s: float = _ANSWER_S,
+    ) -> bytes:
+        """Return the answer; repeat the call while the broker does not answer, since every call is idempotent.
+
+        Raises:
+            BrokerUnreachable: there was no answer within the client's patience.
+            GpuhubError: the broker refused the call.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience_s
+        while True:
+            try:
+                return await self._send_once(method, path, json, params, limit_s)
+            except (errors.BrokerUnreachable, refusals.HubUnreachable):
+                if loop.time() + _RETRY_S > deadline:
+                    raise
+            await asyncio.sleep(_RETRY_S)
+
+    async def _send_once(
+        self, method: str, path: str, json: Any, params: dict[str, str] | None, limit_s: float
+    ) -> bytes:
+        try:
+            answer = await self._client.request(
+                method,
+                path,
+                json=json,
+                params=params,
+                headers={"Authorization": self._authorization},
+                timeout=limit_s,
+            )
+        except httpx.HTTPError as error:
+            raise errors.BrokerUnreachable("The GPU broker does not answer.") from error
+        if answer.is_success:
+            if answer.content and answer.headers.get("Content-Type") != "application/json":
+                raise errors.BrokerUnreachable("The answer is not from the GPU broker.")
+            return answer.content
+        raise parse_problem(answer.status_code, answer.content)
+
+
+def _read(kind: TypeAdapter[T], content: bytes) -> T:
+    try:
+        return kind.validate_json(content)
+    except ValidationError as error:
+        raise errors.BrokerUnreachable("The GPU broker has another version than this client.") from error
+
+
+def _quoted(identifier: str) -> str:
+    """Return an id or name quoted as one part of a URL's path."""
+    return quote(identifier, safe="")

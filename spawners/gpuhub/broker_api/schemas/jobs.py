@@ -1,0 +1,146 @@
+"""Wire models of jobs, job arrays and workers."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from gpuhub.broker_api.schemas.base import ModelName, RunId, ServerName, Slug, TimeLimit, WireModel
+from gpuhub.broker_api.schemas.leases import LeasedGpuView, LeaseView
+
+
+class JobRequest(WireModel):
+    """Request of workers, all or none.
+
+    These are `nnodes` containers on different nodes with `nproc_per_node` GPUs each, or `gpus` GPUs on any nodes.
+    """
+
+    run_id: RunId
+    nnodes: Annotated[int, Field(ge=1, le=1024)] = 1
+    #: Minimum number of nodes of an elastic job, to which it may be shrunk; None for exactly `nnodes`.
+    min_nnodes: Annotated[int, Field(ge=1, le=1024)] | None = None
+    #: GPUs of each worker.
+    nproc_per_node: Annotated[int, Field(ge=1, le=64)] = 1
+    #: Total number of GPUs, on any number of nodes; then `nnodes` and `nproc_per_node` must be 1.
+    gpus: Annotated[int, Field(ge=1, le=8192)] | None = None
+    #: Notebook server that sends the request; workers use its image and user network.
+    server: ServerName = ""
+    #: Nodes that must not be used, such as the notebook's own, where its GPUs take part.
+    exclude_nodes: Annotated[tuple[ModelName, ...], Field(max_length=1024)] = ()
+    #: Accepted GPU models in order of preference; empty for any.
+    models: Annotated[tuple[ModelName, ...], Field(max_length=16)] = ()
+    #: Minimum memory of each GPU, MiB.
+    least_memory_mib: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    #: Minimum version of NVIDIA's driver, such as `570` or `570.86.15`; None for any.
+    least_driver: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,5}(\.[0-9]{1,5}){0,3}$")] | None = None
+    #: Minimum CUDA compute capability, such as `8.9`; None for any.
+    least_capability: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,2}\.[0-9]{1,2}$")] | None = None
+    #: All GPUs must be of the same model.
+    same_model: bool = False
+    #: No other lease may run on the nodes.
+    exclusive: bool = False
+    #: No user waits for it: interactive requests go first.
+    batch: bool = False
+    #: It may be preempted: its workers get SIGTERM and a grace period, and the job waits again.
+    scavenge: bool = False
+    #: Higher priorities go first; only an administrator may request more than 0.
+    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    #: Time limit, seconds; None for the one of cluster.toml.
+    time_limit_s: TimeLimit | None = None
+    #: It outlives the notebook: it needs no heartbeats, worker 0 leads the others, and the job ends with worker 0.
+    #: `server` then only determines the image.
+    detached: bool = False
+    #: Profile whose image the workers run; None for that of the server, or the default one.
+    profile: Slug | None = None
+    #: Name that all users see, such as `train.py`; without control characters, since terminals show it.
+    name: Annotated[str, StringConstraints(max_length=80, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")] = ""
+    #: Run of the same owner that the workers join: they read its folder, and are numbered from `first_worker`.
+    joins: RunId | None = None
+    first_worker: Annotated[int, Field(ge=0, le=100_000)] = 0
+
+
+class ArrayRequest(WireModel):
+    """Request of an array: `count` jobs of one GPU each, with run ids `RUN-0`, `RUN-1`, …"""
+
+    job: JobRequest
+    count: Annotated[int, Field(ge=1, le=1000)]
+
+
+class JobState(StrEnum):
+    """State of a job. `ended` is final, with the reason in `reason`; a preempted job becomes `waiting` again."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    #: Its workers got SIGTERM and have a grace period to write a checkpoint.
+    PREEMPTING = "preempting"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class WorkerState(StrEnum):
+    """State of a worker container."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    EXITED = "exited"
+
+
+class WorkerView(WireModel):
+    """One worker container of a job."""
+
+    index: int
+    node: str
+    gpus: tuple[LeasedGpuView, ...]
+    state: WorkerState
+    exit_code: int | None
+    #: Why it could not start, or ended, for the user, such as `out of memory`.
+    message: str | None
+
+
+class JobView(WireModel):
+    """A job, as shown to its owner."""
+
+    id: str
+    run_id: str
+    owner: str
+    state: JobState
+    version: int
+    lease: LeaseView
+    workers: tuple[WorkerView, ...]
+    nnodes: int
+    nproc_per_node: int
+    reason: str | None
+    created_at: datetime
+    #: Time without a heartbeat after which the job ends, seconds.
+    renew_within_s: float
+    #: Minimum number of nodes of an elastic job; `nnodes` for any other.
+    min_nnodes: int = 1
+    #: Total number of GPUs of a job on any nodes; None for `nnodes` × `nproc_per_node`.
+    gpus: int | None = None
+    scavenge: bool = False
+    #: Number of times that the whole job was preempted.
+    preemptions: int = 0
+    #: End of the grace period for the checkpoint; None unless preempting.
+    checkpoint_until: datetime | None = None
+    #: Run id of the job's array; None for a single job.
+    array: str | None = None
+    detached: bool = False
+    name: str = ""
+    #: Run that its workers joined; None for none.
+    joins: str | None = None
+    #: When all of its workers first ran, after the last preemption.
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    #: Exit code of worker 0 of a detached job that ended without being stopped; None for any other.
+    exit_code: int | None = None
+
+
+class UploadResult(WireModel):
+    """Number and size of the files of an upload."""
+
+    files: int
+    bytes: int

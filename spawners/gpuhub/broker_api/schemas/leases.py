@@ -1,0 +1,129 @@
+"""Wire models of leases and their requests."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from gpuhub.broker_api.schemas.base import GroupName, RequestKey, ServerName, Slug, TimeLimit, UserName, WireModel
+
+
+class LeaseState(StrEnum):
+    """State of a lease: requested → granted → active → releasing → released; see `broker.domain.lease_states`.
+
+    A request that ends while it waits becomes released at once. A lease that should end, without proof that its
+    containers are gone, becomes quarantined: its GPUs stay blocked until there is proof.
+    """
+
+    REQUESTED = "requested"
+    GRANTED = "granted"
+    ACTIVE = "active"
+    RELEASING = "releasing"
+    QUARANTINED = "quarantined"
+    RELEASED = "released"
+
+
+class Purpose(StrEnum):
+    """Purpose of a lease."""
+
+    NOTEBOOK = "notebook"
+    JOB = "job"
+
+
+class LeasedGpuView(WireModel):
+    """One leased GPU."""
+
+    uuid: str
+    node: str
+    index: int
+    #: Short model name, such as `RTX 5090`.
+    model: str
+    memory_mib: int
+    #: Number of shares that the GPU is divided into, of which the lease has one; 1 for the whole GPU.
+    share: int = 1
+    #: Memory that the user of a GPU share should not exceed, MiB; it is not enforced. None for a whole GPU.
+    memory_cap_mib: int | None = None
+
+
+class LeaseRequest(WireModel):
+    """Request of a lease for a notebook."""
+
+    profile: Slug
+    server: ServerName = ""
+    #: Idempotency key: a repeated request with the same key and owner returns the same lease.
+    key: RequestKey
+    #: Owner of the lease, if not the caller; only with the scope `custom:gpuhub:any-owner`.
+    owner: UserName | None = None
+    #: The owner's groups in the hub; only with the same scope.
+    groups: Annotated[tuple[GroupName, ...], Field(max_length=64)] = ()
+    #: Time limit, seconds, shorter than the profile's; None for the profile's.
+    time_limit_s: TimeLimit | None = None
+
+
+class LeaseView(WireModel):
+    """A lease, as shown to its owner."""
+
+    id: str
+    owner: str
+    purpose: Purpose
+    #: Name of the notebook server (empty for the default one), or id of the job.
+    subject: str
+    profile: str | None
+    state: LeaseState
+    #: Number that grows with every change of the lease or of its place in the queue.
+    version: int
+    #: Position in the queue, from 1; None unless requested.
+    position: int | None
+    #: One line for the user that explains why the request waits. None unless requested.
+    waiting_for: str | None
+    #: Expected time of the grant, from time limits; None if unknown, or unless requested.
+    expected_start: datetime | None = None
+    #: Note of the grant for the user, such as that the GPU models differ; None for none.
+    note: str | None = None
+    priority: int = 0
+    #: Nodes of the lease's containers, in the order of the workers; one for a notebook. Empty until granted.
+    nodes: tuple[str, ...]
+    gpus: tuple[LeasedGpuView, ...]
+    #: Number of the Slurm job behind the lease; None without Slurm, and until it is submitted.
+    slurm_job: int | None = None
+    #: Number of the grant, which is in the containers' labels; 1 after the first.
+    epoch: int
+    created_at: datetime
+    granted_at: datetime | None
+    #: When its time limit ends it; None without a limit, and before the grant.
+    expires_at: datetime | None
+    #: Why it ended, for the user.
+    reason: str | None
+
+
+class ActivationRequest(WireModel):
+    """Report that the notebook's container exists."""
+
+    container_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12,64}$")]
+
+
+class ExtensionRequest(WireModel):
+    """Request of more time: the lease then ends `time_limit_s` seconds from now."""
+
+    time_limit_s: TimeLimit
+
+
+class ConstraintView(WireModel):
+    """One requirement of a waiting request, and when the request would start without it."""
+
+    demand: str
+    would_start_at: datetime | None
+
+
+class PendingReasonView(WireModel):
+    """The reasons why a request waits."""
+
+    lease: str
+    position: int
+    waits_for: str
+    expected_start: datetime | None
+    #: Its requirements; the one that delays it most is first.
+    obstacles: tuple[ConstraintView, ...]

@@ -1,0 +1,170 @@
+"""`gpuhub up`, `down`, `status`, `check`, `certificate`, `doctor`, and the services that supervisord runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import click
+
+from gpuhub.cli.console import AdminConsole
+from gpuhub.cli.options import cluster_file_option, hub_config_option, instance_option, require_root
+from gpuhub.common.errors import GpuhubError, SetupError
+from gpuhub.common.paths import Paths
+from gpuhub.config import settings
+from gpuhub.config.backend_names import find_backends
+from gpuhub.config.settings import ClusterSettings
+
+
+@click.command()
+@instance_option
+@cluster_file_option
+@hub_config_option
+@click.option(
+    "--engine",
+    type=click.Choice(list(find_backends())),
+    help="Scheduling backend of the practice closet; default: the one that runs, else builtin.",
+)
+def up(paths: Paths, cluster_file: Path, hub_config: Path, engine: str | None) -> None:
+    """Start everything; safe to call again."""
+    start_instance(paths, cluster_file, hub_config, engine)
+
+
+def start_instance(paths: Paths, cluster_file: Path, hub_config: Path, engine: str | None = None) -> None:
+    """Start the instance, as `gpuhub up` does."""
+    from gpuhub.ops.console import StepReport
+    from gpuhub.ops.deploy import startup
+
+    require_root("up")
+    if not hub_config.exists():
+        raise SetupError(f"{hub_config}: no such file; call `gpuhub up` in gpuhub's own folder")
+    options = startup.StartupOptions(
+        settings_file=cluster_file,
+        hub_config=hub_config.resolve(),
+        source=hub_config.resolve().parent,
+        engine=engine,
+    )
+    startup.start_hub(paths, options, StepReport())
+
+
+@click.command()
+@instance_option
+@cluster_file_option
+@click.option("--purge", is_flag=True, help="Remove the practice closet's images as well.")
+def down(paths: Paths, cluster_file: Path, purge: bool) -> None:
+    """Stop everything, and leave nothing running."""
+    from gpuhub.ops.console import StepReport
+    from gpuhub.ops.deploy.shutdown import stop_hub
+
+    require_root("down")
+    stop_hub(paths, StepReport(), purge=purge)
+
+
+@click.command()
+@instance_option
+@cluster_file_option
+def status(paths: Paths, cluster_file: Path) -> None:
+    """Show the state of each service."""
+    from gpuhub.ops.deploy.supervisor import Supervisor
+
+    console, supervisor = AdminConsole(), Supervisor(paths)
+    if not supervisor.is_running():
+        console.write("Nothing runs. Start it with: sudo make up")
+        return
+    for name, state in supervisor.states().items():
+        console.write(f"{name:<12} {state.lower()}")
+
+
+@click.command()
+@instance_option
+@cluster_file_option
+def check(paths: Paths, cluster_file: Path) -> None:
+    """Check cluster.toml without starting anything."""
+    from gpuhub.login import secret_files
+
+    cluster = settings.load(cluster_file)
+    secret_files.check_files(cluster)
+    AdminConsole().write(f"{cluster_file} is valid: {len(cluster.nodes)} nodes, {len(cluster.profiles)} profiles")
+
+
+@click.command(short_help="Make or renew the hub's certificate, or check the given one.")
+@instance_option
+@cluster_file_option
+def certificate(paths: Paths, cluster_file: Path) -> None:
+    """Make or renew the hub's certificate for browsers, or check the one given."""
+    from gpuhub.config.head_address import find_head_address
+    from gpuhub.tls import certificates
+
+    require_root("certificate")
+    cluster = settings.load(cluster_file)
+    address = find_head_address(cluster)
+    ready = certificates.ensure_certificate(cluster, paths, address)
+    AdminConsole().write("\n".join(certificates.describe_certificate(ready, cluster.hub, paths, address)))
+
+
+@click.command()
+@instance_option
+@cluster_file_option
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, for programs.")
+def doctor(paths: Paths, cluster_file: Path, names: tuple[str, ...], as_json: bool) -> None:
+    """Check the head node and every node, or only the nodes NAME."""
+    from gpuhub.ops.doctor import findings as finding_formats
+    from gpuhub.ops.doctor.diagnosis import diagnose
+
+    require_root("doctor")
+    console = AdminConsole()
+    machines = asyncio.run(diagnose(load_settings(cluster_file, paths), paths, names))
+    if as_json:
+        console.write(json.dumps(finding_formats.build_json(machines), indent=2, ensure_ascii=False))
+    else:
+        for name, findings in machines:
+            console.write(f"{name}\n{finding_formats.format_findings(findings, console.width)}\n")
+    failing = [name for name, findings in machines if finding_formats.has_failed(findings)]
+    if failing:
+        raise GpuhubError(f"checks failed on {', '.join(failing)}")
+
+
+def load_settings(file: Path, paths: Paths) -> ClusterSettings:
+    """Load the settings in this folder or, where there are none, those that the services run with."""
+    return settings.load(file if file.exists() or not paths.used_cluster_file.exists() else paths.used_cluster_file)
+
+
+@click.command()
+@instance_option
+@cluster_file_option
+def broker(paths: Paths, cluster_file: Path) -> None:
+    """Run the broker in the foreground."""
+    from gpuhub.broker import main
+
+    main.run(cluster_file, paths)
+
+
+@click.command()
+@instance_option
+@cluster_file_option
+def proxy(paths: Paths, cluster_file: Path) -> None:
+    """Run JupyterHub's proxy in the foreground."""
+    from gpuhub.common import secrets
+    from gpuhub.config.head_address import build_hub_origin, find_head_address
+    from gpuhub.ops.deploy import programs
+    from gpuhub.tls import certificates
+    from gpuhub.tls.internal import CertificateStore
+
+    cluster = settings.load(cluster_file)
+    https = certificates.find_certificate_files(cluster, paths)
+    command = programs.build_proxy_command(
+        programs.find_proxy(),
+        public=(cluster.hub.bind, cluster.hub.port),
+        api_port=cluster.hub.proxy_api_port,
+        hub_url=build_hub_origin(cluster, find_head_address(cluster)),
+        internal=CertificateStore(paths.internal_certificates) if cluster.has_internal_tls else None,
+        https=https,
+        has_subdomains=cluster.hub.subdomains,
+    )
+    is_ours = cluster.hub.tls == "local"
+    os.environ |= programs.build_proxy_environment(https, paths, cluster_file.resolve(), is_ours=is_ours)
+    os.environ["CONFIGPROXY_AUTH_TOKEN"] = secrets.read_secret(paths, secrets.PROXY_TOKEN)
+    os.execvp(command[0], command)  # noqa: S606 - the proxy replaces this process under supervisord

@@ -1,0 +1,213 @@
+"""`gpuhub node`: list, add, remove, firewall, cordon, drain and undrain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gpuhub.broker_api.client import AsyncBrokerClient
+from gpuhub.broker_api.schemas import CordonRequest, NodeView
+from gpuhub.cli import tables
+from gpuhub.cli.broker import BrokerRunner, pass_broker
+from gpuhub.cli.console import AdminConsole
+from gpuhub.cli.deployment import load_settings, start_instance
+from gpuhub.cli.options import (
+    SPAN_OR_ZERO,
+    OrderedGroup,
+    cluster_file_option,
+    hub_config_option,
+    instance_option,
+    require_root,
+    yes_option,
+)
+from gpuhub.common.errors import NotFound
+from gpuhub.common.paths import Paths
+from gpuhub.common.units import format_span
+
+
+@click.group("node", cls=OrderedGroup)
+def node_group() -> None:
+    """Nodes: list, add, remove, firewall, cordon, drain, undrain."""
+
+
+name_argument = click.argument("name", metavar="NAME")
+reason_option = click.option("--reason", default="", help="Shown to users.")
+
+
+@node_group.command("list")
+@instance_option
+@pass_broker
+def list_nodes(broker: BrokerRunner, paths: Paths) -> None:
+    """Show every node: state, free GPUs, leases."""
+
+    async def run(client: AsyncBrokerClient, console: AdminConsole) -> None:
+        console.write(tables.format_nodes(await client.nodes(), console.width))
+
+    broker.run("node list", paths, run)
+
+
+@node_group.command("cordon")
+@instance_option
+@name_argument
+@reason_option
+@pass_broker
+def cordon(broker: BrokerRunner, paths: Paths, name: str, reason: str) -> None:
+    """Stop new work on the node NAME; what runs there continues."""
+
+    async def run(client: AsyncBrokerClient, console: AdminConsole) -> None:
+        await _check_node(client, name)
+        # A cordon ends nothing, so the administrator is not asked.
+        await _show_leases(client, console, name)
+        _write_state(console, await client.change_node(name, "cordon", CordonRequest(reason=reason)))
+
+    broker.run("node cordon", paths, run)
+
+
+@node_group.command("drain")
+@instance_option
+@name_argument
+@reason_option
+@click.option("--grace", type=SPAN_OR_ZERO, default="30m", metavar="SPAN", help="Until leases there end; default: 30m.")
+@yes_option
+@pass_broker
+def drain(broker: BrokerRunner, *, paths: Paths, name: str, reason: str, grace: int, yes: bool) -> None:
+    """Stop new work on the node NAME, and end what runs there."""
+
+    async def run(client: AsyncBrokerClient, console: AdminConsole) -> None:
+        await _check_node(client, name)
+        if await _show_leases(client, console, name) and not yes:
+            when = f"in {format_span(grace)}" if grace else "at once"
+            console.confirm(f"Drain {name}? All of this ends {when}.")
+        request = CordonRequest(reason=reason, grace_s=grace)
+        _write_state(console, await client.change_node(name, "drain", request))
+
+    broker.run("node drain", paths, run)
+
+
+@node_group.command("undrain")
+@instance_option
+@name_argument
+@pass_broker
+def undrain(broker: BrokerRunner, paths: Paths, name: str) -> None:
+    """Let the node NAME take work again, after a cordon or a drain."""
+
+    async def run(client: AsyncBrokerClient, console: AdminConsole) -> None:
+        _write_state(console, await client.change_node(name, "undrain"))
+
+    broker.run("node undrain", paths, run)
+
+
+async def _check_node(client: AsyncBrokerClient, name: str) -> None:
+    nodes = [node.name for node in await client.nodes()]
+    if name not in nodes:
+        raise NotFound(f"there is no node {name!r}; there are: {', '.join(nodes)}")
+
+
+async def _show_leases(client: AsyncBrokerClient, console: AdminConsole, node: str) -> bool:
+    """Write the leases on the node, and return whether there are any."""
+    leases = await client.leases(node=node)
+    if not leases:
+        console.write(f"Nothing runs on {node}.")
+        return False
+    console.write_leases(node, leases)
+    console.write()
+    return True
+
+
+def _write_state(console: AdminConsole, node: NodeView) -> None:
+    state, message = node.state.value, node.message or ""
+    if not message.startswith(state):
+        message = f"{state}: {message}" if message else state
+    console.write(f"{node.name} is {message}")
+
+
+@node_group.command("add")
+@instance_option
+@cluster_file_option
+@click.argument("url", metavar="ssh://USER@MACHINE")
+@click.option("--name", help="The node's name; default: the machine's, or rigN.")
+@click.option("--address", metavar="IP", help="Where other nodes reach it; default: where ssh does.")
+@click.option("--tls", is_flag=True, help="Reach its Docker over mutual TLS instead of SSH.")
+@click.option("--dry-run", is_flag=True, help="Check the machine, show the changes, and change nothing.")
+@click.option("--up", is_flag=True, help="Run `gpuhub up` afterwards: send images, let services use the node.")
+@yes_option
+@hub_config_option
+def add(
+    *,
+    paths: Paths,
+    cluster_file: Path,
+    url: str,
+    name: str | None,
+    address: str | None,
+    tls: bool,
+    dry_run: bool,
+    up: bool,
+    yes: bool,
+    hub_config: Path,
+) -> None:
+    """Check a machine and add it to the cluster, or repair a node.
+
+    The machine is named as you reach it with ssh.
+    """
+    from gpuhub.ops.provision import node_join
+    from gpuhub.ops.provision.node_join import JoinRequest
+    from gpuhub.ops.provision.ssh_session import parse_target
+
+    require_root("node add")
+    request = JoinRequest(
+        target=parse_target(url),
+        cluster_file=cluster_file,
+        name=name,
+        address=address,
+        tls=tls,
+        yes=yes,
+        dry_run=dry_run,
+    )
+    node_join.add_node(
+        request, paths, AdminConsole(), (lambda: start_instance(paths, cluster_file, hub_config)) if up else None
+    )
+
+
+@node_group.command("remove")
+@instance_option
+@cluster_file_option
+@name_argument
+@click.option("--force", is_flag=True, help="End what runs there; continue if it does not answer.")
+@click.option("--ssh", metavar="ssh://USER@MACHINE", help="How you log in there; default: as it was added.")
+@yes_option
+@hub_config_option
+def remove(
+    *, paths: Paths, cluster_file: Path, name: str, force: bool, ssh: str | None, yes: bool, hub_config: Path
+) -> None:
+    """Take the node NAME out of the cluster."""
+    from gpuhub.ops.provision import node_removal
+    from gpuhub.ops.provision.ssh_session import parse_target
+
+    require_root("node remove")
+    request = node_removal.RemovalRequest(
+        name=name,
+        cluster_file=cluster_file,
+        force=force,
+        yes=yes,
+        target=None if ssh is None else parse_target(ssh),
+    )
+    node_removal.remove_node(request, paths, AdminConsole(), lambda: start_instance(paths, cluster_file, hub_config))
+
+
+@node_group.command("firewall")
+@instance_option
+@cluster_file_option
+@name_argument
+def firewall(paths: Paths, cluster_file: Path, name: str) -> None:
+    """Show the packet filter of the node NAME."""
+    from gpuhub.ops.provision.node_join import describe_firewall
+
+    require_root("node firewall")
+    cluster = load_settings(cluster_file, paths)
+    try:
+        node = cluster.node(name)
+    except KeyError:
+        names = ", ".join(node.name for node in cluster.nodes)
+        raise NotFound(f"there is no node {name!r}; there are {names}") from None
+    AdminConsole().write(describe_firewall(cluster, node, paths))

@@ -1,1 +1,0 @@
-"""Notebook and worker containers on the nodes' Docker daemons."""

@@ -1,1 +1,0 @@
-"""Pages, style and script of the spawn form, and JupyterHub pages that ours extend."""

@@ -1,0 +1,330 @@
+"""Specifications of containers: Docker's arguments, derived from lease, profile and identity, are decided here only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from docker.types import DriverConfig, Mount, Ulimit
+
+from gpuhub.broker_api.schemas import LeaseView
+from gpuhub.common import names
+from gpuhub.common.names import NOTEBOOK_PORT
+from gpuhub.config.head_address import build_broker_url
+from gpuhub.config.identity import UserIdentity
+from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings, StorageSettings
+from gpuhub.docker.security import (
+    NO_CORE_DUMPS,
+    ContainerLimits,
+    build_device_requests,
+    build_gpu_environment,
+    build_job_limits,
+    build_profile_limits,
+    build_security_options,
+    refuse_gpu_variables,
+)
+from gpuhub.tls import internal
+
+BASE_IMAGE = "gpuhub/base:latest"
+WORKER_COMMAND = ("gpu-launch-worker",)
+#: Reads and writes files and opens terminals, in courier containers and in workers.
+COURIER_COMMAND = ("gpu-launch-courier",)
+DATASETS = "/datasets"
+SCRATCH = "/scratch"
+
+_STACK_BYTES = 64 * 1024**2
+_MIB = 1024**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerSpec:
+    """Everything about a container that is decided before a daemon is called."""
+
+    name: str
+    image: str
+    hostname: str
+    labels: Mapping[str, str]
+    environment: Mapping[str, str]
+    #: `uid:gid`.
+    user: str
+    working_dir: str
+    command: tuple[str, ...]
+    ports: tuple[int, ...]
+    #: Keywords of docker-py's `create_host_config`.
+    host_config: Mapping[str, Any]
+
+    def create(self, client: Any) -> str:
+        """Create the container with a docker-py client and return its id. Blocks."""
+        created = client.create_container(
+            image=self.image,
+            command=list(self.command),
+            name=self.name,
+            hostname=self.hostname,
+            labels=dict(self.labels),
+            environment=dict(self.environment),
+            user=self.user,
+            working_dir=self.working_dir,
+            ports=list(self.ports),
+            host_config=client.create_host_config(**self.host_config),
+        )
+        return str(created["Id"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerContext:
+    """Node, GPUs and network of a container."""
+
+    instance: str
+    cluster: ClusterSettings
+    node: NodeSettings
+    gpu_uuids: tuple[str, ...]
+    #: The lease has one of `gpu_share` parts of its GPU and promises to use at most `memory_cap_mib` MiB of its memory.
+    #: Nothing enforces the promise.
+    gpu_share: int = 1
+    memory_cap_mib: int | None = None
+    #: CIDR of the user's network.
+    subnet: str
+    head_address: str
+
+
+def build_notebook_spec(
+    *,
+    context: ContainerContext,
+    lease: LeaseView,
+    profile: ProfileSettings,
+    identity: UserIdentity,
+    environment: Mapping[str, str],
+    command: Sequence[str],
+) -> ContainerSpec:
+    """Build the notebook container of a granted lease.
+
+    Args:
+        environment: JupyterHub's variables, among them the server's token.
+
+    Raises:
+        SettingsError: `environment` sets a variable that selects GPUs.
+    """
+    refuse_gpu_variables(environment)
+    limits = build_profile_limits(profile)
+    return ContainerSpec(
+        name=names.notebook_container_name(context.instance, lease.owner, lease.subject),
+        image=profile.image,
+        hostname=context.node.name,
+        labels={
+            **_labels(context, names.KIND_NOTEBOOK, lease.id, lease.epoch, lease.owner),
+            **_slurm_labels(lease.slurm_job),
+        },
+        environment={
+            **_thread_environment(limits),
+            **environment,
+            **_context_environment(context, identity),
+            "GPUHUB_LEASE": lease.id,
+            **({"GPUHUB_BROKER_CA": internal.NOTEBOOK_BROKER_TRUST} if context.cluster.has_internal_tls else {}),
+            "GPUHUB_KEEP_WORKERS_S": str(context.cluster.jobs.keep_workers),
+        },
+        user=f"{identity.uid}:{identity.gid}",
+        working_dir=identity.home,
+        command=tuple(command),
+        ports=(NOTEBOOK_PORT,),
+        host_config={
+            **_host_config(context, identity, limits),
+            # On the node's own address, never on all of its addresses.
+            "port_bindings": {NOTEBOOK_PORT: (context.node.address,)},
+        },
+    )
+
+
+def build_worker_spec(
+    *,
+    context: ContainerContext,
+    identity: UserIdentity,
+    image: str,
+    lease_id: str,
+    epoch: int,
+    job_id: str,
+    run_id: str,
+    index: int,
+    run_index: int,
+    roster: str | None = None,
+    preemptions: int = 0,
+    slurm_job: int | None = None,
+) -> ContainerSpec:
+    """Build one worker container of a job.
+
+    It gets no token, because a worker calls no API. The workers of a detached job learn of each other from `roster`.
+
+    Args:
+        run_index: The worker's index in the run.
+    """
+    limits = build_job_limits(context.cluster)
+    detached = {} if roster is None else {"GPU_LAUNCH_ROSTER": roster, "GPU_LAUNCH_PREEMPTIONS": str(preemptions)}
+    return ContainerSpec(
+        name=names.worker_container_name(context.instance, job_id, index),
+        image=image,
+        hostname=context.node.name,
+        labels={
+            **_labels(context, names.KIND_WORKER, lease_id, epoch, identity.name),
+            **_slurm_labels(slurm_job),
+            names.LABEL_JOB: job_id,
+            names.LABEL_WORKER: str(index),
+        },
+        environment={
+            **_thread_environment(limits),
+            **_context_environment(context, identity),
+            "GPU_LAUNCH_RUN": run_id,
+            "GPU_LAUNCH_WORKER": str(run_index),
+            **detached,
+        },
+        user=f"{identity.uid}:{identity.gid}",
+        working_dir=identity.home,
+        command=WORKER_COMMAND,
+        ports=(),
+        host_config=_host_config(context, identity, limits),
+    )
+
+
+def build_courier_spec(
+    *, instance: str, cluster: ClusterSettings, node: NodeSettings, identity: UserIdentity, image: str
+) -> ContainerSpec:
+    """Build the container in which a user's files are read and written; only the home is mounted."""
+    limits = ContainerLimits(cpus=1.0, memory=512 * _MIB, shm=16 * _MIB, pids=64)
+    return ContainerSpec(
+        name=names.courier_container_name(instance, identity.name),
+        image=image,
+        hostname=node.name,
+        labels={
+            names.LABEL_INSTANCE: instance,
+            names.LABEL_KIND: names.KIND_COURIER,
+            names.LABEL_OWNER: identity.name,
+        },
+        environment={"HOME": identity.home, "USER": identity.name, **build_gpu_environment(())},
+        user=f"{identity.uid}:{identity.gid}",
+        # Not the home: Docker would make a missing folder, and this file system is read-only.
+        working_dir="/",
+        command=(*COURIER_COMMAND, "serve"),
+        ports=(),
+        host_config={
+            **build_security_options(identity, limits),
+            "network_mode": "none",
+            "device_requests": [],
+            "mounts": [build_home_mount(cluster.storage, instance, identity)],
+            "read_only": True,
+        },
+    )
+
+
+def build_mounts(storage: StorageSettings, instance: str, identity: UserIdentity) -> list[Mount]:
+    """Build the mounts of the home, the datasets (read-only) and the node's scratch volume."""
+    mounts = [build_home_mount(storage, instance, identity)]
+    if storage.datasets is not None:
+        labels = {names.LABEL_INSTANCE: instance, names.LABEL_KIND: names.VOLUME_DATASETS}
+        name = f"{instance}-datasets"
+        mounts.append(_storage_mount(storage.datasets, DATASETS, storage, name, labels, read_only=True))
+    if storage.scratch:
+        mounts.append(_scratch_mount(instance, identity))
+    return mounts
+
+
+def build_home_mount(storage: StorageSettings, instance: str, identity: UserIdentity) -> Mount:
+    """Build the mount of the home at `/home/<user>`."""
+    home = storage.home.replace("{username}", identity.name)
+    labels = _volume_labels(instance, identity.name, names.VOLUME_HOME)
+    return _storage_mount(home, identity.home, storage, f"{instance}-home-{names.make_slug(identity.name)}", labels)
+
+
+def _scratch_mount(instance: str, identity: UserIdentity) -> Mount:
+    """Build the mount of a volume on the node that outlives the user's containers; `inject_identity` sets its owner."""
+    return Mount(
+        target=SCRATCH,
+        source=names.scratch_volume_name(instance, identity.name),
+        type="volume",
+        # Otherwise Docker would copy the image's files there, with their owner.
+        no_copy=True,
+        labels=_volume_labels(instance, identity.name, names.VOLUME_SCRATCH),
+    )
+
+
+def _volume_labels(instance: str, owner: str, kind: str) -> dict[str, str]:
+    return {names.LABEL_INSTANCE: instance, names.LABEL_KIND: kind, names.LABEL_OWNER: owner}
+
+
+def _storage_mount(
+    source: str,
+    target: str,
+    storage: StorageSettings,
+    volume: str,
+    labels: Mapping[str, str],
+    *,
+    read_only: bool = False,
+) -> Mount:
+    if not source.startswith("nfs://"):
+        # In this form Docker refuses a missing folder; the older form of a bind would make it, owned by root.
+        return Mount(target=target, source=source, type="bind", read_only=read_only)
+    url = urlsplit(source)
+    options = {
+        "type": "nfs",
+        "o": ",".join(part for part in (f"addr={url.hostname}", storage.nfs_options) if part),
+        "device": f":{url.path}",
+    }
+    # A volume keeps the options with which it was made, so other options need another name.
+    digest = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:8]
+    return Mount(
+        target=target,
+        source=f"{volume}-{digest}",
+        type="volume",
+        read_only=read_only,
+        no_copy=True,
+        labels=dict(labels),
+        driver_config=DriverConfig("local", options),
+    )
+
+
+def _labels(context: ContainerContext, kind: str, lease_id: str, epoch: int, owner: str) -> dict[str, str]:
+    labels = {
+        names.LABEL_INSTANCE: context.instance,
+        names.LABEL_KIND: kind,
+        names.LABEL_LEASE: lease_id,
+        names.LABEL_EPOCH: str(epoch),
+        names.LABEL_OWNER: owner,
+    }
+    return labels if context.gpu_share == 1 else labels | {names.LABEL_SHARE: str(context.gpu_share)}
+
+
+def _slurm_labels(job: int | None) -> dict[str, str]:
+    return {} if job is None else {names.LABEL_SLURM_JOB: str(job)}
+
+
+def _context_environment(context: ContainerContext, identity: UserIdentity) -> dict[str, str]:
+    environment = {
+        "HOME": identity.home,
+        "USER": identity.name,
+        "SHELL": "/bin/bash",
+        "GPUHUB_BROKER_URL": build_broker_url(context.cluster, context.head_address),
+        "GPUHUB_NETWORK_SUBNET": context.subnet,
+        "GPUHUB_NODE": context.node.name,
+        "GPUHUB_GPU_UUIDS": ",".join(context.gpu_uuids),
+        "GPUHUB_HEAD_ADDRESS": context.head_address,
+    }
+    if context.memory_cap_mib is not None:
+        environment["GPUHUB_GPU_MEMORY_CAP_MIB"] = str(context.memory_cap_mib)
+    return environment | build_gpu_environment(context.gpu_uuids)
+
+
+def _thread_environment(limits: ContainerLimits) -> dict[str, str]:
+    """Limit threads: libraries would count the node's cores instead of the container's share and slow each other."""
+    return {"OMP_NUM_THREADS": str(max(1, int(limits.cpus)))}
+
+
+def _host_config(context: ContainerContext, identity: UserIdentity, limits: ContainerLimits) -> dict[str, Any]:
+    return {
+        **build_security_options(identity, limits),
+        "network_mode": names.access_network_name(context.instance),
+        "device_requests": build_device_requests(context.gpu_uuids),
+        "mounts": build_mounts(context.cluster.storage, context.instance, identity),
+        # No memlock: the driver pins CUDA's memory itself, only RDMA would need it, and a daemon that may not raise
+        # limits (in a virtual machine, for example) would refuse to start the container.
+        "ulimits": [NO_CORE_DUMPS, Ulimit(name="stack", soft=_STACK_BYTES, hard=_STACK_BYTES)],
+    }

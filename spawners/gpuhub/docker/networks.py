@@ -1,0 +1,182 @@
+"""Networks on the nodes: the node-local access bridge, and one private network per user."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpuhub.common import names
+from gpuhub.common.errors import Conflict, GpuhubError, NodeUnreachable, NotFound
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.mtu import find_mtu
+from gpuhub.docker.swarm import manager_node
+
+_SUBNET_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserNetwork:
+    """A user's private network as a container joins it."""
+
+    name: str
+    id: str
+    #: CIDR, such as `10.201.3.0/24`.
+    subnet: str
+
+
+async def ensure_access_network(daemons: DockerClients, cluster: ClusterSettings, instance: str, node: str) -> str:
+    """Create the node-local bridge for published ports and for access to the hub, unless it exists; return its id.
+
+    Containers on it cannot reach each other.
+    """
+    name = names.access_network_name(instance)
+    network = await _inspect_network(daemons, node, name)
+    if network is None:
+        mtu = await asyncio.to_thread(find_mtu, cluster)
+        network = await _create_network(daemons, node, name, build_access_network(instance, mtu))
+    return str(network["Id"])
+
+
+async def ensure_user_network(
+    daemons: DockerClients, cluster: ClusterSettings, instance: str, owner: str
+) -> UserNetwork:
+    """Create the owner's private network unless it exists. Safe to call concurrently.
+
+    Raises:
+        NodeUnreachable: The node that manages the networks does not answer.
+        Conflict: Containers from the time of a single node are still on a bridge of that node.
+    """
+    node = manager_node(cluster).name
+    name = names.user_network_name(instance, owner)
+    try:
+        network = await _inspect_network(daemons, node, name)
+        if network is not None and cluster.has_overlay and network["Driver"] != "overlay":
+            await _remove_bridge(daemons, node, network, owner)
+            network = None
+        if network is None:
+            mtu = await asyncio.to_thread(find_mtu, cluster)
+            network = await _create_network(daemons, node, name, build_user_network(cluster, instance, owner, mtu))
+    except NodeUnreachable as error:
+        raise NodeUnreachable(f"{error}; it keeps the users' networks, so nothing can start until it does") from error
+    end = asyncio.get_running_loop().time() + _SUBNET_DEADLINE_S
+    while not (subnet := _read_subnet(network)):
+        # Swarm assigns an overlay's subnet a moment after the network is created.
+        if asyncio.get_running_loop().time() > end:
+            raise GpuhubError(f"network {name} got no subnet within {_SUBNET_DEADLINE_S:.0f} s")
+        await asyncio.sleep(0.02)
+        network = await daemons.call(node, "inspect_network", name)
+    return UserNetwork(name=name, id=network["Id"], subnet=subnet)
+
+
+async def connect_container(daemons: DockerClients, node: str, container: str, network: UserNetwork) -> None:
+    """Connect a container to a user's network, unless it is connected."""
+    try:
+        await daemons.call(node, "connect_container_to_network", container, network.id)
+    except GpuhubError as error:
+        if "already exists" not in str(error) and "already attached" not in str(error):
+            raise
+
+
+async def remove_idle_user_networks(
+    daemons: DockerClients, cluster: ClusterSettings, instance: str, keep_owners: Collection[str]
+) -> list[str]:
+    """Remove users' networks that no container uses, except those of `keep_owners`; return the removed names.
+
+    `keep_owners` are all with a lease in any state but released: their next container may be about to join.
+    """
+    node = manager_node(cluster).name
+    filters = {"label": [f"{names.LABEL_INSTANCE}={instance}", names.LABEL_OWNER]}
+    removed = []
+    for network in await daemons.call(node, "networks", filters=filters):
+        if network["Labels"][names.LABEL_OWNER] in keep_owners:
+            continue
+        try:
+            await daemons.call(node, "remove_network", network["Id"])
+        except NotFound:
+            continue
+        except GpuhubError as error:
+            # The daemon's refusal is the check whether a container on any node is connected.
+            if "in use" in str(error) or "active endpoints" in str(error):
+                continue
+            raise
+        removed.append(str(network["Name"]))
+    return removed
+
+
+def build_access_network(instance: str, mtu: int) -> dict[str, Any]:
+    """Build the arguments of `create_network` for a node's access bridge; `mtu` is that of the nodes' own network."""
+    return {
+        "driver": "bridge",
+        "options": {
+            "com.docker.network.bridge.enable_icc": "false",
+            # The firewall's rules recognise containers' packets by this name.
+            "com.docker.network.bridge.name": names.access_network_name(instance),
+            "com.docker.network.driver.mtu": str(mtu),
+        },
+        "labels": {names.LABEL_INSTANCE: instance},
+    }
+
+
+def build_user_network(cluster: ClusterSettings, instance: str, owner: str, mtu: int) -> dict[str, Any]:
+    """Build the arguments of `create_network` for a user's network; `mtu` is that of the nodes' own network."""
+    labels = {names.LABEL_INSTANCE: instance, names.LABEL_OWNER: owner}
+    if cluster.has_overlay:
+        return {
+            "driver": "overlay",
+            "attachable": True,
+            # The overlay driver subtracts VXLAN's header.
+            "options": {"com.docker.network.driver.mtu": str(mtu)},
+            "labels": labels,
+        }
+    return {
+        "driver": "bridge",
+        "options": {
+            "com.docker.network.bridge.name": names.user_bridge_name(instance, owner),
+            "com.docker.network.driver.mtu": str(mtu),
+        },
+        "labels": labels,
+    }
+
+
+async def _remove_bridge(daemons: DockerClients, node: str, network: Mapping[str, Any], owner: str) -> None:
+    try:
+        await daemons.call(node, "remove_network", network["Id"])
+    except NotFound:
+        return
+    except GpuhubError as error:
+        raise Conflict(
+            f"{owner} has a notebook or job from when {node} was the only node, on a network that other nodes cannot "
+            "join: stop it first, then start again"
+        ) from error
+
+
+async def _create_network(daemons: DockerClients, node: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        # Without this option two bridges may have the same name; overlays never do.
+        await daemons.call(node, "create_network", name, check_duplicate=True, **arguments)
+    except GpuhubError:
+        # Daemons' messages differ when a concurrent start was first, so check for the network instead.
+        existing = await _inspect_network(daemons, node, name)
+        if existing is None:
+            raise
+        return existing
+    created: dict[str, Any] = await daemons.call(node, "inspect_network", name)
+    return created
+
+
+async def _inspect_network(daemons: DockerClients, node: str, name: str) -> dict[str, Any] | None:
+    try:
+        network: dict[str, Any] = await daemons.call(node, "inspect_network", name)
+    except NotFound:
+        return None
+    return network
+
+
+def _read_subnet(network: Mapping[str, Any]) -> str | None:
+    for config in (network.get("IPAM") or {}).get("Config") or []:
+        if config.get("Subnet"):
+            return str(config["Subnet"])
+    return None

@@ -1,0 +1,109 @@
+"""Security options of containers: their rights, their limits, and the GPUs that they see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from docker.types import DeviceRequest, LogConfig, Ulimit
+
+from gpuhub.common.errors import SettingsError
+from gpuhub.config.identity import UserIdentity
+from gpuhub.config.settings import ClusterSettings, ProfileSettings
+
+_CPU_PERIOD_US = 100_000
+#: Prefixes of variables that would select GPUs past the lease, or hide leased ones.
+_GPU_VARIABLES = ("NVIDIA_", "CUDA_VISIBLE_DEVICES")
+#: Driver capabilities that a leased GPU comes with.
+_DRIVER_PARTS = ("compute", "utility")
+#: An image's environment could request further devices from the NVIDIA runtime: for RDMA and file systems, which bypass
+#: the firewall, for the switch between GPUs, and for memory shared between machines.
+_DISABLED_DEVICES = {
+    "NVIDIA_GDRCOPY": "disabled",
+    "NVIDIA_GDS": "disabled",
+    "NVIDIA_IMEX_CHANNELS": "void",
+    "NVIDIA_MOFED": "disabled",
+    "NVIDIA_NVSWITCH": "disabled",
+}
+#: The node never stores the memory of its users' programs.
+NO_CORE_DUMPS = Ulimit(name="core", soft=0, hard=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerLimits:
+    """Limits of one container: CPUs, bytes of memory and shared memory, and processes."""
+
+    cpus: float
+    memory: int
+    shm: int
+    pids: int
+    #: Bytes written outside mounts; None means no limit.
+    disk: int | None = None
+
+
+def build_profile_limits(profile: ProfileSettings) -> ContainerLimits:
+    return ContainerLimits(
+        cpus=profile.cpus, memory=profile.memory, shm=profile.shm, pids=profile.pids, disk=profile.disk
+    )
+
+
+def build_job_limits(cluster: ClusterSettings) -> ContainerLimits:
+    jobs = cluster.jobs
+    return ContainerLimits(cpus=jobs.cpus, memory=jobs.memory, shm=jobs.shm, pids=jobs.pids, disk=jobs.disk)
+
+
+def build_device_requests(gpu_uuids: Sequence[str]) -> list[DeviceRequest]:
+    """Build the request for exactly these GPUs; for none the list is empty, because an empty request means all."""
+    if not gpu_uuids:
+        return []
+    return [DeviceRequest(device_ids=list(gpu_uuids), capabilities=[["gpu", *_DRIVER_PARTS]])]
+
+
+def build_gpu_environment(gpu_uuids: Sequence[str]) -> dict[str, str]:
+    """Build the variables that the NVIDIA runtime reads, so that the image's own have no effect.
+
+    Docker appends the device request's GPUs to these variables, and an image may set the same names. With equal values
+    it does not matter whether a reader uses the first or the last. Without them, on a node whose default is the NVIDIA
+    runtime, an image that sets "all" would get all GPUs.
+    """
+    if not gpu_uuids:
+        return {**_DISABLED_DEVICES, "NVIDIA_VISIBLE_DEVICES": "void"}
+    return {
+        **_DISABLED_DEVICES,
+        "NVIDIA_VISIBLE_DEVICES": ",".join(gpu_uuids),
+        "NVIDIA_DRIVER_CAPABILITIES": ",".join(_DRIVER_PARTS),
+    }
+
+
+def build_security_options(identity: UserIdentity, limits: ContainerLimits) -> dict[str, Any]:
+    """Build the options that every container of a user has."""
+    return {
+        "group_add": [str(gid) for gid in identity.groups],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "init": True,
+        "restart_policy": {"Name": "no"},
+        # A quota, because Docker refuses `nano_cpus` above the node's number of CPUs.
+        "cpu_period": _CPU_PERIOD_US,
+        "cpu_quota": int(limits.cpus * _CPU_PERIOD_US),
+        "mem_limit": limits.memory,
+        # Equal to mem_limit, so no swap.
+        "memswap_limit": limits.memory,
+        "shm_size": limits.shm,
+        "pids_limit": limits.pids,
+        "ulimits": [NO_CORE_DUMPS],
+        **({} if limits.disk is None else {"storage_opt": {"size": str(limits.disk)}}),
+        "log_config": LogConfig(type="json-file", config={"max-size": "10m", "max-file": "3"}),
+    }
+
+
+def refuse_gpu_variables(environment: Mapping[str, str]) -> None:
+    """Refuse an environment that selects GPUs.
+
+    Raises:
+        SettingsError: A variable selects GPUs; the text names it.
+    """
+    refused = sorted(name for name in environment if name.startswith(_GPU_VARIABLES))
+    if refused:
+        raise SettingsError(f"{', '.join(refused)}: GPUs come from leases alone; take it out of Spawner.environment")

@@ -1,0 +1,93 @@
+"""Starts a job's worker containers and connects them to the user's network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from gpuhub.common.paths import Paths
+from gpuhub.config.head_address import find_head_address
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker import networks
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.container_lifecycle import ensure_created, inject_identity
+from gpuhub.docker.container_spec import ContainerContext, build_worker_spec
+from gpuhub.docker.firewall_container import ensure_firewall
+from gpuhub.docker.mount_errors import translate_mount_errors
+from gpuhub.storage.preparation import prepare_user
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """A worker to be started: its job, lease, node and GPUs."""
+
+    instance: str
+    owner: str
+    job_id: str
+    #: The run whose folder the worker reads: the job's own, or the one that the job joins.
+    run_id: str
+    #: Index among the job's workers, from 0.
+    index: int
+    #: Index among the run's workers.
+    run_index: int
+    lease_id: str
+    epoch: int
+    node: str
+    gpu_uuids: tuple[str, ...]
+    image: str
+    #: All workers of a detached job as JSON; None for a job that runs from a notebook.
+    roster: str | None = None
+    #: Number of times that the job was preempted.
+    preemptions: int = 0
+    #: Slurm job that holds the GPUs; None without Slurm.
+    slurm_job: int | None = None
+    #: Called between creation and start of the container; raises when it must not start.
+    before_start: Callable[[], Awaitable[None]] | None = field(default=None, compare=False, repr=False)
+
+
+async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: Paths, spec: WorkerSpec) -> str:
+    """Start a worker's container and return its id; an existing one of the same lease and epoch is adopted.
+
+    Raises:
+        NodeUnreachable: The node does not answer; the container may exist.
+        ImageMissing: The node lacks the image.
+        GpuhubError: The daemon refuses, or the user's account cannot be used.
+    """
+    identity = await prepare_user(cluster.users, cluster.storage, paths.state, spec.owner)
+    network, _, _ = await asyncio.gather(
+        networks.ensure_user_network(daemons, cluster, spec.instance, spec.owner),
+        networks.ensure_access_network(daemons, cluster, spec.instance, spec.node),
+        ensure_firewall(daemons, cluster, spec.instance, spec.node),
+    )
+    container_spec = build_worker_spec(
+        context=ContainerContext(
+            instance=spec.instance,
+            cluster=cluster,
+            node=cluster.node(spec.node),
+            gpu_uuids=spec.gpu_uuids,
+            subnet=network.subnet,
+            head_address=find_head_address(cluster),
+        ),
+        identity=identity,
+        image=spec.image,
+        lease_id=spec.lease_id,
+        epoch=spec.epoch,
+        job_id=spec.job_id,
+        run_id=spec.run_id,
+        index=spec.index,
+        run_index=spec.run_index,
+        roster=spec.roster,
+        preemptions=spec.preemptions,
+        slurm_job=spec.slurm_job,
+    )
+    async with translate_mount_errors(daemons, spec.node, cluster.storage, spec.owner):
+        container = await ensure_created(daemons, spec.node, container_spec, adopt=True)
+        if not container.is_running:
+            await inject_identity(daemons, spec.node, container.id, identity, cluster.storage)
+            if spec.before_start is not None:
+                await spec.before_start()
+            await daemons.run(spec.node, lambda client: client.start(container.id), mounting=True)
+    # After the start, so that the network is connected while the worker's Python starts.
+    await networks.connect_container(daemons, spec.node, container.id, network)
+    return container.id

@@ -1,1 +1,0 @@
-"""What grants leases: the seam between the broker and its scheduler."""

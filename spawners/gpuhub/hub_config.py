@@ -1,0 +1,245 @@
+"""The values of jupyterhub_config.py that need more than reading a setting."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from gpuhub.backends.registry import find_capabilities, find_plugin
+from gpuhub.broker.api.auth import ANY_OWNER_SCOPE
+from gpuhub.broker_api.client import AsyncBrokerClient
+from gpuhub.common import names
+from gpuhub.common.errors import SettingsError
+from gpuhub.common.locks import acquire_lock
+from gpuhub.common.paths import DEFAULT_INSTANCE, Paths
+from gpuhub.common.secrets import BROKER_TOKEN, PROXY_TOKEN, SPAWNER_TOKEN, read_secret
+from gpuhub.config import head_address as head
+from gpuhub.config import settings
+from gpuhub.config.head_address import build_broker_origin, build_broker_url, url_scheme
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker.client import DockerClients
+from gpuhub.login import authenticator_config as login
+from gpuhub.slurm_client.factory import make_client
+from gpuhub.slurm_client.interface import SlurmClient
+from gpuhub.spawners.slurm import port
+from gpuhub.tls import public_access, renewal
+from gpuhub.tls.internal import CertificateStore
+from gpuhub.web.gpus_handlers import (
+    ActionHandler,
+    GpusPageHandler,
+    GpusPartsHandler,
+    LeaveQueueHandler,
+    NodeLeasesHandler,
+    PendingReasonHandler,
+)
+from gpuhub.web.handlers import BROKER_SCOPE, ClusterCache, ClusterHandler, LaptopWheelHandler, UserTokens
+
+BROKER_SERVICE = "broker"
+SPAWNER_SERVICE = "gpuhub-spawner"
+BROKER_ACCESS_SCOPE = BROKER_SCOPE
+#: JupyterHub anchors a pattern at its beginning only.
+ANCHORED_USERNAME_PATTERN = rf"(?:{names.USERNAME_PATTERN})\Z"
+
+
+@functools.cache
+def paths() -> Paths:
+    """Return the paths of the instance that the environment names."""
+    return Paths(os.environ.get("GPUHUB_INSTANCE", DEFAULT_INSTANCE))
+
+
+@functools.cache
+def cluster() -> ClusterSettings:
+    """Return the settings in the file that the environment names."""
+    file = os.environ.get("GPUHUB_CLUSTER_FILE")
+    if file is None:
+        raise SettingsError("GPUHUB_CLUSTER_FILE is not set: it names the cluster.toml; `gpuhub up` sets it")
+    return settings.load(Path(file))
+
+
+@functools.cache
+def lock() -> int:
+    """Make this process the only hub of the instance until it ends.
+
+    Raises:
+        SetupError: Another hub runs: each of two hubs would take the other's servers for crashed.
+    """
+    return acquire_lock(paths().state / "hub.lock", "another hub runs on this instance")
+
+
+@functools.cache
+def head_address() -> str:
+    """Return the address of hub and broker for nodes and containers."""
+    return head.find_head_address(cluster())
+
+
+def broker_origin() -> str:
+    """Return the broker's address without the prefix of its path."""
+    return build_broker_origin(cluster(), head_address())
+
+
+@functools.cache
+def make_daemons() -> DockerClients:
+    """Return the Docker clients of this process."""
+    return DockerClients(cluster().nodes, instance=paths().instance, run_dir=paths().run)
+
+
+@functools.cache
+def make_broker() -> AsyncBrokerClient:
+    """Return the broker client of this process."""
+    return AsyncBrokerClient(
+        build_broker_url(cluster(), head_address()),
+        read_secret(paths(), SPAWNER_TOKEN),
+        tls=CertificateStore(paths().internal_certificates).build_broker_context()
+        if cluster().has_internal_tls
+        else None,
+    )
+
+
+@functools.cache
+def make_slurm() -> SlurmClient:
+    """Return the Slurm client of this process."""
+    return make_client(cluster().slurm)
+
+
+def are_notebooks_jobs() -> bool:
+    """Return whether notebooks are jobs of the scheduling backend, on nodes without Docker."""
+    return not find_capabilities(cluster()).containers
+
+
+def spawner_class() -> str:
+    """Return the spawner's name in the entry points of JupyterHub."""
+    return find_plugin(cluster()).spawner_class(cluster())
+
+
+def notebook_command() -> list[str]:
+    """Return the notebook's program, without options."""
+    return find_plugin(cluster()).notebook_command(cluster())
+
+
+def alt_names() -> list[str]:
+    """Return the names in the hub's internal certificates in addition to the loopback."""
+    return list(renewal.build_alt_names(head_address()))
+
+
+def proxy_api_url() -> str:
+    """Return the address of the proxy's API."""
+    return f"{url_scheme(tls=cluster().has_internal_tls)}://127.0.0.1:{cluster().hub.proxy_api_port}"
+
+
+def public_url() -> str:
+    """Return the hub's address for browsers, such as `https://gpuhub.lan`."""
+    return public_access.build_public_url(cluster().hub, head_address())
+
+
+def canonical_url() -> str:
+    """Return the one address to which JupyterHub redirects browsers; empty where it keeps the one they used."""
+    url = public_access.build_canonical_url(cluster().hub, head_address())
+    return f"{url}/" if url else ""
+
+
+def subdomain_host() -> str:
+    """Return the domain with a subdomain for each user's notebooks; empty where they share the hub's name."""
+    return public_access.build_subdomain_host(cluster().hub, head_address())
+
+
+def extra_routes() -> dict[str, str]:
+    """Return the proxy's route to the broker under the hub's name, which gpu-launch uses with subdomains.
+
+    The broker accepts only tokens and never a cookie, so that pages of notebooks cannot use this route.
+    """
+    name = urlsplit(subdomain_host()).hostname
+    return {f"{name}/services/{BROKER_SERVICE}/": broker_origin()} if name else {}
+
+
+def tornado_settings() -> dict[str, Any]:
+    """Return headers and cookies of the hub's pages, and the longest wait of a request for a start, seconds."""
+    hub = cluster().hub
+    return {
+        "slow_spawn_timeout": 2,
+        "headers": public_access.build_headers(hub),
+        "cookie_options": public_access.build_cookie_options(hub),
+    }
+
+
+def proxy_token() -> str:
+    """Return the token of the hub for the proxy's API."""
+    return read_secret(paths(), PROXY_TOKEN)
+
+
+def services() -> list[dict[str, Any]]:
+    """Return JupyterHub's services: the broker, and the identity of the spawner."""
+    return [
+        {
+            "name": BROKER_SERVICE,
+            "url": broker_origin(),
+            "api_token": read_secret(paths(), BROKER_TOKEN),
+            "oauth_no_confirm": True,
+            "display": False,
+            # The hub routes no notebooks while it waits for a service at its start.
+            "timeout": 3,
+        },
+        {"name": SPAWNER_SERVICE, "api_token": read_secret(paths(), SPAWNER_TOKEN), "display": False},
+    ]
+
+
+def roles() -> list[dict[str, Any]]:
+    """Return the roles: users may use the broker, and the broker and the spawner may use servers."""
+    return [
+        {
+            "name": "user",
+            "description": "Everything of one's own, and the broker",
+            "scopes": ["self", BROKER_ACCESS_SCOPE],
+        },
+        {
+            "name": "gpuhub-broker",
+            "description": "Ends servers whose time is up, and has starts that waited go on",
+            "services": [BROKER_SERVICE],
+            "scopes": ["list:users", "read:users:name", "read:servers", "servers"],
+        },
+        {
+            "name": SPAWNER_SERVICE,
+            "description": "Leases for any owner",
+            "services": [SPAWNER_SERVICE],
+            "scopes": [ANY_OWNER_SCOPE, BROKER_ACCESS_SCOPE],
+        },
+    ]
+
+
+def custom_scopes() -> dict[str, dict[str, str]]:
+    """Return the scopes that gpuhub defines."""
+    return {ANY_OWNER_SCOPE: {"description": "Ask for leases of any owner, see and end all of them"}}
+
+
+def handlers() -> list[tuple[str, type, dict[str, Any]]]:
+    """Return gpuhub's handlers below /hub/; notebooks that are Slurm jobs report to one of them."""
+    parts = {
+        "make_broker": make_broker,
+        "cluster": cluster(),
+        "cluster_cache": ClusterCache(lambda: make_broker().cluster()),
+        "user_tokens": UserTokens(),
+    }
+    others: list[tuple[str, type, dict[str, Any]]] = [
+        (LaptopWheelHandler.PATH, LaptopWheelHandler, {"path": str(paths().laptop_wheel)})
+    ]
+    if are_notebooks_jobs():
+        others.append((port.PATH, port.PortHandler, {}))
+    return others + [
+        (path, handler, parts)
+        for path, handler in (
+            (r"/gpus", GpusPageHandler),
+            (r"/gpuhub/gpus", GpusPartsHandler),
+            (r"/gpuhub/why", PendingReasonHandler),
+            (r"/gpuhub/runs", NodeLeasesHandler),
+            (r"/gpuhub/act", ActionHandler),
+            (r"/gpuhub/cluster", ClusterHandler),
+            (r"/gpuhub/leave", LeaveQueueHandler),
+        )
+    ]
+
+
+def login_settings() -> dict[str, dict[str, Any]]:
+    """Return the traits of each of the authenticator's classes."""
+    return login.build_authenticator_settings(cluster(), paths(), public_url())

@@ -1,0 +1,196 @@
+"""JupyterHub's authenticator and its traits for the settings in cluster.toml."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from gpuhub.common import secrets
+from gpuhub.common.errors import SettingsError
+from gpuhub.common.paths import Paths
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.config.users import LoginKind
+from gpuhub.login import oidc_discovery, rules, secret_files
+
+#: Logins without groups: JupyterHub's administrators manage the hub's groups there.
+_WITHOUT_GROUPS: frozenset[LoginKind] = frozenset({"password", "first-use"})
+_CLASSES: dict[LoginKind, str] = {
+    "password": "gpuhub.login.password_forms.PasswordAuthenticator",
+    "first-use": "gpuhub.login.password_forms.ChosenPasswordAuthenticator",
+    "pam": "gpuhub.login.password_forms.PamAuthenticator",
+    "ldap": "gpuhub.login.ldap.LdapAuthenticator",
+    "oidc": "gpuhub.login.providers.OidcAuthenticator",
+    "github": "gpuhub.login.providers.GitHubAuthenticator",
+    "gitlab": "gpuhub.login.providers.GitLabAuthenticator",
+    "google": "gpuhub.login.providers.GoogleAuthenticator",
+    "cilogon": "gpuhub.login.providers.CILogonAuthenticator",
+}
+T = TypeVar("T")
+MIN_PASSWORD_LENGTH = 8
+GITLAB = "https://gitlab.com"
+_LDAP_PORTS = {"ldap": 389, "ldaps": 636}
+#: Longest wait for the provider, seconds.
+_PATIENCE_S = 10
+
+
+def find_authenticator_class(cluster: ClusterSettings) -> str:
+    """Return the class's name for JupyterHub."""
+    return _CLASSES[cluster.users.login]
+
+
+def build_authenticator_settings(cluster: ClusterSettings, paths: Paths, hub_url: str) -> dict[str, dict[str, Any]]:
+    """Return the traits of each class, with secrets; for `oidc` the provider's endpoints are requested.
+
+    Args:
+        hub_url: The hub's address for browsers, without a slash at its end.
+
+    Raises:
+        SettingsError: A file that [login] names cannot be used.
+        SetupError: The provider does not answer, and no answer of an earlier start is stored.
+    """
+    kind = cluster.users.login
+    traits: dict[str, Any] = {}
+    shared: dict[str, dict[str, Any]] = {}
+    match kind:
+        case "password":
+            traits = {
+                "user_password": secrets.read_secret(paths, secrets.USER_PASSWORD),
+                "admin_password": secrets.read_secret(paths, secrets.ADMIN_PASSWORD),
+                "hint": "All users have the same password here. The administrator of this hub knows it.",
+            }
+        case "first-use":
+            traits = {
+                "dbm_path": str(paths.secrets / "chosen-passwords"),
+                "min_password_length": MIN_PASSWORD_LENGTH,
+                "hint": f"Here for the first time? The password that you enter now, {MIN_PASSWORD_LENGTH} characters "
+                "or more, will be yours.",
+            }
+        case "pam":
+            traits = {"open_sessions": False, "hint": "With your account on the head node."}
+        case "ldap":
+            traits = _ldap(cluster)
+        case _:
+            traits = _provider(cluster, paths)
+            shared = {"OAuthenticator": _oauth(cluster, paths, hub_url)}
+    name = find_authenticator_class(cluster).rpartition(".")[2]
+    return {
+        "Authenticator": _common(cluster),
+        "PolicyAuthenticator": {"rules": rules.build_rules(cluster)},
+        **shared,
+        name: traits,
+    }
+
+
+def _common(cluster: ClusterSettings) -> dict[str, Any]:
+    return {
+        # JupyterHub creates these users when it starts, so that administrators see them.
+        "allowed_users": set(cluster.users.allowed),
+        "admin_users": set(cluster.users.admins),
+        "allow_all": False,
+        # Otherwise a user who was allowed once would stay allowed.
+        "allow_existing_users": False,
+        # Access is always limited, but JupyterHub does not detect a limit by groups.
+        "any_allow_config": True,
+        "manage_groups": cluster.users.login not in _WITHOUT_GROUPS,
+        # gpuhub does not need the provider's tokens after the login.
+        "enable_auth_state": False,
+        # The tokens of a user who may no longer log in are refused as well.
+        "auth_refresh_strict": True,
+    }
+
+
+def _ldap(cluster: ClusterSettings) -> dict[str, Any]:
+    login = cluster.login
+    server = urlsplit(_require(login.server))
+    return {
+        "server_address": server.hostname,
+        "server_port": server.port or _LDAP_PORTS[server.scheme],
+        "tls_strategy": "on_connect" if server.scheme == "ldaps" else "before_bind",
+        "tls_kwargs": _tls(login.ca),
+        "bind_dn_template": [login.user_dn],
+        "group_base": login.group_base or "",
+        "hint": f"With your account at {server.hostname}.",
+    }
+
+
+def _tls(authority: Path | None) -> dict[str, Any]:
+    # Without this the library checks nothing.
+    values: dict[str, Any] = {"validate": ssl.CERT_REQUIRED}
+    return values if authority is None else {**values, "ca_certs_file": str(authority)}
+
+
+def _oauth(cluster: ClusterSettings, paths: Paths, hub_url: str) -> dict[str, Any]:
+    login = cluster.login
+    request: dict[str, Any] = {"connect_timeout": _PATIENCE_S, "request_timeout": _PATIENCE_S}
+    if login.ca is not None:
+        request["ca_certs"] = str(login.ca)
+    return {
+        "client_id": login.client_id,
+        "client_secret": secret_files.read_client_secret(_require(login.client_secret_file)),
+        "oauth_callback_url": build_callback_url(hub_url),
+        # Set here, because the library would read it from the environment.
+        "validate_server_cert": True,
+        "http_request_kwargs": request,
+        "provider": build_provider_name(cluster),
+        "accounts_file": str(paths.state / "login-accounts.json"),
+        "domains": list(login.domains),
+    }
+
+
+def _provider(cluster: ClusterSettings, paths: Paths) -> dict[str, Any]:
+    login = cluster.login
+    match cluster.users.login:
+        case "oidc":
+            issuer = _require(login.issuer)
+            endpoints, _ = oidc_discovery.find_endpoints(issuer, login.ca, find_provider_cache(paths))
+            return {
+                "login_service": urlsplit(issuer).hostname,
+                "authorize_url": endpoints.authorize,
+                "token_url": endpoints.token,
+                "userdata_url": endpoints.userinfo,
+                "scope": list(endpoints.scopes),
+                "basic_auth": endpoints.basic_auth,
+                "username_claim": login.username_claim or "preferred_username",
+                "groups_claim": login.groups_claim or "groups",
+            }
+        case "github":
+            return {"login_service": "GitHub", "scope": ["read:org"]}
+        case "gitlab":
+            url = (login.issuer or GITLAB).rstrip("/")
+            return {
+                "login_service": "GitLab" if url == GITLAB else urlsplit(url).hostname,
+                "gitlab_url": url,
+                "userdata_url": f"{url}/oauth/userinfo",
+                "scope": ["openid", "profile"],
+                "username_claim": "nickname",
+            }
+        case "google":
+            return {"login_service": "Google", "hosted_domain": list(login.domains), "strip_domain": False}
+        case _:
+            claim = {"username_derivation": {"username_claim": login.username_claim or "eppn"}}
+            return {"login_service": "CILogon", "idps": dict.fromkeys(login.idps, claim)}
+
+
+def _require(value: T | None) -> T:
+    """Return a value that the check of the settings requires."""
+    if value is None:
+        raise SettingsError("[login] lacks a value")
+    return value
+
+
+def build_callback_url(hub_url: str) -> str:
+    """Return the address that is registered with the provider."""
+    return f"{hub_url}/hub/oauth_callback"
+
+
+def build_provider_name(cluster: ClusterSettings) -> str:
+    """Return the name of the provider in the file of account bindings."""
+    issuer = cluster.login.issuer
+    return cluster.users.login if issuer is None else f"{cluster.users.login} {issuer.rstrip('/')}"
+
+
+def find_provider_cache(paths: Paths) -> Path:
+    """Return the file that keeps a provider's endpoints."""
+    return paths.state / "login-provider.json"

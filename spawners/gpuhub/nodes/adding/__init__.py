@@ -1,1 +1,0 @@
-"""Adding a machine to the cluster, and taking one out of it."""

@@ -1,0 +1,300 @@
+"""Health of nodes and GPUs: which can be granted, and the reasons why others cannot. Times are monotonic seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from gpuhub.broker_api.schemas import GpuState, NodeState
+from gpuhub.config.settings import SchedulingSettings
+from gpuhub.nodes import status
+from gpuhub.nodes.agent import DEVICES_LOST
+from gpuhub.nodes.inventory import Inventory
+from gpuhub.nodes.status import Cordon, GpuLeaseStatus, GpuProcess, GpuReading, NodeStatus
+from gpuhub.scheduler.interface import GpuSlot, NodeCapacity
+
+_UNLEASED = GpuLeaseStatus()
+_AGENT_SILENT = "its GPU agent is silent"
+_NOT_YET_CHECKED = "its last lease ended a moment ago; a reading must show first that it is empty"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCondition:
+    """A node's state, and its problems if there are any."""
+
+    state: NodeState
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuCondition:
+    """A GPU's state, its problem if there is one, and the processes on it that belong to no lease."""
+
+    state: GpuState
+    message: str | None = None
+    outside_processes: tuple[GpuProcess, ...] = ()
+
+
+# -- for the scheduler -------------------------------------------------------------------------------------------------
+
+
+def build_node_capacities(
+    inventory: Inventory,
+    *,
+    cordons: Mapping[str, Cordon],
+    lease_statuses: Mapping[str, GpuLeaseStatus],
+    monotonic: float,
+    scheduling: SchedulingSettings,
+) -> tuple[NodeCapacity, ...]:
+    """Return every node of the settings with its GPUs, whether leases hold them or not."""
+    return tuple(
+        build_node_capacity(
+            inventory,
+            name,
+            cordon=cordons.get(name),
+            lease_statuses=lease_statuses,
+            monotonic=monotonic,
+            scheduling=scheduling,
+        )
+        for name in inventory.nodes
+    )
+
+
+def build_node_capacity(
+    inventory: Inventory,
+    name: str,
+    *,
+    cordon: Cordon | None,
+    lease_statuses: Mapping[str, GpuLeaseStatus],
+    monotonic: float,
+    scheduling: SchedulingSettings,
+) -> NodeCapacity:
+    """Return one node with its GPUs. A GPU that two nodes report is listed for the first and available on neither."""
+    node = inventory.nodes[name]
+    node_reason = explain_node_unavailable(node, cordon)
+    slots = []
+    for gpu in node.gpus:
+        if gpu.uuid in inventory.duplicate_uuids and inventory.nodes_reporting(gpu.uuid)[0] != name:
+            continue
+        lease_status = lease_statuses.get(gpu.uuid, _UNLEASED)
+        reason = node_reason or explain_gpu_unavailable(
+            inventory, node, gpu, lease_status=lease_status, monotonic=monotonic, scheduling=scheduling
+        )
+        slots.append(
+            GpuSlot(
+                uuid=gpu.uuid,
+                node=name,
+                index=gpu.index,
+                card=gpu.card,
+                available=reason is None,
+                unavailable_reason=reason,
+            )
+        )
+    return replace(
+        inventory.configured_nodes[name],
+        slots=tuple(slots),
+        takes_work=node_reason is None,
+        unavailable_reason=node_reason,
+        driver=node.driver,
+    )
+
+
+def explain_node_unavailable(node: NodeStatus, cordon: Cordon | None) -> str | None:
+    """Return why the node takes no new work, for users, or None if it does."""
+    if not node.is_up:
+        return node.unreachable_reason
+    if cordon is not None:
+        return status.describe_cordon(cordon)
+    if node.daemon_id is None:
+        return "its Docker daemon has not been identified yet"
+    if node.firewall_error is not None:
+        return node.firewall_error
+    return None if node.is_reconciled else "containers that belong to no lease are being removed"
+
+
+def explain_gpu_unavailable(
+    inventory: Inventory,
+    node: NodeStatus,
+    gpu: GpuReading,
+    *,
+    lease_status: GpuLeaseStatus,
+    monotonic: float,
+    scheduling: SchedulingSettings,
+) -> str | None:
+    """Return why a GPU on a node that takes work is not available, or None if it is."""
+    return (
+        find_reading_problem(inventory, node, gpu, monotonic)
+        or find_gpu_failure(gpu)
+        or describe_outside_use(node, gpu, lease_status=lease_status, scheduling=scheduling)
+    )
+
+
+# -- one GPU -----------------------------------------------------------------------------------------------------------
+
+
+def find_reading_problem(inventory: Inventory, node: NodeStatus, gpu: GpuReading, monotonic: float) -> str | None:
+    """Return why a GPU's last reading cannot be trusted, or None if it can."""
+    if node.gpu_error is not None:
+        return add_advice(node.gpu_error)
+    if not node.is_fresh(monotonic):
+        return "its GPUs have not been read yet" if node.read_at is None else _AGENT_SILENT
+    return _describe_duplicate(inventory, gpu)
+
+
+def find_gpu_failure(gpu: GpuReading) -> str | None:
+    """Return the defect that the last reading of a GPU shows, or None."""
+    if gpu.error is not None:
+        return add_advice(gpu.error)
+    if gpu.ecc_uncorrected:
+        count = f"{gpu.ecc_uncorrected} uncorrectable memory error{'s' if gpu.ecc_uncorrected > 1 else ''} (ECC)"
+        return f"{count} since the driver was loaded: reset the GPU or restart the node"
+    return "a failing memory row could not be replaced: the card needs service" if gpu.remap_failed else None
+
+
+def describe_outside_use(
+    node: NodeStatus, gpu: GpuReading, *, lease_status: GpuLeaseStatus, scheduling: SchedulingSettings
+) -> str | None:
+    """Return how a GPU without a lease is in use, or None if it is not.
+
+    A reading from before the end of the last lease was proven may still show that lease: the GPU does not count as used
+    from outside then, but it is not available before a later reading shows it empty.
+    """
+    if lease_status.leased or not is_in_use(gpu, scheduling):
+        return None
+    if lease_status.freed_at is not None and not node.is_read_after(lease_status.freed_at):
+        return _NOT_YET_CHECKED
+    return f"in use outside gpuhub: {_describe_use(gpu)}"
+
+
+def is_in_use(gpu: GpuReading, scheduling: SchedulingSettings) -> bool:
+    """Return whether processes run on the GPU, or more memory is in use than an idle GPU has."""
+    return bool(gpu.processes) or (gpu.memory_used_mib or 0) * 1024**2 > scheduling.outside_memory
+
+
+def is_awaiting_reading(
+    node: NodeStatus, *, lease_statuses: Mapping[str, GpuLeaseStatus], scheduling: SchedulingSettings
+) -> bool:
+    """Return whether a GPU on the node is unavailable until the next reading."""
+    return any(
+        describe_outside_use(node, gpu, lease_status=lease_statuses.get(gpu.uuid, _UNLEASED), scheduling=scheduling)
+        == _NOT_YET_CHECKED
+        for gpu in node.gpus
+    )
+
+
+def add_advice(error: str) -> str:
+    """Return NVML's text, with a remedy if one is known."""
+    if "version mismatch" in error.lower():
+        return f"{error}: the driver was upgraded while it was in use, reboot needed"
+    return f"{error}: restart your server" if error == DEVICES_LOST else error
+
+
+def _describe_use(gpu: GpuReading) -> str:
+    parts = []
+    if gpu.processes:
+        plural = "es" if len(gpu.processes) > 1 else ""
+        parts.append(f"{len(gpu.processes)} process{plural}")
+    if gpu.memory_used_mib is not None:
+        mib = gpu.memory_used_mib
+        parts.append(f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib} MiB")
+    return ", ".join(parts)
+
+
+# -- for users ---------------------------------------------------------------------------------------------------------
+
+
+def assess_gpu(
+    inventory: Inventory,
+    name: str,
+    gpu: GpuReading,
+    *,
+    is_held: bool = False,
+    is_quarantined: bool = False,
+    cordon: Cordon | None = None,
+    lease_status: GpuLeaseStatus = _UNLEASED,
+    monotonic: float,
+    scheduling: SchedulingSettings,
+) -> GpuCondition:
+    """Return the condition of a GPU on the node `name`; `assess_node` covers problems of the node itself.
+
+    A defect comes first, then the holder, then use without a lease.
+    """
+    node = inventory.nodes[name]
+    held = GpuState.QUARANTINED if is_quarantined else GpuState.HELD
+    if not node.is_up:
+        state = GpuState.QUARANTINED if is_quarantined else GpuState.UNAVAILABLE
+        return GpuCondition(state=state, message=node.unreachable_reason)
+    defect = None if node.read_at is None else find_gpu_failure(gpu)
+    if defect is None and node.read_at is not None and not node.is_fresh(monotonic):
+        defect = _AGENT_SILENT
+    if defect is not None:
+        return GpuCondition(state=GpuState.FAILED, message=defect)
+    if is_held or is_quarantined:
+        return GpuCondition(state=held)
+    reading_problem = find_reading_problem(inventory, node, gpu, monotonic)
+    if reading_problem is not None:
+        return GpuCondition(state=GpuState.UNAVAILABLE, message=reading_problem)
+    return _assess_unheld_gpu(node, gpu, lease_status=lease_status, cordon=cordon, scheduling=scheduling)
+
+
+def _assess_unheld_gpu(
+    node: NodeStatus,
+    gpu: GpuReading,
+    *,
+    lease_status: GpuLeaseStatus,
+    cordon: Cordon | None,
+    scheduling: SchedulingSettings,
+) -> GpuCondition:
+    outside_use = describe_outside_use(node, gpu, lease_status=lease_status, scheduling=scheduling)
+    if outside_use is not None and outside_use != _NOT_YET_CHECKED:
+        return GpuCondition(state=GpuState.OUTSIDE, message=outside_use, outside_processes=gpu.processes or ())
+    why = explain_node_unavailable(node, cordon) or outside_use
+    return GpuCondition(state=GpuState.FREE if why is None else GpuState.UNAVAILABLE, message=why)
+
+
+def assess_node(
+    inventory: Inventory, name: str, *, cordon: Cordon | None = None, monotonic: float, scheduling: SchedulingSettings
+) -> NodeCondition:
+    """Return the condition of a node. A missing answer comes before a cordon."""
+    node = inventory.nodes[name]
+    cordon_text = None if cordon is None else status.describe_cordon(cordon)
+    if not node.is_up:
+        is_down = node.down_since is not None and monotonic - node.down_since >= scheduling.down_after
+        return NodeCondition(
+            state=NodeState.DOWN if is_down else NodeState.UNREACHABLE,
+            message="; ".join(text for text in (node.unreachable_reason, cordon_text) if text),
+        )
+    message = (
+        "; ".join(text for text in (cordon_text, *_list_node_problems(inventory, node, monotonic)) if text) or None
+    )
+    if cordon is None:
+        return NodeCondition(state=NodeState.UP, message=message)
+    return NodeCondition(state=NodeState.DRAINING if cordon.is_draining else NodeState.CORDONED, message=message)
+
+
+def _list_node_problems(inventory: Inventory, node: NodeStatus, monotonic: float) -> list[str]:
+    """Return the problems of a node that answers: its own, else its agent's, else its GPUs'."""
+    problems = ["another Docker daemon answers than when leases there began"] if node.is_suspect else []
+    if node.firewall_error is not None:
+        problems.append(node.firewall_error)
+    if node.gpu_error is not None:
+        return [*problems, add_advice(node.gpu_error)]
+    broken = [
+        f"GPU {gpu.index}: {why}"
+        for gpu in node.gpus
+        if (why := find_gpu_failure(gpu)) or (why := _describe_duplicate(inventory, gpu))
+    ]
+    if broken:
+        return [*problems, *dict.fromkeys(broken)]
+    if not node.is_fresh(monotonic):
+        return [*problems, "its GPUs have not been read yet" if node.read_at is None else _AGENT_SILENT]
+    why = explain_node_unavailable(node, None)
+    if why is not None:
+        return list(dict.fromkeys([*problems, why]))
+    return problems if node.gpus else [*problems, "has no GPU"]
+
+
+def _describe_duplicate(inventory: Inventory, gpu: GpuReading) -> str | None:
+    if gpu.uuid not in inventory.duplicate_uuids:
+        return None
+    return f"{' and '.join(inventory.nodes_reporting(gpu.uuid))} report the same GPU {gpu.uuid}: are they one machine?"

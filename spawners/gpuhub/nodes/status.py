@@ -1,0 +1,228 @@
+"""Status of nodes and GPUs, and whether a node's Docker daemon answers. Times are the broker's monotonic seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from gpuhub.common.gpu import GpuSpec
+
+#: A GPU reading older than this cannot be the base of a grant, seconds.
+STALE_S = 15.0
+#: Failed polls in a row after which a node is unreachable.
+FAILURES_UNTIL_DOWN = 2
+#: Successful polls in a row after which an unreachable node is up again.
+POLLS_UNTIL_UP = 2
+#: A node that became unreachable `FLAP_LIMIT` times within `FLAP_WINDOW_S` seconds is flapping and needs more polls.
+FLAP_LIMIT = 3
+FLAP_WINDOW_S = 600.0
+POLLS_UNTIL_UP_WHEN_FLAPPING = 5
+#: A Docker daemon's id, and the boot id of its machine; None where unknown.
+NodeIdentity = tuple[str | None, str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A compute process on a GPU as NVML reports it; the id is the machine's own."""
+
+    pid: int
+    #: None where NVML does not report it.
+    memory_mib: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReading:
+    """The last reading of a GPU or a MIG device; None where NVML does not report a value."""
+
+    uuid: str
+    #: NVML's index of the GPU; a MIG device has that of its GPU.
+    index: int
+    model: str
+    memory_mib: int
+    #: NVML's text for a GPU that cannot be used.
+    error: str | None = None
+    #: Whether the driver still lists it.
+    is_listed: bool = True
+    capability: tuple[int, int] | None = None
+    is_mig: bool = False
+    #: UUID of a MIG device's GPU.
+    parent: str | None = None
+    #: Uncorrectable memory errors since the driver was loaded.
+    ecc_uncorrected: int | None = None
+    #: Whether a failing memory row could not be replaced.
+    remap_failed: bool | None = None
+    utilisation_percent: int | None = None
+    memory_used_mib: int | None = None
+    power_w: float | None = None
+    temperature_c: int | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+
+    @property
+    def card(self) -> GpuSpec:
+        """Return the properties of the GPU that placement uses."""
+        return GpuSpec(model=self.model, memory_mib=self.memory_mib, capability=self.capability, is_mig=self.is_mig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentReading:
+    """One line of a node's GPU agent."""
+
+    line_number: int
+    error: str | None
+    gpus: tuple[GpuReading, ...]
+    boot_id: str | None = None
+    driver: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """The observed state of one node."""
+
+    name: str
+    #: Whether its Docker daemon answers.
+    is_up: bool = False
+    #: Failed polls in a row, and successful ones in a row while it was not up.
+    failures: int = 0
+    good_polls: int = 0
+    #: Time since which it does not answer; None while it answers, and before the first poll.
+    down_since: float | None = None
+    #: Recent times at which it became unreachable.
+    flaps: tuple[float, ...] = ()
+    #: Why the daemon does not answer, for users.
+    unreachable_reason: str | None = "has not been read yet"
+    #: Whether every container of this instance there belongs to an open lease, so that none can hold a GPU unseen.
+    is_reconciled: bool = False
+    #: Whether an open lease began under another Docker daemon of the same machine. The current daemon's list proves
+    #: nothing about such a lease.
+    is_suspect: bool = False
+    #: Id of the Docker daemon that answers.
+    daemon_id: str | None = None
+    #: Id of the machine's current boot.
+    boot_id: str | None = None
+    #: Version of NVIDIA's driver.
+    driver: str | None = None
+    gpus: tuple[GpuReading, ...] = ()
+    #: Whether GPUs were ever read, in this or an earlier run of the broker.
+    has_readings: bool = False
+    #: Number of the agent's last line and when it was first seen; None before the first line of this run.
+    line_number: int | None = None
+    read_at: float | None = None
+    #: Time after which the last line was printed; None where unknown.
+    printed_after: float | None = None
+    #: Time of the last poll of the agent's lines.
+    polled_at: float | None = None
+    #: Why its GPUs cannot be read, for users.
+    gpu_error: str | None = None
+    #: Why its firewall is not in place, for users.
+    firewall_error: str | None = None
+
+    def evolve(self, **changes: Any) -> Self:
+        """Return a copy with changes."""
+        return replace(self, **changes)
+
+    @property
+    def identity(self) -> NodeIdentity:
+        """Return the identity that is stored with a lease that begins on the node now."""
+        return self.daemon_id, self.boot_id
+
+    def can_take_work(self) -> bool:
+        """Return whether the node can run new containers, cordons aside."""
+        return self.is_up and self.is_reconciled
+
+    def is_fresh(self, now: float) -> bool:
+        """Return whether the last GPU reading is recent enough."""
+        return self.read_at is not None and now - self.read_at <= STALE_S
+
+    def is_read_after(self, moment: float) -> bool:
+        """Return whether the last GPU reading was made after that time."""
+        return self.printed_after is not None and self.printed_after >= moment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLeaseStatus:
+    """State of a GPU's leases in this run of the broker."""
+
+    #: Whether a lease holds it, or a part of it.
+    leased: bool = False
+    #: Time at which the last lease on it was proven released; None if there was none.
+    freed_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cordon:
+    """One node's cordon; a draining node's leases are ended as well."""
+
+    node: str
+    state: Literal["cordoned", "draining"] = "cordoned"
+    by: str
+    reason: str = ""
+    at: float
+    #: For a drain: time until leases there are ended, seconds.
+    grace_s: int = 0
+
+    @property
+    def is_draining(self) -> bool:
+        """Return whether leases on the node are being ended."""
+        return self.state == "draining"
+
+
+def describe_cordon(cordon: Cordon) -> str:
+    """Return a text for users, such as `cordoned by root: new fans`."""
+    text = f"{cordon.state} by {cordon.by}"
+    return f"{text}: {cordon.reason}" if cordon.reason else text
+
+
+def record_answer(node: NodeStatus, now: float) -> NodeStatus:
+    """Return the status after an answer of the daemon. An unreachable node is up again after several answers.
+
+    A node that never failed in this run of the broker is up at once.
+    """
+    if node.is_up:
+        return node.evolve(failures=0, good_polls=0)
+    good_polls = node.good_polls + 1
+    needed = required_polls(node, now)
+    if good_polls < needed:
+        reason = _describe_recovery(node, good_polls, needed, now)
+        return node.evolve(failures=0, good_polls=good_polls, unreachable_reason=reason)
+    return node.evolve(is_up=True, failures=0, good_polls=0, down_since=None, unreachable_reason=None)
+
+
+def record_failure(node: NodeStatus, reason: str, now: float) -> NodeStatus:
+    """Return the status after a poll without an answer. The node is unreachable after several of them."""
+    failures = node.failures + 1
+    if failures < FAILURES_UNTIL_DOWN and node.is_up:
+        return node.evolve(failures=failures)
+    flaps = tuple(moment for moment in node.flaps if now - moment < FLAP_WINDOW_S)
+    # Anything may happen there until it answers: it must be reconciled before it gets work again, and its daemon and
+    # machine must be identified again.
+    return node.evolve(
+        is_up=False,
+        failures=failures,
+        good_polls=0,
+        down_since=now if node.down_since is None else node.down_since,
+        flaps=(*flaps, now) if node.is_up else flaps,
+        unreachable_reason=reason,
+        is_reconciled=False,
+        daemon_id=None,
+        boot_id=None,
+    )
+
+
+def required_polls(node: NodeStatus, now: float) -> int:
+    """Return the number of successful polls in a row after which the node is up."""
+    if node.down_since is None:
+        return 1
+    return POLLS_UNTIL_UP_WHEN_FLAPPING if is_flapping(node, now) else POLLS_UNTIL_UP
+
+
+def is_flapping(node: NodeStatus, now: float) -> bool:
+    """Return whether the node became unreachable too often recently."""
+    return sum(now - moment < FLAP_WINDOW_S for moment in node.flaps) >= FLAP_LIMIT
+
+
+def _describe_recovery(node: NodeStatus, good_polls: int, needed: int, now: float) -> str:
+    text = f"answers again; {needed - good_polls} more successful polls are needed before it gets work"
+    if not is_flapping(node, now):
+        return text
+    count = sum(now - moment < FLAP_WINDOW_S for moment in node.flaps)
+    return f"{text}, since it was unreachable {count} times within {FLAP_WINDOW_S / 60:.0f} minutes"

@@ -1,0 +1,1 @@
+"""Operating a cluster: deployment, images, provisioning of nodes, diagnosis."""

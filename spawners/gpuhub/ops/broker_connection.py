@@ -1,0 +1,34 @@
+"""The connection of root's commands to the broker on this machine, with the broker's own token."""
+
+from __future__ import annotations
+
+from gpuhub.broker_api.client import AsyncBrokerClient
+from gpuhub.common import secrets
+from gpuhub.common.errors import SettingsError, SetupError
+from gpuhub.common.paths import Paths
+from gpuhub.config import settings
+from gpuhub.config.head_address import build_broker_url, find_head_address
+from gpuhub.tls.internal import CertificateStore
+
+#: Long enough to wait out a restart of the broker, short enough for the person at the terminal; seconds.
+_PATIENCE_S = 3.0
+
+
+def connect_to_broker(paths: Paths) -> AsyncBrokerClient:
+    """Return a client of the instance's broker with an administrator's rights.
+
+    Raises:
+        SetupError: gpuhub does not run, or the caller cannot read the broker's token.
+    """
+    if not paths.used_cluster_file.exists():
+        raise SetupError("gpuhub does not run here: start it with `sudo make up`")
+    try:
+        cluster = settings.load(paths.used_cluster_file)
+    except SettingsError as error:
+        raise SetupError(f"the settings that gpuhub runs with cannot be read: {error}") from error
+    return AsyncBrokerClient(
+        build_broker_url(cluster, find_head_address(cluster)),
+        secrets.read_secret(paths, secrets.BROKER_TOKEN),
+        patience_s=_PATIENCE_S,
+        tls=CertificateStore(paths.internal_certificates).build_broker_context() if cluster.has_internal_tls else None,
+    )

@@ -1,0 +1,1 @@
+"""`gpuhub up` and `gpuhub down`."""

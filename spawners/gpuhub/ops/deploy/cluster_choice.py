@@ -1,0 +1,136 @@
+"""The choice of the cluster that `gpuhub up` runs on: the given settings, this machine's GPUs, or provided nodes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from gpuhub.common import gpu
+from gpuhub.common.errors import SettingsError, SetupError
+from gpuhub.common.paths import Paths
+
+_TOOLKIT_HINT = (
+    "This machine has an NVIDIA GPU, but Docker cannot pass it to containers: install NVIDIA's container toolkit "
+    "(package nvidia-container-toolkit, from NVIDIA's package repository), then `sudo make up` again"
+)
+
+
+class ClusterOrigin(StrEnum):
+    """The source of the nodes."""
+
+    SETTINGS = "settings"
+    THIS_MACHINE = "this-machine"
+    #: A package such as the practice closet; see `cluster_provider`.
+    PROVIDER = "provider"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterChoice:
+    """The cluster to run on, and the file that describes it."""
+
+    origin: ClusterOrigin
+    cluster_file: Path
+
+
+def choose_cluster(paths: Paths, settings_file: Path) -> ClusterChoice:
+    """Return `settings_file` if it exists; else this machine if it has a GPU; else the provider's nodes.
+
+    Raises:
+        SetupError: This machine has a GPU that Docker cannot pass on.
+    """
+    if settings_file.exists():
+        return ClusterChoice(origin=ClusterOrigin.SETTINGS, cluster_file=settings_file.resolve())
+    cards = find_local_gpus()
+    if not cards:
+        return ClusterChoice(origin=ClusterOrigin.PROVIDER, cluster_file=paths.closet_cluster_file)
+    if shutil.which("nvidia-container-runtime-hook") is None and shutil.which("nvidia-ctk") is None:
+        raise SetupError(_TOOLKIT_HINT)
+    file = paths.state / "this-machine.toml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(build_single_node(cards), encoding="utf-8")
+    return ClusterChoice(origin=ClusterOrigin.THIS_MACHINE, cluster_file=file)
+
+
+def choose_engine(requested: str | None, running: str | None) -> str:
+    """Return the backend of the provider's nodes: the requested one, else the one that runs, else gpuhub's own.
+
+    Args:
+        requested: `make up ENGINE=…`; None where it is not set.
+        running: The backend that runs now; None when none does.
+
+    Raises:
+        SetupError: Another backend runs than the requested one.
+    """
+    if None not in (requested, running) and requested != running:
+        raise SetupError(
+            f"the practice closet runs with ENGINE={running}, and its leases cannot move to another one: "
+            f"`sudo make down` first, then `sudo make up ENGINE={requested}`"
+        )
+    return requested or running or "builtin"
+
+
+def check_requested_engine(choice: ClusterChoice, configured: str, requested: str | None) -> None:
+    """Check that the requested backend is the one that the file of settings is for.
+
+    Raises:
+        SettingsError: Another one was requested.
+    """
+    if requested in (None, configured):
+        return
+    if choice.origin is ClusterOrigin.THIS_MACHINE:
+        raise SettingsError(
+            f"ENGINE={requested} is for the practice closet, and this machine has a GPU: write a cluster.toml "
+            f'with engine = "{requested}"; cluster.example.toml shows how'
+        )
+    raise SettingsError(
+        f'{choice.cluster_file} is for engine = "{configured}": to use ENGINE={requested}, change it there'
+    )
+
+
+def find_local_gpus() -> list[gpu.GpuSpec]:
+    """Return the GPUs of this machine as its driver reports them; none without a driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    return parse_gpus(done.stdout) if done.returncode == 0 else []
+
+
+def parse_gpus(text: str) -> list[gpu.GpuSpec]:
+    """Parse lines such as `NVIDIA GeForce RTX 5090, 32607` (name, MiB)."""
+    cards = []
+    for line in text.splitlines():
+        name, _, memory = line.rpartition(",")
+        if name and memory.strip().isdigit():
+            cards.append(gpu.GpuSpec(model=gpu.shorten_model(name), memory_mib=int(memory)))
+    return cards
+
+
+def build_single_node(cards: list[gpu.GpuSpec]) -> str:
+    """Return a cluster.toml for one machine with these GPUs: a profile for each model, and one without a GPU."""
+    lines = [
+        "# Made by `gpuhub up`. To change it, copy it to cluster.toml next to the Makefile.",
+        "[[nodes]]",
+        'name = "this-machine"',
+        'address = "127.0.0.1"',
+        'docker = "unix:///run/docker.sock"',
+    ]
+    models = dict.fromkeys(card.model for card in cards)
+    for number, model in enumerate(models, start=1):
+        memory = max(card.memory_mib for card in cards if card.model == model)
+        lines += [
+            "[[profiles]]",
+            f'name = "gpu{number}"',
+            f"title = {json.dumps(model)}",
+            f'description = "{round(memory / 1024)} GB"',
+            f"gpu_model = {json.dumps(model)}",
+        ]
+    lines += ["[[profiles]]", 'name = "cpu"', 'title = "No GPU"', "gpu_count = 0", 'memory = "4G"']
+    lines += ["[users]", 'login = "password"', 'allowed = ["ada", "ben"]', "uid_first = 20000"]
+    lines += ["[storage]", 'home = "/var/lib/gpuhub/homes/{username}"']
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,287 @@
+"""`gpuhub up`: starts an instance, from an empty machine to the login page, and reuses what exists already."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ssl
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+import gpuhub
+from gpuhub.backends.registry import find_plugin
+from gpuhub.broker_api.schemas import ClusterView, NodeState
+from gpuhub.common import gpu as gpus
+from gpuhub.common import secrets
+from gpuhub.common.errors import SettingsError, SetupError
+from gpuhub.common.paths import Paths
+from gpuhub.config import profiles, settings
+from gpuhub.config.head_address import build_broker_url, find_head_address, format_host, url_scheme
+from gpuhub.docker import networks, swarm
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.firewall_container import ensure_firewall
+from gpuhub.login import startup_checks as login
+from gpuhub.ops.console import StepReport
+from gpuhub.ops.deploy import cluster_choice, laptop_wheel, programs
+from gpuhub.ops.deploy.cluster_provider import ClusterProvider, find_provider
+from gpuhub.ops.deploy.supervisor import Supervisor
+from gpuhub.ops.images import distribution
+from gpuhub.tls import certificates, public_access, renewal
+from gpuhub.tls.internal import CertificateStore
+from gpuhub.web.text import build_card
+
+#: States of nodes whose GPUs cannot be read; those of a cordoned node can.
+_SILENT = frozenset({NodeState.UNREACHABLE, NodeState.DOWN})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartupOptions:
+    """The options of `gpuhub up`."""
+
+    settings_file: Path
+    hub_config: Path
+    #: The source tree that images are built from.
+    source: Path
+    #: Scheduling backend of the provider's nodes; None for the one that runs or the default.
+    engine: str | None = None
+
+
+def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None:
+    """Start the instance; safe to call again at any time.
+
+    Raises:
+        GpuhubError: A step failed; the text names the remedy.
+    """
+    programs.find_proxy()
+    for folder in (paths.state, paths.run, paths.log):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o711 if folder == paths.state else 0o700)
+    supervisor = Supervisor(paths)
+    chosen = cluster_choice.choose_cluster(paths, options.settings_file)
+    provider = None
+    if chosen.origin is cluster_choice.ClusterOrigin.PROVIDER:
+        provider = _require_provider()
+        running = provider.find_running_backend(supervisor.states()) if supervisor.is_running() else None
+        provider.write_cluster_file(paths, cluster_choice.choose_engine(options.engine, running))
+    cluster = settings.load(chosen.cluster_file)
+    cluster_choice.check_requested_engine(chosen, cluster.engine, options.engine)
+    _announce(chosen, provider, cluster, report)
+    for note in login.check_login(cluster, paths):
+        report.note(f"  {note}.")
+    secrets.ensure_secrets(paths)
+    https = certificates.ensure_certificate(cluster, paths, find_head_address(cluster))
+    services = programs.build_programs(paths, chosen.cluster_file, options.hub_config)
+    if provider is not None:
+        provider.start(paths, supervisor, cluster, services, report)
+    else:
+        supervisor.start(services)
+    backend = find_plugin(cluster)
+    if backend.capabilities(cluster).external_jobs:
+        with report.step(f"{backend.title} has everything that the settings name"):
+            asyncio.run(backend.check_site(cluster))
+    if backend.capabilities(cluster).containers:
+        asyncio.run(_prepare_nodes(paths, options, cluster, report))
+    with report.step("gpu-launch for laptops"):
+        laptop_wheel.ensure_wheel(options.source, paths.laptop_wheel, lambda _step: None)
+    _start_services(paths, cluster, chosen.cluster_file, options, report)
+    report_addresses(paths, cluster, https, report)
+
+
+def _require_provider() -> ClusterProvider:
+    provider = find_provider()
+    if provider is None:
+        raise SetupError(
+            "there is no cluster.toml here, this machine has no NVIDIA GPU, and no practice closet is installed: write "
+            "a cluster.toml; cluster.example.toml shows how"
+        )
+    return provider
+
+
+def _announce(
+    chosen: cluster_choice.ClusterChoice,
+    provider: ClusterProvider | None,
+    cluster: settings.ClusterSettings,
+    report: StepReport,
+) -> None:
+    where = {
+        cluster_choice.ClusterOrigin.SETTINGS: f"Cluster of {chosen.cluster_file}",
+        cluster_choice.ClusterOrigin.THIS_MACHINE: "This machine as the only node (no cluster.toml)",
+        cluster_choice.ClusterOrigin.PROVIDER: (
+            f"{provider.title if provider else ''} (no cluster.toml, and no NVIDIA GPU on this machine)"
+        ),
+    }[chosen.origin]
+    report.note(f"{where}: {', '.join(node.name for node in cluster.nodes)}")
+    if cluster.notice:
+        report.note(f"  {cluster.notice}")
+
+
+async def _prepare_nodes(
+    paths: Paths, options: StartupOptions, cluster: settings.ClusterSettings, report: StepReport
+) -> None:
+    daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
+    try:
+        with report.step(f"Docker answers on {len(cluster.nodes)} node{'s' * (len(cluster.nodes) > 1)}"):
+            await asyncio.gather(*(daemons.call(node.name, "version") for node in cluster.nodes))
+        await distribution.ensure_images(daemons, cluster, paths, options.source, report)
+        with report.step("Networks"):
+            await swarm.ensure_swarm(daemons, cluster)
+            await asyncio.gather(
+                *(networks.ensure_access_network(daemons, cluster, paths.instance, node.name) for node in cluster.nodes)
+            )
+        title = "Packet filter" if cluster.network.guard else "No packet filter (network.guard = false)"
+        with report.step(title):
+            await asyncio.gather(
+                *(ensure_firewall(daemons, cluster, paths.instance, node.name) for node in cluster.nodes)
+            )
+    finally:
+        daemons.close()
+
+
+def _start_services(
+    paths: Paths, cluster: settings.ClusterSettings, settings_file: Path, options: StartupOptions, report: StepReport
+) -> None:
+    """Start proxy, broker and hub in this order: the hub needs the other two when it starts."""
+    supervisor = Supervisor(paths)
+    tls = _ensure_certificates(paths, cluster, report) if cluster.has_internal_tls else None
+    if _is_stale(paths, settings_file, options.hub_config):
+        # All are stopped first: if a later step fails, no service continues with the old settings.
+        for name in (programs.HUB, programs.BROKER, programs.PROXY):
+            supervisor.stop(name)
+    with report.step("Proxy and broker"):
+        for name in (programs.PROXY, programs.BROKER):
+            supervisor.ensure_started(name)
+        broker = build_broker_url(cluster, find_head_address(cluster))
+        _wait_http(f"{broker}/health", 30, paths, programs.BROKER, tls=tls)
+    with report.step("GPUs read on every node"):
+        cards = wait_for_gpus(broker, paths, deadline_s=60, tls=tls)
+        mistakes = profiles.unsatisfiable_profiles(cluster.profiles, cards)
+        if mistakes:
+            raise SettingsError("\n".join(f"{settings_file}: {line}" for line in mistakes))
+    with report.step("JupyterHub"):
+        supervisor.ensure_started(programs.HUB)
+        wait_for_public_url(cluster, paths)
+
+
+def wait_for_public_url(cluster: settings.ClusterSettings, paths: Paths) -> None:
+    """Return when the hub answers at its public address, with the certificate that it should have."""
+    https = certificates.find_certificate_files(cluster, paths)
+    origin = f"{url_scheme(tls=https is not None)}://{format_host(cluster.hub.bind)}:{cluster.hub.port}"
+    tls = None if https is None else certificates.build_pinned_context(https.certificate)
+    _wait_http(f"{origin}/hub/health", 60, paths, programs.HUB, tls=tls)
+
+
+def _ensure_certificates(paths: Paths, cluster: settings.ClusterSettings, report: StepReport) -> ssl.SSLContext:
+    """Make the certificates of proxy, hub and broker where they do not fit, and return the context for the broker."""
+    folder = paths.internal_certificates
+    done = renewal.ensure_internal_certificates(folder, find_head_address(cluster))
+    if done.scope is renewal.RenewalScope.CERTIFICATES:
+        report.note(f"New certificates for proxy, hub and broker: {done.reason}")
+    elif done.scope is renewal.RenewalScope.EVERYTHING:
+        report.note(f"New internal authorities: {done.reason}. Notebooks that run now must be stopped and started.")
+    return CertificateStore(folder).build_broker_context()
+
+
+def _is_stale(paths: Paths, settings_file: Path, hub_config: Path) -> bool:
+    """Return whether the services run with other settings or another version; the current ones are recorded."""
+    folder = Path(gpuhub.__file__).parent
+    sources = sorted([*folder.rglob("*.py"), *folder.rglob("*.cjs")])
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in [*sources, hub_config])).hexdigest()
+    now = {
+        paths.used_cluster_file: settings_file.read_text(encoding="utf-8"),
+        paths.run / "version.used": code,
+        paths.run / "login.used": login.build_fingerprint(settings.load(settings_file)),
+        paths.run / "certificates.used": renewal.hash_certificates(paths.internal_certificates),
+    }
+    stale = [file for file, text in now.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
+    for file in stale:
+        file.write_text(now[file], encoding="utf-8")
+    return bool(stale)
+
+
+def _wait_http(url: str, deadline_s: float, paths: Paths, name: str, *, tls: ssl.SSLContext | None = None) -> None:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        try:
+            if httpx.get(url, timeout=5, trust_env=False, verify=tls or True).status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass  # it does not listen yet
+        time.sleep(0.1)
+    log = paths.log / f"{name}.log"
+    tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:] if log.exists() else []
+    raise SetupError(
+        "\n".join([f"{name} does not answer at {url} after {deadline_s:.0f} s; the last lines of {log}:", *tail])
+    )
+
+
+def report_addresses(
+    paths: Paths, cluster: settings.ClusterSettings, https: certificates.ProxyCertificate | None, report: StepReport
+) -> None:
+    """Write where the hub is, who can log in, and which commands an administrator needs next."""
+    report.note()
+    address = find_head_address(cluster)
+    report.note(f"gpuhub is up after {report.elapsed_s:.0f} s: {public_access.build_public_url(cluster.hub, address)}")
+    for line in certificates.describe_certificate(https, cluster.hub, paths, address) if https is not None else ():
+        report.note(f"  {line}")
+    for line in login.describe_login(cluster, paths, public_access.build_public_url(cluster.hub, address)):
+        report.note(f"  {line}")
+    if cluster.notice:
+        report.note(f"  Note:           {cluster.notice}")
+    backend = find_plugin(cluster)
+    for line in backend.describe_commands(cluster):
+        report.note(f"  {backend.title + ':':<15} {line}")
+    report.note("  Logs:           " + str(paths.log))
+    report.note("  Stop it with:   sudo make down")
+
+
+def wait_for_gpus(
+    broker_url: str, paths: Paths, deadline_s: float, tls: ssl.SSLContext | None
+) -> dict[str, list[gpus.GpuSpec]]:
+    """Return each node's GPUs once the broker has read those of every node.
+
+    Raises:
+        SetupError: A node was not read in time; the broker's reason is in the text.
+        SettingsError: Two nodes report the same GPU.
+    """
+    headers = {"Authorization": f"token {secrets.read_secret(paths, secrets.BROKER_TOKEN)}"}
+    end = time.monotonic() + deadline_s
+    with httpx.Client(trust_env=False, timeout=10, headers=headers, verify=tls or True) as client:
+        while True:
+            answer = client.get(f"{broker_url}/api/v1/cluster")
+            answer.raise_for_status()
+            view = ClusterView.model_validate_json(answer.content)
+            unread = [node for node in view.nodes if node.state in _SILENT or not node.gpus]
+            if not unread:
+                check_unique_gpus(view)
+                return group_gpus(view)
+            if time.monotonic() > end:
+                lines = [f"  {node.name}: {node.message or 'has no GPU'}" for node in unread]
+                raise SetupError("\n".join([f"no GPUs could be read within {deadline_s:.0f} s on:", *lines]))
+            time.sleep(0.2)
+
+
+def check_unique_gpus(view: ClusterView) -> None:
+    """Check that every GPU is reported by one node only.
+
+    Raises:
+        SettingsError: A line for each GPU that several nodes report, with their names.
+    """
+    owners: dict[str, list[str]] = {}
+    for node in view.nodes:
+        for gpu in node.gpus:
+            owners.setdefault(gpu.uuid, []).append(node.name)
+    lines = [
+        f"nodes {' and '.join(names)} report the same GPU {uuid}: are they two entries for one machine? Remove one"
+        for uuid, names in owners.items()
+        if len(names) > 1
+    ]
+    if lines:
+        raise SettingsError("\n".join(lines))
+
+
+def group_gpus(view: ClusterView) -> dict[str, list[gpus.GpuSpec]]:
+    """Return the GPUs of each node by its name."""
+    return {node.name: [build_card(gpu) for gpu in node.gpus] for node in view.nodes}

@@ -1,0 +1,1 @@
+"""`gpuhub doctor`: checks of the nodes and the head node."""

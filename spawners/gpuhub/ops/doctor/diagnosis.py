@@ -1,0 +1,167 @@
+"""`gpuhub doctor`: reads the facts of every node and of the head node, and checks them.
+
+The checks of a scheduling backend are found by entry point under the backend's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from gpuhub.backends.registry import find_capabilities
+from gpuhub.common.errors import GpuhubError, ImageMissing, NodeUnreachable, NotFound
+from gpuhub.common.paths import Paths
+from gpuhub.config.settings import ClusterSettings, NodeSettings
+from gpuhub.docker.client import DockerClients
+from gpuhub.ops.doctor import node_checks, node_queries
+from gpuhub.ops.doctor.findings import Finding, failed, warning
+from gpuhub.ops.doctor.head_node import check_head, read_head_facts
+from gpuhub.ops.doctor.node_checks import NodeEnvironment
+from gpuhub.ops.doctor.node_facts import DockerFacts, GpuFacts, HostFacts
+
+#: Each entry point is a `BackendReader`; a backend without one has nothing to check.
+ENTRY_POINTS = "gpuhub.backend_checks"
+HEAD = "head node"
+
+
+class BackendChecks(Protocol):
+    """Facts about a backend's site, and the checks of them."""
+
+    def check_site(self) -> Iterable[Finding]:
+        """Check the site as the head node sees it."""
+
+    def extend_environment(self, environment: NodeEnvironment) -> NodeEnvironment:
+        """Add what the probe of a node must check for the backend."""
+
+    def check_node(self, node: NodeSettings, host: HostFacts) -> Iterable[Finding]:
+        """Check a node; `host` has no facts where the node has no Docker daemon to probe it with."""
+
+
+BackendReader = Callable[[ClusterSettings, Paths], Awaitable[BackendChecks]]
+
+
+async def read_backend(cluster: ClusterSettings, paths: Paths) -> BackendChecks | None:
+    """Read the facts about the cluster's backend; None where it has nothing to check."""
+    for entry_point in entry_points(group=ENTRY_POINTS, name=cluster.engine):
+        reader: BackendReader = entry_point.load()
+        return await reader(cluster, paths)
+    return None
+
+
+async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str]) -> list[tuple[str, list[Finding]]]:
+    """Return the findings of each named node in the settings' order; without names, of the head node and all nodes.
+
+    Raises:
+        NotFound: No node has such a name.
+    """
+    for name in names:
+        if name not in {node.name for node in cluster.nodes}:
+            raise NotFound(f"there is no node {name!r}; there are {', '.join(node.name for node in cluster.nodes)}")
+    docker_nodes = cluster.nodes if find_capabilities(cluster).containers else ()
+    daemons = DockerClients(docker_nodes, instance=paths.instance, run_dir=paths.run)
+    try:
+        head = asyncio.create_task(asyncio.to_thread(read_head_facts, cluster, paths))
+        node_gpus, members, backend = await asyncio.gather(
+            asyncio.gather(*(node_queries.read_gpus(daemons, node.name) for node in docker_nodes)),
+            _read_members(daemons, cluster),
+            read_backend(cluster, paths),
+        )
+        gpus = dict(zip((node.name for node in docker_nodes), node_gpus, strict=True))
+        facts = _ClusterFacts(gpus=gpus, swarm_members=members, backend=backend)
+        chosen = [node for node in cluster.nodes if not names or node.name in names]
+        findings = await asyncio.gather(*(_diagnose_node(daemons, cluster, node, facts) for node in chosen))
+        site_findings = () if backend is None else backend.check_site()
+        machines = [] if names else [(HEAD, [*check_head(await head), *site_findings])]
+        await head
+        return [*machines, *zip((node.name for node in chosen), findings, strict=True)]
+    finally:
+        daemons.close()
+
+
+async def _read_members(daemons: DockerClients, cluster: ClusterSettings) -> frozenset[str] | None:
+    return await node_queries.read_swarm_members(daemons, cluster) if find_capabilities(cluster).containers else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ClusterFacts:
+    """Facts about the cluster as a whole."""
+
+    #: Node → its GPUs.
+    gpus: Mapping[str, tuple[GpuFacts, ...]]
+    swarm_members: frozenset[str] | None
+    backend: BackendChecks | None
+
+
+async def _diagnose_node(
+    daemons: DockerClients,
+    cluster: ClusterSettings,
+    node: NodeSettings,
+    facts: _ClusterFacts,
+) -> list[Finding]:
+    backend = facts.backend
+    if not find_capabilities(cluster).containers:
+        return [] if backend is None else list(backend.check_node(node, HostFacts()))
+    try:
+        docker = await node_queries.read_docker_facts(daemons, node.name)
+    except GpuhubError as error:
+        return [failed("docker", _without_name(str(error), node.name), _advise(node, error))]
+    environment = replace(
+        await asyncio.to_thread(node_queries.read_environment, cluster, node.address),
+        swarm_members=facts.swarm_members,
+        firewall_status=await node_queries.read_firewall_status(daemons, node.name),
+        other_gpus={gpu.uuid: name for name, gpus in facts.gpus.items() if name != node.name for gpu in gpus},
+    )
+    if backend is not None:
+        environment = backend.extend_environment(environment)
+    arguments = node_queries.build_probe_arguments(environment, docker.root)
+    try:
+        host = await node_queries.probe_node(daemons, node.name, arguments)
+    except GpuhubError as error:
+        advice = "`sudo make up` sends it" if isinstance(error, ImageMissing) else "`gpuhub doctor` again"
+        not_probed = warning("inside", f"not checked: {_without_name(str(error), node.name)}", advice)
+        return [*check_docker_facts(docker, environment), not_probed]
+    gpus = facts.gpus[node.name]
+    toolkit = host.toolkit if host.toolkit is not None or not gpus else ""
+    # nvidia-smi finds no GPU in a container without any; the GPU agent's reading is used instead.
+    host = replace(host, gpus=gpus, gpu_error="", toolkit=toolkit)
+    findings = check_node(docker, host, environment)
+    if backend is not None:
+        findings += backend.check_node(node, host)
+    return findings
+
+
+def check_docker_facts(docker: DockerFacts, environment: node_checks.NodeEnvironment) -> list[Finding]:
+    """Check the facts that the daemon reported."""
+    return [
+        *node_checks.check_docker(docker),
+        node_checks.check_clock(docker),
+        *node_checks.check_swarm(docker, environment),
+    ]
+
+
+def check_node(docker: DockerFacts, host: HostFacts, environment: node_checks.NodeEnvironment) -> list[Finding]:
+    """Check the facts of the daemon and of the machine."""
+    return [
+        *check_docker_facts(docker, environment),
+        *node_checks.check_system(host),
+        *node_checks.check_gpus(host, docker, environment),
+        *node_checks.check_reach(host, environment),
+        *node_checks.check_network(host, environment),
+        *node_checks.check_accounts(host, environment),
+    ]
+
+
+def _without_name(text: str, node: str) -> str:
+    return text.removeprefix(f"node {node}: ")
+
+
+def _advise(node: NodeSettings, error: GpuhubError) -> str:
+    if not isinstance(error, NodeUnreachable):
+        return "see Docker's log there"
+    if node.docker.startswith("unix://"):
+        return "start Docker on this machine"
+    repair = f"`gpuhub node add` repairs it: with the machine's user and address, and --name {node.name}"
+    return f"start the machine, or let its address through the firewall; with another key or certificate, {repair}"

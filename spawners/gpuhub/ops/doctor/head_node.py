@@ -1,0 +1,224 @@
+"""Facts about the head node, and the checks of them."""
+
+from __future__ import annotations
+
+import json
+import pwd
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from importlib import metadata
+from pathlib import Path
+
+from cryptography import x509
+
+from gpuhub.common.paths import Paths
+from gpuhub.config.head_address import find_head_address
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.ops.deploy import programs
+from gpuhub.ops.deploy.supervisor import Supervisor
+from gpuhub.ops.doctor import versions
+from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
+from gpuhub.ops.doctor.node_queries import find_nfs_servers, is_listening
+from gpuhub.storage.probe import probe_server
+from gpuhub.tls.certificates import SERVER_FILE
+
+#: A certificate that ends sooner than this must be renewed.
+RENEW_BEFORE = timedelta(days=30)
+_DISK_NOTED_GIB = 10.0
+_DISK_TOO_LITTLE_GIB = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadFacts:
+    """Facts about the head node."""
+
+    now: datetime
+    jupyterhub: str
+    #: Service → supervisord's name of its state; empty where gpuhub does not run.
+    programs: Mapping[str, str] = field(default_factory=dict)
+    #: Address and service → something listens there.
+    ports: Mapping[str, bool] = field(default_factory=dict)
+    #: Folder → free space, bytes.
+    free: Mapping[str, int] = field(default_factory=dict)
+    #: File → the end of the certificate in it, or the problem with the file.
+    certificates: Mapping[str, datetime | str] = field(default_factory=dict)
+    #: File server → its problem; None where it answers.
+    storage: Mapping[str, str | None] = field(default_factory=dict)
+    #: A line for each conflict in `uids.json`.
+    uid_conflicts: tuple[str, ...] = ()
+    #: Folders of secrets that other users than root can read.
+    exposed_secrets: tuple[str, ...] = ()
+
+
+def read_head_facts(cluster: ClusterSettings, paths: Paths) -> HeadFacts:
+    """Read all facts about the head node; blocks for some seconds at most."""
+    states = _states(paths)
+    return HeadFacts(
+        now=datetime.now(UTC),
+        jupyterhub=_version("jupyterhub"),
+        programs=states,
+        ports=_ports(cluster) if states else {},
+        free={str(folder): shutil.disk_usage(folder).free for folder in (paths.state, paths.log) if folder.exists()},
+        certificates=find_certificate_ends(cluster, paths),
+        storage={
+            f"the file server {server.display_name}": probe_server(server, cluster.storage.patience)
+            for server in find_nfs_servers(cluster)
+        },
+        uid_conflicts=tuple(find_uid_conflicts(paths.state / "uids.json")),
+        exposed_secrets=tuple(find_exposed_secrets(paths.secrets)),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _states(paths: Paths) -> dict[str, str]:
+    supervisor = Supervisor(paths)
+    if not supervisor.is_running():
+        return {}
+    services = (programs.PROXY, programs.BROKER, programs.HUB)
+    states = supervisor.states()
+    return {name: states.get(name, "NOT STARTED") for name in services}
+
+
+def _ports(cluster: ClusterSettings) -> dict[str, bool]:
+    hub = cluster.hub
+    head = find_head_address(cluster)
+    public = "127.0.0.1" if hub.bind in {"0.0.0.0", "127.0.0.1"} else "::1" if hub.bind == "::" else hub.bind  # noqa: S104
+    addresses = {
+        f"{public}:{hub.port} (browsers)": (public, hub.port),
+        f"{head}:{hub.api_port} (JupyterHub's API)": (head, hub.api_port),
+        f"{head}:{hub.broker_port} (broker)": (head, hub.broker_port),
+    }
+    return {name: is_listening(*address) for name, address in addresses.items()}
+
+
+def find_certificate_ends(cluster: ClusterSettings, paths: Paths) -> dict[str, datetime | str]:
+    """Return the ends of the certificates for browsers and Docker daemons, and of the internal one that ends first."""
+    files = [file for file in (cluster.hub.certificate,) if file is not None]
+    files += [file for file in (paths.authority, paths.secrets / SERVER_FILE) if file.exists()]
+    files += [file for node in cluster.nodes if node.tls is not None for file in (node.tls.ca, node.tls.cert)]
+    ends = {str(file): read_certificate_end(file) for file in files}
+    internal = {str(file): read_certificate_end(file) for file in paths.internal_certificates.rglob("*.crt")}
+    if internal:
+        # Unreadable files count as the first to end.
+        first = min(internal, key=lambda file: (isinstance(internal[file], datetime), internal[file]))
+        ends[first] = internal[first]
+    return ends
+
+
+def read_certificate_end(file: Path) -> datetime | str:
+    """Return the end of the first certificate in a PEM file, or the problem with the file."""
+    try:
+        return x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
+    except OSError as error:
+        return error.strerror or str(error)
+    except ValueError:
+        return "no certificate in PEM form"
+
+
+def find_uid_conflicts(file: Path) -> Iterator[str]:
+    """Return a line for each number in `uids.json` that two users, or an account of this machine, have as well."""
+    if not file.exists():
+        return
+    numbers: dict[str, int] = json.loads(file.read_text(encoding="utf-8"))
+    owners: dict[int, str] = {}
+    for name, number in numbers.items():
+        if number in owners:
+            yield f"{name} and {owners[number]} have {number}"
+        owners[number] = name
+        try:
+            account = pwd.getpwuid(number).pw_name
+        except KeyError:
+            continue
+        if account != name:
+            yield f"{name} has {number}, which is the account {account} on this machine"
+
+
+def find_exposed_secrets(folder: Path, *, owner: int = 0) -> Iterator[str]:
+    """Return the folder of secrets if other users than its owner, by default root, can enter it."""
+    if not folder.exists():
+        return
+    if folder.stat().st_uid != owner or stat.S_IMODE(folder.stat().st_mode) & 0o077:
+        yield str(folder)
+
+
+def check_head(head: HeadFacts) -> Iterator[Finding]:
+    """Check all facts about the head node."""
+    yield from _check_versions(head)
+    yield from _check_running(head)
+    for folder, free in head.free.items():
+        gib = free / 1024**3
+        value = f"{gib:.0f} GiB free at {folder}"
+        if gib < _DISK_TOO_LITTLE_GIB:
+            yield failed("disk", value, "free some space: databases and logs need it")
+        elif gib < _DISK_NOTED_GIB:
+            yield warning("disk", value, "images are built there and need space")
+        else:
+            yield ok("disk", value)
+    for file, end in head.certificates.items():
+        yield check_certificate(file, end, head.now)
+    for server, trouble in head.storage.items():
+        if trouble is None:
+            yield ok("storage", f"{server} answers")
+        else:
+            yield failed(
+                "storage",
+                trouble,
+                "start it, or let it through its firewall; users cannot start notebooks until it answers",
+            )
+    if head.uid_conflicts:
+        yield failed(
+            "accounts",
+            "; ".join(head.uid_conflicts),
+            "two users with one number own each other's files: give one of the accounts another number",
+        )
+    else:
+        yield ok("accounts", "every user has a different number")
+    if head.exposed_secrets:
+        yield failed(
+            "secrets", f"other users than root can read {', '.join(head.exposed_secrets)}", "chmod 600, and chown root"
+        )
+    else:
+        yield ok("secrets", "only root can read them")
+
+
+def check_certificate(file: str, end: datetime | str, now: datetime) -> Finding:
+    """Check the end of a certificate, or report that it cannot be read."""
+    if isinstance(end, str):
+        return failed("certificate", f"{file}: {end}", "install a PEM certificate that root can read")
+    if end <= now:
+        return failed("certificate", f"{file} ended on {end:%Y-%m-%d}", "renew it")
+    if end - now < RENEW_BEFORE:
+        return warning("certificate", f"{file} ends on {end:%Y-%m-%d}", "renew it")
+    return ok("certificate", f"{file} is valid until {end:%Y-%m-%d}")
+
+
+def _check_versions(head: HeadFacts) -> Iterator[Finding]:
+    version = versions.parse_version(head.jupyterhub)
+    floor = versions.format_version(versions.JUPYTERHUB_FLOOR)
+    if version is None or version < versions.JUPYTERHUB_FLOOR:
+        yield failed("jupyterhub", head.jupyterhub or "not installed", f"{floor} or newer is needed: `sudo make up`")
+    else:
+        yield ok("jupyterhub", head.jupyterhub)
+
+
+def _check_running(head: HeadFacts) -> Iterator[Finding]:
+    if not head.programs:
+        yield warning("services", "gpuhub does not run", "`sudo make up`")
+        return
+    stopped = [f"{name} ({state})" for name, state in head.programs.items() if state != "RUNNING"]
+    if stopped:
+        yield failed("services", f"not running: {', '.join(stopped)}", "see their logs, then `sudo make up`")
+    else:
+        yield ok("services", f"{', '.join(head.programs)} run")
+    for address, is_open in head.ports.items():
+        if not is_open:
+            yield failed("ports", f"nothing listens at {address}", "see the service's log, then `sudo make up`")

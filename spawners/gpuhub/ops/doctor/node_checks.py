@@ -1,0 +1,311 @@
+"""Checks of the facts about a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpuhub.docker.mtu import ETHERNET_MTU, MIN_MTU, VXLAN_OVERHEAD
+from gpuhub.ops.doctor import versions
+from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
+from gpuhub.ops.doctor.node_facts import DockerFacts, GpuFacts, HostFacts
+
+#: A clock that differs by more is reported, or makes tokens and certificates fail, seconds.
+SKEW_NOTED_S = 2.0
+MAX_SKEW_S = 30.0
+#: The images with PyTorch for CUDA take some 12 GiB, and each new version more until the old ones are removed.
+DISK_NOTED_GIB = 25.0
+MIN_DISK_GIB = 5.0
+_GOOD_DRIVERS = frozenset({"overlay2", "overlayfs", "btrfs", "zfs"})
+#: Prefixes of tunnels' interfaces; the kernel reports no kind for user-space WireGuard.
+_TUNNELS = {"wg": "WireGuard", "tailscale": "Tailscale", "utun": "a tunnel", "tun": "a tunnel"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeEnvironment:
+    """Facts outside of a node that its checks need."""
+
+    #: The head node's address, and its ports that containers need: name → number.
+    head: str
+    head_ports: Mapping[str, int] = field(default_factory=dict)
+    #: Those of the ports on which something listens; the others cannot be checked.
+    listening_ports: frozenset[int] = frozenset()
+    #: `host:port` of the storage's NFS servers.
+    nfs_servers: tuple[str, ...] = ()
+    #: Users' accounts on the head node: name → number.
+    accounts: Mapping[str, int] = field(default_factory=dict)
+    #: GPUs of other nodes: UUID → node.
+    other_gpus: Mapping[str, str] = field(default_factory=dict)
+    #: The MTU that users' networks are built for, and the one that was measured (None without an answer), bytes.
+    mtu: int = ETHERNET_MTU
+    measured_mtu: int | None = None
+    #: `host:port` of the Swarm's manager, which is the first node; None on that node itself.
+    swarm_manager: str | None = None
+    #: Ids of the members of gpuhub's Swarm; None where there is none, or it is unknown.
+    swarm_members: frozenset[str] | None = None
+    #: The node is being added.
+    is_new: bool = False
+    has_overlay: bool = True
+    has_firewall: bool = True
+    #: State and reason in the last status of the node's firewall container; empty where none runs.
+    firewall_status: tuple[str, str] = ("", "")
+    #: With Slurm: the paths that `probe.sh` checks, by the names of its checks.
+    slurm_paths: Mapping[str, str] = field(default_factory=dict)
+
+
+def check_docker(docker: DockerFacts) -> Iterator[Finding]:
+    """Check the daemon itself."""
+    version = versions.parse_version(docker.version)
+    if version is None or version < versions.MIN_DOCKER:
+        least = versions.format_version(versions.MIN_DOCKER)
+        yield failed("docker", docker.version or "no version", f"Docker Engine {least} or newer is needed")
+    elif vulnerabilities := versions.find_docker_vulnerabilities(docker.version):
+        floor = versions.format_version(versions.DOCKER_FLOORS[-1][0])
+        yield warning(
+            "docker",
+            f"{docker.version}: by its number, {'; '.join(vulnerabilities)}",
+            f"update to {floor} or newer; distributions patch older versions too, and gpuhub uses neither",
+        )
+    else:
+        yield ok("docker", docker.version)
+    if docker.is_rootless:
+        yield failed("docker", "rootless", "GPUs, overlays and NFS volumes need Docker's ordinary daemon, run by root")
+    if docker.has_userns:
+        yield warning(
+            "docker",
+            "userns-remap is on: files of users have other numbers in containers",
+            "turn it off in daemon.json",
+        )
+    if docker.runc:
+        if versions.is_patched_runc(docker.runc):
+            yield ok("runc", docker.runc)
+        else:
+            yield warning(
+                "runc",
+                f"{docker.runc}: by its number, vulnerable to CVE-2025-31133, -52565 and -52881",
+                "update to 1.2.8, 1.3.3 or newer; distributions patch older versions too, see their changelog",
+            )
+    if docker.storage_driver in _GOOD_DRIVERS:
+        yield ok("layers", docker.storage_driver)
+    else:
+        yield warning("layers", docker.storage_driver or "unknown", "overlay2 is faster and better tested")
+    if docker.cgroup_version == "2":
+        yield ok("cgroups", "version 2")
+    else:
+        yield warning(
+            "cgroups",
+            f"version {docker.cgroup_version}",
+            "it works, but Docker will drop it: boot with systemd.unified_cgroup_hierarchy=1",
+        )
+
+
+def check_clock(docker: DockerFacts) -> Finding:
+    """Check the clock against the head node's; the duration of the query is subtracted from the difference."""
+    difference = max(0.0, abs(docker.ahead_s) - docker.within_s)
+    side = "ahead of" if docker.ahead_s > 0 else "behind"
+    value = f"{abs(docker.ahead_s):.1f} s {side} the head node's"
+    advice = "run chrony or systemd-timesyncd on both machines"
+    if difference > MAX_SKEW_S:
+        return failed("clock", value, advice)
+    if difference > SKEW_NOTED_S:
+        return warning("clock", value, advice)
+    return ok("clock", "as the head node's" if difference == 0 else value)
+
+
+def check_system(host: HostFacts) -> Iterator[Finding]:
+    """Check the distribution, its kernel, and the space for images."""
+    yield ok("system", ", ".join(part for part in (host.os, f"kernel {host.kernel}") if part))
+    if host.free_kib is None:
+        yield warning("disk", "the free space for images is unknown", "check Docker's folder with `df`")
+    else:
+        free = host.free_kib / 1024**2
+        value = f"{free:.0f} GiB free for images"
+        advice = "remove unused images (`docker image prune`), or give Docker a larger disk (data-root)"
+        if free < MIN_DISK_GIB:
+            yield failed("disk", value, advice)
+        else:
+            yield warning("disk", value, advice) if free < DISK_NOTED_GIB else ok("disk", value)
+
+
+def check_gpus(host: HostFacts, docker: DockerFacts | None, environment: NodeEnvironment) -> Iterator[Finding]:
+    """Check NVIDIA's driver, its GPUs, and the toolkit that passes them to containers."""
+    if host.gpu_error:
+        yield failed(
+            "gpus",
+            f"nvidia-smi fails: {host.gpu_error}",
+            "reboot after an update of the driver, or install the driver again",
+        )
+    elif not host.gpus:
+        yield warning("gpus", "NVIDIA's driver reports none", "install NVIDIA's driver, if the machine has a GPU")
+    else:
+        names = ", ".join(f"{gpu.model} ({round(gpu.memory_mib / 1024)} GB)" for gpu in host.gpus)
+        yield ok("gpus", f"{names}; driver {host.gpus[0].driver or 'unknown'}")
+    yield from check_duplicates(host.gpus, environment)
+    floor = versions.format_version(versions.TOOLKIT_FLOOR)
+    if host.toolkit:
+        version = versions.parse_version(host.toolkit)
+        if version is not None and version < versions.TOOLKIT_FLOOR:
+            yield warning(
+                "toolkit",
+                f"{host.toolkit}: CVE-2025-23266 allows escapes from containers",
+                f"update to {floor} or newer",
+            )
+        else:
+            yield ok("toolkit", host.toolkit)
+    elif host.toolkit is not None or (docker is not None and docker.has_nvidia):
+        yield ok("toolkit", "installed")
+    else:
+        build_finding: Callable[[str, str, str], Finding] = failed if host.gpus else warning
+        yield build_finding(
+            "toolkit",
+            "NVIDIA's container toolkit is not installed",
+            f"install nvidia-container-toolkit {floor} or newer from NVIDIA's package repository, then "
+            "`nvidia-ctk runtime configure --runtime=docker` and restart Docker",
+        )
+
+
+def check_duplicates(gpus: Sequence[GpuFacts], environment: NodeEnvironment) -> Iterator[Finding]:
+    """Check that no other node has the same GPU, which means one machine under two names, or a copied disk."""
+    for gpu in gpus:
+        if gpu.uuid in environment.other_gpus:
+            yield failed(
+                "gpus",
+                f"{gpu.uuid} is on node {environment.other_gpus[gpu.uuid]} too",
+                "add a machine only once, under one name and address",
+            )
+
+
+def check_reach(host: HostFacts, environment: NodeEnvironment) -> Iterator[Finding]:
+    """Check the addresses that the node and its containers must reach."""
+    for name, port in environment.head_ports.items():
+        address = f"{environment.head}:{port}"
+        if host.reach.get(address) or port in environment.listening_ports:
+            advice = f"let TCP {port} of the head node through its firewall"
+            yield _check_address(host, name, address, f"the {name} on the head node", advice)
+        else:
+            value = f"the {name} at {address} was not checked: nothing listens there"
+            yield warning(name, value, "`sudo make up`, then `gpuhub doctor`")
+    if environment.swarm_manager is not None and environment.swarm_members is not None:
+        advice = "let TCP 2377 and 7946 and UDP 7946 and 4789 through between all nodes"
+        yield _check_address(host, "nodes", environment.swarm_manager, "the first node", advice)
+    for address in environment.nfs_servers:
+        yield _check_address(host, "storage", address, "the file server", "let it through the server's firewall")
+
+
+def _check_address(host: HostFacts, check: str, address: str, service: str, advice: str) -> Finding:
+    answer = host.reach.get(address)
+    if answer is None:
+        return warning(check, f"{service} at {address} was not checked", "install bash, nc or python3 there")
+    if answer:
+        return ok(check, f"{service} can be reached at {address}")
+    return failed(check, f"{service} cannot be reached at {address} from there", advice)
+
+
+def check_accounts(host: HostFacts, environment: NodeEnvironment) -> Iterator[Finding]:
+    """Check that accounts have the head node's numbers, which containers use on every node."""
+    conflicts = [
+        f"{name} ({environment.accounts[name]} on the head node, {number} there)"
+        for name, number in sorted(host.accounts.items())
+        if environment.accounts.get(name, number) != number
+    ]
+    if conflicts:
+        yield warning(
+            "accounts",
+            f"different numbers than on the head node: {', '.join(conflicts)}",
+            "give these accounts the same number: otherwise homes belong to other users for those who log in there",
+        )
+    elif host.accounts:
+        yield ok("accounts", f"the same numbers as on the head node: {', '.join(sorted(host.accounts))}")
+
+
+def check_network(host: HostFacts, environment: NodeEnvironment) -> Iterator[Finding]:
+    """Check the MTU of the route, and the packet filter."""
+    tunnels = (name for prefix, name in _TUNNELS.items() if host.device.startswith(prefix))
+    kind = "WireGuard" if host.device_kind == "wireguard" else next(tunnels, None)
+    mtu = min((size for size in (host.mtu, environment.measured_mtu) if size is not None), default=None)
+    route = f"{host.device}{f' ({kind})' if kind else ''}" if host.device else "the route to it"
+    if mtu is None:
+        yield warning("mtu", "unknown", f"{environment.mtu} is assumed: set network.mtu if it is less")
+    elif mtu < MIN_MTU + VXLAN_OVERHEAD:
+        yield failed(
+            "mtu",
+            f"{mtu} bytes over {route}",
+            f"users' networks need {MIN_MTU + VXLAN_OVERHEAD} at least: increase it there",
+        )
+    elif mtu < environment.mtu:
+        yield warning(
+            "mtu",
+            f"{mtu} bytes over {route}, and {environment.mtu} is assumed",
+            f"set mtu = {mtu} below [network]: otherwise large transfers between nodes hang",
+        )
+    else:
+        user_mtu = environment.mtu - VXLAN_OVERHEAD * environment.has_overlay
+        yield ok(
+            "mtu",
+            f"{mtu} bytes over {route}; users' networks get {user_mtu}",
+        )
+    if environment.has_firewall:
+        yield _check_filter(host, environment.firewall_status)
+
+
+def _check_filter(host: HostFacts, firewall_status: tuple[str, str]) -> Finding:
+    state, reason = firewall_status
+    if state == "ok":
+        return ok("filter", "in place")
+    if state == "failed":
+        return failed(
+            "filter",
+            f"not in place: {reason}",
+            "no container starts there until it is in place: `sudo make up` tries again",
+        )
+    if host.nf_tables:
+        return ok("filter", "the kernel has nf_tables")
+    return warning(
+        "filter",
+        "it is unknown whether the kernel has nf_tables",
+        "the packet filter needs it: kernel 4.14 or newer",
+    )
+
+
+def check_swarm(docker: DockerFacts, environment: NodeEnvironment) -> Iterator[Finding]:
+    """Check the node's membership of the Swarm, which connects users' networks."""
+    if not environment.has_overlay:
+        return
+    if docker.swarm_state != "active":
+        if environment.is_new:
+            yield ok("swarm", "joins when the node is added")
+        else:
+            yield failed(
+                "swarm", f"{docker.swarm_state}: users' networks do not reach it", "`sudo make up` lets it join"
+            )
+    elif environment.swarm_members is None:
+        yield warning("swarm", "member of a Swarm; the first node did not answer whether it is gpuhub's")
+    elif docker.swarm_node in environment.swarm_members:
+        yield ok("swarm", "member of gpuhub's Swarm")
+    else:
+        yield failed(
+            "swarm",
+            "member of another Swarm",
+            "`docker swarm leave` there first (with --force on a manager): a daemon can be in one Swarm only",
+        )
+
+
+def check_login(host: HostFacts, *, needs_sudo: bool, is_tls: bool) -> Iterator[Finding]:
+    """Check the administrator's rights over SSH."""
+    if not is_tls:
+        if host.socket == "usable":
+            yield ok("rights", f"{host.user} may use Docker's socket")
+        elif host.socket == "missing":
+            yield failed("rights", "/var/run/docker.sock does not exist", "install Docker Engine, and start it")
+        else:
+            yield failed(
+                "rights",
+                f"{host.user} may not use Docker's socket",
+                f"there: `sudo usermod -aG docker {host.user}`, then add the node again. That is as good as root",
+            )
+    if needs_sudo and host.sudo == "no":
+        yield failed(
+            "rights",
+            f"{host.user} needs a password for sudo, or has none",
+            "log in as root, or allow sudo without a password until the node is added",
+        )

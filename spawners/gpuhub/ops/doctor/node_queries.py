@@ -1,0 +1,211 @@
+"""Queries of nodes and their Docker daemons."""
+
+from __future__ import annotations
+
+import pwd
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+from gpuhub.common import names
+from gpuhub.common.errors import GpuhubError, NotFound
+from gpuhub.config.head_address import find_head_address
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker import mtu
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.container_spec import BASE_IMAGE
+from gpuhub.docker.firewall_container import parse_status_line
+from gpuhub.docker.swarm import SWARM_PORT, manager_node
+from gpuhub.nodes.agent_container import read_last_line
+from gpuhub.nodes.readings import parse_agent_line
+from gpuhub.ops.doctor.node_checks import NodeEnvironment
+from gpuhub.ops.doctor.node_facts import (
+    DockerFacts,
+    GpuFacts,
+    HostFacts,
+    build_docker_facts,
+    build_gpu_facts,
+    build_script_arguments,
+    parse_probe,
+    read_probe_script,
+)
+from gpuhub.storage.probe import NfsServer, find_servers
+
+#: The label of the doctor's containers, which belong to no lease: it differs from those of gpuhub's other containers.
+LABEL_DOCTOR = "gpuhub.doctor"
+#: Longest run of `probe.sh`, which tries each address for three seconds at most; seconds.
+_PROBE_S = 60
+_CONNECT_S = 1.0
+_PING_S = 2
+#: Headers of an ICMP packet over IPv4, bytes.
+_PING_HEADERS = 28
+_MAX_PROBED_MTU = 9216
+#: Runs in the image as root, and changes to the node's root directory through its first process. Docker refuses a bind
+#: of "/" where that is not a shared mount.
+_ENTER = 'import os, sys; os.chroot("/proc/1/root"); os.chdir("/"); os.execv("/bin/sh", ["sh", "-c", *sys.argv[1:]])'
+
+
+async def read_docker_facts(daemons: DockerClients, node: str) -> DockerFacts:
+    """Read the facts of a node's Docker daemon.
+
+    Raises:
+        NodeUnreachable: It does not answer.
+    """
+    version = await daemons.call(node, "version", api_version=False)
+    before = time.time()
+    info = await daemons.call(node, "info")
+    return build_docker_facts(info, version, before=before, after=time.time())
+
+
+async def probe_node(daemons: DockerClients, node: str, arguments: list[str]) -> HostFacts:
+    """Read the facts of a machine in a short-lived container that sees its network, processes and files.
+
+    Raises:
+        ImageMissing: The node does not have the image yet.
+        GpuhubError: The container could not run, or ended early.
+    """
+    host = await daemons.call(
+        node,
+        "create_host_config",
+        network_mode="host",
+        pid_mode="host",
+        cap_drop=["ALL"],
+        cap_add=["SYS_CHROOT", "SYS_PTRACE", "DAC_READ_SEARCH"],
+        # Otherwise AppArmor and SELinux forbid access to the machine's first process.
+        security_opt=["no-new-privileges", "apparmor=unconfined", "label=disable"],
+        read_only=True,
+        mem_limit="256m",
+        pids_limit=64,
+    )
+    await _remove_leftovers(daemons, node)
+    container = await daemons.call(
+        node,
+        "create_container",
+        image=BASE_IMAGE,
+        user="0:0",
+        command=["python3", "-c", _ENTER, read_probe_script(), "probe", *arguments],
+        labels={LABEL_DOCTOR: daemons.instance},
+        host_config=host,
+    )
+    try:
+        await daemons.call(node, "start", container["Id"])
+        await daemons.run(node, lambda client: client.wait(container["Id"], timeout=_PROBE_S), long=True)
+        text: bytes = await daemons.call(node, "logs", container["Id"], stdout=True, stderr=True)
+    finally:
+        with suppress(NotFound):
+            await daemons.call(node, "remove_container", container["Id"], force=True, v=True)
+    return parse_probe(text.decode("utf-8", "replace"))
+
+
+async def _remove_leftovers(daemons: DockerClients, node: str) -> None:
+    """Remove the containers of a doctor that was killed."""
+    filters = {"label": [f"{LABEL_DOCTOR}={daemons.instance}"], "status": ["exited", "created"]}
+    for leftover in await daemons.call(node, "containers", all=True, filters=filters):
+        with suppress(NotFound):
+            await daemons.call(node, "remove_container", leftover["Id"], force=True, v=True)
+
+
+async def read_gpus(daemons: DockerClients, node: str) -> tuple[GpuFacts, ...]:
+    """Return the GPUs in the last reading of the node's GPU agent; none where no agent runs."""
+    try:
+        reading = parse_agent_line(await read_last_line(daemons, node, names.agent_container_name(daemons.instance)))
+    except GpuhubError:
+        return ()
+    return () if reading is None else build_gpu_facts(reading.driver, [gpu for gpu in reading.gpus if gpu.uuid])
+
+
+async def read_firewall_status(daemons: DockerClients, node: str) -> tuple[str, str]:
+    """Return state and reason in the last status of the node's firewall container; empty where none runs."""
+    try:
+        return parse_status_line(await read_last_line(daemons, node, names.firewall_container_name(daemons.instance)))
+    except GpuhubError:
+        return "", ""
+
+
+async def read_swarm_members(daemons: DockerClients, cluster: ClusterSettings) -> frozenset[str] | None:
+    """Return the ids of the Swarm's members; None where gpuhub has no Swarm yet."""
+    try:
+        return frozenset(member["ID"] for member in await daemons.call(manager_node(cluster).name, "nodes"))
+    except GpuhubError:
+        return None
+
+
+def build_probe_arguments(environment: NodeEnvironment, docker_root: str) -> list[str]:
+    """Return the arguments of `probe.sh`."""
+    others = [*environment.nfs_servers, *([] if environment.swarm_manager is None else [environment.swarm_manager])]
+    addresses = [*((environment.head, port) for port in environment.head_ports.values()), *map(_split_address, others)]
+    if not re.fullmatch(r"/[A-Za-z0-9/._-]*", docker_root):
+        docker_root = "/var/lib/docker"
+    return build_script_arguments(
+        docker_root=docker_root,
+        head=environment.head,
+        addresses=addresses,
+        accounts=environment.accounts,
+        slurm=environment.slurm_paths,
+    )
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def find_nfs_servers(cluster: ClusterSettings) -> list[NfsServer]:
+    """Return the file servers of the settings."""
+    return find_servers((cluster.storage.home, cluster.storage.datasets), cluster.storage.nfs_options)
+
+
+def read_environment(cluster: ClusterSettings, address: str, *, is_new: bool = False) -> NodeEnvironment:
+    """Read what the head node knows about a node at this address; blocks for some seconds at most."""
+    head = find_head_address(cluster)
+    ports = {"hub": cluster.hub.api_port, "broker": cluster.hub.broker_port}
+    first = manager_node(cluster).address
+    return NodeEnvironment(
+        head=head,
+        head_ports=ports,
+        listening_ports=frozenset(port for port in ports.values() if is_listening(head, port)),
+        nfs_servers=tuple(f"{server.host}:{server.port}" for server in find_nfs_servers(cluster)),
+        accounts=find_accounts((*cluster.users.allowed, *cluster.users.admins)),
+        mtu=mtu.find_mtu(cluster),
+        measured_mtu=measure_mtu(address),
+        swarm_manager=f"{first}:{SWARM_PORT}" if cluster.has_overlay and first != address else None,
+        is_new=is_new,
+        has_overlay=cluster.has_overlay,
+        has_firewall=cluster.network.guard,
+    )
+
+
+def find_accounts(users: Iterable[str]) -> dict[str, int]:
+    """Return the numbers of the users who have an account on this machine."""
+    numbers = {}
+    for user in users:
+        with suppress(KeyError):
+            numbers[user] = pwd.getpwnam(user).pw_uid
+    return numbers
+
+
+def is_listening(host: str, port: int) -> bool:
+    """Return whether a TCP connection can be opened."""
+    try:
+        with socket.create_connection((host, port), _CONNECT_S):
+            return True
+    except OSError:
+        return False
+
+
+def measure_mtu(address: str) -> int | None:
+    """Return the MTU of this machine's route if a packet of that size is answered, else None.
+
+    The packets may not be fragmented; firewalls may drop them.
+    """
+    route = mtu.read_route(address)
+    if route is None or route.mtu is None or route.interface == "lo" or ":" in address or shutil.which("ping") is None:
+        return None
+    size = min(route.mtu, _MAX_PROBED_MTU) - _PING_HEADERS
+    command = ["ping", "-n", "-c", "1", "-W", str(_PING_S), "-M", "do", "-s", str(size), address]
+    done = subprocess.run(command, check=False, capture_output=True, timeout=_PING_S + 3)
+    return size + _PING_HEADERS if done.returncode == 0 else None

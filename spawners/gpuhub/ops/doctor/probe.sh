@@ -1,0 +1,133 @@
+# Prints facts about this machine as lines KEY=VALUE. POSIX sh; changes nothing. `gpuhub node add` sends it over SSH, and
+# `gpuhub doctor` runs it in a short-lived container on the node's file system.
+#   $1        the folder of Docker's data
+#   $2        the head node's address
+#   others    tcp:HOST:PORT  can it be reached?    account:NAME  which number does the account have here?
+#             slurm:FOLDER   does the cgroup.conf there limit jobs to their devices?    epilog:FILE  is it gpuhub's?
+PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
+export PATH
+LC_ALL=C
+export LC_ALL
+root=$1
+head=$2
+shift 2
+
+has() { command -v "$1" >/dev/null 2>&1; }
+
+reach() {
+    if has bash && has timeout; then
+        timeout 3 bash -c ': 3<>"/dev/tcp/$0/$1"' "$1" "$2" >/dev/null 2>&1 && echo yes || echo no
+    elif has nc; then
+        nc -z -w 3 "$1" "$2" >/dev/null 2>&1 && echo yes || echo no
+    elif has python3; then
+        python3 -c 'import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3)' "$1" "$2" \
+            >/dev/null 2>&1 && echo yes || echo no
+    else
+        echo unknown
+    fi
+}
+
+echo "user=$(id -un 2>/dev/null || id -u)"
+if [ "$(id -u)" -eq 0 ]; then
+    echo sudo=root
+elif has sudo && sudo -n true 2>/dev/null; then
+    echo sudo=yes
+else
+    echo sudo=no
+fi
+socket=/var/run/docker.sock
+if [ ! -S "$socket" ]; then
+    echo socket=missing
+elif [ -r "$socket" ] && [ -w "$socket" ]; then
+    echo socket=usable
+else
+    echo socket=refused
+fi
+# Client's and server's address and port.
+echo "ssh=${SSH_CONNECTION:-}"
+if [ -r /etc/os-release ]; then
+    (. /etc/os-release && echo "os=${PRETTY_NAME:-$NAME}")
+fi
+echo "kernel=$(uname -r)"
+if [ -d /run/systemd/system ]; then
+    echo systemd=yes
+    echo "docker_start=$(systemctl show --property=ExecStart --value docker.service 2>/dev/null | head -n 1)"
+else
+    echo systemd=no
+fi
+if has df && [ -e "$root" ]; then
+    echo "free_kib=$(df -Pk "$root" 2>/dev/null | awk 'NR == 2 { print $4 }')"
+fi
+if has ip; then
+    device=$(ip -o route get "$head" 2>/dev/null | sed -n 's/.* dev \([^ ]*\).*/\1/p')
+    if [ -n "$device" ]; then
+        echo "device=$device"
+        echo "mtu=$(ip -o link show dev "$device" | sed -n 's/.* mtu \([0-9]*\).*/\1/p')"
+        if ip -d link show dev "$device" 2>/dev/null | grep -qw wireguard; then
+            echo device_kind=wireguard
+        fi
+    fi
+fi
+if grep -q '^nf_tables ' /proc/modules 2>/dev/null || [ -d /sys/module/nf_tables ]; then
+    echo nf_tables=yes
+elif has modinfo && modinfo nf_tables >/dev/null 2>&1; then
+    echo nf_tables=yes
+elif has nft && nft list tables >/dev/null 2>&1; then
+    echo nf_tables=yes
+else
+    echo nf_tables=unknown
+fi
+if has nvidia-ctk; then
+    echo "toolkit=$(nvidia-ctk --version 2>/dev/null | sed -n 's/.*version //p' | head -n 1)"
+elif has nvidia-container-cli; then
+    echo "toolkit=$(nvidia-container-cli --version 2>/dev/null | sed -n 's/^cli-version: //p' | head -n 1)"
+elif has nvidia-container-runtime-hook; then
+    echo toolkit=
+fi
+if has nvidia-smi; then
+    if cards=$(nvidia-smi --query-gpu=uuid,driver_version,memory.total,name --format=csv,noheader,nounits 2>&1); then
+        printf '%s\n' "$cards" | sed 's/^/gpu=/'
+    else
+        echo "gpu_error=$(printf '%s\n' "$cards" | head -n 1)"
+    fi
+fi
+for word; do
+    case $word in
+    tcp:*)
+        place=${word#tcp:}
+        echo "reach=$(reach "${place%:*}" "${place##*:}") $place"
+        ;;
+    account:*)
+        name=${word#account:}
+        number=$(getent passwd "$name" 2>/dev/null | cut -d: -f3)
+        if [ -n "$number" ]; then
+            echo "account=$number $name"
+        fi
+        ;;
+    slurm:*)
+        devices=unknown
+        # slurmd stores the files that slurmctld sent it in the second folder.
+        for file in "${word#slurm:}/cgroup.conf" /run/slurm/conf/cgroup.conf; do
+            if [ -r "$file" ]; then
+                devices=no
+                grep -qi '^[[:space:]]*ConstrainDevices[[:space:]]*=[[:space:]]*yes' "$file" && devices=yes
+                break
+            fi
+        done
+        echo "slurm_devices=$devices"
+        ;;
+    epilog:*)
+        file=${word#epilog:}
+        if [ ! -e "$file" ]; then
+            echo epilog=missing
+        elif [ ! -f "$file" ] || [ ! -x "$file" ]; then
+            echo epilog=refused
+        elif grep -q gpuhub "$file" 2>/dev/null; then
+            echo epilog=ok
+        else
+            echo epilog=other
+        fi
+        ;;
+    esac
+done
+echo end=

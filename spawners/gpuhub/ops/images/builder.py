@@ -1,0 +1,186 @@
+"""The build of the three images on one Docker daemon, with its classic builder instead of BuildKit."""
+
+from __future__ import annotations
+
+import platform
+import tarfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import docker.errors
+
+from gpuhub.common.errors import SetupError
+from gpuhub.config.images import ImageSettings
+from gpuhub.ops.images import build_plan
+from gpuhub.ops.images.build_plan import ImagePlan, ImageSources
+from gpuhub.ops.images.debian import ensure_root_tar
+from gpuhub.ops.images.progress import ProgressCallback, ProgressStep
+from gpuhub.ops.images.wheels import ensure_wheels, read_wheel_file
+
+_BLOCK = 512
+_CHUNK = 1 << 20
+#: Longest time without output of a running build, which unpacks the CUDA libraries on a slow disk; seconds.
+_OUTPUT_TIMEOUT_S = 1800.0
+_KEPT_LINES = 20
+_STAGE_LABEL = "gpuhub.stage=build"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltImage:
+    """An image on the daemon that built it."""
+
+    #: With the hash as tag.
+    name: str
+    id: str
+    #: In bytes.
+    size: int
+
+
+def build_images(
+    client: Any, folder: Path, sources: ImageSources, settings: ImageSettings, report: ProgressCallback
+) -> list[BuiltImage]:
+    """Build the images that nodes need where they are missing, and return them with the notebook's first.
+
+    Safe to call again at any time; blocks for minutes.
+
+    Args:
+        client: A docker.APIClient of the daemon that builds.
+        folder: A folder on the head node that keeps packages for the next build.
+
+    Raises:
+        SetupError: A step failed; the text has its last lines.
+    """
+    plan = build_plan.build_plan(sources, settings, platform.machine())
+    notebook, base = plan.node_images
+    if find_image(client, base) is None:
+        wheels = _wheels(folder, plan, sources, settings, report)
+        pynvml = read_wheel_file(wheels, "nvidia_ml_py", "pynvml.py")
+        suite = settings.debian_suite
+        root = ensure_root_tar(
+            folder / "base", tag=plan.base, suite=suite, sources=sources, pynvml=pynvml, report=report
+        )
+        _import_base(client, base, root, report)
+    if find_image(client, notebook) is None:
+        python = f"{build_plan.PYTHON}:{plan.python}"
+        if find_image(client, python) is None:
+            wheels = _wheels(folder, plan, sources, settings, report)
+            _build(client, python, {"BASE": base, "TORCH": settings.torch}, _python_context(sources, wheels), report)
+            tag_latest(client, python)
+        _build(client, notebook, {"PYTHON": python}, _notebook_context(sources), report)
+    return [_latest(client, name) for name in (notebook, base)]
+
+
+def _wheels(
+    folder: Path, plan: ImagePlan, sources: ImageSources, settings: ImageSettings, report: ProgressCallback
+) -> Path:
+    lock = sources.python["requirements.lock"]
+    machine = platform.machine()
+    return ensure_wheels(
+        folder / "wheels", key=plan.wheels, lock=lock, settings=settings, machine=machine, report=report
+    )
+
+
+def find_image(client: Any, name: str) -> dict[str, Any] | None:
+    """Return the daemon's description of an image; None if it does not have the image."""
+    try:
+        description: dict[str, Any] = client.inspect_image(name)
+    except docker.errors.ImageNotFound:
+        return None
+    return description
+
+
+def tag_latest(client: Any, name: str) -> None:
+    """Set the tag `latest` to the image of this name."""
+    client.tag(name, name.partition(":")[0], "latest")
+
+
+def _latest(client: Any, name: str) -> BuiltImage:
+    tag_latest(client, name)
+    description = client.inspect_image(name)
+    return BuiltImage(name=name, id=description["Id"], size=description["Size"])
+
+
+def _import_base(client: Any, name: str, root: Path, report: ProgressCallback) -> None:
+    report(ProgressStep(label=name, text="importing"))
+    repository, _, tag = name.partition(":")
+    with root.open("rb") as stream:
+        client.import_image_from_data(
+            stream, repository=repository, tag=tag, changes=["ENV LANG=C.UTF-8", 'CMD ["bash"]']
+        )
+    if find_image(client, name) is None:
+        raise SetupError(f"{name}: Docker imported the file system but does not have the image")
+    report(ProgressStep(label=name, is_finished=True))
+
+
+def _python_context(sources: ImageSources, wheels: Path) -> dict[str, bytes | Path]:
+    return {**sources.python, **{f"wheels/{wheel.name}": wheel for wheel in wheels.iterdir()}}
+
+
+def _notebook_context(sources: ImageSources) -> dict[str, bytes | Path]:
+    extensions = {f"extensions/{name}": data for name, data in sources.extensions.items()}
+    notebooks = {f"notebooks/{name}": data for name, data in sources.notebooks.items()}
+    return {**sources.notebook, **extensions, **notebooks}
+
+
+def _build(
+    client: Any, name: str, arguments: Mapping[str, str], context: Mapping[str, bytes | Path], report: ProgressCallback
+) -> None:
+    report(ProgressStep(label=name, text="building"))
+    try:
+        events = client.build(
+            fileobj=stream_context(context),
+            custom_context=True,
+            tag=name,
+            buildargs=dict(arguments),
+            network_mode="none",
+            rm=True,
+            forcerm=True,
+            decode=True,
+            timeout=_OUTPUT_TIMEOUT_S,
+        )
+        _follow(name, events, report)
+    except docker.errors.APIError as error:
+        raise SetupError(f"{name}: the build failed: {error.explanation or error}") from error
+    finally:
+        _remove_stages(client)
+    report(ProgressStep(label=name, is_finished=True))
+
+
+def _follow(name: str, events: Iterable[Mapping[str, Any]], report: ProgressCallback) -> None:
+    last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+    for event in events:
+        text = str(event.get("stream", "")).strip()
+        if text:
+            last_lines.append(text)
+            report(ProgressStep(label=name, text=text.splitlines()[0]))
+        if "error" in event:
+            raise SetupError(f"{name}: the build failed: {event['error']}\n" + "\n".join(last_lines))
+
+
+def _remove_stages(client: Any) -> None:
+    """Remove the first stages of builds, which contain all wheels; a stage in use by another build stays."""
+    for stage in client.images(quiet=True, filters={"label": _STAGE_LABEL, "dangling": True}):
+        try:
+            client.remove_image(stage)
+        except docker.errors.APIError:
+            continue
+
+
+def stream_context(files: Mapping[str, bytes | Path]) -> Iterator[bytes]:
+    """Stream a build context: regular files of root with mode 0644; files given as paths are read in chunks."""
+    for name, content in sorted(files.items()):
+        entry = tarfile.TarInfo(name)
+        entry.mode = 0o644
+        entry.size = content.stat().st_size if isinstance(content, Path) else len(content)
+        yield entry.tobuf(tarfile.PAX_FORMAT)
+        if isinstance(content, Path):
+            with content.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    yield chunk
+        else:
+            yield content
+        yield b"\0" * (-entry.size % _BLOCK)
+    yield b"\0" * (2 * _BLOCK)

@@ -1,0 +1,156 @@
+"""Distribution of the images to all nodes: built on one node, and streamed to those that lack them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpuhub.common.errors import ImageMissing, SetupError
+from gpuhub.common.paths import Paths
+from gpuhub.config.settings import ClusterSettings, NodeSettings
+from gpuhub.docker.client import DockerClients
+from gpuhub.ops.console import StepReport
+from gpuhub.ops.images.build_plan import NOTEBOOK, read_sources
+from gpuhub.ops.images.builder import build_images, find_image, tag_latest
+from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, ProgressTerminal
+
+_CHUNK_BYTES = 1 << 20
+
+
+async def ensure_images(
+    daemons: DockerClients,
+    cluster: ClusterSettings,
+    paths: Paths,
+    source: Path,
+    report: StepReport,
+    *,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Build missing images on one node, and send them to every node that lacks them.
+
+    Args:
+        source: The root of gpuhub's source tree.
+
+    Raises:
+        GpuhubError: A step failed; the text names what to install or repair.
+    """
+    progress = progress or ProgressTerminal()
+    sources = read_sources(source)
+    builder = choose_builder(cluster)
+    images = await daemons.run(
+        builder, lambda client: build_images(client, paths.images, sources, cluster.images, progress), long=True
+    )
+    await send_images(daemons, [image.name for image in images], builder, progress)
+    await send_foreign_images(daemons, list_foreign_images(cluster), builder, progress)
+    sizes = ", ".join(f"{image.name} {image.size / 1e9:.1f} GB" for image in images)
+    report.note(f"  ✓ Images on every node: {sizes}")
+
+
+async def send_images(daemons: DockerClients, names: Sequence[str], builder: str, progress: ProgressCallback) -> None:
+    """Send images of the builder's node to all other nodes at the same time, and set their tag `latest` there.
+
+    This works for any image that was built there, such as one based on gpuhub/notebook.
+    """
+    origin = await daemons.run(builder, lambda client: client, long=True)
+
+    async def send_to(node: str) -> None:
+        await daemons.run(node, lambda client: ensure_sent(names, origin, client, node, progress), long=True)
+
+    await asyncio.gather(*(send_to(node.name) for node in daemons.nodes if node.name != builder))
+
+
+def list_foreign_images(cluster: ClusterSettings) -> list[str]:
+    """Return the images of profiles that gpuhub does not build, such as those based on gpuhub/notebook."""
+    return sorted({profile.image for profile in cluster.profiles} - {f"{NOTEBOOK}:latest"})
+
+
+async def send_foreign_images(
+    daemons: DockerClients, names: Sequence[str], builder: str, progress: ProgressCallback
+) -> None:
+    """Send images that gpuhub did not build from the builder's node to all others.
+
+    Raises:
+        SetupError: The builder's node does not have the image.
+    """
+    origin = await daemons.run(builder, lambda client: client, long=True)
+    for name in names:
+        if await daemons.run(builder, partial(find_image, name=name)) is None:
+            raise SetupError(
+                f"a profile uses the image {name}, and node {builder} does not have it: "
+                "build or load it there, then `sudo make up` sends it to the other nodes"
+            )
+
+    def send_all(node: str, client: Any) -> None:
+        for name in names:
+            send_image(name, origin, client, node, progress)
+
+    others = [node.name for node in daemons.nodes if node.name != builder]
+    await asyncio.gather(*(daemons.run(node, partial(send_all, node), long=True) for node in others))
+
+
+def choose_builder(cluster: ClusterSettings) -> str:
+    """Return the node to build on: one with its daemon on the head node if there is one, else the first."""
+    return min(cluster.nodes, key=_is_remote).name
+
+
+def _is_remote(node: NodeSettings) -> bool:
+    return not node.docker.startswith("unix://")
+
+
+def send_image(name: str, source: Any, target: Any, node: str, progress: ProgressCallback) -> bool:
+    """Send an image to the target's daemon if it lacks it, and return whether it was sent.
+
+    Args:
+        source: The docker.APIClient of the daemon that has the image, with a timeout for large images.
+        target: The docker.APIClient of the other daemon.
+
+    Raises:
+        ImageMissing: The source does not have the image.
+        SetupError: The target did not accept it.
+    """
+    original = find_image(source, name)
+    if original is None:
+        raise ImageMissing(f"{name}: the node that should send it does not have this image")
+    if is_same_image(original, find_image(target, name)):
+        return False
+    label = f"{node}: {name}"
+    stream = _report_progress(source.get_image(name, chunk_size=_CHUNK_BYTES), label, original["Size"], progress)
+    for event in target.load_image(stream):
+        if "error" in event:
+            raise SetupError(f"{label}: Docker refused it: {event['error']}")
+    if not is_same_image(original, find_image(target, name)):
+        raise SetupError(f"{label}: Docker loaded another image than the one that was sent")
+    progress(ProgressStep(label=label, done=original["Size"], text="sent", is_finished=True))
+    return True
+
+
+def is_same_image(image: Mapping[str, Any], other: Mapping[str, Any] | None) -> bool:
+    """Return whether two daemons' descriptions are of the same image.
+
+    Ids differ between kinds of image stores, so equal layers and settings count as well.
+    """
+    return other is not None and (image["Id"] == other["Id"] or _content(image) == _content(other))
+
+
+def _content(image: Mapping[str, Any]) -> list[Any]:
+    config = image["Config"]
+    settings = [config.get(key) for key in ("User", "Env", "Entrypoint", "Cmd", "WorkingDir")]
+    return [image["RootFS"].get("Layers"), settings]
+
+
+def _report_progress(chunks: Iterator[bytes], label: str, total: int, progress: ProgressCallback) -> Iterator[bytes]:
+    done = 0
+    for chunk in chunks:
+        yield chunk
+        done += len(chunk)
+        progress(ProgressStep(label=label, done=done, total=total))
+
+
+def ensure_sent(names: Sequence[str], source: Any, target: Any, node: str, progress: ProgressCallback) -> None:
+    """Send every image that the target lacks, and set its tag `latest` there. Raises as `send_image` does."""
+    for name in names:
+        send_image(name, source, target, node, progress)
+        tag_latest(target, name)

@@ -1,0 +1,121 @@
+"""The wheels of all Python packages in the images, downloaded on the head node with its pip settings.
+
+Images are built from them without a network, so a build can be repeated, and only the head node needs internet access.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpuhub.common.errors import SetupError
+from gpuhub.config.images import ImageSettings
+from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, run_with_progress
+
+#: Python and C library of Debian bookworm, which the wheels must fit; the head node may have others.
+_PYTHON = "3.11"
+_GLIBC_MINORS = range(5, 37)
+#: Longest download, seconds: the CUDA build of torch has some 3 GB with its libraries.
+_DEADLINE_S = 2 * 3600.0
+_LABEL = "Python packages"
+
+
+def ensure_wheels(
+    folder: Path, *, key: str, lock: bytes, settings: ImageSettings, machine: str, report: ProgressCallback
+) -> Path:
+    """Return the folder with the wheels for a key of the plan; missing ones are downloaded, other keys' are removed.
+
+    Raises:
+        SetupError: pip is missing or failed, or found another build of torch than the configured one.
+    """
+    wheels = folder / key
+    if not wheels.exists():
+        partial = folder / f"{key}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        lock_file = partial / "requirements.lock"
+        lock_file.write_bytes(lock)
+        for command in build_download_commands(find_pip(), lock_file, settings, machine):
+            run_with_progress(command, label=_LABEL, report=report, deadline_s=_DEADLINE_S)
+        lock_file.unlink()
+        check_torch(partial, settings)
+        partial.rename(wheels)
+        size = sum(wheel.stat().st_size for wheel in wheels.iterdir())
+        report(ProgressStep(label=_LABEL, done=size, text="downloaded", is_finished=True))
+    for other in folder.iterdir():
+        if other != wheels:
+            shutil.rmtree(other)
+    return wheels
+
+
+def find_pip() -> list[str]:
+    """Return the command of pip: this environment's, or the system's."""
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip"]
+    system = shutil.which("pip3")
+    if system is None:
+        raise SetupError("pip is needed to download the images' packages: install python3-pip")
+    return [system]
+
+
+def build_download_commands(pip: Sequence[str], lock: Path, settings: ImageSettings, machine: str) -> list[list[str]]:
+    """Return the commands that download into the lock's folder: its packages, then torch with NVIDIA's libraries.
+
+    The lock also pins the other dependencies of torch.
+    """
+    index = ["--extra-index-url", settings.torch_index] if settings.torch_index else []
+    download = [*pip, "download", "--progress-bar", "off", "--dest", str(lock.parent), *build_platform_options(machine)]
+    return [
+        [*download, "--no-deps", "--requirement", str(lock)],
+        [*download, *index, "--constraint", str(lock), f"torch=={settings.torch}"],
+    ]
+
+
+def build_platform_options(machine: str) -> list[str]:
+    """Return pip's options for wheels that fit the images' Python, independent of pip's own Python."""
+    fitting = ["--only-binary=:all:", "--python-version", _PYTHON, "--implementation", "cp"]
+    for abi in ("cp311", "abi3", "none"):
+        fitting += ["--abi", abi]
+    for platform in list_platforms(machine):
+        fitting += ["--platform", platform]
+    return fitting
+
+
+def list_platforms(machine: str) -> list[str]:
+    """Return pip's names of Linux platforms of a machine type with a C library not newer than bookworm's.
+
+    pip does not imply older platforms, so each one is named.
+    """
+    names = [f"manylinux_2_{minor}_{machine}" for minor in reversed(_GLIBC_MINORS)]
+    return [*names, f"manylinux2014_{machine}", f"manylinux2010_{machine}", f"manylinux1_{machine}", f"linux_{machine}"]
+
+
+def check_torch(wheels: Path, settings: ImageSettings) -> None:
+    """Check that torch has the build in the settings."""
+    (wheel,) = wheels.glob("torch-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        build = find_torch_build(archive.read("torch/version.py").decode())
+    if settings.torch_build in ("auto", build):
+        return
+    raise SetupError(
+        f"images.torch_build is {settings.torch_build!r}, but pip found the {build} build of torch {settings.torch} "
+        f"({wheel.name}): set images.torch_index to the package index of the {settings.torch_build} build, "
+        "which pytorch.org/get-started shows"
+    )
+
+
+def find_torch_build(version_module: str) -> str:
+    """Return `cuda` or `cpu` for the text of torch/version.py; a CUDA build has `cuda: Optional[str] = '12.8'`."""
+    return "cuda" if re.search(r"^cuda\b[^=\n]*= *['\"]", version_module, re.MULTILINE) else "cpu"
+
+
+def read_wheel_file(wheels: Path, distribution: str, name: str) -> bytes:
+    """Read a file from the wheel of a distribution, such as `pynvml.py` of `nvidia_ml_py`."""
+    (wheel,) = wheels.glob(f"{distribution}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read(name)

@@ -1,0 +1,1 @@
+"""`gpuhub node add` and `gpuhub node remove`."""

@@ -1,0 +1,252 @@
+"""`gpuhub node remove`: ends what runs on a node and removes all of gpuhub there, except images and scratch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuhub.broker_api.client import AsyncBrokerClient
+from gpuhub.broker_api.schemas import CordonRequest, NodeState
+from gpuhub.common import names
+from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NodeUnreachable, NotFound
+from gpuhub.common.paths import Paths
+from gpuhub.config import settings
+from gpuhub.config.settings import ClusterSettings, NodeSettings
+from gpuhub.docker import container_lifecycle, swarm
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.firewall_container import remove_firewall
+from gpuhub.docker.ssh import ssh_files
+from gpuhub.ops.broker_connection import connect_to_broker
+from gpuhub.ops.console import OperatorConsole
+from gpuhub.ops.provision import cluster_file, daemon_tls, node_access, ssh_keys
+from gpuhub.ops.provision.ssh_session import SshSession, SshTarget, parse_target, resolve_target
+
+_REASON = "it is being removed from the cluster"
+#: Longer than the broker waits for a hub that does not stop a notebook, seconds.
+_DRAIN_S = 120.0
+#: Between two queries of the node's leases, seconds.
+_POLL_S = 0.5
+#: States of nodes that take no new work.
+_CLOSED_STATES = frozenset({NodeState.CORDONED, NodeState.DRAINING})
+_WORK_KINDS = frozenset({names.KIND_NOTEBOOK, names.KIND_WORKER})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovalRequest:
+    """The arguments and options of `gpuhub node remove`."""
+
+    name: str
+    cluster_file: Path
+    #: End what runs there, and continue if the node does not answer.
+    force: bool = False
+    yes: bool = False
+    #: The machine for the administrator's login; None for the one in cluster.toml.
+    target: SshTarget | None = None
+
+
+def remove_node(
+    request: RemovalRequest, paths: Paths, console: OperatorConsole, start_services: Callable[[], None]
+) -> None:
+    """Remove the node from the cluster.
+
+    Args:
+        start_services: Called when services run, so that they no longer use the node.
+
+    Raises:
+        GpuhubError: The node stays, or something on it could not be undone.
+    """
+    cluster = settings.load(request.cluster_file)
+    node = find_removable_node(cluster, request.name)
+    text = cluster_file.remove_node(request.cluster_file.read_text(encoding="utf-8"), node.name)
+    cluster_file.check_text(text, request.cluster_file)
+    is_up = asyncio.run(_end_all_work(request, node, paths, console))
+    before = cluster_file.replace_file(request.cluster_file, text)
+    console.write(f"  ✓ {request.cluster_file} no longer has {node.name}; the previous file is {before.name}")
+    failures = []
+    if _is_running(paths, node):
+        try:
+            start_services()
+        except GpuhubError as error:
+            failures.append(f"gpuhub did not start without it: {error}")
+    if is_up:
+        failures += asyncio.run(_clean_node(cluster, node, paths, console))
+        failures += _revoke_access(request, node, paths, console)
+    else:
+        console.write(
+            f"  ! nothing was undone on {node.name}, which does not answer: containers, key and Swarm membership remain"
+        )
+    ssh_files(paths.instance).known_hosts(node.name).unlink(missing_ok=True)
+    daemon_tls.remove_certificates(daemon_tls.find_client_files(paths, node.name))
+    if failures:
+        raise GpuhubError("\n".join([f"{node.name} is removed, and this remains to be done by hand:", *failures]))
+    console.write(f"{node.name} is removed.")
+
+
+def find_removable_node(cluster: ClusterSettings, name: str) -> NodeSettings:
+    """Return the node of that name if it can be removed.
+
+    Raises:
+        NotFound: There is none.
+        InvalidRequest: The other nodes need it.
+    """
+    try:
+        node = cluster.node(name)
+    except KeyError:
+        raise NotFound(
+            f"there is no node {name!r}; there are {', '.join(node.name for node in cluster.nodes)}"
+        ) from None
+    if len(cluster.nodes) == 1:
+        raise InvalidRequest(f"{name} is the only node: `sudo make down` stops gpuhub")
+    if node == swarm.manager_node(cluster) and cluster.has_overlay:
+        raise InvalidRequest(
+            f"{name} is the first node and manages the Swarm with all users' networks: without it nothing can start "
+            "anywhere. To replace it: `sudo make down`, move the table of another node to the top of cluster.toml, "
+            "`sudo make up`; then remove it"
+        )
+    return node
+
+
+async def _end_all_work(request: RemovalRequest, node: NodeSettings, paths: Paths, console: OperatorConsole) -> bool:
+    """End the users' work on the node, and return whether the node answers.
+
+    Raises:
+        Conflict: Something runs there, and `force` is not set.
+        NodeUnreachable: The node does not answer, and `force` is not set.
+    """
+    daemons = DockerClients((node,), instance=paths.instance, run_dir=paths.run)
+    try:
+        if _is_running(paths, node):
+            client = connect_to_broker(paths)
+            try:
+                await drain_node(request, node, client, console)
+            finally:
+                await client.close()
+        filters = {"label": [f"{names.LABEL_INSTANCE}={paths.instance}"]}
+        containers = await daemons.call(node.name, "containers", filters=filters)
+        running = [
+            container["Names"][0].lstrip("/")
+            for container in containers
+            if container["Labels"].get(names.LABEL_KIND) in _WORK_KINDS
+        ]
+        if running and not request.force:
+            raise Conflict(f"on {node.name} run {', '.join(running)}: --force ends them")
+        if not request.yes:
+            console.confirm(f"Remove {node.name} from the cluster?")
+    except NodeUnreachable as error:
+        if not request.force:
+            raise NodeUnreachable(
+                f"{error}. With --force it is removed from cluster.toml, and nothing is changed on the node"
+            ) from None
+        return False
+    finally:
+        daemons.close()
+    return True
+
+
+async def drain_node(
+    request: RemovalRequest, node: NodeSettings, client: AsyncBrokerClient, console: OperatorConsole
+) -> None:
+    """Drain the node, and return when the broker has no more leases there.
+
+    Raises:
+        Conflict: There are leases, and `force` is not set, or they did not end in time.
+    """
+    was_open = next(view.state for view in await client.nodes() if view.name == node.name) not in _CLOSED_STATES
+    # Nothing new starts there after the cordon.
+    await client.change_node(node.name, "cordon", CordonRequest(reason=_REASON))
+    try:
+        await _confirm_end(request, node, client, console)
+    except GpuhubError:
+        if was_open:
+            await client.change_node(node.name, "undrain")
+        raise
+    await client.change_node(node.name, "drain", CordonRequest(reason=_REASON, grace_s=0))
+    end = time.monotonic() + _DRAIN_S
+    while leases := await client.leases(node=node.name):
+        if time.monotonic() > end:
+            raise Conflict(
+                f"{len(leases)} leases on {node.name} did not end within {_DRAIN_S:.0f} s: `gpuhub lease list` shows "
+                f"them. {node.name} stays in the cluster, drained"
+            )
+        await asyncio.sleep(_POLL_S)
+
+
+async def _confirm_end(
+    request: RemovalRequest, node: NodeSettings, client: AsyncBrokerClient, console: OperatorConsole
+) -> None:
+    leases = await client.leases(node=node.name)
+    if not leases:
+        return
+    console.write_leases(node.name, leases)
+    if not request.force:
+        raise Conflict(f"{node.name} has leases: `gpuhub node drain {node.name}` first, or --force to end them now")
+    if not request.yes:
+        console.confirm("End all of this now?")
+
+
+def _is_running(paths: Paths, node: NodeSettings) -> bool:
+    """Return whether services run that use the node."""
+    if not paths.used_cluster_file.exists():
+        return False
+    return node.name in {used.name for used in settings.load(paths.used_cluster_file).nodes}
+
+
+async def _clean_node(
+    cluster: ClusterSettings, node: NodeSettings, paths: Paths, console: OperatorConsole
+) -> list[str]:
+    """Remove what gpuhub made on the node, and return a line for each failure."""
+    daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
+    try:
+        await container_lifecycle.remove_instance_objects(daemons, node.name, paths.instance, "container")
+        await remove_firewall(daemons, paths.instance, node.name)
+        await container_lifecycle.remove_instance_objects(daemons, node.name, paths.instance, "network")
+        volumes = await container_lifecycle.remove_nfs_volumes(daemons, node.name, paths.instance)
+        if cluster.has_overlay:
+            await swarm.remove_member(daemons, cluster, node)
+        images = await daemons.call(node.name, "images", filters={"reference": "gpuhub/*"})
+    except GpuhubError as error:
+        return [str(error)]
+    finally:
+        daemons.close()
+    console.write(
+        "  ✓ containers, packet filter, networks and definitions of NFS volumes are removed, and it left the Swarm"
+    )
+    remaining = [f"{len(images)} images" if images else "", f"scratch ({', '.join(volumes)})" if volumes else ""]
+    if any(remaining):
+        console.write(f"  - remaining there: {' and '.join(part for part in remaining if part)}")
+    return []
+
+
+def _revoke_access(request: RemovalRequest, node: NodeSettings, paths: Paths, console: OperatorConsole) -> list[str]:
+    """Remove the key or the certificates from the node over the administrator's SSH; return a line for each failure."""
+    files = ssh_files(paths.instance)
+    has_key = node.tls is None and files.known_hosts(node.name).exists()
+    if not has_key and node.tls != daemon_tls.find_client_files(paths, node.name):
+        return []  # the access was set up by hand
+    access = "gpuhub's key" if has_key else "the certificates"
+    try:
+        target = request.target or parse_target(node.docker if has_key else f"ssh://{node.address}")
+        with _open_session(target, node, paths) as session:
+            if has_key:
+                node_access.revoke_key(session, files)
+            elif node.tls is not None:
+                session.run(daemon_tls.REMOVE_SCRIPT, as_root=session.run("id -u").strip() != "0")
+    except GpuhubError as error:
+        location = "~/.ssh/authorized_keys" if has_key else f"{daemon_tls.FOLDER} and {daemon_tls.DROP_IN}"
+        return [f"{access} could not be removed: {error}. See {location} of {node.name}"]
+    console.write(f"  ✓ {access} was removed from authorized_keys" if has_key else f"  ✓ {access} were removed")
+    return []
+
+
+def _open_session(target: SshTarget, node: NodeSettings, paths: Paths) -> SshSession:
+    resolved = resolve_target(target)
+    shown = ssh_keys.scan_host_keys(resolved.host, resolved.port)
+    stored = ssh_files(paths.instance).known_hosts(node.name)
+    known_keys = ssh_keys.parse_keys(stored.read_text(encoding="ascii")) if stored.exists() else []
+    known_keys += ssh_keys.find_known_keys(resolved.host, resolved.port, resolved.known_hosts)
+    if not ssh_keys.is_known(shown, known_keys, resolved.host):
+        raise InvalidRequest(f"{resolved.host} is new to ssh: run `ssh {resolved.host}` first")
+    return SshSession(target, shown)

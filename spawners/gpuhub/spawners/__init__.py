@@ -1,0 +1,1 @@
+"""JupyterHub's spawners."""

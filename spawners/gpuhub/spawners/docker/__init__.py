@@ -1,0 +1,1 @@
+"""GpuDockerSpawner: notebooks as containers on the nodes."""

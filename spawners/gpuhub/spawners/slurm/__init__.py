@@ -1,0 +1,1 @@
+"""GpuSlurmSpawner: notebooks as Slurm jobs, on nodes without Docker."""

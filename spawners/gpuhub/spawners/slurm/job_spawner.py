@@ -1,0 +1,244 @@
+"""The part of the Slurm spawner that follows a notebook's job and ends it, and the records that outlive the hub.
+
+When the hub is restarted in the middle of a start, JupyterHub forgets that start and makes a new token for the next
+one. The queued job has the first token in its script, and can keep its place only if the hub accepts that token again.
+The broker stores leases but no tokens, so the hub stores them: one file per lease, readable by root (or the hub's user)
+alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from batchspawner.api import BatchSpawnerAPIHandler
+from batchspawner.batchspawner import JobStatus, SlurmSpawner
+from jupyterhub.apihandlers import default_handlers
+from jupyterhub.traitlets import Callable as CallableTrait
+from traitlets import Integer, default
+
+from gpuhub.broker_api.schemas import LeaseState
+from gpuhub.common import names
+from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest
+from gpuhub.common.paths import Paths
+from gpuhub.config import head_address
+from gpuhub.slurm_client.interface import SlurmClient
+from gpuhub.slurm_client.models import SlurmJob
+from gpuhub.spawners import recovery
+from gpuhub.spawners.base import LeasedSpawner
+from gpuhub.spawners.slurm import request
+
+__all__ = ["JobStatus", "SlurmSpawner"]
+
+default_handlers[:] = [handler for handler in default_handlers if BatchSpawnerAPIHandler not in handler]
+#: Time that the hub waits for a restored notebook while Slurm does not report the end of its job, seconds.
+RESTORED_TIMEOUT_S = 7 * 86400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """What the hub must know of a lease's job after a restart."""
+
+    token: str
+    #: Number of the job; None until it is submitted.
+    job: int | None = None
+    #: The notebook's port; None until it is reported.
+    port: int | None = None
+
+
+class JobRecordStore:
+    """A folder of records, which is created when it is needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find(self, lease_id: str) -> JobRecord | None:
+        """Return the record of the lease's job, or None."""
+        try:
+            text = self._file(lease_id).read_text(encoding="utf-8")
+            return JobRecord(**json.loads(text))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError):
+            # An incomplete file after a crash of the machine: the start does not continue with its job.
+            return None
+
+    def save(self, lease_id: str, record: JobRecord) -> None:
+        """Store the record durably."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = self._file(lease_id)
+        temporary = file.with_suffix(".new")
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            json.dump(asdict(record), out)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(file)
+
+    def delete(self, lease_id: str) -> None:
+        self._file(lease_id).unlink(missing_ok=True)
+
+    def _file(self, lease_id: str) -> Path:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", lease_id):
+            raise InvalidRequest(f"{lease_id[:80]!r} is no lease")
+        return self._folder / f"{lease_id}.json"
+
+
+class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are untyped
+    """Follows the job of a notebook and ends it. Commands that batchspawner would run in a shell are never run."""
+
+    api_token: str
+
+    make_slurm = CallableTrait(help="Returns the process's one Slurm client.").tag(config=True)
+    notebook_port = Integer(0, help="The notebook's port on its node; 0 until it is reported.")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._submit_task: asyncio.Task[int] | None = None
+        self._port_reported = asyncio.Event()
+        super().__init__(*args, **kwargs)
+
+    @default("env_keep")  # type: ignore[untyped-decorator] # traitlets is untyped
+    def _default_env_keep(self) -> list[str]:
+        # The hub's PATH and similar variables have no meaning on a node.
+        return []
+
+    @property
+    def slurm(self) -> SlurmClient:
+        client: SlurmClient = self.make_slurm()
+        return client
+
+    @property
+    def records(self) -> JobRecordStore:
+        """Return the store of records that outlive a restart of the hub."""
+        return JobRecordStore(Paths(self.instance).state / "slurm-notebooks")
+
+    async def run_command(self, *_: Any, **__: Any) -> str:
+        """Refuse to run a command, because batchspawner's go through a shell."""
+        raise NotImplementedError("gpuhub uses Slurm through gpuhub.slurm_client alone, never through a shell")
+
+    def user_env(self, env: dict[str, str]) -> dict[str, str]:
+        """Return `env` unchanged: the script sets the user's variables, and the head node need not know the user."""
+        return env
+
+    async def create_certs(self) -> dict[str, str]:
+        """Return nothing: the content of the notebook's certificate is known only when its job is submitted."""
+        return {}
+
+    async def move_certs(self, paths: dict[str, str]) -> dict[str, str]:
+        """Return the paths unchanged: certificates are in the job's script."""
+        return paths
+
+    def get_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().get_state()
+        return state | {"notebook_port": self.notebook_port} if self.notebook_port else state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        self.notebook_port = state.get("notebook_port", 0)
+
+    def clear_state(self) -> None:
+        super().clear_state()
+        self.notebook_port = 0
+        self._port_reported.clear()
+
+    async def poll(self) -> int | None:
+        if not self.job_id or (self._is_restored and not self.notebook_port):
+            # Restored in the middle of a start: the start is over, but its job and lease remain. The broker makes the
+            # hub start the server again, and that start finds the lease.
+            self._keeps_lease = self._is_restored
+            return 0
+        if self._is_restored and not self._is_watched and self.server is not None:
+            self._is_watched = True
+            recovery.limit_wait_up(self.server, self._has_ended)
+        code = await self._query_exit_code()
+        if code is None and self._is_restored:
+            self._is_restored = False
+            self.http_timeout = RESTORED_TIMEOUT_S
+            # Not awaited: the broker asks the hub to identify its caller, and the hub answers only after this returns.
+            self._recovery_task = asyncio.create_task(self._recover_lease())
+        return code
+
+    async def get_url(self) -> str:
+        if not self.notebook_port or not self.node:
+            return str(self.server.url)
+        return f"{self._origin(self.server.proto)}{self.server.base_url}"
+
+    def set_port(self, port: int) -> None:
+        """Set the port that the notebook's job reports (see `port`).
+
+        Raises:
+            Conflict: No job of this server runs, or it has another port.
+        """
+        if not self.job_id or not self.lease_id:
+            raise Conflict("this server has no job now")
+        if self.notebook_port not in {0, port}:
+            raise Conflict("this server has another port already")
+        if not self.notebook_port:
+            self.notebook_port = port
+            self.records.save(self.lease_id, JobRecord(token=self.api_token, job=int(self.job_id), port=port))
+            self.save_state()
+        self._port_reported.set()
+
+    async def _remove(self, *, grace_s: int) -> None:
+        """Cancel the job, pending or running; if Slurm does not answer, the broker cancels it later."""
+        if self._submit_task is not None:
+            try:
+                self.job_id = str(await self._submit_task)
+            except GpuhubError as error:
+                self.log.info("No job for %s: %s", self._log_name, error)
+            self._submit_task = None
+        if self.job_id:
+            try:
+                await self.slurm.cancel(int(self.job_id), name=self._job_name(self.lease_id), at_once=grace_s == 0)
+            except GpuhubError as error:
+                self.log.warning("Slurm's job %s of %s remains for now: %s", self.job_id, self._log_name, error)
+        if self.lease_id:
+            self.records.delete(self.lease_id)
+        self.job_id = ""
+        self.notebook_port = 0
+
+    async def _query_exit_code(self) -> int | None:
+        """Return None while the job lives or its state is unknown; ask the broker first, which follows all jobs."""
+        try:
+            lease = await self.broker.get_lease(self.lease_id)
+            if lease.state in {LeaseState.GRANTED, LeaseState.ACTIVE}:
+                return None
+        except GpuhubError as error:
+            self.log.info("The broker does not report the state of %s: %s", self._log_name, error)
+        try:
+            return request.compute_exit_code(await self._query_job())
+        except GpuhubError as error:
+            self.log.warning("The state of %s is unknown: %s", self._log_name, error)
+            return None
+
+    async def _query_job(self) -> SlurmJob | None:
+        """Return this server's job from Slurm, or None if Slurm does not know it."""
+        return await self.slurm.find_job(int(self.job_id), name=self._job_name(self.lease_id))
+
+    async def _has_ended(self) -> bool:
+        """Return whether the job is known to have ended."""
+        return await self._query_exit_code() is not None
+
+    async def _recover_lease(self) -> None:
+        try:
+            await recovery.activate_granted(self.broker, self.lease_id, self._container)
+        except GpuhubError as error:
+            self.log.warning("Lease %s of %s: %s", self.lease_id, self._log_name, error)
+
+    @property
+    def _container(self) -> str:
+        """Return the substitute for a container's id, made from the job's number."""
+        return names.slurm_container_id(int(self.job_id))
+
+    def _job_name(self, lease_id: str) -> str:
+        return names.slurm_job_name(self.instance, lease_id)
+
+    def _origin(self, scheme: str) -> str:
+        address = self.cluster.node(self.node).address
+        return f"{scheme}://{head_address.format_host(address)}:{self.notebook_port}"

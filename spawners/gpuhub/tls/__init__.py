@@ -1,0 +1,1 @@
+"""Certificates and authorities: TLS between the parts of gpuhub, and towards browsers."""

@@ -1,1 +1,0 @@
-"""Certificates and authorities: TLS between gpuhub's parts, and towards browsers."""

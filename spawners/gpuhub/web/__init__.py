@@ -1,0 +1,1 @@
+"""The hub's pages: spawn form, GPU page, and their handlers."""

@@ -1,0 +1,221 @@
+"""The spawn form: profiles with free GPUs and the holders of the others. gpuhub_form.js refreshes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gpuhub.backends.registry import find_plugin
+from gpuhub.broker_api.client import AsyncBrokerClient
+from gpuhub.broker_api.schemas import ClusterView, HolderView, PartitionView, ProfileView
+from gpuhub.common.errors import GpuhubError
+from gpuhub.common.gpu import describe_gpus
+from gpuhub.common.units import format_size, format_span
+from gpuhub.config.profiles import gpu_requirement
+from gpuhub.config.settings import ClusterSettings, ProfileSettings
+from gpuhub.storage.home_usage import HomeUsage, read_home_usage
+from gpuhub.web import rendering
+from gpuhub.web.text import build_card, count_totals, describe_gib, describe_partition
+
+#: Time limit for the figures, seconds; after it the form is shown without them.
+_FIGURES_TIMEOUT_S = 3.0
+
+
+class FormSpawner(Protocol):
+    """The part of a spawner that its form uses; JupyterHub's own attributes are untyped."""
+
+    cluster: ClusterSettings
+    user: Any
+    orm_spawner: Any
+    hub: Any
+    log: Any
+
+    @property
+    def broker(self) -> AsyncBrokerClient: ...
+
+
+async def build_spawn_form(spawner: FormSpawner) -> str:
+    """Build the spawn page's form."""
+    storage, name = spawner.cluster.storage, spawner.user.name
+    view, home = await asyncio.gather(_read_figures(spawner), read_home_usage(storage, name))
+    last = spawner.orm_spawner.user_options
+    last_profile = last.get("profile") if isinstance(last, dict) else None
+    return render_form(spawner.cluster, view, last_profile=last_profile, hub_url=spawner.hub.base_url, home=home)
+
+
+async def _read_figures(spawner: FormSpawner) -> ClusterView | None:
+    try:
+        async with asyncio.timeout(_FIGURES_TIMEOUT_S):
+            return await spawner.broker.cluster()
+    except (GpuhubError, TimeoutError) as error:
+        spawner.log.warning("The spawn form has no figures: %r", error)
+        return None
+
+
+UNKNOWN = "unknown"
+FREE = "free"
+QUEUE = "queue"
+UNAVAILABLE = "away"
+_NO_USAGE = HomeUsage()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileCard:
+    """One profile on the form."""
+
+    name: str
+    title: str
+    description: str
+    #: GPU, CPU, memory and time limit in one line.
+    facts: str
+    #: With Slurm: partition with its limits, account, QOS and reservation.
+    terms: str
+    #: UNKNOWN, FREE, QUEUE or UNAVAILABLE.
+    status: str
+    status_text: str
+    free_text: str
+    holders: tuple[HolderView, ...]
+    is_chosen: bool
+
+
+def build_cards(cluster: ClusterSettings, view: ClusterView | None, last_profile: object) -> list[ProfileCard]:
+    """Build a card for each profile; select the user's last if it starts at once, else the first that does."""
+    views = {} if view is None else {profile.name: profile for profile in view.profiles}
+    chosen = choose_preselected(cluster, views, last_profile)
+    return [
+        _build_card(cluster, view, profile, views.get(profile.name), is_chosen=profile.name == chosen)
+        for profile in cluster.profiles
+    ]
+
+
+def choose_preselected(cluster: ClusterSettings, views: Mapping[str, ProfileView], last_profile: object) -> str:
+    """Return the name of the profile that is selected when the form opens."""
+    names = [profile.name for profile in cluster.profiles]
+    ready = [name for name in names if name in views and views[name].starts_now]
+    if last_profile in ready or (last_profile in names and not ready):
+        return str(last_profile)
+    return (ready or names)[0]
+
+
+def list_gpu_memories(profile: ProfileSettings, view: ClusterView | None) -> list[int]:
+    """Return the distinct memory sizes, MiB, of the GPUs that a profile can share; empty for whole GPUs."""
+    if view is None or profile.gpu_share == 1:
+        return []
+    requirement = gpu_requirement(profile)
+    return sorted({gpu.memory_mib for node in view.nodes for gpu in node.gpus if requirement.accepts(build_card(gpu))})
+
+
+def _build_card(
+    cluster: ClusterSettings,
+    cluster_view: ClusterView | None,
+    profile: ProfileSettings,
+    view: ProfileView | None,
+    *,
+    is_chosen: bool,
+) -> ProfileCard:
+    status, status_text, free_text = _describe_status(view)
+    partitions = () if cluster_view is None else cluster_view.partitions
+    partition = next((partition for partition in partitions if profile.name in partition.profiles), None)
+    if partition is not None and status == QUEUE:
+        scheduler = "" if cluster_view is None else cluster_view.capabilities.scheduler
+        status_text = f"waits in {scheduler}'s queue" if partition.is_up else "waits: its partition is down"
+    return ProfileCard(
+        name=profile.name,
+        title=profile.title,
+        description=profile.description,
+        facts=describe_facts(profile, list_gpu_memories(profile, cluster_view), partition),
+        terms=describe_terms(cluster, profile, partition),
+        status=status,
+        status_text=status_text,
+        free_text=free_text,
+        holders=view.holders if view is not None else (),
+        is_chosen=is_chosen,
+    )
+
+
+def describe_terms(cluster: ClusterSettings, profile: ProfileSettings, partition: PartitionView | None) -> str:
+    """Return the terms of the backend's job, such as `partition gpu (up to 8 h) · account physics`; may be empty."""
+    limits = "" if partition is None else describe_partition(partition)
+    return find_plugin(cluster).describe_terms(cluster, profile, partition, limits)
+
+
+def _describe_status(view: ProfileView | None) -> tuple[str, str, str]:
+    if view is None:
+        return UNKNOWN, "", ""
+    free_text = f"{view.free} of {view.total} {'parts ' if view.share > 1 else ''}free" if view.gpu_count else ""
+    if view.starts_now:
+        return FREE, "starts at once", free_text
+    if view.gpu_count and not view.total:
+        return UNAVAILABLE, "no node with such a GPU answers", ""
+    return QUEUE, f"will queue at position {view.ahead + 1}", free_text
+
+
+def describe_facts(
+    profile: ProfileSettings, memories: Sequence[int] = (), partition: PartitionView | None = None
+) -> str:
+    """Return facts such as `1 × RTX 5090 · 4 CPUs · 16 GiB memory · up to 8 h`, with the memory cap of a GPU share.
+
+    A profile without a time limit has its partition's.
+
+    Args:
+        memories: Memory sizes of the GPUs that the profile can share, MiB, in order.
+    """
+    cpus = f"{profile.cpus:g} CPU{'' if profile.cpus == 1 else 's'}"
+    parts = [_describe_gpus(profile, memories), cpus, f"{format_size(profile.memory)} memory"]
+    if profile.exclusive:
+        parts.insert(1, "the node to itself")
+    limit = profile.time_limit
+    if limit is None and partition is not None:
+        limit = partition.longest_s if partition.usual_s is None else partition.usual_s
+    if limit is not None:
+        parts.append(f"up to {format_span(limit)}")
+    return " · ".join(parts)
+
+
+def _describe_gpus(profile: ProfileSettings, memories: Sequence[int]) -> str:
+    if not profile.gpu_count:
+        return "no GPU"
+    what = describe_gpus(profile.gpu_count, gpu_requirement(profile))
+    share = profile.gpu_share
+    if share == 1:
+        return what
+    caps = list(dict.fromkeys(describe_gib(mib // share) for mib in (*memories[:1], *memories[-1:])))
+    cap = f"{' to '.join(caps)} GiB" if caps else "a memory"
+    return f"1/{share} of {what.removeprefix('1 × ')}, {cap} cap: a promise, not a wall"
+
+
+def render_form(
+    cluster: ClusterSettings,
+    view: ClusterView | None,
+    *,
+    last_profile: object,
+    hub_url: str = "/hub/",
+    home: HomeUsage = _NO_USAGE,
+) -> str:
+    """Render the whole form as HTML, complete without JavaScript."""
+    return (
+        rendering.build_environment()
+        .get_template("gpuhub_form.html")
+        .render(
+            cards=build_cards(cluster, view, last_profile),
+            view=view,
+            totals=count_totals(view),
+            notice=cluster.notice,
+            home=home,
+            hub_url=hub_url,
+            style=rendering.read_style("gpuhub_form.css"),
+            script=rendering.read_asset("gpuhub_form.js"),
+        )
+    )
+
+
+def render_parts(cluster: ClusterSettings, view: ClusterView | None) -> dict[str, str]:
+    """Render the parts of the form that change, by their `data-gpuhub-part`."""
+    macros = rendering.load_macros("gpuhub_parts.html")
+    parts = {f"card-{card.name}": str(macros.status(card)) for card in build_cards(cluster, view, None)}
+    parts["problem"] = str(macros.problem(view))
+    parts["nodes"] = str(macros.nodes(view, count_totals(view)))
+    parts["queue"] = str(macros.queue(view))
+    return parts

@@ -1,0 +1,300 @@
+"""The files of a small Slurm cluster as text: slurm.conf, gres.conf, slurmdbd.conf, and the accounts of its users."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuhub.common.errors import SettingsError
+
+#: The quickest for few nodes: no delay after a submission, a full scheduling pass each second.
+SCHEDULER = "batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1"
+_WORD = re.compile(r"[A-Za-z0-9/_.@+-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmNodeConfig:
+    """A machine of the cluster."""
+
+    name: str
+    address: str
+    #: The port of its slurmd; all nodes may have the same one if each has its own address.
+    port: int = 6818
+    #: The types of its GPUs by index; empty for a GPU without a type.
+    gpus: tuple[str, ...] = ()
+    cpus: int = 1
+    memory_mib: int = 1000
+    #: The output of `hostname` there; None for its name. Nodes on one address share `localhost`.
+    hostname: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmPartitionConfig:
+    """A queue with its limits, in minutes; None for no limit."""
+
+    name: str = "all"
+    #: Empty for all nodes.
+    nodes: tuple[str, ...] = ()
+    is_default: bool = True
+    max_minutes: int | None = None
+    #: The limit of a job that asks for no time.
+    default_minutes: int | None = None
+    max_nodes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmAccountingConfig:
+    """The address of slurmdbd, which reaches its MySQL or MariaDB as root through the socket in `MYSQL_UNIX_PORT`."""
+
+    host: str = "127.0.0.1"
+    port: int = 6819
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmConfig:
+    """A whole cluster, with all its files below one folder; its daemons run as root, as slurmds must."""
+
+    cluster: str
+    nodes: tuple[SlurmNodeConfig, ...]
+    folder: Path
+    munge_socket: Path
+    #: Host name and address of slurmctld's machine. `localhost` fits any machine.
+    head_name: str = "localhost"
+    head_address: str = "127.0.0.1"
+    #: The port of slurmctld.
+    port: int = 6817
+    partitions: tuple[SlurmPartitionConfig, ...] = (SlurmPartitionConfig(),)
+    #: A program that runs as root on each node of a job that has ended, before its GPUs are allocated again.
+    epilog: Path | None = None
+    accounting: SlurmAccountingConfig | None = None
+    #: The key of slurmrestd's tokens; it needs Debian's slurm-wlm-jwt-plugin.
+    jwt_key: Path | None = None
+    scheduler_parameters: str = SCHEDULER
+    #: Between SIGTERM and SIGKILL, seconds.
+    kill_wait_s: int = 30
+    #: slurmctld keeps a job that has ended for this time, seconds.
+    min_job_age_s: int = 300
+    #: A node that does not answer for this time is down, seconds.
+    slurmd_timeout_s: int = 300
+    #: Additional lines of slurm.conf.
+    extra_lines: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def conf(self) -> Path:
+        """slurm.conf, which `SLURM_CONF` must name; the other files are in the same folder."""
+        return self.folder / "slurm.conf"
+
+    @property
+    def gres_conf(self) -> Path:
+        """gres.conf."""
+        return self.folder / "gres.conf"
+
+    @property
+    def slurmdbd_conf(self) -> Path:
+        """slurmdbd.conf; slurmdbd requires mode 600."""
+        return self.folder / "slurmdbd.conf"
+
+    @property
+    def state(self) -> Path:
+        """The folder of slurmctld's queue, which must exist."""
+        return self.folder / "state"
+
+    @property
+    def spool(self) -> Path:
+        """The folder of all nodes' jobs, which must exist."""
+        return self.folder / "spool"
+
+    def device(self, node: SlurmNodeConfig, index: int) -> Path:
+        """Return the file that stands for a GPU: a device file, or a link to one such as /dev/null. It must exist."""
+        return self.folder / "dev" / node.name / f"nvidia{index}"
+
+    @property
+    def devices(self) -> tuple[Path, ...]:
+        """The device files of all GPUs."""
+        return tuple(self.device(node, index) for node in self.nodes for index in range(len(node.gpus)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmAccount:
+    """A user with an account on Slurm's machines, and a group of the same name and number."""
+
+    name: str
+    uid: int
+    home: Path
+    #: Further groups: name → number.
+    groups: tuple[tuple[str, int], ...] = ()
+
+
+def format_slurm_conf(files: SlurmConfig) -> str:
+    """Return the text of slurm.conf, the same for daemons and commands."""
+    settings = {
+        "ClusterName": files.cluster,
+        "SlurmctldHost": f"{files.head_name}({files.head_address})",
+        "SlurmUser": "root",
+        "SlurmdUser": "root",
+        "AuthType": "auth/munge",
+        "AuthInfo": f"socket={files.munge_socket}",
+        "CredType": "cred/munge",
+        **_jwt(files),
+        "SlurmctldPort": files.port,
+        "SlurmctldPidFile": files.folder / "slurmctld.pid",
+        "SlurmctldLogFile": files.folder / "slurmctld.log",
+        "StateSaveLocation": files.state,
+        "SlurmdPidFile": files.folder / "%n.pid",
+        "SlurmdSpoolDir": files.spool / "%n",
+        "SlurmdLogFile": files.folder / "%n.log",
+        # Processes belong to jobs by their parents, and Slurm does not confine them: containers have their own limits.
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        **_accounting(files),
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core_Memory",
+        "DefMemPerCPU": 100,
+        "SchedulerType": "sched/backfill",
+        "SchedulerParameters": files.scheduler_parameters,
+        # The nodes may have more CPUs than this machine.
+        "SlurmdParameters": "config_overrides",
+        "ReturnToService": 2,
+        "GresTypes": "gpu",
+        "KillWait": files.kill_wait_s,
+        "MinJobAge": files.min_job_age_s,
+        "SlurmdTimeout": files.slurmd_timeout_s,
+        "MaxArraySize": 100001,
+        "MaxJobCount": 200000,
+        **({} if files.epilog is None else {"Epilog": files.epilog}),
+    }
+    lines = (f"{key}={value}" for key, value in settings.items())
+    return _lines([*lines, *files.extra_lines, *map(_node, files.nodes), *map(_partition, files.partitions)])
+
+
+def format_gres_conf(files: SlurmConfig) -> str:
+    """Return the text of gres.conf: a line for each GPU, in the order of its node's indices."""
+    return _lines(_gres(files))
+
+
+def format_slurmdbd_conf(files: SlurmConfig) -> str:
+    """Return the text of slurmdbd.conf.
+
+    Raises:
+        SettingsError: The cluster has no accounting.
+    """
+    if files.accounting is None:
+        raise SettingsError("slurmdbd.conf is for a cluster with accounting")
+    settings = {
+        "AuthType": "auth/munge",
+        "AuthInfo": f"socket={files.munge_socket}",
+        **_jwt(files),
+        "DbdHost": "localhost",
+        "DbdAddr": files.accounting.host,
+        "DbdPort": files.accounting.port,
+        "SlurmUser": "root",
+        "PidFile": files.folder / "slurmdbd.pid",
+        "LogFile": files.folder / "slurmdbd.log",
+        "StorageType": "accounting_storage/mysql",
+        "StorageHost": "localhost",
+        "StorageLoc": "slurm_acct",
+        "StorageUser": "root",
+    }
+    return _lines(f"{key}={value}" for key, value in settings.items())
+
+
+def format_accounts(passwd: str, group: str, users: Sequence[SlurmAccount]) -> tuple[str, str]:
+    """Return the texts of passwd and group with these users; they replace lines with their names or numbers."""
+    for user in users:
+        _words(user.name, str(user.home), *(name for name, _ in user.groups))
+    members: dict[tuple[str, int], list[str]] = {(user.name, user.uid): [] for user in users}
+    for user in users:
+        for key in user.groups:
+            members.setdefault(key, []).append(user.name)
+    people = [f"{user.name}:x:{user.uid}:{user.uid}::{user.home}:/bin/bash" for user in users]
+    groups = [f"{name}:x:{number}:{','.join(names)}" for (name, number), names in members.items()]
+    return (
+        _lines([*_others(passwd, {(user.name, user.uid) for user in users}), *people]),
+        _lines([*_others(group, set(members)), *groups]),
+    )
+
+
+def _jwt(files: SlurmConfig) -> dict[str, str]:
+    if files.jwt_key is None:
+        return {}
+    return {"AuthAltTypes": "auth/jwt", "AuthAltParameters": f"jwt_key={files.jwt_key}"}
+
+
+def _accounting(files: SlurmConfig) -> dict[str, object]:
+    if files.accounting is None:
+        return {"AccountingStorageType": "accounting_storage/none"}
+    types = dict.fromkeys(kind for node in files.nodes for kind in node.gpus if kind)
+    return {
+        "AccountingStorageType": "accounting_storage/slurmdbd",
+        "AccountingStorageHost": files.accounting.host,
+        "AccountingStoragePort": files.accounting.port,
+        # Clients of slurmdbd read the socket of munge here, not from AuthInfo.
+        "AccountingStoragePass": files.munge_socket,
+        "AccountingStorageEnforce": "associations,limits,qos",
+        "AccountingStorageTRES": ",".join(["gres/gpu", *(f"gres/gpu:{kind}" for kind in types)]),
+        "PriorityType": "priority/multifactor",
+        "PriorityWeightFairshare": 100000,
+    }
+
+
+def _node(node: SlurmNodeConfig) -> str:
+    counts = Counter(node.gpus)
+    gres = ",".join(f"gpu:{kind}:{count}" if kind else f"gpu:{count}" for kind, count in counts.items())
+    return (
+        f"NodeName={node.name} NodeHostname={node.hostname or node.name} NodeAddr={node.address} Port={node.port}"
+        f" CPUs={node.cpus} RealMemory={node.memory_mib}{f' Gres={gres}' if gres else ''}"
+    )
+
+
+def _partition(partition: SlurmPartitionConfig) -> str:
+    longest, usual, most = partition.max_minutes, partition.default_minutes, partition.max_nodes
+    limits = {"MaxTime": longest, "DefaultTime": usual, "MaxNodes": most}
+    return (
+        f"PartitionName={partition.name} Nodes={','.join(partition.nodes) or 'ALL'} State=UP"
+        f" Default={'YES' if partition.is_default else 'NO'}"
+        + "".join(f" {name}={value}" for name, value in limits.items() if value is not None)
+    )
+
+
+def _gres(files: SlurmConfig) -> Iterator[str]:
+    for node in files.nodes:
+        for index, kind in enumerate(node.gpus):
+            type_ = f" Type={kind}" if kind else ""
+            yield f"NodeName={node.name} Name=gpu{type_} File={files.device(node, index)}"
+
+
+def _others(text: str, taken: set[tuple[str, int]]) -> Iterator[str]:
+    names = {name for name, _ in taken}
+    numbers = {str(number) for _, number in taken}
+    for line in text.splitlines():
+        fields = line.split(":")
+        if fields[0] not in names and (len(fields) < 3 or fields[2] not in numbers):
+            yield line
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _check(files: SlurmConfig) -> None:
+    paths = (files.folder, files.munge_socket, files.epilog, files.jwt_key)
+    _words(files.cluster, files.head_name, files.head_address, *(str(path) for path in paths if path is not None))
+    for node in files.nodes:
+        _words(node.name, node.address, node.hostname or node.name, *(kind for kind in node.gpus if kind))
+    for partition in files.partitions:
+        _words(partition.name, *partition.nodes)
+
+
+def _words(*values: str) -> None:
+    # Slurm's files have no quoting that works for all settings.
+    for value in values:
+        if not _WORD.fullmatch(value):
+            raise SettingsError(
+                f"{value!r} cannot be written to Slurm's files: only letters, digits and / _ . @ + - are allowed"
+            )

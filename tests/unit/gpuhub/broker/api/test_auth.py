@@ -1,0 +1,131 @@
+"""Who asks: tokens, what they show and hide, and what happens while the hub is away."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuhub.broker.api.auth import (
+    HEAD_NODE,
+    KNOWN_TOKEN_S,
+    OUTAGE_S,
+    UNKNOWN_TOKEN_S,
+    Authenticator,
+    parse_identity,
+)
+from gpuhub.broker_api.errors import HubUnreachable, NotKnown
+from gpuhub.common.errors import NotAllowed
+from gpuhub.domain.clock import Clock
+from tests.support.broker_calls import ask, reaches
+from tests.support.brokers import ACCESS, Setting, StubHub, asgi_broker
+from tests.support.clocks import StillClock
+
+
+async def test_lists_show_ones_own_only(setting: Setting) -> None:
+    """Ben sees nothing of ada's in the lists; an administrator and the spawner see all."""
+    async with asgi_broker(setting) as running:
+        await ask(running, "ada")
+        await ask(running, "ben", profile="cpu")
+        owners = {}
+        for caller in ("ada", "ben", "root", "spawner"):
+            async with running.client(caller) as client:
+                owners[caller] = [lease["owner"] for lease in (await client.get("/api/v1/leases")).json()]
+    assert owners == {"ada": ["ada"], "ben": ["ben"], "root": ["ada", "ben"], "spawner": ["ada", "ben"]}
+
+
+async def test_an_administrators_end_is_told(setting: Setting) -> None:
+    """Whose lease an administrator ends can read who it was."""
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        async with running.client("root") as client:
+            await client.delete(f"/api/v1/leases/{lease['id']}")
+        ended = await reaches(running, f"/leases/{lease['id']}", "released", "ada")
+    assert ended["reason"] == "ended by root"
+
+
+async def test_the_head_nodes_own_token_works_before_the_hub(setting: Setting) -> None:
+    """Who can read the broker's token file is root here: it may look while the hub is down."""
+    setting.hub.is_down = True
+    async with asgi_broker(setting) as running, running.client("own-token") as client:
+        assert (await client.get("/api/v1/cluster")).status_code == 200
+        refused = await client.post("/api/v1/leases", json={"profile": "cpu", "key": "k", "owner": "ada"})
+        assert refused.status_code == 403
+        cordoned = await client.post("/api/v1/nodes/rig1/cordon", json={"reason": "new fans"})
+        assert cordoned.json()["message"] == f"cordoned by {HEAD_NODE}: new fans"
+    assert setting.hub.checked == 0
+
+
+async def test_known_callers_are_served_while_the_hub_is_away(setting: Setting) -> None:
+    """A hub restart costs known users nothing; unknown ones are asked to come back."""
+    async with asgi_broker(setting) as running:
+        await ask(running, "ada")
+        setting.hub.is_down = True
+        async with running.client("ada") as client:
+            assert (await client.get("/api/v1/leases")).status_code == 200
+        async with running.client("ben") as client:
+            refused = await client.get("/api/v1/leases")
+    assert refused.status_code == 503
+    assert refused.json()["code"] == "hub-unreachable"
+    assert refused.headers["Retry-After"] == "5"
+
+
+async def test_the_hub_is_asked_again_after_a_while() -> None:
+    """Good answers count for ten seconds, bad ones for five; in an outage a good one for ten minutes."""
+    hub, clock = StubHub(), StillClock()
+    identities = Authenticator(hub, clock)
+    for _ in range(3):
+        assert (await identities.identify("token ada")).name == "ada"
+    assert hub.checked == 1
+    clock.at += KNOWN_TOKEN_S
+    hub.is_down = True
+    assert (await identities.identify("token ada")).name == "ada"
+    clock.at += OUTAGE_S
+    with pytest.raises(HubUnreachable):
+        await identities.identify("token ada")
+    hub.is_down = False
+    hub.models["ada"] = None
+    with pytest.raises(NotKnown, match="revoked"):
+        await identities.identify("token ada")
+    checked = hub.checked
+    with pytest.raises(NotKnown):
+        await identities.identify("token ada")
+    assert hub.checked == checked
+    clock.at += UNKNOWN_TOKEN_S
+    hub.models.clear()
+    assert (await identities.identify("Bearer ada")).name == "ada"
+
+
+@pytest.mark.parametrize("header", [None, "", "token", "token ", "basic abc", "token a\nb", "token " + "x" * 300])
+async def test_headers_that_are_no_token(header: str | None) -> None:
+    """They are refused without asking the hub."""
+    hub = StubHub()
+    with pytest.raises(NotKnown):
+        await Authenticator(hub, Clock()).identify(header)
+    assert hub.checked == 0
+
+
+@pytest.mark.parametrize("name", ["../etc", "Ada", "a b", "a" * 40, "", "ada\n"])
+def test_user_names_that_mean_something_elsewhere_are_refused(name: str) -> None:
+    """The broker makes folder, container and network names of them."""
+    with pytest.raises(NotAllowed):
+        parse_identity({"kind": "user", "name": name, "scopes": [ACCESS]})
+
+
+def test_a_service_is_never_an_administrator() -> None:
+    """Only users are; a service has scopes."""
+    who = parse_identity({"kind": "service", "name": "s", "admin": True, "scopes": [ACCESS]})
+    assert (who.is_user, who.is_admin, who.any_owner, who.sees_all) == (False, False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("groups", "known"), [(["lab", "ml"], {"lab", "ml"}), (None, set()), ("lab", set()), ([1, None, "lab"], {"lab"})]
+)
+def test_a_users_groups_come_from_the_hub(groups: object, known: set[str]) -> None:
+    """Limits and reservations go by them; whatever else stands there is nobody's group."""
+    who = parse_identity({"kind": "user", "name": "ada", "groups": groups, "scopes": [ACCESS]})
+    assert who.groups == known
+
+
+def test_a_services_groups_count_for_nothing() -> None:
+    """Groups are users'."""
+    who = parse_identity({"kind": "service", "name": "s", "groups": ["lab"], "scopes": [ACCESS]})
+    assert who.groups == frozenset()

@@ -1,0 +1,151 @@
+"""The broker's own two clients: the hub's spawner asking the broker, and the broker asking the hub."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from gpuhub.broker.api.problems import CODES, build_problem, http_status
+from gpuhub.broker.controllers.servers import HubClient
+from gpuhub.broker_api.client import AsyncBrokerClient, parse_problem
+from gpuhub.broker_api.errors import HubUnreachable, NotKnown, TooManyJobs, TooManyWaiting
+from gpuhub.broker_api.schemas import LeaseRequest, LeaseState
+from gpuhub.common.errors import (
+    BrokerUnreachable,
+    Conflict,
+    GpuhubError,
+    InvalidRequest,
+    NotAllowed,
+    NotFound,
+    Unavailable,
+)
+from tests.support.brokers import Setting, asgi_broker
+
+
+async def test_a_spawners_way_through_a_lease(setting: Setting) -> None:
+    """Asked for in an owner's name, found again, activated, released, with the cluster in view."""
+    async with asgi_broker(setting) as running:
+        client = AsyncBrokerClient(running.url, "spawner", transport=running.transport)
+        lease = await client.request_lease(LeaseRequest(profile="rtx5090", key="k", owner="ada"))
+        assert (lease.owner, lease.state) == ("ada", LeaseState.GRANTED)
+        assert [found.id for found in await client.leases()] == [lease.id]
+        assert (await client.cluster()).nodes[0].gpus[0].holder is not None
+        with pytest.raises(NotFound, match="no lease 'none'"):
+            await client.get_lease("none")
+        with pytest.raises(InvalidRequest, match="there is no profile 'x'"):
+            await client.request_lease(LeaseRequest(profile="x", key="other", owner="ada"))
+        assert (await client.activate(lease.id, "c" * 64)).state is LeaseState.ACTIVE
+        lease = await client.release(lease.id)
+        while lease.state is not LeaseState.RELEASED:
+            lease = await client.get_lease(lease.id, wait_s=5, version=lease.version)
+        with pytest.raises(Conflict, match="has ended"):
+            await client.activate(lease.id, "c" * 64)
+        await client.close()
+
+
+async def test_silence_is_waited_out_then_told() -> None:
+    """A broker that is restarting is tried again; one that stays silent is an error of its own."""
+    answers: list[Callable[[], httpx.Response]] = [
+        lambda: httpx.Response(502, text="bad gateway"),
+        lambda: httpx.Response(503, json=build_problem(503, "later", "hub-unreachable").model_dump()),
+        lambda: httpx.Response(200, json=[]),
+    ]
+    client = AsyncBrokerClient(
+        "http://broker", "t", patience_s=5, transport=httpx.MockTransport(lambda _: answers.pop(0)())
+    )
+    assert await client.leases() == []
+
+    def silent(_: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    client = AsyncBrokerClient("http://broker", "t", patience_s=0.1, transport=httpx.MockTransport(silent))
+    with pytest.raises(BrokerUnreachable, match="does not answer"):
+        await client.leases()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        InvalidRequest,
+        NotAllowed,
+        NotFound,
+        Conflict,
+        Unavailable,
+        NotKnown,
+        TooManyWaiting,
+        TooManyJobs,
+        HubUnreachable,
+    ],
+)
+def test_an_error_arrives_as_it_was_raised(kind: type[GpuhubError]) -> None:
+    """Through the problem document and back, class and text stay."""
+    status = http_status(kind("what, which and how"))
+    assert CODES[kind.code] == status
+    back = parse_problem(status, build_problem(status, "what, which and how", kind.code).model_dump_json().encode())
+    assert type(back) is kind
+    assert str(back) == "what, which and how"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [(500, b"<html>", BrokerUnreachable), (404, b"", NotFound), (418, b"[]", GpuhubError), (429, b"1", TooManyWaiting)],
+)
+def test_what_is_no_problem_document_is_read_by_its_status(status: int, body: bytes, kind: type[GpuhubError]) -> None:
+    """A proxy in between answers in its own way."""
+    assert type(parse_problem(status, body)) is kind
+
+
+def hub(answer: Callable[[httpx.Request], httpx.Response]) -> HubClient:
+    return HubClient("http://hub/hub/api", "secret", transport=httpx.MockTransport(answer))
+
+
+async def test_servers_are_started_and_stopped_by_name() -> None:
+    """The default server and a named one have different paths; the profile goes in the body, the token in a header."""
+    seen: list[tuple[str, str, bytes, str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append((request.method, request.url.path, request.content, request.headers["Authorization"]))
+        return httpx.Response(202)
+
+    api = hub(answer)
+    await api.start_server("ada", "", "rtx5090")
+    await api.start_server("ada", "work", "cpu")
+    await api.stop_server("ada", "")
+    await api.close()
+    assert seen == [
+        ("POST", "/hub/api/users/ada/server", b'{"profile":"rtx5090"}', "token secret"),
+        ("POST", "/hub/api/users/ada/servers/work", b'{"profile":"cpu"}', "token secret"),
+        ("DELETE", "/hub/api/users/ada/server", b"", "token secret"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(404, NotFound), (403, NotAllowed), (500, HubUnreachable), (503, HubUnreachable)]
+)
+async def test_the_hubs_refusals(status: int, kind: type[GpuhubError]) -> None:
+    """Each is another thing to do: end the request, call the administrator, or come back."""
+    api = hub(lambda _: httpx.Response(status))
+    with pytest.raises(kind):
+        await api.start_server("ada", "", "cpu")
+    await api.close()
+
+
+async def test_a_server_that_runs_already_is_fine() -> None:
+    """The hub says 400 to a start that is pending or done, and 404 to the stop of what does not run."""
+    api = hub(lambda request: httpx.Response(400 if request.method == "POST" else 404))
+    await asyncio.gather(api.start_server("ada", "", "cpu"), api.stop_server("ada", ""))
+    await api.close()
+
+
+async def test_tokens_are_asked_for_with_the_callers_own_token() -> None:
+    """A model, no model, or no answer."""
+    models = {"good": httpx.Response(200, json={"name": "ada"}), "bad": httpx.Response(403)}
+    api = hub(lambda request: models.get(request.headers["Authorization"].split()[1], httpx.Response(502)))
+    assert await api.fetch_token_model("good") == {"name": "ada"}
+    assert await api.fetch_token_model("bad") is None
+    with pytest.raises(HubUnreachable):
+        await api.fetch_token_model("other")
+    await api.close()

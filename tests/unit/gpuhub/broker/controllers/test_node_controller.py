@@ -1,0 +1,456 @@
+"""The keeper on simulated nodes: what it finds out, what it does, and what it must not conclude."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuhub.broker.controllers import deadlines, node_controller, node_probe
+from gpuhub.broker.state import mutations
+from gpuhub.common import names
+from gpuhub.common.errors import GpuhubError, NodeUnreachable
+from gpuhub.config.settings import SchedulingSettings
+from gpuhub.domain import job_states
+from gpuhub.domain.models import JobRow
+from gpuhub.nodes.agent import DEVICES_LOST
+from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.support.simulated import build_cluster
+
+pytestmark = pytest.mark.usefixtures("_quick")
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks in quick succession."""
+    monkeypatch.setattr(node_controller, "POLL_PERIOD_S", 0.05)
+    monkeypatch.setattr(node_controller, "RETRY_POLL_PERIOD_S", 0.05)
+    monkeypatch.setattr(deadlines, "CHECK_PERIOD_S", 0.05)
+
+
+@pytest.fixture
+def _hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that hangs is soon given up."""
+    monkeypatch.setattr(node_probe, "PROBE_TIMEOUT_S", 0.2)
+
+
+async def told(running: Running, kind: str) -> list[str]:
+    """The texts of all events of a kind."""
+    return [event.text for event in await running.core.read_events(None, 1000, None) if event.kind == kind]
+
+
+async def is_told(running: Running, kind: str) -> str:
+    """The first such event, as soon as there is one."""
+    found: list[str] = await until(partial(told, running, kind), f"{kind} is told")
+    return found[0]
+
+
+def node_of(running: Running, name: str = "rig1") -> Any:
+    return running.core.capacity.inventory.nodes[name]
+
+
+async def gpu_of(running: Running, name: str = "rig1") -> Any:
+    view = await read(running, "root", "/cluster")
+    return next(node for node in view["nodes"] if node["name"] == name)["gpus"][0]
+
+
+async def becomes(running: Running, state: str, name: str = "rig1") -> Any:
+    async def look() -> Any:
+        found = await gpu_of(running, name)
+        return found if found["state"] == state else None
+
+    return await until(look, f"the GPU of {name} is {state}")
+
+
+async def start_job(running: Running, **changes: Any) -> Any:
+    body = {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1, "models": ["RTX 5090"], "batch": True}
+    job = await post(running, "ada", "/jobs", {**body, **changes}, 201)
+    return await reaches(running, f"/jobs/{job['id']}", "running")
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_hanging")
+@pytest.mark.parametrize("how", ["is_hung", "is_reachable"])
+async def test_a_node_that_hangs_or_refuses_keeps_its_notebook(setting: Setting, how: str) -> None:
+    """It is unreachable soon, others go on meanwhile, and when it answers again all is as it was."""
+    rig1 = setting.nodes["rig1"]
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        container = await run_notebook(running, lease)
+        setattr(rig1, how, how == "is_hung")
+        await until(lambda: not node_of(running).is_up, "rig1 is unreachable")
+        assert (await ask(running, "ben", profile="rtx5070", key="b"))["state"] == "granted"
+        assert "rig1 is unreachable" in await is_told(running, "node.unreachable")
+        setattr(rig1, how, how != "is_hung")
+        await until(lambda: node_of(running).is_up, "rig1 answers")
+        assert "rig1 answers again" in await is_told(running, "node.up")
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
+    assert list(rig1.containers)[-1] == container or container in rig1.containers
+
+
+async def test_one_lost_answer_is_no_failure(setting: Setting) -> None:
+    """The next look comes soon, and nothing is told."""
+    rig1 = setting.nodes["rig1"]
+    lost: list[str] = []
+
+    def lose(method: str) -> None:
+        if method == "containers" and not lost:
+            lost.append(method)
+            raise NodeUnreachable("node rig1: its Docker daemon cannot be reached")
+
+    async with asgi_broker(setting) as running:
+        line = node_of(running).line_number
+        rig1.on_call = lose
+        await until(lambda: lost and node_of(running).line_number > line + 1, "rig1 is read again")
+        assert node_of(running).is_up
+        assert await told(running, "node.unreachable") == []
+
+
+async def test_a_container_that_cannot_be_inspected_is_no_failure_of_its_node(setting: Setting) -> None:
+    """A dead file server hangs what is asked about one container; the node goes on."""
+    rig1 = setting.nodes["rig1"]
+
+    def hang(method: str) -> None:
+        if method == "inspect_container":
+            raise NodeUnreachable("node rig1: its Docker daemon does not answer in time")
+
+    async with asgi_broker(setting) as running:
+        rig1.on_call = hang
+        lease = await ask(running, "ada")
+        await run_notebook(running, lease)
+        line = node_of(running).line_number
+        await until(lambda: node_of(running).line_number > line + 2, "rig1 is read again")
+        assert node_of(running).is_up
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
+
+
+# -- proof -------------------------------------------------------------------------------------------------------------
+
+
+def impatient(setting: Setting) -> None:
+    setting.cluster = build_cluster(scheduling=SchedulingSettings(quarantine_after="1s", preempt_grace="1s"))
+
+
+async def test_a_lease_that_ends_on_a_silent_node_is_quarantined(setting: Setting) -> None:
+    """Its GPU stays blocked, everybody sees why, and the node's own word frees it when it comes back."""
+    impatient(setting)
+    rig1 = setting.nodes["rig1"]
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        container = await run_notebook(running, lease)
+        rig1.is_reachable = False
+        await until(lambda: not node_of(running).is_up, "rig1 is unreachable")
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        waiting = await ask(running, "ben", key="b")
+        ended = await reaches(running, f"/leases/{lease['id']}", "quarantined")
+        assert "node rig1 does not answer, so what ran there may still run" in ended["note"]
+        assert (await becomes(running, "quarantined"))["holder"]["owner"] == "ada"
+        rig1.is_reachable = True
+        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "released"
+        assert container not in rig1.containers
+
+
+def wipe(setting: Setting, boot_id: str | None = None) -> None:
+    """rig1's daemon comes back with other data: it knows nothing of what ran."""
+    rig1 = setting.nodes["rig1"]
+    rig1.containers.clear()
+    rig1.daemon_id = "another"
+    rig1.boot_id = boot_id or rig1.boot_id
+
+
+async def test_another_daemons_word_frees_nothing(setting: Setting) -> None:
+    """The notebook is not given up, and when it is stopped its GPU stays blocked until an administrator frees it."""
+    impatient(setting)
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        await run_notebook(running, lease)
+        wipe(setting)
+        assert "another Docker daemon answers on rig1" in await is_told(running, "node.suspect")
+        await until(lambda: node_of(running).is_suspect, "rig1 is suspect")
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        ended = await reaches(running, f"/leases/{lease['id']}", "quarantined")
+        assert "another Docker daemon" in ended["note"]
+        waiting = await ask(running, "ben", key="b")
+        assert waiting["state"] == "requested"
+        await running.core.ledger.change(mutations.force_release(lease["id"], "root"))
+        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        assert len(await told(running, "node.suspect")) == 1
+
+
+async def test_a_restart_of_the_machine_is_proof(setting: Setting) -> None:
+    """With another boot id nothing of the old lease can run, whichever daemon says that it is not there."""
+    impatient(setting)
+    rig1 = setting.nodes["rig1"]
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        await run_notebook(running, lease)
+        rig1.kill()
+        await until(lambda: not node_of(running).is_up, "rig1 is unreachable")
+        wipe(setting)
+        rig1.start("boot-2")
+        ended = await reaches(running, f"/leases/{lease['id']}", "released")
+        assert ended["reason"] == "its container is gone"
+        await until(lambda: not node_of(running).is_suspect, "rig1 is no longer suspect")
+
+
+async def test_a_restart_before_the_container_was_made_proves_nothing_of_it(setting: Setting) -> None:
+    """The lease outlives the restart, and its container was made after it: another daemon's word frees nothing."""
+    rig1 = setting.nodes["rig1"]
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        rig1.kill()
+        await until(lambda: not node_of(running).is_up, "rig1 is unreachable")
+        rig1.start("boot-2")
+
+        def stored() -> tuple[str | None, str | None]:
+            return running.core.ledger.snapshot.leases[lease["id"]].identities["rig1"]
+
+        await until(lambda: stored() == (rig1.daemon_id, "boot-2"), "the restart is stored with the lease")
+        await run_notebook(running, lease)
+        wipe(setting)
+        await is_told(running, "node.suspect")
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
+
+
+async def test_an_answer_from_before_the_daemon_was_another_proves_nothing(setting: Setting) -> None:
+    """Who answers is asked after the list on which something rests, however lately it was asked before."""
+    impatient(setting)
+    rig1 = setting.nodes["rig1"]
+    asked: list[str] = []
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        await run_notebook(running, lease)
+        line = node_of(running).line_number
+        await until(lambda: node_of(running).line_number > line + 2, "rig1 is read again")
+        agent = rig1.of_kind(names.KIND_AGENT)[0]
+        rig1.on_call = asked.append
+        rig1.containers.clear()
+        rig1.containers[agent["Id"]] = agent
+        rig1.daemon_id = "another"
+        await is_told(running, "node.suspect")
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
+    assert asked[asked.index("info") - 1] == "containers"
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_gpu_in_use_outside_is_not_given(setting: Setting) -> None:
+    """The page says what NVML tells; it is given when the processes are gone."""
+    rig1 = setting.nodes["rig1"]
+    rig1.processes[0], rig1.used_mib[0] = [(4711, 5000)], 5222
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        assert lease["state"] == "requested"
+        found = await becomes(running, "outside")
+        assert found["message"] == "in use outside gpuhub: 1 process, 5.1 GiB"
+        assert found["outside"] == [{"pid": 4711, "memory_mib": 5000}]
+        assert "in use outside gpuhub" in await is_told(running, "gpu.outside")
+        rig1.processes.clear()
+        rig1.used_mib.clear()
+        await reaches(running, f"/leases/{lease['id']}", "granted")
+
+
+async def test_memory_that_stays_after_a_lease_keeps_its_gpu(setting: Setting) -> None:
+    """What a container used is its own; what is still there after it went is not given on."""
+    rig1 = setting.nodes["rig1"]
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        await run_notebook(running, lease)
+        rig1.processes[0], rig1.used_mib[0] = [(4711, 5000)], 5222
+        await until(lambda: node_of(running).gpus[0].processes, "the notebook's process is seen")
+        assert (await gpu_of(running))["state"] == "held"
+        waiting = await ask(running, "ben", key="b")
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        await reaches(running, f"/leases/{lease['id']}", "released")
+        await becomes(running, "outside")
+        assert (await read(running, "ben", f"/leases/{waiting['id']}"))["state"] == "requested"
+        rig1.processes.clear()
+        rig1.used_mib.clear()
+        await reaches(running, f"/leases/{waiting['id']}", "granted")
+
+
+@pytest.mark.parametrize(
+    ("break_gpu", "message"),
+    [
+        (lambda node: node.gpu_errors.update({0: "GPU is lost"}), "GPU is lost"),
+        (lambda node: node.ecc.update({0: 2}), "2 uncorrectable memory errors (ECC)"),
+        (lambda node: node.remap_failed.add(0), "could not be replaced"),
+        (lambda node: setattr(node, "nvml_error", "NVML does not answer"), "NVML does not answer"),
+        (lambda node: node.cards.clear(), "the driver no longer reports it"),
+    ],
+)
+async def test_a_broken_gpu_is_not_given(setting: Setting, break_gpu: Any, message: str) -> None:
+    """The user is told which and why, and it is told once."""
+    async with asgi_broker(setting) as running:
+        break_gpu(setting.nodes["rig1"])
+        found = await becomes(running, "failed")
+        assert message in found["message"]
+        assert (await ask(running, "ada"))["state"] == "requested"
+        assert message in await is_told(running, "gpu.failed")
+        line = node_of(running).line_number
+        await until(lambda: node_of(running).line_number > line + 1, "rig1 is read again")
+        assert len(await told(running, "gpu.failed")) == 1
+
+
+async def test_containers_that_lost_their_devices_are_told_of(setting: Setting) -> None:
+    """Whoever has a GPU there is told to restart; the agent is made anew, and nothing is given before it can read."""
+    rig1 = setting.nodes["rig1"]
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        await run_notebook(running, lease)
+        other = await ask(running, "ben", profile="rtx5070", key="b")
+        agent = rig1.of_kind("agent")[0]["Id"]
+        rig1.nvml_error = DEVICES_LOST
+        await until(lambda: agent not in rig1.containers, "the agent is made anew")
+        rig1.nvml_error = None
+        found = await read(running, "ada", f"/leases/{lease['id']}")
+        assert (found["state"], found["note"]) == (
+            "active",
+            "its container on rig1 has lost its GPU, as when systemd is reloaded there: restart your server",
+        )
+        assert "restart your server" in await is_told(running, "gpu.lost")
+        assert (await read(running, "ben", f"/leases/{other['id']}"))["note"] is None
+        await until(lambda: node_of(running).gpu_error is None, "the new agent reads")
+        assert len(await told(running, "gpu.lost")) == 1
+
+
+async def test_mig_devices_are_given_one_by_one(setting: Setting) -> None:
+    """Each is a GPU of its own; the card they are parts of is not given."""
+    setting.nodes["rig1"].mig[0] = [("NVIDIA GeForce RTX 5090 MIG 1g.8gb", 8192)] * 2
+    setting.cluster = build_cluster(notice="")
+    async with asgi_broker(setting) as running:
+        slots = running.core.capacity.build_node_capacity("rig1").slots
+        assert [slot.uuid for slot in slots] == ["MIG-GPU-rig1-0-0", "MIG-GPU-rig1-0-1"]
+        assert all(slot.available and slot.card.is_mig for slot in slots)
+        view = await read(running, "root", "/cluster")
+        assert [gpu["is_mig"] for gpu in view["nodes"][0]["gpus"]] == [True, True]
+
+
+# -- containers --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_container_with_a_gpu_that_is_not_its_leases_is_removed(setting: Setting) -> None:
+    """Whoever made it: its node gets no work until it is gone, and what was done is told."""
+    rig1 = setting.nodes["rig1"]
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", profile="cpu")
+        labels = {
+            names.LABEL_KIND: names.KIND_NOTEBOOK,
+            names.LABEL_LEASE: lease["id"],
+            names.LABEL_EPOCH: str(lease["epoch"]),
+        }
+        stray = setting.nodes[lease["nodes"][0]].run_container(labels, devices=["GPU-rig1-0"])
+        await until(lambda: stray not in rig1.containers, "the container is removed")
+        assert f"it has GPU GPU-rig1-0, which is not in its lease {lease['id']}" in await is_told(
+            running, "container.removed"
+        )
+
+
+async def test_a_container_that_cannot_be_removed_is_told_once(setting: Setting) -> None:
+    """It is tried again at every look, and what blocks the GPU is said at its lease."""
+    impatient(setting)
+    rig1 = setting.nodes["rig1"]
+    tries: list[str] = []
+
+    def refuse(method: str) -> None:
+        if method == "remove_container":
+            tries.append(method)
+            raise GpuhubError("node rig1: cannot kill container: it does not end")
+
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        await run_notebook(running, lease)
+        rig1.on_call = refuse
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        await until(lambda: len(tries) > 2, "it is tried again")
+        ended = await reaches(running, f"/leases/{lease['id']}", "quarantined")
+        assert "its containers on rig1 are not gone yet" in ended["note"]
+        assert len(await told(running, "container.removed")) == 1
+        rig1.on_call = lambda method: None
+        await reaches(running, f"/leases/{lease['id']}", "released")
+
+
+def preempt(job: JobRow, now: float, *, grace_s: float) -> JobRow:
+    return job_states.preempt(job, now + grace_s, now)
+
+
+async def test_preempted_workers_get_one_signal_and_end_in_their_own_time(setting: Setting) -> None:
+    """When the last has ended the GPUs are free, and the job waits again."""
+    rig1 = setting.nodes["rig1"]
+    async with asgi_broker(setting) as running:
+        job = await start_job(running, scavenge=True)
+        (worker,) = rig1.of_kind(names.KIND_WORKER)
+        await running.core.ledger.change(mutations.change_jobs([(job["id"], partial(preempt, grace_s=600.0))]))
+        await until(lambda: rig1.signals, "the worker gets a signal")
+        line = node_of(running).line_number
+        await until(lambda: node_of(running).line_number > line + 2, "rig1 is read again")
+        assert rig1.signals == [(worker["Id"], "SIGTERM")]
+        assert (await read(running, "ada", f"/jobs/{job['id']}"))["state"] == "preempting"
+        rig1.end_container(worker["Id"])
+        again = await reaches(running, f"/jobs/{job['id']}", "running")
+        assert again["preemptions"] == 1
+        assert again["lease"]["id"] != job["lease"]["id"]
+
+
+async def test_a_preempted_job_that_does_not_end_is_ended(setting: Setting) -> None:
+    """The grace is over: its containers are removed."""
+    rig1 = setting.nodes["rig1"]
+    async with asgi_broker(setting) as running:
+        job = await start_job(running, scavenge=True)
+        (worker,) = rig1.of_kind(names.KIND_WORKER)
+        await running.core.ledger.change(mutations.change_jobs([(job["id"], partial(preempt, grace_s=0.3))]))
+        await until(lambda: worker["Id"] not in rig1.containers, "the worker is removed")
+        assert (await reaches(running, f"/jobs/{job['id']}", "running"))["preemptions"] == 1
+
+
+@pytest.mark.usefixtures("_hanging")
+async def test_a_broker_that_ends_gives_up_what_hangs(setting: Setting) -> None:
+    """A removal on a node that hangs holds up no end of the broker; the next run takes it up."""
+    rig1 = setting.nodes["rig1"]
+    calls: list[str] = []
+
+    def hang(method: str) -> None:
+        calls.append(method)
+        rig1.is_hung = method == "containers"
+
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        container = await run_notebook(running, lease)
+        line = node_of(running).line_number
+        await until(lambda: node_of(running).line_number > line + 1, "the container was seen")
+        rig1.on_call = hang
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        await until(lambda: not node_of(running).is_up, "rig1 is unreachable")
+        assert "stop" not in calls
+    rig1.is_hung, rig1.on_call = False, lambda method: None
+    async with asgi_broker(setting) as running:
+        await reaches(running, f"/leases/{lease['id']}", "released")
+    assert container not in rig1.containers
+
+
+async def test_a_node_without_its_packet_filter_takes_no_work_and_says_why(tmp_path: Path) -> None:
+    """What runs there goes on; the other nodes are not held up; it is asked again until the filter is there."""
+    troubled = {"rig1"}
+
+    async def ensure(node: str) -> None:
+        if node in troubled:
+            raise GpuhubError(f"node {node}: its firewall is not in place: nft: no")
+
+    async with asgi_broker(Setting(tmp_path, ensure_filter=ensure)) as running:
+        assert await is_told(running, "node.unguarded") == "its firewall is not in place: nft: no"
+        found = await becomes(running, "unavailable")
+        assert found["message"] == "its firewall is not in place: nft: no"
+        assert (await gpu_of(running, "rig2"))["state"] == "free"
+        (node, *_) = (await read(running, "root", "/cluster"))["nodes"]
+        assert node["message"] == found["message"]
+        troubled.clear()
+        await becomes(running, "free")
+        assert await told(running, "node.guarded") == ["its firewall is in place again"]

@@ -1,0 +1,114 @@
+"""Restarts: the broker over its own store, and requests that a restart of the hub left behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuhub.broker.controllers import servers
+from gpuhub.domain import deadlines
+from tests.support.broker_calls import ask, post, reaches, read, run_notebook
+from tests.support.brokers import Setting, asgi_broker, until
+from tests.support.simulated import CLOSET, build_cluster
+
+
+async def test_a_waiting_request_keeps_its_place(setting: Setting) -> None:
+    """After a restart the queue is as it was, the running notebook untouched, and the next grant in order."""
+    async with asgi_broker(setting) as running:
+        first = await ask(running, "ada")
+        container = await run_notebook(running, first)
+        queue = [(await ask(running, user))["id"] for user in ("ben", "cleo", "dora")]
+    async with asgi_broker(setting) as running:
+        view = await read(running, "ben", "/cluster")
+        assert [entry["lease"] for entry in view["queue"]] == queue
+        assert (await ask(running, "spawner", owner="cleo"))["id"] == queue[1]
+        assert container in setting.nodes["rig1"].containers
+        assert (await read(running, "ada", f"/leases/{first['id']}"))["state"] == "active"
+        setting.nodes["rig1"].end_container(container)
+        await reaches(running, f"/leases/{queue[0]}", "granted")
+        assert (await read(running, "cleo", f"/leases/{queue[1]}"))["position"] == 1
+
+
+async def test_nothing_is_granted_before_a_node_was_looked_at(setting: Setting) -> None:
+    """What a node's GPUs were in an earlier run is known, and no reason to give them."""
+    async with asgi_broker(setting) as running:
+        await ask(running, "ada")
+    for node in setting.nodes.values():
+        node.is_reachable = False
+    async with asgi_broker(setting, wait=False) as running:
+        lease = await ask(running, "ben", profile="rtx5070", key="first")
+        assert lease["state"] == "requested"
+        assert "currently not available: rig2" in lease["waiting_for"]
+        await ask(running, "ben", profile="any", server="second", key="second")
+        setting.nodes["rig2"].is_reachable = True
+        await reaches(running, f"/leases/{lease['id']}", "granted")
+
+
+async def test_workers_of_a_broker_that_died_are_known(setting: Setting) -> None:
+    """A running job goes on over a restart, and its end frees everything."""
+    async with asgi_broker(setting) as running:
+        job = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 3, "nproc_per_node": 1}, 201)
+        await reaches(running, f"/jobs/{job['id']}", "running")
+    async with asgi_broker(setting) as running:
+        assert (await read(running, "ada", f"/jobs/{job['id']}"))["state"] == "running"
+        assert running.workers.specs == []
+        async with running.client("ada") as client:
+            await client.delete(f"/api/v1/jobs/{job['id']}")
+        await reaches(running, f"/jobs/{job['id']}", "ended")
+    assert [len(node.of_kind("worker")) for node in setting.nodes.values()] == [0, 0, 0]
+
+
+async def test_a_node_taken_out_of_the_settings_gives_its_leases_back(setting: Setting) -> None:
+    """Its lease ends with the reason; when the node returns, what still runs there goes before it gets work, and it does
+    get work: that it was cordoned is over.
+    """
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        container = await run_notebook(running, lease)
+        await post(running, "root", "/nodes/rig1/cordon", {"reason": "it is being taken out"})
+    whole = setting.cluster
+    setting.cluster = build_cluster({name: CLOSET[name] for name in ("rig2", "rig3")})
+    async with asgi_broker(setting) as running:
+        ended = await read(running, "ada", f"/leases/{lease['id']}")
+        assert (ended["state"], ended["reason"]) == ("released", "node rig1 is no longer in cluster.toml")
+    setting.cluster = whole
+    async with asgi_broker(setting, wait=False) as running:
+        again = await ask(running, "ben")
+        await reaches(running, f"/leases/{again['id']}", "granted")
+        assert container not in setting.nodes["rig1"].containers
+
+
+async def test_versions_grow_over_a_restart(setting: Setting) -> None:
+    """Who long-polls with a version from before gets an answer at once."""
+    async with asgi_broker(setting) as running:
+        await run_notebook(running, await ask(running, "ada"))
+        before = await ask(running, "ben")
+    async with asgi_broker(setting) as running:
+        after = await read(running, "ben", f"/leases/{before['id']}")
+        assert after["version"] > before["version"]
+        assert after["position"] == 1
+
+
+async def test_the_hub_is_asked_to_start_what_it_forgot(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting request that no spawner asks for gets one again; so does one that is granted meanwhile."""
+    monkeypatch.setattr(servers, "CHECK_PERIOD_S", 0.05)
+    async with asgi_broker(setting) as running:
+        await run_notebook(running, await ask(running, "ada"))
+        monkeypatch.setattr(deadlines, "POLL_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(servers, "POLL_TIMEOUT_S", 0.3)
+        await ask(running, "spawner", owner="ben", server="work")
+        await until(lambda: ("ben", "work", "rtx5090") in setting.hub.started, "the hub is asked for ben's server")
+        assert ("ada", "", "rtx5090") not in setting.hub.started
+        setting.hub.unknown_users.add("ben")
+        await until(lambda: len(running.core.ledger.snapshot.leases) == 1, "the request of an unknown user ends")
+
+
+async def test_a_spawner_that_asks_is_left_alone(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a long poll of the spawner is open, the hub is not asked."""
+    monkeypatch.setattr(deadlines, "POLL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(servers, "CHECK_PERIOD_S", 0.05)
+    async with asgi_broker(setting) as running:
+        await run_notebook(running, await ask(running, "ada"))
+        lease = await ask(running, "spawner", owner="ben")
+        for _ in range(4):
+            lease = await read(running, "spawner", f"/leases/{lease['id']}", wait_s=0.3, version=lease["version"])
+        assert setting.hub.started == []

@@ -1,0 +1,169 @@
+"""The cluster as everybody sees it, through the API of a real broker on simulated nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuhub.broker.operations.cluster_view import MAX_QUEUE_SHOWN
+from gpuhub.broker.operations.serializers import describe_request
+from gpuhub.broker_api.schemas import Purpose
+from gpuhub.config.settings import ProfileSettings
+from gpuhub.domain.models import LeaseRow, ResourceRequest
+from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.brokers import Setting, asgi_broker
+from tests.support.simulated import build_cluster
+
+
+def gpu_of(view: dict[str, Any], node: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(one for one in view["nodes"] if one["name"] == node)["gpus"][0]
+    return found
+
+
+def profile_of(view: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(one for one in view["profiles"] if one["name"] == name)
+    return found
+
+
+async def test_a_shared_gpu_has_several_holders(tmp_path: Path) -> None:
+    """Parts are counted as parts, each with its cap, and a whole card is not to be had there."""
+    profiles = [
+        ProfileSettings(name="half", title="Half", gpu_share=2, gpu_model="RTX 5090"),
+        ProfileSettings(name="whole", title="Whole", gpu_model="RTX 5090"),
+    ]
+    async with asgi_broker(Setting(tmp_path, cluster=build_cluster(profiles=profiles))) as running:
+        lease = await ask(running, "ada", profile="half")
+        assert (lease["gpus"][0]["share"], lease["gpus"][0]["memory_cap_mib"]) == (2, 32607 // 2)
+        view = await read(running, "ben", "/cluster")
+        assert (gpu_of(view, "rig1")["share"], len(gpu_of(view, "rig1")["holders"])) == (2, 1)
+        half, whole = profile_of(view, "half"), profile_of(view, "whole")
+        assert (half["total"], half["free"], half["starts_now"], half["share"]) == (2, 1, True, 2)
+        assert (whole["total"], whole["free"], whole["starts_now"]) == (1, 0, False)
+        await ask(running, "ben", profile="half")
+        view = await read(running, "ben", "/cluster")
+        assert [holder["owner"] for holder in gpu_of(view, "rig1")["holders"]] == ["ada", "ben"]
+        assert profile_of(view, "half")["free"] == 0
+
+
+async def test_a_cordoned_node_is_told_and_gets_no_work(setting: Setting) -> None:
+    """Until it is uncordoned: then who waited is served."""
+    async with asgi_broker(setting) as running:
+        node = await post(running, "root", "/nodes/rig1/cordon", {"reason": "new fans"})
+        assert (node["state"], node["message"]) == ("cordoned", "cordoned by root: new fans")
+        assert node["gpus"][0]["state"] == "unavailable"
+        waiting = await ask(running, "ada")
+        view = await read(running, "ada", "/cluster")
+        assert (view["waiting"], view["queue"][0]["lease"]) == (1, waiting["id"])
+        assert (await post(running, "root", "/nodes/rig1/undrain"))["state"] == "up"
+        await reaches(running, f"/leases/{waiting['id']}", "granted", "ada")
+
+
+async def test_a_reservation_is_told_on_its_gpus(setting: Setting) -> None:
+    """Whoever is in it starts at once, others do not; what starts is told to each as it is for them."""
+    window = {"starts_at": "2020-01-01T08:00:00Z", "ends_at": "2126-01-01T09:00:00Z"}
+    async with asgi_broker(setting) as running:
+        kept = {"name": "course", "nodes": ["rig1"], "users": ["ada"], **window}
+        made = await post(running, "root", "/reservations", kept, 201)
+        views = {name: await read(running, name, "/cluster") for name in ("ada", "ben")}
+        assert gpu_of(views["ben"], "rig1")["reservation"] == "course"
+        assert gpu_of(views["ben"], "rig2")["reservation"] is None
+        assert {name: profile_of(view, "rtx5090")["starts_now"] for name, view in views.items()} == {
+            "ada": True,
+            "ben": False,
+        }
+        assert (await ask(running, "ben"))["state"] == "requested"
+        async with running.client("root") as client:
+            assert (await client.delete(f"/api/v1/reservations/{made['id']}")).status_code == 204
+        assert await read(running, "ben", "/reservations") == []
+
+
+async def test_a_forced_lease_is_over(setting: Setting) -> None:
+    """Its node is silent: it stays releasing, until an administrator says that it is gone."""
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        await run_notebook(running, lease)
+        setting.nodes["rig1"].is_reachable = False
+        assert (await delete(running, "ada", f"/leases/{lease['id']}"))["state"] == "releasing"
+        forced = await post(running, "root", f"/leases/{lease['id']}/force")
+        assert forced["state"] == "released"
+        events = await read(running, "ada", "/events", limit=1000)
+        assert "lease.forced" in [event["kind"] for event in events]
+        assert events == sorted(events, key=lambda event: event["seq"])
+        assert await read(running, "ada", "/events", after=events[-1]["seq"]) == []
+        assert await read(running, "ben", "/events") == []
+
+
+async def test_named_jobs_are_told_by_name(setting: Setting) -> None:
+    """Whoever holds a GPU with one, and what waits; a name cannot move a terminal's cursor."""
+    async with asgi_broker(setting) as running:
+        for number in (1, 2):
+            body = {"run_id": f"run-00000{number}", "detached": True, "nnodes": 3, "name": f"train{number}.py"}
+            await post(running, "ada", "/jobs", body, 201)
+        view = await read(running, "ben", "/cluster")
+        assert gpu_of(view, "rig1")["holder"]["name"] == "train1.py"
+        assert [entry["wants"] for entry in view["queue"]] == ["train2.py: 3 nodes × 1 GPU"]
+        refused = await post(running, "ada", "/jobs", {"run_id": "run-000003", "name": "a\x1b[2J"}, 422)
+        assert refused["detail"].startswith("name: ")
+
+
+async def test_leases_are_narrowed_down(setting: Setting) -> None:
+    """By owner, state and node; never beyond what the caller may see."""
+    async with asgi_broker(setting) as running:
+        await ask(running, "ada")
+        await ask(running, "ben")
+        narrowed = {
+            **{f"owner {name}": {"owner": name} for name in ("ada", "ben", "cid")},
+            "waiting": {"state": "requested"},
+            "on rig1": {"node": "rig1"},
+        }
+        found = {
+            what: [lease["owner"] for lease in await read(running, "root", "/leases", **query)]
+            for what, query in narrowed.items()
+        }
+        assert found == {
+            "owner ada": ["ada"],
+            "owner ben": ["ben"],
+            "owner cid": [],
+            "waiting": ["ben"],
+            "on rig1": ["ada"],
+        }
+        assert await read(running, "ben", "/leases", owner="ada") == []
+        refused = await read(running, "root", "/leases", 422, ovner="ada")
+        assert refused["detail"] == "ovner: there is no such parameter; valid here: node, owner, state"
+
+
+async def test_a_long_queue_is_told_in_part(setting: Setting) -> None:
+    """With how many wait in all, and with all of one's own."""
+    job = {"models": ["RTX 5090"], "batch": True}
+    async with asgi_broker(setting) as running:
+        await post(running, "ada", "/jobs/arrays", {"job": {**job, "run_id": "longrun"}, "count": 1000}, 201)
+        for number in range(3):
+            await post(running, "ben", "/jobs", {**job, "run_id": f"benrun{number}"}, 201)
+        told = {name: await read(running, name, "/cluster") for name in ("ada", "ben", "cid")}
+    assert {view["waiting"] for view in told.values()} == {1002}
+    assert [entry["position"] for entry in told["cid"]["queue"]] == list(range(1, MAX_QUEUE_SHOWN + 1))
+    owners = {name: [entry["owner"] for entry in view["queue"]] for name, view in told.items()}
+    assert (owners["ada"].count("ada"), owners["ben"].count("ben")) == (999, 3)
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        (ResourceRequest(), "1 node × 1 GPU"),
+        (ResourceRequest(nodes=3, least_nodes=3, gpus_per_node=2), "3 nodes × 2 GPUs"),
+        (ResourceRequest(nodes=3, least_nodes=1, models=("RTX 5090",)), "1 to 3 nodes × 1 RTX 5090"),
+        (ResourceRequest(spread=8), "8 GPUs anywhere"),
+        (
+            ResourceRequest(models=("A", "B"), exclusive=True, scavenge=True, batch=True),
+            "1 node × 1 A or B, exclusive, scavenging, batch",
+        ),
+    ],
+)
+def test_what_a_job_wants_is_told_in_one_line(ask: ResourceRequest, text: str) -> None:
+    """In the queue that everybody sees."""
+    lease = LeaseRow(
+        id="l", seq=1, key="k", owner="ada", purpose=Purpose.JOB, subject="j", profile=None, resources=ask, created_at=0, since=0
+    )  # fmt: skip
+    assert describe_request(lease) == text

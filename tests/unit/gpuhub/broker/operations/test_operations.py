@@ -1,0 +1,304 @@
+"""What users and administrators do to leases and nodes that exist: more time, why, force, drain, arrays, parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpuhub.broker.controllers import deadlines, node_controller, servers
+from gpuhub.config.settings import JobSettings, ProfileSettings, SchedulingSettings, UserSettings
+from gpuhub.domain import reconcile
+from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.support.simulated import CLOSET, build_cluster
+
+JOB = {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1}
+
+
+# -- more time --------------------------------------------------------------------------------------------------------
+
+
+async def test_more_time_while_nobody_waits(setting: Setting) -> None:
+    """Within the profile's time and what one lease may last; a shorter time can always be had."""
+    setting.cluster = build_cluster(
+        profiles=[ProfileSettings(name="rtx5090", title="5090", gpu_model="RTX 5090", time_limit="2h")],
+        users=UserSettings(allowed=("ada",), longest_lease="3h"),
+    )
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", time_limit_s=3600)
+        path = f"/leases/{lease['id']}/extend"
+        more = await post(running, "ada", path, {"time_limit_s": 7200})
+        assert more["expires_at"] > lease["expires_at"]
+        refused = await post(running, "ada", path, {"time_limit_s": 7201}, 422)
+        assert refused["detail"] == "time_limit_s: at most 2 h from now"
+        await post(running, "ben", path, {"time_limit_s": 7200}, 404)
+        await ask(running, "ben", key="b")
+        refused = await post(running, "ada", path, {"time_limit_s": 7200}, 409)
+        assert refused["detail"] == "ben waits for such GPUs"
+        assert (await post(running, "ada", path, {"time_limit_s": 60}))["expires_at"] < more["expires_at"]
+
+
+async def test_no_lease_lasts_longer_than_one_may(setting: Setting) -> None:
+    """All extensions together count from the grant."""
+    setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), longest_lease="1h"))
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        refused = await post(running, "ada", f"/leases/{lease['id']}/extend", {"time_limit_s": 7200}, 422)
+        assert refused["detail"].startswith("time_limit_s: one lease may last 1 h in all; ")
+
+
+async def test_others_who_wait_for_something_else_are_in_nobodys_way(setting: Setting) -> None:
+    """Nor is one's own request; a lease without a limit has no time to extend beyond."""
+    setting.cluster = build_cluster(jobs=JobSettings(time_limit="1h"))
+    async with asgi_broker(setting) as running:
+        job = await post(running, "ada", "/jobs", {**JOB, "models": ["RTX 5090"], "time_limit_s": 600}, 201)
+        await run_notebook(running, await ask(running, "cleo", profile="rtx5070", key="c"))
+        assert (await ask(running, "ben", profile="rtx5070", key="b"))["state"] == "requested"
+        assert (await ask(running, "ada", key="a"))["state"] == "requested"
+        more = await post(running, "ada", f"/leases/{job['lease']['id']}/extend", {"time_limit_s": 3600})
+        assert more["expires_at"] > job["lease"]["expires_at"]
+        waiting = await ask(running, "ben", server="second", key="d")
+        refused = await post(running, "ben", f"/leases/{waiting['id']}/extend", {"time_limit_s": 60}, 409)
+        assert "is requested: only a lease that goes on" in refused["detail"]
+
+
+# -- why --------------------------------------------------------------------------------------------------------------
+
+
+async def test_why_a_request_waits(setting: Setting) -> None:
+    """What for, who holds it, and which of its own demands makes it wait; what does not wait has no why."""
+    async with asgi_broker(setting) as running:
+        first = await ask(running, "ada", key="1")
+        second = await ask(running, "ben", key="2")
+        why = await read(running, "ben", f"/leases/{second['id']}/why")
+        assert (why["position"], why["expected_start"]) == (1, None)
+        assert "held by ada" in why["waits_for"]
+        assert why["obstacles"][0]["demand"] == "model RTX 5090"
+        assert why["obstacles"][0]["would_start_at"] is not None
+        await read(running, "ada", f"/leases/{second['id']}/why", 404)
+        refused = await read(running, "ada", f"/leases/{first['id']}/why", 409)
+        assert refused["detail"].endswith("is granted: it does not wait")
+
+
+# -- quarantine and force ---------------------------------------------------------------------------------------------
+
+
+async def stuck_lease(running: Running) -> Any:
+    """A lease that ended while its node did not answer, quarantined."""
+    lease = await ask(running, "ada", key="stuck")
+    await run_notebook(running, lease)
+    running.setting.nodes["rig1"].is_reachable = False
+    await until(lambda: not running.core.capacity.inventory.nodes["rig1"].is_up, "rig1 is unreachable", 15)
+    await delete(running, "ada", f"/leases/{lease['id']}")
+    return await reaches(running, f"/leases/{lease['id']}", "quarantined")
+
+
+@pytest.fixture
+def hasty(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """Quarantine after a second."""
+    monkeypatch.setattr(node_controller, "POLL_PERIOD_S", 0.2)
+    monkeypatch.setattr(node_controller, "RETRY_POLL_PERIOD_S", 0.1)
+    monkeypatch.setattr(deadlines, "CHECK_PERIOD_S", 0.1)
+    setting.cluster = build_cluster(scheduling=SchedulingSettings(quarantine_after="1s"))
+    return setting
+
+
+async def test_a_lease_without_proof_blocks_its_gpu_until_there_is(hasty: Setting) -> None:
+    """Over a restart as well; the node's own word ends it."""
+    async with asgi_broker(hasty) as running:
+        lease = await stuck_lease(running)
+        assert "rig1" in lease["note"]
+        waiting = await ask(running, "ben", key="b")
+        assert waiting["state"] == "requested"
+    async with asgi_broker(hasty, wait=False) as running:
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "quarantined"
+        hasty.nodes["rig1"].is_reachable = True
+        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "released"
+        assert hasty.nodes["rig1"].of_kind("notebook") == []
+
+
+async def test_an_administrator_answers_for_it(hasty: Setting) -> None:
+    """Nobody else may; the lease is over, which is told with the name, and the container still goes."""
+    async with asgi_broker(hasty) as running:
+        lease = await stuck_lease(running)
+        path = f"/leases/{lease['id']}/force"
+        refused = await post(running, "ada", path, status=403)
+        assert refused["detail"] == "ada is not an administrator: only administrators may free GPUs without proof"
+        freed = await post(running, "root", path)
+        assert (freed["state"], freed["note"]) == ("released", "freed without proof by root")
+        kinds = [event["kind"] for event in await read(running, "ada", "/events")]
+        assert kinds[-2:] == ["lease.forced", "lease.released"]
+        waiting = await ask(running, "ben", key="b")
+        assert waiting["state"] == "requested"
+        hasty.nodes["rig1"].is_reachable = True
+        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        assert hasty.nodes["rig1"].of_kind("notebook") == []
+        await post(running, "root", f"/leases/{waiting['id']}/force", status=409)
+
+
+# -- cordon and drain -------------------------------------------------------------------------------------------------
+
+
+async def test_a_cordoned_node_takes_no_new_work(setting: Setting) -> None:
+    """What runs there goes on; it is known after a restart; taken away, whoever waits is served."""
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", key="a")
+        await run_notebook(running, lease)
+        refused = await post(running, "ada", "/nodes/rig1/cordon", {}, 403)
+        assert refused["detail"] == "ada is not an administrator: only administrators may cordon nodes"
+        refused = await post(running, "root", "/nodes/rig9/cordon", {}, 404)
+        assert refused["detail"] == "there is no node 'rig9'; there are: rig1, rig2, rig3"
+        view = await post(running, "root", "/nodes/rig1/cordon", {"reason": "new fans"})
+        assert (view["state"], view["leases"]) == ("cordoned", 1)
+        assert "cordoned by root: new fans" in view["message"]
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        await reaches(running, f"/leases/{lease['id']}", "released")
+        waiting = await ask(running, "ben", key="b")
+        assert waiting["state"] == "requested"
+    async with asgi_broker(setting) as running:
+        assert (await read(running, "ben", "/cluster"))["nodes"][0]["state"] == "cordoned"
+        assert (await post(running, "root", "/nodes/rig1/undrain"))["state"] == "up"
+        await reaches(running, f"/leases/{waiting['id']}", "granted")
+
+
+async def test_a_drained_node_is_empty_after_the_grace(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs end with the reason, and so do notebooks, by the hub first; nothing new comes."""
+    monkeypatch.setattr(reconcile, "HUB_GRACE_S", 0.5)
+    monkeypatch.setattr(servers, "CHECK_PERIOD_S", 0.05)
+    monkeypatch.setattr(deadlines, "CHECK_PERIOD_S", 0.1)
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", key="a")
+        await run_notebook(running, lease)
+        view = await post(running, "root", "/nodes/rig1/drain", {"reason": "reboot", "grace_s": 1})
+        assert view["state"] == "draining"
+        short = await read(running, "ada", f"/leases/{lease['id']}")
+        assert (short["state"], short["reason"]) == ("active", "node rig1 is draining by root: reboot")
+        assert short["expires_at"] is not None
+        ended = await reaches(running, f"/leases/{lease['id']}", "released")
+        assert setting.hub.stopped == [("ada", "")]
+        assert ended["reason"] == "node rig1 is draining by root: reboot"
+
+
+async def test_what_a_drain_was_to_end_gets_its_time_back(setting: Setting) -> None:
+    """Its own limit, or none."""
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", time_limit_s=7200)
+        await post(running, "root", "/nodes/rig1/drain", {"grace_s": 600})
+        refused = await post(running, "ada", f"/leases/{lease['id']}/extend", {"time_limit_s": 7200}, 409)
+        assert "node rig1 is draining by root" in refused["detail"]
+        await post(running, "root", "/nodes/rig1/undrain")
+        again = await read(running, "ada", f"/leases/{lease['id']}")
+        assert (again["expires_at"], again["reason"]) == (lease["expires_at"], None)
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_same_key_is_the_same_request(setting: Setting) -> None:
+    """Also when it has ended; another request with the same key is refused, another owner's is not the same."""
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", key="once")
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        await reaches(running, f"/leases/{lease['id']}", "released")
+        again = await ask(running, "ada", key="once")
+        assert (again["id"], again["state"]) == (lease["id"], "released")
+        refused = await ask(running, "ada", key="once", profile="rtx5070", status=409)
+        assert refused["detail"] == "the key 'once' was used for another request"
+        assert (await ask(running, "ben", key="once"))["id"] != lease["id"]
+    async with asgi_broker(setting) as running:
+        assert (await ask(running, "ada", key="once"))["id"] == lease["id"]
+
+
+# -- arrays -----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_array_is_many_jobs_of_one_request(setting: Setting) -> None:
+    """As many run as there are GPUs; asked for again, they are the same; limits count it as one request."""
+    setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), max_waiting=1, max_jobs=5))
+    async with asgi_broker(setting) as running:
+        body = {"job": {**JOB, "batch": True}, "count": 5}
+        jobs = await post(running, "ada", "/jobs/arrays", body, 201)
+        assert [job["run_id"] for job in jobs] == [f"run-000001-{number}" for number in range(5)]
+        assert {job["array"] for job in jobs} == {"run-000001"}
+        assert [job["state"] for job in jobs] == ["starting"] * 3 + ["waiting"] * 2
+        assert [job["id"] for job in await post(running, "ada", "/jobs/arrays", body, 201)] == [
+            job["id"] for job in jobs
+        ]
+        (mine,) = await read(running, "ada", "/usage")
+        assert mine["waiting"] == 1
+        refused = await post(running, "ada", "/jobs", {**JOB, "run_id": "run-000002"}, 429)
+        assert refused["code"] == "too-many-waiting"
+        ended = await delete(running, "ada", f"/jobs/{jobs[0]['id']}")
+        assert ended["state"] in {"stopping", "ended"}
+        await reaches(running, f"/jobs/{jobs[3]['id']}", "running")
+
+
+async def test_all_of_an_array_is_kept_or_nothing(setting: Setting) -> None:
+    """One more than one may have refuses all; so does a job of it for more than one GPU, or a run id too long."""
+    setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), max_jobs=3))
+    async with asgi_broker(setting) as running:
+        refused = await post(running, "ada", "/jobs/arrays", {"job": JOB, "count": 4}, 429)
+        assert refused["code"] == "too-many-jobs"
+        refused = await post(running, "ada", "/jobs/arrays", {"job": {**JOB, "nnodes": 2}, "count": 2}, 422)
+        assert refused["detail"].startswith("job: each job of an array is for one GPU")
+        long = {**JOB, "run_id": "r" * 40}
+        refused = await post(running, "ada", "/jobs/arrays", {"job": long, "count": 2}, 422)
+        assert "is too long for a run id" in refused["detail"]
+        assert await read(running, "root", "/jobs") == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ({"gpus": 2, "nnodes": 2}, "gpus: stands instead of nnodes"),
+        ({"gpus": 2, "min_nnodes": 1}, "gpus: a job on any nodes cannot be elastic"),
+        ({"nnodes": 1, "min_nnodes": 2}, "min_nnodes: 2 is more than nnodes, 1"),
+    ],
+)
+async def test_contradictions_are_refused(setting: Setting, parts: dict[str, Any], text: str) -> None:
+    """With the keys that contradict each other."""
+    async with asgi_broker(setting) as running:
+        refused = await post(running, "ada", "/jobs", {**JOB, **parts}, 422)
+        assert refused["detail"].startswith(text)
+
+
+async def test_gpus_on_any_nodes(setting: Setting) -> None:
+    """A spread of three takes what there is, one worker a node."""
+    async with asgi_broker(setting) as running:
+        job = await post(running, "ada", "/jobs", {"run_id": "run-000001", "gpus": 3}, 201)
+        ready = await reaches(running, f"/jobs/{job['id']}", "running")
+        assert sorted(worker["node"] for worker in ready["workers"]) == ["rig1", "rig2", "rig3"]
+        assert (ready["gpus"], len(ready["lease"]["gpus"])) == (3, 3)
+
+
+# -- parts of a GPU ---------------------------------------------------------------------------------------------------
+
+
+async def test_parts_of_one_gpu_are_given_to_several(setting: Setting) -> None:
+    """Each with its cap; the whole GPU is given when the last part is back, and a part again before that."""
+    half = ProfileSettings(name="half", title="Half", gpu_model="RTX 5090", gpu_share=2)
+    whole = ProfileSettings(name="whole", title="Whole", gpu_model="RTX 5090")
+    setting.cluster = build_cluster({"rig1": CLOSET["rig1"]}, profiles=[half, whole])
+    async with asgi_broker(setting) as running:
+        first = await ask(running, "ada", profile="half", key="1")
+        second = await ask(running, "ben", profile="half", key="2")
+        assert [(lease["gpus"][0]["share"], lease["gpus"][0]["memory_cap_mib"]) for lease in (first, second)] == [
+            (2, 16303)
+        ] * 2
+        rows = running.core.ledger.snapshot.leases
+        assert [rows[lease["id"]].gpus[0].part for lease in (first, second)] == [0, 1]
+        await run_notebook(running, first)
+        await run_notebook(running, second)
+        third = await ask(running, "cleo", profile="half", key="3")
+        assert third["state"] == "requested"
+        await delete(running, "ada", f"/leases/{first['id']}")
+        granted = await reaches(running, f"/leases/{third['id']}", "granted")
+        assert running.core.ledger.snapshot.leases[granted["id"]].gpus[0].part == 0
+        await run_notebook(running, granted)
+        fourth = await ask(running, "dora", profile="whole", key="4")
+        for lease, owner in ((second, "ben"), (third, "cleo")):
+            assert (await read(running, "dora", f"/leases/{fourth['id']}"))["state"] == "requested"
+            await delete(running, owner, f"/leases/{lease['id']}")
+        await reaches(running, f"/leases/{fourth['id']}", "granted")

@@ -1,0 +1,200 @@
+"""The administrator's commands against a broker on simulated nodes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from gpuhub.broker.api.auth import HEAD_NODE
+from gpuhub.broker_api.client import AsyncBrokerClient
+from gpuhub.cli import main
+from gpuhub.cli.broker import BrokerAction, BrokerRunner
+from gpuhub.cli.console import AdminConsole
+from gpuhub.cli.leases import find_lease
+from gpuhub.cli.options import parse_time
+from gpuhub.common.errors import Conflict, InvalidRequest, NotFound, SetupError
+from gpuhub.common.paths import Paths
+from gpuhub.config.settings import ProfileSettings
+from gpuhub.ops.broker_connection import connect_to_broker
+from tests.support.broker_calls import ask, run_notebook
+from tests.support.broker_views import held
+from tests.support.brokers import Running, Setting, asgi_broker
+from tests.support.simulated import build_cluster
+
+
+class Terminal(io.StringIO):
+    """Answers of the administrator."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class CapturingRunner(BrokerRunner):
+    """Keeps a command's action, so that it runs in the test's event loop."""
+
+    def __init__(self) -> None:
+        self.action: BrokerAction | None = None
+
+    def run(self, name: str, paths: Paths, action: BrokerAction) -> None:
+        self.action = action
+
+
+class Head:
+    """The command line of root on the head node."""
+
+    def __init__(self, running: Running) -> None:
+        self.running = running
+        self.client = AsyncBrokerClient(running.url, "own-token", transport=running.transport, patience_s=0)
+
+    async def run(self, line: str, answer: str | None = None) -> str:
+        runner = CapturingRunner()
+        main.cli.main(line.split(), obj=runner, standalone_mode=False)
+        assert runner.action is not None
+        output = io.StringIO()
+        answers = io.StringIO() if answer is None else Terminal(answer)
+        await runner.action(self.client, AdminConsole(output, answers))
+        return output.getvalue()
+
+
+@pytest.fixture
+async def head(tmp_path: Path) -> AsyncIterator[Head]:
+    """Ada has rig1's card for eight hours, and ben waits for it."""
+    profile = ProfileSettings(name="rtx5090", title="RTX 5090", gpu_model="RTX 5090", time_limit="8h")
+    async with asgi_broker(Setting(tmp_path, cluster=build_cluster(profiles=[profile]))) as running:
+        await run_notebook(running, await ask(running, "ada"))
+        await ask(running, "ben")
+        head = Head(running)
+        yield head
+        await head.client.close()
+
+
+async def lease_of(head: Head, owner: str) -> str:
+    return next(lease.id for lease in await head.client.leases() if lease.owner == owner)
+
+
+async def test_lists(head: Head) -> None:
+    """Nodes, leases with the queue, usage, reservations, events."""
+    assert "rig1  up     0/1   RTX 5090" in await head.run("node list")
+    leases = await head.run("lease list")
+    assert "ada" in leases
+    assert "profile rtx5090" in leases
+    assert "ada" not in await head.run("lease list --owner ben")
+    assert [line.split()[0] for line in (await head.run("usage")).splitlines()] == ["OWNER", "ada", "ben"]
+    assert len((await head.run("usage --owner ada")).splitlines()) == 2
+    assert await head.run("reservation list") == "No reservations.\n"
+    assert "lease.granted" in await head.run("events")
+    assert len((await head.run("events -n 1")).splitlines()) == 1
+
+
+async def test_a_drain_shows_what_runs_and_asks(head: Head) -> None:
+    """Without a yes nothing changes, nor without a terminal to ask at."""
+    with pytest.raises(InvalidRequest, match="nothing was changed"):
+        await head.run("node drain rig1", "n\n")
+    with pytest.raises(InvalidRequest, match="--yes skips the question"):
+        await head.run("node drain rig1")
+    assert "rig1  up" in await head.run("node list")
+    output = await head.run("node drain rig1 --grace 10m --reason fans", "y\n")
+    assert "Running on rig1:" in output
+    assert "All of this ends in 10 min." in output
+    assert f"rig1 is draining by {HEAD_NODE}: fans" in output
+    assert "rig1 is up" in await head.run("node undrain rig1")
+
+
+async def test_a_cordon_and_an_empty_node_ask_nothing(head: Head) -> None:
+    """No lease ends by them."""
+    assert "rig1 is cordoned" in await head.run("node cordon rig1")
+    assert "Nothing runs on rig2." in await head.run("node drain rig2")
+    with pytest.raises(NotFound, match="there are: rig1, rig2, rig3"):
+        await head.run("node drain rig9")
+
+
+async def test_why_and_more_time(head: Head) -> None:
+    """By the beginning of an id; the broker's refusal is passed on."""
+    waiting, running = await lease_of(head, "ben"), await lease_of(head, "ada")
+    assert "Position 1 of the queue" in await head.run(f"lease why {waiting[:8]}")
+    with pytest.raises(Conflict, match="ben"):
+        await head.run(f"lease extend {running} 8h")
+    await head.run(f"lease end {waiting} --yes")
+    assert "continues until" in await head.run(f"lease extend {running} 8h")
+
+
+async def test_an_end_is_confirmed_and_a_force_is_warned_of(head: Head) -> None:
+    """A running lease cannot be forced before it was ended, and the question follows the warning."""
+    running = await lease_of(head, "ada")
+    with pytest.raises(InvalidRequest, match="only a lease that was ended can be forced"):
+        await head.run(f"lease force {running} --yes")
+    head.running.setting.nodes["rig1"].is_reachable = False
+    assert "is releasing" in await head.run(f"lease end {running}", "y\n")
+    output = await head.run(f"lease force {running}", "yes\n")
+    assert "there is no proof" in output
+    assert "two users then share" in output
+    assert "is released" in output
+
+
+async def test_reservations_come_and_go(head: Head) -> None:
+    """With the command that cancels them."""
+    made = await head.run("reservation add course --nodes rig2 --users ben --groups ml --from 2126-01-01 --for 8h")
+    assert "from 1 Jan 2126 00:00 to 1 Jan 2126 08:00" in made
+    assert "ben,@ml" in await head.run("reservation list")
+    with pytest.raises(NotFound):
+        await head.run("reservation cancel x")
+    assert "course is cancelled" in await head.run("reservation cancel " + made.split()[-1])
+
+
+@pytest.mark.parametrize(("beginning", "kind"), [("", NotFound), ("x", NotFound), ("l01", InvalidRequest)])
+def test_beginnings_of_ids_that_are_not_one_leases(beginning: str, kind: type[Exception]) -> None:
+    """Neither none nor several are accepted."""
+    leases = [held(id="l0123"), held(id="l0145")]
+    with pytest.raises(kind):
+        find_lease(leases, beginning)
+    assert find_lease([*leases, held(id="l01")], "l01").id == "l01"
+
+
+def test_times_as_administrators_write_them() -> None:
+    """Of today or of another day, by this machine's clock."""
+    now = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+    assert parse_time("14:30", now) == datetime(2026, 11, 21, 14, 30).astimezone()
+    assert parse_time("2026-12-01 08:00", now) == datetime(2026, 12, 1, 8).astimezone()
+    with pytest.raises(InvalidRequest, match="2026-11-22 12:00"):
+        parse_time("tomorrow", now)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "node",
+        "node drain",
+        "node drain rig1 --grace 5",
+        "lease extend l",
+        "reservation add x",
+        "reservation add x --until 14:00 --for 8h",
+        "lease list l",
+        "no-such-command",
+    ],
+)
+def test_usage_errors_show_the_usage(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the broker is asked; their status is 2."""
+    with pytest.raises(SystemExit) as ended:
+        main.main(line.split())
+    assert ended.value.code == 2
+    assert "Usage: gpuhub" in capsys.readouterr().err
+
+
+def test_the_closets_commands_are_found_by_their_entry_points(capsys: pytest.CaptureFixture[str]) -> None:
+    """`gpuhub` lists and runs them, and imports nothing of the closet itself."""
+    with pytest.raises(SystemExit) as ended:
+        main.main(["closet-node", "rig9"])
+    assert ended.value.code == 1
+    assert "gpuhub: 'rig9' is not a node of the practice closet" in capsys.readouterr().err
+    main.main(["--help"])
+    assert "closet-slurm" in capsys.readouterr().out
+
+
+def test_a_command_needs_a_running_instance() -> None:
+    """The error names the remedy instead of a refused connection."""
+    with pytest.raises(SetupError, match="sudo make up"):
+        connect_to_broker(Paths("ghnone"))

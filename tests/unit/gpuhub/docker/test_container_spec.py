@@ -1,0 +1,222 @@
+"""What Docker gets for a lease."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gpuhub.common import names
+from gpuhub.common.errors import SettingsError
+from gpuhub.config.settings import ClusterSettings, StorageSettings
+from gpuhub.docker.container_spec import (
+    ContainerSpec,
+    build_courier_spec,
+    build_notebook_spec,
+    build_worker_spec,
+)
+from gpuhub.docker.security import build_device_requests
+from tests.support.broker_views import lease
+from tests.support.container_specs import ADA, place, worker
+
+GOLDEN = Path(__file__).with_name("golden")
+NFS = StorageSettings(
+    home="nfs://nas.lan/export/home/{username}",
+    home_create="/export/home/{username}",
+    datasets="nfs://nas.lan/export/datasets",
+    nfs_options="nfsvers=4.2,hard,fsc",
+)
+
+
+def notebook(cluster: ClusterSettings, *uuids: str, environment: dict[str, str] | None = None) -> ContainerSpec:
+    profile = cluster.profile("big" if uuids else "cpu")
+    assert profile is not None
+    return build_notebook_spec(
+        context=place(cluster, *uuids),
+        lease=lease(*uuids),
+        profile=profile,
+        identity=ADA,
+        environment={"JUPYTERHUB_API_TOKEN": "secret"} if environment is None else environment,
+        command=["jupyterhub-singleuser"],
+    )
+
+
+def courier(cluster: ClusterSettings, *_uuids: str) -> ContainerSpec:
+    return build_courier_spec(
+        instance="gpuhub", cluster=cluster, node=cluster.node("rig1"), identity=ADA, image="gpuhub/notebook:latest"
+    )
+
+
+def as_text(spec: ContainerSpec) -> str:
+    fields = {name: getattr(spec, name) for name in ContainerSpec.__dataclass_fields__}
+    return json.dumps(fields, indent=1, sort_keys=True, default=list) + "\n"
+
+
+@pytest.mark.parametrize("case", ["notebook", "notebook-cpu", "notebook-nfs", "worker", "courier"])
+def test_arguments_are_those_of_the_golden_file(cluster: ClusterSettings, case: str) -> None:
+    """Every argument that Docker gets is written down; run with GPUHUB_UPDATE_GOLDEN=1 to accept a change."""
+    nfs = cluster.model_copy(update={"storage": NFS})
+    spec = {
+        "notebook": lambda: notebook(cluster, "GPU-aaa"),
+        "notebook-cpu": lambda: notebook(cluster),
+        "notebook-nfs": lambda: notebook(nfs, "GPU-aaa", "GPU-bbb"),
+        "worker": lambda: worker(cluster, "GPU-ccc"),
+        "courier": lambda: courier(nfs),
+    }[case]()
+    file = GOLDEN / f"{case}.json"
+    if os.environ.get("GPUHUB_UPDATE_GOLDEN"):
+        file.write_text(as_text(spec), encoding="utf-8")
+    assert as_text(spec) == file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("make", [notebook, worker, courier])
+def test_a_container_has_no_rights_it_does_not_need(cluster: ClusterSettings, make: object) -> None:
+    """No capability, no new privileges, no root, memory without swap, and no host namespace."""
+    spec = make(cluster, "GPU-aaa")  # type: ignore[operator]
+    host = spec.host_config
+    assert host["cap_drop"] == ["ALL"]
+    assert host["security_opt"] == ["no-new-privileges:true"]
+    assert host["mem_limit"] == host["memswap_limit"] > 0
+    assert host["pids_limit"] > 0
+    assert spec.user == "1001:1001"
+    assert not {"privileged", "cap_add", "devices", "pid_mode", "ipc_mode", "binds"} & set(host)
+    assert not any("docker.sock" in str(mount) for mount in host["mounts"])
+
+
+def test_no_leased_gpu_means_no_device_request_and_no_gpu_by_default(cluster: ClusterSettings) -> None:
+    """A CPU-only container asks for no device, and an image that wants all GPUs gets none."""
+    spec = notebook(cluster)
+    assert build_device_requests(()) == []
+    assert spec.host_config["device_requests"] == []
+    assert spec.environment["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert spec.environment["GPUHUB_GPU_UUIDS"] == ""
+
+
+@pytest.mark.parametrize("make", [notebook, worker, courier])
+def test_whatever_an_image_asks_of_nvidia_s_runtime_is_overridden(cluster: ClusterSettings, make: object) -> None:
+    """Docker lets the container's environment win over the image's, name by name."""
+    environment = make(cluster, "GPU-aaa", "GPU-bbb").environment  # type: ignore[operator]
+    told = {name: value for name, value in environment.items() if name.startswith("NVIDIA_")}
+    gpus = "void" if make is courier else "GPU-aaa,GPU-bbb"
+    parts = {} if make is courier else {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+    assert told == {
+        "NVIDIA_VISIBLE_DEVICES": gpus,
+        "NVIDIA_GDRCOPY": "disabled",
+        "NVIDIA_GDS": "disabled",
+        "NVIDIA_IMEX_CHANNELS": "void",
+        "NVIDIA_MOFED": "disabled",
+        "NVIDIA_NVSWITCH": "disabled",
+        **parts,
+    }
+
+
+@pytest.mark.parametrize("make", [notebook, worker, courier])
+def test_no_container_has_a_weaker_seccomp_profile_or_writes_cores(cluster: ClusterSettings, make: object) -> None:
+    """Docker's default profile holds where none is named."""
+    host = make(cluster, "GPU-aaa").host_config  # type: ignore[operator]
+    assert not [option for option in host["security_opt"] if "seccomp" in option or "apparmor" in option]
+    assert {"Name": "core", "Soft": 0, "Hard": 0} in host["ulimits"]
+    assert host["log_config"]["Config"] == {"max-size": "10m", "max-file": "3"}
+
+
+def test_a_limited_disk_is_asked_of_docker(cluster: ClusterSettings) -> None:
+    """Notebooks have their profile's limit and workers that of [jobs]; without a setting there is no option."""
+    jobs = cluster.jobs.model_copy(update={"disk": 5 * 1024**3})
+    profiles = tuple(profile.model_copy(update={"disk": 1024**3}) for profile in cluster.profiles)
+    limited = cluster.model_copy(update={"jobs": jobs, "profiles": profiles})
+    assert notebook(limited, "GPU-aaa").host_config["storage_opt"] == {"size": "1073741824"}
+    assert worker(limited).host_config["storage_opt"] == {"size": "5368709120"}
+    assert not [make for make in (notebook, worker, courier) if "storage_opt" in make(cluster).host_config]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA_VISIBLE_DEVICES", "NVIDIA_REQUIRE_CUDA", "CUDA_VISIBLE_DEVICES"])
+def test_an_environment_that_meddles_with_gpus_is_refused(cluster: ClusterSettings, name: str) -> None:
+    """GPUs come from leases alone."""
+    with pytest.raises(SettingsError, match=name):
+        notebook(cluster, "GPU-aaa", environment={name: "all"})
+
+
+def test_a_worker_has_no_token(cluster: ClusterSettings) -> None:
+    """A worker gets no token, because it calls no API."""
+    assert not [name for name in worker(cluster).environment if "TOKEN" in name]
+
+
+def test_a_courier_reaches_nothing_but_the_home(cluster: ClusterSettings) -> None:
+    """No GPU, no network, no datasets, no lease, no token, and nothing to write elsewhere."""
+    spec = courier(cluster)
+    host = spec.host_config
+    assert (host["network_mode"], host["device_requests"], host["read_only"]) == ("none", [], True)
+    assert [mount["Target"] for mount in host["mounts"]] == ["/home/ada"]
+    assert (spec.environment["NVIDIA_VISIBLE_DEVICES"], spec.ports) == ("void", ())
+    assert not {names.LABEL_LEASE, names.LABEL_JOB} & set(spec.labels)
+    assert not [name for name in spec.environment if "TOKEN" in name]
+
+
+def test_workers_of_a_detached_job_are_told_of_each_other(cluster: ClusterSettings) -> None:
+    """Others are not: their notebook asks."""
+    asked = {
+        "lease_id": "l",
+        "epoch": 1,
+        "job_id": "j",
+        "run_id": "run-123456",
+        "index": 0,
+        "run_index": 0,
+        "image": "i",
+    }
+    spec = build_worker_spec(context=place(cluster), identity=ADA, roster="[]", preemptions=2, **asked)  # type: ignore[arg-type]
+    told = {name: value for name, value in spec.environment.items() if name.startswith("GPU_LAUNCH_")}
+    assert told == {
+        "GPU_LAUNCH_RUN": "run-123456",
+        "GPU_LAUNCH_WORKER": "0",
+        "GPU_LAUNCH_ROSTER": "[]",
+        "GPU_LAUNCH_PREEMPTIONS": "2",
+    }
+    assert "GPU_LAUNCH_ROSTER" not in worker(cluster).environment
+
+
+def test_a_notebook_is_told_how_long_workers_stay(cluster: ClusterSettings) -> None:
+    """The setting is passed on; 0 turns idle workers off."""
+    none = cluster.model_copy(update={"jobs": cluster.jobs.model_copy(update={"keep_workers": 0})})
+    assert notebook(cluster).environment["GPUHUB_KEEP_WORKERS_S"] == "600"
+    assert notebook(none).environment["GPUHUB_KEEP_WORKERS_S"] == "0"
+
+
+def test_the_port_is_published_on_the_nodes_own_address_only(cluster: ClusterSettings) -> None:
+    """A notebook is not reachable at every address of its node."""
+    assert notebook(cluster, "GPU-aaa").host_config["port_bindings"] == {8888: ("192.168.1.21",)}
+    assert "port_bindings" not in worker(cluster).host_config
+
+
+def test_other_nfs_options_make_another_volume(cluster: ClusterSettings) -> None:
+    """Docker keeps a volume's options, so a changed setting must not meet the old volume."""
+    other = NFS.model_copy(update={"nfs_options": "nfsvers=3"})
+    sources = {
+        notebook(cluster.model_copy(update={"storage": storage}), "GPU-aaa").host_config["mounts"][0]["Source"]
+        for storage in (NFS, other)
+    }
+    assert len(sources) == 2
+    assert all(source.startswith("gpuhub-home-ada-") for source in sources)
+
+
+def test_a_part_of_a_gpu_carries_its_cap_and_its_label(cluster: ClusterSettings) -> None:
+    """The whole card is passed, since nothing else can be; what keeps to the cap reads it from the environment."""
+    profile = cluster.profiles[0]
+    part = dataclasses.replace(place(cluster, "GPU-aaa"), gpu_share=4, memory_cap_mib=8151)
+    spec = build_notebook_spec(
+        context=part, lease=lease("GPU-aaa"), profile=profile, identity=ADA, environment={}, command=["x"]
+    )
+    assert spec.environment["GPUHUB_GPU_MEMORY_CAP_MIB"] == "8151"
+    assert spec.labels[names.LABEL_SHARE] == "4"
+    assert spec.host_config["device_requests"] == build_device_requests(["GPU-aaa"])
+    whole = notebook(cluster, "GPU-aaa")
+    assert names.LABEL_SHARE not in whole.labels
+    assert "GPUHUB_GPU_MEMORY_CAP_MIB" not in whole.environment
+
+
+def test_labels_name_lease_and_epoch(cluster: ClusterSettings) -> None:
+    """The reconciler finds every container's lease in its labels."""
+    labels = worker(cluster).labels
+    assert (labels[names.LABEL_LEASE], labels[names.LABEL_EPOCH], labels[names.LABEL_OWNER]) == ("lease-9", "3", "ada")

@@ -1,0 +1,146 @@
+"""The guard's own program, with a kernel in memory in the place of nft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpuhub.firewall import script
+from gpuhub.firewall.script import FirewallFailed, TableKeeper
+
+
+class Kernel:
+    """Tables by name, as `nft` would list them."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, str] = {}
+        self.applied = 0
+        self.trouble = ""
+
+    def nft(self, arguments: list[str], text: str = "") -> str:
+        if self.trouble:
+            raise FirewallFailed(f"nft: {self.trouble}")
+        if arguments == ["-f", "-"]:
+            self.tables["t"] = f"listed {text}"
+            self.applied += 1
+            return ""
+        assert arguments == ["--stateless", "list", "table", "inet", "t"]
+        if "t" not in self.tables:
+            raise FirewallFailed("nft: Error: No such file or directory")
+        return self.tables["t"]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    kernel = Kernel()
+    monkeypatch.setattr(script, "run_nft", kernel.nft)
+    monkeypatch.setattr(script, "check_bridges", lambda: None)
+    return kernel
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str]]:
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return [(line["state"], line["why"]) for line in lines]
+
+
+def test_a_table_is_made_once_and_mended_when_it_is_not_as_it_was(
+    kernel: Kernel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line for each change, and none while nothing happens."""
+    keeper = TableKeeper("t", "rules")
+    keeper.check_once()
+    keeper.check_once()
+    assert (kernel.applied, said(capsys)) == (1, [("ok", "applied")])
+    for change, told in (({}, "gone"), ({"t": "listed something else"}, "changed"), ({}, "gone")):
+        kernel.tables = dict(change)
+        keeper.check_once()
+        keeper.check_once()
+        assert said(capsys) == [("ok", f"applied again: the table was {told}")]
+        assert kernel.tables == {"t": "listed rules"}
+
+
+def test_it_says_now_and_then_that_all_is_well(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first line may count as one from before the container's start."""
+    keeper = TableKeeper("t", "rules")
+    for _ in range(2 * (script.MAX_UNREPORTED + 1) + 1):
+        keeper.check_once()
+    assert said(capsys) == [("ok", "applied"), *[("ok", "unchanged")] * 2]
+
+
+def test_what_is_there_at_its_start_is_replaced(kernel: Kernel) -> None:
+    """A table that an earlier guard left may be of other rules."""
+    kernel.tables["t"] = "listed old"
+    TableKeeper("t", "rules").check_once()
+    assert kernel.tables["t"] == "listed rules"
+
+
+def test_a_failure_is_told_once_and_tried_again(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+    """With nft's own words, until it goes well."""
+    keeper = TableKeeper("t", "rules")
+    kernel.trouble = "Operation not permitted"
+    keeper.check_once()
+    keeper.check_once()
+    assert said(capsys) == [("failed", "nft: Operation not permitted")]
+    kernel.trouble = ""
+    keeper.check_once()
+    assert said(capsys) == [("ok", "applied")]
+
+
+def test_bridges_that_pass_no_filter_are_a_failure(
+    kernel: Kernel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The rules are applied all the same."""
+    switch = tmp_path / "bridge-nf-call-iptables"
+    monkeypatch.undo()
+    with pytest.raises(FirewallFailed, match="is missing, so containers on a bridge reach each other: `modprobe"):
+        script.check_bridges(str(switch))
+    switch.write_text("0\n", encoding="ascii")
+    with pytest.raises(FirewallFailed, match="is 0"):
+        script.check_bridges(str(switch))
+    switch.write_text("1\n", encoding="ascii")
+    script.check_bridges(str(switch))
+
+    def fail() -> None:
+        raise FirewallFailed("bridged")
+
+    monkeypatch.setattr(script, "run_nft", kernel.nft)
+    monkeypatch.setattr(script, "check_bridges", fail)
+    keeper = TableKeeper("t", "rules")
+    keeper.check_once()
+    assert (kernel.applied, said(capsys)) == (1, [("failed", "bridged")])
+    monkeypatch.setattr(script, "check_bridges", lambda: None)
+    keeper.check_once()
+    assert said(capsys) == [("ok", "unchanged")]
+
+
+def test_removal_ends_with_its_outcome(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+    """The remover's exit status is read."""
+    assert script.main(["remove", "t", "away"]) == 0
+    assert kernel.tables == {"t": "listed away"}
+    kernel.trouble = "Operation not permitted"
+    assert script.main(["remove", "t", "away"]) == 1
+    assert said(capsys) == [("failed", "nft: Operation not permitted")]
+
+
+@pytest.mark.process
+def test_an_image_without_nft_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As every image before this version."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FirewallFailed, match="the image has no nft"):
+        script.apply_rules("")
+
+
+@pytest.mark.process
+def test_nft_s_own_words_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The error has nft's first line or its exit status."""
+    program = tmp_path / "nft"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    program.write_text("#!/bin/sh\necho 'Error: syntax error' >&2\necho more >&2\nexit 1\n")
+    program.chmod(0o755)
+    with pytest.raises(FirewallFailed, match=r"^nft: Error: syntax error$"):
+        script.apply_rules("x")
+    program.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(FirewallFailed, match=r"^nft: exit status 3$"):
+        script.read_table("t")

@@ -1,0 +1,378 @@
+"""Whether nodes and GPUs can be given: pure decisions over readings, leases and time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuhub.broker.state.conditions import ConditionReporter, GpuLeaseFlags, find_overdue_proofs
+from gpuhub.broker_api.schemas import GpuState, LeaseState, NodeState
+from gpuhub.config.settings import NodeSettings, SchedulingSettings
+from gpuhub.domain.models import LeasedGpu, LeaseRow, LedgerSnapshot
+from gpuhub.nodes import gpu_health, readings, status
+from gpuhub.nodes.inventory import Inventory, build_inventory
+from gpuhub.nodes.status import AgentReading, Cordon, GpuLeaseStatus, GpuProcess, GpuReading, NodeStatus
+from tests.support.lease_rows import lease_row
+from tests.support.simulated import build_cluster
+
+SCHEDULING = SchedulingSettings()
+NOW = 1000.0
+BUSY = (GpuProcess(pid=7, memory_mib=5222),)
+
+
+def gpu(uuid: str = "GPU-1", index: int = 0, **changes: Any) -> GpuReading:
+    known = {"uuid": uuid, "index": index, "model": "RTX 5090", "memory_mib": 32607, "memory_used_mib": 4}
+    return GpuReading(**{**known, **changes})
+
+
+def up(*gpus: GpuReading, name: str = "rig1", **changes: Any) -> NodeStatus:
+    node = NodeStatus(name=name, daemon_id="d1", is_reconciled=True, polled_at=NOW - 2)
+    reading = AgentReading(line_number=1, error=None, gpus=gpus, boot_id="b1", driver="580.95.05")
+    return readings.record_agent_reading(status.record_answer(node, NOW), reading, NOW).evolve(**changes)
+
+
+def of(*records: NodeStatus) -> Inventory:
+    inventory = build_inventory(build_cluster(), {})
+    for record in records:
+        inventory = inventory.with_node(record)
+    return inventory
+
+
+def supply(
+    node: NodeStatus, *, at: float = NOW, lease_status: GpuLeaseStatus | None = None, cordon: Cordon | None = None
+) -> Any:
+    statuses = {reading.uuid: lease_status for reading in node.gpus} if lease_status is not None else {}
+    return gpu_health.build_node_capacity(
+        of(node), node.name, cordon=cordon, lease_statuses=statuses, monotonic=at, scheduling=SCHEDULING
+    )
+
+
+def state(node: NodeStatus, *, at: float = NOW, **about: Any) -> gpu_health.GpuCondition:
+    return gpu_health.assess_gpu(of(node), node.name, node.gpus[0], monotonic=at, scheduling=SCHEDULING, **about)
+
+
+def condition(node: NodeStatus, *, at: float = NOW, cordon: Cordon | None = None) -> gpu_health.NodeCondition:
+    return gpu_health.assess_node(of(node), node.name, cordon=cordon, monotonic=at, scheduling=SCHEDULING)
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_is_unreachable_after_two_failures_and_up_after_two_good_looks() -> None:
+    """One lost packet does not make a node unreachable, and one answer does not bring it back."""
+    node = status.record_failure(up(gpu()), "no answer", NOW)
+    assert node.can_take_work()
+    node = status.record_failure(node, "no answer", NOW + 1)
+    assert (node.is_up, node.can_take_work(), node.down_since) == (False, False, NOW + 1)
+    assert (node.daemon_id, node.boot_id) == (None, None)
+    assert condition(node, at=NOW + 2) == gpu_health.NodeCondition(state=NodeState.UNREACHABLE, message="no answer")
+    node = status.record_answer(node, NOW + 3)
+    assert not node.is_up
+    assert "1 more successful polls" in (condition(node).message or "")
+    assert status.record_answer(node, NOW + 5).is_up
+
+
+def test_a_node_is_up_at_once_when_it_never_failed() -> None:
+    """The start of the broker does not count as a recovery."""
+    assert status.record_answer(NodeStatus(name="rig1"), NOW).is_up
+
+
+def test_a_node_that_does_not_answer_for_long_is_down() -> None:
+    """The node is up without further polls."""
+    node = status.record_failure(status.record_failure(up(gpu()), "no answer", NOW), "no answer", NOW)
+    assert condition(node, at=NOW + 599).state is NodeState.UNREACHABLE
+    assert condition(node, at=NOW + 600).state is NodeState.DOWN
+
+
+def flap(node: NodeStatus, at: float) -> NodeStatus:
+    """Down and up again, as fast as can be."""
+    for _ in range(status.FAILURES_UNTIL_DOWN):
+        node = status.record_failure(node, "no answer", at)
+    while not node.is_up:
+        node = status.record_answer(node, at)
+    return node
+
+
+def test_a_flapping_node_needs_more_good_looks() -> None:
+    """After the third time within ten minutes; when that is long ago, no more."""
+    node = flap(flap(up(gpu()), NOW), NOW + 60)
+    for _ in range(2):
+        node = status.record_failure(node, "no answer", NOW + 120)
+    assert status.required_polls(node, NOW + 121) == 5
+    node = status.record_answer(node, NOW + 121)
+    assert "since it was unreachable 3 times within 10 minutes" in (node.unreachable_reason or "")
+    assert status.required_polls(node, NOW + 720) == 2
+
+
+@given(st.lists(st.booleans(), max_size=60))
+def test_a_node_never_flaps(looks: list[bool]) -> None:
+    """For any sequence of polls, down means two failures in a row, and up means enough successes in a row."""
+    node, run = up(gpu()), 0
+    for step, is_good in enumerate(looks):
+        before, at = node, NOW + step
+        needed = status.required_polls(node, at)
+        node = status.record_answer(node, at) if is_good else status.record_failure(node, "no answer", at)
+        run = run + 1 if step and looks[step - 1] is is_good else 1
+        if before.is_up and not node.is_up:
+            assert not is_good
+            assert run >= status.FAILURES_UNTIL_DOWN
+        if node.is_up and not before.is_up:
+            assert is_good
+            assert run >= needed >= status.POLLS_UNTIL_UP
+        assert node.is_up or not node.can_take_work()
+        assert len(node.flaps) <= step + 1
+
+
+def test_cordons_are_told_and_nothing_new_goes_there() -> None:
+    """Leases there are still shown; a missing answer comes before the cordon."""
+    cordon = Cordon(node="rig1", by="root", reason="new fans", at=1.0)
+    node = up(gpu())
+    found = supply(node, cordon=cordon)
+    assert (found.takes_work, found.unavailable_reason) == (False, "cordoned by root: new fans")
+    assert not found.slots[0].available
+    assert condition(node, cordon=cordon).state is NodeState.CORDONED
+    draining = Cordon(node="rig1", state="draining", by="root", at=1.0, grace_s=60)
+    assert condition(node, cordon=draining) == gpu_health.NodeCondition(
+        state=NodeState.DRAINING, message="draining by root"
+    )
+    assert state(node, cordon=cordon).state is GpuState.UNAVAILABLE
+    assert state(node, cordon=cordon, is_held=True).state is GpuState.HELD
+    gone = status.record_failure(status.record_failure(node, "no answer", NOW), "no answer", NOW)
+    assert condition(gone, cordon=cordon).message == "no answer; cordoned by root: new fans"
+
+
+def test_a_supply_says_what_the_settings_and_the_node_say() -> None:
+    """Labels and limits from the settings; driver, GPUs and health from the node."""
+    cluster = build_cluster()
+    rig1 = NodeSettings(
+        name="rig1", address="127.0.1.1", docker="unix:///x", switch="s1", rack="r1", cpus=8, memory="32G"
+    )
+    cluster = cluster.model_copy(update={"nodes": (rig1, *cluster.nodes[1:])})
+    inventory = build_inventory(cluster, {}).with_node(up(gpu()))
+    every = gpu_health.build_node_capacities(
+        inventory, cordons={}, lease_statuses={}, monotonic=NOW, scheduling=SCHEDULING
+    )
+    assert [node.name for node in every] == ["rig1", "rig2", "rig3"]
+    first = every[0]
+    assert (first.switch, first.rack, first.cpu_milli, first.memory_mib) == ("s1", "r1", 8000, 32768)
+    assert (first.driver, first.takes_work, first.slots[0].available) == ("580.95.05", True, True)
+    assert (every[1].takes_work, every[1].unavailable_reason) == (False, "has not been read yet")
+
+
+def test_a_daemon_that_has_not_said_who_it_is_gets_no_work() -> None:
+    """The daemon's id is stored with a new lease, so it must be known."""
+    assert supply(up(gpu(), daemon_id=None)).unavailable_reason == "its Docker daemon has not been identified yet"
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"error": "GPU is lost"}, "GPU is lost"),
+        ({"error": "Unknown Error"}, "Unknown Error"),
+        ({"error": readings.VANISHED, "is_listed": False}, "the driver no longer reports it"),
+        (
+            {"ecc_uncorrected": 1},
+            "1 uncorrectable memory error (ECC) since the driver was loaded: reset the GPU or restart the node",
+        ),
+        ({"remap_failed": True}, "a failing memory row could not be replaced: the card needs service"),
+        (
+            {"error": "NVML: Driver/library version mismatch"},
+            "NVML: Driver/library version mismatch: the driver was upgraded while it was in use, reboot needed",
+        ),
+    ],
+)
+def test_a_broken_gpu_is_failed_and_says_why(changes: dict[str, Any], why: str) -> None:
+    """The failure is shown whether the GPU is held or not; the GPU is available after the next reading without it."""
+    node = up(gpu())
+    broken = node.evolve(gpus=(gpu(**changes),))
+    assert state(broken) == gpu_health.GpuCondition(state=GpuState.FAILED, message=why)
+    assert state(broken, is_held=True).state is GpuState.FAILED
+    assert (supply(broken).slots[0].available, supply(broken).slots[0].unavailable_reason) == (False, why)
+    assert condition(broken).message == f"GPU 0: {why}"
+    mended = readings.record_agent_reading(broken, AgentReading(line_number=2, error=None, gpus=(gpu(),)), NOW + 2)
+    assert state(mended, at=NOW + 2).state is GpuState.FREE
+
+
+def test_errors_that_were_corrected_are_no_fault() -> None:
+    """Counters at zero, and sensors that there are not."""
+    assert state(up(gpu(ecc_uncorrected=0, remap_failed=False))).state is GpuState.FREE
+
+
+def test_a_silent_agent_fails_its_gpus() -> None:
+    """Fifteen seconds without a new line: nothing is given there."""
+    node = up(gpu())
+    assert supply(node, at=NOW + 15).slots[0].available
+    silent = supply(node, at=NOW + 15.1).slots[0]
+    assert (silent.available, silent.unavailable_reason) == (False, "its GPU agent is silent")
+    assert state(node, at=NOW + 15.1) == gpu_health.GpuCondition(
+        state=GpuState.FAILED, message="its GPU agent is silent"
+    )
+    assert condition(node, at=NOW + 15.1).message == "its GPU agent is silent"
+
+
+def test_a_gpu_that_two_nodes_report_is_given_on_neither() -> None:
+    """The GPU is listed once, and both nodes' pages report the conflict."""
+    inventory = of(up(gpu("a")), up(gpu("a"), gpu("b", 1), name="rig2"))
+    every = gpu_health.build_node_capacities(
+        inventory, cordons={}, lease_statuses={}, monotonic=NOW, scheduling=SCHEDULING
+    )
+    assert [(slot.uuid, slot.node, slot.available) for node in every for slot in node.slots] == [
+        ("a", "rig1", False),
+        ("b", "rig2", True),
+    ]
+    found = gpu_health.assess_node(inventory, "rig2", monotonic=NOW, scheduling=SCHEDULING)
+    assert found.message == "GPU 0: rig1 and rig2 report the same GPU a: are they one machine?"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"processes": BUSY, "memory_used_mib": 5222}, "in use outside gpuhub: 1 process, 5.1 GiB"),
+        ({"processes": (*BUSY, *BUSY), "memory_used_mib": None}, "in use outside gpuhub: 2 processes"),
+        ({"processes": (), "memory_used_mib": 1025}, "in use outside gpuhub: 1.0 GiB"),
+        ({"processes": None, "memory_used_mib": 1024}, None),
+    ],
+)
+def test_outsiders_are_seen(changes: dict[str, Any], why: str | None) -> None:
+    """Processes count, and memory above that of an idle GPU; the text has NVML's data."""
+    node = up(gpu(**changes))
+    slot = supply(node).slots[0]
+    assert (slot.available, slot.unavailable_reason) == (why is None, why)
+    found = state(node)
+    assert found.state is (GpuState.FREE if why is None else GpuState.OUTSIDE)
+    assert found.outside_processes == ((changes["processes"] or ()) if why is not None else ())
+    assert state(node, is_held=True, lease_status=GpuLeaseStatus(leased=True)).state is GpuState.HELD
+    assert supply(node, lease_status=GpuLeaseStatus(leased=True)).slots[0].available
+
+
+@given(
+    st.booleans(),
+    st.booleans(),
+    st.one_of(st.none(), st.floats(NOW - 10, NOW + 10)),
+    st.one_of(st.none(), st.floats(NOW - 10, NOW + 10)),
+)
+def test_a_gpu_that_was_in_use_is_given_again_only_after_a_clean_reading(
+    in_use: bool, leased: bool, freed_at: float | None, printed_after: float | None
+) -> None:
+    """A clean reading gives it at once; one in use never does, and is held against outsiders only if it is new enough."""
+    node = up(gpu(processes=BUSY if in_use else ()), printed_after=printed_after)
+    lease_status = GpuLeaseStatus(leased=leased, freed_at=freed_at)
+    slot = supply(node, lease_status=lease_status).slots[0]
+    is_later = freed_at is None or (printed_after is not None and printed_after >= freed_at)
+    if leased or not in_use:
+        assert slot.available
+        assert slot.unavailable_reason is None
+    else:
+        assert not slot.available
+        assert ("outside" in (slot.unavailable_reason or "")) is is_later
+        assert (state(node, lease_status=lease_status).state is GpuState.OUTSIDE) is is_later
+        awaits = gpu_health.is_awaiting_reading(node, lease_statuses={"GPU-1": lease_status}, scheduling=SCHEDULING)
+        assert awaits is not is_later
+
+
+def test_the_lease_of_a_gpu_blames_nobody_after_its_end() -> None:
+    """After a lease a GPU is unavailable until a reading shows it empty or used by others."""
+    guards = GpuLeaseFlags()
+    guards.mark_held("GPU-1", "l1")
+    node = up(gpu(processes=BUSY))
+    guards.mark_freed("GPU-1", "l1", NOW + 1)
+    kept = supply(node, at=NOW + 1, lease_status=guards.get_status("GPU-1")).slots[0]
+    assert kept.unavailable_reason == "its last lease ended a moment ago; a reading must show first that it is empty"
+
+    def then(n: int, at: float, *processes: GpuProcess) -> NodeStatus:
+        return readings.record_agent_reading(
+            node, AgentReading(line_number=n, error=None, gpus=(gpu(processes=processes),)), at
+        )
+
+    # The first new line may have been printed before the proof; the one after it was not.
+    node = then(2, NOW + 2, *BUSY)
+    assert not supply(node, at=NOW + 2, lease_status=guards.get_status("GPU-1")).slots[0].available
+    assert state(node, at=NOW + 2, lease_status=guards.get_status("GPU-1")).state is GpuState.UNAVAILABLE
+    assert supply(then(3, NOW + 4), at=NOW + 4, lease_status=guards.get_status("GPU-1")).slots[0].available
+    assert state(then(3, NOW + 4, *BUSY), at=NOW + 4, lease_status=guards.get_status("GPU-1")).state is GpuState.OUTSIDE
+
+
+def test_a_shared_gpu_is_free_when_the_last_lease_left() -> None:
+    """Repeated reports change nothing, nor does the end of a lease that never began."""
+    guards = GpuLeaseFlags()
+    guards.mark_freed("GPU-1", "l0", 5.0)
+    assert guards.get_status("GPU-1") == GpuLeaseStatus()
+    for lease in ("l1", "l2", "l2"):
+        guards.mark_held("GPU-1", lease)
+    guards.mark_freed("GPU-1", "l1", 6.0)
+    guards.mark_freed("GPU-1", "l1", 7.0)
+    assert guards.get_status("GPU-1") == GpuLeaseStatus(leased=True, freed_at=6.0)
+    guards.mark_freed("GPU-1", "l2", 8.0)
+    assert guards.by_uuid == {"GPU-1": GpuLeaseStatus(leased=False, freed_at=8.0)}
+
+
+def test_the_order_in_which_a_gpus_troubles_are_told() -> None:
+    """An unreachable node hides all but a quarantine; a fault comes before the holder."""
+    node = up(gpu())
+    gone = status.record_failure(status.record_failure(node, "no answer", NOW), "no answer", NOW)
+    assert state(gone, is_held=True) == gpu_health.GpuCondition(state=GpuState.UNAVAILABLE, message="no answer")
+    assert state(gone, is_held=True, is_quarantined=True).state is GpuState.QUARANTINED
+    assert state(node, is_held=True, is_quarantined=True).state is GpuState.QUARANTINED
+    unread = NodeStatus(name="rig1", is_up=True, is_reconciled=True, daemon_id="d1", gpus=(gpu(),))
+    assert state(unread).message == "its GPUs have not been read yet"
+    unsettled = up(gpu(), is_reconciled=False)
+    assert state(unsettled).message == "containers that belong to no lease are being removed"
+    assert condition(up(gpu(), is_suspect=True)).message == (
+        "another Docker daemon answers than when leases there began"
+    )
+
+
+# -- reports of changes -------------------------------------------------------------------------------------------
+
+
+def news(conditions: ConditionReporter, node: NodeStatus, at: float = NOW) -> list[tuple[str, str]]:
+    return conditions.report_changes(of(node), node.name, lease_statuses={}, monotonic=at, scheduling=SCHEDULING)
+
+
+def test_each_change_is_told_once() -> None:
+    """Changes of nodes and GPUs are reported once; a healthy start and a waiting node are not."""
+    conditions, node = ConditionReporter(), up(gpu())
+    assert news(conditions, node) == []
+    broken = node.evolve(gpus=(gpu(error="GPU is lost"),))
+    assert news(conditions, broken) == [("gpu.failed", "GPU 0 (RTX 5090) of rig1: GPU is lost")]
+    assert news(conditions, broken) == []
+    gone = status.record_failure(status.record_failure(broken, "no answer", NOW), "no answer", NOW)
+    assert news(conditions, gone) == [("node.unreachable", "node rig1 is unreachable: no answer")]
+    assert news(conditions, gone, NOW + 600) == [("node.down", "node rig1 is down: no answer")]
+    assert news(conditions, node) == [
+        ("node.up", "node rig1 answers again"),
+        ("gpu.healthy", "GPU 0 (RTX 5090) of rig1: can be used again"),
+    ]
+    assert news(conditions, node.evolve(gpus=(gpu(processes=BUSY),))) == [
+        ("gpu.outside", "GPU 0 (RTX 5090) of rig1: in use outside gpuhub: 1 process, 4 MiB")
+    ]
+
+
+def releasing(*nodes: str) -> LeaseRow:
+    return lease_row(
+        state=LeaseState.RELEASING,
+        nodes=nodes,
+        gpus=tuple(
+            LeasedGpu(uuid=f"GPU-{node}", node=node, index=0, model="RTX 5090", memory_mib=1, worker=0)
+            for node in nodes
+        ),
+    )
+
+
+def test_what_lacks_proof_for_too_long_is_found_with_the_reasons() -> None:
+    """A silent node, a doubtful one and a slow one are each named."""
+    gone = status.record_failure(status.record_failure(up(gpu(), name="rig2"), "no answer", NOW), "no answer", NOW)
+    inventory = of(up(gpu()), gone, up(gpu(), name="rig3"))
+    snapshot = LedgerSnapshot(leases={"l1": releasing("rig1", "rig2", "rig3")})
+    doubts = {("l1", "rig3"): "another daemon"}
+    assert find_overdue_proofs(snapshot, inventory, doubts, now=129.9, limit_s=30) == {}
+    assert find_overdue_proofs(snapshot, inventory, doubts, now=130.0, limit_s=30) == {
+        "l1": "its containers on rig1 are not gone yet; "
+        "node rig2 does not answer, so what ran there may still run; another daemon"
+    }

@@ -1,0 +1,57 @@
+"""Checks of `gpuhub up` before it starts services, and the provider of nodes."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from gpuhub.broker_api.schemas import ClusterView, GpuState, GpuView, NodeState, NodeView
+from gpuhub.common.errors import SettingsError, SetupError
+from gpuhub.ops.deploy import cluster_provider, startup
+from gpuhub.ops.deploy.startup import check_unique_gpus
+
+
+def node(name: str, *uuids: str) -> NodeView:
+    """A node with these GPUs."""
+    gpus = tuple(
+        GpuView(
+            uuid=uuid, node=name, index=index, model="RTX 5090", memory_mib=32607, state=GpuState.FREE, holder=None,
+            utilisation_percent=None, memory_used_mib=None,
+        )
+        for index, uuid in enumerate(uuids)
+    )  # fmt: skip
+    return NodeView(name=name, state=NodeState.UP, message=None, gpus=gpus)
+
+
+def view(*nodes: NodeView) -> ClusterView:
+    """A cluster of these nodes."""
+    return ClusterView(nodes=nodes, profiles=(), queue=(), now=datetime.now(UTC))
+
+
+def test_two_nodes_that_are_one_machine_are_refused() -> None:
+    """The addresses differ, but the GPUs are the same; the error names both nodes."""
+    with pytest.raises(SettingsError, match="nodes rig1 and rig3 report the same GPU GPU-a") as refused:
+        check_unique_gpus(view(node("rig1", "GPU-a"), node("rig2", "GPU-b"), node("rig3", "GPU-c", "GPU-a")))
+    assert "GPU-b" not in str(refused.value)
+
+
+def test_nodes_with_different_gpus_are_accepted() -> None:
+    nodes = view(node("rig1", "GPU-a"), node("rig2", "GPU-b", "GPU-c"))
+    check_unique_gpus(nodes)
+    assert len(nodes.nodes) == 2
+
+
+def test_the_practice_closet_is_found_by_its_entry_point() -> None:
+    """gpuhub itself imports nothing of it."""
+    provider = cluster_provider.find_provider()
+    assert provider is not None
+    assert provider.title == "Practice closet"
+
+
+def test_without_a_provider_a_cluster_file_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the remedy."""
+    monkeypatch.setattr(cluster_provider, "entry_points", lambda group: ())
+    assert cluster_provider.find_provider() is None
+    with pytest.raises(SetupError, match="no practice closet is installed: write a cluster"):
+        startup._require_provider()

@@ -1,0 +1,362 @@
+"""The doctor's findings for the facts of machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from gpuhub.common.errors import GpuhubError
+from gpuhub.config.settings import ClusterSettings, StorageSettings
+from gpuhub.ops.doctor import head_node, node_checks, versions
+from gpuhub.ops.doctor.diagnosis import check_node
+from gpuhub.ops.doctor.findings import Finding, Severity, build_json, format_findings, has_failed
+from gpuhub.ops.doctor.head_node import HeadFacts, check_head
+from gpuhub.ops.doctor.node_checks import NodeEnvironment
+from gpuhub.ops.doctor.node_facts import (
+    DockerFacts,
+    GpuFacts,
+    HostFacts,
+    build_docker_facts,
+    build_script_arguments,
+    parse_probe,
+    read_probe_script,
+)
+from tests.support.simulated import build_cluster
+
+CARD = GpuFacts(uuid="GPU-1", model="RTX 5090", memory_mib=32607, driver="580.95.05")
+HEAD = "192.168.1.20"
+GOOD_HOST = HostFacts(
+    user="me",
+    sudo="yes",
+    socket="usable",
+    os="Debian GNU/Linux 13 (trixie)",
+    kernel="6.12.57",
+    free_kib=200 * 1024**2,
+    device="eth0",
+    mtu=1500,
+    nf_tables=True,
+    toolkit="1.18.0",
+    gpus=(CARD,),
+    reach={f"{HEAD}:8081": True, f"{HEAD}:8010": True, f"{HEAD}:2049": True, "192.168.1.21:2377": True},
+    accounts={"ada": 1001},
+)
+GOOD_DOCKER = DockerFacts(
+    version="29.4.0",
+    id="daemon",
+    storage_driver="overlay2",
+    cgroup_version="2",
+    os="Debian",
+    kernel="6.12.57",
+    root="/var/lib/docker",
+    runc="1.3.3",
+    has_nvidia=True,
+    is_rootless=False,
+    has_userns=False,
+    live_restore=False,
+    swarm_state="active",
+    swarm_node="n1",
+    ahead_s=0.01,
+    within_s=0.05,
+)
+AROUND = NodeEnvironment(
+    head=HEAD,
+    head_ports={"hub": 8081, "broker": 8010},
+    listening_ports=frozenset({8081, 8010}),
+    nfs_servers=(f"{HEAD}:2049",),
+    accounts={"ada": 1001, "ben": 1002},
+    swarm_manager="192.168.1.21:2377",
+    swarm_members=frozenset({"n1"}),
+)
+
+
+def levels(findings: Iterable[Finding]) -> dict[str, Severity]:
+    return {finding.check: finding.severity for finding in findings if finding.severity is not Severity.OK}
+
+
+def test_a_good_node_has_no_problems() -> None:
+    findings = check_node(GOOD_DOCKER, GOOD_HOST, AROUND)
+    assert levels(findings) == {}
+    assert {"docker", "clock", "swarm", "disk", "gpus", "toolkit", "hub", "broker", "storage", "mtu", "accounts"} <= {
+        finding.check for finding in findings
+    }
+
+
+@pytest.mark.parametrize(
+    ("docker", "check", "level"),
+    [
+        ({"version": "19.03.15"}, "docker", Severity.FAILED),
+        ({"version": ""}, "docker", Severity.FAILED),
+        ({"version": "28.3.2"}, "docker", Severity.WARNING),
+        ({"version": "28.5.1"}, "docker", Severity.WARNING),
+        ({"is_rootless": True}, "docker", Severity.FAILED),
+        ({"has_userns": True}, "docker", Severity.WARNING),
+        ({"runc": "1.1.5+ds1"}, "runc", Severity.WARNING),
+        ({"runc": "1.3.2"}, "runc", Severity.WARNING),
+        ({"storage_driver": "vfs"}, "layers", Severity.WARNING),
+        ({"cgroup_version": "1"}, "cgroups", Severity.WARNING),
+        ({"ahead_s": -3.0}, "clock", Severity.WARNING),
+        ({"ahead_s": 31.0}, "clock", Severity.FAILED),
+        ({"swarm_state": "inactive"}, "swarm", Severity.FAILED),
+        ({"swarm_node": "n9"}, "swarm", Severity.FAILED),
+    ],
+)
+def test_each_problem_of_a_daemon(docker: dict[str, object], check: str, level: Severity) -> None:
+    """It is the only one, with a remedy."""
+    findings = check_node(replace(GOOD_DOCKER, **docker), GOOD_HOST, AROUND)  # type: ignore[arg-type]
+    assert levels(findings) == {check: level}
+    assert all(finding.advice for finding in findings if finding.severity is not Severity.OK)
+
+
+@pytest.mark.parametrize(
+    ("host", "check", "level"),
+    [
+        ({"free_kib": 1024**2}, "disk", Severity.FAILED),
+        ({"free_kib": 10 * 1024**2}, "disk", Severity.WARNING),
+        ({"free_kib": None}, "disk", Severity.WARNING),
+        ({"gpu_error": "Failed to initialize NVML"}, "gpus", Severity.FAILED),
+        ({"gpus": ()}, "gpus", Severity.WARNING),
+        ({"toolkit": "1.17.7"}, "toolkit", Severity.WARNING),
+        ({"mtu": 1420, "device": "wg0"}, "mtu", Severity.WARNING),
+        ({"mtu": 500}, "mtu", Severity.FAILED),
+        ({"mtu": None}, "mtu", Severity.WARNING),
+        ({"nf_tables": None}, "filter", Severity.WARNING),
+        ({"reach": {**GOOD_HOST.reach, f"{HEAD}:8081": False}}, "hub", Severity.FAILED),
+        ({"reach": {**GOOD_HOST.reach, f"{HEAD}:8010": None}}, "broker", Severity.WARNING),
+        ({"reach": {**GOOD_HOST.reach, f"{HEAD}:2049": False}}, "storage", Severity.FAILED),
+        ({"reach": {**GOOD_HOST.reach, "192.168.1.21:2377": False}}, "nodes", Severity.FAILED),
+        ({"reach": {**GOOD_HOST.reach, "192.168.1.21:2377": None}}, "nodes", Severity.WARNING),
+        ({"accounts": {"ada": 1002, "cyd": 7}}, "accounts", Severity.WARNING),
+    ],
+)
+def test_each_problem_of_a_machine(host: dict[str, object], check: str, level: Severity) -> None:
+    assert levels(check_node(GOOD_DOCKER, replace(GOOD_HOST, **host), AROUND)) == {check: level}  # type: ignore[arg-type]
+
+
+def test_the_firewall_containers_status_decides() -> None:
+    """It counts more than the kernel's modules."""
+    unknown = replace(GOOD_HOST, nf_tables=None)
+    assert levels(check_node(GOOD_DOCKER, unknown, replace(AROUND, firewall_status=("ok", "applied")))) == {}
+    assert levels(
+        check_node(GOOD_DOCKER, GOOD_HOST, replace(AROUND, firewall_status=("failed", "nft: no such file")))
+    ) == {"filter": Severity.FAILED}
+
+
+def test_cards_without_a_toolkit_fail() -> None:
+    """They cannot be granted; on a node without GPUs it is only a warning."""
+    bare = replace(GOOD_DOCKER, has_nvidia=False)
+    assert levels(check_node(bare, replace(GOOD_HOST, toolkit=None), AROUND)) == {"toolkit": Severity.FAILED}
+    assert levels(check_node(bare, replace(GOOD_HOST, toolkit=None, gpus=()), AROUND)) == {
+        "gpus": Severity.WARNING,
+        "toolkit": Severity.WARNING,
+    }
+
+
+def test_checks_of_the_environment() -> None:
+    """A machine under a second name, ports without a listener, a tunnel by its name."""
+    twice = check_node(GOOD_DOCKER, GOOD_HOST, replace(AROUND, other_gpus={"GPU-1": "rig1"}))
+    assert [finding.value for finding in twice if finding.severity is Severity.FAILED] == ["GPU-1 is on node rig1 too"]
+    shut = replace(GOOD_HOST, reach={**GOOD_HOST.reach, f"{HEAD}:8081": False, f"{HEAD}:8010": False})
+    assert levels(check_node(GOOD_DOCKER, shut, replace(AROUND, listening_ports=frozenset()))) == {
+        "hub": Severity.WARNING,
+        "broker": Severity.WARNING,
+    }
+    behind = check_node(GOOD_DOCKER, replace(GOOD_HOST, mtu=1420, device="wg0"), replace(AROUND, mtu=1420))
+    assert "1420 bytes over wg0 (WireGuard); users' networks get 1370" in [finding.value for finding in behind]
+    new = replace(GOOD_DOCKER, swarm_state="inactive", swarm_node=None)
+    assert levels(check_node(new, GOOD_HOST, replace(AROUND, is_new=True, swarm_members=None))) == {}
+    assert levels(check_node(GOOD_DOCKER, GOOD_HOST, replace(AROUND, swarm_members=None))) == {
+        "swarm": Severity.WARNING
+    }
+    assert "accounts: other" not in format_findings(check_node(GOOD_DOCKER, GOOD_HOST, AROUND))
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "advice"),
+    [
+        ({"socket": "refused"}, {"needs_sudo": False, "is_tls": False}, "sudo usermod -aG docker me"),
+        ({"socket": "missing"}, {"needs_sudo": False, "is_tls": False}, "install Docker Engine"),
+        ({"sudo": "no"}, {"needs_sudo": True, "is_tls": True}, "log in as root"),
+    ],
+)
+def test_rights_of_the_administrator(host: dict[str, object], options: dict[str, bool], advice: str) -> None:
+    findings = list(node_checks.check_login(replace(GOOD_HOST, **host), **options))  # type: ignore[arg-type]
+    assert has_failed(findings)
+    assert advice in findings[-1].advice
+    assert not has_failed(node_checks.check_login(GOOD_HOST, **options))
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("20.10.24+dfsg1", (20, 10, 24)), ("29.3.1-ce", (29, 3, 1)), ("v1.17.8", (1, 17, 8)), ("none", None)],
+)
+def test_versions_as_distributions_write_them(text: str, version: tuple[int, ...] | None) -> None:
+    assert versions.parse_version(text) == version
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"), [("1.2.8", True), ("1.2.7", False), ("1.3.3", True), ("1.4.0", True), ("x", False)]
+)
+def test_patched_versions_of_runc(text: str, safe: bool) -> None:
+    assert versions.is_patched_runc(text) is safe
+
+
+def test_docker_facts(tmp_path: Path) -> None:
+    """Times may have nanoseconds; the clock is compared with the middle of the query."""
+    info = {
+        "ServerVersion": "28.5.1",
+        "ID": "X",
+        "Driver": "overlay2",
+        "CgroupVersion": "2",
+        "Runtimes": {"runc": {}, "nvidia": {}},
+        "SecurityOptions": ["name=seccomp,profile=builtin", "name=rootless"],
+        "SystemTime": "2026-11-21T17:00:05.123456789+01:00",
+        "Swarm": {"LocalNodeState": "inactive", "NodeID": ""},
+        "DockerRootDir": "/srv/docker",
+    }
+    moment = datetime(2026, 11, 21, 16, 0, 0, tzinfo=UTC).timestamp()
+    version = {"Components": [{"Name": "runc", "Version": "1.3.3"}]}
+    facts = build_docker_facts(info, version, before=moment - 1, after=moment + 1)
+    assert facts.ahead_s == pytest.approx(5.123456, abs=1e-4)
+    assert (facts.within_s, facts.runc, facts.root) == (1, "1.3.3", "/srv/docker")
+    assert (facts.has_nvidia, facts.is_rootless, facts.has_userns, facts.swarm_node) == (True, True, False, None)
+
+
+@pytest.mark.process
+def test_the_probe_runs_in_a_plain_shell(tmp_path: Path) -> None:
+    """POSIX sh on this machine; its output is parsed, and it distinguishes open from closed ports."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        ports = server.getsockname()[1], unused.getsockname()[1]
+        words = build_script_arguments(
+            docker_root=str(Path("/")),
+            head="127.0.0.1",
+            addresses=[("127.0.0.1", port) for port in ports],
+            accounts=["root", "nobody-of-that-name"],
+        )
+        done = subprocess.run(
+            ["sh", "-s", "--", *words],
+            input=read_probe_script(),
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    facts = parse_probe(done.stdout)
+    assert done.stderr == ""
+    assert facts.reach == {f"127.0.0.1:{ports[0]}": True, f"127.0.0.1:{ports[1]}": False}
+    assert facts.accounts == {"root": 0}
+    assert facts.kernel
+    assert facts.free_kib is not None
+    assert facts.free_kib > 0
+    assert facts.device == "lo"
+    assert facts.mtu is not None
+
+
+@pytest.mark.parametrize("text", ["", "sh: 1: cannot open", "user=me\nkernel=6"])
+def test_an_incomplete_probe_is_an_error(text: str) -> None:
+    with pytest.raises(GpuhubError, match="ended early"):
+        parse_probe(text)
+
+
+@pytest.mark.parametrize("address", ["192.168.1.20;id", "$(id)", "a b", "", "'"])
+def test_arguments_have_no_meaning_to_a_shell(address: str) -> None:
+    with pytest.raises(GpuhubError, match="have a meaning to a shell"):
+        build_script_arguments(docker_root="/", head=address, addresses=[], accounts=[])
+    with pytest.raises(GpuhubError, match="have a meaning to a shell"):
+        build_script_arguments(docker_root=f"/{address or ';'}", head=HEAD, addresses=[], accounts=[])
+    words = build_script_arguments(docker_root="/", head=HEAD, addresses=[], accounts=[address, "ada"])
+    assert words == ["/", HEAD, "account:ada"]
+
+
+def test_findings_for_people_and_programs() -> None:
+    findings = [
+        Finding(check="clock", severity=Severity.OK, value="as the head node's"),
+        Finding(
+            check="mtu", severity=Severity.WARNING, value="1420 bytes over wg0", advice="set mtu = 1420 below [network]"
+        ),
+    ]
+    assert format_findings(findings) == (
+        "  ✓ clock as the head node's\n  ! mtu   1420 bytes over wg0\n          → set mtu = 1420 below [network]"
+    )
+    assert all(len(line) <= 40 for line in format_findings(findings, 40).splitlines())
+    (machine,) = json.loads(json.dumps(build_json([("rig1", findings)])))
+    assert machine["machine"] == "rig1"
+    assert machine["findings"][1]["level"] == "warning"
+
+
+# -- the head node ----------------------------------------------------------------------------------------------------
+
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+GOOD_HEAD = HeadFacts(
+    now=NOW,
+    jupyterhub="6.1.1",
+    programs={"proxy": "RUNNING", "broker": "RUNNING", "hub": "RUNNING"},
+    ports={"127.0.0.1:8000 (browsers)": True},
+    free={"/var/lib/gpuhub": 100 * 1024**3},
+    certificates={"/a.pem": NOW + timedelta(days=300)},
+    storage={"the file server 192.168.1.20": None},
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "check", "level"),
+    [
+        ({"jupyterhub": "5.5.0"}, "jupyterhub", Severity.FAILED),
+        ({"jupyterhub": ""}, "jupyterhub", Severity.FAILED),
+        ({"programs": {}}, "services", Severity.WARNING),
+        ({"programs": {"hub": "FATAL"}}, "services", Severity.FAILED),
+        ({"ports": {"127.0.0.1:8000 (browsers)": False}}, "ports", Severity.FAILED),
+        ({"free": {"/": 0}}, "disk", Severity.FAILED),
+        ({"free": {"/": 5 * 1024**3}}, "disk", Severity.WARNING),
+        ({"certificates": {"/a.pem": NOW}}, "certificate", Severity.FAILED),
+        ({"certificates": {"/a.pem": "No such file or directory"}}, "certificate", Severity.FAILED),
+        ({"certificates": {"/a.pem": NOW + timedelta(days=29)}}, "certificate", Severity.WARNING),
+        ({"storage": {"x": "The file server x does not answer within 10 s"}}, "storage", Severity.FAILED),
+        ({"uid_conflicts": ("ada and ben have 20000",)}, "accounts", Severity.FAILED),
+        ({"exposed_secrets": ("/var/lib/gpuhub/secrets",)}, "secrets", Severity.FAILED),
+    ],
+)
+def test_each_problem_of_the_head_node(facts: dict[str, object], check: str, level: Severity) -> None:
+    assert levels(check_head(GOOD_HEAD)) == {}
+    assert levels(check_head(replace(GOOD_HEAD, **facts))) == {check: level}  # type: ignore[arg-type]
+
+
+def test_numbers_that_two_users_have(tmp_path: Path) -> None:
+    file = tmp_path / "uids.json"
+    assert list(head_node.find_uid_conflicts(file)) == []
+    file.write_text(json.dumps({"ada": 20000, "ben": 20000, "cyd": 1}))
+    assert list(head_node.find_uid_conflicts(file)) == [
+        "ben and ada have 20000",
+        "cyd has 1, which is the account daemon on this machine",
+    ]
+
+
+def test_secrets_that_others_could_read(tmp_path: Path) -> None:
+    folder, owner = tmp_path / "secrets", os.getuid()
+    assert list(head_node.find_exposed_secrets(folder, owner=owner)) == []
+    folder.mkdir(mode=0o700)
+    assert list(head_node.find_exposed_secrets(folder, owner=owner)) == []
+    assert list(head_node.find_exposed_secrets(folder, owner=owner + 1)) == [str(folder)]
+    folder.chmod(0o750)
+    assert list(head_node.find_exposed_secrets(folder, owner=owner)) == [str(folder)]
+
+
+def test_file_servers_of_the_settings() -> None:
+    from gpuhub.ops.doctor.node_queries import find_nfs_servers
+
+    cluster: ClusterSettings = build_cluster().model_copy(
+        update={
+            "storage": StorageSettings(
+                home=f"nfs://{HEAD}/export/home/{{username}}", datasets=f"nfs://{HEAD}/export/data"
+            )
+        }
+    )
+    assert [(server.host, server.port) for server in find_nfs_servers(cluster)] == [(HEAD, 2049)]

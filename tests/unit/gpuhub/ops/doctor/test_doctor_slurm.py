@@ -1,0 +1,234 @@
+"""The doctor's findings for a Slurm site."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from gpuhub.common.paths import Paths
+from gpuhub.config.settings import ClusterSettings, SlurmSettings
+from gpuhub.ops.doctor import diagnosis, slurm_queries
+from gpuhub.ops.doctor.findings import Finding, Severity
+from gpuhub.ops.doctor.head_node import HeadFacts
+from gpuhub.ops.doctor.node_facts import GpuFacts, HostFacts, build_script_arguments, parse_probe, read_probe_script
+from gpuhub.ops.doctor.slurm_checks import (
+    SlurmFacts,
+    check_slurm,
+    check_slurm_node,
+    parse_clock,
+    parse_config,
+    parse_slurmds,
+)
+from gpuhub.slurm_client.models import SlurmNode, SlurmPartition, SlurmSite
+from tests.support.clusters import build_cluster
+
+CONFIG = """Configuration data as of 1795292400
+AccountingStorageType   = accounting_storage/slurmdbd
+EnforcePartLimits       = ALL
+Epilog                  = /etc/slurm/gpuhub-epilog.sh
+TaskPlugin              = task/cgroup,task/affinity
+
+Cgroup Support Configuration:
+TaskPlugin              = none
+"""
+RIG1 = SlurmNode(name="rig1", state="idle", takes_work=True, gpus={"rtx5090": 2, "rtx5060": 1})
+SITE = SlurmSite(
+    version=(22, 5, 8),
+    cluster="lab",
+    partitions=(SlurmPartition(name="gpu", is_default=True, nodes=("rig1",)),),
+    nodes=(RIG1,),
+    has_accounting=True,
+    accounts=("physics",),
+    qos=("normal",),
+)
+FACTS = SlurmFacts(
+    site=SITE, munge="", config=parse_config(CONFIG), ahead_s=0.4, slurmds={"rig1": "22.05.8"}, settings_errors=()
+)
+CARDS = tuple(
+    GpuFacts(uuid=f"GPU-{index}", model=model, memory_mib=1, driver="580")
+    for index, model in enumerate(("RTX 5090", "RTX 5090", "RTX 5060"))
+)
+HOST = HostFacts(gpus=CARDS, slurm_devices="yes", epilog="ok", accounts={"ada": 1001, "ben": 20000})
+NUMBERS = {"ada": 1001, "ben": 20000}
+NODE = build_cluster(engine="slurm").nodes[0]
+
+
+def levels(findings: Iterable[Finding]) -> dict[str, Severity]:
+    findings = list(findings)
+    assert all(finding.advice for finding in findings if finding.severity is not Severity.OK)
+    return {finding.check: finding.severity for finding in findings if finding.severity is not Severity.OK}
+
+
+def at_node(facts: SlurmFacts = FACTS, host: HostFacts = HOST, table: SlurmSettings | None = None) -> list[Finding]:
+    return list(check_slurm_node(NODE, host, facts, table or SlurmSettings(), NUMBERS))
+
+
+def test_a_good_site_has_no_problems() -> None:
+    findings = [*check_slurm(FACTS, SlurmSettings()), *at_node()]
+    assert levels(findings) == {}
+    assert "22.05.8, cluster lab" in [finding.value for finding in findings]
+    assert {"slurm", "munge", "clock", "accounting", "epilog", "settings", "slurmd", "gres", "devices", "users"} == {
+        finding.check for finding in findings
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "level"),
+    [
+        ({"missing": ("sbatch",)}, "slurm", Severity.FAILED),
+        ({"munge": "munge: Error: Failed to access /run/munge/munge.socket.2"}, "munge", Severity.FAILED),
+        ({"site": None, "trouble": "slurmctld does not answer"}, "slurm", Severity.FAILED),
+        ({"site": replace(SITE, version=(21, 8, 8))}, "slurm", Severity.FAILED),
+        ({"site": replace(SITE, has_accounting=False)}, "accounting", Severity.WARNING),
+        ({"ahead_s": 4.0}, "clock", Severity.WARNING),
+        ({"ahead_s": -40.0}, "clock", Severity.FAILED),
+        ({"ahead_s": -40.0, "within_s": 37.0}, "clock", Severity.WARNING),
+        ({"settings_errors": ('slurm.partition = "x": …',)}, "settings", Severity.FAILED),
+        ({"config": {**FACTS.config, "epilog": "(null)"}}, "epilog", Severity.FAILED),
+        ({"config": {**FACTS.config, "taskplugin": "task/none"}}, "devices", Severity.WARNING),
+        ({"config": {**FACTS.config, "enforcepartlimits": "NO"}}, "limits", Severity.WARNING),
+    ],
+)
+def test_each_problem_of_a_site(changes: dict[str, object], check: str, level: Severity) -> None:
+    assert levels(check_slurm(replace(FACTS, **changes), SlurmSettings())) == {check: level}  # type: ignore[arg-type]
+
+
+def test_without_containers_only_slurm_isolates_jobs() -> None:
+    """A warning for a site with Docker is a failure without it; an Epilog is not needed then."""
+    plain = SlurmSettings(runtime="plain", command=Path("/opt/lab"))
+    config = {**FACTS.config, "taskplugin": "task/none", "epilog": "(null)"}
+    assert levels(check_slurm(replace(FACTS, config=config), plain)) == {"devices": Severity.FAILED}
+    assert [finding.check for finding in at_node(table=plain)] == ["slurmd", "gres"]
+
+
+async def test_nodes_without_docker_are_checked_through_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No daemon is called, because there are none."""
+    cluster = build_cluster(
+        engine="slurm", slurm={"runtime": "plain", "command": "/opt/lab"}, storage={"home": "/home/{username}"}
+    )
+    bare = cluster.model_copy(update={"nodes": tuple(node.model_copy(update={"docker": ""}) for node in cluster.nodes)})
+
+    async def look(_: ClusterSettings) -> SlurmFacts:
+        return FACTS
+
+    monkeypatch.setattr(slurm_queries, "read_slurm_facts", look)
+    monkeypatch.setattr(diagnosis, "read_head_facts", lambda *_: HeadFacts(now=datetime.now(UTC), jupyterhub="6.1.1"))
+    (rig1, findings), (rig2, missing) = await diagnosis.diagnose(bare, Paths("ghnone"), ["rig1", "rig2"])
+    assert (rig1, rig2) == ("rig1", "rig2")
+    assert [finding.check for finding in findings] == ["slurmd", "gres"]
+    assert levels(missing) == {"slurm": Severity.FAILED}
+
+
+def test_slurmrestd_is_checked_by_its_answers() -> None:
+    """The head node needs neither commands nor munge then."""
+    rest = SlurmSettings(api="rest", rest_url="http://127.0.0.1:6820", rest_key=Path("/etc/slurm/jwt.key"))
+    assert levels(check_slurm(SlurmFacts(site=SITE), rest)) == {}
+    silent = list(check_slurm(SlurmFacts(trouble="slurmrestd does not answer"), rest))
+    assert [(finding.value, "http://127.0.0.1:6820" in finding.advice) for finding in silent] == [
+        ("slurmrestd does not answer", True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("host", "check", "level"),
+    [
+        ({"gpus": CARDS[:2]}, "gres", Severity.FAILED),
+        ({"gpus": CARDS[:1] * 3}, "gres", Severity.FAILED),
+        ({"gpus": ()}, "gres", Severity.WARNING),
+        ({"gpus": (CARDS[0], CARDS[2], CARDS[1])}, "gres", Severity.WARNING),
+        ({"slurm_devices": "no"}, "devices", Severity.WARNING),
+        ({"slurm_devices": "unknown"}, "devices", Severity.WARNING),
+        ({"epilog": "missing"}, "epilog", Severity.FAILED),
+        ({"epilog": "refused"}, "epilog", Severity.FAILED),
+        ({"epilog": "other"}, "epilog", Severity.WARNING),
+        ({"epilog": ""}, "epilog", Severity.WARNING),
+        ({"accounts": {"ada": 1002, "ben": 20000}}, "users", Severity.FAILED),
+        ({"accounts": {"ada": 1001}}, "users", Severity.WARNING),
+    ],
+)
+def test_each_problem_of_a_node(host: dict[str, object], check: str, level: Severity) -> None:
+    assert levels(at_node(host=replace(HOST, **host))) == {check: level}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("node", "check", "level"),
+    [
+        ({"name": "sx1"}, "slurm", Severity.FAILED),
+        ({"state": "drained", "takes_work": False, "reason": "fans"}, "slurmd", Severity.WARNING),
+        ({"gpus": {"": 3}}, "gres", Severity.WARNING),
+    ],
+)
+def test_each_problem_that_slurm_reports_of_a_node(node: dict[str, object], check: str, level: Severity) -> None:
+    site = replace(SITE, nodes=(replace(RIG1, **node),))  # type: ignore[arg-type]
+    assert levels(at_node(replace(FACTS, site=site))) == {check: level}
+
+
+def test_gpus_of_slurm_and_of_the_driver_are_compared() -> None:
+    fewer = next(finding for finding in at_node(host=replace(HOST, gpus=CARDS[1:])) if finding.check == "gres")
+    assert fewer.value == "Slurm has 1 × rtx5060, 2 × rtx5090, and the driver 1 × rtx5060, 1 × rtx5090"
+
+
+def test_a_slurmd_of_another_release_is_reported() -> None:
+    assert levels(at_node(replace(FACTS, slurmds={"rig1": "21.08.8"}))) == {"slurmd": Severity.WARNING}
+
+
+def test_without_a_site_nodes_are_not_checked() -> None:
+    """The head node's findings have the reason."""
+    assert at_node(SlurmFacts(trouble="silent")) == []
+
+
+def test_slurms_answers_are_parsed() -> None:
+    """The first of two equal keys counts, because later sections are of other files."""
+    assert FACTS.epilog == "/etc/slurm/gpuhub-epilog.sh"
+    assert parse_config(CONFIG)["taskplugin"] == "task/cgroup,task/affinity"
+    assert parse_clock(CONFIG) == 1795292400.0
+    assert parse_clock("Configuration data as of 2026-11-21T20:00:00") is None
+    assert SlurmFacts(config={"authinfo": "ttl=60,socket=/run/m.socket"}).munge_socket == "/run/m.socket"
+    assert FACTS.munge_socket == ""
+    assert parse_slurmds("rig1 22.05.8\nrig2 N/A\n\nrig3 23.11.4 x\n") == {"rig1": "22.05.8"}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("epilog", "mode", "expected"),
+    [
+        ("docker rm --filter label=gpuhub.slurm-job", 0o755, "ok"),
+        ("true", 0o755, "other"),
+        ("gpuhub", 0o644, "refused"),
+    ],
+)
+def test_the_probe_checks_slurms_files(tmp_path: Path, epilog: str, mode: int, expected: str) -> None:
+    """The script itself, on files as a node has them."""
+    file = tmp_path / "epilog.sh"
+    file.write_text(f"#!/bin/sh\n{epilog}\n")
+    file.chmod(mode)
+    (tmp_path / "cgroup.conf").write_text("# ConstrainDevices=yes\n  constraindevices = YES\n")
+    assert probe(tmp_path, file) == ("yes", expected)
+    (tmp_path / "cgroup.conf").write_text("#ConstrainDevices=yes\nConstrainDevices=no\n")
+    assert probe(tmp_path, tmp_path / "gone") == ("no", "missing")
+    (tmp_path / "cgroup.conf").unlink()
+    assert probe(tmp_path, file) == ("unknown", expected)
+
+
+def probe(folder: Path, epilog: Path) -> tuple[str, str]:
+    paths = {"slurm": str(folder), "epilog": str(epilog)}
+    words = build_script_arguments(
+        docker_root="/var/lib/docker", head="127.0.0.1", addresses=(), accounts=(), slurm=paths
+    )
+    done = subprocess.run(
+        ["sh", "-c", read_probe_script(), "probe", *words], check=True, capture_output=True, text=True
+    )
+    facts = parse_probe(done.stdout)
+    return facts.slurm_devices, facts.epilog
+
+
+def test_a_path_with_special_characters_is_skipped() -> None:
+    """slurm.conf may have a pattern or any other text there."""
+    paths = {"slurm": "/etc/slurm", "epilog": "/etc/epilog.d/*; id"}
+    words = build_script_arguments(docker_root="/d", head="127.0.0.1", addresses=(), accounts=(), slurm=paths)
+    assert words == ["/d", "127.0.0.1", "slurm:/etc/slurm"]

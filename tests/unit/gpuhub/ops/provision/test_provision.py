@@ -1,0 +1,476 @@
+"""Adding and removing a node: the changes, and the scripts that are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import ssl
+import stat
+import subprocess
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import requests
+from cryptography import x509
+
+from gpuhub.broker_api.client import AsyncBrokerClient
+from gpuhub.cli import main
+from gpuhub.cli.console import AdminConsole
+from gpuhub.common.errors import Conflict, InvalidRequest, NotFound, SettingsError, SetupError
+from gpuhub.common.paths import Paths
+from gpuhub.config import settings
+from gpuhub.config.settings import NodeSettings
+from gpuhub.docker import ssh
+from gpuhub.docker.client import translate_docker_error
+from gpuhub.docker.ssh import SshFiles
+from gpuhub.ops.doctor.node_facts import build_script_arguments
+from gpuhub.ops.provision import (
+    cluster_file,
+    daemon_tls,
+    node_join,
+    ssh_keys,
+)
+from gpuhub.ops.provision.node_removal import RemovalRequest, drain_node, find_removable_node
+from gpuhub.ops.provision.ssh_keys import HostKey
+from gpuhub.ops.provision.ssh_session import SshTarget, build_ssh_url, parse_resolved, parse_target, suggest_name
+from tests.support.broker_calls import ask, run_notebook
+from tests.support.brokers import Running, Setting, asgi_broker
+from tests.support.simulated import build_cluster, wait_until
+
+EXAMPLE = Path(__file__).parents[5] / "cluster.example.toml"
+GOLDEN = Path(__file__).with_name("golden")
+PUBLIC = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIK gpuhub@head"
+RIG4 = NodeSettings(name="rig4", address="192.168.1.24", docker="ssh://me@192.168.1.24")
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+
+
+# -- what is named ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("ssh://me@rig2", SshTarget(host="rig2", user="me")),
+        ("ssh://rig2.lan", SshTarget(host="rig2.lan")),
+        ("ssh://me@192.168.1.22:2222/", SshTarget(host="192.168.1.22", user="me", port=2222)),
+        ("ssh://me@[fd00::2]", SshTarget(host="fd00::2", user="me")),
+    ],
+)
+def test_targets_are_parsed(text: str, target: SshTarget) -> None:
+    assert parse_target(text) == target
+    assert target.arguments()[-2:] == ["--", target.host]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "me@rig2",
+        "tcp://rig2:2376",
+        "ssh://",
+        "ssh://-oProxyCommand=id@rig2",
+        "ssh://me@-rig2",
+        "ssh://me@rig2;id",
+        "ssh://me:secret@rig2",
+        "ssh://me@rig2/var",
+        "ssh://me@rig2:99999",
+        "ssh://$(id)@rig2",
+    ],
+)
+def test_other_targets_are_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="write such as ssh://me@rig2"):
+        parse_target(text)
+
+
+def test_resolved_targets_are_parsed() -> None:
+    """The administrator's settings of ssh count: another port, another name, a machine in between."""
+    resolved = parse_resolved(
+        "user me\nhostname 192.168.1.22\nport 2222\nproxyjump none\n"
+        "userknownhostsfile ~/.ssh/known_hosts ~/.ssh/known_hosts2\nglobalknownhostsfile /etc/ssh/ssh_known_hosts\n"
+    )
+    assert (resolved.host, resolved.user, resolved.port, resolved.jump) == ("192.168.1.22", "me", 2222, None)
+    assert resolved.known_hosts == ("~/.ssh/known_hosts", "~/.ssh/known_hosts2", "/etc/ssh/ssh_known_hosts")
+    assert parse_resolved("user me\nhostname x\nport 22\nproxyjump gate\n").jump == "gate"
+
+
+@pytest.mark.parametrize(
+    ("host", "taken", "name"),
+    [
+        ("Rig2.lan", (), "rig2"),
+        ("rig2", ("rig2",), "rig1"),
+        ("192.168.1.22", ("rig1", "rig2"), "rig3"),
+        ("x_y", (), "rig1"),
+    ],
+)
+def test_names_for_nodes(host: str, taken: tuple[str, ...], name: str) -> None:
+    assert suggest_name(SshTarget(host=host), taken) == name
+
+
+def test_addresses_for_ssh() -> None:
+    assert build_ssh_url("me", "192.168.1.22", 22) == "ssh://me@192.168.1.22"
+    assert build_ssh_url("me", "fd00::2", 2222) == "ssh://me@[fd00::2]:2222"
+
+
+def test_a_name_and_an_address_belong_to_one_node() -> None:
+    """A second name for an address and a second address for a name are refused."""
+    cluster = build_cluster()
+    first = cluster.nodes[0]
+    assert node_join._find_existing_node(cluster, None, first.address) == first
+    assert node_join._find_existing_node(cluster, first.name, first.address) == first
+    assert node_join._find_existing_node(cluster, "rig9", "192.0.2.9") is None
+    for name, address in ((first.name, "192.0.2.9"), ("rig9", first.address)):
+        with pytest.raises(InvalidRequest, match="a name and an address belong to one node"):
+            node_join._find_existing_node(cluster, name, address)
+
+
+# -- host keys and our own ---------------------------------------------------------------------------------------------
+
+
+def test_host_keys_are_compared() -> None:
+    """A known key is accepted, a machine without known keys needs a question, and a changed key is refused."""
+    shown = ssh_keys.parse_keys(
+        "# rig2:22 SSH-2.0\nrig2 ssh-ed25519 AAAA\nrig2 ssh-rsa BBBB\n@revoked rig2 ssh-rsa CCCC\n"
+    )
+    assert shown == [HostKey("ssh-ed25519", "AAAA"), HostKey("ssh-rsa", "BBBB")]
+    assert not ssh_keys.is_known(shown, [], "rig2")
+    assert ssh_keys.is_known(shown, [HostKey("ssh-rsa", "BBBB")], "rig2")
+    with pytest.raises(SetupError, match="another host key than before"):
+        ssh_keys.is_known(shown, [HostKey("ssh-rsa", "DDDD")], "rig2")
+    assert ssh_keys.format_known_hosts("gpuhub-rig2", shown[:1]) == "gpuhub-rig2 ssh-ed25519 AAAA\n"
+
+
+@pytest.mark.process
+def test_fingerprints_are_as_ssh_shows_them(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", file], check=True)
+    shown = subprocess.run(["ssh-keygen", "-lf", file], check=True, capture_output=True, text=True).stdout
+    kind, blob = file.with_suffix(".pub").read_text().split()[:2]
+    assert HostKey(kind, blob).fingerprint == shown.split()[1]
+
+
+@pytest.mark.process
+def test_the_key_is_made_once_and_only_root_can_read_it(tmp_path: Path) -> None:
+    files = SshFiles(tmp_path / "ssh")
+    public = ssh_keys.ensure_key(files, "gpuhub")
+    assert public.split()[0] == "ssh-ed25519"
+    assert public.split()[2].startswith("gpuhub@")
+    files.key.chmod(0o644)
+    assert ssh_keys.ensure_key(files, "gpuhub") == public
+    assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
+    assert stat.S_IMODE(files.folder.stat().st_mode) == 0o700
+
+
+def test_ssh_uses_gpuhubs_key_only_for_added_nodes(tmp_path: Path) -> None:
+    """For others it uses root's keys."""
+    files = SshFiles(tmp_path)
+    assert files.options("rig2") == []
+    files.known_hosts("rig2").write_text("gpuhub-rig2 ssh-ed25519 AAAA\n")
+    command = ssh.build_tunnel_command("ssh://me@rig2", tmp_path / "rig2.sock", files.options("rig2"))
+    assert command[-2:] == ["--", "rig2"]
+    assert command[command.index("-i") + 1] == str(files.key)
+    assert {"StrictHostKeyChecking=yes", "IdentitiesOnly=yes", "HostKeyAlias=gpuhub-rig2"} <= set(command)
+    assert files.options("rig3") == []
+
+
+def change(home: Path, *, is_authorized: bool) -> str:
+    words = ssh_keys.build_script_arguments(PUBLIC, is_authorized=is_authorized)
+    subprocess.run(
+        ["sh", "-s", "--", *words],
+        input=ssh_keys.AUTHORIZED_KEYS_SCRIPT,
+        check=True,
+        text=True,
+        env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
+    )
+    return (home / ".ssh/authorized_keys").read_text()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("before", [None, "", "ssh-ed25519 OTHER me@laptop\n", "# mine\nssh-ed25519 OTHER me@laptop"])
+def test_the_key_is_authorized_and_removed(tmp_path: Path, before: str | None) -> None:
+    """Other keys stay; a repetition changes nothing; an older line of the same key is replaced."""
+    folder = tmp_path / ".ssh"
+    if before is not None:
+        folder.mkdir()
+        (folder / "authorized_keys").write_text(before)
+    first = change(tmp_path, is_authorized=True)
+    assert first.endswith(f"{ssh_keys.RESTRICTIONS} {PUBLIC}\n")
+    assert first.startswith(before or "")
+    (folder / "authorized_keys").write_text(first.replace("restrict,", ""))
+    assert change(tmp_path, is_authorized=True) == first
+    assert stat.S_IMODE((folder / "authorized_keys").stat().st_mode) in {0o600, 0o644}
+    assert change(tmp_path, is_authorized=False).strip() == (before or "").strip()
+    assert [file.name for file in folder.iterdir()] == ["authorized_keys"]
+
+
+def test_scripts_equal_the_golden_file() -> None:
+    """Scripts are constants; arguments have no meaning to a shell, and PEM is data."""
+    words = build_script_arguments(
+        docker_root="/srv/docker",
+        head="192.168.1.20",
+        addresses=[("192.168.1.20", 8081), ("nas.lan", 2049)],
+        accounts=["ada"],
+    )
+    made = daemon_tls.NodeCertificates(
+        authority=b"AUTHORITY\n",
+        server=b"SERVER\n",
+        server_key=b"SERVER KEY\n",
+        client=b"CLIENT\n",
+        client_key=b"CLIENT KEY\n",
+    )
+    started = "{ path=/usr/bin/dockerd ; argv[]=/usr/bin/dockerd -H fd:// $OPTIONS ; ignore_errors=no ; pid=1 }"
+    parts = [
+        "probe " + " ".join(words),
+        "let in " + " ".join(ssh_keys.build_script_arguments(PUBLIC, is_authorized=True)),
+        "take out " + " ".join(ssh_keys.build_script_arguments(PUBLIC, is_authorized=False)),
+        ssh_keys.AUTHORIZED_KEYS_SCRIPT,
+        daemon_tls.build_files_script(made),
+        daemon_tls.build_drop_in_script(daemon_tls.build_drop_in(started, "192.168.1.24")),
+        daemon_tls.RESTART_SCRIPT,
+        daemon_tls.REMOVE_SCRIPT,
+    ]
+    sent = "\n----\n".join(parts)
+    assert sent == (GOLDEN / "sent.txt").read_text()
+    assert "CLIENT" not in sent
+
+
+# -- TLS ----------------------------------------------------------------------------------------------------------------
+
+
+def test_options_replace_earlier_ones() -> None:
+    """The rest of the daemon's command stays."""
+    first = daemon_tls.build_drop_in("{ path=/d ; argv[]=/usr/sbin/dockerd -H fd:// ; x=y }", "192.168.1.24")
+    line = next(line for line in first.splitlines() if line.startswith("ExecStart=/"))
+    command = line.removeprefix("ExecStart=")
+    again = daemon_tls.build_drop_in(f"{{ path=/d ; argv[]={command} ; x=y }}", "fd00::24")
+    assert again.count("--tlsverify") == 1
+    assert "-H tcp://[fd00::24]:2376 --tlsverify" in again
+    assert "/usr/sbin/dockerd -H fd:// -H" in again
+    with pytest.raises(SetupError, match="start dockerd there with these additional options"):
+        daemon_tls.build_drop_in("", "192.168.1.24")
+
+
+def test_certificates_are_for_one_side_and_one_node(tmp_path: Path) -> None:
+    """A node's certificate opens no daemon; only root can read the files; a valid one is kept."""
+    made = daemon_tls.make_certificates("rig4", "192.168.1.24", NOW)
+    server, client = (x509.load_pem_x509_certificate(pem) for pem in (made.server, made.client))
+    purposes = [
+        [purpose._name for purpose in certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value]
+        for certificate in (server, client)
+    ]
+    assert purposes == [["serverAuth"], ["clientAuth"]]
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [str(name.value) for name in names] == ["192.168.1.24", "rig4"]
+    assert b"PRIVATE" not in made.authority + made.server + made.client
+    files = settings.DockerTlsFiles(
+        **{name: tmp_path / "docker/rig4" / f"{name}.pem" for name in ("ca", "cert", "key")}
+    )
+    assert not daemon_tls.are_certificates_valid(files, "192.168.1.24", NOW, margin=timedelta(days=30))
+    daemon_tls.store_certificates(files, made)
+    daemon_tls.store_certificates(files, made)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files.key.parent.iterdir()} == {0o600}
+    assert daemon_tls.are_certificates_valid(files, "192.168.1.24", NOW, margin=timedelta(days=30))
+    assert not daemon_tls.are_certificates_valid(files, "203.0.113.4", NOW, margin=timedelta(days=30))
+    assert not daemon_tls.are_certificates_valid(
+        files, "192.168.1.24", NOW + daemon_tls.LIFETIME, margin=timedelta(days=30)
+    )
+    ssl.create_default_context(cafile=str(files.ca)).load_cert_chain(files.cert, files.key)
+    daemon_tls.remove_certificates(files)
+    assert not files.ca.exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning"),
+    [
+        (
+            "certificate verify failed: certificate has expired (_ssl.c:1)",
+            "has expired: `gpuhub node add --tls` renews it",
+        ),
+        ("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate in chain", "not of the authority in tls.ca"),
+        ("certificate verify failed: IP address mismatch", "is for another address"),
+        ("[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert", "requires a certificate"),
+        ("[SSL: SSLV3_ALERT_BAD_CERTIFICATE] sslv3 alert bad certificate", "does not accept tls.cert"),
+        ("[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca", "trusts another authority"),
+    ],
+)
+def test_a_refused_certificate_is_not_an_unreachable_node(said: str, meaning: str) -> None:
+    error = translate_docker_error("rig3", requests.exceptions.SSLError(said))
+    assert str(error).startswith("node rig3: unauthenticated: ")
+    assert meaning in str(error)
+    assert error.code == "node-unreachable"
+
+
+def test_a_reset_connection_with_tls_may_be_a_refusal() -> None:
+    """With TLS 1.3 the refusal may get lost; without TLS nothing was refused."""
+    reset = requests.exceptions.ConnectionError(
+        "('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))"
+    )
+    assert "unauthenticated" in str(translate_docker_error("rig3", reset, is_tls=True))
+    assert str(translate_docker_error("rig3", reset)) == "node rig3: its Docker daemon cannot be reached"
+
+
+# -- cluster.toml --------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_is_added_below_the_others_and_removed(tmp_path: Path) -> None:
+    """Comments and order stay, and the only difference is the new table before the next heading."""
+    before = EXAMPLE.read_text()
+    after = cluster_file.put_node(before, RIG4)
+    assert [line for line in after.splitlines() if line not in before.splitlines()] == [
+        'name = "rig4"',
+        'address = "192.168.1.24"',
+        'docker = "ssh://me@192.168.1.24"',
+    ]
+    assert after.index('name = "rig3"') < after.index('name = "rig4"') < after.index("# ── Profiles")
+    assert cluster_file.put_node(after, RIG4) == after
+    assert cluster_file.remove_node(after, "rig4") == before
+    assert [node.name for node in cluster_file.check_text(after, tmp_path / "cluster.toml").nodes] == [
+        "rig1", "rig2", "rig3", "rig4",
+    ]  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text", ['[[nodes]]\nname = "a"\n[users]\nallowed = ["x"]\n', '[users]\nx = 1\n[[nodes]]\nname = "a"']
+)
+def test_files_without_comments_or_an_end(text: str) -> None:
+    after = cluster_file.put_node(text, RIG4)
+    assert settings.tomllib.loads(after)["nodes"][1]["name"] == "rig4"
+    taken = cluster_file.remove_node(after, "rig4")
+    assert settings.tomllib.loads(taken) == settings.tomllib.loads(text)
+
+
+def test_a_nodes_docker_address_is_changed_in_place() -> None:
+    """From SSH to TLS and back; its other keys stay."""
+    before = EXAMPLE.read_text()
+    files = settings.DockerTlsFiles(ca=Path("/c/ca.pem"), cert=Path("/c/cert.pem"), key=Path("/c/key.pem"))
+    over_tls = NodeSettings(name="rig2", address="192.168.1.22", docker="tcp://192.168.1.22:2376", tls=files)
+    after = cluster_file.put_node(before, over_tls)
+    node = settings.tomllib.loads(after)["nodes"][1]
+    assert node["tls"] == {"ca": "/c/ca.pem", "cert": "/c/cert.pem", "key": "/c/key.pem"}
+    assert node["gpus"] == [{"model": "RTX 5070", "memory": "12G"}]
+    back = NodeSettings(name="rig2", address="192.168.1.22", docker="ssh://gpuhub@192.168.1.22")
+    assert cluster_file.put_node(after, back) == before
+
+
+def test_removing_a_node_in_the_middle_and_an_unknown_one() -> None:
+    before = EXAMPLE.read_text()
+    nodes = settings.tomllib.loads(cluster_file.remove_node(before, "rig2"))["nodes"]
+    assert [node["name"] for node in nodes] == ["rig1", "rig3"]
+    with pytest.raises(NotFound, match="no node 'rig9'"):
+        cluster_file.remove_node(before, "rig9")
+
+
+def test_invalid_settings_are_never_written(tmp_path: Path) -> None:
+    """The error names the file itself; valid settings replace the whole file, and a copy is kept."""
+    file = tmp_path / "cluster.toml"
+    file.write_text(EXAMPLE.read_text())
+    file.chmod(0o640)
+    twice = cluster_file.put_node(EXAMPLE.read_text(), RIG4.model_copy(update={"address": "192.168.1.22"}))
+    with pytest.raises(SettingsError, match=rf"{file}: nodes: address = '192.168.1.22' occurs 2 times"):
+        cluster_file.check_text(twice, file)
+    before = cluster_file.replace_file(file, cluster_file.put_node(EXAMPLE.read_text(), RIG4))
+    assert before.read_text() == EXAMPLE.read_text()
+    assert "rig4" in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cluster.toml", "cluster.toml.before"]
+
+
+# -- leaving -------------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_that_others_need_cannot_be_removed() -> None:
+    cluster = build_cluster()
+    assert find_removable_node(cluster, "rig2") == cluster.nodes[1]
+    with pytest.raises(InvalidRequest, match="the first node and manages the Swarm"):
+        find_removable_node(cluster, "rig1")
+    with pytest.raises(NotFound, match="there are rig1, rig2, rig3"):
+        find_removable_node(cluster, "rig9")
+    with pytest.raises(InvalidRequest, match="the only node"):
+        find_removable_node(cluster.model_copy(update={"nodes": cluster.nodes[:1]}), "rig1")
+
+
+@pytest.fixture
+async def running(tmp_path: Path) -> AsyncIterator[Running]:
+    async with asgi_broker(Setting(tmp_path, cluster=build_cluster())) as running:
+        yield running
+
+
+async def test_leases_keep_a_node_unless_forced(running: Running, tmp_path: Path) -> None:
+    """They are shown and nothing is changed; with force they end, and the node takes nothing new."""
+    container = await run_notebook(running, await ask(running, "ada"))
+    client = AsyncBrokerClient(running.url, "own-token", transport=running.transport, patience_s=0)
+    (held,) = await client.leases()
+    node = next(node for node in build_cluster().nodes if node.name in held.nodes)
+    output = io.StringIO()
+
+    async def states() -> set[str]:
+        return {view.state.value for view in await client.nodes()}
+
+    async def stop_as_the_hub_does() -> None:
+        await asyncio.to_thread(wait_until, lambda: running.setting.hub.stopped == [("ada", "")], "the hub is asked")
+        running.setting.nodes[node.name].containers.pop(container)
+
+    try:
+        request = RemovalRequest(name=node.name, cluster_file=tmp_path / "cluster.toml", yes=True)
+        with pytest.raises(Conflict, match=f"gpuhub node drain {node.name}"):
+            await drain_node(request, node, client, AdminConsole(output))
+        assert "ada" in output.getvalue()
+        with pytest.raises(InvalidRequest, match="no terminal to confirm it"):
+            await drain_node(replace(request, force=True, yes=False), node, client, AdminConsole(output, io.StringIO()))
+        assert await states() == {"up"}
+        forced = replace(request, force=True)
+        await asyncio.gather(drain_node(forced, node, client, AdminConsole(output)), stop_as_the_hub_does())
+        assert await client.leases() == []
+        assert await states() == {"up", "draining"}
+    finally:
+        await client.close()
+
+
+@pytest.fixture
+def root_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the commands take this process for root's: nothing here needs root's rights."""
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("root_user")
+def test_a_node_that_does_not_answer_needs_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is removed from the file, nothing is changed on it, and the output has a note."""
+    monkeypatch.setattr(Paths, "state", property(lambda self: tmp_path / "state"))
+    monkeypatch.setattr(Paths, "run", property(lambda self: tmp_path / "run"))
+    file = tmp_path / "cluster.toml"
+    text = EXAMPLE.read_text().replace("ssh://gpuhub@192.168.1.22", "ssh://gpuhub@127.0.0.1:1")
+    file.write_text(text)
+    line = ["node", "remove", "rig2", "--yes", "--cluster-file", str(file), "--instance", "ghnone"]
+    with pytest.raises(SystemExit):
+        main.main(line)
+    assert "With --force it is removed from cluster.toml" in capsys.readouterr().err
+    assert file.read_text() == text
+    main.main([*line, "--force"])
+    assert "nothing was undone on rig2" in capsys.readouterr().out
+    assert [node.name for node in settings.load(file).nodes] == ["rig1", "rig3"]
+
+
+# -- the command line ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("root_user")
+def test_the_error_of_a_missing_cluster_file_has_a_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["node", "add", "ssh://me@rig2", "--cluster-file", str(tmp_path / "cluster.toml")])
+    assert ended.value.code == 1
+    assert "copy cluster.example.toml to it" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("root_user")
+def test_the_firewall_of_an_unknown_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["node", "firewall", "rig9", "--cluster-file", str(EXAMPLE)])
+    assert "there is no node 'rig9'; there are rig1, rig2, rig3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main.main(["doctor", "rig9", "--cluster-file", str(EXAMPLE), "--instance", "ghnone"])
+    assert "there is no node 'rig9'" in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""What is asked of Slurm for a notebook, and what its answers mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpuhub.broker_api.schemas import LeaseRequest
+from gpuhub.common.errors import Conflict
+from gpuhub.config.identity import UserIdentity
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.slurm_client.models import (
+    SlurmJob,
+    SlurmJobState,
+    SlurmNode,
+    SlurmPartition,
+    SlurmSite,
+    SlurmSnapshot,
+    SlurmSubmission,
+    Submitter,
+)
+from gpuhub.spawners.slurm import request
+from tests.support.fake_broker import FakeBroker
+
+ADA = UserIdentity(name="ada", uid=61001, gid=61001, groups=(2000,), group_names=("ada", "lab"))
+NODES = (
+    SlurmNode(name="sx1", state="idle", takes_work=True, gpus={"rtx5090": 1}),
+    SlurmNode(name="sx2", state="idle", takes_work=True, gpus={"rtx5070": 1}),
+    SlurmNode(name="stranger", state="idle", takes_work=True, gpus={"rtx5090": 8}),
+)
+LIMITED = SlurmSite(
+    version=(22, 5, 8),
+    cluster="c",
+    partitions=(
+        SlurmPartition(name="gpu", max_time_s=86400),
+        SlurmPartition(name="all", is_default=True, max_time_s=3600),
+    ),
+    nodes=NODES,
+    has_accounting=False,
+)
+
+
+def cluster(**profile: Any) -> ClusterSettings:
+    return ClusterSettings.model_validate(
+        {
+            "engine": "slurm",
+            "nodes": [
+                {
+                    "name": f"rig{number}",
+                    "slurm": f"sx{number}",
+                    "address": f"10.0.0.{number}",
+                    "docker": f"ssh://rig{number}",
+                    "gpus": [{"model": model, "memory": "8G"}],
+                }
+                for number, model in ((1, "RTX 5090"), (2, "RTX 5070"))
+            ],
+            "profiles": [{"name": "p", "title": "P", "gpu_model": "RTX 5090"} | profile],
+            "users": {"allowed": ["ada"]},
+            "slurm": {"runtime": "plain", "command": "/opt/bin/jupyterhub-singleuser", "account": "lab"},
+        }
+    )
+
+
+async def ask(of: ClusterSettings) -> SlurmSubmission:
+    broker = FakeBroker(of)
+    lease = await broker.request_lease(LeaseRequest(profile="p", key="nb-1234567890", owner="ada"))
+    return request.build_notebook_submission(
+        lease,
+        of.profiles[0],
+        ADA,
+        cluster=of,
+        view=await broker.cluster(),
+        look=SlurmSnapshot(jobs=(), nodes=NODES),
+        site=LIMITED,
+        name="gh-lease-l1",
+    )
+
+
+async def test_a_notebook_asks_for_what_its_profile_says() -> None:
+    asked = await ask(cluster(cpus=1.5, memory="3GiB", time_limit="30m", partition="gpu"))
+    assert asked.submitter == Submitter(name="ada", uid=61001, gid=61001, groups=(2000,))
+    assert (asked.name, asked.nodes, asked.gpus_per_node, asked.gpu_type) == ("gh-lease-l1", 1, 1, "rtx5090")
+    assert (asked.cpus, asked.memory_mib, asked.time_limit_s) == (2, 3072, 1920)
+    assert (asked.partition, asked.account, asked.qos) == ("gpu", "lab", None)
+    # gpuhub knows no address of it.
+    assert "stranger" in asked.exclude
+
+
+async def test_a_limit_is_not_beyond_the_partitions() -> None:
+    assert (await ask(cluster(time_limit="1h"))).time_limit_s == 3600
+    assert (await ask(cluster())).time_limit_s is None
+
+
+async def test_a_notebook_without_a_gpu_asks_for_none() -> None:
+    asked = await ask(cluster(gpu_count=0, gpu_model=None))
+    assert (asked.gpus_per_node, asked.gpu_type) == (0, None)
+
+
+async def test_what_no_node_has_is_refused() -> None:
+    of = cluster()
+    profile = of.profiles[0].model_copy(update={"gpu_model": None, "gpu_memory": 1024**4})
+    with pytest.raises(Conflict, match="choose another profile"):
+        await ask(of.model_copy(update={"profiles": (profile,)}))
+
+
+def job(**changes: Any) -> SlurmJob:
+    values: dict[str, Any] = {"id": 7, "name": "gh-lease-l1", "user_id": 61001, "state": SlurmJobState.RUNNING}
+    return SlurmJob(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        (job(), None),
+        (job(state=SlurmJobState.PENDING), None),
+        (job(state=SlurmJobState.SUSPENDED), None),
+        (job(is_completing=True), 1),
+        (job(state=SlurmJobState.COMPLETING), 1),
+        (job(state=SlurmJobState.COMPLETED), 0),
+        (job(state=SlurmJobState.NODE_FAIL), 1),
+        (job(state=SlurmJobState.CANCELLED), 1),
+        (None, 0),
+    ],
+)
+def test_only_a_live_job_goes_on(found: SlurmJob | None, code: int | None) -> None:
+    assert request.compute_exit_code(found) == code

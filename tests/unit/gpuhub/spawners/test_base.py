@@ -1,0 +1,53 @@
+"""Events of a start."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from gpuhub.spawners.base import MAX_EVENTS, ProgressLog
+
+
+async def collect(log: ProgressLog) -> list[dict[str, Any]]:
+    return [event async for event in log.follow()]
+
+
+async def test_who_looks_later_sees_the_same() -> None:
+    """A page that is opened later gets the earlier events and then the new ones."""
+    log = ProgressLog()
+    early = asyncio.create_task(collect(log))
+    log.add("one", percent=1)
+    await asyncio.sleep(0)
+    late = asyncio.create_task(collect(log))
+    await asyncio.sleep(0)
+    log.add("two", percent=2)
+    log.close()
+    assert [event["message"] for event in await early] == ["one", "two"]
+    assert await early == await late
+
+
+async def test_the_same_said_again_is_no_event() -> None:
+    """A long poll without news adds no event."""
+    log = ProgressLog()
+    for _ in range(3):
+        log.add("waiting", percent=5)
+    log.close()
+    assert len(await collect(log)) == 1
+
+
+async def test_messages_are_escaped_and_additions_are_not() -> None:
+    """JupyterHub shows the HTML as it comes."""
+    log = ProgressLog()
+    log.add("<b>", percent=1, more_html="<button>x</button>")
+    log.close()
+    assert (await collect(log))[0]["html_message"] == "&lt;b&gt;<button>x</button>"
+
+
+async def test_a_long_wait_keeps_the_last_events_only() -> None:
+    """A queue may move for days."""
+    log = ProgressLog()
+    for number in range(MAX_EVENTS * 3):
+        log.add(str(number), percent=1)
+    log.close()
+    messages = [event["message"] for event in await collect(log)]
+    assert messages == [str(number) for number in range(MAX_EVENTS * 2, MAX_EVENTS * 3)]

@@ -1,0 +1,64 @@
+"""What a restarted hub makes of what notebooks answer."""
+
+from __future__ import annotations
+
+import asyncio
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from gpuhub.spawners import recovery
+
+
+class Answer:
+    """Its headers cannot be changed, like those of the client that JupyterHub uses."""
+
+    def __init__(self, version: str) -> None:
+        self.headers = MappingProxyType({"X-JupyterHub-Version": version})
+
+
+class Server:
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    async def wait_up(self) -> Any:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+async def never() -> bool:
+    return False
+
+
+@pytest.mark.parametrize(("version", "left"), [("5.5.1", {"X-JupyterHub-Version": "5.5.1"}), ("nonsense", {})])
+async def test_a_version_that_is_none_is_left_out(version: str, left: dict[str, str]) -> None:
+    """JupyterHub would not start with it."""
+    server = Server(Answer(version))
+    recovery.limit_wait_up(server, never)
+    assert (await server.wait_up()).headers == left
+
+
+async def test_anything_but_an_answer_is_silence() -> None:
+    """JupyterHub drops that one server, instead of giving up its own start."""
+    server = Server(ValueError("no HTTP"))
+    recovery.limit_wait_up(server, never)
+    with pytest.raises(TimeoutError, match="no HTTP"):
+        await server.wait_up()
+
+
+async def test_a_container_that_ends_is_not_waited_for() -> None:
+    """The wait may be days long."""
+
+    class Silent(Server):
+        async def wait_up(self) -> Any:
+            await asyncio.sleep(3600)
+
+    async def over() -> bool:
+        return True
+
+    server = Silent(None)
+    recovery.limit_wait_up(server, over)
+    with pytest.raises(TimeoutError, match="has ended"):
+        await server.wait_up()

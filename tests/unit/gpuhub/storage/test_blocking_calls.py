@@ -1,0 +1,116 @@
+"""Calls that may hang run on separate threads with a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuhub.common.errors import StorageUnavailable
+from gpuhub.storage.blocking_calls import BlockingCallPool
+from tests.support.brokers import until
+
+SILENT = "The disk does not answer"
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """Return an event that hung calls wait for; it is set at the end of the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def ask(patience: BlockingCallPool, work: object, place: str = "disk", limit_s: float = 30) -> object:
+    return await patience.run(place, work, limit_s=limit_s, timeout_message=SILENT)  # type: ignore[arg-type]
+
+
+async def test_a_call_gives_what_it_returns_or_raises() -> None:
+    """The work's own TimeoutError is not taken for the time limit."""
+
+    def fail() -> None:
+        raise TimeoutError("mine")
+
+    patience = BlockingCallPool()
+    assert await ask(patience, lambda: 7) == 7
+    with pytest.raises(TimeoutError, match="mine"):
+        await ask(patience, fail)
+    with pytest.raises(ZeroDivisionError):
+        await ask(patience, lambda: 1 // 0)
+
+
+async def test_a_hung_call_is_given_up_and_the_next_fails_at_once(released: threading.Event) -> None:
+    """Until the hung one returns; other places are not touched."""
+    patience = BlockingCallPool()
+    with pytest.raises(StorageUnavailable, match="does not answer within 1 s"):
+        await ask(patience, released.wait, limit_s=1)
+    began = time.monotonic()
+    with pytest.raises(StorageUnavailable, match="an earlier request to it has not ended"):
+        await ask(patience, lambda: 1)
+    assert time.monotonic() - began < 5
+    assert await ask(patience, lambda: "other", place="another") == "other"
+    assert patience.count_overdue("disk") == 1
+    released.set()
+    await until(lambda: not patience.count_overdue("disk"), "the hung calls end")
+    assert await ask(patience, lambda: 2) == 2
+
+
+async def test_threads_of_a_place_are_few(released: threading.Event) -> None:
+    """Of many calls only the allowed number hangs, all fail in time, and calls that had not begun never run."""
+    begun: list[int] = []
+
+    def hang(number: int) -> None:
+        begun.append(number)
+        released.wait()
+
+    patience = BlockingCallPool(threads=3)
+    calls = [ask(patience, lambda number=number: hang(number), limit_s=1.5) for number in range(20)]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(outcome, StorageUnavailable) for outcome in outcomes)
+    assert len(begun) == patience.count_overdue("disk") == 3
+    released.set()
+    await until(lambda: not patience.count_overdue("disk"), "the hung calls end")
+    await ask(patience, lambda: 1)
+    assert len(begun) == 3
+
+
+async def test_a_start_that_is_stopped_leaves_the_place_usable(released: threading.Event) -> None:
+    """Cancelling does not count as hanging before the deadline."""
+    patience = BlockingCallPool()
+    task = asyncio.ensure_future(ask(patience, released.wait))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await ask(patience, lambda: 3) == 3
+
+
+async def test_a_file_that_blocks_holds_up_nothing_else(tmp_path: Path) -> None:
+    """A real blocking system call: a FIFO without a writer; the loop and asyncio's own threads go on."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    patience = BlockingCallPool()
+    waiting = [asyncio.ensure_future(ask(patience, fifo.read_bytes, limit_s=0.5)) for _ in range(4)]
+    assert await asyncio.to_thread(lambda: "free") == "free"
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {StorageUnavailable}
+    # One writer lets all readers go on, which then read the end.
+    os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+    await until(lambda: not patience.count_overdue("disk"), "the readers end")
+    assert await ask(patience, lambda: 4) == 4
+
+
+def test_a_loop_that_is_gone_does_no_harm(released: threading.Event) -> None:
+    """A call may outlive who waited for it."""
+    patience = BlockingCallPool()
+    with pytest.raises(StorageUnavailable):
+        asyncio.run(ask(patience, released.wait, limit_s=1))  # type: ignore[arg-type]
+    released.set()
+    while patience.count_overdue("disk"):
+        time.sleep(0.01)
+    assert asyncio.run(ask(patience, lambda: 5)) == 5  # type: ignore[arg-type]

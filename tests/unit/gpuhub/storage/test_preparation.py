@@ -1,0 +1,127 @@
+"""What comes before a container: accounts, file servers and homes, none of which may hold up the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuhub.common.errors import NotAllowed, StorageUnavailable
+from gpuhub.config.identity import UserIdentity
+from gpuhub.config.settings import StorageSettings, UserSettings
+from gpuhub.storage import preparation
+from gpuhub.storage.blocking_calls import BlockingCallPool
+from gpuhub.storage.probe import NfsProber
+from tests.support.brokers import until
+from tests.support.rpc_servers import accepted, serving
+
+USERS = UserSettings(allowed=("ada",), uid_first=1_900_000_000)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience = BlockingCallPool()
+    monkeypatch.setattr(preparation, "BLOCKING_CALLS", patience)
+    monkeypatch.setattr(preparation, "PROBER", NfsProber(patience))
+    monkeypatch.setattr(preparation, "find_identity", lambda _users, _state, name: me(name))
+
+
+def me(name: str) -> UserIdentity:
+    return UserIdentity(name=name, uid=os.getuid(), gid=os.getgid(), group_names=(name,))
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """Return an event that hung calls wait for; it is set at the end of the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def nfs(folder: Path, port: int, **more: object) -> StorageSettings:
+    tables = {
+        "home": "nfs://127.0.0.1/home/{username}",
+        "home_create": f"{folder}/homes/{{username}}",
+        "nfs_options": f"nfsvers=4.2,port={port}",
+        "patience": "1s",
+    }
+    return StorageSettings.model_validate(tables | more)
+
+
+async def test_a_user_gets_a_home_when_the_server_answers(tmp_path: Path) -> None:
+    """The home is created if the head node sees homes."""
+    with serving(accepted) as (port, asked):
+        found = await preparation.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")
+    assert (found.name, asked) == ("ada", [4])
+    assert (tmp_path / "homes" / "ada").is_dir()
+
+
+async def test_a_silent_server_is_told_and_nothing_is_made(tmp_path: Path) -> None:
+    """Within patience; the home may well be on that server."""
+    began = time.monotonic()
+    with serving(lambda _xid: None) as (port, _), pytest.raises(StorageUnavailable, match=r"file server 127\.0\.0\.1"):
+        await preparation.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")
+    assert time.monotonic() - began < 10
+    assert sorted(tmp_path.rglob("*")) == []  # noqa: ASYNC240
+
+
+async def test_datasets_count_where_they_are_mounted(tmp_path: Path) -> None:
+    """A courier has none: files are read and written while the datasets' server is away."""
+    with serving(lambda _xid: None) as (port, asked):
+        away = nfs(tmp_path, port, home=f"{tmp_path}/homes/{{username}}", home_create=None)
+        away = away.model_copy(update={"datasets": "nfs://127.0.0.1/data"})
+        await preparation.prepare_user(USERS, away, tmp_path, "ada", datasets=False)
+        assert asked == []
+        with pytest.raises(StorageUnavailable):
+            await preparation.prepare_user(USERS, away, tmp_path, "ada")
+
+
+async def test_a_hung_folder_of_homes_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
+) -> None:
+    """The loop goes on; the next start is refused at once, and when the folder is back all is well."""
+    storage = StorageSettings.model_validate({"home": f"{tmp_path}/homes/{{username}}", "patience": "1s"})
+    monkeypatch.setattr(preparation, "ensure_home", lambda _storage, _identity: released.wait())
+    ticks: list[float] = []
+
+    async def tick() -> None:
+        while True:
+            ticks.append(time.monotonic())
+            await asyncio.sleep(0.02)
+
+    ticking = asyncio.ensure_future(tick())
+    with pytest.raises(StorageUnavailable, match=f"The folder of homes {tmp_path}/homes on the head node does not"):
+        await preparation.prepare_user(USERS, storage, tmp_path, "ada")
+    ticking.cancel()
+    assert len(ticks) > 3
+    with pytest.raises(StorageUnavailable, match="an earlier request to it has not ended"):
+        await preparation.prepare_user(USERS, storage, tmp_path, "ben")
+    released.set()
+    await until(lambda: not preparation.BLOCKING_CALLS.count_overdue(f"{tmp_path}/homes"), "the hung call ends")
+    assert (await preparation.prepare_user(USERS, storage, tmp_path, "ben")).name == "ben"
+
+
+async def test_accounts_that_do_not_answer_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
+) -> None:
+    """A directory service may hang as a disk does."""
+    monkeypatch.setattr(preparation, "find_identity", lambda *_: released.wait())
+    storage = StorageSettings.model_validate({"home": f"{tmp_path}/{{username}}", "patience": "1s"})
+    with pytest.raises(StorageUnavailable, match="accounts"):
+        await preparation.prepare_user(USERS, storage, tmp_path, "ada")
+
+
+async def test_a_refusal_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As itself, also while a server is silent."""
+
+    def refuse(*_: object) -> None:
+        raise NotAllowed("no account")
+
+    monkeypatch.setattr(preparation, "find_identity", refuse)
+    with serving(lambda _xid: None) as (port, _), pytest.raises(NotAllowed, match="no account"):
+        await preparation.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")

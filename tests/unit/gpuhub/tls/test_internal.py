@@ -1,0 +1,267 @@
+"""Who is let in by whom: the certificates that JupyterHub and gpuhub make, in the TLS of the real servers."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import ssl
+import tarfile
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from cryptography import x509
+from jupyterhub.proxy import ConfigurableHTTPProxy
+from jupyterhub.utils import make_ssl_context
+from tornado.netutil import ssl_options_to_context
+from uvicorn.config import create_ssl_context
+
+from gpuhub.common.errors import SetupError
+from gpuhub.tls import internal, notebook_certificate, renewal
+from gpuhub.tls.internal import CertificateFiles, CertificateStore
+
+HEAD, NODE = "10.77.0.1", "10.77.0.11"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> CertificateStore:
+    """As `gpuhub up` makes it."""
+    folder = tmp_path_factory.mktemp("secrets") / "internal"
+    assert renewal.ensure_internal_certificates(folder, HEAD).scope is renewal.RenewalScope.FIRST
+    return CertificateStore(folder)
+
+
+@pytest.fixture(scope="module")
+def notebook(store: CertificateStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root folder of a container of ada's, with her notebook's files."""
+    root = tmp_path_factory.mktemp("ada")
+    issued = notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE)
+    with tarfile.open(fileobj=io.BytesIO(issued.build_archive(1001, 1001))) as archive:
+        archive.extractall(root)
+    return root
+
+
+def inside(root: Path, file: str) -> Path:
+    return root / file.lstrip("/")
+
+
+def serve_notebook(root: Path) -> ssl.SSLContext:
+    """As jupyter_server does with the files that its environment names."""
+    return ssl_options_to_context(
+        {
+            "certfile": str(inside(root, internal.NOTEBOOK_CERTIFICATE)),
+            "keyfile": str(inside(root, internal.NOTEBOOK_KEY)),
+            "ca_certs": str(inside(root, internal.NOTEBOOK_TRUST)),
+            "cert_reqs": ssl.CERT_REQUIRED,
+        },
+        server_side=True,
+    )
+
+
+def serve_hub(store: CertificateStore) -> ssl.SSLContext:
+    """As JupyterHub does."""
+    own = store.files(internal.HUB)
+    trusted = store.bundle(internal.HUB_AUTHORITY)
+    return make_ssl_context(str(own.key), str(own.certificate), str(trusted), purpose=ssl.Purpose.CLIENT_AUTH)
+
+
+def serve_broker(store: CertificateStore) -> ssl.SSLContext:
+    """As uvicorn does with the broker's options."""
+    options = store.broker_options()
+    return create_ssl_context(
+        certfile=options["ssl_certfile"],
+        keyfile=options["ssl_keyfile"],
+        password=None,
+        ssl_version=ssl.PROTOCOL_TLS_SERVER,
+        cert_reqs=options["ssl_cert_reqs"],
+        ca_certs=options["ssl_ca_certs"],
+        ciphers=None,
+    )
+
+
+def client(trusted: Path, own: CertificateFiles | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(trusted))
+    if own is not None:
+        context.load_cert_chain(own.certificate, own.key)
+    return context
+
+
+def of_notebook(root: Path, trusted: str) -> ssl.SSLContext:
+    own = CertificateFiles(inside(root, internal.NOTEBOOK_CERTIFICATE), inside(root, internal.NOTEBOOK_KEY))
+    return client(inside(root, trusted), own)
+
+
+def of_proxy(store: CertificateStore) -> ssl.SSLContext:
+    return client(store.bundle("proxy-targets"), store.files(internal.PROXY_CLIENT))
+
+
+def talk(server: ssl.SSLContext, one: ssl.SSLContext, address: str) -> bytes:
+    """Return the answer over a connection in memory; raise an error of either side."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    there = server.wrap_bio(to_server, to_client, server_side=True)
+    here = one.wrap_bio(to_client, to_server, server_hostname=address)
+    waiting = {here.do_handshake, there.do_handshake}
+    while waiting:
+        for side in list(waiting):
+            try:
+                side()
+                waiting.discard(side)
+            except ssl.SSLWantReadError:
+                continue
+    # With TLS 1.3 a client learns only now whether the server accepts its certificate.
+    there.write(b"hello")
+    return here.read(5)
+
+
+@pytest.mark.process
+def test_whoever_works_together_understands_each_other(store: CertificateStore, notebook: Path) -> None:
+    """Every connection that there is, with the certificates that its two ends use."""
+    assert talk(serve_notebook(notebook), store.build_notebook_context(), NODE) == b"hello"
+    assert talk(serve_notebook(notebook), of_proxy(store), NODE) == b"hello"
+    assert talk(serve_hub(store), of_proxy(store), HEAD) == b"hello"
+    assert talk(serve_hub(store), store.build_hub_context(), HEAD) == b"hello"
+    assert talk(serve_hub(store), of_notebook(notebook, internal.NOTEBOOK_TRUST), HEAD) == b"hello"
+    assert talk(serve_broker(store), of_proxy(store), HEAD) == b"hello"
+    assert talk(serve_broker(store), store.build_broker_context(), HEAD) == b"hello"
+    assert talk(serve_broker(store), of_notebook(notebook, internal.NOTEBOOK_BROKER_TRUST), HEAD) == b"hello"
+
+
+def test_another_users_notebook_is_refused(store: CertificateStore, notebook: Path, tmp_path: Path) -> None:
+    """A notebook's certificate is valid only for connections with hub and broker."""
+    with tarfile.open(
+        fileobj=io.BytesIO(
+            notebook_certificate.issue_notebook_certificate(store.folder, "ben", NODE).build_archive(1002, 1002)
+        )
+    ) as archive:
+        archive.extractall(tmp_path)
+    own = CertificateFiles(inside(tmp_path, internal.NOTEBOOK_CERTIFICATE), inside(tmp_path, internal.NOTEBOOK_KEY))
+    ben = client(store.files(internal.NOTEBOOKS_AUTHORITY).certificate, own)
+    with pytest.raises(ssl.SSLError, match="certificate verify failed"):
+        talk(serve_notebook(notebook), ben, NODE)
+
+
+def test_nobody_is_let_in_without_a_certificate(store: CertificateStore, notebook: Path) -> None:
+    """Neither by a notebook, nor by the hub, nor by the broker."""
+    for server, authority, address in (
+        (serve_notebook(notebook), internal.NOTEBOOKS_AUTHORITY, NODE),
+        (serve_hub(store), internal.HUB_AUTHORITY, HEAD),
+        (serve_broker(store), internal.SERVICES_AUTHORITY, HEAD),
+    ):
+        with pytest.raises(ssl.SSLError, match="peer did not return a certificate"):
+            talk(server, client(store.files(authority).certificate, None), address)
+
+
+def test_a_notebook_cannot_pass_for_hub_broker_or_a_notebook_elsewhere(store: CertificateStore, notebook: Path) -> None:
+    """Clients of hub and broker refuse the certificate, by its authority and by its address."""
+    server = serve_notebook(notebook)
+    for one, address, reason in (
+        (of_notebook(notebook, internal.NOTEBOOK_TRUST), NODE, "unable to get local issuer certificate"),
+        (of_notebook(notebook, internal.NOTEBOOK_BROKER_TRUST), NODE, "unable to get local issuer certificate"),
+        (store.build_broker_context(), NODE, "unable to get local issuer certificate"),
+        (of_proxy(store), HEAD, "IP address mismatch"),
+        (of_proxy(store), "10.77.0.12", "IP address mismatch"),
+    ):
+        with pytest.raises(ssl.SSLCertVerificationError, match=reason):
+            talk(server, one, address)
+
+
+def test_the_proxy_gets_jupyterhubs_own_options_and_trusts_the_broker_too(store: CertificateStore) -> None:
+    """All but the bundle of whom it trusts."""
+    pairs = {name: store.files(name) for name in (internal.PROXY_API, internal.PROXY_CLIENT)}
+    app = SimpleNamespace(
+        internal_proxy_certs={
+            name: {"keyfile": str(pair.key), "certfile": str(pair.certificate)} for name, pair in pairs.items()
+        },
+        internal_trust_bundles={name: str(store.bundle(name)) for name in internal.AUTHORITIES},
+    )
+    theirs = ConfigurableHTTPProxy._get_ssl_options(SimpleNamespace(app=app))
+    targets = theirs.index("--client-ssl-ca") + 1
+    assert theirs[targets] == str(store.folder / "proxy-client-ca_trust.crt")
+    theirs[targets] = str(store.folder / "proxy-targets_trust.crt")
+    assert store.proxy_flags() == theirs
+    assert set(subjects(Path(theirs[targets]))) == {"hub-ca", "notebooks-ca", "services-ca"}
+    assert all(Path(word).is_file() for word in theirs if word.startswith("/"))
+
+
+def subjects(bundle: Path) -> list[str]:
+    return [
+        one.subject.rfc4514_string().removeprefix("CN=") for one in x509.load_pem_x509_certificates(bundle.read_bytes())
+    ]
+
+
+def test_a_notebooks_files_are_its_users_alone(store: CertificateStore) -> None:
+    """Owner and mode of each; nothing else is put into the container."""
+    issued = notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE)
+    with tarfile.open(fileobj=io.BytesIO(issued.build_archive(1001, 1002))) as archive:
+        entries = {f"/{entry.name}": (entry.uid, entry.gid, oct(entry.mode)) for entry in archive}
+    own = (
+        internal.NOTEBOOK_KEY,
+        internal.NOTEBOOK_CERTIFICATE,
+        internal.NOTEBOOK_TRUST,
+        internal.NOTEBOOK_BROKER_TRUST,
+    )
+    assert entries == {
+        "/etc/gpuhub": (0, 0, "0o755"),
+        "/etc/gpuhub/tls": (1001, 1002, "0o500"),
+        **dict.fromkeys(own, (1001, 1002, "0o400")),
+    }
+
+
+def test_a_notebooks_certificate_names_its_node_and_ends_with_its_authority(store: CertificateStore) -> None:
+    """The container has no other files, and every start has a new key."""
+    issued = notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE)
+    certificate = x509.load_pem_x509_certificate(issued.certificate)
+    authority = x509.load_pem_x509_certificate(store.files(internal.NOTEBOOKS_AUTHORITY).certificate.read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [str(name.value) for name in names] == [NODE]
+    assert certificate.not_valid_after_utc == authority.not_valid_after_utc
+    assert certificate.not_valid_before_utc < datetime.now(UTC)
+    assert notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE).key != issued.key
+
+
+def test_missing_certificates_are_told(tmp_path: Path) -> None:
+    """With what makes them."""
+    for use in (
+        CertificateStore(tmp_path).build_broker_context,
+        lambda: notebook_certificate.issue_notebook_certificate(tmp_path, "ada", NODE),
+    ):
+        with pytest.raises(SetupError, match=r"cannot be used .*sudo gpuhub up` creates them"):
+            use()
+
+
+def test_what_was_made_is_left_alone(store: CertificateStore) -> None:
+    """Bringing it up again changes no file."""
+    before = renewal.hash_certificates(store.folder)
+    assert renewal.ensure_internal_certificates(store.folder, HEAD).scope is renewal.RenewalScope.NOTHING
+    assert renewal.hash_certificates(store.folder) == before
+
+
+def test_another_address_gets_other_certificates_of_the_same_authorities(
+    store: CertificateStore, notebook: Path, tmp_path: Path
+) -> None:
+    """So notebooks that run go on."""
+    moved = CertificateStore(tmp_path / "internal")
+    shutil.copytree(store.folder, moved.folder)
+    index = moved.folder / "certipy.json"
+    index.write_text(index.read_text(encoding="utf-8").replace(str(store.folder), str(moved.folder)), encoding="utf-8")
+    done = renewal.ensure_internal_certificates(moved.folder, "10.77.0.2")
+    assert done.reason == "the head node's address is 10.77.0.2 now"
+    assert renewal.hash_certificates(moved.folder) != renewal.hash_certificates(store.folder)
+    assert talk(serve_hub(moved), of_notebook(notebook, internal.NOTEBOOK_TRUST), "10.77.0.2") == b"hello"
+    assert talk(serve_broker(moved), of_notebook(notebook, internal.NOTEBOOK_BROKER_TRUST), "10.77.0.2") == b"hello"
+    assert talk(serve_notebook(notebook), moved.build_notebook_context(), NODE) == b"hello"
+
+
+@pytest.mark.parametrize("harm", ["index", "key"])
+def test_what_a_kill_left_half_made_is_made_anew(store: CertificateStore, tmp_path: Path, harm: str) -> None:
+    """An index cut short, or an authority without its key."""
+    broken = CertificateStore(tmp_path / "internal")
+    shutil.copytree(store.folder, broken.folder)
+    if harm == "index":
+        (broken.folder / "certipy.json").write_text('{"hub-ca": {', encoding="utf-8")
+    else:
+        broken.files(internal.HUB_AUTHORITY).key.unlink()
+    assert renewal.ensure_internal_certificates(broken.folder, HEAD).scope is not renewal.RenewalScope.NOTHING
+    assert renewal.ensure_internal_certificates(broken.folder, HEAD).scope is renewal.RenewalScope.NOTHING
+    assert talk(serve_broker(broken), broken.build_broker_context(), HEAD) == b"hello"

@@ -1,0 +1,315 @@
+"""The page of all GPUs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import httpx
+import pytest
+
+from gpuhub.broker_api.client import AsyncBrokerClient
+from gpuhub.broker_api.schemas import (
+    ClusterView,
+    ConstraintView,
+    LeaseState,
+    LeaseView,
+    NodeState,
+    PendingReasonView,
+    Purpose,
+    ReservationView,
+)
+from gpuhub.common.errors import BrokerUnreachable, InvalidRequest
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.web.gpus_handlers import ChangeNodeAction, ExtendAction, ForceAction, parse_action, perform_action
+from gpuhub.web.gpus_page import (
+    MAX_QUEUE_ENTRIES,
+    NODES_PER_PAGE,
+    GpusPageData,
+    NodeFilter,
+    parse_node_filter,
+    render_node_leases,
+    render_parts,
+    render_pending_reason,
+    select_nodes,
+)
+from gpuhub.web.handlers import BROKER_SCOPE, PAGE_NOTE, TOKEN_RENEW_AFTER_S, ClusterCache, UserTokens
+from tests.support.broker_views import USAGE, ask, entry, lease
+from tests.support.fake_broker import NOW, FakeBroker
+
+NASTY = '<script>alert("x")</script>'
+
+
+def change(known: LeaseView, **changes: object) -> LeaseView:
+    return known.model_copy(update=changes)
+
+
+def parts(view: ClusterView | None, *, name: str = "ada", is_admin: bool = False, **more: Any) -> dict[str, str]:
+    found = render_parts(GpusPageData(name=name, is_admin=is_admin, view=view, **more), NodeFilter())
+    return {part: " ".join(html.split()) for part, html in found.items()}
+
+
+async def view_of(cluster: ClusterSettings, **changes: Any) -> ClusterView:
+    return (await FakeBroker(cluster).cluster()).model_copy(update=changes)
+
+
+async def test_everybody_sees_who_holds_what(cluster: ClusterSettings) -> None:
+    """Nodes with state and GPUs, held ones with their holder."""
+    broker = FakeBroker(cluster)
+    await broker.request_lease(ask("big", "ben"))
+    shown = parts(await broker.cluster())
+    assert "2 of 3 GPUs free on 3 nodes" in shown["totals"]
+    assert "held by <strong>ben</strong>" in shown["nodes"]
+    assert shown["nodes"].count("<article") == 3
+
+
+async def test_what_is_ones_own_comes_first(cluster: ClusterSettings) -> None:
+    """Usage with limits, leases with a way to more time, notes of the broker."""
+    held = change(lease("GPU-a"), state=LeaseState.ACTIVE, expires_at=NOW + timedelta(hours=2), note="mixed cards")
+    shown = parts(await view_of(cluster), leases=[held], usage=[USAGE])["own"]
+    assert "<dd>2 of 4</dd>" in shown
+    assert "<dd>13.2</dd>" in shown
+    assert "delayed by 12 min" in shown
+    assert 'data-do="extend" data-lease="lease-1"' in shown
+    assert "mixed cards" in shown
+    unlimited = change(held, expires_at=None)
+    assert "data-do" not in parts(await view_of(cluster), leases=[unlimited])["own"]
+
+
+async def test_a_request_of_ones_own_unfolds_why(cluster: ClusterSettings) -> None:
+    """Others' do so for administrators alone; what it waits for is public, its demands are not."""
+    queue = (entry(1, "ben", expected_start=NOW), entry(2, "ada"))
+    view = await view_of(cluster, queue=queue, waiting=2)
+    own = parts(view)["queue"]
+    assert ('data-why="l1"' in own, 'data-why="l2"' in own) == (False, True)
+    assert ('data-do="leave" data-lease="l1"' in own, 'data-do="leave" data-lease="l2"' in own) == (False, True)
+    assert "expected at <time" in own
+    root = parts(view, name="root", is_admin=True)["queue"]
+    assert 'data-why="l1"' in root
+    assert "data-do" not in root
+
+
+async def test_ones_own_requests_are_shown_however_long_the_queue(cluster: ClusterSettings) -> None:
+    """The number of further entries is shown as well."""
+    queue = tuple(entry(position, "ada" if position == 900 else "ben") for position in range(1, 1001))
+    far = change(lease(), id="far", state=LeaseState.REQUESTED, position=9000, gpus=())
+    view = await view_of(cluster, queue=queue, waiting=10_000)
+    assert 'data-why="far"' in parts(view, leases=[far])["queue"]
+    shown = parts(view)["queue"]
+    assert shown.count("waits for") == MAX_QUEUE_ENTRIES + 1
+    assert 'data-why="l900"' in shown
+    assert "10,000 waiting" in shown
+    assert f"and {10_000 - MAX_QUEUE_ENTRIES - 1:,} more" in shown
+
+
+def test_why_lists_each_demand_with_what_it_costs() -> None:
+    """The constraint with the longest delay comes first; unknown times are shown as such."""
+    obstacles = (
+        ConstraintView(demand="3 nodes", would_start_at=NOW),
+        ConstraintView(demand=NASTY, would_start_at=None),
+    )
+    html = render_pending_reason(
+        PendingReasonView(lease="l", position=2, waits_for="ben", expected_start=None, obstacles=obstacles)
+    )
+    assert html.index("3 nodes") < html.index("<td>unknown</td>")
+    assert NASTY not in html
+
+
+async def test_administrators_get_buttons_and_quarantined_leases(cluster: ClusterSettings) -> None:
+    """A node that is up has Cordon and Drain, a cordoned one Uncordon; only administrators see buttons."""
+    view = await view_of(cluster)
+    cordoned = view.nodes[0].model_copy(update={"state": NodeState.CORDONED, "message": "cordoned by root: fans"})
+    view = view.model_copy(update={"nodes": (cordoned, *view.nodes[1:])})
+    quarantined = change(lease("GPU-a"), id="q", owner="ben", state=LeaseState.QUARANTINED, note="rig1 is silent")
+    shown = parts(view, name="root", is_admin=True, quarantined=[quarantined], usage=[USAGE, USAGE])
+    assert shown["nodes"].count('data-do="undrain"') == 1
+    assert shown["nodes"].count('data-do="cordon"') == 2
+    assert shown["nodes"].count('data-do="drain"') == 3
+    assert 'data-do="force" data-lease="q"' in shown["admin"]
+    assert "rig1 is silent" in shown["admin"]
+    assert "Usage of all users" in shown["admin"]
+    plain = parts(view)
+    assert plain["admin"] == ""
+    assert "data-do" not in plain["nodes"]
+    assert "cordoned by root: fans" in plain["nodes"]
+
+
+def test_what_runs_on_a_node_is_told_before_it_is_drained() -> None:
+    """Owner, what it is, its GPUs there and until when; or that there is nothing."""
+    job = change(lease("GPU-b"), owner="ben", purpose=Purpose.JOB, expires_at=NOW)
+    html = " ".join(render_node_leases([lease("GPU-a"), job], "rig1").split())
+    assert "<td>notebook</td> <td>RTX 5090</td> <td>no limit</td>" in html
+    assert "<td>job</td> <td>RTX 5090</td> <td><time" in html
+    assert "Nothing runs on rig2" in render_node_leases([], "rig2")
+
+
+async def test_reservations_are_told(cluster: ClusterSettings) -> None:
+    """A reservation is shown with its nodes, users and end."""
+    kept = ReservationView(
+        id="r", name=NASTY, nodes=("rig1",), users=("ben",), groups=("ml",), starts_at=NOW, ends_at=NOW, created_by="root"
+    )  # fmt: skip
+    shown = parts(await view_of(cluster, reservations=(kept,)))["reservations"]
+    assert "reserves rig1 for ben, ml" in shown
+    assert NASTY not in shown
+
+
+def test_a_silent_broker_is_told() -> None:
+    """Nothing old is shown as if it were true."""
+    shown = parts(None)
+    assert "does not answer" in shown.pop("problem")
+    assert set(shown.values()) == {""}
+
+
+async def test_a_thousand_nodes_come_page_by_page(cluster: ClusterSettings) -> None:
+    """A match is found whatever its page would be; a page number that is too high gives the last page."""
+    view = await view_of(cluster)
+    nodes = [view.nodes[0].model_copy(update={"name": f"node{number:04}"}) for number in range(1000)]
+    first = select_nodes(nodes, NodeFilter(), "ada")
+    assert (len(first.nodes), first.page, first.pages) == (NODES_PER_PAGE, 1, 1000 // NODES_PER_PAGE)
+    assert select_nodes(nodes, NodeFilter(page=99999), "ada").page == first.pages
+    assert [node.name for node in select_nodes(nodes, NodeFilter(find="0777"), "ada").nodes] == ["node0777"]
+    assert select_nodes(nodes, NodeFilter(find="rtx 50"), "ada").fitting == 1000
+    assert select_nodes(nodes, NodeFilter(show="mine"), "ada").nodes == []
+
+
+async def test_nodes_are_chosen_by_what_is_looked_for(cluster: ClusterSettings) -> None:
+    """Nodes with free GPUs, with the user's own leases, and with problems."""
+    broker = FakeBroker(cluster)
+    await broker.request_lease(ask("big", "ada"))
+    view = await broker.cluster()
+    sick = view.nodes[2].model_copy(update={"state": NodeState.UNREACHABLE})
+    nodes = [*view.nodes[:2], sick]
+
+    def names(wish: NodeFilter) -> list[str]:
+        return [node.name for node in select_nodes(nodes, wish, "ada").nodes]
+
+    assert names(NodeFilter(show="mine")) == ["rig1"]
+    assert names(NodeFilter(show="free")) == ["rig2", "rig3"]
+    assert names(NodeFilter(show="trouble")) == ["rig3"]
+    assert names(NodeFilter(find="ada")) == ["rig1"]
+
+
+@pytest.mark.parametrize(
+    ("query", "wish"),
+    [
+        ({}, NodeFilter()),
+        ({"show": "mine", "find": " RIG ", "page": "2"}, NodeFilter(show="mine", find="rig", page=2)),
+        ({"show": "<b>", "page": "-1"}, NodeFilter()),
+        ({"page": "9" * 20}, NodeFilter()),
+    ],
+)
+def test_a_query_that_makes_no_sense_does_no_harm(query: dict[str, str], wish: NodeFilter) -> None:
+    """Users can enter any address."""
+    assert parse_node_filter(query) == wish
+
+
+def test_buttons_ask_for_what_they_say() -> None:
+    """Each with its fields."""
+    assert parse_action(b'{"do": "extend", "lease": "l0a1", "hours": 4}') == ExtendAction(
+        do="extend", lease="l0a1", hours=4
+    )
+    assert parse_action(b'{"do": "force", "lease": "l0a1"}') == ForceAction(do="force", lease="l0a1")
+    drain = ChangeNodeAction(do="drain", node="rig1", reason="fans", grace_s=600)
+    assert parse_action(b'{"do": "drain", "node": "rig1", "reason": "fans", "grace_s": 600}') == drain
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"do": "rm"}',
+        b'{"do": "extend", "lease": "../cluster", "hours": 4}',
+        b'{"do": "extend", "lease": "l", "hours": "4"}',
+        b'{"do": "extend", "lease": "l", "hours": 0}',
+        b'{"do": "force", "lease": "l", "by": "root"}',
+        b'{"do": "cordon", "node": "rig1/../rig2"}',
+        b'{"do": "drain", "node": "rig1", "grace_s": -1}',
+    ],
+)
+def test_what_no_button_asks_for_is_refused(body: bytes) -> None:
+    """Before the broker is asked."""
+    with pytest.raises(InvalidRequest, match="not a valid request of the page"):
+        parse_action(body)
+
+
+async def test_what_a_button_asks_for_reaches_the_broker() -> None:
+    """Hours become seconds, and no other value is sent."""
+    asked: list[tuple[object, ...]] = []
+
+    class Recording:
+        async def extend(self, *arguments: object) -> None:
+            asked.append(("extend", *arguments))
+
+        async def force(self, *arguments: object) -> None:
+            asked.append(("force", *arguments))
+
+        async def change_node(self, node: str, what: str, request: Any = None) -> None:
+            asked.append((what, node, request and (request.reason, request.grace_s)))
+
+    for body in (
+        b'{"do": "extend", "lease": "l", "hours": 4}',
+        b'{"do": "force", "lease": "l"}',
+        b'{"do": "cordon", "node": "rig1", "reason": "fans"}',
+        b'{"do": "undrain", "node": "rig1"}',
+    ):
+        await perform_action(Recording(), parse_action(body))
+    assert asked == [("extend", "l", 14400), ("force", "l"), ("cordon", "rig1", ("fans", 0)), ("undrain", "rig1", None)]
+
+
+class HubUser:
+    """The hub's user, as far as tokens go."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.made: list[dict[str, Any]] = []
+
+    def new_api_token(self, **options: Any) -> str:
+        self.made.append(options)
+        return f"{self.name}-{len(self.made)}"
+
+
+def test_a_users_token_reaches_the_broker_alone_and_not_for_long() -> None:
+    """It is kept for some minutes, and another one is made before it is void; each user has their own."""
+    now = [0.0]
+    tokens, ada, ben = UserTokens(lambda: now[0]), HubUser("ada"), HubUser("ben")
+    assert [tokens.get(ada), tokens.get(ada), tokens.get(ben)] == ["ada-1", "ada-1", "ben-1"]
+    assert ada.made == [{"note": PAGE_NOTE, "expires_in": 2 * TOKEN_RENEW_AFTER_S, "scopes": [BROKER_SCOPE]}]
+    now[0] = TOKEN_RENEW_AFTER_S
+    assert tokens.get(ada) == "ada-2"
+    tokens.forget(ada)
+    assert tokens.get(ada) == "ada-3"
+
+
+async def test_many_viewers_are_one_question(cluster: ClusterSettings) -> None:
+    """A broker that does not answer is reported as such and called again later."""
+    broker, asked = FakeBroker(cluster), []
+
+    async def look() -> ClusterView:
+        asked.append(1)
+        if len(asked) == 2:
+            raise BrokerUnreachable("silent")
+        return await broker.cluster()
+
+    glance = ClusterCache(look)
+    first, second = await glance.get(), await glance.get()
+    assert first is second is not None
+    assert len(asked) == 1
+    glance._fetched_at -= 10  # time goes by
+    assert await glance.get() is None
+    assert await glance.get() is not None
+
+
+async def test_a_client_acts_with_the_users_token() -> None:
+    """Over the same connections; the hub's own token stays what it is."""
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["Authorization"])
+        return httpx.Response(200, json=[])
+
+    hub = AsyncBrokerClient("http://broker", "hub", transport=httpx.MockTransport(answer))
+    await hub.acting("ada").usage("ada")
+    await hub.leases()
+    assert seen == ["token ada", "token hub"]

@@ -1,0 +1,151 @@
+"""The spawn form."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuhub.broker_api.schemas import GpuView, HolderView, OutsideProcess, Purpose
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.spawners.base import SpawnFailed, parse_spawn_options
+from gpuhub.storage.home_usage import HomeUsage
+from gpuhub.web.spawn_form import build_cards, describe_facts, render_form, render_parts
+from tests.support.broker_views import ask
+from tests.support.clusters import build_cluster
+from tests.support.fake_broker import NOW, FakeBroker
+
+
+async def test_the_users_last_choice_is_selected_when_it_starts_at_once(cluster: ClusterSettings) -> None:
+    """The form shows the number of free GPUs."""
+    cards = build_cards(cluster, await FakeBroker(cluster).cluster(), "small")
+    assert [card.name for card in cards if card.is_chosen] == ["small"]
+    assert cards[0].free_text == "1 of 1 free"
+
+
+async def test_a_held_profile_is_not_selected_and_tells_who_holds_it(cluster: ClusterSettings) -> None:
+    """Otherwise the first that starts at once is selected, and the next position in the queue is shown."""
+    broker = FakeBroker(cluster)
+    await broker.request_lease(ask("big", "ben"))
+    await broker.request_lease(ask("big", "cid"))
+    cards = build_cards(cluster, await broker.cluster(), "big")
+    assert [card.name for card in cards if card.is_chosen] == ["small"]
+    assert (cards[0].status_text, cards[0].free_text) == ("will queue at position 2", "0 of 1 free")
+    assert [holder.owner for holder in cards[0].holders] == ["ben"]
+    html = render_form(cluster, await broker.cluster(), last_profile="big")
+    assert "held by <strong>ben</strong>" in html
+    assert "<strong>cid</strong> waits for profile big" in html
+
+
+async def test_with_everything_held_the_last_choice_stays(cluster: ClusterSettings) -> None:
+    """There is nothing better to offer than what the user wanted."""
+    only = cluster.model_copy(update={"profiles": cluster.profiles[:2]})
+    broker = FakeBroker(only)
+    for profile in ("big", "small"):
+        await broker.request_lease(ask(profile, "ben"))
+    cards = build_cards(only, await broker.cluster(), "small")
+    assert [card.name for card in cards if card.is_chosen] == ["small"]
+
+
+@pytest.mark.parametrize("last", [None, 5, "gone", {"a": 1}])
+async def test_a_strange_last_choice_does_no_harm(cluster: ClusterSettings, last: object) -> None:
+    """Old options may be anything: the REST API stores what it is given."""
+    cards = build_cards(cluster, await FakeBroker(cluster).cluster(), last)
+    assert [card.name for card in cards if card.is_chosen] == ["big"]
+
+
+def test_the_form_is_whole_while_the_broker_is_silent(cluster: ClusterSettings) -> None:
+    """Profiles come from the settings; the number of free GPUs is shown as unknown."""
+    html = render_form(cluster, None, last_profile=None)
+    assert html.count('type="radio"') == 3
+    assert html.count(" checked") == 1
+    assert "free GPUs are unknown" in html
+
+
+async def test_text_from_settings_is_escaped() -> None:
+    """Titles, descriptions and the notice are text, not HTML."""
+    nasty = '<script>alert("x")</script>'
+    profile = {"name": "p", "title": nasty, "description": nasty, "gpu_count": 0}
+    cluster = build_cluster(profiles=[profile], notice=nasty)
+    html = render_form(cluster, await FakeBroker(cluster).cluster(), last_profile=None)
+    assert nasty not in html
+    assert html.count("&lt;script&gt;") == 3
+
+
+async def test_the_form_and_its_refresh_show_the_same(cluster: ClusterSettings) -> None:
+    """Each part that is sent later stands in the page already."""
+    view = await FakeBroker(cluster).cluster()
+    html = render_form(cluster, view, last_profile=None)
+    parts = render_parts(cluster, view)
+    assert set(parts) == {"card-big", "card-small", "card-cpu", "nodes", "queue", "problem"}
+    for name, text in parts.items():
+        assert f'data-gpuhub-part="{name}"' in html
+        assert text.strip() in html
+
+
+async def test_what_is_wrong_with_a_gpu_stands_on_the_form(cluster: ClusterSettings) -> None:
+    """The form shows why a GPU is unavailable: external use, failure, cordon, reservation or share."""
+    view = await FakeBroker(cluster).cluster()
+    strangers = (OutsideProcess(pid=4242, memory_mib=5222), OutsideProcess(pid=7, memory_mib=None))
+    holder = HolderView(owner="ada", purpose=Purpose.NOTEBOOK, since=NOW, until=None)
+    states: list[tuple[dict[str, object], str]] = [
+        ({"state": "outside", "outside": strangers}, "in use outside gpuhub: pid 4242, 5.1 GiB; pid 7"),
+        ({"state": "failed", "message": "fallen off the bus"}, "failed: fallen off the bus"),
+        ({"state": "unavailable", "message": "cordoned by root: fans"}, "unavailable: cordoned by root: fans"),
+        ({"state": "quarantined", "holder": holder}, "quarantined: its lease of <strong>ada</strong> is over"),
+        ({"state": "free", "reservation": "course"}, "reserved: course"),
+        ({"state": "held", "share": 4, "holder": holder, "holders": (holder,) * 2}, "2 of 4 parts held"),
+        (
+            {"state": "held", "share": 4, "holder": holder, "holders": (holder,)},
+            "7.96 GiB cap each: a promise, not a wall",
+        ),
+    ]
+    for changes, text in states:
+        gpu = GpuView.model_validate({**view.nodes[0].gpus[0].model_dump(), **changes})
+        node = view.nodes[0].model_copy(update={"gpus": (gpu,)})
+        html = render_parts(cluster, view.model_copy(update={"nodes": (node, *view.nodes[1:])}))["nodes"]
+        assert text in " ".join(html.split()), html
+
+
+async def test_a_big_cluster_is_summed_up(cluster: ClusterSettings) -> None:
+    """A thousand nodes do not make a form of a thousand lines."""
+    view = await FakeBroker(cluster).cluster()
+    many = view.model_copy(update={"nodes": view.nodes[:1] * 1000})
+    html = render_parts(cluster, many)["nodes"]
+    assert "1,000 of 1,000 GPUs free on 1,000 nodes" in html
+    assert len(html) < 200
+
+
+def test_how_full_the_home_is_stands_on_the_form(cluster: ClusterSettings) -> None:
+    """The usage is shown only with a quota or little space, and never as HTML."""
+    html = render_form(cluster, None, last_profile=None, home=HomeUsage(text="Home: 1 of <2>", warning="nearly full"))
+    assert "Home: 1 of &lt;2&gt;" in html
+    assert '<div class="alert alert-warning">nearly full</div>' in html
+    assert "Home:" not in render_form(cluster, None, last_profile=None)
+
+
+def test_a_part_of_a_gpu_is_promised_plainly() -> None:
+    """With the cap where the cards are known, and never as a wall."""
+    profile = {"name": "quarter", "title": "A quarter", "gpu_share": 4, "gpu_model": "RTX 5090"}
+    shared = build_cluster(profiles=[profile]).profiles[0]
+    facts = "4 CPUs · 16 GiB memory"
+    assert describe_facts(shared) == f"1/4 of RTX 5090, a memory cap: a promise, not a wall · {facts}"
+    assert describe_facts(shared, [32768]) == f"1/4 of RTX 5090, 8 GiB cap: a promise, not a wall · {facts}"
+    assert "2 to 8 GiB cap" in describe_facts(shared, [8192, 12288, 32768])
+
+
+def test_facts_of_a_profile(cluster: ClusterSettings) -> None:
+    """GPU, CPUs, memory and limit in one line."""
+    assert describe_facts(cluster.profiles[0]) == "1 × RTX 5090 · 4 CPUs · 16 GiB memory · up to 8 h"
+    assert describe_facts(cluster.profiles[1]) == "1 × RTX 5070 · 1 CPU · 4 GiB memory"
+
+
+@pytest.mark.parametrize("fields", [{"profile": ["a", "b"]}, {"image": ["x"]}, {"profile": ["a"], "x_file": ["b"]}])
+def test_fields_that_the_form_does_not_have_are_refused(fields: dict[str, list[str]]) -> None:
+    """A form sends one profile."""
+    with pytest.raises(SpawnFailed):
+        parse_spawn_options(fields)
+
+
+def test_the_form_sends_a_profile() -> None:
+    """And nothing else."""
+    assert parse_spawn_options({"profile": ["big"]}) == {"profile": "big"}
+    assert parse_spawn_options({}) == {}
