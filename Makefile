@@ -12,10 +12,11 @@ REPEATS ?= 1
 VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
-.PHONY: help up down purge status test test-faults check bench setup setup-dev check-cluster lock
+.PHONY: help up down purge status check-cluster setup setup-dev dev lint test test-unit test-integration test-acceptance test-slurm \
+  test-faults coverage bench references dist lock
 
 help: ## List the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 20
 
 up: setup ## Install what is needed, build the images, start JupyterHub (ENGINE=slurm: the practice closet with Slurm)
 	@gpuhub up --instance $(INSTANCE) $(if $(ENGINE),--engine $(ENGINE))
@@ -38,20 +39,46 @@ setup:
 setup-dev:
 	@spawners/setup.sh dev
 
-check: setup-dev ## Lint, strict types, imports between modules as drawn
+dev: ## Make .venv with the packages, tools and tests; needs no root
+	@spawners/venv.sh dev
+
+lint: dev ## Check format, style, strict types and the layers of packages; needs no root
 	@ruff check .
 	@ruff format --check .
 	@mypy
-	@lint-imports
+	@lint-imports --no-cache
 
-test: setup-dev ## Pass every test (about 40 minutes on 2 cores)
-	@tests/run
+test-unit: dev ## Pass the unit tests (under 2 minutes on 2 cores); needs no root
+	@tests/run unit
+
+test-integration: setup-dev ## Pass the tests of single parts with real programs: Docker, SSH, LDAP, Slurm's daemons …
+	@tests/run contract integration
+
+test-acceptance: setup-dev ## Pass the tests of the whole product in a browser
+	@tests/run acceptance
+
+test-slurm: setup-dev ## Pass the tests of the whole product with Slurm as the scheduling backend
+	@tests/run slurm
 
 test-faults: setup-dev ## Inject every fault of the catalogue (docs/reliability.md; REPEATS=3: each as often)
 	@python -m pytest tests/faults --repeats $(REPEATS)
 
-bench: setup-dev ## Measure: all, or one group with BENCH=setup|spawn|launch|broker|slurm (TRACE=DIR: another trace)
+test: setup-dev ## Pass every check and test (about 40 minutes on 2 cores)
+	@tests/run
+
+coverage: dev ## Show which lines the unit tests reach
+	@COVERAGE=1 tests/run unit
+
+bench: setup-dev ## Measure: all, or one group with BENCH=setup|spawn|launch|broker|slurm (TRACE=DIR: folder of the OpenB trace)
 	@TRACE=$(TRACE) python -m tests.bench $(BENCH)
 
-lock: setup-dev ## Resolve the pinned versions anew
+references: dev ## Write docs/reference/ from the code
+	@python -m tests.support.references
+
+dist: dev ## Build source distributions and wheels of both sides into dist/
+	@uv build --quiet --out-dir dist spawners
+	@uv build --quiet --out-dir dist extensions
+	@ls -1 dist
+
+lock: dev ## Resolve the pinned versions again
 	@spawners/lock.sh

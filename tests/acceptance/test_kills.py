@@ -1,4 +1,4 @@
-"""Hub, broker and daemons killed, links cut, at random moments under load: nothing is doubled, leaked or lost."""
+"""Hub, broker and daemons killed and links cut at random moments under load: no double lease, no leak, no loss."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 import httpx
 import pytest
 
-from gpuhub.closet.plan import practice_plan
+from gpuhub_closet.topology import build_practice_plan
+from tests.acceptance.random_faults import FaultInjector, schedule_faults
+from tests.acceptance.user_load import UserLoad
+from tests.support.browser import Product
 from tests.support.observer import Observer
+from tests.support.product import wait_for
 from tests.support.users import Client, log_in
 
-from .conftest import Product, wait_for
-from .faults import Faults, schedule
-from .load import Load
-
 SEED = 20261121
-#: `GPUHUB_KILLS=50` has as many as the figures are published for.
+#: `GPUHUB_KILLS=50` injects as many faults as the published figures.
 MOMENTS = int(os.environ.get("GPUHUB_KILLS", "15"))
-#: Faults until everybody pauses and all must come right.
+#: FaultInjector between two checks of the whole state.
 BURST = 5
-#: From the last fault's end until lease table and containers must agree, seconds.
+#: From the last fault's end until leases and containers must agree, seconds.
 SETTLE_S = 90.0
-#: Each user's own server, which nobody stops: it must live as long as its node does.
+#: Each user's server that must live as long as its node does.
 ANCHOR = "anchor"
 USERS = {"ada": "rtx5090", "ben": "cpu"}
 PASSING = ("rtx5070", "rtx5060", "cpu")
@@ -34,7 +34,7 @@ PASSING = ("rtx5070", "rtx5060", "cpu")
 
 @dataclass(slots=True)
 class Anchor:
-    """A server that must live on, where and what it was when it was last seen well."""
+    """A server that must survive, with the node and container where it ran last."""
 
     client: Client
     profile: str
@@ -45,10 +45,10 @@ class Anchor:
 
 @pytest.fixture
 def clients(product: Product) -> Iterator[list[Client]]:
-    """Each user, with a token of their own from the hub."""
-    made = [log_in(product.address, name, product.password) for name in USERS]
-    yield made
-    for client in made:
+    """A client of each user with a token from the hub."""
+    logged_in = [log_in(product.address, name, product.password) for name in USERS]
+    yield logged_in
+    for client in logged_in:
         for server in client.servers() or {}:
             client.stop(server)
         wait_for(lambda client=client: client.servers() == {}, f"{client.name}'s servers are gone", deadline_s=90)
@@ -56,14 +56,14 @@ def clients(product: Product) -> Iterator[list[Client]]:
 
 
 def test_random_kills_under_load(product: Product, clients: list[Client], capsys: pytest.CaptureFixture[str]) -> None:
-    """After each burst: each GPU in one running container at most, leases as containers, anchors alive."""
-    plan = practice_plan(product.paths.instance)
-    faults, observer = Faults(product, plan), Observer(plan, product.paths)
-    load = Load(clients, SEED, PASSING)
+    """After each burst no GPU is in two containers, containers match leases, and every anchor is alive."""
+    plan = build_practice_plan(product.paths.instance)
+    faults, observer = FaultInjector(product, plan), Observer(plan, product.paths)
+    load = UserLoad(clients, SEED, PASSING)
     anchors = [Anchor(client, USERS[client.name]) for client in clients]
     for anchor in anchors:
         ensure_anchor(anchor, observer, faults)
-    moments = schedule(SEED, MOMENTS, tuple(node.name for node in plan.nodes))
+    moments = schedule_faults(SEED, MOMENTS, tuple(node.name for node in plan.nodes))
     leaks = 0
     observer.begin()
     load.begin()
@@ -74,18 +74,18 @@ def test_random_kills_under_load(product: Product, clients: list[Client], capsys
                 load.over.wait(moment.after_s)
                 faults.inflict(moment)
             faults.heal()
-            load.quieten()
+            load.pause()
             leaks += settle(clients, observer)
             for anchor in anchors:
                 check_alive(anchor, observer, faults, product)
-        # On a slow machine nobody may have come through between two faults; after the last one everybody does.
+        # On a slow machine no start may complete between two faults; after the last one all do.
         load.calm.clear()
         wait_for(
             lambda: all(load.done.values()) or load.failures,
-            "somebody had a notebook, and somebody a job",
+            "a notebook and a job have run",
             deadline_s=240,
         )
-        load.quieten()
+        load.pause()
         leaks += settle(clients, observer)
     finally:
         load.end()
@@ -99,24 +99,24 @@ def test_random_kills_under_load(product: Product, clients: list[Client], capsys
 
 
 def settle(clients: list[Client], observer: Observer) -> int:
-    """Wait until leases are as containers are; how many are not so in time."""
+    """Wait until containers match leases, and return the number of differences that remain."""
     end = time.monotonic() + SETTLE_S
-    while (found := differences(clients, observer)) and time.monotonic() < end:
+    while (remaining := differences(clients, observer)) and time.monotonic() < end:
         time.sleep(1)
-    for line in found:
+    for line in remaining:
         print(line)
-    return len(found)
+    return len(remaining)
 
 
-def ensure_anchor(anchor: Anchor, observer: Observer, faults: Faults) -> None:
-    """The user's own server runs; where it does is remembered."""
+def ensure_anchor(anchor: Anchor, observer: Observer, faults: FaultInjector) -> None:
+    """Start the user's anchor if necessary, and remember where it runs."""
     seen = wait_for(lambda: _started(anchor, observer), f"{anchor.client.name}'s own server runs", 150)
     anchor.node, anchor.container = seen.node, seen.id
     anchor.crashes = faults.crashes[seen.node]
 
 
 def _started(anchor: Anchor, observer: Observer) -> Any:
-    """Its container when hub and node say that it runs; started where the hub has, or has noticed, none."""
+    """Return the anchor's container when hub and node agree that it runs; start it when the hub has none."""
     servers = anchor.client.servers()
     if servers is not None and ANCHOR not in servers:
         anchor.client.start(ANCHOR, anchor.profile)
@@ -129,8 +129,8 @@ def _own(anchor: Anchor, observer: Observer) -> Any:
     return next((seen for seen in observer.running() if seen.lease in leases), None)
 
 
-def check_alive(anchor: Anchor, observer: Observer, faults: Faults, product: Product) -> None:
-    """The server is the same one and answers, unless its node crashed; then a new one is started."""
+def check_alive(anchor: Anchor, observer: Observer, faults: FaultInjector, product: Product) -> None:
+    """Check that the anchor is the same and answers; after a crash of its node, start a new one."""
     name = anchor.client.name
     if faults.crashes[anchor.node] == anchor.crashes:
         wait_for(
@@ -153,16 +153,20 @@ def _answers(url: str) -> Callable[[], bool]:
 
 
 def _leases(client: Client) -> list[dict[str, Any]]:
-    """The user's open leases; none while the broker does not answer."""
+    """Return the user's open leases; none while the broker does not answer."""
     status, rows = client.ask(client.broker, "GET", "/leases")
     return rows if status == 200 else []
 
 
 def differences(clients: list[Client], observer: Observer) -> list[str]:
-    """Where the broker's table and the nodes' containers do not agree; empty when all is well."""
+    """Return the differences between the broker's leases and the nodes' containers."""
     rows = {row["id"]: row for client in clients for row in _leases(client)}
     containers = observer.running()
-    found = [f"{one.kind} {one.id[:12]} on {one.node} has no open lease" for one in containers if one.lease not in rows]
-    found += [f"lease {row['id']} is {row['state']}" for row in rows.values() if row["state"] != "active"]
-    with_container = {one.lease for one in containers}
-    return found + [f"lease {lease} has no container" for lease in rows if lease not in with_container]
+    texts = [
+        f"{container.kind} {container.id[:12]} on {container.node} has no open lease"
+        for container in containers
+        if container.lease not in rows
+    ]
+    texts += [f"lease {row['id']} is {row['state']}" for row in rows.values() if row["state"] != "active"]
+    with_container = {container.lease for container in containers}
+    return texts + [f"lease {lease} has no container" for lease in rows if lease not in with_container]

@@ -1,23 +1,24 @@
-"""`gpu-launch` from a laptop without torch: log in, send a folder, wait in the queue, see results; jobs outlive everything."""
+"""`gpu-launch` on a laptop without torch: log in, send a folder, wait in the queue, read results."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, Product, User, wait_for
-from .notebooks import Notebook
-from .outputs import Output
+from tests.acceptance.notebook_container import Notebook
+from tests.acceptance.process_output import ProcessOutput
+from tests.support.browser import Product, User
+from tests.support.product import wait_for
 
 TRAIN = """
     import os, sys, torch, torch.distributed as dist
@@ -60,14 +61,14 @@ TASK = """
 
 @dataclass
 class Laptop:
-    """A machine with gpu-launch and nothing else of ours."""
+    """A machine with only gpu-launch installed."""
 
     program: Path
     home: Path
     work: Path
 
     def start(self, *words: str, folder: Path | None = None) -> subprocess.Popen[str]:
-        """The command, in the work folder."""
+        """Start the command in the work folder."""
         return subprocess.Popen(
             [self.program, *words],
             cwd=folder or self.work,
@@ -79,7 +80,7 @@ class Laptop:
         )
 
     def run(self, *words: str, code: int = 0, stdin: str | None = None) -> str:
-        """Its output; it must end with this exit status."""
+        """Run the command, check its exit status, and return its output."""
         done = subprocess.run(
             [self.program, *words],
             cwd=self.work,
@@ -94,11 +95,11 @@ class Laptop:
         return done.stdout + (done.stderr if code else "")
 
     def environ(self) -> dict[str, str]:
-        """A home of its own, and no way to anything of this project."""
+        """An environment with a separate home and without this checkout."""
         return {"HOME": str(self.home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "TERM": "dumb"}
 
     def write(self, name: str, text: str) -> None:
-        """A file in the work folder."""
+        """Write a file in the work folder."""
         path = self.work / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text).lstrip(), encoding="utf-8")
@@ -112,16 +113,15 @@ def ada(make_user: Callable[[str], User]) -> User:
 
 @pytest.fixture(scope="module")
 def laptop(tmp_path_factory: pytest.TempPathFactory, product: Product, ada: User) -> Iterator[Laptop]:
-    """gpu-launch installed by pip, logged in with a token from the hub's page."""
+    """gpu-launch installed by pip from the hub, logged in with a token from the hub's page."""
     folder = tmp_path_factory.mktemp("laptop")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-    copy = folder / "source"
-    shutil.copytree(ROOT / "extensions", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
-    subprocess.run([folder / "venv/bin/pip", "install", "--quiet", copy], check=True, capture_output=True)
-    found = Laptop(program=folder / "venv/bin/gpu-launch", home=folder / "home", work=folder / "work")
-    found.home.mkdir()
-    found.work.mkdir()
-    # The button does nothing before the page's scripts have come.
+    wheel = f"{product.address}/hub/gpuhub/gpu_launch-{version('gpu-launch')}-py3-none-any.whl"
+    subprocess.run([folder / "venv/bin/pip", "install", "--quiet", wheel], check=True, capture_output=True)
+    installed = Laptop(program=folder / "venv/bin/gpu-launch", home=folder / "home", work=folder / "work")
+    installed.home.mkdir()
+    installed.work.mkdir()
+    # The button works only after the page's scripts have loaded.
     ada.page.goto(f"{ada.address}/hub/token")
     ada.wait_for_scripts()
     ada.page.click("#request-token-form button[type=submit]")
@@ -129,32 +129,32 @@ def laptop(tmp_path_factory: pytest.TempPathFactory, product: Product, ada: User
     token = ada.page.inner_text("#token-result").strip()
     secret = folder / "token"
     secret.write_text(token)
-    output = found.run("login", product.address, "--token-file", str(secret))
+    output = installed.run("login", product.address, "--token-file", str(secret))
     assert "ada" in output
     assert token not in output
-    found.write("train.py", TRAIN)
-    found.write("helper.py", "NAME = 'helper'\n")
-    found.write("count.py", COUNT)
-    found.write("task.yaml", TASK)
-    found.write(".gitignore", "secret.txt\ndata/\n")
-    found.write("secret.txt", "not to be sent\n")
-    found.write("data/large.bin", "x" * 1000)
-    yield found
+    installed.write("train.py", TRAIN)
+    installed.write("helper.py", "NAME = 'helper'\n")
+    installed.write("count.py", COUNT)
+    installed.write("task.yaml", TASK)
+    installed.write(".gitignore", "secret.txt\ndata/\n")
+    installed.write("secret.txt", "not to be sent\n")
+    installed.write("data/large.bin", "x" * 1000)
+    yield installed
 
 
 def free(ada: User) -> bool:
-    """Whether nobody holds a GPU."""
+    """Return whether no GPU is leased."""
     return not ada.holders()
 
 
 def test_a_job_over_three_nodes(product: Product, laptop: Laptop, ada: User):
-    """Without any notebook: the folder is sent, three ranks run, output is live, results are in the home."""
+    """The folder is sent, three ranks run with live output, and results are in the home, without a notebook."""
     output = laptop.run("run", "--nnodes", "3", "--env", "COLOUR=green", "train.py", "--epochs", "2")
     assert "sum 3.0 of helper --epochs 2 seen green" in output, output
     wait_for(lambda: free(ada), "the GPUs are free")
     listed = json.loads(laptop.run("ps", "-a", "--json"))
     jobs = listed["jobs"] if isinstance(listed, dict) else listed
-    # The newest comes first; jobs of tests before this one may follow it.
+    # The newest job comes first; jobs of earlier tests can follow.
     assert (jobs[0]["name"], jobs[0]["exit_code"]) == ("train.py", 0), listed
     folders = (product.paths.state / "homes/ada/gpu-launch").iterdir()
     home = max(folders, key=lambda folder: folder.stat().st_mtime)
@@ -166,7 +166,7 @@ def test_a_job_over_three_nodes(product: Product, laptop: Laptop, ada: User):
 
 
 def test_the_exit_status_and_the_failing_ranks_error(laptop: Laptop, ada: User):
-    """The job's own exit status; the failing rank's traceback with the user's line."""
+    """The command has the job's exit status and shows the failing rank's traceback with the user's line."""
     laptop.write(
         "fail.py", "import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit(7)\nimport time\ntime.sleep(60)\n"
     )
@@ -177,11 +177,11 @@ def test_the_exit_status_and_the_failing_ranks_error(laptop: Laptop, ada: User):
 
 
 def test_a_detached_job_outlives_hub_and_broker(product: Product, laptop: Laptop, ada: User):
-    """Kills of hub and broker amid a job: it goes on, logs go on, shell and cp reach into it, cancel ends it."""
+    """A job and its logs survive kills of hub and broker; shell and cp reach it, and cancel ends it."""
     started = json.loads(laptop.run("run", "--detach", "--json", "--nnodes", "2", "--name", "count", "count.py"))
     run = started.get("run_id") or started["job"]["run_id"]
     with laptop.start("logs", "-f", run) as process:
-        logs = Output(process)
+        logs = ProcessOutput(process)
         logs.wait("step 3\\b")
         for name in ("hub", "broker"):
             pid = product.supervisor.pid(name)
@@ -206,7 +206,7 @@ def test_a_detached_job_outlives_hub_and_broker(product: Product, laptop: Laptop
 
 
 def test_a_task_file_runs_unchanged(laptop: Laptop, ada: User):
-    """SkyPilot's task YAML: setup and run on two nodes with the variables it promises."""
+    """SkyPilot's task YAML runs setup and run on two nodes with the variables it promises."""
     output = laptop.run("run", "task.yaml")
     assert "hello from 0 of 2 with 1" in output, output
     assert "hello from 1 of 2 with 1" in output, output
@@ -215,8 +215,8 @@ def test_a_task_file_runs_unchanged(laptop: Laptop, ada: User):
     wait_for(lambda: free(ada), "the GPUs are free")
 
 
-def test_a_notebook_hands_a_job_over_and_stops(product: Product, laptop: Laptop, ada: User):
-    """`%gpu_launch --detach` outlives its notebook; the laptop sees it, and so does the next notebook."""
+def test_detached_job_outlives_its_notebook(product: Product, laptop: Laptop, ada: User):
+    """A job of `%gpu_launch --detach` outlives its notebook and is visible on the laptop and in the next notebook."""
     notebook = Notebook(product, ada, "rtx5070")
     notebook.write("count.py", COUNT)
     shown = notebook.cells("%gpu_launch --detach --nnodes 2 count.py", "%gpu_status")
@@ -224,7 +224,7 @@ def test_a_notebook_hands_a_job_over_and_stops(product: Product, laptop: Laptop,
     wait_for(lambda: len(ada.holders()) == 3, "the job runs beside the notebook", deadline_s=60)
     notebook.stop(still_holds=2)
     with laptop.start("logs", "-f", "count.py") as process:
-        logs = Output(process)
+        logs = ProcessOutput(process)
         logs.wait(r"step \d+")
         (notebook.home / "enough").touch()
         logs.wait("counted")

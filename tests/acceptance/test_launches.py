@@ -1,4 +1,4 @@
-"""`gpu_launch` in a real notebook container: failures, refusals, ipyparallel, a dead kernel; every GPU comes back."""
+"""`gpu_launch` in a real notebook container: failures, refusals, ipyparallel and a killed kernel."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.folded import times
-
-from .conftest import Product, User, wait_for
-from .notebooks import Notebook
+from tests.acceptance.notebook_container import Notebook
+from tests.support.browser import Product, User
+from tests.support.output_lines import count_ranks
+from tests.support.product import wait_for
 
 ALL_REDUCE = """
     import torch, torch.distributed as dist
@@ -25,19 +25,19 @@ ALL_REDUCE = """
 @pytest.fixture(scope="module")
 def notebook(product: Product, make_user: Callable[[str], User]) -> Iterator[Notebook]:
     """ada's notebook on the RTX 5070."""
-    found = Notebook(product, make_user("ada"), "rtx5070")
-    found.write("reduce.py", ALL_REDUCE)
-    yield found
-    found.stop()
+    started = Notebook(product, make_user("ada"), "rtx5070")
+    started.write("reduce.py", ALL_REDUCE)
+    yield started
+    started.stop()
 
 
 def own_only(notebook: Notebook) -> bool:
-    """Whether the user holds nothing but the notebook's GPU."""
+    """Return whether the user has only the notebook's GPU."""
     return notebook.user.holders() == {"RTX 5070": "ada"}
 
 
-def test_the_notebook_has_no_way_to_docker_and_no_secret_of_the_cluster(notebook: Notebook):
-    """No Docker socket, no capability, no setuid root; the one GPU of the lease."""
+def test_notebook_has_no_docker_and_no_cluster_secrets(notebook: Notebook):
+    """The notebook has no Docker socket, capability or setuid root program, and only the leased GPU."""
     output = notebook.run(
         """
         import os, pathlib, subprocess
@@ -61,7 +61,7 @@ def test_the_notebook_has_no_way_to_docker_and_no_secret_of_the_cluster(notebook
 
 
 def test_a_failing_ranks_own_traceback_comes_first(notebook: Notebook):
-    """The rank that failed is named with its own error; the others are one line each; the GPUs are free again."""
+    """The failing rank is named with its own error, the others take one line each, and the GPUs are released."""
     notebook.write(
         "fail.py",
         """
@@ -99,8 +99,8 @@ def test_a_failing_ranks_own_traceback_comes_first(notebook: Notebook):
         ("--nnodes 2 --nproc-per-node 99 reduce.py", "99"),
     ],
 )
-def test_what_cannot_be_is_refused_before_any_gpu_is_asked(notebook: Notebook, words: str, expected: str):
-    """A mistake in the magic's line gives one or two lines that say what would be right, and no traceback of ours."""
+def test_invalid_launch_is_refused_before_a_request(notebook: Notebook, words: str, expected: str):
+    """A mistake in the magic's line gives one or two lines with the remedy and no traceback."""
     output = notebook.run(
         f"""
         from IPython.core.interactiveshell import InteractiveShell
@@ -116,7 +116,7 @@ def test_what_cannot_be_is_refused_before_any_gpu_is_asked(notebook: Notebook, w
 
 
 def test_ipyparallel_engines_on_three_nodes(notebook: Notebook):
-    """`ipp.Cluster(engines="gpuhub", n=3)` gives an engine on each node, and its GPUs come back at the end."""
+    """`ipp.Cluster(engines="gpuhub", n=3)` gives an engine on each node and releases its GPUs at the end."""
     output = notebook.run(
         """
         import ipyparallel as ipp
@@ -131,8 +131,8 @@ def test_ipyparallel_engines_on_three_nodes(notebook: Notebook):
     wait_for(lambda: own_only(notebook), "the other GPUs are free")
 
 
-def test_a_killed_kernel_gives_its_gpus_back(notebook: Notebook):
-    """SIGKILL to the process that launched: within its time without a sign of life, all its GPUs are free."""
+def test_killed_kernel_releases_its_gpus(notebook: Notebook):
+    """After SIGKILL of the launching process its GPUs are released when the heartbeats time out."""
     notebook.write("sleep.py", "import time; print('sleeping', flush=True); time.sleep(600)")
     process = notebook.start("import gpu_launch; gpu_launch.run('sleep.py', nnodes=3)")
     assert process.stdout is not None
@@ -148,12 +148,12 @@ def test_a_killed_kernel_gives_its_gpus_back(notebook: Notebook):
 
 
 def test_a_launch_from_a_notebook_without_a_gpu(product: Product, make_user: Callable[[str], User], notebook: Notebook):
-    """A CPU-only notebook asks for every node: two free ones suffice for two, while the third is somebody else's."""
+    """A CPU-only notebook launches on the two free nodes while another user has the third."""
     ben = Notebook(product, make_user("ben"), "cpu")
     try:
         ben.write("reduce.py", ALL_REDUCE)
         output = ben.run("import gpu_launch; gpu_launch.run('reduce.py', nnodes=2)")
-        assert times(output, "sum 3.0") == 2, output
+        assert count_ranks(output, "sum 3.0") == 2, output
         assert "rig1" in output
         assert "rig3" in output
         wait_for(lambda: own_only(notebook), "ben's GPUs are free")

@@ -1,4 +1,4 @@
-"""The main job, end to end: two users, one GPU that both want, a launch over three nodes, restarts in the middle."""
+"""The main workflow: two users, one GPU that both need, a launch over three nodes, and restarts in the middle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import expect
 
-from .conftest import Product, User, gpuhub, run_make, wait_for
+from tests.support.browser import Product, User, gpuhub, run_make
+from tests.support.product import wait_for
 
 NOTEBOOK = "gpuhub-examples/01-first-launch.ipynb"
 LAST_LINE = ".jp-OutputArea-output:has-text('all three ranks agree')"
@@ -31,14 +32,14 @@ def ben(make_user: Callable[[str], User]) -> User:
     return make_user("ben")
 
 
-def test_up_tells_what_one_needs(product: Product):
+def test_up_prints_what_users_need(product: Product):
     """`make up` prints the address, who can log in, that the GPUs are simulated, and how to stop."""
     for expected in (product.address, "ada, ben", "simulated", "training runs on the CPU", "sudo make down"):
         assert expected in product.up_output
 
 
 def test_up_again_is_quick_and_changes_nothing(product: Product):
-    """A second `make up` reuses what is there: no process is restarted."""
+    """A second `make up` restarts no process."""
     before = {name: product.supervisor.pid(name) for name in product.supervisor.states()}
     begin = time.monotonic()
     run_make("up")
@@ -46,16 +47,16 @@ def test_up_again_is_quick_and_changes_nothing(product: Product):
     assert {name: product.supervisor.pid(name) for name in product.supervisor.states()} == before
 
 
-def test_the_doctor_finds_all_well(product: Product):
-    """Nothing fails on the running closet, and what runs there is seen."""
-    told = gpuhub("doctor", "--cluster-file", str(product.paths.closet_cluster_file))
-    assert "✓ services    proxy, broker, hub run" in told
-    assert told.count("✓ filter  in place") == len(product.cluster.nodes)
-    assert "✗" not in told
+def test_doctor_finds_no_failure(product: Product):
+    """The doctor finds no failure on the running closet and lists what runs there."""
+    report = gpuhub("doctor", "--cluster-file", str(product.paths.closet_cluster_file))
+    assert "✓ services    proxy, broker, hub run" in report
+    assert report.count("✓ filter  in place") == len(product.cluster.nodes)
+    assert "✗" not in report
 
 
-def test_the_form_shows_what_is_free(ada: User):
-    """The first user sees all three GPUs free, and the first profile that can start chosen."""
+def test_form_shows_free_gpus(ada: User):
+    """The first user sees three free GPUs, and the first profile that can start is selected."""
     ada.open_form()
     ada.picture("spawn-form-free")
     assert ada.holders() == {}
@@ -65,7 +66,7 @@ def test_the_form_shows_what_is_free(ada: User):
 
 
 def test_a_wrong_profile_is_refused_before_anything_starts(ada: User):
-    """A profile that is not in the list gives the list, and no lease."""
+    """An unknown profile is refused with the list of profiles, and no lease is requested."""
     token = next(c["value"] for c in ada.page.context.cookies() if c["name"] == "_xsrf")
     answer = ada.page.request.post(
         f"{ada.address}/hub/api/users/ada/server",
@@ -88,7 +89,7 @@ def test_first_user_gets_the_gpu(ada: User):
 
 
 def test_first_launch_notebook_runs_to_its_end(ada: User):
-    """`01-first-launch.ipynb` runs over three nodes; afterwards only the user's own GPU is held."""
+    """`01-first-launch.ipynb` runs over three nodes; afterwards only the user's own GPU is leased."""
     ada.page.goto(f"{ada.address}/user/ada/lab/tree/{NOTEBOOK}")
     ada.page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
     wait_for(lambda: ada.fetch("/user/ada/api/kernels"), "a kernel for the notebook", deadline_s=60)
@@ -103,7 +104,7 @@ def test_first_launch_notebook_runs_to_its_end(ada: User):
     ada.picture("notebook-end")
     text = saved_outputs(ada)
     ada.page.locator(".jp-OutputArea-output", has_text="I am rank").first.scroll_into_view_if_needed()
-    # Lab draws cells when they come into view.
+    # JupyterLab renders cells when they scroll into view.
     expect(ada.page.locator(".jp-OutputArea-output", has_text="I am rank").first).to_be_in_viewport()
     ada.page.mouse.wheel(0, -10)
     ada.page.wait_for_timeout(1000)
@@ -117,8 +118,8 @@ def test_first_launch_notebook_runs_to_its_end(ada: User):
     wait_for(lambda: ada.holders() == {"RTX 5090": "ada"}, "the launch's GPUs are free again")
 
 
-def test_second_user_sees_the_holder_and_queues(ada: User, ben: User):
-    """The second user sees who holds the 5090, queues for it, and sees the position."""
+def test_second_user_sees_the_owner_and_queues(ada: User, ben: User):
+    """The second user sees the owner of the RTX 5090's lease, queues for it, and sees the position."""
     ben.open_form()
     card = ben.page.locator(".gpuhub-card", has_text="RTX 5090").first
     expect(card).to_contain_text("ada")
@@ -134,8 +135,8 @@ def test_second_user_sees_the_holder_and_queues(ada: User, ben: User):
     assert [(entry["owner"], entry["position"]) for entry in ada.cluster()["queue"]] == [("ben", 1)]
 
 
-def test_a_restart_of_hub_and_broker_harms_nobody(product: Product, ada: User, ben: User):
-    """kill -9 of hub and broker: the notebook goes on, and the queued request keeps its place."""
+def test_restart_of_hub_and_broker_ends_no_notebook(product: Product, ada: User, ben: User):
+    """After kill -9 of hub and broker the notebook keeps running, and the queued request keeps its place."""
     before = ada.cluster()["queue"][0]["lease"]
     kernels = ada.fetch("/user/ada/api/kernels")
     killed = {name: product.supervisor.pid(name) for name in ("hub", "broker")}
@@ -143,7 +144,7 @@ def test_a_restart_of_hub_and_broker_harms_nobody(product: Product, ada: User, b
         os.kill(pid, signal.SIGKILL)
     wait_for(
         lambda: all(product.supervisor.pid(name) not in (0, old) for name, old in killed.items()),
-        "supervisord starts both anew",
+        "supervisord starts both again",
     )
 
     def is_back() -> bool:
@@ -157,29 +158,29 @@ def test_a_restart_of_hub_and_broker_harms_nobody(product: Product, ada: User, b
 
 
 def test_second_user_gets_the_gpu_when_the_first_stops(ada: User, ben: User):
-    """When the first user stops, the second one's request becomes a notebook, by itself."""
+    """When the first user stops, the second one's request becomes a notebook."""
     ada.click_stop()
     wait_for(lambda: ada.holders().get("RTX 5090") == "ben", "ben holds the 5090", deadline_s=60)
-    # The page that was open when hub and broker were killed has gone on by itself, without a click.
+    # The page that was open when hub and broker were killed has continued without a click.
     ben.wait_for_lab(deadline_s=90)
     assert ada.holders() == {"RTX 5090": "ben"}
 
 
-def test_nothing_is_held_at_the_end(ben: User):
-    """After the last stop every GPU is free, and no page had an error of its own."""
+def test_every_gpu_is_free_at_the_end(ben: User):
+    """After the last stop every GPU is free, and no page had a script error."""
     ben.click_stop()
     wait_for(lambda: ben.holders() == {}, "every GPU is free")
     assert ben.errors == []
 
 
 def run_all_cells(user: User) -> None:
-    """Through Lab's menu, as a person does."""
+    """Run all cells through JupyterLab's menu."""
     user.page.click("text=Run >> nth=0")
     user.page.click("text=Run All Cells >> nth=0")
 
 
 def saved_outputs(user: User) -> str:
-    """All text that the notebook's cells have shown, from the file that Lab saves."""
+    """Return the output of the notebook's cells from the file that JupyterLab saves."""
     path = f"/user/{user.name}/api/contents/{NOTEBOOK}"
     before = user.fetch(f"{path}?content=0")["last_modified"]
     user.page.keyboard.press("Control+s")

@@ -1,4 +1,4 @@
-"""The scheduler as people meet it: the page of GPUs, a launch that makes way, GPUs used outside, a node that is drained."""
+"""The builtin scheduler in use: the page of GPUs, preemption, GPUs in use by other programs, and draining."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from gpuhub.closet import cards
+from tests.acceptance.notebook_container import Notebook
+from tests.acceptance.process_output import ProcessOutput
+from tests.support import closet_control
+from tests.support.browser import INSTANCE, Product, User, gpuhub
+from tests.support.product import ROOT, wait_for
 
-from .conftest import INSTANCE, ROOT, Product, User, gpuhub, wait_for
-from .notebooks import Notebook
-from .outputs import Output
-
-#: Preemption, drained nodes and parts of GPUs are gpuhub's own scheduler's. Slurm has its own for each, and gpuhub says
-#: so when it is asked: tests/unit/broker/test_slurm_service.py.
-builtin = pytest.mark.engine("builtin")
+#: Preemption, draining and parts of GPUs belong to the builtin scheduler. With Slurm, gpuhub refuses each and names Slurm's
+#: means: tests/unit/gpuhub/backends/slurm/test_operations_slurm.py.
+builtin = pytest.mark.backend("builtin")
 EXAMPLE = ROOT / "notebooks" / "02-checkpoints.ipynb"
 
 
 @pytest.fixture(scope="module")
 def ada(product: Product, make_user: Callable[[str], User]) -> Iterator[Notebook]:
     """ada's notebook on the RTX 5070, with the example's script in her home."""
-    found = Notebook(product, make_user("ada"), "rtx5070")
-    found.write("goes_on.py", example_script(EXAMPLE))
-    yield found
-    found.stop()
+    started = Notebook(product, make_user("ada"), "rtx5070")
+    started.write("goes_on.py", example_script(EXAMPLE))
+    yield started
+    started.stop()
 
 
 @pytest.fixture(scope="module")
 def ben(make_user: Callable[[str], User]) -> User:
-    """Somebody who needs a GPU."""
+    """A user who needs a GPU."""
     return make_user("ben")
 
 
 @pytest.fixture(scope="module")
-def launch(ada: Notebook) -> Iterator[Output]:
+def launch(ada: Notebook) -> Iterator[ProcessOutput]:
     """A long scavenging launch of ada's over two nodes."""
     wait_for(
         lambda: ada.user.holders() == {"RTX 5070": "ada"}, "what ran before has given its GPUs back", deadline_s=60
     )
     code = "import gpu_launch; gpu_launch.run('goes_on.py', ['--steps', '10000000'], nnodes=2, scavenge=True)"
     with ada.start(code) as process:
-        output = Output(process)
+        output = ProcessOutput(process)
         output.wait("going on from step 0 with 2 ranks")
         yield output
         process.kill()
@@ -58,14 +58,14 @@ def launch(ada: Notebook) -> Iterator[Output]:
 
 
 def example_script(notebook: Path) -> str:
-    """The script that the example notebook writes."""
+    """Return the script that the example notebook writes."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     (script,) = ("".join(cell["source"]) for cell in cells if "".join(cell["source"]).startswith("%%writefile"))
     return script.split("\n", 1)[1]
 
 
 def test_the_checkpoint_example_runs_to_its_end(ada: Notebook):
-    """`02-checkpoints.ipynb`: what the first launch reached, the second goes on from."""
+    """The second launch of `02-checkpoints.ipynb` continues from the first one's checkpoint."""
     output = ada.execute("02-checkpoints")
     assert "going on from step 0 with 2 ranks" in output, output
     assert "going on from step 200 with 1 ranks" in output, output
@@ -73,10 +73,10 @@ def test_the_checkpoint_example_runs_to_its_end(ada: Notebook):
 
 
 @builtin
-def test_a_scavenging_launch_makes_way_and_goes_on(ada: Notebook, ben: User, launch: Output):
-    """The launch has the RTX 5060 that ben needs: it writes a checkpoint, ben gets the card, and it goes on elsewhere."""
+def test_scavenging_launch_is_preempted_and_continues(ada: Notebook, ben: User, launch: ProcessOutput):
+    """A scavenging launch writes a checkpoint, releases the RTX 5060 to ben, and continues elsewhere."""
     assert ada.user.holders() == {"RTX 5070": "ada", "RTX 5060": "ada"}
-    time.sleep(3)  # some steps, so that there is something to go on from
+    time.sleep(3)  # The launch needs some steps before its checkpoint is worth continuing from.
     ben.open_form()
     ben.choose("rtx5060")
     launch.wait(r"(?i)preempted")
@@ -91,8 +91,8 @@ def test_a_scavenging_launch_makes_way_and_goes_on(ada: Notebook, ben: User, lau
 
 
 @builtin
-def test_the_page_tells_who_holds_what(launch: Output, ben: User):
-    """The page of GPUs names the holder of each card, and is in the navigation."""
+def test_page_names_the_owner_of_each_lease(launch: ProcessOutput, ben: User):
+    """The page of GPUs names the owner of each GPU's lease and is in the navigation."""
     page = ben.page.context.new_page()
     page.goto(f"{ben.address}/hub/home")
     page.click("nav >> text=GPUs")
@@ -109,12 +109,12 @@ def test_the_page_tells_who_holds_what(launch: Output, ben: User):
 
 
 @builtin
-def test_a_gpu_that_is_used_outside_is_not_given(product: Product, ada: Notebook, ben: User, launch: Output):
-    """A process that gpuhub did not start is shown with what NVML tells, and its GPU is left alone."""
+def test_gpu_used_by_another_program_is_not_granted(product: Product, ada: Notebook, ben: User, launch: ProcessOutput):
+    """A process that gpuhub did not start is shown with NVML's data, and its GPU is not granted."""
     launch.process.send_signal(signal.SIGKILL)
     ada.kill("gpu_launch.run('goes_on.py'")
     wait_for(lambda: "RTX 5090" not in ben.holders(), "the launch's GPU is free", deadline_s=60)
-    cards.set_outsiders(product.paths, "rig1", 0, ((4242, 5120),))
+    closet_control.set_outsiders(product.paths, "rig1", 0, ((4242, 5120),))
     try:
 
         def state() -> str:
@@ -132,13 +132,13 @@ def test_a_gpu_that_is_used_outside_is_not_given(product: Product, ada: Notebook
         assert not profile["starts_now"]
         assert profile["free"] == 0
     finally:
-        cards.set_outsiders(product.paths, "rig1", 0, ())
+        closet_control.set_outsiders(product.paths, "rig1", 0, ())
     wait_for(lambda: state() == "free", "the RTX 5090 is free again")
 
 
 @builtin
-def test_a_drained_node_is_emptied_and_takes_work_again(ben: User):
-    """What runs there is shown first; then it ends, and nothing new starts until the node is undrained."""
+def test_drained_node_is_emptied_and_undrained(ben: User):
+    """Draining shows what runs on the node, ends it, and starts nothing new until the node is undrained."""
     shown = gpuhub("node", "drain", "rig3", "--reason", "new fan", "--grace", "0s", "--yes")
     assert "ben" in shown
     wait_for(lambda: "RTX 5060" not in ben.holders(), "ben's notebook has ended", deadline_s=90)
@@ -155,12 +155,12 @@ def test_a_drained_node_is_emptied_and_takes_work_again(ben: User):
 
 @builtin
 def test_a_part_of_a_gpu_is_shared_by_several(product: Product, ada: Notebook, ben: User):
-    """Two notebooks hold a quarter each of one card, each with its cap, and a whole card is no longer to be had there."""
+    """Two notebooks have a quarter of one GPU each, with a memory cap, and the whole GPU is not available."""
     ben.open_form()
     ben.choose("part")
     ben.wait_for_lab()
     second = f"{ada.user.address}/hub/api/users/ada/servers/second"
-    # The server has an _xsrf cookie of its own.
+    # The server has a separate _xsrf cookie.
     cookies = ada.user.page.context.cookies()
     token = next(c["value"] for c in cookies if (c["name"], c["path"]) == ("_xsrf", "/hub/"))
     headers = {"X-XSRFToken": token, "Content-Type": "application/json"}
@@ -168,8 +168,8 @@ def test_a_part_of_a_gpu_is_shared_by_several(product: Product, ada: Notebook, b
     assert answer.ok, answer.text()
 
     def card() -> dict[str, Any]:
-        found: dict[str, Any] = ben.cluster()["nodes"][0]["gpus"][0]
-        return found
+        gpu: dict[str, Any] = ben.cluster()["nodes"][0]["gpus"][0]
+        return gpu
 
     wait_for(lambda: len(card()["holders"]) == 2, "two hold a part", deadline_s=90)
     assert card()["share"] == 4

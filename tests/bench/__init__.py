@@ -1,1 +1,1 @@
-"""Benchmarks: `make bench` prints one line a figure, `NAME VALUE UNIT`; docs/benchmarks.md keeps them."""
+"""Benchmarks: `make bench` prints one line `NAME VALUE UNIT` for each figure; docs/benchmarks.md lists them."""

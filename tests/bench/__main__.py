@@ -16,7 +16,7 @@ GROUPS = {
 
 
 def main() -> None:
-    """Measure what was asked for; what is not in the list is refused with the list."""
+    """Run the given groups and print their figures; an unknown group is refused with the list of groups."""
     asked = sys.argv[1] if len(sys.argv) == 2 else "all"
     if asked != "all" and asked not in GROUPS:
         sys.exit(f"{asked!r} is no group of benchmarks: choose all, {', '.join(GROUPS)}")
@@ -26,6 +26,6 @@ def main() -> None:
                 print(f"{figure} {value:.4g} {unit}", flush=True)
 
 
-# Benchmarks that start processes of their own import this module anew.
+# Benchmarks that start other processes import this module again.
 if __name__ == "__main__":
     main()

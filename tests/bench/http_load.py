@@ -1,9 +1,9 @@
-"""Five hundred clients at once on the broker's HTTP API: requests a second, times to the answer, and no error.
+"""The load of 500 clients on the broker's HTTP API: requests a second, latencies and errors.
 
-The broker is a process of its own with uvicorn, as in production, on simulated nodes. Each client is a user with one
-kept connection who comes back without a pause to: ask for a GPU, look at the cluster, long-poll for the grant, ask why
-it waits, release, wait for the end. The time of a long poll is not a time to an answer, so those are counted, and not
-timed. The clients run beside the broker on the same machine and take a core of it.
+The broker is a separate process with uvicorn, as in production, on simulated nodes. Each client is a user with one
+kept-alive connection that repeats without a pause: request a GPU, read the cluster, long-poll for the grant, read why
+the request waits, release the lease, wait for its end. Long polls are counted but not timed: they last as long as the
+lease does not change. The clients run on the broker's machine and take one core of it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench.product import tell
+from tests.bench.product import print_progress
+from tests.support.broker_process import PROFILE, Served, serving
 from tests.support.brokers import API
-from tests.support.lean_http import Connection
-from tests.support.serve_simulated import PROFILE, Served, serving
+from tests.support.http_connection import Connection
 
 CLIENTS = 500
 NODES = 50
@@ -29,13 +29,16 @@ WARM_UP_S = 5.0
 SECONDS = 30.0
 #: A long poll's wait, seconds.
 POLL_S = 2
-#: A lease is kept for so many looks at the cluster: 500 clients on 400 GPUs wait for each other.
-LOOKS = 2
+#: Reads of the cluster before a client releases its lease: 500 clients on 400 GPUs wait for each other.
+CLUSTER_READS = 2
+#: Tokens that are sent for the first time at once. The broker counts a token as unknown until the hub has confirmed it,
+#: and refuses an address that sends more than 100 unknown ones at once.
+NEW_TOKENS_AT_ONCE = 50
 
 
 @dataclass(slots=True)
 class Tally:
-    """What the clients saw; kept from `begin` on."""
+    """The responses that the clients received between `begin` and `end`, in monotonic seconds."""
 
     begin: float
     end: float
@@ -43,48 +46,48 @@ class Tally:
     errors: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
 
-    def note(self, what: str, began: float, status: int, expected: frozenset[int], *, is_timed: bool) -> None:
-        """One answer."""
+    def count(self, request: str, began: float, status: int, expected: frozenset[int], *, is_timed: bool) -> None:
+        """Count a response; `what` names the request."""
         now = time.monotonic()
         if status not in expected:
-            self.errors[f"{what}: {status}"] += 1
+            self.errors[f"{request}: {status}"] += 1
         if not self.begin <= now < self.end:
             return
-        self.answers[what] += 1
+        self.answers[request] += 1
         if is_timed:
             self.seconds.append(now - began)
 
     def percentile_ms(self, percent: float) -> float:
-        """Of the timed answers."""
+        """Return a percentile of the timed responses, in milliseconds."""
         return 1000 * sorted(self.seconds)[int(len(self.seconds) * percent / 100)]
 
 
 @dataclass(slots=True)
 class User:
-    """One client."""
+    """A user of the broker with one connection."""
 
     name: str
     connection: Connection
     tally: Tally
 
-    async def live(self) -> None:
-        """Lease after lease, until the end."""
+    async def cycle_leases(self) -> None:
+        """Request and release one lease after the other until the end."""
         number = 0
         while time.monotonic() < self.tally.end:
             number += 1
             lease = await self._send("POST", "/leases", {"profile": PROFILE, "key": f"k{number}"}, {201})
             path = f"/leases/{lease['id']}"
             lease = await self._wait(path, lease, {"granted"})
-            for _ in range(LOOKS):
+            for _ in range(CLUSTER_READS):
                 await self._send("GET", "/cluster")
             await self._send("DELETE", path)
             await self._wait(path, lease, {"released"})
 
     async def _wait(self, path: str, lease: dict[str, Any], states: set[str]) -> dict[str, Any]:
-        """Poll until the lease is in one of the states, asking why while it waits; or until the end."""
+        """Poll until the lease is in one of the states or the measurement ends; read the reason while it waits."""
         while lease["state"] not in states and time.monotonic() < self.tally.end:
             if lease["state"] == "requested":
-                # Granted meanwhile: a lease that does not wait has no why.
+                # 409: the lease was granted in the meantime and has no reason to wait any more.
                 await self._send("GET", f"{path}/why", None, {200, 409})
             lease = await self._send("GET", f"{path}?wait_s={POLL_S}&version={lease['version']}", is_poll=True)
         return lease
@@ -92,22 +95,26 @@ class User:
     async def _send(
         self, method: str, path: str, body: Any = None, expected: set[int] | None = None, *, is_poll: bool = False
     ) -> Any:
-        what = f"{method} {path.split('?')[0].split('/')[1]}{' why' if path.endswith('why') else ''}"
+        request = f"{method} {path.split('?')[0].split('/')[1]}{' why' if path.endswith('why') else ''}"
         began = time.monotonic()
         status, answer = await self.connection.send(method, path, body)
-        name = f"{what} (poll)" if is_poll else what
-        self.tally.note(name, began, status, frozenset(expected or {200}), is_timed=not is_poll)
+        name = f"{request} (poll)" if is_poll else request
+        self.tally.count(name, began, status, frozenset(expected or {200}), is_timed=not is_poll)
         return answer
 
 
 def measure() -> Iterator[tuple[str, float, str]]:
-    """The figures `broker.api_…`; any error fails the benchmark."""
+    """Yield the figures `broker.api_…`.
+
+    Raises:
+        AssertionError: The API responded with an error.
+    """
     with (
         tempfile.TemporaryDirectory(dir="/var/tmp", prefix="gpuhub-http-") as folder,
         serving(Path(folder), nodes=NODES, gpus=GPUS) as served,
     ):
         tally = asyncio.run(_load(served))
-    tell(f"answers: {dict(tally.answers)}; errors: {dict(tally.errors)}")
+    print_progress(f"answers: {dict(tally.answers)}; errors: {dict(tally.errors)}")
     if tally.errors:
         raise AssertionError(f"the API answered with errors: {dict(tally.errors)}")
     yield "broker.api_clients", CLIENTS, "clients"
@@ -120,9 +127,19 @@ def measure() -> Iterator[tuple[str, float, str]]:
 async def _load(served: Served) -> Tally:
     names = [f"user{number}" for number in range(CLIENTS)]
     connections = [await Connection.open(served.host, served.port, prefix=API, token=name) for name in names]
+    await _introduce(connections)
     begin = time.monotonic() + WARM_UP_S
     tally = Tally(begin=begin, end=begin + SECONDS)
     users = [User(name=name, connection=c, tally=tally) for name, c in zip(names, connections, strict=True)]
-    await asyncio.gather(*(user.live() for user in users))
+    await asyncio.gather(*(user.cycle_leases() for user in users))
     await asyncio.gather(*(connection.close() for connection in connections))
     return tally
+
+
+async def _introduce(connections: Sequence[Connection]) -> None:
+    """Send each token once, few at a time, so that none exceeds the broker's limit on unknown tokens."""
+    for first in range(0, len(connections), NEW_TOKENS_AT_ONCE):
+        group = connections[first : first + NEW_TOKENS_AT_ONCE]
+        responses = await asyncio.gather(*(connection.send("GET", "/cluster") for connection in group))
+        if statuses := sorted({status for status, _ in responses if status != 200}):
+            raise RuntimeError(f"the broker refused the tokens of the benchmark's clients with status {statuses}")

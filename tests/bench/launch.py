@@ -16,26 +16,26 @@ from typing import IO, Any
 import docker
 import httpx
 
-from tests.bench.launching import scripts
-from tests.bench.launching.kernel import MARK
-from tests.bench.product import Product, paired_ratio, running, tell
+from tests.bench.launch_workload import scripts
+from tests.bench.launch_workload.kernel import MARK
+from tests.bench.product import Product, paired_ratio, print_progress, running
 
 PAIRS = 5
 STEP_PAIRS = 5
 LINES = 400_000
 _KERNEL = Path(__file__).parent / "launching" / "kernel.py"
-#: A layer of this width and so many steps: some seconds on two cores.
+#: The width of a layer and the number of steps: some seconds on two cores.
 _STEPS = ("128", "300")
 
 
 @dataclass
 class Kernel:
-    """The notebook's kernel, see `launching.kernel`."""
+    """The notebook's kernel, see `launch_workload.kernel`."""
 
     process: subprocess.Popen[str]
 
     def run(self, script: str, *arguments: str, **how: Any) -> dict[str, Any]:
-        """One launch on three nodes; fails where the launch does, unless it was to be interrupted."""
+        """Launch a script on three nodes and return the kernel's answer; fail with the launch unless it is interrupted."""
         order = {"script": script, "arguments": arguments, "nnodes": 3, **how}
         write(self.process.stdin, json.dumps(order))
         for line in self.process.stdout or ():
@@ -47,14 +47,14 @@ class Kernel:
 
 
 def write(stream: IO[str] | None, line: str) -> None:
-    """One line, at once."""
+    """Write one line and flush."""
     assert stream is not None
     stream.write(line + "\n")
     stream.flush()
 
 
 def measure() -> Iterator[tuple[str, float, str]]:
-    """Figures of the group `launch`."""
+    """Yield the figures of the group `launch`."""
     with running() as product, ExitStack() as stack:
         clients = {
             node.name: stack.enter_context(closing(docker.DockerClient(base_url=node.docker, timeout=120)))
@@ -73,18 +73,18 @@ def measure() -> Iterator[tuple[str, float, str]]:
 
 
 def _hello(kernel: Kernel, workers: list[tuple[Any, str]]) -> Iterator[tuple[str, float, str]]:
-    """A whole run of one all-reduce: the first launch, the next, and torchrun, one after the other."""
+    """Measure whole runs of one all-reduce: the first launch, the next, and torchrun, one after the other."""
     rounds = []
     for number in range(PAIRS + 1):
-        found = {
+        round_results = {
             "first": kernel.run("bench_hello.py", fresh=True),
             "again": kernel.run("bench_hello.py"),
             "cold": _by_hand(workers, "bench_hello.py"),
         }
-        tell(", ".join(f"{name} {one['seconds']:.2f} s" for name, one in found.items()))
+        print_progress(", ".join(f"{name} {result['seconds']:.2f} s" for name, result in round_results.items()))
         if number:
-            rounds.append(found)
-    seconds = {name: [one[name]["seconds"] for one in rounds] for name in ("first", "again", "cold")}
+            rounds.append(round_results)
+    seconds = {name: [result[name]["seconds"] for result in rounds] for name in ("first", "again", "cold")}
     yield "launch.cold_torchrun", statistics.median(seconds["cold"]), "s"
     yield "launch.first", statistics.median(seconds["first"]), "s"
     yield "launch.relaunch", statistics.median(seconds["again"]), "s"
@@ -93,26 +93,26 @@ def _hello(kernel: Kernel, workers: list[tuple[Any, str]]) -> Iterator[tuple[str
 
 
 def _steps(kernel: Kernel, workers: list[tuple[Any, str]]) -> Iterator[tuple[str, float, str]]:
-    """The median step of the same training, ours and torchrun's in turns; every other pair in the other order."""
+    """Measure the median step of the same training with both in turns, with every other pair in the other order."""
     ours, theirs = [], []
     for number in range(STEP_PAIRS + 1):
         turns = [lambda: ours.append(_median_ms(kernel.run("bench_steps.py", *_STEPS)["text"]))]
         turns.append(lambda: theirs.append(_median_ms(_by_hand(workers, "bench_steps.py", *_STEPS)["text"])))
         for turn in turns if number % 2 else reversed(turns):
             turn()
-        tell(f"step: gpuhub {ours[-1]:.2f} ms, torchrun {theirs[-1]:.2f} ms")
+        print_progress(f"step: gpuhub {ours[-1]:.2f} ms, torchrun {theirs[-1]:.2f} ms")
     yield "launch.step_time_over_torchrun", paired_ratio(ours[1:], theirs[1:]), "ratio"
 
 
 def _interrupt(kernel: Kernel) -> Iterator[tuple[str, float, str]]:
-    """From SIGINT in the kernel until the launch has returned, all ranks being gone; the worst."""
-    found = [kernel.run("bench_forever.py", interrupt_after_s=1.0)["interrupt_s"] for _ in range(PAIRS)]
-    tell(f"interrupts: {', '.join(f'{one:.2f}' for one in found)} s")
-    yield "launch.interrupt_s", max(found), "s"
+    """Measure the longest time from SIGINT in the kernel until the launch has returned and all ranks have ended."""
+    durations = [kernel.run("bench_forever.py", interrupt_after_s=1.0)["interrupt_s"] for _ in range(PAIRS)]
+    print_progress(f"interrupts: {', '.join(f'{seconds:.2f}' for seconds in durations)} s")
+    yield "launch.interrupt_s", max(durations), "s"
 
 
 def _lines(kernel: Kernel, workers: list[tuple[Any, str]], seconds: Path) -> Iterator[tuple[str, float, str]]:
-    """How fast every rank can write lines while the notebook shows them, and with torchrun writing them to files."""
+    """Measure how fast ranks write lines while the notebook shows them, and with torchrun writing them to files."""
     rates, ratios, shares = [], [], []
     for _ in range(3):
         ours = kernel.run("bench_flood.py", str(LINES))
@@ -121,7 +121,7 @@ def _lines(kernel: Kernel, workers: list[tuple[Any, str]], seconds: Path) -> Ite
         rates.append(LINES / took)
         ratios.append(took / float(seconds.read_text(encoding="utf-8")))
         shares.append(ours["cpu_s"] / ours["seconds"])
-        tell(f"lines: {rates[-1]:.0f} a second and rank, kernel uses {shares[-1]:.2f} of a core")
+        print_progress(f"lines: {rates[-1]:.0f} a second and rank, kernel uses {shares[-1]:.2f} of a core")
     yield "launch.lines_per_s", statistics.median(rates), "lines/s"
     yield "launch.lines_time_over_torchrun", statistics.median(ratios), "ratio"
     yield "launch.lines_kernel_cores", statistics.median(shares), "cores"
@@ -132,14 +132,14 @@ def _median_ms(text: str) -> float:
 
 
 def _value(text: str, name: str) -> float:
-    """The number after a name in a rank's output."""
+    """Return the number after a name in a rank's output."""
     words = text.split()
     return float(words[words.index(name) + 1])
 
 
 @contextmanager
 def _kernel(product: Product, notebook: Any) -> Iterator[Kernel]:
-    """A kernel in the notebook's container."""
+    """Start a kernel in the notebook's container."""
     node = next(node for node in product.cluster.nodes if node.name == notebook.attrs["Config"]["Hostname"])
     command = [
         "docker",
@@ -160,7 +160,7 @@ def _kernel(product: Product, notebook: Any) -> Iterator[Kernel]:
 
 
 def _start_notebook(product: Product, clients: dict[str, docker.DockerClient]) -> Any:
-    """ada's notebook on the RTX 5090, started through the hub."""
+    """Start ada's notebook on the RTX 5090 through the hub and return its container."""
     with httpx.Client(base_url=product.address, follow_redirects=True, trust_env=False, timeout=60) as web:
         web.get("/hub/login")
         form = {"username": "ada", "password": product.password, "_xsrf": _xsrf(web)}
@@ -178,16 +178,18 @@ def _start_notebook(product: Product, clients: dict[str, docker.DockerClient]) -
 
 
 def _xsrf(web: httpx.Client) -> str:
-    """The hub's token: the browser has one for each path."""
+    """Return the hub's XSRF token: the browser has one for each path."""
     return next(cookie.value or "" for cookie in web.cookies.jar if cookie.name == "_xsrf" and cookie.path == "/hub/")
 
 
 def _by_hand_containers(
     stack: ExitStack, product: Product, clients: dict[str, docker.DockerClient], notebook: Any
 ) -> list[tuple[Any, str]]:
-    """A running container a node, on ada's own network, with the address there: what somebody would start by hand."""
+    """Start a container on each node in ada's network, as a user without gpuhub would, and return each with its
+    address.
+    """
     network = next(name for name in notebook.attrs["NetworkSettings"]["Networks"] if "-net-" in name)
-    found = []
+    started = []
     for node in product.cluster.nodes:
         home = f"{product.paths.state}/homes/ada"
         container = clients[node.name].containers.run(
@@ -206,18 +208,18 @@ def _by_hand_containers(
         )
         stack.callback(container.remove, force=True)
         container.reload()
-        found.append((container, container.attrs["NetworkSettings"]["Networks"][network]["IPAddress"]))
-    return found
+        started.append((container, container.attrs["NetworkSettings"]["Networks"][network]["IPAddress"]))
+    return started
 
 
 def _threads(notebook: Any) -> dict[str, str]:
-    """As many threads as gpuhub's containers use."""
+    """Return the thread settings of gpuhub's containers."""
     pairs = dict(entry.split("=", 1) for entry in notebook.attrs["Config"]["Env"])
     return {name: pairs[name] for name in ("OMP_NUM_THREADS",) if name in pairs}
 
 
 def _by_hand(workers: list[tuple[Any, str]], script: str, *arguments: str, redirect: bool = False) -> dict[str, Any]:
-    """The same script with torchrun, a command in each container; with `redirect` the ranks write to files."""
+    """Run the script with torchrun, one command in each container; with `redirect` the ranks write to files."""
     texts = [""] * 3
     begin = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""The product under measurement: an instance of its own, up for as long as a group runs."""
+"""The running product of the benchmarks: a separate instance for each group."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuhub import secrets, settings
-from gpuhub.paths import Paths
+from gpuhub.common import secrets
+from gpuhub.common.paths import Paths
+from gpuhub.config import settings
 
 ROOT = Path(__file__).parents[2]
 INSTANCE = os.environ.get("GPUHUB_TEST_INSTANCE", "ghtest")
@@ -23,7 +24,7 @@ class Product:
     """A running instance."""
 
     paths: Paths
-    cluster: settings.Cluster
+    cluster: settings.ClusterSettings
     address: str
     password: str
 
@@ -36,7 +37,7 @@ def make(target: str, *variables: str) -> None:
 
 @contextmanager
 def running(engine: str = "builtin") -> Iterator[Product]:
-    """The instance under one of the engines, taken down at the end."""
+    """Run the instance with a backend, and take it down at the end."""
     make("up", f"ENGINE={engine}")
     paths = Paths(INSTANCE)
     cluster = settings.load(paths.closet_cluster_file)
@@ -52,10 +53,10 @@ def running(engine: str = "builtin") -> Iterator[Product]:
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of the ratios of pairs measured one after the other, so that a slow minute hits both."""
+    """Return the median ratio of pairs measured one after the other, so that a slow minute affects both."""
     return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
-def tell(text: str) -> None:
-    """Progress, beside the figures."""
+def print_progress(text: str) -> None:
+    """Print progress to standard error."""
     print(text, file=sys.stderr, flush=True)

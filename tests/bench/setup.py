@@ -1,4 +1,4 @@
-"""From `make up` on a machine that has nothing to the first login page; sizes of what was built."""
+"""The time from `make up` on a clean machine to the first login page, and the sizes of what is built."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import closing
 
 import docker
 
-from gpuhub.paths import Paths
+from gpuhub.common.paths import Paths
 from tests.bench.product import INSTANCE, make
 
 
 def measure() -> Iterator[tuple[str, float, str]]:
-    """Figures of the group `setup`.
+    """Yield the figures of the group `setup`.
 
-    Debian packages and the virtual environment are there already (`make bench` itself needs them); images, wheels and
-    nodes are made from nothing.
+    Debian packages and the virtual environment exist already, because `make bench` needs them; images, wheels and nodes
+    are made from scratch.
     """
     make("purge")
     begin = time.monotonic()

@@ -1,10 +1,10 @@
-"""Slurm as the engine: against gpuhub's own, and against what people do by hand, on the same practice closet.
+"""Slurm as the backend, compared with the builtin scheduler and with plain commands, on the same practice closet.
 
-- `slurm.click_to_lab_over_builtin`: from the click on Start to JupyterLab, under either engine in turns.
-- `slurm.submit_over_sbatch`: from asking the broker for a worker with a GPU to the start of its container, over the same
-  from `sbatch` of a script with `srun docker run`. Both get the same card, and the same image; Docker's daemon tells when
-  each container starts. What gpuhub does besides is in it: the user's home, network and identity, the check that the job
-  still runs.
+- `slurm.click_to_lab_over_builtin`: from the click on Start to JupyterLab, with each backend in turn.
+- `slurm.submit_over_sbatch`: from requesting a worker with a GPU at the broker to the start of its container, over
+  the same from `sbatch` of a script with `srun docker run`. Both get the same GPU and image; Docker's daemon reports
+  when each container starts. gpuhub's additional work is included: the user's home, network and identity, and the check
+  that the job still runs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from dataclasses import dataclass, field
 import docker
 import httpx
 
-from gpuhub import names
-from gpuhub.closet.places import node_places
-from gpuhub.closet.plan import practice_plan
-from gpuhub.closet.slurm import build_files
-from tests.bench.product import Product, paired_ratio, running, tell
+from gpuhub.common import names
+from gpuhub_closet.paths import node_paths
+from gpuhub_closet.slurm_setup import build_slurm_config
+from gpuhub_closet.topology import build_practice_plan
+from tests.bench.product import Product, paired_ratio, print_progress, running
 from tests.bench.spawn import browsing, click_to_lab, log_in
 from tests.support.product import wait_for
 from tests.support.users import Client
 from tests.support.users import log_in as log_in_for_api
 
-#: Turns of both engines, and clicks in each after the first one.
+#: Turns of both backends, and clicks in each after the first one.
 ROUNDS = 3
 CLICKS = 3
-#: Submissions of either kind after the first ones.
+#: Submissions of each kind after the first ones.
 PAIRS = 10
 NODE = "rig1"
 MODEL = "RTX 5090"
@@ -44,7 +44,7 @@ _LABEL = "gpuhub-bench"
 
 
 def measure() -> Iterator[tuple[str, float, str]]:
-    """Figures of the group `slurm`; smaller is better."""
+    """Yield the figures of the group `slurm`; smaller is better."""
     yield from _measure_clicks()
     yield from _measure_submissions()
 
@@ -66,7 +66,9 @@ def _click(engine: str) -> list[float]:
     with running(engine) as product, browsing() as browser:
         page = log_in(browser, product.address, "ada", product.password)
         times = [click_to_lab(page, product.address) for _ in range(CLICKS + 1)]
-    tell(f"click to Lab, {engine}: {', '.join(f'{one:.2f}' for one in times)} s (the first is a warm-up)")
+    print_progress(
+        f"click to Lab, {engine}: {', '.join(f'{seconds:.2f}' for seconds in times)} s (the first is a warm-up)"
+    )
     return times[1:]
 
 
@@ -75,13 +77,13 @@ def _click(engine: str) -> list[float]:
 
 @dataclass
 class Starts:
-    """When containers of one Docker daemon started."""
+    """Start times of one Docker daemon's containers."""
 
     #: By each `LABEL=VALUE` of the container.
     at: dict[str, float] = field(default_factory=dict)
 
     def wait(self, label: str) -> float:
-        """When the first container with that label started, by the monotonic clock."""
+        """Return when the first container with that label started, by the monotonic clock."""
         return wait_for(lambda: self.at.get(label), f"a container with {label} starts", 60, every_s=0.05)
 
 
@@ -107,13 +109,13 @@ def _watching(url: str) -> Iterator[Starts]:
 
 
 def _measure_submissions() -> Iterator[tuple[str, float, str]]:
-    with running("slurm") as product, _watching(node_places(product.paths, NODE).docker_url) as starts:
+    with running("slurm") as product, _watching(node_paths(product.paths, NODE).docker_url) as starts:
         client = log_in_for_api(product.address, "ada", product.password)
         pairs = []
         for number in range(PAIRS + 1):
             pair = (_ask_broker(product, client, starts), _ask_slurm(product, starts))
             note = " (warm-up)" if not number else ""
-            tell(f"submission to container: gpuhub {pair[0]:.2f} s, sbatch {pair[1]:.2f} s{note}")
+            print_progress(f"submission to container: gpuhub {pair[0]:.2f} s, sbatch {pair[1]:.2f} s{note}")
             pairs.append(pair)
         client.close()
     ours, theirs = zip(*pairs[1:], strict=True)
@@ -123,7 +125,7 @@ def _measure_submissions() -> Iterator[tuple[str, float, str]]:
 
 
 def _ask_broker(product: Product, client: Client, starts: Starts) -> float:
-    """A job of one worker."""
+    """Submit a job of one worker to the broker and return the seconds to its start."""
     body = {"run_id": f"run-{uuid.uuid4().hex[:10]}", "models": [MODEL]}
     began = time.monotonic()
     status, job = client.ask(client.broker, "POST", "/jobs", body)
@@ -136,12 +138,12 @@ def _ask_broker(product: Product, client: Client, starts: Starts) -> float:
 
 
 def _ask_slurm(product: Product, starts: Starts) -> float:
-    """The same by hand, as root, whom Docker's daemon obeys; the container gets the card and a container's usual limits."""
-    plan = practice_plan(product.paths.instance)
+    """Submit the same with sbatch as root, which Docker's daemon requires, with the GPU and a container's usual limits."""
+    plan = build_practice_plan(product.paths.instance)
     label, card = f"{_LABEL}={uuid.uuid4().hex}", plan.gpu_uuids(plan.node(NODE))[0]
     image = product.cluster.profile(TYPE).image
     container = f"docker run --rm --init --gpus device={card} --label {label} --network none {image} sleep 600"
-    script = f"#!/bin/sh\nexport DOCKER_HOST={node_places(product.paths, NODE).docker_url}\nexec srun {container}\n"
+    script = f"#!/bin/sh\nexport DOCKER_HOST={node_paths(product.paths, NODE).docker_url}\nexec srun {container}\n"
     began = time.monotonic()
     job = _slurm(product, "sbatch", "--parsable", f"--gres=gpu:{TYPE}:1", "-o", "/dev/null", given=script).strip()
     took_s = starts.wait(label) - began
@@ -158,7 +160,7 @@ def _wait_idle(product: Product) -> None:
 
 
 def _slurm(product: Product, *command: str, given: str = "") -> str:
-    conf = build_files(practice_plan(product.paths.instance), product.paths).conf
+    conf = build_slurm_config(build_practice_plan(product.paths.instance), product.paths).conf
     environment = {**os.environ, "SLURM_CONF": str(conf)}
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=True, env=environment)
     return done.stdout

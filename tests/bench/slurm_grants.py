@@ -1,16 +1,16 @@
-"""Grants a second: the broker beside a real slurmctld, at the same number of nodes of one GPU, in turn on one machine.
+"""Grants a second of the broker and of a real slurmctld, with as many nodes of one GPU, in turn on one machine.
 
-What a grant is on either side, from the submission of all to the end of the last:
+A grant lasts from the submission of all to the end of the last:
 
-- Slurm: a job of one array runs `true` with one GPU. slurmctld places it, its slurmd (a real one a node, on this
-  machine) starts a step daemon that runs it, and the end is reported back. One command submits the whole array. Nothing
-  is written for accounting; GPUs are `/dev/null`.
-- The broker: a notebook's lease is asked for over HTTP (each by a client of its own), granted, long-polled, activated,
-  released and proven gone by a listing of its node's containers, and each of these steps is committed to a SQLite file
-  with its content on the disk. The nodes are simulated in the broker's process: nothing starts a container.
+- Slurm: a job of one array runs `true` with one GPU. slurmctld places it, its slurmd (a real one for each node, on this
+  machine) starts a step daemon that runs it and reports the end. One command submits the whole array. There is no
+  accounting; GPUs are `/dev/null`.
+- The broker: a notebook's lease is requested over HTTP by a separate client, granted, long-polled, activated, released
+  and proven gone by a listing of its node's containers, and each of these steps is committed durably to a SQLite file.
+  The nodes are simulated in the broker's process, and no container starts.
 
 So Slurm also starts processes, and the broker also answers some five requests for each lease and waits for its disk.
-Neither is what a container's start costs, which follows on a real node and takes far longer than both.
+Neither includes a container's start, which follows on a real node and takes far longer than both.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.bench.product import paired_ratio, tell
+from tests.bench.product import paired_ratio, print_progress
+from tests.support.broker_process import PROFILE, Served, serving
 from tests.support.brokers import API
-from tests.support.lean_http import Connection
-from tests.support.serve_simulated import PROFILE, Served, serving
+from tests.support.http_connection import Connection
 from tests.support.slurm_site import SlurmSite, slurm_site, wait
 
-#: As many slurmds as fit on two cores without a wait for the machine itself; the broker gets as many nodes.
+#: As many slurmds as two cores can run; the broker gets as many nodes.
 NODES = 100
 #: Jobs, and leases, in one repeat.
 COUNT = 500
 PAIRS = 5
-#: slurmctld's; the nodes have the next ones.
+#: The port of slurmctld; the nodes have the next ones.
 PORT = 27000
-#: As long as the API lets a long poll wait, seconds.
+#: The longest long poll that the API allows, seconds.
 POLL_S = 25
 
 
 def measure() -> Iterator[tuple[str, float, str]]:
-    """The figures `broker.grants_over_slurmctld` (higher is better) and what it is made of."""
+    """Yield the figures `broker.grants_over_slurmctld` (higher is better) and its two parts."""
     with (
         tempfile.TemporaryDirectory(dir="/var/tmp", prefix="gpuhub-grants-") as folder,
         slurm_site(port=PORT, nodes=[("",)] * NODES, users={}, cpus=1, memory_mib=1000, min_job_age_s=2) as slurm,
@@ -57,12 +57,12 @@ def measure() -> Iterator[tuple[str, float, str]]:
 def _pair(slurm: SlurmSite, served: Served, number: int) -> tuple[float, float]:
     theirs = COUNT / _run_jobs(slurm)
     ours = COUNT / asyncio.run(_lease_all(served, number))
-    tell(f"grants a second: broker {ours:.1f}, slurmctld {theirs:.1f}{' (warm-up)' if not number else ''}")
+    print_progress(f"grants a second: broker {ours:.1f}, slurmctld {theirs:.1f}{' (warm-up)' if not number else ''}")
     return ours, theirs
 
 
 def _run_jobs(slurm: SlurmSite) -> float:
-    """Seconds for all jobs, from their submission until none waits, runs or completes."""
+    """Return the seconds for all jobs, from their submission until none waits, runs or completes."""
     began = time.monotonic()
     slurm.submit(None, f"--array=0-{COUNT - 1}", "--gres=gpu:1", "-e", "/dev/null", script="exec true")
     wait(lambda: not slurm.ask("squeue", "--noheader", "--array", "--format=%i").strip(), f"{COUNT} jobs are done", 300)
@@ -70,7 +70,7 @@ def _run_jobs(slurm: SlurmSite) -> float:
 
 
 async def _lease_all(served: Served, repeat: int) -> float:
-    """Seconds for all leases, from the first request to the last proof; clients are connected before."""
+    """Return the seconds for all leases, from the first request to the last proof; clients are connected before."""
     opening = (Connection.open(served.host, served.port, prefix=API, token="spawner") for _ in range(COUNT))
     clients = [await connection for connection in opening]
     began = time.monotonic()
@@ -81,7 +81,7 @@ async def _lease_all(served: Served, repeat: int) -> float:
 
 
 async def _lease(client: Connection, owner: str, key: str) -> None:
-    """One lease, from the request to the proof that its GPU is free again."""
+    """Take one lease from its request to the proof that its GPU is free again."""
     status, lease = await client.send("POST", "/leases", {"profile": PROFILE, "key": key, "owner": owner})
     assert status == 201, lease
     path = f"/leases/{lease['id']}"

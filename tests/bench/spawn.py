@@ -1,4 +1,4 @@
-"""From click to a JupyterLab one can use, against stock DockerSpawner with the same image on the same daemon."""
+"""The time from the click to a usable JupyterLab, compared with stock DockerSpawner, the same image and daemon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.bench.product import Product, paired_ratio, running, tell
+from tests.bench.product import Product, paired_ratio, print_progress, running
 
 PAIRS = 7
 _READY = ".jp-LauncherCard, .jp-NotebookPanel"
@@ -45,14 +45,16 @@ c.Spawner.notebook_dir = "/tmp"
 
 
 def measure() -> Iterator[tuple[str, float, str]]:
-    """Figures of the group `spawn`."""
+    """Yield the figures of the group `spawn`."""
     with running() as product, _stock_hub(product) as stock, browsing() as browser:
         ours = log_in(browser, product.address, "ada", product.password)
         theirs = log_in(browser, stock, "stock", "any")
         pairs = []
         for number in range(PAIRS + 1):
             pair = (click_to_lab(ours, product.address), _stock(theirs, stock))
-            tell(f"click to Lab: gpuhub {pair[0]:.2f} s, stock {pair[1]:.2f} s{' (warm-up)' if not number else ''}")
+            print_progress(
+                f"click to Lab: gpuhub {pair[0]:.2f} s, stock {pair[1]:.2f} s{' (warm-up)' if not number else ''}"
+            )
             pairs.append(pair)
     ours_s, stock_s = zip(*pairs[1:], strict=True)
     yield "spawn.click_to_lab", sorted(ours_s)[PAIRS // 2], "s"
@@ -62,7 +64,7 @@ def measure() -> Iterator[tuple[str, float, str]]:
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """A headless Chromium."""
+    """Start a headless Chromium."""
     chromium = shutil.which("chromium")
     assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
     with sync_playwright() as playwright:
@@ -73,7 +75,7 @@ def browsing() -> Iterator[Browser]:
 
 @contextmanager
 def _stock_hub(product: Product) -> Iterator[str]:
-    """A JupyterHub with stock DockerSpawner on the daemon of the first node."""
+    """Start a JupyterHub with stock DockerSpawner on the first node's daemon."""
     node = product.cluster.nodes[0]
     port, hub_port, proxy_api_port = 18100, 18181, 18101
     config = _STOCK_CONFIG.format(
@@ -109,13 +111,13 @@ def _wait_http(url: str, log: Path) -> None:
             if httpx.get(url, trust_env=False).status_code == httpx.codes.OK:
                 return
         except httpx.TransportError:
-            tell("waiting for the stock hub")
+            print_progress("waiting for the stock hub")
         time.sleep(0.5)
     raise TimeoutError(f"the stock hub does not answer:\n{log.read_text(errors='replace')[-2000:]}")
 
 
 def log_in(browser: Browser, address: str, name: str, password: str) -> Page:
-    """A page on which the user has logged in."""
+    """Return a page on which the user has logged in."""
     page = browser.new_context().new_page()
     page.goto(f"{address}/hub/login?next=/hub/home")
     page.fill("input[name=username]", name)
@@ -126,7 +128,7 @@ def log_in(browser: Browser, address: str, name: str, password: str) -> Page:
 
 
 def click_to_lab(page: Page, address: str) -> float:
-    """Seconds from the click on Start to JupyterLab's launcher, with a GPU; the server is stopped again."""
+    """Return the seconds from the click on Start to JupyterLab's launcher, with a GPU, and stop the server."""
     page.goto(f"{address}/hub/spawn")
     page.check("#gpuhub-rtx5090")
     begin = time.monotonic()
@@ -135,7 +137,7 @@ def click_to_lab(page: Page, address: str) -> float:
 
 
 def _stock(page: Page, address: str) -> float:
-    # Without an options form, the home page's button leads here, and the server starts.
+    # Without an options form the home page's button leads here, and the server starts.
     begin = time.monotonic()
     page.goto(f"{address}/hub/spawn", wait_until="commit")
     return _finish(page, address, begin)
@@ -145,7 +147,7 @@ def _finish(page: Page, address: str, begin: float) -> float:
     page.wait_for_url("**/user/*/lab**", timeout=90_000)
     page.wait_for_selector(_READY, timeout=90_000)
     seconds = time.monotonic() - begin
-    # The button does nothing before the page's scripts have come.
+    # The button works only after the page's scripts have loaded.
     page.goto(f"{address}/hub/home", wait_until="networkidle")
     page.click("#stop")
     page.wait_for_selector("#stop", state="hidden", timeout=60_000)

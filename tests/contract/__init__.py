@@ -1,1 +1,1 @@
-"""What two distributions, installed on different machines, expect of each other."""
+"""The contract between the two distributions, which are installed on different machines."""

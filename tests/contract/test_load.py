@@ -1,4 +1,4 @@
-"""Two hundred requests at once for three GPUs, over HTTP, on a real file: the issue's own measure."""
+"""Two hundred concurrent requests for three GPUs, over HTTP, with a store on disk."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
-from gpuhub import names
-from gpuhub.broker.client import BrokerClient
-from gpuhub.broker.schemas import Lease, LeaseRequest, LeaseState
+from gpuhub.broker_api.client import AsyncBrokerClient
+from gpuhub.broker_api.schemas import LeaseRequest, LeaseState, LeaseView
+from gpuhub.common import names
 from tests.support.brokers import Running, Setting, served_broker
 from tests.support.simulated import build_cluster, simulated_nodes
 
@@ -19,8 +19,10 @@ REQUESTS = 200
 SAME = {name: [("NVIDIA GeForce RTX 5090", 32607)] for name in ("rig1", "rig2", "rig3")}
 
 
-async def _serve_one(running: Running, client: BrokerClient, number: int, held: Counter[str], order: list[str]) -> None:
-    """What a spawner and its user do: ask, wait, start, work, stop, wait for the end."""
+async def _serve_one(
+    running: Running, client: AsyncBrokerClient, number: int, held: Counter[str], order: list[str]
+) -> None:
+    """Act as a spawner and its user: request, wait, start, work, stop, wait for the end."""
     owner = f"user{number}"
     request = LeaseRequest(profile="rtx5090", key=f"k{number}", owner=owner)
     lease = await client.request_lease(request)
@@ -38,7 +40,7 @@ async def _serve_one(running: Running, client: BrokerClient, number: int, held: 
         lease = await client.get_lease(lease.id, wait_s=25, version=lease.version)
 
 
-def _start(running: Running, lease: Lease) -> None:
+def _start(running: Running, lease: LeaseView) -> None:
     node = running.setting.nodes[lease.nodes[0]]
     alive = [c for c in node.of_kind(names.KIND_NOTEBOOK) if c["State"] == "running"]
     assert not alive, "a container of an earlier lease still runs on the GPU"
@@ -53,7 +55,7 @@ def _start(running: Running, lease: Lease) -> None:
 
 
 def _overlaps(running: Running) -> list[tuple[str, str, str]]:
-    """Pairs of leases whose times on one GPU overlap, by the store's own record."""
+    """Return pairs of leases whose times on one GPU overlap, by the store's record."""
     query = """
         SELECT a.gpu_uuid, a.lease_id, b.lease_id FROM lease_gpus a JOIN lease_gpus b
         ON a.gpu_uuid = b.gpu_uuid AND a.lease_id < b.lease_id
@@ -65,21 +67,21 @@ def _overlaps(running: Running) -> list[tuple[str, str, str]]:
 
 
 def test_two_hundred_at_once(tmp_path: Path) -> None:
-    """Never two active leases on one GPU, and everybody is served in the order of the requests."""
+    """No GPU has two active leases, and requests are granted in their order."""
     setting = Setting(tmp_path)
     setting.cluster, setting.nodes = build_cluster(SAME), simulated_nodes(SAME)
     held: Counter[str] = Counter()
     order: list[str] = []
     with served_broker(setting) as running:
 
-        async def everybody() -> float:
-            client = BrokerClient(running.url, "spawner")
+        async def serve_all() -> float:
+            client = AsyncBrokerClient(running.url, "spawner")
             began = time.monotonic()
             await asyncio.gather(*(_serve_one(running, client, n, held, order) for n in range(REQUESTS)))
             await client.close()
             return time.monotonic() - began
 
-        took_s = asyncio.run(everybody())
+        took_s = asyncio.run(serve_all())
         with closing(sqlite3.connect(setting.folder / "broker.sqlite")) as raw:
             asked = [r[0] for r in raw.execute("SELECT id FROM leases ORDER BY seq")]
             by_grant = [r[0] for r in raw.execute("SELECT id FROM leases ORDER BY granted_at, seq")]

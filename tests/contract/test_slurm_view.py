@@ -1,21 +1,21 @@
-"""gpu_launch reads what a broker says where Slurm decides: what is new there does not disturb it."""
+"""The client of gpu_launch reads the views of a broker with Slurm as the backend, and ignores unknown fields."""
 
 from __future__ import annotations
 
 import json
 from datetime import timedelta
 
-from gpu_launch import wire
-from gpuhub.broker.schemas import GpuState, Holder, KindView, PartitionView, Purpose
-from gpuhub.settings import Cluster
+from gpu_launch.broker import models
+from gpuhub.broker_api.schemas import GpuModelView, GpuState, HolderView, PartitionView, Purpose
+from gpuhub.config.settings import ClusterSettings
+from tests.support.clusters import build_cluster
 from tests.support.fake_broker import NOW, FakeBroker
-from tests.unit.containers.conftest import build_cluster
 
 
-async def test_plain_slurm_jobs_hold_and_wait() -> None:
-    """Their GPUs are not free and say whose they are; that they wait has standing workers go, as anybody's waiting."""
-    cluster: Cluster = build_cluster(engine="slurm")
-    carol = Holder(
+async def test_plain_slurm_jobs_run_and_wait() -> None:
+    """GPUs of plain Slurm jobs are taken and have an owner; waiting ones make idle workers end, as other requests do."""
+    cluster: ClusterSettings = build_cluster(engine="slurm")
+    carol = HolderView(
         owner="carol",
         purpose=Purpose.JOB,
         since=NOW,
@@ -39,10 +39,10 @@ async def test_plain_slurm_jobs_hold_and_wait() -> None:
         usual_s=None,
         most_nodes=None,
         nodes=3,
-        gpus=(KindView(model="RTX 5090", free=0, total=1),),
+        gpus=(GpuModelView(model="RTX 5090", free=0, total=1),),
         profiles=("big",),
     )
-    told = view.model_copy(
+    extended = view.model_copy(
         update={
             "engine": "slurm",
             "partitions": (partition,),
@@ -50,7 +50,7 @@ async def test_plain_slurm_jobs_hold_and_wait() -> None:
             "waiting_outside": 2,
         }
     )
-    read = wire.parse_cluster(json.loads(told.model_dump_json()))
+    read = models.parse_cluster(json.loads(extended.model_dump_json()))
     assert read.waiting == 2
     first, second = read.nodes[0].gpus[0], read.nodes[1].gpus[0]
     assert (first.state, first.holder) == ("outside", "carol")

@@ -1,1 +1,1 @@
-"""The fault catalogue: what breaks a shared cluster, done to the running product on the practice closet."""
+"""The fault catalogue: faults of a shared cluster, injected into the running product on the practice closet."""

@@ -1,4 +1,4 @@
-"""Certificates for the way to a node's Docker: an authority, the daemon's side, the head node's side."""
+"""Certificates of the connection to a node's Docker: authority, server and client."""
 
 from __future__ import annotations
 
@@ -17,33 +17,39 @@ _DAY = timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Signs both sides."""
+    """A certificate authority that signs both sides."""
 
     key: ec.EllipticCurvePrivateKey
     certificate: x509.Certificate
 
     @classmethod
     def make(cls, name: str) -> Authority:
-        """A new one."""
+        """Make a new authority."""
         key = ec.generate_private_key(ec.SECP256R1())
-        made = _builder(name, name, key.public_key(), -1, 1)
-        made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        return cls(key, made.sign(key, hashes.SHA256()))
+        builder = _builder(name, name, key.public_key(), -1, 1)
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        return cls(key, builder.sign(key, hashes.SHA256()))
 
     def write(self, file: Path) -> None:
-        """What the other side trusts."""
+        """Write the certificate that the other side trusts."""
         file.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, stem: Path, address: str | None = None, *, begins: int = -1, ends: int = 1) -> None:
-        """`stem`.pem and `stem`.key, valid from and to so many days from now; with `address`, for a server there."""
+        """Write `stem`.pem and `stem`.key.
+
+        Args:
+            address: The address of a server; None for a client.
+            begins: Start of the validity in days from now.
+            ends: End of the validity in days from now.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = self.certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
-        made = _builder(stem.name, str(issuer), key.public_key(), begins, ends)
+        builder = _builder(stem.name, str(issuer), key.public_key(), begins, ends)
         if address is not None:
             names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
-            made = made.add_extension(names, critical=False)
+            builder = builder.add_extension(names, critical=False)
         stem.with_suffix(".pem").write_bytes(
-            made.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+            builder.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
         )
         private = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

@@ -1,4 +1,4 @@
-"""Many at once, and many after each other."""
+"""Many requests and starts at once, and many leases one after the other."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from gpuhub.broker import model
-from tests.faults.bed import USERS, Bed
+from gpuhub.broker.db import tables
+from tests.faults.testbed import USERS, FaultTestbed
 from tests.support.brokers import API, Setting, asgi_broker
 from tests.support.product import wait_for
 
 Figure = Callable[[str, float], None]
 
 CYCLES = int(os.environ.get("GPUHUB_FAULTS_CYCLES", "10000"))
-#: Cycles that go on at once.
+#: Number of cycles that run concurrently.
 AT_ONCE = 50
 OWNERS = 50
 
 
 @pytest.mark.case("L1")
-def test_a_hundred_requests_at_once(bed: Bed, figure: Figure) -> None:
-    """Three GPUs are granted, once each; the rest waits, and beyond a user's limit it is 429 with Retry-After."""
+def test_a_hundred_requests_at_once(testbed: FaultTestbed, figure: Figure) -> None:
+    """Three GPUs are granted once each, the other requests wait, and a user's excess gets 429 with Retry-After."""
 
     def ask(number: int) -> tuple[int, str | None]:
-        client = bed.clients[USERS[number % len(USERS)]]
+        client = testbed.clients[USERS[number % len(USERS)]]
         body = f'{{"profile": "anygpu", "server": "n{number}", "key": "many-{time.time_ns()}-{number}"}}'
         answer = client.broker.post("/leases", content=body)
         return answer.status_code, answer.headers.get("Retry-After")
@@ -46,48 +46,48 @@ def test_a_hundred_requests_at_once(bed: Bed, figure: Figure) -> None:
     counts = Counter(status for status, _ in answers)
     assert set(counts) <= {201, 429}, counts
     assert all(after for status, after in answers if status == 429)
-    wait_for(lambda: _granted(bed) == 3, "three are granted", 30)
-    rows = bed.leases() or []
+    wait_for(lambda: _granted(testbed) == 3, "three are granted", 30)
+    rows = testbed.leases() or []
     assert len({gpu["uuid"] for row in rows for gpu in row["gpus"]}) == 3
     waiting = Counter(row["owner"] for row in rows if row["state"] == "requested")
     assert max(waiting.values()) <= 16
     assert counts[201] == len(rows)
     for row in rows:
-        bed.all.ask(bed.all.broker, "DELETE", f"/leases/{row['id']}")
+        testbed.all.ask(testbed.all.broker, "DELETE", f"/leases/{row['id']}")
 
 
-def _granted(bed: Bed) -> int:
-    return sum(row["state"] in {"granted", "active"} for row in bed.leases() or ())
+def _granted(testbed: FaultTestbed) -> int:
+    return sum(row["state"] in {"granted", "active"} for row in testbed.leases() or ())
 
 
 @pytest.mark.case("L1")
-def test_ten_starts_at_once(bed: Bed, figure: Figure) -> None:
-    """Through the hub: three run, the rest waits for them and runs when they are gone."""
+def test_ten_starts_at_once(testbed: FaultTestbed, figure: Figure) -> None:
+    """Of ten starts through the hub three run, and the others run when those have ended."""
     wanted = [(name, f"n{number}") for number in range(2) for name in USERS]
     began = time.monotonic()
     for name, server in wanted:
-        bed.ask_start(name, server, "anygpu")
-    wait_for(lambda: len(_ready(bed, wanted)) == 3, "three are ready", 120)
+        testbed.ask_start(name, server, "anygpu")
+    wait_for(lambda: len(_ready(testbed, wanted)) == 3, "three are ready", 120)
     figure("three_ready_s", time.monotonic() - began)
     waiting = wanted
     while waiting:
-        ready = wait_for(partial(_ready, bed, waiting), "the next is ready", 120, every_s=0.5)
+        ready = wait_for(partial(_ready, testbed, waiting), "the next is ready", 120, every_s=0.5)
         for name, server in ready:
-            bed.stop(name, server)
+            testbed.stop(name, server)
         waiting = [one for one in waiting if one not in ready]
     figure("all_served_s", time.monotonic() - began)
 
 
-def _ready(bed: Bed, wanted: list[tuple[str, str]]) -> set[tuple[str, str]]:
-    return {(name, server) for name, server in wanted if bed.clients[name].is_ready(server)}
+def _ready(testbed: FaultTestbed, wanted: list[tuple[str, str]]) -> set[tuple[str, str]]:
+    return {(name, server) for name, server in wanted if testbed.clients[name].is_ready(server)}
 
 
 @pytest.mark.case("L3")
 async def test_ten_thousand_leases(tmp_path: Path, figure: Figure) -> None:
-    """They come and go at a real broker on simulated nodes: files, open rows and containers are as before."""
+    """After 10,000 leases at a real broker on simulated nodes, files, open rows and containers are as before."""
     setting = Setting(tmp_path)
     async with asgi_broker(setting) as running, AsyncExitStack() as stack:
-        # One user may not ask as often as that.
+        # One user's requests would exceed the rate limit.
         clients = [await stack.enter_async_context(running.client(f"user{number}")) for number in range(OWNERS)]
 
         async def cycle(number: int) -> None:
@@ -102,7 +102,7 @@ async def test_ten_thousand_leases(tmp_path: Path, figure: Figure) -> None:
             for first in numbers[::AT_ONCE]:
                 await asyncio.gather(*(cycle(number) for number in range(first, first + AT_ONCE)))
 
-        # As many at once as later: so many connections to the store are kept.
+        # As many at once as later, so that the store has opened its connections.
         await cycles(range(200))
         gc.collect()
         before = _counts(setting)
@@ -117,12 +117,12 @@ async def test_ten_thousand_leases(tmp_path: Path, figure: Figure) -> None:
         after = _counts(setting)
         engine = running.store._engine
         with engine.connect() as connection:
-            held = connection.execute(sa.select(sa.func.count()).select_from(model.held_gpus)).scalar_one()
-            told = connection.execute(sa.select(sa.func.count()).select_from(model.events)).scalar_one()
+            held = connection.execute(sa.select(sa.func.count()).select_from(tables.held_gpus)).scalar_one()
+            events = connection.execute(sa.select(sa.func.count()).select_from(tables.events)).scalar_one()
     assert API
     assert held == 0
-    assert told <= 10_000 + 200
-    # The store may keep some connections more, of three files each; a leak would be of thousands.
+    assert events <= 10_000 + 200
+    # The store may have a few more connections of three files each; a leak would have thousands.
     assert after["files"] <= before["files"] + 30
     assert after["containers"] == before["containers"]
     assert after["tasks"] <= before["tasks"] + 5

@@ -1,4 +1,4 @@
-"""Another version, another time."""
+"""Upgrades of the store, and changes of the clock."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
 
-from gpuhub.broker import opening
-from gpuhub.head.programs import BROKER, HUB
-from tests.faults.bed import Bed
+from gpuhub.broker.db import store
+from gpuhub.ops.deploy.programs import BROKER, HUB
+from tests.faults.testbed import FaultTestbed
 from tests.support.product import wait_for
 
 
 @pytest.mark.case("V1")
-def test_from_the_last_version_to_this_and_back(bed: Bed) -> None:
-    """The store goes back by one migration and forward again under a live server: nobody loses anything."""
-    seen = bed.start("ada", "nb", "on1")
-    lease = bed.lease_of("ada", "nb")
-    bed.supervisor.stop(BROKER)
-    engine = opening.build_engine(f"sqlite:///{bed.paths.store}")
+def test_from_the_last_version_to_this_and_back(testbed: FaultTestbed) -> None:
+    """The store is downgraded by one migration and upgraded again under a running server, whose lease continues."""
+    seen = testbed.start("ada", "nb", "on1")
+    lease = testbed.lease_of("ada", "nb")
+    testbed.supervisor.stop(BROKER)
+    engine = store.build_engine(f"sqlite:///{testbed.paths.store}")
     with engine.begin() as connection:
         newest = _version(connection)
         config = Config()
-        config.set_main_option("script_location", "gpuhub.broker:migrations")
+        config.set_main_option("script_location", "gpuhub.broker.db:migrations")
         config.attributes["connection"] = connection
         command.downgrade(config, "-1")
         assert _version(connection) != newest
     engine.dispose()
-    bed.supervisor.ensure_started(BROKER)
-    wait_for(bed.is_live, "the broker answers", 60)
-    bed.kill_and_wait(HUB)
-    assert bed.lease_of("ada", "nb")["id"] == lease["id"]
-    wait_for(lambda: bed.clients["ada"].is_ready("nb"), "ada's server is ready", 60)
-    assert bed.container("ada", "nb") == seen
+    testbed.supervisor.ensure_started(BROKER)
+    wait_for(testbed.is_live, "the broker answers", 60)
+    testbed.kill_and_wait(HUB)
+    assert testbed.lease_of("ada", "nb")["id"] == lease["id"]
+    wait_for(lambda: testbed.clients["ada"].is_ready("nb"), "ada's server is ready", 60)
+    assert testbed.container("ada", "nb") == seen
 
 
 def _version(connection: sa.Connection) -> str:
@@ -49,12 +49,12 @@ def _version(connection: sa.Connection) -> str:
 
 
 @contextmanager
-def broker_with_own_time(bed: Bed, file: Path) -> Iterator[None]:
-    """The broker runs with the clock that `file` says, as an offset; in place of supervisord's."""
+def broker_with_own_time(testbed: FaultTestbed, file: Path) -> Iterator[None]:
+    """Run the broker with the clock offset in `file` instead of supervisord's broker."""
     library = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
-    section = (bed.paths.run / "supervisord.conf").read_text().split(f"[program:{BROKER}]")[1]
+    section = (testbed.paths.run / "supervisord.conf").read_text().split(f"[program:{BROKER}]")[1]
     line = next(line for line in section.splitlines() if line.startswith("command="))
-    bed.supervisor.stop(BROKER)
+    testbed.supervisor.stop(BROKER)
     faked = {
         "LD_PRELOAD": str(library),
         "FAKETIME_TIMESTAMP_FILE": str(file),
@@ -66,33 +66,33 @@ def broker_with_own_time(bed: Bed, file: Path) -> Iterator[None]:
             shlex.split(line.removeprefix("command=")), env={**os.environ, **faked}, stdout=log, stderr=log
         )
         try:
-            wait_for(bed.is_live, lambda: file.with_suffix(".log").read_text(), 60)
+            wait_for(testbed.is_live, lambda: file.with_suffix(".log").read_text(), 60)
             yield
         finally:
             broker.terminate()
             broker.wait(30)
-            bed.supervisor.ensure_started(BROKER)
-            wait_for(bed.is_live, "the broker answers", 60)
+            testbed.supervisor.ensure_started(BROKER)
+            wait_for(testbed.is_live, "the broker answers", 60)
 
 
 @pytest.mark.case("V3")
 @pytest.mark.parametrize("offset", ["+3600", "-3600"])
-def test_the_clock_is_set(bed: Bed, tmp_path: Path, offset: str) -> None:
-    """By an hour, while a lease runs and another waits: none ends, none is given, and the next is as usual."""
+def test_the_clock_is_set(testbed: FaultTestbed, tmp_path: Path, offset: str) -> None:
+    """When the clock is set by an hour no lease ends, no waiting request is granted, and the next grant is as usual."""
     file = tmp_path / "time"
     file.write_text("+0")
-    with broker_with_own_time(bed, file):
-        seen = bed.start("ada", "nb", "on1")
-        bed.ask_start("ben", "nb", "on1")
-        wait_for(lambda: bed.lease_of("ben", "nb"), "ben's request is known")
-        job = bed.job("cyd", 1)
-        first = bed.last_event()
+    with broker_with_own_time(testbed, file):
+        seen = testbed.start("ada", "nb", "on1")
+        testbed.ask_start("ben", "nb", "on1")
+        wait_for(lambda: testbed.lease_of("ben", "nb"), "ben's request is known")
+        job = testbed.submit_job("cyd", 1)
+        first = testbed.last_event()
         file.write_text(offset)
         time.sleep(20)
-        assert not bed.events("lease.released", "lease.quarantined", "node.unreachable", after=first)
-        assert bed.container("ada", "nb") == seen
-        assert bed.lease_of("ben", "nb")["state"] == "requested"
-        assert bed.job_now("cyd", job["id"])["state"] == "running"
-        bed.stop("ada", "nb")
-        bed.wait_ready("ben", "nb", 60)
-        bed.clear()
+        assert not testbed.events("lease.released", "lease.quarantined", "node.unreachable", after=first)
+        assert testbed.container("ada", "nb") == seen
+        assert testbed.lease_of("ben", "nb")["state"] == "requested"
+        assert testbed.find_job("cyd", job["id"])["state"] == "running"
+        testbed.stop("ada", "nb")
+        testbed.wait_ready("ben", "nb", 60)
+        testbed.clear()

@@ -18,9 +18,9 @@ import pytest
 from cryptography import x509
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, Response, sync_playwright
 
-from gpuhub.head import bring_up
-from gpuhub.head.report import Report
-from gpuhub.trust import authority, certificates
+from gpuhub.ops.console import StepReport
+from gpuhub.ops.deploy import startup
+from gpuhub.tls import authority, certificates
 from tests.support.product import wait_for
 from tests.support.served_hub import ServedHub
 
@@ -31,7 +31,7 @@ PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHub]:
-    """Proxy, broker and hub."""
+    """A running hub with its proxy and broker."""
     served = ServedHub("ghhttps", tmp_path_factory.mktemp("hub"), HUB, 18400)
     try:
         served.start()
@@ -47,7 +47,7 @@ def playwright() -> Iterator[Playwright]:
 
 
 def launch(playwright: Playwright, home: Path) -> Browser:
-    """Chromium of a user with this home, for whom every name of the hub leads to this machine."""
+    """Start a user's Chromium, in which every name of the hub resolves to this machine."""
     chromium = shutil.which("chromium")
     assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
     arguments = [
@@ -60,27 +60,27 @@ def launch(playwright: Playwright, home: Path) -> Browser:
 
 @pytest.fixture(scope="module")
 def browser(hub: ServedHub, playwright: Playwright, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Trusts the local authority, as an administrator of a laptop has told it; nothing else is changed."""
+    """A browser that trusts the local authority, as on a laptop where it was installed, and is otherwise unchanged."""
     home = tmp_path_factory.mktemp("home")
     store = home / ".pki" / "nssdb"
     store.mkdir(parents=True)
     assert shutil.which("certutil"), "certutil is missing: `spawners/setup.sh dev` installs it"
     for words in (["-N", "--empty-password"], ["-A", "-t", "C,,", "-n", "gpuhub", "-i", str(hub.paths.authority)]):
         subprocess.run(["certutil", "-d", f"sql:{store}", *words], check=True)
-    made = launch(playwright, home)
-    yield made
-    made.close()
+    chromium = launch(playwright, home)
+    yield chromium
+    chromium.close()
 
 
 @pytest.fixture(scope="module")
 def set_cookies() -> list[str]:
-    """What the hub and the notebook said to Ada's browser while she logged in, as it was sent."""
+    """The `Set-Cookie` headers that hub and notebook sent while Ada logged in."""
     return []
 
 
 @pytest.fixture(scope="module")
 def ada(hub: ServedHub, browser: Browser, set_cookies: list[str]) -> Iterator[BrowserContext]:
-    """Ada's browser; she is logged in, and her notebook runs."""
+    """Ada's browser after login, with her notebook running."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(120_000)
     page = context.new_page()
@@ -100,7 +100,7 @@ def ada(hub: ServedHub, browser: Browser, set_cookies: list[str]) -> Iterator[Br
     assert page.url == f"https://ada.{NAME}:{hub.port}/user/ada/"
     for answer in answers:
         headers = answer.headers_array()
-        set_cookies += [one["value"] for one in headers if one["name"].lower() == "set-cookie"]
+        set_cookies += [field["value"] for field in headers if field["name"].lower() == "set-cookie"]
     page.close()
     yield context
     context.close()
@@ -116,14 +116,14 @@ def picture(page: Page, name: str) -> None:
 
 
 def trusting(hub: ServedHub) -> ssl.SSLContext:
-    """Trusts the authority's file alone, with every check that Python has."""
+    """Return a context that trusts only the authority's file, with every check that Python has."""
     context = ssl.create_default_context(cafile=str(hub.paths.authority))
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     return context
 
 
 def shake_hands(hub: ServedHub, context: ssl.SSLContext, name: str) -> tuple[str | None, x509.Certificate]:
-    """The protocol's version, and what the server showed."""
+    """Return the protocol version and the server's certificate."""
     with (
         socket.create_connection(("127.0.0.1", hub.port), timeout=10) as plain,
         context.wrap_socket(plain, server_hostname=name) as tls,
@@ -134,7 +134,7 @@ def shake_hands(hub: ServedHub, context: ssl.SSLContext, name: str) -> tuple[str
 
 
 def ask(hub: ServedHub, path: str, *, method: str = "GET", **headers: str) -> httpx.Response:
-    """An answer by the hub's name, without following it elsewhere."""
+    """Send a request to the hub by its name and return the response without following redirects."""
     with httpx.Client(verify=trusting(hub), trust_env=False) as client:
         request = client.build_request(
             method,
@@ -158,8 +158,8 @@ def test_the_authority_alone_is_enough(hub: ServedHub, name: str) -> None:
     assert version in {"TLSv1.2", "TLSv1.3"}
 
 
-def test_without_the_authority_nobody_is_fooled(hub: ServedHub) -> None:
-    """The system's own authorities do not know it, and it is for no other name."""
+def test_certificate_is_not_trusted_without_the_authority(hub: ServedHub) -> None:
+    """The system's authorities do not verify the certificate, and it is valid for no other name."""
     with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer certificate"):
         shake_hands(hub, ssl.create_default_context(), NAME)
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
@@ -178,10 +178,10 @@ def test_old_protocols_are_refused(hub: ServedHub) -> None:
         httpx.get(f"http://127.0.0.1:{hub.port}/hub/health", trust_env=False)
 
 
-def test_a_renewed_certificate_is_taken_up_while_connections_go_on(hub: ServedHub) -> None:
-    """No restart: what is being sent arrives, and the next connection sees the new one."""
+def test_renewed_certificate_is_used_without_a_restart(hub: ServedHub) -> None:
+    """A renewed certificate is used without a restart, and open transfers complete."""
     _, old = shake_hands(hub, trusting(hub), NAME)
-    made = authority.load_authority(
+    renewed = authority.load_authority(
         hub.paths.authority.read_bytes(), (hub.paths.secrets / "authority.key").read_bytes()
     )
     file = hub.paths.secrets / "https.pem"
@@ -191,7 +191,9 @@ def test_a_renewed_certificate_is_taken_up_while_connections_go_on(hub: ServedHu
     ):
         open_all_the_time.sendall(f"GET /hub/health HTTP/1.1\r\nHost: {NAME}\r\n".encode())
         new = file.with_suffix(".new")
-        new.write_bytes(authority.issue(made, authority.alternative_names(old), authority.utc_now()))
+        new.write_bytes(
+            authority.issue_server_certificate(renewed, authority.list_alternative_names(old), authority.utc_now())
+        )
         new.chmod(0o600)
         new.replace(file)
         wait_for(lambda: shake_hands(hub, trusting(hub), NAME)[1] != old, "the new certificate")
@@ -199,29 +201,29 @@ def test_a_renewed_certificate_is_taken_up_while_connections_go_on(hub: ServedHu
         assert open_all_the_time.recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_what_up_waits_for_and_says(hub: ServedHub, capsys: pytest.CaptureFixture[str]) -> None:
-    """`gpuhub up` knows the certificate that the proxy should show, and tells the address and how to trust it."""
-    bring_up.wait_public(hub.cluster, hub.paths)
-    ready = certificates.ensure(hub.cluster, hub.paths, "127.0.0.1")
-    bring_up.say_farewell(hub.paths, hub.cluster, ready, Report())
-    said = capsys.readouterr().out
-    assert f" s: {url(hub)}\n" in said
-    assert f"scp {NAME}:{hub.paths.authority} gpuhub-authority.pem" in said
-    assert "security add-trusted-cert" in said
+def test_up_waits_for_https_and_prints_the_address(hub: ServedHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """`gpuhub up` knows the certificate that the proxy should show, and prints the address and how to trust it."""
+    startup.wait_for_public_url(hub.cluster, hub.paths)
+    ready = certificates.ensure_certificate(hub.cluster, hub.paths, "127.0.0.1")
+    startup.report_addresses(hub.paths, hub.cluster, ready, StepReport())
+    output = capsys.readouterr().out
+    assert f" s: {url(hub)}\n" in output
+    assert f"scp {NAME}:{hub.paths.authority} gpuhub-authority.pem" in output
+    assert "security add-trusted-cert" in output
 
 
-def test_the_command_that_looks_after_it(hub: ServedHub) -> None:
-    """What the proxy calls twice a day: it renews where it must, and says how to trust it."""
+def test_renew_command(hub: ServedHub) -> None:
+    """The command that the proxy runs twice a day renews the certificate when needed and prints how to trust it."""
     command = [str(Path(sys.executable).with_name("gpuhub")), "certificate"]
     options = ["--instance", hub.instance, "--cluster-file", str(hub.cluster_file)]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.search(r"Certificate: +good until 20\d\d-\d\d-\d\d", done.stdout)
-    made = x509.load_pem_x509_certificate(hub.paths.authority.read_bytes())
-    assert f"SHA-256 {authority.fingerprint(made)}" in done.stdout
+    certificate = x509.load_pem_x509_certificate(hub.paths.authority.read_bytes())
+    assert f"SHA-256 {authority.format_fingerprint(certificate)}" in done.stdout
 
 
-# -- what browsers are told ---------------------------------------------------------------------------------------------
+# -- what browsers receive ----------------------------------------------------------------------------------------------
 
 PAGES = (
     "/hub/login",
@@ -244,9 +246,9 @@ PAGES = (
 @pytest.mark.parametrize("who", ["nobody", "ada"])
 @pytest.mark.parametrize("path", PAGES)
 def test_headers(hub: ServedHub, ada: BrowserContext, path: str, who: str) -> None:
-    """Every page and answer, allowed or refused: no frames, no guessed types, no copies, no other origins."""
+    """Every response, allowed or refused, forbids frames, type guessing, caching and other origins."""
     if who == "ada":
-        cookies = "; ".join(f"{one['name']}={one['value']}" for one in ada.cookies(f"{url(hub)}/hub/"))
+        cookies = "; ".join(f"{cookie['name']}={cookie['value']}" for cookie in ada.cookies(f"{url(hub)}/hub/"))
         answer = ask(hub, path, Cookie=cookies, Origin="https://evil.example")
     else:
         answer = ask(hub, path, Origin="https://evil.example")
@@ -263,40 +265,40 @@ def test_headers(hub: ServedHub, ada: BrowserContext, path: str, who: str) -> No
 
 @pytest.mark.parametrize("path", ["/hub/api/users", "/hub/gpuhub/act", "/services/broker/api/v1/leases"])
 def test_no_other_origin_is_allowed(hub: ServedHub, path: str) -> None:
-    """A browser's question before it sends something of another page's."""
+    """The response to a CORS preflight request allows no other origin."""
     answer = ask(hub, path, method="OPTIONS", Origin="https://evil.example", Access_Control_Request_Method="POST")
     assert "Access-Control-Allow-Origin" not in answer.headers
 
 
 def test_cookies_as_they_are_sent(ada: BrowserContext, set_cookies: list[str]) -> None:
-    """Browsers fill in what is not said, each in its own way: everything is said."""
+    """Cookies state every attribute, because browsers differ in their defaults."""
     names = {line.split("=")[0] for line in set_cookies}
     assert {"__Host-jupyterhub-hub-login", "__Host-jupyterhub-user-ada", "jupyterhub-session-id", "_xsrf"} <= names
     for line in set_cookies:
         name, *parts = line.split("; ")
         if "Max-Age=0" in parts or name.endswith("=") or '=""' in name:
-            continue  # it is taken away
+            continue  # The cookie is deleted.
         assert {"Secure", "SameSite=Lax"} <= set(parts), line
         assert ("HttpOnly" in parts) is not name.startswith("_xsrf="), line
 
 
 def test_cookies(ada: BrowserContext) -> None:
-    """Over HTTPS only, out of reach of scripts, not sent with what other sites ask for, and nobody else can set them."""
+    """Cookies are sent over HTTPS only, hidden from scripts, not sent across sites, and cannot be set by other names."""
     cookies = {(one["name"], one["domain"]): one for one in ada.cookies()}
     for key in (("__Host-jupyterhub-hub-login", NAME), ("__Host-jupyterhub-user-ada", f"ada.{NAME}")):
         assert cookies[key]["path"] == "/"
-    # The one thing that all names share says nothing but that it is the same browser.
+    # The only cookie that all names share identifies the browser and nothing else.
     assert ("jupyterhub-session-id", f".{NAME}") in cookies
     for (name, domain), cookie in cookies.items():
         assert cookie["sameSite"] == "Lax", (name, domain)
         assert cookie["secure"], (name, domain)
-        # Pages send it back in a header, against requests that other pages forge.
+        # Pages send it back in a header, which protects against cross-site request forgery.
         assert cookie["httpOnly"] is (name != "_xsrf"), (name, domain)
     assert not any(name == "jupyterhub-hub-login" for name, _ in cookies)
 
 
-def test_a_token_in_an_address_is_none(hub: ServedHub, ada: BrowserContext) -> None:
-    """Addresses end up in logs and histories: a token counts in a header only."""
+def test_token_in_a_url_is_ignored(hub: ServedHub, ada: BrowserContext) -> None:
+    """A token in a URL is ignored, because URLs appear in logs and histories."""
     page = ada.new_page()
     page.goto(f"{url(hub)}/hub/token")
     page.click("#request-token-form button[type=submit]")
@@ -317,7 +319,7 @@ def test_a_token_in_an_address_is_none(hub: ServedHub, ada: BrowserContext) -> N
 # -- in the browser -----------------------------------------------------------------------------------------------------
 
 
-def test_a_browser_that_was_not_told_refuses(hub: ServedHub, playwright: Playwright, tmp_path: Path) -> None:
+def test_browser_without_the_authority_refuses(hub: ServedHub, playwright: Playwright, tmp_path: Path) -> None:
     browser = launch(playwright, tmp_path)
     try:
         with pytest.raises(Exception, match="ERR_CERT_AUTHORITY_INVALID"):
@@ -327,7 +329,7 @@ def test_a_browser_that_was_not_told_refuses(hub: ServedHub, playwright: Playwri
 
 
 def test_pages_work_under_the_hubs_name(hub: ServedHub, ada: BrowserContext) -> None:
-    """The page of GPUs refreshes itself, and nothing that it loads is refused."""
+    """The page of GPUs refreshes, and the browser refuses nothing that it loads."""
     page = ada.new_page()
     problems: list[str] = []
     page.on("console", lambda message: problems.append(message.text) if message.type in {"error", "warning"} else None)
@@ -343,8 +345,8 @@ def test_pages_work_under_the_hubs_name(hub: ServedHub, ada: BrowserContext) -> 
 
 
 @pytest.mark.parametrize("body", ['{"lease": "l0a1"}', '{"do": "extend", "lease": "l0a1", "hours": 1}'])
-def test_what_changes_something_needs_the_pages_own_token(hub: ServedHub, ada: BrowserContext, body: str) -> None:
-    """A form of another page, with ada's cookies, does nothing: without the token, or with another's."""
+def test_changes_need_the_pages_xsrf_token(hub: ServedHub, ada: BrowserContext, body: str) -> None:
+    """A cross-site form post with ada's cookies changes nothing, without an XSRF token and with another page's."""
     path = "act" if "do" in body else "leave"
     send = """([path, token, body]) => fetch(path + token, {method: "POST", body: body}).then(r => r.status)"""
     page = ada.new_page()
@@ -358,7 +360,7 @@ def test_what_changes_something_needs_the_pages_own_token(hub: ServedHub, ada: B
 
 
 def test_a_notebook_cannot_act_in_the_hub(hub: ServedHub, ada: BrowserContext) -> None:
-    """A script in a notebook sees none of the hub's cookies, reads nothing of the hub, and cannot show it in a frame."""
+    """A script in a notebook sees no cookie of the hub, reads nothing from it, and cannot show it in a frame."""
     page = ada.new_page()
     page.goto(f"https://ada.{NAME}:{hub.port}/user/ada/")
     sent = page.evaluate("JSON.parse(document.body.innerText).cookies")
@@ -376,8 +378,8 @@ def test_a_notebook_cannot_act_in_the_hub(hub: ServedHub, ada: BrowserContext) -
     page.close()
 
 
-def test_another_address_leads_to_the_hubs_own(hub: ServedHub, browser: Browser) -> None:
-    """By IP address or by the broker's name: cookies would not hold there."""
+def test_other_addresses_redirect_to_the_hubs_name(hub: ServedHub, browser: Browser) -> None:
+    """A request to an IP address or to the broker's name is redirected to the hub's name, where cookies are valid."""
     context = browser.new_context()
     context.set_default_timeout(120_000)
     page = context.new_page()
@@ -395,10 +397,10 @@ def test_another_address_leads_to_the_hubs_own(hub: ServedHub, browser: Browser)
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_is_roots_alone(
+def test_secrets_are_readable_by_root_only(
     hub: ServedHub, ada: BrowserContext, readable: Callable[[Path], list[str]]
 ) -> None:
-    """Databases, keys, tokens, the cookies' secret; but the authority's certificate is for everybody."""
+    """Databases, keys, tokens and the cookie secret are readable by root only; the authority's certificate by all."""
     names = {file.name for file in hub.paths.state.rglob("*")}
     assert {"jupyterhub.sqlite", "cookie-secret", "proxy-token", "https.pem", "authority.key", "broker.sqlite"} <= names
     assert readable(hub.paths.state) == ["authority.pem"]
@@ -406,10 +408,10 @@ def test_what_is_kept_is_roots_alone(
 
 @pytest.fixture
 def readable() -> Callable[[Path], list[str]]:
-    """Files below a folder that others than their owner can do anything with."""
+    """Return a function that lists the files below a folder to which others than their owner have access."""
 
     def find(folder: Path) -> list[str]:
-        found = [file for file in folder.rglob("*") if stat.S_IMODE(file.stat().st_mode) & 0o077]
-        return sorted(str(file.relative_to(folder)) for file in found)
+        files = [file for file in folder.rglob("*") if stat.S_IMODE(file.stat().st_mode) & 0o077]
+        return sorted(str(file.relative_to(folder)) for file in files)
 
     return find

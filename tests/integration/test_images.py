@@ -1,4 +1,4 @@
-"""The images as users get them: built in the closet, run without rights, sent to another node."""
+"""The images as users get them: built in the closet, run without privileges, sent to another node."""
 
 import io
 import json
@@ -11,12 +11,12 @@ from typing import Any
 import docker
 import pytest
 
-from gpuhub.closet.places import node_places
-from gpuhub.images.building import Built, build_images
-from gpuhub.images.distributing import ensure_sent, send_image
-from gpuhub.images.progress import Terminal
-from gpuhub.images.sources import read_sources
-from gpuhub.tables import Images
+from gpuhub.config.images import ImageSettings
+from gpuhub.ops.images.build_plan import read_sources
+from gpuhub.ops.images.builder import BuiltImage, build_images
+from gpuhub.ops.images.distribution import ensure_sent, send_image
+from gpuhub.ops.images.progress import ProgressTerminal
+from gpuhub_closet.paths import node_paths
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "/home/alice"
@@ -82,20 +82,20 @@ print(json.dumps({"is_lab": "JupyterLab" in page, "has_gpu_panel": "jupyterlab-n
 
 
 def _client(closet: Any, node: str) -> docker.APIClient:
-    return docker.APIClient(base_url=node_places(closet.paths, node).docker_url, version="auto", timeout=1800)
+    return docker.APIClient(base_url=node_paths(closet.paths, node).docker_url, version="auto", timeout=1800)
 
 
 @pytest.fixture(scope="module")
-def built(closet: Any) -> list[Built]:
-    """The notebook and the base image on rig1; minutes from a clean machine, else nothing to do."""
+def built(closet: Any) -> list[BuiltImage]:
+    """The notebook and the base image on rig1; the build takes minutes on a clean machine."""
     with closing(_client(closet, "rig1")) as client:
-        return build_images(client, closet.paths.images, read_sources(ROOT), Images(), Terminal())
+        return build_images(client, closet.paths.images, read_sources(ROOT), ImageSettings(), ProgressTerminal())
 
 
 @pytest.fixture(scope="module")
-def container(closet: Any, built: list[Built]) -> Iterator[Any]:
-    """A running container of the notebook image as a user's are: no rights, no network of ours, a home."""
-    with closing(docker.DockerClient(base_url=node_places(closet.paths, "rig1").docker_url, timeout=180)) as client:
+def container(closet: Any, built: list[BuiltImage]) -> Iterator[Any]:
+    """A running container of the notebook image as users have it: without privileges, with a home."""
+    with closing(docker.DockerClient(base_url=node_paths(closet.paths, "rig1").docker_url, timeout=180)) as client:
         container = client.containers.create(
             built[0].name,
             ["sleep", "600"],
@@ -135,19 +135,19 @@ def _run(container: Any, *command: str) -> str:
 
 @pytest.fixture(scope="module")
 def facts(container: Any) -> dict[str, Any]:
-    """What a look around from inside the container finds."""
+    """Facts that a script collects inside the container."""
     return json.loads(_run(container, "python", "-c", FACTS).splitlines()[-1])
 
 
-def test_every_library_can_be_imported_without_rights(facts: dict[str, Any], built: list[Built]):
-    """As an ordinary UID that no file of the image knows."""
+def test_every_library_can_be_imported_without_rights(facts: dict[str, Any], built: list[BuiltImage]):
+    """Every library can be imported under an ordinary UID without an account in the image."""
     print(f"{built[0].name}: {built[0].size / 1e6:.0f} MB, torch {facts['torch']}; base {built[1].size / 1e6:.0f} MB")
     assert facts["missing"] == []
     assert facts["uid"] == 20001
 
 
-def test_the_image_has_no_way_to_more_rights_and_no_leftovers(facts: dict[str, Any]):
-    """No setuid program, no compiler, no wheel, and nothing of the head node's software."""
+def test_image_has_no_setuid_program_and_no_leftovers(facts: dict[str, Any]):
+    """The image has no setuid program, no compiler, no wheel, and none of the head node's software."""
     assert facts["setuid"] == []
     assert facts["compilers"] == []
     assert facts["wheels"] == []
@@ -155,7 +155,7 @@ def test_the_image_has_no_way_to_more_rights_and_no_leftovers(facts: dict[str, A
 
 
 def test_the_user_has_a_name(container: Any):
-    """From the files that are put into the container before it starts."""
+    """The user's name comes from the files that are copied into the container before it starts."""
     assert _run(container, "id", "-un").strip() == "alice"
     assert _run(container, "id", "-gn").strip() == "lab"
 
@@ -166,7 +166,7 @@ def test_packages_a_user_installs_live_in_the_home(container: Any):
 
 
 def test_lab_starts_with_its_gpu_panel(container: Any):
-    """On a machine without any NVIDIA library too."""
+    """JupyterLab starts with its GPU panel on a machine without any NVIDIA library."""
     assert json.loads(_run(container, "python", "-c", SERVER).splitlines()[-1]) == {
         "is_lab": True,
         "has_gpu_panel": True,
@@ -179,10 +179,10 @@ def test_kernels_have_gpu_launch(container: Any):
     assert _run(container, "ipython", "--no-banner", "-c", code).strip().endswith("True")
 
 
-def test_an_image_is_sent_once(closet: Any, built: list[Built]):
-    """Another node has the very same image afterwards, and a second call moves nothing."""
+def test_an_image_is_sent_once(closet: Any, built: list[BuiltImage]):
+    """Another node has the same image afterwards, and a second call transfers nothing."""
     base = built[1]
     with closing(_client(closet, "rig1")) as source, closing(_client(closet, "rig2")) as target:
-        ensure_sent([base.name], source, target, "rig2", Terminal())
+        ensure_sent([base.name], source, target, "rig2", ProgressTerminal())
         assert target.inspect_image("gpuhub/base:latest")["Id"] == base.id
-        assert not send_image(base.name, source, target, "rig2", Terminal())
+        assert not send_image(base.name, source, target, "rig2", ProgressTerminal())

@@ -1,4 +1,4 @@
-"""Notebooks with internal TLS on the closet's real daemons: whom they let in, and what a restarted hub makes of them."""
+"""Notebooks with internal TLS on real daemons: which clients they accept, and how a restarted hub reaches them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from gpuhub import names
-from gpuhub.trust import internal, notebooks
-from gpuhub.trust.internal import Store
-from tests.integration.conftest import INSTANCE
-from tests.integration.test_spawner import OWNER, Head, broker, head, users
+from gpuhub.common import names
+from gpuhub.tls import internal, notebook_certificate
+from gpuhub.tls.internal import CertificateStore
 from tests.support.fake_broker import FakeBroker
+from tests.support.hub_side import OWNER, HeadNode
+from tests.support.practice_closet import INSTANCE
 
-__all__ = ["broker", "head", "users"]
-
-#: Answers as a notebook server does with the certificates that its environment names, and ends on SIGTERM.
+#: Responds like a notebook server, with the certificates that its environment names, and ends on SIGTERM.
 NOTEBOOK = """
 import http.server, os, signal, ssl, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -43,28 +41,26 @@ server.serve_forever()
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory, closet: Any) -> Store:
-    """As `gpuhub up` makes it."""
+def store(tmp_path_factory: pytest.TempPathFactory, closet: Any) -> CertificateStore:
+    """A certificate store as `gpuhub up` makes it."""
     folder = tmp_path_factory.mktemp("secrets") / "internal"
-    # Not in this process, where JupyterHub would drop the HTTP client that other tests have used.
-    make = (
-        "import pathlib, sys; from gpuhub.trust import renewal; renewal.ensure(pathlib.Path(sys.argv[1]), sys.argv[2])"
-    )
+    # In a child process: here JupyterHub would drop the HTTP client that other tests have used.
+    make = "import pathlib, sys; from gpuhub.tls import renewal; renewal.ensure_internal_certificates(pathlib.Path(sys.argv[1]), sys.argv[2])"
     subprocess.run([sys.executable, "-c", make, folder, str(closet.plan.head)], check=True)
-    return Store(folder)
+    return CertificateStore(folder)
 
 
 @pytest.fixture
-def secured(users: Any, store: Store) -> Any:
-    """As `users`, in a hub with internal TLS."""
+def secured(users: Any, store: CertificateStore) -> Any:
+    """The factory `users` in a hub with internal TLS."""
     turn_on(users, store)
     users().settings["config"].GpuDockerSpawner.cmd = ["python3", "-c", NOTEBOOK]
     return users
 
 
-def turn_on(users: Any, store: Store) -> None:
-    """What JupyterHub tells users and spawners with `internal_ssl`."""
-    hub = store.pair(internal.HUB)
+def turn_on(users: Any, store: CertificateStore) -> None:
+    """Set what JupyterHub passes to users and spawners with `internal_ssl`."""
+    hub = store.files(internal.HUB)
     users().settings.update(
         internal_ssl=True,
         internal_certs_location=str(store.folder),
@@ -76,58 +72,66 @@ def turn_on(users: Any, store: Store) -> None:
 
 
 def ask(user: Any, tls: ssl.SSLContext, *, server: str = "", scheme: str = "https") -> int:
-    """What a user's notebook answers at its node's address."""
-    found = user.spawners[server].server
-    url = f"{scheme}://{found.ip}:{found.port}/"
+    """Return the status with which a user's notebook responds at its node's address."""
+    address = user.spawners[server].server
+    url = f"{scheme}://{address.ip}:{address.port}/"
     with httpx.Client(verify=tls, trust_env=False, timeout=10) as client:
         return client.get(url).status_code
 
 
-def someone(store: Store, own: internal.Pair | None) -> ssl.SSLContext:
-    """A client that trusts notebooks."""
-    context = ssl.create_default_context(cafile=str(store.pair(internal.NOTEBOOKS_AUTHORITY).certificate))
+def client_context(store: CertificateStore, own: internal.CertificateFiles | None) -> ssl.SSLContext:
+    """Return the TLS context of a client that trusts notebooks."""
+    context = ssl.create_default_context(cafile=str(store.files(internal.NOTEBOOKS_AUTHORITY).certificate))
     if own is not None:
         context.load_cert_chain(own.certificate, own.key)
     return context
 
 
-def in_files(folder: Path, issued: notebooks.Issued) -> internal.Pair:
-    pair = internal.Pair(folder / "certificate.pem", folder / "key.pem")
+def in_files(folder: Path, issued: notebook_certificate.NotebookCertificate) -> internal.CertificateFiles:
+    pair = internal.CertificateFiles(folder / "certificate.pem", folder / "key.pem")
     pair.certificate.write_bytes(issued.certificate)
     pair.key.write_bytes(issued.key)
     return pair
 
 
-async def test_a_notebook_lets_in_hub_and_proxy_alone(head: Head, secured: Any, store: Store, tmp_path: Path) -> None:
-    """Not who has no certificate, nor another user's notebook, nor plain HTTP; only its user reads its key."""
+async def test_notebook_accepts_only_hub_and_proxy(
+    head: HeadNode, secured: Any, store: CertificateStore, tmp_path: Path
+) -> None:
+    """A notebook refuses clients without a certificate, other users' notebooks and plain HTTP; only its user reads its
+    key.
+    """
     user = secured()
     await user.spawn(options={"profile": "cpu"})
     spawner = user.spawner
-    bens = in_files(tmp_path, notebooks.issue(store.folder, "ben", spawner.server.ip))
+    bens = in_files(tmp_path, notebook_certificate.issue_notebook_certificate(store.folder, "ben", spawner.server.ip))
     assert spawner.server.proto == "https"
-    assert ask(user, someone(store, store.pair(internal.HUB))) == 200
-    assert ask(user, someone(store, store.pair(internal.PROXY_CLIENT))) == 200
-    for stranger in (someone(store, None), someone(store, bens), someone(store, store.pair(internal.BROKER))):
+    assert ask(user, client_context(store, store.files(internal.HUB))) == 200
+    assert ask(user, client_context(store, store.files(internal.PROXY_CLIENT))) == 200
+    for stranger in (
+        client_context(store, None),
+        client_context(store, bens),
+        client_context(store, store.files(internal.BROKER)),
+    ):
         with pytest.raises(httpx.TransportError, match=r"alert certificate required|alert unknown ca"):
             ask(user, stranger)
     with pytest.raises(httpx.TransportError):
-        ask(user, someone(store, None), scheme="http")
-    found = head.inspect(spawner.node, names.notebook_container(INSTANCE, OWNER, ""))
+        ask(user, client_context(store, None), scheme="http")
+    inspected = head.inspect(spawner.node, names.notebook_container_name(INSTANCE, OWNER, ""))
     with closing(head.closet.client(spawner.node)) as client:
-        container = client.containers.get(found["Id"])
-        listed = container.exec_run(["ls", "-ln", internal.NOTEBOOK_FOLDER], user=found["Config"]["User"])
+        container = client.containers.get(inspected["Id"])
+        listed = container.exec_run(["ls", "-ln", internal.NOTEBOOK_FOLDER], user=inspected["Config"]["User"])
         other = container.exec_run(["cat", internal.NOTEBOOK_KEY], user="65534:65534")
     lines = [line.split()[:4] for line in listed.output.decode().splitlines()[1:]]
-    assert lines == [["-r--------", "1", *found["Config"]["User"].split(":")]] * 4
+    assert lines == [["-r--------", "1", *inspected["Config"]["User"].split(":")]] * 4
     assert other.exit_code != 0
     assert not list(store.folder.glob("user-*"))
     await user.stop()
 
 
-async def test_a_restarted_hub_goes_on_with_notebooks_that_have_certificates(
-    head: Head, broker: FakeBroker, secured: Any, store: Store
+async def test_restarted_hub_resumes_notebooks_with_certificates(
+    head: HeadNode, broker: FakeBroker, secured: Any, store: CertificateStore
 ) -> None:
-    """Restored from its state, a default and a named server answer it; forgotten, one is adopted with its own key."""
+    """A restarted hub reaches notebooks restored from its state, and adopts a forgotten one with its own key."""
     before = secured()
     for server in ("", "second"):
         await before.spawn(server, options={"profile": "cpu"})
@@ -147,12 +151,14 @@ async def test_a_restarted_hub_goes_on_with_notebooks_that_have_certificates(
     await after.spawn(options={"profile": "cpu"})
     assert after.spawner.object_id == container
     assert after.spawner.server.url == urls[""]
-    assert ask(after, someone(store, store.pair(internal.HUB))) == 200
+    assert ask(after, client_context(store, store.files(internal.HUB))) == 200
     await after.stop()
 
 
-async def test_a_notebook_started_without_tls_is_still_found(head: Head, users: Any, store: Store) -> None:
-    """Where the setting was changed meanwhile, it is reached as it was started."""
+async def test_a_notebook_started_without_tls_is_still_found(
+    head: HeadNode, users: Any, store: CertificateStore
+) -> None:
+    """A notebook that was started before the setting changed is reached without TLS."""
     before = users()
     await before.spawn(options={"profile": "cpu"})
     url = before.spawner.server.url

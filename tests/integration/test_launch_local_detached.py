@@ -1,4 +1,4 @@
-"""Detached jobs on this machine: the real driver, workers, engines and ranks over loopback; no broker, no Docker."""
+"""Detached jobs on this machine: the real driver, workers, engines and ranks over loopback, without broker or Docker."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gpu_launch import exchange
-from gpu_launch.order import Task
+from gpu_launch.common import exchange
+from gpu_launch.common.job_manifest import TaskCommands
 from tests.support.detached_jobs import Job
-from tests.support.folded import times
+from tests.support.output_lines import count_ranks
 from tests.support.rank_scripts import CHECKPOINTED
 
 ALL_REDUCE = """
@@ -27,21 +27,21 @@ ALL_REDUCE = """
 
 @pytest.fixture
 def make_job(tmp_path: Path) -> Iterator[Callable[[int], Job]]:
-    """Makes a job on so many nodes; nothing of it is left."""
-    made: list[Job] = []
+    """Return a factory of jobs with a number of nodes, and clean up after them."""
+    jobs: list[Job] = []
 
     def make(nodes: int) -> Job:
         job = Job(tmp_path / "home", nodes)
-        made.append(job)
+        jobs.append(job)
         return job
 
     yield make
-    for job in made:
+    for job in jobs:
         job.close()
 
 
-def test_a_job_runs_to_its_end_without_anybody(make_job):
-    """Order in, output and state out; the order's variables reach the ranks, and the workers' order does not matter."""
+def test_job_runs_to_its_end_unattended(make_job):
+    """The order's variables reach the ranks, output and state are written, and the workers' order does not matter."""
     job = make_job(2)
     job.write("train.py", ALL_REDUCE)
     job.send("--nnodes=2", "--", "train.py", "--epochs", "2", SIZE="large")
@@ -49,7 +49,7 @@ def test_a_job_runs_to_its_end_without_anybody(make_job):
     assert job.end() == 0, job.output
     lines = job.output.splitlines()
     assert lines[0] == "gpu_launch: train.py starts on rig1 RTX 5090, rig2 RTX 5090"
-    assert times(job.output, "sum 3.0 of 2 large --epochs 2") == 2
+    assert count_ranks(job.output, "sum 3.0 of 2 large --epochs 2") == 2
     assert {"[rank 0 · rig1] own 0", "[rank 1 · rig2] own 1"} <= set(lines)
     assert lines[-1].startswith("gpu_launch: done in ")
     state = job.state
@@ -59,7 +59,7 @@ def test_a_job_runs_to_its_end_without_anybody(make_job):
 
 
 def test_a_failing_rank_gives_the_job_its_exit_code(make_job):
-    """Its own traceback is the error, and the output's last words."""
+    """The failing rank's own traceback is the job's error and ends its output."""
     job = make_job(2)
     job.write(
         "train.py",
@@ -83,7 +83,7 @@ def test_a_failing_rank_gives_the_job_its_exit_code(make_job):
 
 @pytest.mark.parametrize(("how", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGSEGV)", 139)])
 def test_exit_codes_are_the_first_failing_ranks_own(make_job, how, code):
-    """128 + N for a signal."""
+    """The job has the first failing rank's exit code, 128 + N for a signal."""
     job = make_job(1)
     job.write("train.py", f"import os, signal, sys\n{how}\n")
     job.send("--", "train.py")
@@ -94,7 +94,7 @@ def test_exit_codes_are_the_first_failing_ranks_own(make_job, how, code):
 
 @pytest.mark.parametrize("way", [(), ("--cold",)])
 def test_a_cancelled_job_writes_its_checkpoint(make_job, way):
-    """SIGTERM to all containers reaches all ranks once, and they have the time that they take."""
+    """SIGTERM to all containers reaches all ranks once, and they may use their grace period."""
     job = make_job(2)
     job.write("train.py", CHECKPOINTED)
     job.send("--nnodes=2", *way, "--", "train.py")
@@ -105,23 +105,23 @@ def test_a_cancelled_job_writes_its_checkpoint(make_job, way):
     assert (job.state.state, job.state.exit_code) == ("cancelled", 143)
     saved = int((job.work / "step").read_text())
     assert f"saved {saved}" in job.output
-    assert job.output.splitlines()[-1].startswith("gpu_launch: told to end after ")
+    assert job.output.splitlines()[-1].startswith("gpu_launch: ended by SIGTERM after ")
 
 
-def test_a_job_may_be_cancelled_before_it_has_begun(make_job):
-    """No rank is started then."""
+def test_job_is_cancelled_before_it_begins(make_job):
+    """A job that is cancelled before it begins starts no rank."""
     job = make_job(2)
     job.write("train.py", "open('ran', 'w')")
     job.send("--nnodes=2", "--", "train.py")
     job.start()
-    job.until(job.run.state.exists, "a state")
+    job.until(job.run.status.exists, "a state")
     assert job.stop() == 143
     assert (job.state.state, job.state.exit_code) == ("cancelled", 143)
     assert not (job.work / "ran").exists()
 
 
-def test_a_container_may_be_told_sooner_than_the_drivers(make_job):
-    """Its ranks end at once; the others still have their time, and nothing has failed."""
+def test_container_that_gets_sigterm_before_the_driver(make_job):
+    """The ranks of a container that gets SIGTERM first end at once; the others keep their grace period and do not fail."""
     job = make_job(2)
     job.write(
         "train.py",
@@ -140,15 +140,15 @@ def test_a_container_may_be_told_sooner_than_the_drivers(make_job):
     )
     job.send("--nnodes=2", "--", "train.py")
     job.start()
-    job.until(lambda: times(job.output, "at work") == 2, "both at work")
+    job.until(lambda: count_ranks(job.output, "at work") == 2, "both at work")
     job.processes[1].terminate()
     assert job.processes[1].wait(30) == 143
     assert job.stop() == 143
     assert job.state.state == "cancelled" and (job.work / "saved").exists()
 
 
-def test_a_preempted_job_goes_on_from_its_checkpoint(make_job):
-    """In new containers, with one output for all of it and attempts that count on."""
+def test_preempted_job_continues_from_its_checkpoint(make_job):
+    """The job continues in new containers, with one output and an attempt count that goes on."""
     job = make_job(2)
     job.write("train.py", CHECKPOINTED)
     job.send("--nnodes=2", "--", "train.py")
@@ -156,7 +156,7 @@ def test_a_preempted_job_goes_on_from_its_checkpoint(make_job):
     job.await_output("began at 0 of 2")
     stale, began = job.run.connection.read_bytes(), job.state.started_at
     assert job.stop() == 143
-    # What a killed driver leaves must lead nobody to it.
+    # Files of a killed driver must not mislead the next one.
     job.run.connection.write_bytes(stale)
     job.preemptions += 1
     job.start()
@@ -170,12 +170,12 @@ def test_a_preempted_job_goes_on_from_its_checkpoint(make_job):
     assert (job.state.state, job.state.attempt, job.state.started_at) == ("done", 1, began)
 
 
-def test_a_cell_finds_what_the_notebook_gave_it(make_job):
-    """Variables, and the cell's own lines in its traceback."""
+def test_cell_has_the_notebooks_variables(make_job):
+    """The cell has its variables, and its own lines in tracebacks."""
     job = make_job(1)
     cell = "print('given', value)\nraise KeyError(value)"
-    text = exchange.CellText(label="Cell In[7]", source=cell, skipped=0)
-    given = exchange.build(send={"value": 5}, cell=text)
+    text = exchange.CellSource(label="Cell In[7]", source=cell, skipped=0)
+    given = exchange.build_exchange(send={"value": 5}, cell=text)
     job.send("--", cell=cell)
     given.write(job.run.exchange)
     job.start()
@@ -185,7 +185,7 @@ def test_a_cell_finds_what_the_notebook_gave_it(make_job):
 
 
 def test_a_failure_is_restarted_as_often_as_allowed(make_job):
-    """As in a notebook; every start has its own logs, and the next one's ranks know of it."""
+    """Every restart has its own logs and knows its attempt, as in a notebook."""
     job = make_job(2)
     job.write(
         "train.py",
@@ -203,8 +203,8 @@ def test_a_failure_is_restarted_as_often_as_allowed(make_job):
     assert (job.run.logs / "node0").is_dir() and (job.run.logs / "node0-restart1").is_dir()
 
 
-def test_an_elastic_job_goes_on_without_a_lost_worker(make_job):
-    """Losing a node uses up one restart; the rest goes on from the checkpoint that it had."""
+def test_elastic_job_continues_without_a_lost_worker(make_job):
+    """Losing a node uses one restart; the job continues from its last checkpoint."""
     job = make_job(3)
     job.write(
         "train.py",
@@ -226,12 +226,12 @@ def test_an_elastic_job_goes_on_without_a_lost_worker(make_job):
     job.await_output("here are 3")
     job.lose(2)
     assert job.end() == 0, job.output
-    assert "rig3 is lost; going on with 2 nodes" in job.output
-    assert times(job.output, "finished with 2") == 2
+    assert "rig3 is lost; continuing with 2 nodes" in job.output
+    assert count_ranks(job.output, "finished with 2") == 2
 
 
-def test_an_elastic_job_makes_way_with_a_worker(make_job):
-    """One that is told to end has its checkpoint written; no restart is used up."""
+def test_elastic_job_releases_a_worker(make_job):
+    """A worker that gets SIGTERM has its checkpoint written, and no restart is used."""
     job = make_job(2)
     job.write("train.py", CHECKPOINTED)
     job.send("--nnodes=1:2", "--", "train.py")
@@ -240,12 +240,12 @@ def test_an_elastic_job_makes_way_with_a_worker(make_job):
     job.processes[1].terminate()
     assert job.end() == 0, job.output
     saved = int((job.work / "step").read_text())
-    assert "rig2 is given back, others need the GPUs; going on with 1 node" in job.output
+    assert "rig2 is released, others need the GPUs; continuing with 1 node" in job.output
     assert f"began at {saved} of 1" in job.output and f"finished at {saved + 5}" in job.output
 
 
 def test_a_lost_worker_ends_a_job_that_needs_it(make_job):
-    """With its name."""
+    """The error names the lost worker."""
     job = make_job(2)
     job.write("train.py", "import time\nprint('here')\ntime.sleep(600)\n")
     job.send("--nnodes=2", "--", "train.py")
@@ -253,12 +253,12 @@ def test_a_lost_worker_ends_a_job_that_needs_it(make_job):
     job.await_output("here")
     job.lose(1)
     assert job.end() == 1
-    assert job.state.state == "failed" and "rig2" in job.state.error and "heard of" in job.state.error
+    assert job.state.state == "failed" and "rig2" in job.state.error and "has not sent a message" in job.state.error
 
 
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
 def test_a_worker_lost_before_the_ranks_start_is_named(make_job, nodes):
-    """An agent that never answers is no error of the agent's; an elastic job goes on without it."""
+    """A lost agent is not reported as the agent's error, and an elastic job continues without it."""
     job = make_job(2)
     job.write(
         "slow.py",
@@ -271,15 +271,15 @@ def test_a_worker_lost_before_the_ranks_start_is_named(make_job, nodes):
     job.lose(1)
     code = job.end()
     if nodes == "2":
-        assert code == 1 and job.state.error.startswith("rig2: it is not heard of any more")
+        assert code == 1 and job.state.error.startswith("rig2: it does not respond any more")
     else:
-        assert code == 0 and "rig2 is lost; going on with 1 node" in job.output and "begun" in job.output
+        assert code == 0 and "rig2 is lost; continuing with 1 node" in job.output and "begun" in job.output
 
 
 def test_a_task_file_runs_on_every_node(make_job):
-    """`setup` on all nodes before `run` on any, in the job's folder, with SkyPilot's variables; torch's are not there."""
+    """`setup` runs on all nodes before `run` on any, in the job's folder, with SkyPilot's variables and not torch's."""
     job = make_job(2)
-    task = Task(
+    task = TaskCommands(
         setup='sleep "$SKYPILOT_NODE_RANK"; touch ready-$SKYPILOT_NODE_RANK; echo "set up $SIZE"',
         run='ls ready-* | wc -l; echo "$SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES with $SKYPILOT_NUM_GPUS_PER_NODE,'
         ' ${RANK:-no rank}"; echo "$SKYPILOT_NODE_IPS" | wc -l',
@@ -290,20 +290,20 @@ def test_a_task_file_runs_on_every_node(make_job):
     assert "set up large" in job.output
     for rank in range(2):
         assert f"[rank {rank} · rig{rank + 1}] {rank} of 2 with 1, no rank" in job.output
-    assert times(job.output, "2") == 4
+    assert count_ranks(job.output, "2") == 4
 
 
 def test_the_first_failing_node_gives_a_task_its_exit_code(make_job):
-    """The other nodes are ended."""
+    """The task has the exit code of the first failing node, and the other nodes are ended."""
     job = make_job(2)
-    job.send(task=Task(run='if [ "$SKYPILOT_NODE_RANK" = 1 ]; then echo broken >&2; exit 9; fi; sleep 600'))
+    job.send(task=TaskCommands(run='if [ "$SKYPILOT_NODE_RANK" = 1 ]; then echo broken >&2; exit 9; fi; sleep 600'))
     job.start()
     assert job.end() == 9
     assert job.state.error.startswith("rank 1 on rig2 failed: exit code 9") and "broken" in job.state.error
 
 
-def test_a_told_task_has_its_time(make_job):
-    """Bash ends at once; what it started gets SIGTERM as well, and is waited for."""
+def test_task_has_its_grace_period(make_job):
+    """Bash ends at once; its children get SIGTERM as well and may use the grace period."""
     job = make_job(1)
     job.write(
         "train.py",
@@ -319,7 +319,7 @@ def test_a_told_task_has_its_time(make_job):
         time.sleep(600)
         """,
     )
-    job.send(task=Task(run="python train.py; echo not reached"))
+    job.send(task=TaskCommands(run="python train.py; echo not reached"))
     job.start()
     job.await_output("at work")
     assert job.stop() == 143
@@ -327,8 +327,8 @@ def test_a_told_task_has_its_time(make_job):
     assert "] saved" in job.output and "not reached" not in job.output
 
 
-def test_the_output_is_whole(make_job):
-    """100,000 lines as fast as they can be written, and bytes that are no text."""
+def test_output_is_complete(make_job):
+    """No line is lost of 100,000 written at full speed, nor bytes that are not UTF-8."""
     job = make_job(1)
     job.write(
         "train.py",
@@ -347,8 +347,8 @@ def test_the_output_is_whole(make_job):
     assert any("binary" in line for line in lines)
 
 
-def test_a_full_disk_ends_the_job_with_a_word(make_job):
-    """It does not go on unseen, nor wait for room that nobody makes."""
+def test_full_disk_ends_the_job_with_an_error(make_job):
+    """The job ends with an error instead of continuing without output or waiting for space."""
     job = make_job(1)
     job.write("train.py", "import time\nprint('here')\ntime.sleep(600)\n")
     job.send("--", "train.py")
@@ -359,8 +359,8 @@ def test_a_full_disk_ends_the_job_with_a_word(make_job):
     assert job.state.error == f"output.log of this job cannot be written in {job.run.root}: No space left on device."
 
 
-def test_what_makes_no_sense_is_refused_by_the_driver(make_job):
-    """With the code of a wrong command line."""
+def test_driver_refuses_an_invalid_order(make_job):
+    """The driver refuses an invalid order with the exit code of a wrong command line."""
     job = make_job(1)
     job.send("--", "missing.py")
     job.start()

@@ -7,7 +7,7 @@ import textwrap
 
 from tests.support.local_cluster import Notebook
 
-#: A notebook in a process, cell by cell: `run(text)` shows what a cell would, its error too.
+#: Runs the cells of a notebook in a process: `run(text)` prints what a cell would show, errors included.
 SHELL = """
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
@@ -19,14 +19,14 @@ def run(text):
 
 
 def cells(notebook: Notebook, *texts: str) -> tuple[int, str, str]:
-    """Run cells of a notebook, with FLAGS replaced by what makes a line run this notebook's way."""
+    """Run cells, with FLAGS replaced by the options of this notebook's start method."""
     flags = "--cold " if notebook.is_cold else ""
-    found = [textwrap.dedent(text).strip("\n").replace("FLAGS ", flags) for text in texts]
-    return notebook.run(SHELL + "\n".join(f"run({text!r})" for text in found))
+    sources = [textwrap.dedent(text).strip("\n").replace("FLAGS ", flags) for text in texts]
+    return notebook.run(SHELL + "\n".join(f"run({text!r})" for text in sources))
 
 
-def test_variables_go_to_all_nodes_and_come_back_by_rank(either: Notebook) -> None:
-    """A script's and a cell's, with a class of the notebook among them."""
+def test_variables_reach_all_nodes_and_return_by_rank(either: Notebook) -> None:
+    """Variables of a script and of a cell reach all nodes and return by rank, with a class of the notebook."""
     either.keep_s = 60
     either.script("train.py", "import os\nloss = [config.scale * int(os.environ['RANK']), type(config).__name__]\n")
     code, out, err = cells(
@@ -43,7 +43,7 @@ def test_variables_go_to_all_nodes_and_come_back_by_rank(either: Notebook) -> No
 
 
 def test_a_function_of_the_notebook_is_called_on_all_nodes(either: Notebook) -> None:
-    """With collectives in it; its results are by rank."""
+    """The function may use collectives, and its results are listed by rank."""
     code, out, err = cells(
         either,
         """
@@ -67,7 +67,7 @@ def test_a_function_of_the_notebook_is_called_on_all_nodes(either: Notebook) -> 
 
 
 def test_a_failure_in_a_cell_shows_its_own_line_once(either: Notebook) -> None:
-    """By the cell's name and the notebook's count of lines, from whichever node it comes."""
+    """The traceback shows the cell's name and line number once, whichever node it comes from."""
     code, out, err = cells(
         either,
         "pass",
@@ -85,11 +85,11 @@ def test_a_failure_in_a_cell_shows_its_own_line_once(either: Notebook) -> None:
     assert shown.count('File "Cell In[2]", line 4, in step') == 1
     assert shown.count("    return 1 / (rank - 1)\n") == 1
     assert shown.count("ZeroDivisionError: division by zero") == 1
-    assert "gpu_launch/ranks" not in shown
+    assert "gpu_launch/worker" not in shown
 
 
-def test_a_dry_run_asks_for_nothing_and_knows_workers_that_stand(notebook: Notebook) -> None:
-    """Placeholders before, the workers' own addresses after a launch; status and release tell of them."""
+def test_dry_run_requests_nothing_and_shows_pooled_workers(notebook: Notebook) -> None:
+    """A dry run shows placeholders before a launch and the workers' addresses after it, and requests nothing."""
     notebook.keep_s = 60
     notebook.script("train.py", "")
     code, out, err = cells(
@@ -109,8 +109,8 @@ def test_a_dry_run_asks_for_nothing_and_knows_workers_that_stand(notebook: Noteb
     assert "Free now: rig2, rig3. It would start at once." in before
     assert "NODE1 " not in after
     assert after.count("  torchrun --nnodes=3 --node-rank=") == 3
-    assert "It would run at once on workers that stand already: rig1 RTX 5090, rig2 RTX 5070, rig3 RTX 5060" in after
-    assert re.search(r"stay [56]\d s more", after)
+    assert "It would run at once on idle workers of this notebook: rig1 RTX 5090, rig2 RTX 5070, rig3 RTX 5060" in after
+    assert re.search(r"stay (5\d s|1 min) more", after)
     assert "freed: rig1 RTX 5090, rig2 RTX 5070, rig3 RTX 5060\n" in after
     assert notebook.broker.calls.count("POST /jobs") == 1
     assert "done in" in launched

@@ -1,4 +1,4 @@
-"""Whole launches on this machine that go wrong: who is blamed, what is started again, and what is never left behind."""
+"""Launches on this machine that fail: which rank is reported, what is restarted, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import re
 import signal
 
-from gpuhub.broker import schemas
-from tests.support.folded import times
+from gpuhub.broker_api import schemas
 from tests.support.local_cluster import DEADLINE_S, Notebook, lines_until, until
+from tests.support.output_lines import count_ranks
 
 CATCHING = """
 try:
@@ -26,7 +26,7 @@ REDUCES_FOREVER = """
 
 
 def failure(notebook: Notebook, script: str, **options: object) -> str:
-    """What a launch's error says."""
+    """Return the message of a launch's error."""
     code, out, err = notebook.run("import gpu_launch\n" + CATCHING.format(launch=notebook.call(script, **options)))
     assert code == 0, out + err
     assert "FAILED " in out, out + err
@@ -34,7 +34,7 @@ def failure(notebook: Notebook, script: str, **options: object) -> str:
 
 
 def test_the_failing_ranks_own_traceback_comes_first(either: Notebook) -> None:
-    """The rank that raised is blamed, not those that lost it."""
+    """The rank that raised is reported, not those that lost their connection to it."""
     either.script(
         "fail.py",
         """
@@ -53,8 +53,8 @@ def test_the_failing_ranks_own_traceback_comes_first(either: Notebook) -> None:
     until(lambda: not either.left(), "no process left")
 
 
-def test_a_failed_launch_is_started_again_as_often_as_asked(either: Notebook) -> None:
-    """--max-restarts starts all ranks again, on a fresh store, until they succeed, and counts as torchrun does."""
+def test_failed_launch_is_restarted(either: Notebook) -> None:
+    """--max-restarts starts all ranks again with a new store until they succeed, and counts as torchrun does."""
     either.script(
         "flaky.py",
         """
@@ -72,14 +72,14 @@ def test_a_failed_launch_is_started_again_as_often_as_asked(either: Notebook) ->
     )
     code, out, err = either.run(either.call("flaky.py", nnodes=2, max_restarts=2))
     assert code == 0, out + err
-    # A literal torchrun is one of its own each time, with no restarts before it.
+    # torchrun itself starts a new group each time, with no restart counted before.
     counted = "restart 0 of 0" if either.is_cold else "restart 2 of 2"
-    assert times(out, f"attempt 2 sum 2.0 {counted}") == 2
+    assert count_ranks(out, f"attempt 2 sum 2.0 {counted}") == 2
     assert "restart 2 of 2 · " in out
 
 
-def test_restarts_come_to_an_end(notebook: Notebook) -> None:
-    """A script that always fails fails the launch after as many restarts as were asked for."""
+def test_restarts_are_limited(notebook: Notebook) -> None:
+    """A script that always fails fails the launch after the given number of restarts."""
     notebook.script("fail.py", "import os; raise SystemExit(4 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
     assert "exit code 5" in failure(notebook, "fail.py", max_restarts=1)
 
@@ -89,7 +89,7 @@ def test_a_killed_rank_is_named_while_its_peers_wait_for_it(either: Notebook) ->
     either.script("reduce.py", REDUCES_FOREVER)
     process = either.start("import gpu_launch\n" + CATCHING.format(launch=either.call("reduce.py", nnodes=2)))
     lines = lines_until(process, "] pid ", times=2)
-    pid = next(int(found[1]) for line in lines if (found := re.search(r"rank 1 · rig2\] pid (\d+)", line)))
+    pid = next(int(match[1]) for line in lines if (match := re.search(r"rank 1 · rig2\] pid (\d+)", line)))
     os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=DEADLINE_S)
     text = out.partition("FAILED ")[2]
@@ -104,7 +104,7 @@ def test_a_dead_worker_fails_the_launch_and_is_named(either: Notebook) -> None:
     either.script("reduce.py", REDUCES_FOREVER)
     process = either.start("import gpu_launch\n" + CATCHING.format(launch=either.call("reduce.py", nnodes=2)))
     lines_until(process, "] pid ", times=2)
-    (run,) = either.broker.gangs
+    (run,) = either.broker.groups
     either.broker.lose(run, 0)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert "rig2" in out.partition("FAILED ")[2], out + err
@@ -112,12 +112,12 @@ def test_a_dead_worker_fails_the_launch_and_is_named(either: Notebook) -> None:
 
 
 def test_a_node_that_is_cut_off_is_named(notebook: Notebook) -> None:
-    """Nothing tells of its end: its silence does. Its workers are not used again."""
+    """A node that stops responding is named, and its workers are not used again."""
     notebook.keep_s = 60
     notebook.script("reduce.py", REDUCES_FOREVER)
     process = notebook.start("import gpu_launch\n" + CATCHING.format(launch=notebook.call("reduce.py", nnodes=2)))
     lines_until(process, "] pid ", times=2)
-    (run,) = notebook.broker.gangs
+    (run,) = notebook.broker.groups
     notebook.broker.freeze(run, 0)
     try:
         lines = lines_until(process, "FAILED ")
@@ -125,12 +125,12 @@ def test_a_node_that_is_cut_off_is_named(notebook: Notebook) -> None:
     finally:
         notebook.broker.lose(run, 0)
     process.communicate(timeout=DEADLINE_S)
-    assert notebook.broker.gangs[run].state is schemas.JobState.ENDED
+    assert notebook.broker.groups[run].state is schemas.JobState.ENDED
     until(lambda: not notebook.left(), "no process left")
 
 
-def test_one_rank_ends_well_and_another_hangs(either: Notebook) -> None:
-    """It is said which rank is waited for, an interrupt ends it all, and what ignores signals ends too."""
+def test_one_rank_succeeds_and_another_hangs(either: Notebook) -> None:
+    """The launch names the rank that it waits for; an interrupt ends all ranks, also those that ignore signals."""
     either.script(
         "hang.py",
         """
@@ -145,7 +145,7 @@ def test_one_rank_ends_well_and_another_hangs(either: Notebook) -> None:
         """,
     )
     process = either.start(either.call("hang.py", nnodes=2))
-    # torchrun tells of its ranks' ends when all nodes are done.
+    # torchrun reports the end of its ranks when all nodes have finished.
     lines_until(process, "running on" if either.is_cold else "rank 0 has finished, waiting for rank 1")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)

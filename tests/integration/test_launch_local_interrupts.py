@@ -1,4 +1,4 @@
-"""Whole launches on this machine that are interrupted, at every moment: all ranks end, and the workers can stay."""
+"""Launches on this machine that are interrupted at every moment: all ranks end, and the workers can be reused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from gpuhub.broker import schemas
+from gpuhub.broker_api import schemas
 from tests.support.local_cluster import DEADLINE_S, Notebook, lines_until, until
 from tests.support.rank_scripts import ALL_REDUCE
 
@@ -20,7 +20,7 @@ IGNORES = """
     while True:
         time.sleep(600)
 """
-#: Launches, is interrupted, and launches something else at once.
+#: Launches, is interrupted, and launches again at once.
 TWICE = """
 import time, gpu_launch
 try:
@@ -34,7 +34,7 @@ print("BOTH", flush=True)
 
 @pytest.mark.parametrize("script", [SLEEPS, IGNORES], ids=["ends", "ignores it"])
 def test_an_interrupt_stops_every_rank_and_the_next_launch_starts_at_once(either: Notebook, script: str) -> None:
-    """On the same workers: nothing more is asked of the broker."""
+    """The second launch reuses the workers and sends no request to the broker."""
     either.keep_s = 60
     either.script("sleep.py", script)
     either.script("hello.py", ALL_REDUCE)
@@ -51,7 +51,7 @@ def test_an_interrupt_stops_every_rank_and_the_next_launch_starts_at_once(either
 
 
 def test_a_second_interrupt_ends_ranks_at_once(notebook: Notebook) -> None:
-    """Those too that ignore the first."""
+    """Ranks that ignore the first interrupt end too."""
     notebook.script("sleep.py", IGNORES)
     process = notebook.start(notebook.call("sleep.py", nnodes=2))
     lines_until(process, "] sleeping")
@@ -65,7 +65,7 @@ def test_a_second_interrupt_ends_ranks_at_once(notebook: Notebook) -> None:
 
 @pytest.mark.parametrize("moment", ["waiting for 1 GPU", "starting 2 ranks"])
 def test_an_interrupt_before_any_rank_runs_frees_everything(notebook: Notebook, moment: str) -> None:
-    """While it waits in the queue, and while workers and engines come up."""
+    """An interrupt releases everything while the launch is queued and while workers and engines start."""
     notebook.broker.busy = moment.startswith("waiting")
     notebook.keep_s = 60
     notebook.script("sleep.py", SLEEPS)
@@ -74,19 +74,19 @@ def test_an_interrupt_before_any_rank_runs_frees_everything(notebook: Notebook, 
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert "LaunchInterrupted" in err
-    (gang,) = notebook.broker.gangs.values()
+    (gang,) = notebook.broker.groups.values()
     assert gang.state is schemas.JobState.ENDED
     until(lambda: not notebook.left(), "no process left")
 
 
 @pytest.mark.parametrize("moment", ["while ranks write checkpoints", "while it waits again"])
 def test_an_interrupt_ends_a_preempted_launch(notebook: Notebook, moment: str) -> None:
-    """Cleanly, with all that it asked for freed."""
+    """The launch ends cleanly and releases all that it requested."""
     ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)" if "write" in moment else ""
     notebook.script("sleep.py", f"import signal, time\n{ignores}\nprint('sleeping')\ntime.sleep(600)")
     process = notebook.start(notebook.call("sleep.py", nnodes=2, scavenge=True))
     lines_until(process, "] sleeping")
-    (run,) = notebook.broker.gangs
+    (run,) = notebook.broker.groups
     preempting = threading.Thread(target=notebook.broker.preempt, args=(run,))
     preempting.start()
     if "write" in moment:

@@ -1,4 +1,4 @@
-"""Login with accounts of the head node and with passwords chosen at the first login, at a real hub behind its proxy."""
+"""Login with accounts of the head node, and with passwords chosen at first login: a real hub behind its proxy."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import httpx
 import pytest
 from traitlets.config import Config
 
-from gpuhub.login import values
-from gpuhub.login.forms import Pam
-from gpuhub.settings import load
-from tests.support.login_hub import LoginHub, login_hub, sign_in, who
+from gpuhub.config.settings import load
+from gpuhub.login import authenticator_config
+from gpuhub.login.password_forms import PamAuthenticator
+from tests.support.login_hub import LoginHub, find_user, login_hub, sign_in
 
-#: Names that no machine has.
+#: Names that no machine resolves.
 ADA, BEN, ZOE, LAB = "ghtestada", "ghtestben", "ghtestzoe", "ghtestlab"
 WRONG = "Wrong user name or password, or the name may not log in here"
 STRANGE = ["../x", "$(id)", "ädä", "a" * 5000, "-rf", "root:x", "a b", "x\ny"]
 
 
-def told(page: httpx.Response) -> str:
-    """What the form says went wrong."""
-    found = re.search(r'class="login_error">([^<]*)<', page.text)
-    return found[1] if found else ""
+def error_message(page: httpx.Response) -> str:
+    """Return the error message of the form."""
+    match = re.search(r'class="login_error">([^<]*)<', page.text)
+    return match[1] if match else ""
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def accounts() -> Iterator[None]:
         for name in names:
             subprocess.run(["userdel", name], check=False, capture_output=True)
         subprocess.run(["groupdel", LAB], check=False, capture_output=True)
-    assert not {one.pw_name for one in pwd.getpwall()} & set(names)
-    assert LAB not in {one.gr_name for one in grp.getgrall()}
+    assert not {group.pw_name for group in pwd.getpwall()} & set(names)
+    assert LAB not in {group.gr_name for group in grp.getgrall()}
 
 
 @pytest.fixture(scope="module")
@@ -59,31 +59,35 @@ def pam(accounts: None) -> Iterator[LoginHub]:
         assert "Traceback" not in running.log, running.log[running.log.index("Traceback") - 500 :]
 
 
-def authenticator(hub: LoginHub) -> Pam:
-    """The class as the hub has it."""
-    return Pam(config=Config(values.authenticator_settings(load(hub.file), hub.paths, hub.url)))
+def authenticator(hub: LoginHub) -> PamAuthenticator:
+    """Return the authenticator class as the hub configures it."""
+    return PamAuthenticator(
+        config=Config(authenticator_config.build_authenticator_settings(load(hub.file), hub.paths, hub.url))
+    )
 
 
 def test_pam(pam: LoginHub) -> None:
     """An account of the head node logs in with its password and no other."""
     browser = pam.browser()
     page = sign_in(browser, ADA, f"{BEN}-password")
-    assert (page.status_code, told(page), who(browser)) == (403, WRONG, None)
+    assert (page.status_code, error_message(page), find_user(browser)) == (403, WRONG, None)
     page = sign_in(browser, ADA, f"{ADA}-password")
-    assert (page.status_code, who(browser)) == (200, ADA)
+    assert (page.status_code, find_user(browser)) == (200, ADA)
     assert browser.get("/hub/admin").status_code == 403
 
 
-def test_pam_of_somebody_else(pam: LoginHub) -> None:
-    """An account that may not log in here is told nothing about its password: nobody guesses root's through the hub."""
+def test_pam_account_without_access(pam: LoginHub) -> None:
+    """An account that may not log in learns nothing about its password, so that root's cannot be guessed through the
+    hub.
+    """
     page = sign_in(pam.browser(), ZOE, f"{ZOE}-password")
-    assert (page.status_code, told(page)) == (403, WRONG)
+    assert (page.status_code, error_message(page)) == (403, WRONG)
     assert "pam_unix" not in pam.log
     assert pam.user(ZOE) is None
 
 
-def test_pam_groups_and_what_becomes_of_a_session_without_them(pam: LoginHub) -> None:
-    """The system's groups allow, and make administrators; both end with them, for sessions that go on too."""
+def test_pam_groups_and_sessions_that_lose_them(pam: LoginHub) -> None:
+    """Membership of a system group allows login and makes administrators, and losing it ends both in open sessions too."""
     browser = pam.browser()
     assert sign_in(browser, BEN, f"{BEN}-password").status_code == 200
     assert browser.get("/hub/admin").status_code == 200
@@ -92,23 +96,23 @@ def test_pam_groups_and_what_becomes_of_a_session_without_them(pam: LoginHub) ->
     assert asyncio.run(login.refresh_user(user)) is True
     subprocess.run(["gpasswd", "--delete", BEN, LAB], check=True, capture_output=True)
     assert asyncio.run(login.refresh_user(user)) is False, "as the hub asks every five minutes"
-    assert told(sign_in(pam.browser(), BEN, f"{BEN}-password")) == WRONG
+    assert error_message(sign_in(pam.browser(), BEN, f"{BEN}-password")) == WRONG
     user.name = ADA
     assert asyncio.run(login.refresh_user(user)) == {"name": ADA, "admin": False, "groups": []}
 
 
 @pytest.mark.parametrize("name", STRANGE, ids=lambda name: ascii(name[:12]))
 def test_names_that_cannot_be_users(pam: LoginHub, name: str) -> None:
-    """Refused on the form with what a name looks like; nothing is made, and the log stays short."""
+    """The form refuses an invalid name and shows the rule; no user is made, and the log stays short."""
     before = len(pam.log)
     page = sign_in(pam.browser(), name, "x")
     assert page.status_code == 403
-    assert "a letter a-z, then at most 31" in told(page)
+    assert "a letter a-z, then at most 31" in error_message(page)
     assert len(pam.log) - before < 3000
 
 
-def test_half_a_form(pam: LoginHub) -> None:
-    """400, not an internal error."""
+def test_incomplete_form(pam: LoginHub) -> None:
+    """An incomplete form gets status 400, not an internal error."""
     browser = pam.browser()
     token = re.search(r'name="_xsrf" value="([^"]+)"', browser.get("/hub/login").text)
     assert token is not None
@@ -125,15 +129,15 @@ def first_use() -> Iterator[LoginHub]:
 
 
 def test_first_use(first_use: LoginHub) -> None:
-    """The first password is the password, until the user changes it, or an administrator deletes the user."""
+    """The first password stays valid until the user changes it or an administrator deletes the user."""
     browser = first_use.browser()
     assert "will be yours" in browser.get("/hub/login").text
-    assert told(sign_in(browser, "ada", "short")) == "A password of at least 8 characters is needed"
-    assert "too long" in told(sign_in(browser, "ada", "x" * 73))
+    assert error_message(sign_in(browser, "ada", "short")) == "A password of at least 8 characters is needed"
+    assert "too long" in error_message(sign_in(browser, "ada", "x" * 73))
     assert sign_in(browser, "ada", "ada-chose-this").status_code == 200
-    assert who(browser) == "ada"
+    assert find_user(browser) == "ada"
     other = first_use.browser()
-    assert told(sign_in(other, "ada", "ada-chose-that")) == WRONG
+    assert error_message(sign_in(other, "ada", "ada-chose-that")) == WRONG
     assert sign_in(other, "ada", "ada-chose-this").status_code == 200
 
     page = other.get("/hub/auth/change-password")
@@ -142,7 +146,7 @@ def test_first_use(first_use: LoginHub) -> None:
     done = other.post("/hub/auth/change-password", data={"_xsrf": token[1], "password": "ada-chose-more"})
     assert "success" in done.text
     fresh = first_use.browser()
-    assert told(sign_in(fresh, "ada", "ada-chose-this")) == WRONG
+    assert error_message(sign_in(fresh, "ada", "ada-chose-this")) == WRONG
     assert sign_in(fresh, "ada", "ada-chose-more").status_code == 200
 
     chief = first_use.browser()
@@ -152,10 +156,10 @@ def test_first_use(first_use: LoginHub) -> None:
     assert sign_in(first_use.browser(), "ada", "ada-chose-again").status_code == 200
 
 
-def test_nobody_else_chooses_a_password(first_use: LoginHub) -> None:
-    """A name that is not allowed gets no password, so that it has none when it is allowed."""
+def test_only_allowed_users_choose_a_password(first_use: LoginHub) -> None:
+    """A name that is not allowed gets no password, and therefore has none once it is allowed."""
     page = sign_in(first_use.browser(), "zoe", "zoe-chose-this")
-    assert (page.status_code, told(page)) == (403, WRONG)
+    assert (page.status_code, error_message(page)) == (403, WRONG)
     kept = b"".join(file.read_bytes() for file in first_use.paths.secrets.glob("chosen-passwords*"))
     assert b"zoe" not in kept
     assert b"chose" not in kept

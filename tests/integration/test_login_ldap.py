@@ -14,14 +14,14 @@ import pytest
 from tornado.web import HTTPError
 from traitlets.config import Config
 
-from gpuhub.login import values
-from gpuhub.paths import Paths
-from gpuhub.settings import load
-from tests.support.login_hub import SETTINGS, LoginHub, free_ports, login_hub, sign_in, who
+from gpuhub.common.paths import Paths
+from gpuhub.config.settings import load
+from gpuhub.login import authenticator_config
+from tests.support.login_hub import SETTINGS, LoginHub, find_user, free_ports, login_hub, sign_in
 from tests.support.product import wait_for
 from tests.support.tls import make_certificate
 
-#: ldap3 uses old names of pyasn1's and of ssl's.
+#: ldap3 uses deprecated names of pyasn1 and ssl.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ldap3.*")
 
 INSTANCE = "ghldap"
@@ -96,14 +96,14 @@ ca = "{ca}"
 
 @dataclass(frozen=True)
 class Directory:
-    """The running server."""
+    """A running LDAP server."""
 
     plain: str
     tls: str
     authority: Path
 
     def settings(self, server: str, authority: Path | None = None) -> str:
-        """What stands in cluster.toml."""
+        """Return the tables of cluster.toml for this server."""
         return USERS.format(server=server, ca=authority or self.authority)
 
 
@@ -118,16 +118,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Directory]:
     people.write_text(PEOPLE + "".join(PERSON.format(name=name) for name in names) + GROUPS)
     subprocess.run(["slapadd", "-f", str(configuration), "-l", str(people)], check=True, capture_output=True)
     ports = free_ports(2)
-    found = Directory(f"ldap://127.0.0.1:{ports[0]}", f"ldaps://127.0.0.1:{ports[1]}", certificate)
+    server = Directory(f"ldap://127.0.0.1:{ports[0]}", f"ldaps://127.0.0.1:{ports[1]}", certificate)
     process = subprocess.Popen(
-        ["slapd", "-d", "0", "-f", str(configuration), "-h", f"{found.plain} {found.tls}"],
+        ["slapd", "-d", "0", "-f", str(configuration), "-h", f"{server.plain} {server.tls}"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
-        ask = ["ldapwhoami", "-x", "-H", found.plain]
+        ask = ["ldapwhoami", "-x", "-H", server.plain]
         wait_for(lambda: subprocess.run(ask, check=False, capture_output=True).returncode == 0 or None, "slapd")
-        yield found
+        yield server
     finally:
         process.terminate()
         process.wait(30)
@@ -142,27 +142,27 @@ def hub(directory: Directory) -> Iterator[LoginHub]:
 
 
 def authenticator(directory: Directory, folder: Path, settings: str) -> Any:
-    """The class as the hub would have it."""
-    from gpuhub.login.directory import Ldap  # not while tests are collected: see `pytestmark`
+    """Return an authenticator as the hub would configure it."""
+    from gpuhub.login.ldap import LdapAuthenticator  # not while tests are collected: see `pytestmark`
 
     file = folder / "cluster.toml"
     file.write_text(SETTINGS.format(top=settings, ports=free_ports(4)))
-    traits = values.authenticator_settings(load(file), Paths(INSTANCE), "http://127.0.0.1:8000")
-    return Ldap(config=Config(traits))
+    traits = authenticator_config.build_authenticator_settings(load(file), Paths(INSTANCE), "http://127.0.0.1:8000")
+    return LdapAuthenticator(config=Config(traits))
 
 
 def ask(login: Any, name: str, password: str) -> Any:
-    """What the login's form would do."""
+    """Authenticate as the login form does."""
     return asyncio.run(login.authenticate(SimpleNamespace(), {"username": name, "password": password}))
 
 
 @pytest.mark.parametrize(("name", "admin"), [("ada", False), ("ben", False), ("cleo", True), ("Ada", False)])
 def test_right_password(hub: LoginHub, name: str, admin: bool) -> None:
-    """By name, by group and as an administrator by group; capitals make no other user."""
+    """A user logs in by name, by group and as an administrator by group; capitals make no other user."""
     browser = hub.browser()
     page = sign_in(browser, name, f"{name.lower()}-password")
     assert page.status_code == 200, page.text
-    assert who(browser) == name.lower()
+    assert find_user(browser) == name.lower()
     assert browser.get("/hub/admin").status_code == (200 if admin else 403)
 
 
@@ -179,16 +179,16 @@ def test_right_password(hub: LoginHub, name: str, admin: bool) -> None:
     ],
 )
 def test_wrong_password(hub: LoginHub, name: str, password: str) -> None:
-    """No login, and the same words whoever it was."""
+    """A wrong password gets the same message whether or not the account exists."""
     browser = hub.browser()
     page = sign_in(browser, name, password)
     assert page.status_code == 403
     assert "Wrong user name or password" in page.text or "cannot be a user" in page.text
-    assert who(browser) is None
+    assert find_user(browser) is None
 
 
-def test_right_password_of_somebody_else(hub: LoginHub) -> None:
-    """Who is in the directory but in no setting is told so."""
+def test_right_password_without_access(hub: LoginHub) -> None:
+    """An account of the directory that no setting allows is refused with that reason."""
     page = sign_in(hub.browser(), "zoe", "zoe-password")
     assert page.status_code == 403
     assert "zoe may not use this hub" in page.text
@@ -196,7 +196,7 @@ def test_right_password_of_somebody_else(hub: LoginHub) -> None:
 
 
 def test_tls_from_the_first_byte(directory: Directory, tmp_path: Path) -> None:
-    """`ldaps://` does as well."""
+    """`ldaps://` works as StartTLS does."""
     login = authenticator(directory, tmp_path, directory.settings(directory.tls))
     assert ask(login, "ben", "ben-password") == {"name": "ben", "groups": ["GPU people"]}
     assert ask(login, "ben", "wrong") is None
@@ -204,7 +204,7 @@ def test_tls_from_the_first_byte(directory: Directory, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["plain", "tls"])
 def test_another_authority(directory: Directory, tmp_path: Path, way: str) -> None:
-    """No password goes to a server that cannot show whose it is."""
+    """No password is sent to a server whose certificate cannot be verified."""
     (tmp_path / "other").mkdir()
     other, _ = make_certificate(tmp_path / "other")
     login = authenticator(directory, tmp_path, directory.settings(getattr(directory, way), other))
@@ -214,7 +214,7 @@ def test_another_authority(directory: Directory, tmp_path: Path, way: str) -> No
 
 
 def test_a_server_that_does_not_answer(directory: Directory, tmp_path: Path) -> None:
-    """A page that says so, soon."""
+    """The page reports quickly that the server does not answer."""
     login = authenticator(directory, tmp_path, directory.settings("ldap://127.0.0.1:9"))
     with pytest.raises(HTTPError) as error:
         ask(login, "ben", "ben-password")

@@ -1,4 +1,4 @@
-"""Nodes behind WireGuard are just addresses: its user-space program between namespaces, and a user's network over it."""
+"""Nodes behind WireGuard, with its user-space program between namespaces, and a user's network over it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from gpuhub import settings
-from gpuhub.closet.plan import build_subnet
-from gpuhub.containers import networks, swarm
-from gpuhub.containers.daemons import Daemons
-from gpuhub.containers.mtu import find_mtu
-from gpuhub.nodes.adding import cluster_file
-from gpuhub.nodes.doctor.looking import measure_mtu
-from gpuhub.settings import Cluster
-from tests.integration.conftest import INSTANCE, Closet
-from tests.support.machines import wait
+from gpuhub.config import settings
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker import networks, swarm
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.mtu import find_mtu
+from gpuhub.ops.doctor.node_queries import measure_mtu
+from gpuhub.ops.provision import cluster_file
+from gpuhub_closet.topology import build_subnet
+from tests.support.practice_closet import INSTANCE, Closet
+from tests.support.ssh_machines import wait
 
 #: Larger than any buffer on the way, bytes.
 SIZE = 32 * 1024**2
@@ -47,7 +47,7 @@ with socket.create_connection(("receiver", 7000), 20) as connection:
 
 
 class Peer:
-    """A machine with a WireGuard interface: a closet node, or the head node where there is no namespace."""
+    """A machine with a WireGuard interface: a closet node, or the head node when `netns` is empty."""
 
     def __init__(self, name: str, netns: str | None, outer: str, folder: Path) -> None:
         self.name, self.outer = name, outer
@@ -66,7 +66,7 @@ class Peer:
 
 @contextmanager
 def tunnel(peers: dict[str, Peer]) -> Iterator[None]:
-    """Every peer's interface up, under the addresses that are the dictionary's keys."""
+    """Bring up every peer's interface under the addresses that are the dictionary's keys."""
     with ExitStack() as stack:
         for address, peer in peers.items():
             process = stack.enter_context(
@@ -93,18 +93,21 @@ def tunnel(peers: dict[str, Peer]) -> Iterator[None]:
 
 
 @pytest.fixture
-def cluster(closet: Closet, tmp_path: Path) -> Iterator[Cluster]:
-    """rig1 and rig2 under addresses that WireGuard alone leads to."""
+def cluster(closet: Closet, tmp_path: Path) -> Iterator[ClusterSettings]:
+    """Settings with rig1 and rig2 under addresses that only WireGuard reaches."""
     nodes = [closet.plan.node(name) for name in ("rig1", "rig2")]
     peers = {
         str(SUBNET.network_address + number): Peer(name, netns, str(outer), tmp_path)
         for number, (name, netns, outer) in enumerate(
-            [("head", None, closet.plan.head), *((node.name, closet.plan.netns(node), node.address) for node in nodes)],
+            [
+                ("head", None, closet.plan.head),
+                *((node.name, closet.plan.netns_name(node), node.address) for node in nodes),
+            ],
             1,
         )
     }
     lines = [line for line in closet.cluster_file.read_text().splitlines() if not line.startswith("gpus = ")]
-    text = cluster_file.take_node("\n".join(lines) + "\n", "rig3")
+    text = cluster_file.remove_node("\n".join(lines) + "\n", "rig3")
     for address, peer in peers.items():
         text = text.replace(f'"{peer.outer}"', f'"{address}"')
     file = tmp_path / "cluster.toml"
@@ -116,11 +119,11 @@ def cluster(closet: Closet, tmp_path: Path) -> Iterator[Cluster]:
                 client.swarm.leave(force=True)
 
 
-def test_a_large_transfer_over_a_users_network(closet: Closet, cluster: Cluster, tiny_image: str):
-    """WireGuard leaves 1420 bytes of a packet, VXLAN 1370: both found, and everything arrives."""
+def test_a_large_transfer_over_a_users_network(closet: Closet, cluster: ClusterSettings, tiny_image: str):
+    """A large transfer arrives complete over packets of 1420 bytes in WireGuard and 1370 in VXLAN."""
     assert find_mtu(cluster) == 1420
     assert [measure_mtu(node.address) for node in cluster.nodes] == [1420, 1420]
-    daemons = Daemons(cluster.nodes, instance=INSTANCE, run_dir=closet.paths.run)
+    daemons = DockerClients(cluster.nodes, instance=INSTANCE, run_dir=closet.paths.run)
 
     async def join() -> networks.UserNetwork:
         await swarm.ensure_swarm(daemons, cluster)
@@ -130,14 +133,14 @@ def test_a_large_transfer_over_a_users_network(closet: Closet, cluster: Cluster,
         network = asyncio.run(join())
     finally:
         daemons.close()
-    with closing(closet.client("rig1")) as there, closing(closet.client("rig2")) as here:
+    with closing(closet.client("rig1")) as there, closing(closet.client("rig2")) as sender:
         receiver = there.containers.run(
             tiny_image, ["python3", "-c", SERVE], name="receiver", network=network.name, detach=True
         )
         try:
             wait(lambda: b"ready" in receiver.logs(), "the receiver")
-            said = here.containers.run(tiny_image, ["python3", "-c", SEND], network=network.name, remove=True)
-            assert said.decode().split() == ["1370", "all"]
+            output = sender.containers.run(tiny_image, ["python3", "-c", SEND], network=network.name, remove=True)
+            assert output.decode().split() == ["1370", "all"]
         finally:
             receiver.remove(force=True)
             there.networks.get(network.name).remove()

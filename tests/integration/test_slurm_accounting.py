@@ -1,6 +1,4 @@
-"""GPU-hours by Slurm's accounting and by the broker's own store: a real slurmctld, slurmdbd and MariaDB; nodes without
-Docker.
-"""
+"""GPU-hours by Slurm's accounting and by the broker's store: slurmctld, slurmdbd and MariaDB; nodes without Docker."""
 
 from __future__ import annotations
 
@@ -14,26 +12,28 @@ from typing import Any
 import httpx
 import pytest
 
-from gpuhub import names
-from gpuhub.broker.slurm_submitting import SlurmSide
-from gpuhub.settings import Cluster
-from gpuhub.slurm.api import SlurmApi
-from gpuhub.slurm.make import make_api
-from gpuhub.slurm.values import Submitter
-from gpuhub.tables import Profile
+from gpuhub.backends.slurm.backend import SlurmBackend
+from gpuhub.common import names
+from gpuhub.config.profiles import ProfileSettings
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.slurm_client.factory import make_client
+from gpuhub.slurm_client.interface import SlurmClient
+from gpuhub.slurm_client.models import Submitter
 from tests.support.brokers import Running, Setting, asgi_broker
 from tests.support.simulated import build_cluster, simulated_nodes
 from tests.support.slurm_site import SlurmSite, slurm_site
+
+pytestmark = [pytest.mark.slurm, pytest.mark.root]
 
 PORT = 27600
 MIB = 32607
 CARDS = {"rig1": [("NVIDIA GeForce RTX 5090", MIB)] * 2, "rig2": [("NVIDIA GeForce RTX 5070", MIB)]}
 TYPES = (("rtx5090", "rtx5090"), ("rtx5070",))
-PAIR = Profile(name="pair", title="Two", gpu_model="RTX 5090", gpu_count=2, cpus=1, memory="1G")
-SINGLE = Profile(name="single", title="One", gpu_model="RTX 5070", cpus=1, memory="1G", account="course")
+PAIR = ProfileSettings(name="pair", title="Two", gpu_model="RTX 5090", gpu_count=2, cpus=1, memory="1G")
+SINGLE = ProfileSettings(name="single", title="One", gpu_model="RTX 5070", cpus=1, memory="1G", account="course")
 POLL_S = 1
-#: The broker finds a start one look later than Slurm, and Slurm an end one look later than the broker; Slurm's times are
-#: whole seconds, and killing a job takes it a moment.
+#: The broker sees a start one poll later than Slurm, and Slurm sees an end one poll later than the broker. Slurm's
+#: times are whole seconds, and it needs a moment to kill a job.
 GRAIN_S = 2 * POLL_S + 3
 HELD_S = 12.0
 
@@ -45,7 +45,7 @@ def site() -> Iterator[SlurmSite]:
         yield running
 
 
-def cluster_of(site: SlurmSite, profiles: tuple[Profile, ...]) -> Cluster:
+def cluster_of(site: SlurmSite, profiles: tuple[ProfileSettings, ...]) -> ClusterSettings:
     cluster = build_cluster(CARDS, profiles, engine="slurm", slurm=site.table(poll=f"{POLL_S}s"))
     theirs = {"rig1": "sx1", "rig2": "sx2"}
     nodes = tuple(node.model_copy(update={"slurm": theirs[node.name]}) for node in cluster.nodes)
@@ -53,60 +53,64 @@ def cluster_of(site: SlurmSite, profiles: tuple[Profile, ...]) -> Cluster:
 
 
 @asynccontextmanager
-async def broker_on(site: SlurmSite, folder: Path, profiles: tuple[Profile, ...]) -> AsyncIterator[Running]:
-    """A broker whose engine is this Slurm."""
+async def broker_on(site: SlurmSite, folder: Path, profiles: tuple[ProfileSettings, ...]) -> AsyncIterator[Running]:
+    """Run a broker with this Slurm as its backend."""
 
     async def find_submitter(owner: str) -> Submitter:
         return site.submitter(owner)
 
     cluster = cluster_of(site, profiles)
-    side = SlurmSide(api=make_api(cluster.slurm), find_submitter=find_submitter)
-    async with asgi_broker(Setting(folder, cluster, simulated_nodes(CARDS), slurm=side)) as running:
+
+    def build_backend(cluster: ClusterSettings) -> SlurmBackend:
+        return SlurmBackend(cluster, make_client(cluster.slurm), instance="ghtest", find_submitter=find_submitter)
+
+    setting = Setting(folder, cluster, simulated_nodes(CARDS), build_backend=build_backend)
+    async with asgi_broker(setting) as running:
         yield running
 
 
 @asynccontextmanager
-async def asking(site: SlurmSite, way: str = "cli") -> AsyncIterator[SlurmApi]:
-    api = make_api(site.table(api=way))
+async def asking(site: SlurmSite, way: str = "cli") -> AsyncIterator[SlurmClient]:
+    api = make_client(site.table(api=way))
     try:
         yield api
     finally:
         await api.close()
 
 
-async def counted(api: SlurmApi, since: float) -> dict[tuple[str, str], float]:
-    """GPU-seconds from then on, by user and account."""
-    return {(one.user, one.account): one.gpu_seconds for one in await api.gpu_time(since, time.time())}
+async def counted(api: SlurmClient, since: float) -> dict[tuple[str, str], float]:
+    """Return GPU-seconds since that time, by user and account."""
+    return {(row.user, row.account): row.gpu_seconds for row in await api.read_gpu_time(since, time.time())}
 
 
 async def are_recorded(site: SlurmSite) -> bool:
-    """No job goes on, and slurmdbd has heard of all and of their ends: slurmctld tells it some seconds later."""
-    told = await asyncio.to_thread(site.ask, "sacct", "-X", "-a", "-n", "-P", "-o", "jobid,state%20")
-    there = await asyncio.to_thread(site.ask, "squeue", "-h", "-t", "all", "-o", "%i")
-    states = dict(line.split("|") for line in told.splitlines())
-    return states.keys() >= set(there.split()) and not {"RUNNING", "PENDING"} & set(states.values())
+    """Return whether all jobs have ended and slurmdbd has their ends, which slurmctld sends seconds later."""
+    output = await asyncio.to_thread(site.ask, "sacct", "-X", "-a", "-n", "-P", "-o", "jobid,state%20")
+    queued = await asyncio.to_thread(site.ask, "squeue", "-h", "-t", "all", "-o", "%i")
+    states = dict(line.split("|") for line in output.splitlines())
+    return states.keys() >= set(queued.split()) and not {"RUNNING", "PENDING"} & set(states.values())
 
 
 async def is_empty(site: SlurmSite) -> bool:
-    """Slurm has no job that goes on."""
+    """Return whether Slurm has no job that waits or runs."""
     return not await asyncio.to_thread(site.ask, "squeue", "-h", "-o", "%i")
 
 
 async def read(running: Running, token: str) -> dict[str, dict[str, Any]]:
-    """`/usage` by owner."""
+    """Return `/usage` by owner."""
     async with running.client(token) as client:
         answer = await client.get("/api/v1/usage")
     assert answer.status_code == httpx.codes.OK, answer.text
-    return {one["owner"]: one for one in answer.json()}
+    return {row["owner"]: row for row in answer.json()}
 
 
-async def take(running: Running, owner: str, profile: str) -> str:
-    """A notebook's lease with its GPUs and a container; its address."""
+async def start_lease(running: Running, owner: str, profile: str) -> str:
+    """Request a notebook's lease, start its container, and return the lease's path."""
     body = {"profile": profile, "key": f"key-{owner}", "owner": owner}
     async with running.client("spawner") as client:
-        made = await client.post("/api/v1/leases", json=body)
-        assert made.status_code == httpx.codes.CREATED, made.text
-        path = f"/api/v1/leases/{made.json()['id']}"
+        created = await client.post("/api/v1/leases", json=body)
+        assert created.status_code == httpx.codes.CREATED, created.text
+        path = f"/api/v1/leases/{created.json()['id']}"
         lease = await reach(client, path, "granted")
         labels = {
             names.LABEL_KIND: names.KIND_NOTEBOOK,
@@ -120,15 +124,15 @@ async def take(running: Running, owner: str, profile: str) -> str:
     return path
 
 
-async def give_back(running: Running, path: str) -> None:
-    """End a lease; its GPUs are proven free."""
+async def end_lease(running: Running, path: str) -> None:
+    """End a lease and wait until its GPUs are proven free."""
     async with running.client("spawner") as client:
         assert (await client.delete(path)).status_code == httpx.codes.OK
         await reach(client, path, "released")
 
 
 async def reach(client: httpx.AsyncClient, path: str, state: str) -> dict[str, Any]:
-    """A lease once it is in a state."""
+    """Return a lease once it has reached a state."""
     lease: dict[str, Any] = {}
 
     async def is_there() -> bool:
@@ -139,40 +143,44 @@ async def reach(client: httpx.AsyncClient, path: str, state: str) -> dict[str, A
     return lease
 
 
-async def until(is_true: Callable[[], Awaitable[bool]], what: Callable[[], str], deadline_s: float = 60.0) -> None:
-    """Ask again and again, without keeping the machine busy."""
+async def until(is_true: Callable[[], Awaitable[bool]], describe: Callable[[], str], deadline_s: float = 60.0) -> None:
+    """Poll until the condition holds, with pauses that leave the processor idle."""
     end = time.monotonic() + deadline_s
     while not await is_true():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what()}"
+        assert time.monotonic() < end, f"not within {deadline_s} s: {describe()}"
         await asyncio.sleep(0.2)
 
 
-async def test_slurms_count_and_the_brokers_agree(site: SlurmSite, tmp_path: Path):
-    """Two users with leases of different sizes and accounts, and one of them also with plain sbatch: seconds agree within
-    the grain of looking, and `/usage` shows Slurm's.
+async def test_slurms_and_the_brokers_counts_agree(site: SlurmSite, tmp_path: Path):
+    """For leases of two users and accounts, and plain sbatch jobs, both counts agree within the polling interval, and
+    `/usage` shows Slurm's.
     """
     began = time.time()
     async with (
         broker_on(site, tmp_path, (PAIR, SINGLE)) as running,
         asking(site) as api,
     ):
-        paths = [await take(running, "ada", "pair"), await take(running, "ben", "single")]
-        # They are held for as long as tells two GPUs from one, beyond what the two counts may differ by.
+        paths = [await start_lease(running, "ada", "pair"), await start_lease(running, "ben", "single")]
+        # The leases last longer than the difference between both counts, so that one GPU and two are distinguishable.
         await asyncio.sleep(HELD_S)
         live = await counted(api, began)
         assert 2 * HELD_S <= live["ada", "lab"] <= 2 * (time.time() - began)
         ending_at = time.time()
         for path in paths:
-            await give_back(running, path)
+            await end_lease(running, path)
         await until(lambda: is_empty(site), lambda: "the jobs are over")
-        # Until then a GPU is not free to Slurm; on a busy machine that takes a while.
+        # Until then Slurm counts the GPU as used; on a busy machine this takes a while.
         late_s = GRAIN_S + time.time() - ending_at
         await until(lambda: are_recorded(site), lambda: "slurmdbd has heard that the jobs are over")
-        own = {owner: 3600 * usage.gpu_hours_week for owner, usage in running.core.usage().items()}
+        own = {
+            owner: 3600 * usage.gpu_hours_week
+            for owner, usage in running.core.scheduler.report_usage(running.core.clock.now()).items()
+        }
         theirs = await counted(api, began)
         assert theirs.keys() == {("ada", "lab"), ("ben", "course")}
         assert own["ada"] >= 2 * HELD_S
-        assert own["ada"] - 1 <= theirs["ada", "lab"] <= own["ada"] + 2 * late_s
+        # A job that lasted 12.9 s is 12 s to Slurm if it began early in a second: one second for each GPU.
+        assert own["ada"] - 2 <= theirs["ada", "lab"] <= own["ada"] + 2 * late_s
         assert own["ben"] - 1 <= theirs["ben", "course"] <= own["ben"] + late_s
 
         plain = site.submit("ben", "--gres=gpu:rtx5070:1", "-A", "lab", script="exec sleep 3")
@@ -190,14 +198,14 @@ async def test_slurms_count_and_the_brokers_agree(site: SlurmSite, tmp_path: Pat
 
 
 async def test_without_slurmdbd_the_broker_counts(tmp_path: Path):
-    """Its own store has the hours, and says so."""
+    """`/usage` shows the hours of the broker's own store and names it as the source."""
     with slurm_site(port=PORT + 10, nodes=TYPES) as site:
         async with broker_on(site, tmp_path, (PAIR,)) as running:
-            path = await take(running, "ada", "pair")
+            path = await start_lease(running, "ada", "pair")
             await asyncio.sleep(3)
-            await give_back(running, path)
+            await end_lease(running, path)
             usage = await read(running, "root")
-            own = running.core.usage()["ada"].gpu_hours_week
+            own = running.core.scheduler.report_usage(running.core.clock.now())["ada"].gpu_hours_week
     assert 3600 * own >= 6
     assert usage["ada"]["counted_by"] == "broker"
     assert usage["ada"]["gpu_hours_week"] == pytest.approx(own, abs=0.001)

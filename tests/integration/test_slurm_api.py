@@ -1,4 +1,4 @@
-"""Both ways to ask Slurm, against one real Slurm: munged, slurmctld, slurmds, slurmdbd and slurmrestd on loopback."""
+"""Both clients of Slurm (REST and commands) against one real Slurm: munged, slurmctld, slurmds, slurmdbd, slurmrestd."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from gpuhub.closet.slurm_files import SlurmPartition
-from gpuhub.slurm.api import SlurmApi, SlurmRefused, SlurmUnreachable
-from gpuhub.slurm.cli import SlurmCli
-from gpuhub.slurm.gres import expand_hosts
-from gpuhub.slurm.jwt import Key
-from gpuhub.slurm.make import make_api
-from gpuhub.slurm.reasons import explain, explain_end
-from gpuhub.slurm.rest import SlurmRest
-from gpuhub.slurm.submission import HOLDER
-from gpuhub.slurm.values import LIVE, Job, State, Submission, Submitter
+from gpuhub.slurm_client.cli import SlurmCliClient
+from gpuhub.slurm_client.factory import make_client
+from gpuhub.slurm_client.gres import expand_hosts
+from gpuhub.slurm_client.interface import SlurmClient, SlurmRefused, SlurmUnreachable
+from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState, SlurmSubmission, Submitter
+from gpuhub.slurm_client.reasons import explain_end, explain_pending
+from gpuhub.slurm_client.rest import SlurmRestClient, TokenKey
+from gpuhub.slurm_client.submission import HOLDER_SCRIPT
+from gpuhub_closet.slurm_config import SlurmPartitionConfig
 from tests.support.slurm_daemons import wait
 from tests.support.slurm_saved import wait_saved
 from tests.support.slurm_site import SlurmSite, slurm_site
 
+pytestmark = [pytest.mark.slurm, pytest.mark.root]
+
 PORT = 27200
-#: Much longer than any wait of a test but one: nothing here ends by it.
+#: Much longer than the test's waits except one: no job here ends by its time limit.
 KILL_WAIT_S = 90
 GHOST = Submitter(name="ghost", uid=61077, gid=61077)
 
@@ -42,9 +43,9 @@ def slurm() -> Iterator[SlurmSite]:
         has_rest=True,
         kill_wait_s=KILL_WAIT_S,
         partitions=(
-            SlurmPartition(),
-            SlurmPartition(
-                name="short", nodes=("sx1",), is_default=False, longest_minutes=60, usual_minutes=10, most_nodes=1
+            SlurmPartitionConfig(),
+            SlurmPartitionConfig(
+                name="short", nodes=("sx1",), is_default=False, max_minutes=60, default_minutes=10, max_nodes=1
             ),
         ),
         further=("EnforcePartLimits=ALL",),
@@ -53,103 +54,106 @@ def slurm() -> Iterator[SlurmSite]:
 
 
 @pytest.fixture(params=["cli", "rest"])
-async def api(slurm: SlurmSite, request: pytest.FixtureRequest) -> AsyncIterator[SlurmApi]:
-    """Each way; the jobs of a test are gone after it."""
-    api = make_api(slurm.table(api=request.param))
+async def api(slurm: SlurmSite, request: pytest.FixtureRequest) -> AsyncIterator[SlurmClient]:
+    """Each client; the test's jobs are removed afterwards."""
+    api = make_client(slurm.table(api=request.param))
     yield api
-    for job in (await api.look()).jobs:
-        if job.state in LIVE:
+    for job in (await api.read_snapshot()).jobs:
+        if job.state in LIVE_STATES:
             await api.cancel(job.id, at_once=True)
     await api.close()
     slurm.wait_for_nodes(deadline_s=KILL_WAIT_S + 60)
 
 
-def ask(slurm: SlurmSite, user: str = "ada", **further: object) -> Submission:
-    told: dict[str, object] = {
+def ask(slurm: SlurmSite, user: str = "ada", **further: object) -> SlurmSubmission:
+    defaults: dict[str, object] = {
         "name": "gh-lease-1",
         "submitter": slurm.submitter(user),
-        "script": HOLDER,
+        "script": HOLDER_SCRIPT,
         "gpus_per_node": 1,
         "memory_mib": 100,
     }
-    return Submission(**{**told, **further})  # type: ignore[arg-type]
+    return SlurmSubmission(**{**defaults, **further})  # type: ignore[arg-type]
 
 
-async def until(look: Callable[[], Awaitable[Job | None]], is_true: Callable[[Job | None], bool]) -> Job | None:
+async def until(
+    look: Callable[[], Awaitable[SlurmJob | None]], is_true: Callable[[SlurmJob | None], bool]
+) -> SlurmJob | None:
     deadline = time.monotonic() + 30
-    while not is_true(found := await look()):
-        assert time.monotonic() < deadline, found
+    while not is_true(job := await look()):
+        assert time.monotonic() < deadline, job
         await asyncio.sleep(0.1)
-    return found
+    return job
 
 
-async def running(api: SlurmApi, submission: Submission) -> Job:
+async def running(api: SlurmClient, submission: SlurmSubmission) -> SlurmJob:
     number = await api.submit(submission)
-    job = await until(lambda: api.job(number), lambda job: job is not None and job.state is State.RUNNING)
+    job = await until(lambda: api.find_job(number), lambda job: job is not None and job.state is SlurmJobState.RUNNING)
     assert job is not None
     return job
 
 
-async def test_a_holder_lives_and_is_ended_at_once(slurm: SlurmSite, api: SlurmApi) -> None:
+async def test_placeholder_job_runs_and_is_ended_at_once(slurm: SlurmSite, api: SlurmClient) -> None:
     began = time.time()
     job = await running(api, ask(slurm, time_limit_s=630, account="lab"))
     assert (job.name, job.user_id, job.account, job.partition) == ("gh-lease-1", 61001, "lab", "all")
-    # The head node does not know her; slurmrestd's machine does.
-    assert job.user_name == ("" if isinstance(api, SlurmCli) else "ada")
+    # The head node does not know this user; slurmrestd's machine does.
+    assert job.user_name == ("" if isinstance(api, SlurmCliClient) else "ada")
     assert job.time_limit_s == 660
     assert job.started_at is not None
     assert job.ends_at == job.started_at + 660
     assert job.submitted_at is not None
     assert began - 2 < job.submitted_at <= job.started_at < time.time() + 2
     assert job.wants == "gpu:1"
-    look = await api.look()
-    assert job.id in {each.id for each in look.jobs if each.state is State.RUNNING}
+    look = await api.read_snapshot()
+    assert job.id in {each.id for each in look.jobs if each.state is SlurmJobState.RUNNING}
     node = next(each for each in look.nodes if each.name == job.nodes[0])
     assert sum(node.used.values()) == 1
     assert node.takes_work
 
-    await api.keep(job.id)
+    await api.persist_job(job.id)
     await api.set_time_limit(job.id, 1200)
-    longer = await api.job(job.id)
+    longer = await api.find_job(job.id)
     assert longer is not None
     assert longer.ends_at == job.started_at + 1200
 
     ended_at = time.monotonic()
     await api.cancel(job.id, at_once=True)
     ended = await until(
-        lambda: api.job(job.id), lambda job: job is None or (job.state not in LIVE and not job.is_completing)
+        lambda: api.find_job(job.id),
+        lambda job: job is None or (job.state not in LIVE_STATES and not job.is_completing),
     )
     assert time.monotonic() - ended_at < KILL_WAIT_S / 3
     assert ended is not None
-    # Of a signal that comes before the script has said what to do about it, on a busy machine, it dies: FAILED.
-    assert ended.state in {State.COMPLETED, State.CANCELLED, State.FAILED}
+    # On a busy machine the signal can come before the script's trap is set: the job is then FAILED.
+    assert ended.state in {SlurmJobState.COMPLETED, SlurmJobState.CANCELLED, SlurmJobState.FAILED}
     assert ended.ends_at is not None
-    # Nobody misses what has ended, and what never was.
+    # Ended jobs and unknown ones are ignored.
     for number in (job.id, 999_999):
         await api.cancel(number)
         await api.cancel(number, at_once=True)
-        await api.keep(number)
+        await api.persist_job(number)
     with pytest.raises(SlurmRefused):
         await api.set_time_limit(job.id, 600)
-    assert await api.job(999_999) is None
+    assert await api.find_job(999_999) is None
 
 
-async def test_gpus_by_their_numbers(slurm: SlurmSite, api: SlurmApi) -> None:
+async def test_gpu_indices(slurm: SlurmSite, api: SlurmClient) -> None:
     first = await running(api, ask(slurm, gpu_type="rtx5090", partition="short"))
     second = await running(api, ask(slurm, "ben", gpu_type="rtx5090", partition="short"))
     typed = await running(api, ask(slurm, gpu_type="rtx5070"))
     assert {**first.gpus, "user": first.user_id} == {"sx1": (0,), "user": 61001}
     assert {**second.gpus, "user": second.user_id} == {"sx1": (1,), "user": 61002}
     assert typed.gpus == {"sx2": (1,)}
-    assert first.time_limit_s == 600  # the partition's own, where none is asked for
-    nodes = {node.name: node for node in (await api.look()).nodes}
+    assert first.time_limit_s == 600  # the partition's default
+    nodes = {node.name: node for node in (await api.read_snapshot()).nodes}
     assert nodes["sx2"].gpus == {"rtx5060": 1, "rtx5070": 1}
     assert nodes["sx2"].used == {"rtx5070": 1}
     assert (nodes["sx1"].used, nodes["sx3"].used) == ({"rtx5090": 2}, {})
 
 
-async def test_gangs_and_spread(slurm: SlurmSite, api: SlurmApi) -> None:
-    gang = await running(api, ask(slurm, nodes=4, least_nodes=2, gpu_type="rtx5090", survives_nodes=True))
+async def test_gangs_and_spread(slurm: SlurmSite, api: SlurmClient) -> None:
+    gang = await running(api, ask(slurm, nodes=4, min_nodes=2, gpu_type="rtx5090", survives_nodes=True))
     assert gang.gpus == {"sx1": (0,), "sx3": (0,)}
     assert gang.wants == "2 nodes × gpu:rtx5090:1"
     await api.cancel(gang.id, at_once=True)
@@ -161,92 +165,94 @@ async def test_gangs_and_spread(slurm: SlurmSite, api: SlurmApi) -> None:
 
 @pytest.mark.parametrize("text", ["sx[1-3]", "sx3,sx1", "sx[03,1-2],a-[8-10]"])
 def test_hosts_are_listed_as_slurms_own_command_lists_them(slurm: SlurmSite, text: str) -> None:
-    """By their places a job's workers are numbered: here by the broker, there by the job itself."""
+    """The broker and the job itself number workers by their place in the same list."""
     assert expand_hosts(text) == tuple(slurm.ask("scontrol", "show", "hostnames", text).split())
 
 
-@pytest.mark.parametrize(("script", "state", "code"), [("exit 0", State.COMPLETED, 0), ("exit 3", State.FAILED, 3)])
-async def test_a_job_that_ends_by_itself_tells_its_exit_code(
-    slurm: SlurmSite, api: SlurmApi, script: str, state: State, code: int
+@pytest.mark.parametrize(
+    ("script", "state", "code"), [("exit 0", SlurmJobState.COMPLETED, 0), ("exit 3", SlurmJobState.FAILED, 3)]
+)
+async def test_job_reports_its_exit_code(
+    slurm: SlurmSite, api: SlurmClient, script: str, state: SlurmJobState, code: int
 ) -> None:
     number = await api.submit(ask(slurm, script=f"#!/bin/sh\n{script}\n"))
-    is_over = {*State} - {*LIVE, State.COMPLETING}
-    job = await until(lambda: api.job(number), lambda job: job is not None and job.state in is_over)
+    is_over = {*SlurmJobState} - {*LIVE_STATES, SlurmJobState.COMPLETING}
+    job = await until(lambda: api.find_job(number), lambda job: job is not None and job.state in is_over)
     assert job is not None
     assert (job.state, job.exit_code) == (state, code)
 
 
-async def test_nodes_are_left_out(slurm: SlurmSite, api: SlurmApi) -> None:
+async def test_nodes_are_excluded(slurm: SlurmSite, api: SlurmClient) -> None:
     job = await running(api, ask(slurm, gpu_type="rtx5090", exclude=("sx1",)))
     assert job.nodes == ("sx3",)
 
 
-async def test_a_job_gives_a_node_back(slurm: SlurmSite, api: SlurmApi) -> None:
-    job = await running(api, ask(slurm, nodes=3, least_nodes=2, survives_nodes=True))
+async def test_job_releases_a_node(slurm: SlurmSite, api: SlurmClient) -> None:
+    job = await running(api, ask(slurm, nodes=3, min_nodes=2, survives_nodes=True))
     assert job.nodes == ("sx1", "sx2", "sx3")
     await api.shrink(job.id, ["sx1", "sx3"], name=job.name)
-    seen = await until(lambda: api.job(job.id), lambda job: job is not None and len(job.nodes) < 3)
+    seen = await until(lambda: api.find_job(job.id), lambda job: job is not None and len(job.nodes) < 3)
     assert seen is not None
-    assert (seen.state, seen.nodes, list(seen.gpus)) == (State.RUNNING, ("sx1", "sx3"), ["sx1", "sx3"])
+    assert (seen.state, seen.nodes, list(seen.gpus)) == (SlurmJobState.RUNNING, ("sx1", "sx3"), ["sx1", "sx3"])
     assert (await running(api, ask(slurm, "ben", gpu_type="rtx5070", name="gh-lease-2"))).nodes == ("sx2",)
     await api.cancel(job.id, at_once=True)
     with pytest.raises(SlurmRefused):
         await api.shrink(job.id, ["sx1"])
 
 
-async def test_exclusive_has_every_gpu_of_its_node(slurm: SlurmSite, api: SlurmApi) -> None:
+async def test_exclusive_has_every_gpu_of_its_node(slurm: SlurmSite, api: SlurmClient) -> None:
     job = await running(api, ask(slurm, gpu_type="rtx5060", exclusive=True))
     assert job.nodes == ("sx2",)
     assert job.gpus["sx2"]
     waiting = await api.submit(ask(slurm, "ben", gpu_type="rtx5070", name="gh-lease-2"))
-    await until(lambda: api.job(waiting), lambda job: job is not None and job.reason == "Resources")
+    await until(lambda: api.find_job(waiting), lambda job: job is not None and job.reason == "Resources")
 
 
-async def test_one_that_waits(slurm: SlurmSite, api: SlurmApi) -> None:
+async def test_waiting_job(slurm: SlurmSite, api: SlurmClient) -> None:
     job = await running(api, ask(slurm, gpu_type="rtx5060", time_limit_s=1200))
     number = await api.submit(ask(slurm, "ben", gpu_type="rtx5060", time_limit_s=600))
     waiting = await until(
-        lambda: api.job(number),
+        lambda: api.find_job(number),
         lambda job: job is not None and job.reason == "Resources" and job.expected_start is not None,
     )
     assert waiting is not None
-    assert waiting.state is State.PENDING
+    assert waiting.state is SlurmJobState.PENDING
     assert (waiting.nodes, waiting.gpus, waiting.started_at, waiting.ends_at) == ((), {}, None, None)
     assert job.ends_at is not None
     assert waiting.expected_start is not None
     assert abs(waiting.expected_start - job.ends_at) <= 60
-    assert explain(waiting) == "it is next, and waits for GPUs, CPUs or memory to be free"
+    assert explain_pending(waiting) == "it is next, and waits for GPUs, CPUs or memory to be free"
     await api.cancel(number, at_once=True)
-    ended = await api.job(number)
+    ended = await api.find_job(number)
     assert ended is not None
-    assert ended.state is State.CANCELLED
+    assert ended.state is SlurmJobState.CANCELLED
     assert ended.started_at is None
     assert explain_end(ended) == "its Slurm job was cancelled"
 
 
-async def test_scancel_leaves_a_holder_until_slurm_kills_it(slurm: SlurmSite, api: SlurmApi) -> None:
+async def test_placeholder_job_survives_scancel_until_slurm_kills_it(slurm: SlurmSite, api: SlurmClient) -> None:
     job = await running(api, ask(slurm))
-    # It is said to run before its script has said what it does about signals.
+    # The job counts as running before its script has set its trap.
     wait(lambda: any(b"sleep" in command for _, command in _processes(job.id)), "it sleeps")
     slurm.ask("scancel", str(job.id), user="ada")
-    seen = await until(lambda: api.job(job.id), lambda job: job is None or job.state is not State.RUNNING)
+    seen = await until(lambda: api.find_job(job.id), lambda job: job is None or job.state is not SlurmJobState.RUNNING)
     assert seen is not None
     assert seen.is_completing
-    assert seen.state not in LIVE
+    assert seen.state not in LIVE_STATES
     assert explain_end(seen).startswith("its Slurm job was ")
-    # Slurm signals it no more, and KillWait is long.
+    # Slurm sends no second signal, and KillWait is long.
     _kill_script(job.id)
 
 
 def _kill_script(job_id: int) -> None:
-    """End a job's script as SIGKILL would."""
+    """Kill a job's script."""
     for pid, _ in _processes(job_id):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _processes(job_id: int) -> Iterator[tuple[int, bytes]]:
-    """A job's processes, by their environment, and their command lines."""
+    """Yield a job's processes, found by their environment, with their command lines."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if f"SLURM_JOB_ID={job_id}".encode() in (entry / "environ").read_bytes().split(b"\0"):
@@ -261,47 +267,47 @@ REFUSALS = {
     "qos": ({"qos": "express"}, "Invalid qos"),
     "reservation": ({"reservation": "course"}, "[Rr]eservation"),
     "too long": ({"partition": "short", "time_limit_s": 7200}, "time limit"),
-    "too many nodes": ({"partition": "short", "nodes": 2, "least_nodes": 2}, "[Nn]ode"),
+    "too many nodes": ({"partition": "short", "nodes": 2, "min_nodes": 2}, "[Nn]ode"),
     "too much memory": ({"memory_mib": 10_000_000}, "Requested node configuration is not available"),
     "first of all": ({"nice": -5}, "Invalid --nice value"),
 }
 
 
 @pytest.mark.parametrize("wrong", REFUSALS)
-async def test_refusals_have_slurms_word(slurm: SlurmSite, api: SlurmApi, wrong: str) -> None:
+async def test_refusals_quote_slurm(slurm: SlurmSite, api: SlurmClient, wrong: str) -> None:
     asked, word = REFUSALS[wrong]
     with pytest.raises(SlurmRefused, match=word):
         await api.submit(ask(slurm, **asked))
-    assert not [job for job in (await api.look()).jobs if job.state in LIVE]
+    assert not [job for job in (await api.read_snapshot()).jobs if job.state in LIVE_STATES]
 
 
-async def test_somebody_whom_slurm_does_not_know_gets_no_job(slurm: SlurmSite, api: SlurmApi) -> None:
+async def test_unknown_user_gets_no_job(slurm: SlurmSite, api: SlurmClient) -> None:
     with pytest.raises(SlurmRefused):
         await api.submit(ask(slurm, submitter=GHOST))
     with pytest.raises(SlurmRefused):
         await api.submit(ask(slurm, submitter=replace(slurm.submitter("ada"), uid=GHOST.uid, gid=GHOST.gid)))
-    assert not [job for job in (await api.look()).jobs if job.state in LIVE]
+    assert not [job for job in (await api.read_snapshot()).jobs if job.state in LIVE_STATES]
 
 
-async def test_the_site(slurm: SlurmSite, api: SlurmApi) -> None:
+async def test_the_site(slurm: SlurmSite, api: SlurmClient) -> None:
     slurm.ask(
         "scontrol", "create", "reservation", "ReservationName=course", "StartTime=now+1day", "Duration=60",
         "Users=ada", "Nodes=sx3",
     )  # fmt: skip
     try:
-        site = await api.site()
+        site = await api.read_site()
     finally:
         slurm.ask("scontrol", "delete", "ReservationName=course")
     assert site.version[:2] >= (22, 5)
     assert [node.name for node in site.nodes] == ["sx1", "sx2", "sx3"]
     by_name = {partition.name: partition for partition in site.partitions}
-    assert (by_name["all"].is_default, by_name["all"].longest_s, by_name["all"].nodes) == (
+    assert (by_name["all"].is_default, by_name["all"].max_time_s, by_name["all"].nodes) == (
         True,
         None,
         ("sx1", "sx2", "sx3"),
     )
     short = by_name["short"]
-    assert (short.is_default, short.longest_s, short.usual_s, short.most_nodes) == (False, 3600, 600, 1)
+    assert (short.is_default, short.max_time_s, short.default_time_s, short.max_nodes) == (False, 3600, 600, 1)
     assert site.has_accounting
     assert {"lab", "root"} <= set(site.accounts)
     assert "normal" in site.qos
@@ -309,31 +315,31 @@ async def test_the_site(slurm: SlurmSite, api: SlurmApi) -> None:
     assert (site.nodes[0].cpus, site.nodes[0].memory_mib) == (8, 16000)
 
 
-async def test_gpu_time(slurm: SlurmSite, api: SlurmApi) -> None:
+async def test_gpu_time(slurm: SlurmSite, api: SlurmClient) -> None:
     since = time.time()
-    job = await running(api, ask(slurm, "ben", nodes=2, least_nodes=2, gpu_type="rtx5090"))
+    job = await running(api, ask(slurm, "ben", nodes=2, min_nodes=2, gpu_type="rtx5090"))
     assert job.started_at is not None
     until_ = job.started_at + 20
 
     async def counted() -> float:
-        times = await api.gpu_time(since, until_)
+        times = await api.read_gpu_time(since, until_)
         return sum(each.gpu_seconds for each in times if (each.user, each.account) == ("ben", "lab"))
 
     deadline = time.monotonic() + 30
     while (seconds := await counted()) == 0:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.5)
-    # It goes on: two GPUs until the window's end.
+    # The job is still running: it has two GPUs until the window's end.
     assert seconds == pytest.approx(2 * (until_ - job.started_at), abs=2)
-    assert not await api.gpu_time(since - 7200, since - 3600)
+    assert not await api.read_gpu_time(since - 7200, since - 3600)
 
 
-async def answered(api: SlurmApi, job_id: int) -> Job:
-    """A job, as soon as somebody tells of it again."""
+async def answered(api: SlurmClient, job_id: int) -> SlurmJob:
+    """Return a job as soon as Slurm answers again."""
 
-    async def ask_again() -> Job | None:
+    async def ask_again() -> SlurmJob | None:
         try:
-            return await api.job(job_id)
+            return await api.find_job(job_id)
         except SlurmUnreachable:
             return None
 
@@ -342,21 +348,21 @@ async def answered(api: SlurmApi, job_id: int) -> Job:
     return back
 
 
-async def test_slurmctld_killed_and_back(slurm: SlurmSite, api: SlurmApi) -> None:
+async def test_slurmctld_is_killed_and_returns(slurm: SlurmSite, api: SlurmClient) -> None:
     job = await running(api, ask(slurm))
-    await api.keep(job.id)
+    await api.persist_job(job.id)
     wait_saved(slurm.ask, slurm.files.state, job.id)
     slurm.daemons.kill("slurmctld")
     try:
         answers = await asyncio.gather(
-            api.look(),
-            api.job(job.id),
+            api.read_snapshot(),
+            api.find_job(job.id),
             api.submit(ask(slurm)),
             api.cancel(job.id),
             api.cancel(job.id, at_once=True),
-            api.keep(job.id),
+            api.persist_job(job.id),
             api.set_time_limit(job.id, 600),
-            api.site(),
+            api.read_site(),
             return_exceptions=True,
         )
     finally:
@@ -364,16 +370,20 @@ async def test_slurmctld_killed_and_back(slurm: SlurmSite, api: SlurmApi) -> Non
     assert [type(answer) for answer in answers] == [SlurmUnreachable] * 8, answers
 
     back = await answered(api, job.id)
-    assert (back.state, back.gpus) == (State.RUNNING, job.gpus)
+    assert (back.state, back.gpus) == (SlurmJobState.RUNNING, job.gpus)
 
 
-async def test_munged_killed_and_back(slurm: SlurmSite) -> None:
-    api, hasty = SlurmCli(conf=slurm.files.conf), SlurmCli(conf=slurm.files.conf, patience_s=3)
+async def test_munged_is_killed_and_returns(slurm: SlurmSite) -> None:
+    api, hasty = SlurmCliClient(conf=slurm.files.conf), SlurmCliClient(conf=slurm.files.conf, patience_s=3)
     job = await running(api, ask(slurm))
     slurm.daemons.kill("munged")
     try:
         answers = await asyncio.gather(
-            hasty.look(), hasty.job(job.id), hasty.submit(ask(slurm)), hasty.cancel(job.id), return_exceptions=True
+            hasty.read_snapshot(),
+            hasty.find_job(job.id),
+            hasty.submit(ask(slurm)),
+            hasty.cancel(job.id),
+            return_exceptions=True,
         )
     finally:
         slurm.daemons.start("munged")
@@ -381,32 +391,32 @@ async def test_munged_killed_and_back(slurm: SlurmSite) -> None:
     assert [type(answer) for answer in answers] == [SlurmUnreachable] * 4, answers
 
     back = await answered(api, job.id)
-    assert back.state is State.RUNNING
+    assert back.state is SlurmJobState.RUNNING
     await api.cancel(job.id, at_once=True)
     await api.close()
 
 
-async def test_a_wrong_key_and_nobody_there(slurm: SlurmSite) -> None:
+async def test_wrong_key_and_no_server(slurm: SlurmSite) -> None:
     url = slurm.daemons.rest_url
     assert url is not None
-    for api in (SlurmRest(url, Key(b"wrong")), SlurmRest("http://127.0.0.1:9", Key(b"wrong"))):
+    for api in (SlurmRestClient(url, TokenKey(b"wrong")), SlurmRestClient("http://127.0.0.1:9", TokenKey(b"wrong"))):
         with pytest.raises((SlurmUnreachable, SlurmRefused)):
-            await api.look()
+            await api.read_snapshot()
         await api.close()
 
 
 async def test_a_time_limit_ends_a_job(slurm: SlurmSite) -> None:
-    api = make_api(slurm.table())
+    api = make_client(slurm.table())
     job = await running(api, ask(slurm, time_limit_s=20))
     assert job.time_limit_s == 60
     deadline = time.monotonic() + 150
-    seen: Job | None = job
-    while seen is not None and seen.state in LIVE:
+    seen: SlurmJob | None = job
+    while seen is not None and seen.state in LIVE_STATES:
         assert time.monotonic() < deadline, seen
         await asyncio.sleep(0.5)
-        seen = await api.job(job.id)
+        seen = await api.find_job(job.id)
     assert seen is not None
-    assert seen.state is State.TIMEOUT
+    assert seen.state is SlurmJobState.TIMEOUT
     assert explain_end(seen) == "the time limit of its Slurm job was reached"
     _kill_script(job.id)
     await api.close()

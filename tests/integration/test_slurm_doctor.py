@@ -1,4 +1,4 @@
-"""`check_site` and the doctor against a real Slurm: what is wrong is found, by Slurm's own answers."""
+"""`check_site` and the doctor against a real Slurm."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from gpuhub.closet.slurm_files import SlurmPartition
-from gpuhub.nodes.doctor.findings import Finding, Level
-from gpuhub.nodes.doctor.slurm_checks import check_slurm
-from gpuhub.nodes.doctor.slurm_looking import look_at_slurm, try_munge
-from gpuhub.settings import Cluster
-from gpuhub.slurm.make import make_api
-from gpuhub.slurm.site import check_site
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.ops.doctor.findings import Finding, Severity
+from gpuhub.ops.doctor.slurm_checks import check_slurm
+from gpuhub.ops.doctor.slurm_queries import check_munge, read_slurm_facts
+from gpuhub.slurm_client.factory import make_client
+from gpuhub.slurm_client.site import check_site
+from gpuhub_closet.slurm_config import SlurmPartitionConfig
+from tests.support.clusters import build_cluster
 from tests.support.slurm_site import SlurmSite, slurm_site
-from tests.unit.containers.conftest import build_cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.root]
 
 PORT = 28000
 PROFILES = [{"name": "big", "title": "Big", "gpu_model": "RTX 5090", "memory": "4G"}]
@@ -23,43 +25,46 @@ NODES = {"rig1": "sx1", "rig2": "sx2", "rig3": "sx3"}
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[SlurmSite]:
-    """Three nodes with a card each, two partitions, accounts."""
+    """Three nodes with a GPU each, two partitions, and accounts."""
     partitions = (
-        SlurmPartition(name="all", usual_minutes=60),
-        SlurmPartition(name="short", nodes=("sx1",), is_default=False, longest_minutes=30, most_nodes=1),
+        SlurmPartitionConfig(name="all", default_minutes=60),
+        SlurmPartitionConfig(name="short", nodes=("sx1",), is_default=False, max_minutes=30, max_nodes=1),
     )
-    with slurm_site(port=PORT, has_accounts=True, partitions=partitions) as made:
-        yield made
+    with slurm_site(port=PORT, has_accounts=True, partitions=partitions) as started:
+        yield started
 
 
-def cluster_of(site: SlurmSite, **changes: object) -> Cluster:
-    """The small cluster as Slurm's nodes."""
-    known = build_cluster(**{"engine": "slurm", "jobs": {"memory": "4G"}, "profiles": PROFILES, **changes})
-    nodes = tuple(node.model_copy(update={"slurm": NODES[node.name]}) for node in known.nodes)
-    return known.model_copy(update={"nodes": nodes, "slurm": site.table(**known.slurm.model_dump(exclude_unset=True))})
+def cluster_of(site: SlurmSite, **changes: object) -> ClusterSettings:
+    """Return settings with the nodes of this Slurm."""
+    base = build_cluster(**{"engine": "slurm", "jobs": {"memory": "4G"}, "profiles": PROFILES, **changes})
+    nodes = tuple(node.model_copy(update={"slurm": NODES[node.name]}) for node in base.nodes)
+    return base.model_copy(update={"nodes": nodes, "slurm": site.table(**base.slurm.model_dump(exclude_unset=True))})
 
 
-def troubles(findings: Iterable[Finding]) -> dict[str, Level]:
-    return {one.check: one.level for one in findings if one.level is not Level.OK}
+def troubles(findings: Iterable[Finding]) -> dict[str, Severity]:
+    return {finding.check: finding.severity for finding in findings if finding.severity is not Severity.OK}
 
 
-async def test_a_site_that_fits_is_told_so(site: SlurmSite) -> None:
-    """All that is warned of is what these settings lack on purpose."""
-    facts = await look_at_slurm(cluster_of(site, slurm={"account": "lab", "partition": "all"}))
-    assert facts.mistakes == ()
+async def test_suitable_site_passes(site: SlurmSite) -> None:
+    """The only warnings are about what these settings lack on purpose."""
+    facts = await read_slurm_facts(cluster_of(site, slurm={"account": "lab", "partition": "all"}))
+    assert facts.settings_errors == ()
     assert facts.ahead_s is not None
     assert abs(facts.ahead_s) <= facts.within_s
     assert sorted(facts.slurmds) == ["sx1", "sx2", "sx3"]
     assert facts.munge == ""
     assert troubles(check_slurm(facts, site.table())) == {
-        "epilog": Level.FAILED,
-        "devices": Level.WARNING,
-        "limits": Level.WARNING,
+        "epilog": Severity.FAILED,
+        "devices": Severity.WARNING,
+        "limits": Severity.WARNING,
     }
 
 
-async def test_what_slurm_does_not_know_is_named_with_what_there_is(site: SlurmSite) -> None:
-    """Partition, account, QOS, reservation, type of GPU, and a limit beyond the partition's."""
+async def test_unknown_names_are_listed_with_existing_ones(site: SlurmSite) -> None:
+    """An unknown partition, account, QOS, reservation or GPU type is named with those that exist, and so is a limit
+    that is
+    too high.
+    """
     profiles = [
         {"name": "long", "title": "L", "gpu_model": "RTX 5090", "partition": "short", "time_limit": "2h"},
         {"name": "none", "title": "N", "gpu_model": "RTX 5070", "partition": "short"},
@@ -67,9 +72,9 @@ async def test_what_slurm_does_not_know_is_named_with_what_there_is(site: SlurmS
         {"name": "gone", "title": "G", "gpu_count": 0, "partition": "gpus"},
     ]
     cluster = cluster_of(site, profiles=profiles)
-    api = make_api(cluster.slurm)
+    api = make_client(cluster.slurm)
     try:
-        found = "\n".join(check_site(cluster, await api.site()))
+        found = "\n".join(check_site(cluster, await api.read_site()))
     finally:
         await api.close()
     for text in (
@@ -83,9 +88,9 @@ async def test_what_slurm_does_not_know_is_named_with_what_there_is(site: SlurmS
         assert text in found
 
 
-async def test_slurms_words_are_slurms(site: SlurmSite) -> None:
-    """What is quoted is what sbatch says."""
-    said = {
+async def test_quoted_messages_are_slurms(site: SlurmSite) -> None:
+    """The quoted messages are those of sbatch."""
+    messages = {
         key: site.run("sbatch", "-o", "/dev/null", option, "--wrap", "true", user="ada").stderr
         for key, option in {
             "partition": "--partition=gpus",
@@ -96,23 +101,23 @@ async def test_slurms_words_are_slurms(site: SlurmSite) -> None:
             "shape": "--gres=gpu:rtx5090:2",
         }.items()
     }
-    assert "invalid partition specified" in said["partition"]
-    assert "Invalid account or account/partition combination specified" in said["account"]
-    assert "Invalid qos specification" in said["qos"]
-    assert "Requested reservation is invalid" in said["reservation"]
-    assert "Requested node configuration is not available" in said["type"]
-    assert "Requested node configuration is not available" in said["shape"]
+    assert "invalid partition specified" in messages["partition"]
+    assert "Invalid account or account/partition combination specified" in messages["account"]
+    assert "Invalid qos specification" in messages["qos"]
+    assert "Requested reservation is invalid" in messages["reservation"]
+    assert "Requested node configuration is not available" in messages["type"]
+    assert "Requested node configuration is not available" in messages["shape"]
 
 
-async def test_a_site_that_is_silent_is_told(site: SlurmSite) -> None:
-    """With slurmctld away, and where munged is not."""
+async def test_silent_site_is_reported(site: SlurmSite) -> None:
+    """The doctor reports a slurmctld or munged that does not answer."""
     site.daemons.kill("slurmctld")
     try:
-        facts = await look_at_slurm(cluster_of(site))
+        facts = await read_slurm_facts(cluster_of(site))
     finally:
         site.daemons.start("slurmctld")
         site.wait_for_nodes()
-    found = list(check_slurm(facts, site.table()))
-    assert troubles(found) == {"slurm": Level.FAILED}
-    assert "scontrol ping" in found[-1].advice
-    assert try_munge(str(site.folder / "nobody.socket"))
+    findings = list(check_slurm(facts, site.table()))
+    assert troubles(findings) == {"slurm": Severity.FAILED}
+    assert "scontrol ping" in findings[-1].advice
+    assert check_munge(str(site.folder / "nobody.socket"))

@@ -1,5 +1,6 @@
-"""`%gpu_launch` on nodes without Docker: a launch is a Slurm job of its owner, with a worker on each node. The real hub,
-broker, Slurm, notebook and kernel; ranks on the CPU, as there is no card.
+"""`%gpu_launch` on nodes without Docker: a launch is a Slurm job of its owner, with a worker on each node.
+
+Hub, broker, Slurm, notebook and kernel are real; ranks run on the CPU, because there is no GPU.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kernels import Kernel, kernel
+from tests.support.kernel_client import Kernel, open_kernel
 from tests.support.product import ROOT, wait_for
 from tests.support.slurm_hub import NB, Cluster, build_environment, leases, slurm_hub, start
 from tests.support.slurm_site import USERS
+
+pytestmark = [pytest.mark.slurm, pytest.mark.root, pytest.mark.torch]
 
 INSTANCE = "ghjobs"
 FURTHER = """
@@ -45,7 +48,7 @@ CHECKPOINT = """
         open(f"saved-{os.environ['RANK']}", "w").close()
         sys.exit(0)
     signal.signal(signal.SIGTERM, save)
-    # Both are ready when this is said.
+    # Both are ready when this is printed.
     open(f"ready-{os.environ['RANK']}", "w").close()
     while not all(os.path.exists(f"ready-{rank}") for rank in range(2)):
         time.sleep(0.1)
@@ -56,16 +59,16 @@ CHECKPOINT = """
 
 @pytest.fixture(scope="module")
 def command() -> Iterator[Path]:
-    """As docs/slurm.md says to make it; torch and what else is large are those of this environment."""
+    """A gpu-launch environment made as docs/slurm.md describes; torch and other large packages come from this one."""
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="gpuhub-notebook-") as name:
         folder = Path(name)
         folder.chmod(0o755)
-        found = build_environment(folder, "ipykernel", "ipyparallel", str(ROOT / "extensions"))
+        environment = build_environment(folder, "ipykernel", "ipyparallel", str(ROOT / "extensions"))
         packages = next((folder / "env" / "lib").glob("python3.*")) / "site-packages"
-        ours = next((ROOT / ".venv" / "lib").glob("python3.*")) / "site-packages"
-        (packages / "ours.pth").write_text(f"{ours}\n")
+        site_packages = next((ROOT / ".venv" / "lib").glob("python3.*")) / "site-packages"
+        (packages / "ours.pth").write_text(f"{site_packages}\n")
         shutil.copytree(ROOT / "extensions" / "gpu_launch" / "image_config", folder / "env" / "etc" / "ipython")
-        yield found
+        yield environment
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +82,17 @@ def cluster(command: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def cell(cluster: Cluster) -> Iterator[Kernel]:
-    """A kernel of ada's notebook, which has no GPU itself."""
+    """A kernel of ada's notebook, which has no GPU."""
     start(cluster, cluster.ada, "cpu")
-    with kernel(f"127.0.0.1:{cluster.hub.port}", cluster.ada, NB) as found:
-        yield found
+    with open_kernel(f"127.0.0.1:{cluster.hub.port}", cluster.ada, NB) as opened:
+        yield opened
     cluster.ada.stop(NB)
     cluster.wait_clear()
 
 
 @pytest.fixture(autouse=True)
 def clear(cluster: Cluster) -> Iterator[None]:
-    """What a test leaves is in no other's way."""
+    """Remove what a test has left."""
     yield
     for job in [*launches(cluster), *cluster.jobs_of("ben")]:
         cluster.site.ask("scancel", str(job))
@@ -97,49 +100,49 @@ def clear(cluster: Cluster) -> Iterator[None]:
 
 
 def write(cluster: Cluster, name: str, script: str, user: str = "ada") -> None:
-    """A file in the user's home."""
+    """Write a file into the user's home."""
     file = cluster.site.users[user].home / name
     file.write_text(textwrap.dedent(script))
     shutil.chown(file, USERS[user], USERS[user])
 
 
 def launches(cluster: Cluster) -> list[int]:
-    """ada's jobs but the oldest, which is the notebook."""
+    """Return ada's jobs except the oldest, which is the notebook."""
     return cluster.jobs_of("ada")[1:]
 
 
 def workers() -> list[int]:
-    """Processes of anybody's workers, engines and ranks."""
-    found = []
+    """Return the processes of all workers, engines and ranks."""
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 is_adas = entry.stat().st_uid == USERS["ada"]
                 command = (entry / "cmdline").read_bytes()
                 is_worker = (
-                    b"gpu-launch-worker" in command or b"gpu_launch.ranks" in command or b"engine_process" in command
+                    b"gpu-launch-worker" in command or b"gpu_launch.worker" in command or b"engine_process" in command
                 )
             except OSError:
                 continue
             if is_adas and is_worker:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def wait_free(cluster: Cluster) -> None:
-    """Until nothing but the notebook is left, in Slurm and on the nodes."""
+    """Wait until only the notebook is left, in Slurm and on the nodes."""
     wait_for(lambda: not launches(cluster), "no job of a launch is left", 60)
     wait_for(lambda: not workers(), "no process of a launch is left", 30)
 
 
 def test_two_nodes_reduce_and_the_next_launch_has_the_same_workers(cluster: Cluster, cell: Kernel) -> None:
-    said = cell.run("%gpu_launch --nnodes 2 reduce.py")
-    assert "on rig1 sum 3.0" in said, said
-    assert "on rig2 sum 3.0" in said, said
+    output = cell.run("%gpu_launch --nnodes 2 reduce.py")
+    assert "on rig1 sum 3.0" in output, output
+    assert "on rig2 sum 3.0" in output, output
     [job] = launches(cluster)
     assert cluster.site.ask("squeue", "-h", "-j", str(job), "-o", "%D %U").split() == ["2", str(USERS["ada"])]
-    said = cell.run("%gpu_launch --nnodes 2 reduce.py")
-    assert "sum 3.0" in said, said
+    output = cell.run("%gpu_launch --nnodes 2 reduce.py")
+    assert "sum 3.0" in output, output
     assert launches(cluster) == [job]
     cell.run("%gpu_release")
     wait_free(cluster)
@@ -156,28 +159,28 @@ def test_a_failing_ranks_own_traceback_comes_first(cluster: Cluster, cell: Kerne
         time.sleep(60)
         """,
     )
-    said = cell.run("%gpu_launch --nnodes 2 --keep 0s fail.py")
-    assert "rank 1 on rig2" in said, said
-    assert "ValueError: rank one is unwell" in said, said
+    output = cell.run("%gpu_launch --nnodes 2 --keep 0s fail.py")
+    assert "rank 1 on rig2" in output, output
+    assert "ValueError: rank one is unwell" in output, output
     wait_free(cluster)
 
 
-def test_scancel_is_told_in_the_notebook(cluster: Cluster, cell: Kernel) -> None:
+def test_scancel_is_reported_in_the_notebook(cluster: Cluster, cell: Kernel) -> None:
     messages = cell.messages(cell.begin("%gpu_launch --nnodes 2 sleep.py"))
     while "sleeping" not in next(messages):
         pass
     [job] = launches(cluster)
     cluster.site.ask("scancel", str(job), user="ada")
-    said = "".join(messages)
-    assert "The workers were stopped: its Slurm job was" in said, said
+    output = "".join(messages)
+    assert "The workers were stopped: its Slurm job was" in output, output
     wait_free(cluster)
 
 
-def test_an_elastic_launch_takes_what_there_is(cluster: Cluster, cell: Kernel) -> None:
+def test_elastic_launch_starts_with_the_free_nodes(cluster: Cluster, cell: Kernel) -> None:
     blocking = cluster.site.submit("ben", "--gres=gpu:rtx5090:1")
     cluster.site.wait_for_state(blocking, "RUNNING")
-    said = cell.run("%gpu_launch --nnodes 1:2 --keep 0s reduce.py")
-    assert "rank 0 on rig2 sum 1.0" in said, said
+    output = cell.run("%gpu_launch --nnodes 1:2 --keep 0s reduce.py")
+    assert "rank 0 on rig2 sum 1.0" in output, output
     cluster.site.ask("scancel", str(blocking))
     wait_free(cluster)
 
@@ -199,16 +202,16 @@ def test_an_elastic_launch_grows_by_another_job(cluster: Cluster, cell: Kernel) 
         pass
     [first] = launches(cluster)
     cluster.site.ask("scancel", str(blocking))
-    said = next(text for text in messages if "world of 2" in text)
+    output = next(text for text in messages if "world of 2" in text)
     jobs = launches(cluster)
-    assert jobs[0] == first, said
-    assert len(jobs) == 2, said
+    assert jobs[0] == first, output
+    assert len(jobs) == 2, output
     assert "Error" not in "".join(messages)
     wait_free(cluster)
 
 
 @pytest.mark.parametrize(("script", "code"), [("reduce.py", 0), ("exits.py", 3)])
-def test_a_detached_job_goes_on_by_itself(cluster: Cluster, cell: Kernel, script: str, code: int) -> None:
+def test_detached_job_continues_without_the_notebook(cluster: Cluster, cell: Kernel, script: str, code: int) -> None:
     write(cluster, "exits.py", "import sys; print('exits', flush=True); sys.exit(3)")
     cell.run(f"%gpu_launch --detach --nnodes 2 {script}")
     job = jobs(cluster)[0]
@@ -220,7 +223,7 @@ def test_a_detached_job_goes_on_by_itself(cluster: Cluster, cell: Kernel, script
     wait_free(cluster)
 
 
-def test_a_detached_job_that_is_cancelled_has_time_to_save(cluster: Cluster, cell: Kernel) -> None:
+def test_cancelled_detached_job_has_a_grace_period(cluster: Cluster, cell: Kernel) -> None:
     write(cluster, "save.py", CHECKPOINT)
     cell.run("%gpu_launch --detach --nnodes 2 save.py")
     job = jobs(cluster)[0]
@@ -234,24 +237,24 @@ def test_a_detached_job_that_is_cancelled_has_time_to_save(cluster: Cluster, cel
     assert sorted(path.name for path in home.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
-def test_the_notebooks_own_gpu_takes_part(cluster: Cluster, cell: Kernel) -> None:
-    del cell  # ada's notebook is there, as before
+def test_notebooks_own_gpu_is_used(cluster: Cluster, cell: Kernel) -> None:
+    del cell  # ada's notebook is still running
     write(cluster, "reduce.py", ALL_REDUCE, user="ben")
     start(cluster, cluster.ben, "gpu")
     try:
-        with kernel(f"127.0.0.1:{cluster.hub.port}", cluster.ben, NB) as own:
+        with open_kernel(f"127.0.0.1:{cluster.hub.port}", cluster.ben, NB) as own:
             [gpu] = leases(cluster.ben)[0]["gpus"]
             assert own.run("import os; print(os.environ['GPUHUB_GPU_UUIDS'])").split() == [gpu["uuid"]]
-            said = own.run("%gpu_launch --nnodes 2 reduce.py")
-            assert "rank 0 on rig1 sum 3.0" in said, said
-            assert "rank 1 on rig2 sum 3.0" in said, said
+            output = own.run("%gpu_launch --nnodes 2 reduce.py")
+            assert "rank 0 on rig1 sum 3.0" in output, output
+            assert "rank 1 on rig2 sum 3.0" in output, output
     finally:
         cluster.ben.stop(NB)
     wait_for(lambda: not cluster.jobs_of("ben"), "no job of ben's is left", 60)
 
 
 def jobs(cluster: Cluster) -> list[dict[str, object]]:
-    """ada's jobs as the broker tells of them, the newest first."""
-    status, found = cluster.ada.ask(cluster.ada.broker, "GET", "/jobs?ended=true")
-    assert status == 200, found
-    return list(found["jobs"] if isinstance(found, dict) else found)
+    """Return ada's jobs as the broker lists them, the newest first."""
+    status, rows = cluster.ada.ask(cluster.ada.broker, "GET", "/jobs?ended=true")
+    assert status == 200, rows
+    return list(rows["jobs"] if isinstance(rows, dict) else rows)

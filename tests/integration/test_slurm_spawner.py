@@ -1,5 +1,6 @@
-"""Notebooks as Slurm jobs: the real hub, broker and proxy, a real Slurm, and the real jupyterhub-singleuser, which runs
-as a user whom Slurm's machines know and the head node does not.
+"""Notebooks as Slurm jobs with the real hub, broker, proxy, Slurm and jupyterhub-singleuser.
+
+The jobs run as a user that Slurm's machines know and the head node does not.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from tests.support.slurm_saved import wait_saved
 from tests.support.slurm_site import USERS
 from tests.support.users import Client
 
+pytestmark = [pytest.mark.slurm, pytest.mark.root]
+
 INSTANCE = "ghbatch"
 
 
 @pytest.fixture(scope="module")
 def command() -> Iterator[Path]:
-    """The real jupyterhub-singleuser in an environment that everybody may read, as pytest's own folders are not."""
+    """The real jupyterhub-singleuser in an environment that every user can read, unlike pytest's folders."""
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="gpuhub-notebook-") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -48,20 +51,20 @@ def clear(cluster: Cluster) -> Iterator[None]:
 
 
 def is_gone(user: Client) -> bool:
-    """Whether the hub has no such server any more."""
+    """Return whether the hub has no such server any more."""
     servers = user.servers()
     return servers is not None and NB not in servers
 
 
 def answers(cluster: Cluster, user: Client) -> bool:
-    """Whether the notebook answers its user through the proxy."""
+    """Return whether the notebook answers its user through the proxy."""
     url = f"http://127.0.0.1:{cluster.hub.port}/user/{user.name}/{NB}/api/status"
     with httpx.Client(headers={"Authorization": f"token {user.token}"}, trust_env=False, timeout=10) as web:
         return web.get(url).status_code == 200
 
 
-def said(cluster: Cluster, user: str) -> str:
-    """What the user's notebook says; empty before it says anything."""
+def read_log(cluster: Cluster, user: str) -> str:
+    """Return the notebook's log; empty before its first line."""
     log = cluster.site.users[user].home / ".gpuhub" / f"notebook-{NB}.log"
     return log.read_text() if log.exists() else ""
 
@@ -72,22 +75,22 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def notebooks(user: str) -> list[int]:
-    """The user's processes that are notebooks."""
-    found = []
+    """Return the ids of the user's notebook processes."""
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 is_users = entry.stat().st_uid == USERS[user]
                 if is_users and b"jupyterhub-singleuser\0" in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
+                    pids.append(int(entry.name))
             except OSError:
                 continue
-    return found
+    return pids
 
 
 def test_a_notebook_is_a_job_of_its_user(cluster: Cluster) -> None:
     job = start(cluster, cluster.ada)
-    assert answers(cluster, cluster.ada), said(cluster, "ada")
+    assert answers(cluster, cluster.ada), read_log(cluster, "ada")
     [lease] = leases(cluster.ada)
     assert lease["slurm_job"] == job
     assert cluster.jobs()[job] == (f"{INSTANCE}-lease-{lease['id']}", USERS["ada"], "RUNNING")
@@ -98,11 +101,11 @@ def test_a_notebook_is_a_job_of_its_user(cluster: Cluster) -> None:
     assert environment["HOME"] == str(cluster.site.users["ada"].home)
     assert environment["JUPYTERHUB_SERVICE_URL"].startswith("https://127.0.0.11:")
     assert "PYTHONPATH" not in environment
-    # Nobody else's eyes: no process shows the token, nor does Slurm tell others the script.
+    # No process shows the token, and Slurm shows the script to no other user.
     token = environment["JUPYTERHUB_API_TOKEN"]
     shown = subprocess.run(["ps", "-eo", "args"], check=True, capture_output=True, text=True).stdout
     assert token not in shown
-    assert token not in said(cluster, "ada")
+    assert token not in read_log(cluster, "ada")
     asked = cluster.site.run("scontrol", "write", "batch_script", str(job), "-", user="ben")
     assert token not in asked.stdout + asked.stderr
     assert token in cluster.site.ask("scontrol", "write", "batch_script", str(job), "-", user="ada")
@@ -117,7 +120,7 @@ def test_a_notebook_is_a_job_of_its_user(cluster: Cluster) -> None:
     assert list((cluster.hub.paths.state / "slurm-notebooks").iterdir()) == []
 
 
-def test_only_ones_own_job_says_the_port_and_nothing_else(cluster: Cluster) -> None:
+def test_only_the_own_job_reports_the_port(cluster: Cluster) -> None:
     start(cluster, cluster.ada)
     [pid] = notebooks("ada")
     environment = environment_of(pid)
@@ -142,21 +145,21 @@ def test_only_ones_own_job_says_the_port_and_nothing_else(cluster: Cluster) -> N
     assert answers(cluster, cluster.ada)
 
 
-def test_one_who_waits_is_told_and_gives_up(cluster: Cluster) -> None:
+def test_waiting_user_is_informed_and_cancels(cluster: Cluster) -> None:
     start(cluster, cluster.ada)
     cluster.ben.start(NB, "gpu")
     job = wait_for(lambda: cluster.job_of("ben"), "ben's job is submitted", 60)
     wait_for(lambda: leases(cluster.ben)[0]["slurm_job"] == job, "the broker knows it", 30)
     with cluster.ben.hub.stream("GET", f"/users/ben/servers/{NB}/progress") as progress:
-        told = next(line for line in progress.iter_lines() if "Waiting for a GPU" in line)
-    assert "position 1" in told, told
+        message = next(line for line in progress.iter_lines() if "Waiting for a GPU" in line)
+    assert "position 1" in message, message
     cluster.ben.stop(NB)
     wait_for(lambda: cluster.job_of("ben") is None, "ben's job is cancelled", 30)
     wait_for(lambda: not leases(cluster.ben), "ben's lease is over", 30)
     assert answers(cluster, cluster.ada)
 
 
-def test_a_hub_that_is_killed_goes_on_with_those_who_run_and_those_who_wait(cluster: Cluster) -> None:
+def test_killed_hub_resumes_running_and_waiting_servers(cluster: Cluster) -> None:
     running = start(cluster, cluster.ada)
     cluster.ben.start(NB, "gpu")
     waiting = wait_for(lambda: cluster.job_of("ben"), "ben's job is submitted", 60)
@@ -167,7 +170,7 @@ def test_a_hub_that_is_killed_goes_on_with_those_who_run_and_those_who_wait(clus
     wait_for(lambda: cluster.ada.is_ready(NB), "ada's notebook is known again", 60)
     assert answers(cluster, cluster.ada)
     assert cluster.job_of("ada") == running
-    # The broker has ben's start made anew, and it finds its job.
+    # The broker has the hub start ben's server again, and it finds its job.
     wait_for(lambda: NB in (cluster.ben.servers() or {}), "ben's start goes on", 120)
     assert cluster.job_of("ben") == waiting
     cluster.ada.stop(NB)
@@ -176,8 +179,8 @@ def test_a_hub_that_is_killed_goes_on_with_those_who_run_and_those_who_wait(clus
     assert answers(cluster, cluster.ben)
 
 
-def test_a_notebook_that_starts_while_the_hub_is_away_is_found(cluster: Cluster) -> None:
-    """Its report waits for the hub, and its token opens the hub again."""
+def test_notebook_that_starts_without_the_hub_is_found(cluster: Cluster) -> None:
+    """The notebook's report waits for the hub, and its token is valid again."""
     blocking = cluster.site.submit("ada", "--gres=gpu:rtx5090:1")
     cluster.site.wait_for_state(blocking, "RUNNING")
     cluster.ben.start(NB, "gpu")
@@ -186,7 +189,7 @@ def test_a_notebook_that_starts_while_the_hub_is_away_is_found(cluster: Cluster)
     cluster.hub.end("hub", signal.SIGKILL)
     cluster.site.ask("scancel", str(blocking))
     cluster.site.wait_for_state(job, "RUNNING")
-    wait_for(lambda: "the hub does not answer yet" in said(cluster, "ben"), "the notebook waits", 60)
+    wait_for(lambda: "the hub does not answer yet" in read_log(cluster, "ben"), "the notebook waits", 60)
     cluster.hub.begin("hub")
     cluster.hub.wait_ready()
     wait_for(lambda: NB in (cluster.ben.servers() or {}), "ben's start goes on", 120)
@@ -211,8 +214,8 @@ def test_a_server_is_lost_only_when_slurm_says_so(cluster: Cluster) -> None:
     wait_for(lambda: is_gone(cluster.ada), "the hub lets the server go", 60)
 
 
-def test_a_job_that_ends_at_once_is_noticed(cluster: Cluster) -> None:
-    """It may be over before the broker has seen it; its user is told, and nothing is left."""
+def test_job_that_ends_at_once_is_reported(cluster: Cluster) -> None:
+    """A job can end before the broker sees it; the user is informed, and nothing is left."""
     folder = cluster.site.users["ada"].home / ".gpuhub"
     if folder.exists():
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""`gpuhub up` on the nodes of a cluster.toml: machines that are there already, and that stay when gpuhub goes."""
+"""`gpuhub up` on the nodes of a cluster.toml: existing machines that remain when gpuhub is taken down."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from gpuhub import names, secrets
-from gpuhub.closet.places import node_places
-from gpuhub.head.supervisor import Supervisor
-from gpuhub.paths import Paths
-from tests.support.machines import Machine
+from gpuhub.common import names, secrets
+from gpuhub.common.paths import Paths
+from gpuhub.ops.deploy.supervisor import Supervisor
+from gpuhub_closet.paths import node_paths
 from tests.support.product import wait_for
+from tests.support.ssh_machines import Machine
 from tests.support.users import Client, log_in
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ shm = "64M"
 
 
 def gpuhub(*words: str | Path, agent: str = "") -> subprocess.CompletedProcess[str]:
-    """The command line, as an administrator types it, the settings' file last."""
+    """Run the administrator's command with the settings' file as the last argument."""
     program = Path(sys.executable).with_name("gpuhub")
     *command, file = map(str, words)
     environment = {name: value for name, value in os.environ.items() if name != "SUDO_USER"}
@@ -64,34 +64,34 @@ def gpuhub(*words: str | Path, agent: str = "") -> subprocess.CompletedProcess[s
     )
 
 
-def write(closet: Any, folder: Path, more: str = "", count: int = 3) -> Path:
-    """Settings for the closet's first nodes as if they were anybody's machines."""
+def write(closet: Any, folder: Path, further: str = "", count: int = 3) -> Path:
+    """Write settings that name the closet's first nodes like any machines."""
     nodes = "".join(
-        f'[[nodes]]\nname = "{node.name}"\naddress = "{node.address}"\ndocker = "{node_places(closet.paths, node).docker_url}"\n'
+        f'[[nodes]]\nname = "{node.name}"\naddress = "{node.address}"\ndocker = "{node_paths(closet.paths, node).docker_url}"\n'
         for node in closet.plan.nodes[:count]
     )
     file = folder / "cluster.toml"
-    file.write_text(SETTINGS.format(head=closet.plan.head, instance=INSTANCE, more=more) + nodes, encoding="utf-8")
+    file.write_text(SETTINGS.format(head=closet.plan.head, instance=INSTANCE, more=further) + nodes, encoding="utf-8")
     return file
 
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """Closes at the end what a test opens."""
+    """Close at the end what a test opens."""
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture
 def cleared(tmp_path: Path, closet: Any):
-    """Whatever the test leaves is taken down."""
+    """Take down what the test leaves."""
     yield
     done = gpuhub("down", tmp_path / "cluster.toml")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_up_and_down_on_given_nodes(closet: Any, tmp_path: Path, cleared: None):
-    """Up uses the nodes named in the file; down removes what it made there and leaves the machines alone."""
+def test_up_and_down_on_existing_nodes(closet: Any, tmp_path: Path, cleared: None):
+    """`up` uses the nodes of the file; `down` removes what it made there and keeps the machines."""
     file = write(closet, tmp_path)
     done = gpuhub("up", file)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -118,18 +118,18 @@ def test_up_and_down_on_given_nodes(closet: Any, tmp_path: Path, cleared: None):
 
 
 def test_a_profile_that_no_node_has_is_refused(closet: Any, tmp_path: Path, cleared: None):
-    """Where the file does not say what the nodes have, NVML does: a model that nobody has stops `up` before the hub."""
-    done = gpuhub("up", write(closet, tmp_path, more='gpu_model = "RTX 9090"'))
+    """Without GPUs in the file NVML is read, and a model that no node has stops `up` before the hub."""
+    done = gpuhub("up", write(closet, tmp_path, further='gpu_model = "RTX 9090"'))
     assert done.returncode == 1
     assert "'gpu' wants 1 × RTX 9090 on one node" in done.stderr
     assert "rig1 with 1 × RTX 5090" in done.stderr
     assert Supervisor(Paths(INSTANCE)).pid("hub") == 0
 
 
-def test_a_wrong_file_starts_nothing(closet: Any, tmp_path: Path):
-    """A daemon on plain TCP is refused with its key and what would be right; no process is started."""
+def test_invalid_file_starts_nothing(closet: Any, tmp_path: Path):
+    """A daemon on plain TCP is refused with its key and the remedy, and no process is started."""
     file = write(closet, tmp_path)
-    file.write_text(file.read_text().replace(node_places(closet.paths, "rig2").docker_url, "tcp://10.87.0.12:2375"))
+    file.write_text(file.read_text().replace(node_paths(closet.paths, "rig2").docker_url, "tcp://10.87.0.12:2375"))
     done = gpuhub("up", file)
     assert done.returncode == 1
     assert "nodes[2]: docker = 'tcp://10.87.0.12:2375' has no tls" in done.stderr
@@ -139,22 +139,25 @@ def test_a_wrong_file_starts_nothing(closet: Any, tmp_path: Path):
     assert json.dumps(done.stdout) == '""'
 
 
-def look_at(client: Client, name: str) -> dict[str, Any]:
-    """A node as its users see it."""
+def find_node(client: Client, name: str) -> dict[str, Any]:
+    """Return a node as users see it."""
     status, view = client.ask(client.broker, "GET", "/cluster")
     assert status == 200
     return next(node for node in view["nodes"] if node["name"] == name)
 
 
 def has_free(node: dict[str, Any]) -> bool:
-    """Whether a GPU of it can be given."""
+    """Return whether a GPU of the node is free."""
     return any(gpu["state"] == "free" for gpu in node["gpus"])
 
 
 def test_a_node_comes_and_goes_while_users_work(
     closet: Any, agent: tuple[Path, str], rig3: Machine, tmp_path: Path, cleared: None, stack: ExitStack
 ):
-    """`node add --up` has hub and broker use it, and notebooks elsewhere stay; `node remove` ends what is there, if told."""
+    """`node add --up` makes hub and broker use the node without restarting notebooks, and `node remove` ends what runs
+    there
+    when asked to.
+    """
     file = write(closet, tmp_path, count=2)
     file.write_text(file.read_text().replace('https = "local"\n', ""))
     done = gpuhub("up", file)
@@ -163,7 +166,7 @@ def test_a_node_comes_and_goes_while_users_work(
     stack.callback(ada.close)
 
     def start(server: str) -> str:
-        """The node on which it is ready."""
+        """Start a server and return the node on which it is ready."""
         ada.start(server, "gpu")
         wait_for(lambda: ada.is_ready(server), f"{server} is ready", 90)
         status, leases = ada.ask(ada.broker, "GET", "/leases")
@@ -173,7 +176,7 @@ def test_a_node_comes_and_goes_while_users_work(
     assert start("first") == "rig2", "the least card that will do"
     done = gpuhub("node", "add", rig3.url, "--yes", "--name", "rig3", "--up", file, agent=agent[1])
     assert done.returncode == 0, done.stdout + done.stderr
-    wait_for(lambda: has_free(look_at(ada, "rig3")), lambda: f"it can be given: {look_at(ada, 'rig3')}", 30)
+    wait_for(lambda: has_free(find_node(ada, "rig3")), lambda: f"it is free: {find_node(ada, 'rig3')}", 30)
     assert start("second") == "rig3"
     assert ada.is_ready("first")
 
@@ -188,7 +191,7 @@ def test_a_node_comes_and_goes_while_users_work(
     assert ada.is_ready("second")
     done = gpuhub("node", "remove", "rig3", "--yes", "--force", file, agent=agent[1])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "rig3 is out." in done.stdout
+    assert "rig3 is removed." in done.stdout
     assert containers() == []
     wait_for(lambda: "second" not in (ada.servers() or {"second": {}}), "the hub knows that it has ended", 30)
     assert ada.is_ready("first")

@@ -1,1 +1,1 @@
-"""What several tiers of tests share."""
+"""Helpers that several test modules share."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,18 +15,18 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from gpuhub import names
+from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.app import PREFIX, create_app
-from gpuhub.broker.clock import Clock
-from gpuhub.broker.core import Core
-from gpuhub.broker.filters import EnsureFilter
-from gpuhub.broker.refusals import HubUnreachable
-from gpuhub.broker.slurm_submitting import SlurmSide
-from gpuhub.broker.store import Store
-from gpuhub.containers.courier import CourierSpec
-from gpuhub.containers.workers import WorkerSpec
-from gpuhub.errors import GpuhubError, NotFound
-from gpuhub.settings import Cluster
+from gpuhub.broker.controllers.firewall_check import EnsureFirewall
+from gpuhub.broker.db.store import Store
+from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker_api.errors import HubUnreachable
+from gpuhub.common import names
+from gpuhub.common.errors import GpuhubError, NotFound
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker.courier_container import CourierSpec
+from gpuhub.docker.worker_containers import WorkerSpec
+from gpuhub.domain.clock import Clock
 from tests.support.simulated import SimulatedDaemons, SimulatedNode, build_cluster, simulated_nodes, wait_until
 
 API = f"{PREFIX}/api/v1"
@@ -44,10 +44,10 @@ class StubHub:
     checked: int = 0
     unknown_users: set[str] = field(default_factory=set)
 
-    async def token_model(self, token: str) -> Mapping[str, Any] | None:
+    async def fetch_token_model(self, token: str) -> Mapping[str, Any] | None:
         self.checked += 1
         if self.is_down:
-            raise HubUnreachable("the hub does not answer at present; try again in a moment")
+            raise HubUnreachable("the hub does not answer; try again in a moment")
         if token in self.models:
             return self.models[token]
         if token == "root":
@@ -64,7 +64,7 @@ class StubHub:
         if self.is_down:
             raise HubUnreachable("down")
         if owner in self.unknown_users:
-            raise NotFound(f"the hub knows no user {owner!r}")
+            raise NotFound(f"the hub has no user {owner!r}")
         self.started.append((owner, server, profile))
 
     async def stop_server(self, owner: str, server: str) -> None:
@@ -102,7 +102,7 @@ class Workers:
                 **({} if spec.slurm_job is None else {names.LABEL_SLURM_JOB: str(spec.slurm_job)}),
                 "uuids": ",".join(spec.gpu_uuids),
             },
-            name=names.worker_container(spec.instance, spec.job_id, spec.index),
+            name=names.worker_container_name(spec.instance, spec.job_id, spec.index),
         )
 
 
@@ -120,7 +120,7 @@ class Couriers:
             raise self.failing[spec.node]
         return self.nodes[spec.node].run_container(
             {names.LABEL_KIND: names.KIND_COURIER, names.LABEL_OWNER: spec.owner},
-            name=names.courier_container("ghtest", spec.owner),
+            name=names.courier_container_name("ghtest", spec.owner),
         )
 
 
@@ -129,16 +129,16 @@ class Setting:
     """What a broker runs on; outlives restarts of it."""
 
     folder: Path
-    cluster: Cluster = field(default_factory=build_cluster)
+    cluster: ClusterSettings = field(default_factory=build_cluster)
     nodes: dict[str, SimulatedNode] = field(default_factory=simulated_nodes)
     hub: StubHub = field(default_factory=StubHub)
     own_token: str = "own-token"
     clock: Clock | None = None
     couriers: Couriers = field(init=False)
     #: None: nodes have no packet filter, and need none.
-    ensure_filter: EnsureFilter | None = None
-    #: With Slurm as the engine.
-    slurm: SlurmSide | None = None
+    ensure_filter: EnsureFirewall | None = None
+    #: Builds another backend than the builtin one, for each start of the broker.
+    build_backend: Callable[[ClusterSettings], SchedulingBackend] | None = None
 
     def __post_init__(self) -> None:
         self.couriers = Couriers(self.nodes)
@@ -161,7 +161,7 @@ class Setting:
             start_worker=workers,
             start_courier=self.couriers,
             ensure_filter=self.ensure_filter,
-            slurm=self.slurm,
+            backend=None if self.build_backend is None else self.build_backend(self.cluster),
             own_token=self.own_token,
             clock=self.clock,
         )
@@ -180,9 +180,9 @@ class Running:
     url: str = f"http://broker{PREFIX}"
 
     @property
-    def core(self) -> Core:
+    def core(self) -> BrokerState:
         """The broker's inside."""
-        core: Core = self.app.state.core
+        core: BrokerState = self.app.state.core
         return core
 
     def client(self, token: str | None) -> httpx.AsyncClient:
@@ -193,19 +193,19 @@ class Running:
         )
 
     def send(self, method: str, path: str, token: str | None = "ada", **arguments: Any) -> httpx.Response:
-        """One request from outside an event loop; for a broker in a thread."""
+        """Send one request from outside an event loop, to a broker in a thread."""
         headers = {} if token is None else {"Authorization": f"token {token}"}
         with httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False) as client:
             return client.request(method, path, **arguments)
 
 
 def are_read(app: FastAPI) -> bool:
-    """Whether every reachable node's GPUs have been read."""
-    core: Core = app.state.core
+    """Return whether the GPUs of every reachable node have been read."""
+    core: BrokerState = app.state.core
     monotonic = core.clock.monotonic()
     return all(
-        node.is_up and (node.is_fresh(monotonic) or node.gpu_trouble is not None)
-        for node in core.inventory.nodes.values()
+        node.is_up and (node.is_fresh(monotonic) or node.gpu_error is not None)
+        for node in core.capacity.inventory.nodes.values()
     )
 
 
@@ -228,7 +228,7 @@ async def asgi_broker(setting: Setting, *, wait: bool = True) -> AsyncIterator[R
 
 @contextmanager
 def served_broker(setting: Setting, *, wait: bool = True, port: int = 0) -> Iterator[Running]:
-    """The broker in a thread of its own with a port on loopback, as in production."""
+    """Run the broker in a thread with a port on loopback, as in production."""
     store = Store.open_file(setting.folder / "broker.sqlite")
     workers = Workers(setting.nodes)
     app = setting.build(store, workers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuhub.broker.clock import Clock
+from gpuhub.domain.clock import Clock
 
 
 class StillClock(Clock):
@@ -16,7 +16,7 @@ class StillClock(Clock):
 
 
 class AheadClock(Clock):
-    """Both its clocks are ahead by so many seconds; `jump_s`: the machine's was set by somebody."""
+    """A clock with both times ahead by `ahead_s` seconds; `jump_s` is by how much the machine's clock was set."""
 
     ahead_s = 0.0
     jump_s = 0.0

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gpu_launch import order, runs
-from gpu_launch.detached import folder
+from gpu_launch.common import job_manifest, run_folder
+from gpu_launch.detached import job_files
 from tests.support.local_cluster import kill_all
 
 DEADLINE_S = 120.0
@@ -22,29 +22,33 @@ PYTHON = os.environ.get("GPU_LAUNCH_TEST_PYTHON", sys.executable)
 
 
 class Job:
-    """One detached job, as the broker runs it."""
+    """A detached job as the broker runs it."""
 
     def __init__(self, home: Path, nodes: int) -> None:
         self.home, self.nodes = home, nodes
         self.work = home / "work"
         self.work.mkdir(parents=True)
-        self.run = runs.folder(home, runs.new_id())
+        self.run = run_folder.open_run(home, run_folder.new_run_id())
         self.processes: list[subprocess.Popen[bytes]] = []
         self.preemptions = 0
 
     def write(self, name: str, source: str) -> None:
-        """A script in the job's working folder."""
+        """Write a script in the job's working folder."""
         (self.work / name).write_text(textwrap.dedent(source))
 
-    def send(self, *words: str, task: order.Task | None = None, cell: str | None = None, **more: str) -> None:
-        """Put the job's folder where it belongs, as a laptop does."""
-        given = order.Order(name="train.py", words=words, task=task, cell=cell, folder="work", environ=more)
+    def send(
+        self, *words: str, task: job_manifest.TaskCommands | None = None, cell: str | None = None, **more: str
+    ) -> None:
+        """Write the job's folder as a laptop does."""
+        given = job_manifest.JobManifest(
+            name="train.py", words=words, task=task, cell=cell, folder="work", environ=more
+        )
         self.run.root.mkdir(parents=True)
-        for name, data in folder.files(given).items():
+        for name, data in job_files.build_files(given).items():
             (self.run.root / name).write_bytes(data)
 
     def start(self) -> None:
-        """Start the containers, the driver's last: nothing may depend on the order."""
+        """Start the containers with the driver's last: the order must not matter."""
         self.processes = []
         for index in reversed(range(self.nodes)):
             environ = {
@@ -60,50 +64,50 @@ class Job:
                 "GPU_LAUNCH_PREEMPTIONS": str(self.preemptions),
                 CONTAINER: self._container(index),
             }
-            command = [PYTHON, "-m", "gpu_launch.worker"]
+            command = [PYTHON, "-m", "gpu_launch.worker.main"]
             started = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
             self.processes.insert(0, started)
 
     def end(self) -> int:
-        """Wait for worker 0; its exit code, when all containers are removed."""
+        """Wait for worker 0, remove all containers, and return its exit code."""
         try:
             return self.processes[0].wait(DEADLINE_S)
         finally:
             self.close()
 
     def stop(self) -> int:
-        """SIGTERM to all containers, as for a cancelled or preempted job, and their time; worker 0's exit code."""
+        """Send SIGTERM to all containers, as for a cancelled or preempted job, wait, and return worker 0's exit code."""
         for process in self.processes:
             process.terminate()
         return self.end()
 
     def lose(self, index: int) -> None:
-        """A node is gone from one moment to the next."""
+        """Lose a node at once."""
         kill_all(f"{CONTAINER}={self._container(index)}")
         self.processes[index].wait(DEADLINE_S)
 
     def close(self) -> None:
-        """Remove the containers, whatever runs in them."""
+        """Remove the containers with all their processes."""
         for index, process in enumerate(self.processes):
             kill_all(f"{CONTAINER}={self._container(index)}")
             process.wait(DEADLINE_S)
 
     @property
     def output(self) -> str:
-        """What `gpu-launch logs` shows."""
+        """Return the output of `gpu-launch logs`."""
         return self.run.output.read_text() if self.run.output.exists() else ""
 
     @property
-    def state(self) -> order.State:
-        """What it tells of itself."""
-        return order.parse_state(self.run.state.read_text())
+    def state(self) -> job_manifest.JobStatus:
+        """Return the status file's content."""
+        return job_manifest.parse_status(self.run.status.read_text())
 
     def await_output(self, text: str) -> None:
-        """Return when it has said this."""
+        """Wait until the output contains this text."""
         self.until(lambda: text in self.output, f"{text!r} in the output")
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for it, while the driver lives."""
+        """Wait for a condition while the driver runs."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             is_over = self.processes[0].poll() is not None or time.monotonic() > deadline

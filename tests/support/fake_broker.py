@@ -6,23 +6,24 @@ import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from gpuhub.broker.schemas import (
+from gpuhub.backends.registry import find_capabilities
+from gpuhub.broker_api.schemas import (
     ClusterView,
-    Gpu,
     GpuState,
     GpuView,
-    Holder,
-    Lease,
+    HolderView,
+    LeasedGpuView,
     LeaseRequest,
     LeaseState,
+    LeaseView,
     NodeState,
     NodeView,
     ProfileView,
     Purpose,
     QueueEntry,
 )
-from gpuhub.errors import NotFound
-from gpuhub.settings import Cluster
+from gpuhub.common.errors import NotFound
+from gpuhub.config.settings import ClusterSettings
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 LIVE = (LeaseState.GRANTED, LeaseState.ACTIVE, LeaseState.RELEASING)
@@ -31,13 +32,13 @@ LIVE = (LeaseState.GRANTED, LeaseState.ACTIVE, LeaseState.RELEASING)
 class FakeBroker:
     """Keeps leases; grants a GPU of the profile's model when one is free."""
 
-    def __init__(self, cluster: Cluster, uuids: dict[str, list[str]] | None = None) -> None:
+    def __init__(self, cluster: ClusterSettings, uuids: dict[str, list[str]] | None = None) -> None:
         self._cluster = cluster
         self._changed = asyncio.Condition()
-        self.known: dict[str, Lease] = {}
+        self.known: dict[str, LeaseView] = {}
         self.requests: list[LeaseRequest] = []
         self.gpus = [
-            Gpu(
+            LeasedGpuView(
                 uuid=uuids[node.name][0] if uuids else f"GPU-{node.name}",
                 node=node.name,
                 index=0,
@@ -48,10 +49,10 @@ class FakeBroker:
             for card in node.gpus or ()
         ]
 
-    async def request_lease(self, request: LeaseRequest) -> Lease:
+    async def request_lease(self, request: LeaseRequest) -> LeaseView:
         """Ask for a lease."""
         self.requests.append(request)
-        lease = Lease(
+        lease = LeaseView(
             id=f"lease-{len(self.known) + 1}",
             owner=request.owner or "nobody",
             purpose=Purpose.NOTEBOOK,
@@ -73,12 +74,12 @@ class FakeBroker:
         await self._settle()
         return self.known[lease.id]
 
-    async def leases(self) -> Sequence[Lease]:
-        """All that have not ended."""
+    async def leases(self) -> Sequence[LeaseView]:
+        """Return leases that have not ended."""
         return [lease for lease in self.known.values() if lease.state is not LeaseState.RELEASED]
 
-    async def get_lease(self, lease_id: str, *, wait_s: float = 0, version: int | None = None) -> Lease:
-        """One lease; waits for another version."""
+    async def get_lease(self, lease_id: str, *, wait_s: float = 0, version: int | None = None) -> LeaseView:
+        """Return one lease, as soon as its version differs."""
         if lease_id not in self.known:
             raise NotFound(f"there is no lease {lease_id}")
         if wait_s and version is not None:
@@ -90,11 +91,11 @@ class FakeBroker:
                     pass
         return self.known[lease_id]
 
-    async def activate(self, lease_id: str, container_id: str) -> Lease:
+    async def activate(self, lease_id: str, container_id: str) -> LeaseView:
         """Granted to active."""
         return await self._change(lease_id, state=LeaseState.ACTIVE)
 
-    async def release(self, lease_id: str) -> Lease:
+    async def release(self, lease_id: str) -> LeaseView:
         """End it at once."""
         if lease_id not in self.known:
             raise NotFound(f"there is no lease {lease_id}")
@@ -103,7 +104,7 @@ class FakeBroker:
         )
 
     async def cluster(self) -> ClusterView:
-        """Everything at this moment."""
+        """Return the state of the whole cluster."""
         holders = {gpu.uuid: lease for lease in self.known.values() if lease.state in LIVE for gpu in lease.gpus}
         waiting = self._waiting()
         return ClusterView(
@@ -120,14 +121,16 @@ class FakeBroker:
                 )
                 for place, lease in enumerate(waiting, 1)
             ),
+            engine=self._cluster.engine,
+            capabilities=find_capabilities(self._cluster),
             waiting=len(waiting),
             now=NOW,
         )
 
-    def _waiting(self) -> list[Lease]:
+    def _waiting(self) -> list[LeaseView]:
         return [lease for lease in self.known.values() if lease.state is LeaseState.REQUESTED]
 
-    def _node(self, name: str, holders: dict[str, Lease]) -> NodeView:
+    def _node(self, name: str, holders: dict[str, LeaseView]) -> NodeView:
         views = tuple(
             GpuView(
                 **gpu.model_dump(exclude={"memory_cap_mib"}),
@@ -142,7 +145,7 @@ class FakeBroker:
         )
         return NodeView(name=name, state=NodeState.UP, message=None, gpus=views)
 
-    def _profile(self, name: str, holders: dict[str, Lease]) -> ProfileView:
+    def _profile(self, name: str, holders: dict[str, LeaseView]) -> ProfileView:
         profile = self._cluster.profile(name)
         assert profile is not None
         fitting = [gpu for gpu in self.gpus if gpu.model == profile.gpu_model]
@@ -160,17 +163,17 @@ class FakeBroker:
             holders=tuple(self._holder(holders[gpu.uuid]) for gpu in fitting if gpu.uuid in holders),
         )
 
-    def _holder(self, lease: Lease) -> Holder:
-        return Holder(owner=lease.owner, purpose=Purpose.NOTEBOOK, since=lease.granted_at or NOW, until=None)
+    def _holder(self, lease: LeaseView) -> HolderView:
+        return HolderView(owner=lease.owner, purpose=Purpose.NOTEBOOK, since=lease.granted_at or NOW, until=None)
 
-    async def _change(self, lease_id: str, **changes: object) -> Lease:
+    async def _change(self, lease_id: str, **changes: object) -> LeaseView:
         old = self.known[lease_id]
         self.known[lease_id] = old.model_copy(update={**changes, "version": old.version + 1})
         await self._settle()
         return self.known[lease_id]
 
     async def _settle(self) -> None:
-        """Grant what can be granted, in order; say to the others what they wait for."""
+        """Grant requests in order, as far as GPUs are free, and give the others a reason to wait."""
         for lease in self._waiting():
             profile = self._cluster.profile(lease.profile or "")
             assert profile is not None

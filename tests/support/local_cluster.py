@@ -1,7 +1,7 @@
 """A cluster for whole launches on this machine: the real client, workers, engines and ranks, over loopback.
 
-Only the containers are missing: a small broker that speaks the wire starts every worker as a process. The interpreter
-named by GPU_LAUNCH_TEST_PYTHON (this one by default) runs them and must have torch and gpu_launch.
+Only the containers are missing: a small broker with the real wire format starts every worker as a process. The
+interpreter named by GPU_LAUNCH_TEST_PYTHON (this one by default) runs them and must have torch and gpu_launch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from gpuhub.broker import schemas
+from gpuhub.broker_api import schemas
 from tests.support import processes
 
 TOKEN = "notebook-token"
@@ -36,15 +36,17 @@ DEADLINE_S = 120.0
 CONTAINER = "GPU_LAUNCH_TEST_CONTAINER"
 
 
-def gpu(node: str) -> schemas.Gpu:
-    """The node's one GPU."""
+def gpu(node: str) -> schemas.LeasedGpuView:
+    """Return the node's GPU."""
     index = NODES.index(node)
-    return schemas.Gpu(uuid=f"GPU-{node}", node=node, index=0, model=MODELS[index], memory_mib=MEMORY_MIB[index])
+    return schemas.LeasedGpuView(
+        uuid=f"GPU-{node}", node=node, index=0, model=MODELS[index], memory_mib=MEMORY_MIB[index]
+    )
 
 
 @dataclass
-class Gang:
-    """One job of the test's broker."""
+class WorkerGroup:
+    """A job of the test's broker."""
 
     request: schemas.JobRequest
     state: schemas.JobState
@@ -54,37 +56,37 @@ class Gang:
     renewed: int = 0
     preemptions: int = 0
     checkpoint_until: datetime | None = None
-    #: Workers whose end has been told, and those that the broker took back.
+    #: Workers whose end has been reported, and those that the broker released.
     ended: set[int] = field(default_factory=set)
     reason: str | None = None
-    given_back: set[int] = field(default_factory=set)
+    released: set[int] = field(default_factory=set)
 
     def has_news(self) -> bool:
-        """Whether a worker ended since this was asked last."""
+        """Return whether a worker has ended since the last call."""
         ended = {index for index, process in enumerate(self.processes) if process.poll() is not None}
         before, self.ended = self.ended, ended
         return ended != before
 
 
 class LocalBroker:
-    """Speaks the broker's wire; workers are processes on loopback."""
+    """A broker with the real wire format whose workers are processes on loopback."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self.gangs: dict[str, Gang] = {}
+        self.groups: dict[str, WorkerGroup] = {}
         self.busy = False
-        #: Nodes that others hold.
+        #: Nodes leased to other users.
         self.held: set[str] = set()
-        #: How many requests of others wait.
+        #: The number of other users' waiting requests.
         self.waiting = 0
-        #: Every request but renewals and long polls, such as `POST /jobs`.
+        #: Every request except renewals and long polls, such as `POST /jobs`.
         self.calls: list[str] = []
         self.changed = threading.Condition()
         broker = self
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_: object) -> None:
-                """Nothing."""
+                """Log nothing."""
 
             def answer(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
@@ -105,7 +107,7 @@ class LocalBroker:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def handle(self, method: str, path: str, body: bytes) -> tuple[int, bytes | None]:
-        """One request."""
+        """Return the status and body of the response to one request."""
         path, _, query = path.partition("?")
         if not path.endswith("/renew") and "version=" not in query:
             self.calls.append(f"{method} {path}")
@@ -115,22 +117,22 @@ class LocalBroker:
             case "POST", ["jobs"]:
                 return 201, self.create(schemas.JobRequest.model_validate_json(body)).model_dump_json().encode()
             case "GET", ["jobs"]:
-                return 200, json.dumps([self.job(run).model_dump(mode="json") for run in self.gangs]).encode()
+                return 200, json.dumps([self.job(run).model_dump(mode="json") for run in self.groups]).encode()
             case "GET", ["jobs", run]:
                 version = re.search(r"version=(\d+)", query)
                 return 200, self.wait(run, int(version[1]) if version else -1).model_dump_json().encode()
             case "POST", ["jobs", run, "renew"]:
-                self.gangs[run].renewed += 1
+                self.groups[run].renewed += 1
                 return 204, None
             case "DELETE", ["jobs", run]:
                 self.end(run)
                 return 200, self.job(run).model_dump_json().encode()
         return 404, b"{}"
 
-    def create(self, request: schemas.JobRequest) -> schemas.Job:
-        """Grant at once unless busy."""
+    def create(self, request: schemas.JobRequest) -> schemas.JobView:
+        """Create a job and grant it unless nodes are busy."""
         run = request.run_id
-        self.gangs[run] = Gang(request=request, state=schemas.JobState.WAITING)
+        self.groups[run] = WorkerGroup(request=request, state=schemas.JobState.WAITING)
         taken = self.held.union(request.exclude_nodes)
         if not self.busy and len(set(NODES) - taken) >= (request.min_nnodes or request.nnodes):
             self.grant(run)
@@ -138,129 +140,129 @@ class LocalBroker:
 
     def grant(self, run: str) -> None:
         """Start the workers."""
-        gang = self.gangs[run]
-        taken = self.held.union(gang.request.exclude_nodes)
-        gang.nodes = tuple(node for node in NODES if node not in taken)[: gang.request.nnodes]
-        assert len(gang.nodes) >= (gang.request.min_nnodes or gang.request.nnodes)
-        for index, node in enumerate(gang.nodes):
+        group = self.groups[run]
+        taken = self.held.union(group.request.exclude_nodes)
+        group.nodes = tuple(node for node in NODES if node not in taken)[: group.request.nnodes]
+        assert len(group.nodes) >= (group.request.min_nnodes or group.request.nnodes)
+        for index, node in enumerate(group.nodes):
             own = environment(self, node=node, gpus=(gpu(node).uuid,)) | {
-                "GPU_LAUNCH_RUN": gang.request.joins or run,
-                "GPU_LAUNCH_WORKER": str(gang.request.first_worker + index),
+                "GPU_LAUNCH_RUN": group.request.joins or run,
+                "GPU_LAUNCH_WORKER": str(group.request.first_worker + index),
                 CONTAINER: self.container(run, index),
             }
             own.pop("JUPYTERHUB_API_TOKEN")
-            command = [PYTHON, "-m", "gpu_launch.worker"]
-            gang.processes.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, start_new_session=True))
+            command = [PYTHON, "-m", "gpu_launch.worker.main"]
+            group.processes.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, start_new_session=True))
         self.set_state(run, schemas.JobState.RUNNING)
 
-    def wait(self, run: str, version: int) -> schemas.Job:
-        """A long poll; a worker's end is a change."""
+    def wait(self, run: str, version: int) -> schemas.JobView:
+        """Long-poll a job; a worker's end is a change."""
         deadline = time.monotonic() + 20
         with self.changed:
-            while self.gangs[run].version == version and time.monotonic() < deadline:
-                gang = self.gangs[run]
-                gang.version += gang.has_news()
+            while self.groups[run].version == version and time.monotonic() < deadline:
+                group = self.groups[run]
+                group.version += group.has_news()
                 self.changed.wait(0.1)
         return self.job(run)
 
     def jobs(self, state: schemas.JobState) -> list[str]:
-        """The runs of jobs in this state."""
-        return [run for run, gang in self.gangs.items() if gang.state is state]
+        """Return the runs of jobs in this state."""
+        return [run for run, group in self.groups.items() if group.state is state]
 
     def end(self, run: str) -> None:
         """Stop the workers as the broker does, with two seconds from SIGTERM to SIGKILL."""
-        gang = self.gangs[run]
-        self.stop(run, range(len(gang.processes)), within_s=2.0)
+        group = self.groups[run]
+        self.stop(run, range(len(group.processes)), within_s=2.0)
         self.set_state(run, schemas.JobState.ENDED)
 
     def preempt(self, run: str) -> None:
-        """SIGTERM, time for checkpoints, and the job waits again; returns when it does."""
-        gang = self.gangs[run]
-        gang.checkpoint_until = datetime.now(UTC) + timedelta(seconds=60)
+        """Preempt a job with time for checkpoints, and return when it waits again."""
+        group = self.groups[run]
+        group.checkpoint_until = datetime.now(UTC) + timedelta(seconds=60)
         self.set_state(run, schemas.JobState.PREEMPTING)
-        self.stop(run, range(len(gang.processes)), within_s=60.0)
-        gang.checkpoint_until, gang.nodes, gang.processes = None, (), []
-        gang.preemptions += 1
+        self.stop(run, range(len(group.processes)), within_s=60.0)
+        group.checkpoint_until, group.nodes, group.processes = None, (), []
+        group.preemptions += 1
         self.set_state(run, schemas.JobState.WAITING)
 
-    def shed(self, run: str, index: int) -> None:
-        """Take one worker back from a job that goes on: it is no worker any more, and has time for a checkpoint."""
-        self.gangs[run].given_back.add(index)
+    def shrink(self, run: str, index: int) -> None:
+        """Release one worker of a job that continues, with time for a checkpoint."""
+        self.groups[run].released.add(index)
         self.set_state(run, schemas.JobState.RUNNING)
         self.stop(run, [index], within_s=60.0)
 
     def lose(self, run: str, index: int) -> None:
-        """A worker's container is gone, by nobody's doing."""
+        """Remove a worker's container."""
         kill_all(f"{CONTAINER}={self.container(run, index)}")
         with self.changed:
             self.changed.notify_all()
 
     def freeze(self, run: str, index: int) -> None:
-        """Nothing more comes from a worker, as if its node were cut off."""
+        """Freeze a worker, as if its node were cut off."""
         signal_all(f"{CONTAINER}={self.container(run, index)}", signal.SIGSTOP)
 
     def container(self, run: str, index: int) -> str:
-        """The name of one."""
-        return f"{run}-{self.gangs[run].preemptions}-{index}"
+        """Return a worker's container name."""
+        return f"{run}-{self.groups[run].preemptions}-{index}"
 
     def stop(self, run: str, indexes: Iterable[int], *, within_s: float) -> None:
-        """What Docker does: SIGTERM to the first process, and SIGKILL to all when the time is over."""
-        gang = self.gangs[run]
+        """Send SIGTERM to the first process, and SIGKILL to all after the time, as Docker does."""
+        group = self.groups[run]
         for index in indexes:
-            gang.processes[index].terminate()
+            group.processes[index].terminate()
         deadline = time.monotonic() + within_s
         for index in indexes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                gang.processes[index].wait(max(0.0, deadline - time.monotonic()))
+                group.processes[index].wait(max(0.0, deadline - time.monotonic()))
             kill_all(f"{CONTAINER}={self.container(run, index)}")
 
     def set_state(self, run: str, state: schemas.JobState) -> None:
-        """Tell of a new state."""
+        """Set and publish a job's state."""
         with self.changed:
-            self.gangs[run].state = state
-            self.gangs[run].version += 1
+            self.groups[run].state = state
+            self.groups[run].version += 1
             self.changed.notify_all()
 
     def close(self) -> None:
-        """End everything."""
-        for run in self.gangs:
+        """End all workers and stop serving."""
+        for run in self.groups:
             self.end(run)
         self.server.shutdown()
         self.server.server_close()
 
-    def job(self, run: str) -> schemas.Job:
-        """The job on the wire."""
-        gang, now = self.gangs[run], datetime.now(UTC)
-        is_waiting = gang.state is schemas.JobState.WAITING
-        lease = schemas.Lease(
+    def job(self, run: str) -> schemas.JobView:
+        """Return the job's wire model."""
+        group, now = self.groups[run], datetime.now(UTC)
+        is_waiting = group.state is schemas.JobState.WAITING
+        lease = schemas.LeaseView(
             id=f"lease-{run}", owner="ada", purpose=schemas.Purpose.JOB, subject=run, profile=None,
-            state=schemas.LeaseState.REQUESTED if is_waiting else schemas.LeaseState.ACTIVE, version=gang.version,
+            state=schemas.LeaseState.REQUESTED if is_waiting else schemas.LeaseState.ACTIVE, version=group.version,
             position=1 if is_waiting else None, waiting_for="RTX 5070 held by bob" if is_waiting else None,
             expected_start=now + timedelta(minutes=24) if is_waiting else None,
-            nodes=gang.nodes, gpus=tuple(map(gpu, gang.nodes)), epoch=1, created_at=now, granted_at=None if is_waiting else now,
+            nodes=group.nodes, gpus=tuple(map(gpu, group.nodes)), epoch=1, created_at=now, granted_at=None if is_waiting else now,
             expires_at=None, reason=None,
         )  # fmt: skip
-        return schemas.Job(
-            id=run, run_id=run, owner="ada", state=gang.state, version=gang.version, lease=lease,
-            workers=tuple(self.worker(gang, index) for index in range(len(gang.nodes)) if index not in gang.given_back),
-            nnodes=gang.request.nnodes,
-            nproc_per_node=gang.request.nproc_per_node, reason=gang.reason, renew_within_s=4.0,
-            min_nnodes=gang.request.min_nnodes or gang.request.nnodes, scavenge=gang.request.scavenge,
-            preemptions=gang.preemptions, checkpoint_until=gang.checkpoint_until, joins=gang.request.joins, created_at=now,
+        return schemas.JobView(
+            id=run, run_id=run, owner="ada", state=group.state, version=group.version, lease=lease,
+            workers=tuple(self.worker(group, index) for index in range(len(group.nodes)) if index not in group.released),
+            nnodes=group.request.nnodes,
+            nproc_per_node=group.request.nproc_per_node, reason=group.reason, renew_within_s=4.0,
+            min_nnodes=group.request.min_nnodes or group.request.nnodes, scavenge=group.request.scavenge,
+            preemptions=group.preemptions, checkpoint_until=group.checkpoint_until, joins=group.request.joins, created_at=now,
         )  # fmt: skip
 
     @staticmethod
-    def worker(gang: Gang, index: int) -> schemas.Worker:
-        """A worker on the wire."""
-        code = gang.processes[index].poll()
+    def worker(group: WorkerGroup, index: int) -> schemas.WorkerView:
+        """Return a worker's wire model."""
+        code = group.processes[index].poll()
         state = schemas.WorkerState.RUNNING if code is None else schemas.WorkerState.EXITED
-        node = gang.nodes[index]
-        return schemas.Worker(index=index, node=node, gpus=(gpu(node),), state=state, exit_code=code, message=None)
+        node = group.nodes[index]
+        return schemas.WorkerView(index=index, node=node, gpus=(gpu(node),), state=state, exit_code=code, message=None)
 
     def view(self) -> schemas.ClusterView:
-        """Three nodes with one GPU each."""
+        """Return the wire model of three nodes with one GPU each."""
         used = self.held.union(
-            *(gang.nodes for gang in self.gangs.values() if gang.state is not schemas.JobState.ENDED)
+            *(group.nodes for group in self.groups.values() if group.state is not schemas.JobState.ENDED)
         )
         views = [
             schemas.GpuView(
@@ -279,12 +281,12 @@ class LocalBroker:
 
 
 def kill_all(variable: str) -> None:
-    """End every process that has this in its environment."""
+    """End every process that has this variable in its environment."""
     signal_all(variable, signal.SIGKILL)
 
 
 def signal_all(variable: str, number: int) -> None:
-    """Signal every process that has this in its environment."""
+    """Signal every process that has this variable in its environment."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdecimal() and variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
@@ -292,7 +294,7 @@ def signal_all(variable: str, number: int) -> None:
 
 
 def environment(broker: LocalBroker, *, node: str, gpus: tuple[str, ...]) -> dict[str, str]:
-    """A container's environment."""
+    """Return a container's environment."""
     temporary = broker.home / "tmp"
     temporary.mkdir(exist_ok=True)
     return {
@@ -309,28 +311,30 @@ def environment(broker: LocalBroker, *, node: str, gpus: tuple[str, ...]) -> dic
 
 
 class Notebook:
-    """Runs code as a notebook on rig1 would, in a process of its own."""
+    """Runs code as a notebook on rig1 would, in a separate process."""
 
     def __init__(self, broker: LocalBroker) -> None:
         self.broker, self.home = broker, broker.home
-        #: How long workers stay after a launch.
+        #: Seconds that idle workers stay after a launch.
         self.keep_s = 0
-        #: Ranks are started by torchrun itself.
+        #: Whether torchrun itself starts the ranks.
         self.is_cold = False
 
     def call(self, script: str, **options: Any) -> str:
-        """The code of one launch."""
+        """Return the code of one launch."""
         words = "".join(f", {name}={value!r}" for name, value in options.items())
         return f"import gpu_launch; gpu_launch.run({script!r}, cold={self.is_cold}{words})"
 
-    def start(self, code: str, *, gpus: tuple[str, ...] = ("GPU-rig1",), talks: bool = False) -> subprocess.Popen[str]:
-        """Start it; one that `talks` is given its input later."""
+    def start(
+        self, code: str, *, gpus: tuple[str, ...] = ("GPU-rig1",), interactive: bool = False
+    ) -> subprocess.Popen[str]:
+        """Start the code; with `interactive` the caller writes its input later."""
         keep = {"GPUHUB_KEEP_WORKERS_S": str(self.keep_s)}
         return subprocess.Popen(
             [PYTHON, "-c", textwrap.dedent(code)],
             env=environment(self.broker, node="rig1", gpus=gpus) | keep,
             cwd=self.home,
-            stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if interactive else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -339,7 +343,7 @@ class Notebook:
     def run(
         self, code: str, *, gpus: tuple[str, ...] = ("GPU-rig1",), limit_s: float = DEADLINE_S
     ) -> tuple[int, str, str]:
-        """Run it to its end: exit code, stdout, stderr."""
+        """Run the code to its end and return exit code, stdout and stderr."""
         process = self.start(code, gpus=gpus)
         out, err = process.communicate(timeout=limit_s)
         return process.returncode, out, err
@@ -349,8 +353,8 @@ class Notebook:
         (self.home / name).write_text(textwrap.dedent(code))
 
     def left(self) -> list[str]:
-        """Processes of this home that still run."""
-        return list(processes.with_home(self.home).values())
+        """Return the processes of this home that still run."""
+        return list(processes.find_processes(self.home).values())
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
@@ -362,7 +366,7 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 
 def lines_until(process: subprocess.Popen[str], wanted: str, *, times: int = 1) -> list[str]:
-    """What a notebook shows, until a line has been there so often."""
+    """Return the output's lines until the wanted one has come `times` times."""
     assert process.stdout is not None
     lines = []
     deadline = threading.Timer(DEADLINE_S, process.kill)

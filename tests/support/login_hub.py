@@ -1,4 +1,4 @@
-"""A real hub behind its real proxy, with our jupyterhub_config.py, to log in at; its one node is never reached."""
+"""A real hub for logins, behind its real proxy and with our jupyterhub_config.py; its one node is never used."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
-from gpuhub import secrets
-from gpuhub.paths import Paths
+from gpuhub.common import secrets
+from gpuhub.common.paths import Paths
 from tests.support.product import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ proxy_api_port = {ports[3]}
 
 @dataclass
 class LoginHub:
-    """The running hub; `settings` is what stands in cluster.toml besides nodes, profiles and ports."""
+    """A running hub; `settings` are the tables of cluster.toml except nodes, profiles and ports."""
 
     paths: Paths
     settings: str
@@ -54,21 +54,21 @@ class LoginHub:
 
     @property
     def url(self) -> str:
-        """What a browser opens."""
+        """The browsers' URL."""
         return f"http://127.0.0.1:{self.ports[0]}"
 
     @property
     def log(self) -> str:
-        """What the hub has logged."""
+        """The hub's log."""
         return (self.paths.log / "hub.log").read_text(encoding="utf-8", errors="replace")
 
     def write(self, settings: str) -> None:
-        """Other settings; the next start takes them."""
+        """Write other settings for the next start."""
         self.settings = settings
         self.file.write_text(SETTINGS.format(top=settings, ports=self.ports), encoding="utf-8")
 
     def start(self) -> None:
-        """Hub and proxy, until the login page is there."""
+        """Start hub and proxy, and wait for the login page."""
         common = ["--instance", self.paths.instance, "--cluster-file", str(self.file)]
         if "proxy" not in self._running:
             self._run("proxy", [str(Path(sys.executable).with_name("gpuhub")), "proxy", *common])
@@ -76,22 +76,22 @@ class LoginHub:
         wait_for(self._is_up, f"the hub; its log ends\n{self.log[-3000:]}", 90)
 
     def run_hub(self) -> subprocess.Popen[bytes]:
-        """The hub's process, not waited for."""
+        """Start the hub's process without waiting."""
         return self._run("hub", [sys.executable, "-m", "jupyterhub", "-f", str(ROOT / "jupyterhub_config.py")])
 
     def run_broker(self) -> None:
-        """Something that answers in the broker's place: that is all the hub looks for at its start."""
+        """Start a server in the broker's place: the hub only checks at its start that it answers."""
         where = ["--bind", "127.0.0.1", "--directory", str(self.paths.run), str(self.ports[2])]
         self._run("broker", [sys.executable, "-m", "http.server", *where])
 
     def stop(self, name: str = "hub") -> None:
-        """End a process, and wait for it."""
+        """End a process and wait for it."""
         process = self._running.pop(name)
         process.terminate()
         process.wait(30)
 
     def close(self) -> None:
-        """End what runs, and leave nothing."""
+        """End all processes and remove their files."""
         for browser in self._browsers:
             browser.close()
         for name in list(self._running):
@@ -100,19 +100,19 @@ class LoginHub:
             shutil.rmtree(folder, ignore_errors=True)
 
     def browser(self) -> httpx.Client:
-        """Cookies of its own."""
+        """Return a client with separate cookies."""
         browser = httpx.Client(base_url=self.url, follow_redirects=True, timeout=60, trust_env=False)
         self._browsers.append(browser)
         return browser
 
     def user(self, name: str) -> dict[str, Any] | None:
-        """The hub's model of a user, asked for by a service that may list users; None: no such user."""
+        """Return the hub's model of a user, through a service that may list users; None for an unknown user."""
         token = secrets.read_secret(self.paths, secrets.BROKER_TOKEN)
         answer = httpx.get(
             f"{self.url}/hub/api/users", headers={"Authorization": f"Bearer {token}"}, timeout=30, trust_env=False
         )
         answer.raise_for_status()
-        return next((one for one in answer.json() if one["name"] == name), None)
+        return next((model for model in answer.json() if model["name"] == name), None)
 
     def _is_up(self) -> bool | None:
         assert self._running["hub"].poll() is None, f"the hub ended:\n{self.log[-3000:]}"
@@ -137,7 +137,7 @@ class LoginHub:
 
 @contextmanager
 def login_hub(instance: str, settings: str, *, start: bool = True) -> Iterator[LoginHub]:
-    """A hub that is gone afterwards."""
+    """Start a hub, and remove it at the end."""
     paths = Paths(instance)
     hub = LoginHub(paths, settings, free_ports(4), paths.state / "cluster.toml")
     with ExitStack() as stack:
@@ -154,18 +154,18 @@ def login_hub(instance: str, settings: str, *, start: bool = True) -> Iterator[L
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody has at the moment."""
+    """Return ports of the loopback that are free."""
     sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    for listener in sockets:
+        listener.bind(("127.0.0.1", 0))
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
     return ports
 
 
 def sign_in(browser: httpx.Client, name: str, password: str) -> httpx.Response:
-    """Fill in the form as a browser does, and follow where it leads."""
+    """Submit the form as a browser does, and follow redirects."""
     form = browser.get("/hub/login")
     token = re.search(r'name="_xsrf" value="([^"]+)"', form.text)
     assert token is not None, form.text[:2000]
@@ -174,8 +174,8 @@ def sign_in(browser: httpx.Client, name: str, password: str) -> httpx.Response:
     )
 
 
-def who(browser: httpx.Client) -> str | None:
-    """Whose browser it is by the hub's page of tokens; None: nobody's."""
+def find_user(browser: httpx.Client) -> str | None:
+    """Return the user that the hub's page of tokens names; None when no user is logged in."""
     page = browser.get("/hub/token")
-    found = re.search(r'user:\s*"([^"]*)"', page.text)
-    return found[1] if found and page.url.path == "/hub/token" else None
+    match = re.search(r'user:\s*"([^"]*)"', page.text)
+    return match[1] if match and page.url.path == "/hub/token" else None

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuhub.storage.probe import Server, find_trouble
+from gpuhub.storage.probe import NfsServer, probe_server
 
 _READY_S = 30.0
 _CONFIG = """
@@ -30,7 +30,7 @@ EXPORT {{
 
 
 @dataclass(frozen=True, slots=True)
-class NfsServer:
+class RunningNfsServer:
     """A running server; its export `/export` is `folder`."""
 
     host: str
@@ -39,24 +39,24 @@ class NfsServer:
     process: subprocess.Popen[bytes]
 
     def signal(self, number: signal.Signals) -> None:
-        """SIGSTOP makes it hang as a dead machine does, SIGCONT brings it back."""
+        """Signal the server: SIGSTOP hangs it like a dead machine, SIGCONT resumes it."""
         os.kill(self.process.pid, number)
 
     def url(self, path: str, uid: int) -> str:
-        """An address for libnfs's tools, as that user."""
+        """Return a URL for libnfs's tools with that user's id."""
         return f"nfs://{self.host}/export/{path}?version=4&nfsport={self.port}&uid={uid}&gid={uid}"
 
     def tool(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """One of `nfs-ls`, `nfs-cat` and `nfs-cp`."""
+        """Run `nfs-ls`, `nfs-cat` or `nfs-cp`."""
         return subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
 
 
 @contextmanager
-def serving_nfs(state: Path, host: str = "127.0.0.1", squash: str = "No_root_squash") -> Iterator[NfsServer]:
-    """A server of a new folder below `state`, which answers."""
+def serving_nfs(state: Path, host: str = "127.0.0.1", squash: str = "No_root_squash") -> Iterator[RunningNfsServer]:
+    """Start a server of a new folder below `state`, and wait until it answers."""
     folder, recovery, log = state / "export", state / "recovery", state / "ganesha.log"
-    for made in (folder, recovery):
-        made.mkdir(parents=True)
+    for new_folder in (folder, recovery):
+        new_folder.mkdir(parents=True)
     with socket.create_server((host, 0)) as free:
         port = free.getsockname()[1]
     config = state / "ganesha.conf"
@@ -65,10 +65,10 @@ def serving_nfs(state: Path, host: str = "127.0.0.1", squash: str = "No_root_squ
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + _READY_S
-        while trouble := find_trouble(Server(host=host, port=port, version=4), 1.0):
+        while trouble := probe_server(NfsServer(host=host, port=port, version=4), 1.0):
             assert time.monotonic() < end, f"{trouble}\n{log.read_text() if log.exists() else ''}"
             time.sleep(0.1)
-        yield NfsServer(host, port, folder, process)
+        yield RunningNfsServer(host, port, folder, process)
     finally:
         process.send_signal(signal.SIGCONT)
         process.terminate()

@@ -1,6 +1,6 @@
-"""A notebook's server reduced to its login: JupyterHub's own code for it, and a page that says who is there.
+"""A notebook server reduced to its login: JupyterHub's own code, and a page that shows the user.
 
-Its cookie against forged requests is made as images/notebook has it.
+Its XSRF cookie is configured as in images/notebook.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tornado import web
 
 
 class Home(HubOAuthenticated, web.RequestHandler):
-    """GET: the user's name, and the cookies that the browser sent."""
+    """A page with the user's name and the cookies that the browser sent."""
 
     @web.authenticated
     def get(self) -> None:
-        """For its owner alone."""
+        """Show the page to the owner only."""
         user = self.get_current_user()
         self.write({"user": user["name"], "cookies": sorted(self.request.cookies)})
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from gpuhub import names
-from gpuhub.closet.places import node_places
-from gpuhub.closet.plan import ClosetNode, Plan
-from gpuhub.paths import Paths
+from gpuhub.common import names
+from gpuhub.common.paths import Paths
+from gpuhub_closet.paths import node_paths
+from gpuhub_closet.topology import ClosetNode, ClosetPlan
 
 #: A daemon that does not answer the observer within this time is asked again later, seconds.
 LOOK_S = 4.0
@@ -36,9 +36,9 @@ class Seen:
 
 @dataclass(slots=True)
 class Observer:
-    """Looks at every daemon again and again, as nobody in the product does: no GPU in two running containers."""
+    """Polls every daemon independently of the product, and checks that no GPU is in two running containers."""
 
-    plan: Plan
+    plan: ClosetPlan
     paths: Paths
     double: list[str] = field(default_factory=list)
     looks: int = 0
@@ -46,7 +46,7 @@ class Observer:
     _thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Look until `end`."""
+        """Poll until `end`."""
         self._thread = threading.Thread(target=self._keep_on)
         self._thread.start()
 
@@ -69,14 +69,14 @@ class Observer:
                 self.double += sorted(first & self.find())
 
     def find(self) -> set[str]:
-        """What is used twice at this moment."""
+        """Return the GPUs that two containers use now."""
         return doubles(self.running())
 
     def _look(self, node: ClosetNode) -> list[Seen]:
-        """Nothing of a daemon that does not answer in time, or is killed meanwhile."""
+        """Return nothing for a daemon that does not answer in time, or is killed in the meantime."""
         label = json.dumps({"label": [f"{names.LABEL_INSTANCE}={self.paths.instance}"]})
         try:
-            with closing(_Unix(node_places(self.paths, node).socket)) as daemon:
+            with closing(_Unix(node_paths(self.paths, node).socket)) as daemon:
                 listed = daemon.get(f"/containers/json?filters={quote(label)}")
                 found = [seen for one in listed if (seen := daemon.get(f"/containers/{one['Id']}/json")) is not None]
         except (OSError, HTTPException, ValueError):
@@ -97,7 +97,7 @@ class _Unix(HTTPConnection):
         self.sock.connect(str(self._path))
 
     def get(self, path: str) -> Any:
-        """What the daemon answers; None for what is not there (any more), ValueError for anything else."""
+        """Return the daemon's answer; None for an object that does not exist, ValueError for any other error."""
         self.request("GET", path)
         answer = self.getresponse()
         text = answer.read()

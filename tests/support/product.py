@@ -1,4 +1,4 @@
-"""The whole product as a user starts it, and waiting for what it does."""
+"""The whole product as a user starts it, and polling for its effects."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
-#: What decides who gets which GPU, in the tests of the whole product.
+#: The backend in the tests of the whole product.
 ENGINE = os.environ.get("GPUHUB_TEST_ENGINE", "builtin")
 
 
 def run_make(instance: str, target: str) -> str:
-    """Run a make target as README has it; its output."""
+    """Run a make target as README describes it and return its output."""
     done = subprocess.run(
         ["make", "--no-print-directory", target, f"INSTANCE={instance}", f"ENGINE={ENGINE}"],
         cwd=ROOT,
@@ -30,14 +30,20 @@ def run_make(instance: str, target: str) -> str:
 
 
 def wait_for(
-    look: Callable[[], T | None], what: str | Callable[[], str], deadline_s: float = 30.0, *, every_s: float = 0.2
+    condition: Callable[[], T | None],
+    expected: str | Callable[[], str],
+    deadline_s: float = 30.0,
+    *,
+    every_s: float = 0.2,
 ) -> T:
-    """The first true answer of `look`; fails with `what` (asked for it then) after the deadline."""
+    """Return the first true result of `condition`; fail with `what` (called then) after the deadline."""
     end = time.monotonic() + deadline_s
     while True:
-        found = look()
-        if found:
-            return found
+        result = condition()
+        if result:
+            return result
         if time.monotonic() > end:
-            raise AssertionError(f"not within {deadline_s:.0f} s: {what if isinstance(what, str) else what()}")
+            raise AssertionError(
+                f"not within {deadline_s:.0f} s: {expected if isinstance(expected, str) else expected()}"
+            )
         time.sleep(every_s)

@@ -12,14 +12,14 @@ ALL_REDUCE = """
 """
 
 
-#: Writes a checkpoint when it is told to end, and goes on from it; ends by itself some steps after having gone on.
+#: Writes a checkpoint on SIGTERM and continues from it; ends some steps after it has continued.
 CHECKPOINTED = """
     import os, signal, time
     from pathlib import Path
     import torch, torch.distributed as dist
 
-    told = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+    terminated = []
+    signal.signal(signal.SIGTERM, lambda *_: terminated.append(1))
     dist.init_process_group("gloo")
     checkpoint = Path("step")
     first = step = int(checkpoint.read_text()) if checkpoint.exists() else 0
@@ -27,7 +27,7 @@ CHECKPOINTED = """
     while not first or step < first + 5:
         time.sleep(0.05)
         step += 1
-        stop = torch.tensor([float(len(told))])
+        stop = torch.tensor([float(len(terminated))])
         dist.all_reduce(stop)
         if stop.item():
             if dist.get_rank() == 0:

@@ -1,7 +1,7 @@
-"""The product's own hub, on a node that has no Docker: what JupyterHub gives a notebook is written down instead.
+"""The product's hub on a machine without Docker, which records what JupyterHub passes to a notebook.
 
-`RECORDED` names the folder. Everything but the container is real: the settings, roles and scopes, the spawner's checks of
-what a user sent, JupyterHub's own token for the server, and a server that answers.
+`RECORDED` names the folder. Everything except the container is real: the settings, roles and scopes, the spawner's
+checks of user options, JupyterHub's token for the server, and a server that answers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from jupyterhub import __version__
 
-from gpuhub import hubconfig
-from gpuhub.containers.spawner import GpuDockerSpawner
-from gpuhub.errors import NodeUnreachable
+from gpuhub import hub_config
+from gpuhub.common.errors import NodeUnreachable
+from gpuhub.spawners.docker.spawner import GpuDockerSpawner
 
 if TYPE_CHECKING:
 
@@ -28,7 +28,7 @@ ANSWER = f"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-JupyterHub-Version: {__vers
 
 
 class Recording(GpuDockerSpawner):
-    """A server in the hub's own process in place of a container."""
+    """A server in the hub's process instead of a container."""
 
     _answering: asyncio.Server | None = None
 
@@ -43,11 +43,11 @@ class Recording(GpuDockerSpawner):
         return host, port
 
     async def poll(self) -> int | None:
-        """Whether it answers."""
+        """Return whether the server answers."""
         return 0 if self._answering is None else None
 
     async def stop(self, now: bool = False) -> None:
-        """End it."""
+        """End the server."""
         await super().stop(now)
         if self._answering is not None:
             self._answering.close()
@@ -55,7 +55,7 @@ class Recording(GpuDockerSpawner):
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """As a notebook does, in few words."""
+    """Answer as a notebook server does."""
     await reader.readuntil(b"\r\n\r\n")
     writer.write(ANSWER.encode())
     await writer.drain()
@@ -66,4 +66,4 @@ load_subconfig("jupyterhub_config.py", path=str(Path(__file__).parents[2]))
 c = get_config()
 c.JupyterHub.spawner_class = Recording
 c.Recording.update(c.GpuDockerSpawner)
-c.JupyterHub.services = [*hubconfig.services(), {"name": "foreign", "api_token": "foreign-" * 4, "display": False}]
+c.JupyterHub.services = [*hub_config.services(), {"name": "foreign", "api_token": "foreign-" * 4, "display": False}]

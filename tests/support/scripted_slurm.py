@@ -1,4 +1,4 @@
-"""Slurm in memory, for tests: a `SlurmApi` whose jobs start and end when a test says so. It has no clock of its own."""
+"""Slurm in memory, for tests: a `SlurmClient` whose jobs start and end when a test says so. It has no clock of its own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from gpuhub.slurm.api import SlurmRefused, SlurmUnreachable
-from gpuhub.slurm.values import LIVE, GpuTime, Job, Look, Node, Partition, Site, State, Submission
+from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
+from gpuhub.slurm_client.models import (
+    LIVE_STATES,
+    GpuTime,
+    SlurmJob,
+    SlurmJobState,
+    SlurmNode,
+    SlurmPartition,
+    SlurmSite,
+    SlurmSnapshot,
+    SlurmSubmission,
+)
 
 #: UIDs of whom the tests know.
 UIDS = {"ada": 61001, "ben": 61002, "eve": 61003}
@@ -20,15 +30,15 @@ class ScriptedSlurm:
 
     def __init__(self, nodes: Mapping[str, Sequence[str]] = CLOSET) -> None:
         self.nodes = {name: tuple(types) for name, types in nodes.items()}
-        self.jobs: dict[int, Job] = {}
-        self.asked: dict[int, Submission] = {}
+        self.jobs: dict[int, SlurmJob] = {}
+        self.asked: dict[int, SlurmSubmission] = {}
         #: Nobody answers, and nothing happens.
         self.is_silent = False
         #: So many submissions from now go through, and their answers are lost.
         self.lost_answers = 0
         #: So many submissions from now go unanswered, and go through when the test says `arrive`.
         self.late = 0
-        self.late_ones: list[Submission] = []
+        self.late_ones: list[SlurmSubmission] = []
         #: What submissions are refused with; None: they are taken.
         self.refusal: str | None = None
         #: How often a job's nodes were not taken back.
@@ -45,20 +55,20 @@ class ScriptedSlurm:
         self._ids = itertools.count(101)
         self._moments = itertools.count(1000)
 
-    # -- a SlurmApi -----------------------------------------------------------------------------------------------
+    # -- a SlurmClient --------------------------------------------------------------------------------------------
 
-    async def look(self) -> Look:
+    async def read_snapshot(self) -> SlurmSnapshot:
         """All jobs and nodes."""
         self._answer()
         self.looks += 1
-        return Look(jobs=tuple(self.jobs.values()), nodes=tuple(self._nodes()))
+        return SlurmSnapshot(jobs=tuple(self.jobs.values()), nodes=tuple(self._nodes()))
 
-    async def job(self, job_id: int, *, name: str | None = None) -> Job | None:
+    async def find_job(self, job_id: int, *, name: str | None = None) -> SlurmJob | None:
         """One job."""
         self._answer()
         return self.jobs[job_id] if self._is_there(job_id, name) else None
 
-    async def submit(self, submission: Submission) -> int:
+    async def submit(self, submission: SlurmSubmission) -> int:
         """Submit a job."""
         self._answer()
         if self.refusal is not None:
@@ -84,7 +94,7 @@ class ScriptedSlurm:
         if at_once:
             self.clean(job_id)
 
-    async def keep(self, job_id: int, *, name: str | None = None) -> None:
+    async def persist_job(self, job_id: int, *, name: str | None = None) -> None:
         """Store what is known of a job."""
         self._answer()
         self.kept.append(job_id)
@@ -107,14 +117,14 @@ class ScriptedSlurm:
         self.held[job_id] = {node: self.held[job_id][node] for node in nodes}
         self.change(job_id, nodes=tuple(nodes), gpus={node: job.gpus[node] for node in nodes})
 
-    async def site(self) -> Site:
+    async def read_site(self) -> SlurmSite:
         """One partition with all nodes."""
         self._answer()
         nodes = tuple(self._nodes())
-        main = Partition(name="main", is_default=True, longest_s=86400, nodes=tuple(self.nodes))
-        return Site(version=(22, 5, 8), cluster="test", partitions=(main,), nodes=nodes, has_accounting=False)
+        main = SlurmPartition(name="main", is_default=True, max_time_s=86400, nodes=tuple(self.nodes))
+        return SlurmSite(version=(22, 5, 8), cluster="test", partitions=(main,), nodes=nodes, has_accounting=False)
 
-    async def gpu_time(self, since: float, until: float) -> Sequence[GpuTime]:
+    async def read_gpu_time(self, since: float, until: float) -> Sequence[GpuTime]:
         """There is no accounting."""
         raise SlurmRefused("there is no accounting")
 
@@ -123,16 +133,16 @@ class ScriptedSlurm:
 
     # -- what tests do --------------------------------------------------------------------------------------------
 
-    def add(self, submission: Submission) -> int:
+    def add(self, submission: SlurmSubmission) -> int:
         """A job that waits, submitted by anybody."""
         number = next(self._ids)
         self.asked[number] = submission
-        self.jobs[number] = Job(
+        self.jobs[number] = SlurmJob(
             id=number,
             name=submission.name,
             user_id=submission.submitter.uid,
             user_name=submission.submitter.name,
-            state=State.PENDING,
+            state=SlurmJobState.PENDING,
             reason="Resources",
             partition=submission.partition or "main",
             priority=1000 - submission.nice,
@@ -148,7 +158,7 @@ class ScriptedSlurm:
 
     def start(self, job_id: int | None = None) -> list[int]:
         """Start what fits, by priority; or this one job, if it fits. Numbers of those that started."""
-        waiting = [job for job in self.jobs.values() if job.state is State.PENDING and job_id in {None, job.id}]
+        waiting = [job for job in self.jobs.values() if job.state is SlurmJobState.PENDING and job_id in {None, job.id}]
         started = []
         for job in sorted(waiting, key=lambda one: (-one.priority, one.id)):
             places = self._place(self.asked[job.id])
@@ -156,7 +166,9 @@ class ScriptedSlurm:
                 self.held[job.id] = places
                 gpus = {node: numbers for node, numbers in places.items() if numbers}
                 began = float(next(self._moments))
-                self.change(job.id, state=State.RUNNING, reason="", nodes=tuple(places), gpus=gpus, started_at=began)
+                self.change(
+                    job.id, state=SlurmJobState.RUNNING, reason="", nodes=tuple(places), gpus=gpus, started_at=began
+                )
                 started.append(job.id)
         return started
 
@@ -164,37 +176,37 @@ class ScriptedSlurm:
         """Let a job be otherwise, as an administrator would."""
         self.jobs[job_id] = replace(self.jobs[job_id], **fields)  # type: ignore[arg-type]
 
-    def end(self, job_id: int, state: State, reason: str = "") -> None:
+    def end(self, job_id: int, state: SlurmJobState, reason: str = "") -> None:
         """A job is over; what it had is free when its nodes are clean, which `clean` says."""
-        if self.jobs[job_id].state in LIVE:
+        if self.jobs[job_id].state in LIVE_STATES:
             self.change(job_id, state=state, reason=reason, is_completing=job_id in self.held)
 
     def scancel(self, job_id: int) -> None:
         """Somebody cancels it."""
         if job_id in self.jobs:
-            self.end(job_id, State.CANCELLED)
+            self.end(job_id, SlurmJobState.CANCELLED)
 
     def clean(self, job_id: int) -> None:
         """The Epilog of a job that is over has ended."""
-        if job_id in self.jobs and self.jobs[job_id].state not in LIVE:
+        if job_id in self.jobs and self.jobs[job_id].state not in LIVE_STATES:
             self.held.pop(job_id, None)
             self.change(job_id, is_completing=False)
 
     def requeue(self, job_id: int) -> None:
         """`scontrol requeue`: it waits again, under the same number."""
         self.held.pop(job_id, None)
-        self.change(job_id, state=State.PENDING, reason="BeginTime", nodes=(), gpus={}, started_at=None)
+        self.change(job_id, state=SlurmJobState.PENDING, reason="BeginTime", nodes=(), gpus={}, started_at=None)
 
     def forget(self, job_id: int) -> None:
         """It ended so long ago that slurmctld does not know it any more."""
-        if self.jobs[job_id].state not in LIVE and job_id not in self.held:
+        if self.jobs[job_id].state not in LIVE_STATES and job_id not in self.held:
             del self.jobs[job_id]
 
-    def live(self) -> list[Job]:
+    def live(self) -> list[SlurmJob]:
         """Jobs that wait or run."""
-        return [job for job in self.jobs.values() if job.state in LIVE]
+        return [job for job in self.jobs.values() if job.state in LIVE_STATES]
 
-    def only(self) -> Job:
+    def only(self) -> SlurmJob:
         """The one job that waits or runs."""
         (job,) = self.live()
         return job
@@ -208,12 +220,12 @@ class ScriptedSlurm:
         if self.is_silent:
             raise SlurmUnreachable("slurmctld does not answer")
 
-    def _nodes(self) -> Iterator[Node]:
+    def _nodes(self) -> Iterator[SlurmNode]:
         for name, types in self.nodes.items():
             has = {kind: types.count(kind) for kind in types}
             taken = [self._kinds(name)[number] for number in self._taken(name)]
             is_drained = name in self.drained
-            yield Node(
+            yield SlurmNode(
                 name=name,
                 state="drained" if is_drained else "mixed" if taken else "idle",
                 takes_work=not is_drained,
@@ -237,7 +249,7 @@ class ScriptedSlurm:
         taken = self._taken(name)
         return [at for at, one in enumerate(self._kinds(name)) if at not in taken and kind in {None, one}]
 
-    def _place(self, asked: Submission) -> dict[str, tuple[int, ...]] | None:
+    def _place(self, asked: SlurmSubmission) -> dict[str, tuple[int, ...]] | None:
         usable = [name for name in self.nodes if name not in asked.exclude and name not in self.drained]
         if asked.spread is not None:
             every = [(name, number) for name in usable for number in self._free(name, asked.gpu_type)][: asked.spread]
@@ -247,6 +259,6 @@ class ScriptedSlurm:
             name: free for name in usable if len(free := self._free(name, asked.gpu_type)) >= asked.gpus_per_node
         }
         chosen = list(fitting)[: asked.nodes]
-        if len(chosen) < asked.least_nodes:
+        if len(chosen) < asked.min_nodes:
             return None
         return {name: tuple(fitting[name][: asked.gpus_per_node]) for name in chosen}

@@ -1,4 +1,4 @@
-"""The real proxy, hub and broker of one cluster.toml, without Docker: for what browsers see of them."""
+"""The real proxy, hub and broker of one cluster.toml, without Docker, for tests with browsers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import IO
 
 import httpx
 
-from gpuhub import secrets, settings
-from gpuhub.paths import Paths
-from gpuhub.trust import certificates, renewal
+from gpuhub.common import secrets
+from gpuhub.common.paths import Paths
+from gpuhub.config import settings
+from gpuhub.tls import certificates, renewal
 from tests.support.product import ROOT, wait_for
 
 SETTINGS = """
@@ -35,7 +36,7 @@ uid_first = 20000
 [storage]
 home = "/tmp/{{username}}"
 """
-#: Stands at the end of all settings.
+#: Ends all settings.
 HUB_TABLE = """
 [hub]
 address = "127.0.0.1"
@@ -46,7 +47,7 @@ proxy_api_port = {proxy_api_port}
 {hub}
 """
 
-#: The hub's own configuration; a notebook is a process of this machine that logs in as every notebook does.
+#: The hub's configuration; a notebook is a process of this machine with the usual login.
 HUB_CONFIG = """
 import sys
 load_subconfig({real!r})
@@ -58,48 +59,48 @@ c.Spawner.start_timeout = 30
 
 @dataclass
 class ServedHub:
-    """Started by `start`; `stop` leaves nothing."""
+    """Programs that `start` starts; `stop` removes all their traces."""
 
     instance: str
     folder: Path
-    #: Lines of `[hub]` in cluster.toml, besides ports.
+    #: Lines of `[hub]` in cluster.toml except ports.
     hub: str
-    #: Four ports from here on.
+    #: The first of four ports.
     first_port: int
     #: cluster.toml, with the ports' names in braces and `{hub}`.
     settings: str = SETTINGS
-    #: The hub's configuration, with `{real}` for the product's own and `{notebook}`.
+    #: The hub's configuration, with `{real}` for the product's and `{notebook}`.
     config: str = HUB_CONFIG
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _logs: list[IO[bytes]] = field(default_factory=list)
 
     @property
     def paths(self) -> Paths:
-        """Of its instance."""
+        """The instance's paths."""
         return Paths(self.instance)
 
     @property
     def port(self) -> int:
-        """What browsers connect to."""
+        """The browsers' port."""
         return self.first_port
 
     @property
     def cluster_file(self) -> Path:
-        """Its settings."""
+        """The settings' file."""
         return self.folder / "cluster.toml"
 
     @property
-    def cluster(self) -> settings.Cluster:
-        """Its settings, read."""
+    def cluster(self) -> settings.ClusterSettings:
+        """The parsed settings."""
         return settings.load(self.cluster_file)
 
     @property
     def password(self) -> str:
-        """Everybody's."""
+        """The password of all users."""
         return secrets.read_secret(self.paths, secrets.USER_PASSWORD)
 
     def start(self, *names: str) -> None:
-        """Start these, or proxy, broker and hub; ready when the hub answers through the proxy."""
+        """Start the given programs, or proxy, broker and hub; return when the hub answers through the proxy."""
         self._remove_state()
         ports = dict(
             zip(("port", "api_port", "broker_port", "proxy_api_port"), range(self.first_port, 10**6), strict=False)
@@ -108,22 +109,22 @@ class ServedHub:
         config = self.folder / "hub_config.py"
         notebook = ROOT / "tests" / "support" / "notebook_server.py"
         config.write_text(self.config.format(real=str(ROOT / "jupyterhub_config.py"), notebook=str(notebook)))
-        for made in (self.paths.state, self.paths.run, self.paths.log):
-            made.mkdir(parents=True, exist_ok=True)
+        for folder in (self.paths.state, self.paths.run, self.paths.log):
+            folder.mkdir(parents=True, exist_ok=True)
         secrets.ensure_secrets(self.paths)
-        certificates.ensure(self.cluster, self.paths, "127.0.0.1")
+        certificates.ensure_certificate(self.cluster, self.paths, "127.0.0.1")
         if self.cluster.has_internal_tls:
-            renewal.ensure(self.paths.internal_certificates, "127.0.0.1")
+            renewal.ensure_internal_certificates(self.paths.internal_certificates, "127.0.0.1")
         for name in names or self._commands:
             self.begin(name)
         self.wait_ready()
 
     def begin(self, name: str) -> None:
-        """Start one of them, which may have been ended before; it needs a moment."""
+        """Start a program without waiting."""
         self._start(name, self._commands[name])
 
     def end(self, name: str, how: signal.Signals = signal.SIGTERM) -> None:
-        """End one of them."""
+        """End a program."""
         process = self._running.pop(name)
         process.send_signal(how)
         process.wait(timeout=30)
@@ -139,7 +140,7 @@ class ServedHub:
         return {
             "proxy": [gpuhub, "proxy", *options],
             "broker": [gpuhub, "broker", *options],
-            "hub": [sys.executable, "-m", "gpuhub.head.hub", "-f", str(self.folder / "hub_config.py")],
+            "hub": [sys.executable, "-m", "gpuhub.ops.deploy.hub_process", "-f", str(self.folder / "hub_config.py")],
         }
 
     def _start(self, name: str, command: list[str]) -> None:
@@ -149,7 +150,7 @@ class ServedHub:
             "GPUHUB_INSTANCE": self.instance,
             "GPUHUB_CLUSTER_FILE": str(self.cluster_file),
         }
-        # As supervisord starts them: what they write is root's alone.
+        # As under supervisord, files are readable by root only.
         self._running[name] = subprocess.Popen(
             command, cwd=self.paths.state, env=environment, stdout=log, stderr=subprocess.STDOUT, umask=0o077
         )
@@ -157,7 +158,7 @@ class ServedHub:
     def _is_ready(self) -> bool:
         gone = [name for name, process in self._running.items() if process.poll() is not None]
         assert not gone, f"{gone[0]} ended:\n{self.log(gone[0])}"
-        files = certificates.find_files(self.cluster, self.paths)
+        files = certificates.find_certificate_files(self.cluster, self.paths)
         scheme, verify = (
             ("http", True) if files is None else ("https", certificates.build_pinned_context(files.certificate))
         )
@@ -168,16 +169,16 @@ class ServedHub:
         return answer.status_code == httpx.codes.OK
 
     def log(self, name: str) -> str:
-        """The end of a log."""
+        """Return the end of a log."""
         file = self.folder / f"{name}.log"
         return file.read_text(errors="replace")[-4000:] if file.exists() else ""
 
     def pid(self, name: str) -> int:
-        """Of a process that runs."""
+        """Return the id of a running process."""
         return self._running[name].pid
 
     def stop(self) -> None:
-        """End them, and remove what they kept."""
+        """End all programs and remove their files."""
         for process in reversed(self._running.values()):
             process.terminate()
         for process in self._running.values():
@@ -188,5 +189,5 @@ class ServedHub:
         self._remove_state()
 
     def _remove_state(self) -> None:
-        for made in (self.paths.state, self.paths.run, self.paths.log):
-            shutil.rmtree(made, ignore_errors=True)
+        for folder in (self.paths.state, self.paths.run, self.paths.log):
+            shutil.rmtree(folder, ignore_errors=True)

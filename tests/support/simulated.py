@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpuhub.containers.daemons import Daemons
-from gpuhub.errors import Conflict, ImageMissing, NodeUnreachable, NotFound
-from gpuhub.settings import Cluster, Node, Profile, Users
-from tests.support.execs import Execs
+from gpuhub.common.errors import Conflict, ImageMissing, NodeUnreachable, NotFound
+from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings, UserSettings
+from gpuhub.docker.client import DockerClients
+from tests.support.docker_execs import SimulatedExecs
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class SimulatedNode:
     last_line: bytes = b""
     #: Where users' homes are for what is run in their containers, and what is.
     homes: Path = Path("/nonexistent")
-    execs: Execs = field(default_factory=Execs)
+    execs: SimulatedExecs = field(default_factory=SimulatedExecs)
 
     def __post_init__(self) -> None:
         self.daemon_id = self.daemon_id or f"daemon-{self.name}"
@@ -80,7 +80,7 @@ class SimulatedNode:
             container.update(State="exited", ExitCode=137)
 
     def start(self, boot_id: str) -> None:
-        """The machine was started anew."""
+        """The machine has restarted."""
         self.boot_id, self.is_reachable = boot_id, True
 
     def print_line(self) -> bytes:
@@ -244,14 +244,14 @@ class SimulatedClient:
 
 
 def all_in(wanted: dict[str, str], labels: dict[str, str]) -> bool:
-    """Whether every wanted label is there."""
+    """Return whether the container has every wanted label."""
     return all(labels.get(key) == value for key, value in wanted.items())
 
 
-class SimulatedDaemons(Daemons):
+class SimulatedDaemons(DockerClients):
     """The daemons of simulated nodes."""
 
-    def __init__(self, nodes: Sequence[Node], simulated: dict[str, SimulatedNode], run_dir: Path) -> None:
+    def __init__(self, nodes: Sequence[NodeSettings], simulated: dict[str, SimulatedNode], run_dir: Path) -> None:
         super().__init__(nodes, instance="ghtest", run_dir=run_dir)
         self.simulated = simulated
 
@@ -267,7 +267,7 @@ class SimulatedDaemons(Daemons):
 
 
 class _Telling:
-    """Tells the node which method is called."""
+    """A Docker client that reports each called method to the node."""
 
     def __init__(self, client: SimulatedClient, node: SimulatedNode) -> None:
         self._client = client
@@ -284,22 +284,25 @@ def simulated_nodes(cards: dict[str, list[tuple[str, int]]] = CLOSET) -> dict[st
 
 
 def build_cluster(
-    cards: dict[str, list[tuple[str, int]]] = CLOSET, profiles: Sequence[Profile] = (), **parts: Any
-) -> Cluster:
+    cards: dict[str, list[tuple[str, int]]] = CLOSET, profiles: Sequence[ProfileSettings] = (), **parts: Any
+) -> ClusterSettings:
     """Settings for simulated nodes, with a profile for each model and one without a GPU."""
     models = {name.removeprefix("NVIDIA GeForce ") for of_node in cards.values() for name, _ in of_node}
-    return Cluster(
+    return ClusterSettings(
         nodes=tuple(
-            Node(name=name, address=f"127.0.1.{index}", docker=f"unix:///nowhere/{name}.sock")
+            NodeSettings(name=name, address=f"127.0.1.{index}", docker=f"unix:///nowhere/{name}.sock")
             for index, name in enumerate(cards, start=1)
         ),
         profiles=tuple(profiles)
         or (
-            *(Profile(name=model.lower().replace(" ", ""), title=model, gpu_model=model) for model in sorted(models)),
-            Profile(name="any", title="Any GPU"),
-            Profile(name="cpu", title="No GPU", gpu_count=0),
+            *(
+                ProfileSettings(name=model.lower().replace(" ", ""), title=model, gpu_model=model)
+                for model in sorted(models)
+            ),
+            ProfileSettings(name="any", title="Any GPU"),
+            ProfileSettings(name="cpu", title="No GPU", gpu_count=0),
         ),
-        **{"users": Users(allowed=("ada", "ben"), max_waiting=1000), **parts},
+        **{"users": UserSettings(allowed=("ada", "ben"), max_waiting=1000), **parts},
     )
 
 

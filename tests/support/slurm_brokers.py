@@ -1,4 +1,4 @@
-"""A real core, store and Slurm queue on a scripted Slurm: a test says when the queue looks."""
+"""A real core and store with the Slurm backend on a scripted Slurm: a test says when the backend is polled."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpuhub import gpus
-from gpuhub.broker.auth import Identity
-from gpuhub.broker.clock import Clock
-from gpuhub.broker.core import Core
-from gpuhub.broker.gpu_time import GpuTimes
-from gpuhub.broker.rows import LeaseRow
-from gpuhub.broker.schemas import JobRequest, LeaseRequest, LeaseState
-from gpuhub.broker.slurm_queue import SlurmQueue
-from gpuhub.broker.slurm_service import SlurmBroker
-from gpuhub.broker.slurm_submitting import build_engine
-from gpuhub.broker.store import Store
-from gpuhub.engines.slurm import SlurmEngine
-from gpuhub.errors import NotAllowed
-from gpuhub.nodes.inventory import GpuReading, NodeRecord, start_inventory
-from gpuhub.settings import Cluster
-from gpuhub.slurm.values import Submitter
+from gpuhub.backends.slurm.backend import SlurmBackend
+from gpuhub.backends.slurm.scheduler import SlurmScheduler
+from gpuhub.broker.controllers.backend_controller import BackendController, CoreHost
+from gpuhub.broker.db.store import Store
+from gpuhub.broker.operations.operations import BrokerOperations
+from gpuhub.broker.state import mutations
+from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker_api.schemas import JobRequest, LeaseRequest, LeaseState
+from gpuhub.common import gpu
+from gpuhub.common.errors import NotAllowed
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.domain.clock import Clock
+from gpuhub.domain.identity import Identity
+from gpuhub.domain.models import LeaseRow
+from gpuhub.nodes.inventory import GpuReading, NodeStatus, build_inventory
+from gpuhub.slurm_client.interface import SlurmClient
+from gpuhub.slurm_client.models import Submitter
 from tests.support.scripted_slurm import UIDS, ScriptedSlurm
 from tests.support.simulated import CLOSET, build_cluster
 
@@ -32,7 +33,7 @@ INSTANCE = "ghtest"
 _keys = itertools.count(1)
 
 
-def slurm_cluster(cards: dict[str, list[tuple[str, int]]] = CLOSET, **parts: Any) -> Cluster:
+def slurm_cluster(cards: dict[str, list[tuple[str, int]]] = CLOSET, **parts: Any) -> ClusterSettings:
     """The practice closet's settings, with Slurm as the engine."""
     return build_cluster(cards, engine="slurm", **parts)
 
@@ -44,14 +45,24 @@ async def find_submitter(owner: str) -> Submitter:
     return Submitter(name=owner, uid=UIDS[owner], gid=UIDS[owner])
 
 
+def build_backend(cluster: ClusterSettings, slurm: SlurmClient) -> SlurmBackend:
+    """The backend on this Slurm, for the users that have accounts."""
+    return SlurmBackend(cluster, slurm, instance=INSTANCE, find_submitter=find_submitter)
+
+
 @dataclass(slots=True)
 class Desk:
     """One life of a broker, asked as users and the keeper would."""
 
-    core: Core
-    engine: SlurmEngine
-    queue: SlurmQueue
-    broker: SlurmBroker
+    core: BrokerState
+    backend: SlurmBackend
+    controller: BackendController
+    broker: BrokerOperations
+
+    @property
+    def scheduler(self) -> SlurmScheduler:
+        """What grants leases."""
+        return self.backend.scheduler
 
     async def ask(self, owner: str = "ada", profile: str = "rtx5090", **parts: Any) -> LeaseRow:
         """A notebook's lease, for a server of its own."""
@@ -68,7 +79,7 @@ class Desk:
 
     def lease(self, lease_id: str) -> LeaseRow:
         """As it is now, ended or not."""
-        found = self.core.ledger.snapshot.leases.get(lease_id) or self.core.store.lease(lease_id)
+        found = self.core.ledger.snapshot.leases.get(lease_id) or self.core.store.get_lease(lease_id)
         assert found is not None
         return found
 
@@ -78,15 +89,15 @@ class Desk:
 
     async def settle(self, lease: LeaseRow, slurm: ScriptedSlurm) -> LeaseRow:
         """Submit it, start it, grant it."""
-        await self.queue.step()
+        await self.controller.step()
         slurm.start(self.lease(lease.id).slurm_job)
-        await self.queue.step()
+        await self.controller.step()
         return self.lease(lease.id)
 
     async def prove_gone(self, lease_id: str) -> None:
         """The nodes show no container of it."""
         for node in self.lease(lease_id).nodes:
-            await self.core.prove_gone([lease_id], node)
+            await self.core.ledger.change(mutations.prove_released([lease_id], node))
 
 
 @dataclass(slots=True)
@@ -94,38 +105,40 @@ class Site:
     """What outlives brokers."""
 
     folder: Path
-    cluster: Cluster = field(default_factory=slurm_cluster)
+    cluster: ClusterSettings = field(default_factory=slurm_cluster)
     cards: dict[str, list[tuple[str, int]]] = field(default_factory=lambda: dict(CLOSET))
     slurm: ScriptedSlurm = field(default_factory=ScriptedSlurm)
     clock: Clock = field(default_factory=Clock)
 
     async def start(self, store: Store | None = None) -> Desk:
         """A broker on the store that is there, without its loops, on nodes that have been read."""
-        engine = build_engine(self.cluster, INSTANCE)
+        backend = build_backend(self.cluster, self.slurm)
         store = store or Store.open_file(self.folder / "broker.sqlite")
-        inventory = start_inventory(self.cluster, {})
-        core = Core(cluster=self.cluster, store=store, engine=engine, inventory=inventory, clock=self.clock)
-        await core.take_up()
-        queue = SlurmQueue(core, engine, self.slurm, instance=INSTANCE, find_submitter=find_submitter)
-        desk = Desk(core, engine, queue, SlurmBroker(core, engine, queue, GpuTimes(self.slurm, self.clock)))
+        inventory = build_inventory(self.cluster, {})
+        core = BrokerState(
+            cluster=self.cluster, store=store, scheduler=backend.scheduler, inventory=inventory, clock=self.clock
+        )
+        await backend.setup(CoreHost(core))
+        await core.start()
+        desk = Desk(core, backend, BackendController(core, backend), BrokerOperations(core, backend))
         for node in self.cluster.nodes:
             await core.observe(self.record(node.name))
         return desk
 
-    def record(self, name: str, **changes: Any) -> NodeRecord:
+    def record(self, name: str, **changes: Any) -> NodeStatus:
         """A node that answers, as it was read."""
-        return NodeRecord(
+        return NodeStatus(
             name=name,
             is_up=True,
-            is_settled=True,
+            is_reconciled=True,
             daemon_id=f"daemon-{name}",
             boot_id=f"boot-{name}",
             driver="580.95.05",
             gpus=tuple(
-                GpuReading(uuid=f"GPU-{name}-{index}", index=index, model=gpus.short_model(model), memory_mib=mib)
+                GpuReading(uuid=f"GPU-{name}-{index}", index=index, model=gpu.shorten_model(model), memory_mib=mib)
                 for index, (model, mib) in enumerate(self.cards[name])
             ),
-            is_known=True,
+            has_readings=True,
             read_at=self.clock.monotonic(),
         ).evolve(**changes)
 

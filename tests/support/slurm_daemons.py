@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuhub.closet.slurm_files import SlurmFiles
+from gpuhub_closet.slurm_config import SlurmConfig
 
 DEADLINE_S = 60.0
 #: The user as whom slurmrestd runs: it refuses root, and Slurm's own user.
@@ -22,7 +22,7 @@ REST_USER = ("slurmrest", 61099)
 class Daemons:
     """munged, slurmctld, a slurmd by each node's name, and where asked for mariadbd, slurmdbd and slurmrestd."""
 
-    files: SlurmFiles
+    files: SlurmConfig
     #: Where slurmrestd listens; None without it.
     rest_url: str | None
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)

@@ -14,10 +14,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gpuhub.closet import slurm_files
-from gpuhub.closet.slurm_files import SlurmAccounting, SlurmFiles, SlurmNode, SlurmPartition, SlurmUser
-from gpuhub.slurm.table import Slurm
-from gpuhub.slurm.values import Submitter
+from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.slurm_client.models import Submitter
+from gpuhub_closet import slurm_config
+from gpuhub_closet.slurm_config import (
+    SlurmAccount,
+    SlurmAccountingConfig,
+    SlurmConfig,
+    SlurmNodeConfig,
+    SlurmPartitionConfig,
+)
 from tests.support.slurm_daemons import DEADLINE_S, REST_USER, Daemons, wait
 
 #: The closet's cards, a node each.
@@ -35,10 +41,10 @@ class SlurmSite:
     """A running Slurm."""
 
     daemons: Daemons
-    users: Mapping[str, SlurmUser]
+    users: Mapping[str, SlurmAccount]
 
     @property
-    def files(self) -> SlurmFiles:
+    def files(self) -> SlurmConfig:
         """What its settings were made of."""
         return self.daemons.files
 
@@ -47,10 +53,10 @@ class SlurmSite:
         """Settings, state, logs: Slurm's own, and `NAME.out` of each daemon."""
         return self.files.folder
 
-    def table(self, **further: object) -> Slurm:
+    def table(self, **further: object) -> SlurmSettings:
         """`[slurm]` of a cluster.toml for this site; by Slurm's commands unless said otherwise."""
         url, key = self.daemons.rest_url, self.files.jwt_key
-        return Slurm.model_validate({"conf": self.files.conf, "rest_url": url, "rest_key": key, **further})
+        return SlurmSettings.model_validate({"conf": self.files.conf, "rest_url": url, "rest_key": key, **further})
 
     def submitter(self, name: str) -> Submitter:
         """A user of the site as one who submits."""
@@ -61,7 +67,7 @@ class SlurmSite:
 
     def run(self, *command: str, user: str | None = None, given: str = "") -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's commands as a user of the site, in their home; as root without one. It may fail."""
-        known = self.users[user] if user else SlurmUser(name="root", uid=0, home=self.folder)
+        known = self.users[user] if user else SlurmAccount(name="root", uid=0, home=self.folder)
         return subprocess.run(
             command,
             input=given,
@@ -141,24 +147,24 @@ def slurm_site(
     has_rest: bool = False,
     cpus: int = 8,
     memory_mib: int = 16000,
-    partitions: Sequence[SlurmPartition] = (SlurmPartition(),),
+    partitions: Sequence[SlurmPartitionConfig] = (SlurmPartitionConfig(),),
     epilog: Path | None = None,
     kill_wait_s: int = 5,
     min_job_age_s: int = 300,
-    scheduler: str = slurm_files.SCHEDULER,
+    scheduler: str = slurm_config.SCHEDULER,
     further: Sequence[str] = (),
 ) -> Iterator[SlurmSite]:
     """A Slurm of the cluster `gpuhub-test` with all its nodes idle; nothing is left of it afterwards.
 
     Args:
         port: slurmctld's on loopback. The nodes sx1, sx2, … have the next ones, then come slurmdbd and slurmrestd.
-        nodes: for each the types of its GPUs by index, as `closet.slurm_files.SlurmNode` has them.
+        nodes: for each the types of its GPUs by index, as `gpuhub_closet.slurm_config.SlurmNodeConfig` has them.
         users: names and numbers.
         has_accounts: slurmdbd and a MariaDB, with an account `lab` that all users are in.
         has_rest: slurmrestd, and tokens.
         cpus: of each node, whatever this machine has.
         memory_mib: of each node, whatever this machine has.
-        partitions: as in `closet.slurm_files`.
+        partitions: as in `gpuhub_closet.slurm_config`.
         epilog: run as root at each job's end.
         kill_wait_s: between SIGTERM and SIGKILL.
         min_job_age_s: how long slurmctld tells of ended jobs.
@@ -174,10 +180,10 @@ def slurm_site(
         # munged wants its socket's folder reachable by everybody.
         folder.chmod(0o711)
         last = port + len(nodes)
-        files = SlurmFiles(
+        files = SlurmConfig(
             cluster="gpuhub-test",
             nodes=tuple(
-                SlurmNode(
+                SlurmNodeConfig(
                     name=f"sx{number}",
                     address="127.0.0.1",
                     port=port + number,
@@ -193,14 +199,14 @@ def slurm_site(
             port=port,
             partitions=tuple(partitions),
             epilog=epilog,
-            accounting=SlurmAccounting(port=last + 1) if has_accounts else None,
+            accounting=SlurmAccountingConfig(port=last + 1) if has_accounts else None,
             jwt_key=folder / "jwt.key" if has_rest else None,
             kill_wait_s=kill_wait_s,
             min_job_age_s=min_job_age_s,
-            scheduler=scheduler,
-            further=tuple(further),
+            scheduler_parameters=scheduler,
+            extra_lines=tuple(further),
         )
-        known = {name: SlurmUser(name=name, uid=uid, home=folder / "homes" / name) for name, uid in users.items()}
+        known = {name: SlurmAccount(name=name, uid=uid, home=folder / "homes" / name) for name, uid in users.items()}
         daemons = Daemons(files, f"http://127.0.0.1:{last + 2}" if has_rest else None)
         site = SlurmSite(daemons, known)
         _prepare(site)
@@ -229,22 +235,22 @@ def _prepare(site: SlurmSite) -> None:
     for user in site.users.values():
         user.home.mkdir(mode=0o700)
         shutil.chown(user.home, user.uid, user.uid)
-    rest = SlurmUser(name=REST_USER[0], uid=REST_USER[1], home=files.folder)
+    rest = SlurmAccount(name=REST_USER[0], uid=REST_USER[1], home=files.folder)
     etc = files.folder / "etc"
     subprocess.run(["cp", "-a", "/etc", etc], check=True)
     passwd, group = etc / "passwd", etc / "group"
-    known = slurm_files.format_accounts(passwd.read_text(), group.read_text(), [*site.users.values(), rest])
+    known = slurm_config.format_accounts(passwd.read_text(), group.read_text(), [*site.users.values(), rest])
     passwd.write_text(known[0])
     group.write_text(known[1])
     for path in (files.munge_socket.with_suffix(".key"), files.jwt_key):
         if path is not None:
             path.touch(mode=0o600)
             path.write_bytes(secrets.token_bytes(1024))
-    files.conf.write_text(slurm_files.format_slurm_conf(files))
-    files.gres_conf.write_text(slurm_files.format_gres_conf(files))
+    files.conf.write_text(slurm_config.format_slurm_conf(files))
+    files.gres_conf.write_text(slurm_config.format_gres_conf(files))
     if files.accounting is not None:
         files.slurmdbd_conf.touch(mode=0o600)
-        files.slurmdbd_conf.write_text(slurm_files.format_slurmdbd_conf(files))
+        files.slurmdbd_conf.write_text(slurm_config.format_slurmdbd_conf(files))
 
 
 def _start(site: SlurmSite) -> None:

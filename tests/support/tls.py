@@ -1,4 +1,4 @@
-"""A certificate of one's own making, for servers on the loopback."""
+"""A self-signed certificate for servers on the loopback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cryptography.x509.oid import NameOID
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Certificate, which is its own authority, and key, as PEM."""
+    """Make a self-signed certificate and its key, as PEM files."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.now(UTC)

@@ -24,7 +24,7 @@ class Client:
     broker: httpx.Client
 
     def ask(self, web: httpx.Client, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and answer; 503 where nobody answers."""
+        """Return status and answer; 503 without an answer."""
         try:
             answer = web.request(method, path, content=None if body is None else json.dumps(body))
         except httpx.TransportError:
@@ -33,17 +33,17 @@ class Client:
         return answer.status_code, answer.json() if is_json else answer.text
 
     def servers(self) -> dict[str, dict[str, Any]] | None:
-        """The user's servers by name; None while the hub does not tell."""
+        """Return the user's servers by name; None while the hub does not answer."""
         status, found = self.ask(self.hub, "GET", f"/users/{self.name}")
         return found["servers"] if status == 200 else None
 
     def start(self, server: str, profile: str) -> None:
-        """Ask for a server, until somebody has heard it."""
+        """Request a server until the hub accepts it."""
         path = f"/users/{self.name}/servers/{server}"
         self._until_heard(lambda: self.ask(self.hub, "POST", path, {"profile": profile}))
 
     def stop(self, server: str) -> None:
-        """Ask for its end, until somebody has heard it; its name does not count any more."""
+        """Request the server's end until the hub accepts it; its name no longer counts."""
         path = f"/users/{self.name}/servers/{server}"
         self._until_heard(lambda: self.ask(self.hub, "DELETE", path, {"remove": True}))
 
@@ -53,7 +53,7 @@ class Client:
         return [name for name, server in found["servers"].items() if server["stopped"]] if status == 200 else []
 
     def is_ready(self, server: str) -> bool:
-        """Whether the hub calls it ready."""
+        """Return whether the hub reports it as ready."""
         return bool(((self.servers() or {}).get(server) or {}).get("ready"))
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ def log_in(address: str, name: str, password: str) -> Client:
 
 
 def with_token(address: str, name: str, token: str) -> Client:
-    """Somebody who shows this token to hub and broker."""
+    """A user who sends this token to hub and broker."""
     headers = {"Authorization": f"token {token}", "Content-Type": "application/json"}
 
     def web(path: str) -> httpx.Client:

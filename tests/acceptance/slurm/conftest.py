@@ -1,30 +1,30 @@
-"""Users of the product with Slurm as its engine: clients of the hub, and of Slurm itself."""
+"""Fixtures of the tests with Slurm as the backend: clients of the hub and of Slurm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
+from tests.acceptance.slurm.servers import stop
+from tests.acceptance.slurm.slurm_commands import SlurmCommands, SlurmObserver
+from tests.support.browser import Product
+from tests.support.product import wait_for
 from tests.support.users import Client, log_in
-
-from ..conftest import Product, wait_for
-from .queue import Queue, SlurmObserver
 
 #: Servers that several tests of a module use.
 SHARED = {"anchor", "limited"}
 
 
 @pytest.fixture(scope="package")
-def queue(product: Product) -> Queue:
+def queue(product: Product) -> SlurmCommands:
     """Slurm's commands."""
-    return Queue(product)
+    return SlurmCommands(product)
 
 
 @pytest.fixture(autouse=True)
-def tidy(queue: Queue, ada: Client, ben: Client) -> Iterator[None]:
-    """No test leaves plain users' jobs or a server to the next one, but those that several share."""
+def tidy(queue: SlurmCommands, ada: Client, ben: Client) -> Iterator[None]:
+    """Remove the test's plain jobs and servers, except servers that several tests share."""
     yield
     queue.end_plain_jobs()
     for client in (ada, ben):
@@ -33,8 +33,8 @@ def tidy(queue: Queue, ada: Client, ben: Client) -> Iterator[None]:
 
 
 @pytest.fixture(scope="package")
-def observer(product: Product, queue: Queue) -> Iterator[SlurmObserver]:
-    """Watches during all these tests: no GPU may be used twice."""
+def observer(product: Product, queue: SlurmCommands) -> Iterator[SlurmObserver]:
+    """Watches GPUs during all these tests: none may be used twice."""
     observer = SlurmObserver(queue.plan, product.paths, queue=queue)
     observer.begin()
     yield observer
@@ -44,11 +44,11 @@ def observer(product: Product, queue: Queue) -> Iterator[SlurmObserver]:
 
 @pytest.fixture(scope="package", autouse=True)
 def watched(observer: SlurmObserver) -> None:
-    """Every test here is watched."""
+    """Have every test here watched."""
 
 
 def user(product: Product, name: str) -> Iterator[Client]:
-    """A user with a token, whose servers are gone in the end."""
+    """Yield a client of a user and remove the user's servers afterwards."""
     client = log_in(product.address, name, product.password)
     yield client
     for server in client.servers() or {}:
@@ -65,37 +65,5 @@ def ada(product: Product) -> Iterator[Client]:
 
 @pytest.fixture(scope="package")
 def ben(product: Product) -> Iterator[Client]:
-    """Another, who also knows sbatch."""
+    """A user of notebooks and sbatch."""
     yield from user(product, "ben")
-
-
-def lease_of(client: Client, server: str) -> dict[str, Any]:
-    """The open lease of a user's server; empty for none."""
-    status, rows = client.ask(client.broker, "GET", "/leases")
-    return next((row for row in rows if row["subject"] == server), {}) if status == 200 else {}
-
-
-def find_lease(client: Client, lease: str) -> dict[str, Any]:
-    """A lease that may have ended."""
-    status, row = client.ask(client.broker, "GET", f"/leases/{lease}")
-    assert status == 200, row
-    return dict(row)
-
-
-def start(client: Client, server: str, profile: str) -> dict[str, Any]:
-    """A server that can be used, and its lease."""
-    client.start(server, profile)
-    wait_for(lambda: client.is_ready(server), lambda: f"{server} is ready: {lease_of(client, server)}", deadline_s=60)
-    return lease_of(client, server)
-
-
-def stop(client: Client, server: str) -> None:
-    """Until nothing is left of it."""
-    client.stop(server)
-    wait_for(lambda: is_gone(client, server), f"{server} is gone", deadline_s=60)
-
-
-def is_gone(client: Client, server: str) -> bool:
-    """Whether the hub says that it does not run."""
-    servers = client.servers()
-    return servers is not None and server not in servers

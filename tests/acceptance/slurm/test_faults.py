@@ -1,4 +1,4 @@
-"""Slurm's daemons killed, a node lost, hub and broker killed: a server is lost only when Slurm says that its job ended."""
+"""Killed daemons of Slurm, a lost node, a killed hub and broker: a server is lost only when Slurm ends its job."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from gpuhub import settings
-from gpuhub.closet import daemons, lifecycle, slurm_daemons
+from gpuhub.config import settings
+from gpuhub_closet import docker_daemons, slurm_daemons
+from tests.acceptance.slurm.servers import find_lease, is_gone, lease_of, start, stop
+from tests.acceptance.slurm.slurm_commands import SlurmObserver
+from tests.support.browser import INSTANCE, Product
+from tests.support.product import ROOT, wait_for
 from tests.support.users import Client
-
-from ..conftest import INSTANCE, ROOT, Product, wait_for
-from .conftest import find_lease, is_gone, lease_of, start, stop
-from .queue import SlurmObserver
 
 
 @pytest.fixture(scope="module")
 def anchor(ada: Client, observer: SlurmObserver) -> Iterator[str]:
-    """The container of a server that must live on."""
+    """A server's container that must survive every fault."""
     lease = start(ada, "anchor", "rtx5090")
     (seen,) = [seen for seen in observer.running() if seen.lease == lease["id"]]
     yield seen.id
@@ -30,7 +30,7 @@ def anchor(ada: Client, observer: SlurmObserver) -> Iterator[str]:
 
 
 def answers(product: Product) -> bool:
-    """Whether the anchor can be used."""
+    """Return whether the anchor's server answers."""
     with suppress(httpx.TransportError):
         answer = httpx.get(f"{product.address}/user/ada/anchor/api", trust_env=False, timeout=10)
         return answer.status_code == 200
@@ -38,23 +38,23 @@ def answers(product: Product) -> bool:
 
 
 def check_anchor(product: Product, observer: SlurmObserver, anchor: str, ada: Client) -> None:
-    """It is the same one, and its lease is open."""
-    # A daemon or broker that is slow for a moment tells nothing; a notebook that is lost stays so.
+    """Check that the anchor is the same container and its lease is open."""
+    # A slow daemon or broker is retried; a lost notebook would stay lost.
     wait_for(lambda: anchor in {seen.id for seen in observer.running()}, "the notebook is there")
     wait_for(lambda: lease_of(ada, "anchor").get("state") == "active", "its lease is open")
     wait_for(lambda: answers(product), "it answers")
 
 
 def kill(product: Product, name: str) -> None:
-    """SIGKILL, and return when it runs anew."""
+    """Kill a daemon with SIGKILL and wait until it runs again."""
     before = product.supervisor.pid(name)
     os.kill(before, signal.SIGKILL)
-    wait_for(lambda: product.supervisor.pid(name) not in (0, before), f"{name} is started anew")
+    wait_for(lambda: product.supervisor.pid(name) not in (0, before), f"{name} is started again")
 
 
 @pytest.mark.parametrize("name", ["slurmctld", "slurmd-rig1", "munged"])
-def test_a_killed_daemon_of_slurm_harms_nobody(product, observer, queue, ada, ben, anchor, name):
-    """The notebook stays while it is away, and servers start again when it is back."""
+def test_killed_slurm_daemon_ends_no_server(product, observer, queue, ada, ben, anchor, name):
+    """The notebook keeps running without the daemon, and servers start again with it."""
     running = lease_of(ada, "anchor")["slurm_job"]
     queue.wait_saved(running)
     kill(product, name)
@@ -65,17 +65,17 @@ def test_a_killed_daemon_of_slurm_harms_nobody(product, observer, queue, ada, be
     assert queue.state(running) == "RUNNING"
 
 
-def test_hub_and_broker_are_killed_while_a_server_waits(product, observer, queue, ada, ben, anchor):
-    """Its job is found again, not submitted a second time, and the server starts when its turn comes."""
+def test_hub_and_broker_are_killed_while_a_server_is_queued(product, observer, queue, ada, ben, anchor):
+    """The server's job is found again instead of submitted twice, and it starts when its turn comes."""
     job = queue.submit("ben", "--gres=gpu:rtx5060:1")
     wait_for(lambda: queue.state(job) == "RUNNING", "the plain job runs")
     ben.start("waiting", "rtx5060")
     wait_for(lambda: lease_of(ben, "waiting").get("slurm_job"), "the request is in Slurm's queue")
-    waits = [row.id for row in queue.ours() if row.state == "PENDING"]
+    waits = [row.id for row in queue.list_lease_jobs() if row.state == "PENDING"]
     for name in ("hub", "broker"):
         kill(product, name)
     wait_for(lambda: lease_of(ben, "waiting"), "hub and broker answer again", deadline_s=60)
-    assert [row.id for row in queue.ours() if row.state == "PENDING"] == waits
+    assert [row.id for row in queue.list_lease_jobs() if row.state == "PENDING"] == waits
     queue.ask("scancel", str(job), user="ben")
     wait_for(lambda: ben.is_ready("waiting"), "the server has started", deadline_s=90)
     assert lease_of(ben, "waiting")["slurm_job"] == waits[0]
@@ -84,17 +84,17 @@ def test_hub_and_broker_are_killed_while_a_server_waits(product, observer, queue
 
 
 def test_a_node_is_lost(product, observer, queue, ada, ben, anchor):
-    """Its server ends with a reason, others stay; and it takes work again when it is back."""
+    """The node's server ends with a reason, others keep running, and the node takes work again when it returns."""
     lease = start(ben, "unlucky", "rtx5070")
     for name in ("slurmd-rig2", "rig2"):
         product.supervisor.stop(name)
-    for pid in daemons.processes(queue.plan, queue.plan.node("rig2")):
+    for pid in docker_daemons.find_processes(queue.plan, queue.plan.node("rig2")):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     wait_for(lambda: queue.state(lease["slurm_job"]) != "RUNNING", "Slurm misses the node", deadline_s=120)
     for name in ("rig2", "slurmd-rig2"):
         product.supervisor.ensure_started(name)
-    lifecycle.wait_ready(queue.plan, product.paths)
+    docker_daemons.wait_ready(queue.plan, product.paths)
     slurm_daemons.wait_ready(queue.plan, product.paths)
     wait_for(lambda: is_gone(ben, "unlucky"), "its server has ended", deadline_s=90)
     assert find_lease(ben, lease["id"])["reason"]
@@ -103,8 +103,8 @@ def test_a_node_is_lost(product, observer, queue, ada, ben, anchor):
     stop(ben, "lucky")
 
 
-def test_the_engine_cannot_change_while_it_runs(product):
-    """`make up` with another engine says what to do first, and changes nothing; without a word it keeps this one."""
+def test_backend_cannot_change_while_it_runs(product):
+    """`make up` with another backend is refused with the remedy; without one it keeps the current backend."""
     before = {name: product.supervisor.pid(name) for name in product.supervisor.states()}
     command = [ROOT / ".venv/bin/gpuhub", "up", "--instance", INSTANCE, "--engine", "builtin"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)

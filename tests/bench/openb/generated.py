@@ -1,8 +1,8 @@
-"""A small trace of OpenB's shape, made up by a seeded generator, so that the benchmarks run anywhere.
+"""A small trace of OpenB's shape from a seeded generator, so that the benchmarks run anywhere.
 
-The same columns with the same meaning; models, sizes and proportions are like OpenB's, the numbers are made up: mostly
-nodes with 8 GPUs and little CPU, some with 2 GPUs and much; half of the tasks for one whole GPU, a third for a part,
-few for several, some for none, some for certain models; lengths with a long tail; and more and more arrivals.
+Columns, models, sizes and proportions are like OpenB's: mostly nodes with 8 GPUs and little CPU, some with 2 GPUs and
+much; half of the tasks for one whole GPU, a third for a part, few for several, some for none, some for certain models;
+run times with a long tail; and an increasing arrival rate.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-#: How often, model, GPUs, CPU in thousandths of a core, memory in MiB.
+#: Count, model, GPUs, CPU in thousandths of a core, memory in MiB.
 _NODES = (
     (28, "G2", 8, 96000, 393216),
     (18, "T4", 2, 104000, 524288),
@@ -19,7 +19,7 @@ _NODES = (
     (3, "V100M16", 4, 32000, 131072),
     (2, "V100M32", 8, 96000, 786432),
 )
-#: How often, GPUs, thousandths of each, and what goes with it.
+#: Weight, GPUs, thousandths of each.
 _SHAPES = (
     (48.0, 1, 1000),
     (13.0, 1, 810),
@@ -34,7 +34,7 @@ _SHAPES = (
     (0.3, 8, 1000),
     (13.0, 0, 0),
 )
-#: How often, CPU in thousandths of a core, memory in MiB: for each GPU, or for a task without one.
+#: Weight, CPU in thousandths of a core, memory in MiB: for each GPU, or for a task without one.
 _NEEDS = (
     (12.0, 3152, 5600),
     (18.0, 11300, 49152),
@@ -44,7 +44,7 @@ _NEEDS = (
     (5.0, 18708, 64512),
     (3.0, 14200, 58368),
 )
-#: How often, allowed models.
+#: Weight, allowed models.
 _SPECS = ((94.0, ""), (3.0, "T4|P100"), (2.0, "V100M32"), (1.0, "G2|G3"))
 _PODS = 1500
 #: Seconds from the first task to the last.
@@ -53,7 +53,7 @@ _SEED = 2023
 
 
 def node_rows() -> Iterator[dict[str, str]]:
-    """60 nodes."""
+    """Yield the 60 nodes."""
     number = 0
     for count, model, gpus, cpu_milli, memory_mib in _NODES:
         for _ in range(count):
@@ -68,7 +68,7 @@ def node_rows() -> Iterator[dict[str, str]]:
 
 
 def pod_rows(seed: int = _SEED) -> Iterator[dict[str, str]]:
-    """1,500 tasks."""
+    """Yield the 1,500 tasks."""
     draw = random.Random(seed)
     for number in range(_PODS):
         _, gpus, milli = draw.choices(_SHAPES, [shape[0] for shape in _SHAPES])[0]

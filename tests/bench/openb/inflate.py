@@ -1,8 +1,8 @@
-"""The FGD paper's way to fill a cluster: tasks drawn at random from a trace, placed one by one, and none ever ends.
+"""The FGD paper's method to fill a cluster: tasks drawn at random from a trace are placed one by one and never end.
 
-Weng et al. (USENIX ATC 2023, section 6.1) draw until the GPUs asked for are so many times the cluster's; their published
-runs go on to 1.3 times and read the unallocated GPUs at every percent. A task that fits nowhere is dropped. CPU and
-memory are counted as the trace gives them, and tasks without a GPU are placed too.
+Weng et al. (USENIX ATC 2023, section 6.1) draw until the requested GPUs are a multiple of the cluster's; their
+published runs end at 1.3 times and read the unallocated GPUs at every percent. A task that fits nowhere is dropped. CPU
+and memory are counted as the trace has them, and tasks without a GPU are placed too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpuhub.engines.placement import WHOLE, Choice, Demand, NodeState, Policy
+from gpuhub.scheduler.demand import WHOLE, NodeDemand
+from gpuhub.scheduler.placement import FreeCapacity, PlacementChoice, PlacementPolicy
 from tests.bench.openb.trace import Task, Trace
 
 
@@ -19,14 +20,14 @@ from tests.bench.openb.trace import Task, Trace
 class Filled:
     """A cluster after inflation."""
 
-    nodes: tuple[NodeState, ...]
-    #: GPUs that nobody got, in whole GPUs: when as many were asked for as there are, and at the end.
+    nodes: tuple[FreeCapacity, ...]
+    #: Unallocated GPUs, in whole GPUs: when the requested GPUs equal the cluster's, and at the end.
     unallocated_when_full: float
     unallocated: float
 
 
 def draw(trace: Trace, seed: int, ratio: float) -> list[Task]:
-    """Tasks at random, with replacement, until they ask for `ratio` times the cluster's GPUs."""
+    """Draw tasks at random, with replacement, until they request `ratio` times the cluster's GPUs."""
     chance = random.Random(seed)
     target, asked = ratio * trace.gpus * WHOLE, 0
     drawn: list[Task] = []
@@ -36,13 +37,13 @@ def draw(trace: Trace, seed: int, ratio: float) -> list[Task]:
     return drawn
 
 
-def size(demand: Demand) -> int:
-    """Thousandths of GPUs that a demand takes."""
+def size(demand: NodeDemand) -> int:
+    """Return the thousandths of GPUs that a demand takes."""
     return demand.gpus * demand.milli
 
 
-def place(node: NodeState, demand: Demand, choice: Choice) -> NodeState:
-    """The node with the demand on it."""
+def place(node: FreeCapacity, demand: NodeDemand, choice: PlacementChoice) -> FreeCapacity:
+    """Return the node with the demand placed."""
     free = list(node.free)
     for at in choice.gpus:
         free[at] -= demand.milli
@@ -55,8 +56,8 @@ def place(node: NodeState, demand: Demand, choice: Choice) -> NodeState:
     )
 
 
-def give_back(node: NodeState, demand: Demand, choice: Choice) -> NodeState:
-    """The node without the demand on it."""
+def release(node: FreeCapacity, demand: NodeDemand, choice: PlacementChoice) -> FreeCapacity:
+    """Return the node with the demand released."""
     free = list(node.free)
     for at in choice.gpus:
         free[at] += demand.milli
@@ -69,8 +70,10 @@ def give_back(node: NodeState, demand: Demand, choice: Choice) -> NodeState:
     )
 
 
-def fill(nodes: Sequence[NodeState], tasks: Sequence[Task], policy: Policy, *, ties: random.Random | None) -> Filled:
-    """Place the tasks in their order, each on the node of least rank; among equals the first, or one by `ties`."""
+def fill(
+    nodes: Sequence[FreeCapacity], tasks: Sequence[Task], policy: PlacementPolicy, *, ties: random.Random | None
+) -> Filled:
+    """Place the tasks in order, each on the node of least rank; ties go to the first node, or to one drawn by `ties`."""
     cluster = Cluster(nodes, policy)
     capacity = sum(len(node.cards) for node in nodes) * WHOLE
     asked = placed = 0
@@ -90,18 +93,18 @@ def fill(nodes: Sequence[NodeState], tasks: Sequence[Task], policy: Policy, *, t
 
 
 class Cluster:
-    """Nodes and, for each demand seen, each node's choice: only what changed since is asked of the policy again."""
+    """Nodes, with each node's choice cached by demand, so that the policy only sees nodes that have changed."""
 
-    def __init__(self, nodes: Sequence[NodeState], policy: Policy) -> None:
+    def __init__(self, nodes: Sequence[FreeCapacity], policy: PlacementPolicy) -> None:
         self.nodes = list(nodes)
         self._policy = policy
-        #: Nodes in the order in which they changed.
+        #: Indices of nodes in the order in which they changed.
         self._changes: list[int] = []
-        #: By demand: choices by node, and how many changes they know of.
-        self._choices: dict[Demand, tuple[list[Choice | None], int]] = {}
+        #: By demand: choices by node, and the number of changes that they include.
+        self._choices: dict[NodeDemand, tuple[list[PlacementChoice | None], int]] = {}
 
-    def put(self, demand: Demand, ties: random.Random | None) -> bool:
-        """Place a demand on the node of least rank; False when it fits nowhere."""
+    def put(self, demand: NodeDemand, ties: random.Random | None) -> bool:
+        """Place a demand on the node of least rank; return False when it fits nowhere."""
         choices = self._up_to_date(demand)
         ranks = [(choice.rank, at) for at, choice in enumerate(choices) if choice is not None]
         if not ranks:
@@ -115,7 +118,7 @@ class Cluster:
         self._changes.append(at)
         return True
 
-    def _up_to_date(self, demand: Demand) -> list[Choice | None]:
+    def _up_to_date(self, demand: NodeDemand) -> list[PlacementChoice | None]:
         known = self._choices.get(demand)
         if known is None:
             choices = [self._policy.choose(node, demand) for node in self.nodes]

@@ -1,7 +1,7 @@
 """Placement on a cluster filled by the FGD paper's method: unallocated GPUs under the product's policy and others.
 
-Every policy places the same drawn tasks. All policies know of the workload what FGD's authors gave theirs: the most
-frequent demands that make up 95 % of the trace. None knows the order.
+Every policy places the same drawn tasks and knows the same about the workload as in the paper: the most frequent
+demands that make up 95 % of the trace. None knows the order.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 
-from gpuhub.engines.placement import Policy
-from gpuhub.engines.policies import make_policy
+from gpuhub.scheduler.placement import PlacementPolicy, make_least_waste
 from tests.bench.openb import baselines, inflate, trace
 from tests.bench.openb.inflate import Filled
 from tests.bench.openb.trace import Trace
 
-#: How far to go on, in GPUs asked for over GPUs: the published runs stop here.
+#: Requested GPUs over the cluster's at the end, as in the published runs.
 RATIO = 1.3
 SEEDS = 10
 
-MAKERS: dict[str, Callable[[Trace], Policy]] = {
-    "ours": lambda of: make_policy(trace.typical(of.tasks)),
+MAKERS: dict[str, Callable[[Trace], PlacementPolicy]] = {
+    "ours": lambda of: make_least_waste(trace.typical(of.tasks)),
     "fgd": lambda of: baselines.FragmentationGradientDescent(trace.typical(of.tasks)),
     "best_fit": lambda of: baselines.best_fit(of.nodes),
     "first_fit": lambda of: baselines.FirstFit(),
@@ -35,9 +34,12 @@ MAKERS: dict[str, Callable[[Trace], Policy]] = {
 
 
 def measure(seeds: int = SEEDS) -> Iterator[tuple[str, float, str]]:
-    """Figures as name, value and unit: means over so many seeds."""
-    of = trace.load()
-    print(f"placement: trace {of.name}: {len(of.nodes)} nodes, {of.gpus} GPUs, {len(of.tasks)} tasks", file=sys.stderr)
+    """Yield figures as name, value and unit; means over the seeds."""
+    loaded = trace.load()
+    print(
+        f"placement: trace {loaded.name}: {len(loaded.nodes)} nodes, {loaded.gpus} GPUs, {len(loaded.tasks)} tasks",
+        file=sys.stderr,
+    )
     filled = fill_all(tuple(MAKERS), seeds)
     when_full = {name: [run.unallocated_when_full for run in runs] for name, runs in filled.items()}
     means = {name: statistics.fmean(values) for name, values in when_full.items()}
@@ -56,7 +58,7 @@ def measure(seeds: int = SEEDS) -> Iterator[tuple[str, float, str]]:
 
 
 def fill_all(names: tuple[str, ...], seeds: int) -> dict[str, list[Filled]]:
-    """The trace's cluster, filled with each policy and seed; by as many processes as there are processors."""
+    """Fill the trace's cluster with each policy and seed, with one process for each processor."""
     jobs = [(name, seed) for name in names for seed in range(seeds)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
@@ -64,8 +66,8 @@ def fill_all(names: tuple[str, ...], seeds: int) -> dict[str, list[Filled]]:
     return {name: [run for (of, _), run in zip(jobs, filled, strict=True) if of == name] for name in names}
 
 
-def fill_one(of: Trace, policy: Policy, seed: int, *, ties_at_random: bool = False) -> Filled:
-    """A trace's cluster after inflation with one seed."""
+def fill_one(of: Trace, policy: PlacementPolicy, seed: int, *, ties_at_random: bool = False) -> Filled:
+    """Fill the trace's cluster with one seed."""
     tasks = inflate.draw(of, seed, RATIO)
     return inflate.fill(of.nodes, tasks, policy, ties=random.Random(seed) if ties_at_random else None)
 
@@ -81,5 +83,5 @@ def _trace() -> Trace:
 
 
 @cache
-def _policy(name: str) -> Policy:
+def _policy(name: str) -> PlacementPolicy:
     return MAKERS[name](_trace())

@@ -1,24 +1,24 @@
-"""A trace's own arrivals and lengths on a cluster too small for them: the product, and first come, first served.
+"""A trace's arrivals and run times on a cluster that is too small for them: the product, and first come, first served.
 
-The latter twice: strictly in order, and overtaking, where whoever fits goes and large jobs may starve: it shows what
-use can be made of the cluster by one who promises nobody anything.
+The latter runs twice: strictly in order, and with overtaking, where any job that fits starts and large jobs may starve;
+that shows the utilisation that is possible without any guarantee.
 
-The busiest week of the trace arrives on every k-th node of its cluster, by size, k being such that the GPU-time asked
-for is about 1.2 times what there is; so it must queue. Changed of the trace, for both schedulers alike:
+The busiest week of the trace arrives on every k-th node of its cluster, by size, where k makes the requested GPU-time
+about 1.2 times the available one, so that jobs must queue. The trace is changed for all schedulers alike:
 
-* A part of a GPU is rounded up to one of equal parts (470 thousandths to a half, 810 to the whole), since that is what
-  the product shares.
-* Nothing runs longer than three days, and tasks too big for every node left are left out.
-* The trace has no users: each task is given to one of 40 by a seeded draw, the n-th of them 1/n as often as the first.
-* The trace has no time limits: everybody gives the next of 10 minutes, 1 hour, 4 hours, 1 day and 3 days.
+* A part of a GPU is rounded up to one of equal parts (470 thousandths to a half, 810 to the whole), because the product
+  shares GPUs in equal parts.
+* Nothing runs longer than three days, and tasks too big for every remaining node are dropped.
+* The trace has no users: a seeded draw gives each task to one of 40, the n-th of them 1/n as often as the first.
+* The trace has no time limits: every job has the next larger of 10 minutes, 1 hour, 4 hours, 1 day and 3 days.
 
-The bound. Until time s no schedule has delivered more than every task would have got had it started as it came,
-E(s) = sum of GPUs * min(length, s - arrival); and from s to the end H no more than all GPUs give, C * (H - s). So no
-schedule, with or without preemption, delivers more than the least over s of E(s) + C * (H - s) until H. E is concave
-between arrivals and ends, and C * (H - s) linear: the least is at an arrival, at the beginning or at the end.
+The bound. Until time s no schedule has delivered more than if every task had started on arrival, E(s) = sum of GPUs *
+min(length, s - arrival); and from s to the end H no more than all GPUs deliver, C * (H - s). So no schedule, with or
+without preemption, delivers more than the least over s of E(s) + C * (H - s) until H. E is concave between arrivals and
+ends, and C * (H - s) linear: the least is at an arrival, at the beginning or at the end.
 
-Fairness is Jain's index (sum x)^2 / (n * sum x^2), over users, of the GPU-time delivered until H over what is the
-user's due: the max-min fair part of C * H, no more than asked for. 1 is perfectly fair.
+Fairness is Jain's index (sum x)^2 / (n * sum x^2), over users, of the GPU-time delivered until H over the user's due:
+the max-min fair part of C * H, at most the requested one. 1 is perfectly fair.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpuhub.engines.base import Engine, Rules
-from gpuhub.engines.builtin import BuiltinEngine
-from gpuhub.engines.placement import WHOLE, Demand, NodeState
+from gpuhub.scheduler.demand import WHOLE, NodeDemand
+from gpuhub.scheduler.interface import Scheduler, SchedulingParameters
+from gpuhub.scheduler.placement import FreeCapacity
+from gpuhub.scheduler.scheduler import BuiltinScheduler
 from tests.bench.openb import baselines, inflate, trace
-from tests.bench.openb.schedulers import Fifo, Job, Ours, Scheduler
+from tests.bench.openb.schedulers import BuiltinQueue, FifoQueue, Job, QueueScheduler
 from tests.bench.openb.trace import Task, Trace
 
 LOAD = 1.2
@@ -49,9 +50,9 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A small cluster, and what arrives within a window from 0 to `ends_at` seconds."""
+    """A small cluster, and the jobs that arrive within a window from 0 to `ends_at` seconds."""
 
-    nodes: tuple[NodeState, ...]
+    nodes: tuple[FreeCapacity, ...]
     jobs: tuple[Job, ...]
     ends_at: float
 
@@ -61,35 +62,35 @@ class Setting:
 
     @property
     def load(self) -> float:
-        """GPU-time asked for over GPU-time there is."""
+        """The requested GPU-time over the available one."""
         return sum(gpus_of(job) * job.runs_s for job in self.jobs) / (self.gpus * self.ends_at)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """When each job started, and GPU-time in GPU-seconds."""
+    """Each job's start, and GPU-time in GPU-seconds."""
 
     starts: Mapping[str, float]
     makespan_s: float
-    #: GPU-time allocated and there while a job for GPUs waited.
+    #: GPU-time allocated, and available, while a job for GPUs waited.
     used_while_waiting: float
     there_while_waiting: float
 
 
 def measure() -> Iterator[tuple[str, float, str]]:
-    """Figures as name, value and unit."""
-    of = trace.load()
-    setting = shrink(of)
+    """Yield figures as name, value and unit."""
+    loaded = trace.load()
+    setting = shrink(loaded)
     print(
-        f"queueing: trace {of.name}: {len(setting.jobs)} tasks of {setting.ends_at / 86400:.3g} days on "
+        f"queueing: trace {loaded.name}: {len(setting.jobs)} tasks of {setting.ends_at / 86400:.3g} days on "
         f"{len(setting.nodes)} nodes with {setting.gpus} GPUs, offered GPU load {setting.load:.2f}, {USERS} made-up users",
         file=sys.stderr,
     )
     bound = most_delivered(setting)
-    schedulers: dict[str, Callable[[], Scheduler]] = {
-        "ours": lambda: Ours(engine(), setting.nodes),
-        "fifo": lambda: Fifo(setting.nodes),
-        "overtaking": lambda: Fifo(setting.nodes, overtaking=True),
+    schedulers: dict[str, Callable[[], QueueScheduler]] = {
+        "ours": lambda: BuiltinQueue(build_scheduler(), setting.nodes),
+        "fifo": lambda: FifoQueue(setting.nodes),
+        "overtaking": lambda: FifoQueue(setting.nodes, overtaking=True),
     }
     for name, make in schedulers.items():
         outcome = run(setting, make())
@@ -104,16 +105,16 @@ def measure() -> Iterator[tuple[str, float, str]]:
         yield f"broker.use_until_done_{name}", asked / (setting.gpus * outcome.makespan_s), "ratio"
 
 
-def engine() -> Engine:
-    """The product's engine, as it is by default."""
-    return BuiltinEngine(Rules())
+def build_scheduler() -> Scheduler:
+    """Return the builtin scheduler with its default parameters."""
+    return BuiltinScheduler(SchedulingParameters())
 
 
 # -- the setting --------------------------------------------------------------------------------------------------
 
 
 def shrink(of: Trace, load: float = LOAD) -> Setting:
-    """The trace's busiest week, on as many of its nodes as make the offered load about `load`."""
+    """Return the trace's busiest week on the number of its nodes that makes the offered load about `load`."""
     tasks = [replace(task, demand=in_parts(task.demand), runs_s=min(task.runs_s, LONGEST_S)) for task in of.tasks]
     week = _busiest(tasks)
     wanted = sum(inflate.size(task.demand) * task.runs_s for task in week) / WHOLE / WINDOW_S / load
@@ -122,18 +123,18 @@ def shrink(of: Trace, load: float = LOAD) -> Setting:
     return _setting(min(samples, key=lambda nodes: abs(sum(len(node.cards) for node in nodes) - wanted)), week)
 
 
-def in_parts(demand: Demand) -> Demand:
-    """The demand with a part of a GPU rounded up to one of equal parts."""
+def in_parts(demand: NodeDemand) -> NodeDemand:
+    """Return the demand with a part of a GPU rounded up to one of equal parts."""
     return demand if demand.gpus == 0 else replace(demand, milli=WHOLE // (WHOLE // demand.milli))
 
 
 def gpus_of(job: Job) -> float:
-    """GPUs that the job holds."""
+    """Return the number of GPUs of the job."""
     return inflate.size(job.demand) / WHOLE
 
 
 def _busiest(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks of the window, beginning with a task, in which most GPU-time is asked for."""
+    """Return the tasks of the window, beginning with a task, in which most GPU-time is requested."""
     best: tuple[float, int, int] = (-1.0, 0, 0)
     work, first = 0.0, 0
     for last, task in enumerate(tasks):
@@ -145,7 +146,7 @@ def _busiest(tasks: Sequence[Task]) -> list[Task]:
     return list(tasks[-best[1] : best[2] + 1])
 
 
-def _setting(nodes: tuple[NodeState, ...], week: Sequence[Task]) -> Setting:
+def _setting(nodes: tuple[FreeCapacity, ...], week: Sequence[Task]) -> Setting:
     users = random.Random(SEED)
     weights = [1 / (n + 1) for n in range(USERS)]
     origin = week[0].created_at
@@ -170,8 +171,8 @@ def _setting(nodes: tuple[NodeState, ...], week: Sequence[Task]) -> Setting:
 # -- in virtual time ----------------------------------------------------------------------------------------------
 
 
-def run(setting: Setting, scheduler: Scheduler) -> Outcome:
-    """All jobs through a scheduler, until the last has ended."""
+def run(setting: Setting, scheduler: QueueScheduler) -> Outcome:
+    """Run all jobs through a scheduler until the last has ended."""
     jobs = {job.id: job for job in setting.jobs}
     events = [(job.arrives_at, 1, job.id) for job in setting.jobs]
     heapq.heapify(events)
@@ -197,7 +198,7 @@ def run(setting: Setting, scheduler: Scheduler) -> Outcome:
             busy += gpus_of(jobs[id])
             waiting -= jobs[id].demand.gpus > 0
             heapq.heappush(events, (now + jobs[id].runs_s, 0, id))
-        again = scheduler.look_again_at()
+        again = scheduler.next_wakeup()
         if again is not None and again > now and len(starts) < len(jobs):
             heapq.heappush(events, (again, 2, ""))
     if len(starts) < len(jobs):
@@ -205,11 +206,11 @@ def run(setting: Setting, scheduler: Scheduler) -> Outcome:
     return Outcome(starts=starts, makespan_s=now, used_while_waiting=used, there_while_waiting=there)
 
 
-# -- what came of it ----------------------------------------------------------------------------------------------
+# -- figures ------------------------------------------------------------------------------------------------------
 
 
 def most_delivered(setting: Setting) -> float:
-    """GPU-seconds that no schedule exceeds until the window's end; see above."""
+    """Return the GPU-seconds that no schedule exceeds until the window's end; see the module's docstring."""
     moments = sorted({0.0, setting.ends_at, *(job.arrives_at for job in setting.jobs)})
     return min(
         sum(gpus_of(job) * min(job.runs_s, max(0.0, moment - job.arrives_at)) for job in setting.jobs)
@@ -219,7 +220,7 @@ def most_delivered(setting: Setting) -> float:
 
 
 def delivered(setting: Setting, outcome: Outcome) -> dict[str, float]:
-    """GPU-seconds that each user got until the window's end."""
+    """Return the GPU-seconds that each user got until the window's end."""
     got: defaultdict[str, float] = defaultdict(float)
     for job in setting.jobs:
         got[job.owner] += gpus_of(job) * min(job.runs_s, max(0.0, setting.ends_at - outcome.starts[job.id]))
@@ -227,7 +228,7 @@ def delivered(setting: Setting, outcome: Outcome) -> dict[str, float]:
 
 
 def jain(setting: Setting, outcome: Outcome) -> float:
-    """Jain's index of what users got over what was their due."""
+    """Return Jain's index of the users' GPU-time over their due."""
     asked: defaultdict[str, float] = defaultdict(float)
     for job in setting.jobs:
         asked[job.owner] += gpus_of(job) * min(job.runs_s, setting.ends_at - job.arrives_at)
@@ -238,7 +239,7 @@ def jain(setting: Setting, outcome: Outcome) -> float:
 
 
 def max_min(asked: Mapping[str, float], there: float) -> dict[str, float]:
-    """The max-min fair parts of what there is: nobody gets more than asked, what is left over goes to the others."""
+    """Return the max-min fair parts: no user gets more than requested, and the others share the rest."""
     due: dict[str, float] = {}
     for left, user in zip(itertools.count(len(asked), -1), sorted(asked, key=lambda user: asked[user]), strict=False):
         due[user] = min(asked[user], there / left)

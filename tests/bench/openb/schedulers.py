@@ -1,4 +1,4 @@
-"""What runs a queue in virtual time: first come, first served, the same with overtaking, and the product's engine."""
+"""Schedulers that run a queue in virtual time: first come, first served, the same with overtaking, and the product's."""
 
 from __future__ import annotations
 
@@ -6,61 +6,69 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gpuhub.engines.base import Engine, Holding, NodeSupply, Request, Slot, World
-from gpuhub.engines.placement import WHOLE, Choice, Demand, NodeState
-from gpuhub.gpus import Requirement
+from gpuhub.common.gpu import GpuRequirement
+from gpuhub.scheduler.demand import WHOLE, NodeDemand
+from gpuhub.scheduler.interface import (
+    Allocation,
+    GpuSlot,
+    NodeCapacity,
+    Scheduler,
+    SchedulerSnapshot,
+    SchedulingRequest,
+)
+from gpuhub.scheduler.placement import FreeCapacity, PlacementChoice
 from tests.bench.openb import inflate
 from tests.bench.openb.baselines import FirstFit
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A task of a trace as somebody asks for it."""
+    """A task of a trace as a user's job."""
 
     id: str
     owner: str
-    demand: Demand
+    demand: NodeDemand
     arrives_at: float
     runs_s: float
-    #: The time limit that the owner gives.
+    #: The time limit that the owner sets.
     limit_s: float
 
 
-class Scheduler(Protocol):
-    """Told of what comes and ends, asked what starts."""
+class QueueScheduler(Protocol):
+    """Receives arrivals and ends, and decides which jobs start."""
 
     def arrive(self, job: Job) -> None: ...
 
     def end(self, job: Job, now: float) -> None: ...
 
     def start(self, now: float) -> list[str]:
-        """Ids of the jobs that start now."""
+        """Return the ids of the jobs that start now."""
         ...
 
-    def look_again_at(self) -> float | None:
-        """When to ask again though nothing comes or ends."""
+    def next_wakeup(self) -> float | None:
+        """Return when `start` should be called again even if nothing arrives or ends."""
         ...
 
 
-class Fifo:
-    """In the order of arrival, each to the first node with room.
+class FifoQueue:
+    """Starts jobs in the order of arrival, each on the first node with room.
 
-    Strictly, everybody waits behind one who finds none; `overtaking`, whoever finds room goes, and a large job may wait
-    as long as small ones come.
+    Strictly, all jobs wait behind one that does not fit; with `overtaking`, any job that fits starts, and a large job
+    may starve.
     """
 
-    def __init__(self, nodes: Sequence[NodeState], *, overtaking: bool = False) -> None:
+    def __init__(self, nodes: Sequence[FreeCapacity], *, overtaking: bool = False) -> None:
         self._nodes = list(nodes)
         self._overtaking = overtaking
         self._queue: list[Job] = []
-        self._places: dict[str, tuple[int, Choice]] = {}
+        self._places: dict[str, tuple[int, PlacementChoice]] = {}
 
     def arrive(self, job: Job) -> None:
         self._queue.append(job)
 
     def end(self, job: Job, now: float) -> None:
         at, choice = self._places.pop(job.id)
-        self._nodes[at] = inflate.give_back(self._nodes[at], job.demand, choice)
+        self._nodes[at] = inflate.release(self._nodes[at], job.demand, choice)
 
     def start(self, now: float) -> list[str]:
         for job in self._queue:
@@ -70,7 +78,7 @@ class Fifo:
         self._queue = [job for job in self._queue if job.id not in self._places]
         return started
 
-    def look_again_at(self) -> float | None:
+    def next_wakeup(self) -> float | None:
         return None
 
     def _put(self, job: Job) -> bool:
@@ -83,14 +91,14 @@ class Fifo:
         return False
 
 
-class Ours:
-    """The product's engine, told what the broker would tell it."""
+class BuiltinQueue:
+    """The product's scheduler, with the events that the broker would pass to it."""
 
-    def __init__(self, engine: Engine, nodes: Sequence[NodeState]) -> None:
+    def __init__(self, engine: Scheduler, nodes: Sequence[FreeCapacity]) -> None:
         self._engine = engine
-        self._waiting: dict[str, Request] = {}
-        self._look_again_at: float | None = None
-        engine.rebuild(World(nodes=[_supply(at, node) for at, node in enumerate(nodes)]))
+        self._waiting: dict[str, SchedulingRequest] = {}
+        self._next_wakeup: float | None = None
+        engine.rebuild(SchedulerSnapshot(nodes=[_supply(at, node) for at, node in enumerate(nodes)]))
 
     def arrive(self, job: Job) -> None:
         request = _request(job, seq=len(self._waiting))
@@ -98,42 +106,45 @@ class Ours:
         self._engine.put_request(request)
 
     def end(self, job: Job, now: float) -> None:
-        self._engine.drop(job.id, now)
+        self._engine.remove(job.id, now)
 
     def start(self, now: float) -> list[str]:
         decision = self._engine.decide(now)
-        self._look_again_at = decision.look_again_at
+        self._next_wakeup = decision.decide_again_at
         for id, grant in decision.grants.items():
             request = self._waiting.pop(id)
             ends_at = None if request.time_limit_s is None else now + request.time_limit_s
-            self._engine.put_holding(Holding(request=request, shares=grant.shares, granted_at=now, ends_at=ends_at))
+            self._engine.put_allocation(
+                Allocation(request=request, node_allocations=grant.node_allocations, granted_at=now, ends_at=ends_at)
+            )
         return list(decision.grants)
 
-    def look_again_at(self) -> float | None:
-        return self._look_again_at
+    def next_wakeup(self) -> float | None:
+        return self._next_wakeup
 
 
-def _supply(at: int, node: NodeState) -> NodeSupply:
+def _supply(at: int, node: FreeCapacity) -> NodeCapacity:
     name = f"node{at:04}"
-    return NodeSupply(
+    return NodeCapacity(
         name=name,
         slots=tuple(
-            Slot(uuid=f"GPU-{name}-{index}", node=name, index=index, card=card) for index, card in enumerate(node.cards)
+            GpuSlot(uuid=f"GPU-{name}-{index}", node=name, index=index, card=card)
+            for index, card in enumerate(node.cards)
         ),
         cpu_milli=node.cpu_milli,
         memory_mib=node.memory_mib,
     )
 
 
-def _request(job: Job, seq: int) -> Request:
+def _request(job: Job, seq: int) -> SchedulingRequest:
     demand = job.demand
-    return Request(
+    return SchedulingRequest(
         id=job.id,
         owner=job.owner,
         created_at=job.arrives_at,
         seq=seq,
         gpus_per_node=demand.gpus,
-        requirement=Requirement(models=tuple(card.model for card in demand.cards or ())),
+        requirement=GpuRequirement(models=tuple(card.model for card in demand.cards or ())),
         share=WHOLE // demand.milli,
         batch=True,
         time_limit_s=job.limit_s,

@@ -1,25 +1,28 @@
-"""A cluster's trace: its nodes, and the tasks that came. Reads the two CSV files of OpenB's format.
+"""A cluster's trace in the two CSV files of OpenB's format: its nodes and its tasks.
 
 OpenB was published by Alibaba with "Beware of Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation
 Gradient Descent" (Weng et al., USENIX ATC 2023; github.com/alibaba/clusterdata, cluster-trace-gpu-v2023). It names GPU
-models and says nothing of their memory, so no card counts as more capable than another here.
+models without their memory, so every card counts as equally capable here.
 """
 
 from __future__ import annotations
 
 import csv
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuhub.engines.placement import WHOLE, Demand, NodeState
-from gpuhub.gpus import Card
+from gpuhub.common.gpu import GpuSpec
+from gpuhub.scheduler.demand import WHOLE, NodeDemand
+from gpuhub.scheduler.placement import FreeCapacity
 from tests.bench.openb import generated
 
-#: `shared/` lies beside the checkout.
-_SHARED = Path(__file__).parents[4] / "shared" / "traces" / "openb"
+#: Read when `$TRACE` names no other folder.
+DEFAULT_FOLDER = Path(__file__).parents[3] / ".cache" / "traces" / "openb"
+PUBLISHED = "OpenB is published at https://github.com/alibaba/clusterdata in the folder cluster-trace-gpu-v2023"
 _NODES = "*node_list_gpu_node.csv"
 _PODS = "*pod_list_default.csv"
 
@@ -28,55 +31,64 @@ _PODS = "*pod_list_default.csv"
 class Task:
     """One task of the trace."""
 
-    demand: Demand
-    #: When it came, and how long it ran, seconds.
+    demand: NodeDemand
+    #: Arrival and run time, seconds.
     created_at: float
     runs_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A cluster with nothing running, and what came."""
+    """An idle cluster and the tasks that arrive."""
 
     name: str
-    nodes: tuple[NodeState, ...]
-    #: In the order in which they came.
+    nodes: tuple[FreeCapacity, ...]
+    #: By arrival.
     tasks: tuple[Task, ...]
 
     @property
     def gpus(self) -> int:
-        """How many GPUs the cluster has."""
+        """The number of GPUs of the cluster."""
         return sum(len(node.cards) for node in self.nodes)
 
 
 def load() -> Trace:
-    """The trace in the folder `$TRACE`; without it OpenB where it is at hand, otherwise the generated one."""
-    asked = os.environ.get("TRACE")
-    if asked:
-        return read(Path(asked))
-    if _SHARED.is_dir():
-        return read(_SHARED)
+    """Return the trace in the folder `$TRACE`, else the one in `.cache/traces/openb`, else the generated one."""
+    folder = os.environ.get("TRACE")
+    if folder:
+        return read(Path(folder))
+    if DEFAULT_FOLDER.is_dir():
+        return read(DEFAULT_FOLDER)
+    print(
+        f"No trace: $TRACE is not set and {DEFAULT_FOLDER} does not exist. Measuring on a small generated trace. "
+        f"{PUBLISHED}: put its files *node_list_gpu_node.csv and *pod_list_default.csv into one folder.",
+        file=sys.stderr,
+    )
     return parse("generated", generated.node_rows(), generated.pod_rows())
 
 
 def read(folder: Path) -> Trace:
-    """The trace in a folder with one file of nodes and one of pods."""
+    """Read the trace in a folder with one file of nodes and one of pods.
+
+    Raises:
+        FileNotFoundError: The folder lacks one of the two files, or has several.
+    """
     with _only(folder, _NODES).open(newline="") as nodes, _only(folder, _PODS).open(newline="") as pods:
         return parse(str(folder), csv.DictReader(nodes), csv.DictReader(pods))
 
 
 def parse(name: str, nodes: Iterable[Mapping[str, str]], pods: Iterable[Mapping[str, str]]) -> Trace:
-    """A trace from rows by column name."""
+    """Build a trace from rows by column name."""
     states = tuple(_node(row) for row in nodes)
     models = sorted({card.model for state in states for card in state.cards})
     tasks = sorted((_task(row, models) for row in pods), key=lambda task: task.created_at)
     return Trace(name=name, nodes=states, tasks=tuple(tasks))
 
 
-def typical(tasks: Iterable[Task], share: float = 0.95) -> tuple[tuple[Demand, float], ...]:
-    """The most frequent demands that together make up `share` of all, as FGD's authors count them, by frequency."""
+def typical(tasks: Iterable[Task], share: float = 0.95) -> tuple[tuple[NodeDemand, float], ...]:
+    """Return the most frequent demands that together make up `share` of all, most frequent first, as FGD counts them."""
     counts = Counter(task.demand for task in tasks)
-    chosen: list[tuple[Demand, float]] = []
+    chosen: list[tuple[NodeDemand, float]] = []
     so_far = 0
     for demand, count in counts.most_common():
         if so_far >= share * counts.total():
@@ -87,15 +99,18 @@ def typical(tasks: Iterable[Task], share: float = 0.95) -> tuple[tuple[Demand, f
 
 
 def _only(folder: Path, pattern: str) -> Path:
-    found = sorted(folder.glob(pattern))
-    if len(found) != 1:
-        raise FileNotFoundError(f"{folder} has {len(found)} files like {pattern}: a trace has one")
-    return found[0]
+    files = sorted(folder.glob(pattern))
+    if len(files) != 1:
+        raise FileNotFoundError(
+            f"{folder} has {len(files)} files named {pattern}; a trace has exactly one. {PUBLISHED}. "
+            "Name the folder that has its files with TRACE=DIR."
+        )
+    return files[0]
 
 
-def _node(row: Mapping[str, str]) -> NodeState:
+def _node(row: Mapping[str, str]) -> FreeCapacity:
     gpus = int(row["gpu"])
-    return NodeState(
+    return FreeCapacity(
         cards=(_card(row["model"]),) * gpus,
         free=(WHOLE,) * gpus,
         cpu_milli=int(row["cpu_milli"]),
@@ -103,8 +118,8 @@ def _node(row: Mapping[str, str]) -> NodeState:
     )
 
 
-def _card(model: str) -> Card:
-    return Card(model=model, memory_mib=0)
+def _card(model: str) -> GpuSpec:
+    return GpuSpec(model=model, memory_mib=0)
 
 
 def _task(row: Mapping[str, str], models: Iterable[str]) -> Task:
@@ -112,7 +127,7 @@ def _task(row: Mapping[str, str], models: Iterable[str]) -> Task:
     wanted = [model for model in row["gpu_spec"].split("|") if model in set(models)] if row["gpu_spec"] else None
     created_at = float(row["creation_time"])
     return Task(
-        demand=Demand(
+        demand=NodeDemand(
             gpus=gpus,
             cards=None if wanted is None else tuple(_card(model) for model in wanted),
             milli=int(row["gpu_milli"]) if gpus == 1 else WHOLE,

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench.launching import scripts
-from tests.bench.launching.kernel import MARK
+from tests.bench.launch_workload import scripts
+from tests.bench.launch_workload.kernel import MARK
 from tests.bench.real_gpus.isolation import isolation
 from tests.bench.real_gpus.nodes import ROOT, TOKEN, GrantingBroker, Node, parse_nodes
 
@@ -28,7 +28,7 @@ HOME = Path("/home/ada")
 
 
 class Bench:
-    """One kernel on the head, and a container for torchrun by hand on every node."""
+    """One kernel on the head node, and a container for torchrun on every node."""
 
     def __init__(self, nodes: list[Node], *, home: Path, site: str, pairs: int) -> None:
         self.nodes, self.home, self.site, self.pairs = nodes, home, site, pairs
@@ -47,13 +47,13 @@ class Bench:
             "PYTHONPATH": f"{ROOT}/extensions:{site}",
             "IPP_ENABLE_CURVE": "1",
         }
-        command = [sys.executable, str(ROOT / "tests/bench/launching/kernel.py")]
+        command = [sys.executable, str(ROOT / "tests/bench/launch_workload/kernel.py")]
         self.kernel = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=home, env=environ
         )
 
     def close(self) -> None:
-        """Everything ends."""
+        """End all processes and containers."""
         if self.kernel.stdin is not None:
             self.kernel.stdin.close()
         try:
@@ -65,7 +65,7 @@ class Bench:
         self.broker.close()
 
     def ours(self, script: str, *arguments: str, may_fail: bool = False, **how: Any) -> dict[str, Any]:
-        """One launch from the kernel."""
+        """Launch once from the kernel and return its answer."""
         order = {"script": script, "arguments": arguments, "nnodes": len(self.nodes), **how}
         assert self.kernel.stdin is not None
         assert self.kernel.stdout is not None
@@ -79,7 +79,7 @@ class Bench:
         raise AssertionError("the kernel ended")
 
     def torchrun(self, script: str, *arguments: str) -> dict[str, Any]:
-        """The same with torchrun in a running container on every node."""
+        """Run the script with torchrun in a running container on every node."""
         texts = [""] * len(self.nodes)
         began = time.monotonic()
 
@@ -102,51 +102,51 @@ class Bench:
         return {"seconds": time.monotonic() - began, "text": "".join(texts)}
 
 
-def tell(name: str, value: float, unit: str) -> None:
-    """A figure."""
+def print_figure(name: str, value: float, unit: str) -> None:
+    """Print a figure."""
     print(f"{name} {value:.4g} {unit}", flush=True)
 
 
-def note(text: str) -> None:
-    """Beside the figures."""
+def print_note(text: str) -> None:
+    """Print a print_note to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-    """The median of the pairs' ratios."""
+    """Return the median of the pairs' ratios."""
     return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
-def hello(bench: Bench, tag: str) -> None:
-    """Whole runs of one all-reduce."""
-    found: dict[str, list[float]] = {"first": [], "again": [], "cold": [], "torchrun": []}
+def measure_runs(bench: Bench, tag: str) -> None:
+    """Measure whole runs of one all-reduce."""
+    by_method: dict[str, list[float]] = {"first": [], "again": [], "cold": [], "torchrun": []}
     for number in range(bench.pairs + 1):
-        one = {
+        result = {
             "first": bench.ours("bench_hello.py", fresh=True)["seconds"],
             "again": bench.ours("bench_hello.py")["seconds"],
             "cold": bench.ours("bench_hello.py", cold=True)["seconds"],
             "torchrun": bench.torchrun("bench_hello.py")["seconds"],
         }
-        note(f"{tag}: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in one.items()))
+        print_note(f"{tag}: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in result.items()))
         if number:
-            for name, seconds in one.items():
-                found[name].append(seconds)
-    for name, seconds in found.items():
-        tell(f"{tag}.{name}", statistics.median(seconds), "s")
+            for name, seconds in result.items():
+                by_method[name].append(seconds)
+    for name, seconds in by_method.items():
+        print_figure(f"{tag}.{name}", statistics.median(seconds), "s")
         if name != "torchrun":
-            tell(f"{tag}.{name}_over_cold_torchrun", ratio(seconds, found["torchrun"]), "ratio")
+            print_figure(f"{tag}.{name}_over_cold_torchrun", ratio(seconds, by_method["torchrun"]), "ratio")
 
 
-def steps(bench: Bench, tag: str, *arguments: str) -> None:
-    """The median step of the same training."""
+def measure_steps(bench: Bench, tag: str, *arguments: str) -> None:
+    """Measure the median step of the same training."""
     ours, theirs = [], []
     for number in range(bench.pairs + 1):
         turns = [lambda: ours.append(_median(bench.ours("bench_steps.py", *arguments)["text"]))]
         turns.append(lambda: theirs.append(_median(bench.torchrun("bench_steps.py", *arguments)["text"])))
         for turn in turns if number % 2 else reversed(turns):
             turn()
-        note(f"{tag}: step {ours[-1]:.3f} ms, torchrun {theirs[-1]:.3f} ms")
-    tell(f"{tag}.step_time_over_torchrun", ratio(ours[1:], theirs[1:]), "ratio")
+        print_note(f"{tag}: step {ours[-1]:.3f} ms, torchrun {theirs[-1]:.3f} ms")
+    print_figure(f"{tag}.step_time_over_torchrun", ratio(ours[1:], theirs[1:]), "ratio")
 
 
 def _median(text: str) -> float:
@@ -154,20 +154,20 @@ def _median(text: str) -> float:
     return float(words[words.index("median_ms") + 1])
 
 
-def interrupts(bench: Bench, tag: str) -> None:
-    """From SIGINT until everything has ended; the worst."""
+def measure_interrupts(bench: Bench, tag: str) -> None:
+    """Measure the longest time from SIGINT until all ranks have ended."""
     scripts = ("bench_steps.py", "4096", "1000000"), ("bench_forever.py",)
-    found = [bench.ours(*script, interrupt_after_s=1.0, may_fail=True) for script in scripts for _ in range(3)]
-    tell(f"{tag}.interrupt_s", max(one["interrupt_s"] for one in found if one["interrupt_s"]), "s")
+    answers = [bench.ours(*script, interrupt_after_s=1.0, may_fail=True) for script in scripts for _ in range(3)]
+    print_figure(f"{tag}.interrupt_s", max(answer["interrupt_s"] for answer in answers if answer["interrupt_s"]), "s")
 
 
-def losses(bench: Bench, tag: str) -> None:
-    """A rank that is killed, and a node that is cut off, amid collectives: how long until it is said, and what."""
+def measure_losses(bench: Bench, tag: str) -> None:
+    """Kill a rank, and cut a node off, during collectives; measure the time to the error, and print it."""
     victim = bench.nodes[-1]
-    for what in ("rank", "node"):
+    for lost in ("rank", "node"):
         done: list[float] = []
 
-        def hurt(kind: str = what, done: list[float] = done) -> None:
+        def inject_fault(kind: str = lost, done: list[float] = done) -> None:
             time.sleep(12)
             done.append(time.monotonic())
             if kind == "node":
@@ -175,76 +175,78 @@ def losses(bench: Bench, tag: str) -> None:
                 return
             for pid in _ranks(victim):
                 os.kill(pid, signal.SIGKILL)
-                note(f"killed {pid}")
+                print_note(f"killed {pid}")
 
-        threading.Thread(target=hurt).start()
+        threading.Thread(target=inject_fault).start()
         answer = bench.ours("bench_steps.py", "4096", "600", may_fail=True)
-        tell(f"{tag}.{what}_lost_named_after", time.monotonic() - done[0], "s")
-        note(f"{tag}: {what} lost: {answer['error'][:600]}")
+        print_figure(f"{tag}.{lost}_lost_named_after", time.monotonic() - done[0], "s")
+        print_note(f"{tag}: {lost} lost: {answer['error'][:600]}")
         assert victim.name in answer["error"], answer["error"]
-        if what == "node":
+        if lost == "node":
             subprocess.run(["ip", "link", "set", f"veth{bench.nodes.index(victim) + 1}", "up"], check=True)
-        note(f"{tag}: after it, {bench.ours('bench_hello.py')['seconds']:.2f} s for a launch")
+        print_note(f"{tag}: after it, {bench.ours('bench_hello.py')['seconds']:.2f} s for a launch")
 
 
 def _ranks(node: Node) -> list[int]:
-    """The host's ids of a node's ranks."""
-    found = []
+    """Return the host's ids of a node's ranks."""
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environ = (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        # Ranks are marked with their run alone; the process that they are forked from has a mark of its own.
-        marks = [one for one in environ if one.startswith(b"GPU_LAUNCH_RANKS=") and b"/server" not in one]
+        # Only ranks have their run in the environment; the process that they are forked from has another variable.
+        marks = [
+            variable for variable in environ if variable.startswith(b"GPU_LAUNCH_RANKS=") and b"/server" not in variable
+        ]
         if any(marks) and f"GPUHUB_NODE={node.name}".encode() in environ:
-            found.append(int(entry.name))
-    return found
+            pids.append(int(entry.name))
+    return pids
 
 
 def steps_on_slow_links(bench: Bench, tag: str) -> None:
-    """The same over links of 2.5 Gbit/s, where the kernel can shape them."""
-    if shape(bench.nodes):
-        steps(bench, f"{tag}_2g5", "2048", "40")
+    """Measure measure_steps over links of 2.5 Gbit/s where the kernel can shape_links them."""
+    if shape_links(bench.nodes):
+        measure_steps(bench, f"{tag}_2g5", "2048", "40")
 
 
-def walls(bench: Bench, tag: str) -> None:
-    """Another's GPU cannot be had; fails where it can."""
+def check_isolation(bench: Bench, tag: str) -> None:
+    """Check that a container cannot reach another's GPU."""
     for line in isolation(bench.nodes, bench.home, bench.site):
-        note(f"{tag}: {line}")
-    tell(f"{tag}.isolated_nodes", len(bench.nodes), "nodes")
+        print_note(f"{tag}: {line}")
+    print_figure(f"{tag}.isolated_nodes", len(bench.nodes), "nodes")
 
 
-def shortages(bench: Bench, tag: str) -> None:
-    """A rank that asks for more than its GPU has, and for more than its part of one: what is said, with sizes."""
-    for cap_mib, gib, says in ((None, 1000, r"asked for 1000\.00 GiB, [\d.]+ GiB of \d+\.\d GiB free on "),
+def show_memory_errors(bench: Bench, tag: str) -> None:
+    """Print the errors, with sizes, of a rank that allocates more than its GPU and of one that exceeds its part."""
+    for cap_mib, gib, expected in ((None, 1000, r"asked for 1000\.00 GiB, [\d.]+ GiB of \d+\.\d GiB free on "),
                                (4096, 8, r"asked for 8\.00 GiB, .* free on .*, of which it may use 4\.00 GiB")):  # fmt: skip
         bench.broker.cap_mib = cap_mib
         answer = bench.ours("bench_greedy.py", str(gib), fresh=True, may_fail=True)
-        note(f"{tag}: {gib} GiB, cap {cap_mib} MiB: {answer['error'][:600]}\n{answer['text'][-1500:]}")
-        assert re.search(says, answer["error"] + answer["text"]), answer
-    tell(f"{tag}.shortages_told", 2, "launches")
+        print_note(f"{tag}: {gib} GiB, cap {cap_mib} MiB: {answer['error'][:600]}\n{answer['text'][-1500:]}")
+        assert re.search(expected, answer["error"] + answer["text"]), answer
+    print_figure(f"{tag}.memory_errors_shown", 2, "launches")
 
 
 PARTS: dict[str, Callable[[Bench, str], None]] = {
-    "hello": hello,
-    "interrupts": interrupts,
-    "losses": losses,
-    "steps": lambda bench, tag: steps(bench, tag, "4096", "80"),
+    "hello": measure_runs,
+    "interrupts": measure_interrupts,
+    "losses": measure_losses,
+    "steps": lambda bench, tag: measure_steps(bench, tag, "4096", "80"),
     "slow": steps_on_slow_links,
-    "walls": walls,
-    "shortages": shortages,
+    "isolation": check_isolation,
+    "memory": show_memory_errors,
 }
 
 
 def main() -> None:
-    """The parts asked for, or all of them."""
+    """Measure the given parts, or all of them."""
     site, listed, pairs, *asked = sys.argv[1:]
     unknown = set(asked) - set(PARTS)
     if unknown:
         sys.exit(f"{', '.join(sorted(unknown))}: the parts are {', '.join(PARTS)}")
     nodes = parse_nodes(Path(listed).read_text(encoding="utf-8").splitlines())
-    # The same path here and in the containers.
+    # The path is the same here and in the containers.
     HOME.mkdir(parents=True, exist_ok=True)
     for name, text in scripts.ALL.items():
         (HOME / name).write_text(text, encoding="utf-8")
@@ -256,8 +258,8 @@ def main() -> None:
         bench.close()
 
 
-def shape(nodes: list[Node]) -> bool:
-    """Both directions of every node's link to 2.5 Gbit/s; whether the kernel can."""
+def shape_links(nodes: list[Node]) -> bool:
+    """Shape both directions of every node's link to 2.5 Gbit/s; return whether the kernel can."""
     limit = ["root", "tbf", "rate", "2500mbit", "burst", "1mb", "latency", "50ms"]
     for index, _ in enumerate(nodes, 1):
         for command in (
@@ -266,7 +268,7 @@ def shape(nodes: list[Node]) -> bool:
         ):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                note(f"the link cannot be shaped: {' '.join(command)}: {done.stderr.strip()}")
+                print_note(f"the link cannot be shaped: {' '.join(command)}: {done.stderr.strip()}")
                 return False
     return True
 

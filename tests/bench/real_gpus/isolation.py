@@ -1,7 +1,7 @@
-"""One real GPU of two in a container, confined as gpuhub's are: the other can be neither seen, opened nor made.
+"""The isolation of one real GPU of two in a container as gpuhub confines it: the other cannot be seen, opened or made.
 
-The devices are given by Docker's `--device`, as the NVIDIA runtime gives those of a lease: a node in /dev, and a rule
-of the container's device list.
+Docker's `--device` passes the devices as the NVIDIA runtime passes those of a lease: a node in /dev, and a rule of the
+container's device list.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from gpuhub.containers.confinement import Limits, build_gpu_environment, confine
-from gpuhub.identity import Identity
+from gpuhub.config.identity import UserIdentity
+from gpuhub.docker.security import ContainerLimits, build_gpu_environment, build_security_options
 from tests.bench.real_gpus.nodes import Node
 
-ADA = Identity(name="ada", uid=20001, gid=20001, group_names=("ada",))
-LIMITS = Limits(cpus=4, memory=32 << 30, shm=1 << 30, pids=4096)
-#: What every user would try; the arguments are the own GPU's number, the other's, the other's UUID, and a folder of
-#: one's own. How each attempt ends, by its errno.
+ADA = UserIdentity(name="ada", uid=20001, gid=20001, group_names=("ada",))
+LIMITS = ContainerLimits(cpus=4, memory=32 << 30, shm=1 << 30, pids=4096)
+#: A user's attempts, with the errno of each; the arguments are the own GPU's number, the other's, the other's UUID, and
+#: a folder of the user.
 LOOK = """
 import ctypes, errno, json, os, subprocess, sys
 own, other, uuid, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
@@ -53,8 +53,10 @@ print(json.dumps({
 """
 
 
-def look(node: Node, other: Node, home: Path, *, site: str, gpus: tuple[int, ...], **how: Any) -> dict[str, Any]:
-    """What a container on the node finds."""
+def run_attempts(
+    node: Node, other: Node, home: Path, *, site: str, gpus: tuple[int, ...], **how: Any
+) -> dict[str, Any]:
+    """Run the attempts in a container on the node and return their results."""
     folder = home / f"isolation-{node.name}"
     folder.mkdir(exist_ok=True)
     os.chown(folder, ADA.uid, ADA.gid)
@@ -69,23 +71,23 @@ def look(node: Node, other: Node, home: Path, *, site: str, gpus: tuple[int, ...
         asked = ["python3", "-c", LOOK, str(node.gpu), str(other.gpu), other.uuid, f"/home/ada/{folder.name}"]
         code, output = container.exec_run(asked)
         assert code == 0, output.decode()
-        found: dict[str, Any] = json.loads(output)
-        return found
+        results: dict[str, Any] = json.loads(output)
+        return results
     finally:
         container.remove(force=True)
 
 
 def isolation(nodes: list[Node], home: Path, site: str) -> list[str]:
-    """Every node's GPU against the next node's; what was found, a line each.
+    """Check every node's GPU against the next node's, and return a line for each.
 
     Raises:
-        AssertionError: a wall has a hole, or the check cannot see one.
+        AssertionError: A container reached another GPU, or the check itself would not detect it.
     """
-    # Docker's init would lie in /sbin, which is the host's and read-only.
-    confined = {**confine(ADA, LIMITS), "init": False, "user": f"{ADA.uid}:{ADA.gid}"}
+    # Docker's init would be in /sbin, which is the host's and read-only.
+    confined = {**build_security_options(ADA, LIMITS), "init": False, "user": f"{ADA.uid}:{ADA.gid}"}
     lines = []
     for node, other in zip(nodes, nodes[1:] + nodes[:1], strict=True):
-        held = look(node, other, home, site=site, gpus=(node.gpu,), **confined)
+        held = run_attempts(node, other, home, site=site, gpus=(node.gpu,), **confined)
         lines.append(f"{node.name}, as gpuhub starts it: {json.dumps(held)}")
         assert held == {
             "CapEff": "0000000000000000",
@@ -100,15 +102,15 @@ def isolation(nodes: list[Node], home: Path, site: str) -> list[str]:
             "CUDA, asked for the other": ["0"],
             "sum": ["1000000"],
         }, held
-        # Root with Docker's own capabilities may make the node: the device list alone still holds.
-        loose = look(node, other, home, site=site, gpus=(node.gpu,), user="0:0")
+        # Root with Docker's default capabilities can create the node; the device list alone must still deny it.
+        loose = run_attempts(node, other, home, site=site, gpus=(node.gpu,), user="0:0")
         lines.append(f"{node.name}, as root with Docker's defaults: {json.dumps(loose)}")
         assert (loose["mknod"], loose["other, by the node made"]) == ("done", "EPERM"), loose
         assert loose["CUDA"] == held["CUDA"], loose
-        # And both GPUs, so that an attempt that fails for any other reason would show.
-        both = look(node, other, home, site=site, gpus=(node.gpu, other.gpu), **confined)
+        # With both GPUs, so that an attempt that fails for another reason is detected.
+        both = run_attempts(node, other, home, site=site, gpus=(node.gpu, other.gpu), **confined)
         lines.append(f"{node.name}, with both GPUs: {json.dumps(both)}")
         assert both["other"] == both["other, by a node that lies in a mount"] == "done", both
         assert len(both["CUDA"]) == 2, both
         assert both["nvidia-smi"] == ["2"], both
-    return [re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}", lambda found: found[0][:8] + "…", line) for line in lines]
+    return [re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}", lambda match: match[0][:8] + "…", line) for line in lines]

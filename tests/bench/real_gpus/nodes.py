@@ -1,6 +1,6 @@
-"""Nodes with one real GPU each, and a broker that grants all of them to whoever asks.
+"""Nodes with one real GPU each, and a broker that grants all of them to every request.
 
-Only what a launch needs: containers run the host's own Python and torch, mounted read-only, on their node's network.
+Containers run the host's Python and torch, mounted read-only, in their node's network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import docker
 TOKEN = "no-secret"
 IMAGE = "bare:1"
 ROOT = Path(__file__).parents[3]
-#: The host's own system, where it is there: the containers have nothing of their own.
+#: Existing folders of the host's system: the containers have none.
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt")
 _FOLDERS = ("proc", "sys", "dev", "tmp", "run", "root", "var/tmp", "home/ada", "work", "site")
 
@@ -49,7 +49,10 @@ class Node:
         gpus: tuple[int, ...] | None = None,
         **how: Any,
     ) -> Any:
-        """A container with the node's GPU, or `gpus` by number; runs as long as the command. `how` goes to Docker."""
+        """Start a container with the node's GPU, or with `gpus` by number, for as long as the command runs.
+
+        Further arguments go to Docker.
+        """
         cards = [f"/dev/nvidia{gpu}" for gpu in ((self.gpu,) if gpus is None else gpus)]
         devices = [*cards, "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]
         system = {path: {"bind": path, "mode": "ro"} for path in _SYSTEM if Path(path).is_dir()}
@@ -84,7 +87,7 @@ class Node:
         )
 
     def bare_image(self) -> None:
-        """An image with mount points alone."""
+        """Build an image that has only mount points."""
         data = io.BytesIO()
         with tarfile.open(fileobj=data, mode="w") as tar:
             for name in (*_FOLDERS, *(path.strip("/") for path in _SYSTEM)):
@@ -96,7 +99,7 @@ class Node:
 
 
 def parse_nodes(lines: list[str]) -> list[Node]:
-    """Nodes from `NAME ADDRESS DOCKER-URL` lines, the GPUs in the driver's order."""
+    """Parse `NAME ADDRESS DOCKER-URL` lines; GPUs are in the driver's order."""
     query = ["nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
     cards = [line.split(", ") for line in subprocess.check_output(query, text=True).splitlines()]
     return [
@@ -123,11 +126,11 @@ class _Job:
 
 
 class GrantingBroker:
-    """Speaks as much of the broker's API as a launch uses."""
+    """Implements the part of the broker's API that a launch uses."""
 
     def __init__(self, nodes: list[Node], *, home: Path, site: str, address: str) -> None:
         self._nodes, self._home, self._site = nodes, home, site
-        #: MiB of its GPU that each worker may use; None for all.
+        #: The memory limit of each worker's GPU, MiB; None for all of it.
         self.cap_mib: int | None = None
         self._jobs: dict[str, _Job] = {}
         self._changed = threading.Condition()
@@ -135,7 +138,7 @@ class GrantingBroker:
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_: object) -> None:
-                """Nothing."""
+                """Log nothing."""
 
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -153,14 +156,14 @@ class GrantingBroker:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """Remove what is left."""
+        """Stop serving and remove the containers."""
         for job in self._jobs.values():
             self._remove(job)
         self._server.shutdown()
         self._server.server_close()
 
     def handle(self, method: str, path: str, body: bytes) -> Any:
-        """One request's answer."""
+        """Return the response to one request."""
         path, _, query = path.partition("?")
         parts = path.strip("/").split("/")
         if parts[0] == "cluster":
@@ -169,14 +172,14 @@ class GrantingBroker:
         if method == "POST" and len(parts) == 1:
             return self._create(json.loads(body))
         if len(parts) == 1:
-            return [self._view(one) for one in self._jobs]
+            return [self._view(name) for name in self._jobs]
         job = self._jobs[parts[1]]
         if method == "DELETE":
             self._remove(job)
         elif "wait_s" in query:
             with self._changed:
-                known = int(query.rpartition("version=")[2])
-                self._changed.wait_for(lambda: job.version != known, timeout=5)
+                version = int(query.rpartition("version=")[2])
+                self._changed.wait_for(lambda: job.version != version, timeout=5)
         return self._view(parts[1]) if method != "POST" else None
 
     def _create(self, body: dict[str, Any]) -> Any:
@@ -185,7 +188,7 @@ class GrantingBroker:
             environ = {"GPU_LAUNCH_RUN": body["run_id"], "GPU_LAUNCH_WORKER": str(index)}
             if self.cap_mib is not None:
                 environ["GPUHUB_GPU_MEMORY_CAP_MIB"] = str(self.cap_mib)
-            command = ["python3", "-m", "gpu_launch.worker"]
+            command = ["python3", "-m", "gpu_launch.worker.main"]
             job.containers.append(node.start(command, environ, home=self._home, site=self._site))
         name = f"job-{len(self._jobs)}"
         self._jobs[name] = job

@@ -1,0 +1,218 @@
+"""Who may do what: the table of `rights` against the real application, and what is told of refusals."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from gpuhub.broker import audit
+from gpuhub.broker.api import routes
+from gpuhub.broker.app import PREFIX
+from gpuhub.common import names
+from gpuhub.config.settings import ProfileSettings
+from tests.support.broker_calls import ask, open_socket, post, reaches
+from tests.support.brokers import Running, Setting, asgi_broker
+from tests.support.rights import CALLERS, MATRIX, MEANINGS, MODELS, PUBLIC, STRANGERS, render
+from tests.support.simulated import build_cluster
+
+DOCS = Path(__file__).parents[5] / "docs" / "rights.md"
+LEASE = {"profile": "cpu"}
+CONTAINER = "c" * 12
+JOB = {"server": "other"}
+WINDOW = {"starts_at": "2126-01-01T08:00:00Z", "ends_at": "2126-01-01T09:00:00Z"}
+#: What is sent, where a route takes anything.
+BODIES: dict[str, Any] = {
+    "POST /leases": LEASE,
+    "POST /leases as ada": {**LEASE, "owner": "ada"},
+    "POST /leases with groups": {**LEASE, "groups": ["lab"]},
+    "POST /leases/{lease}/activate": {"container_id": CONTAINER},
+    "POST /leases/{lease}/extend": {"time_limit_s": 3600},
+    "POST /jobs": JOB,
+    "POST /jobs/arrays": {"job": JOB, "count": 2},
+    "PUT /files?path=work": bytes(10240),  # an empty tar
+    "POST /nodes/rig3/cordon": {"reason": "new fans"},
+    "POST /nodes/rig3/drain": {"grace_s": 60},
+    "POST /reservations": {"name": "course", "users": ["ben"], **WINDOW},
+}
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Setting:
+    """Ada's card has a time limit; the hub knows all callers."""
+    profiles = [
+        ProfileSettings(name="rtx5090", title="RTX 5090", gpu_model="RTX 5090", time_limit="8h"),
+        ProfileSettings(name="cpu", title="No GPU", gpu_count=0),
+    ]
+    setting = Setting(tmp_path, cluster=build_cluster(profiles=profiles))
+    setting.own_token = "head"
+    setting.hub.models |= MODELS
+    return setting
+
+
+_numbers = itertools.count(1)
+
+
+async def build_world(running: Running) -> dict[str, str]:
+    """What the routes' names stand for; what an earlier call ended is made anew."""
+    lease = await ask(running, "ada", profile="rtx5090")
+    if lease["state"] == "granted":
+        run_container(running, lease)
+        lease = await post(running, "ada", f"/leases/{lease['id']}/activate", {"container_id": CONTAINER})
+    waiting = await ask(running, "ada", profile="rtx5090", server="second")
+    job = await post(running, "ada", "/jobs", {"run_id": f"run-{next(_numbers):06}", "detached": True}, 201)
+    day = f"{2100 + next(_numbers)}-01-01T"
+    window = {"starts_at": f"{day}08:00:00Z", "ends_at": f"{day}09:00:00Z"}
+    reserved = {"name": "kept", "nodes": ["rig2"], "users": ["ada"], **window}
+    reservation = await post(running, "root", "/reservations", reserved, 201)
+    return {name: made["id"] for name, made in zip(NAMES, (lease, waiting, job, reservation), strict=True)}
+
+
+def run_container(running: Running, lease: dict[str, Any]) -> None:
+    """The lease's container, without which it would end at the next look."""
+    node = running.setting.nodes[lease["nodes"][0]]
+    labels = {names.LABEL_KIND: "notebook", names.LABEL_LEASE: lease["id"], names.LABEL_EPOCH: str(lease["epoch"])}
+    made = node.containers.pop(node.run_container(labels, name=lease["id"]))
+    node.containers[CONTAINER] = {**made, "Id": CONTAINER}
+
+
+NAMES = ("lease", "waiting", "job", "reservation")
+
+
+def make_body(route: str, body: Any) -> Any:
+    """Keys and run ids are another one's each time; so are reserved GPUs."""
+    number = next(_numbers)
+    if route.startswith("POST /leases") and "profile" in (body or {}):
+        return {**body, "key": f"m{number}", "server": f"s{number}"}
+    if route == "POST /jobs":
+        return {**body, "run_id": f"run-m{number:06}"}
+    if route == "POST /jobs/arrays":
+        return {**body, "job": {**body["job"], "run_id": f"run-m{number:06}"}}
+    if route == "POST /reservations":
+        return {**body, "gpus": [f"GPU-rig{1 + number % 3}-0"], "starts_at": f"{2300 + number}-01-01T08:00:00Z",
+                "ends_at": f"{2300 + number}-01-01T09:00:00Z"}  # fmt: skip
+    return body
+
+
+async def call(running: Running, route: str, caller: str) -> tuple[int, Any, str]:
+    """Status, body and content type of a caller's request."""
+    method, path = route.split()[:2]
+    token = None if caller == "nobody" else caller
+    path = routes.API + path.format(**(await build_world(running) if "{" in path else {}))
+    if method == "WEBSOCKET":
+        return await open_socket(running, path, token), None, ""
+    async with running.client(token) as client:
+        answer = await client.request(method, path, **make_content(route))
+    if answer.status_code >= 400:
+        assert answer.headers["Content-Type"] == "application/problem+json"
+        assert answer.json()["detail"]
+        assert answer.json()["code"]
+        assert (answer.status_code == 401) == ("WWW-Authenticate" in answer.headers)
+    return answer.status_code, answer, answer.text
+
+
+def make_content(route: str) -> dict[str, Any]:
+    """As httpx takes it."""
+    body = BODIES.get(route)
+    return {"content": body} if isinstance(body, bytes) else {"json": make_body(route, body)}
+
+
+@pytest.mark.parametrize("route", MATRIX)
+async def test_every_route_for_every_caller(guarded: Setting, route: str) -> None:
+    """The whole row of the table; whoever is refused gets a problem document with a code."""
+    found = {}
+    async with asgi_broker(guarded) as running:
+        for caller in (*STRANGERS, *CALLERS):
+            found[caller], *_ = await call(running, route, caller)
+    assert found == MATRIX[route].statuses
+
+
+async def test_public_routes_tell_nothing(guarded: Setting) -> None:
+    """They answer without a token, and know nobody's name."""
+    async with asgi_broker(guarded) as running, running.client(None) as client:
+        await build_world(running)
+        answers = {route: await client.request(*route.split()) for route in PUBLIC}
+    assert {route: answer.status_code for route, answer in answers.items()} == PUBLIC
+    assert [route for route, answer in answers.items() if '"ada"' in answer.text] == []
+
+
+async def test_who_is_refused_changes_nothing(guarded: Setting) -> None:
+    """After every refused call, leases, jobs, nodes and reservations are as they were."""
+    watched = ("/leases", "/jobs", "/nodes", "/reservations")
+
+    async def look(running: Running) -> list[Any]:
+        async with running.client("root") as client:
+            answers = [(await client.get(f"{routes.API}{path}")).json() for path in watched]
+        return [[_without_readings(one) for one in answer] for answer in answers]
+
+    async with asgi_broker(guarded) as running:
+        known = await build_world(running)
+        await reaches(running, f"/jobs/{known['job']}", "running")
+        before = await look(running)
+        refused = 0
+        for route, row in MATRIX.items():
+            method, path = route.split()[:2]
+            for caller, status in row.statuses.items():
+                if method in {"GET", "WEBSOCKET"} or status < 400:
+                    continue
+                refused += 1
+                async with running.client(None if caller == "nobody" else caller) as client:
+                    await client.request(method, f"{routes.API}{path.format(**known)}", **make_content(route))
+        assert await look(running) == before
+    assert refused > 100
+
+
+def _without_readings(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if key not in {"version", "waiting_for", "expected_start"}}
+
+
+def list_routes(router: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Method and path of everything that an application answers, WebSockets among them."""
+    found = []
+    for route in router.routes:
+        inner = getattr(route, "original_router", None)
+        if inner is not None:
+            found += list_routes(inner)
+        else:
+            methods = getattr(route, "methods", None) or {"WEBSOCKET"}
+            found += [(method, route.path.removeprefix(prefix)) for method in methods - {"HEAD"}]
+    return found
+
+
+async def test_every_route_of_the_application_is_in_the_table(guarded: Setting) -> None:
+    """A route added later without a row there is noticed, wherever it was added."""
+    async with asgi_broker(guarded) as running:
+        app: FastAPI = running.app
+        there = {f"{method} {_name(path)}" for method, path in list_routes(app, PREFIX)}
+    rows = {_name(row.split(" as ")[0].split(" with ")[0].split("?")[0]) for row in MATRIX}
+    assert there == rows | set(PUBLIC)
+
+
+def test_what_only_administrators_may_is_audited() -> None:
+    """Every such row of the table is one that the audit log tells of whoever it is about."""
+    only_root = {route for route, row in MATRIX.items() if row.cells == ("N",) * 6 + ("Y",) * 2}
+    assert {_name(route) for route in only_root} == {_name(action) for action in audit.PRIVILEGED}
+
+
+def test_the_documentation_shows_this_table() -> None:
+    """docs/rights.md has the table as it is checked here, and says what each caller is."""
+    text = DOCS.read_text(encoding="utf-8")
+    assert render() in text, f"put this into {DOCS}:\n{render()}"
+    assert [one for one, meaning in MEANINGS.items() if f"| {one} | {meaning} |" not in text] == []
+
+
+def _name(route: str) -> str:
+    """The route with the same words for the same things."""
+    for given, name in (
+        ("{lease_id}", "{lease}"),
+        ("{waiting}", "{lease}"),
+        ("{job_id}", "{job}"),
+        ("{reservation_id}", "{reservation}"),
+        ("/nodes/{name}/", "/nodes/rig3/"),
+        (routes.API, ""),
+    ):
+        route = route.replace(given, name)
+    return route

@@ -1,0 +1,214 @@
+"""Terminals in workers over real WebSockets: gpu-launch's own courier on simulated nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+import websocket
+
+from gpuhub.broker.api.terminal import check_origin, parse_resize
+from gpuhub.broker.files.user_files import UserFiles
+from gpuhub.common.errors import NotAllowed
+from tests.support.brokers import Running, Setting, served_broker
+from tests.support.simulated import wait_until
+
+
+@pytest.fixture
+def running(setting: Setting) -> Iterator[Running]:
+    """A broker with a port."""
+    with served_broker(setting) as found:
+        yield found
+
+
+@pytest.fixture
+def job(running: Running) -> str:
+    """Ada's job with one running worker."""
+    made = running.send("POST", "/api/v1/jobs", json={"run_id": "run-000001", "detached": True})
+    path = f"/api/v1/jobs/{made.json()['id']}"
+    wait_until(lambda: running.send("GET", path).json()["state"] == "running", "the job runs")
+    return str(made.json()["id"])
+
+
+def connect(running: Running, job: str, who: str | None = "ada", **asked: Any) -> websocket.WebSocket:
+    """A terminal; the library says where it comes from, as browsers do."""
+    url = f"{running.url.replace('http', 'ws', 1)}/api/v1/jobs/{job}/shell?{urlencode(asked)}"
+    header = [] if who is None else [f"Authorization: token {who}"]
+    return websocket.create_connection(url, header=header, timeout=20)
+
+
+@contextmanager
+def terminal_of(running: Running, job: str, **asked: Any) -> Iterator[websocket.WebSocket]:
+    """One that is closed afterwards, whatever the server did."""
+    terminal = connect(running, job, **asked)
+    try:
+        yield terminal
+    finally:
+        terminal.shutdown()
+
+
+def read_all(terminal: websocket.WebSocket) -> tuple[str, dict[str, Any]]:
+    """What it shows to its end, and its last word."""
+    shown = b""
+    while True:
+        kind, data = terminal.recv_data()
+        if kind == websocket.ABNF.OPCODE_TEXT:
+            return shown.decode(), json.loads(data)
+        assert kind == websocket.ABNF.OPCODE_BINARY
+        shown += data
+
+
+def read_until(terminal: websocket.WebSocket, text: str) -> str:
+    shown = ""
+    while text not in shown:
+        shown += terminal.recv_data()[1].decode()
+    return shown
+
+
+def programs(running: Running) -> list[Any]:
+    return [one for node in running.setting.nodes.values() for one in node.execs.running]
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("exit 3", 3), ("true", 0), ("kill -TERM $$", 143), ("no-such-thing", 127)]
+)
+def test_a_command_ends_with_its_exit_code(running: Running, job: str, command: str, code: int) -> None:
+    """As a shell tells it; then the connection is closed."""
+    with terminal_of(running, job, command=command) as terminal:
+        assert read_all(terminal)[1] == {"exit": code}
+        assert terminal.recv_data()[0] == websocket.ABNF.OPCODE_CLOSE
+    wait_until(lambda: all(one.poll() is not None for one in programs(running)), "nothing is left")
+
+
+def test_keys_reach_a_terminal_of_the_right_size(setting: Setting, running: Running, job: str) -> None:
+    """A login shell in the home, which may be resized; what it shows at its end is not lost."""
+    with terminal_of(running, job, cols=97, rows=31) as terminal:
+        terminal.send_binary(b"PS1=; stty size; pwd; echo sum-$((40+2)); shopt -q login_shell && echo a-$((1))-login\n")
+        shown = read_until(terminal, "a-1-login\r\n")
+        assert "31 97\r\n" in shown
+        assert f"{setting.home('ada')}\r\n" in shown
+        assert "sum-42\r\n" in shown
+        terminal.send(json.dumps({"resize": [120, 40]}))
+        terminal.send("nonsense")
+        terminal.send_binary(b"stty size\n")
+        read_until(terminal, "40 120\r\n")
+        terminal.send_binary(b"seq 20000; exit 5\n")
+        shown, last = read_all(terminal)
+        assert "\r\n19999\r\n20000\r\n" in shown
+        assert last == {"exit": 5}
+
+
+def test_keys_after_the_end_cost_nothing_of_what_is_still_to_be_shown(running: Running, job: str) -> None:
+    """A slow client types on while the shell has ended and much of its output is on its way."""
+    with terminal_of(running, job, command="seq 300000; exit 5") as terminal:
+        shown = b""
+        while True:
+            kind, data = terminal.recv_data()
+            if kind == websocket.ABNF.OPCODE_TEXT:
+                break
+            shown += data
+            terminal.send_binary(b"x")
+        assert b"\r\n300000\r\n" in shown
+        assert json.loads(data) == {"exit": 5}
+
+
+def test_who_goes_away_ends_what_ran(tmp_path: Path, running: Running, job: str) -> None:
+    """Also what ignores that its terminal is gone, in the foreground and in the background."""
+    pids = tmp_path / "pids"
+    stubborn = (
+        f"trap '' HUP TERM; (trap '' HUP; echo $BASHPID >> {pids}; sleep 1000; sleep 1000) & echo $$ >> {pids}; cat"
+    )
+    terminal = connect(running, job, command=stubborn)
+    wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2, "both run")
+    terminal.shutdown()
+    wait_until(lambda: not [pid for pid in pids.read_text().split() if _lives(int(pid))], "both have ended")
+    user_files: UserFiles = running.app.state.user_files
+    wait_until(lambda: not user_files.streams._open, "the place is free")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_two_terminals_are_the_most(running: Running, job: str) -> None:
+    """A third is refused until one is closed."""
+    with terminal_of(running, job) as first, terminal_of(running, job):
+        with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+            connect(running, job)
+        assert refused.value.status_code == 429
+        first.send_binary(b"exit\n")
+        read_all(first)
+        first.shutdown()
+        wait_until(lambda: _opens(running, job), "another may open")
+
+
+def _opens(running: Running, job: str) -> bool:
+    try:
+        connect(running, job, command="true").shutdown()
+    except websocket.WebSocketBadStatusException:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("token", "status", "code"),
+    [(None, 401, "not-known"), ("unknown", 401, "not-known"), ("narrow", 403, "not-allowed"),
+     ("ben", 404, "not-found"), ("root", 403, "not-allowed"), ("spawner", 403, "not-allowed"),
+     ("own-token", 403, "not-allowed")],
+)  # fmt: skip
+def test_it_is_for_its_owner_alone(running: Running, job: str, token: str | None, status: int, code: str) -> None:
+    """Administrators and services are refused; nobody else learns that there is such a job."""
+    with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+        connect(running, job, token)
+    assert refused.value.status_code == status
+    assert json.loads(refused.value.resp_body)["code"] == code
+    assert programs(running) == []
+
+
+def test_a_token_in_the_address_is_none(running: Running, job: str) -> None:
+    """Addresses stand in logs."""
+    with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+        connect(running, job, None, token="ada")
+    assert refused.value.status_code == 401
+
+
+def test_only_a_running_worker_has_one(running: Running, job: str) -> None:
+    """Which run is said."""
+    with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+        connect(running, job, worker=1)
+    detail = json.loads(refused.value.resp_body)["detail"]
+    assert detail == f"job {job} is running: worker 1 does not run; running workers: 0"
+    running.send("DELETE", f"/api/v1/jobs/{job}")
+    wait_until(lambda: running.send("GET", f"/api/v1/jobs/{job}").json()["state"] == "ended", "the job has ended")
+    with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+        connect(running, job)
+    assert refused.value.status_code == 409
+
+
+def test_pages_of_other_sites_are_refused() -> None:
+    """Whoever says where it comes from must come from here."""
+    check_origin(None, "hub.lan:8000")
+    check_origin("https://hub.lan:8000", "hub.lan:8000")
+    for origin in ("https://evil.lan", "https://hub.lan", "null", "https://hub.lan:8000.evil.lan"):
+        with pytest.raises(NotAllowed):
+            check_origin(origin, "hub.lan:8000")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [('{"resize": [120, 40]}', (120, 40)), ('{"resize": [0, 40]}', None), ('{"resize": [true, 40]}', None),
+     ('{"resize": [1, 2, 3]}', None), ("[]", None), ("", None), ('{"resize": [10000, 40]}', None)],
+)  # fmt: skip
+def test_sizes(text: str, size: tuple[int, int] | None) -> None:
+    """What is no size is no size."""
+    assert parse_resize(text) == size

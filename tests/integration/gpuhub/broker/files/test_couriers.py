@@ -1,0 +1,127 @@
+"""Couriers' lives: started when needed, on nodes that take work, and removed when nobody needs them."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuhub.broker.files.couriers import IDLE_TIMEOUT_S
+from gpuhub.common import names
+from gpuhub.common.errors import ImageMissing, NodeUnreachable
+from tests.support.broker_calls import ask, post, read
+from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.support.clocks import AheadClock
+
+
+@pytest.fixture
+def clock() -> AheadClock:
+    """One that tests put forward."""
+    return AheadClock()
+
+
+@pytest.fixture
+def setting(tmp_path: Path, clock: AheadClock) -> Setting:
+    """The practice closet's three nodes, simulated."""
+    return Setting(tmp_path, clock=clock)
+
+
+def couriers(setting: Setting) -> dict[str, list[str]]:
+    """Owners of couriers by node."""
+    found = {
+        name: [one["Labels"].get(names.LABEL_OWNER, "") for one in node.of_kind(names.KIND_COURIER)]
+        for name, node in setting.nodes.items()
+    }
+    return {name: owners for name, owners in found.items() if owners}
+
+
+async def send(running: Running, owner: str = "ada", status: int = 200) -> Any:
+    """One file."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("file"), io.BytesIO())
+    async with running.client(owner) as client:
+        answer = await client.put("/api/v1/files", params={"path": "work"}, content=buffer.getvalue())
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+@asynccontextmanager
+async def with_courier(setting: Setting) -> AsyncIterator[tuple[Running, str]]:
+    """A broker with ada's courier, and where that is."""
+    async with asgi_broker(setting) as running:
+        await send(running)
+        (node,) = couriers(setting)
+        yield running, node
+
+
+async def test_one_serves_until_nobody_came_for_a_while(setting: Setting, clock: AheadClock) -> None:
+    """The same one for all that its owner does; it is no lease and in nobody's way."""
+    async with with_courier(setting) as (running, node):
+        await send(running)
+        await send(running)
+        assert len(setting.couriers.specs) == 1
+        assert await read(running, "root", "/leases") == []
+        assert (await ask(running, "ben"))["state"] == "granted"
+        clock.ahead_s += IDLE_TIMEOUT_S - 5
+        await send(running)
+        clock.ahead_s += IDLE_TIMEOUT_S - 5
+        await running.core.ledger.change(lambda draft: None)
+        assert couriers(setting) == {node: ["ada"]}
+        clock.ahead_s += 10
+        await until(lambda: not couriers(setting), "it is removed")
+        await send(running)
+        assert len(setting.couriers.specs) == 2
+
+
+async def test_those_of_an_earlier_broker_are_removed(setting: Setting) -> None:
+    """It knows nothing of what goes on in them."""
+    async with with_courier(setting):
+        pass
+    stranger = setting.nodes["rig3"].run_container({"gpuhub.instance": "other", names.LABEL_KIND: names.KIND_COURIER})
+    async with asgi_broker(setting):
+        await until(lambda: "rig1" not in couriers(setting) and "rig2" not in couriers(setting), "it is removed")
+        assert stranger in setting.nodes["rig3"].containers
+
+
+async def test_a_drained_node_is_left(setting: Setting) -> None:
+    """The next file goes over another one."""
+    async with with_courier(setting) as (running, node):
+        await post(running, "root", f"/nodes/{node}/drain", {"grace_s": 3600})
+        await until(lambda: not couriers(setting), "it is removed")
+        await send(running)
+        assert node not in couriers(setting)
+
+
+async def test_one_that_vanished_is_started_anew(setting: Setting) -> None:
+    """Nobody notices: removed by hand, or ended with its machine."""
+    async with with_courier(setting) as (running, node):
+        setting.nodes[node].containers.clear()
+        await send(running)
+        (container,) = setting.nodes[node].of_kind(names.KIND_COURIER)
+        setting.nodes[node].end_container(container["Id"])
+        await send(running)
+        assert len(setting.couriers.specs) == 3
+
+
+async def test_another_node_is_tried(setting: Setting) -> None:
+    """Where one cannot; where none can, the reason is told."""
+    async with asgi_broker(setting) as running:
+        setting.couriers.failing = {
+            "rig1": NodeUnreachable("node rig1: its Docker daemon cannot be reached"),
+            "rig2": ImageMissing("node rig2: no such image: gpuhub/notebook:latest"),
+        }
+        await send(running)
+        assert couriers(setting) == {"rig3": ["ada"]}
+        setting.couriers.failing = dict.fromkeys(setting.nodes, ImageMissing("no such image"))
+        refused = await send(running, "ben", 503)
+        assert refused["code"] == "image-missing"
+        for node in setting.nodes:
+            await post(running, "root", f"/nodes/{node}/cordon", {})
+        refused = await send(running, "ben", 503)
+        assert refused["detail"] == "no node takes work now, so files can be neither sent nor read"

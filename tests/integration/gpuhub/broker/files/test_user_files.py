@@ -1,0 +1,343 @@
+"""Files, logs and states over the API: gpu-launch's own courier on simulated nodes, HTTP over a port."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import json
+import os
+import random
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gpuhub.broker.files.user_files import UserFiles
+from gpuhub.config.settings import JobSettings
+from tests.support.brokers import Running, Setting, served_broker
+from tests.support.simulated import build_cluster, wait_until
+
+RUN = "run-000001"
+FILES = "/api/v1/files"
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    """The practice closet's three nodes, simulated; a mebibyte may be sent or fetched at once."""
+    return Setting(tmp_path, cluster=build_cluster(jobs=JobSettings(upload_limit="1M")))
+
+
+@pytest.fixture
+def running(setting: Setting) -> Iterator[Running]:
+    """A broker with a port."""
+    with served_broker(setting) as found:
+        yield found
+
+
+def tar_of(files: dict[str, bytes], *members: tarfile.TarInfo) -> bytes:
+    """A tar with these files, and further members."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o755
+            tar.addfile(entry, io.BytesIO(content))
+        for member in members:
+            tar.addfile(member)
+    return buffer.getvalue()
+
+
+def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+    """A member that is no plain file."""
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname = kind, target
+    return entry
+
+
+def put(running: Running, path: str, content: Any, token: str = "ada") -> httpx.Response:
+    return running.send("PUT", FILES, token, params={"path": path}, content=content)
+
+
+def get(running: Running, path: str, token: str = "ada") -> httpx.Response:
+    return running.send("GET", FILES, token, params={"path": path})
+
+
+def names_in(answer: httpx.Response) -> dict[str, bytes | None]:
+    assert (answer.status_code, answer.headers["Content-Type"]) == (200, "application/x-tar"), answer.text
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
+        members = tar.getmembers()
+        return {one.name: tar.extractfile(one).read() if one.isreg() else None for one in members}  # type: ignore[union-attr]
+
+
+def launch(running: Running, **asked: Any) -> dict[str, Any]:
+    body = {"run_id": RUN, "detached": True, **asked}
+    made = running.send("POST", "/api/v1/jobs", json=body)
+    assert made.status_code == 201, made.text
+    return dict(made.json())
+
+
+def stop(running: Running, job: dict[str, Any]) -> None:
+    running.send("DELETE", f"/api/v1/jobs/{job['id']}")
+    wait_until(lambda: running.send("GET", f"/api/v1/jobs/{job['id']}").json()["state"] == "ended", "the job has ended")
+
+
+def run_folder(setting: Setting) -> Path:
+    folder = setting.home("ada") / ".gpu_launch" / "jobs" / RUN
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_what_is_sent_can_be_fetched(setting: Setting, running: Running, packed: Any) -> None:
+    """Folders on the way are the user's alone; of what is fetched, its own name comes first."""
+    sent = {"train.py": b"print(1)\n", "data/numbers": os.urandom(300_000), "a name\nwith 'quotes'": b""}
+    answer = put(running, "work/train", packed(tar_of(sent, special("latest", tarfile.SYMTYPE, "data"))))
+    assert (answer.status_code, answer.json()) == (200, {"files": 4, "bytes": 300_009})
+    home = setting.home("ada")
+    assert [oct((home / folder).stat().st_mode & 0o777) for folder in ("work", "work/train")] == ["0o700"] * 2
+    assert (home / "work/train/data/numbers").read_bytes() == sent["data/numbers"]
+    found = names_in(get(running, "work/train"))
+    assert found == {f"train/{name}": content for name, content in sent.items()} | {
+        "train": None, "train/data": None, "train/latest": None,
+    }  # fmt: skip
+    assert names_in(get(running, "work/train/train.py")) == {"train.py": b"print(1)\n"}
+
+
+def test_every_user_has_their_own_home(setting: Setting, running: Running) -> None:
+    """What ben names is ben's."""
+    put(running, "work", tar_of({"secret": b"ada's"}))
+    answer = get(running, "work/secret", "ben")
+    assert (answer.status_code, answer.json()["code"]) == (404, "not-found")
+    assert put(running, "work", tar_of({"secret": b"ben's"}), "ben").status_code == 200
+    assert (setting.home("ada") / "work/secret").read_bytes() == b"ada's"
+    assert len(setting.couriers.specs) == 2
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        special("../outside", tarfile.REGTYPE),
+        special("/etc/outside", tarfile.REGTYPE),
+        special("link", tarfile.SYMTYPE, "../../outside"),
+        special("link", tarfile.SYMTYPE, "/etc/passwd"),
+        special("hard", tarfile.LNKTYPE, "../outside"),
+        special("device", tarfile.CHRTYPE),
+        special("pipe", tarfile.FIFOTYPE),
+    ],
+    ids=lambda member: f"{member.name} {member.type.decode()}",
+)
+def test_members_that_lead_elsewhere_are_refused(setting: Setting, running: Running, member: tarfile.TarInfo) -> None:
+    """With the reason; nothing is written outside the folder."""
+    (setting.home("ada") / "outside").write_text("mine")
+    answer = put(running, "work", tar_of({}, member))
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request")
+    assert member.name.split("/")[-1] in answer.json()["detail"]
+    assert sorted(path.name for path in setting.home("ada").iterdir()) == ["outside", "work"]
+    assert list((setting.home("ada") / "work").iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["../ben", "/etc", "a/../../b", "nul\0"])
+def test_paths_that_lead_elsewhere_are_refused(running: Running, path: str) -> None:
+    """Before a courier is asked."""
+    for answer in (put(running, path, tar_of({})), get(running, path)):
+        assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request")
+    assert running.setting.couriers.specs == []
+
+
+def test_a_link_out_of_the_home_is_not_followed(setting: Setting, running: Running) -> None:
+    """Wherever a user's own link leads, gpuhub reads and writes in the home."""
+    (setting.home("ada") / "elsewhere").symlink_to("/etc")
+    for answer in (put(running, "elsewhere/x", tar_of({})), get(running, "elsewhere/passwd")):
+        assert (answer.status_code, answer.json()["detail"].endswith("this leads out of the home")) == (422, True)
+    setting.home("ben")
+
+
+def test_a_command_in_a_path_is_a_path(setting: Setting, running: Running) -> None:
+    """No shell is between: what looks like an option or a command is a name."""
+    for name in ("--limit=9", "-h", "$(touch x); `touch y`", "a b"):
+        assert put(running, name, tar_of({"f": b"1"})).status_code == 200
+        assert names_in(get(running, f"{name}/f")) == {"f": b"1"}
+    assert not {"x", "y"} & {path.name for path in setting.home("ada").iterdir()}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no tar at all", tar_of({"a": b"1" * 5000})[:3000], gzip.compress(b"x")[:9]],
+    ids=["empty", "no tar", "cut tar", "cut gzip"],
+)
+def test_what_is_no_whole_tar_is_refused(running: Running, content: bytes) -> None:
+    """With the reason."""
+    answer = put(running, "work", content)
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request")
+    assert answer.json()["detail"].startswith("the upload is not a complete tar archive: ")
+
+
+def test_more_than_the_limit_is_refused_on_the_way(setting: Setting, running: Running) -> None:
+    """However large it says it is, and however small it is packed; the client reads why. Neither is it sent."""
+    noise = random.Random(1).randbytes(3 * 1024**2)
+    packed = gzip.compress(tar_of({"zeros": bytes(3 * 1024**2)}))
+    assert len(packed) < 10_000
+    for content in (tar_of({"noise": noise}), iter([tar_of({"noise": noise})]), packed):
+        answer = put(running, "work", content)
+        assert (answer.status_code, answer.json()["code"]) == (413, "too-large")
+    (setting.home("ada") / "large").write_bytes(noise)
+    answer = get(running, "large")
+    assert (answer.status_code, answer.json()["code"]) == (413, "too-large")
+
+
+def test_a_full_home_is_told(running: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the system says it."""
+    shim = (
+        f"import os; os.mkdir = lambda *_, **__: (_ for _ in ()).throw(OSError({errno.EDQUOT}, 'Disk quota exceeded'))"
+    )
+    (tmp_path / "sitecustomize.py").write_text(shim)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    answer = put(running, "work", tar_of({"a": b"1"}))
+    assert (answer.status_code, answer.json()["code"]) == (507, "no-space")
+    assert answer.json()["detail"] == "Disk quota exceeded"
+
+
+def test_a_client_that_goes_away_ends_the_courier(running: Running) -> None:
+    """In the middle of sending; nothing of it is left running, and its place is free."""
+
+    def half() -> Iterator[bytes]:
+        yield tar_of({"a": b"1" * 600_000})[:300_000]
+        wait_until(lambda: running.setting.couriers.specs and _programs(running), "the courier runs")
+        raise KeyError("the client is gone")
+
+    with pytest.raises(KeyError):
+        put(running, "work", half())
+    wait_until(lambda: all(one.poll() is not None for one in _programs(running)), "the courier has ended")
+    user_files: UserFiles = running.app.state.user_files
+    wait_until(lambda: not user_files.streams._open, "the place is free")
+    assert put(running, "work", tar_of({"a": b"1"})).status_code == 200
+
+
+def _programs(running: Running) -> list[Any]:
+    return [one for node in running.setting.nodes.values() for one in node.execs.running]
+
+
+def test_a_stream_that_is_not_taken_waits(setting: Setting, tmp_path: Path) -> None:
+    """What is fetched slowly is neither gathered in the broker nor lost, and at most two are fetched at once."""
+    setting.cluster = build_cluster(jobs=JobSettings(upload_limit="64M"))
+    content = os.urandom(24 * 1024**2)
+    (setting.home("ada") / "large").write_bytes(content)
+    with (
+        served_broker(setting) as running,
+        httpx.Client(trust_env=False, headers={"Authorization": "token ada"}, timeout=60) as client,
+    ):
+        url = f"{running.url}{FILES}"
+        with client.stream("GET", url, params={"path": "large"}) as first:
+            parts = first.iter_raw()
+            head = next(parts)
+            (program,) = _programs(running)
+            with client.stream("GET", url, params={"path": "large"}) as second:
+                assert second.status_code == 200
+                refused = get(running, "large")
+                assert (refused.status_code, refused.json()["code"]) == (429, "too-many-streams")
+                assert get(running, "large", "ben").status_code == 404
+            assert program.poll() is None
+            whole = head + b"".join(parts)
+    with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
+        assert tar.extractfile("large").read() == content  # type: ignore[union-attr]
+
+
+# -- logs and states --------------------------------------------------------------------------------------------------
+
+
+def test_logs_are_followed_to_the_end_of_the_job(setting: Setting, running: Running) -> None:
+    """From before it starts; what its last moment wrote is there too."""
+    held = running.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"}).json()
+    job = launch(running, nnodes=3)
+    assert job["state"] == "waiting"
+    got: list[bytes] = []
+    arrived = threading.Event()
+
+    def follow() -> None:
+        headers = {"Authorization": "token ada"}
+        with httpx.Client(trust_env=False, headers=headers, timeout=60) as client:
+            url = f"{running.url}/api/v1/jobs/{job['id']}/logs"
+            with client.stream("GET", url, params={"follow": 1, "offset": 2}) as answer:
+                got.append(str(answer.status_code).encode())
+                for part in answer.iter_raw():
+                    got.append(part)
+                    arrived.set()
+
+    reading = threading.Thread(target=follow)
+    reading.start()
+    wait_until(lambda: got, "the answer begins while the job waits")
+    running.send("DELETE", f"/api/v1/leases/{held['id']}", "ben")
+    log = run_folder(setting) / "output.log"
+    log.write_bytes(b"123 first\n")
+    assert arrived.wait(10)
+    with log.open("ab") as file:
+        file.write(b"last \xff\n")
+    stop(running, job)
+    reading.join(15)
+    assert (got[0], b"".join(got[1:])) == (b"200", b"3 first\nlast \xff\n")
+    again = running.send("GET", f"/api/v1/jobs/{job['id']}/logs", params={"offset": 10})
+    assert (again.content, again.headers["Content-Type"]) == (b"last \xff\n", "text/plain; charset=utf-8")
+
+
+def test_followers_that_go_away_leave_nothing(setting: Setting, running: Running) -> None:
+    """Four may follow, the fifth may not; when they are gone their couriers are, and others may follow."""
+    job = launch(running)
+    headers = {"Authorization": "token ada"}
+    url = f"{running.url}/api/v1/jobs/{job['id']}/logs"
+    with httpx.Client(trust_env=False, headers=headers, timeout=60) as client:
+        streams = [client.stream("GET", url, params={"follow": 1}) for _ in range(4)]
+        answers = [stream.__enter__() for stream in streams]
+        assert [answer.status_code for answer in answers] == [200] * 4
+        refused = client.get(url)
+        assert refused.status_code == 429
+        assert refused.json()["detail"] == "ada: 4 logs being read at once are the limit: end one, or try again later"
+        for stream in streams:
+            stream.__exit__(None, None, None)
+    wait_until(lambda: all(one.poll() is not None for one in _programs(running)), "their couriers have ended")
+    wait_until(lambda: running.send("GET", url[len(running.url) :]).status_code == 200, "others may read")
+
+
+def test_a_ranks_own_output_of_the_latest_start(setting: Setting, running: Running) -> None:
+    """Both streams; ranks are found by node."""
+    job = launch(running, nnodes=1)
+    logs = run_folder(setting) / "logs"
+    for start, text in (("node0", "old"), ("node0-restart1", "new")):
+        for stream in ("stdout", "stderr"):
+            file = logs / start / f"{RUN}_x" / "attempt_0" / "0" / f"{stream}.log"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{text} {stream}\n")
+        os.utime(file.parent, ns=(10**18 + len(start), 10**18 + len(start)))
+    path = f"/api/v1/jobs/{job['id']}/logs"
+    assert running.send("GET", path, params={"rank": 0}).text == "new stdout\nnew stderr\n"
+    assert running.send("GET", path, params={"rank": 1}).text == ""
+
+
+def test_the_state_is_told(setting: Setting, running: Running) -> None:
+    """As the job wrote it; before that there is none, and what is no JSON is no state."""
+    job = launch(running)
+    path = f"/api/v1/jobs/{job['id']}/state"
+    missing = running.send("GET", path)
+    assert (missing.status_code, missing.json()["detail"]) == (404, "the job has not written its status yet")
+    state = {"state": "running", "attempt": 1, "text": "é"}
+    (run_folder(setting) / "state.json").write_text(json.dumps(state))
+    assert running.send("GET", path).json() == state
+    stop(running, job)
+    assert running.send("GET", path).json() == state
+    (run_folder(setting) / "state.json").write_text("{")
+    assert running.send("GET", path).status_code == 409
+
+
+def test_a_notebooks_job_has_its_output_there(running: Running) -> None:
+    """It is not followed for ever in vain."""
+    job = launch(running, detached=False)
+    for tail in ("logs", "state"):
+        answer = running.send("GET", f"/api/v1/jobs/{job['id']}/{tail}")
+        assert (answer.status_code, answer.json()["code"]) == (409, "conflict")

@@ -1,0 +1,188 @@
+"""Machines as they really are, whatever their Docker daemons say: the ground truth, and the ways to hurt it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gpuhub.common import names
+from gpuhub.common.errors import GpuhubError, NodeUnreachable
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker.client import DockerClients
+from tests.integration.gpuhub.broker.stateful.virtual import VirtualLoop
+from tests.support.simulated import SimulatedClient, SimulatedNode
+
+T = TypeVar("T")
+#: docker-py's limit for one call, seconds.
+CALL_LIMIT_S = 10.0
+#: Our own label on simulated containers: the GPUs, `,` between them.
+UUIDS = "uuids"
+
+
+class Killed(BaseException):
+    """The broker's process is dead: this step of it never happens."""
+
+
+class Link(Enum):
+    """The way from the head node to a machine's daemon."""
+
+    UP = "up"
+    #: Refused at once.
+    DOWN = "down"
+    #: Calls get no answer; what was sent is carried out when the daemon goes on.
+    HUNG = "hung"
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A container whose processes really run."""
+
+    id: str
+    lease: str
+    kind: str
+    worker: str
+    epoch: str
+    uuids: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Box:
+    """One machine: its daemon, and what its kernel runs."""
+
+    node: SimulatedNode
+    link: Link = Link.UP
+    #: Containers that run and that the daemon no longer knows: its data was wiped.
+    ghosts: list[dict[str, Any]] = field(default_factory=list)
+    #: What came in while the daemon hung.
+    backlog: list[Callable[[], None]] = field(default_factory=list)
+    #: The daemon was wiped since the machine's start.
+    is_wiped: bool = False
+    missing: list[tuple[str, int]] = field(default_factory=list)
+    _turn: int = 0
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self.node.name
+
+    def running(self) -> Iterator[Running]:
+        """Every container with GPUs or a lease that really runs, known to the daemon or not."""
+        listed = [found for found in self.node.containers.values() if found["State"] in {"running", "paused"}]
+        for found in (*listed, *self.ghosts):
+            labels = found["Labels"]
+            if labels.get(names.LABEL_KIND) in {names.KIND_NOTEBOOK, names.KIND_WORKER}:
+                yield Running(
+                    id=found["Id"],
+                    lease=labels.get(names.LABEL_LEASE, ""),
+                    kind=labels[names.LABEL_KIND],
+                    worker=labels.get(names.LABEL_WORKER, ""),
+                    epoch=labels.get(names.LABEL_EPOCH, ""),
+                    uuids=tuple(uuid for uuid in labels.get(UUIDS, "").split(",") if uuid),
+                )
+
+    def heal_link(self) -> None:
+        """The daemon answers; what came in meanwhile is carried out first."""
+        self.link = Link.UP
+        todo, self.backlog = self.backlog, []
+        for effect in todo:
+            effect()
+
+    def reboot(self) -> None:
+        """Off, until the link heals: then a new boot id; nothing that ran runs, what the daemon knew it knows still."""
+        self._turn += 1
+        self.link = Link.DOWN
+        self.ghosts.clear()
+        self.backlog.clear()
+        self.is_wiped = False
+        self.node.boot_id = f"boot-{self.name}-{self._turn}"
+        for found in self.node.containers.values():
+            if found["State"] != "created":
+                found.update(State="exited", ExitCode=137)
+
+    def wipe(self) -> None:
+        """The daemon comes back with empty data and a new id, the machine was never down: what ran still runs."""
+        self._turn += 1
+        self.is_wiped = True
+        self.backlog.clear()
+        self.node.daemon_id = f"daemon-{self.name}-{self._turn}"
+        for found in list(self.node.containers.values()):
+            if found["State"] == "running" and found["Labels"].get(names.LABEL_KIND) != names.KIND_AGENT:
+                self.ghosts.append(found)
+        self.node.containers.clear()
+
+    def lose_gpu(self) -> None:
+        """The last GPU falls off the bus."""
+        if len(self.node.cards) > 1:
+            self.missing.append(self.node.cards.pop())
+
+    def restore_gpus(self) -> None:
+        """All GPUs are back."""
+        while self.missing:
+            self.node.cards.append(self.missing.pop())
+
+
+class BoxClient(SimulatedClient):
+    """The simulated client, with what adopting and naming a container asks for besides."""
+
+    def inspect_container(self, container: str) -> dict[str, Any]:
+        found = self._named(container) or self._find(container)
+        state = {key: found[key] for key in ("ExitCode", "OOMKilled")} | {"Running": found["State"] == "running"}
+        return {"Id": found["Id"], "State": state, "Config": {"Labels": dict(found["Labels"])}}
+
+    def _named(self, name: str) -> dict[str, Any] | None:
+        return next((found for found in self._node.containers.values() if f"/{name}" in found["Names"]), None)
+
+
+class BoxDaemons(DockerClients):
+    """The daemons as one process sees them. `gate` is passed before and after each step, and stops the dead."""
+
+    def __init__(
+        self, cluster: ClusterSettings, boxes: dict[str, Box], folder: Path, loop: VirtualLoop, gate: Callable[[], None]
+    ) -> None:
+        super().__init__(cluster.nodes, instance="ghtest", run_dir=folder)
+        self._boxes = boxes
+        self._virtual = loop
+        self._gate = gate
+
+    async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False, mounting: bool = False) -> T:
+        self._gate()
+        answer: asyncio.Future[T] = self._virtual.create_future()
+        # Not in this task: a request that was sent is carried out even when its sender dies.
+        self._virtual.call_later(self._virtual.latency(), self._arrive, self._boxes[node], work, answer)
+        try:
+            async with asyncio.timeout(CALL_LIMIT_S):
+                result = await answer
+        except TimeoutError:
+            raise NodeUnreachable(f"node {node}: its Docker daemon does not answer in time") from None
+        self._gate()
+        return result
+
+    def _arrive(self, box: Box, work: Callable[[Any], T], answer: asyncio.Future[T]) -> None:
+        if box.link is Link.DOWN:
+            self._answer(answer, NodeUnreachable(f"node {box.name}: its Docker daemon cannot be reached"))
+        elif box.link is Link.HUNG:
+            box.backlog.append(partial(self._carry_out, box, work, answer))
+        else:
+            self._carry_out(box, work, answer)
+
+    def _carry_out(self, box: Box, work: Callable[[Any], T], answer: asyncio.Future[T]) -> None:
+        try:
+            result: Any = work(BoxClient(box.node))
+        except GpuhubError as error:
+            result = error
+        if box.link is Link.DOWN:
+            result = NodeUnreachable(f"node {box.name}: the answer was lost")
+        self._virtual.call_later(self._virtual.latency(), self._answer, answer, result)
+
+    def _answer(self, answer: asyncio.Future[T], result: Any) -> None:
+        if answer.done():
+            return
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)

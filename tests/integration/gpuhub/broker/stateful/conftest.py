@@ -1,0 +1,15 @@
+"""Short waits, so that little virtual time does what hours would."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuhub.domain import reconcile
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reconciler's own limits, seconds."""
+    monkeypatch.setattr(reconcile, "START_GRACE_S", 40.0)
+    monkeypatch.setattr(reconcile, "CREATED_GRACE_S", 20.0)
+    monkeypatch.setattr(reconcile, "HUB_GRACE_S", 10.0)

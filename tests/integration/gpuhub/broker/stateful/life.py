@@ -1,0 +1,121 @@
+"""What a world is made of beside its machines: one process of the broker, its store, the hub, a worker's container."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI
+
+from gpuhub.broker.db.store import Store
+from gpuhub.common import names
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.container_lifecycle import ensure_created
+from gpuhub.docker.worker_containers import WorkerSpec
+from tests.integration.gpuhub.broker.stateful.boxes import UUIDS, Killed
+from tests.integration.gpuhub.broker.stateful.virtual import VirtualLoop
+
+
+@dataclass(slots=True)
+class Life:
+    """One process of the broker, from its start to its death."""
+
+    loop: VirtualLoop
+    is_dead: bool = False
+    #: Outside steps until it dies; None: it lives on.
+    steps_left: int | None = None
+    store: Store | None = None
+    app: FastAPI | None = None
+    running: AbstractAsyncContextManager[Any] | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def gate(self) -> None:
+        """Before and after each outside step."""
+        if not self.is_dead and self.steps_left is not None:
+            self.steps_left -= 1
+            self.is_dead = self.steps_left < 0
+            if self.is_dead:
+                self.ended.set()
+        if self.is_dead:
+            raise Killed
+
+
+class GatedStore:
+    """The store as a process sees it that may die before or after each of its calls."""
+
+    def __init__(self, store: Store, life: Life) -> None:
+        self._store = store
+        self._life = life
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._life.gate()
+            result = found(*args, **kwargs)
+            self._life.gate()
+            return result
+
+        return call
+
+
+@dataclass(slots=True)
+class ModelHub:
+    """What the broker asks of the hub; done between two steps, as another process would."""
+
+    stops: list[tuple[str, str]] = field(default_factory=list)
+    starts: list[tuple[str, str, str]] = field(default_factory=list)
+
+    async def fetch_token_model(self, token: str) -> Mapping[str, Any] | None:
+        return {"kind": "user", "name": token, "admin": False, "scopes": []}
+
+    async def start_server(self, owner: str, server: str, profile: str) -> None:
+        self.starts.append((owner, server, profile))
+
+    async def stop_server(self, owner: str, server: str) -> None:
+        self.stops.append((owner, server))
+
+    async def close(self) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What `ensure_created` needs of a container's specification."""
+
+    name: str
+    labels: dict[str, str]
+
+    def create(self, client: Any) -> str:
+        """Create it, and no more."""
+        made = client.create_container(image="gpuhub/notebook:latest", name=self.name, labels=self.labels)
+        return str(made["Id"])
+
+
+async def start_container(daemons: DockerClients, spec: WorkerSpec) -> str:
+    """A worker's container by the product's own steps, without the user's network and account."""
+    made = Made(
+        name=names.worker_container_name(spec.instance, spec.job_id, spec.index),
+        labels={
+            names.LABEL_INSTANCE: spec.instance,
+            names.LABEL_KIND: names.KIND_WORKER,
+            names.LABEL_LEASE: spec.lease_id,
+            names.LABEL_EPOCH: str(spec.epoch),
+            names.LABEL_OWNER: spec.owner,
+            names.LABEL_JOB: spec.job_id,
+            names.LABEL_WORKER: str(spec.index),
+            UUIDS: ",".join(spec.gpu_uuids),
+            **({} if spec.slurm_job is None else {names.LABEL_SLURM_JOB: str(spec.slurm_job)}),
+        },
+    )
+    container = await ensure_created(daemons, spec.node, made, adopt=True)  # type: ignore[arg-type]
+    if not container.is_running:
+        if spec.before_start is not None:
+            await spec.before_start()
+        await daemons.call(spec.node, "start", container.id)
+    return container.id

@@ -1,0 +1,309 @@
+"""What users, their spawners and an administrator do, step by step, so that each step can come late, twice, or never."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from gpuhub.broker_api.schemas import (
+    ActivationRequest,
+    ArrayRequest,
+    JobRequest,
+    JobView,
+    LeaseRequest,
+    LeaseState,
+    LeaseView,
+)
+from gpuhub.common import names
+from gpuhub.common.errors import GpuhubError
+from gpuhub.docker import container_lifecycle
+from gpuhub.domain.identity import Identity
+from gpuhub.spawners.docker.spawner import GpuDockerSpawner
+from tests.integration.gpuhub.broker.stateful.boxes import UUIDS, Link
+from tests.integration.gpuhub.broker.stateful.life import Made
+from tests.integration.gpuhub.broker.stateful.world import ADMIN, SPAWNER, Lost, World
+
+
+@dataclass(slots=True)
+class Notebook:
+    """One start of a user's server, as its spawner knows it."""
+
+    owner: str
+    server: str
+    profile: str
+    key: str
+    lease: str | None = None
+    node: str = ""
+    container: str = ""
+    #: The broker agreed to the activation: the container may be started, however late.
+    may_start: bool = False
+    is_started: bool = False
+    #: Why its end would be no fault of gpuhub; empty: it must live on.
+    excuses: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class People:
+    """Users with their notebooks and jobs, and the administrator."""
+
+    world: World
+    notebooks: list[Notebook] = field(default_factory=list)
+    jobs: list[JobView] = field(default_factory=list)
+    #: Leases that an administrator forced: whatever runs of them is excused.
+    forced: set[str] = field(default_factory=set)
+    #: What a request with each key was answered with, to be the same for ever.
+    answers: dict[tuple[str, str], str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    _count: int = 0
+
+    # -- notebooks ------------------------------------------------------------------------------------------------
+
+    def ask(self, owner: str, server: str, profile: str) -> Notebook:
+        """A user starts a server; the hub stops one of that name that it knows of."""
+        for other in self.notebooks:
+            if (other.owner, other.server) == (owner, server) and "it was stopped" not in other.excuses:
+                self.stop(other)
+        # It was asked to stop the one before, and has done so.
+        self.world.hub.stops = [each for each in self.world.hub.stops if each != (owner, server)]
+        self._count += 1
+        notebook = Notebook(owner=owner, server=server, profile=profile, key=f"key-{self._count}")
+        self.notebooks.append(notebook)
+        self.ask_again(notebook)
+        return notebook
+
+    def ask_again(self, notebook: Notebook) -> None:
+        """The request, or its repetition after no answer came."""
+        request = LeaseRequest(profile=notebook.profile, server=notebook.server, key=notebook.key, owner=notebook.owner)
+        lease: LeaseView | None = self._call(lambda broker: broker.request_lease(SPAWNER, request))
+        if lease is None:
+            return
+        first = self.answers.setdefault((notebook.owner, notebook.key), lease.id)
+        if first != lease.id:
+            self.wrong.append(f"the key {notebook.key} of {notebook.owner} gave {first}, then {lease.id}")
+        notebook.lease = lease.id
+
+    def create(self, notebook: Notebook) -> None:
+        """The spawner makes the container of a lease that it saw granted; not started yet."""
+        lease = self.see(notebook)
+        if lease is not None and lease.nodes:
+            self.create_for(notebook, lease)
+
+    def create_for(self, notebook: Notebook, lease: LeaseView) -> None:
+        """As `create`, from what was seen of the lease some time ago."""
+        made = Made(
+            name=names.notebook_container_name("ghtest", notebook.owner, notebook.server),
+            labels={
+                names.LABEL_INSTANCE: "ghtest",
+                names.LABEL_KIND: names.KIND_NOTEBOOK,
+                names.LABEL_LEASE: lease.id,
+                names.LABEL_EPOCH: str(lease.epoch),
+                names.LABEL_OWNER: lease.owner,
+                UUIDS: ",".join(gpu.uuid for gpu in lease.gpus),
+                **({} if lease.slurm_job is None else {names.LABEL_SLURM_JOB: str(lease.slurm_job)}),
+            },
+        )
+        # As `launching.launch` does: a leftover of that name is removed.
+        daemons = self.world.hub_daemons
+        for other in self.notebooks:
+            if other is not notebook and (other.owner, other.server) == (notebook.owner, notebook.server):
+                other.excuses.add("the server was started anew")
+        found = self.world.outside(container_lifecycle.ensure_created(daemons, lease.nodes[0], made, adopt=False))  # type: ignore[arg-type]
+        if found is not None:
+            notebook.node, notebook.container = lease.nodes[0], found.id
+            notebook.may_start = notebook.is_started = False
+
+    def activate(self, notebook: Notebook) -> None:
+        """The spawner tells the broker; only its answer allows the start."""
+        if not notebook.container or notebook.lease is None:
+            return
+        lease_id, container = notebook.lease, notebook.container
+        activation = ActivationRequest(container_id=container)
+        answer = self._call(lambda broker: broker.activate(SPAWNER, lease_id, activation))
+        notebook.may_start = answer is not None
+
+    def begin(self, notebook: Notebook) -> None:
+        """The spawner starts the container; it may have slept since the broker agreed."""
+        if not notebook.may_start or notebook.is_started:
+            return
+        daemons = self.world.hub_daemons
+
+        async def start() -> bool:
+            await daemons.call(notebook.node, "start", notebook.container)
+            return True
+
+        notebook.is_started = self.world.outside(start()) is True
+
+    def run(self, notebook: Notebook) -> bool:
+        """All steps of a start at once; whether it runs."""
+        self.create(notebook)
+        self.activate(notebook)
+        self.begin(notebook)
+        return notebook.is_started
+
+    def end(self, notebook: Notebook) -> None:
+        """The notebook's program ends by itself."""
+        notebook.excuses.add("it ended by itself")
+        box = self.world.boxes.get(notebook.node)
+        if box is None:
+            return
+        box.ghosts = [ghost for ghost in box.ghosts if ghost["Id"] != notebook.container]
+        if notebook.container in box.node.containers:
+            box.node.end_container(notebook.container)
+
+    def stop(self, notebook: Notebook) -> None:
+        """The hub stops it: the container where the node answers, then the lease."""
+        notebook.excuses.add("it was stopped")
+        if notebook.container:
+            daemons = self.world.hub_daemons
+            self.world.outside(
+                container_lifecycle.remove_container(daemons, notebook.node, notebook.container, grace_s=1)
+            )
+        if notebook.lease is not None:
+            lease_id = notebook.lease
+            self._call(lambda broker: broker.release(SPAWNER, lease_id))
+
+    def hub_polls(self, *, is_restored: bool) -> None:
+        """The hub, restarted or not, asks whether its servers run, by the spawner's own `poll`, and stops the dead."""
+        for notebook in self.notebooks:
+            if notebook.is_started and "it was stopped" not in notebook.excuses:
+                code = self.world.outside(GpuDockerSpawner.poll(self._spawner(notebook, is_restored=is_restored)))
+                if code is not None:
+                    self._stop_dead(notebook)
+
+    def hub_stops(self) -> None:
+        """What the broker asked the hub to stop."""
+        todo, self.world.hub.stops = self.world.hub.stops, []
+        for owner, server in todo:
+            for notebook in self.notebooks:
+                if (notebook.owner, notebook.server) == (owner, server) and notebook.lease is not None:
+                    self._stop_dead(notebook)
+
+    def see(self, notebook: Notebook) -> LeaseView | None:
+        """What the broker says of the notebook's lease."""
+        lease_id = notebook.lease
+        if lease_id is None:
+            return None
+        lease: LeaseView | None = self._call(lambda broker: broker.lease(SPAWNER, lease_id))
+        return lease
+
+    def _stop_dead(self, notebook: Notebook) -> None:
+        """As the hub does, which adds no excuse: if it was alive, this is somebody's fault."""
+        had = set(notebook.excuses)
+        self.stop(notebook)
+        notebook.excuses = had
+
+    def _spawner(self, notebook: Notebook, *, is_restored: bool) -> Any:
+        """As much of a spawner as its `poll` uses."""
+
+        async def heal() -> None:
+            return
+
+        return SimpleNamespace(
+            object_id=notebook.container,
+            node=notebook.node,
+            daemons=self.world.hub_daemons,
+            log=logging.getLogger("spawner"),
+            http_timeout=30,
+            server=None,  # nobody waits for it here
+            _is_restored=is_restored,
+            _is_watched=False,
+            _log_name=notebook.owner,
+            _recover_lease=heal,
+        )
+
+    # -- jobs -----------------------------------------------------------------------------------------------------
+
+    def launch(self, owner: str, **shape: Any) -> JobView | None:
+        """A user asks for workers."""
+        self._count += 1
+        request = JobRequest(run_id=f"run-{self._count:06d}", **shape)
+        job: JobView | None = self._call(lambda broker: broker.request_job(Identity(name=owner), request))
+        if job is not None:
+            self._attend(job)
+        return job
+
+    def launch_array(self, owner: str, count: int) -> None:
+        """A user asks for many jobs of one GPU each."""
+        self._count += 1
+        request = ArrayRequest(job=JobRequest(run_id=f"run-{self._count:06d}", batch=True), count=count)
+        for job in self._call(lambda broker: broker.request_array(Identity(name=owner), request)) or ():
+            self._attend(job)
+
+    def launch_again(self, job: JobView) -> None:
+        """The same run's request once more."""
+        request = JobRequest(run_id=job.run_id, nnodes=job.nnodes, nproc_per_node=job.nproc_per_node)
+        again: JobView | None = self._call(lambda broker: broker.request_job(Identity(name=job.owner), request))
+        if again is not None and again.id != job.id:
+            self.wrong.append(f"the run {job.run_id} of {job.owner} is {job.id} and {again.id}")
+
+    def stop_job(self, job: JobView) -> None:
+        """Its owner stops it."""
+        self._call(lambda broker: broker.stop_job(Identity(name=job.owner), job.id))
+
+    def abandon(self, job: JobView) -> None:
+        """Its client stops reporting."""
+        self.world.attended.pop(job.id, None)
+
+    def end_workers(self, job: JobView, code: int = 0) -> None:
+        """The job's program ends on every machine."""
+        for box in self.world.boxes.values():
+            for found in list(box.node.containers.values()):
+                if found["Labels"].get(names.LABEL_JOB) == job.id and found["State"] == "running":
+                    box.node.end_container(found["Id"], code=code)
+
+    def end_leader(self, job: JobView) -> None:
+        """The program of worker 0 ends: of a detached job, the one that leads the others."""
+        for box in self.world.boxes.values():
+            for found in list(box.node.containers.values()):
+                labels = found["Labels"]
+                if (labels.get(names.LABEL_JOB), labels.get(names.LABEL_WORKER)) == (job.id, "0"):
+                    box.node.end_container(found["Id"])
+
+    def _attend(self, job: JobView) -> None:
+        self.jobs.append(job)
+        self.world.attended[job.id] = job.owner
+
+    # -- the administrator ----------------------------------------------------------------------------------------
+
+    def force(self, lease_id: str) -> None:
+        """The administrator says that nothing of the lease is left, true or not."""
+        self.forced.add(lease_id)
+        self._call(lambda broker: broker.force(ADMIN, lease_id))
+
+    def open_leases(self, *states: LeaseState) -> list[str]:
+        """Ids of leases in these states, in the order in which they came."""
+        if not self.world.is_alive:
+            return []
+        rows = sorted(self.world.core.ledger.snapshot.leases.values(), key=lambda row: row.seq)
+        return [row.id for row in rows if row.state in states]
+
+    def excuse(self, node: str, why: str) -> None:
+        """Something happened to a node that ends what runs there."""
+        for notebook in self.notebooks:
+            if notebook.node == node:
+                notebook.excuses.add(why)
+
+    def excuse_lease(self, lease_id: str, why: str) -> None:
+        """Something happened to the job of a lease that ends what runs of it."""
+        for notebook in self.notebooks:
+            if notebook.lease == lease_id:
+                notebook.excuses.add(why)
+
+    def _call(self, ask: Any) -> Any:
+        """An answer, or None: refused, lost, or nobody there."""
+        if not self.world.is_alive:
+            return None
+        try:
+            return self.world.call(ask(self.world.broker))
+        except (GpuhubError, Lost):
+            return None
+        except Exception as error:  # noqa: BLE001 - the client sees an HTTP status 500, and goes on
+            self.wrong.append(f"the broker failed: {error!r}")
+            return None
+
+    @property
+    def unreachable(self) -> set[str]:
+        """Nodes that the head node does not reach at present."""
+        return {name for name, box in self.world.boxes.items() if box.link is not Link.UP}

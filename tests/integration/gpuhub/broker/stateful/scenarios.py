@@ -1,0 +1,253 @@
+"""Courses of events that are known to go wrong in systems like this one; each holds here, and fails where a trap is planted.
+
+The traps are those of the field: a hub that takes silence for an end, a lease that is freed by time or by hearsay, an
+intent that was not kept, one slow machine that holds up all others, a holder that slept through its own end.
+"""
+
+from __future__ import annotations
+
+from gpuhub.broker_api.schemas import LeaseState
+from gpuhub.common import names
+from tests.integration.gpuhub.broker.stateful.boxes import UUIDS, Link
+from tests.integration.gpuhub.broker.stateful.people import Notebook, People
+from tests.integration.gpuhub.broker.stateful.settling import pass_time, settle
+from tests.integration.gpuhub.broker.stateful.truth import wrongs
+from tests.integration.gpuhub.broker.stateful.world import World
+
+SEATS = (("ada", ""), ("ada", "two"), ("ben", ""), ("ben", "two"), ("cleo", ""))
+
+
+def well(world: World, people: People) -> None:
+    """Nothing is wrong at this moment."""
+    found = wrongs(world, people)
+    assert not found, found
+
+
+def come_right(world: World, people: People) -> None:
+    """All is well when every fault is healed, and nothing is left when everybody has finished."""
+    found = settle(world, people, lambda: wrongs(world, people))
+    assert not found, found
+
+
+def watch(world: World, people: People, seconds: float) -> None:
+    """Time passes, and nothing goes wrong at any moment of it."""
+    for _ in range(int(seconds / 2)):
+        pass_time(world, people, 2)
+        well(world, people)
+
+
+def fill(world: World, people: People, first: str = "any") -> list[Notebook]:
+    """Every GPU is in use, and one more user waits; the first notebook has the profile `first`."""
+    made = [people.ask(*seat, first if number == 0 else "any") for number, seat in enumerate(SEATS)]
+    world.advance(2)
+    for notebook in made:
+        assert people.run(notebook), "a GPU each is there"
+    people.ask("cleo", "two", "any")
+    world.advance(2)
+    well(world, people)
+    return made
+
+
+def a_time_limit_passes_while_the_node_is_cut_off(world: World, people: People) -> None:
+    """An end is no proof: what may still run keeps its GPU."""
+    notebook = fill(world, people, "short")[0]
+    world.boxes[notebook.node].link = Link.DOWN
+    watch(world, people, 120)
+    assert notebook.lease in people.open_leases(LeaseState.QUARANTINED, LeaseState.RELEASING, LeaseState.ACTIVE)
+    come_right(world, people)
+
+
+def a_notebook_is_stopped_while_its_node_is_cut_off(world: World, people: People) -> None:
+    """The hub forgets the server; its container runs on, and so does the lease."""
+    notebook = fill(world, people)[0]
+    world.boxes[notebook.node].link = Link.DOWN
+    people.stop(notebook)
+    watch(world, people, 60)
+    assert notebook.lease in people.open_leases(LeaseState.QUARANTINED)
+    come_right(world, people)
+
+
+def a_daemon_comes_back_with_empty_data(world: World, people: People) -> None:
+    """It lists nothing, and what ran still runs: only the machine's restart frees the GPU."""
+    notebook = fill(world, people)[0]
+    world.boxes[notebook.node].wipe()
+    watch(world, people, 10)
+    people.stop(notebook)
+    watch(world, people, 60)
+    assert notebook.lease in people.open_leases(LeaseState.QUARANTINED)
+    come_right(world, people)
+
+
+def a_wiped_daemon_after_a_reboot(world: World, people: People) -> None:
+    """A reboot before the container was made is no proof that nothing of it runs later."""
+    notebook = people.ask("ada", "", "rtx5090")
+    world.advance(2)
+    lease = people.see(notebook)
+    assert lease is not None
+    box = world.boxes[lease.nodes[0]]
+    box.reboot()
+    world.advance(8)
+    box.heal_link()
+    world.advance(15)
+    assert people.run(notebook)
+    box.wipe()
+    watch(world, people, 30)
+    come_right(world, people)
+
+
+def a_container_of_an_earlier_epoch_appears(world: World, people: People) -> None:
+    """It is removed, and the one of this epoch lives on."""
+    notebook = fill(world, people)[0]
+    box = world.boxes[notebook.node]
+    labels = {
+        names.LABEL_KIND: names.KIND_NOTEBOOK,
+        names.LABEL_LEASE: notebook.lease or "",
+        names.LABEL_EPOCH: "0",
+        names.LABEL_OWNER: notebook.owner,
+        UUIDS: "",
+    }
+    stale = box.node.run_container(labels)
+    watch(world, people, 10)
+    assert stale not in box.node.containers
+    assert notebook.container in box.node.containers
+    come_right(world, people)
+
+
+def the_broker_dies_while_it_starts_workers(world: World, people: People) -> None:
+    """At each of its steps in turn: the next one finds what was made, and makes nothing twice."""
+    for steps in range(0, 40, 3):
+        world.die_after(steps)
+        job = people.launch("ada", nnodes=3)
+        world.advance(3)
+        world.kill()
+        well(world, people)
+        world.start()
+        watch(world, people, 12)
+        if job is not None:
+            people.stop_job(job)
+        for stored in people.jobs:
+            people.stop_job(stored)
+        watch(world, people, 20)
+    come_right(world, people)
+
+
+def a_request_is_repeated_after_its_lease_ended(world: World, people: People) -> None:
+    """The same key gives the same lease, for ever."""
+    notebook = people.ask("ada", "", "any")
+    world.advance(2)
+    assert people.run(notebook)
+    people.ask_again(notebook)
+    people.stop(notebook)
+    world.advance(5)
+    people.ask_again(notebook)
+    world.kill()
+    world.start()
+    world.advance(10)
+    people.ask_again(notebook)
+    well(world, people)
+    come_right(world, people)
+
+
+def the_hub_is_restarted_while_a_node_is_cut_off(world: World, people: People) -> None:
+    """Silence is no end: the notebook lives on, and is the same one when the node is back."""
+    notebook = fill(world, people)[0]
+    world.boxes[notebook.node].link = Link.DOWN
+    people.hub_polls(is_restored=True)
+    watch(world, people, 30)
+    people.hub_polls(is_restored=True)
+    world.boxes[notebook.node].heal_link()
+    watch(world, people, 30)
+    assert notebook.lease in people.open_leases(LeaseState.ACTIVE)
+    come_right(world, people)
+
+
+def the_broker_dies_after_every_answer(world: World, people: People) -> None:
+    """What it has said is what the next one knows."""
+    for owner, server in SEATS:
+        notebook = people.ask(owner, server, "any")
+        world.kill()
+        world.start()
+        world.advance(6)
+        assert people.see(notebook) is not None, "a lease that was answered is there"
+        assert people.run(notebook)
+        world.kill()
+        world.start()
+        well(world, people)
+    watch(world, people, 10)
+    come_right(world, people)
+
+
+def a_container_of_an_ended_lease_appears(world: World, people: People) -> None:
+    """A spawner that slept makes it after the lease was given up: it is removed."""
+    notebook = people.ask("ada", "", "rtx5090")
+    world.advance(2)
+    lease = people.see(notebook)
+    assert lease is not None
+    people.stop(notebook)
+    world.advance(5)
+    people.create_for(notebook, lease)
+    watch(world, people, 10)
+    come_right(world, people)
+
+
+def a_holder_wakes_after_its_lease_was_given_on(world: World, people: People) -> None:
+    """It slept between the grant and its container: it may make one, and is not allowed to start it."""
+    sleepers = [people.ask(owner, server, "any") for owner, server in SEATS]
+    world.advance(2)
+    leases = [people.see(sleeper) for sleeper in sleepers]
+    world.advance(60)
+    others = fill(world, people)
+    for sleeper, lease in zip(sleepers, leases, strict=True):
+        assert lease is not None
+        sleeper.server = "late"
+        people.create_for(sleeper, lease)
+        people.activate(sleeper)
+        people.begin(sleeper)
+        well(world, people)
+    assert all(other.container for other in others)
+    come_right(world, people)
+
+
+def an_elastic_job_shrinks(world: World, people: People) -> None:
+    """What it gives back is given on when the worker there is gone, and not before."""
+    job = people.launch("ada", nnodes=3, nproc_per_node=1, min_nnodes=1, exclusive=True)
+    watch(world, people, 6)
+    assert job is not None
+    notebook = people.ask("ben", "", "any")
+    for _ in range(300):
+        world.advance(0.1)
+        well(world, people)
+    assert people.run(notebook)
+    well(world, people)
+    come_right(world, people)
+
+
+def the_clock_is_set_back_while_no_broker_runs(world: World, people: People) -> None:
+    """What is ending is proven gone all the same, and its GPU is free within seconds, not when the clock has caught up."""
+    notebook = fill(world, people)[0]
+    world.boxes[notebook.node].link = Link.DOWN
+    people.stop(notebook)
+    world.advance(5)
+    world.kill()
+    world.skew -= 3600
+    world.start()
+    world.boxes[notebook.node].heal_link()
+    watch(world, people, 60)
+    assert notebook.lease not in people.open_leases(LeaseState.RELEASING, LeaseState.QUARANTINED)
+    come_right(world, people)
+
+
+def a_daemon_is_wiped_while_no_broker_runs(world: World, people: People) -> None:
+    """A worker that was made, and that nobody lists any more, may run still: no second one is started beside it."""
+    for steps in range(18, 26):
+        world.die_after(steps)
+        people.launch("ada", nnodes=1, batch=True)
+        world.advance(2)
+        world.kill()
+        for box in world.boxes.values():
+            box.wipe()
+        world.start()
+        watch(world, people, 16)
+        for job in people.jobs:
+            people.stop_job(job)
+    come_right(world, people)

@@ -1,0 +1,147 @@
+"""When every fault is healed and time passes, all must come right: nothing leaked, nobody forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from gpuhub.broker_api.schemas import GpuState, LeaseState
+from gpuhub.common import names
+from gpuhub.domain.models import LeaseRow
+from tests.integration.gpuhub.broker.stateful.people import Notebook, People
+from tests.integration.gpuhub.broker.stateful.slurm_system import PREFIX
+from tests.integration.gpuhub.broker.stateful.truth import running
+from tests.integration.gpuhub.broker.stateful.world import ADMIN, World
+
+#: Longer than any wait of the broker with the limits of `conftest`, seconds.
+SETTLE_S = 150.0
+#: Turns in which whoever was granted works and ends; each serves somebody.
+TURNS = 60
+_ENDING = (LeaseState.RELEASING, LeaseState.QUARANTINED)
+
+
+def heal(world: World, people: People) -> None:
+    """Every machine is well again; one whose daemon was wiped is rebooted, as an administrator would."""
+    for box in world.boxes.values():
+        box.heal_link()
+        box.restore_gpus()
+        if box.is_wiped:
+            people.excuse(box.name, "its node was rebooted")
+            box.reboot()
+            world.advance(6)
+            box.heal_link()
+    if world.slurm is not None:
+        world.slurm.heal()
+    if not world.is_alive:
+        world.start()
+    world.life.steps_left = None
+    for reservation in world.broker.reservations():
+        world.try_call(world.broker.cancel_reservation(ADMIN, reservation.id))
+    for name in world.boxes:
+        world.try_call(world.broker.undrain(ADMIN, name))
+
+
+def settle(world: World, people: People, check: Callable[[], list[str]]) -> list[str]:
+    """Heal, wait, and tell what did not come right; then let everybody finish, and tell what is left."""
+    heal(world, people)
+    pass_time(world, people, SETTLE_S)
+    found = [*check(), *_leaked(world), *_lost(people, world), *_stuck(world), *_forgotten(world), *_unmatched(world)]
+    return found or [*finish(world, people), *check()]
+
+
+def pass_time(world: World, people: People, seconds: float) -> None:
+    """Time with a hub that polls and does what it is asked."""
+    end = world.loop.time() + seconds
+    while world.loop.time() < end:
+        world.advance(min(10.0, end - world.loop.time()))
+        people.hub_stops()
+        people.hub_polls(is_restored=False)
+
+
+def finish(world: World, people: People) -> list[str]:
+    """Everybody who waits is served in turn, works and ends; then nothing is left."""
+    # Also those whose client never got an answer.
+    for job in list(world.core.ledger.snapshot.jobs):
+        world.try_call(world.broker.stop_job(ADMIN, job))
+    for _ in range(TURNS):
+        waiting = people.open_leases(LeaseState.REQUESTED)
+        for notebook in people.notebooks:
+            if notebook.lease not in waiting:
+                people.stop(notebook)
+        world.advance(10.0)
+        if not world.core.ledger.snapshot.leases:
+            break
+    world.advance(10.0)
+    left = [f"{row.id} of {row.owner} is {row.state}" for row in world.core.ledger.snapshot.leases.values()]
+    left += [f"job {row.id} is {row.state}" for row in world.core.ledger.snapshot.jobs.values()]
+    left += [f"container {one.id[-6:]} of {one.lease} still runs" for one in running(world)]
+    if world.slurm is not None:
+        left += [f"job {job.id} of {job.name} is left" for job in world.slurm.own_jobs()]
+    cluster = world.broker.cluster_view(ADMIN)
+    states = {gpu.uuid: (gpu.state, gpu.message) for node in cluster.nodes for gpu in node.gpus}
+    return left + [f"{uuid} is {state}: {why}" for uuid, (state, why) in states.items() if state is not GpuState.FREE]
+
+
+def _leaked(world: World) -> list[str]:
+    """Containers on the nodes that belong to no open lease there."""
+    leases = world.core.ledger.snapshot.leases
+    return [
+        f"container {found['Id'][-6:]} of lease {lease} is still on {box.name}"
+        for box in world.boxes.values()
+        for found in box.node.containers.values()
+        if found["Labels"].get(names.LABEL_KIND) != names.KIND_AGENT
+        and not _belongs(found["Labels"], leases.get(lease := found["Labels"].get(names.LABEL_LEASE, "")), box.name)
+    ]
+
+
+def _belongs(labels: Mapping[str, str], lease: LeaseRow | None, node: str) -> bool:
+    return lease is not None and node in lease.nodes and labels.get(names.LABEL_EPOCH) == str(lease.epoch)
+
+
+def _lost(people: People, world: World) -> list[str]:
+    """Notebooks that ended though nothing and nobody ended them."""
+    alive = {one.id for one in running(world)}
+    return [
+        f"the notebook {one.owner}/{one.server} of lease {one.lease} was ended by nobody and does not run"
+        for one in people.notebooks
+        if one.is_started and not one.excuses and not _is_over(one) and one.container not in alive
+    ]
+
+
+def _is_over(notebook: Notebook) -> bool:
+    """Its own time limit has passed by now."""
+    return notebook.profile == "short"
+
+
+def _stuck(world: World) -> list[str]:
+    """Leases that are still ending though every node could prove it."""
+    leases = world.core.ledger.snapshot.leases.values()
+    return [f"lease {row.id} is still {row.state}: {row.reason}" for row in leases if row.state in _ENDING]
+
+
+def _unmatched(world: World) -> list[str]:
+    """Leases and Slurm jobs that are not each other's."""
+    if world.slurm is None:
+        return []
+    jobs = [(job.name.removeprefix(PREFIX), job.id) for job in world.slurm.own_jobs()]
+    leases = [(row.id, row.slurm_job) for row in world.core.ledger.snapshot.leases.values()]
+    return [] if sorted(jobs) == sorted(leases) else [f"the jobs {sorted(jobs)} are not those of {sorted(leases)}"]
+
+
+def _forgotten(world: World) -> list[str]:
+    """The first in line waits though a GPU that would do is free."""
+    core = world.core
+    order = [one for one in core.scheduler.order_requests(core.clock.now()) if one in core.ledger.snapshot.leases]
+    if not order:
+        return []
+    first = core.ledger.snapshot.leases[order[0]]
+    view = world.broker.cluster_view(ADMIN)
+    free = [gpu for node in view.nodes for gpu in node.gpus if gpu.state is GpuState.FREE]
+    ask = first.resources
+    fitting = [
+        gpu.uuid
+        for gpu in free
+        if (not ask.models or gpu.model in ask.models) and gpu.memory_mib >= ask.least_memory_mib
+    ]
+    if ask.size == 1 and not ask.exclusive and fitting and not ask.exclude:
+        return [f"lease {first.id} of {first.owner} waits first in line, and {fitting} are free"]
+    return []

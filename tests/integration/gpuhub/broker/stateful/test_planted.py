@@ -1,0 +1,266 @@
+"""Each known trap, planted into the real code one at a time, is caught: a scenario that holds without it fails with it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuhub.broker.controllers import node_controller
+from gpuhub.broker.db.store import Store
+from gpuhub.broker.operations.operations import BrokerOperations
+from gpuhub.broker.state.transaction import RowIndex
+from gpuhub.broker_api.schemas import LeaseState
+from gpuhub.common import names
+from gpuhub.common.errors import Conflict, GpuhubError, NodeUnreachable
+from gpuhub.docker import client as daemons_module
+from gpuhub.docker.client import DockerClients
+from gpuhub.domain import lease_states, reconcile
+from gpuhub.spawners.docker.spawner import GpuDockerSpawner
+from tests.integration.gpuhub.broker.stateful import scenarios
+from tests.integration.gpuhub.broker.stateful.people import People
+from tests.integration.gpuhub.broker.stateful.world import CLUSTERS, World
+from tests.support.simulated import build_cluster
+
+Patch = pytest.MonkeyPatch
+Scenario = Callable[[World, People], None]
+
+
+def expiry_frees(patch: Patch) -> None:
+    """The time limit is taken for a proof."""
+    real = lease_states.release
+
+    def release(lease: Any, reason: str, now: float) -> Any:
+        ended = real(lease, reason, now)
+        return _freed(ended, now) if lease_states.is_expired(lease, now) else ended
+
+    patch.setattr(lease_states, "release", release)
+
+
+def hub_state_frees(patch: Patch) -> None:
+    """What the hub says is over is taken for gone."""
+    real = lease_states.release
+    patch.setattr(lease_states, "release", lambda lease, reason, now: _freed(real(lease, reason, now), now))
+
+
+def unreachable_is_gone(patch: Patch) -> None:
+    """A node that cannot be reached is taken for one that lists nothing."""
+    real = node_controller.NodeProbe.list_containers
+
+    async def list_containers(self: Any, node: str) -> Any:
+        try:
+            return await real(self, node)
+        except NodeUnreachable:
+            return []
+
+    async def ask_daemon_id(self: Any, node: str) -> str:
+        cache = self._cache_of(node)
+        cache.daemon_asked_at = self._clock.monotonic()
+        return f"daemon-{node}"
+
+    async def daemon_id(self: Any, record: Any, listed: Any) -> str:
+        return str(record.daemon_id or await ask_daemon_id(self, record.name))
+
+    patch.setattr(node_controller.NodeProbe, "list_containers", list_containers)
+    patch.setattr(node_controller.NodeProbe, "find_daemon_id", daemon_id)
+    patch.setattr(node_controller, "relies_on_absence", lambda actions: False)
+
+
+def a_wiped_daemon_is_believed(patch: Patch) -> None:
+    """Whichever daemon answers, its list is a proof."""
+    patch.setattr(reconcile, "explain_missing_proof", lambda lease, listing: None)
+
+
+def stale_epochs_are_accepted(patch: Patch) -> None:
+    """The epoch on a container is not compared."""
+    real = reconcile._explain_foreign
+
+    def why_foreign(container: Any, node: str, lease: Any, job: Any) -> str | None:
+        return real(container if lease is None else replace(container, epoch=lease.epoch), node, lease, job)
+
+    patch.setattr(reconcile, "_explain_foreign", why_foreign)
+
+
+def a_worker_is_started_twice(patch: Patch) -> None:
+    """Nothing in the name of a worker's container keeps a second one from being made."""
+    real, count = names.worker_container_name, itertools.count()
+    patch.setattr(names, "worker_container_name", lambda *of: f"{real(*of)}-{next(count)}")
+
+
+def keys_are_forgotten(patch: Patch) -> None:
+    """A repeated request is taken for a new one."""
+    real = RowIndex.find_one
+    patch.setattr(RowIndex, "find_one", lambda self, *tag: None if tag[0] == "key" else real(self, *tag))
+    patch.setattr(Store, "find_lease_by_key", lambda self, owner, key: None)
+
+
+def silence_is_an_end(patch: Patch) -> None:
+    """A server that cannot be polled is taken for one that does not run, as JupyterHub itself does at a restart."""
+
+    async def poll(self: Any) -> int | None:
+        try:
+            found = await self.daemons.call(self.node, "inspect_container", self.object_id)
+        except GpuhubError:
+            return 0
+        return None if found["State"]["Running"] else 0
+
+    patch.setattr(GpuDockerSpawner, "poll", poll)
+
+
+def intent_is_kept_later(patch: Patch) -> None:
+    """What is answered is written with the next change."""
+    real, waiting = Store.save, []
+
+    def save(self: Store, changes: Any) -> None:
+        if waiting:
+            real(self, waiting.pop())
+        waiting.append(changes)
+
+    patch.setattr(Store, "save", save)
+
+
+def strangers_are_left_alone(patch: Patch) -> None:
+    """Containers of leases that nobody knows are no business of the reconciler."""
+    real = reconcile._explain_foreign
+    patch.setattr(reconcile, "_explain_foreign", lambda one, node, lease, job: lease and real(one, node, lease, job))
+
+
+def ended_leases_are_activated(patch: Patch) -> None:
+    """A holder that slept through its own end is let go on."""
+    real = BrokerOperations.activate
+
+    async def activate(self: BrokerOperations, who: Any, lease_id: str, activation: Any) -> Any:
+        try:
+            return await real(self, who, lease_id, activation)
+        except Conflict:
+            return await self.lease(who, lease_id)
+
+    patch.setattr(BrokerOperations, "activate", activate)
+
+
+def what_is_shed_is_free_at_once(patch: Patch) -> None:
+    """An elastic job's GPUs are given on when it was told to give them back."""
+    real = lease_states.shrink
+
+    def shrink(lease: Any, nodes: Any, now: float) -> Any:
+        told = real(lease, nodes, now)
+        gpus = tuple(replace(gpu, released_at=now) if gpu.shrink_requested_at is not None else gpu for gpu in told.gpus)
+        return told.evolve(gpus=gpus)
+
+    patch.setattr(lease_states, "shrink", shrink)
+
+
+def _freed(lease: Any, now: float) -> Any:
+    if lease.state is not LeaseState.RELEASING:
+        return lease
+    gpus = tuple(replace(gpu, released_at=now) for gpu in lease.gpus)
+    return lease.evolve(state=LeaseState.RELEASED, gpus=gpus, released_at=now)
+
+
+TRAPS: list[tuple[Callable[[Patch], None], Scenario]] = [
+    (expiry_frees, scenarios.a_time_limit_passes_while_the_node_is_cut_off),
+    (hub_state_frees, scenarios.a_notebook_is_stopped_while_its_node_is_cut_off),
+    (unreachable_is_gone, scenarios.a_notebook_is_stopped_while_its_node_is_cut_off),
+    (a_wiped_daemon_is_believed, scenarios.a_daemon_comes_back_with_empty_data),
+    (stale_epochs_are_accepted, scenarios.a_container_of_an_earlier_epoch_appears),
+    (a_worker_is_started_twice, scenarios.the_broker_dies_while_it_starts_workers),
+    (keys_are_forgotten, scenarios.a_request_is_repeated_after_its_lease_ended),
+    (silence_is_an_end, scenarios.the_hub_is_restarted_while_a_node_is_cut_off),
+    (intent_is_kept_later, scenarios.the_broker_dies_after_every_answer),
+    (strangers_are_left_alone, scenarios.a_container_of_an_ended_lease_appears),
+    (ended_leases_are_activated, scenarios.a_holder_wakes_after_its_lease_was_given_on),
+    (what_is_shed_is_free_at_once, scenarios.an_elastic_job_shrinks),
+]
+ALONE: list[Scenario] = [
+    scenarios.a_wiped_daemon_after_a_reboot,
+    scenarios.the_clock_is_set_back_while_no_broker_runs,
+    scenarios.a_daemon_is_wiped_while_no_broker_runs,
+]
+
+
+#: Slurm's own preemption ends whole jobs.
+OF_BUILTIN = {scenarios.an_elastic_job_shrinks}
+
+
+@pytest.fixture(params=sorted(CLUSTERS))
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    """Everything is up, and every GPU free."""
+    if request.param != "builtin" and request.node.callspec.params["scenario"] in OF_BUILTIN:
+        pytest.skip("it is about the builtin scheduler")
+    world = World(tmp_path, cluster=CLUSTERS[request.param]())
+    world.start()
+    world.advance(12)
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize(
+    "scenario", [*dict.fromkeys(scenario for _, scenario in TRAPS), *ALONE], ids=lambda scenario: scenario.__name__
+)
+def test_it_holds(world: World, scenario: Scenario) -> None:
+    """The product as it is."""
+    scenario(world, People(world))
+    assert world.is_alive
+
+
+@pytest.mark.parametrize(("trap", "scenario"), TRAPS, ids=[trap.__name__ for trap, _ in TRAPS])
+def test_a_planted_trap_is_caught(
+    world: World, trap: Callable[[Patch], None], scenario: Scenario, monkeypatch: Patch
+) -> None:
+    """The same course of events with one bug."""
+    trap(monkeypatch)
+    with pytest.raises(AssertionError):
+        scenario(world, People(world))
+
+
+class _Hanging:
+    """A daemon's client; the first node's answers only when it is let go."""
+
+    def __init__(self, node: str, go_on: threading.Event) -> None:
+        self._node = node
+        self._go_on = go_on
+
+    def info(self) -> dict[str, str]:
+        if self._node == "rig1":
+            self._go_on.wait(20)
+        return {"ID": self._node}
+
+    def close(self) -> None:
+        return
+
+
+async def _ask_beside_a_hung_node(folder: Path, patch: Patch) -> bool:
+    """Whether another node answers while the first one hangs."""
+    go_on = threading.Event()
+    patch.setattr(daemons_module, "_build_client", lambda node, _tunnel, _timeout: _Hanging(node.name, go_on))
+    daemons = DockerClients(build_cluster().nodes, instance="ghtest", run_dir=folder)
+    hung = [asyncio.ensure_future(daemons.call("rig1", "info")) for _ in range(8)]
+    try:
+        await asyncio.sleep(0)  # they are under way
+        async with asyncio.timeout(3):
+            return bool(await daemons.call("rig2", "info") == {"ID": "rig2"})
+    except TimeoutError:
+        return False
+    finally:
+        go_on.set()
+        await asyncio.gather(*hung)
+        daemons.close()
+
+
+async def test_a_hung_node_holds_up_nobody_else(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Eight calls hang on one node; another one answers."""
+    assert await _ask_beside_a_hung_node(tmp_path, monkeypatch)
+
+
+async def test_one_thread_for_all_nodes_is_caught(tmp_path: Path, monkeypatch: Patch) -> None:
+    """As DockerSpawner has it: the same course of events finds it."""
+    shared = ThreadPoolExecutor(1)
+    monkeypatch.setattr(daemons_module, "ThreadPoolExecutor", lambda *_args, **_kwargs: shared)
+    assert not await _ask_beside_a_hung_node(tmp_path, monkeypatch)

@@ -1,0 +1,186 @@
+"""What must hold at every moment, whatever happened: the physical truth against the broker's tables."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+
+from gpuhub.broker_api.schemas import LeaseState
+from gpuhub.common import names
+from gpuhub.domain.models import LeaseRow
+from gpuhub.scheduler.interface import OwnerUsage
+from tests.integration.gpuhub.broker.stateful.boxes import UUIDS, Running
+from tests.integration.gpuhub.broker.stateful.people import People
+from tests.integration.gpuhub.broker.stateful.slurm_system import SlurmSystem
+from tests.integration.gpuhub.broker.stateful.world import World
+
+_HOLDING = frozenset({LeaseState.GRANTED, LeaseState.ACTIVE, LeaseState.RELEASING, LeaseState.QUARANTINED})
+
+
+def wrongs(world: World, people: People) -> list[str]:
+    """Everything that is wrong at this moment; empty when all is well."""
+    stored = read_leases(world)
+    found = [*people.wrong, *world.faults, *_doubled(world, stored, people.forced)]
+    found += _unproven(world, stored, people.forced)
+    found += _two_of_one(world)
+    found += _held_rows(world, stored)
+    found += _ended_with_notebooks(world)
+    if world.slurm is not None:
+        found += _unallocated(world, world.slurm)
+    if world.is_alive:
+        found += _tables_differ(world, stored)
+        found += _scheduler_differs(world)
+    return found
+
+
+def _ended_with_notebooks(world: World) -> list[str]:
+    """Detached jobs that ended because a notebook did, or reported no more."""
+    if not (world.folder / "broker.sqlite").exists():
+        return []
+    with closing(sqlite3.connect(world.folder / "broker.sqlite")) as raw:
+        rows = raw.execute("SELECT id, reason FROM jobs WHERE detached AND reason LIKE 'the notebook%'").fetchall()
+    return [f"detached job {job} ended: {reason}" for job, reason in rows]
+
+
+def running(world: World) -> Iterator[Running]:
+    """Every container with a lease that really runs anywhere."""
+    for box in world.boxes.values():
+        yield from box.running()
+
+
+def read_leases(world: World) -> dict[str, tuple[str, dict[str, tuple[int, int]]]]:
+    """From the file: lease → state, and share and part of each GPU it holds."""
+    if not (world.folder / "broker.sqlite").exists():
+        return {}
+    with closing(sqlite3.connect(world.folder / "broker.sqlite")) as raw:
+        held: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+        query = "SELECT lease_id, gpu_uuid, share, part FROM lease_gpus WHERE released_at IS NULL"
+        for lease, uuid, share, part in raw.execute(query):
+            held[lease][uuid] = (share, part)
+        return {lease: (state, held[lease]) for lease, state in raw.execute("SELECT id, state FROM leases")}
+
+
+def _doubled(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]], forced: set[str]) -> list[str]:
+    """A GPU that two leases use, or that is given while an earlier holder still runs."""
+    found = []
+    users: defaultdict[str, set[str]] = defaultdict(set)
+    for container in running(world):
+        if container.lease not in forced:
+            for uuid in container.uuids:
+                users[uuid].add(container.lease)
+    holders: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+    for lease, (_, gpus) in stored.items():
+        for uuid, part in gpus.items():
+            holders[uuid][lease] = part
+    for uuid, leases in users.items():
+        shares = {holders[uuid].get(lease, (1, 0)) for lease in leases}
+        if len(leases) > 1 and len(shares) < len(leases):
+            found.append(f"{uuid} is used by containers of {sorted(leases)}")
+        strangers = {lease for lease in holders[uuid] if lease not in leases}
+        if stored and not leases <= holders[uuid].keys() and strangers:
+            found.append(f"{uuid} was given to {sorted(strangers)} while containers of {sorted(leases)} run")
+    for uuid, by_lease in holders.items():
+        parts = list(by_lease.values())
+        if len({share for share, _ in parts}) > 1 or len(set(parts)) < len(parts):
+            found.append(f"{uuid} is held twice: {by_lease}")
+    return found
+
+
+def _unallocated(world: World, slurm: SlurmSystem) -> list[str]:
+    """A container that uses GPUs which the Slurm job on its label does not have."""
+    found = []
+    for box in world.boxes.values():
+        for container in box.node.containers.values():
+            labels = container["Labels"]
+            job = int(labels.get(names.LABEL_SLURM_JOB, 0))
+            uuids = {uuid for uuid in labels.get(UUIDS, "").split(",") if uuid}
+            if job and container["State"] in {"running", "paused"} and not uuids <= slurm.find_gpus(job):
+                found.append(f"container {container['Id'][-6:]} uses {sorted(uuids)}, which Slurm job {job} has not")
+    return found
+
+
+def _unproven(
+    world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]], forced: set[str]
+) -> list[str]:
+    """A lease that has ended while a container of it runs."""
+    return [
+        f"lease {one.lease} is released, and its container {one.id[-6:]} runs"
+        for one in running(world)
+        if one.lease in stored and stored[one.lease][0] == LeaseState.RELEASED.value and one.lease not in forced
+    ]
+
+
+def _two_of_one(world: World) -> list[str]:
+    """Two running containers of one worker."""
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for one in running(world):
+        if one.kind == names.KIND_WORKER:
+            if (one.lease, one.worker) in seen:
+                found.append(f"worker {one.worker} of lease {one.lease} runs twice")
+            seen.add((one.lease, one.worker))
+    return found
+
+
+def _held_rows(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]]) -> list[str]:
+    """The table that makes a second holder impossible says what the leases say."""
+    if not stored:
+        return []
+    with closing(sqlite3.connect(world.folder / "broker.sqlite")) as raw:
+        rows = set(raw.execute("SELECT lease_id, gpu_uuid, share, part FROM held_gpus"))
+    expected = {(lease, uuid, *part) for lease, (_, gpus) in stored.items() for uuid, part in gpus.items()}
+    open_only = {(lease, *rest) for lease, *rest in expected if stored[lease][0] != LeaseState.RELEASED.value}
+    found = [] if expected == open_only else [f"released leases hold GPUs: {sorted(expected - open_only)}"]
+    return found if rows == expected else [*found, f"held_gpus: {sorted(rows ^ expected)} differ from the leases"]
+
+
+def _tables_differ(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]]) -> list[str]:
+    """What the broker shows is what the file says; a commit on its way may lie between them, for a moment."""
+    for _ in range(50):
+        shown = {row.id: (row.state.value, _parts(row)) for row in world.core.ledger.snapshot.leases.values()}
+        kept = {lease: row for lease, row in stored.items() if row[0] != LeaseState.RELEASED.value}
+        if shown == kept:
+            return []
+        world.advance(0.01)
+        if not world.is_alive:
+            return []
+        stored = read_leases(world)
+    return [f"the broker shows {shown}, the file has {kept}"]
+
+
+def _scheduler_differs(world: World) -> list[str]:
+    """As the scheduler is told before a commit, and everybody else after it, they may differ for a moment."""
+    found = _compare_scheduler(world)
+    for _ in range(50):
+        if not found or not world.is_alive:
+            return []
+        world.advance(0.01)
+        found = _compare_scheduler(world) if world.is_alive else []
+    return found
+
+
+def _compare_scheduler(world: World) -> list[str]:
+    """The scheduler counts what the ledger says, and its queue is who waits."""
+    core = world.core
+    leases = core.ledger.snapshot.leases.values()
+    now = core.clock.now()
+    waiting = {row.id for row in leases if row.state is LeaseState.REQUESTED}
+    found = []
+    # Other users' jobs have places in Slurm's queue.
+    if {one for one in core.scheduler.order_requests(now) if not one.startswith("slurm-")} != waiting:
+        found.append(f"the scheduler's queue {core.scheduler.order_requests(now)} is not {sorted(waiting)}")
+    counted: defaultdict[str, int] = defaultdict(int)
+    for row in leases:
+        if row.state in _HOLDING and row.state is not LeaseState.QUARANTINED:
+            counted[row.owner] += len(row.held)
+    usage: Mapping[str, OwnerUsage] = core.scheduler.report_usage(now)
+    told = {owner: each.gpus for owner, each in usage.items() if each.gpus}
+    if told != {owner: gpus for owner, gpus in counted.items() if gpus}:
+        found.append(f"the scheduler counts {told}, the ledger {dict(counted)}")
+    return found
+
+
+def _parts(row: LeaseRow) -> dict[str, tuple[int, int]]:
+    return {gpu.uuid: (gpu.share, gpu.part) for gpu in row.held}

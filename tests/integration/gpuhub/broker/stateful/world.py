@@ -1,0 +1,305 @@
+"""The real broker on a real SQLite file and simulated machines, with its users, its hub, and its deaths.
+
+Every await in the broker is a moment where others act and where it can die: its outside steps (calls to daemons,
+commits) take virtual time, and `World.die_after` kills it between any two of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from fastapi import FastAPI
+
+from gpuhub.backends.interface import SchedulingBackend
+from gpuhub.backends.slurm.backend import SlurmBackend
+from gpuhub.broker.app import create_app
+from gpuhub.broker.db.store import Store
+from gpuhub.broker.operations.operations import BrokerOperations
+from gpuhub.broker.state.core import BrokerState
+from gpuhub.common.errors import GpuhubError
+from gpuhub.config.settings import ClusterSettings, ProfileSettings, SchedulingSettings, UserSettings
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.courier_container import CourierSpec
+from gpuhub.docker.worker_containers import WorkerSpec
+from gpuhub.domain import models
+from gpuhub.domain.identity import Identity
+from tests.integration.gpuhub.broker.stateful.boxes import Box, BoxDaemons, Killed
+from tests.integration.gpuhub.broker.stateful.life import GatedStore, Life, ModelHub, start_container
+from tests.integration.gpuhub.broker.stateful.slurm_system import SlurmSystem, find_submitter
+from tests.integration.gpuhub.broker.stateful.virtual import EPOCH, VirtualClock, VirtualLoop
+from tests.support.simulated import build_cluster, simulated_nodes
+
+CARDS = {
+    "rig1": [("NVIDIA GeForce RTX 5090", 32607)] * 2,
+    "rig2": [("NVIDIA GeForce RTX 5070", 12227)] * 2,
+    "rig3": [("NVIDIA GeForce RTX 5060", 8151)],
+}
+PROFILES = (
+    ProfileSettings(name="any", title="Any GPU"),
+    ProfileSettings(name="rtx5090", title="RTX 5090", gpu_model="RTX 5090"),
+    ProfileSettings(name="half", title="Half a GPU", gpu_share=2),
+    ProfileSettings(name="pair", title="Two GPUs", gpu_count=2),
+    ProfileSettings(name="short", title="Any GPU, a minute", time_limit="1m"),
+    ProfileSettings(name="cpu", title="No GPU", gpu_count=0),
+)
+SLURM_PROFILES = tuple(profile for profile in PROFILES if profile.gpu_share == 1)
+USERS = UserSettings(allowed=("ada", "ben", "cleo"), max_waiting=50)
+
+
+def builtin_cluster() -> ClusterSettings:
+    """gpuhub decides."""
+    scheduling = SchedulingSettings(preemption=True, preempt_grace="20s", quarantine_after="30s", down_after="60s")
+    return build_cluster(CARDS, PROFILES, users=USERS, scheduling=scheduling)
+
+
+def slurm_cluster() -> ClusterSettings:
+    """Slurm decides, and gives whole GPUs."""
+    scheduling = SchedulingSettings(quarantine_after="30s", down_after="60s")
+    return build_cluster(CARDS, SLURM_PROFILES, users=USERS, scheduling=scheduling, engine="slurm")
+
+
+#: Settings by backend.
+CLUSTERS = {"builtin": builtin_cluster, "slurm": slurm_cluster}
+SPAWNER = Identity(name="gpuhub-spawner", is_user=False, any_owner=True)
+ADMIN = Identity(name="root", is_admin=True)
+#: Between two signs of life of clients and spawners, seconds.
+BEAT_S = 5.0
+
+
+class Lost(Exception):
+    """No answer: the broker died, or took too long."""
+
+
+@dataclass(slots=True)
+class World:
+    """Everything there is. `folder` is a fresh one."""
+
+    folder: Path
+    seed: int = 0
+    cluster: ClusterSettings = field(default_factory=builtin_cluster)
+    boxes: dict[str, Box] = field(init=False)
+    loop: VirtualLoop = field(init=False)
+    #: By how much somebody set the head node's clock, seconds.
+    skew: float = 0.0
+    life: Life = field(init=False)
+    #: With Slurm as the backend.
+    slurm: SlurmSystem | None = None
+    hub: ModelHub = field(default_factory=ModelHub)
+    #: The hub's own view of the daemons: a process that never dies here.
+    hub_daemons: DockerClients = field(init=False)
+    #: Jobs whose client still reports, with their owners.
+    attended: dict[str, str] = field(default_factory=dict)
+    #: Every call that failed in a way that no test expects.
+    faults: list[str] = field(default_factory=list)
+    _patch: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loop = VirtualLoop(self.seed)
+        self.loop.set_exception_handler(self._note_fault)
+        asyncio.set_event_loop(self.loop)
+        self.boxes = {name: Box(node) for name, node in simulated_nodes(CARDS).items()}
+        self.hub_daemons = BoxDaemons(self.cluster, self.boxes, self.folder, self.loop, lambda: None)
+        self.life = Life(self.loop, is_dead=True)
+        if self.cluster.engine == "slurm":
+            self.slurm = SlurmSystem(self.loop, self.boxes)
+
+        # Ids are drawn at random: a search that is to be repeated needs the same ones again.
+        drawn = SimpleNamespace(token_hex=lambda size: f"{self.loop.chance.getrandbits(8 * size):0{2 * size}x}")
+        self._patch = patch.object(models, "secrets", drawn)
+        self._patch.start()
+
+    @property
+    def now(self) -> float:
+        """What the head node's clock says."""
+        return EPOCH + self.loop.time() + self.skew
+
+    # -- the broker's lives ---------------------------------------------------------------------------------------
+
+    def start(self, steps: int | None = None) -> None:
+        """A broker on the store that is there; it may die within its first steps."""
+        life = self.life = Life(self.loop, steps_left=steps)
+        life.store = Store.open_file(self.folder / "broker.sqlite")
+        try:
+            self._build(life, life.store)
+        except Killed:
+            self._bury()
+            return
+        life.running = self.app.router.lifespan_context(self.app)
+        self._run(_first(life.running.__aenter__(), life.ended.wait(), limit_s=30))
+        if life.is_dead:
+            self._bury()
+
+    def _build(self, life: Life, store: Store) -> None:
+        daemons = BoxDaemons(self.cluster, self.boxes, self.folder, self.loop, life.gate)
+
+        async def start_worker(spec: WorkerSpec) -> str:
+            return await start_container(daemons, spec)
+
+        async def no_courier(spec: CourierSpec) -> str:
+            raise AssertionError(f"nobody asks for the courier of {spec.owner}")
+
+        life.app = create_app(
+            cluster=self.cluster,
+            store=GatedStore(store, life),  # type: ignore[arg-type]
+            daemons=daemons,
+            hub=self.hub,
+            start_worker=start_worker,
+            start_courier=no_courier,
+            backend=self._build_backend(life),
+            clock=VirtualClock(self.loop, lambda: self.skew),
+        )
+
+    def _build_backend(self, life: Life) -> SchedulingBackend | None:
+        if self.slurm is None:
+            return None
+        return SlurmBackend(
+            self.cluster, self.slurm.client(life.gate), instance="ghtest", find_submitter=find_submitter
+        )
+
+    def kill(self) -> None:
+        """SIGKILL: nothing of it happens any more."""
+        if self.life.store is not None:
+            self.life.is_dead = True
+            self._bury()
+
+    def die_after(self, steps: int) -> None:
+        """Let it die before its so many-th outside step from now."""
+        self.life.steps_left = steps
+
+    @property
+    def is_alive(self) -> bool:
+        """A broker runs."""
+        return not self.life.is_dead
+
+    @property
+    def app(self) -> FastAPI:
+        """The living broker's application."""
+        assert self.life.app is not None
+        return self.life.app
+
+    @property
+    def core(self) -> BrokerState:
+        """The living broker's inside."""
+        core: BrokerState = self.app.state.core
+        return core
+
+    @property
+    def broker(self) -> BrokerOperations:
+        """The living broker's service."""
+        broker: BrokerOperations = self.app.state.broker
+        return broker
+
+    def close(self) -> None:
+        """End everything."""
+        self._patch.stop()
+        self.kill()
+        self.hub_daemons.close()
+        self._run(self.loop.shutdown_asyncgens())
+        self.loop.close()
+        asyncio.set_event_loop(None)
+
+    def _bury(self) -> None:
+        async def cancel_all() -> None:
+            for _ in range(3):
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in others:
+                    task.cancel()
+                if others:
+                    await asyncio.wait(others, timeout=5)
+
+        async def leave() -> None:
+            # Nothing of this is done outside: the dead pass no gate. It only ends what waits for each other inside.
+            with suppress(Killed):
+                await self.life.running.__aexit__(None, None, None)  # type: ignore[union-attr]
+
+        self._run(cancel_all())
+        if self.life.running is not None:
+            self._run(_first(leave(), limit_s=30))
+            self._run(cancel_all())
+            self.life.running = None
+        if self.life.store is not None:
+            self.life.store.close()
+            self.life.store = None
+
+    # -- time and calls -------------------------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; clients and spawners that wait give their signs of life, and the hub does what it was asked."""
+        end = self.loop.time() + seconds
+        while (left := end - self.loop.time()) > 0:
+            self._run(_first(asyncio.sleep(min(left, BEAT_S)), self.life.ended.wait(), limit_s=BEAT_S))
+            if self.life.is_dead:
+                self._bury()
+                self._run(asyncio.sleep(left))
+                return
+            self._beat()
+
+    def call(self, made: Coroutine[Any, Any, Any]) -> Any:
+        """A client's request to the living broker.
+
+        Raises:
+            GpuhubError: what the broker answered.
+            Lost: no answer; it may have been carried out.
+        """
+        task = self.loop.create_task(made)
+        self._run(_first(_quiet(task), self.life.ended.wait(), limit_s=60))
+        if self.life.is_dead:
+            self._bury()
+        if not task.done() or task.cancelled() or isinstance(task.exception(), Killed):
+            task.cancel()
+            raise Lost
+        return task.result()
+
+    def try_call(self, made: Coroutine[Any, Any, Any]) -> Any:
+        """As `call`; a refusal, or no answer, is None."""
+        try:
+            return self.call(made)
+        except (GpuhubError, Lost):
+            return None
+
+    def outside(self, made: Coroutine[Any, Any, Any]) -> Any:
+        """What another process does with the daemons; a failure is None."""
+
+        async def guarded() -> Any:
+            try:
+                return await made
+            except GpuhubError:
+                return None
+
+        result = self._run(guarded())
+        if self.life.is_dead and self.life.store is not None:
+            self._bury()
+        return result
+
+    def _beat(self) -> None:
+        for job, owner in list(self.attended.items()):
+            if self.is_alive:
+                self.try_call(self.broker.renew(Identity(name=owner), job))
+
+    def _run(self, made: Awaitable[Any]) -> Any:
+        return self.loop.run_until_complete(made)
+
+    def _note_fault(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), Killed):
+            self.faults.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+
+async def _first(*made: Coroutine[Any, Any, Any], limit_s: float) -> None:
+    """Until one of them is done."""
+    tasks = [asyncio.ensure_future(one) for one in made]
+    await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def _quiet(task: asyncio.Task[Any]) -> None:
+    """Until it is done, whatever came of it."""
+    await asyncio.wait([task])

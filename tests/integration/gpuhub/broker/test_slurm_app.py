@@ -1,0 +1,225 @@
+"""The whole broker with Slurm as its engine, its loops running, over HTTP on simulated nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuhub.common import names
+from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.slurm_client.models import SlurmJobState, SlurmSubmission
+from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.support.scripted_slurm import ScriptedSlurm
+from tests.support.slurm_brokers import build_backend, find_submitter, slurm_cluster
+
+
+@pytest.fixture
+def slurm() -> ScriptedSlurm:
+    return ScriptedSlurm()
+
+
+@pytest.fixture
+def setting(tmp_path: Path, slurm: ScriptedSlurm) -> Setting:
+    return Setting(tmp_path, cluster=slurm_cluster(), build_backend=lambda cluster: build_backend(cluster, slurm))
+
+
+async def submitted(slurm: ScriptedSlurm) -> int:
+    found: int = await until(lambda: next((job.id for job in slurm.live()), None), "it is submitted")
+    return found
+
+
+async def launch(running: Running, nnodes: int = 1) -> str:
+    body = {"run_id": "run-000001", "nnodes": nnodes}
+    return str((await post(running, "ada", "/jobs", body, status=201))["id"])
+
+
+async def test_a_notebook_begins_and_ends_with_its_job(setting: Setting, slurm: ScriptedSlurm) -> None:
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        path = f"/leases/{lease['id']}"
+        assert lease["state"] == "requested"
+        job = await submitted(slurm)
+        slurm.start(job)
+        granted = await reaches(running, path, "granted")
+        assert granted["slurm_job"] == job
+        container = await run_notebook(running, granted)
+        slurm.scancel(job)
+        ended = await reaches(running, path, "released")
+        assert container not in setting.nodes["rig1"].containers
+        assert "cancelled" in ended["reason"]
+
+
+async def test_a_notebook_that_is_stopped_gives_its_job_back_after_its_container(
+    setting: Setting, slurm: ScriptedSlurm
+) -> None:
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        slurm.start(await submitted(slurm))
+        container = await run_notebook(running, await reaches(running, f"/leases/{lease['id']}", "granted"))
+        seen: list[bool] = []
+        cancel = slurm.cancel
+
+        async def note(job_id: int, **how: Any) -> None:
+            seen.append(container in setting.nodes["rig1"].containers)
+            await cancel(job_id, **how)
+
+        slurm.cancel = note  # type: ignore[method-assign]
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        await until(lambda: not slurm.live(), "the job is cancelled")
+        assert seen
+        assert not any(seen)
+
+
+async def test_workers_carry_their_job_and_end_with_it(setting: Setting, slurm: ScriptedSlurm) -> None:
+    async with asgi_broker(setting) as running:
+        path = f"/jobs/{await launch(running, 3)}"
+        job = await submitted(slurm)
+        slurm.start(job)
+        await reaches(running, path, "running")
+        workers = [one for node in setting.nodes.values() for one in node.of_kind(names.KIND_WORKER)]
+        assert [one["Labels"][names.LABEL_SLURM_JOB] for one in workers] == [str(job)] * 3
+        slurm.end(job, SlurmJobState.PREEMPTED)
+        ended = await reaches(running, path, "ended")
+        assert ended["reason"] == "Slurm preempted its job for one with a higher priority"
+        assert not any(node.of_kind(names.KIND_WORKER) for node in setting.nodes.values())
+
+
+async def test_no_worker_starts_when_its_job_ended_while_it_was_made(setting: Setting, slurm: ScriptedSlurm) -> None:
+    async with asgi_broker(setting) as running:
+        running.workers.held = asyncio.Event()
+        path = f"/jobs/{await launch(running)}"
+        job = await submitted(slurm)
+        slurm.start(job)
+        await until(lambda: running.workers.specs, "the worker is being made")
+        slurm.scancel(job)
+        running.workers.held.set()
+        await reaches(running, path, "ended")
+        assert not any(node.of_kind(names.KIND_WORKER) for node in setting.nodes.values())
+        assert running.workers.specs[0].slurm_job == job
+
+
+async def test_a_restarted_broker_goes_on_with_what_runs(setting: Setting, slurm: ScriptedSlurm) -> None:
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        job = await submitted(slurm)
+        slurm.start(job)
+        await run_notebook(running, await reaches(running, f"/leases/{lease['id']}", "granted"))
+    async with asgi_broker(setting) as running:
+        await until(lambda: slurm.kept.count(job) == 2, "the new broker has looked")
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
+        assert slurm.submitted == 1
+
+
+@pytest.fixture
+def plain(setting: Setting) -> Setting:
+    """No node has a daemon."""
+    setting.cluster = slurm_cluster(slurm=SlurmSettings(runtime="plain", command=Path("/opt/singleuser")))
+    for node in setting.nodes.values():
+        node.is_reachable = False
+    return setting
+
+
+async def test_without_docker_the_job_is_what_runs(plain: Setting, slurm: ScriptedSlurm) -> None:
+    """The hub's spawner submits; nobody asks daemons that are not there, and Slurm proves the end."""
+    async with asgi_broker(plain, wait=False) as running:
+        await until(lambda: slurm.looks > 0, "Slurm was asked")
+        lease = await ask(running, "ada")
+        name = names.slurm_job_name("ghtest", lease["id"])
+        ada = await find_submitter("ada")
+        job = slurm.add(SlurmSubmission(name=name, submitter=ada, script="", gpus_per_node=1, gpu_type="rtx5090"))
+        slurm.start(job)
+        path = f"/leases/{lease['id']}"
+        granted = await reaches(running, path, "granted")
+        assert (granted["slurm_job"], len(granted["gpus"])) == (job, 1)
+        await post(running, "spawner", f"{path}/activate", {"container_id": f"{job:012x}"})
+        await delete(running, "ada", path)
+        await until(lambda: not slurm.live(), "the job is cancelled")
+        assert slurm.cancelled[-1] == (job, False)
+        assert (await read(running, "ada", path))["state"] == "releasing"
+        slurm.clean(job)
+        await reaches(running, path, "released")
+
+
+async def launch_plainly(running: Running, slurm: ScriptedSlurm, **body: Any) -> tuple[str, int]:
+    """A launch's job, and its Slurm job, which runs."""
+    await until(lambda: slurm.looks > 0, "Slurm was asked")
+    made = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 2, **body}, status=201)
+    job = await submitted(slurm)
+    slurm.start(job)
+    return str(made["id"]), job
+
+
+async def test_without_docker_the_job_of_a_launch_runs_its_workers(plain: Setting, slurm: ScriptedSlurm) -> None:
+    async with asgi_broker(plain, wait=False) as running:
+        path, job = await launch_plainly(running, slurm)
+        path = f"/jobs/{path}"
+        script = slurm.asked[job].script
+        assert "exec srun" in script
+        assert '"GPU_LAUNCH_RUN": "run-000001"' in script
+        assert slurm.asked[job].nodes == slurm.asked[job].min_nodes == 2
+        found = await reaches(running, path, "running")
+        assert [(one["index"], one["node"], one["state"]) for one in found["workers"]] == [
+            (0, "rig1", "running"),
+            (1, "rig2", "running"),
+        ]
+        await delete(running, "ada", path)
+        await until(lambda: not slurm.live(), "the job is cancelled")
+        # What it runs may still save something: SIGTERM comes first.
+        assert slurm.cancelled[-1] == (job, False)
+        assert (await read(running, "ada", path))["state"] == "stopping"
+        slurm.clean(job)
+        await reaches(running, path, "ended")
+
+
+async def test_without_docker_scancel_ends_the_launch_and_says_so(plain: Setting, slurm: ScriptedSlurm) -> None:
+    async with asgi_broker(plain, wait=False) as running:
+        path, job = await launch_plainly(running, slurm)
+        await reaches(running, f"/jobs/{path}", "running")
+        slurm.scancel(job)
+        slurm.clean(job)
+        ended = await reaches(running, f"/jobs/{path}", "ended")
+        assert ended["reason"] == "its Slurm job was cancelled"
+        assert ended["exit_code"] is None
+
+
+async def test_without_docker_a_launch_that_cannot_start_says_where_to_look(
+    plain: Setting, slurm: ScriptedSlurm
+) -> None:
+    async with asgi_broker(plain, wait=False) as running:
+        path, job = await launch_plainly(running, slurm)
+        slurm.end(job, SlurmJobState.FAILED)
+        slurm.clean(job)
+        ended = await reaches(running, f"/jobs/{path}", "ended")
+        said = f"its Slurm job failed; ~/.gpu_launch/jobs/run-000001/logs/slurm-{job}.log has what it said"
+        assert ended["reason"] == said
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize(
+    ("state", "code", "reason"),
+    [(SlurmJobState.COMPLETED, 0, "done"), (SlurmJobState.FAILED, 3, "ended with exit code 3")],
+)
+async def test_without_docker_a_detached_job_ends_as_its_slurm_job_does(
+    plain: Setting, slurm: ScriptedSlurm, state: SlurmJobState, code: int, reason: str, is_seen: bool
+) -> None:
+    """It may be over before the broker has seen it run."""
+    async with asgi_broker(plain, wait=False) as running:
+        path, job = await launch_plainly(running, slurm, detached=True)
+        if is_seen:
+            await reaches(running, f"/jobs/{path}", "running")
+        assert "exec srun" not in slurm.asked[job].script
+        # As Slurm 22.05 says until its nodes are clean.
+        slurm.change(job, state=SlurmJobState.COMPLETING, is_completing=True)
+        if is_seen:
+            looks = slurm.looks
+            await until(lambda: slurm.looks > looks + 1, "Slurm was asked again")
+            assert (await read(running, "ada", f"/jobs/{path}"))["state"] == "running"
+        slurm.held.pop(job)
+        slurm.change(job, state=state, exit_code=code, is_completing=False)
+        ended = await reaches(running, f"/jobs/{path}", "ended")
+        assert ended["exit_code"] == code
+        assert reason in ended["reason"]

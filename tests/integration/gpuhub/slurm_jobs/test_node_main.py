@@ -1,0 +1,265 @@
+"""What a job's program does on its node."""
+
+from __future__ import annotations
+
+import ast
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuhub.slurm_jobs import node_main
+
+#: Prints its arguments, listens on request, and ends.
+NOTEBOOK = """
+import json, os, signal, socket, sys, urllib.parse
+url = urllib.parse.urlsplit(os.environ["JUPYTERHUB_SERVICE_URL"])
+open("seen", "w").write(json.dumps({"argv": sys.argv, "environment": dict(os.environ), "stdin": sys.stdin.read()}))
+open("go").read()
+listening = socket.socket()
+listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+listening.bind((url.hostname, url.port))
+listening.listen()
+open("end").read()
+sys.exit(4)
+"""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Writes down reports; answers the first one with 503."""
+
+    reports: list[tuple[str, str | None, Any]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.reports.append((self.path, self.headers["Authorization"], body))
+        self.send_response(503 if len(self.reports) == 1 else 204)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.send_error(403)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[http.server.HTTPServer]:
+    Hub.reports = []
+    with http.server.HTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def told(hub_port: int, command: list[str], **changes: Any) -> str:
+    return json.dumps(
+        {
+            "addresses": {"sx1": "127.0.0.2"},
+            "names": {"sx1": "rig1"},
+            "scheme": "http",
+            "prefix": "/user/ada/",
+            "report": f"http://127.0.0.1:{hub_port}/hub/api/gpuhub-port",
+            "command": command,
+            "environment": {
+                "JUPYTERHUB_API_TOKEN": "tok",
+                "JUPYTERHUB_API_URL": f"http://127.0.0.1:{hub_port}/hub/api",
+                "PLACE": "$(touch x)",
+            },
+            "certificates": None,
+        }
+        | changes
+    )
+
+
+def begin(text: str, folder: Path, node: str = "sx1") -> subprocess.Popen[bytes]:
+    program = Path(node_main.__file__).read_text()
+    running = subprocess.Popen(
+        [sys.executable, "-I", "-c", program],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder,
+        env={
+            "SLURMD_NODENAME": node,
+            "CUDA_VISIBLE_DEVICES": "1",
+            "SLURM_JOB_GPUS": "5",
+            "http_proxy": "http://127.0.0.1:9",
+        },
+    )
+    assert running.stdin is not None
+    running.stdin.write(text.encode())
+    running.stdin.close()
+    return running
+
+
+def test_the_notebook_has_its_port_and_the_hub_is_told_when_it_listens(
+    hub: http.server.HTTPServer, tmp_path: Path
+) -> None:
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    for name in ("go", "end"):
+        os.mkfifo(tmp_path / name)
+    running = begin(told(hub.server_port, [sys.executable, "notebook.py", "a b"]), tmp_path)
+    assert running.stderr is not None
+    go = (tmp_path / "go").open("w")
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert Hub.reports == []
+    environment = seen["environment"]
+    port = int(environment["JUPYTERHUB_SERVICE_URL"].removeprefix("http://127.0.0.2:").removesuffix("/user/ada/"))
+    assert (seen["argv"], seen["stdin"]) == (["notebook.py", "a b"], "")
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["GPUHUB_NODE"]) == ("1", "rig1")
+    assert environment["PLACE"] == "$(touch x)"
+    assert (environment["GPUHUB_NETWORK_SUBNET"], environment["GPUHUB_GPU_UUIDS"]) == ("127.0.0.2/32", "SLURM-rig1-5")
+    # It is held, so that no other program is given it by chance.
+    with closing(socket.socket()) as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.2", port))
+    go.close()
+    end = (tmp_path / "end").open("w")
+    first = running.stderr.readline()
+    assert b"503" in first
+    while len(Hub.reports) < 2:
+        assert running.poll() is None
+    end.close()
+    assert running.wait(30) == 4
+    running.stderr.close()
+    assert Hub.reports == [("/hub/api/gpuhub-port", "token tok", {"port": port})] * 2
+
+
+def test_a_hub_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    """The notebook starts when it is there, and not before."""
+    with closing(node_main.reserve_port("127.0.0.1")) as holder:
+        port = holder.getsockname()[1]
+        running = begin(told(port, ["touch", str(tmp_path / "started")]), tmp_path)
+        assert running.stderr is not None
+        assert b"gpuhub: the hub does not answer yet" in running.stderr.readline()
+        assert not (tmp_path / "started").exists()
+        with http.server.HTTPServer(("127.0.0.1", port), Hub) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            assert running.wait(60) == 0
+            server.shutdown()
+            thread.join()
+    running.stderr.close()
+    assert (tmp_path / "started").exists()
+
+
+def test_a_node_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    running = begin(told(1, ["true"]), tmp_path, node="other")
+    assert running.stderr is not None
+    with running.stderr as output:
+        said = output.read()
+    assert running.wait(30) == 1
+    assert b"'other', which is not in cluster.toml" in said
+
+
+def tell_worker(folder: Path, **changes: Any) -> str:
+    show = "import json, os; open('seen', 'w').write(json.dumps(dict(os.environ)))"
+    told = {
+        "addresses": {"sx1": "127.0.0.2", "sx2": "10.0.0.12"},
+        "names": {"sx1": "rig1", "sx2": "rig2"},
+        "first_worker": 3,
+        "is_detached": False,
+        "command": [sys.executable, "-c", show],
+        "environment": {"GPU_LAUNCH_RUN": "run-1", "HOME": str(folder)},
+    }
+    return json.dumps(told | changes)
+
+
+def run_worker(text: str, folder: Path, **environment: str) -> tuple[dict[str, str], str]:
+    """The environment of the worker's program, and what was complained of."""
+    program = Path(node_main.__file__).read_text()
+    command = [sys.executable, "-I", "-c", program]
+    done = subprocess.run(
+        command, input=text, text=True, capture_output=True, cwd=folder, env=environment, check=False, timeout=30
+    )
+    seen = folder / "seen"
+    return (json.loads(seen.read_text()) if seen.exists() else {}), done.stderr
+
+
+def test_a_worker_is_numbered_by_its_nodes_place_in_the_jobs_list(tmp_path: Path) -> None:
+    """As the broker numbers it; Slurm's own number may go by another order."""
+    given = {"SLURMD_NODENAME": "sx2", "GPUHUB_JOB_NODES": "sx1\nsx2", "SLURM_NODEID": "0", "SLURM_JOB_GPUS": "7"}
+    seen, said = run_worker(tell_worker(tmp_path), tmp_path, SLURM_STEP_GPUS="0,2-3", **given)
+    assert said == ""
+    assert (seen["GPU_LAUNCH_RUN"], seen["GPU_LAUNCH_WORKER"], seen["GPUHUB_NODE"]) == ("run-1", "4", "rig2")
+    assert seen["GPUHUB_NETWORK_SUBNET"] == "10.0.0.12/32"
+    assert seen["GPUHUB_GPU_UUIDS"] == "SLURM-rig2-0,SLURM-rig2-2,SLURM-rig2-3"
+    assert "GPU_LAUNCH_ROSTER" not in seen
+
+
+def test_on_a_node_with_ipv6_alone_a_launch_keeps_to_the_loopback() -> None:
+    assert node_main.build_node_environment("rig1", "fd00::12", {}) == {"GPUHUB_NODE": "rig1", "GPUHUB_GPU_UUIDS": ""}
+
+
+def test_the_first_worker_of_a_detached_job_knows_the_others(tmp_path: Path) -> None:
+    given = {"SLURMD_NODENAME": "sx1", "GPUHUB_JOB_NODES": "sx1\nsx2"}
+    seen, _ = run_worker(tell_worker(tmp_path, first_worker=0, is_detached=True), tmp_path, **given)
+    assert seen["GPU_LAUNCH_WORKER"] == "0"
+    assert json.loads(seen["GPU_LAUNCH_ROSTER"]) == [
+        {"index": 0, "node": "rig1", "state": "running"},
+        {"index": 1, "node": "rig2", "state": "running"},
+    ]
+    # Without GPUs it has none to name.
+    assert seen["GPUHUB_GPU_UUIDS"] == ""
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    text = tell_worker(tmp_path, command=["/opt/gpu-launch-worker"])
+    _, said = run_worker(text, tmp_path, SLURMD_NODENAME="sx2", GPUHUB_JOB_NODES="sx2")
+    assert said == "gpuhub: /opt/gpu-launch-worker cannot be started on sx2: No such file or directory\n"
+
+
+def test_a_worker_on_a_node_that_the_job_does_not_have_is_refused(tmp_path: Path) -> None:
+    seen, said = run_worker(tell_worker(tmp_path), tmp_path, SLURMD_NODENAME="sx2", GPUHUB_JOB_NODES="sx1")
+    assert (seen, said) == ({}, "gpuhub: node 'sx2' is not one of the job's: sx1\n")
+
+
+def test_somebody_elses_socket_is_not_the_notebooks() -> None:
+    with closing(socket.socket()) as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+        assert not node_main.is_listening("127.0.0.1", port, os.getuid())
+        one.listen()
+        assert node_main.is_listening("127.0.0.1", port, os.getuid())
+        assert not node_main.is_listening("127.0.0.1", port, os.getuid() + 1)
+        assert not node_main.is_listening("127.0.0.2", port, os.getuid())
+
+
+def test_a_listener_of_ipv6_is_seen() -> None:
+    with closing(socket.socket(socket.AF_INET6)) as one:
+        one.bind(("::1", 0))
+        one.listen()
+        assert node_main.is_listening("::1", one.getsockname()[1], os.getuid())
+
+
+def test_certificates_are_in_the_memory_of_the_notebook() -> None:
+    """The user's programs can read the certificates, and no file is written."""
+    variables = node_main.store_certificates({"JUPYTERHUB_SSL_KEYFILE": "KEY"})
+    file = Path(variables["JUPYTERHUB_SSL_KEYFILE"])
+    assert file.parent == Path(f"/proc/{os.getpid()}/fd")
+    assert subprocess.run(["cat", file], check=True, capture_output=True).stdout == b"KEY"
+    stranger = subprocess.run(["cat", file], check=False, capture_output=True, user=61001, group=61001, extra_groups=[])
+    assert (stranger.returncode, stranger.stdout) == (1, b"")
+    os.close(int(file.name))
+    assert node_main.store_certificates(None) == {}
+
+
+def test_it_needs_nothing_but_python() -> None:
+    tree = ast.parse(Path(node_main.__file__).read_text(), feature_version=(3, 8))
+    imported = {
+        alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+    }
+    imported |= {
+        node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+    }
+    assert imported <= sys.stdlib_module_names

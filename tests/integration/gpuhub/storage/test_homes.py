@@ -1,0 +1,161 @@
+"""Homes where the head node sees them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from gpuhub.common.errors import SetupError, StorageUnavailable
+from gpuhub.config.identity import UserIdentity
+from gpuhub.config.settings import StorageSettings
+from gpuhub.storage import homes
+from gpuhub.storage.homes import ensure_home, find_home
+
+
+def me(name: str = "ada") -> UserIdentity:
+    return UserIdentity(name=name, uid=os.getuid(), gid=os.getgid(), group_names=(name,))
+
+
+def storage(folder: Path) -> StorageSettings:
+    return StorageSettings(home=f"{folder}/homes/{{username}}")
+
+
+def refuse(number: int) -> object:
+    def call(*_arguments: object, **_more: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def test_a_missing_home_is_made_for_its_user_alone(tmp_path: Path) -> None:
+    """Mode 0700 whatever the umask, and folders on the way readable; a second call changes nothing."""
+    before = os.umask(0o077)
+    try:
+        ensure_home(storage(tmp_path), me())
+        ensure_home(storage(tmp_path), me())
+    finally:
+        os.umask(before)
+    home = tmp_path / "homes" / "ada"
+    assert home.stat().st_mode & 0o7777 == 0o700
+    assert (home.stat().st_uid, home.stat().st_gid) == (os.getuid(), os.getgid())
+    assert home.parent.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_home_may_lie_in_a_folder_of_the_user(tmp_path: Path) -> None:
+    """Only the home itself is theirs."""
+    ensure_home(StorageSettings(home=f"{tmp_path}/homes/{{username}}/gpuhub"), me())
+    modes = [(tmp_path / "homes" / part).stat().st_mode & 0o777 for part in ("ada", "ada/gpuhub")]
+    assert modes == [0o755, 0o700]
+
+
+def test_where_the_head_sees_homes() -> None:
+    """The home is that of `home_create`, or of `home` if it is a path."""
+    both = StorageSettings(home="nfs://nas/home/{username}", home_create="/export/home/{username}/")
+    assert find_home(both, "ada") == homes.HomeLocation(path=Path("/export/home/ada"), root=Path("/export/home"))
+    assert find_home(StorageSettings(home="/home/{username}"), "ada") == homes.HomeLocation(
+        path=Path("/home/ada"), root=Path("/home")
+    )
+    assert find_home(StorageSettings(home="nfs://nas/home/{username}"), "ada") is None
+
+
+def test_a_home_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    """A symbolic link out of the folder of homes could give a user any folder."""
+    (tmp_path / "homes").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "homes" / "ada").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SetupError, match="outside"):
+        ensure_home(storage(tmp_path), me())
+
+
+def test_the_folder_of_homes_may_be_a_link_itself(tmp_path: Path) -> None:
+    """The administrator's own: `/home` on another disk."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "homes").symlink_to(tmp_path / "disk")
+    ensure_home(storage(tmp_path), me())
+    assert (tmp_path / "disk" / "ada").is_dir()
+
+
+@pytest.mark.parametrize("template", ["{username}", "{username}/gpuhub"])
+def test_a_link_that_appears_meanwhile_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """Replacing a folder by a link after the check has no effect: nothing is created or changed elsewhere."""
+    (tmp_path / "homes").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o711)
+    (tmp_path / "homes" / "ada").symlink_to(elsewhere)
+    monkeypatch.setattr(homes.os.path, "realpath", os.fspath)  # as if there had been none then
+    with pytest.raises(SetupError, match="symbolic link"):
+        ensure_home(StorageSettings(home=f"{tmp_path}/homes/{template}"), me())
+    assert list(elsewhere.iterdir()) == []
+    assert elsewhere.stat().st_mode & 0o777 == 0o711
+
+
+def test_two_starts_at_once_make_one_home(tmp_path: Path) -> None:
+    """The second finds a folder that is not its user's yet, and waits for the first."""
+    ada = UserIdentity(name="ada", uid=os.getuid() + 20000, gid=os.getgid(), group_names=("ada",))
+    home = tmp_path / "homes" / "ada"
+    home.mkdir(mode=0o700, parents=True)
+    giving = threading.Timer(0.2, os.chown, (home, ada.uid, ada.gid))
+    giving.start()
+    ensure_home(storage(tmp_path), ada)
+    giving.join()
+    assert home.stat().st_uid == ada.uid
+
+
+def test_a_home_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    """A wrong UID is reported and not repaired, because chown is the administrator's decision."""
+    (tmp_path / "ada").mkdir()
+    stranger = UserIdentity(name="ada", uid=os.getuid() + 1, gid=5000, group_names=("ada",))
+    with pytest.raises(SetupError, match="belongs to UID"):
+        ensure_home(StorageSettings(home=f"{tmp_path}/{{username}}"), stranger)
+
+
+def test_a_home_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    """Docker would mount it all the same."""
+    (tmp_path / "ada").write_text("x")
+    with pytest.raises(SetupError, match="is not a folder"):
+        ensure_home(StorageSettings(home=f"{tmp_path}/{{username}}"), me())
+
+
+def test_homes_elsewhere_are_left_to_the_server(tmp_path: Path) -> None:
+    """Without home_create the NFS server's homes exist already."""
+    ensure_home(StorageSettings(home="nfs://nas/home/{username}"), me())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_that_squashes_root_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose owner cannot be changed is removed."""
+    monkeypatch.setattr(homes.os, "fchown", refuse(errno.EPERM))
+    with pytest.raises(SetupError, match=r"root as nobody.*no_root_squash"):
+        ensure_home(storage(tmp_path), me())
+    assert list((tmp_path / "homes").iterdir()) == []
+    monkeypatch.setattr(homes.os, "mkdir", refuse(errno.EACCES))
+    with pytest.raises(SetupError, match=r"cannot be created or checked.*no_root_squash"):
+        ensure_home(storage(tmp_path), me())
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ESTALE, "stale file handle"),
+        (errno.EIO, "input/output error"),
+        (errno.ENOTCONN, "mount it again"),
+        (errno.ENOSPC, "is full"),
+        (errno.EDQUOT, "quota is used up"),
+        (errno.EROFS, "read-only"),
+        (errno.EMFILE, "Too many open files"),
+    ],
+)
+def test_what_the_file_system_says_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
+) -> None:
+    """As something that passes, and that the user did not do."""
+    (tmp_path / "homes").mkdir()
+    monkeypatch.setattr(homes.os, "mkdir", refuse(number))
+    with pytest.raises(StorageUnavailable, match=f"homes/ada cannot be used: .*{says}"):
+        ensure_home(storage(tmp_path), me())

@@ -1,0 +1,148 @@
+"""How full a home is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from gpuhub.config.settings import StorageSettings
+from gpuhub.storage import home_usage
+from gpuhub.storage.blocking_calls import BlockingCallPool
+from gpuhub.storage.home_usage import (
+    DiskQuota,
+    DiskSpace,
+    HomeUsage,
+    describe_home_usage,
+    measure_home,
+    parse_quota,
+    read_home_usage,
+)
+from gpuhub.storage.homes import HomeLocation
+
+GIB = 1024**3
+HOME = PurePosixPath("/export/home/ada")
+DISK = DiskSpace(size=1000 * GIB, free=500 * GIB)
+#: As quota 4.06 writes it with our options: limits in KiB, a star behind what is exceeded.
+OUTPUT = """Disk quotas for user ada (uid 1001):
+     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace
+   /export/home 12582912  41943040 52428800       0    1201       0       0       0
+        /export 99* 50 100 1699999999 1 0 0 0
+           /var   100       0       0       0      12       0       0       0
+"""
+
+
+def test_limits_are_read() -> None:
+    """Hard before soft; file systems without a limit are passed over."""
+    assert parse_quota(OUTPUT) == [
+        DiskQuota(mount=PurePosixPath("/export/home"), used=12 * GIB, limit=50 * GIB),
+        DiskQuota(mount=PurePosixPath("/export"), used=99 * 1024, limit=100 * 1024),
+    ]
+    soft = "/home 10 20 0 0 1 0 0 0"
+    assert parse_quota(soft) == [DiskQuota(mount=PurePosixPath("/home"), used=10 * 1024, limit=20 * 1024)]
+
+
+@pytest.mark.parametrize(
+    "output", ["", "Disk quotas for user ada (uid 1001): none\n", "/home x y z 0 0 0 0 0", "nas:/home 1 2 3 0 1 0 0 0"]
+)
+def test_what_is_no_limit_is_passed_over(output: str) -> None:
+    """Also what a later version may write."""
+    assert parse_quota(output) == []
+
+
+def test_a_home_with_a_quota_tells_it() -> None:
+    """That of the file system which the home is on; the one nearest to its end where there are two."""
+    assert describe_home_usage(HOME, parse_quota(OUTPUT), DISK, DISK) == HomeUsage(text="Home: 12 GiB of 50 GiB")
+    own = DiskSpace(size=20 * GIB, free=15 * GIB)
+    assert describe_home_usage(HOME, [], own, DISK) == HomeUsage(text="Home: 5 GiB of 20 GiB")
+    assert describe_home_usage(HOME, parse_quota(OUTPUT), DiskSpace(size=20 * GIB, free=2 * GIB), DISK).text.endswith(
+        "20 GiB"
+    )
+
+
+def test_without_a_quota_nothing_is_told_until_the_disk_is_nearly_full() -> None:
+    """A nearly full disk is reported to all users."""
+    assert describe_home_usage(HOME, [], DISK, DISK) == HomeUsage()
+    full = DiskSpace(size=1000 * GIB, free=49 * GIB)
+    assert describe_home_usage(HOME, [], full, full) == HomeUsage(
+        warning="The disk with all users' homes is nearly full: 49 GiB of 1000 GiB are left. "
+        "Please delete files that you do not need."
+    )
+    assert describe_home_usage(HOME, parse_quota(OUTPUT), full, full).warning.startswith("The disk with all users'")
+
+
+def test_a_quota_that_is_nearly_used_up_is_told() -> None:
+    """Also one that is exceeded for the days of grace."""
+    near = [DiskQuota(mount=PurePosixPath("/export"), used=49 * GIB, limit=50 * GIB)]
+    assert describe_home_usage(HOME, near, DISK, DISK).warning == "Your home is nearly full: 1 GiB are left."
+    over = [DiskQuota(mount=PurePosixPath("/export"), used=51 * GIB, limit=50 * GIB)]
+    assert describe_home_usage(HOME, over, DISK, DISK).warning == "Your home is nearly full: 0 B are left."
+
+
+def test_an_empty_file_system_is_not_full() -> None:
+    """Some have no size at all, such as autofs."""
+    assert describe_home_usage(HOME, [], DiskSpace(size=0, free=0), DiskSpace(size=0, free=0)) == HomeUsage()
+
+
+def place(folder: Path) -> HomeLocation:
+    return HomeLocation(path=folder / "ada", root=folder)
+
+
+def test_a_limit_of_the_folders_own_is_found(tmp_path: Path) -> None:
+    """A real file system of 16 MiB at the home, and a larger one around."""
+    home = tmp_path / "ada"
+    home.mkdir()
+    assert measure_home(place(tmp_path)).text == ""
+    subprocess.run(("mount", "-t", "tmpfs", "-o", "size=16m,mode=700", "tmpfs", str(home)), check=True)
+    try:
+        (home / "file").write_bytes(bytes(4 * 1024**2))
+        assert measure_home(place(tmp_path)) == HomeUsage(text="Home: 4 MiB of 16 MiB")
+        (home / "more").write_bytes(bytes(12 * 1024**2 - 4096 * 4))
+        assert measure_home(place(tmp_path)).warning.startswith("Your home is nearly full")
+    finally:
+        subprocess.run(("umount", str(home)), check=True)
+
+
+def test_what_quota_writes_counts_whatever_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 means that a limit is exceeded, or that there is none; it is asked about the home's owner."""
+    (tmp_path / "ada").mkdir()
+    program = tmp_path / "quota"
+    mount = os.path.realpath(tmp_path)
+    program.write_text(
+        f'#!/bin/sh\nfor uid; do :; done\n[ "$uid" = {os.getuid()} ] && echo "{mount} 1024 0 4096 0 1 0 0 0"\nexit 1\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert measure_home(place(tmp_path)).text == "Home: 1 MiB of 4 MiB"
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert measure_home(place(tmp_path)).text == ""
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """Return an event that hung calls wait for; it is set at the end of the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def test_a_page_does_not_wait_for_a_dead_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
+) -> None:
+    """The page shows a warning, and starts have a separate time limit."""
+    monkeypatch.setattr(home_usage, "BLOCKING_CALLS", BlockingCallPool())
+    monkeypatch.setattr(home_usage, "READ_TIMEOUT_S", 0.1)
+    storage = StorageSettings(home=f"{tmp_path}/{{username}}")
+    assert await read_home_usage(storage, "ada") == HomeUsage()
+    monkeypatch.setattr(home_usage, "measure_home", lambda _place: released.wait())
+    assert "does not answer: a start may fail" in (await read_home_usage(storage, "ada")).warning
+    assert "does not answer: a start may fail" in (await read_home_usage(storage, "ada")).warning
+
+
+async def test_homes_elsewhere_are_not_looked_at() -> None:
+    """Only the file server knows."""
+    assert await read_home_usage(StorageSettings(home="nfs://nas/home/{username}"), "ada") == HomeUsage()

@@ -1,0 +1,105 @@
+"""What JupyterHub's proxy is started with, as far as browsers are concerned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuhub.common.paths import Paths
+from gpuhub.ops.deploy import programs
+from gpuhub.tls.internal import CertificateFiles
+from tests.support.product import wait_for
+from tests.support.tls import make_certificate
+
+OURS = CertificateFiles(Path("/secrets/https.pem"), Path("/secrets/https.pem"))
+
+
+def build(**more: Any) -> list[str]:
+    return programs.build_proxy_command(
+        "chp", public=("0.0.0.0", 443), api_port=8001, hub_url="http://10.0.0.1:8081", internal=None, **more
+    )
+
+
+def test_plain_http_needs_nothing() -> None:
+    """And nothing is set that only HTTPS has."""
+    assert not any(word.startswith("--ssl") or word == "--host-routing" for word in build())
+    environment = programs.build_proxy_environment(None, Paths(), Path("/c.toml"), is_ours=False)
+    assert environment == {"NODE_OPTIONS": "--tls-min-v1.2"}
+
+
+def test_https_and_names_for_users() -> None:
+    """The files, and routes by name."""
+    command = build(https=OURS, has_subdomains=True)
+    assert command[command.index("--ssl-key") + 1] == command[command.index("--ssl-cert") + 1] == str(OURS.key)
+    assert "--host-routing" in command
+
+
+def test_a_certificate_of_ours_is_looked_after() -> None:
+    """Twice a day; one that was given is taken up only."""
+    environment = programs.build_proxy_environment(OURS, Paths("ghunit"), Path("/c.toml"), is_ours=True)
+    options, _, hook = environment["NODE_OPTIONS"].partition(" --require ")
+    assert options == "--tls-min-v1.2"
+    assert Path(json.loads(hook)).is_file()
+    renew = json.loads(environment["GPUHUB_HTTPS_RENEW"])
+    assert renew[1:] == ["certificate", "--instance", "ghunit", "--cluster-file", "/c.toml"]
+    given = programs.build_proxy_environment(OURS, Paths("ghunit"), Path("/c.toml"), is_ours=False)
+    assert given["GPUHUB_HTTPS_RENEW"] == ""
+
+
+#: Hours and seconds pass in a moment.
+HASTE = """
+const { setInterval: every, setTimeout: once } = globalThis;
+globalThis.setInterval = (act, ms, ...words) => every(act, 500, ...words);
+globalThis.setTimeout = (act, ms, ...words) => once(act, 200, ...words);
+"""
+#: Another program in place of the proxy, which ends after a while.
+SERVE = """
+const https = require("node:https"), fs = require("node:fs");
+https.createServer({{ cert: fs.readFileSync({certificate}), key: fs.readFileSync({key}) }}).listen(0, "127.0.0.1");
+"""
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Any:
+    """Runs a script of Node with the hook, and with time passing quickly."""
+    (tmp_path / "haste.cjs").write_text(HASTE)
+    files = CertificateFiles(*make_certificate(tmp_path))
+
+    def run(script: str) -> subprocess.Popen[str]:
+        (tmp_path / "script.cjs").write_text(
+            script.format(certificate=json.dumps(str(files.certificate)), key=json.dumps(str(files.key)))
+        )
+        environment = programs.build_proxy_environment(files, Paths("ghunit"), Path("/c.toml"), is_ours=True)
+        environment["NODE_OPTIONS"] = environment["NODE_OPTIONS"].replace(
+            "--require", f"--require {tmp_path / 'haste.cjs'} --require", 1
+        )
+        touch = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
+        environment["GPUHUB_HTTPS_RENEW"] = json.dumps([sys.executable, "-c", touch, str(tmp_path / "renewed")])
+        command = ["node", str(tmp_path / "script.cjs")]
+        return subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE, text=True)
+
+    return run
+
+
+def test_the_proxy_has_its_certificate_looked_after(node: Any, tmp_path: Path) -> None:
+    """By the command that it was given, again and again."""
+    with node(SERVE) as running:
+        try:
+            wait_for((tmp_path / "renewed").exists, "the command")
+            (tmp_path / "renewed").unlink()
+            wait_for((tmp_path / "renewed").exists, "the command, again")
+        finally:
+            running.kill()
+
+
+def test_a_proxy_of_another_make_ends(node: Any) -> None:
+    """It would serve an old certificate in silence."""
+    with node("setInterval(() => 0, 1000)") as running:
+        assert running.wait(timeout=60) == 1
+        assert "it serves HTTPS in another way" in running.stderr.read()
