@@ -70,9 +70,7 @@ fi
 
 if [ "$mode" = dev ]; then "$here/spawners/venv.sh" torch; else "$here/spawners/venv.sh" run; fi
 
-# $1: stamp's name, $2: what its content depends on; true when the stamp is older than that
-changed() { [ "$(cat "$here/.venv/.stamp-$1" 2>/dev/null)" != "$2" ]; }
-stamp() { echo "$2" >"$here/.venv/.stamp-$1"; }
+. "$here/spawners/stamps.sh"
 sum=$(sha256sum <"$here/spawners/proxy/package-lock.json")
 if [ ! -x "$here/spawners/proxy/node_modules/.bin/configurable-http-proxy" ] || changed proxy "$sum"; then
   echo "Installing JupyterHub's proxy …"

@@ -24,9 +24,7 @@ if [ ! -w "$here/.venv" ]; then
   exit 1
 fi
 
-# $1: stamp's name, $2: what its content depends on; true when the stamp is older than that
-changed() { [ "$(cat "$here/.venv/.stamp-$1" 2>/dev/null)" != "$2" ]; }
-stamp() { echo "$2" >"$here/.venv/.stamp-$1"; }
+. "$here/spawners/stamps.sh"
 pip=("$here/.venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 
 sum=$(cat "$here"/spawners/requirements.lock "$here"/*/pyproject.toml "$here/spawners/venv.sh" | sha256sum)
