@@ -17,7 +17,7 @@ from gpu_launch.report import report
 
 if TYPE_CHECKING:
     from gpu_launch.common.exchange import ExchangeFiles
-    from gpu_launch.launch.result import LaunchResult
+    from gpu_launch.launch.state import LaunchResult
 
 __all__ = [
     "BrokerError",
@@ -80,7 +80,7 @@ def run(
         LaunchFailed: with the failing rank's traceback.
         LaunchInterrupted: (a KeyboardInterrupt) after the user's interrupt.
     """
-    from gpu_launch.launch.launcher import launch
+    from gpu_launch.launch.launch import launch
 
     if isinstance(arguments, str) or not isinstance(arguments, Sequence):
         raise UsageError(f'the script\'s arguments are a list, such as ["--epochs", "2"], not {arguments!r}')

@@ -13,12 +13,12 @@ import pytest
 
 from gpu_launch.broker import models
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import GpuRequest
 from gpu_launch.errors import BrokerError
 from gpuhub.broker_api.schemas import JobRequest, JobState, WorkerState
 from gpuhub.config.settings import SchedulingSettings
-from tests.support.brokers import Running, Setting, served_broker
-from tests.support.simulated import build_cluster, wait_until
+from tests.support.broker.in_process import Running, Setting, served_broker
+from tests.support.docker.simulated_nodes import build_cluster, wait_until
 
 RUN = "run-000001"
 

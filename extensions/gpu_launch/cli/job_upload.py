@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import GpuRequest
 from gpu_launch.cli import job_array, upload
 from gpu_launch.cli.context import Context
 from gpu_launch.cli.upload import UploadSet

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_launch.broker.gpu_request import GpuRequest
-from gpu_launch.broker.models import Cluster, Gpu
+from gpu_launch.broker.models import Cluster, Gpu, GpuRequest
 from gpu_launch.errors import UsageError
 
 _FREE, _UP = "free", "up"

@@ -12,20 +12,20 @@ from typing import Any
 
 from gpu_launch import environment
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.launch_plan import LaunchPlan
 from gpu_launch.broker.models import Cluster
-from gpu_launch.common import job_manifest, network, run_folder, torchrun_command
+from gpu_launch.common import job_manifest, network, run_folder
 from gpu_launch.common.exchange import ExchangeFiles
 from gpu_launch.common.launch_spec import Channel, LaunchSpec, Membership, NodeInfo
 from gpu_launch.common.run_folder import RunFolder
 from gpu_launch.errors import BrokerError
-from gpu_launch.launch.launcher import prepare
-from gpu_launch.launch.plan import free_nodes
+from gpu_launch.launch.launch import prepare
+from gpu_launch.launch.plan import LaunchPlan, free_nodes
 from gpu_launch.launch.request import ValidatedRequest, build_spec
 from gpu_launch.launch.worker_pool import WorkerPool, worker_pools
 from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import text as render
 from gpu_launch.worker import nccl_env
+from gpu_launch.worker.runners import torchrun
 
 #: Placeholders for the run's id and its port, which are known only when it starts.
 RUN, PORT = "RUN", 29500
@@ -218,7 +218,7 @@ def _manifest_text(report: DryRunReport) -> str:
 
 
 def _command_text(report: DryRunReport) -> str:
-    lines = torchrun_command.format_commands(report.spec, list(report.addresses)).splitlines()
+    lines = torchrun.format_commands(report.spec, list(report.addresses)).splitlines()
     parts = [f"By hand, in {shlex.quote(report.spec.cwd)}, one line a node:"]
     parts += [f"  {line}" for line in lines if line and not line.startswith("#")]
     if report.files:

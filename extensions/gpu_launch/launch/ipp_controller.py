@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 
-from gpu_launch.worker.forkserver import linux
+from gpu_launch.worker import processes
 
 _POLL_S = 0.5  # seconds between checks of the parent
 
@@ -20,7 +20,7 @@ def main() -> None:
     os.register_at_fork(
         before=lambda: forking.append(os.getpid()),
         after_in_parent=forking.clear,
-        after_in_child=lambda: linux.die_with_parent(signal.SIGKILL, forking[-1]),
+        after_in_child=lambda: processes.die_with_parent(signal.SIGKILL, forking[-1]),
     )
     threading.Thread(target=_watch, args=(parent,), name="kernel watch", daemon=True).start()
     from ipyparallel.controller.app import main as run_controller

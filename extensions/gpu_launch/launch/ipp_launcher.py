@@ -17,12 +17,11 @@ from traitlets import Integer, Unicode
 from gpu_launch import environment
 from gpu_launch.broker import models as wire
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.gpu_request import GpuRequest
-from gpu_launch.broker.launch_plan import LaunchPlan
+from gpu_launch.broker.models import GpuRequest
 from gpu_launch.common import run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch import plan as plan_module
-from gpu_launch.launch.plan import find_model, fit, make_plan
+from gpu_launch.launch.plan import LaunchPlan, find_model, fit, make_plan
 from gpu_launch.launch.worker_group import BrokerWorkerGroup, WorkerGroup, load_connection
 
 _POLL_S = 0.02  # seconds between polls for the controller's connection file

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from gpu_launch.broker import models
-from gpu_launch.broker.launch_plan import LaunchPlan
 from gpu_launch.broker.models import Job, Worker
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.errors import LaunchFailed
+from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.output.text import format_count
 
 #: Seconds for checkpoints, where the broker gives no time.

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpu_launch.broker import launch_plan
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.gpu_request import GpuRequest
-from gpu_launch.broker.models import Cluster
+from gpu_launch.broker.models import Cluster, GpuRequest
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Channel, LaunchSpec, Membership, NodeInfo, StartMethod
 from gpu_launch.common.run_folder import shorten_path
@@ -129,7 +127,7 @@ class ValidatedRequest:
     """A request that the cluster can grant, now or later."""
 
     request: LaunchRequest
-    plan: launch_plan.LaunchPlan
+    plan: plan.LaunchPlan
     #: Script, module or program as torchrun gets it; empty for a cell.
     script: str
     #: Each node runs one program, see `StartMethod.TASK`.
@@ -200,13 +198,13 @@ def _cluster(options: LaunchOptions, env: Environment, broker: BrokerClient | No
     return broker.get_cluster() if broker is not None and not is_alone else None
 
 
-def _plan(options: LaunchOptions, env: Environment, cluster: Cluster | None) -> launch_plan.LaunchPlan:
+def _plan(options: LaunchOptions, env: Environment, cluster: Cluster | None) -> plan.LaunchPlan:
     demand = options.demand
     cards = cluster.find_gpus(env.gpu_uuids) if cluster else ()
     if cluster is not None:
         demand = replace(demand, models=tuple(plan.find_model(cluster, model) for model in demand.models))
 
-    def build(env: Environment, demand: GpuRequest) -> launch_plan.LaunchPlan:
+    def build(env: Environment, demand: GpuRequest) -> plan.LaunchPlan:
         made = plan.make_plan(
             env,
             nnodes=options.nnodes,

@@ -1,14 +1,16 @@
-"""Between two starts of the ranks: notice that nodes leave, join or are lost, and end the ranks."""
+"""Between two starts of the ranks: notice that nodes leave, join or are lost, end the ranks, request further nodes."""
 
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
 from gpu_launch.broker import models
 from gpu_launch.common.launch_spec import Membership
-from gpu_launch.errors import LaunchFailed
+from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch.membership import (
     MembershipChange,
     checkpoint_seconds,
@@ -19,6 +21,7 @@ from gpu_launch.launch.membership import (
 from gpu_launch.launch.request import ValidatedRequest
 from gpu_launch.launch.startup import RankStarter
 from gpu_launch.launch.view import LaunchView
+from gpu_launch.launch.worker_group import BrokerWorkerGroup, WorkerGroup
 from gpu_launch.launch.worker_pool import WorkerPool
 from gpu_launch.output.rank_monitor import STALLED_S, RankMonitor
 from gpu_launch.worker import agent
@@ -28,6 +31,8 @@ _REASON_S = 10.0  # seconds from the end of workers that got SIGTERM until the b
 _TERM_S = 3.0  # seconds from SIGTERM to SIGKILL
 _KILLED_S = 3.0  # seconds until the end of killed ranks is reported
 _LOST_S = 10.0  # seconds for checkpoints when a node was lost
+#: Seconds between requests for missing nodes, longer after one that brought nothing, at most this long.
+_REQUEST_S, _MAX_REQUEST_S = 5.0, 60.0
 
 
 class RestartController:
@@ -199,3 +204,37 @@ class RestartController:
             return condition()
 
         self._view.pump_until(is_over, limit_s)
+
+
+class ScaleUp:
+    """Requests for the missing nodes, in a thread, because the broker's answer may take long."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._thread: threading.Thread | None = None
+        self._every_s = _REQUEST_S
+        self._due_at = time.monotonic() + _REQUEST_S
+
+    def poll(self) -> None:
+        """Request nodes when it is time and some are missing."""
+        group, now = self._group, time.monotonic()
+        if (
+            not isinstance(group, BrokerWorkerGroup)
+            or now < self._due_at
+            or (self._thread is not None and self._thread.is_alive())
+        ):
+            return
+        membership = group.membership()
+        if membership is None or membership.nnodes >= group.plan.nnodes:
+            return
+        self._due_at = now + self._every_s
+        self._thread = threading.Thread(target=self._request, args=(group,), name="gpu_launch scale-up", daemon=True)
+        self._thread.start()
+
+    def _request(self, group: BrokerWorkerGroup) -> None:
+        try:
+            has_grown = group.scale_up()
+        except GpuLaunchError:
+            # The launch continues with the nodes that it has.
+            has_grown = False
+        self._every_s = _REQUEST_S if has_grown else min(_MAX_REQUEST_S, 1.5 * self._every_s)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from gpu_launch.common import run_folder, torchrun_command
+from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Channel, LaunchSpec, Membership, NodeInfo, StartMethod
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch.agent_client import CALL_S
@@ -15,6 +15,7 @@ from gpu_launch.launch.request import ValidatedRequest, build_spec, choose_start
 from gpu_launch.launch.worker_pool import WorkerPool
 from gpu_launch.output.rank_monitor import RankMonitor
 from gpu_launch.worker import agent
+from gpu_launch.worker.runners import torchrun
 
 _POLL_S = 0.01  # seconds between polls for a grant
 _PREPARE_S = 120.0  # seconds for a node to import torch and the modules of --preload
@@ -123,7 +124,7 @@ class RankStarter:
             return
         self._is_confirmed = True
         addresses = [info.address for info in agents.node_infos(spec.membership)]
-        (self._run.root / "torchrun.sh").write_text(torchrun_command.format_commands(spec, addresses))
+        (self._run.root / "torchrun.sh").write_text(torchrun.format_commands(spec, addresses))
 
     def _await_membership(self, cancelled: threading.Event) -> Membership | None:
         """Return who takes part, and discover engines in the meantime; None when cancelled."""

@@ -16,15 +16,13 @@ from typing import Any, Protocol
 
 from gpu_launch import environment
 from gpu_launch.broker import models
-from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.job_watcher import JobWatcher, release_job
-from gpu_launch.broker.launch_plan import LaunchPlan
+from gpu_launch.broker.client import BrokerClient, JobWatcher, release_job
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.run_folder import RunFolder
 from gpu_launch.errors import LaunchFailed
 from gpu_launch.launch.membership import format_lost_worker
-from gpu_launch.launch.plan import free_nodes
+from gpu_launch.launch.plan import LaunchPlan, free_nodes
 
 
 class WorkerGroup(Protocol):

@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass
 
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.launch_plan import LaunchPlan
 from gpu_launch.broker.models import EXITED, RUNNING, Cluster
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.network import find_own_interface
 from gpu_launch.errors import GpuLaunchError, UsageError
 from gpu_launch.launch.agent_client import AgentClient
+from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest, validate
 from gpu_launch.launch.worker_group import BrokerWorkerGroup, WorkerGroup
 from gpu_launch.output import text

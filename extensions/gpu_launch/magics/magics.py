@@ -143,7 +143,7 @@ class GpuLaunchMagics(Magics):
 
             _print_submitted(submit_from_notebook(options, cell=cell, before=_BEFORE, exchange=exchange_files))
         else:
-            from gpu_launch.launch.launcher import launch
+            from gpu_launch.launch.launch import launch
 
             result = launch(options, cell=cell, before=_BEFORE, exchange=exchange_files)
             self.shell.user_ns.update(result.returned)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import GpuRequest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from gpu_launch.common import run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, UsageError
-from gpu_launch.launch.launcher import prepare
+from gpu_launch.launch.launch import prepare
 from gpu_launch.options import command
 from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output.text import format_exact_span, format_nodes

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpu_launch.broker.gpu_request import GpuRequest
-from gpu_launch.broker.models import Cluster, Gpu, Job, Node, Worker
+from gpu_launch.broker.models import Cluster, Gpu, GpuRequest, Job, Node, Worker
 from gpu_launch.cli import job_lookup, node_layout, tables
 from gpu_launch.errors import UsageError
 

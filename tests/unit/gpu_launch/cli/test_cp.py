@@ -13,7 +13,7 @@ import pytest
 from gpu_launch.cli import cp, main
 from gpu_launch.common import job_manifest
 from gpu_launch.errors import GpuLaunchError, UsageError
-from tests.support.fake_hub import TOKEN, FakeHub, served
+from tests.support.hub.fake_hub import TOKEN, FakeHub, served
 
 RUN = "run-20260101-000000-abc123"
 

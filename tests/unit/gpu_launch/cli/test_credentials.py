@@ -14,7 +14,7 @@ import pytest
 
 from gpu_launch.cli import credentials, main
 from gpu_launch.errors import UsageError
-from tests.support.fake_hub import TOKEN, FakeHub, served
+from tests.support.hub.fake_hub import TOKEN, FakeHub, served
 from tests.support.tls import make_certificate
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from gpu_launch.cli import credentials, job_lookup, main
 from gpu_launch.common import job_manifest
-from tests.support.fake_hub import TOKEN, FakeHub, served
+from tests.support.hub.fake_hub import TOKEN, FakeHub, served
 
 TASK = """\
 name: hello

@@ -19,7 +19,7 @@ from gpu_launch.cli import follow, main
 from gpu_launch.common import job_manifest
 from gpuhub.broker.admission.submit import split_array
 from gpuhub.broker_api import schemas
-from tests.support.fake_hub import TOKEN, FakeHub, served
+from tests.support.hub.fake_hub import TOKEN, FakeHub, served
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpu_launch.cli import main
-from tests.support.fake_hub import TOKEN, FakeHub, served
+from tests.support.hub.fake_hub import TOKEN, FakeHub, served
 
 pytestmark = pytest.mark.process
 

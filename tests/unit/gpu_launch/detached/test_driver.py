@@ -14,10 +14,9 @@ from gpu_launch import environment
 from gpu_launch.broker import models
 from gpu_launch.common import job_manifest, run_folder
 from gpu_launch.detached import submit, task_main
-from gpu_launch.detached.driver import build_options, build_plan, find_exchange
+from gpu_launch.detached.driver import StaticWorkerGroup, build_options, build_plan, find_exchange, parse_workers
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import membership
-from gpu_launch.launch.static_worker_group import StaticWorkerGroup, parse_workers
 from gpu_launch.options import command
 from gpu_launch.options.launch_options import LaunchOptions
 

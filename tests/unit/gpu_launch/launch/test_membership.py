@@ -7,8 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from gpu_launch.broker import models
-from gpu_launch.broker.gpu_request import GpuRequest
-from gpu_launch.broker.launch_plan import LaunchPlan
+from gpu_launch.broker.models import GpuRequest
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.errors import LaunchFailed
 from gpu_launch.launch.membership import (
@@ -20,6 +19,7 @@ from gpu_launch.launch.membership import (
     describe_change,
     find_change,
 )
+from gpu_launch.launch.plan import LaunchPlan
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 ROSTER = Membership(includes_notebook=False, workers=(0, 1), nodes=("rig1", "rig2"), nproc_per_node=1)

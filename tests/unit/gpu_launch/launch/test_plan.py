@@ -6,7 +6,7 @@ import pytest
 
 from gpu_launch import environment
 from gpu_launch.broker import models
-from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import GpuRequest
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import plan

@@ -14,7 +14,7 @@ import pytest
 from gpu_launch import environment
 from gpu_launch.broker import models
 from gpu_launch.broker.client import parse_problem
-from gpu_launch.common import network, run_folder, torchrun_command
+from gpu_launch.common import network, run_folder
 from gpu_launch.common.launch_spec import Channel, LaunchSpec, Membership
 from gpu_launch.common.network import Interface
 from gpu_launch.errors import GpuLaunchError, NetworkError, UsageError
@@ -23,7 +23,8 @@ from gpu_launch.launch.request import LaunchRequest, validate
 from gpu_launch.launch.worker_group import check_job
 from gpu_launch.options import command
 from gpu_launch.worker import main as worker
-from gpu_launch.worker import rank_env
+from gpu_launch.worker.runners import torchrun
+from gpu_launch.worker.runners.base import build_node_environ
 
 INTERFACES = [
     Interface(name="lo", address="127.0.0.1"),
@@ -87,7 +88,7 @@ def test_a_free_port_is_one_that_the_system_gives_nobody(monkeypatch, tmp_path):
 
 def test_torchruns_command_line():
     """Golden: static rendezvous, all streams to files, the script's words as they are."""
-    assert torchrun_command.build_arguments(SPEC, node_rank=1, local_addr="10.0.1.3") == [
+    assert torchrun.build_arguments(SPEC, node_rank=1, local_addr="10.0.1.3") == [
         "--nnodes=3",
         "--node-rank=1",
         "--nproc-per-node=1",
@@ -108,7 +109,7 @@ def test_torchruns_command_line():
 def test_restarts_have_folders_of_their_own_and_modules_their_flag():
     """Logs of a start are never mixed with those of another."""
     again = dataclasses.replace(SPEC, attempt=2, module=True, command=("pkg.train",))
-    arguments = torchrun_command.build_arguments(again, node_rank=0, local_addr="10.0.1.2")
+    arguments = torchrun.build_arguments(again, node_rank=0, local_addr="10.0.1.2")
     assert "--log-dir=/home/ada/logs/node0-restart2" in arguments
     assert arguments[-2:] == ["--module", "pkg.train"]
 
@@ -124,13 +125,13 @@ def test_restarts_have_folders_of_their_own_and_modules_their_flag():
 def test_ranks_with_a_part_of_a_gpu_are_run_so_that_they_keep_to_it(changes, end):
     """All but programs that are not Python."""
     spec = dataclasses.replace(SPEC, **changes)
-    arguments = torchrun_command.build_arguments(spec, node_rank=0, local_addr="10.0.1.2", capped=True)
+    arguments = torchrun.build_arguments(spec, node_rank=0, local_addr="10.0.1.2", capped=True)
     assert arguments[-len(end) :] == end
 
 
 def test_the_command_to_type_by_hand_is_quoted_for_a_shell():
     """One line a node."""
-    text = torchrun_command.format_commands(SPEC, ["10.0.1.2", "10.0.1.3"])
+    text = torchrun.format_commands(SPEC, ["10.0.1.2", "10.0.1.3"])
     assert text.startswith("# in '/home/ada/my work', one line a node\ntorchrun --nnodes=3 --node-rank=0 ")
     assert "'it'\"'\"'s; a train.py' --epochs 2\n" in text
 
@@ -138,7 +139,7 @@ def test_the_command_to_type_by_hand_is_quoted_for_a_shell():
 def test_ranks_environment():
     """The node's settings, the user's last, no credentials; a cell's folder to import from."""
     base = {"PATH": "/bin", "JUPYTERHUB_API_TOKEN": "t", "IPP_CONNECTION_INFO": "{}", "PYTHONPATH": "/x"}
-    environ = rank_env.build_node_environ(
+    environ = build_node_environ(
         base,
         dataclasses.replace(SPEC, python_path="/w"),
         worker=1,

@@ -10,11 +10,11 @@ import pytest
 
 from gpu_launch import environment
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.gpu_request import GpuRequest
-from gpu_launch.broker.launch_plan import LaunchPlan
+from gpu_launch.broker.models import GpuRequest
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Membership, StartMethod
 from gpu_launch.errors import UsageError
+from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest, choose_start_method
 from gpu_launch.launch.worker_group import BrokerWorkerGroup
 from gpu_launch.launch.worker_pool import WorkerPool, WorkerPools

@@ -14,8 +14,8 @@ import gpu_launch
 from gpu_launch.common import exchange, run_folder
 from gpu_launch.common.exchange import collect_results
 from gpu_launch.errors import LaunchFailed, UsageError
-from gpu_launch.launch import launcher, request
-from gpu_launch.launch import result as result_module
+from gpu_launch.launch import launch, request
+from gpu_launch.launch.state import LaunchResult
 from gpu_launch.magics import magics
 from gpu_launch.options import command
 
@@ -65,7 +65,7 @@ class Launched:
         if any(end.returncode for end in self.ends):
             raise LaunchFailed(self.ends[0].stderr)
         results, returned = collect_results(place, 2)
-        return result_module.LaunchResult(
+        return LaunchResult(
             run_id="run", seconds=0.0, ranks=2, nodes=("a",), logs=place, results=results, returned=returned
         )
 
@@ -73,7 +73,7 @@ class Launched:
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
     found = Launched(tmp_path)
-    monkeypatch.setattr(launcher, "launch", found)
+    monkeypatch.setattr(launch, "launch", found)
     return found
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpu_launch
-from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import GpuRequest
 from gpu_launch.errors import UsageError
 from gpu_launch.options import command, definition
 from gpu_launch.options.launch_options import LaunchOptions

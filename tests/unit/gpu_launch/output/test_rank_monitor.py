@@ -8,11 +8,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from gpu_launch.broker import models
-from gpu_launch.broker.gpu_request import GpuRequest
-from gpu_launch.broker.launch_plan import LaunchPlan
+from gpu_launch.broker.models import GpuRequest
 from gpu_launch.common.gpu_reading import GpuSample
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.launch import plan as plan_module
+from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import text as render
 from gpu_launch.output.panel import PanelView, RankState
