@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gpuhub.backends.registry import find_capabilities, find_plugin
+from gpuhub.backends.plugin import find_capabilities, find_plugin
 from gpuhub.broker.api.auth import ANY_OWNER_SCOPE
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.common import names
 from gpuhub.common.errors import SettingsError
-from gpuhub.common.locks import acquire_lock
-from gpuhub.common.paths import DEFAULT_INSTANCE, Paths
+from gpuhub.common.paths import DEFAULT_INSTANCE, Paths, acquire_lock
 from gpuhub.common.secrets import BROKER_TOKEN, PROXY_TOKEN, SPAWNER_TOKEN, read_secret
 from gpuhub.config import head_address as head
 from gpuhub.config import settings
@@ -27,7 +26,7 @@ from gpuhub.slurm_client.interface import SlurmClient
 from gpuhub.spawners.slurm import port
 from gpuhub.tls import public_access, renewal
 from gpuhub.tls.internal import CertificateStore
-from gpuhub.web.gpus_handlers import (
+from gpuhub.web.gpus_page import (
     ActionHandler,
     GpusPageHandler,
     GpusPartsHandler,

@@ -10,12 +10,12 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import programs
-from gpuhub.ops.deploy.supervisor import Program, Supervisor
+from gpuhub.ops.deploy.programs import Program, Supervisor
 from gpuhub_closet import cluster_file, docker_daemons, lifecycle, slurm_daemons, slurm_setup, topology
 
 
 class PracticeCloset:
-    """The provider of the practice closet's nodes; see `gpuhub.ops.deploy.cluster_provider`."""
+    """The provider of the practice closet's nodes; see `gpuhub.ops.deploy.cluster_choice.ClusterProvider`."""
 
     title = "Practice closet"
 

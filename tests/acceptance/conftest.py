@@ -12,9 +12,9 @@ from playwright.sync_api import Browser, sync_playwright
 from gpuhub.common import secrets
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
-from gpuhub.ops.deploy.supervisor import Supervisor
+from gpuhub.ops.deploy.programs import Supervisor
 from tests.support import product as support
-from tests.support.browser import INSTANCE, Product, User, run_make
+from tests.support.hub.browser import INSTANCE, Product, User, run_make
 from tests.support.markers import mark_folder
 
 FOLDER = Path(__file__).parent

@@ -15,11 +15,11 @@ import pytest
 
 from gpuhub.common import names, secrets
 from gpuhub.common.paths import Paths
-from gpuhub.ops.deploy.supervisor import Supervisor
+from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub_closet.paths import node_paths
+from tests.support.closet.ssh_machines import Machine
+from tests.support.hub.users import Client, log_in
 from tests.support.product import wait_for
-from tests.support.ssh_machines import Machine
-from tests.support.users import Client, log_in
 
 ROOT = Path(__file__).parents[2]
 INSTANCE = "ghset"

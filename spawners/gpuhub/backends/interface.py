@@ -14,7 +14,7 @@ from typing import Protocol
 
 from gpuhub.broker_api.schemas import Capabilities, JobRequest, LeaseRequest, NodeView, PartitionView, UsageView
 from gpuhub.common.errors import Conflict, GpuhubError, SchedulerUnreachable
-from gpuhub.docker.worker_containers import WorkerSpec
+from gpuhub.docker.user_containers import WorkerSpec
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import JobRow, LeaseRow
 from gpuhub.nodes.status import NodeStatus

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import uvicorn
 
-from gpuhub.backends.registry import find_plugin
+from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker import audit
 from gpuhub.broker.app import create_app
 from gpuhub.broker.controllers.servers import HubClient
@@ -18,9 +18,8 @@ from gpuhub.common.secrets import BROKER_TOKEN, read_secret
 from gpuhub.config import settings
 from gpuhub.config.head_address import build_hub_origin, find_head_address
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.courier_container import start_courier
 from gpuhub.docker.firewall_container import ensure_firewall
-from gpuhub.docker.worker_containers import start_worker
+from gpuhub.docker.user_containers import start_courier, start_worker
 from gpuhub.tls import internal
 
 #: Long polls are cut short when the broker stops, seconds; their clients ask again.

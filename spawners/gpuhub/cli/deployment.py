@@ -14,8 +14,7 @@ from gpuhub.cli.options import cluster_file_option, hub_config_option, instance_
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
-from gpuhub.config.backend_names import find_backends
-from gpuhub.config.settings import ClusterSettings
+from gpuhub.config.settings import ClusterSettings, find_backends
 
 
 @click.command()
@@ -67,7 +66,7 @@ def down(paths: Paths, cluster_file: Path, purge: bool) -> None:
 @cluster_file_option
 def status(paths: Paths, cluster_file: Path) -> None:
     """Show the state of each service."""
-    from gpuhub.ops.deploy.supervisor import Supervisor
+    from gpuhub.ops.deploy.programs import Supervisor
 
     console, supervisor = AdminConsole(), Supervisor(paths)
     if not supervisor.is_running():

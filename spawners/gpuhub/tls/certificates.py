@@ -22,7 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.config.hub import HubSettings
+from gpuhub.config.network import HubSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.tls import authority, public_access
 from gpuhub.tls.authority import CertificateAuthority, format_fingerprint

@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gpuhub.config.head_address import format_host
-from gpuhub.config.hub import HubSettings
+from gpuhub.config.network import HubSettings
 from gpuhub.tls.authority import parse_address
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tornado import web
 
-from gpuhub.ops.deploy.laptop_wheel import ensure_wheel
+from gpuhub.ops.images.wheels import ensure_laptop_wheel
 from gpuhub.web.handlers import LaptopWheelHandler
 
 SOURCE = Path(__file__).parents[3]
@@ -24,7 +24,7 @@ SOURCE = Path(__file__).parents[3]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the wheel of this clone."""
     made = tmp_path_factory.mktemp("laptop") / "laptop-wheel"
-    ensure_wheel(SOURCE, made, lambda _step: None)
+    ensure_laptop_wheel(SOURCE, made, lambda _step: None)
     yield made
 
 
@@ -42,9 +42,9 @@ def test_a_wheel_of_the_same_sources_is_kept_and_another_replaced(folder: Path, 
     """A second start of the hub builds nothing; a change of the sources does."""
     (wheel,) = folder.glob("*.whl")
     built_at = wheel.stat().st_mtime_ns
-    assert ensure_wheel(SOURCE, folder, lambda _step: None).stat().st_mtime_ns == built_at
+    assert ensure_laptop_wheel(SOURCE, folder, lambda _step: None).stat().st_mtime_ns == built_at
     (folder / "sources.sha256").write_text("of older sources")
-    assert ensure_wheel(SOURCE, folder, lambda _step: None).stat().st_mtime_ns > built_at
+    assert ensure_laptop_wheel(SOURCE, folder, lambda _step: None).stat().st_mtime_ns > built_at
     assert sorted(file.name for file in folder.iterdir()) == [wheel.name, "sources.sha256"]
 
 

@@ -23,9 +23,8 @@ from gpuhub.backends.interface import (
 )
 from gpuhub.backends.slurm import admission, bare_nodes, external_jobs, rules
 from gpuhub.backends.slurm.accounting import SlurmAccounting
-from gpuhub.backends.slurm.job_updates import JobUpdater
+from gpuhub.backends.slurm.lease_jobs import FindSubmitter, JobUpdater, Submissions
 from gpuhub.backends.slurm.scheduler import SlurmScheduler
-from gpuhub.backends.slurm.submissions import FindSubmitter, Submissions
 from gpuhub.broker_api.schemas import (
     Capabilities,
     JobRequest,
@@ -39,7 +38,7 @@ from gpuhub.broker_api.schemas import (
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, SchedulerUnreachable
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker.worker_containers import WorkerSpec
+from gpuhub.docker.user_containers import WorkerSpec
 from gpuhub.domain import lease_states
 from gpuhub.domain.models import JobRow, LeaseRow
 from gpuhub.domain.scheduler_input import build_request

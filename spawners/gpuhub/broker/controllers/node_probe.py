@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,12 +15,16 @@ from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound
 from gpuhub.docker.client import DockerClients
 from gpuhub.domain.clock import Clock
-from gpuhub.domain.observed import ObservedContainer, parse_container, parse_devices
-from gpuhub.nodes import readings
+from gpuhub.domain.reconcile import ObservedContainer, parse_container, parse_devices
+from gpuhub.nodes import agent_container
 from gpuhub.nodes.agent_container import ensure_agent, read_last_line
 from gpuhub.nodes.status import NodeStatus
 
 log = logging.getLogger(__name__)
+
+#: Ensures that the firewall is in place on a node; raises GpuhubError where it is not.
+EnsureFirewall = Callable[[str], Awaitable[None]]
+T = TypeVar("T")
 
 #: Time limit of one query, seconds.
 PROBE_TIMEOUT_S = 4.0
@@ -28,8 +32,10 @@ PROBE_TIMEOUT_S = 4.0
 DAEMON_ID_PERIOD_S = 30.0
 #: Delay before containers that could not be inspected are tried again, seconds.
 INSPECT_RETRY_S = 30.0
-
-T = TypeVar("T")
+#: Interval between two checks of a node whose firewall is in place, seconds.
+FIREWALL_CHECK_PERIOD_S = 10.0
+#: Time that a poll of the node waits for a check, seconds.
+FIREWALL_TIMEOUT_S = 4.0
 
 
 @dataclass(slots=True)
@@ -135,9 +141,9 @@ class NodeProbe:
         except NodeUnreachable:
             raise
         except GpuhubError as error:
-            return readings.record_agent_failure(record, str(error))
-        parsed = readings.parse_agent_line(line)
-        return record if parsed is None else readings.record_agent_reading(record, parsed, began)
+            return agent_container.record_agent_failure(record, str(error))
+        parsed = agent_container.parse_agent_line(line)
+        return record if parsed is None else agent_container.record_agent_reading(record, parsed, began)
 
     def find_agents(self, listed: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the ids of the listed containers that are GPU agents."""
@@ -177,3 +183,67 @@ def _is_agent(raw: Mapping[str, Any]) -> bool:
 
 def _kind(raw: Mapping[str, Any]) -> str:
     return str((raw.get("Labels") or {}).get(names.LABEL_KIND, ""))
+
+
+@dataclass(slots=True)
+class _FirewallCheck:
+    """State of the checks of one node's firewall."""
+
+    started_at: float | None = None
+    task: asyncio.Task[None] | None = None
+
+
+class FirewallChecker:
+    """Checks the firewalls of all nodes, with at most one check of a node at a time."""
+
+    def __init__(self, ensure: EnsureFirewall, clock: Clock) -> None:
+        self._ensure = ensure
+        self._clock = clock
+        self._checks: dict[str, _FirewallCheck] = {}
+
+    async def close(self) -> None:
+        """Cancel running checks."""
+        tasks = [check.task for check in self._checks.values() if check.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def check(self, record: NodeStatus) -> NodeStatus:
+        """Return the record with the error of the node's firewall, if any.
+
+        Raises:
+            NodeUnreachable: the daemon no longer answers.
+        """
+        check = self._checks.setdefault(record.name, _FirewallCheck())
+        if check.task is None:
+            is_recent = (
+                check.started_at is not None and self._clock.monotonic() - check.started_at < FIREWALL_CHECK_PERIOD_S
+            )
+            if is_recent and record.firewall_error is None:
+                return record
+            check.started_at = self._clock.monotonic()
+            check.task = asyncio.ensure_future(self._ensure_on(record.name))
+        done, _ = await asyncio.wait({check.task}, timeout=FIREWALL_TIMEOUT_S)
+        if not done:
+            return record
+        task, check.task = check.task, None
+        try:
+            task.result()
+        except NodeUnreachable:
+            check.started_at = None
+            raise
+        except GpuhubError as error:
+            return record.evolve(firewall_error=str(error).removeprefix(f"node {record.name}: "))
+        return record.evolve(firewall_error=None)
+
+    async def _ensure_on(self, node: str) -> None:
+        await self._ensure(node)
+
+
+def describe_firewall_change(before: NodeStatus, after: NodeStatus) -> list[tuple[str, str]]:
+    """Return kind and text of the event when a node's firewall fails or is restored."""
+    if after.firewall_error == before.firewall_error:
+        return []
+    if after.firewall_error is None:
+        return [("node.guarded", "its firewall is in place again")]
+    return [("node.unguarded", after.firewall_error)]

@@ -16,7 +16,7 @@ from gpuhub.broker_api.schemas import JobState, WorkerState
 from gpuhub.common.errors import GpuhubError, NotFound
 from gpuhub.common.units import format_size
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.worker_containers import WorkerSpec
+from gpuhub.docker.user_containers import WorkerSpec
 from gpuhub.domain import job_states
 from gpuhub.domain.models import JobRow, LeaseRow, WorkerRow
 from gpuhub.domain.reconcile import explain_identity_change

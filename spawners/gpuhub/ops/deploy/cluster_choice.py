@@ -1,18 +1,30 @@
-"""The choice of the cluster that `gpuhub up` runs on: the given settings, this machine's GPUs, or provided nodes."""
+"""The choice of the cluster that `gpuhub up` runs on: the given settings, this machine's GPUs, or provided nodes.
+
+A package such as the practice closet provides nodes where there is neither a cluster.toml nor a GPU on this machine. It
+is found by its entry point, so that gpuhub needs none to be installed.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Protocol
 
 from gpuhub.common import gpu
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.ops.console import StepReport
+from gpuhub.ops.deploy.programs import Program, Supervisor
 
+#: Entry points of providers: each is a class without arguments. The first by name is used.
+ENTRY_POINTS = "gpuhub.cluster_providers"
 _TOOLKIT_HINT = (
     "This machine has an NVIDIA GPU, but Docker cannot pass it to containers: install NVIDIA's container toolkit "
     "(package nvidia-container-toolkit, from NVIDIA's package repository), then `sudo make up` again"
@@ -24,7 +36,7 @@ class ClusterOrigin(StrEnum):
 
     SETTINGS = "settings"
     THIS_MACHINE = "this-machine"
-    #: A package such as the practice closet; see `cluster_provider`.
+    #: A package such as the practice closet; see `ClusterProvider`.
     PROVIDER = "provider"
 
 
@@ -134,3 +146,45 @@ def build_single_node(cards: list[gpu.GpuSpec]) -> str:
     lines += ["[users]", 'login = "password"', 'allowed = ["ada", "ben"]', "uid_first = 20000"]
     lines += ["[storage]", 'home = "/var/lib/gpuhub/homes/{username}"']
     return "\n".join(lines) + "\n"
+
+
+class ClusterProvider(Protocol):
+    """Nodes that are made on this machine, with the programs that they need."""
+
+    @property
+    def title(self) -> str:
+        """A description of the nodes for the first line of `gpuhub up`."""
+
+    def find_running_backend(self, supervised: Collection[str]) -> str | None:
+        """Return the backend that the provider's programs among the supervised ones run; None if none of them is."""
+
+    def write_cluster_file(self, paths: Paths, backend: str) -> Path:
+        """Write the settings of the nodes for this backend, and return the file."""
+
+    def start(
+        self,
+        paths: Paths,
+        supervisor: Supervisor,
+        cluster: ClusterSettings,
+        services: Sequence[Program],
+        report: StepReport,
+    ) -> None:
+        """Start the nodes' programs and return when they answer.
+
+        The supervisor also gets the programs in `services`, and does not start them.
+        """
+
+    def ensure_down(self, paths: Paths, *, purge: bool) -> None:
+        """Remove the nodes from this machine; `purge` removes the data as well that makes the next start quick."""
+
+    def find_leftovers(self, paths: Paths) -> list[str]:
+        """Return a line for each thing of the nodes that is still on this machine."""
+
+
+def find_provider() -> ClusterProvider | None:
+    """Return the installed provider; None where there is none."""
+    providers = sorted(entry_points(group=ENTRY_POINTS), key=lambda entry_point: entry_point.name)
+    if not providers:
+        return None
+    provider: ClusterProvider = providers[0].load()()
+    return provider

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 
-from gpuhub.backends.plugin import BackendPlugin
-from gpuhub.backends.registry import find_plugin
+from gpuhub.backends.plugin import BackendPlugin, find_plugin
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
@@ -16,8 +15,8 @@ from gpuhub.docker.container_lifecycle import remove_instance_objects, remove_nf
 from gpuhub.docker.firewall_container import remove_firewall
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import programs
-from gpuhub.ops.deploy.cluster_provider import find_provider
-from gpuhub.ops.deploy.supervisor import Supervisor
+from gpuhub.ops.deploy.cluster_choice import find_provider
+from gpuhub.ops.deploy.programs import Supervisor
 
 
 def stop_hub(paths: Paths, report: StepReport, *, purge: bool = False) -> None:

@@ -12,23 +12,23 @@ from pathlib import Path
 import httpx
 
 import gpuhub
-from gpuhub.backends.registry import find_plugin
+from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker_api.schemas import ClusterView, NodeState
 from gpuhub.common import gpu as gpus
 from gpuhub.common import secrets
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.config import profiles, settings
+from gpuhub.config import containers, settings
 from gpuhub.config.head_address import build_broker_url, find_head_address, format_host, url_scheme
 from gpuhub.docker import networks, swarm
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.firewall_container import ensure_firewall
-from gpuhub.login import startup_checks as login
+from gpuhub.login import authenticator_config as login
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.deploy import cluster_choice, laptop_wheel, programs
-from gpuhub.ops.deploy.cluster_provider import ClusterProvider, find_provider
-from gpuhub.ops.deploy.supervisor import Supervisor
-from gpuhub.ops.images import distribution
+from gpuhub.ops.deploy import cluster_choice, programs
+from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
+from gpuhub.ops.deploy.programs import Supervisor
+from gpuhub.ops.images import distribution, wheels
 from gpuhub.tls import certificates, public_access, renewal
 from gpuhub.tls.internal import CertificateStore
 from gpuhub.web.text import build_card
@@ -85,7 +85,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     if backend.capabilities(cluster).containers:
         asyncio.run(_prepare_nodes(paths, options, cluster, report))
     with report.step("gpu-launch for laptops"):
-        laptop_wheel.ensure_wheel(options.source, paths.laptop_wheel, lambda _step: None)
+        wheels.ensure_laptop_wheel(options.source, paths.laptop_wheel, lambda _step: None)
     _start_services(paths, cluster, chosen.cluster_file, options, report)
     report_addresses(paths, cluster, https, report)
 
@@ -157,7 +157,7 @@ def _start_services(
         _wait_http(f"{broker}/health", 30, paths, programs.BROKER, tls=tls)
     with report.step("GPUs read on every node"):
         cards = wait_for_gpus(broker, paths, deadline_s=60, tls=tls)
-        mistakes = profiles.unsatisfiable_profiles(cluster.profiles, cards)
+        mistakes = containers.unsatisfiable_profiles(cluster.profiles, cards)
         if mistakes:
             raise SettingsError("\n".join(f"{settings_file}: {line}" for line in mistakes))
     with report.step("JupyterHub"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import Protocol
 
-from gpuhub.backends.registry import find_capabilities
+from gpuhub.backends.plugin import find_capabilities
 from gpuhub.common.errors import GpuhubError, ImageMissing, NodeUnreachable, NotFound
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings

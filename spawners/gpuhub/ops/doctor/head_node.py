@@ -18,8 +18,8 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.head_address import find_head_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.deploy import programs
-from gpuhub.ops.deploy.supervisor import Supervisor
-from gpuhub.ops.doctor import versions
+from gpuhub.ops.deploy.programs import Supervisor
+from gpuhub.ops.doctor import node_checks
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
 from gpuhub.ops.doctor.node_queries import find_nfs_servers, is_listening
 from gpuhub.storage.probe import probe_server
@@ -29,6 +29,8 @@ from gpuhub.tls.certificates import SERVER_FILE
 RENEW_BEFORE = timedelta(days=30)
 _DISK_NOTED_GIB = 10.0
 _DISK_TOO_LITTLE_GIB = 1.0
+#: The oldest JupyterHub without known vulnerabilities.
+_JUPYTERHUB_FLOOR: node_checks.Version = (5, 5, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,9 +204,9 @@ def check_certificate(file: str, end: datetime | str, now: datetime) -> Finding:
 
 
 def _check_versions(head: HeadFacts) -> Iterator[Finding]:
-    version = versions.parse_version(head.jupyterhub)
-    floor = versions.format_version(versions.JUPYTERHUB_FLOOR)
-    if version is None or version < versions.JUPYTERHUB_FLOOR:
+    version = node_checks.parse_version(head.jupyterhub)
+    floor = node_checks.format_version(_JUPYTERHUB_FLOOR)
+    if version is None or version < _JUPYTERHUB_FLOOR:
         yield failed("jupyterhub", head.jupyterhub or "not installed", f"{floor} or newer is needed: `sudo make up`")
     else:
         yield ok("jupyterhub", head.jupyterhub)

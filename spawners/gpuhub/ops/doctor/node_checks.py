@@ -1,12 +1,12 @@
-"""Checks of the facts about a node."""
+"""Checks of the facts about a node, and the first versions of programs without known vulnerabilities."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpuhub.docker.mtu import ETHERNET_MTU, MIN_MTU, VXLAN_OVERHEAD
-from gpuhub.ops.doctor import versions
+from gpuhub.docker.networks import ETHERNET_MTU, MIN_MTU, VXLAN_OVERHEAD
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
 from gpuhub.ops.doctor.node_facts import DockerFacts, GpuFacts, HostFacts
 
@@ -19,6 +19,18 @@ MIN_DISK_GIB = 5.0
 _GOOD_DRIVERS = frozenset({"overlay2", "overlayfs", "btrfs", "zfs"})
 #: Prefixes of tunnels' interfaces; the kernel reports no kind for user-space WireGuard.
 _TUNNELS = {"wg": "WireGuard", "tailscale": "Tailscale", "utun": "a tunnel", "tun": "a tunnel"}
+#: A version's numbers.
+Version = tuple[int, ...]
+#: The oldest Docker Engine that gpuhub supports.
+MIN_DOCKER: Version = (20, 10)
+#: Docker Engine: the first version without each vulnerability.
+DOCKER_FLOORS: tuple[tuple[Version, str], ...] = (
+    ((28, 3, 3), "a reload of firewalld opens containers' ports (CVE-2025-54388, CVE-2025-54410)"),
+    ((29, 3, 1), "authorisation plugins can be bypassed (CVE-2026-34040)"),
+)
+TOOLKIT_FLOOR: Version = (1, 17, 8)
+#: runc: the first patch of each series without CVE-2025-31133, -52565 and -52881, which allow escapes from containers.
+_RUNC_PATCHES: dict[Version, int] = {(1, 2): 8, (1, 3): 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +67,12 @@ class NodeEnvironment:
 
 def check_docker(docker: DockerFacts) -> Iterator[Finding]:
     """Check the daemon itself."""
-    version = versions.parse_version(docker.version)
-    if version is None or version < versions.MIN_DOCKER:
-        least = versions.format_version(versions.MIN_DOCKER)
+    version = parse_version(docker.version)
+    if version is None or version < MIN_DOCKER:
+        least = format_version(MIN_DOCKER)
         yield failed("docker", docker.version or "no version", f"Docker Engine {least} or newer is needed")
-    elif vulnerabilities := versions.find_docker_vulnerabilities(docker.version):
-        floor = versions.format_version(versions.DOCKER_FLOORS[-1][0])
+    elif vulnerabilities := find_docker_vulnerabilities(docker.version):
+        floor = format_version(DOCKER_FLOORS[-1][0])
         yield warning(
             "docker",
             f"{docker.version}: by its number, {'; '.join(vulnerabilities)}",
@@ -77,7 +89,7 @@ def check_docker(docker: DockerFacts) -> Iterator[Finding]:
             "turn it off in daemon.json",
         )
     if docker.runc:
-        if versions.is_patched_runc(docker.runc):
+        if is_patched_runc(docker.runc):
             yield ok("runc", docker.runc)
         else:
             yield warning(
@@ -141,10 +153,10 @@ def check_gpus(host: HostFacts, docker: DockerFacts | None, environment: NodeEnv
         names = ", ".join(f"{gpu.model} ({round(gpu.memory_mib / 1024)} GB)" for gpu in host.gpus)
         yield ok("gpus", f"{names}; driver {host.gpus[0].driver or 'unknown'}")
     yield from check_duplicates(host.gpus, environment)
-    floor = versions.format_version(versions.TOOLKIT_FLOOR)
+    floor = format_version(TOOLKIT_FLOOR)
     if host.toolkit:
-        version = versions.parse_version(host.toolkit)
-        if version is not None and version < versions.TOOLKIT_FLOOR:
+        version = parse_version(host.toolkit)
+        if version is not None and version < TOOLKIT_FLOOR:
             yield warning(
                 "toolkit",
                 f"{host.toolkit}: CVE-2025-23266 allows escapes from containers",
@@ -309,3 +321,29 @@ def check_login(host: HostFacts, *, needs_sudo: bool, is_tls: bool) -> Iterator[
             f"{host.user} needs a password for sudo, or has none",
             "log in as root, or allow sudo without a password until the node is added",
         )
+
+
+def parse_version(text: str) -> Version | None:
+    """Parse a version: `20.10.24+dfsg1` is (20, 10, 24). Return None without a number."""
+    match = re.search(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else None
+
+
+def find_docker_vulnerabilities(text: str) -> list[str]:
+    """Return the known vulnerabilities of this version of Docker Engine."""
+    version = parse_version(text)
+    return [vulnerability for floor, vulnerability in DOCKER_FLOORS if version is not None and version < floor]
+
+
+def is_patched_runc(text: str) -> bool:
+    """Return whether this version of runc has the patches of November 2025."""
+    version = parse_version(text)
+    if version is None or len(version) < 3:
+        return False
+    series = version[:2]
+    return series > max(_RUNC_PATCHES) or (series in _RUNC_PATCHES and version[2] >= _RUNC_PATCHES[series])
+
+
+def format_version(version: Version) -> str:
+    """Return the version as text, such as `20.10`."""
+    return ".".join(map(str, version))

@@ -15,13 +15,12 @@ from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, NotFound
 from gpuhub.config.head_address import find_head_address
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker import mtu
+from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import BASE_IMAGE
 from gpuhub.docker.firewall_container import parse_status_line
 from gpuhub.docker.swarm import SWARM_PORT, manager_node
-from gpuhub.nodes.agent_container import read_last_line
-from gpuhub.nodes.readings import parse_agent_line
+from gpuhub.nodes.agent_container import parse_agent_line, read_last_line
 from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import (
     DockerFacts,
@@ -170,7 +169,7 @@ def read_environment(cluster: ClusterSettings, address: str, *, is_new: bool = F
         listening_ports=frozenset(port for port in ports.values() if is_listening(head, port)),
         nfs_servers=tuple(f"{server.host}:{server.port}" for server in find_nfs_servers(cluster)),
         accounts=find_accounts((*cluster.users.allowed, *cluster.users.admins)),
-        mtu=mtu.find_mtu(cluster),
+        mtu=networks.find_mtu(cluster),
         measured_mtu=measure_mtu(address),
         swarm_manager=f"{first}:{SWARM_PORT}" if cluster.has_overlay and first != address else None,
         is_new=is_new,
@@ -202,7 +201,7 @@ def measure_mtu(address: str) -> int | None:
 
     The packets may not be fragmented; firewalls may drop them.
     """
-    route = mtu.read_route(address)
+    route = networks.read_route(address)
     if route is None or route.mtu is None or route.interface == "lo" or ":" in address or shutil.which("ping") is None:
         return None
     size = min(route.mtu, _MAX_PROBED_MTU) - _PING_HEADERS

@@ -1,10 +1,12 @@
-"""The wheels of all Python packages in the images, downloaded on the head node with its pip settings.
+"""The wheels of all Python packages in the images, and the wheel of gpu-launch that the hub serves to laptops.
 
-Images are built from them without a network, so a build can be repeated, and only the head node needs internet access.
+pip downloads the packages on the head node with its settings there. Images are built from them without a network, so a
+build can be repeated, and only the head node needs internet access. A laptop installs the version that its hub runs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 import shutil
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.images import ImageSettings
+from gpuhub.config.containers import ImageSettings
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, run_with_progress
 
 #: Python and C library of Debian bookworm, which the wheels must fit; the head node may have others.
@@ -23,6 +25,11 @@ _GLIBC_MINORS = range(5, 37)
 #: Longest download, seconds: the CUDA build of torch has some 3 GB with its libraries.
 _DEADLINE_S = 2 * 3600.0
 _LABEL = "Python packages"
+#: Longest build of gpu-launch's wheel, seconds.
+_LAPTOP_BUILD_S = 300.0
+_LAPTOP_LABEL = "gpu-launch for laptops"
+#: The file with the digest of the sources of gpu-launch's wheel.
+_LAPTOP_DIGEST = "sources.sha256"
 
 
 def ensure_wheels(
@@ -119,3 +126,47 @@ def read_wheel_file(wheels: Path, distribution: str, name: str) -> bytes:
     (wheel,) = wheels.glob(f"{distribution}-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return archive.read(name)
+
+
+def ensure_laptop_wheel(source: Path, folder: Path, report: ProgressCallback) -> Path:
+    """Build gpu-launch's wheel into `folder` unless the one there is of the same sources, and return it.
+
+    Args:
+        source: The clone; its `extensions/` is the distribution.
+        folder: Holds the one wheel and the digest of its sources; anything else in it is removed.
+        report: Gets pip's progress.
+
+    Raises:
+        SetupError: pip failed; its last lines are in the text.
+    """
+    distribution = source / "extensions"
+    digest = _hash_sources(distribution)
+    wheels = sorted(folder.glob("gpu_launch-*.whl"))
+    if len(wheels) == 1 and _read(folder / _LAPTOP_DIGEST) == digest:
+        return wheels[0]
+    shutil.rmtree(folder, ignore_errors=True)
+    # The hub serves the folder's wheel to anyone: it holds no secret.
+    folder.mkdir(parents=True, mode=0o755)
+    # A copy: setuptools writes into the tree that it builds.
+    copy = folder / "build"
+    shutil.copytree(distribution, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+    command = [*find_pip(), "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(copy)]
+    run_with_progress(command, label=_LAPTOP_LABEL, report=report, deadline_s=_LAPTOP_BUILD_S)
+    shutil.rmtree(copy)
+    (folder / _LAPTOP_DIGEST).write_text(digest, encoding="utf-8")
+    (wheel,) = folder.glob("gpu_launch-*.whl")
+    return wheel
+
+
+def _hash_sources(distribution: Path) -> str:
+    total = hashlib.sha256()
+    for file in sorted([distribution / "pyproject.toml", *distribution.joinpath("gpu_launch").rglob("*.py")]):
+        total.update(f"{file.relative_to(distribution)}\0".encode() + file.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""

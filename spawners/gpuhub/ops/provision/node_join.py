@@ -15,7 +15,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.config.validation_errors import describe_mistakes
-from gpuhub.docker import swarm
+from gpuhub.docker import ssh, swarm
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.firewall_container import build_node_policy
 from gpuhub.docker.ssh import ssh_files
@@ -25,7 +25,7 @@ from gpuhub.ops.doctor import node_checks, node_queries
 from gpuhub.ops.doctor.diagnosis import check_docker_facts
 from gpuhub.ops.doctor.findings import Finding, failed, format_findings, has_failed, ok
 from gpuhub.ops.doctor.node_facts import DockerFacts, HostFacts, parse_probe, read_probe_script
-from gpuhub.ops.provision import cluster_file, daemon_tls, node_access, ssh_keys
+from gpuhub.ops.provision import cluster_file, node_access
 from gpuhub.ops.provision.node_access import TlsSetupRequest, set_up_tls
 from gpuhub.ops.provision.ssh_session import (
     ResolvedTarget,
@@ -61,7 +61,7 @@ class JoinPlan:
     #: The node is in the settings already.
     is_known: bool
     resolved: ResolvedTarget
-    host_keys: list[ssh_keys.HostKey]
+    host_keys: list[ssh.HostKey]
 
 
 def add_node(
@@ -233,7 +233,7 @@ def build_join_plan(request: JoinRequest, paths: Paths, console: OperatorConsole
         settings_text=settings_text,
         is_known=existing is not None,
         resolved=resolved,
-        host_keys=ssh_keys.scan_host_keys(resolved.host, resolved.port),
+        host_keys=ssh.scan_host_keys(resolved.host, resolved.port),
     )
     _compare_host_keys(plan, request, console)
     return plan
@@ -271,16 +271,16 @@ def _build_node(request: JoinRequest, paths: Paths, resolved: ResolvedTarget, na
             url = build_ssh_url(resolved.user, node_access.find_address(resolved.host), resolved.port)
             return NodeSettings(name=name, address=address, docker=url)
         host = f"[{address}]" if ":" in address else address
-        tls = daemon_tls.find_client_files(paths, name)
-        return NodeSettings(name=name, address=address, docker=f"tcp://{host}:{daemon_tls.PORT}", tls=tls)
+        tls = node_access.find_client_files(paths, name)
+        return NodeSettings(name=name, address=address, docker=f"tcp://{host}:{node_access.DOCKER_TLS_PORT}", tls=tls)
     except ValidationError as error:
         raise InvalidRequest("\n".join(describe_mistakes(error, NodeSettings))) from None
 
 
 def _compare_host_keys(plan: JoinPlan, request: JoinRequest, console: OperatorConsole) -> None:
     host = plan.resolved.host
-    known_keys = ssh_keys.find_known_keys(host, plan.resolved.port, plan.resolved.known_hosts)
-    if ssh_keys.is_known(plan.host_keys, known_keys, host):
+    known_keys = ssh.find_known_keys(host, plan.resolved.port, plan.resolved.known_hosts)
+    if ssh.is_known(plan.host_keys, known_keys, host):
         return
     shown = "\n".join(f"  {key.kind}  {key.fingerprint}" for key in plan.host_keys)
     console.write(f"{host} is new to ssh. Its host keys:\n{shown}")

@@ -15,13 +15,13 @@ from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NodeUnre
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings, NodeSettings
-from gpuhub.docker import container_lifecycle, swarm
+from gpuhub.docker import container_lifecycle, ssh, swarm
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.firewall_container import remove_firewall
 from gpuhub.docker.ssh import ssh_files
 from gpuhub.ops.broker_connection import connect_to_broker
 from gpuhub.ops.console import OperatorConsole
-from gpuhub.ops.provision import cluster_file, daemon_tls, node_access, ssh_keys
+from gpuhub.ops.provision import cluster_file, node_access
 from gpuhub.ops.provision.ssh_session import SshSession, SshTarget, parse_target, resolve_target
 
 _REASON = "it is being removed from the cluster"
@@ -79,7 +79,7 @@ def remove_node(
             f"  ! nothing was undone on {node.name}, which does not answer: containers, key and Swarm membership remain"
         )
     ssh_files(paths.instance).known_hosts(node.name).unlink(missing_ok=True)
-    daemon_tls.remove_certificates(daemon_tls.find_client_files(paths, node.name))
+    node_access.remove_certificates(node_access.find_client_files(paths, node.name))
     if failures:
         raise GpuhubError("\n".join([f"{node.name} is removed, and this remains to be done by hand:", *failures]))
     console.write(f"{node.name} is removed.")
@@ -224,7 +224,7 @@ def _revoke_access(request: RemovalRequest, node: NodeSettings, paths: Paths, co
     """Remove the key or the certificates from the node over the administrator's SSH; return a line for each failure."""
     files = ssh_files(paths.instance)
     has_key = node.tls is None and files.known_hosts(node.name).exists()
-    if not has_key and node.tls != daemon_tls.find_client_files(paths, node.name):
+    if not has_key and node.tls != node_access.find_client_files(paths, node.name):
         return []  # the access was set up by hand
     access = "gpuhub's key" if has_key else "the certificates"
     try:
@@ -233,9 +233,9 @@ def _revoke_access(request: RemovalRequest, node: NodeSettings, paths: Paths, co
             if has_key:
                 node_access.revoke_key(session, files)
             elif node.tls is not None:
-                session.run(daemon_tls.REMOVE_SCRIPT, as_root=session.run("id -u").strip() != "0")
+                session.run(node_access.REMOVE_TLS_SCRIPT, as_root=session.run("id -u").strip() != "0")
     except GpuhubError as error:
-        location = "~/.ssh/authorized_keys" if has_key else f"{daemon_tls.FOLDER} and {daemon_tls.DROP_IN}"
+        location = "~/.ssh/authorized_keys" if has_key else f"{node_access.TLS_FOLDER} and {node_access.DROP_IN}"
         return [f"{access} could not be removed: {error}. See {location} of {node.name}"]
     console.write(f"  ✓ {access} was removed from authorized_keys" if has_key else f"  ✓ {access} were removed")
     return []
@@ -243,10 +243,10 @@ def _revoke_access(request: RemovalRequest, node: NodeSettings, paths: Paths, co
 
 def _open_session(target: SshTarget, node: NodeSettings, paths: Paths) -> SshSession:
     resolved = resolve_target(target)
-    shown = ssh_keys.scan_host_keys(resolved.host, resolved.port)
+    shown = ssh.scan_host_keys(resolved.host, resolved.port)
     stored = ssh_files(paths.instance).known_hosts(node.name)
-    known_keys = ssh_keys.parse_keys(stored.read_text(encoding="ascii")) if stored.exists() else []
-    known_keys += ssh_keys.find_known_keys(resolved.host, resolved.port, resolved.known_hosts)
-    if not ssh_keys.is_known(shown, known_keys, resolved.host):
+    known_keys = ssh.parse_keys(stored.read_text(encoding="ascii")) if stored.exists() else []
+    known_keys += ssh.find_known_keys(resolved.host, resolved.port, resolved.known_hosts)
+    if not ssh.is_known(shown, known_keys, resolved.host):
         raise InvalidRequest(f"{resolved.host} is new to ssh: run `ssh {resolved.host}` first")
     return SshSession(target, shown)

@@ -16,8 +16,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from gpuhub.common.errors import InvalidRequest, SetupError
-from gpuhub.docker.ssh import REMOTE_SOCKET
-from gpuhub.ops.provision.ssh_keys import HostKey, format_known_hosts
+from gpuhub.docker.ssh import REMOTE_SOCKET, HostKey, format_known_hosts
 
 #: Users and hosts without a special meaning to ssh and to a shell.
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")

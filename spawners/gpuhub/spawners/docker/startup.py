@@ -18,10 +18,10 @@ from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.docker import container_lifecycle, networks
 from gpuhub.docker.client import DockerClients
+from gpuhub.docker.container_lifecycle import translate_mount_errors
 from gpuhub.docker.container_spec import ContainerContext, ContainerSpec, build_notebook_spec
 from gpuhub.docker.firewall_container import ensure_firewall
-from gpuhub.docker.mount_errors import translate_mount_errors
-from gpuhub.spawners.docker.readiness import wait_container_ready
+from gpuhub.spawners.readiness import wait_container_ready
 from gpuhub.tls import notebook_certificate
 
 

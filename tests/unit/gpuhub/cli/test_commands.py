@@ -20,10 +20,10 @@ from gpuhub.common.errors import Conflict, InvalidRequest, NotFound, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.ops.broker_connection import connect_to_broker
-from tests.support.broker_calls import ask, run_notebook
-from tests.support.broker_views import held
-from tests.support.brokers import Running, Setting, asgi_broker
-from tests.support.simulated import build_cluster
+from tests.support.broker.calls import ask, run_notebook
+from tests.support.broker.factories import held
+from tests.support.broker.in_process import Running, Setting, asgi_broker
+from tests.support.docker.simulated_nodes import build_cluster
 
 
 class Terminal(io.StringIO):

@@ -23,7 +23,7 @@ from gpuhub.broker_api.schemas import (
     UsageView,
 )
 from gpuhub.cli import tables
-from tests.support.broker_views import held
+from tests.support.broker.factories import held
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 WIDE = 80

@@ -13,7 +13,7 @@ from gpuhub.common import gpu, names, units
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
-from gpuhub.ops.deploy import cluster_choice, programs, supervisor
+from gpuhub.ops.deploy import cluster_choice, programs
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,14 @@ def test_settings_come_first(tmp_path):
 
 def test_supervisor_configuration_quotes():
     """Commands and values with percent signs and blanks reach the process unchanged; line breaks are refused."""
-    program = supervisor.Program(
+    program = programs.Program(
         name="a", command=("/bin/echo", "50 %", ""), directory=Path("/srv"), environment={"KEY": "100%"}
     )
-    text = supervisor.build_config(Paths("ghunit"), [program])
+    text = programs.build_config(Paths("ghunit"), [program])
     assert 'command=/bin/echo "50 %%" ""' in text
     assert 'environment=KEY="100%%"' in text
     with pytest.raises(SetupError, match="cannot be given"):
-        supervisor.build_config(Paths("ghunit"), [supervisor.Program(name="a", command=("a\nb",), directory=Path("/"))])
+        programs.build_config(Paths("ghunit"), [programs.Program(name="a", command=("a\nb",), directory=Path("/"))])
 
 
 def test_no_secret_in_supervisor_configuration():

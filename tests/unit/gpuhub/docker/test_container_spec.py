@@ -19,8 +19,8 @@ from gpuhub.docker.container_spec import (
     build_worker_spec,
 )
 from gpuhub.docker.security import build_device_requests
-from tests.support.broker_views import lease
-from tests.support.container_specs import ADA, place, worker
+from tests.support.broker.factories import lease
+from tests.support.clusters import ADA, place, worker
 
 GOLDEN = Path(__file__).with_name("golden")
 NFS = StorageSettings(

@@ -14,10 +14,10 @@ from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import StorageSettings
 from gpuhub.docker.container_spec import build_mounts
 from gpuhub.docker.volumes import Volume, find_unneeded_volumes, find_used_volumes, parse_volumes
-from tests.support.broker_calls import ask
-from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.support.broker.calls import ask
+from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.clocks import AheadClock
-from tests.support.simulated import SimulatedDaemons, build_cluster
+from tests.support.docker.simulated_nodes import SimulatedDaemons, build_cluster
 
 DAY = 86400.0
 INSTANCE = "ghtest"

@@ -1,4 +1,4 @@
-"""Whether nodes and GPUs can be given: pure decisions over readings, leases and time."""
+"""Whether nodes and GPUs can be given: pure decisions over agent_container, leases and time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gpuhub.broker.state.conditions import ConditionReporter, GpuLeaseFlags, fin
 from gpuhub.broker_api.schemas import GpuState, LeaseState, NodeState
 from gpuhub.config.settings import NodeSettings, SchedulingSettings
 from gpuhub.domain.models import LeasedGpu, LeaseRow, LedgerSnapshot
-from gpuhub.nodes import gpu_health, readings, status
+from gpuhub.nodes import agent_container, gpu_health, status
 from gpuhub.nodes.inventory import Inventory, build_inventory
 from gpuhub.nodes.status import AgentReading, Cordon, GpuLeaseStatus, GpuProcess, GpuReading, NodeStatus
-from tests.support.lease_rows import lease_row
-from tests.support.simulated import build_cluster
+from tests.support.broker.factories import lease_row
+from tests.support.docker.simulated_nodes import build_cluster
 
 SCHEDULING = SchedulingSettings()
 NOW = 1000.0
@@ -31,7 +31,7 @@ def gpu(uuid: str = "GPU-1", index: int = 0, **changes: Any) -> GpuReading:
 def up(*gpus: GpuReading, name: str = "rig1", **changes: Any) -> NodeStatus:
     node = NodeStatus(name=name, daemon_id="d1", is_reconciled=True, polled_at=NOW - 2)
     reading = AgentReading(line_number=1, error=None, gpus=gpus, boot_id="b1", driver="580.95.05")
-    return readings.record_agent_reading(status.record_answer(node, NOW), reading, NOW).evolve(**changes)
+    return agent_container.record_agent_reading(status.record_answer(node, NOW), reading, NOW).evolve(**changes)
 
 
 def of(*records: NodeStatus) -> Inventory:
@@ -175,7 +175,7 @@ def test_a_daemon_that_has_not_said_who_it_is_gets_no_work() -> None:
     [
         ({"error": "GPU is lost"}, "GPU is lost"),
         ({"error": "Unknown Error"}, "Unknown Error"),
-        ({"error": readings.VANISHED, "is_listed": False}, "the driver no longer reports it"),
+        ({"error": agent_container.VANISHED, "is_listed": False}, "the driver no longer reports it"),
         (
             {"ecc_uncorrected": 1},
             "1 uncorrectable memory error (ECC) since the driver was loaded: reset the GPU or restart the node",
@@ -195,7 +195,9 @@ def test_a_broken_gpu_is_failed_and_says_why(changes: dict[str, Any], why: str) 
     assert state(broken, is_held=True).state is GpuState.FAILED
     assert (supply(broken).slots[0].available, supply(broken).slots[0].unavailable_reason) == (False, why)
     assert condition(broken).message == f"GPU 0: {why}"
-    mended = readings.record_agent_reading(broken, AgentReading(line_number=2, error=None, gpus=(gpu(),)), NOW + 2)
+    mended = agent_container.record_agent_reading(
+        broken, AgentReading(line_number=2, error=None, gpus=(gpu(),)), NOW + 2
+    )
     assert state(mended, at=NOW + 2).state is GpuState.FREE
 
 
@@ -286,7 +288,7 @@ def test_the_lease_of_a_gpu_blames_nobody_after_its_end() -> None:
     assert kept.unavailable_reason == "its last lease ended a moment ago; a reading must show first that it is empty"
 
     def then(n: int, at: float, *processes: GpuProcess) -> NodeStatus:
-        return readings.record_agent_reading(
+        return agent_container.record_agent_reading(
             node, AgentReading(line_number=n, error=None, gpus=(gpu(processes=processes),)), at
         )
 

@@ -12,7 +12,7 @@ import pytest
 
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.config.head_address import find_head_address, find_source_address
-from gpuhub.nodes import agent, readings
+from gpuhub.nodes import agent, agent_container
 from gpuhub.nodes.agent_container import (
     agent_script,
     build_container,
@@ -22,9 +22,9 @@ from gpuhub.nodes.agent_container import (
 )
 from gpuhub.nodes.inventory import build_inventory
 from gpuhub.nodes.status import STALE_S, AgentReading, GpuProcess, GpuReading, NodeStatus
-from tests.support.broker_calls import ask, read
-from tests.support.brokers import Setting, asgi_broker, until
-from tests.support.simulated import SimulatedNode, build_cluster
+from tests.support.broker.calls import ask, read
+from tests.support.broker.in_process import Setting, asgi_broker, until
+from tests.support.docker.simulated_nodes import SimulatedNode, build_cluster
 
 
 def gpu(uuid: str = "GPU-1", index: int = 0, **changes: Any) -> GpuReading:
@@ -40,12 +40,12 @@ def line(n: int, *gpus: GpuReading, error: str | None = None, boot_id: str | Non
 
 
 def read_once(*gpus: GpuReading) -> NodeStatus:
-    return readings.record_agent_reading(NodeStatus(name="rig1"), line(1, *gpus), 100.0)
+    return agent_container.record_agent_reading(NodeStatus(name="rig1"), line(1, *gpus), 100.0)
 
 
 def test_a_line_is_read_once() -> None:
     """A repeated line is not a new reading; its age counts from its first appearance."""
-    node = readings.record_agent_reading(read_once(gpu()), line(1, gpu()), 110.0)
+    node = agent_container.record_agent_reading(read_once(gpu()), line(1, gpu()), 110.0)
     assert (node.read_at, node.boot_id, node.driver, node.has_readings) == (100.0, "b1", "580.95.05", True)
     assert node.is_fresh(100.0 + STALE_S)
     assert not node.is_fresh(100.1 + STALE_S)
@@ -55,35 +55,35 @@ def test_a_reading_is_after_what_the_look_before_it_saw() -> None:
     """A new line was printed after the last poll; for the first line the time is unknown."""
     node = read_once(gpu())
     assert not node.is_read_after(0.0)
-    node = readings.record_agent_reading(node, line(1, gpu()), 102.0)
-    node = readings.record_agent_reading(node, line(2, gpu()), 104.0)
+    node = agent_container.record_agent_reading(node, line(1, gpu()), 102.0)
+    node = agent_container.record_agent_reading(node, line(2, gpu()), 104.0)
     assert node.is_read_after(102.0)
     assert not node.is_read_after(102.1)
 
 
 def test_an_old_line_after_a_failure_is_no_reading() -> None:
     """If the agent can be read again but its line is old, its GPUs count as not read."""
-    node = readings.record_agent_failure(read_once(gpu()), "no image")
+    node = agent_container.record_agent_failure(read_once(gpu()), "no image")
     assert (node.gpu_error, node.read_at) == ("no image", None)
-    node = readings.record_agent_reading(node, line(1, gpu()), 110.0)
+    node = agent_container.record_agent_reading(node, line(1, gpu()), 110.0)
     assert (node.gpu_error, node.read_at) == (None, None)
-    assert readings.record_agent_reading(node, line(2, gpu()), 112.0).read_at == 112.0
+    assert agent_container.record_agent_reading(node, line(2, gpu()), 112.0).read_at == 112.0
 
 
 def test_a_gpu_that_fails_or_vanishes_is_kept_and_named() -> None:
     """Until a reading without the fault it stays, with the reason."""
     node = read_once(gpu("a", 0), gpu("b", 1))
-    broken = readings.record_agent_reading(node, line(2, gpu("", 0, error="GPU is lost"), gpu("b", 1)), 101.0)
+    broken = agent_container.record_agent_reading(node, line(2, gpu("", 0, error="GPU is lost"), gpu("b", 1)), 101.0)
     assert [(g.uuid, g.error) for g in broken.gpus] == [("a", "GPU is lost"), ("b", None)]
-    fewer = readings.record_agent_reading(node, line(2, gpu("b", 1)), 101.0)
+    fewer = agent_container.record_agent_reading(node, line(2, gpu("b", 1)), 101.0)
     assert [(g.uuid, g.is_listed) for g in fewer.gpus] == [("a", False), ("b", True)]
-    mended = readings.record_agent_reading(fewer, line(3, gpu("a", 0), gpu("b", 1)), 102.0)
+    mended = agent_container.record_agent_reading(fewer, line(3, gpu("a", 0), gpu("b", 1)), 102.0)
     assert [g.error for g in mended.gpus] == [None, None]
 
 
 def test_nvml_failing_as_a_whole_fails_every_gpu() -> None:
     """The cards still exist, and count for what can ever be granted."""
-    node = readings.record_agent_reading(read_once(gpu()), line(2, error="NVML does not answer"), 101.0)
+    node = agent_container.record_agent_reading(read_once(gpu()), line(2, error="NVML does not answer"), 101.0)
     assert [g.error for g in node.gpus] == ["NVML does not answer"]
     assert node.gpu_error == "NVML does not answer"
     inventory = build_inventory(build_cluster(), {}).with_node(node)
@@ -93,12 +93,12 @@ def test_nvml_failing_as_a_whole_fails_every_gpu() -> None:
 def test_a_gpu_that_is_split_or_joined_is_what_it_is_now() -> None:
     """MIG devices take the place of their GPU, other ones theirs, and the whole GPU that of all."""
     whole, other = gpu("GPU-1", 0), gpu("GPU-2", 1)
-    split = readings.merge_readings([whole, other], [mig(0), mig(1), other])
+    split = agent_container.merge_readings([whole, other], [mig(0), mig(1), other])
     assert [g.uuid for g in split] == ["MIG-GPU-1-0", "MIG-GPU-1-1", "GPU-2"]
-    again = readings.merge_readings(split, [mig(2), other])
+    again = agent_container.merge_readings(split, [mig(2), other])
     assert [g.uuid for g in again] == ["MIG-GPU-1-2", "GPU-2"]
-    assert readings.merge_readings(again, [whole, other]) == (whole, other)
-    lost = readings.merge_readings(split, [gpu("", 0, error="GPU is lost"), other])
+    assert agent_container.merge_readings(again, [whole, other]) == (whole, other)
+    lost = agent_container.merge_readings(split, [gpu("", 0, error="GPU is lost"), other])
     assert [g.error for g in lost] == ["GPU is lost", "GPU is lost", None]
 
 
@@ -125,7 +125,7 @@ GOOD = {
 
 def test_a_line_says_all_that_is_to_be_known() -> None:
     """Every field of a line arrives."""
-    found = readings.parse_agent_line(json.dumps(GOOD).encode() + b"\n")
+    found = agent_container.parse_agent_line(json.dumps(GOOD).encode() + b"\n")
     assert found is not None
     assert (found.line_number, found.boot_id, found.driver) == (3, "b1", "580.95.05")
     (card,) = found.gpus
@@ -139,7 +139,7 @@ def test_a_line_says_all_that_is_to_be_known() -> None:
 )
 def test_lines_cut_off_or_empty_are_no_reading(cut: bytes) -> None:
     """Right after a rotation the log may end in the middle of a line."""
-    assert readings.parse_agent_line(cut) is None
+    assert agent_container.parse_agent_line(cut) is None
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_what_is_simulated_is_what_the_agent_says() -> None:
     node = SimulatedNode(name="rig1", cards=[("NVIDIA GeForce RTX 5090", 32607)] * 3)
     node.processes[0], node.ecc[0], node.gpu_errors[1] = [(7, 300)], 1, "GPU is lost"
     node.mig[2] = [("NVIDIA GeForce RTX 5090 MIG 1g.8gb", 8192)] * 2
-    found = readings.parse_agent_line(node.print_line())
+    found = agent_container.parse_agent_line(node.print_line())
     assert found is not None
     assert [g.uuid for g in found.gpus] == ["GPU-rig1-0", "", "MIG-GPU-rig1-2-0", "MIG-GPU-rig1-2-1"]
     assert found.gpus[0].processes == (GpuProcess(pid=7, memory_mib=300),)
@@ -266,12 +266,12 @@ def test_a_card_that_was_moved_is_its_new_nodes_alone() -> None:
     inventory = build_inventory(build_cluster(), {})
     for name in ("rig1", "rig2"):
         inventory = inventory.with_node(
-            readings.record_agent_reading(NodeStatus(name=name), line(1, gpu(f"GPU-{name}")), 100.0)
+            agent_container.record_agent_reading(NodeStatus(name=name), line(1, gpu(f"GPU-{name}")), 100.0)
         )
-    inventory = inventory.with_node(readings.record_agent_reading(inventory.nodes["rig2"], line(2), 102.0))
+    inventory = inventory.with_node(agent_container.record_agent_reading(inventory.nodes["rig2"], line(2), 102.0))
     assert [found.is_listed for found in inventory.nodes["rig2"].gpus] == [False]
     moved = line(2, gpu("GPU-rig1"), gpu("GPU-rig2", 1))
-    inventory = inventory.with_node(readings.record_agent_reading(inventory.nodes["rig1"], moved, 104.0))
+    inventory = inventory.with_node(agent_container.record_agent_reading(inventory.nodes["rig1"], moved, 104.0))
     assert inventory.nodes["rig2"].gpus == ()
     assert inventory.nodes_reporting("GPU-rig2") == ("rig1",)
     assert inventory.duplicate_uuids == frozenset()

@@ -13,7 +13,7 @@ import pytest
 
 from gpuhub.common.errors import StorageUnavailable
 from gpuhub.storage.blocking_calls import BlockingCallPool
-from tests.support.brokers import until
+from tests.support.broker.in_process import until
 
 SILENT = "The disk does not answer"
 

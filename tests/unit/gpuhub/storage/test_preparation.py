@@ -17,8 +17,8 @@ from gpuhub.config.settings import StorageSettings, UserSettings
 from gpuhub.storage import preparation
 from gpuhub.storage.blocking_calls import BlockingCallPool
 from gpuhub.storage.probe import NfsProber
-from tests.support.brokers import until
-from tests.support.rpc_servers import accepted, serving
+from tests.support.broker.in_process import until
+from tests.support.nfs import accepted, serving
 
 USERS = UserSettings(allowed=("ada",), uid_first=1_900_000_000)
 

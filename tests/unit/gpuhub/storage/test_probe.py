@@ -12,8 +12,8 @@ from gpuhub.common.errors import StorageUnavailable
 from gpuhub.storage import probe
 from gpuhub.storage.blocking_calls import BlockingCallPool
 from gpuhub.storage.probe import NfsProber, NfsServer, find_servers
-from tests.support.brokers import until
-from tests.support.rpc_servers import accepted, record, serving
+from tests.support.broker.in_process import until
+from tests.support.nfs import accepted, record, serving
 
 
 def server(port: int, version: int = 4, host: str = "127.0.0.1") -> NfsServer:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gpuhub.config.hub import HubSettings
+from gpuhub.config.network import HubSettings
 from gpuhub.tls import public_access
 
 HEAD = "192.168.1.20"

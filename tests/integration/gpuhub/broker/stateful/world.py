@@ -26,15 +26,14 @@ from gpuhub.broker.state.core import BrokerState
 from gpuhub.common.errors import GpuhubError
 from gpuhub.config.settings import ClusterSettings, ProfileSettings, SchedulingSettings, UserSettings
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.courier_container import CourierSpec
-from gpuhub.docker.worker_containers import WorkerSpec
+from gpuhub.docker.user_containers import CourierSpec, WorkerSpec
 from gpuhub.domain import models
-from gpuhub.domain.identity import Identity
+from gpuhub.domain.models import Identity
 from tests.integration.gpuhub.broker.stateful.boxes import Box, BoxDaemons, Killed
 from tests.integration.gpuhub.broker.stateful.life import GatedStore, Life, ModelHub, start_container
 from tests.integration.gpuhub.broker.stateful.slurm_system import SlurmSystem, find_submitter
 from tests.integration.gpuhub.broker.stateful.virtual import EPOCH, VirtualClock, VirtualLoop
-from tests.support.simulated import build_cluster, simulated_nodes
+from tests.support.docker.simulated_nodes import build_cluster, simulated_nodes
 
 CARDS = {
     "rig1": [("NVIDIA GeForce RTX 5090", 32607)] * 2,

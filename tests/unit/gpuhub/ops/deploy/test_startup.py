@@ -8,7 +8,7 @@ import pytest
 
 from gpuhub.broker_api.schemas import ClusterView, GpuState, GpuView, NodeState, NodeView
 from gpuhub.common.errors import SettingsError, SetupError
-from gpuhub.ops.deploy import cluster_provider, startup
+from gpuhub.ops.deploy import cluster_choice, startup
 from gpuhub.ops.deploy.startup import check_unique_gpus
 
 
@@ -44,14 +44,14 @@ def test_nodes_with_different_gpus_are_accepted() -> None:
 
 def test_the_practice_closet_is_found_by_its_entry_point() -> None:
     """gpuhub itself imports nothing of it."""
-    provider = cluster_provider.find_provider()
+    provider = cluster_choice.find_provider()
     assert provider is not None
     assert provider.title == "Practice closet"
 
 
 def test_without_a_provider_a_cluster_file_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the remedy."""
-    monkeypatch.setattr(cluster_provider, "entry_points", lambda group: ())
-    assert cluster_provider.find_provider() is None
+    monkeypatch.setattr(cluster_choice, "entry_points", lambda group: ())
+    assert cluster_choice.find_provider() is None
     with pytest.raises(SetupError, match="no practice closet is installed: write a cluster"):
         startup._require_provider()

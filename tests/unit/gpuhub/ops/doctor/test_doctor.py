@@ -15,7 +15,7 @@ import pytest
 
 from gpuhub.common.errors import GpuhubError
 from gpuhub.config.settings import ClusterSettings, StorageSettings
-from gpuhub.ops.doctor import head_node, node_checks, versions
+from gpuhub.ops.doctor import head_node, node_checks
 from gpuhub.ops.doctor.diagnosis import check_node
 from gpuhub.ops.doctor.findings import Finding, Severity, build_json, format_findings, has_failed
 from gpuhub.ops.doctor.head_node import HeadFacts, check_head
@@ -29,7 +29,7 @@ from gpuhub.ops.doctor.node_facts import (
     parse_probe,
     read_probe_script,
 )
-from tests.support.simulated import build_cluster
+from tests.support.docker.simulated_nodes import build_cluster
 
 CARD = GpuFacts(uuid="GPU-1", model="RTX 5090", memory_mib=32607, driver="580.95.05")
 HEAD = "192.168.1.20"
@@ -198,14 +198,14 @@ def test_rights_of_the_administrator(host: dict[str, object], options: dict[str,
     [("20.10.24+dfsg1", (20, 10, 24)), ("29.3.1-ce", (29, 3, 1)), ("v1.17.8", (1, 17, 8)), ("none", None)],
 )
 def test_versions_as_distributions_write_them(text: str, version: tuple[int, ...] | None) -> None:
-    assert versions.parse_version(text) == version
+    assert node_checks.parse_version(text) == version
 
 
 @pytest.mark.parametrize(
     ("text", "safe"), [("1.2.8", True), ("1.2.7", False), ("1.3.3", True), ("1.4.0", True), ("x", False)]
 )
 def test_patched_versions_of_runc(text: str, safe: bool) -> None:
-    assert versions.is_patched_runc(text) is safe
+    assert node_checks.is_patched_runc(text) is safe
 
 
 def test_docker_facts(tmp_path: Path) -> None:

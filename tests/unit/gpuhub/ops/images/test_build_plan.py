@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.images import ImageSettings
-from gpuhub.ops.images import build_plan, builder, debian, lock, wheels
+from gpuhub.config.containers import ImageSettings
+from gpuhub.ops.images import build_plan, builder, lock, wheels
 
 SOURCES = build_plan.ImageSources(
     base={"packages": b"git\n"},
@@ -109,12 +109,12 @@ def test_torch_build_is_read_from_its_version_module(text: str, build: str):
 )  # fmt: skip
 def test_the_mirror_is_the_one_apt_uses(targets: str, mirror: str | None):
     """On other distributions debootstrap's default is used."""
-    assert debian.find_mirror(targets, "bookworm") == mirror
+    assert builder.find_mirror(targets, "bookworm") == mirror
 
 
 def test_debootstrap_always_checks_signatures():
     """Also on hosts where debootstrap would continue without keys."""
-    command = debian.build_debootstrap_command(Path("/r"), "bookworm", ["git", "curl"], None)
+    command = builder.build_debootstrap_command(Path("/r"), "bookworm", ["git", "curl"], None)
     assert "--force-check-gpg" in command
     assert "--include=git,curl" in command
     assert command[-1] == "/r"
@@ -135,14 +135,14 @@ def test_debootstrap_always_checks_signatures():
 )
 def test_the_base_image_has_programs_and_licences_but_no_manuals(name: str, is_kept: bool):
     """And no files of the machine that built it."""
-    assert (debian.filter_entry(tarfile.TarInfo(name)) is not None) == is_kept
+    assert (builder.filter_entry(tarfile.TarInfo(name)) is not None) == is_kept
 
 
 def test_nothing_in_the_base_image_is_setuid():
     """The sticky bit of /tmp stays."""
     entry = tarfile.TarInfo("usr/bin/su")
     entry.mode = 0o7755
-    kept = debian.filter_entry(entry)
+    kept = builder.filter_entry(entry)
     assert kept is not None
     assert kept.mode == 0o1755
 

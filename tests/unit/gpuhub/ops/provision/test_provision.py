@@ -25,20 +25,14 @@ from gpuhub.config import settings
 from gpuhub.config.settings import NodeSettings
 from gpuhub.docker import ssh
 from gpuhub.docker.client import translate_docker_error
-from gpuhub.docker.ssh import SshFiles
+from gpuhub.docker.ssh import HostKey, SshFiles
 from gpuhub.ops.doctor.node_facts import build_script_arguments
-from gpuhub.ops.provision import (
-    cluster_file,
-    daemon_tls,
-    node_join,
-    ssh_keys,
-)
+from gpuhub.ops.provision import cluster_file, node_access, node_join
 from gpuhub.ops.provision.node_removal import RemovalRequest, drain_node, find_removable_node
-from gpuhub.ops.provision.ssh_keys import HostKey
 from gpuhub.ops.provision.ssh_session import SshTarget, build_ssh_url, parse_resolved, parse_target, suggest_name
-from tests.support.broker_calls import ask, run_notebook
-from tests.support.brokers import Running, Setting, asgi_broker
-from tests.support.simulated import build_cluster, wait_until
+from tests.support.broker.calls import ask, run_notebook
+from tests.support.broker.in_process import Running, Setting, asgi_broker
+from tests.support.docker.simulated_nodes import build_cluster, wait_until
 
 EXAMPLE = Path(__file__).parents[5] / "cluster.example.toml"
 GOLDEN = Path(__file__).with_name("golden")
@@ -130,15 +124,13 @@ def test_a_name_and_an_address_belong_to_one_node() -> None:
 
 def test_host_keys_are_compared() -> None:
     """A known key is accepted, a machine without known keys needs a question, and a changed key is refused."""
-    shown = ssh_keys.parse_keys(
-        "# rig2:22 SSH-2.0\nrig2 ssh-ed25519 AAAA\nrig2 ssh-rsa BBBB\n@revoked rig2 ssh-rsa CCCC\n"
-    )
+    shown = ssh.parse_keys("# rig2:22 SSH-2.0\nrig2 ssh-ed25519 AAAA\nrig2 ssh-rsa BBBB\n@revoked rig2 ssh-rsa CCCC\n")
     assert shown == [HostKey("ssh-ed25519", "AAAA"), HostKey("ssh-rsa", "BBBB")]
-    assert not ssh_keys.is_known(shown, [], "rig2")
-    assert ssh_keys.is_known(shown, [HostKey("ssh-rsa", "BBBB")], "rig2")
+    assert not ssh.is_known(shown, [], "rig2")
+    assert ssh.is_known(shown, [HostKey("ssh-rsa", "BBBB")], "rig2")
     with pytest.raises(SetupError, match="another host key than before"):
-        ssh_keys.is_known(shown, [HostKey("ssh-rsa", "DDDD")], "rig2")
-    assert ssh_keys.format_known_hosts("gpuhub-rig2", shown[:1]) == "gpuhub-rig2 ssh-ed25519 AAAA\n"
+        ssh.is_known(shown, [HostKey("ssh-rsa", "DDDD")], "rig2")
+    assert ssh.format_known_hosts("gpuhub-rig2", shown[:1]) == "gpuhub-rig2 ssh-ed25519 AAAA\n"
 
 
 @pytest.mark.process
@@ -153,11 +145,11 @@ def test_fingerprints_are_as_ssh_shows_them(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_the_key_is_made_once_and_only_root_can_read_it(tmp_path: Path) -> None:
     files = SshFiles(tmp_path / "ssh")
-    public = ssh_keys.ensure_key(files, "gpuhub")
+    public = ssh.ensure_key(files, "gpuhub")
     assert public.split()[0] == "ssh-ed25519"
     assert public.split()[2].startswith("gpuhub@")
     files.key.chmod(0o644)
-    assert ssh_keys.ensure_key(files, "gpuhub") == public
+    assert ssh.ensure_key(files, "gpuhub") == public
     assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
     assert stat.S_IMODE(files.folder.stat().st_mode) == 0o700
 
@@ -175,10 +167,10 @@ def test_ssh_uses_gpuhubs_key_only_for_added_nodes(tmp_path: Path) -> None:
 
 
 def change(home: Path, *, is_authorized: bool) -> str:
-    words = ssh_keys.build_script_arguments(PUBLIC, is_authorized=is_authorized)
+    words = ssh.build_script_arguments(PUBLIC, is_authorized=is_authorized)
     subprocess.run(
         ["sh", "-s", "--", *words],
-        input=ssh_keys.AUTHORIZED_KEYS_SCRIPT,
+        input=ssh.AUTHORIZED_KEYS_SCRIPT,
         check=True,
         text=True,
         env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
@@ -195,7 +187,7 @@ def test_the_key_is_authorized_and_removed(tmp_path: Path, before: str | None) -
         folder.mkdir()
         (folder / "authorized_keys").write_text(before)
     first = change(tmp_path, is_authorized=True)
-    assert first.endswith(f"{ssh_keys.RESTRICTIONS} {PUBLIC}\n")
+    assert first.endswith(f"{ssh.RESTRICTIONS} {PUBLIC}\n")
     assert first.startswith(before or "")
     (folder / "authorized_keys").write_text(first.replace("restrict,", ""))
     assert change(tmp_path, is_authorized=True) == first
@@ -212,7 +204,7 @@ def test_scripts_equal_the_golden_file() -> None:
         addresses=[("192.168.1.20", 8081), ("nas.lan", 2049)],
         accounts=["ada"],
     )
-    made = daemon_tls.NodeCertificates(
+    made = node_access.NodeCertificates(
         authority=b"AUTHORITY\n",
         server=b"SERVER\n",
         server_key=b"SERVER KEY\n",
@@ -222,13 +214,13 @@ def test_scripts_equal_the_golden_file() -> None:
     started = "{ path=/usr/bin/dockerd ; argv[]=/usr/bin/dockerd -H fd:// $OPTIONS ; ignore_errors=no ; pid=1 }"
     parts = [
         "probe " + " ".join(words),
-        "let in " + " ".join(ssh_keys.build_script_arguments(PUBLIC, is_authorized=True)),
-        "take out " + " ".join(ssh_keys.build_script_arguments(PUBLIC, is_authorized=False)),
-        ssh_keys.AUTHORIZED_KEYS_SCRIPT,
-        daemon_tls.build_files_script(made),
-        daemon_tls.build_drop_in_script(daemon_tls.build_drop_in(started, "192.168.1.24")),
-        daemon_tls.RESTART_SCRIPT,
-        daemon_tls.REMOVE_SCRIPT,
+        "let in " + " ".join(ssh.build_script_arguments(PUBLIC, is_authorized=True)),
+        "take out " + " ".join(ssh.build_script_arguments(PUBLIC, is_authorized=False)),
+        ssh.AUTHORIZED_KEYS_SCRIPT,
+        node_access.build_files_script(made),
+        node_access.build_drop_in_script(node_access.build_drop_in(started, "192.168.1.24")),
+        node_access.RESTART_DOCKER_SCRIPT,
+        node_access.REMOVE_TLS_SCRIPT,
     ]
     sent = "\n----\n".join(parts)
     assert sent == (GOLDEN / "sent.txt").read_text()
@@ -240,20 +232,20 @@ def test_scripts_equal_the_golden_file() -> None:
 
 def test_options_replace_earlier_ones() -> None:
     """The rest of the daemon's command stays."""
-    first = daemon_tls.build_drop_in("{ path=/d ; argv[]=/usr/sbin/dockerd -H fd:// ; x=y }", "192.168.1.24")
+    first = node_access.build_drop_in("{ path=/d ; argv[]=/usr/sbin/dockerd -H fd:// ; x=y }", "192.168.1.24")
     line = next(line for line in first.splitlines() if line.startswith("ExecStart=/"))
     command = line.removeprefix("ExecStart=")
-    again = daemon_tls.build_drop_in(f"{{ path=/d ; argv[]={command} ; x=y }}", "fd00::24")
+    again = node_access.build_drop_in(f"{{ path=/d ; argv[]={command} ; x=y }}", "fd00::24")
     assert again.count("--tlsverify") == 1
     assert "-H tcp://[fd00::24]:2376 --tlsverify" in again
     assert "/usr/sbin/dockerd -H fd:// -H" in again
     with pytest.raises(SetupError, match="start dockerd there with these additional options"):
-        daemon_tls.build_drop_in("", "192.168.1.24")
+        node_access.build_drop_in("", "192.168.1.24")
 
 
 def test_certificates_are_for_one_side_and_one_node(tmp_path: Path) -> None:
     """A node's certificate opens no daemon; only root can read the files; a valid one is kept."""
-    made = daemon_tls.make_certificates("rig4", "192.168.1.24", NOW)
+    made = node_access.make_certificates("rig4", "192.168.1.24", NOW)
     server, client = (x509.load_pem_x509_certificate(pem) for pem in (made.server, made.client))
     purposes = [
         [purpose._name for purpose in certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value]
@@ -266,17 +258,17 @@ def test_certificates_are_for_one_side_and_one_node(tmp_path: Path) -> None:
     files = settings.DockerTlsFiles(
         **{name: tmp_path / "docker/rig4" / f"{name}.pem" for name in ("ca", "cert", "key")}
     )
-    assert not daemon_tls.are_certificates_valid(files, "192.168.1.24", NOW, margin=timedelta(days=30))
-    daemon_tls.store_certificates(files, made)
-    daemon_tls.store_certificates(files, made)
+    assert not node_access.are_certificates_valid(files, "192.168.1.24", NOW, margin=timedelta(days=30))
+    node_access.store_certificates(files, made)
+    node_access.store_certificates(files, made)
     assert {stat.S_IMODE(file.stat().st_mode) for file in files.key.parent.iterdir()} == {0o600}
-    assert daemon_tls.are_certificates_valid(files, "192.168.1.24", NOW, margin=timedelta(days=30))
-    assert not daemon_tls.are_certificates_valid(files, "203.0.113.4", NOW, margin=timedelta(days=30))
-    assert not daemon_tls.are_certificates_valid(
-        files, "192.168.1.24", NOW + daemon_tls.LIFETIME, margin=timedelta(days=30)
+    assert node_access.are_certificates_valid(files, "192.168.1.24", NOW, margin=timedelta(days=30))
+    assert not node_access.are_certificates_valid(files, "203.0.113.4", NOW, margin=timedelta(days=30))
+    assert not node_access.are_certificates_valid(
+        files, "192.168.1.24", NOW + node_access.CERTIFICATE_LIFETIME, margin=timedelta(days=30)
     )
     ssl.create_default_context(cafile=str(files.ca)).load_cert_chain(files.cert, files.key)
-    daemon_tls.remove_certificates(files)
+    node_access.remove_certificates(files)
     assert not files.ca.exists()
 
 

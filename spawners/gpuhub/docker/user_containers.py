@@ -1,4 +1,4 @@
-"""Starts a job's worker containers and connects them to the user's network."""
+"""Starts containers of users: a job's workers on the user's network, and a courier, which reads and writes files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from gpuhub.config.head_address import find_head_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_lifecycle import ensure_created, inject_identity
-from gpuhub.docker.container_spec import ContainerContext, build_worker_spec
+from gpuhub.docker.container_lifecycle import ensure_created, inject_identity, translate_mount_errors
+from gpuhub.docker.container_spec import ContainerContext, build_courier_spec, build_worker_spec
 from gpuhub.docker.firewall_container import ensure_firewall
-from gpuhub.docker.mount_errors import translate_mount_errors
 from gpuhub.storage.preparation import prepare_user
 
 
@@ -90,4 +89,35 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
             await daemons.run(spec.node, lambda client: client.start(container.id), mounting=True)
     # After the start, so that the network is connected while the worker's Python starts.
     await networks.connect_container(daemons, spec.node, container.id, network)
+    return container.id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CourierSpec:
+    """A courier to be started: its owner, node and image."""
+
+    owner: str
+    node: str
+    image: str
+
+
+async def start_courier(daemons: DockerClients, cluster: ClusterSettings, paths: Paths, spec: CourierSpec) -> str:
+    """Start the owner's courier on a node, replacing an existing one, and return its container's id.
+
+    Raises:
+        NodeUnreachable: The node does not answer.
+        ImageMissing: The node lacks the image.
+        GpuhubError: The daemon refuses, or the user's account cannot be used.
+    """
+    identity = await prepare_user(cluster.users, cluster.storage, paths.state, spec.owner, datasets=False)
+    container_spec = build_courier_spec(
+        instance=paths.instance,
+        cluster=cluster,
+        node=cluster.node(spec.node),
+        identity=identity,
+        image=spec.image,
+    )
+    async with translate_mount_errors(daemons, spec.node, cluster.storage, spec.owner):
+        container = await ensure_created(daemons, spec.node, container_spec, adopt=False)
+        await daemons.run(spec.node, lambda client: client.start(container.id), mounting=True)
     return container.id

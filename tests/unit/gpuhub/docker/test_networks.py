@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SetupError
-from gpuhub.docker.mtu import Route, choose_mtu, find_mtu, parse_route
-from gpuhub.docker.networks import build_user_network
-from tests.support.simulated import build_cluster
+from gpuhub.docker.networks import Route, build_user_network, choose_mtu, find_mtu, parse_route
+from tests.support.docker.simulated_nodes import build_cluster
 
 
 def way(interface: str, mtu: int | None) -> Route:
