@@ -6,7 +6,7 @@ import signal
 import subprocess
 import textwrap
 
-from tests.support.browser import Product, User
+from tests.support.hub.browser import Product, User
 from tests.support.product import wait_for
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from gpuhub_closet import docker_daemons, shell
 from gpuhub_closet.topology import ClosetPlan
-from tests.support.browser import Product
+from tests.support.hub.browser import Product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from gpuhub.config import head_address
-from gpuhub.tls import internal
-from gpuhub.tls.internal import CertificateStore
-from tests.support.browser import Product
+from gpuhub.tls import internal_certificates
+from gpuhub.tls.internal_certificates import CertificateStore
+from tests.support.hub.browser import Product
 
 
 @pytest.mark.parametrize("part", ["hub", "broker", "proxy"])
@@ -20,20 +20,20 @@ def test_clients_without_certificate_are_refused(product: Product, part: str) ->
     assert product.cluster.has_internal_tls
     assert hub.address is not None
     address, authority, path = {
-        "hub": (f"{hub.address}:{hub.api_port}", internal.HUB_AUTHORITY, "/hub/health"),
+        "hub": (f"{hub.address}:{hub.api_port}", internal_certificates.HUB_AUTHORITY, "/hub/health"),
         "broker": (
             f"{hub.address}:{hub.broker_port}",
-            internal.SERVICES_AUTHORITY,
+            internal_certificates.SERVICES_AUTHORITY,
             f"{head_address.BROKER_PREFIX}/health",
         ),
-        "proxy": (f"127.0.0.1:{hub.proxy_api_port}", internal.PROXY_API_AUTHORITY, "/api/routes"),
+        "proxy": (f"127.0.0.1:{hub.proxy_api_port}", internal_certificates.PROXY_API_AUTHORITY, "/api/routes"),
     }[part]
     tls = ssl.create_default_context(cafile=str(store.files(authority).certificate))
     with httpx.Client(verify=tls, trust_env=False, timeout=10) as client:
         for scheme in ("http", "https"):
             with pytest.raises(httpx.TransportError):
                 client.get(f"{scheme}://{address}{path}")
-    own = store.files(internal.HUB)
+    own = store.files(internal_certificates.HUB)
     tls.load_cert_chain(own.certificate, own.key)
     with httpx.Client(verify=tls, trust_env=False, timeout=10) as client:
         # The proxy also requires the hub's token.

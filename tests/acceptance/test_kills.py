@@ -14,10 +14,10 @@ import pytest
 from gpuhub_closet.topology import build_practice_plan
 from tests.acceptance.random_faults import FaultInjector, schedule_faults
 from tests.acceptance.user_load import UserLoad
-from tests.support.browser import Product
-from tests.support.observer import Observer
+from tests.support.closet.observer import Observer
+from tests.support.hub.browser import Product
+from tests.support.hub.users import Client, log_in
 from tests.support.product import wait_for
-from tests.support.users import Client, log_in
 
 SEED = 20261121
 #: `GPUHUB_KILLS=50` injects as many faults as the published figures.

@@ -17,7 +17,7 @@ import pytest
 
 from tests.acceptance.notebook_container import Notebook
 from tests.acceptance.process_output import ProcessOutput
-from tests.support.browser import Product, User
+from tests.support.hub.browser import Product, User
 from tests.support.product import wait_for
 
 TRAIN = """

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.acceptance.notebook_container import Notebook
-from tests.support.browser import Product, User
-from tests.support.output_lines import count_ranks
+from tests.support.hub.browser import Product, User
+from tests.support.launch.rank_scripts import count_ranks
 from tests.support.product import wait_for
 
 ALL_REDUCE = """

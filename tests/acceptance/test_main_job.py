@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import Product, User, gpuhub, run_make
+from tests.support.hub.browser import Product, User, gpuhub, run_make
 from tests.support.product import wait_for
 
 NOTEBOOK = "gpuhub-examples/01-first-launch.ipynb"

@@ -15,8 +15,8 @@ from playwright.sync_api import expect
 
 from tests.acceptance.notebook_container import Notebook
 from tests.acceptance.process_output import ProcessOutput
-from tests.support import closet_control
-from tests.support.browser import INSTANCE, Product, User, gpuhub
+from tests.support.closet import practice_closet
+from tests.support.hub.browser import INSTANCE, Product, User, gpuhub
 from tests.support.product import ROOT, wait_for
 
 #: Preemption, draining and parts of GPUs belong to the builtin scheduler. With Slurm, gpuhub refuses each and names Slurm's
@@ -114,7 +114,7 @@ def test_gpu_used_by_another_program_is_not_granted(product: Product, ada: Noteb
     launch.process.send_signal(signal.SIGKILL)
     ada.kill("gpu_launch.run('goes_on.py'")
     wait_for(lambda: "RTX 5090" not in ben.holders(), "the launch's GPU is free", deadline_s=60)
-    closet_control.set_outsiders(product.paths, "rig1", 0, ((4242, 5120),))
+    practice_closet.set_outsiders(product.paths, "rig1", 0, ((4242, 5120),))
     try:
 
         def state() -> str:
@@ -132,7 +132,7 @@ def test_gpu_used_by_another_program_is_not_granted(product: Product, ada: Noteb
         assert not profile["starts_now"]
         assert profile["free"] == 0
     finally:
-        closet_control.set_outsiders(product.paths, "rig1", 0, ())
+        practice_closet.set_outsiders(product.paths, "rig1", 0, ())
     wait_for(lambda: state() == "free", "the RTX 5090 is free again")
 
 

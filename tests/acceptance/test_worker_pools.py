@@ -13,7 +13,7 @@ from gpuhub_closet.topology import build_practice_plan
 from tests.acceptance.notebook_container import Notebook
 from tests.acceptance.process_output import ProcessOutput
 from tests.acceptance.random_faults import Fault, FaultInjector
-from tests.support.browser import Product, User
+from tests.support.hub.browser import Product, User
 from tests.support.product import wait_for
 
 #: Prints its container's identity: the start time of the container's first process.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuhub_closet import lifecycle, topology
-from tests.support.browser import Product, run_make
+from tests.support.hub.browser import Product, run_make
 
 
 def test_down_leaves_nothing(product: Product):

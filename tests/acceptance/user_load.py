@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.users import AWAY, Client
+from tests.support.hub.users import AWAY, Client
 
 
 @dataclass(slots=True)

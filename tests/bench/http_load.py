@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.product import print_progress
-from tests.support.broker_process import PROFILE, Served, serving
-from tests.support.brokers import API
-from tests.support.http_connection import Connection
+from tests.support.broker.in_process import API
+from tests.support.broker.process import PROFILE, Connection, Served, serving
 
 CLIENTS = 500
 NODES = 50

@@ -23,7 +23,7 @@ from tests.bench.product import Product, paired_ratio, print_progress, running
 PAIRS = 5
 STEP_PAIRS = 5
 LINES = 400_000
-_KERNEL = Path(__file__).parent / "launching" / "kernel.py"
+_KERNEL = Path(__file__).parent / "launch_workload" / "kernel.py"
 #: The width of a layer and the number of steps: some seconds on two cores.
 _STEPS = ("128", "300")
 

@@ -28,9 +28,9 @@ from gpuhub_closet.slurm_setup import build_slurm_config
 from gpuhub_closet.topology import build_practice_plan
 from tests.bench.product import Product, paired_ratio, print_progress, running
 from tests.bench.spawn import browsing, click_to_lab, log_in
+from tests.support.hub.users import Client
+from tests.support.hub.users import log_in as log_in_for_api
 from tests.support.product import wait_for
-from tests.support.users import Client
-from tests.support.users import log_in as log_in_for_api
 
 #: Turns of both backends, and clicks in each after the first one.
 ROUNDS = 3

@@ -23,10 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.bench.product import paired_ratio, print_progress
-from tests.support.broker_process import PROFILE, Served, serving
-from tests.support.brokers import API
-from tests.support.http_connection import Connection
-from tests.support.slurm_site import SlurmSite, slurm_site, wait
+from tests.support.broker.in_process import API
+from tests.support.broker.process import PROFILE, Connection, Served, serving
+from tests.support.slurm.site import SlurmSite, slurm_site, wait
 
 #: As many slurmds as two cores can run; the broker gets as many nodes.
 NODES = 100

@@ -13,14 +13,14 @@ import pytest
 
 from gpu_launch.broker import models
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import GpuRequest
 from gpu_launch.cli.credentials import Hub
 from gpu_launch.cli.http import Connection, Transfer, open_tar
 from gpu_launch.cli.shell import open_shell
 from gpu_launch.common import job_manifest, run_folder
 from gpu_launch.detached import job_files
 from gpu_launch.errors import BrokerError
-from tests.support.brokers import Running, Setting, served_broker
+from tests.support.broker.in_process import Running, Setting, served_broker
 
 RUN = "run-000001"
 

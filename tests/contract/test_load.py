@@ -12,8 +12,8 @@ from pathlib import Path
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.broker_api.schemas import LeaseRequest, LeaseState, LeaseView
 from gpuhub.common import names
-from tests.support.brokers import Running, Setting, served_broker
-from tests.support.simulated import build_cluster, simulated_nodes
+from tests.support.broker.in_process import Running, Setting, served_broker
+from tests.support.docker.simulated_nodes import build_cluster, simulated_nodes
 
 REQUESTS = 200
 SAME = {name: [("NVIDIA GeForce RTX 5090", 32607)] for name in ("rig1", "rig2", "rig3")}

@@ -9,7 +9,7 @@ from gpu_launch.broker import models
 from gpuhub.broker_api.schemas import GpuModelView, GpuState, HolderView, PartitionView, Purpose
 from gpuhub.config.settings import ClusterSettings
 from tests.support.clusters import build_cluster
-from tests.support.fake_broker import NOW, FakeBroker
+from tests.support.hub.fake_broker import NOW, FakeBroker
 
 
 async def test_plain_slurm_jobs_run_and_wait() -> None:

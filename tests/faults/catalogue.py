@@ -103,7 +103,7 @@ CASES = (
 )  # fmt: skip
 
 NOT_RUN = (
-    NotRun("A5", "The batch port API", "exists only with `engine = \"slurm\"` without Docker, and is tested there on a real hub and Slurm: `tests/integration/test_slurm_spawner.py`, `tests/unit/gpuhub/spawners/slurm/test_port.py`"),
+    NotRun("A5", "The batch port API", "exists only with `engine = \"slurm\"` without Docker, and is tested there on a real hub and Slurm: `tests/integration/slurm/test_spawner.py`, `tests/unit/gpuhub/spawners/slurm/test_port.py`"),
     NotRun("K4", "A Docker daemon is killed with live-restore on", "a simulated node is a process namespace that ends with its daemon, so no container can outlive it; P1 and S1 have a daemon that stops answering while its containers run"),
     NotRun("K9", "Slurm's controller is down", "run with `engine = \"slurm\"` in a separate practice closet: slurmctld, slurmd and munged killed, a node lost, hub and broker killed, in `tests/acceptance/slurm/test_faults.py`"),
     NotRun("V2", "Docker and the toolkit are upgraded while the node runs", "only one version of Docker is installed here, and the toolkit is simulated"),

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.invariants import InvariantChecker
-from tests.faults.testbed import USERS, FaultTestbed
+from tests.faults.testbed.invariants import InvariantChecker
+from tests.faults.testbed.testbed import USERS, FaultTestbed
 from tests.support.markers import mark_users_of_fixtures
 from tests.support.product import ROOT
 

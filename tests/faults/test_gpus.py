@@ -11,8 +11,8 @@ import pytest
 
 from gpuhub_closet import docker_daemons, gpu_state, shell
 from gpuhub_closet.gpu_state import GpuFault
-from tests.faults.testbed import FaultTestbed
-from tests.support import closet_control
+from tests.faults.testbed.testbed import FaultTestbed
+from tests.support.closet import practice_closet
 from tests.support.product import wait_for
 
 Figure = Callable[[str, float], None]
@@ -32,7 +32,7 @@ def test_a_gpu_fails(testbed: FaultTestbed, figure: Figure, fault: GpuFault, mes
     """The GPU is named with its fault, its user keeps the lease, and it is not granted before it recovers."""
     testbed.start("ada", "nb", "on2")
     began = time.monotonic()
-    closet_control.set_fault(testbed.paths, "rig2", 0, fault)
+    practice_closet.set_fault(testbed.paths, "rig2", 0, fault)
     wait_for(lambda: testbed.gpu("rig2").get("state") == "failed", "the GPU is failed", 30)
     figure("detected_s", time.monotonic() - began)
     assert message in testbed.gpu("rig2")["message"]
@@ -44,7 +44,7 @@ def test_a_gpu_fails(testbed: FaultTestbed, figure: Figure, fault: GpuFault, mes
     lease = wait_for(lambda: testbed.lease_of("ben", "nb"), "ben's request is known")
     time.sleep(5)
     assert testbed.lease_of("ben", "nb")["state"] == lease["state"] == "requested"
-    closet_control.set_fault(testbed.paths, "rig2", 0, GpuFault.NONE)
+    practice_closet.set_fault(testbed.paths, "rig2", 0, GpuFault.NONE)
     testbed.wait_ready("ben", "nb", 60)
 
 
@@ -52,7 +52,7 @@ def test_a_gpu_fails(testbed: FaultTestbed, figure: Figure, fault: GpuFault, mes
 def test_nvml_hangs(testbed: FaultTestbed, figure: Figure) -> None:
     """The GPU is not granted, and the broker answers as fast as usual."""
     began = time.monotonic()
-    closet_control.set_fault(testbed.paths, "rig2", 0, GpuFault.HANG)
+    practice_closet.set_fault(testbed.paths, "rig2", 0, GpuFault.HANG)
     slowest = 0.0
 
     def noticed() -> bool:
@@ -68,7 +68,7 @@ def test_nvml_hangs(testbed: FaultTestbed, figure: Figure) -> None:
     assert slowest < 2
     assert "NVML does not answer" in testbed.node("rig2")["message"]
     testbed.start("ada", "nb", "on3")
-    closet_control.set_fault(testbed.paths, "rig2", 0, GpuFault.NONE)
+    practice_closet.set_fault(testbed.paths, "rig2", 0, GpuFault.NONE)
     wait_for(lambda: testbed.gpu("rig2").get("state") == "free", "the GPU is free again", 60)
 
 
@@ -118,7 +118,7 @@ def process_of(testbed: FaultTestbed, node: str, inner: int) -> int:
 def test_something_is_left_on_a_gpu(testbed: FaultTestbed, left: tuple[tuple[int, int], ...]) -> None:
     """The GPU of an ended lease is not granted while a process or memory is left on it."""
     testbed.start("ada", "nb", "on2")
-    closet_control.set_gpu_load(
+    practice_closet.set_gpu_load(
         testbed.paths, testbed.plan.node("rig2"), 0, gpu_state.GpuLoad(memory_used_mib=3000, processes=left)
     )
     testbed.stop("ada", "nb")
@@ -127,7 +127,7 @@ def test_something_is_left_on_a_gpu(testbed: FaultTestbed, left: tuple[tuple[int
     wait_for(lambda: testbed.lease_of("ben", "nb"), "ben's request is known")
     time.sleep(5)
     assert testbed.lease_of("ben", "nb")["state"] == "requested"
-    closet_control.set_gpu_load(testbed.paths, testbed.plan.node("rig2"), 0, gpu_state.GpuLoad())
+    practice_closet.set_gpu_load(testbed.paths, testbed.plan.node("rig2"), 0, gpu_state.GpuLoad())
     testbed.wait_ready("ben", "nb", 60)
 
 
@@ -135,12 +135,12 @@ def test_something_is_left_on_a_gpu(testbed: FaultTestbed, left: tuple[tuple[int
 def test_the_driver_was_upgraded(testbed: FaultTestbed, figure: Figure) -> None:
     """NVML does not start: no GPU of the node is granted, and the message asks for a reboot."""
     began = time.monotonic()
-    closet_control.set_fault(testbed.paths, "rig2", 0, GpuFault.DRIVER_MISMATCH)
+    practice_closet.set_fault(testbed.paths, "rig2", 0, GpuFault.DRIVER_MISMATCH)
     # As on a real machine NVML stays open in the agent; processes started after the upgrade fail.
     testbed.crash("rig2")
     wait_for(lambda: "reboot needed" in (testbed.node("rig2").get("message") or ""), "it is reported", 60)
     figure("detected_s", time.monotonic() - began)
     assert testbed.gpu("rig2")["state"] != "free"
     testbed.start("ada", "nb", "on3")
-    closet_control.set_fault(testbed.paths, "rig2", 0, GpuFault.NONE)
+    practice_closet.set_fault(testbed.paths, "rig2", 0, GpuFault.NONE)
     wait_for(lambda: testbed.gpu("rig2").get("state") == "free", "the GPU is free again", 60)

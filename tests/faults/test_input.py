@@ -16,9 +16,9 @@ from gpuhub.common import secrets
 from gpuhub_closet import gpu_state
 from gpuhub_closet.paths import node_paths
 from gpuhub_closet.topology import gpu_uuid
-from tests.faults.testbed import FaultTestbed, home_of
+from tests.faults.testbed.testbed import FaultTestbed, home_of
+from tests.support.hub.users import with_token
 from tests.support.product import wait_for
-from tests.support.users import with_token
 
 
 def refusal(testbed: FaultTestbed, tmp_path: Path, **changes: Any) -> str:

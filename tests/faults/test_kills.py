@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from gpuhub.ops.deploy.programs import BROKER, HUB
-from tests.faults.testbed import FaultTestbed, home_of
+from tests.faults.testbed.testbed import FaultTestbed, home_of
 from tests.support.product import wait_for
 
 Figure = Callable[[str, float], None]

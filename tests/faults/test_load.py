@@ -17,8 +17,8 @@ import pytest
 import sqlalchemy as sa
 
 from gpuhub.broker.db import tables
-from tests.faults.testbed import USERS, FaultTestbed
-from tests.support.brokers import API, Setting, asgi_broker
+from tests.faults.testbed.testbed import USERS, FaultTestbed
+from tests.support.broker.in_process import API, Setting, asgi_broker
 from tests.support.product import wait_for
 
 Figure = Callable[[str, float], None]

@@ -14,7 +14,7 @@ from gpuhub.ops.deploy.programs import BROKER
 from gpuhub_closet import docker_daemons, gpu_state, shell
 from gpuhub_closet.paths import node_paths
 from gpuhub_closet.topology import gpu_uuid
-from tests.faults.testbed import FaultTestbed
+from tests.faults.testbed.testbed import FaultTestbed
 from tests.support.product import wait_for
 
 Figure = Callable[[str, float], None]

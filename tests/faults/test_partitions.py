@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from gpuhub.ops.deploy.programs import HUB
-from tests.faults.testbed import FaultTestbed
+from tests.faults.testbed.testbed import FaultTestbed
 from tests.support.product import wait_for
 
 Figure = Callable[[str, float], None]

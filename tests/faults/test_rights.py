@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from gpuhub.common import secrets
-from tests.faults.node_access import PORT
-from tests.faults.testbed import FaultTestbed, home_of
+from tests.faults.testbed.node_access import PORT
+from tests.faults.testbed.testbed import FaultTestbed, home_of
+from tests.support.hub.users import log_in, with_token
 from tests.support.product import wait_for
-from tests.support.users import log_in, with_token
 
 
 @pytest.mark.case("A1")

@@ -15,7 +15,7 @@ import pytest
 from gpuhub.ops.deploy.programs import BROKER
 from gpuhub_closet import docker_daemons, shell
 from gpuhub_closet.paths import node_paths
-from tests.faults.testbed import FaultTestbed
+from tests.faults.testbed.testbed import FaultTestbed
 from tests.support.product import wait_for
 
 Figure = Callable[[str, float], None]

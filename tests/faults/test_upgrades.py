@@ -17,7 +17,7 @@ from alembic.config import Config
 
 from gpuhub.broker.db import store
 from gpuhub.ops.deploy.programs import BROKER, HUB
-from tests.faults.testbed import FaultTestbed
+from tests.faults.testbed.testbed import FaultTestbed
 from tests.support.product import wait_for
 
 

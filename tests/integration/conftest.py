@@ -27,14 +27,14 @@ from gpuhub.spawners.docker.spawner import GpuDockerSpawner
 from gpuhub_closet import cluster_file, lifecycle
 from gpuhub_closet.paths import node_paths
 from gpuhub_closet.topology import build_practice_plan
-from tests.support import closet_control
-from tests.support.fake_broker import FakeBroker
-from tests.support.hub_side import NOTEBOOK, OWNER, HeadNode, read_gpu_uuids
-from tests.support.local_cluster import PYTHON, LocalBroker, Notebook
+from tests.support.closet import practice_closet
+from tests.support.closet.head_node import NOTEBOOK, OWNER, HeadNode, read_gpu_uuids
+from tests.support.closet.practice_closet import INSTANCE, Closet
+from tests.support.closet.ssh_machines import Machine, make_key, ssh_agent, ssh_machine
+from tests.support.docker.tiny_image import build_root_filesystem
+from tests.support.hub.fake_broker import FakeBroker
+from tests.support.launch.local_cluster import PYTHON, LocalBroker, Notebook
 from tests.support.markers import mark_users_of_fixtures
-from tests.support.practice_closet import INSTANCE, Closet
-from tests.support.ssh_machines import Machine, make_key, ssh_agent, ssh_machine
-from tests.support.tiny_image import build_root_filesystem
 
 #: Markers by fixture.
 _NEEDS = {
@@ -78,7 +78,7 @@ def closet() -> Iterator[Closet]:
     """Three nodes that run for the whole session; afterwards only images may remain."""
     plan, paths = build_practice_plan(INSTANCE), Paths(INSTANCE)
     lifecycle.ensure_down(plan, paths)
-    closet_control.ensure_up(plan, paths)
+    practice_closet.ensure_up(plan, paths)
     try:
         yield Closet(plan, paths, cluster_file.write_cluster_file(plan, paths))
     finally:

@@ -1,10 +1,17 @@
-"""A small cluster for the hub's tests."""
+"""A small cluster for the hub's tests, and container specifications for user ada on its node rig1."""
 
 from __future__ import annotations
 
+from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker.container_spec import (
+    ContainerContext,
+    ContainerSpec,
+    build_worker_spec,
+)
 
 CARDS = {"rig1": ("RTX 5090", "32607M"), "rig2": ("RTX 5070", "12227M"), "rig3": ("RTX 5060", "8151M")}
+ADA = UserIdentity(name="ada", uid=1001, gid=1001, groups=(2000,), group_names=("ada", "lab"))
 
 
 def build_cluster(**changes: object) -> ClusterSettings:
@@ -30,3 +37,28 @@ def build_cluster(**changes: object) -> ClusterSettings:
         **changes,
     }
     return ClusterSettings.model_validate(tables)
+
+
+def place(cluster: ClusterSettings, *uuids: str) -> ContainerContext:
+    return ContainerContext(
+        instance="gpuhub",
+        cluster=cluster,
+        node=cluster.node("rig1"),
+        gpu_uuids=uuids,
+        subnet="10.201.3.0/24",
+        head_address="192.168.1.20",
+    )
+
+
+def worker(cluster: ClusterSettings, *uuids: str) -> ContainerSpec:
+    return build_worker_spec(
+        context=place(cluster, *uuids),
+        identity=ADA,
+        image="gpuhub/notebook:latest",
+        lease_id="lease-9",
+        epoch=3,
+        job_id="job-7",
+        run_id="run-123456",
+        index=2,
+        run_index=5,
+    )

@@ -36,7 +36,7 @@ def wait_for(
     *,
     every_s: float = 0.2,
 ) -> T:
-    """Return the first true result of `condition`; fail with `what` (called then) after the deadline."""
+    """Return the first true result of `condition`; fail with `expected` after the deadline, called if it is a function."""
     end = time.monotonic() + deadline_s
     while True:
         result = condition()

@@ -29,7 +29,7 @@ from gpuhub.cli.main import cli as hub_command
 from gpuhub.common import units
 from gpuhub.config.base import SettingsTable
 from gpuhub.config.settings import ClusterSettings
-from tests.support.brokers import Setting, Workers
+from tests.support.broker.in_process import Setting, Workers
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 _NOTE = "<!-- Written by `make references` from the code; do not edit. -->"

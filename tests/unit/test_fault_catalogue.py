@@ -25,6 +25,19 @@ def test_every_case_has_a_test_and_every_test_a_case() -> None:
     assert set(re.findall(r'mark\.case\("(\w+)"\)', text)) == {case.id for case in catalogue.CASES}
 
 
+def test_tests_of_other_folders_exist() -> None:
+    """The node ids that `test_other_tiers` runs name existing tests, and paths in the catalogue existing files."""
+    text = (FAULTS / "test_other_tiers.py").read_text(encoding="utf-8")
+    node_ids = re.findall(r'"(tests/[^":]+)(?:::(\w+))?"', text)
+    assert len(node_ids) >= 10
+    for path, test in node_ids:
+        assert not test or f"def {test}(" in (FAULTS.parents[1] / path).read_text(encoding="utf-8"), (path, test)
+        assert (FAULTS.parents[1] / path).is_file(), path
+    for case in catalogue.NOT_RUN:
+        for path in re.findall(r"`(tests/[^`]+)`", case.why):
+            assert (FAULTS.parents[1] / path).is_file(), path
+
+
 def test_the_page_has_every_case() -> None:
     """The table in docs/reliability.md was made since the catalogue was changed."""
     page = results_table.PAGE.read_text(encoding="utf-8")

@@ -8,9 +8,9 @@ import pytest
 
 from tests.acceptance.slurm.servers import stop
 from tests.acceptance.slurm.slurm_commands import SlurmCommands, SlurmObserver
-from tests.support.browser import Product
+from tests.support.hub.browser import Product
+from tests.support.hub.users import Client, log_in
 from tests.support.product import wait_for
-from tests.support.users import Client, log_in
 
 #: Servers that several tests of a module use.
 SHARED = {"anchor", "limited"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.hub.users import Client
 from tests.support.product import wait_for
-from tests.support.users import Client
 
 
 def lease_of(client: Client, server: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from gpuhub.common import names
 from gpuhub_closet.slurm_setup import build_slurm_config
 from gpuhub_closet.topology import ClosetPlan, build_practice_plan
-from tests.support.browser import Product
-from tests.support.observer import Observer, doubles
-from tests.support.slurm_saved import wait_saved
+from tests.support.closet.observer import Observer, doubles
+from tests.support.hub.browser import Product
+from tests.support.slurm.daemons import wait_saved
 
 
 @dataclass(frozen=True, slots=True)

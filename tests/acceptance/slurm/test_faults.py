@@ -15,9 +15,9 @@ from gpuhub.config import settings
 from gpuhub_closet import docker_daemons, slurm_daemons
 from tests.acceptance.slurm.servers import find_lease, is_gone, lease_of, start, stop
 from tests.acceptance.slurm.slurm_commands import SlurmObserver
-from tests.support.browser import INSTANCE, Product
+from tests.support.hub.browser import INSTANCE, Product
+from tests.support.hub.users import Client
 from tests.support.product import ROOT, wait_for
-from tests.support.users import Client
 
 
 @pytest.fixture(scope="module")

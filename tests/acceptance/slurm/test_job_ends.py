@@ -8,8 +8,8 @@ import pytest
 
 from tests.acceptance.slurm.servers import find_lease, is_gone, start
 from tests.acceptance.slurm.slurm_commands import SlurmCommands, SlurmObserver
+from tests.support.hub.users import Client
 from tests.support.product import wait_for
-from tests.support.users import Client
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.ranks import Node
+from tests.support.launch.agent_node import Node
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpuhub.config.settings import ClusterSettings
-from tests.support.brokers import Setting
+from tests.support.broker.in_process import Setting
 from tests.support.clusters import build_cluster
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pynvml as nvml
 import pytest
 
-from gpuhub.nodes import agent, readings
+from gpuhub.nodes import agent, agent_container
 from gpuhub.nodes.agent_container import agent_script
 from gpuhub_closet import driver, gpu_state, shell
 from gpuhub_closet.topology import SimulatedGpu, SimulatedMigDevice, mig_uuid
@@ -228,7 +228,7 @@ def test_the_agents_reading(library):
     write_load(
         library, 1, mig_devices=(gpu_state.MigLoad(memory_used_mib=900, processes=((42, 800),)), gpu_state.MigLoad())
     )
-    reading = readings.parse_agent_line(json.dumps({"n": 1, "boot_id": "b1", **agent.read_node()}).encode())
+    reading = agent_container.parse_agent_line(json.dumps({"n": 1, "boot_id": "b1", **agent.read_node()}).encode())
     assert reading is not None
     assert (reading.error, reading.driver) == (None, "580.95.05")
     whole_gpu, first, second = reading.gpus

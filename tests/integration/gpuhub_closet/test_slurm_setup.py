@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuhub.backends.registry import find_capabilities
+from gpuhub.backends.plugin import find_capabilities
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings

@@ -10,7 +10,7 @@ import pytest
 from gpuhub.common.errors import SettingsError
 from gpuhub_closet import gpu_state, hook
 from gpuhub_closet.topology import SimulatedGpu, SimulatedMigDevice, mig_uuid
-from tests.support import closet_control
+from tests.support.closet import practice_closet
 
 CARDS = [{"index": str(index), "uuid": f"GPU-{index}", "fault": "none"} for index in range(3)]
 
@@ -177,8 +177,8 @@ def test_load_files_are_parsed():
         processes=((1, 2), (3, 4)),
         mig_devices=(gpu_state.MigLoad(memory_used_mib=7, processes=((5, 6),)), gpu_state.MigLoad()),
     )
-    assert closet_control.parse_load(gpu_state.format_load(live)) == live
-    assert closet_control.parse_load("") == gpu_state.GpuLoad()
+    assert practice_closet.parse_load(gpu_state.format_load(live)) == live
+    assert practice_closet.parse_load("") == gpu_state.GpuLoad()
 
 
 @pytest.mark.parametrize("values", [{"utilisation_percent": 101}, {"utilisation_percent": -1}, {"memory_used_mib": -1}])

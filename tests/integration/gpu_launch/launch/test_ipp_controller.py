@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import processes
+from tests.support.launch import local_cluster
 
 DEADLINE_S = 60.0
 
 
 def wait_for(home: Path, count: range, what: str) -> None:
     end = time.monotonic() + DEADLINE_S
-    while len(found := processes.find_processes(home)) not in count:
+    while len(found := local_cluster.find_processes(home)) not in count:
         assert time.monotonic() < end, f"not within {DEADLINE_S:.0f} s: {what}; there are {len(found)}"
         time.sleep(0.02)
 

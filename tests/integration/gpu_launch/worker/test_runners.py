@@ -15,9 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpu_launch.common import processes
 from gpu_launch.common.launch_spec import StartMethod
-from gpu_launch.worker import agent, log_files
+from gpu_launch.worker import agent, log_files, processes
 
 #: A child that only SIGKILL ends, in a session of its own, its process id in a file.
 DEFIANT = """
@@ -288,7 +287,7 @@ def test_gpus_are_told_of_while_ranks_run(node, monkeypatch):
 ENGINE = """
     import sys, time
     from pathlib import Path
-    from tests.support.ranks import Node
+    from tests.support.launch.agent_node import Node
 
     node = Node(Path(sys.argv[1]))
     pid = node.start(sys.argv[2], sys.argv[3])

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from gpuhub.common import names
-from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.config.slurm import SlurmSettings
 from gpuhub.slurm_client.models import SlurmJobState, SlurmSubmission
-from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.brokers import Running, Setting, asgi_broker, until
-from tests.support.scripted_slurm import ScriptedSlurm
-from tests.support.slurm_brokers import build_backend, find_submitter, slurm_cluster
+from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.in_process import Running, Setting, asgi_broker, until
+from tests.support.slurm.scripted_backend import build_backend, find_submitter, slurm_cluster
+from tests.support.slurm.scripted_slurm import ScriptedSlurm
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 from gpuhub.common.errors import SetupError
 from gpuhub.slurm_client import cli
 from gpuhub.slurm_client.cli import SlurmCliClient
-from gpuhub.slurm_client.errors import parse_refusal, parse_version, require_version, shorten_error
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
+from gpuhub.slurm_client.messages import parse_refusal, parse_version, require_version, shorten_error
 from gpuhub.slurm_client.models import SlurmJobState, SlurmSubmission, Submitter
 from gpuhub.slurm_client.submission import HOLDER_SCRIPT
 

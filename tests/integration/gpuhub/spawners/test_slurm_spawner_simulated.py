@@ -25,8 +25,8 @@ from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.models import SlurmJob, SlurmJobState, SlurmNode, SlurmSite, SlurmSnapshot, SlurmSubmission
 from gpuhub.spawners.base import SpawnFailed
 from gpuhub.spawners.slurm.spawner import GpuSlurmSpawner
-from tests.support.brokers import until
-from tests.support.fake_broker import NOW, FakeBroker
+from tests.support.broker.in_process import until
+from tests.support.hub.fake_broker import NOW, FakeBroker
 
 OPTIONS = {"profile": "gpu"}
 ANSWER = f"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-JupyterHub-Version: {__version__}\r\nConnection: close\r\n\r\n{{}}"

@@ -13,7 +13,7 @@ import pytest
 
 from gpuhub.common.paths import Paths
 from gpuhub.ops.deploy import programs
-from gpuhub.tls.internal import CertificateFiles
+from gpuhub.tls.internal_certificates import CertificateFiles
 from tests.support.product import wait_for
 from tests.support.tls import make_certificate
 

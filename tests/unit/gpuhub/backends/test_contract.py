@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from gpuhub.backends.interface import SchedulingBackend
-from gpuhub.backends.registry import find_capabilities, find_plugin, load_plugin
+from gpuhub.backends.plugin import find_capabilities, find_plugin, load_plugin
 from gpuhub.broker_api.schemas import Capabilities
 from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
-from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.brokers import Running, Setting, asgi_broker, until
-from tests.support.memory_backend import installed_memory_backend
-from tests.support.scripted_slurm import ScriptedSlurm
-from tests.support.simulated import build_cluster
-from tests.support.slurm_brokers import build_backend
+from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.in_process import Running, Setting, asgi_broker, until
+from tests.support.broker.memory_backend import installed_memory_backend
+from tests.support.docker.simulated_nodes import build_cluster
+from tests.support.slurm.scripted_backend import build_backend
+from tests.support.slurm.scripted_slurm import ScriptedSlurm
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ import pytest
 
 from gpuhub.broker import audit
 from gpuhub.broker.audit import AuditLog, AuditRecord, classify_outcome
-from tests.support.broker_calls import ask, open_socket
-from tests.support.brokers import API, Running, Setting, asgi_broker
+from tests.support.broker.calls import ask, open_socket
+from tests.support.broker.in_process import API, Running, Setting, asgi_broker
+from tests.support.broker.rights import MODELS
 from tests.support.clocks import StillClock
-from tests.support.rights import MODELS
 
 
 @pytest.fixture

@@ -12,10 +12,9 @@ import pytest
 from gpuhub.broker.api.auth import HEAD_NODE
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.cli import main
-from gpuhub.cli.broker import BrokerAction, BrokerRunner
 from gpuhub.cli.console import AdminConsole
 from gpuhub.cli.leases import find_lease
-from gpuhub.cli.options import parse_time
+from gpuhub.cli.options import BrokerAction, BrokerRunner, parse_time
 from gpuhub.common.errors import Conflict, InvalidRequest, NotFound, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ProfileSettings

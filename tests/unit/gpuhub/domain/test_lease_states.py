@@ -9,7 +9,7 @@ from gpuhub.common.errors import Conflict
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.domain import lease_states
 from gpuhub.scheduler.interface import GpuSlot, NodeAllocation
-from tests.support.lease_rows import lease_row
+from tests.support.broker.factories import lease_row
 
 CARD = GpuSpec(model="RTX 5090", memory_mib=32607)
 

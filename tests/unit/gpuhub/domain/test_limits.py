@@ -11,9 +11,9 @@ from gpuhub.common.errors import InvalidRequest
 from gpuhub.config.settings import GroupSettings, JobSettings, LimitSettings, ProfileSettings, UserSettings
 from gpuhub.domain.limits import build_quota, find_max_gpus, find_max_lease_s, list_groups
 from gpuhub.scheduler.interface import Quota, QuotaLimits
-from tests.support.broker_calls import ask, post, read, run_notebook
-from tests.support.brokers import Setting, asgi_broker
-from tests.support.simulated import build_cluster
+from tests.support.broker.calls import ask, post, read, run_notebook
+from tests.support.broker.in_process import Setting, asgi_broker
+from tests.support.docker.simulated_nodes import build_cluster
 
 JOB = {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1}
 

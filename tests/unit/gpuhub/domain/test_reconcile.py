@@ -7,10 +7,11 @@ import pytest
 from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose, WorkerState
 from gpuhub.common import names
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow, WorkerRow
-from gpuhub.domain.observed import ObservedContainer, ObservedNode, parse_container, parse_devices
 from gpuhub.domain.reconcile import (
     Action,
     MarkUnproven,
+    ObservedContainer,
+    ObservedNode,
     ProveReleased,
     RecordWorkerExit,
     RefreshIdentity,
@@ -18,11 +19,13 @@ from gpuhub.domain.reconcile import (
     RemoveContainer,
     SendSigterm,
     is_clean,
+    parse_container,
+    parse_devices,
     reconcile_node,
     relies_on_absence,
 )
 from gpuhub.nodes.status import NodeIdentity
-from tests.support.lease_rows import lease_row
+from tests.support.broker.factories import lease_row
 
 NOW = 10_000.0
 

@@ -12,9 +12,9 @@ from gpuhub.broker_api.schemas import ReservationRequest
 from gpuhub.common.errors import Conflict, InvalidRequest
 from gpuhub.domain import reservations
 from gpuhub.nodes.inventory import GpuReading, Inventory, build_inventory
-from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.brokers import Setting, asgi_broker, until
-from tests.support.simulated import build_cluster
+from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.in_process import Setting, asgi_broker, until
+from tests.support.docker.simulated_nodes import build_cluster
 
 NOW = 1_800_000_000.0
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.slurm_jobs import worker_script
-from gpuhub.slurm_jobs.worker_script import WorkerScriptSpec, build_worker_script
-from tests.support.slurm_scripts import APPTAINER, HOSTILE, ON_NODE, PLAIN, cluster
+from gpuhub.slurm_jobs import scripts
+from gpuhub.slurm_jobs.scripts import WorkerScriptSpec, build_worker_script
+from tests.support.slurm.job_scripts import APPTAINER, HOSTILE, ON_NODE, PLAIN, cluster
 
 pytestmark = pytest.mark.process
 
@@ -127,7 +127,7 @@ def test_nobodys_text_reaches_the_shell(
     """The real bash runs it."""
     text = hostile.format(made=tmp_path / "made")
     node = Node(tmp_path, runtime, f"home {text}".replace("/", "_"))
-    logs = worker_script._LOGS.format(run=text)
+    logs = scripts._LOGS.format(run=text)
     (node.home / logs).mkdir(parents=True)
     asked = made(node.cluster, user=text, run_id=text, is_detached=is_detached)
     done = node.run(build_worker_script(asked))

@@ -21,21 +21,25 @@ from gpuhub.broker_api.schemas import (
 )
 from gpuhub.common.errors import BrokerUnreachable, InvalidRequest
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.web.gpus_handlers import ChangeNodeAction, ExtendAction, ForceAction, parse_action, perform_action
 from gpuhub.web.gpus_page import (
     MAX_QUEUE_ENTRIES,
     NODES_PER_PAGE,
+    ChangeNodeAction,
+    ExtendAction,
+    ForceAction,
     GpusPageData,
     NodeFilter,
+    parse_action,
     parse_node_filter,
+    perform_action,
     render_node_leases,
     render_parts,
     render_pending_reason,
     select_nodes,
 )
 from gpuhub.web.handlers import BROKER_SCOPE, PAGE_NOTE, TOKEN_RENEW_AFTER_S, ClusterCache, UserTokens
-from tests.support.broker_views import USAGE, ask, entry, lease
-from tests.support.fake_broker import NOW, FakeBroker
+from tests.support.broker.factories import USAGE, ask, entry, lease
+from tests.support.hub.fake_broker import NOW, FakeBroker
 
 NASTY = '<script>alert("x")</script>'
 

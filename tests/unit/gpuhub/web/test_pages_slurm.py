@@ -22,9 +22,9 @@ from gpuhub.web.gpus_page import GpusPageData, NodeFilter, needs_attention, sele
 from gpuhub.web.gpus_page import render_parts as build_page
 from gpuhub.web.spawn_form import build_cards, render_form, render_parts
 from gpuhub.web.text import count_totals, describe_partition, describe_waiting
-from tests.support.broker_views import USAGE, entry, lease
+from tests.support.broker.factories import USAGE, entry, lease
 from tests.support.clusters import build_cluster
-from tests.support.fake_broker import NOW, FakeBroker
+from tests.support.hub.fake_broker import NOW, FakeBroker
 
 NASTY = "<script>alert(1)</script>"
 CAROL = HolderView(

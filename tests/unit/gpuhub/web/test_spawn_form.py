@@ -9,9 +9,9 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.spawners.base import SpawnFailed, parse_spawn_options
 from gpuhub.storage.home_usage import HomeUsage
 from gpuhub.web.spawn_form import build_cards, describe_facts, render_form, render_parts
-from tests.support.broker_views import ask
+from tests.support.broker.factories import ask
 from tests.support.clusters import build_cluster
-from tests.support.fake_broker import NOW, FakeBroker
+from tests.support.hub.fake_broker import NOW, FakeBroker
 
 
 async def test_the_users_last_choice_is_selected_when_it_starts_at_once(cluster: ClusterSettings) -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gpu_launch.common import processes
-from gpu_launch.worker import agent, cgroup_memory, shm_cleanup
-from gpu_launch.worker.forkserver import child, safety
+from gpu_launch.worker import agent, output_forwarder, processes
+from gpu_launch.worker.forkserver import child, client
 from gpu_launch.worker.forkserver.client import ForkRefused
 from gpu_launch.worker.gpu_monitor import choose_gpu
 
@@ -149,7 +148,7 @@ def counts(node):
             for pid in processes.find_descendants(os.getpid())
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         ],
-        "shared": sorted(name for name in shm_cleanup.list_names() if node.crew.run_id in name),
+        "shared": sorted(name for name in processes.list_shm_names() if node.crew.run_id in name),
         "marked": processes.find_marked(processes.build_mark(node.run.run_id, None)),
     }
 
@@ -179,23 +178,23 @@ def test_fifty_launches_leave_nothing(node):
 
 def test_semaphores_in_use_stay():
     """They are mapped under a name that they do not have any more."""
-    before = shm_cleanup.list_names()
+    before = processes.list_shm_names()
     lock = multiprocessing.get_context("spawn").Lock()
-    came = shm_cleanup.list_names() - before
+    came = processes.list_shm_names() - before
     assert lock._semlock.name.removeprefix("/") in {name.removeprefix("sem.") for name in came}
-    shm_cleanup.remove_leftovers(before)
-    assert came <= shm_cleanup.list_names()
+    processes.remove_shm_leftovers(before)
+    assert came <= processes.list_shm_names()
 
 
 def test_files_in_use_and_others_stay_in_shared_memory(tmp_path):
     """Only what came, is known to be of such libraries, and nobody has open."""
     (tmp_path / "torch_1_0").touch()
-    before = shm_cleanup.list_names(tmp_path)
+    before = processes.list_shm_names(tmp_path)
     for name in ("torch_2_0", "sem.mp-abc", "dataset.npy"):
         (tmp_path / name).touch()
     with (tmp_path / "nccl-abc").open("w"):
-        assert shm_cleanup.remove_leftovers(before, tmp_path) == ["sem.mp-abc", "torch_2_0"]
-    assert shm_cleanup.list_names(tmp_path) == {"torch_1_0", "dataset.npy", "nccl-abc"}
+        assert processes.remove_shm_leftovers(before, tmp_path) == ["sem.mp-abc", "torch_2_0"]
+    assert processes.list_shm_names(tmp_path) == {"torch_1_0", "dataset.npy", "nccl-abc"}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def test_variables_that_count_at_a_start():
     """Those of loaders, interpreters, thread pools and torch's own; not what is read later."""
     late = {"NCCL_DEBUG": "1", "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}
     early = {"LD_PRELOAD": "x", "PYTHONHASHSEED": "1", "TORCH_LOGS": "dynamo", "OMP_PROC_BIND": "true", "LANG": "C"}
-    assert safety.select_start_variables(late | early) == early
+    assert client.select_start_variables(late | early) == early
 
 
 @pytest.mark.parametrize(
@@ -241,8 +240,8 @@ def test_the_containers_memory_is_read_from_either_version_of_cgroups(tmp_path, 
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert cgroup_memory.count_oom_kills(tmp_path / "cgroup", tmp_path) == kills
-    assert cgroup_memory.read_limit_mib(tmp_path / "cgroup", tmp_path) == limit
+    assert output_forwarder.count_oom_kills(tmp_path / "cgroup", tmp_path) == kills
+    assert output_forwarder.read_memory_limit_mib(tmp_path / "cgroup", tmp_path) == limit
 
 
 @pytest.mark.parametrize(

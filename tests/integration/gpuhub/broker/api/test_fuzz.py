@@ -14,7 +14,7 @@ from schemathesis.generation import GenerationMode
 
 from gpuhub.broker.api import files, routes
 from gpuhub.broker.app import PREFIX
-from tests.support.brokers import Setting, served_broker
+from tests.support.broker.in_process import Setting, served_broker
 
 #: Requests for each operation that fit its description, and as many that do not.
 EXAMPLES = 16

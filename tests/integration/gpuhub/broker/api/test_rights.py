@@ -14,10 +14,10 @@ from gpuhub.broker.api import routes
 from gpuhub.broker.app import PREFIX
 from gpuhub.common import names
 from gpuhub.config.settings import ProfileSettings
-from tests.support.broker_calls import ask, open_socket, post, reaches
-from tests.support.brokers import Running, Setting, asgi_broker
-from tests.support.rights import CALLERS, MATRIX, MEANINGS, MODELS, PUBLIC, STRANGERS, render
-from tests.support.simulated import build_cluster
+from tests.support.broker.calls import ask, open_socket, post, reaches
+from tests.support.broker.in_process import Running, Setting, asgi_broker
+from tests.support.broker.rights import CALLERS, MATRIX, MEANINGS, MODELS, PUBLIC, STRANGERS, render
+from tests.support.docker.simulated_nodes import build_cluster
 
 DOCS = Path(__file__).parents[5] / "docs" / "rights.md"
 LEASE = {"profile": "cpu"}

@@ -16,8 +16,8 @@ import websocket
 from gpuhub.broker.api.terminal import check_origin, parse_resize
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.common.errors import NotAllowed
-from tests.support.brokers import Running, Setting, served_broker
-from tests.support.simulated import wait_until
+from tests.support.broker.in_process import Running, Setting, served_broker
+from tests.support.docker.simulated_nodes import wait_until
 
 
 @pytest.fixture

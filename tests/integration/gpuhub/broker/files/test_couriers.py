@@ -14,8 +14,8 @@ import pytest
 from gpuhub.broker.files.couriers import IDLE_TIMEOUT_S
 from gpuhub.common import names
 from gpuhub.common.errors import ImageMissing, NodeUnreachable
-from tests.support.broker_calls import ask, post, read
-from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.support.broker.calls import ask, post, read
+from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.clocks import AheadClock
 
 

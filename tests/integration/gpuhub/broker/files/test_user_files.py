@@ -19,8 +19,8 @@ import pytest
 
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.config.settings import JobSettings
-from tests.support.brokers import Running, Setting, served_broker
-from tests.support.simulated import build_cluster, wait_until
+from tests.support.broker.in_process import Running, Setting, served_broker
+from tests.support.docker.simulated_nodes import build_cluster, wait_until
 
 RUN = "run-000001"
 FILES = "/api/v1/files"

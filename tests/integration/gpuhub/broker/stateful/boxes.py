@@ -15,7 +15,7 @@ from gpuhub.common.errors import GpuhubError, NodeUnreachable
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
 from tests.integration.gpuhub.broker.stateful.virtual import VirtualLoop
-from tests.support.simulated import SimulatedClient, SimulatedNode
+from tests.support.docker.simulated_nodes import SimulatedClient, SimulatedNode
 
 T = TypeVar("T")
 #: docker-py's limit for one call, seconds.

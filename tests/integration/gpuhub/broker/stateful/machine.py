@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gpuhub.broker_api.schemas import CordonRequest, ExtensionRequest, LeaseState, ReservationRequest
 from gpuhub.common import names
-from gpuhub.domain.identity import Identity
+from gpuhub.domain.models import Identity
 from tests.integration.gpuhub.broker.stateful.boxes import UUIDS, Link
 from tests.integration.gpuhub.broker.stateful.people import People
 from tests.integration.gpuhub.broker.stateful.settling import settle

@@ -19,7 +19,7 @@ from gpuhub.broker_api.schemas import (
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError
 from gpuhub.docker import container_lifecycle
-from gpuhub.domain.identity import Identity
+from gpuhub.domain.models import Identity
 from gpuhub.spawners.docker.spawner import GpuDockerSpawner
 from tests.integration.gpuhub.broker.stateful.boxes import UUIDS, Link
 from tests.integration.gpuhub.broker.stateful.life import Made

@@ -12,7 +12,7 @@ from gpuhub.slurm_client.interface import SlurmClient
 from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState, SlurmSubmission, Submitter
 from tests.integration.gpuhub.broker.stateful.boxes import Box, Link
 from tests.integration.gpuhub.broker.stateful.virtual import VirtualLoop
-from tests.support.scripted_slurm import ScriptedSlurm
+from tests.support.slurm.scripted_slurm import ScriptedSlurm
 
 INSTANCE = "ghtest"
 PREFIX = names.slurm_job_name(INSTANCE, "")

@@ -27,7 +27,7 @@ from gpuhub.spawners.docker.spawner import GpuDockerSpawner
 from tests.integration.gpuhub.broker.stateful import scenarios
 from tests.integration.gpuhub.broker.stateful.people import People
 from tests.integration.gpuhub.broker.stateful.world import CLUSTERS, World
-from tests.support.simulated import build_cluster
+from tests.support.docker.simulated_nodes import build_cluster
 
 Patch = pytest.MonkeyPatch
 Scenario = Callable[[World, People], None]

@@ -11,8 +11,8 @@ from gpuhub.domain import lease_states
 from gpuhub.domain.models import LeasedGpu, LeaseRow
 from gpuhub.nodes.status import NodeStatus
 from gpuhub.slurm_client.models import SlurmJob, SlurmJobState, SlurmNode
-from tests.support.lease_rows import lease_row
-from tests.support.slurm_brokers import slurm_cluster
+from tests.support.broker.factories import lease_row
+from tests.support.slurm.scripted_backend import slurm_cluster
 
 NEVER_READ = NodeStatus(name="rig1")
 

@@ -13,9 +13,9 @@ from gpuhub.common.errors import Conflict
 from gpuhub.domain import lease_states
 from gpuhub.slurm_client.models import SlurmJobState
 from tests.support.clocks import StillClock
-from tests.support.scripted_slurm import UIDS, ScriptedSlurm
-from tests.support.simulated import build_cluster
-from tests.support.slurm_brokers import INSTANCE, Site, slurm_cluster
+from tests.support.docker.simulated_nodes import build_cluster
+from tests.support.slurm.scripted_backend import INSTANCE, Site, slurm_cluster
+from tests.support.slurm.scripted_slurm import UIDS, ScriptedSlurm
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from gpuhub.backends.builtin.backend import BuiltinBackend
+from gpuhub.backends.builtin import BuiltinBackend
 from gpuhub.backends.interface import ExternalUsage
 from gpuhub.backends.slurm.backend import build_capabilities
 from gpuhub.backends.slurm.external_jobs import build_partitions, build_usage, describe_job
@@ -23,8 +23,8 @@ from gpuhub.scheduler.scheduler import BaseScheduler, BuiltinScheduler
 from gpuhub.slurm_client.models import SlurmJob, SlurmJobState, SlurmNode, SlurmPartition, SlurmSite, SlurmSnapshot
 from gpuhub.web.text import count_totals
 from tests.support.clusters import build_cluster
-from tests.support.scripted_slurm import ScriptedSlurm
-from tests.support.slurm_brokers import build_backend
+from tests.support.slurm.scripted_backend import build_backend
+from tests.support.slurm.scripted_slurm import ScriptedSlurm
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC).timestamp()
 HOUR = 3600.0

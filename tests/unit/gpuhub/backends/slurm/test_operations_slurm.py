@@ -18,12 +18,11 @@ from gpuhub.broker_api.schemas import (
 )
 from gpuhub.common.errors import Conflict, InvalidRequest, NotAllowed
 from gpuhub.config.settings import ProfileSettings
-from gpuhub.config.slurm_keys import SlurmSettings
-from gpuhub.domain.identity import Identity
-from gpuhub.domain.models import LeaseRow
+from gpuhub.config.slurm import SlurmSettings
+from gpuhub.domain.models import Identity, LeaseRow
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.models import SlurmJobState
-from tests.support.slurm_brokers import Desk, Site, slurm_cluster
+from tests.support.slurm.scripted_backend import Desk, Site, slurm_cluster
 
 ADA, ROOT = Identity(name="ada"), Identity(name="root", is_admin=True)
 CREATED = ActivationRequest(container_id="c" * 64)

@@ -12,8 +12,8 @@ from gpuhub.common import names
 from gpuhub.common.errors import StorageUnavailable
 from gpuhub.domain.models import EventRow
 from gpuhub.slurm_client.models import SlurmSubmission, Submitter
-from tests.support.scripted_slurm import UIDS
-from tests.support.slurm_brokers import INSTANCE, Desk, Site, find_submitter
+from tests.support.slurm.scripted_backend import INSTANCE, Desk, Site, find_submitter
+from tests.support.slurm.scripted_slurm import UIDS
 
 
 @pytest.fixture

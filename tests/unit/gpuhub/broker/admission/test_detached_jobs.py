@@ -9,21 +9,21 @@ import pytest
 
 from gpuhub.broker.admission import validate
 from gpuhub.broker.admission.validate import Requester
+from gpuhub.broker.controllers.deadlines import find_silent_jobs
 from gpuhub.broker.controllers.worker_launcher import build_roster, build_spec
 from gpuhub.broker.state import mutations
 from gpuhub.broker_api.schemas import JobRequest, JobState
 from gpuhub.common.errors import InvalidRequest
 from gpuhub.config.settings import JobSettings, ProfileSettings, SchedulingSettings, UserSettings
 from gpuhub.domain import job_states
-from gpuhub.domain.deadlines import find_silent_jobs
 from gpuhub.domain.models import LedgerSnapshot
 from gpuhub.domain.scheduler_input import build_allocation
 from gpuhub.scheduler.interface import Quota, QuotaLimits
-from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.factories import draft_of, under_way
+from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.clocks import AheadClock
-from tests.support.lease_rows import draft_of, under_way
-from tests.support.simulated import build_cluster
+from tests.support.docker.simulated_nodes import build_cluster
 
 DETACHED = {"run_id": "run-000001", "detached": True, "name": "train.py"}
 

@@ -15,8 +15,8 @@ from gpuhub.broker.api.auth import (
 from gpuhub.broker_api.errors import HubUnreachable, NotKnown
 from gpuhub.common.errors import NotAllowed
 from gpuhub.domain.clock import Clock
-from tests.support.broker_calls import ask, reaches
-from tests.support.brokers import ACCESS, Setting, StubHub, asgi_broker
+from tests.support.broker.calls import ask, reaches
+from tests.support.broker.in_process import ACCESS, Setting, StubHub, asgi_broker
 from tests.support.clocks import StillClock
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.admission import stream_limits
-from gpuhub.broker.api import auth, middleware, rate_limits
+from gpuhub.broker.admission import access
+from gpuhub.broker.api import auth, middleware
 from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker_api.errors import HubUnreachable, NotKnown, TooManyRequests
 from gpuhub.domain.clock import Clock
-from tests.support.broker_calls import ask, open_socket, read
-from tests.support.brokers import ACCESS, Setting, asgi_broker, served_broker, until
+from tests.support.broker.calls import ask, open_socket, read
+from tests.support.broker.in_process import ACCESS, Setting, asgi_broker, served_broker, until
 
 FORGED = {
     "X-Forwarded-User": "root",
@@ -282,7 +282,7 @@ async def test_a_flood_of_unknown_tokens_does_not_reach_the_hub() -> None:
     now = [1000.0]
     hub = Nobody()
     identities = Authenticator(hub, Clock())
-    identities._wrong = rate_limits.RateLimiter(rate_limits.WRONG_TOKENS, lambda: now[0])
+    identities._wrong = auth.RateLimiter(auth.WRONG_TOKENS, lambda: now[0])
     assert (await identities.identify("token ada", "10.0.0.9")).name == "ada"
 
     async def guess(number: int) -> type[BaseException]:
@@ -291,15 +291,15 @@ async def test_a_flood_of_unknown_tokens_does_not_reach_the_hub() -> None:
         return refused.type
 
     found = await asyncio.gather(*(guess(number) for number in range(10_000)))
-    assert found.count(NotKnown) == rate_limits.WRONG_TOKENS.burst
-    assert hub.asked == 1 + rate_limits.WRONG_TOKENS.burst
+    assert found.count(NotKnown) == auth.WRONG_TOKENS.burst
+    assert hub.asked == 1 + auth.WRONG_TOKENS.burst
     assert hub.most_at_once <= auth._MAX_CHECKS
     assert (await identities.identify("token ada", "10.0.0.9")).name == "ada"
     with pytest.raises(NotKnown):
         await identities.identify("token other", "10.0.0.10")
     now[0] += 1
     again = [await guess(number) for number in range(20_000, 20_010)]
-    assert again.count(NotKnown) == rate_limits.WRONG_TOKENS.per_second
+    assert again.count(NotKnown) == auth.WRONG_TOKENS.per_second
 
 
 async def test_unknown_tokens_drive_out_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ async def test_a_hub_that_is_away_costs_nobody_a_guess() -> None:
     hub = Nobody()
     identities = Authenticator(hub, Clock())
     hub.is_down = True
-    for number in range(int(rate_limits.WRONG_TOKENS.burst) * 2):
+    for number in range(int(auth.WRONG_TOKENS.burst) * 2):
         with pytest.raises(HubUnreachable):
             await identities.identify(f"token guess{number}", "10.0.0.9")
     hub.is_down = False
@@ -330,9 +330,9 @@ async def test_a_hub_that_is_away_costs_nobody_a_guess() -> None:
 
 def test_a_budget_fills_again_and_forgets_who_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many at once, then so many a second; and only so many callers are known of."""
-    monkeypatch.setattr(rate_limits, "MAX_CALLERS", 3)
+    monkeypatch.setattr(auth, "MAX_CALLERS", 3)
     now = [0.0]
-    budget = rate_limits.RateLimiter(rate_limits.RateLimit(burst=2, per_second=1), lambda: now[0])
+    budget = auth.RateLimiter(auth.RateLimit(burst=2, per_second=1), lambda: now[0])
 
     def count() -> int:
         for number in itertools.count():
@@ -355,7 +355,7 @@ def test_a_budget_fills_again_and_forgets_who_is_away(monkeypatch: pytest.Monkey
 
 async def test_a_user_may_ask_so_often_and_no_more(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ada's loop is refused with a word when to come again; ben, administrators and the spawner are served."""
-    monkeypatch.setattr(rate_limits, "REQUESTS", rate_limits.RateLimit(burst=20, per_second=0.001))
+    monkeypatch.setattr(auth, "REQUESTS", auth.RateLimit(burst=20, per_second=0.001))
     async with asgi_broker(setting) as running:
         async with running.client("ada") as client:
             answers = [await client.get("/api/v1/leases") for _ in range(30)]
@@ -369,14 +369,14 @@ async def test_a_user_may_ask_so_often_and_no_more(setting: Setting, monkeypatch
 
 async def test_one_user_waits_for_so_much_news_and_no_more(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long polls are bounded for each user, and come free again."""
-    monkeypatch.setattr(stream_limits, "POLLS", stream_limits.StreamKind(description="polls", per_owner=3, total=10))
+    monkeypatch.setattr(access, "POLLS", access.StreamKind(description="polls", per_owner=3, total=10))
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
         path = f"/leases/{lease['id']}"
         wait = {"wait_s": 20, "version": lease["version"]}
         waiting = [asyncio.ensure_future(read(running, "ada", path, **wait)) for _ in range(3)]
         total = running.app.state.broker._streams._total
-        await until(lambda: total[stream_limits.POLLS] == 3, "all of them wait")
+        await until(lambda: total[access.POLLS] == 3, "all of them wait")
         refused = await read(running, "ada", path, 429, **wait)
         assert refused["code"] == "too-many-streams"
         assert (await read(running, "ada", path))["id"] == lease["id"]
@@ -384,4 +384,4 @@ async def test_one_user_waits_for_so_much_news_and_no_more(setting: Setting, mon
         async with running.client("ada") as client:
             await client.delete(f"/api/v1{path}")
         assert {found["state"] for found in await asyncio.gather(*waiting, root)} <= {"releasing", "released"}
-        assert total[stream_limits.POLLS] == 0
+        assert total[access.POLLS] == 0

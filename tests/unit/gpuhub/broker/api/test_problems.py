@@ -22,7 +22,7 @@ from gpuhub.common.errors import (
     NotFound,
     Unavailable,
 )
-from tests.support.brokers import Setting, asgi_broker
+from tests.support.broker.in_process import Setting, asgi_broker
 
 
 async def test_a_spawners_way_through_a_lease(setting: Setting) -> None:

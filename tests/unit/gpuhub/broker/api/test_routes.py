@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from gpuhub.common import names
-from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.brokers import API, Setting, asgi_broker, until
+from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.in_process import API, Setting, asgi_broker, until
 
 
 async def test_a_free_gpu_is_granted_at_once(setting: Setting) -> None:

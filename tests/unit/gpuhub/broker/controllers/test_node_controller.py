@@ -16,9 +16,9 @@ from gpuhub.config.settings import SchedulingSettings
 from gpuhub.domain import job_states
 from gpuhub.domain.models import JobRow
 from gpuhub.nodes.agent import DEVICES_LOST
-from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.brokers import Running, Setting, asgi_broker, until
-from tests.support.simulated import build_cluster
+from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.in_process import Running, Setting, asgi_broker, until
+from tests.support.docker.simulated_nodes import build_cluster
 
 pytestmark = pytest.mark.usefixtures("_quick")
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gpuhub.broker.controllers import servers
-from gpuhub.domain import deadlines
-from tests.support.broker_calls import ask, post, reaches, read, run_notebook
-from tests.support.brokers import Setting, asgi_broker, until
-from tests.support.simulated import CLOSET, build_cluster
+from gpuhub.broker.controllers import deadlines, servers
+from tests.support.broker.calls import ask, post, reaches, read, run_notebook
+from tests.support.broker.in_process import Setting, asgi_broker, until
+from tests.support.docker.simulated_nodes import CLOSET, build_cluster
 
 
 async def test_a_waiting_request_keeps_its_place(setting: Setting) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.operations import cluster_cache
+from gpuhub.broker.operations import views
 from gpuhub.broker_api.schemas import CordonRequest, LeaseRequest
 from gpuhub.config.settings import UserSettings
-from gpuhub.domain.identity import Identity
-from tests.support.brokers import Running, Setting, asgi_broker
-from tests.support.simulated import build_cluster
+from gpuhub.domain.models import Identity
+from tests.support.broker.in_process import Running, Setting, asgi_broker
+from tests.support.docker.simulated_nodes import build_cluster
 
 ADA, BEN = Identity(name="ada"), Identity(name="ben")
 ROOT = Identity(name="root", is_admin=True)
@@ -36,8 +36,8 @@ async def test_a_small_cluster_is_never_old(tmp_path: Path) -> None:
 
 async def test_a_large_cluster_is_told_again_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where building takes long, a change waits; what an administrator decides does not."""
-    monkeypatch.setattr(cluster_cache, "FAST_BUILD_S", -1.0)
-    monkeypatch.setattr(cluster_cache, "AGE_PER_BUILD_TIME", 1e9)
+    monkeypatch.setattr(views, "FAST_BUILD_S", -1.0)
+    monkeypatch.setattr(views, "AGE_PER_BUILD_TIME", 1e9)
     async with asgi_broker(Setting(tmp_path)) as running:
         broker = running.app.state.broker
         assert held(running, BEN) == []

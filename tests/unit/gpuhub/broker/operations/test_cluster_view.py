@@ -12,9 +12,9 @@ from gpuhub.broker.operations.serializers import describe_request
 from gpuhub.broker_api.schemas import Purpose
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.domain.models import LeaseRow, ResourceRequest
-from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.brokers import Setting, asgi_broker
-from tests.support.simulated import build_cluster
+from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.in_process import Setting, asgi_broker
+from tests.support.docker.simulated_nodes import build_cluster
 
 
 def gpu_of(view: dict[str, Any], node: str) -> dict[str, Any]:

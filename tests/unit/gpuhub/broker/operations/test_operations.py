@@ -9,9 +9,9 @@ import pytest
 from gpuhub.broker.controllers import deadlines, node_controller, servers
 from gpuhub.config.settings import JobSettings, ProfileSettings, SchedulingSettings, UserSettings
 from gpuhub.domain import reconcile
-from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.brokers import Running, Setting, asgi_broker, until
-from tests.support.simulated import CLOSET, build_cluster
+from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.in_process import Running, Setting, asgi_broker, until
+from tests.support.docker.simulated_nodes import CLOSET, build_cluster
 
 JOB = {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1}
 

@@ -10,10 +10,10 @@ from gpuhub.broker.controllers import deadlines, servers
 from gpuhub.broker.state import core, mutations
 from gpuhub.config.settings import JobSettings, ProfileSettings, UserSettings
 from gpuhub.domain import reconcile
-from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.brokers import Setting, asgi_broker, until
+from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.in_process import Setting, asgi_broker, until
 from tests.support.clocks import AheadClock
-from tests.support.simulated import build_cluster
+from tests.support.docker.simulated_nodes import build_cluster
 
 
 async def test_a_job_that_nobody_renews_ends(setting: Setting) -> None:

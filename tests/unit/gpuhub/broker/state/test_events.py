@@ -11,9 +11,9 @@ from gpuhub.common.gpu import GpuSpec
 from gpuhub.domain import job_states, lease_states
 from gpuhub.domain.models import EventRow, LeaseRow, ResourceRequest
 from gpuhub.scheduler.interface import GpuSlot, NodeAllocation
-from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.brokers import Setting, asgi_broker, until
-from tests.support.lease_rows import under_way
+from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.factories import under_way
+from tests.support.broker.in_process import Setting, asgi_broker, until
 
 CARD = GpuSpec(model="RTX 5090", memory_mib=32607)
 

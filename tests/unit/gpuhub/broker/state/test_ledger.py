@@ -21,8 +21,8 @@ from gpuhub.domain import lease_states
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import EventRow, LeaseRow, LedgerSnapshot, ResourceRequest
 from gpuhub.scheduler.interface import GpuSlot, NodeAllocation
-from tests.support.broker_calls import ask, reaches, read, run_notebook
-from tests.support.brokers import Running, Setting, asgi_broker, until
+from tests.support.broker.calls import ask, reaches, read, run_notebook
+from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 
 
 class Gate(Store):

@@ -14,10 +14,10 @@ from gpuhub.domain import job_states, lease_states
 from gpuhub.domain.job_states import PREEMPTED
 from gpuhub.domain.scheduler_input import build_allocation
 from gpuhub.scheduler.interface import Preemption, SchedulingDecision
-from tests.support.broker_calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.brokers import Running, Setting, asgi_broker, until
-from tests.support.lease_rows import draft_of, under_way
-from tests.support.simulated import build_cluster
+from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.factories import draft_of, under_way
+from tests.support.broker.in_process import Running, Setting, asgi_broker, until
+from tests.support.docker.simulated_nodes import build_cluster
 
 JOB = {"run_id": "run-000001", "nproc_per_node": 1}
 

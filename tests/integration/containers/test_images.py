@@ -1,0 +1,188 @@
+"""The images as users get them: built in the closet, run without privileges, sent to another node."""
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+
+from gpuhub.config.containers import ImageSettings
+from gpuhub.ops.images.build_plan import read_sources
+from gpuhub.ops.images.builder import BuiltImage, build_images
+from gpuhub.ops.images.distribution import ensure_sent, send_image
+from gpuhub.ops.images.progress import ProgressTerminal
+from gpuhub_closet.paths import node_paths
+
+ROOT = Path(__file__).resolve().parents[3]
+HOME = "/home/alice"
+
+PACKAGES = (
+    "gpu_launch",
+    "ipyparallel",
+    "ipywidgets",
+    "jupyterhub",
+    "jupyterlab",
+    "jupyterlab_nvdashboard",
+    "matplotlib",
+    "numpy",
+    "pynvml",
+    "torch",
+)
+FACTS = f"""
+import importlib, importlib.util, json, os, pathlib, shutil, stat, torch.distributed
+facts = {{"missing": [], "setuid": [], "wheels": [], "uid": os.getuid()}}
+for name in {PACKAGES!r}:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        facts["missing"].append(f"{{name}}: {{error}}")
+facts["gpuhub"] = importlib.util.find_spec("gpuhub") is not None
+facts["compilers"] = [name for name in ("cc", "gcc", "g++", "clang", "make") if shutil.which(name)]
+facts["torch"] = torch.__version__
+for folder, folders, files in os.walk("/"):
+    folders[:] = [name for name in folders if os.path.join(folder, name) not in ("/proc", "/sys", "/dev")]
+    for name in files:
+        path = pathlib.Path(folder, name)
+        if path.suffix == ".whl" and "ensurepip" not in folder and "python-wheels" not in folder:
+            facts["wheels"].append(str(path))
+        if path.lstat().st_mode & (stat.S_ISUID | stat.S_ISGID):
+            facts["setuid"].append(str(path))
+print(json.dumps(facts))
+"""
+PROJECT = '[project]\\nname = "mine"\\nversion = "1"\\n[tool.setuptools]\\npy-modules = ["mine"]\\n'
+OWN_PACKAGE = f"""
+set -e
+mkdir /tmp/mine && cd /tmp/mine
+printf '{PROJECT}' > pyproject.toml
+echo 'place = __file__' > mine.py
+pip install --quiet --no-index --no-build-isolation .
+cd && python -c 'import mine; print(mine.place)'
+"""
+SERVER = """
+import json, subprocess, sys, time, urllib.request
+server = subprocess.Popen(["jupyter", "lab", "--no-browser", "--port=8765", "--IdentityProvider.token="])
+deadline = time.monotonic() + 60
+while True:
+    try:
+        page = urllib.request.urlopen("http://127.0.0.1:8765/lab", timeout=5).read().decode()
+        break
+    except OSError:
+        if server.poll() is not None or time.monotonic() > deadline:
+            sys.exit("the server does not answer")
+        time.sleep(0.05)
+server.terminate()
+server.wait()
+print(json.dumps({"is_lab": "JupyterLab" in page, "has_gpu_panel": "jupyterlab-nvdashboard" in page}))
+"""
+
+
+def _client(closet: Any, node: str) -> docker.APIClient:
+    return docker.APIClient(base_url=node_paths(closet.paths, node).docker_url, version="auto", timeout=1800)
+
+
+@pytest.fixture(scope="module")
+def built(closet: Any) -> list[BuiltImage]:
+    """The notebook and the base image on rig1; the build takes minutes on a clean machine."""
+    with closing(_client(closet, "rig1")) as client:
+        return build_images(client, closet.paths.images, read_sources(ROOT), ImageSettings(), ProgressTerminal())
+
+
+@pytest.fixture(scope="module")
+def container(closet: Any, built: list[BuiltImage]) -> Iterator[Any]:
+    """A running container of the notebook image as users have it: without privileges, with a home."""
+    with closing(docker.DockerClient(base_url=node_paths(closet.paths, "rig1").docker_url, timeout=180)) as client:
+        container = client.containers.create(
+            built[0].name,
+            ["sleep", "600"],
+            user="20001:20001",
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges"],
+            network_mode="none",
+            init=True,
+            environment={"HOME": HOME},
+            tmpfs={HOME: "uid=20001,gid=20001,mode=0700"},
+            working_dir=HOME,
+        )
+        try:
+            container.put_archive("/var/lib/extrausers", _names())
+            container.start()
+            yield container
+        finally:
+            container.remove(force=True)
+
+
+def _names() -> bytes:
+    output = io.BytesIO()
+    with tarfile.open(fileobj=output, mode="w") as tar:
+        for name, line in {"passwd": f"alice:x:20001:20001::{HOME}:/bin/bash\n", "group": "lab:x:20001:\n"}.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(line), 0o644
+            tar.addfile(entry, io.BytesIO(line.encode()))
+    return output.getvalue()
+
+
+def _run(container: Any, *command: str) -> str:
+    done = container.exec_run(["timeout", "150", *command], demux=True)
+    out, err = (part.decode() if part else "" for part in done.output)
+    assert done.exit_code == 0, f"{out}\n{err}"
+    return out
+
+
+@pytest.fixture(scope="module")
+def facts(container: Any) -> dict[str, Any]:
+    """Facts that a script collects inside the container."""
+    return json.loads(_run(container, "python", "-c", FACTS).splitlines()[-1])
+
+
+def test_every_library_can_be_imported_without_rights(facts: dict[str, Any], built: list[BuiltImage]):
+    """Every library can be imported under an ordinary UID without an account in the image."""
+    print(f"{built[0].name}: {built[0].size / 1e6:.0f} MB, torch {facts['torch']}; base {built[1].size / 1e6:.0f} MB")
+    assert facts["missing"] == []
+    assert facts["uid"] == 20001
+
+
+def test_image_has_no_setuid_program_and_no_leftovers(facts: dict[str, Any]):
+    """The image has no setuid program, no compiler, no wheel, and none of the head node's software."""
+    assert facts["setuid"] == []
+    assert facts["compilers"] == []
+    assert facts["wheels"] == []
+    assert not facts["gpuhub"]
+
+
+def test_the_user_has_a_name(container: Any):
+    """The user's name comes from the files that are copied into the container before it starts."""
+    assert _run(container, "id", "-un").strip() == "alice"
+    assert _run(container, "id", "-gn").strip() == "lab"
+
+
+def test_packages_a_user_installs_live_in_the_home(container: Any):
+    """Plain `pip install` persists, because the home does."""
+    assert _run(container, "bash", "-c", OWN_PACKAGE).strip().startswith(f"{HOME}/.local/lib/python3.11/site-packages/")
+
+
+def test_lab_starts_with_its_gpu_panel(container: Any):
+    """JupyterLab starts with its GPU panel on a machine without any NVIDIA library."""
+    assert json.loads(_run(container, "python", "-c", SERVER).splitlines()[-1]) == {
+        "is_lab": True,
+        "has_gpu_panel": True,
+    }
+
+
+def test_kernels_have_gpu_launch(container: Any):
+    """The image's IPython settings load it."""
+    code = "get_ipython().find_line_magic('gpu_launch') is not None or 1/0"
+    assert _run(container, "ipython", "--no-banner", "-c", code).strip().endswith("True")
+
+
+def test_an_image_is_sent_once(closet: Any, built: list[BuiltImage]):
+    """Another node has the same image afterwards, and a second call transfers nothing."""
+    base = built[1]
+    with closing(_client(closet, "rig1")) as source, closing(_client(closet, "rig2")) as target:
+        ensure_sent([base.name], source, target, "rig2", ProgressTerminal())
+        assert target.inspect_image("gpuhub/base:latest")["Id"] == base.id
+        assert not send_image(base.name, source, target, "rig2", ProgressTerminal())

@@ -1,0 +1,295 @@
+"""Rank sessions on this machine: cells, failures, losses and interrupts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gpuhub.broker_api import schemas
+from tests.support.launch.local_cluster import CONTAINER, DEADLINE_S, PYTHON, Notebook, environment, kill_all, until
+
+#: A kernel without sockets: reads cells as lines of JSON, and writes one line at the end of each.
+KERNEL = """
+    import json, sys
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+    shell = InteractiveShell.instance(config=Config({"InteractiveShell": {"colors": "nocolor"}}))
+    shell.run_line_magic("load_ext", "gpu_launch")
+    for line in sys.stdin:
+        ended = shell.run_cell(json.loads(line), store_history=True)
+        error = ended.error_in_exec or ended.error_before_exec
+        sys.stderr.flush()
+        print("=== ", json.dumps([type(error).__name__, str(error)] if error else None), sep="", flush=True)
+"""
+DOCS = Path(__file__).parents[3] / "docs" / "launch.md"
+TWO_NODES = "--nnodes 2"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The output of a cell, and its error's type and message."""
+
+    text: str
+    kind: str
+    error: str
+
+
+class Kernel:
+    """A notebook on rig1."""
+
+    def __init__(self, notebook: Notebook, *, keep_s: int = 600) -> None:
+        self.notebook = notebook
+        environ = environment(notebook.broker, node="rig1", gpus=("GPU-rig1",))
+        self.process = subprocess.Popen(
+            [PYTHON, "-u", "-W", "ignore", "-c", textwrap.dedent(KERNEL)],
+            env=environ | {"GPUHUB_KEEP_WORKERS_S": str(keep_s)},
+            cwd=notebook.home,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._seen: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as shown:
+            for line in shown:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def begin(self, cell: str) -> None:
+        """Start a cell."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(textwrap.dedent(cell)) + "\n")
+        self.process.stdin.flush()
+
+    def line(self) -> str:
+        """Return the next line of output."""
+        text = self._lines.get(timeout=DEADLINE_S)
+        assert text is not None, f"the kernel ended: {''.join(self._seen)}"
+        self._seen.append(text)
+        return text
+
+    def shows(self, wanted: str) -> None:
+        """Wait until a line contains this text."""
+        while wanted not in (line := self.line()):
+            assert not line.startswith("=== "), f"the cell ended without {wanted!r}: {line}"
+
+    def shows_both(self, wanted: str) -> None:
+        """Wait until both ranks have printed this."""
+        shown = ""
+        while not says_on_both(wanted, shown):
+            shown += self.line()
+            assert "=== " not in shown, shown
+
+    def end(self) -> Shown:
+        """Wait for the cell's end."""
+        text = ""
+        while not (line := self.line()).startswith("=== "):
+            text += line
+        error = json.loads(line[4:])
+        return Shown(text, *(error or ("", "")))
+
+    def run(self, cell: str) -> Shown:
+        """Run a cell and return its output."""
+        self.begin(cell)
+        return self.end()
+
+    def good(self, cell: str) -> str:
+        """Run a cell that succeeds, and return its output."""
+        shown = self.run(cell)
+        assert not shown.kind, f"{shown.error}\n{shown.text}"
+        return shown.text
+
+    def close(self) -> None:
+        """End the kernel as Jupyter does."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(DEADLINE_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self._reader.join(DEADLINE_S)
+
+
+@pytest.fixture
+def kernel(notebook: Notebook) -> Iterator[Kernel]:
+    """A kernel of a notebook with one GPU."""
+    with contextlib.closing(Kernel(notebook)) as started:
+        yield started
+
+
+def says_on_both(line: str, shown: str) -> bool:
+    """Return whether both ranks printed it, in one line or in two."""
+    apart = all(f"[rank {rank} · rig{rank + 1}] {line}\n" in shown for rank in (0, 1))
+    return apart or f"[ranks 0-1 ×2] {line}\n" in shown
+
+
+def test_the_documented_example_runs(kernel: Kernel) -> None:
+    """The cells of docs/launch.md build a DDP model one after the other."""
+    section = DOCS.read_text().split("## Ranks that stay")[1].split("\n## ")[0]
+    first, train, look, weight, stop = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert "There is no rank session" in kernel.good("%gpu_ranks")
+    shown = kernel.good(first)
+    assert "gpu_launch: 2 ranks run on rig1 RTX 5090, rig2 RTX 5070, and hold their GPUs until" in shown
+    assert says_on_both("2", shown)
+    assert re.search(r"loss \d+\.\d\d at first, 0\.0\d+ now\n", kernel.good(train))
+    kernel.good(look)
+    shown = kernel.good(weight)
+    assert "[rank 0 · rig1] Parameter containing:\n" in shown
+    assert "[rank 1" not in shown
+    assert re.search(r"^2 ranks on rig1 RTX 5090, rig2 RTX 5070 for \d+ s, idle for \d+ s\.", kernel.good("%gpu_ranks"))
+    assert "the ranks on rig1 RTX 5090, rig2 RTX 5070 have ended\n" in kernel.good(stop)
+    assert "There is no rank session" in kernel.good("%gpu_ranks")
+    kernel.close()
+    until(lambda: not kernel.notebook.broker.jobs(schemas.JobState.RUNNING), "its workers are freed")
+    until(lambda: not kernel.notebook.left(), "no process left")
+
+
+def test_values_reach_the_ranks_and_return(kernel: Kernel) -> None:
+    """A function of the notebook keeps its cell's lines in tracebacks; `--ranks` selects whose values return."""
+    kernel.good("def scaled(x):\n    return factor / x\nfactor = 6")
+    shown = kernel.good(
+        f"%%gpu_ranks {TWO_NODES} --send scaled --return found\nfound = torch.full((2,), scaled(rank + 1))"
+    )
+    assert "2 ranks run" in shown
+    assert kernel.good("print([value.tolist() for value in found])") == "[[6.0, 6.0], [3.0, 3.0]]\n"
+    kernel.good("%%gpu_ranks --ranks 1 --return rank\nprint('end', end='')")
+    assert kernel.good("print(rank)") == "[1]\n"
+    failed = kernel.run("%%gpu_ranks\nscaled(0)")
+    assert "  Cell In[1], line 2, in scaled\n    return factor / x\n" in failed.error
+    failed = kernel.run("%%gpu_ranks --return lock,rank\nimport threading\nlock = threading.Lock()")
+    assert "rank 0: lock cannot be pickled" in failed.error
+
+
+def test_a_failed_cell_leaves_the_group_usable(kernel: Kernel) -> None:
+    """The failing rank's traceback comes first and once, with the cell's lines; variables are kept."""
+    kernel.good(f"%%gpu_ranks {TWO_NODES}\nx = rank")
+    failed = kernel.run("%%gpu_ranks\ny = 1\nif rank == 1:\n    raise ValueError('bad data')\nprint('fine')")
+    assert failed.kind == "LaunchFailed"
+    assert failed.error.startswith(
+        "rank 1 on rig2 failed:\n\nTraceback (most recent call last):\n  Cell In[2], line 4\n"
+    )
+    assert "The process group is usable, and all variables are kept." in failed.error
+    assert (failed.text.count("Traceback"), failed.text.count("[rank 0 · rig1] fine\n")) == (1, 1)
+    shown = kernel.good("%%gpu_ranks\nx + y")
+    assert "[rank 0 · rig1] 1\n" in shown and "[rank 1 · rig2] 2\n" in shown
+    # A cell with a syntax error reaches no rank.
+    assert kernel.run("%%gpu_ranks\nx = = 1").kind == "UsageError"
+    assert kernel.run("%%gpu_ranks --send missing\n1").error.startswith("--send missing: the notebook has no variable")
+    assert kernel.run("%%gpu_ranks --ranks 0,2\n1").error == "--ranks 2: there are ranks 0 to 1."
+    assert "add --restart" in kernel.run("%%gpu_ranks --nnodes 3\n1").error
+    restarted = kernel.good("%%gpu_ranks --restart --nnodes 1\nworld_size, 'x' in globals()")
+    assert "[rank 0 · rig1] (1, False)\n" in restarted
+
+
+def test_group_restarts_when_ranks_wait_for_a_failed_one(kernel: Kernel) -> None:
+    """Ranks that wait in native code cannot be interrupted: the group is restarted, and the user is informed."""
+    kernel.good(f"%%gpu_ranks {TWO_NODES}\nx = 1")
+    failed = kernel.run("%%gpu_ranks\nif rank == 1:\n    raise ValueError('bad')\ndist.all_reduce(torch.ones(1))")
+    assert failed.error.startswith(
+        "rank 1 on rig2 failed:\n\nTraceback (most recent call last):\n  Cell In[2], line 3\n"
+    )
+    assert "rank 0: did not return from the interrupt and was killed\n" in failed.error
+    assert "all their variables are gone" in failed.error
+    assert says_on_both("False", kernel.good("%%gpu_ranks\n'x' in globals()"))
+
+
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "os._exit(3)", "os._exit(0)"])
+def test_group_restarts_when_a_rank_dies_in_a_cell(kernel: Kernel, how: str) -> None:
+    """A rank that exits is named, also when its exit code is 0."""
+    kernel.good(f"%%gpu_ranks {TWO_NODES}\nimport os, time")
+    failed = kernel.run(f"%%gpu_ranks\nif rank == 1: {how}\ntime.sleep(100)")
+    assert failed.kind == "LaunchFailed"
+    assert "rank 1 on rig2" in failed.error
+    assert "all their variables are gone" in failed.error
+    assert says_on_both("2", kernel.good("%%gpu_ranks\nworld_size"))
+
+
+def test_rank_lost_between_cells_is_reported_at_once_and_with_the_next_cell(kernel: Kernel) -> None:
+    """The next cell does not run on ranks that have lost their variables."""
+    shown = kernel.good(f"%%gpu_ranks {TWO_NODES}\nimport os\nos.getpid()")
+    pid = re.search(r"\[rank 1 · rig2\] (\d+)\n", shown)
+    assert pid is not None
+    os.kill(int(pid[1]), signal.SIGKILL)
+    kernel.shows("the rank session is lost: rank 1 on rig2 failed: SIGKILL")
+    failed = kernel.run("%%gpu_ranks\nprint('ran')")
+    assert "rank 1 on rig2 failed: SIGKILL" in failed.error
+    assert "all their variables are gone" in failed.error
+    assert "] ran\n" not in failed.text
+    assert says_on_both("2", kernel.good("%%gpu_ranks\nworld_size"))
+
+
+def test_a_node_lost_between_cells_is_named(kernel: Kernel) -> None:
+    """The ranks are started again on the remaining nodes."""
+    kernel.good(f"%%gpu_ranks {TWO_NODES}\nx = 1")
+    (run,) = kernel.notebook.broker.jobs(schemas.JobState.RUNNING)
+    kill_all(f"{CONTAINER}={run}-0-0")
+    kernel.shows("the rank session is lost: ")
+    failed = kernel.run("%%gpu_ranks\nx")
+    assert "rig2" in failed.error.splitlines()[0]
+    assert "all their variables are gone" in failed.error
+    assert says_on_both("2", kernel.good("%%gpu_ranks\nworld_size"))
+
+
+def test_interrupt_stops_the_cell_and_keeps_variables(kernel: Kernel) -> None:
+    """Variables survive an interrupt in Python; ranks in native code are restarted after two seconds."""
+    kernel.good(f"%%gpu_ranks {TWO_NODES}\nimport time\nx = 1")
+    kernel.begin("%%gpu_ranks\nprint('sleeps')\ntime.sleep(100)")
+    kernel.shows_both("sleeps")
+    began = time.monotonic()
+    kernel.process.send_signal(signal.SIGINT)
+    stopped = kernel.end()
+    assert time.monotonic() - began < 10
+    assert stopped.kind == "LaunchInterrupted"
+    assert "and all variables are kept" in stopped.error
+    assert says_on_both("1", kernel.good("%%gpu_ranks\nx"))
+    kernel.begin("%%gpu_ranks\nprint('waits')\ndist.all_reduce(torch.ones(1)) if rank else time.sleep(100)")
+    kernel.shows_both("waits")
+    kernel.process.send_signal(signal.SIGINT)
+    stopped = kernel.end()
+    assert stopped.kind == "LaunchInterrupted"
+    assert "rank 1: did not return from the interrupt and was killed" in stopped.error
+    assert "all their variables are gone" in stopped.error
+    assert says_on_both("2", kernel.good("%%gpu_ranks\nworld_size"))
+
+
+def test_all_output_of_a_cell_is_shown_before_it_ends(kernel: Kernel) -> None:
+    """Output that a cell prints at its end, to both streams, is complete."""
+    kernel.good(f"%%gpu_ranks {TWO_NODES}\nimport sys")
+    for number in range(5):
+        shown = kernel.good(
+            f"%%gpu_ranks\nfor i in range(2000): print('line', i)\nprint('end {number}', file=sys.stderr)\nprint('last', end='')"
+        )
+        assert says_on_both("line 1999", shown)
+        assert says_on_both(f"end {number}", shown)
+        assert says_on_both("last", shown)
+
+
+def test_ranks_end_with_their_kernel(kernel: Kernel) -> None:
+    """No rank is left, and the job is renewed no more."""
+    kernel.good(f"%%gpu_ranks {TWO_NODES}\nx = 1")
+    kernel.process.kill()
+    for run in kernel.notebook.broker.jobs(schemas.JobState.RUNNING):
+        # The broker ends the containers of a job that is not renewed.
+        kernel.notebook.broker.end(run)
+    until(lambda: not kernel.notebook.left(), "no process left")

@@ -1,0 +1,258 @@
+"""`%gpu_launch` on nodes without Docker: a launch is a Slurm job of its owner, with a worker on each node.
+
+Hub, broker, Slurm, notebook and kernel are real; ranks run on the CPU, because there is no GPU.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub.kernel_client import Kernel, open_kernel
+from tests.support.product import ROOT, wait_for
+from tests.support.slurm.hub import NB, Cluster, build_environment, leases, slurm_hub, start
+from tests.support.slurm.site import USERS
+
+pytestmark = [pytest.mark.slurm, pytest.mark.root, pytest.mark.torch]
+
+INSTANCE = "ghjobs"
+FURTHER = """
+[[profiles]]
+name = "cpu"
+title = "No GPU"
+gpu_count = 0
+cpus = 1
+memory = "1GiB"
+[jobs]
+cpus = 1
+memory = "2GiB"
+"""
+ALL_REDUCE = """
+    import os, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    print("rank", dist.get_rank(), "on", os.environ["GPUHUB_NODE"], "sum", total.item())
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+CHECKPOINT = """
+    import signal, sys, time, os
+    def save(*_):
+        time.sleep(1)
+        open(f"saved-{os.environ['RANK']}", "w").close()
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    # Both are ready when this is printed.
+    open(f"ready-{os.environ['RANK']}", "w").close()
+    while not all(os.path.exists(f"ready-{rank}") for rank in range(2)):
+        time.sleep(0.1)
+    print("ready to save", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def command() -> Iterator[Path]:
+    """A gpu-launch environment made as docs/slurm.md describes; torch and other large packages come from this one."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="gpuhub-notebook-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        environment = build_environment(folder, "ipykernel", "ipyparallel", str(ROOT / "extensions"))
+        packages = next((folder / "env" / "lib").glob("python3.*")) / "site-packages"
+        site_packages = next((ROOT / ".venv" / "lib").glob("python3.*")) / "site-packages"
+        (packages / "ours.pth").write_text(f"{site_packages}\n")
+        shutil.copytree(ROOT / "extensions" / "gpu_launch" / "image_config", folder / "env" / "etc" / "ipython")
+        yield environment
+
+
+@pytest.fixture(scope="module")
+def cluster(command: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("hub")
+    with slurm_hub(INSTANCE, folder, command, site_port=27500, port=18440, further=FURTHER) as cluster:
+        write(cluster, "reduce.py", ALL_REDUCE)
+        write(cluster, "sleep.py", "import time; print('sleeping', flush=True); time.sleep(600)")
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cell(cluster: Cluster) -> Iterator[Kernel]:
+    """A kernel of ada's notebook, which has no GPU."""
+    start(cluster, cluster.ada, "cpu")
+    with open_kernel(f"127.0.0.1:{cluster.hub.port}", cluster.ada, NB) as opened:
+        yield opened
+    cluster.ada.stop(NB)
+    cluster.wait_clear()
+
+
+@pytest.fixture(autouse=True)
+def clear(cluster: Cluster) -> Iterator[None]:
+    """Remove what a test has left."""
+    yield
+    for job in [*launches(cluster), *cluster.jobs_of("ben")]:
+        cluster.site.ask("scancel", str(job))
+    wait_free(cluster)
+
+
+def write(cluster: Cluster, name: str, script: str, user: str = "ada") -> None:
+    """Write a file into the user's home."""
+    file = cluster.site.users[user].home / name
+    file.write_text(textwrap.dedent(script))
+    shutil.chown(file, USERS[user], USERS[user])
+
+
+def launches(cluster: Cluster) -> list[int]:
+    """Return ada's jobs except the oldest, which is the notebook."""
+    return cluster.jobs_of("ada")[1:]
+
+
+def workers() -> list[int]:
+    """Return the processes of all workers, engines and ranks."""
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                is_adas = entry.stat().st_uid == USERS["ada"]
+                command = (entry / "cmdline").read_bytes()
+                is_worker = b"gpu-launch-worker" in command or b"gpu_launch.worker" in command
+            except OSError:
+                continue
+            if is_adas and is_worker:
+                pids.append(int(entry.name))
+    return pids
+
+
+def wait_free(cluster: Cluster) -> None:
+    """Wait until only the notebook is left, in Slurm and on the nodes."""
+    wait_for(lambda: not launches(cluster), "no job of a launch is left", 60)
+    wait_for(lambda: not workers(), "no process of a launch is left", 30)
+
+
+def test_two_nodes_reduce_and_the_next_launch_has_the_same_workers(cluster: Cluster, cell: Kernel) -> None:
+    output = cell.run("%gpu_launch --nnodes 2 reduce.py")
+    assert "on rig1 sum 3.0" in output, output
+    assert "on rig2 sum 3.0" in output, output
+    [job] = launches(cluster)
+    assert cluster.site.ask("squeue", "-h", "-j", str(job), "-o", "%D %U").split() == ["2", str(USERS["ada"])]
+    output = cell.run("%gpu_launch --nnodes 2 reduce.py")
+    assert "sum 3.0" in output, output
+    assert launches(cluster) == [job]
+    cell.run("%gpu_release")
+    wait_free(cluster)
+
+
+def test_a_failing_ranks_own_traceback_comes_first(cluster: Cluster, cell: Kernel) -> None:
+    write(
+        cluster,
+        "fail.py",
+        """
+        import os, time
+        if os.environ["RANK"] == "1":
+            raise ValueError("rank one is unwell")
+        time.sleep(60)
+        """,
+    )
+    output = cell.run("%gpu_launch --nnodes 2 --keep 0s fail.py")
+    assert "rank 1 on rig2" in output, output
+    assert "ValueError: rank one is unwell" in output, output
+    wait_free(cluster)
+
+
+def test_scancel_is_reported_in_the_notebook(cluster: Cluster, cell: Kernel) -> None:
+    messages = cell.messages(cell.begin("%gpu_launch --nnodes 2 sleep.py"))
+    while "sleeping" not in next(messages):
+        pass
+    [job] = launches(cluster)
+    cluster.site.ask("scancel", str(job), user="ada")
+    output = "".join(messages)
+    assert "The workers were stopped: its Slurm job was" in output, output
+    wait_free(cluster)
+
+
+def test_elastic_launch_starts_with_the_free_nodes(cluster: Cluster, cell: Kernel) -> None:
+    blocking = cluster.site.submit("ben", "--gres=gpu:rtx5090:1")
+    cluster.site.wait_for_state(blocking, "RUNNING")
+    output = cell.run("%gpu_launch --nnodes 1:2 --keep 0s reduce.py")
+    assert "rank 0 on rig2 sum 1.0" in output, output
+    cluster.site.ask("scancel", str(blocking))
+    wait_free(cluster)
+
+
+def test_an_elastic_launch_grows_by_another_job(cluster: Cluster, cell: Kernel) -> None:
+    write(
+        cluster,
+        "grow.py",
+        """
+        import os, time
+        print("world of", os.environ["WORLD_SIZE"], flush=True)
+        time.sleep(600 if os.environ["WORLD_SIZE"] == "1" else 0)
+        """,
+    )
+    blocking = cluster.site.submit("ben", "--gres=gpu:rtx5090:1")
+    cluster.site.wait_for_state(blocking, "RUNNING")
+    messages = cell.messages(cell.begin("%gpu_launch --nnodes 1:2 --keep 0s grow.py"))
+    while "world of 1" not in next(messages):
+        pass
+    [first] = launches(cluster)
+    cluster.site.ask("scancel", str(blocking))
+    output = next(text for text in messages if "world of 2" in text)
+    jobs = launches(cluster)
+    assert jobs[0] == first, output
+    assert len(jobs) == 2, output
+    assert "Error" not in "".join(messages)
+    wait_free(cluster)
+
+
+@pytest.mark.parametrize(("script", "code"), [("reduce.py", 0), ("exits.py", 3)])
+def test_detached_job_continues_without_the_notebook(cluster: Cluster, cell: Kernel, script: str, code: int) -> None:
+    write(cluster, "exits.py", "import sys; print('exits', flush=True); sys.exit(3)")
+    cell.run(f"%gpu_launch --detach --nnodes 2 {script}")
+    job = jobs(cluster)[0]
+    wait_for(lambda: jobs(cluster)[0]["state"] == "ended", "the job has ended", 120)
+    ended = jobs(cluster)[0]
+    output = cluster.site.users["ada"].home / ".gpu_launch" / "jobs" / str(job["run_id"]) / "output.log"
+    assert ended["exit_code"] == code, (ended, output.read_text())
+    assert ("sum 3.0" if code == 0 else "exits") in output.read_text()
+    wait_free(cluster)
+
+
+def test_cancelled_detached_job_has_a_grace_period(cluster: Cluster, cell: Kernel) -> None:
+    write(cluster, "save.py", CHECKPOINT)
+    cell.run("%gpu_launch --detach --nnodes 2 save.py")
+    job = jobs(cluster)[0]
+    home = cluster.site.users["ada"].home
+    output = home / ".gpu_launch" / "jobs" / str(job["run_id"]) / "output.log"
+    wait_for(lambda: output.exists() and "ready to save" in output.read_text(), "it runs", 120)
+    status, _ = cluster.ada.ask(cluster.ada.broker, "DELETE", f"/jobs/{job['id']}")
+    assert status == 200
+    wait_free(cluster)
+    wait_for(lambda: jobs(cluster)[0]["state"] == "ended", "the broker knows it", 30)
+    assert sorted(path.name for path in home.glob("saved-*")) == ["saved-0", "saved-1"]
+
+
+def test_notebooks_own_gpu_is_used(cluster: Cluster, cell: Kernel) -> None:
+    del cell  # ada's notebook is still running
+    write(cluster, "reduce.py", ALL_REDUCE, user="ben")
+    start(cluster, cluster.ben, "gpu")
+    try:
+        with open_kernel(f"127.0.0.1:{cluster.hub.port}", cluster.ben, NB) as own:
+            [gpu] = leases(cluster.ben)[0]["gpus"]
+            assert own.run("import os; print(os.environ['GPUHUB_GPU_UUIDS'])").split() == [gpu["uuid"]]
+            output = own.run("%gpu_launch --nnodes 2 reduce.py")
+            assert "rank 0 on rig1 sum 3.0" in output, output
+            assert "rank 1 on rig2 sum 3.0" in output, output
+    finally:
+        cluster.ben.stop(NB)
+    wait_for(lambda: not cluster.jobs_of("ben"), "no job of ben's is left", 60)
+
+
+def jobs(cluster: Cluster) -> list[dict[str, object]]:
+    """Return ada's jobs as the broker lists them, the newest first."""
+    status, rows = cluster.ada.ask(cluster.ada.broker, "GET", "/jobs?ended=true")
+    assert status == 200, rows
+    return list(rows["jobs"] if isinstance(rows, dict) else rows)

@@ -1,0 +1,132 @@
+"""Who may do what at the broker: every route for every kind of caller, as a table that people read and tests check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.support.broker.in_process import ACCESS
+
+#: Callers that every route with a token refuses, with the status of the answer. The hub answers
+#: alike for tokens that it never knew, that have expired or were revoked, and of servers that were stopped.
+STRANGERS = {"nobody": 401, "unknown": 401, "expired": 401, "stopped": 401, "narrow": 403, "foreign": 403}
+
+#: The columns of the table. Ada owns everything that the routes name, but for the reservation, which is root's.
+CALLERS = ("reader", "ben", "ada", "ada-nb", "root-nb", "spawner", "root", "head")
+
+#: What the callers are, for the documentation.
+MEANINGS = {
+    "reader": "a service that may call the broker and has no other scope",
+    "ben": "another user",
+    "ada": "the owner, with a browser's session or a token from the hub's token page",
+    "ada-nb": "the owner's notebook, with its own token",
+    "root-nb": "an administrator's notebook, with its own token: the same rights as any other user's notebook",
+    "spawner": "the hub's spawner",
+    "root": "an administrator",
+    "head": "root on the head node, with the broker's own token",
+}
+
+#: Y: allowed, and the response has the status of the second column. N: 403. H: 404, as if the object did not exist.
+#: W: 422, a service must name the owner.
+#: {lease} is active, {waiting} waits, {job} has its GPU, {reservation} is ahead.
+TABLE = """
+                                     |     | reader ben ada ada-nb root-nb spawner root head
+GET /cluster                         | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
+GET /nodes                           | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
+GET /reservations                    | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
+GET /events                          | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
+GET /usage                           | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
+GET /usage?owner=ada                 | 200 |   N     N   Y    Y       N       Y      Y    Y
+GET /leases                          | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
+GET /jobs                            | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
+GET /jobs?ended=true                 | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
+POST /leases                         | 201 |   W     Y   Y    Y       Y       W      Y    W
+POST /leases as ada                  | 201 |   N     N   Y    Y       N       Y      N    N
+POST /leases with groups             | 403 |   W     Y   Y    Y       Y       W      Y    W
+GET /leases/{lease}                  | 200 |   H     H   Y    Y       H       Y      Y    Y
+GET /leases/{waiting}/why            | 200 |   H     H   Y    Y       H       Y      Y    Y
+POST /leases/{lease}/activate        | 200 |   H     H   Y    Y       H       Y      Y    Y
+POST /leases/{lease}/extend          | 200 |   H     H   Y    Y       H       Y      Y    Y
+POST /leases/{lease}/force           | 409 |   N     N   N    N       N       N      Y    Y
+DELETE /leases/{waiting}             | 200 |   H     H   Y    Y       H       Y      Y    Y
+POST /jobs                           | 201 |   N     Y   Y    Y       Y       N      Y    N
+POST /jobs/arrays                    | 201 |   N     Y   Y    Y       Y       N      Y    N
+GET /jobs/{job}                      | 200 |   H     H   Y    Y       H       Y      Y    Y
+POST /jobs/{job}/renew               | 204 |   H     H   Y    Y       H       Y      Y    Y
+DELETE /jobs/{job}                   | 200 |   H     H   Y    Y       H       Y      Y    Y
+PUT /files?path=work                 | 200 |   N     Y   Y    Y       Y       N      Y    N
+GET /files?path=.                    | 200 |   N     Y   Y    Y       Y       N      Y    N
+GET /jobs/{job}/logs                 | 200 |   H     H   Y    Y       H       N      N    N
+GET /jobs/{job}/state                | 404 |   H     H   Y    Y       H       N      N    N
+WEBSOCKET /jobs/{job}/shell?worker=9 | 409 |   H     H   Y    Y       H       N      N    N
+POST /nodes/rig3/cordon              | 200 |   N     N   N    N       N       N      Y    Y
+POST /nodes/rig3/drain               | 200 |   N     N   N    N       N       N      Y    Y
+POST /nodes/rig3/undrain             | 200 |   N     N   N    N       N       N      Y    Y
+POST /reservations                   | 201 |   N     N   N    N       N       N      Y    Y
+DELETE /reservations/{reservation}   | 204 |   N     N   N    N       N       N      Y    Y
+"""
+#: Open to all, without information about users.
+PUBLIC = {"GET /health": 200, "GET /": 307, "GET /openapi.json": 200}
+
+_STATUSES = {"N": 403, "H": 404, "W": 422}
+_WORDS = {"Y": "yes", "N": "no", "H": "hidden", "W": "owner required"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One route."""
+
+    route: str
+    success: int
+    cells: tuple[str, ...]
+
+    @property
+    def statuses(self) -> Mapping[str, int]:
+        """Caller → HTTP status, strangers among them."""
+        found = {one: _STATUSES.get(cell, self.success) for one, cell in zip(CALLERS, self.cells, strict=True)}
+        return {**STRANGERS, **found}
+
+
+def _parse() -> dict[str, Row]:
+    first, *lines = TABLE.strip("\n").splitlines()
+    assert tuple(first.split("|")[2].split()) == CALLERS
+    rows = [[part.strip() for part in line.split("|")] for line in lines]
+    return {route: Row(route, int(success), tuple(cells.split())) for route, success, cells in rows}
+
+
+MATRIX = _parse()
+
+
+def _notebook_of(name: str, *, admin: bool) -> dict[str, Any]:
+    """As the hub shows the token of a notebook; tests/integration/hub/test_rights.py asks a real one."""
+    own = ["groups", "name", "activity"]
+    scopes = [f"access:servers!server={name}/", f"users:activity!user={name}", ACCESS]
+    scopes += [f"read:users:{what}!user={name}" for what in own]
+    return {"kind": "user", "name": name, "admin": admin, "scopes": scopes}
+
+
+#: The hub's models of the callers' tokens, in addition to those of `StubHub`.
+MODELS: dict[str, dict[str, Any] | None] = {
+    "expired": None,
+    "stopped": None,
+    "foreign": {"kind": "service", "name": "foreign", "scopes": ["list:users", "custom:other:any-owner"]},
+    "reader": {"kind": "service", "name": "reader", "scopes": [ACCESS]},
+    "ben": {"kind": "user", "name": "ben", "admin": False, "groups": ["lab"], "scopes": [ACCESS]},
+    "ada-nb": _notebook_of("ada", admin=False),
+    "root-nb": _notebook_of("root", admin=True),
+    "head": None,
+}
+
+
+def render() -> str:
+    """The table for the documentation."""
+    head = ["", *CALLERS]
+    lines = [head, ["---"] * len(head)]
+    lines += [[f"`{row.route}`", *(_WORDS[cell] for cell in _told(row))] for row in MATRIX.values()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _told(row: Row) -> tuple[str, ...]:
+    """No caller to whom a route is refused may succeed with it."""
+    return tuple("N" if cell == "Y" and row.success == 403 else cell for cell in row.cells)

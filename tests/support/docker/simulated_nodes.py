@@ -1,0 +1,321 @@
+"""Nodes without Docker: a `Daemons` whose clients keep containers in memory, with the answers of docker-py."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gpuhub.common.errors import Conflict, ImageMissing, NodeUnreachable, NotFound
+from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings, UserSettings
+from gpuhub.docker.client import DockerClients
+from tests.support.docker.simulated_execs import SimulatedExecs
+
+T = TypeVar("T")
+
+#: Model and MiB of the cards of the practice closet.
+CLOSET = {
+    "rig1": [("NVIDIA GeForce RTX 5090", 32607)],
+    "rig2": [("NVIDIA GeForce RTX 5070", 12227)],
+    "rig3": [("NVIDIA GeForce RTX 5060", 8151)],
+}
+_ids = itertools.count(1)
+
+
+@dataclass(slots=True)
+class SimulatedNode:
+    """One node's daemon; tests change its fields."""
+
+    name: str
+    cards: list[tuple[str, int]]
+    is_reachable: bool = True
+    has_toolkit: bool = True
+    images: set[str] = field(default_factory=lambda: {"gpuhub/base:latest", "gpuhub/notebook:latest"})
+    containers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    volumes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Called with the method's name before each call.
+    on_call: Callable[[str], None] = lambda method: None
+    lines: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    nvml_error: str | None = None
+    #: Calls get no answer while it is set.
+    is_hung: bool = False
+    #: The agent's lines end while it is set.
+    is_silent: bool = False
+    daemon_id: str = ""
+    boot_id: str | None = ""
+    driver: str = "580.95.05"
+    #: By index, where it is not as on an idle, healthy GPU: pid and MiB of each process, MiB in use, NVML's error,
+    #: uncorrectable errors, failed row remaps, and the name and MiB of each MIG device.
+    processes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    used_mib: dict[int, int] = field(default_factory=dict)
+    gpu_errors: dict[int, str] = field(default_factory=dict)
+    ecc: dict[int, int] = field(default_factory=dict)
+    remap_failed: set[int] = field(default_factory=set)
+    mig: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    #: What containers' programs were sent: container and signal.
+    signals: list[tuple[str, str]] = field(default_factory=list)
+    last_line: bytes = b""
+    #: Where users' homes are for what is run in their containers, and what is.
+    homes: Path = Path("/nonexistent")
+    execs: SimulatedExecs = field(default_factory=SimulatedExecs)
+
+    def __post_init__(self) -> None:
+        self.daemon_id = self.daemon_id or f"daemon-{self.name}"
+        self.boot_id = f"boot-{self.name}" if self.boot_id == "" else self.boot_id
+
+    @property
+    def uuids(self) -> list[str]:
+        """The node's GPUs."""
+        return [f"GPU-{self.name}-{index}" for index in range(len(self.cards))]
+
+    def kill(self) -> None:
+        """The machine is off: nothing answers, and what ran has ended."""
+        self.is_reachable = False
+        for container in self.containers.values():
+            container.update(State="exited", ExitCode=137)
+
+    def start(self, boot_id: str) -> None:
+        """The machine has restarted."""
+        self.boot_id, self.is_reachable = boot_id, True
+
+    def print_line(self) -> bytes:
+        """The agent's last line, a new one unless it is silent."""
+        if not self.is_silent or not self.last_line:
+            gpus = [] if self.nvml_error else [gpu for index in range(len(self.cards)) for gpu in self._readings(index)]
+            line = {"n": next(self.lines), "boot_id": self.boot_id, "driver": self.driver, "error": self.nvml_error}
+            self.last_line = json.dumps({**line, "gpus": gpus}).encode() + b"\n"
+        return self.last_line
+
+    def _readings(self, index: int) -> list[dict[str, Any]]:
+        if index in self.gpu_errors:
+            return [{"index": index, "error": self.gpu_errors[index], "mig": False, "parent": None}]
+        uuid, (name, mib) = self.uuids[index], self.cards[index]
+        reading = {
+            "uuid": uuid,
+            "index": index,
+            "name": name,
+            "memory_total_mib": mib,
+            "memory_used_mib": self.used_mib.get(index, 4),
+            "utilisation_percent": 0,
+            "power_w": 20.5,
+            "temperature_c": 40,
+            "processes": [{"pid": pid, "memory_mib": used} for pid, used in self.processes.get(index, ())],
+            "capability": [12, 0],
+            "mig": False,
+            "parent": None,
+            "ecc_uncorrected": self.ecc.get(index),
+            "remap_failed": True if index in self.remap_failed else None,
+            "error": None,
+        }
+        return [
+            {
+                **reading,
+                "uuid": f"MIG-{uuid}-{slot}",
+                "name": part,
+                "memory_total_mib": mib,
+                "mig": True,
+                "parent": uuid,
+            }
+            for slot, (part, mib) in enumerate(self.mig.get(index, ()))
+        ] or [reading]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """Containers with that label."""
+        return [c for c in self.containers.values() if c["Labels"].get("gpuhub.kind") == kind]
+
+    def run_container(
+        self, labels: dict[str, str], *, name: str = "", state: str = "running", devices: Sequence[str] = ()
+    ) -> str:
+        """As a spawner would."""
+        container = f"{next(_ids):064x}"
+        self.containers[container] = {
+            "Id": container,
+            "Names": [f"/{name or container[-12:]}"],
+            "Labels": {"gpuhub.instance": "ghtest", **labels},
+            "State": state,
+            "ExitCode": 0,
+            "OOMKilled": False,
+            "Devices": list(devices),
+        }
+        return container
+
+    def end_container(self, container: str, *, code: int = 0, oom: bool = False) -> None:
+        """The container's program ended."""
+        self.containers[container].update(State="exited", ExitCode=code, OOMKilled=oom)
+
+
+class SimulatedClient:
+    """The methods of docker.APIClient that the broker uses."""
+
+    def __init__(self, node: SimulatedNode) -> None:
+        self._node = node
+
+    def containers(self, all: bool = False, filters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        wanted = dict(label.split("=", 1) for label in (filters or {}).get("label", ()))
+        return [
+            dict(container)
+            for container in list(self._node.containers.values())
+            if (all or container["State"] == "running") and all_in(wanted, container["Labels"])
+        ]
+
+    def inspect_image(self, image: str) -> dict[str, Any]:
+        if image not in self._node.images:
+            raise ImageMissing(f"node {self._node.name}: no such image: {image}")
+        return {"Id": f"sha256:{image}"}
+
+    def create_host_config(self, **arguments: Any) -> dict[str, Any]:
+        return arguments
+
+    def create_container(self, *, image: str, name: str, labels: dict[str, str], **_rest: Any) -> dict[str, Any]:
+        self.inspect_image(image)
+        if any(container["Names"] == [f"/{name}"] for container in self._node.containers.values()):
+            raise Conflict(f"node {self._node.name}: the name {name} is in use")
+        return {"Id": self._node.run_container(labels, name=name, state="created")}
+
+    def start(self, container: str) -> None:
+        found = self._find(container)
+        if not self._node.has_toolkit:
+            raise Conflict('could not select device driver "" with capabilities: [[gpu]]')
+        found["State"] = "running"
+
+    def stop(self, container: str, timeout: int = 10) -> None:
+        self._find(container)["State"] = "exited"
+
+    def remove_container(self, container: str, force: bool = False, v: bool = False) -> None:
+        self._find(container)
+        del self._node.containers[container]
+
+    def kill(self, container: str, signal: str = "SIGKILL") -> None:
+        if self._find(container)["State"] != "running":
+            raise Conflict(f"node {self._node.name}: container {container} is not running")
+        self._node.signals.append((container, signal))
+
+    def info(self) -> dict[str, Any]:
+        return {"ID": self._node.daemon_id, "Name": self._node.name}
+
+    def inspect_container(self, container: str) -> dict[str, Any]:
+        found = self._find(container)
+        return {
+            "Id": container,
+            "State": {"ExitCode": found["ExitCode"], "OOMKilled": found["OOMKilled"]},
+            "HostConfig": {"DeviceRequests": [{"DeviceIDs": found["Devices"]}] if found["Devices"] else None},
+        }
+
+    def exec_create(self, container: str, cmd: list[str], **_arguments: Any) -> dict[str, Any]:
+        found = self._find(container)
+        if found["State"] != "running":
+            raise Conflict(f"node {self._node.name}: container {container} is not running")
+        home = self._node.homes / found["Labels"]["gpuhub.owner"]
+        home.mkdir(parents=True, exist_ok=True)
+        return {"Id": self._node.execs.create(cmd, home)}
+
+    def exec_start(self, exec_id: str, socket: bool = False) -> Any:
+        return self._node.execs.start(exec_id)
+
+    def logs(self, container: str, **_arguments: Any) -> bytes:
+        self._find(container)
+        return self._node.print_line()
+
+    def networks(self, **_arguments: Any) -> list[dict[str, Any]]:
+        return []
+
+    def volumes(self, filters: dict[str, Any] | None = None) -> dict[str, Any]:
+        wanted = dict(label.split("=", 1) for label in (filters or {}).get("label", ()))
+        found = [dict(one) for one in self._node.volumes.values() if all_in(wanted, one["Labels"])]
+        return {"Volumes": found or None, "Warnings": None}
+
+    def remove_volume(self, name: str) -> None:
+        if name not in self._node.volumes:
+            raise NotFound(f"node {self._node.name}: no such volume: {name}")
+        if any(mount["Name"] == name for one in self._node.containers.values() for mount in one.get("Mounts", ())):
+            raise Conflict(f"node {self._node.name}: volume is in use: {name}")
+        del self._node.volumes[name]
+
+    def _find(self, container: str) -> dict[str, Any]:
+        found = self._node.containers.get(container)
+        if found is None:
+            raise NotFound(f"node {self._node.name}: no such container: {container}")
+        return found
+
+
+def all_in(wanted: dict[str, str], labels: dict[str, str]) -> bool:
+    """Return whether the container has every wanted label."""
+    return all(labels.get(key) == value for key, value in wanted.items())
+
+
+class SimulatedDaemons(DockerClients):
+    """The daemons of simulated nodes."""
+
+    def __init__(self, nodes: Sequence[NodeSettings], simulated: dict[str, SimulatedNode], run_dir: Path) -> None:
+        super().__init__(nodes, instance="ghtest", run_dir=run_dir)
+        self.simulated = simulated
+
+    async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False, mounting: bool = False) -> T:
+        """Run `work` on the simulated client."""
+        found = self.simulated[node]
+        end = time.monotonic() + self._timeout_s
+        while found.is_hung and time.monotonic() < end:  # noqa: ASYNC110 - tests set it from other threads
+            await asyncio.sleep(0.01)
+        if found.is_hung or not found.is_reachable:
+            raise NodeUnreachable(f"node {node}: its Docker daemon cannot be reached")
+        return work(_Telling(SimulatedClient(found), found))
+
+
+class _Telling:
+    """A Docker client that reports each called method to the node."""
+
+    def __init__(self, client: SimulatedClient, node: SimulatedNode) -> None:
+        self._client = client
+        self._node = node
+
+    def __getattr__(self, method: str) -> Any:
+        self._node.on_call(method)
+        return getattr(self._client, method)
+
+
+def simulated_nodes(cards: dict[str, list[tuple[str, int]]] = CLOSET) -> dict[str, SimulatedNode]:
+    """A node for each entry."""
+    return {name: SimulatedNode(name=name, cards=list(of_node)) for name, of_node in cards.items()}
+
+
+def build_cluster(
+    cards: dict[str, list[tuple[str, int]]] = CLOSET, profiles: Sequence[ProfileSettings] = (), **parts: Any
+) -> ClusterSettings:
+    """Settings for simulated nodes, with a profile for each model and one without a GPU."""
+    models = {name.removeprefix("NVIDIA GeForce ") for of_node in cards.values() for name, _ in of_node}
+    return ClusterSettings(
+        nodes=tuple(
+            NodeSettings(name=name, address=f"127.0.1.{index}", docker=f"unix:///nowhere/{name}.sock")
+            for index, name in enumerate(cards, start=1)
+        ),
+        profiles=tuple(profiles)
+        or (
+            *(
+                ProfileSettings(name=model.lower().replace(" ", ""), title=model, gpu_model=model)
+                for model in sorted(models)
+            ),
+            ProfileSettings(name="any", title="Any GPU"),
+            ProfileSettings(name="cpu", title="No GPU", gpu_count=0),
+        ),
+        **{"users": UserSettings(allowed=("ada", "ben"), max_waiting=1000), **parts},
+    )
+
+
+def wait_until(condition: Callable[[], T | None], what: str, deadline_s: float = 10.0) -> T:
+    """The condition's value as soon as it is true.
+
+    Raises:
+        AssertionError: not within the deadline.
+    """
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"not within {deadline_s} s: {what}")

@@ -1,0 +1,1 @@
+"""Hubs and brokers for tests, real and fake, with their users and browsers."""

@@ -1,0 +1,1 @@
+"""Whole launches on this machine: workers, agents, ranks and detached jobs over loopback."""

@@ -1,0 +1,1 @@
+"""Slurm for tests: scripted in memory, and real daemons on this machine."""

@@ -1,0 +1,148 @@
+"""The real hub, broker and proxy with a real Slurm, whose jobs are the notebooks: the real jupyterhub-singleuser, which
+runs as a user whom Slurm's machines know and the head node does not.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.hub.served_hub import ServedHub
+from tests.support.hub.users import Client, log_in
+from tests.support.product import ROOT, wait_for
+from tests.support.slurm.site import USERS, SlurmSite, slurm_site
+
+#: The server's name.
+NB = "nb"
+#: One GPU of a type, so that the second one who wants it waits. Profiles and more go where FURTHER stands.
+SETTINGS = """
+engine = "slurm"
+[[nodes]]
+name = "rig1"
+slurm = "sx1"
+address = "127.0.0.11"
+docker = "unix:///run/gpuhub-nobody-listens-here.sock"
+[[nodes]]
+name = "rig2"
+slurm = "sx2"
+address = "127.0.0.12"
+docker = "unix:///run/gpuhub-nobody-listens-too.sock"
+[[profiles]]
+name = "gpu"
+title = "RTX 5090"
+gpu_model = "RTX 5090"
+cpus = 1
+memory = "1GiB"
+time_limit = "1h"
+FURTHER
+[users]
+login = "password"
+allowed = ["ada", "ben"]
+uid_first = 61001
+[storage]
+home = "HOMES/{{username}}"
+[slurm]
+conf = "CONF"
+runtime = "plain"
+command = "COMMAND"
+poll = "1s"
+"""
+#: Nothing of the product's is changed but how often a test must wait.
+CONFIG = "load_subconfig({real!r})\nc.Spawner.poll_interval = 2\n"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hub and Slurm."""
+
+    site: SlurmSite
+    hub: ServedHub
+    ada: Client
+    ben: Client
+
+    def jobs(self) -> dict[int, tuple[str, int, str]]:
+        """Jobs that have not ended: name, UID and state by number."""
+        lines = self.site.ask("squeue", "-h", "-o", "%i %j %U %T").splitlines()
+        return {int(number): (name, int(uid), state) for number, name, uid, state in map(str.split, lines)}
+
+    def jobs_of(self, name: str) -> list[int]:
+        """A user's, the oldest first."""
+        return sorted(number for number, (_, uid, _) in self.jobs().items() if uid == USERS[name])
+
+    def job_of(self, name: str) -> int | None:
+        """The one job of a user."""
+        found = self.jobs_of(name)
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def wait_clear(self) -> None:
+        """Until Slurm has no job, and the broker no lease."""
+        wait_for(lambda: not self.jobs(), "no jobs are left", 60)
+        wait_for(lambda: not leases(self.ada) and not leases(self.ben), "no leases are left", 60)
+
+
+def leases(user: Client) -> list[dict[str, Any]]:
+    """The user's leases that have not ended."""
+    status, found = user.ask(user.broker, "GET", "/leases")
+    assert status == 200, found
+    return list(found["leases"] if isinstance(found, dict) else found)
+
+
+@contextmanager
+def slurm_hub(
+    instance: str, folder: Path, command: Path, *, site_port: int, port: int, further: str = ""
+) -> Iterator[Cluster]:
+    """A hub with ada and ben, on two nodes with a GPU each; `command` is the notebook's program, `further` more of
+    cluster.toml, profiles among it.
+    """
+    with slurm_site(port=site_port, nodes=(("rtx5090",), ("rtx5070",)), min_job_age_s=30) as site:
+        texts = {"HOMES": site.folder / "homes", "CONF": site.files.conf, "COMMAND": command, "FURTHER": further}
+        settings = SETTINGS
+        for word, text in texts.items():
+            settings = settings.replace(word, str(text))
+        hub = ServedHub(instance, folder, "", port, settings=settings, config=CONFIG)
+        try:
+            hub.start()
+            address = f"http://127.0.0.1:{hub.port}"
+            ada, ben = (log_in(address, name, hub.password) for name in ("ada", "ben"))
+            (hub.paths.state / "uids.json").write_text(json.dumps(USERS))
+            yield Cluster(site, hub, ada, ben)
+            ada.close()
+            ben.close()
+        finally:
+            hub.stop()
+
+
+def build_environment(folder: Path, *further: str) -> Path:
+    """The path of its jupyterhub-singleuser."""
+    uv = str(Path(sys.executable).with_name("uv"))
+    lock = ROOT / "images" / "python" / "requirements.lock"
+    subprocess.run([uv, "venv", "-q", "--python", "/usr/bin/python3", str(folder / "env")], check=True)
+    python = str(folder / "env" / "bin" / "python")
+    wanted = ["jupyterhub", "jupyter_server", *further]
+    subprocess.run([uv, "pip", "install", "-q", "--python", python, "--constraint", str(lock), *wanted], check=True)
+    return folder / "env" / "bin" / "jupyterhub-singleuser"
+
+
+def start(cluster: Cluster, user: Client, profile: str = "gpu") -> int:
+    """The user's notebook, which answers; the number of its job."""
+    user.start(NB, profile)
+    wait_ready(cluster, user)
+    job = cluster.job_of(user.name)
+    assert job is not None
+    return job
+
+
+def wait_ready(cluster: Cluster, user: Client) -> None:
+    def is_ready() -> bool:
+        servers = user.servers()
+        assert servers is None or NB in servers, f"the start failed:\n{cluster.hub.log('hub')}"
+        return user.is_ready(NB)
+
+    wait_for(is_ready, f"{user.name}'s notebook", 120)

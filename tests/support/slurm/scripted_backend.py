@@ -1,0 +1,156 @@
+"""A real core and store with the Slurm backend on a scripted Slurm: a test says when the backend is polled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpuhub.backends.slurm.backend import SlurmBackend
+from gpuhub.backends.slurm.scheduler import SlurmScheduler
+from gpuhub.broker.controllers.backend_controller import BackendController, CoreHost
+from gpuhub.broker.db.store import Store
+from gpuhub.broker.operations.operations import BrokerOperations
+from gpuhub.broker.state import mutations
+from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker_api.schemas import JobRequest, LeaseRequest, LeaseState
+from gpuhub.common import gpu
+from gpuhub.common.errors import NotAllowed
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.domain.clock import Clock
+from gpuhub.domain.models import Identity, LeaseRow
+from gpuhub.nodes.inventory import GpuReading, NodeStatus, build_inventory
+from gpuhub.slurm_client.interface import SlurmClient
+from gpuhub.slurm_client.models import Submitter
+from tests.support.docker.simulated_nodes import CLOSET, build_cluster
+from tests.support.slurm.scripted_slurm import UIDS, ScriptedSlurm
+
+INSTANCE = "ghtest"
+_keys = itertools.count(1)
+
+
+def slurm_cluster(cards: dict[str, list[tuple[str, int]]] = CLOSET, **parts: Any) -> ClusterSettings:
+    """The practice closet's settings, with Slurm as the engine."""
+    return build_cluster(cards, engine="slurm", **parts)
+
+
+async def find_submitter(owner: str) -> Submitter:
+    """ada, ben and eve have accounts."""
+    if owner not in UIDS:
+        raise NotAllowed(f"user {owner!r} has no account on the head node")
+    return Submitter(name=owner, uid=UIDS[owner], gid=UIDS[owner])
+
+
+def build_backend(cluster: ClusterSettings, slurm: SlurmClient) -> SlurmBackend:
+    """The backend on this Slurm, for the users that have accounts."""
+    return SlurmBackend(cluster, slurm, instance=INSTANCE, find_submitter=find_submitter)
+
+
+@dataclass(slots=True)
+class Desk:
+    """One life of a broker, asked as users and the keeper would."""
+
+    core: BrokerState
+    backend: SlurmBackend
+    controller: BackendController
+    broker: BrokerOperations
+
+    @property
+    def scheduler(self) -> SlurmScheduler:
+        """What grants leases."""
+        return self.backend.scheduler
+
+    async def ask(self, owner: str = "ada", profile: str = "rtx5090", **parts: Any) -> LeaseRow:
+        """A notebook's lease, for a server of its own."""
+        key = f"key-{next(_keys)}"
+        parts.setdefault("server", key)
+        made = await self.broker.request_lease(Identity(name=owner), LeaseRequest(profile=profile, key=key, **parts))
+        return self.lease(made.id)
+
+    async def launch(self, owner: str = "ada", **parts: Any) -> LeaseRow:
+        """A job's lease."""
+        run = f"run-{next(_keys):06}"
+        made = await self.broker.request_job(Identity(name=owner), JobRequest(run_id=run, **parts))
+        return self.lease(made.lease.id)
+
+    def lease(self, lease_id: str) -> LeaseRow:
+        """As it is now, ended or not."""
+        found = self.core.ledger.snapshot.leases.get(lease_id) or self.core.store.get_lease(lease_id)
+        assert found is not None
+        return found
+
+    def state(self, lease_id: str) -> LeaseState:
+        """Its state."""
+        return self.lease(lease_id).state
+
+    async def settle(self, lease: LeaseRow, slurm: ScriptedSlurm) -> LeaseRow:
+        """Submit it, start it, grant it."""
+        await self.controller.step()
+        slurm.start(self.lease(lease.id).slurm_job)
+        await self.controller.step()
+        return self.lease(lease.id)
+
+    async def prove_gone(self, lease_id: str) -> None:
+        """The nodes show no container of it."""
+        for node in self.lease(lease_id).nodes:
+            await self.core.ledger.change(mutations.prove_released([lease_id], node))
+
+
+@dataclass(slots=True)
+class Site:
+    """What outlives brokers."""
+
+    folder: Path
+    cluster: ClusterSettings = field(default_factory=slurm_cluster)
+    cards: dict[str, list[tuple[str, int]]] = field(default_factory=lambda: dict(CLOSET))
+    slurm: ScriptedSlurm = field(default_factory=ScriptedSlurm)
+    clock: Clock = field(default_factory=Clock)
+
+    async def start(self, store: Store | None = None) -> Desk:
+        """A broker on the store that is there, without its loops, on nodes that have been read."""
+        backend = build_backend(self.cluster, self.slurm)
+        store = store or Store.open_file(self.folder / "broker.sqlite")
+        inventory = build_inventory(self.cluster, {})
+        core = BrokerState(
+            cluster=self.cluster, store=store, scheduler=backend.scheduler, inventory=inventory, clock=self.clock
+        )
+        await backend.setup(CoreHost(core))
+        await core.start()
+        desk = Desk(core, backend, BackendController(core, backend), BrokerOperations(core, backend))
+        for node in self.cluster.nodes:
+            await core.observe(self.record(node.name))
+        return desk
+
+    def record(self, name: str, **changes: Any) -> NodeStatus:
+        """A node that answers, as it was read."""
+        return NodeStatus(
+            name=name,
+            is_up=True,
+            is_reconciled=True,
+            daemon_id=f"daemon-{name}",
+            boot_id=f"boot-{name}",
+            driver="580.95.05",
+            gpus=tuple(
+                GpuReading(uuid=f"GPU-{name}-{index}", index=index, model=gpu.shorten_model(model), memory_mib=mib)
+                for index, (model, mib) in enumerate(self.cards[name])
+            ),
+            has_readings=True,
+            read_at=self.clock.monotonic(),
+        ).evolve(**changes)
+
+    @asynccontextmanager
+    async def broker(self) -> AsyncIterator[Desk]:
+        """A broker, closed afterwards."""
+        desk = await self.start()
+        try:
+            yield desk
+        finally:
+            await self.stop(desk)
+
+    async def stop(self, desk: Desk) -> None:
+        """The broker ends."""
+        await desk.core.close()
+        desk.core.store.close()
