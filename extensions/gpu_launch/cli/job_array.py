@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gpu_launch.common.job_manifest import JobManifest
 from gpu_launch.errors import UsageError
-from gpu_launch.options.launch_options import LaunchOptions
+from gpu_launch.options.definition import LaunchOptions
 
 #: Set for each task.
 INDEX_VARIABLE = "GPU_LAUNCH_ARRAY_INDEX"

@@ -19,7 +19,7 @@ from gpu_launch.environment import SECRET_PREFIXES
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import plan
 from gpu_launch.options import command
-from gpu_launch.options.launch_options import LaunchOptions
+from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.taskfile import accelerators, task
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -22,7 +22,7 @@ from gpu_launch.launch.launch import prepare
 from gpu_launch.launch.plan import LaunchPlan, free_nodes
 from gpu_launch.launch.request import ValidatedRequest, build_spec
 from gpu_launch.launch.worker_pool import WorkerPool, worker_pools
-from gpu_launch.options.launch_options import LaunchOptions
+from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text as render
 from gpu_launch.worker import nccl_env
 from gpu_launch.worker.runners import torchrun

@@ -21,7 +21,7 @@ from gpu_launch.common import exchange as exchanges
 from gpu_launch.common import network, run_folder
 from gpu_launch.common.exchange import ExchangeFiles
 from gpu_launch.common.launch_spec import Membership
-from gpu_launch.common.output_channel import OutputReceiver
+from gpu_launch.common.secure_channel import OutputReceiver
 from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, UsageError
 from gpu_launch.launch.membership import MembershipChange, check_enough_nodes, format_lost_worker
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest
@@ -30,9 +30,9 @@ from gpu_launch.launch.startup import RankStarter, start_thread
 from gpu_launch.launch.state import LaunchResult, LaunchState, check_transition, write_status
 from gpu_launch.launch.view import LaunchView
 from gpu_launch.launch.worker_pool import WorkerPool, worker_pools
-from gpu_launch.options.launch_options import LaunchOptions
+from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text
-from gpu_launch.output.display import Screen
+from gpu_launch.output.panel import Screen
 from gpu_launch.output.rank_monitor import RankMonitor
 from gpu_launch.worker import agent
 

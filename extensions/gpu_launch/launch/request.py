@@ -19,7 +19,7 @@ from gpu_launch.common.run_folder import shorten_path
 from gpu_launch.environment import Environment
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import plan
-from gpu_launch.options.launch_options import LaunchOptions
+from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text
 
 #: Mounted on every node, like the home.

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from gpu_launch.common.launch_spec import Membership
-from gpu_launch.common.output_channel import OutputReceiver
+from gpu_launch.common.secure_channel import OutputReceiver
 from gpu_launch.launch import plan as plan_module
 from gpu_launch.launch.request import ValidatedRequest
 from gpu_launch.launch.worker_group import WorkerGroup
 from gpu_launch.launch.worker_pool import WorkerPool
 from gpu_launch.output import text as render
-from gpu_launch.output.display import Screen, find_screen
-from gpu_launch.output.panel import PanelView
+from gpu_launch.output.panel import PanelView, Screen, find_screen
 from gpu_launch.output.rank_monitor import RankMonitor
 from gpu_launch.units import format_span
 

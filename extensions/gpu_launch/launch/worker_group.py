@@ -63,7 +63,7 @@ class WorkerGroup(Protocol):
         """Poll the job now, instead of waiting for its next change."""
 
     def start(self, *, settings: dict[str, Any]) -> None:
-        """Ask for the containers; their engines start with `settings`, see `worker.engine_process`."""
+        """Ask for the containers; their engines start with `settings`, see `worker.main`."""
 
     def publish_connection(self, connection: dict[str, Any]) -> None:
         """Publish the connection to the controller for the engines."""

@@ -22,12 +22,11 @@ from gpu_launch.launch import request
 from gpu_launch.magics import completion
 from gpu_launch.options import command, rank_session
 from gpu_launch.options.rank_session import RankSessionOptions
-from gpu_launch.output import history, logs
-from gpu_launch.sessions import messages
+from gpu_launch.output import logs
 
 if TYPE_CHECKING:
     from gpu_launch.detached.submit import Submitted
-    from gpu_launch.options.launch_options import LaunchOptions
+    from gpu_launch.options.definition import LaunchOptions
     from gpu_launch.sessions.cell import CellRequest
     from gpu_launch.sessions.session_manager import SessionManager
 
@@ -59,7 +58,7 @@ class GpuRanksMagics(Magics):
         elif asked.has_start_flags or asked.restart:
             self._ensure(asked)
         else:
-            sys.stdout.write(messages.NO_SESSION if self._group is None else self._group.describe())
+            sys.stdout.write(rank_session.NO_SESSION if self._group is None else self._group.describe())
 
     def _ensure(self, asked: RankSessionOptions) -> SessionManager:
         """Return the running ranks, after starting them where there are none or others are asked for."""
@@ -101,7 +100,7 @@ class GpuRanksMagics(Magics):
 
     def _stop(self) -> None:
         nodes = self._end()
-        sys.stdout.write(f"gpu_launch: the ranks on {nodes} have ended\n" if nodes else messages.NO_SESSION)
+        sys.stdout.write(f"gpu_launch: the ranks on {nodes} have ended\n" if nodes else rank_session.NO_SESSION)
 
     def _end(self) -> str:
         group, self._group = self._group, None
@@ -202,7 +201,7 @@ def register(shell: Any) -> None:
         completion.CompletionSources(
             models=completion.CachedCall(lambda: _models(env)).get,
             names=lambda: [name for name in shell.user_ns if name not in shell.user_ns_hidden],
-            runs=lambda: [run.run_id for run in history.list_runs(env.home, most=50)],
+            runs=lambda: [run.run_id for run in logs.list_runs(env.home, most=50)],
             jobs=completion.CachedCall(lambda: _jobs(env)).get,
             folder=Path.cwd,
         ),

@@ -17,9 +17,9 @@ from gpu_launch.common.run_folder import RunFolder
 from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError
 from gpu_launch.launch.worker_pool import WorkerPoolView, worker_pools
-from gpu_launch.output import history
+from gpu_launch.output import logs
 from gpu_launch.output import text as render
-from gpu_launch.output.display import is_in_notebook
+from gpu_launch.output.panel import is_in_notebook
 from gpu_launch.units import format_span
 
 _RUNS = 5
@@ -57,7 +57,7 @@ def collect_tables(env: Environment) -> list[Table]:
             jobs, problem = list_own_jobs(broker, env), "None."
         except BrokerError as error:
             problem = str(error)
-    latest = [(run, history.read_status(run)) for run in history.list_runs(env.home, most=_RUNS)]
+    latest = [(run, logs.read_status(run)) for run in logs.list_runs(env.home, most=_RUNS)]
     return [
         build_pool_table(worker_pools.list_views()),
         build_jobs_table(jobs, now=datetime.now(UTC), nothing=problem),
@@ -85,7 +85,7 @@ def build_runs_table(latest: Iterable[tuple[RunFolder, JobStatus | None]], *, ho
     """Return the table of runs with their output."""
     rows = []
     for run, state in latest:
-        began = history.parse_start_time(run)
+        began = logs.parse_start_time(run)
         rows.append(
             (
                 run.run_id,

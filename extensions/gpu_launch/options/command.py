@@ -26,8 +26,8 @@ from gpu_launch.options.definition import (
     REFUSED,
     TORCHRUN,
     LaunchOption,
+    LaunchOptions,
 )
-from gpu_launch.options.launch_options import LaunchOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ from gpu_launch.options import command
 from gpu_launch.options import value_types as types
 from gpu_launch.options.command import LaunchCommand
 from gpu_launch.options.definition import OPTIONS as LAUNCH_OPTIONS
-from gpu_launch.options.definition import Surface
-from gpu_launch.options.launch_options import LaunchOptions
+from gpu_launch.options.definition import LaunchOptions, Surface
 
 OPTIONS = tuple(option for option in LAUNCH_OPTIONS if Surface.RANKS in option.surfaces)
 _OWN_OPTIONS = (
@@ -49,6 +48,7 @@ and everything that earlier cells have made. The value of the last line is shown
   --restart              end the running ranks, and start new ones first; with other flags, or the same again
 """
 
+NO_SESSION = "There is no rank session. %%gpu_ranks over a cell starts one; %gpu_ranks --help lists the flags.\n"
 #: Options of a launch that the ranks of a session cannot follow, and why.
 _REFUSED = {
     "detach": "they run as long as this notebook's kernel",

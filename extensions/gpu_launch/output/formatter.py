@@ -1,25 +1,46 @@
 """Turns the ranks' output into the text that is shown.
 
-A chunk of a stream is split into lines (`lines.LineBuffer`); drawn progress bars are taken out (`progress_bars`),
-output above the rate limit is skipped (`lines.RateCap`), tracebacks of a possible failure are held back (`tracebacks`),
-and equal lines of several ranks are merged (`dedup`).
+A chunk of a stream is split into lines (`LineBuffer`); drawn progress bars are taken out (`progress_bars`), output
+above the rate limit is skipped (`RateCap`), tracebacks of a possible failure are held back (`failure`), and equal lines
+of several ranks are merged (`LineDeduplicator`).
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter, deque
 from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
 
-from gpu_launch.output.dedup import LineDeduplicator, OutputLine
-from gpu_launch.output.lines import LINE_COST, LineBuffer, RateCap, strip_controls
+from gpu_launch.output.failure import TracebackFilter
 from gpu_launch.output.progress_bars import ProgressTracker, parse_bar
 from gpu_launch.output.text import format_count, format_rank_prefix, format_ranks_prefix, format_size
-from gpu_launch.output.tracebacks import TracebackFilter
 
 #: Seconds between notes about skipped lines.
 NOTE_PERIOD_S = 2.0
 #: The last skipped lines of each rank are shown with the note.
 _TAIL_LINES = 5
+#: A line without its end is shown after PARTIAL_S, a bar that redraws itself every REDRAW_S, seconds.
+PARTIAL_S = 0.5
+REDRAW_S = 2.0
+#: Longer lines are broken, characters.
+MAX_LINE_LENGTH = 8192
+#: Most text per second in the notebook after the burst: more than anyone can read, and the browser can hold an hour of
+#: it. The log files have all of it.
+CAP_BYTES_S = 100_000
+CAP_BURST_BYTES = 1_000_000
+#: Characters added to a line's own: its prefix.
+LINE_COST = 24
+#: Sequences that move a terminal's cursor, ring its bell or hide text. Colours are kept.
+_CONTROLS = re.compile(
+    r"\x1b\][^\x07\x1b]{0,500}(?:\x07|\x1b\\)?|\x1b\[[0-9;:?<=>]*[ -/]*(?!m)[@-~]|\x1b(?!\[)"
+    r"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]"
+)
+#: Longest wait of a line for its equals, seconds. With the notebook's poll period of 50 ms a line is shown within 0.15
+#: s.
+MAX_WAIT_S = 0.1
+_Key = tuple[str, str]
 
 
 class OutputFormatter:
@@ -172,3 +193,222 @@ def _join_streams(texts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         else:
             joined.append((stream, [text]))
     return [(stream, "".join(parts)) for stream, parts in joined]
+
+
+@dataclass
+class _PartialLine:
+    """A line that has not ended yet."""
+
+    text: str = ""
+    changed_at: float = 0.0
+    shown_at: float = 0.0
+
+
+class LineBuffer:
+    """Splits every rank's streams into lines and keeps the incomplete ones."""
+
+    def __init__(self) -> None:
+        self._pending: dict[tuple[int, str], _PartialLine] = {}
+
+    def feed(self, rank: int, stream: str, text: str, now: float) -> list[str]:
+        """Add text and return the lines that it completes."""
+        pending = self._pending.get((rank, stream))
+        if pending is None:
+            pending = self._pending[rank, stream] = _PartialLine(shown_at=now)
+        pending.changed_at = now
+        if "\r" not in text and "\r" not in pending.text:
+            *complete, rest = (pending.text + text).split("\n")
+        else:
+            *complete, rest = (pending.text + text).replace("\r\n", "\n").split("\n")
+            complete, rest = [collapse_redraws(line) for line in complete], collapse_redraws(rest, keep_end=True)
+        if len(rest) > MAX_LINE_LENGTH:
+            complete.append(rest.lstrip("\r"))
+            rest = ""
+        pending.text = rest
+        return complete
+
+    def skip(self, rank: int, stream: str) -> None:
+        """Forget the incomplete line: the next text does not continue it."""
+        self._pending.pop((rank, stream), None)
+
+    def pending(self, rank: int, stream: str) -> str:
+        """Return the incomplete line as a terminal shows it."""
+        pending = self._pending.get((rank, stream))
+        return collapse_redraws(pending.text) if pending is not None else ""
+
+    def take_overdue(self, now: float, *, everything: bool = False) -> list[tuple[int, str, str]]:
+        """Return (rank, stream, line) of incomplete lines that are due, or with `everything` of all."""
+        overdue = []
+        for (rank, stream), pending in self._pending.items():
+            redraws = "\r" in pending.text
+            is_due = now - pending.shown_at >= REDRAW_S if redraws else now - pending.changed_at >= PARTIAL_S
+            if (is_due or everything) and (shown := collapse_redraws(pending.text)):
+                overdue.append((rank, stream, shown))
+                pending.text, pending.shown_at = "", now
+        return overdue
+
+
+def collapse_redraws(line: str, *, keep_end: bool = False) -> str:
+    """Return the visible part of a line that redraws itself with carriage returns.
+
+    With `keep_end` the last return stays, because later text may redraw the line.
+    """
+    if "\r" not in line:
+        return line
+    drawn = line.rstrip("\r")
+    last = drawn[drawn.rfind("\r") + 1 :]
+    return f"\r{last}" if keep_end else last
+
+
+def strip_controls(text: str) -> str:
+    """Remove terminal control sequences other than colours."""
+    return text if _CONTROLS.search(text) is None else _CONTROLS.sub("", text)
+
+
+class RateCap:
+    """Limits output to CAP_BYTES_S."""
+
+    def __init__(self, *, rate: float = CAP_BYTES_S, burst: float = CAP_BURST_BYTES, now: float = 0.0) -> None:
+        self._rate, self._burst = rate, burst
+        self._left, self._at = burst, now
+
+    def consume(self, lines: list[str], now: float) -> int:
+        """Return how many of the first lines may be shown now, and charge for them."""
+        self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._rate)
+        self._at = now
+        cost = sum(map(len, lines)) + LINE_COST * len(lines)
+        if cost <= self._left:
+            self._left -= cost
+            return len(lines)
+        allowed = 0
+        for line in lines:
+            cost = len(line) + LINE_COST
+            if cost > self._left:
+                break
+            self._left -= cost
+            allowed += 1
+        return allowed
+
+    def refund(self, size: int) -> None:
+        """Return the charge for characters that were not shown after all."""
+        self._left = min(self._burst, self._left + size)
+
+
+@dataclass(frozen=True)
+class OutputLine:
+    """A line, and the numbers of the ranks that wrote it."""
+
+    ranks: tuple[int, ...]
+    stream: str
+    line: str
+
+
+@dataclass
+class _RankQueue:
+    """A rank's pending lines with their arrival times, and a count of each."""
+
+    lines: deque[tuple[_Key, float]] = field(default_factory=deque)
+    times: Counter[_Key] = field(default_factory=Counter)
+
+
+@dataclass
+class _LineGroup:
+    """The ranks whose next line is the same, and the arrival of the first one."""
+
+    ranks: set[int]
+    since: float
+
+
+class LineDeduplicator:
+    """Takes ranks' lines and returns equal ones of several ranks once.
+
+    A line waits a moment for the same line of other ranks. Lines of one rank never change their order.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[int, _RankQueue] = {}
+        self._heads: dict[_Key, _LineGroup] = {}
+        self._last: set[int] = set()
+
+    def feed(self, rank: int, stream: str, lines: Iterable[str], now: float) -> None:
+        """Add complete lines of one rank, in their order."""
+        queue = self._queues.setdefault(rank, _RankQueue())
+        is_idle = not queue.lines
+        for line in lines:
+            key = (stream, line)
+            queue.lines.append((key, now))
+            queue.times[key] += 1
+        if is_idle:
+            self._enqueue_head(rank)
+
+    def drain(self, active_ranks: Set[int], now: float, *, everything: bool = False) -> list[OutputLine]:
+        """Return the lines to show now: those of all `active_ranks`, and those that have waited long enough.
+
+        Args:
+            active_ranks: Ranks that may still write lines.
+            now: Time in seconds.
+            everything: Return all lines.
+        """
+        if len(self._queues) == 1 and (everything or active_ranks <= self._queues.keys()):
+            return self._drain_only_rank()
+        lines: list[OutputLine] = []
+        while (key := self._find_ready(active_ranks, now, everything=everything)) is not None:
+            self._align_ranks(key, lines)
+            lines.append(self._release(key))
+        return lines
+
+    def _drain_only_rank(self) -> list[OutputLine]:
+        """Return all lines of the only rank: there are no others to wait for."""
+        ((rank, queue),) = self._queues.items()
+        lines = [OutputLine((rank,), *key) for key, _ in queue.lines]
+        self._queues.clear()
+        self._heads.clear()
+        self._last = {rank}
+        return lines
+
+    def _find_ready(self, active_ranks: Set[int], now: float, *, everything: bool) -> _Key | None:
+        """Return the line to show next: one of the same ranks as the last line, else the oldest.
+
+        So the lines of a block that only one rank writes stay together.
+        """
+        best_key, best = None, (True, 0.0)
+        for key, group in self._heads.items():
+            if everything or now - group.since >= MAX_WAIT_S or active_ranks <= group.ranks:
+                order = (group.ranks != self._last, group.since)
+                if best_key is None or order < best:
+                    best_key, best = key, order
+        return best_key
+
+    def _align_ranks(self, key: _Key, lines: list[OutputLine]) -> None:
+        """Release lines of other ranks that come before this line in their queues."""
+        if len(self._queues) == len(self._heads[key].ranks):
+            return
+        for queue in self._queues.values():
+            while queue.times[key] and queue.lines[0][0] != key:
+                lines.append(self._release(queue.lines[0][0]))
+
+    def _release(self, key: _Key) -> OutputLine:
+        group = self._heads.pop(key)
+        for rank in group.ranks:
+            queue = self._queues[rank]
+            queue.lines.popleft()
+            queue.times[key] -= 1
+            if not queue.times[key]:
+                del queue.times[key]
+        for rank in group.ranks:
+            self._enqueue_head(rank)
+        self._last = group.ranks
+        return OutputLine(tuple(sorted(group.ranks)), *key)
+
+    def _enqueue_head(self, rank: int) -> None:
+        """Add the rank's next line to the group of that line."""
+        queue = self._queues[rank]
+        if not queue.lines:
+            return
+        key, arrived_at = queue.lines[0]
+        group = self._heads.get(key)
+        if group is None:
+            self._heads[key] = _LineGroup(ranks={rank}, since=arrived_at)
+        else:
+            group.ranks.add(rank)
+            group.since = min(group.since, arrived_at)

@@ -1,18 +1,23 @@
-"""The panel of a launch, as HTML for notebooks and as one line of text."""
+"""The panel of a launch, as HTML and as one line of text, and the screens for it: a notebook cell, a terminal."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, Protocol, TextIO
 
-from gpu_launch.common.gpu_reading import GpuSample, shorten_uuid
 from gpu_launch.output.progress_bars import ProgressBar
 from gpu_launch.output.text import format_exact_span, format_ranks
+from gpu_launch.worker.gpu_monitor import GpuSample, shorten_uuid
 
 #: Part of a GPU's memory above which a warning is shown.
 _NEARLY_FULL = 0.95
+_REFRESH_S = 1.0  # seconds between updates of a panel or a line
 
 
 class RankState(StrEnum):
@@ -183,3 +188,173 @@ def _format_remaining(bar: ProgressBar) -> str:
 def _format_number(value: float) -> str:
     """Format as `45`, `1.5`, `1 200 000`."""
     return f"{value:,.0f}".replace(",", " ") if value == int(value) else f"{value:,.2f}".replace(",", " ")
+
+
+class Screen(Protocol):
+    """The display of a launch and its ranks."""
+
+    def show_progress(self, text: str, *, phase: str = "") -> None:
+        """Show the current step; its time counts from the start of the phase, or of the text if there is no phase."""
+
+    def show_panel(self, view: PanelView) -> None:
+        """Show the panel. A closing view is shown at once, and stays."""
+
+    def write(self, stream: str, text: str) -> None:
+        """Write lines of ranks to `stdout` or `stderr`."""
+
+    def flush(self) -> None:
+        """Flush the written text."""
+
+
+def find_screen() -> Screen:
+    """Return the screen of this process."""
+    if not is_in_notebook():
+        return TextScreen()
+    from IPython.display import DisplayHandle
+
+    return NotebookScreen(DisplayHandle)
+
+
+class _PhaseTimer:
+    """The current text and the start of its phase."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.text, self._phase = "", ""
+        self._since = clock()
+
+    def set(self, text: str, phase: str) -> None:
+        if (phase or text) != self._phase:
+            self._phase, self._since = phase or text, self._clock()
+        self.text = text
+
+    def elapsed(self) -> str:
+        seconds = self._clock() - self._since
+        return format_exact_span(seconds) if seconds >= 1 else ""
+
+
+class NotebookScreen:
+    """A cell's output: one panel that is updated in place, with the streams below it."""
+
+    def __init__(self, handle: Callable[[], Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._make, self._clock = handle, clock
+        self._handle: Any = None
+        self._progress = _PhaseTimer(clock)
+        self._view = PanelView()
+        self._shown: tuple[str, PanelView] | None = None
+        self._shown_at = float("-inf")
+
+    def show_progress(self, text: str, *, phase: str = "") -> None:
+        is_new = text != self._progress.text
+        self._progress.set(text, phase)
+        if is_new and self._is_due():
+            self._show()
+
+    def show_panel(self, view: PanelView) -> None:
+        self._view = view
+        if self._is_due() or (view.is_closing and self._shown != (self._progress.text, view)):
+            self._show()
+
+    def write(self, stream: str, text: str) -> None:
+        (sys.stdout if stream == "stdout" else sys.stderr).write(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    def _is_due(self) -> bool:
+        return self._clock() - self._shown_at >= _REFRESH_S
+
+    def _show(self) -> None:
+        text, elapsed = self._progress.text, self._progress.elapsed()
+        data = {
+            "text/plain": f"gpu_launch: {build_line(text, self._view, elapsed)}",
+            "text/html": build_html(text, self._view, elapsed),
+        }
+        self._shown, self._shown_at = (text, self._view), self._clock()
+        if self._handle is None:
+            self._handle = self._make()
+            self._handle.display(data, raw=True)
+        else:
+            self._handle.update(data, raw=True)
+
+
+class TextScreen:
+    """A terminal, where one line is redrawn below the ranks' lines; or a file, with one line for each change."""
+
+    def __init__(
+        self, out: TextIO | None = None, err: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out, self._err, self._clock = out or sys.stdout, err or sys.stderr, clock
+        self._is_terminal = self._out.isatty()
+        self._progress = _PhaseTimer(clock)
+        self._view = PanelView()
+        #: The last progress, without the parts that change all the time.
+        self._shown: tuple[str, int | None] = ("", None)
+        self._shown_at = float("-inf")
+        self._is_drawn = False
+
+    def show_progress(self, text: str, *, phase: str = "") -> None:
+        if text != self._progress.text:
+            # The earlier view belongs to the earlier step.
+            self._view = PanelView()
+        self._progress.set(text, phase)
+        self._refresh()
+
+    def show_panel(self, view: PanelView) -> None:
+        self._view = view
+        self._refresh()
+
+    def write(self, stream: str, text: str) -> None:
+        self._erase()
+        (self._out if stream == "stdout" else self._err).write(text)
+
+    def flush(self) -> None:
+        self._err.flush()
+        if self._is_terminal and not self._view.is_closing and not self._is_drawn:
+            self._draw()
+        self._out.flush()
+
+    def _refresh(self) -> None:
+        shown = (self._progress.text, _progress_in_tenths(self._view))
+        is_new = shown != self._shown and bool(self._progress.text)
+        if self._view.is_closing or not self._is_terminal:
+            if is_new or self._is_drawn:
+                self._shown = shown
+                self._erase()
+                self._out.write(f"{self._line('')}\n")
+                self._out.flush()
+        elif is_new or self._clock() - self._shown_at >= _REFRESH_S:
+            self._shown = shown
+            self._draw()
+
+    def _line(self, elapsed: str) -> str:
+        return f"gpu_launch: {build_line(self._progress.text, self._view, elapsed)}"
+
+    def _draw(self) -> None:
+        width = shutil.get_terminal_size().columns - 1
+        line = self._line(self._progress.elapsed())
+        self._out.write(f"\r\x1b[K{line if len(line) <= width else line[: width - 1] + '…'}")
+        self._out.flush()
+        self._shown_at, self._is_drawn = self._clock(), True
+
+    def _erase(self) -> None:
+        if self._is_drawn:
+            self._out.write("\r\x1b[K")
+            self._out.flush()
+            self._is_drawn = False
+
+
+def _progress_in_tenths(view: PanelView) -> int | None:
+    """Return the progress of the fastest loop in tenths: coarse enough for one line for each change."""
+    part = view.bars[-1].fraction if view.bars else None
+    return None if part is None else int(part * 10)
+
+
+def is_in_notebook() -> bool:
+    """Return whether output goes to a notebook's cell, which can show more than text."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    return hasattr(get_ipython(), "kernel")

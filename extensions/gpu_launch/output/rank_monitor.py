@@ -6,15 +6,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from gpu_launch.common.gpu_reading import GpuSample, parse_gpu_reading
 from gpu_launch.common.launch_spec import Membership, RankEnd
 from gpu_launch.errors import LaunchFailed
-from gpu_launch.options.launch_options import LaunchOptions
+from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import failure
 from gpu_launch.output.formatter import OutputFormatter
 from gpu_launch.output.panel import PanelView, RankState
 from gpu_launch.output.progress_bars import ProgressTracker
 from gpu_launch.output.text import format_ranks
+from gpu_launch.worker.gpu_monitor import GpuSample, parse_gpu_reading
 
 #: A node is silent after this many seconds: its agent sends a heartbeat every second.
 SILENCE_S = 10.0

@@ -1,4 +1,4 @@
-"""Runs one cell on the ranks of a session: sends it, follows it, and collects its ends and values."""
+"""Runs one cell on the ranks of a session: sends it, follows it, collects ends and values, and describes a failure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from gpu_launch.common import pickles
+from gpu_launch.common import exchange
 from gpu_launch.common.exchange import CellSource
+from gpu_launch.common.launch_spec import RankEnd
 from gpu_launch.errors import LaunchFailed
+from gpu_launch.output.failure import (
+    find_exception_line,
+    find_first_failure,
+    find_gpu_shortage,
+    format_shortage,
+    is_victim,
+)
+from gpu_launch.output.text import format_ranks
 from gpu_launch.sessions.channel import ControlMessage
 from gpu_launch.sessions.executor import CellOutcome
-from gpu_launch.sessions.messages import CellEnd
 from gpu_launch.sessions.session import RankSession
+from gpu_launch.worker.gpu_monitor import format_gpu_name
 
 #: Seconds for ranks to end after one has failed; ranks that wait for it in a collective never do.
 PEER_TIMEOUT_S = 5.0
@@ -22,6 +31,8 @@ PEER_TIMEOUT_S = 5.0
 INTERRUPT_TIMEOUT_S = 1.5
 _CHECK_TIMEOUT_S = 10.0  # seconds for ranks to add up one number
 _CHECK_ANSWER_S = _CHECK_TIMEOUT_S + 2.0  # seconds for all ranks to report the sum
+#: Describes a rank that did not return.
+_KILLED = "did not return from the interrupt and was killed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +128,7 @@ class CellRun:
             message = self._end_messages[rank]
             problems += [f"rank {rank}: {text}" for text in message.header["problems"]]
             for name, data in zip(self._cell.returns, message.frames, strict=True):
-                returned[name].append(pickles.load_result(data, f"rank {rank}: {name}", problems))
+                returned[name].append(exchange.load_result(data, f"rank {rank}: {name}", problems))
         if problems:
             text = "\n".join(problems)
             raise LaunchFailed(f"The cell ended well, but not everything came back:\n{text}")
@@ -207,3 +218,66 @@ class CellStateMachine:
             self._interrupted_at = now
             return CellStep.INTERRUPT
         return CellStep.WAIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellEnd:
+    """The end of a cell on a rank; `outcome` is None if the rank did not return."""
+
+    rank: int
+    node: str
+    outcome: CellOutcome | None
+    error: str = ""
+    at_ns: int = 0
+    #: Name of the rank's GPU, empty if unknown.
+    gpu: str = ""
+
+
+def format_failure(ends: Sequence[CellEnd]) -> str:
+    """Format the first failing rank's traceback, then one line for each way in which others ended."""
+    first = _find_first_failure(ends)
+    if first is None:
+        return _describe_others(ends)
+    shortage = find_gpu_shortage(first.error)
+    rank_text = f"rank {first.rank} on {first.node}"
+    head = (
+        f"{rank_text} ran out of GPU memory: {format_shortage(shortage, format_gpu_name(first.gpu))}"
+        if shortage
+        else f"{rank_text} failed{' first' if sum(end.outcome is CellOutcome.FAILED for end in ends) > 1 else ''}"
+    )
+    others = _describe_others([end for end in ends if end is not first])
+    return "\n".join([f"{head}:\n\n{first.error}\n", *([others] if others else [])])
+
+
+def _find_first_failure(ends: Sequence[CellEnd]) -> CellEnd | None:
+    """Return the rank to blame, by the rules for ranks of a launch."""
+    failed = {end.rank: end for end in ends if end.outcome is CellOutcome.FAILED}
+    first = find_first_failure(
+        RankEnd(rank=end.rank, node=end.node, exit_code=1, error=end.error, at_ns=end.at_ns) for end in failed.values()
+    )
+    return None if first is None else failed[first.rank]
+
+
+def _describe_others(ends: Sequence[CellEnd]) -> str:
+    groups: dict[str, list[int]] = {}
+    for end in ends:
+        if text := _describe_end(end):
+            groups.setdefault(text, []).append(end.rank)
+    return "\n".join(f"{format_ranks(ranks)}: {_pluralize(text, ranks)}" for text, ranks in groups.items())
+
+
+def _describe_end(end: CellEnd) -> str:
+    match end.outcome:
+        case CellOutcome.DONE:
+            return ""
+        case CellOutcome.INTERRUPTED:
+            return "interrupted"
+        case CellOutcome.FAILED:
+            lost = is_victim(RankEnd(rank=end.rank, node=end.node, exit_code=1, error=end.error, at_ns=end.at_ns))
+            return f"{'lost a peer, ' if lost else ''}{find_exception_line(end.error)}"
+        case None:
+            return _KILLED
+
+
+def _pluralize(text: str, ranks: Sequence[int]) -> str:
+    return text.replace("was", "were") if text == _KILLED and len(ranks) > 1 else text

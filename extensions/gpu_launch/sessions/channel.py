@@ -16,9 +16,9 @@ from typing import Any
 
 import zmq
 
-from gpu_launch.common import run_folder, secure_socket
+from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Channel
-from gpu_launch.common.output_channel import OutputReceiver
+from gpu_launch.common.secure_channel import CurveServer, OutputReceiver, connect_client
 
 _LINGER_MS = 2000
 #: Fields of a channel in the file for the ranks.
@@ -38,7 +38,7 @@ class ControlServer:
     """The notebook's end. Not thread-safe."""
 
     def __init__(self, address: str) -> None:
-        self._server = secure_socket.CurveServer(zmq.ROUTER)
+        self._server = CurveServer(zmq.ROUTER)
         self._socket = self._server.socket
         # A rank may reconnect after a broken connection; sending to a missing rank is an error.
         self._socket.router_handover = True
@@ -92,9 +92,7 @@ class ControlClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.routing_id = _encode_rank(rank)
         self._socket.linger = _LINGER_MS
-        secure_socket.connect_client(
-            self._socket, Channel(url=secret["url"], **{key: secret[key].encode() for key in _KEY_NAMES})
-        )
+        connect_client(self._socket, Channel(url=secret["url"], **{key: secret[key].encode() for key in _KEY_NAMES}))
         internal_address = f"inproc://session-{id(self)}"
         self._outgoing = self._context.socket(zmq.PULL)
         self._outgoing.bind(internal_address)

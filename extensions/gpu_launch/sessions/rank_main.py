@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from gpu_launch import environment
-from gpu_launch.common import pickles
+from gpu_launch.common import exchange
 from gpu_launch.sessions.channel import ControlClient, ControlMessage
 from gpu_launch.sessions.executor import SessionExecutor, flush_streams
 
@@ -110,7 +110,7 @@ class SessionRank:
             linecache.cache[label] = (len(text), None, text.splitlines(keepends=True), label)
         for data in frames:
             try:
-                vars(self._module).update(pickles.load(data))
+                vars(self._module).update(exchange.load_value(data))
             except Exception as error:
                 error.add_note("gpu_launch: what --send gave cannot be read in the rank")
                 raise
@@ -123,11 +123,11 @@ class SessionRank:
                 problems.append(f"it has no variable {name}")
             else:
                 try:
-                    data = pickles.dump(vars(self._module)[name], name)
-                except pickles.CannotPickle as error:
+                    data = exchange.dump_value(vars(self._module)[name], name)
+                except exchange.CannotPickle as error:
                     problems.append(str(error))
-                except pickles.TooLarge:
-                    problems.append(f"{name} has more than {pickles.MAX_BYTES // 1024**3} GiB; save it to a file")
+                except exchange.TooLarge:
+                    problems.append(f"{name} has more than {exchange.MAX_BYTES // 1024**3} GiB; save it to a file")
             returned.append(data)
 
 

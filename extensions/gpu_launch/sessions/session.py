@@ -1,4 +1,4 @@
-"""One start of a session's ranks: the launch that runs them and their control connection."""
+"""One start of a session's ranks: their launch, their control connection, and whether idle ranks keep GPUs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,9 @@ from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch.launch import Launch
 from gpu_launch.launch.request import ValidatedRequest
 from gpu_launch.launch.worker_pool import WorkerPool, worker_pools
-from gpu_launch.output.display import Screen, find_screen
-from gpu_launch.output.panel import PanelView
+from gpu_launch.output.panel import PanelView, Screen, find_screen
 from gpu_launch.output.rank_monitor import SILENCE_S
 from gpu_launch.sessions.channel import ControlMessage, ControlServer, CountingReceiver
-from gpu_launch.sessions.idle import IdlePolicy
 
 #: Shorter cells show only their output, seconds.
 _SHORT_S = 1.0
@@ -34,6 +33,10 @@ _QUIET_S = 1.0  # seconds without new output after which a cell's missing output
 _NETWORK_S = 2.0
 #: Shortest time in seconds for which workers are kept, because restarted ranks use the same ones.
 _MIN_KEEP_S = 60
+#: Seconds between the warning of idle ranks and their end.
+NOTICE_S = 60.0
+#: Seconds between queries whether others wait for GPUs.
+_ASK_PERIOD_S = 5.0
 
 
 class RankSession:
@@ -219,3 +222,45 @@ def _build_session_request(validated: ValidatedRequest, credentials: Path, *, ke
     launch_options = validated.request.options
     options = replace(launch_options, module=True, script=_MODULE, arguments=(str(credentials),), keep_s=keep_s)
     return replace(validated, script=_MODULE, request=replace(validated.request, cell=None, options=options))
+
+
+class IdleAction(Enum):
+    """The action for ranks that run no cell."""
+
+    KEEP = auto()
+    WARN = auto()
+    END = auto()
+
+
+class IdlePolicy:
+    """Keeps idle ranks, which hold the user's data, until others wait for GPUs and no cell has run for `keep_s`."""
+
+    def __init__(self, keep_s: float, now: float) -> None:
+        self._keep_s, self._since = keep_s, now
+        self._asked_at = float("-inf")
+        self._warned_at: float | None = None
+
+    def record_cell(self, now: float) -> None:
+        """Record that a cell has run."""
+        self._since, self._warned_at = now, None
+
+    def seconds_idle(self, now: float) -> float:
+        """Return the seconds since the last cell."""
+        return now - self._since
+
+    def should_ask(self, now: float) -> bool:
+        """Return whether it matters now if others wait; then False for some seconds."""
+        if self.seconds_idle(now) < self._keep_s - NOTICE_S or now - self._asked_at < _ASK_PERIOD_S:
+            return False
+        self._asked_at = now
+        return True
+
+    def decide(self, now: float, *, others_wait: bool) -> IdleAction:
+        """Return the action, given whether others wait for GPUs. END only follows a WARN."""
+        if not others_wait or self.seconds_idle(now) < self._keep_s - NOTICE_S:
+            return IdleAction.KEEP
+        if self._warned_at is None:
+            self._warned_at = now
+            return IdleAction.WARN
+        is_over = now - self._warned_at >= NOTICE_S and self.seconds_idle(now) >= self._keep_s
+        return IdleAction.END if is_over else IdleAction.KEEP

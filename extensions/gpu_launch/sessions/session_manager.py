@@ -15,14 +15,20 @@ from gpu_launch.common import run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, UsageError
 from gpu_launch.launch.launch import prepare
 from gpu_launch.options import command
-from gpu_launch.options.launch_options import LaunchOptions
-from gpu_launch.output.text import format_exact_span, format_nodes
-from gpu_launch.sessions import messages
-from gpu_launch.sessions.cell import CellRequest, CellRun, CellStep
-from gpu_launch.sessions.idle import IdleAction
-from gpu_launch.sessions.session import CellScreen, RankSession
+from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.rank_session import NO_SESSION
+from gpu_launch.output.text import format_count, format_exact_span, format_nodes
+from gpu_launch.sessions.cell import CellRequest, CellRun, CellStep, format_failure
+from gpu_launch.sessions.session import NOTICE_S, CellScreen, IdleAction, RankSession
+from gpu_launch.units import format_span
 
 _POLL_S = 0.05  # seconds between polls of idle ranks
+_USABLE = "The process group is usable, and all variables are kept."
+_RESTARTED = (
+    "The ranks were restarted with a new process group: all their variables are gone. "
+    "Run the cells that make them again."
+)
+_RELEASED = "The ranks were ended because others waited for GPUs and no cell ran: their variables are gone."
 
 
 class SessionManager:
@@ -107,8 +113,8 @@ class SessionManager:
         """Describe the session for a person."""
         session = self._session
         if session is None or session.is_closed:
-            return f"{self._loss}\nThe next %%gpu_ranks cell restarts them.\n" if self._loss else messages.NO_SESSION
-        return messages.format_state(
+            return f"{self._loss}\nThe next %%gpu_ranks cell restarts them.\n" if self._loss else NO_SESSION
+        return _format_state(
             len(session.devices),
             self._nodes(session),
             age_s=time.monotonic() - self._began_at,
@@ -130,9 +136,7 @@ class SessionManager:
             raise
         self._session, self._loss = session, ""
         self._began_at = time.monotonic()
-        self._screen.write(
-            "stdout", f"gpu_launch: {messages.format_started(len(session.devices), self._nodes(session))}\n"
-        )
+        self._screen.write("stdout", f"gpu_launch: {_format_started(len(session.devices), self._nodes(session))}\n")
         self._screen.end_cell(f"started in {format_exact_span(self._began_at - started_at)}")
 
     def _ensure_started(self) -> None:
@@ -147,7 +151,7 @@ class SessionManager:
         self._screen.start_cell(at_once=True)
         self._start()
         if reason:
-            raise LaunchFailed(f"{reason}\n{messages.RESTARTED}")
+            raise LaunchFailed(f"{reason}\n{_RESTARTED}")
 
     def _run(self, session: RankSession, cell: CellRequest) -> dict[str, list[object]]:
         run = CellRun(session, cell, number=self._number)
@@ -172,14 +176,14 @@ class SessionManager:
         if step is CellStep.RESTART or lost:
             self._restart(session, run, lost, was_interrupted=was_interrupted)
         if was_interrupted:
-            raise LaunchInterrupted(f"the cell is stopped on every rank. {messages.USABLE}")
+            raise LaunchInterrupted(f"the cell is stopped on every rank. {_USABLE}")
         if step is CellStep.CHECK:
-            raise LaunchFailed(f"{messages.format_failure(run.ends())}\n{messages.USABLE} Logs: {self._logs(session)}")
+            raise LaunchFailed(f"{format_failure(run.ends())}\n{_USABLE} Logs: {self._logs(session)}")
         return run.collect()
 
     def _restart(self, session: RankSession, run: CellRun, lost: str, *, was_interrupted: bool) -> None:
         """Restart all ranks, and raise the reason."""
-        ends = messages.format_failure(run.ends()) if run.has_failures else ""
+        ends = format_failure(run.ends()) if run.has_failures else ""
         reason = "\n".join(filter(None, [ends, lost, "" if "Logs: " in lost else f"Logs: {self._logs(session)}"]))
         session.close("renewed", is_final=False)
         self._session = None
@@ -191,8 +195,8 @@ class SessionManager:
         except GpuLaunchError as error:
             raise LaunchFailed(f"{reason}\n\nThe ranks could not be restarted: {error}") from None
         if was_interrupted:
-            raise LaunchInterrupted(f"the cell is stopped.\n{reason}\n{messages.RESTARTED}")
-        raise LaunchFailed(f"{reason}\n{messages.RESTARTED}")
+            raise LaunchInterrupted(f"the cell is stopped.\n{reason}\n{_RESTARTED}")
+        raise LaunchFailed(f"{reason}\n{_RESTARTED}")
 
     def _mark_lost(self, session: RankSession, reason: str) -> None:
         """Record that ranks were lost between cells."""
@@ -221,9 +225,9 @@ class SessionManager:
             now = time.monotonic()
             idle = IdleAction.KEEP if session.is_closed else session.idle_policy.decide(now, others_wait=others_wait)
             if idle is IdleAction.WARN:
-                _print_note(messages.format_idle_warning(session.idle_policy.seconds_idle(now)))
+                _print_note(_format_idle_warning(session.idle_policy.seconds_idle(now)))
             elif idle is IdleAction.END:
-                self._mark_lost(session, messages.RELEASED)
+                self._mark_lost(session, _RELEASED)
                 session.release_workers()
                 _print_note("the rank session has ended, and its GPUs are released for the users who wait")
 
@@ -254,3 +258,32 @@ def count_interrupts() -> Iterator[Callable[[], int]]:
 def _print_note(text: str) -> None:
     sys.stderr.write(f"gpu_launch: {text}\n")
     sys.stderr.flush()
+
+
+def _format_started(ranks: int, nodes: str) -> str:
+    """Format the message about started ranks."""
+    verb = "runs" if ranks == 1 else "run"
+    held = _format_held_gpus(ranks)
+    return f"{format_count(ranks, 'rank')} {verb} on {nodes}, and {held} until %gpu_ranks --stop or the kernel's end"
+
+
+def _format_state(ranks: int, nodes: str, *, age_s: float, idle_s: float | None, flags: str, logs: str) -> str:
+    """Format the state for `%gpu_ranks` alone; `idle_s` is None while a cell runs."""
+    now = "a cell runs" if idle_s is None else f"idle for {format_span(idle_s)}"
+    started = f"Started with: %gpu_ranks {flags}".rstrip()
+    return (
+        f"{format_count(ranks, 'rank')} on {nodes} for {format_span(age_s)}, {now}. {started}\n"
+        f"The GPUs are held until %gpu_ranks --stop or the kernel's end. Logs: {logs}\n"
+    )
+
+
+def _format_idle_warning(idle_s: float) -> str:
+    """Format the warning before idle ranks end because others wait."""
+    return (
+        f"others wait for GPUs, and the rank session has run no cell for {format_span(idle_s)}: they end in "
+        f"{format_span(NOTICE_S)}, with all their variables. Any %%gpu_ranks cell keeps them"
+    )
+
+
+def _format_held_gpus(ranks: int) -> str:
+    return "holds its GPU" if ranks == 1 else "hold their GPUs"

@@ -12,7 +12,7 @@ import gpu_launch
 from gpu_launch.broker.models import GpuRequest
 from gpu_launch.errors import UsageError
 from gpu_launch.options import command, definition
-from gpu_launch.options.launch_options import LaunchOptions
+from gpu_launch.options.definition import LaunchOptions
 
 HOSTILE = [
     "a b.py",

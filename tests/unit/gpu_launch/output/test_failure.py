@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from gpu_launch.common.gpu_reading import format_gpu_name
 from gpu_launch.common.launch_spec import RankEnd
-from gpu_launch.output import failure, tracebacks
+from gpu_launch.output import failure
 from gpu_launch.output.failure import find_gpu_shortage
+from gpu_launch.worker.gpu_monitor import format_gpu_name
 
 
 def end(rank, exit_code, error="", at_ns=0, **parts):
@@ -184,47 +184,47 @@ def test_a_traceback_begins_with_the_users_own_frames():
     )
     user = '  File "/home/ada/.gpu_launch/jobs/x/cell.py", line 2, in <module>\n    1 / 0\n    ~~^~~\n'
     chained = "\nDuring handling of the above exception, another exception occurred:\n\n"
-    one = f"{tracebacks.HEADER}\n{starting}{user}ZeroDivisionError: division by zero\n"
+    one = f"{failure.HEADER}\n{starting}{user}ZeroDivisionError: division by zero\n"
     text = f"noise\n{one}{chained}{one}[W1121 12:00:00.1 Proc.cpp:15] warning\nframe #1: x in libc10.so\n"
-    clean = f"{tracebacks.HEADER}\n{user}ZeroDivisionError: division by zero\n"
-    assert tracebacks.extract_own_error(text) == f"{clean}{chained}{clean}".strip()
+    clean = f"{failure.HEADER}\n{user}ZeroDivisionError: division by zero\n"
+    assert failure.extract_own_error(text) == f"{clean}{chained}{clean}".strip()
     prefixed = "".join(f"[rank1]: {line}\n" for line in one.splitlines())
-    assert tracebacks.extract_own_error(prefixed) == clean.strip()
+    assert failure.extract_own_error(prefixed) == clean.strip()
 
 
 def test_a_traceback_of_starting_alone_stays_whole():
     """Such as of a script that is not there."""
-    text = f'{tracebacks.HEADER}\n  File "<frozen runpy>", line 286, in run_path\nFileNotFoundError: x.py'
-    assert tracebacks.extract_own_error(text) == text
+    text = f'{failure.HEADER}\n  File "<frozen runpy>", line 286, in run_path\nFileNotFoundError: x.py'
+    assert failure.extract_own_error(text) == text
 
 
 def test_what_torch_says_at_nearly_every_start_is_no_error():
     """Of a rank that was killed it would be all there is; other lines of its log tell something."""
     idle = "[W1122 04:14:26.7 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
-    assert tracebacks.extract_own_error(f"{idle}\n[rank1]:{idle}\n") == ""
+    assert failure.extract_own_error(f"{idle}\n[rank1]:{idle}\n") == ""
     told = "[W1122 04:14:26.7 socket.cpp:460] [c10d] recvValue failed on SocketImpl"
-    assert tracebacks.extract_own_error(f"{idle}\n{told}\n") == told
+    assert failure.extract_own_error(f"{idle}\n{told}\n") == told
 
 
 def test_an_earlier_traceback_that_was_handled_is_left_out():
     """What an exception was raised from is shown as well."""
     chained = f"{OWN}\n\nThe above exception was the direct cause of the following exception:\n\n{OWN.replace('bad', 'worse')}"
-    assert tracebacks.extract_own_error(f"{OWN}\nwarning: unrelated\n{chained}\n") == chained
+    assert failure.extract_own_error(f"{OWN}\nwarning: unrelated\n{chained}\n") == chained
 
 
 def test_a_group_of_exceptions_keeps_its_first_line():
     """Its header is not at the line's beginning."""
-    text = f'  + Exception Group {tracebacks.HEADER}\n  |   File "t.py", line 1, in <module>\n  | ExceptionGroup: many'
-    assert tracebacks.extract_own_error(f"noise\n{text}") == text
+    text = f'  + Exception Group {failure.HEADER}\n  |   File "t.py", line 1, in <module>\n  | ExceptionGroup: many'
+    assert failure.extract_own_error(f"noise\n{text}") == text
 
 
 def test_without_a_traceback_the_last_lines_are_shown():
     """Such as a syntax error's, or a crash's."""
-    assert tracebacks.extract_own_error('  File "x.py", line 1\n    a b\nSyntaxError: invalid syntax\n').endswith(
+    assert failure.extract_own_error('  File "x.py", line 1\n    a b\nSyntaxError: invalid syntax\n').endswith(
         "SyntaxError: invalid syntax"
     )
-    assert tracebacks.find_exception_line(OWN) == "ValueError: bad data"
-    assert tracebacks.find_exception_line("") == ""
+    assert failure.find_exception_line(OWN) == "ValueError: bad data"
+    assert failure.find_exception_line("") == ""
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_exit_codes_in_words(code, text):
 
 def test_a_traceback_after_an_unended_bar_begins_at_its_own_line():
     """tqdm does not end its line before the traceback is written."""
-    assert tracebacks.extract_own_error(f"\r 45%|##  | 45/100 [00:12<00:15, 3.6it/s]{OWN}") == OWN
+    assert failure.extract_own_error(f"\r 45%|##  | 45/100 [00:12<00:15, 3.6it/s]{OWN}") == OWN
 
 
 def test_of_one_container_only_the_first_is_said_to_be_killed_for_memory():

@@ -1,24 +1,31 @@
-"""From chunks of ranks' streams to what is shown: whole lines, bars, tracebacks kept back, and too much of it all."""
+"""From chunks of ranks' streams to what is shown: whole lines, bars, tracebacks kept back, equal lines once, too much of it all."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gpu_launch.output.formatter import NOTE_PERIOD_S, OutputFormatter
-from gpu_launch.output.lines import (
+from gpu_launch.output.failure import MAX_HOLD_S
+from gpu_launch.output.formatter import (
     CAP_BURST_BYTES,
     LINE_COST,
     MAX_LINE_LENGTH,
+    MAX_WAIT_S,
+    NOTE_PERIOD_S,
     LineBuffer,
+    LineDeduplicator,
+    OutputFormatter,
+    OutputLine,
     RateCap,
     collapse_redraws,
     strip_controls,
 )
 from gpu_launch.output.progress_bars import ProgressTracker
-from gpu_launch.output.tracebacks import MAX_HOLD_S
 
 ONE = frozenset({0})
 TRACEBACK = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n    f()\nValueError: bad\n'
+ALL = frozenset({0, 1, 2})
 
 
 def make_formatter():
@@ -273,3 +280,106 @@ def test_nothing_is_shown_after_a_hush_or_lost_by_a_renewal():
     formatter.mute()
     formatter.feed(0, "rig1", "stdout", "more\n", 0.3)
     assert shown(formatter, now=0.3, last=True) == ""
+
+
+def said(*parts):
+    """(ranks, line) as the fold gives them."""
+    return [OutputLine(ranks, "stdout", line) for ranks, line in parts]
+
+
+def test_a_line_of_all_ranks_is_shown_once_and_at_once():
+    """It waits for nobody else."""
+    fold = LineDeduplicator()
+    for rank in ALL:
+        fold.feed(rank, "stdout", ["step 1", "step 2"], 0.0)
+    assert fold.drain(ALL, 0.0) == said(((0, 1, 2), "step 1"), ((0, 1, 2), "step 2"))
+
+
+def test_a_line_waits_a_moment_for_its_equals_and_then_goes():
+    """With those that have come."""
+    fold = LineDeduplicator()
+    fold.feed(0, "stdout", ["step 1"], 0.0)
+    assert fold.drain(ALL, MAX_WAIT_S / 2) == []
+    fold.feed(2, "stdout", ["step 1"], MAX_WAIT_S / 2)
+    assert fold.drain(ALL, MAX_WAIT_S) == said(((0, 2), "step 1"))
+    fold.feed(1, "stdout", ["step 1"], MAX_WAIT_S)
+    assert fold.drain(ALL, 2 * MAX_WAIT_S) == said(((1,), "step 1"))
+
+
+def test_a_rank_alone_does_not_wait():
+    """Nor do ranks whose peers have ended, or are not shown."""
+    fold = LineDeduplicator()
+    fold.feed(0, "stdout", ["a"], 0.0)
+    assert fold.drain(frozenset({0}), 0.0) == said(((0,), "a"))
+    fold.feed(1, "stdout", ["b"], 0.0)
+    assert fold.drain(frozenset({1}), 0.0) == said(((1,), "b"))
+    fold.feed(0, "stdout", ["c"], 0.0)
+    assert fold.drain(frozenset(), 0.0) == said(((0,), "c"))
+
+
+def test_what_only_one_rank_says_does_not_part_what_all_say():
+    """Rank 0 warns before the line that all have in common."""
+    fold = LineDeduplicator()
+    fold.feed(0, "stdout", ["saved", "step 1"], 0.0)
+    for rank in (1, 2):
+        fold.feed(rank, "stdout", ["step 1"], 0.0)
+    assert fold.drain(ALL, MAX_WAIT_S) == said(((0,), "saved"), ((0, 1, 2), "step 1"))
+
+
+def test_a_block_of_one_rank_stays_together():
+    """Lines that differ by rank are not shuffled into each other."""
+    fold = LineDeduplicator()
+    for rank in (0, 1):
+        fold.feed(rank, "stdout", [f"{line} of {rank}" for line in "abc"], 0.0)
+    shown = [(one.ranks, one.line) for one in fold.drain(ALL, MAX_WAIT_S)]
+    assert shown == [((rank,), f"{line} of {rank}") for rank in (0, 1) for line in "abc"]
+
+
+def test_the_same_line_of_two_streams_is_two():
+    """They go to different places."""
+    fold = LineDeduplicator()
+    fold.feed(0, "stdout", ["x"], 0.0)
+    fold.feed(1, "stderr", ["x"], 0.0)
+    assert len(fold.drain(frozenset({0, 1}), MAX_WAIT_S)) == 2
+
+
+CHUNKS = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.sampled_from(["stdout", "stderr"]),
+        st.lists(st.sampled_from(["", "a", "b", "c", "step 1"]), max_size=4),
+        st.floats(0, 0.2),
+        st.sampled_from([(), (0,), (0, 1), (0, 1, 2, 3)]),
+    ),
+    max_size=25,
+)
+
+
+@given(CHUNKS)
+def test_nothing_is_lost_invented_or_put_out_of_order(chunks):
+    """Whatever ranks say, and whenever they are looked at: each rank's lines are those it said, in its order."""
+    fold, now = LineDeduplicator(), 0.0
+    fed: dict[int, list[tuple[str, str]]] = {}
+    shown: list[OutputLine] = []
+    for rank, stream, lines, later, speaking in chunks:
+        now += later
+        fold.feed(rank, stream, lines, now)
+        fed.setdefault(rank, []).extend((stream, line) for line in lines)
+        shown += fold.drain(frozenset(speaking), now)
+    shown += fold.drain(frozenset(range(4)), now, everything=True)
+    assert all(one.ranks == tuple(sorted(set(one.ranks))) for one in shown)
+    for rank in range(4):
+        assert [(one.stream, one.line) for one in shown if rank in one.ranks] == fed.get(rank, [])
+
+
+@given(CHUNKS)
+def test_no_line_waits_longer_than_it_may(chunks):
+    """After the wait nothing is left that came before it."""
+    fold, now = LineDeduplicator(), 0.0
+    waiting = 0
+    for rank, stream, lines, later, _ in chunks:
+        now += later
+        fold.feed(rank, stream, lines, now)
+        waiting += len(lines)
+        waiting -= sum(len(one.ranks) for one in fold.drain(frozenset(range(4)), now))
+    assert waiting == sum(len(one.ranks) for one in fold.drain(frozenset(range(4)), now + 1.01 * MAX_WAIT_S))

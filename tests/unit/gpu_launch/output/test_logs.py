@@ -9,7 +9,7 @@ import pytest
 
 from gpu_launch.common import job_manifest, run_folder
 from gpu_launch.errors import UsageError
-from gpu_launch.output import history, logs
+from gpu_launch.output import logs
 
 
 @pytest.fixture
@@ -153,9 +153,9 @@ def test_a_launch_of_a_notebook_is_followed_while_it_lives(home):
     """It tells no state; its sign of life goes at its end."""
     run = make(home, "run-20260101-000000-aaaaaa", [("node0", 0, "stdout", "begun\n")])
     run.heartbeat.touch()
-    assert not history.is_over(run)
+    assert not logs.is_over(run)
     run.heartbeat.unlink()
-    assert history.is_over(run)
+    assert logs.is_over(run)
     assert shown(home, "-f").all() == "[rank 0] begun\n"
 
 
@@ -173,15 +173,15 @@ def test_runs_are_found_by_any_part_that_is_one_runs_alone(home):
     # Folders of workers alone are no runs.
     run_folder.open_run(home, "run-20270101-000000-dddddd").logs.mkdir(parents=True)
     os.utime(run_folder.open_run(home, "run-20260102-000000-bbbbbb").logs, ns=(0, 2**62))
-    assert history.find_run(home, "").run_id == "run-20260102-000000-bbbbbb"
-    assert history.find_run(home, "bbbbbb").run_id == "run-20260102-000000-bbbbbb"
-    assert history.find_run(home, "run-20260101").run_id == "run-20260101-000000-aaaaaa"
+    assert logs.find_run(home, "").run_id == "run-20260102-000000-bbbbbb"
+    assert logs.find_run(home, "bbbbbb").run_id == "run-20260102-000000-bbbbbb"
+    assert logs.find_run(home, "run-20260101").run_id == "run-20260101-000000-aaaaaa"
     with pytest.raises(UsageError, match=r"matches several runs: "):
-        history.find_run(home, "aaaaa")
+        logs.find_run(home, "aaaaa")
     with pytest.raises(UsageError, match=r"There is no run zzz\. The latest are run-20260102-000000-bbbbbb"):
-        history.find_run(home, "zzz")
-    assert len(history.list_runs(home, most=2)) == 2
-    assert f"{history.parse_start_time(history.find_run(home, 'bbbbbb')):%d %b}" == "02 Jan"
+        logs.find_run(home, "zzz")
+    assert len(logs.list_runs(home, most=2)) == 2
+    assert f"{logs.parse_start_time(logs.find_run(home, 'bbbbbb')):%d %b}" == "02 Jan"
 
 
 @pytest.mark.parametrize("name", ["..", "../..", "a/b", "run-20260101-000000-aaaaaa/logs"])
@@ -189,4 +189,4 @@ def test_a_name_never_leads_out_of_the_folder_of_runs(home, name):
     """Only names of folders that are there count."""
     make(home, "run-20260101-000000-aaaaaa", TWO_NODES)
     with pytest.raises(UsageError):
-        history.find_run(home, name)
+        logs.find_run(home, name)

@@ -8,10 +8,9 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_launch.common.gpu_reading import GpuSample
-from gpu_launch.output.display import NotebookScreen, TextScreen
-from gpu_launch.output.panel import PanelView, RankState, build_html, build_line
+from gpu_launch.output.panel import NotebookScreen, PanelView, RankState, TextScreen, build_html, build_line
 from gpu_launch.output.progress_bars import ProgressBar
+from gpu_launch.worker.gpu_monitor import GpuSample
 
 CARD = GpuSample(node="rig1", uuid="GPU-1a2b3c", model="RTX 5090", use_percent=93, memory_mib=31_500, memory_total_mib=32_607,
             power_w=512, power_limit_w=575)  # fmt: skip

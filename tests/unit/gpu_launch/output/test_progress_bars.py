@@ -7,7 +7,7 @@ import io
 import pytest
 from tqdm import tqdm
 
-from gpu_launch.output.lines import collapse_redraws, strip_controls
+from gpu_launch.output.formatter import collapse_redraws, strip_controls
 from gpu_launch.output.progress_bars import ProgressBar, ProgressTracker, parse_bar
 
 

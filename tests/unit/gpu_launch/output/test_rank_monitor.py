@@ -9,15 +9,15 @@ import pytest
 
 from gpu_launch.broker import models
 from gpu_launch.broker.models import GpuRequest
-from gpu_launch.common.gpu_reading import GpuSample
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.launch import plan as plan_module
 from gpu_launch.launch.plan import LaunchPlan
-from gpu_launch.options.launch_options import LaunchOptions
+from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text as render
 from gpu_launch.output.panel import PanelView, RankState
 from gpu_launch.output.progress_bars import ProgressBar
 from gpu_launch.output.rank_monitor import SILENCE_S, STALLED_S, RankMonitor
+from gpu_launch.worker.gpu_monitor import GpuSample
 
 PLAN = LaunchPlan(
     nnodes=2,

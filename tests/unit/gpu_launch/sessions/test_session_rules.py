@@ -6,13 +6,18 @@ import pytest
 
 from gpu_launch.errors import UsageError
 from gpu_launch.options import rank_session
-from gpu_launch.options.launch_options import LaunchOptions
-from gpu_launch.sessions import messages
-from gpu_launch.sessions.cell import INTERRUPT_TIMEOUT_S, PEER_TIMEOUT_S, CellStateMachine, CellStep
+from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.sessions.cell import (
+    INTERRUPT_TIMEOUT_S,
+    PEER_TIMEOUT_S,
+    CellEnd,
+    CellStateMachine,
+    CellStep,
+    format_failure,
+)
 from gpu_launch.sessions.channel import OutputCounter
 from gpu_launch.sessions.executor import CellOutcome
-from gpu_launch.sessions.idle import NOTICE_S, IdleAction, IdlePolicy
-from gpu_launch.sessions.messages import CellEnd
+from gpu_launch.sessions.session import NOTICE_S, IdleAction, IdlePolicy
 
 
 def test_a_cell_that_ends_well_is_done():
@@ -120,7 +125,7 @@ LEFT = "Traceback (most recent call last):\n  Cell In[7], line 2\nRuntimeError: 
 
 def test_the_first_failing_ranks_traceback_comes_first_and_once():
     """One line for each way in which others ended; nothing for those that ended well."""
-    text = messages.format_failure(
+    text = format_failure(
         [
             end(0, CellOutcome.FAILED, LEFT, at_ns=1),
             end(1, CellOutcome.DONE),
@@ -149,9 +154,7 @@ def test_want_of_gpu_memory_is_told_in_numbers():
         "Traceback (most recent call last):\n  Cell In[1], line 2\ntorch.OutOfMemoryError: CUDA out of memory. Tried to "
         "allocate 2.00 GiB. GPU 0 has a total capacity of 31.36 GiB of which 419.06 MiB is free."
     )
-    text = messages.format_failure(
-        [CellEnd(rank=0, node="rig1", outcome=CellOutcome.FAILED, error=error, gpu="RTX 5090")]
-    )
+    text = format_failure([CellEnd(rank=0, node="rig1", outcome=CellOutcome.FAILED, error=error, gpu="RTX 5090")])
     head = text.splitlines()[0]
     assert head.startswith("rank 0 on rig1 ran out of GPU memory: ")
     assert "2.00 GiB" in head
@@ -160,7 +163,7 @@ def test_want_of_gpu_memory_is_told_in_numbers():
 
 def test_ranks_that_do_not_come_back_are_named():
     """Where none has failed by itself."""
-    assert messages.format_failure([end(0, None), end(1, CellOutcome.INTERRUPTED)]) == (
+    assert format_failure([end(0, None), end(1, CellOutcome.INTERRUPTED)]) == (
         "rank 0: did not return from the interrupt and was killed\nrank 1: interrupted"
     )
 
