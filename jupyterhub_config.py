@@ -3,7 +3,7 @@
 from gpuhub import hub_config
 from gpuhub.login import authenticator_config as login
 from gpuhub.tls import public_access
-from gpuhub.web.rendering import TEMPLATES
+from gpuhub.web.text import TEMPLATES
 
 c = get_config()
 paths = hub_config.paths()

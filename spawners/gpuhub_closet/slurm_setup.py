@@ -14,7 +14,7 @@ from pathlib import Path
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import identity
-from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.config.slurm import SlurmSettings
 from gpuhub.config.users import UserSettings
 from gpuhub_closet import shell
 from gpuhub_closet.paths import node_paths, slurm_folder

@@ -1,15 +1,19 @@
-"""What a scheduling backend brings along: how it is built, and what the hub's side must know of it."""
+"""What a scheduling backend brings along (how it is built, and what the hub's side must know of it), and which ones are
+installed, found by entry point.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker_api.schemas import Capabilities, PartitionView
+from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import Paths
-from gpuhub.config.settings import ClusterSettings, ProfileSettings
-from gpuhub.config.slurm_checks import find_misplaced_slurm_keys, find_missing_docker
+from gpuhub.config.settings import ClusterSettings, ProfileSettings, find_backends
+from gpuhub.config.slurm import find_misplaced_slurm_keys, find_missing_docker
 
 
 class BackendPlugin(ABC):
@@ -77,3 +81,39 @@ class BackendPlugin(ABC):
     def describe_commands(self, cluster: ClusterSettings) -> Sequence[str]:
         """Return lines for an administrator about the backend's own commands, shown after a start."""
         return ()
+
+
+@cache
+def load_plugin(name: str) -> BackendPlugin:
+    """Return the plugin of a backend.
+
+    Raises:
+        SettingsError: No backend of this name is installed, or its entry point names something else.
+    """
+    entry_points = find_backends()
+    if name not in entry_points:
+        raise SettingsError(
+            f"engine: there is no scheduling backend {name!r}; installed are: {', '.join(entry_points)}"
+        )
+    plugin = entry_points[name].load()
+    if not isinstance(plugin, BackendPlugin):
+        raise SettingsError(f"engine: the entry point of the scheduling backend {name!r} is not a BackendPlugin")
+    return plugin
+
+
+def find_plugin(cluster: ClusterSettings) -> BackendPlugin:
+    """Return the plugin of the cluster's backend.
+
+    Raises:
+        SettingsError: It is not installed.
+    """
+    return load_plugin(cluster.engine)
+
+
+def find_capabilities(cluster: ClusterSettings) -> Capabilities:
+    """Return what the cluster's backend offers.
+
+    Raises:
+        SettingsError: It is not installed.
+    """
+    return find_plugin(cluster).capabilities(cluster)

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Protocol, Self, cast
 
 from pydantic import AfterValidator, StringConstraints, ValidationError, model_validator
 
 from gpuhub.common import gpu
 from gpuhub.common.errors import SettingsError
-from gpuhub.config.backend_names import check_backend, find_backend_mistakes
 from gpuhub.config.base import ListOf, SettingsTable
-from gpuhub.config.hub import HubSettings
-from gpuhub.config.images import ImageSettings
-from gpuhub.config.jobs import JobSettings
+from gpuhub.config.containers import ImageSettings, JobSettings, ProfileSettings, unsatisfiable_profiles
 from gpuhub.config.login_keys import LoginSettings, find_login_mistakes
-from gpuhub.config.network import NetworkSettings
+from gpuhub.config.network import HubSettings, NetworkSettings
 from gpuhub.config.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
-from gpuhub.config.profiles import ProfileSettings, unsatisfiable_profiles
-from gpuhub.config.slurm_keys import SlurmSettings
-from gpuhub.config.storage_keys import StorageSettings
+from gpuhub.config.slurm import SlurmSettings
+from gpuhub.config.storage import StorageSettings
 from gpuhub.config.users import GroupSettings, LimitSettings, SchedulingSettings, UserSettings
 from gpuhub.config.validation_errors import describe_mistakes
 
@@ -48,6 +47,28 @@ __all__ = [
     "UserSettings",
     "load",
 ]
+
+#: Entry points of the scheduling backends, whose names the key `engine` may have.
+BACKEND_GROUP = "gpuhub.scheduling_backends"
+
+
+@cache
+def find_backends() -> Mapping[str, EntryPoint]:
+    """Return the entry points of the installed backends by name, in alphabetical order."""
+    return {found.name: found for found in sorted(entry_points(group=BACKEND_GROUP), key=lambda point: point.name)}
+
+
+def check_backend(name: str) -> str:
+    """Return the name of an installed backend.
+
+    Raises:
+        ValueError: None is installed under this name; the text lists those that are.
+    """
+    installed = find_backends()
+    if name not in installed:
+        known = ", ".join(f'"{other}"' for other in installed)
+        raise ValueError(f'there is no scheduling backend "{name}"; installed are: {known}')
+    return name
 
 
 class ClusterSettings(SettingsTable):
@@ -81,7 +102,7 @@ class ClusterSettings(SettingsTable):
             *_duplicates("profiles", "name", [profile.name for profile in self.profiles]),
             *_duplicates("groups", "name", [group.name for group in self.groups]),
             *_unsatisfiable(self),
-            *find_backend_mistakes(self),
+            *_find_backend_mistakes(self),
             *find_login_mistakes(self.users, self.login),
         ]
         if self.network.kind == "bridge" and len(self.nodes) > 1:
@@ -135,6 +156,20 @@ def load(path: Path) -> ClusterSettings:
     except ValidationError as error:
         lines = describe_mistakes(error, ClusterSettings)
         raise SettingsError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+class _SettingsCheck(Protocol):
+    """What an entry point of the group does for the settings; see `gpuhub.backends.plugin.BackendPlugin`."""
+
+    def check_settings(self, cluster: ClusterSettings) -> Iterable[str]:
+        """Return one line for each key that does not go with the backend."""
+        ...
+
+
+def _find_backend_mistakes(cluster: ClusterSettings) -> Iterable[str]:
+    """Return one line for each key that does not go with the cluster's backend."""
+    plugin = cast("_SettingsCheck", find_backends()[cluster.engine].load())
+    return plugin.check_settings(cluster)
 
 
 def _duplicates(table: str, key: str, values: list[str]) -> list[str]:

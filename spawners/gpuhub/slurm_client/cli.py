@@ -15,7 +15,7 @@ from typing import Any
 
 from gpuhub.common.errors import SetupError
 from gpuhub.config.identity import find_account_name
-from gpuhub.slurm_client import errors, inventory, parsing
+from gpuhub.slurm_client import documents, inventory, messages
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.jobs import FindName, UserNames, require_job, signal_until_ended
 from gpuhub.slurm_client.models import GpuTime, SlurmJob, SlurmSite, SlurmSnapshot, SlurmSubmission, Submitter
@@ -64,12 +64,12 @@ class SlurmCliClient:
 
     async def read_snapshot(self) -> SlurmSnapshot:
         jobs, nodes = await asyncio.gather(self._jobs(), self._run_json("sinfo"))
-        return SlurmSnapshot(jobs=jobs, nodes=errors.parse_output(inventory.parse_nodes, nodes))
+        return SlurmSnapshot(jobs=jobs, nodes=messages.parse_output(inventory.parse_nodes, nodes))
 
     async def find_job(self, job_id: int, *, name: str | None = None) -> SlurmJob | None:
         # Slurm 22.05 lists all jobs in any case.
         jobs = await self._jobs(f"--jobs={job_id}")
-        return parsing.select_job(jobs, job_id, name)
+        return documents.select_job(jobs, job_id, name)
 
     async def submit(self, submission: SlurmSubmission) -> int:
         """Submit a job. After a timeout the job may exist nevertheless: search for its name."""
@@ -108,19 +108,19 @@ class SlurmCliClient:
 
     async def read_site(self) -> SlurmSite:
         self._require_programs()
-        errors.require_version(errors.parse_version(await self._run("sbatch", "--version")))
+        messages.require_version(messages.parse_version(await self._run("sbatch", "--version")))
         config = inventory.parse_settings(await self._run("scontrol", "show", "config"))
         # slurmctld's own version, which may differ from the commands'.
-        errors.require_version(errors.parse_version(config.get("SLURM_VERSION", "")))
+        messages.require_version(messages.parse_version(config.get("SLURM_VERSION", "")))
         partitions = await self._run("scontrol", "show", "partition", "--oneliner")
         nodes = await self._run_json("sinfo")
         reservations = await self._run("scontrol", "show", "reservation", "--oneliner")
         accounts, qos = await self._read_accounting(config)
         return SlurmSite(
-            version=errors.parse_version(config["SLURM_VERSION"]),
+            version=messages.parse_version(config["SLURM_VERSION"]),
             cluster=config.get("ClusterName", ""),
-            partitions=errors.parse_output(inventory.parse_partition_lines, partitions),
-            nodes=errors.parse_output(inventory.parse_nodes, nodes),
+            partitions=messages.parse_output(inventory.parse_partition_lines, partitions),
+            nodes=messages.parse_output(inventory.parse_nodes, nodes),
             has_accounting=accounts is not None,
             accounts=accounts or (),
             qos=qos or (),
@@ -132,14 +132,14 @@ class SlurmCliClient:
         # Duplicates are the earlier runs of requeued jobs.
         options = ("--allusers", "--allocations", "--duplicates", "--noheader", "--parsable2", _SACCT)
         output = await self._run("sacct", *options, *window)
-        return errors.parse_output(lambda lines: inventory.parse_gpu_time(lines, since, until), output)
+        return messages.parse_output(lambda lines: inventory.parse_gpu_time(lines, since, until), output)
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _jobs(self, *options: str) -> tuple[SlurmJob, ...]:
         document = await self._run_json("squeue", "--states=all", *options)
-        return await self._user_names.add_names(errors.parse_output(parsing.parse_jobs, document))
+        return await self._user_names.add_names(messages.parse_output(documents.parse_jobs, document))
 
     async def _run_json(self, program: str, *options: str) -> Any:
         """Run a command and return its JSON document.
@@ -148,10 +148,10 @@ class SlurmCliClient:
             SlurmUnreachable: The document reports an error; 22.05 then lists nothing, with exit status 0.
         """
         output = await self._run(program, "--json", "--all", *options)
-        document = errors.parse_output(json.loads, output)
-        messages = parsing.read_errors(document)
-        if messages:
-            raise SlurmUnreachable(f"Slurm does not answer: {'; '.join(messages)}")
+        document = messages.parse_output(json.loads, output)
+        errors = documents.read_errors(document)
+        if errors:
+            raise SlurmUnreachable(f"Slurm does not answer: {'; '.join(errors)}")
         return document
 
     async def _run_unless_over(self, *command: str) -> None:
@@ -159,7 +159,7 @@ class SlurmCliClient:
         try:
             await self._run(*command)
         except SlurmRefused as refusal:
-            if not errors.is_job_over(str(refusal)):
+            if not messages.is_job_over(str(refusal)):
                 raise
 
     async def _read_accounting(
@@ -219,13 +219,13 @@ class SlurmCliClient:
         try:
             done = await asyncio.get_running_loop().run_in_executor(self._threads, run)
         except subprocess.TimeoutExpired as error:
-            last = errors.shorten_error((error.stderr or b"").decode(errors="replace"))
+            last = messages.shorten_error((error.stderr or b"").decode(errors="replace"))
             text = f"Slurm does not answer: {program} took more than {self._patience_s:.0f} s"
             raise SlurmUnreachable(f"{text} ({last})" if last else text) from error
         except OSError as error:
             raise SlurmUnreachable(f"Slurm's command {program} can't be started: {error.strerror}") from error
         if done.returncode:
-            raise errors.parse_refusal(done.stderr or done.stdout)
+            raise messages.parse_refusal(done.stderr or done.stdout)
         return done.stdout
 
 

@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuhub.config.profiles import ProfileSettings
-from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.config.containers import ProfileSettings
+from gpuhub.config.slurm import SlurmSettings
 from gpuhub.scheduler.interface import GpuSlot, NodeCapacity, SchedulingRequest
 from gpuhub.slurm_client.models import SlurmNode, SlurmSite, SlurmSubmission, Submitter
 from gpuhub.slurm_client.site import find_partition, find_terms

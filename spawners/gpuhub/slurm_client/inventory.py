@@ -1,4 +1,4 @@
-"""Parsers for Slurm's nodes, partitions, reservations and GPU time; see `parsing` for the forms of documents."""
+"""Parsers for Slurm's nodes, partitions, reservations and GPU time; see `documents` for the forms of documents."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gpuhub.slurm_client.gres import EMPTY_VALUES, expand_hosts, parse_gpus
+from gpuhub.slurm_client.documents import (
+    EMPTY_VALUES,
+    expand_hosts,
+    parse_gpus,
+    read_list,
+    read_number,
+    read_text,
+    read_words,
+)
 from gpuhub.slurm_client.models import GpuTime, SlurmNode, SlurmPartition
-from gpuhub.slurm_client.parsing import read_list, read_number, read_text, read_words
 
 #: States in which a node without one of the flags below takes jobs; the others are DOWN, ERROR, FUTURE and UNKNOWN.
 _WORKING = frozenset({"IDLE", "MIXED", "ALLOCATED"})

@@ -23,7 +23,7 @@ import httpx
 
 from gpuhub.common.errors import SetupError
 from gpuhub.config.identity import find_account_name
-from gpuhub.slurm_client import errors, inventory, parsing
+from gpuhub.slurm_client import documents, inventory, messages
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.jobs import FindName, UserNames, require_job, signal_until_ended
 from gpuhub.slurm_client.models import GpuTime, SlurmJob, SlurmSite, SlurmSnapshot, SlurmSubmission
@@ -118,16 +118,16 @@ class SlurmRestClient:
 
     async def read_snapshot(self) -> SlurmSnapshot:
         jobs, nodes = await asyncio.gather(self._get("jobs"), self._get("nodes"))
-        named = await self._user_names.add_names(errors.parse_output(parsing.parse_jobs, jobs))
-        return SlurmSnapshot(jobs=named, nodes=errors.parse_output(inventory.parse_nodes, nodes))
+        named = await self._user_names.add_names(messages.parse_output(documents.parse_jobs, jobs))
+        return SlurmSnapshot(jobs=named, nodes=messages.parse_output(inventory.parse_nodes, nodes))
 
     async def find_job(self, job_id: int, *, name: str | None = None) -> SlurmJob | None:
         try:
             document = await self._get(f"job/{job_id}")
         except _NoSuchJob:
             return None
-        jobs = await self._user_names.add_names(errors.parse_output(parsing.parse_jobs, document))
-        return parsing.select_job(jobs, job_id, name)
+        jobs = await self._user_names.add_names(messages.parse_output(documents.parse_jobs, document))
+        return documents.select_job(jobs, job_id, name)
 
     async def submit(self, submission: SlurmSubmission) -> int:
         """Submit a job. After a timeout the job may exist nevertheless: search for its name."""
@@ -176,22 +176,22 @@ class SlurmRestClient:
     async def read_site(self) -> SlurmSite:
         """Return the cluster's configuration, without accounts and QOS if slurmdbd is missing."""
         try:
-            version = errors.parse_output(parsing.parse_version, await self._get("ping"))
+            version = messages.parse_output(documents.parse_version, await self._get("ping"))
             partitions, nodes = await self._get("partitions"), await self._get("nodes")
             reservations, jobs = await self._get("reservations"), await self._get("jobs")
         except SlurmRefused as refusal:
             raise SetupError(f"slurmrestd cannot be used: {refusal}") from refusal
-        errors.require_version(version)
+        messages.require_version(version)
         accounts, qos = await self._read_names("accounts"), await self._read_names("qos")
         return SlurmSite(
             version=version,
             cluster=_read_cluster_name(partitions, jobs),
-            partitions=errors.parse_output(inventory.parse_partitions, partitions),
-            nodes=errors.parse_output(inventory.parse_nodes, nodes),
+            partitions=messages.parse_output(inventory.parse_partitions, partitions),
+            nodes=messages.parse_output(inventory.parse_nodes, nodes),
             has_accounting=accounts is not None,
             accounts=accounts or (),
             qos=qos or (),
-            reservations=tuple(str(each.get("name")) for each in parsing.read_list(reservations, "reservations")),
+            reservations=tuple(str(each.get("name")) for each in documents.read_list(reservations, "reservations")),
         )
 
     async def read_gpu_time(self, since: float, until: float) -> Sequence[GpuTime]:
@@ -202,7 +202,7 @@ class SlurmRestClient:
             if "nothing found" in str(refusal).lower():
                 return ()
             raise
-        return errors.parse_output(lambda jobs: inventory.parse_gpu_jobs(jobs, since, until), document)
+        return messages.parse_output(lambda jobs: inventory.parse_gpu_jobs(jobs, since, until), document)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -233,7 +233,7 @@ class SlurmRestClient:
             document = await self._request("GET", kind, part="slurmdb")
             # Slurm 22.05 lists "QOS".
             key = kind if kind in document else kind.upper()
-            return tuple(sorted(str(each["name"]) for each in parsing.read_list(document, key)))
+            return tuple(sorted(str(each["name"]) for each in documents.read_list(document, key)))
         except (SlurmRefused, SlurmUnreachable, ValueError, KeyError):
             return None
 
@@ -242,7 +242,7 @@ class SlurmRestClient:
         try:
             await self._request(method, f"job/{job_id}", **further)
         except SlurmRefused as refusal:
-            if not isinstance(refusal, _NoSuchJob) and not errors.is_job_over(str(refusal)):
+            if not isinstance(refusal, _NoSuchJob) and not messages.is_job_over(str(refusal)):
                 raise
 
     async def _request(
@@ -273,7 +273,7 @@ class SlurmRestClient:
                 "slurmrestd has no accounting: it runs without slurmdbd, or without its openapi/dbv0.0.N"
             )
         document = _parse_response(response)
-        if parsing.read_errors(document) and (complains or response.is_error):
+        if documents.read_errors(document) and (complains or response.is_error):
             raise _parse_refusal(document)
         return document
 
@@ -311,12 +311,12 @@ def _parse_response(response: httpx.Response) -> Any:
 
 def _parse_refusal(document: Any) -> SlurmRefused | SlurmUnreachable:
     """Return the exception for a document with errors; the HTTP status is always 500."""
-    message = "; ".join(parsing.read_errors(document)) or "slurmrestd refused without a message"
+    message = "; ".join(documents.read_errors(document)) or "slurmrestd refused without a message"
     numbers = {error.get("error_number", error.get("error_code")) for error in document.get("errors") or ()}
     if not numbers.isdisjoint(_NO_JOB_ERRORS):
         return _NoSuchJob(f"Slurm says: {message}")
     # slurmrestd reports a bad token in the same way as a slurmctld that does not answer.
-    if -1 in numbers or errors.is_unreachable(message):
+    if -1 in numbers or messages.is_unreachable(message):
         return SlurmUnreachable(f"Slurm does not answer, or refuses the token: {message}")
     return SlurmRefused(f"Slurm says: {message}")
 

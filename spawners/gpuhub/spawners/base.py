@@ -28,7 +28,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.spawners import notebook_lease
-from gpuhub.storage.preparation import prepare_user
+from gpuhub.storage.homes import prepare_user
 from gpuhub.web.spawn_form import build_spawn_form
 from gpuhub.web.text import describe_waiting
 

@@ -7,17 +7,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gpuhub.backends.registry import find_plugin
+from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.broker_api.schemas import ClusterView, HolderView, PartitionView, ProfileView
 from gpuhub.common.errors import GpuhubError
 from gpuhub.common.gpu import describe_gpus
 from gpuhub.common.units import format_size, format_span
-from gpuhub.config.profiles import gpu_requirement
+from gpuhub.config.containers import gpu_requirement
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.storage.home_usage import HomeUsage, read_home_usage
-from gpuhub.web import rendering
-from gpuhub.web.text import build_card, count_totals, describe_gib, describe_partition
+from gpuhub.web.text import (
+    build_card,
+    build_environment,
+    count_totals,
+    describe_gib,
+    describe_partition,
+    load_macros,
+    read_asset,
+    read_style,
+)
 
 #: Time limit for the figures, seconds; after it the form is shown without them.
 _FIGURES_TIMEOUT_S = 3.0
@@ -196,7 +204,7 @@ def render_form(
 ) -> str:
     """Render the whole form as HTML, complete without JavaScript."""
     return (
-        rendering.build_environment()
+        build_environment()
         .get_template("gpuhub_form.html")
         .render(
             cards=build_cards(cluster, view, last_profile),
@@ -205,15 +213,15 @@ def render_form(
             notice=cluster.notice,
             home=home,
             hub_url=hub_url,
-            style=rendering.read_style("gpuhub_form.css"),
-            script=rendering.read_asset("gpuhub_form.js"),
+            style=read_style("gpuhub_form.css"),
+            script=read_asset("gpuhub_form.js"),
         )
     )
 
 
 def render_parts(cluster: ClusterSettings, view: ClusterView | None) -> dict[str, str]:
     """Render the parts of the form that change, by their `data-gpuhub-part`."""
-    macros = rendering.load_macros("gpuhub_parts.html")
+    macros = load_macros("gpuhub_parts.html")
     parts = {f"card-{card.name}": str(macros.status(card)) for card in build_cards(cluster, view, None)}
     parts["problem"] = str(macros.problem(view))
     parts["nodes"] = str(macros.nodes(view, count_totals(view)))

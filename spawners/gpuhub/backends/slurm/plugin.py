@@ -8,14 +8,14 @@ from functools import partial
 from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.backends.plugin import BackendPlugin
 from gpuhub.backends.slurm.backend import SlurmBackend, build_capabilities
-from gpuhub.backends.slurm.submissions import find_submitter
+from gpuhub.backends.slurm.lease_jobs import find_submitter
 from gpuhub.broker_api.schemas import Capabilities, PartitionView
 from gpuhub.common import names
 from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import Paths
 from gpuhub.config.identity import find_user_name
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
-from gpuhub.config.slurm_checks import find_missing_docker, find_slurm_mistakes
+from gpuhub.config.slurm import find_missing_docker, find_slurm_mistakes
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.models import LIVE_STATES
 from gpuhub.slurm_client.site import check_site, find_terms

@@ -9,9 +9,9 @@ from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.common import names
 from gpuhub.domain import lease_states
 from gpuhub.domain.models import JobRow, LeaseRow
-from gpuhub.slurm_client import reasons
+from gpuhub.slurm_client import messages
 from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState
-from gpuhub.slurm_jobs.worker_script import build_log_path
+from gpuhub.slurm_jobs.scripts import build_log_path
 
 SUSPENDED = "Slurm has suspended its job: what it started goes on, and its time limit stands still"
 REQUEUED = "Slurm has put its job back into the queue"
@@ -34,9 +34,9 @@ def explain_over(
         started_at: When the job had started by which the lease was granted; None where that is not known.
     """
     if job is None or job.state not in LIVE_STATES:
-        return reasons.explain_end(job)
+        return messages.explain_end(job)
     if lease.state is LeaseState.REQUESTED:
-        return reasons.explain_pending(job) if reasons.can_never_start(job) else None
+        return messages.explain_pending(job) if messages.can_never_start(job) else None
     if job.state is SlurmJobState.PENDING:
         return REQUEUED
     if started_at is not None and not _is_close(job.started_at, started_at):

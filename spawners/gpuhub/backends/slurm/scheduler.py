@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gpuhub.backends.external_scheduler import ExternalScheduler
-from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.config.slurm import SlurmSettings
 from gpuhub.scheduler.interface import (
     GpuSlot,
     NodeAllocation,
@@ -17,7 +17,7 @@ from gpuhub.scheduler.interface import (
     SchedulingParameters,
     SchedulingRequest,
 )
-from gpuhub.slurm_client import reasons
+from gpuhub.slurm_client import messages
 from gpuhub.slurm_client.gpu_selection import GpuSelection, is_available_now, select_gpus
 from gpuhub.slurm_client.models import SlurmJob, SlurmJobState, SlurmNode, SlurmSnapshot
 
@@ -95,7 +95,7 @@ class SlurmScheduler(ExternalScheduler):
         job = self.find_job(request.slurm_job)
         if job is None:
             return self._explain_unsubmitted(request)
-        return self._explain_running(request, job) or reasons.explain_pending(job)
+        return self._explain_running(request, job) or messages.explain_pending(job)
 
     def predict_start(self, request: SchedulingRequest, now: float) -> float | None:
         job = self.find_job(request.slurm_job)

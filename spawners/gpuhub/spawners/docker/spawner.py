@@ -19,11 +19,11 @@ from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.docker import container_lifecycle, networks
 from gpuhub.docker.client import DockerClients
-from gpuhub.spawners import notebook_lease, recovery
+from gpuhub.spawners import notebook_lease, readiness
 from gpuhub.spawners.base import LeasedSpawner
 from gpuhub.spawners.docker import startup
-from gpuhub.spawners.docker.readiness import read_log_tail
-from gpuhub.tls import internal
+from gpuhub.spawners.readiness import read_log_tail
+from gpuhub.tls import internal_certificates
 from gpuhub.web.text import describe_placing, eligible_nodes
 
 
@@ -61,9 +61,9 @@ class NodeSpawner(LeasedSpawner, DockerSpawner):
     async def create_certs(self) -> dict[str, str]:
         """Return where the notebook finds its certificate, which is made with the container once its node is known."""
         return {
-            "keyfile": internal.NOTEBOOK_KEY,
-            "certfile": internal.NOTEBOOK_CERTIFICATE,
-            "cafile": internal.NOTEBOOK_TRUST,
+            "keyfile": internal_certificates.NOTEBOOK_KEY,
+            "certfile": internal_certificates.NOTEBOOK_CERTIFICATE,
+            "cafile": internal_certificates.NOTEBOOK_TRUST,
         }
 
     async def move_certs(self, paths: dict[str, str]) -> dict[str, str]:
@@ -199,7 +199,7 @@ class GpuDockerSpawner(NodeSpawner):
             return 0
         if self._is_restored and not self._is_watched and self.server is not None:
             self._is_watched = True
-            recovery.limit_wait_up(self.server, self._has_ended)
+            readiness.limit_wait_up(self.server, self._has_ended)
         try:
             code = await container_lifecycle.read_exit_code(self.daemons, self.node, self.object_id)
         except GpuhubError as error:
@@ -223,7 +223,7 @@ class GpuDockerSpawner(NodeSpawner):
 
     async def _recover_lease(self) -> None:
         try:
-            await recovery.activate_granted(self.broker, self.lease_id, self.object_id)
+            await readiness.activate_granted(self.broker, self.lease_id, self.object_id)
         except GpuhubError as error:
             self.log.warning("Lease %s of %s: %s", self.lease_id, self._log_name, error)
 

@@ -1,4 +1,4 @@
-"""The part of the Slurm spawner that follows a notebook's job and ends it, and the records that outlive the hub.
+"""The job of a notebook: the base of the Slurm spawner that follows and ends it, its submission, and its record.
 
 When the hub is restarted in the middle of a start, JupyterHub forgets that start and makes a new token for the next
 one. The queued job has the first token in its script, and can keep its place only if the hub accepts that token again.
@@ -22,22 +22,28 @@ from jupyterhub.apihandlers import default_handlers
 from jupyterhub.traitlets import Callable as CallableTrait
 from traitlets import Integer, default
 
-from gpuhub.broker_api.schemas import LeaseState
+from gpuhub.broker_api.schemas import ClusterView, LeaseState, LeaseView
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest
 from gpuhub.common.paths import Paths
 from gpuhub.config import head_address
+from gpuhub.config.containers import gpu_requirement
+from gpuhub.config.identity import UserIdentity
+from gpuhub.config.settings import ClusterSettings, ProfileSettings
+from gpuhub.scheduler.interface import GpuSlot, NodeCapacity, SchedulingRequest
+from gpuhub.slurm_client.gpu_selection import build_submission, select_gpus
 from gpuhub.slurm_client.interface import SlurmClient
-from gpuhub.slurm_client.models import SlurmJob
-from gpuhub.spawners import recovery
+from gpuhub.slurm_client.jobs import build_submitter
+from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState, SlurmSite, SlurmSnapshot, SlurmSubmission
+from gpuhub.spawners import readiness
 from gpuhub.spawners.base import LeasedSpawner
-from gpuhub.spawners.slurm import request
+from gpuhub.web.text import build_card
 
 __all__ = ["JobStatus", "SlurmSpawner"]
-
 default_handlers[:] = [handler for handler in default_handlers if BatchSpawnerAPIHandler not in handler]
 #: Time that the hub waits for a restored notebook while Slurm does not report the end of its job, seconds.
 RESTORED_TIMEOUT_S = 7 * 86400
+_MIB = 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +161,7 @@ class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are 
             return 0
         if self._is_restored and not self._is_watched and self.server is not None:
             self._is_watched = True
-            recovery.limit_wait_up(self.server, self._has_ended)
+            readiness.limit_wait_up(self.server, self._has_ended)
         code = await self._query_exit_code()
         if code is None and self._is_restored:
             self._is_restored = False
@@ -212,7 +218,7 @@ class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are 
         except GpuhubError as error:
             self.log.info("The broker does not report the state of %s: %s", self._log_name, error)
         try:
-            return request.compute_exit_code(await self._query_job())
+            return compute_exit_code(await self._query_job())
         except GpuhubError as error:
             self.log.warning("The state of %s is unknown: %s", self._log_name, error)
             return None
@@ -227,7 +233,7 @@ class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are 
 
     async def _recover_lease(self) -> None:
         try:
-            await recovery.activate_granted(self.broker, self.lease_id, self._container)
+            await readiness.activate_granted(self.broker, self.lease_id, self._container)
         except GpuhubError as error:
             self.log.warning("Lease %s of %s: %s", self.lease_id, self._log_name, error)
 
@@ -242,3 +248,67 @@ class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are 
     def _origin(self, scheme: str) -> str:
         address = self.cluster.node(self.node).address
         return f"{scheme}://{head_address.format_host(address)}:{self.notebook_port}"
+
+
+def build_notebook_submission(
+    lease: LeaseView,
+    profile: ProfileSettings,
+    identity: UserIdentity,
+    *,
+    cluster: ClusterSettings,
+    view: ClusterView,
+    look: SlurmSnapshot,
+    site: SlurmSite,
+    name: str,
+) -> SlurmSubmission:
+    """Build the job that runs a notebook, without its script, which depends on the excluded nodes.
+
+    Raises:
+        Conflict: None of Slurm's nodes that gpuhub knows could ever run it.
+    """
+    request = SchedulingRequest(
+        id=lease.id,
+        owner=lease.owner,
+        gpus_per_node=profile.gpu_count,
+        requirement=gpu_requirement(profile),
+        exclusive=profile.exclusive,
+        priority=lease.priority,
+        time_limit_s=profile.time_limit,
+        cpu_milli=round(profile.cpus * 1000),
+        memory_mib=profile.memory // _MIB,
+    )
+    choice = select_gpus(request, _build_capacities(cluster, view), look.nodes, cluster.slurm)
+    if choice is None:
+        raise Conflict("None of Slurm's nodes that gpuhub knows has such a GPU: choose another profile.")
+    submitter = build_submitter(identity)
+    return build_submission(
+        request, choice, name=name, submitter=submitter, table=cluster.slurm, profile=profile, site=site
+    )
+
+
+def _build_capacities(cluster: ClusterSettings, view: ClusterView) -> dict[str, NodeCapacity]:
+    """Return gpuhub's nodes by Slurm's names."""
+    slurm_names = {node.name: node.slurm_name for node in cluster.nodes}
+    return {
+        slurm_names[node.name]: NodeCapacity(
+            name=node.name,
+            driver=node.driver,
+            slots=tuple(
+                GpuSlot(uuid=gpu.uuid, node=node.name, index=gpu.index, card=build_card(gpu)) for gpu in node.gpus
+            ),
+        )
+        for node in view.nodes
+        if node.name in slurm_names
+    }
+
+
+def is_live(job: SlurmJob | None) -> bool:
+    """Return whether the job has its GPUs or may still get them; None is a job that slurmctld no longer knows."""
+    return job is not None and job.state in LIVE_STATES and not job.is_completing
+
+
+def compute_exit_code(job: SlurmJob | None) -> int | None:
+    """Return the job's result for `Spawner.poll`: None while it is alive, 0 after success, else 1."""
+    if is_live(job):
+        return None
+    return 0 if job is None or job.state is SlurmJobState.COMPLETED else 1

@@ -20,14 +20,13 @@ from gpuhub.config.settings import ProfileSettings
 from gpuhub.docker.security import refuse_gpu_variables
 from gpuhub.slurm_client.interface import SlurmUnreachable
 from gpuhub.slurm_client.jobs import find_lease_job
+from gpuhub.slurm_client.messages import explain_end
 from gpuhub.slurm_client.models import SlurmSubmission
-from gpuhub.slurm_client.reasons import explain_end
-from gpuhub.slurm_jobs.notebook_script import NotebookScriptSpec, build_log_name, build_notebook_script
+from gpuhub.slurm_jobs.scripts import NotebookScriptSpec, build_log_name, build_notebook_script
 from gpuhub.spawners import notebook_lease
 from gpuhub.spawners.docker import startup
-from gpuhub.spawners.docker.readiness import wait_until_ready
-from gpuhub.spawners.slurm import request
-from gpuhub.spawners.slurm.job_spawner import JobRecord, JobSpawner
+from gpuhub.spawners.readiness import wait_until_ready
+from gpuhub.spawners.slurm.job_spawner import JobRecord, JobSpawner, build_notebook_submission, is_live
 from gpuhub.tls import notebook_certificate
 from gpuhub.web.text import describe_placing
 
@@ -82,7 +81,7 @@ class GpuSlurmSpawner(JobSpawner):
                 job = await self.slurm.find_job(number, name=self._job_name(lease.id))
             else:
                 job = find_lease_job((await self.slurm.read_snapshot()).jobs, self._job_name(lease.id), identity.uid)
-            if job is None or not request.is_live(job):
+            if job is None or not is_live(job):
                 return False
             if record is None:
                 await self.slurm.cancel(job.id, name=job.name, at_once=True)
@@ -102,7 +101,7 @@ class GpuSlurmSpawner(JobSpawner):
         view, snapshot, site = await asyncio.gather(
             self.broker.cluster(), self.slurm.read_snapshot(), self.slurm.read_site()
         )
-        submission = request.build_notebook_submission(
+        submission = build_notebook_submission(
             lease,
             profile,
             identity,
@@ -216,7 +215,7 @@ class GpuSlurmSpawner(JobSpawner):
             job = await self._query_job()
         except SlurmUnreachable:
             return
-        if not request.is_live(job):
+        if not is_live(job):
             raise GpuhubError(f"The notebook ended while it started ({explain_end(job)}); {self._log_hint}")
 
     @property

@@ -108,6 +108,9 @@ def memory_backend(folder: Path) -> Iterator[TestedBackend]:
 
 
 BACKENDS = {"builtin": builtin_backend, "slurm": slurm_backend, "memory": memory_backend}
+#: The backends whose leases are jobs of another system.
+WITH_JOBS = sorted(BACKENDS.keys() - {"builtin"})
+with_jobs = pytest.mark.parametrize("backend", WITH_JOBS, indirect=True)
 
 
 @pytest.fixture(params=sorted(BACKENDS))
@@ -121,11 +124,6 @@ def setting(tmp_path: Path, backend: TestedBackend) -> Setting:
     return Setting(tmp_path, cluster=backend.cluster, build_backend=backend.build)
 
 
-def skip_without_jobs(backend: TestedBackend) -> None:
-    if not backend.capabilities.external_jobs:
-        pytest.skip("its leases are not jobs of another system")
-
-
 async def granted(running: Running, backend: TestedBackend, owner: str = "ada", **body: Any) -> Any:
     """A lease that the backend has granted."""
     lease = await ask(running, owner, **body)
@@ -133,6 +131,11 @@ async def granted(running: Running, backend: TestedBackend, owner: str = "ada", 
         await until(lambda: lease["id"] in backend.list_jobs(), "it is submitted")
     backend.start()
     return await reaches(running, f"/leases/{lease['id']}", "granted")
+
+
+def test_backends_with_jobs_say_so(backend: TestedBackend) -> None:
+    """`WITH_JOBS`, which limits tests to these backends, agrees with the capabilities."""
+    assert backend.capabilities.external_jobs == (backend.cluster.engine in WITH_JOBS)
 
 
 async def test_a_request_is_granted_gpus_that_fit_it(setting: Setting, backend: TestedBackend) -> None:
@@ -205,8 +208,8 @@ async def test_a_restarted_broker_continues_with_what_runs(setting: Setting, bac
         assert backend.list_jobs() == jobs
 
 
+@with_jobs
 async def test_a_lease_ends_with_its_job(setting: Setting, backend: TestedBackend) -> None:
-    skip_without_jobs(backend)
     async with asgi_broker(setting) as running:
         lease = await granted(running, backend)
         container = await run_notebook(running, lease)
@@ -216,18 +219,18 @@ async def test_a_lease_ends_with_its_job(setting: Setting, backend: TestedBacken
         assert container not in setting.nodes["rig1"].containers
 
 
+@with_jobs
 async def test_nothing_starts_whose_job_has_ended(setting: Setting, backend: TestedBackend) -> None:
     """Whether the broker has polled since or not."""
-    skip_without_jobs(backend)
     async with asgi_broker(setting) as running:
         lease = await granted(running, backend)
         backend.end_job(lease["id"])
         await post(running, "spawner", f"/leases/{lease['id']}/activate", {"container_id": "c" * 64}, status=409)
 
 
+@with_jobs
 async def test_while_it_is_unreachable_nothing_ends(setting: Setting, backend: TestedBackend) -> None:
     """What runs continues, what waits keeps its place and is told why, and the change is an event once."""
-    skip_without_jobs(backend)
     async with asgi_broker(setting) as running:
         lease = await granted(running, backend)
         await run_notebook(running, lease)

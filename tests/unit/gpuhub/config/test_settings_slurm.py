@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SettingsError
-from gpuhub.config import settings, slurm_checks, users
-from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.config import settings, slurm, users
+from gpuhub.config.slurm import SlurmSettings
 
 GOOD = """
 engine = "slurm"
@@ -177,5 +177,5 @@ def test_the_example_shows_every_key_with_its_default(tmp_path):
 
 def test_every_key_that_slurm_rules_is_one():
     """A key that is renamed is found."""
-    assert set(slurm_checks.SCHEDULING_KEYS) <= set(users.SchedulingSettings.model_fields)
-    assert set(slurm_checks.LIMIT_KEYS) <= set(users.LimitSettings.model_fields) & set(users.UserSettings.model_fields)
+    assert set(slurm.SCHEDULING_KEYS) <= set(users.SchedulingSettings.model_fields)
+    assert set(slurm.LIMIT_KEYS) <= set(users.LimitSettings.model_fields) & set(users.UserSettings.model_fields)

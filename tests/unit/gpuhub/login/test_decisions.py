@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from gpuhub.cli.main import main
 from gpuhub.common.errors import InvalidRequest, NotAllowed, SettingsError, SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.login import (
-    accounts,
-    authenticator_config,
-    oidc_discovery,
-    rules,
-    secret_files,
-    startup_checks,
-)
+from gpuhub.login import accounts, authenticator_config, oidc_discovery, rules, secret_files
 from gpuhub.login.accounts import AccountBindings
 from tests.support.tls import make_certificate
 
@@ -157,9 +150,9 @@ def test_authority_files(cluster: Any, tmp_path: Path) -> None:
         secret_files.check_files(settings)
     make_certificate(tmp_path)[0].rename(tmp_path / "ca.pem")
     secret_files.check_files(settings)
-    before = startup_checks.build_fingerprint(settings)
+    before = authenticator_config.build_fingerprint(settings)
     (tmp_path / "ca.pem").write_text("other\n")
-    assert startup_checks.build_fingerprint(settings) != before
+    assert authenticator_config.build_fingerprint(settings) != before
 
 
 @pytest.mark.parametrize(
@@ -242,9 +235,9 @@ def test_a_provider_that_is_down(cluster: Any, tmp_path: Path, monkeypatch: Any)
     for text in ("{", json.dumps({"issuer": ISSUER, "document": DOCUMENT})):
         kept.write_text(text)
         with pytest.raises(SetupError, match=r"login\.issuer = .* cannot be used: https://127\.0\.0\.1:9/\.well-known"):
-            startup_checks.check_login(settings, Paths("ghunit"))
+            authenticator_config.check_login(settings, Paths("ghunit"))
     kept.write_text(json.dumps({"issuer": away, "document": DOCUMENT | {"issuer": away}}))
-    assert "until the provider answers" in startup_checks.check_login(settings, Paths("ghunit"))[0]
+    assert "until the provider answers" in authenticator_config.check_login(settings, Paths("ghunit"))[0]
 
 
 @pytest.mark.parametrize(
@@ -261,5 +254,5 @@ def test_a_provider_that_is_down(cluster: Any, tmp_path: Path, monkeypatch: Any)
 def test_description_of_the_login(cluster: Any, login: str, keys: str, expected: list[str]) -> None:
     """Names and groups, the kind of login, and the address to register."""
     settings = cluster(login, 'allowed = ["ada"]\nallowed_groups = ["lab"]', keys)
-    text = "\n".join(startup_checks.describe_login(settings, Paths("ghunit"), "https://hub.lan"))
+    text = "\n".join(authenticator_config.describe_login(settings, Paths("ghunit"), "https://hub.lan"))
     assert all(line in text for line in expected), text

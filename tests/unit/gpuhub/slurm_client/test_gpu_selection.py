@@ -6,7 +6,7 @@ from typing import Any
 
 from gpuhub.common.gpu import GpuRequirement, GpuSpec
 from gpuhub.config.settings import ProfileSettings
-from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.config.slurm import SlurmSettings
 from gpuhub.scheduler.interface import GpuSlot, NodeCapacity, SchedulingRequest
 from gpuhub.slurm_client.gpu_selection import GpuSelection, build_submission, select_gpus
 from gpuhub.slurm_client.models import SlurmNode, SlurmPartition, SlurmSite, SlurmSubmission, Submitter

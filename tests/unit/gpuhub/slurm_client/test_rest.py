@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.config.slurm import SlurmSettings
 from gpuhub.slurm_client.cli import SlurmCliClient
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable

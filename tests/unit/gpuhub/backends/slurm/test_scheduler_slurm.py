@@ -7,7 +7,7 @@ from typing import Any
 
 from gpuhub.backends.slurm.scheduler import SlurmScheduler, number_slots
 from gpuhub.common.gpu import GpuRequirement, GpuSpec
-from gpuhub.config.slurm_keys import SlurmSettings
+from gpuhub.config.slurm import SlurmSettings
 from gpuhub.scheduler.interface import Allocation, GpuSlot, NodeAllocation, NodeCapacity, SchedulingRequest
 from gpuhub.slurm_client.models import SlurmJob, SlurmJobState, SlurmNode, SlurmSnapshot
 

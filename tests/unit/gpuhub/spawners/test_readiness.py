@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuhub.spawners import recovery
+from gpuhub.spawners import readiness
 
 
 class Answer:
@@ -36,14 +36,14 @@ async def never() -> bool:
 async def test_a_version_that_is_none_is_left_out(version: str, left: dict[str, str]) -> None:
     """JupyterHub would not start with it."""
     server = Server(Answer(version))
-    recovery.limit_wait_up(server, never)
+    readiness.limit_wait_up(server, never)
     assert (await server.wait_up()).headers == left
 
 
 async def test_anything_but_an_answer_is_silence() -> None:
     """JupyterHub drops that one server, instead of giving up its own start."""
     server = Server(ValueError("no HTTP"))
-    recovery.limit_wait_up(server, never)
+    readiness.limit_wait_up(server, never)
     with pytest.raises(TimeoutError, match="no HTTP"):
         await server.wait_up()
 
@@ -59,6 +59,6 @@ async def test_a_container_that_ends_is_not_waited_for() -> None:
         return True
 
     server = Silent(None)
-    recovery.limit_wait_up(server, over)
+    readiness.limit_wait_up(server, over)
     with pytest.raises(TimeoutError, match="has ended"):
         await server.wait_up()

@@ -1,11 +1,13 @@
-"""The builtin backend: its scheduler alone decides, within the ledger's transactions."""
+"""The builtin backend and its plugin: its scheduler alone decides, within the ledger's transactions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from gpuhub.backends.interface import ExternalUsage, Observation, SchedulingBackend
+from gpuhub.backends.plugin import BackendPlugin
 from gpuhub.broker_api.schemas import Capabilities
+from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.domain.models import LeaseRow
 from gpuhub.scheduler.interface import Scheduler, build_parameters
@@ -45,3 +47,19 @@ class BuiltinBackend(SchedulingBackend):
 
     def external_usage(self, now: float) -> ExternalUsage:
         return ExternalUsage()
+
+
+class BuiltinPlugin(BackendPlugin):
+    """The plugin of gpuhub's own scheduler; notebooks are containers."""
+
+    name = "builtin"
+    title = "gpuhub"
+
+    def capabilities(self, cluster: ClusterSettings) -> Capabilities:
+        return CAPABILITIES
+
+    def build(self, cluster: ClusterSettings, paths: Paths) -> SchedulingBackend:
+        return BuiltinBackend(cluster)
+
+
+PLUGIN = BuiltinPlugin()

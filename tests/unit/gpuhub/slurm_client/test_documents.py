@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from gpuhub.slurm_client.gres import GresGpus, expand_hosts, expand_numbers, parse_gpus
+from gpuhub.slurm_client.documents import (
+    GresGpus,
+    expand_hosts,
+    expand_numbers,
+    parse_gpus,
+    parse_jobs,
+    parse_version,
+    read_errors,
+    read_number,
+)
 from gpuhub.slurm_client.inventory import (
     parse_gpu_jobs,
     parse_gpu_time,
@@ -19,7 +28,6 @@ from gpuhub.slurm_client.inventory import (
     parse_settings,
 )
 from gpuhub.slurm_client.models import GpuTime, SlurmJob, SlurmJobState
-from gpuhub.slurm_client.parsing import parse_jobs, parse_version, read_errors, read_number
 
 DATA = Path(__file__).parent / "data"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gpuhub.slurm_client.messages import _WAITING, can_never_start, explain_end, explain_pending
 from gpuhub.slurm_client.models import SlurmJob, SlurmJobState
-from gpuhub.slurm_client.reasons import _WAITING, can_never_start, explain_end, explain_pending
 
 
 def job(reason: str = "", state: SlurmJobState = SlurmJobState.PENDING) -> SlurmJob:

@@ -1,13 +1,14 @@
-"""What is asked of Slurm for a notebook, and what its answers mean."""
+"""What is asked of Slurm for a notebook, what its answers mean, and what a hub knows of a start that an earlier hub began."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpuhub.broker_api.schemas import LeaseRequest
-from gpuhub.common.errors import Conflict
+from gpuhub.common.errors import Conflict, InvalidRequest
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.slurm_client.models import (
@@ -20,8 +21,9 @@ from gpuhub.slurm_client.models import (
     SlurmSubmission,
     Submitter,
 )
-from gpuhub.spawners.slurm import request
-from tests.support.fake_broker import FakeBroker
+from gpuhub.spawners.slurm import job_spawner
+from gpuhub.spawners.slurm.job_spawner import JobRecord, JobRecordStore
+from tests.support.hub.fake_broker import FakeBroker
 
 ADA = UserIdentity(name="ada", uid=61001, gid=61001, groups=(2000,), group_names=("ada", "lab"))
 NODES = (
@@ -65,7 +67,7 @@ def cluster(**profile: Any) -> ClusterSettings:
 async def ask(of: ClusterSettings) -> SlurmSubmission:
     broker = FakeBroker(of)
     lease = await broker.request_lease(LeaseRequest(profile="p", key="nb-1234567890", owner="ada"))
-    return request.build_notebook_submission(
+    return job_spawner.build_notebook_submission(
         lease,
         of.profiles[0],
         ADA,
@@ -124,4 +126,30 @@ def job(**changes: Any) -> SlurmJob:
     ],
 )
 def test_only_a_live_job_goes_on(found: SlurmJob | None, code: int | None) -> None:
-    assert request.compute_exit_code(found) == code
+    assert job_spawner.compute_exit_code(found) == code
+
+
+def test_a_record_is_roots_alone_and_goes(tmp_path: Path) -> None:
+    records = JobRecordStore(tmp_path / "jobs")
+    assert records.find("l1") is None
+    records.save("l1", JobRecord(token="t"))
+    records.save("l1", JobRecord(token="t", job=7, port=40000))
+    assert records.find("l1") == JobRecord(token="t", job=7, port=40000)
+    assert (tmp_path / "jobs").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "jobs" / "l1.json").stat().st_mode & 0o777 == 0o600
+    assert records.find("l2") is None
+    records.delete("l1")
+    records.delete("l1")
+    assert list((tmp_path / "jobs").iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"job": 1}', '{"token": "t", "more": 1}'])
+def test_half_a_record_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "l1.json").write_text(text)
+    assert JobRecordStore(tmp_path).find("l1") is None
+
+
+@pytest.mark.parametrize("lease", ["../l1", "", "a/b", "l1\n", ".hidden"])
+def test_a_lease_is_no_path(lease: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest):
+        JobRecordStore(tmp_path).find(lease)

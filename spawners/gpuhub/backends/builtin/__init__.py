@@ -1,1 +1,0 @@
-"""The builtin scheduling backend: gpuhub's own queue decides."""
