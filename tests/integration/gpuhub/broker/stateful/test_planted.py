@@ -185,15 +185,17 @@ ALONE: list[Scenario] = [
 ]
 
 
-#: Slurm's own preemption ends whole jobs.
+#: These run with the builtin scheduler only: Slurm's own preemption ends whole jobs.
 OF_BUILTIN = {scenarios.an_elastic_job_shrinks}
 
 
-@pytest.fixture(params=sorted(CLUSTERS))
+def _backends_of(scenario: Scenario) -> list[str]:
+    return ["builtin"] if scenario in OF_BUILTIN else sorted(CLUSTERS)
+
+
+@pytest.fixture
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    """Everything is up, and every GPU free."""
-    if request.param != "builtin" and request.node.callspec.params["scenario"] in OF_BUILTIN:
-        pytest.skip("it is about the builtin scheduler")
+    """Everything is up, and every GPU is free; the parameter is the backend."""
     world = World(tmp_path, cluster=CLUSTERS[request.param]())
     world.start()
     world.advance(12)
@@ -202,7 +204,13 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.mark.parametrize(
-    "scenario", [*dict.fromkeys(scenario for _, scenario in TRAPS), *ALONE], ids=lambda scenario: scenario.__name__
+    ("world", "scenario"),
+    [
+        pytest.param(backend, scenario, id=f"{backend}-{scenario.__name__}")
+        for scenario in [*dict.fromkeys(scenario for _, scenario in TRAPS), *ALONE]
+        for backend in _backends_of(scenario)
+    ],
+    indirect=["world"],
 )
 def test_it_holds(world: World, scenario: Scenario) -> None:
     """The product as it is."""
@@ -210,7 +218,15 @@ def test_it_holds(world: World, scenario: Scenario) -> None:
     assert world.is_alive
 
 
-@pytest.mark.parametrize(("trap", "scenario"), TRAPS, ids=[trap.__name__ for trap, _ in TRAPS])
+@pytest.mark.parametrize(
+    ("world", "trap", "scenario"),
+    [
+        pytest.param(backend, trap, scenario, id=f"{backend}-{trap.__name__}")
+        for trap, scenario in TRAPS
+        for backend in _backends_of(scenario)
+    ],
+    indirect=["world"],
+)
 def test_a_planted_trap_is_caught(
     world: World, trap: Callable[[Patch], None], scenario: Scenario, monkeypatch: Patch
 ) -> None:
