@@ -1,30 +1,43 @@
-"""Exchanges values between the notebook and the ranks: the notebook's side; `worker.rank_main` is the other.
+"""Values that the notebook and the ranks exchange, and their pickles.
 
 The launch's folder `exchange` has `send.pkl` (values by name), `call.pkl` (function, arguments, keyword arguments),
 `returns.json` (names of values to return), `sources.json` (the notebook's cells, for tracebacks), and `result-RANK.pkl`
-from every rank.
+from every rank. The notebook's side of it is here, the ranks' side in `worker.rank_main`.
+
+Functions and classes of `__main__` (a notebook's cells, a script) are sent as code, those of modules by name. Tensors
+arrive on the CPU, because the receiver has other GPUs.
 """
 
 from __future__ import annotations
 
+import inspect
+import io
 import json
 import linecache
 import pickle
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_launch.common import pickles
 from gpu_launch.errors import LaunchFailed, UsageError
 from gpu_launch.units import format_memory
 
 SEND, CALL, RETURNS, SOURCES = "send.pkl", "call.pkl", "returns.json", "sources.json"
+#: Largest file of an exchange.
+MAX_BYTES = 2 * 1024**3
 #: Seconds until a result that another node wrote must be visible here.
 _VISIBLE_TIMEOUT_S = 5.0
 _POLL_S = 0.1
+#: Levels searched for the part of a value that cannot be pickled.
+_MAX_DEPTH = 4
+_TOO_LARGE = (
+    f"that is more than {format_memory(MAX_BYTES // 1024**2)} in all. Save it to a file in your home, such as "
+    "with torch.save or numpy.save, and let the ranks load it."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +121,10 @@ def _pickle_variables(send: Mapping[str, Any], rename: Callable[[str], str | Non
     # One pickle for all values, so that objects shared by two variables stay shared in the ranks.
     names = ",".join(send)
     try:
-        return pickles.dump(dict(send), names, rename=rename)
-    except pickles.TooLarge:
+        return dump_value(dict(send), names, rename=rename)
+    except TooLarge:
         raise UsageError(f"--send {names}: {_TOO_LARGE}") from None
-    except pickles.CannotPickle:
+    except CannotPickle:
         for name, value in send.items():
             _check_sendable(f"--send {name}", value, name, rename)
         raise
@@ -119,10 +132,10 @@ def _pickle_variables(send: Mapping[str, Any], rename: Callable[[str], str | Non
 
 def _pickle_call(call: FunctionCall, what: Any, rename: Callable[[str], str | None]) -> bytes:
     try:
-        return pickles.dump(what, call.name, rename=rename)
-    except pickles.TooLarge:
+        return dump_value(what, call.name, rename=rename)
+    except TooLarge:
         raise UsageError(f"{call.name} and its arguments: {_TOO_LARGE}") from None
-    except pickles.CannotPickle:
+    except CannotPickle:
         _check_sendable("gpu_launch.run", call.function, call.name, rename)
         for index, value in enumerate(call.arguments):
             _check_sendable("gpu_launch.run", value, f"argument {index} of {call.name}", rename)
@@ -134,17 +147,11 @@ def _pickle_call(call: FunctionCall, what: Any, rename: Callable[[str], str | No
 def _check_sendable(flag: str, value: Any, name: str, rename: Callable[[str], str | None]) -> None:
     """Refuse a value that cannot be sent."""
     try:
-        pickles.dump(value, name, rename=rename)
-    except pickles.CannotPickle as error:
+        dump_value(value, name, rename=rename)
+    except CannotPickle as error:
         raise UsageError(f"{flag}: {error}. Make it in the script itself, or send what it is made from.") from None
-    except pickles.TooLarge:
+    except TooLarge:
         raise UsageError(f"{flag}: {_TOO_LARGE}") from None
-
-
-_TOO_LARGE = (
-    f"that is more than {format_memory(pickles.MAX_BYTES // 1024**2)} in all. Save it to a file in your home, such as "
-    "with torch.save or numpy.save, and let the ranks load it."
-)
 
 
 def collect_results(folder: Path, ranks: int) -> tuple[list[Any], dict[str, list[Any]]]:
@@ -162,12 +169,10 @@ def collect_results(folder: Path, ranks: int) -> tuple[list[Any], dict[str, list
         return [], {}
     problems: list[str] = []
     files = [_read(folder, rank, problems) for rank in range(ranks)]
-    results = [
-        pickles.load_result(file.get("result"), f"rank {rank}: result", problems) for rank, file in enumerate(files)
-    ]
+    results = [load_result(file.get("result"), f"rank {rank}: result", problems) for rank, file in enumerate(files)]
     returned = {
         name: [
-            pickles.load_result(file.get("returned", {}).get(name), f"rank {rank}: {name}", problems)
+            load_result(file.get("returned", {}).get(name), f"rank {rank}: {name}", problems)
             for rank, file in enumerate(files)
         ]
         for name in names
@@ -211,3 +216,123 @@ def _wait_for_bytes(path: Path) -> bytes | None:
 def find_missing(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
     """Return those of `names` that the notebook does not have."""
     return [name for name in names if name not in namespace]
+
+
+class CannotPickle(Exception):
+    """A value cannot be sent; the text names the part and the reason."""
+
+
+class TooLarge(Exception):
+    """The values are larger than MAX_BYTES."""
+
+
+def dump_value(value: Any, name: str, *, rename: Callable[[str], str | None] | None = None) -> bytes:
+    """Pickle `value`.
+
+    Args:
+        value: Any value.
+        name: The value's name in error texts.
+        rename: Returns another file name for code, such as a cell's label; None keeps the file name.
+
+    Raises:
+        CannotPickle: A part of the value cannot be pickled.
+        TooLarge: The pickle is larger than MAX_BYTES.
+    """
+    buffer = _LimitedBuffer()
+    try:
+        _pickler(buffer, rename).dump(value)
+    except TooLarge:
+        raise
+    except Exception as error:
+        path, reason = _find_culprit(value, name, error, _MAX_DEPTH)
+        raise CannotPickle(f"{path} cannot be pickled: {_first_line(reason)}") from error
+    return buffer.getvalue()
+
+
+def load_value(data: bytes) -> Any:
+    """Unpickle a value; any exception of the value's code passes through."""
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+class _LimitedBuffer(io.BytesIO):
+    """A buffer of at most MAX_BYTES."""
+
+    def write(self, data: Any, /) -> int:
+        if self.tell() + memoryview(data).nbytes > MAX_BYTES:
+            raise TooLarge
+        return super().write(data)
+
+
+def load_result(data: bytes | None, what: str, problems: list[str]) -> Any:
+    """Unpickle a rank's value; return None if there is none or it cannot be read here, which is added to `problems`."""
+    if not data:
+        return None
+    try:
+        return load_value(data)
+    except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
+        problems.append(
+            f"{what} cannot be read here ({type(error).__name__}: {error}); "
+            "return plain values, arrays or a state_dict instead"
+        )
+        return None
+
+
+def _pickler(buffer: io.BytesIO, rename: Callable[[str], str | None] | None) -> Any:
+    # Imported here because a rank that returns no values does not need it.
+    import cloudpickle  # type: ignore[import-untyped]
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if rename is not None and isinstance(obj, types.CodeType):
+                name = rename(obj.co_filename)
+                if name is not None:
+                    return self.dispatch_table[types.CodeType](obj.replace(co_filename=name))
+            return super().reducer_override(obj)
+
+    return Pickler(buffer)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _load_on_cpu
+        return super().find_class(module, name)
+
+
+def _load_on_cpu(data: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+def _find_culprit(value: Any, name: str, error: BaseException, depth: int) -> tuple[str, BaseException]:
+    """Return the innermost part of `value` that cannot be pickled, and the reason."""
+    if depth:
+        for part, child in _iter_parts(value, name):
+            try:
+                _pickler(_LimitedBuffer(), None).dump(child)
+            except TooLarge:
+                continue
+            except Exception as child_error:  # noqa: BLE001 - pickling runs anybody's code
+                return _find_culprit(child, part, child_error, depth - 1)
+    return name, error
+
+
+def _iter_parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, types.FunctionType):
+        closure = inspect.getclosurevars(value)
+        for part, child in {**closure.nonlocals, **closure.globals}.items():
+            yield f"{part}, which {name} uses,", child
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            yield f"{name}[{key!r}]", child
+    elif isinstance(value, (list, tuple)):
+        for index, child in enumerate(value):
+            yield f"{name}[{index}]", child
+    elif not isinstance(value, (type, types.ModuleType)):
+        for attribute, child in getattr(value, "__dict__", {}).items():
+            yield f"{name}.{attribute}", child
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

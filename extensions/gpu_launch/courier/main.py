@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_launch.courier import files, logs
+from gpu_launch.courier import files
 from gpu_launch.courier.protocol import BEGIN, END, ClientGone, CourierError, IncomingData, read_frame, write_report
 
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -81,17 +81,17 @@ def _run_command(arguments: argparse.Namespace, incoming: IncomingData) -> dict[
         write_report(ready=True)
         done = files.write_tar(target, sink)
     elif arguments.command == "logs":
-        target = logs.resolve_run_folder(home, arguments.run)
+        target = files.resolve_run_folder(home, arguments.run)
         write_report(ready=True)
         if not arguments.follow:
             is_over.set()
-        logs.follow(
-            logs.RunLogs(target, offset=arguments.offset, rank=arguments.rank, per_node=arguments.per_node),
+        files.follow_logs(
+            files.RunLogs(target, offset=arguments.offset, rank=arguments.rank, per_node=arguments.per_node),
             sink,
             is_over,
         )
     else:
-        state = logs.read_state(logs.resolve_run_folder(home, arguments.run))
+        state = files.read_state(files.resolve_run_folder(home, arguments.run))
         write_report(ready=True)
         sink.write(state)
     sink.flush()

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpu_launch import environment
-from gpu_launch.common import network, processes, run_folder, torchrun_command
+from gpu_launch.common import network, run_folder
 from gpu_launch.common.launch_spec import LaunchSpec, NodeInfo, StartMethod
-from gpu_launch.worker import nccl_env, rank_env, shm_cleanup
+from gpu_launch.worker import nccl_env, processes
 from gpu_launch.worker.forkserver.client import ForkRefused, ForkServerClient, ForkServerGone, start_fork_server
 from gpu_launch.worker.gpu_monitor import GpuMonitor
 from gpu_launch.worker.output_forwarder import OutputForwarder
-from gpu_launch.worker.runners.base import NodeSpec, Runner
+from gpu_launch.worker.runners import torchrun
+from gpu_launch.worker.runners.base import NodeSpec, Runner, build_node_environ
 from gpu_launch.worker.runners.command import CommandRunner
 from gpu_launch.worker.runners.fork import ForkRunner
 from gpu_launch.worker.runners.torchrun import TorchrunRunner
@@ -137,7 +138,7 @@ def start_ranks(spec: LaunchSpec) -> int:
             raise RuntimeError(f"ranks of an earlier start ({earlier.run_id}) still run here")
         _end_forwarder(earlier)
     node = _build_node_spec(spec)
-    shared = earlier.shm_before if earlier is not None and earlier.run_id == spec.run_id else shm_cleanup.list_names()
+    shared = earlier.shm_before if earlier is not None and earlier.run_id == spec.run_id else processes.list_shm_names()
     try:
         runner = _start_runner(node)
     except OSError as error:
@@ -153,7 +154,7 @@ def _build_node_spec(spec: LaunchSpec) -> NodeSpec:
     env = environment.read()
     interface = network.find_own_interface(env.subnet, wait_s=1.0)
     run, node_rank = run_folder.open_run(env.home, spec.run_id), spec.membership.node_rank(env.worker)
-    environ = rank_env.build_node_environ(
+    environ = build_node_environ(
         os.environ,
         spec,
         worker=env.worker,
@@ -168,7 +169,7 @@ def _build_node_spec(spec: LaunchSpec) -> NodeSpec:
         worker=env.worker,
         is_capped=env.memory_cap_mib is not None,
         run=run,
-        logs=Path(torchrun_command.build_node_log_dir(spec, node_rank)),
+        logs=Path(torchrun.build_node_log_dir(spec, node_rank)),
         environ=environ,
     )
 
@@ -216,7 +217,7 @@ def finish_run(run_id: str) -> None:
     if _state.fork_server is not None:
         _state.fork_server.close_store()
     if launch is not None:
-        shm_cleanup.remove_leftovers(launch.shm_before)
+        processes.remove_shm_leftovers(launch.shm_before)
 
 
 def _end_forwarder(launch: _RunningRanks) -> None:

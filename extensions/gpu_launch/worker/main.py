@@ -1,7 +1,7 @@
-"""A node's worker: supervises one engine and ends every process below it.
+"""A node's worker: supervises one ipyparallel engine and ends every process below it.
 
 It is the main process of a worker container (`gpu-launch-worker`), and a child of the kernel in the notebook's
-container.
+container. The engine is a child of it: `python -m gpu_launch.worker.main RUN_FOLDER`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from pathlib import Path
 from types import FrameType
 
 from gpu_launch import environment
-from gpu_launch.common import processes, run_folder
-from gpu_launch.worker.engine_process import wait_for_file
-from gpu_launch.worker.forkserver import linux
+from gpu_launch.common.run_folder import RunFolder, open_run
+from gpu_launch.worker import processes
+from gpu_launch.worker.forkserver import client
 
-_POLL_S = 0.05  # seconds between polls of the engine
+_ENGINE_POLL_S = 0.05  # seconds between polls of the engine
 _GRACE_S = 2.0  # seconds for the engine of a user's own ipyparallel cluster to end
+_FILE_TIMEOUT_S = 120.0  # longest wait for the settings and for the controller's connection file, seconds
+_FILE_POLL_S = 0.02  # seconds
 
 
 def main() -> None:
@@ -31,12 +33,12 @@ def main() -> None:
     env = environment.read()
     if env.run_id is None:
         sys.exit("gpu-launch-worker is started by gpuhub: GPU_LAUNCH_RUN is not set.")
-    run = run_folder.open_run(env.home, env.run_id)
-    sys.exit(_run_engine(run, env))
+    run = open_run(env.home, env.run_id)
+    sys.exit(_run_worker(run, env))
 
 
-def _run_engine(run: run_folder.RunFolder, env: environment.Environment) -> int:
-    wait_for_file(run.settings)
+def _run_worker(run: RunFolder, env: environment.Environment) -> int:
+    _wait_for_file(run.settings)
     parent = os.getppid()
     settings = json.loads(run.settings.read_text())
     is_launch = settings["is_launch"]
@@ -44,7 +46,7 @@ def _run_engine(run: run_folder.RunFolder, env: environment.Environment) -> int:
     leads = settings.get("detached", False) and env.worker == 0
     run.logs.mkdir(exist_ok=True)
     return supervise(
-        [sys.executable, "-m", f"gpu_launch.{'detached.driver' if leads else 'worker.engine_process'}", str(run.root)],
+        [sys.executable, "-m", f"gpu_launch.{'detached.driver' if leads else 'worker.main'}", str(run.root)],
         mark=processes.build_mark(run.run_id, env.worker),
         grace_s=_choose_grace_s(env, is_launch=is_launch, is_detached=settings.get("detached", False)),
         log=run.log_file("notebook" if env.worker is None else f"worker-{env.worker}"),
@@ -79,7 +81,7 @@ def supervise(
         stopping.append(number)
 
     # Processes that ranks leave behind become children of this one, even if they are daemons.
-    linux.adopt_orphans()
+    processes.adopt_orphans()
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the notebook handles Ctrl-C in a terminal
     try:
@@ -89,7 +91,7 @@ def supervise(
             )
         while (code := engine.poll()) is None and not stopping and should_run():
             _reap_orphans(engine.pid)
-            time.sleep(_POLL_S)
+            time.sleep(_ENGINE_POLL_S)
         if code is None:
             code = _terminate_engine(engine, grace_s)
         return code if code >= 0 else 128 - code
@@ -116,5 +118,67 @@ def _terminate_engine(engine: subprocess.Popen[bytes], grace_s: float | None) ->
         return engine.wait()
 
 
+def run_engine(folder: Path) -> None:
+    """Run the engine until its controller is gone or SIGTERM comes.
+
+    It imports its modules while it waits for the connection file.
+    """
+    run = RunFolder(root=folder, preemptions=environment.read().preemptions)
+    settings = json.loads(run.settings.read_text())
+    # The engine must not outlive a worker that was killed.
+    processes.die_with_parent(signal.SIGKILL, os.getppid())
+    # The fork server starts first because its import of torch takes longest.
+    forkserver = client.start_fork_server(run.run_id) if settings["is_launch"] else None
+    from ipyparallel.engine.app import IPEngine
+
+    from gpu_launch.common import network
+    from gpu_launch.worker import agent
+
+    class Engine(IPEngine):  # type: ignore[misc]
+        """An engine that ends after its ranks."""
+
+        def init_signal(self) -> None:
+            super().init_signal()
+            if settings["is_launch"]:
+                signal.signal(signal.SIGTERM, lambda _number, _frame: agent.shut_down(run.run_id))
+
+    if forkserver is not None:
+        agent.adopt_fork_server(forkserver, run.run_id)
+    # A worker container's network is connected shortly after its start.
+    network.find_own_interface(environment.read().subnet)
+    _wait_for_file(run.connection)
+    Engine.launch_instance(argv=_build_engine_arguments(run, settings))
+
+
+def _build_engine_arguments(run: RunFolder, settings: dict[str, object]) -> list[str]:
+    profile = run.profile if settings["is_launch"] else settings["profile_dir"]
+    return [
+        f"--file={run.connection}",
+        f"--profile-dir={profile}",
+        # Generous, because the engines and torch imports of all nodes may share few cores.
+        "--timeout=30",
+        f"--IPEngine.max_heartbeat_misses={settings['heartbeat_misses']}",
+        f"--IPEngine.enable_nanny={not settings['is_launch']}",
+    ]
+
+
+def _wait_for_file(path: Path) -> None:
+    """Wait for a file on a shared home.
+
+    Listing the folder, instead of testing for the one name, makes an NFS client ask the server again.
+
+    Raises:
+        TimeoutError: The file did not appear within _FILE_TIMEOUT_S.
+    """
+    deadline = time.monotonic() + _FILE_TIMEOUT_S
+    while not any(entry.name == path.name for entry in path.parent.iterdir()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} did not appear within {_FILE_TIMEOUT_S:.0f} s")
+        time.sleep(_FILE_POLL_S)
+
+
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        run_engine(Path(sys.argv[1]))
+    else:
+        main()

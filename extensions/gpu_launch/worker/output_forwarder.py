@@ -1,4 +1,7 @@
-"""Forwards the output, heartbeats, progress, failures and exits of a node's ranks to the notebook."""
+"""Forwards the output, heartbeats, progress, failures and exits of a node's ranks to the notebook.
+
+A failure comes with the container's memory limit if the kernel's out-of-memory killer caused it.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
 from gpu_launch.common.launch_spec import RankEnd
-from gpu_launch.common.output_channel import OutputSender
 from gpu_launch.common.run_folder import RunFolder
-from gpu_launch.worker import cgroup_memory, log_files
+from gpu_launch.common.secure_channel import OutputSender
+from gpu_launch.worker import log_files
 from gpu_launch.worker.gpu_monitor import GpuMonitor
-from gpu_launch.worker.log_tail import CHUNK, LogTail
+from gpu_launch.worker.log_files import CHUNK, LogTail
 from gpu_launch.worker.runners.base import NodeSpec, ProcessExit, Runner
 
 #: Seconds between polls of the files.
@@ -25,6 +29,9 @@ _POLL_S = 0.02  # seconds between polls of the log files
 _HEARTBEAT_S = 1.0  # seconds between heartbeats
 _SEND_MS = 500  # a notebook that receives nothing for this time is tried again, until the agent abandons it
 _TRACEBACK = "Traceback (most recent call last):"
+_CGROUPS = Path("/sys/fs/cgroup")
+_MIB = 1024**2
+_UNLIMITED = 2**60  # bytes
 
 
 class OutputForwarder:
@@ -40,7 +47,7 @@ class OutputForwarder:
             unlimited=node.spec.unlimited_output,
         )
         self._progress = ProgressFiles(node.run, node.ranks)
-        self._oom_kills = cgroup_memory.count_oom_kills()
+        self._oom_kills = count_oom_kills()
         self._has_announced_shutdown = False
         self._heartbeat_at = 0.0
         self._reading_number = 0
@@ -102,7 +109,7 @@ class OutputForwarder:
     def _rank_end(self, end: ProcessExit) -> RankEnd:
         tail, written_at_ns = self._tail.read_stderr_end(end.rank)
         local_rank = end.rank - self._node.ranks.start
-        kills = cgroup_memory.count_oom_kills() if end.code == -SIGKILL else None
+        kills = count_oom_kills() if end.code == -SIGKILL else None
         # A traceback that Python wrote does not contain frames of gpu_launch.
         error = tail if _TRACEBACK in tail or not end.traceback else end.traceback
         is_oom = kills is not None and kills > (self._oom_kills or 0)
@@ -114,7 +121,7 @@ class OutputForwarder:
             at_ns=end.at_ns or written_at_ns,
             gpu=self._gpus.describe_gpu(local_rank, self._node.environ),
             is_out_of_memory=is_oom,
-            memory_limit_mib=cgroup_memory.read_limit_mib() if is_oom else 0,
+            memory_limit_mib=read_memory_limit_mib() if is_oom else 0,
         )
 
 
@@ -148,3 +155,56 @@ class ProgressFiles:
         if not isinstance(progress, dict):
             return None
         return {"rank": rank} | {name: progress.get(name) for name in _FIELDS}
+
+
+def count_oom_kills(cgroups: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> int | None:
+    """Return the number of out-of-memory kills so far, None if it cannot be read."""
+    try:
+        lines = cgroups.read_text().splitlines()
+    except OSError:
+        return None
+    paths = [
+        path for line in lines for path in _list_cgroup_files(line, root, v2="memory.events", v1="memory.oom_control")
+    ]
+    counts = map(_read_oom_kills, paths)
+    return next((count for count in counts if count is not None), None)
+
+
+def read_memory_limit_mib(cgroups: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> int:
+    """Return the container's memory limit in MiB, 0 if it has none or it cannot be read."""
+    try:
+        lines = cgroups.read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        for path in _list_cgroup_files(line, root, v2="memory.max", v1="memory.limit_in_bytes"):
+            try:
+                text = path.read_text().strip()
+            except OSError:
+                continue
+            # Version 1 writes "no limit" as a number larger than any machine's memory.
+            return int(text) // _MIB if text.isdecimal() and int(text) < _UNLIMITED else 0
+    return 0
+
+
+def _list_cgroup_files(line: str, root: Path, *, v2: str, v1: str) -> list[Path]:
+    """Return the possible files of one line of /proc/self/cgroup: `0::/docker/4f` or `4:memory:/docker/4f`.
+
+    A container usually sees its own group mounted at the root, whatever the line's path.
+    """
+    _, controllers, path = line.split(":", 2)
+    own = path.lstrip("/")
+    if not controllers:
+        return [root / own / v2, root / v2]
+    if "memory" in controllers.split(","):
+        return [root / "memory" / own / v1, root / "memory" / v1]
+    return []
+
+
+def _read_oom_kills(path: Path) -> int | None:
+    """Read the count from the line `oom_kill 3` of a file."""
+    try:
+        words = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return None
+    return next((int(line[1]) for line in words if len(line) == 2 and line[0] == "oom_kill"), None)

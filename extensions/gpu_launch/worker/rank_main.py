@@ -22,7 +22,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from gpu_launch.common import exchange as exchange_files
-from gpu_launch.common import memory_cap, pickles
+from gpu_launch.common import memory_cap
 
 
 def main() -> None:
@@ -127,11 +127,13 @@ def _merge_globals(main: ModuleType, function: Callable[..., Any]) -> None:
 
 def _pickle_value(name: str, value: Any, problems: list[str]) -> bytes | None:
     try:
-        return pickles.dump(value, name)
-    except pickles.CannotPickle as error:
+        return exchange_files.dump_value(value, name)
+    except exchange_files.CannotPickle as error:
         problems.append(str(error))
-    except pickles.TooLarge:
-        problems.append(f"{name} has more than {pickles.MAX_BYTES // 1024**3} GiB; let the script save it to a file")
+    except exchange_files.TooLarge:
+        problems.append(
+            f"{name} has more than {exchange_files.MAX_BYTES // 1024**3} GiB; let the script save it to a file"
+        )
     return None
 
 
@@ -146,7 +148,7 @@ def _load_file(path: Path, problem: str) -> Any:
     if not path.exists():
         return None
     try:
-        return pickles.load(path.read_bytes())
+        return exchange_files.load_value(path.read_bytes())
     except Exception as error:
         error.add_note(f"gpu_launch: {problem}")
         raise

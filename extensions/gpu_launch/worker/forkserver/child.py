@@ -19,9 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from gpu_launch.common import processes
-from gpu_launch.worker import rank_main
-from gpu_launch.worker.forkserver import linux
+from gpu_launch.worker import processes, rank_main
 from gpu_launch.worker.forkserver.protocol import CommandKind, RankSpec
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -42,7 +40,7 @@ def detach_from_server(server: int) -> None:
 
     The process dies with the process `server`. Signals stay blocked until `unblock_signals`.
     """
-    linux.die_with_parent(signal.SIGKILL, server)
+    processes.die_with_parent(signal.SIGKILL, server)
     os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, *_RESET_SIGNALS):
@@ -69,7 +67,7 @@ def become_rank(spec: RankSpec, *, path: Sequence[str], generator: Any) -> NoRet
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(spec.environ)
-    linux.set_visible_variable(processes.MARK_VARIABLE, spec.environ.get(processes.MARK_VARIABLE, ""))
+    processes.set_visible_variable(processes.MARK_VARIABLE, spec.environ.get(processes.MARK_VARIABLE, ""))
     try:
         os.chdir(spec.cwd)
         if spec.kind is CommandKind.PROGRAM:

@@ -15,12 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from gpu_launch import environment
-from gpu_launch.common import processes, run_folder
-from gpu_launch.worker.forkserver import linux, protocol, safety
+from gpu_launch.common import run_folder
+from gpu_launch.worker import processes
+from gpu_launch.worker.forkserver import protocol
 from gpu_launch.worker.forkserver.protocol import RankSpec
 
 _ANSWER_TIMEOUT_S = 15.0  # seconds for a ready fork server to answer
 _END_TIMEOUT_S = 5.0  # seconds for a killed fork server to end
+#: Read only when the interpreter, its allocator, torch or one of its libraries starts.
+_START_PREFIXES = (
+    "LD_", "PYTHON", "LC_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_",
+    "BLIS_", "TORCH", "PYTORCH_", "TRITON_",
+)  # fmt: skip
+_START_NAMES = frozenset({"LANG", "LANGUAGE", "LOGLEVEL"})
+#: The fork server sets its own values of these, and so does each rank. Other names count while a rank runs.
+_EXCLUDED_NAMES = frozenset(
+    {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+)
+_EXCLUDED_PREFIXES = ("TORCHELASTIC_", "TORCH_ELASTIC_")
 
 
 class ForkServerGone(RuntimeError):
@@ -58,13 +70,11 @@ class ForkServerClient:
         """
         new_environ = _complete_environ(environ or {})
         self._variables, self._python_path = (
-            safety.select_start_variables(new_environ),
+            select_start_variables(new_environ),
             new_environ.get("PYTHONPATH", ""),
         )
         environ_now = environment.remove_secrets(os.environ)
-        kept = {
-            name: value for name, value in environ_now.items() if name not in safety.select_start_variables(environ_now)
-        }
+        kept = {name: value for name, value in environ_now.items() if name not in select_start_variables(environ_now)}
         connection, server_end = socket.socketpair()
         with server_end, log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -85,7 +95,7 @@ class ForkServerClient:
                 | self._variables
                 | {
                     "PYTHONPATH": self._python_path,
-                    processes.MARK_VARIABLE: linux.pad_value(mark),
+                    processes.MARK_VARIABLE: processes.pad_value(mark),
                     "OMP_NUM_THREADS": "1",
                     "OPENBLAS_NUM_THREADS": "1",
                     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -128,10 +138,10 @@ class ForkServerClient:
             self.is_alive()
             and (self._ready_answer is None or not self._ready_answer["problem"])
             and set(self.modules) <= set(modules)
-            and self._variables == safety.select_start_variables(new_environ)
+            and self._variables == select_start_variables(new_environ)
             # Ranks set their own path; this one only matters for the modules imported here.
             and (not modules or self._python_path == new_environ.get("PYTHONPATH", ""))
-            and not safety.has_changed([(path, time_ns, size) for path, time_ns, size in file_stamps])
+            and not protocol.has_changed([(path, time_ns, size) for path, time_ns, size in file_stamps])
         )
 
     def is_alive(self) -> bool:
@@ -216,6 +226,17 @@ def start_fork_server(run_id: str, environ: Mapping[str, str] | None = None) -> 
     log = run_folder.open_run(env.home, run_id).log_file(f"forkserver-{name}")
     # Differs from the ranks' mark even if the run is the same: the server must survive when they are killed.
     return ForkServerClient(mark=f"{processes.build_mark(run_id, env.worker)}/server", log=log, environ=environ)
+
+
+def select_start_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that only count when Python and torch start."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name.startswith(_START_PREFIXES) or name in _START_NAMES)
+        and name not in _EXCLUDED_NAMES
+        and not name.startswith(_EXCLUDED_PREFIXES)
+    }
 
 
 def _complete_environ(environ: Mapping[str, str]) -> dict[str, str]:

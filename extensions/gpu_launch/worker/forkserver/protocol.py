@@ -1,16 +1,27 @@
-"""Messages between an agent and its fork server: JSON objects, each after its length in four bytes."""
+"""Messages between an agent and its fork server: JSON objects, each after its length in four bytes.
+
+The server reports stamps of the files that it has imported, by which the agent finds out that one has changed.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import struct
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from socket import socket
+from types import ModuleType
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
 _CHUNK = 256 * 1024
+
+#: A file's path, modification time in ns and size in bytes.
+FileStamp = tuple[str, int, int]
 
 
 class CommandKind(StrEnum):
@@ -74,3 +85,30 @@ class MessageReader:
         message: dict[str, Any] = json.loads(self._data[_LENGTH.size : end])
         del self._data[:end]
         return message
+
+
+def collect_stamps(modules: Iterable[ModuleType], home: Path) -> list[FileStamp]:
+    """Stamp the files of modules below `home` outside installed packages, and the folders of installed packages."""
+    packages = [Path(entry) for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+    files = {Path(name) for module in modules if (name := getattr(module, "__file__", None))}
+    own_files = {
+        file
+        for file in files
+        if file.is_relative_to(home) and not any(file.is_relative_to(folder) for folder in packages)
+    }
+    file_stamps = (_read_stamp(str(path)) for path in sorted([*packages, *own_files]))
+    return [entry for entry in file_stamps if entry is not None]
+
+
+def _read_stamp(path: str) -> FileStamp | None:
+    """Return a file's stamp, None if it does not exist."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - many of them
+    except OSError:
+        return None
+    return path, status.st_mtime_ns, status.st_size
+
+
+def has_changed(before: Iterable[FileStamp]) -> bool:
+    """Return whether any of these files has changed."""
+    return any(_read_stamp(entry[0]) != tuple(entry) for entry in before)

@@ -7,6 +7,7 @@ its children end with it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -21,13 +22,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from gpu_launch.common import processes
-from gpu_launch.worker.forkserver import child, linux, protocol, safety
+from gpu_launch.worker import processes
+from gpu_launch.worker.forkserver import child, protocol
 from gpu_launch.worker.forkserver.protocol import CommandKind, RankSpec
 
 #: Connections that may wait: all ranks connect at the same time.
 _STORE_BACKLOG = 1024
 _IMPORTS = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
+_CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 class ForkServer:
@@ -61,13 +63,13 @@ class ForkServer:
                 self._problem = f"{label} cannot be imported with {sys.executable}: {type(error).__name__}: {error}"
                 traceback.print_exc()
             else:
-                problem = safety.find_problem()
+                problem = _find_problem()
                 self._problem = f"after importing {name}, {problem}" if problem else ""
         # The garbage collector skips these objects from now on, so their pages stay shared.
         gc.collect()
         gc.freeze()
         new_modules = [module for name, module in list(sys.modules.items()) if name not in self._before]
-        self._send({"kind": "ready", "problem": self._problem, "stamps": safety.collect_stamps(new_modules, _home())})
+        self._send({"kind": "ready", "problem": self._problem, "stamps": protocol.collect_stamps(new_modules, _home())})
 
     def serve(self) -> None:
         """Serve until the agent closes the connection.
@@ -134,7 +136,7 @@ class ForkServer:
 
     def _refuse_if_unsafe(self) -> bool:
         """Report why forking is unsafe, if it is; return whether a refusal was sent."""
-        self._problem = self._problem or safety.find_problem()
+        self._problem = self._problem or _find_problem()
         if self._problem:
             self._send({"kind": "refused", "why": self._problem})
         return bool(self._problem)
@@ -197,7 +199,7 @@ class ForkServer:
 
 def main() -> None:
     """Import torch and serve; a forked child runs its work."""
-    linux.set_visible_variable(processes.MARK_VARIABLE, os.environ.get(processes.MARK_VARIABLE, "").rstrip("="))
+    processes.set_visible_variable(processes.MARK_VARIABLE, os.environ.get(processes.MARK_VARIABLE, "").rstrip("="))
     # Slurm may send SIGTERM to every process of a job. The fork server ends with its agent, and ranks have their own
     # handlers.
     for ignored in (signal.SIGINT, signal.SIGTERM):
@@ -205,7 +207,7 @@ def main() -> None:
     user_path = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}  # noqa: PTH100
     path = [entry for entry in sys.path[1:] if entry not in user_path]
     number, parent = int(sys.argv[1]), int(sys.argv[2])
-    linux.die_with_parent(signal.SIGKILL, parent)
+    processes.die_with_parent(signal.SIGKILL, parent)
     os.set_inheritable(number, False)
     server = ForkServer(socket.socket(fileno=number))
     generator = None
@@ -233,6 +235,39 @@ class _ForkedChild(BaseException):
 
 def _parse_rank_spec(item: dict[str, Any]) -> RankSpec:
     return RankSpec(**item | {"kind": CommandKind(item["kind"]), "command": tuple(item["command"])})
+
+
+def _find_problem() -> str:
+    """Return why this process must not fork, empty if it may."""
+    threads = _list_threads()
+    if len(threads) > 1:
+        return f"{len(threads)} threads run where there may be one ({', '.join(sorted(set(threads)))})"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "torch has initialised CUDA"
+    if _is_driver_in_use():
+        return "the CUDA driver is initialised"
+    return ""
+
+
+def _list_threads() -> list[str]:
+    """Return the names of this process's threads."""
+    return [(entry / "comm").read_text().strip() for entry in Path("/proc/self/task").iterdir()]
+
+
+def _is_driver_in_use() -> bool:
+    """Return whether any library has initialised the CUDA driver in this process. The check does not initialise it."""
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if entry.readlink().name.startswith("nvidia-uvm"):
+                return True
+        except OSError:
+            continue  # the descriptor of this listing
+    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcuda.so" in line}
+    return any(
+        ctypes.CDLL(library).cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_ERROR_NOT_INITIALIZED
+        for library in libraries
+    )
 
 
 def _home() -> Path:

@@ -8,10 +8,9 @@ import subprocess
 import time
 from contextlib import suppress
 
-from gpu_launch.common import processes
-from gpu_launch.worker import rank_env
+from gpu_launch.worker import processes
 from gpu_launch.worker.log_files import create_log_tree, describe_full_disk
-from gpu_launch.worker.runners.base import NodeSpec, ProcessExit
+from gpu_launch.worker.runners.base import NodeSpec, ProcessExit, build_rank_environ
 
 
 class CommandRunner:
@@ -20,7 +19,7 @@ class CommandRunner:
     def __init__(self, node: NodeSpec) -> None:
         self._node = node
         (logs,) = create_log_tree(node.logs, node.spec.run_id, 1)
-        environ = rank_env.build_rank_environ(
+        environ = build_rank_environ(
             node.environ,
             node.spec,
             node_rank=node.node_rank,

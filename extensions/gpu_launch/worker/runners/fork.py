@@ -6,12 +6,11 @@ import signal
 import threading
 import time
 
-from gpu_launch.common import processes
-from gpu_launch.worker import log_files, rank_env
+from gpu_launch.worker import log_files, processes
 from gpu_launch.worker.forkserver.client import SERVER_EXIT, ChildExit, ForkServerClient
 from gpu_launch.worker.forkserver.protocol import CommandKind, RankSpec
 from gpu_launch.worker.log_files import RankLogs, create_log_tree, describe_full_disk
-from gpu_launch.worker.runners.base import NodeSpec, ProcessExit
+from gpu_launch.worker.runners.base import NodeSpec, ProcessExit, build_rank_environ, expand_command, get_torchrun_flag
 
 #: What torchrun's agent does after a failure: it polls with this period, terminates the other ranks, then kills them.
 _MONITOR_S, _SHUTDOWN_S = 0.1, 30.0
@@ -33,7 +32,7 @@ class ForkRunner:
         self._signalled: int | None = None
         self._is_terminated = False
         self._terminated_at: float | None = None
-        shutdown_flag = rank_env.get_torchrun_flag(node.spec.torchrun_flags, "shutdown-timeout", "")
+        shutdown_flag = get_torchrun_flag(node.spec.torchrun_flags, "shutdown-timeout", "")
         self._shutdown_s = float(shutdown_flag or node.spec.shutdown_s or _SHUTDOWN_S)
         self._failed_at: float | None = None
         self._pids = server.fork(
@@ -112,9 +111,9 @@ class ForkRunner:
         kind = CommandKind.PROGRAM if spec.no_python else CommandKind.MODULE if spec.module else CommandKind.SCRIPT
         return RankSpec(
             kind=kind,
-            command=rank_env.expand_command(spec.command, local_rank=local_rank),
+            command=expand_command(spec.command, local_rank=local_rank),
             cwd=spec.cwd,
-            environ=rank_env.build_rank_environ(
+            environ=build_rank_environ(
                 self._node.environ,
                 spec,
                 node_rank=self._node.node_rank,

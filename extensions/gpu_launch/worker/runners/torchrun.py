@@ -1,14 +1,23 @@
-"""Starts ranks with literal torchrun."""
+"""Starts ranks with literal torchrun: the runner, the command line, and the process that runs torchrun.
+
+That process, `python -m gpu_launch.worker.runners.torchrun`, imports torch at once and then reads one line of JSON from
+stdin: `{"argv": [...], "shutdown_s": null, "cwd": "", "failures": "path"}`. At its end it records which ranks failed.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
-from gpu_launch.common import processes, torchrun_command
+from gpu_launch.common.launch_spec import LaunchSpec
+from gpu_launch.worker import log_files, processes
 from gpu_launch.worker.runners.base import NodeSpec, ProcessExit
 
 _LOG_EXCERPT = 4000  # characters
@@ -25,7 +34,7 @@ class TorchrunRunner:
         self._is_terminated = False
         node.logs.mkdir(parents=True, exist_ok=True)
         request = {
-            "argv": torchrun_command.build_arguments(
+            "argv": build_arguments(
                 node.spec, node_rank=node.node_rank, local_addr=node.address, capped=node.is_capped
             ),
             "shutdown_s": node.spec.shutdown_s,
@@ -34,7 +43,7 @@ class TorchrunRunner:
         }
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gpu_launch.worker.torchrun_main"],
+                [sys.executable, "-m", "gpu_launch.worker.runners.torchrun"],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -98,3 +107,109 @@ class TorchrunRunner:
         if self.poll() is None:
             self._process.kill()
         processes.kill_marked(self._mark)
+
+
+def build_arguments(spec: LaunchSpec, *, node_rank: int, local_addr: str, capped: bool = False) -> list[str]:
+    """Build torchrun's arguments on one node: static rendezvous, every rank's streams in files.
+
+    With `capped` the ranks are limited to the container's GPU share. `worker.rank_main` applies that limit and the
+    exchange of values.
+    """
+    arguments = [
+        f"--nnodes={spec.membership.nnodes}",
+        f"--node-rank={node_rank}",
+        f"--nproc-per-node={spec.membership.nproc_per_node}",
+        f"--master-addr={spec.master_addr}",
+        f"--master-port={spec.master_port}",
+        f"--local-addr={local_addr}",
+        f"--rdzv-id={spec.run_id}",
+        "--max-restarts=0",
+        f"--log-dir={build_node_log_dir(spec, node_rank)}",
+        "--redirects=3",
+        *spec.torchrun_flags,
+    ]
+    if (capped or spec.exchange) and not spec.no_python:
+        exchange = ["--exchange", spec.exchange] if spec.exchange else []
+        module = ["-m"] if spec.module else []
+        return [*arguments, "--module", "gpu_launch.worker.rank_main", *exchange, *module, *spec.command]
+    if spec.module:
+        arguments.append("--module")
+    if spec.no_python:
+        arguments.append("--no-python")
+    return [*arguments, *spec.command]
+
+
+def build_node_log_dir(spec: LaunchSpec, node_rank: int) -> str:
+    """Return the folder of a node's logs in one start, in which torchrun creates its own tree."""
+    suffix = f"-restart{spec.attempt}" if spec.attempt else ""
+    return f"{spec.log_dir}/node{node_rank}{suffix}"
+
+
+def format_commands(spec: LaunchSpec, addresses: list[str]) -> str:
+    """Format the commands, one for each node, that would start the same launch by hand."""
+    lines = [
+        shlex.join(["torchrun", *build_arguments(spec, node_rank=rank, local_addr=address)])
+        for rank, address in enumerate(addresses)
+    ]
+    return "\n".join([f"# in {shlex.quote(spec.cwd)}, one line a node", *lines, ""])
+
+
+def main() -> int:
+    """Run torchrun and write the failed ranks to the given file."""
+    # SIGTERM makes torchrun end its ranks when the engine was killed.
+    processes.die_with_parent(signal.SIGTERM, os.getppid())
+    problem = _import_torchrun()
+    start = json.loads(sys.stdin.readline())
+    # Ranks inherit an empty stdin instead of this pipe.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(start["cwd"])
+    if problem:
+        sys.stderr.write(problem)
+        return 1
+    return _run_torchrun(start["argv"], start["shutdown_s"], Path(start["failures"]))
+
+
+def _import_torchrun() -> str:
+    try:
+        import torch.distributed.run  # noqa: F401
+    except ImportError as error:
+        return f"PyTorch cannot be imported with {sys.executable}: {error}\n"
+    return ""
+
+
+def _run_torchrun(argv: list[str], shutdown_s: int | None, failures: Path) -> int:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if shutdown_s is not None and "--shutdown-timeout" in run.get_args_parser().format_help():
+        # First, so that the user's own flag takes precedence. Older torchruns lack the flag and wait for 30 s.
+        argv = [f"--shutdown-timeout={shutdown_s}", *argv]
+    try:
+        # As torchrun's `main`, but without its own summary of the failure.
+        run.run(run.parse_args(argv))
+    except ChildFailedError as error:
+        failures.write_text(json.dumps(_collect_failures(error)))
+        return 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _collect_failures(error: Any) -> dict[str, Any]:
+    """Return exit codes and tracebacks by global rank."""
+    failures = {}
+    for rank, failure in error.failures.items():
+        failures[str(rank)] = {
+            "exit_code": failure.exitcode,
+            "error": log_files.read_error_file(Path(failure.error_file)),
+        }
+    return failures
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Interpreter teardown with torch takes a fifth of a second and has no benefit here.
+    os._exit(exit_code)

@@ -16,7 +16,7 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from gpu_launch.common import exchange, pickles
+from gpu_launch.common import exchange
 from gpu_launch.errors import LaunchFailed, UsageError
 from gpu_launch.magics import magics
 
@@ -171,7 +171,7 @@ def test_a_function_that_uses_what_cannot_be_sent(shell):
 
 def test_too_much_is_refused_with_what_would_be_right(monkeypatch):
     """Before it is copied anywhere."""
-    monkeypatch.setattr(pickles, "MAX_BYTES", 1000)
+    monkeypatch.setattr(exchange, "MAX_BYTES", 1000)
     with pytest.raises(UsageError, match=r"--send big: that is more than .*torch\.save"):
         exchange.build_exchange(send={"big": bytes(2000)})
 
@@ -188,7 +188,7 @@ def test_problems_of_single_values_do_not_lose_the_others(folder, run):
     assert "rank 0: the script has no variable nowhere at its end" in said
     assert str(folder) in said
     told = pickle.loads((folder / "result-0.pkl").read_bytes())
-    assert pickles.load(told["returned"]["loss"]) == 0.5
+    assert exchange.load_value(told["returned"]["loss"]) == 0.5
 
 
 def test_a_value_that_cannot_be_read_here(folder, run, tmp_path):
@@ -246,7 +246,7 @@ def test_tensors_arrive_on_the_cpu(monkeypatch):
     """Wherever they were: the sender's GPU is not the receiver's."""
     places, load = [], torch.load
     monkeypatch.setattr(torch, "load", lambda *a, **named: places.append(named["map_location"]) or load(*a, **named))
-    assert pickles.load(pickles.dump({"w": torch.ones(2)}, "w"))["w"].tolist() == [1.0, 1.0]
+    assert exchange.load_value(exchange.dump_value({"w": torch.ones(2)}, "w"))["w"].tolist() == [1.0, 1.0]
     assert places == ["cpu"]
 
 

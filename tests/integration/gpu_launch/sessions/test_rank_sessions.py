@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from gpu_launch.common import pickles
+from gpu_launch.common import exchange
 from gpu_launch.sessions.channel import ControlMessage, ControlServer
 
 pytestmark = pytest.mark.torch
@@ -80,7 +80,7 @@ class Ranks:
         """Give a cell to ranks."""
         self.number += 1
         self.tell(
-            "cell", ranks=ranks, frames=() if send is None else (pickles.dump(send, "sent"),), cell=self.number,
+            "cell", ranks=ranks, frames=() if send is None else (exchange.dump_value(send, "sent"),), cell=self.number,
             body=textwrap.dedent(body), label=f"Cell In[{self.number}]", source=textwrap.dedent(body), skipped=0,
             sources={}, returns=list(returns),
         )  # fmt: skip
@@ -128,7 +128,7 @@ def test_cells_build_on_each_other_and_end_well(ranks: Ranks) -> None:
         send={"factor": 10},
         returns=("mine", "lock", "nothing"),
     )
-    assert [pickles.load(message.frames[0]) for message in ended] == [(3.0, 0), (3.0, 10)]
+    assert [exchange.load_value(message.frames[0]) for message in ended] == [(3.0, 0), (3.0, 10)]
     assert ended[1].frames[1:] == (b"", b"")
     assert "lock cannot be pickled" in ended[0].header["problems"][0]
     assert ended[0].header["problems"][1] == "it has no variable nothing"

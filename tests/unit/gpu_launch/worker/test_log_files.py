@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_launch.worker.log_tail import LogTail
+from gpu_launch.worker.log_files import LogTail
 
 
 def test_log_files_are_followed_by_rank_and_stream(tmp_path):

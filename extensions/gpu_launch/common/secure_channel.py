@@ -1,11 +1,19 @@
-"""Encrypted ZeroMQ sockets with one allowed client key: for the ranks' output and the cells of a rank session."""
+"""Encrypted ZeroMQ channels with one allowed client key: for the ranks' output and the cells of a rank session."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import zmq
 import zmq.auth.thread
 
 from gpu_launch.common.launch_spec import Channel
+
+#: Batches queued on either side before the sender waits; the rest stays in the ranks' log files.
+_WAITING_BATCHES = 200
+#: Longest time that closing the sender takes to send pending messages, ms.
+_LINGER_MS = 2000
 
 
 class _SingleKeyProvider:
@@ -20,7 +28,7 @@ class _SingleKeyProvider:
 
 
 class CurveServer:
-    """The notebook's end. It is not bound at first, so that options of `socket` can be set."""
+    """The notebook's end of a channel. It is not bound at first, so that options of `socket` can be set."""
 
     def __init__(self, kind: int) -> None:
         self._server_public, secret = zmq.curve_keypair()
@@ -58,3 +66,46 @@ def connect_client(socket: zmq.Socket[bytes], channel: Channel) -> None:
     socket.curve_publickey = channel.client_public
     socket.curve_secretkey = channel.client_secret
     socket.connect(channel.url)
+
+
+class OutputReceiver:
+    """The notebook's end of the channel for the ranks' output."""
+
+    def __init__(self, address: str) -> None:
+        self._server = CurveServer(zmq.PULL)
+        self._socket = self._server.socket
+        self._socket.rcvhwm = _WAITING_BATCHES
+        self.channel = self._server.bind(address)
+
+    def receive(self, wait_ms: int, *, most: int = 100) -> list[dict[str, Any]]:
+        """Return the messages that have arrived, waiting up to `wait_ms` for the first one."""
+        messages: list[dict[str, Any]] = []
+        while len(messages) < most and self._socket.poll(0 if messages else wait_ms):
+            messages.append(json.loads(self._socket.recv()))
+        return messages
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class OutputSender:
+    """An agent's end of it. `send` waits while the notebook is behind."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.sndhwm = _WAITING_BATCHES
+        self._socket.linger = _LINGER_MS
+        connect_client(self._socket, channel)
+
+    def send(self, message: dict[str, Any], *, wait_ms: int) -> bool:
+        """Send one message; return False if the notebook did not accept it within `wait_ms`."""
+        if not self._socket.poll(wait_ms, zmq.POLLOUT):
+            return False
+        self._socket.send(json.dumps(message).encode())
+        return True
+
+    def close(self) -> None:
+        """Send pending messages for at most two seconds, then close."""
+        self._socket.close()
+        self._context.term()
