@@ -24,8 +24,8 @@ from gpuhub.login import authenticator_config as login
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.interface import SlurmClient
 from gpuhub.spawners.slurm import port
-from gpuhub.tls import public_access, renewal
-from gpuhub.tls.internal import CertificateStore
+from gpuhub.tls import internal_certificates, public_access
+from gpuhub.tls.internal_certificates import CertificateStore
 from gpuhub.web.gpus_page import (
     ActionHandler,
     GpusPageHandler,
@@ -120,7 +120,7 @@ def notebook_command() -> list[str]:
 
 def alt_names() -> list[str]:
     """Return the names in the hub's internal certificates in addition to the loopback."""
-    return list(renewal.build_alt_names(head_address()))
+    return list(internal_certificates.build_alt_names(head_address()))
 
 
 def proxy_api_url() -> str:

@@ -20,7 +20,7 @@ from gpuhub.config.head_address import build_hub_origin, find_head_address
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.firewall_container import ensure_firewall
 from gpuhub.docker.user_containers import start_courier, start_worker
-from gpuhub.tls import internal
+from gpuhub.tls import internal_certificates
 
 #: Long polls are cut short when the broker stops, seconds; their clients ask again.
 _SHUTDOWN_S = 2
@@ -42,7 +42,9 @@ def run(cluster_file: Path, paths: Paths) -> None:
     store = Store.open_file(paths.store)
     daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
     lines = audit.open_log(paths.log / "audit.log")
-    certificates = internal.CertificateStore(paths.internal_certificates) if cluster.has_internal_tls else None
+    certificates = (
+        internal_certificates.CertificateStore(paths.internal_certificates) if cluster.has_internal_tls else None
+    )
     hub = HubClient(
         f"{build_hub_origin(cluster, address)}/hub/api",
         token,

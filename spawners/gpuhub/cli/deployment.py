@@ -81,10 +81,10 @@ def status(paths: Paths, cluster_file: Path) -> None:
 @cluster_file_option
 def check(paths: Paths, cluster_file: Path) -> None:
     """Check cluster.toml without starting anything."""
-    from gpuhub.login import secret_files
+    from gpuhub.login import authenticator_config
 
     cluster = settings.load(cluster_file)
-    secret_files.check_files(cluster)
+    authenticator_config.check_files(cluster)
     AdminConsole().write(f"{cluster_file} is valid: {len(cluster.nodes)} nodes, {len(cluster.profiles)} profiles")
 
 
@@ -94,13 +94,13 @@ def check(paths: Paths, cluster_file: Path) -> None:
 def certificate(paths: Paths, cluster_file: Path) -> None:
     """Make or renew the hub's certificate for browsers, or check the one given."""
     from gpuhub.config.head_address import find_head_address
-    from gpuhub.tls import certificates
+    from gpuhub.tls import public_access
 
     require_root("certificate")
     cluster = settings.load(cluster_file)
     address = find_head_address(cluster)
-    ready = certificates.ensure_certificate(cluster, paths, address)
-    AdminConsole().write("\n".join(certificates.describe_certificate(ready, cluster.hub, paths, address)))
+    ready = public_access.ensure_certificate(cluster, paths, address)
+    AdminConsole().write("\n".join(public_access.describe_certificate(ready, cluster.hub, paths, address)))
 
 
 @click.command()
@@ -149,11 +149,11 @@ def proxy(paths: Paths, cluster_file: Path) -> None:
     from gpuhub.common import secrets
     from gpuhub.config.head_address import build_hub_origin, find_head_address
     from gpuhub.ops.deploy import programs
-    from gpuhub.tls import certificates
-    from gpuhub.tls.internal import CertificateStore
+    from gpuhub.tls import public_access
+    from gpuhub.tls.internal_certificates import CertificateStore
 
     cluster = settings.load(cluster_file)
-    https = certificates.find_certificate_files(cluster, paths)
+    https = public_access.find_certificate_files(cluster, paths)
     command = programs.build_proxy_command(
         programs.find_proxy(),
         public=(cluster.hub.bind, cluster.hub.port),

@@ -9,9 +9,8 @@ import click
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.broker_api.schemas import LeaseState, LeaseView
 from gpuhub.cli import tables
-from gpuhub.cli.broker import BrokerRunner, pass_broker
 from gpuhub.cli.console import AdminConsole
-from gpuhub.cli.options import SPAN, OrderedGroup, instance_option, yes_option
+from gpuhub.cli.options import SPAN, BrokerRunner, OrderedGroup, instance_option, pass_broker, yes_option
 from gpuhub.common.errors import InvalidRequest, NotFound
 from gpuhub.common.paths import Paths
 

@@ -9,15 +9,16 @@ import click
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.broker_api.schemas import CordonRequest, NodeView
 from gpuhub.cli import tables
-from gpuhub.cli.broker import BrokerRunner, pass_broker
 from gpuhub.cli.console import AdminConsole
 from gpuhub.cli.deployment import load_settings, start_instance
 from gpuhub.cli.options import (
     SPAN_OR_ZERO,
+    BrokerRunner,
     OrderedGroup,
     cluster_file_option,
     hub_config_option,
     instance_option,
+    pass_broker,
     require_root,
     yes_option,
 )

@@ -1,9 +1,10 @@
-"""Options, argument types and groups that the commands of `gpuhub` share."""
+"""What the commands of `gpuhub` share: options, argument types, groups, and actions with a client of the broker."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -11,14 +12,18 @@ from typing import Any, TypeVar
 
 import click
 
+from gpuhub.broker_api.client import AsyncBrokerClient
+from gpuhub.cli.console import AdminConsole
 from gpuhub.common.errors import InvalidRequest, SetupError
 from gpuhub.common.paths import DEFAULT_INSTANCE, Paths
 from gpuhub.common.units import parse_span, parse_span_or_zero
+from gpuhub.ops.broker_connection import connect_to_broker
 
 #: Entry points of other packages that add commands to `gpuhub`; each is a click command.
 COMMAND_ENTRY_POINTS = "gpuhub.commands"
-
 F = TypeVar("F", bound=Callable[..., Any])
+#: What a command does with the broker's client, and the console for its output.
+BrokerAction = Callable[[AsyncBrokerClient, AdminConsole], Awaitable[None]]
 
 
 class OrderedGroup(click.Group):
@@ -74,8 +79,12 @@ class _NamesType(click.ParamType[tuple[str, ...]]):
 
 #: A span of time in seconds, written as `30m`.
 SPAN = _SpanType(parse_span)
+
+
 #: The same, and `0s`.
 SPAN_OR_ZERO = _SpanType(parse_span_or_zero)
+
+
 #: Names between commas.
 NAMES = _NamesType()
 
@@ -140,3 +149,27 @@ def parse_time(text: str, now: datetime) -> datetime:
     raise InvalidRequest(
         f'{text!r} is not a time: write one such as 14:00 or "{(now + timedelta(days=1)):%Y-%m-%d %H:%M}"'
     )
+
+
+class BrokerRunner:
+    """Runs the actions of commands against the broker of an instance on this machine."""
+
+    def run(self, name: str, paths: Paths, action: BrokerAction) -> None:
+        """Run the action of the command `name` to its end.
+
+        Raises:
+            GpuhubError: The broker refused the request or does not answer.
+        """
+        require_root(name)
+        asyncio.run(_run(paths, action))
+
+
+async def _run(paths: Paths, action: BrokerAction) -> None:
+    client = connect_to_broker(paths)
+    try:
+        await action(client, AdminConsole())
+    finally:
+        await client.close()
+
+
+pass_broker = click.make_pass_decorator(BrokerRunner)

@@ -9,9 +9,8 @@ import click
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.broker_api.schemas import ReservationRequest
 from gpuhub.cli import tables
-from gpuhub.cli.broker import BrokerRunner, pass_broker
 from gpuhub.cli.console import AdminConsole
-from gpuhub.cli.options import NAMES, SPAN, OrderedGroup, instance_option, parse_time
+from gpuhub.cli.options import NAMES, SPAN, BrokerRunner, OrderedGroup, instance_option, parse_time, pass_broker
 from gpuhub.common.errors import InvalidRequest, NotFound
 from gpuhub.common.paths import Paths
 

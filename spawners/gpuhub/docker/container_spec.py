@@ -26,7 +26,7 @@ from gpuhub.docker.security import (
     build_security_options,
     refuse_gpu_variables,
 )
-from gpuhub.tls import internal
+from gpuhub.tls import internal_certificates
 
 BASE_IMAGE = "gpuhub/base:latest"
 WORKER_COMMAND = ("gpu-launch-worker",)
@@ -122,7 +122,11 @@ def build_notebook_spec(
             **environment,
             **_context_environment(context, identity),
             "GPUHUB_LEASE": lease.id,
-            **({"GPUHUB_BROKER_CA": internal.NOTEBOOK_BROKER_TRUST} if context.cluster.has_internal_tls else {}),
+            **(
+                {"GPUHUB_BROKER_CA": internal_certificates.NOTEBOOK_BROKER_TRUST}
+                if context.cluster.has_internal_tls
+                else {}
+            ),
             "GPUHUB_KEEP_WORKERS_S": str(context.cluster.jobs.keep_workers),
         },
         user=f"{identity.uid}:{identity.gid}",

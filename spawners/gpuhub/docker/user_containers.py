@@ -14,7 +14,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_lifecycle import ensure_created, inject_identity, translate_mount_errors
 from gpuhub.docker.container_spec import ContainerContext, build_courier_spec, build_worker_spec
 from gpuhub.docker.firewall_container import ensure_firewall
-from gpuhub.storage.preparation import prepare_user
+from gpuhub.storage.homes import prepare_user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

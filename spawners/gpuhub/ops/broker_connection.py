@@ -8,7 +8,7 @@ from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.head_address import build_broker_url, find_head_address
-from gpuhub.tls.internal import CertificateStore
+from gpuhub.tls.internal_certificates import CertificateStore
 
 #: Long enough to wait out a restart of the broker, short enough for the person at the terminal; seconds.
 _PATIENCE_S = 3.0

@@ -13,8 +13,7 @@ from pathlib import Path, PurePosixPath
 from gpuhub.common.errors import StorageUnavailable
 from gpuhub.common.units import format_size
 from gpuhub.config.settings import StorageSettings
-from gpuhub.storage.homes import HomeLocation, find_home
-from gpuhub.storage.preparation import BLOCKING_CALLS
+from gpuhub.storage.homes import BLOCKING_CALLS, HomeLocation, find_home
 
 log = logging.getLogger(__name__)
 #: Longest time that a page waits for this, seconds.

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from gpuhub.common.errors import SetupError
-from gpuhub.tls import internal
-from gpuhub.tls.internal import NOTEBOOKS_AUTHORITY, SERVICES_AUTHORITY, CertificateStore
+from gpuhub.tls import internal_certificates
+from gpuhub.tls.internal_certificates import NOTEBOOKS_AUTHORITY, SERVICES_AUTHORITY, CertificateStore
 
 #: Time by which nodes' clocks may be behind the head node's.
 _CLOCK_TOLERANCE = timedelta(hours=1)
@@ -40,12 +40,12 @@ class NotebookCertificate:
             onto: A tar archive whose content comes first.
         """
         texts = {
-            internal.NOTEBOOK_KEY: self.key,
-            internal.NOTEBOOK_CERTIFICATE: self.certificate,
-            internal.NOTEBOOK_TRUST: self.trust,
-            internal.NOTEBOOK_BROKER_TRUST: self.broker_trust,
+            internal_certificates.NOTEBOOK_KEY: self.key,
+            internal_certificates.NOTEBOOK_CERTIFICATE: self.certificate,
+            internal_certificates.NOTEBOOK_TRUST: self.trust,
+            internal_certificates.NOTEBOOK_BROKER_TRUST: self.broker_trust,
         }
-        own = internal.NOTEBOOK_FOLDER
+        own = internal_certificates.NOTEBOOK_FOLDER
         buffer = io.BytesIO(onto)
         with tarfile.open(fileobj=buffer, mode="a" if onto else "w") as archive:
             for name, owner, mode in ((str(Path(own).parent), (0, 0), 0o755), (own, (uid, gid), 0o500)):

@@ -20,7 +20,7 @@ from gpuhub.common.errors import Conflict, InvalidRequest, NotFound
 from gpuhub.docker import container_spec
 from gpuhub.docker.exec_session import start_exec
 from gpuhub.docker.user_containers import CourierSpec, start_courier
-from gpuhub.storage.preparation import prepare_user
+from gpuhub.storage.homes import prepare_user
 from tests.support.closet.head_node import OWNER, HeadNode, until
 from tests.support.closet.practice_closet import INSTANCE
 

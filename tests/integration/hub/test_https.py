@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Playwright, Respo
 
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import startup
-from gpuhub.tls import authority, certificates
+from gpuhub.tls import authority, public_access
 from tests.support.hub.served_hub import ServedHub
 from tests.support.product import wait_for
 
@@ -204,7 +204,7 @@ def test_renewed_certificate_is_used_without_a_restart(hub: ServedHub) -> None:
 def test_up_waits_for_https_and_prints_the_address(hub: ServedHub, capsys: pytest.CaptureFixture[str]) -> None:
     """`gpuhub up` knows the certificate that the proxy should show, and prints the address and how to trust it."""
     startup.wait_for_public_url(hub.cluster, hub.paths)
-    ready = certificates.ensure_certificate(hub.cluster, hub.paths, "127.0.0.1")
+    ready = public_access.ensure_certificate(hub.cluster, hub.paths, "127.0.0.1")
     startup.report_addresses(hub.paths, hub.cluster, ready, StepReport())
     output = capsys.readouterr().out
     assert f" s: {url(hub)}\n" in output

@@ -26,7 +26,7 @@ from gpuhub.docker import container_lifecycle
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.user_containers import CourierSpec, WorkerSpec, start_courier, start_worker
 from gpuhub.spawners.base import SpawnFailed
-from gpuhub.storage import preparation
+from gpuhub.storage import homes
 from gpuhub.storage.blocking_calls import BlockingCallPool
 from gpuhub.storage.probe import NfsProber
 from gpuhub.web.spawn_form import build_spawn_form
@@ -44,8 +44,8 @@ SLEEP = ("sleep", "1000")
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the state of other tests, and let containers only sleep."""
     patience = BlockingCallPool()
-    monkeypatch.setattr(preparation, "BLOCKING_CALLS", patience)
-    monkeypatch.setattr(preparation, "PROBER", NfsProber(patience))
+    monkeypatch.setattr(homes, "BLOCKING_CALLS", patience)
+    monkeypatch.setattr(homes, "PROBER", NfsProber(patience))
     monkeypatch.setattr("gpuhub.docker.container_spec.WORKER_COMMAND", SLEEP)
 
 
@@ -169,7 +169,7 @@ async def test_used_scratch_cannot_be_removed(clean: HeadNode, tiny_image: str) 
 async def test_a_home_made_by_the_head_belongs_to_its_user_over_nfs(clean: HeadNode, nfs: RunningNfsServer) -> None:
     """As libnfs shows, the owner may write, and other users and unprivileged root may not even read."""
     head_on_nfs = on_nfs(clean, nfs)
-    identity = await preparation.prepare_user(
+    identity = await homes.prepare_user(
         head_on_nfs.cluster.users, head_on_nfs.cluster.storage, head_on_nfs.closet.paths.state, OWNER
     )
     listed = nfs.tool("nfs-ls", nfs.url("home", identity.uid)).stdout.split()
@@ -269,28 +269,30 @@ def over(folder: Path, target: Path, *options: str, daemon: int | None = None) -
 
 async def test_hanging_mount_on_the_head_node_is_reported_in_time(clean: HeadNode, tmp_path: Path) -> None:
     """A start is refused while the homes' server hangs, and works when it is back."""
-    homes, state = tmp_path / "homes", clean.closet.paths.state
-    storage = StorageSettings.model_validate({"home": f"{homes}/{{username}}", "patience": "1s"})
+    homes_folder, state = tmp_path / "homes", clean.closet.paths.state
+    storage = StorageSettings.model_validate({"home": f"{homes_folder}/{{username}}", "patience": "1s"})
     (tmp_path / "disk").mkdir()
-    with over(tmp_path / "disk", homes) as server:
+    with over(tmp_path / "disk", homes_folder) as server:
         server.send_signal(signal.SIGSTOP)
         for reason in ("does not answer within 1 s", "an earlier request to it has not ended"):
-            with pytest.raises(StorageUnavailable, match=f"The folder of homes {homes} on the head node .*{reason}"):
-                await preparation.prepare_user(clean.cluster.users, storage, state, OWNER)
+            with pytest.raises(
+                StorageUnavailable, match=f"The folder of homes {homes_folder} on the head node .*{reason}"
+            ):
+                await homes.prepare_user(clean.cluster.users, storage, state, OWNER)
         server.send_signal(signal.SIGCONT)
-        await until(lambda: not preparation.BLOCKING_CALLS.count_overdue(str(homes)))
-        identity = await preparation.prepare_user(clean.cluster.users, storage, state, OWNER)
+        await until(lambda: not homes.BLOCKING_CALLS.count_overdue(str(homes_folder)))
+        identity = await homes.prepare_user(clean.cluster.users, storage, state, OWNER)
         status = (tmp_path / "disk" / OWNER).stat()
     assert (status.st_uid, status.st_mode & 0o777) == (identity.uid, 0o700)
 
 
 async def test_export_that_squashes_root_is_reported(clean: HeadNode, tmp_path: Path) -> None:
     """The error explains a file system where root may make folders but not give them to users (root_squash)."""
-    homes = tmp_path / "homes"
-    storage = StorageSettings.model_validate({"home": f"{homes}/{{username}}"})
+    homes_folder = tmp_path / "homes"
+    storage = StorageSettings.model_validate({"home": f"{homes_folder}/{{username}}"})
     (tmp_path / "disk").mkdir()
-    with over(tmp_path / "disk", homes, "--chown-deny"), pytest.raises(SetupError, match="no_root_squash"):
-        await preparation.prepare_user(clean.cluster.users, storage, clean.closet.paths.state, OWNER)
+    with over(tmp_path / "disk", homes_folder, "--chown-deny"), pytest.raises(SetupError, match="no_root_squash"):
+        await homes.prepare_user(clean.cluster.users, storage, clean.closet.paths.state, OWNER)
     assert list((tmp_path / "disk").iterdir()) == []
 
 
@@ -304,12 +306,12 @@ async def test_hanging_mount_does_not_fail_the_node(clean: HeadNode, tiny_image:
     identity = find_identity(clean.cluster.users, clean.closet.paths.state, OWNER)
     (tmp_path / "homes" / OWNER).mkdir(parents=True)
     os.chown(tmp_path / "homes" / OWNER, identity.uid, identity.gid)
-    homes = Path(clean.cluster.storage.home.replace("/{username}", ""))
+    homes_folder = Path(clean.cluster.storage.home.replace("/{username}", ""))
     plan = clean.closet.plan
     (rig1,) = (node for node in plan.nodes if node.name == "rig1")
     (daemon,) = (pid for pid, name in closet_daemons.find_processes(plan, rig1).items() if name == "dockerd")
     try:
-        with over(tmp_path / "homes", homes, daemon=daemon) as server:
+        with over(tmp_path / "homes", homes_folder, daemon=daemon) as server:
             server.send_signal(signal.SIGSTOP)
             starting = asyncio.gather(work(impatient, tiny_image), return_exceptions=True)
             elsewhere = await work(clean, tiny_image, "rig2", number=1)
@@ -318,7 +320,7 @@ async def test_hanging_mount_does_not_fail_the_node(clean: HeadNode, tiny_image:
             (error,) = await starting
             assert isinstance(error, StorageUnavailable)
             assert "Docker on node rig1 answers" in str(error)
-            assert f"its storage hangs there, {homes}/{OWNER}" in str(error)
+            assert f"its storage hangs there, {homes_folder}/{OWNER}" in str(error)
             server.send_signal(signal.SIGCONT)
             # Whatever became of the first request, the same lease has one container.
             again = await at_last(lambda: work(clean, tiny_image))

@@ -16,7 +16,7 @@ import httpx
 from gpuhub.common import secrets
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
-from gpuhub.tls import certificates, internal_certificates
+from gpuhub.tls import internal_certificates, public_access
 from tests.support.product import ROOT, wait_for
 
 SETTINGS = """
@@ -112,7 +112,7 @@ class ServedHub:
         for folder in (self.paths.state, self.paths.run, self.paths.log):
             folder.mkdir(parents=True, exist_ok=True)
         secrets.ensure_secrets(self.paths)
-        certificates.ensure_certificate(self.cluster, self.paths, "127.0.0.1")
+        public_access.ensure_certificate(self.cluster, self.paths, "127.0.0.1")
         if self.cluster.has_internal_tls:
             internal_certificates.ensure_internal_certificates(self.paths.internal_certificates, "127.0.0.1")
         for name in names or self._commands:
@@ -158,9 +158,9 @@ class ServedHub:
     def _is_ready(self) -> bool:
         gone = [name for name, process in self._running.items() if process.poll() is not None]
         assert not gone, f"{gone[0]} ended:\n{self.log(gone[0])}"
-        files = certificates.find_certificate_files(self.cluster, self.paths)
+        files = public_access.find_certificate_files(self.cluster, self.paths)
         scheme, verify = (
-            ("http", True) if files is None else ("https", certificates.build_pinned_context(files.certificate))
+            ("http", True) if files is None else ("https", public_access.build_pinned_context(files.certificate))
         )
         try:
             answer = httpx.get(f"{scheme}://127.0.0.1:{self.port}/hub/health", verify=verify, trust_env=False)

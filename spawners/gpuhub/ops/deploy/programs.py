@@ -23,7 +23,7 @@ from typing import Any
 
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.tls.internal import CertificateFiles, CertificateStore
+from gpuhub.tls.internal_certificates import CertificateFiles, CertificateStore
 
 PROXY = "proxy"
 BROKER = "broker"

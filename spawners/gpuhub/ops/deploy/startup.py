@@ -29,8 +29,8 @@ from gpuhub.ops.deploy import cluster_choice, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.images import distribution, wheels
-from gpuhub.tls import certificates, public_access, renewal
-from gpuhub.tls.internal import CertificateStore
+from gpuhub.tls import internal_certificates, public_access
+from gpuhub.tls.internal_certificates import CertificateStore
 from gpuhub.web.text import build_card
 
 #: States of nodes whose GPUs cannot be read; those of a cordoned node can.
@@ -72,7 +72,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     for note in login.check_login(cluster, paths):
         report.note(f"  {note}.")
     secrets.ensure_secrets(paths)
-    https = certificates.ensure_certificate(cluster, paths, find_head_address(cluster))
+    https = public_access.ensure_certificate(cluster, paths, find_head_address(cluster))
     services = programs.build_programs(paths, chosen.cluster_file, options.hub_config)
     if provider is not None:
         provider.start(paths, supervisor, cluster, services, report)
@@ -167,19 +167,19 @@ def _start_services(
 
 def wait_for_public_url(cluster: settings.ClusterSettings, paths: Paths) -> None:
     """Return when the hub answers at its public address, with the certificate that it should have."""
-    https = certificates.find_certificate_files(cluster, paths)
+    https = public_access.find_certificate_files(cluster, paths)
     origin = f"{url_scheme(tls=https is not None)}://{format_host(cluster.hub.bind)}:{cluster.hub.port}"
-    tls = None if https is None else certificates.build_pinned_context(https.certificate)
+    tls = None if https is None else public_access.build_pinned_context(https.certificate)
     _wait_http(f"{origin}/hub/health", 60, paths, programs.HUB, tls=tls)
 
 
 def _ensure_certificates(paths: Paths, cluster: settings.ClusterSettings, report: StepReport) -> ssl.SSLContext:
     """Make the certificates of proxy, hub and broker where they do not fit, and return the context for the broker."""
     folder = paths.internal_certificates
-    done = renewal.ensure_internal_certificates(folder, find_head_address(cluster))
-    if done.scope is renewal.RenewalScope.CERTIFICATES:
+    done = internal_certificates.ensure_internal_certificates(folder, find_head_address(cluster))
+    if done.scope is internal_certificates.RenewalScope.CERTIFICATES:
         report.note(f"New certificates for proxy, hub and broker: {done.reason}")
-    elif done.scope is renewal.RenewalScope.EVERYTHING:
+    elif done.scope is internal_certificates.RenewalScope.EVERYTHING:
         report.note(f"New internal authorities: {done.reason}. Notebooks that run now must be stopped and started.")
     return CertificateStore(folder).build_broker_context()
 
@@ -193,7 +193,7 @@ def _is_stale(paths: Paths, settings_file: Path, hub_config: Path) -> bool:
         paths.used_cluster_file: settings_file.read_text(encoding="utf-8"),
         paths.run / "version.used": code,
         paths.run / "login.used": login.build_fingerprint(settings.load(settings_file)),
-        paths.run / "certificates.used": renewal.hash_certificates(paths.internal_certificates),
+        paths.run / "certificates.used": internal_certificates.hash_certificates(paths.internal_certificates),
     }
     stale = [file for file, text in now.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
     for file in stale:
@@ -218,13 +218,13 @@ def _wait_http(url: str, deadline_s: float, paths: Paths, name: str, *, tls: ssl
 
 
 def report_addresses(
-    paths: Paths, cluster: settings.ClusterSettings, https: certificates.ProxyCertificate | None, report: StepReport
+    paths: Paths, cluster: settings.ClusterSettings, https: public_access.ProxyCertificate | None, report: StepReport
 ) -> None:
     """Write where the hub is, who can log in, and which commands an administrator needs next."""
     report.note()
     address = find_head_address(cluster)
     report.note(f"gpuhub is up after {report.elapsed_s:.0f} s: {public_access.build_public_url(cluster.hub, address)}")
-    for line in certificates.describe_certificate(https, cluster.hub, paths, address) if https is not None else ():
+    for line in public_access.describe_certificate(https, cluster.hub, paths, address) if https is not None else ():
         report.note(f"  {line}")
     for line in login.describe_login(cluster, paths, public_access.build_public_url(cluster.hub, address)):
         report.note(f"  {line}")

@@ -23,7 +23,7 @@ from gpuhub.ops.doctor import node_checks
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
 from gpuhub.ops.doctor.node_queries import find_nfs_servers, is_listening
 from gpuhub.storage.probe import probe_server
-from gpuhub.tls.certificates import SERVER_FILE
+from gpuhub.tls.public_access import SERVER_FILE
 
 #: A certificate that ends sooner than this must be renewed.
 RENEW_BEFORE = timedelta(days=30)

@@ -337,7 +337,8 @@ def build_drop_in(started: str, address: str) -> str:
     command = re.sub(
         rf" -H tcp://\S+ {_TLS_FLAG} --tlscacert={TLS_FOLDER}/\S+ --tlscert=\S+ --tlskey=\S+", "", match[1]
     )
-    return f"# Written by `gpuhub node add --tls`.\n[Service]\nExecStart=\nExecStart={command} {build_dockerd_flags(address)}\n"
+    flags = build_dockerd_flags(address)
+    return f"# Written by `gpuhub node add --tls`.\n[Service]\nExecStart=\nExecStart={command} {flags}\n"
 
 
 def build_drop_in_script(text: str) -> str:

@@ -13,8 +13,8 @@ from gpuhub.common import secrets
 from gpuhub.common.errors import GpuhubError, InvalidRequest, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
+from gpuhub.config.base import describe_mistakes
 from gpuhub.config.settings import ClusterSettings, NodeSettings
-from gpuhub.config.validation_errors import describe_mistakes
 from gpuhub.docker import ssh, swarm
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.firewall_container import build_node_policy

@@ -14,7 +14,7 @@ import pytest
 from gpuhub.common.errors import NotAllowed, StorageUnavailable
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import StorageSettings, UserSettings
-from gpuhub.storage import preparation
+from gpuhub.storage import homes
 from gpuhub.storage.blocking_calls import BlockingCallPool
 from gpuhub.storage.probe import NfsProber
 from tests.support.broker.in_process import until
@@ -26,9 +26,9 @@ USERS = UserSettings(allowed=("ada",), uid_first=1_900_000_000)
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     patience = BlockingCallPool()
-    monkeypatch.setattr(preparation, "BLOCKING_CALLS", patience)
-    monkeypatch.setattr(preparation, "PROBER", NfsProber(patience))
-    monkeypatch.setattr(preparation, "find_identity", lambda _users, _state, name: me(name))
+    monkeypatch.setattr(homes, "BLOCKING_CALLS", patience)
+    monkeypatch.setattr(homes, "PROBER", NfsProber(patience))
+    monkeypatch.setattr(homes, "find_identity", lambda _users, _state, name: me(name))
 
 
 def me(name: str) -> UserIdentity:
@@ -56,7 +56,7 @@ def nfs(folder: Path, port: int, **more: object) -> StorageSettings:
 async def test_a_user_gets_a_home_when_the_server_answers(tmp_path: Path) -> None:
     """The home is created if the head node sees homes."""
     with serving(accepted) as (port, asked):
-        found = await preparation.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")
+        found = await homes.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")
     assert (found.name, asked) == ("ada", [4])
     assert (tmp_path / "homes" / "ada").is_dir()
 
@@ -65,7 +65,7 @@ async def test_a_silent_server_is_told_and_nothing_is_made(tmp_path: Path) -> No
     """Within patience; the home may well be on that server."""
     began = time.monotonic()
     with serving(lambda _xid: None) as (port, _), pytest.raises(StorageUnavailable, match=r"file server 127\.0\.0\.1"):
-        await preparation.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")
+        await homes.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")
     assert time.monotonic() - began < 10
     assert sorted(tmp_path.rglob("*")) == []  # noqa: ASYNC240
 
@@ -75,10 +75,10 @@ async def test_datasets_count_where_they_are_mounted(tmp_path: Path) -> None:
     with serving(lambda _xid: None) as (port, asked):
         away = nfs(tmp_path, port, home=f"{tmp_path}/homes/{{username}}", home_create=None)
         away = away.model_copy(update={"datasets": "nfs://127.0.0.1/data"})
-        await preparation.prepare_user(USERS, away, tmp_path, "ada", datasets=False)
+        await homes.prepare_user(USERS, away, tmp_path, "ada", datasets=False)
         assert asked == []
         with pytest.raises(StorageUnavailable):
-            await preparation.prepare_user(USERS, away, tmp_path, "ada")
+            await homes.prepare_user(USERS, away, tmp_path, "ada")
 
 
 async def test_a_hung_folder_of_homes_is_named(
@@ -86,7 +86,7 @@ async def test_a_hung_folder_of_homes_is_named(
 ) -> None:
     """The loop goes on; the next start is refused at once, and when the folder is back all is well."""
     storage = StorageSettings.model_validate({"home": f"{tmp_path}/homes/{{username}}", "patience": "1s"})
-    monkeypatch.setattr(preparation, "ensure_home", lambda _storage, _identity: released.wait())
+    monkeypatch.setattr(homes, "ensure_home", lambda _storage, _identity: released.wait())
     ticks: list[float] = []
 
     async def tick() -> None:
@@ -96,24 +96,24 @@ async def test_a_hung_folder_of_homes_is_named(
 
     ticking = asyncio.ensure_future(tick())
     with pytest.raises(StorageUnavailable, match=f"The folder of homes {tmp_path}/homes on the head node does not"):
-        await preparation.prepare_user(USERS, storage, tmp_path, "ada")
+        await homes.prepare_user(USERS, storage, tmp_path, "ada")
     ticking.cancel()
     assert len(ticks) > 3
     with pytest.raises(StorageUnavailable, match="an earlier request to it has not ended"):
-        await preparation.prepare_user(USERS, storage, tmp_path, "ben")
+        await homes.prepare_user(USERS, storage, tmp_path, "ben")
     released.set()
-    await until(lambda: not preparation.BLOCKING_CALLS.count_overdue(f"{tmp_path}/homes"), "the hung call ends")
-    assert (await preparation.prepare_user(USERS, storage, tmp_path, "ben")).name == "ben"
+    await until(lambda: not homes.BLOCKING_CALLS.count_overdue(f"{tmp_path}/homes"), "the hung call ends")
+    assert (await homes.prepare_user(USERS, storage, tmp_path, "ben")).name == "ben"
 
 
 async def test_accounts_that_do_not_answer_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
 ) -> None:
     """A directory service may hang as a disk does."""
-    monkeypatch.setattr(preparation, "find_identity", lambda *_: released.wait())
+    monkeypatch.setattr(homes, "find_identity", lambda *_: released.wait())
     storage = StorageSettings.model_validate({"home": f"{tmp_path}/{{username}}", "patience": "1s"})
     with pytest.raises(StorageUnavailable, match="accounts"):
-        await preparation.prepare_user(USERS, storage, tmp_path, "ada")
+        await homes.prepare_user(USERS, storage, tmp_path, "ada")
 
 
 async def test_a_refusal_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +122,6 @@ async def test_a_refusal_comes_through(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*_: object) -> None:
         raise NotAllowed("no account")
 
-    monkeypatch.setattr(preparation, "find_identity", refuse)
+    monkeypatch.setattr(homes, "find_identity", refuse)
     with serving(lambda _xid: None) as (port, _), pytest.raises(NotAllowed, match="no account"):
-        await preparation.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")
+        await homes.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")

@@ -1,4 +1,4 @@
-"""Who is let in by whom: the certificates that JupyterHub and gpuhub make, in the TLS of the real servers."""
+"""Internal certificates in the TLS of the real servers: who is let in by whom, and when they are renewed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import shutil
 import ssl
 import tarfile
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,17 +18,31 @@ from tornado.netutil import ssl_options_to_context
 from uvicorn.config import create_ssl_context
 
 from gpuhub.common.errors import SetupError
-from gpuhub.tls import internal, notebook_certificate, renewal
-from gpuhub.tls.internal import CertificateFiles, CertificateStore
+from gpuhub.tls import internal_certificates, notebook_certificate
+from gpuhub.tls.internal_certificates import (
+    AUTHORITIES,
+    CERTIFICATES,
+    RENEW_BEFORE,
+    CertificateFiles,
+    CertificateInfo,
+    CertificateStore,
+    RenewalScope,
+    decide_renewal,
+)
 
 HEAD, NODE = "10.77.0.1", "10.77.0.11"
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+LATER = NOW + timedelta(days=5 * 365)
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> CertificateStore:
     """As `gpuhub up` makes it."""
     folder = tmp_path_factory.mktemp("secrets") / "internal"
-    assert renewal.ensure_internal_certificates(folder, HEAD).scope is renewal.RenewalScope.FIRST
+    assert (
+        internal_certificates.ensure_internal_certificates(folder, HEAD).scope
+        is internal_certificates.RenewalScope.FIRST
+    )
     return CertificateStore(folder)
 
 
@@ -50,9 +64,9 @@ def serve_notebook(root: Path) -> ssl.SSLContext:
     """As jupyter_server does with the files that its environment names."""
     return ssl_options_to_context(
         {
-            "certfile": str(inside(root, internal.NOTEBOOK_CERTIFICATE)),
-            "keyfile": str(inside(root, internal.NOTEBOOK_KEY)),
-            "ca_certs": str(inside(root, internal.NOTEBOOK_TRUST)),
+            "certfile": str(inside(root, internal_certificates.NOTEBOOK_CERTIFICATE)),
+            "keyfile": str(inside(root, internal_certificates.NOTEBOOK_KEY)),
+            "ca_certs": str(inside(root, internal_certificates.NOTEBOOK_TRUST)),
             "cert_reqs": ssl.CERT_REQUIRED,
         },
         server_side=True,
@@ -61,8 +75,8 @@ def serve_notebook(root: Path) -> ssl.SSLContext:
 
 def serve_hub(store: CertificateStore) -> ssl.SSLContext:
     """As JupyterHub does."""
-    own = store.files(internal.HUB)
-    trusted = store.bundle(internal.HUB_AUTHORITY)
+    own = store.files(internal_certificates.HUB)
+    trusted = store.bundle(internal_certificates.HUB_AUTHORITY)
     return make_ssl_context(str(own.key), str(own.certificate), str(trusted), purpose=ssl.Purpose.CLIENT_AUTH)
 
 
@@ -88,12 +102,14 @@ def client(trusted: Path, own: CertificateFiles | None) -> ssl.SSLContext:
 
 
 def of_notebook(root: Path, trusted: str) -> ssl.SSLContext:
-    own = CertificateFiles(inside(root, internal.NOTEBOOK_CERTIFICATE), inside(root, internal.NOTEBOOK_KEY))
+    own = CertificateFiles(
+        inside(root, internal_certificates.NOTEBOOK_CERTIFICATE), inside(root, internal_certificates.NOTEBOOK_KEY)
+    )
     return client(inside(root, trusted), own)
 
 
 def of_proxy(store: CertificateStore) -> ssl.SSLContext:
-    return client(store.bundle("proxy-targets"), store.files(internal.PROXY_CLIENT))
+    return client(store.bundle("proxy-targets"), store.files(internal_certificates.PROXY_CLIENT))
 
 
 def talk(server: ssl.SSLContext, one: ssl.SSLContext, address: str) -> bytes:
@@ -121,10 +137,12 @@ def test_whoever_works_together_understands_each_other(store: CertificateStore, 
     assert talk(serve_notebook(notebook), of_proxy(store), NODE) == b"hello"
     assert talk(serve_hub(store), of_proxy(store), HEAD) == b"hello"
     assert talk(serve_hub(store), store.build_hub_context(), HEAD) == b"hello"
-    assert talk(serve_hub(store), of_notebook(notebook, internal.NOTEBOOK_TRUST), HEAD) == b"hello"
+    assert talk(serve_hub(store), of_notebook(notebook, internal_certificates.NOTEBOOK_TRUST), HEAD) == b"hello"
     assert talk(serve_broker(store), of_proxy(store), HEAD) == b"hello"
     assert talk(serve_broker(store), store.build_broker_context(), HEAD) == b"hello"
-    assert talk(serve_broker(store), of_notebook(notebook, internal.NOTEBOOK_BROKER_TRUST), HEAD) == b"hello"
+    assert (
+        talk(serve_broker(store), of_notebook(notebook, internal_certificates.NOTEBOOK_BROKER_TRUST), HEAD) == b"hello"
+    )
 
 
 def test_another_users_notebook_is_refused(store: CertificateStore, notebook: Path, tmp_path: Path) -> None:
@@ -135,8 +153,11 @@ def test_another_users_notebook_is_refused(store: CertificateStore, notebook: Pa
         )
     ) as archive:
         archive.extractall(tmp_path)
-    own = CertificateFiles(inside(tmp_path, internal.NOTEBOOK_CERTIFICATE), inside(tmp_path, internal.NOTEBOOK_KEY))
-    ben = client(store.files(internal.NOTEBOOKS_AUTHORITY).certificate, own)
+    own = CertificateFiles(
+        inside(tmp_path, internal_certificates.NOTEBOOK_CERTIFICATE),
+        inside(tmp_path, internal_certificates.NOTEBOOK_KEY),
+    )
+    ben = client(store.files(internal_certificates.NOTEBOOKS_AUTHORITY).certificate, own)
     with pytest.raises(ssl.SSLError, match="certificate verify failed"):
         talk(serve_notebook(notebook), ben, NODE)
 
@@ -144,9 +165,9 @@ def test_another_users_notebook_is_refused(store: CertificateStore, notebook: Pa
 def test_nobody_is_let_in_without_a_certificate(store: CertificateStore, notebook: Path) -> None:
     """Neither by a notebook, nor by the hub, nor by the broker."""
     for server, authority, address in (
-        (serve_notebook(notebook), internal.NOTEBOOKS_AUTHORITY, NODE),
-        (serve_hub(store), internal.HUB_AUTHORITY, HEAD),
-        (serve_broker(store), internal.SERVICES_AUTHORITY, HEAD),
+        (serve_notebook(notebook), internal_certificates.NOTEBOOKS_AUTHORITY, NODE),
+        (serve_hub(store), internal_certificates.HUB_AUTHORITY, HEAD),
+        (serve_broker(store), internal_certificates.SERVICES_AUTHORITY, HEAD),
     ):
         with pytest.raises(ssl.SSLError, match="peer did not return a certificate"):
             talk(server, client(store.files(authority).certificate, None), address)
@@ -156,8 +177,12 @@ def test_a_notebook_cannot_pass_for_hub_broker_or_a_notebook_elsewhere(store: Ce
     """Clients of hub and broker refuse the certificate, by its authority and by its address."""
     server = serve_notebook(notebook)
     for one, address, reason in (
-        (of_notebook(notebook, internal.NOTEBOOK_TRUST), NODE, "unable to get local issuer certificate"),
-        (of_notebook(notebook, internal.NOTEBOOK_BROKER_TRUST), NODE, "unable to get local issuer certificate"),
+        (of_notebook(notebook, internal_certificates.NOTEBOOK_TRUST), NODE, "unable to get local issuer certificate"),
+        (
+            of_notebook(notebook, internal_certificates.NOTEBOOK_BROKER_TRUST),
+            NODE,
+            "unable to get local issuer certificate",
+        ),
         (store.build_broker_context(), NODE, "unable to get local issuer certificate"),
         (of_proxy(store), HEAD, "IP address mismatch"),
         (of_proxy(store), "10.77.0.12", "IP address mismatch"),
@@ -168,12 +193,12 @@ def test_a_notebook_cannot_pass_for_hub_broker_or_a_notebook_elsewhere(store: Ce
 
 def test_the_proxy_gets_jupyterhubs_own_options_and_trusts_the_broker_too(store: CertificateStore) -> None:
     """All but the bundle of whom it trusts."""
-    pairs = {name: store.files(name) for name in (internal.PROXY_API, internal.PROXY_CLIENT)}
+    pairs = {name: store.files(name) for name in (internal_certificates.PROXY_API, internal_certificates.PROXY_CLIENT)}
     app = SimpleNamespace(
         internal_proxy_certs={
             name: {"keyfile": str(pair.key), "certfile": str(pair.certificate)} for name, pair in pairs.items()
         },
-        internal_trust_bundles={name: str(store.bundle(name)) for name in internal.AUTHORITIES},
+        internal_trust_bundles={name: str(store.bundle(name)) for name in internal_certificates.AUTHORITIES},
     )
     theirs = ConfigurableHTTPProxy._get_ssl_options(SimpleNamespace(app=app))
     targets = theirs.index("--client-ssl-ca") + 1
@@ -196,10 +221,10 @@ def test_a_notebooks_files_are_its_users_alone(store: CertificateStore) -> None:
     with tarfile.open(fileobj=io.BytesIO(issued.build_archive(1001, 1002))) as archive:
         entries = {f"/{entry.name}": (entry.uid, entry.gid, oct(entry.mode)) for entry in archive}
     own = (
-        internal.NOTEBOOK_KEY,
-        internal.NOTEBOOK_CERTIFICATE,
-        internal.NOTEBOOK_TRUST,
-        internal.NOTEBOOK_BROKER_TRUST,
+        internal_certificates.NOTEBOOK_KEY,
+        internal_certificates.NOTEBOOK_CERTIFICATE,
+        internal_certificates.NOTEBOOK_TRUST,
+        internal_certificates.NOTEBOOK_BROKER_TRUST,
     )
     assert entries == {
         "/etc/gpuhub": (0, 0, "0o755"),
@@ -212,7 +237,9 @@ def test_a_notebooks_certificate_names_its_node_and_ends_with_its_authority(stor
     """The container has no other files, and every start has a new key."""
     issued = notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE)
     certificate = x509.load_pem_x509_certificate(issued.certificate)
-    authority = x509.load_pem_x509_certificate(store.files(internal.NOTEBOOKS_AUTHORITY).certificate.read_bytes())
+    authority = x509.load_pem_x509_certificate(
+        store.files(internal_certificates.NOTEBOOKS_AUTHORITY).certificate.read_bytes()
+    )
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert [str(name.value) for name in names] == [NODE]
     assert certificate.not_valid_after_utc == authority.not_valid_after_utc
@@ -232,9 +259,12 @@ def test_missing_certificates_are_told(tmp_path: Path) -> None:
 
 def test_what_was_made_is_left_alone(store: CertificateStore) -> None:
     """Bringing it up again changes no file."""
-    before = renewal.hash_certificates(store.folder)
-    assert renewal.ensure_internal_certificates(store.folder, HEAD).scope is renewal.RenewalScope.NOTHING
-    assert renewal.hash_certificates(store.folder) == before
+    before = internal_certificates.hash_certificates(store.folder)
+    assert (
+        internal_certificates.ensure_internal_certificates(store.folder, HEAD).scope
+        is internal_certificates.RenewalScope.NOTHING
+    )
+    assert internal_certificates.hash_certificates(store.folder) == before
 
 
 def test_another_address_gets_other_certificates_of_the_same_authorities(
@@ -245,11 +275,16 @@ def test_another_address_gets_other_certificates_of_the_same_authorities(
     shutil.copytree(store.folder, moved.folder)
     index = moved.folder / "certipy.json"
     index.write_text(index.read_text(encoding="utf-8").replace(str(store.folder), str(moved.folder)), encoding="utf-8")
-    done = renewal.ensure_internal_certificates(moved.folder, "10.77.0.2")
+    done = internal_certificates.ensure_internal_certificates(moved.folder, "10.77.0.2")
     assert done.reason == "the head node's address is 10.77.0.2 now"
-    assert renewal.hash_certificates(moved.folder) != renewal.hash_certificates(store.folder)
-    assert talk(serve_hub(moved), of_notebook(notebook, internal.NOTEBOOK_TRUST), "10.77.0.2") == b"hello"
-    assert talk(serve_broker(moved), of_notebook(notebook, internal.NOTEBOOK_BROKER_TRUST), "10.77.0.2") == b"hello"
+    assert internal_certificates.hash_certificates(moved.folder) != internal_certificates.hash_certificates(
+        store.folder
+    )
+    assert talk(serve_hub(moved), of_notebook(notebook, internal_certificates.NOTEBOOK_TRUST), "10.77.0.2") == b"hello"
+    assert (
+        talk(serve_broker(moved), of_notebook(notebook, internal_certificates.NOTEBOOK_BROKER_TRUST), "10.77.0.2")
+        == b"hello"
+    )
     assert talk(serve_notebook(notebook), moved.build_notebook_context(), NODE) == b"hello"
 
 
@@ -261,7 +296,67 @@ def test_what_a_kill_left_half_made_is_made_anew(store: CertificateStore, tmp_pa
     if harm == "index":
         (broken.folder / "certipy.json").write_text('{"hub-ca": {', encoding="utf-8")
     else:
-        broken.files(internal.HUB_AUTHORITY).key.unlink()
-    assert renewal.ensure_internal_certificates(broken.folder, HEAD).scope is not renewal.RenewalScope.NOTHING
-    assert renewal.ensure_internal_certificates(broken.folder, HEAD).scope is renewal.RenewalScope.NOTHING
+        broken.files(internal_certificates.HUB_AUTHORITY).key.unlink()
+    assert (
+        internal_certificates.ensure_internal_certificates(broken.folder, HEAD).scope
+        is not internal_certificates.RenewalScope.NOTHING
+    )
+    assert (
+        internal_certificates.ensure_internal_certificates(broken.folder, HEAD).scope
+        is internal_certificates.RenewalScope.NOTHING
+    )
     assert talk(serve_broker(broken), broken.build_broker_context(), HEAD) == b"hello"
+
+
+def found(**changes: CertificateInfo | None) -> dict[str, CertificateInfo | None]:
+    """Return valid certificates of a head node at 10.77.0.1, except for `changes` (with _ for -)."""
+    good: dict[str, CertificateInfo | None] = dict.fromkeys(AUTHORITIES, CertificateInfo(ends=LATER))
+    good |= dict.fromkeys(CERTIFICATES, CertificateInfo(ends=LATER, names=frozenset({"IP:10.77.0.1", "IP:127.0.0.1"})))
+    return good | {name.replace("_", "-"): one for name, one in changes.items()}
+
+
+def ending(left: timedelta) -> CertificateInfo:
+    return CertificateInfo(ends=NOW + left, names=frozenset({"IP:10.77.0.1"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "renewal", "reason"),
+    [
+        ({}, RenewalScope.NOTHING, ""),
+        (
+            dict.fromkeys((name.replace("-", "_") for name in AUTHORITIES), None),
+            RenewalScope.FIRST,
+            "there are none yet",
+        ),
+        ({"hub_ca": None}, RenewalScope.EVERYTHING, "hub-ca is missing"),
+        ({"broker": None}, RenewalScope.CERTIFICATES, "broker is missing"),
+        ({"broker": ending(RENEW_BEFORE)}, RenewalScope.NOTHING, ""),
+        ({"broker": ending(RENEW_BEFORE - timedelta(days=1))}, RenewalScope.CERTIFICATES, "broker ends on 2026-12-20"),
+        ({"services_ca": ending(timedelta(days=-1))}, RenewalScope.EVERYTHING, "services-ca ends on 2026-11-20"),
+        (
+            {"broker": None, "notebooks_ca": ending(timedelta(days=3))},
+            RenewalScope.EVERYTHING,
+            "notebooks-ca ends on 2026-11-24",
+        ),
+    ],
+)
+def test_what_is_missing_or_ends_soon_is_made(
+    changes: dict[str, CertificateInfo | None], renewal: RenewalScope, reason: str
+) -> None:
+    """New authorities are created only if necessary, because running notebooks do not trust them."""
+    decision = decide_renewal(found(**changes), "10.77.0.1", NOW)
+    assert (decision.scope, decision.reason) == (renewal, reason)
+
+
+def test_an_address_is_known_in_any_spelling() -> None:
+    """Certificates hold the shortest one."""
+    same = CertificateInfo(ends=LATER, names=frozenset({"IP:fd00::1"}))
+    decision = decide_renewal(found(**{name.replace("-", "_"): same for name in CERTIFICATES}), "FD00:0::1", NOW)
+    assert decision.scope is RenewalScope.NOTHING
+
+
+@pytest.mark.parametrize("address", ["10.77.0.2", "fd00::1"])
+def test_another_address_needs_other_certificates(address: str) -> None:
+    """The authorities stay."""
+    decision = decide_renewal(found(), address, NOW)
+    assert (decision.scope, decision.reason) == (RenewalScope.CERTIFICATES, f"the head node's address is {address} now")
