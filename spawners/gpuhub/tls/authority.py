@@ -1,4 +1,4 @@
-"""The local certificate authority and the certificates that it signs, as values; `certificates` stores them in files.
+"""The local certificate authority and the certificates that it signs, as values; `public_access` stores them in files.
 
 Browsers on other machines trust the authority, so name constraints limit it to private networks, to names that do not
 exist on the internet, and to the hub's names at its creation. A thief of its key cannot impersonate a bank.

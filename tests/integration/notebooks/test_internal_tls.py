@@ -45,7 +45,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, closet: Any) -> CertificateS
     """A certificate store as `gpuhub up` makes it."""
     folder = tmp_path_factory.mktemp("secrets") / "internal"
     # In a child process: here JupyterHub would drop the HTTP client that other tests have used.
-    make = "import pathlib, sys; from gpuhub.tls import renewal; renewal.ensure_internal_certificates(pathlib.Path(sys.argv[1]), sys.argv[2])"
+    make = "import pathlib, sys; from gpuhub.tls import internal_certificates; internal_certificates.ensure_internal_certificates(pathlib.Path(sys.argv[1]), sys.argv[2])"
     subprocess.run([sys.executable, "-c", make, folder, str(closet.plan.head)], check=True)
     return CertificateStore(folder)
 

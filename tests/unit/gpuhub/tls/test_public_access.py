@@ -373,6 +373,4 @@ def test_others_need_not_be_trusted(paths: Paths, given: Callable[..., Certifica
         "Certificate:    none: browsers on this machine only"
     ]
     proxied = cluster(https="proxy", url="https://g.lan").hub
-    assert public_access.describe_certificate(None, proxied, paths, HEAD) == [
-        "Certificate:    the reverse proxy's"
-    ]
+    assert public_access.describe_certificate(None, proxied, paths, HEAD) == ["Certificate:    the reverse proxy's"]
