@@ -18,7 +18,7 @@ from pydantic import AfterValidator, StringConstraints, ValidationError, model_v
 
 from gpuhub.common import gpu
 from gpuhub.common.errors import SettingsError
-from gpuhub.config.base import ListOf, SettingsTable
+from gpuhub.config.base import ListOf, SettingsTable, describe_mistakes
 from gpuhub.config.containers import ImageSettings, JobSettings, ProfileSettings, unsatisfiable_profiles
 from gpuhub.config.login_keys import LoginSettings, find_login_mistakes
 from gpuhub.config.network import HubSettings, NetworkSettings
@@ -26,7 +26,6 @@ from gpuhub.config.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
 from gpuhub.config.slurm import SlurmSettings
 from gpuhub.config.storage import StorageSettings
 from gpuhub.config.users import GroupSettings, LimitSettings, SchedulingSettings, UserSettings
-from gpuhub.config.validation_errors import describe_mistakes
 
 __all__ = [
     "ClusterSettings",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpuhub.cli.main import main
 from gpuhub.common.errors import InvalidRequest, NotAllowed, SettingsError, SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.login import accounts, authenticator_config, oidc_discovery, rules, secret_files
+from gpuhub.login import accounts, authenticator_config, oidc_discovery, rules
 from gpuhub.login.accounts import AccountBindings
 from tests.support.tls import make_certificate
 
@@ -129,10 +129,10 @@ def test_one_account_a_name(tmp_path: Path) -> None:
 def test_secret_files(cluster: Any, secret: Path, change: Any, message: str, capsys: Any, tmp_path: Path) -> None:
     """Refused by `gpuhub check` with the remedy, and without their content."""
     settings = cluster("github", keys="SECRET")
-    assert secret_files.read_client_secret(secret) == "s3cret"
+    assert authenticator_config.read_client_secret(secret) == "s3cret"
     change(secret)
     with pytest.raises(SettingsError, match=message):
-        secret_files.check_files(settings)
+        authenticator_config.check_files(settings)
     with pytest.raises(SystemExit):
         main(["check", "--cluster-file", str(tmp_path / "cluster.toml")])
     printed = capsys.readouterr().err
@@ -144,12 +144,12 @@ def test_authority_files(cluster: Any, tmp_path: Path) -> None:
     """A file without a certificate is refused, a file with one is accepted."""
     settings = cluster("gitlab", keys=f'SECRET\nca = "{tmp_path / "ca.pem"}"')
     with pytest.raises(SettingsError, match=r"login\.ca: .* no such file"):
-        secret_files.check_files(settings)
+        authenticator_config.check_files(settings)
     (tmp_path / "ca.pem").write_text("none\n")
     with pytest.raises(SettingsError, match=r"login\.ca: .* the file has no certificate"):
-        secret_files.check_files(settings)
+        authenticator_config.check_files(settings)
     make_certificate(tmp_path)[0].rename(tmp_path / "ca.pem")
-    secret_files.check_files(settings)
+    authenticator_config.check_files(settings)
     before = authenticator_config.build_fingerprint(settings)
     (tmp_path / "ca.pem").write_text("other\n")
     assert authenticator_config.build_fingerprint(settings) != before
