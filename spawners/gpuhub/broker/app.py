@@ -13,16 +13,16 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
-from gpuhub.backends.builtin.backend import BuiltinBackend
+from gpuhub.backends.builtin import BuiltinBackend
 from gpuhub.backends.interface import WORKER_PATIENCE_S, SchedulingBackend
 from gpuhub.broker.api import files, problems, routes, terminal
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
 from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
 from gpuhub.broker.audit import AuditLog, AuditMiddleware
 from gpuhub.broker.controllers.backend_controller import BackendController, CoreHost
-from gpuhub.broker.controllers.deadlines import DeadlineController
-from gpuhub.broker.controllers.firewall_check import EnsureFirewall, FirewallChecker
+from gpuhub.broker.controllers.deadlines import DeadlineController, UnprovenLeases
 from gpuhub.broker.controllers.node_controller import NodeController
+from gpuhub.broker.controllers.node_probe import EnsureFirewall, FirewallChecker
 from gpuhub.broker.controllers.servers import ServerApi, ServerRestarter
 from gpuhub.broker.controllers.volume_gc import VolumeCollector
 from gpuhub.broker.controllers.worker_launcher import StartWorker, WorkerLauncher
@@ -30,7 +30,6 @@ from gpuhub.broker.db.store import Store
 from gpuhub.broker.files.couriers import CourierPool, StartCourier
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.operations.operations import BrokerOperations
-from gpuhub.broker.state.conditions import UnprovenLeases
 from gpuhub.broker.state.core import BrokerState
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import Problem

@@ -1,14 +1,26 @@
-"""Access of callers to leases and jobs: owners see their own, administrators and the hub's spawner see all."""
+"""Access of callers to leases and jobs, of which owners see their own, and limits of concurrent streams.
+
+A stream is a transfer, a log, a terminal or a long poll; the limits are those of one owner and of all together. The
+other limits: `validate`, `extend` and the scheduler check quotas of GPUs, requests and jobs, `api.auth` limits the
+requests per second, and `api.middleware` the size of a request.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
 
 from gpuhub.broker import audit
 from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker_api.errors import TooManyStreams
 from gpuhub.common.errors import NotFound
-from gpuhub.domain.identity import Identity
-from gpuhub.domain.models import JobRow, LeaseRow
+from gpuhub.domain.models import Identity, JobRow, LeaseRow
+
+R = TypeVar("R", LeaseRow, JobRow)
 
 
 async def find_lease(core: BrokerState, caller: Identity, lease_id: str) -> LeaseRow:
@@ -17,14 +29,7 @@ async def find_lease(core: BrokerState, caller: Identity, lease_id: str) -> Leas
     Raises:
         NotFound: the lease does not exist, or it belongs to another user.
     """
-    lease = core.ledger.snapshot.leases.get(lease_id)
-    if lease is None:
-        lease = await asyncio.to_thread(core.store.get_lease, lease_id)
-    if lease is not None:
-        audit.note_owner(lease.owner)
-    if lease is None or not (caller.sees_all or lease.owner == caller.name):
-        raise NotFound(f"you have no lease {lease_id!r}")
-    return lease
+    return await _find_visible(caller, lease_id, "lease", core.ledger.snapshot.leases, core.store.get_lease)
 
 
 async def find_job(core: BrokerState, caller: Identity, job_id: str) -> JobRow:
@@ -33,11 +38,68 @@ async def find_job(core: BrokerState, caller: Identity, job_id: str) -> JobRow:
     Raises:
         NotFound: the job does not exist, or it belongs to another user.
     """
-    job = core.ledger.snapshot.jobs.get(job_id)
-    if job is None:
-        job = await asyncio.to_thread(core.store.get_job, job_id)
-    if job is not None:
-        audit.note_owner(job.owner)
-    if job is None or not (caller.sees_all or job.owner == caller.name):
-        raise NotFound(f"you have no job {job_id!r}")
-    return job
+    return await _find_visible(caller, job_id, "job", core.ledger.snapshot.jobs, core.store.get_job)
+
+
+async def _find_visible(
+    caller: Identity, row_id: str, kind: str, open_rows: Mapping[str, R], load: Callable[[str], R | None]
+) -> R:
+    row = open_rows.get(row_id)
+    if row is None:
+        row = await asyncio.to_thread(load, row_id)
+    if row is not None:
+        audit.note_owner(row.owner)
+    if row is None or not (caller.sees_all or row.owner == caller.name):
+        raise NotFound(f"you have no {kind} {row_id!r}")
+    return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamKind:
+    """A kind of streams, and its limits."""
+
+    #: Name for users, in the plural.
+    description: str
+    #: Maximum number of open streams of one owner.
+    per_owner: int
+    #: Maximum number of open streams of all owners.
+    total: int
+
+
+TRANSFERS = StreamKind(description="files being sent or fetched", per_owner=2, total=32)
+LOGS = StreamKind(description="logs being read", per_owner=4, total=256)
+STATES = StreamKind(description="states being read", per_owner=4, total=64)
+SHELLS = StreamKind(description="terminals", per_owner=2, total=64)
+POLLS = StreamKind(description="requests that wait for changes", per_owner=128, total=8192)
+
+
+class ConcurrencyLimiter:
+    """Counts open streams and refuses those above the limits."""
+
+    def __init__(self) -> None:
+        self._open: Counter[tuple[StreamKind, str]] = Counter()
+        self._total: Counter[StreamKind] = Counter()
+
+    @contextmanager
+    def acquire(self, kind: StreamKind, owner: str) -> Iterator[None]:
+        """Count one more stream for the duration of the context.
+
+        Raises:
+            TooManyStreams: a limit is reached; the text names it.
+        """
+        for count, most, who in (
+            (self._open[kind, owner], kind.per_owner, owner),
+            (self._total[kind], kind.total, "all users together"),
+        ):
+            if count >= most:
+                raise TooManyStreams(
+                    f"{who}: {most} {kind.description} at once are the limit: end one, or try again later"
+                )
+        self._open[kind, owner] += 1
+        self._total[kind] += 1
+        try:
+            yield
+        finally:
+            self._open[kind, owner] -= 1
+            self._total[kind] -= 1
+            self._open += Counter()  # drops owners with a count of zero

@@ -16,8 +16,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, InvalidRequest, NotAllowed
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.domain import lease_states, limits, scheduler_input
-from gpuhub.domain.identity import Identity
-from gpuhub.domain.models import JobRow, LeaseRow, ResourceRequest
+from gpuhub.domain.models import Identity, JobRow, LeaseRow, ResourceRequest
 
 
 class AdmissionController:

@@ -1,4 +1,8 @@
-"""Authentication of callers by tokens, which the hub checks; its answers are kept for a short time."""
+"""Authentication of callers by tokens, which the hub checks, and limits of the requests per second of each caller.
+
+The hub's answers are kept for a short time. The limits let no caller slow down the others; they are no quotas:
+`admission` and the scheduler limit GPUs, requests and jobs of a user.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,27 @@ import asyncio
 import hashlib
 import hmac
 import re
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gpuhub.broker import audit
-from gpuhub.broker.api import rate_limits
-from gpuhub.broker_api.errors import HubUnreachable, NotKnown
+from gpuhub.broker_api.errors import HubUnreachable, NotKnown, TooManyRequests
 from gpuhub.common import names
 from gpuhub.common.errors import NotAllowed
 from gpuhub.domain.clock import Clock
-from gpuhub.domain.identity import Identity
+from gpuhub.domain.models import Identity
 
 #: Scopes of which a token needs one to use the broker.
 ACCESS_SCOPES = frozenset({"access:services", "access:services!service=broker"})
 #: Scope of a service that may act for every user.
 ANY_OWNER_SCOPE = "custom:gpuhub:any-owner"
-
 #: Scope that only the own token of a notebook has.
 _OWN_SERVER_SCOPE = "access:servers!server="
-
 #: Name of a caller with the broker's own token, which only root on the head node can read; no user can have this name.
 HEAD_NODE = "the head node's administrator"
-
 #: Time for which the hub's answer about a known token is kept, seconds.
 KNOWN_TOKEN_S = 10.0
 #: Time for which the answer that a token is unknown is kept, seconds.
@@ -40,6 +41,61 @@ OUTAGE_S = 600.0
 MAX_TOKENS = 4096
 #: Maximum number of concurrent checks by the hub.
 _MAX_CHECKS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateLimit:
+    """A rate with bursts, as a token bucket has them."""
+
+    #: Requests at once.
+    burst: float
+    #: Requests per second in the long run.
+    per_second: float
+
+
+#: Requests of one user; a notebook that launches, or a command that polls, sends a few per second.
+REQUESTS = RateLimit(burst=400, per_second=50)
+#: Unknown tokens from one address, since the hub has to check each of them.
+WRONG_TOKENS = RateLimit(burst=100, per_second=5)
+#: Maximum number of callers that are tracked; the full burst is available again to a caller that was dropped.
+MAX_CALLERS = 4096
+
+
+class RateLimiter:
+    """A token bucket for each caller."""
+
+    def __init__(self, rate: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
+        self._clock = clock
+        #: Requests that each caller had left, and when; the most recent caller is last.
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def acquire(self, caller: str) -> None:
+        """Count one request.
+
+        Raises:
+            TooManyRequests: the caller has none left.
+        """
+        left = self._now_left(caller)
+        if left < 1:
+            raise TooManyRequests(
+                f"too many requests: at most {self._rate.per_second:g} per second are allowed; try again later"
+            )
+        self._keep(caller, left - 1)
+
+    def refund(self, caller: str) -> None:
+        """Cancel the count of one request."""
+        self._keep(caller, min(self._now_left(caller) + 1, self._rate.burst))
+
+    def _now_left(self, caller: str) -> float:
+        left, at = self._left.get(caller, (self._rate.burst, 0.0))
+        return min(left + (self._clock() - at) * self._rate.per_second, self._rate.burst)
+
+    def _keep(self, caller: str, left: float) -> None:
+        self._left[caller] = (left, self._clock())
+        self._left.move_to_end(caller)
+        while len(self._left) > MAX_CALLERS:
+            self._left.popitem(last=False)
 
 
 class TokenChecker(Protocol):
@@ -103,8 +159,8 @@ class Authenticator:
         # one.
         self._known: OrderedDict[bytes, _TokenRecord] = OrderedDict()
         self._unknown: OrderedDict[bytes, _TokenRecord] = OrderedDict()
-        self._wrong = rate_limits.RateLimiter(rate_limits.WRONG_TOKENS)
-        self._requests = rate_limits.RateLimiter(rate_limits.REQUESTS)
+        self._wrong = RateLimiter(WRONG_TOKENS)
+        self._requests = RateLimiter(REQUESTS)
         self._check_slots = asyncio.Semaphore(_MAX_CHECKS)
         self._checks: dict[bytes, asyncio.Task[_TokenRecord]] = {}
 

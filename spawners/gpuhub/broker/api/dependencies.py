@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection
 
 from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.operations.operations import BrokerOperations
-from gpuhub.domain.identity import Identity
+from gpuhub.domain.models import Identity
 
 _header = APIKeyHeader(
     name="Authorization", auto_error=False, description="`token …` with a token of the hub", scheme_name="hub token"

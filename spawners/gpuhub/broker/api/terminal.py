@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Query
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from gpuhub.broker.admission import stream_limits
+from gpuhub.broker.admission import access
 from gpuhub.broker.api import problems
 from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.api.dependencies import client_address
@@ -58,7 +58,7 @@ async def shell(
         worker_row = find_running_worker(job, worker)
         if "\0" in command:
             raise InvalidRequest("command: it contains a null character")
-        with files.streams.acquire(stream_limits.SHELLS, job.owner):
+        with files.streams.acquire(access.SHELLS, job.owner):
             arguments = ("shell", f"--columns={cols}", f"--rows={rows}", f"--run={command}")
             session = await start_exec(
                 daemons, worker_row.node, worker_row.container_id or "", (*COURIER_COMMAND, *arguments)

@@ -1,4 +1,5 @@
-"""Queries of one node: its containers, its daemon's id, and the last reading of its GPU agent.
+"""Probes of one node: its containers, its daemon's id, the last reading of its GPU agent and its firewall, which other
+programs may remove; and reports of changed conditions of nodes and GPUs.
 
 No query takes longer than `PROBE_TIMEOUT_S`, whatever hangs on the node.
 """
@@ -11,14 +12,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from gpuhub.broker_api.schemas import GpuState, NodeState
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound
+from gpuhub.config.settings import SchedulingSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.reconcile import ObservedContainer, parse_container, parse_devices
-from gpuhub.nodes import agent_container
+from gpuhub.nodes import agent_container, gpu_health
 from gpuhub.nodes.agent_container import ensure_agent, read_last_line
-from gpuhub.nodes.status import NodeStatus
+from gpuhub.nodes.inventory import Inventory
+from gpuhub.nodes.status import GpuLeaseStatus, GpuReading, NodeStatus
 
 log = logging.getLogger(__name__)
 
@@ -247,3 +251,61 @@ def describe_firewall_change(before: NodeStatus, after: NodeStatus) -> list[tupl
     if after.firewall_error is None:
         return [("node.guarded", "its firewall is in place again")]
     return [("node.unguarded", after.firewall_error)]
+
+
+class ConditionReporter:
+    """The last reported states of nodes and GPUs, so that each change is reported once."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, NodeState] = {}
+        self._gpus: dict[str, GpuState] = {}
+
+    def report_changes(
+        self,
+        inventory: Inventory,
+        name: str,
+        *,
+        lease_statuses: Mapping[str, GpuLeaseStatus],
+        monotonic: float,
+        scheduling: SchedulingSettings,
+    ) -> list[tuple[str, str]]:
+        """Return kind and text of each change on a node since the last call; a healthy start is not a change."""
+        node_condition = gpu_health.assess_node(inventory, name, monotonic=monotonic, scheduling=scheduling)
+        events = []
+        if node_condition.state is not self._nodes.get(name, NodeState.UP):
+            text = (
+                "answers again"
+                if node_condition.state is NodeState.UP
+                else f"is {node_condition.state}: {node_condition.message}"
+            )
+            events.append((f"node.{node_condition.state}", f"node {name} {text}"))
+        self._nodes[name] = node_condition.state
+        if not inventory.nodes[name].is_up:
+            return events
+        for gpu in inventory.nodes[name].gpus:
+            lease_status = lease_statuses.get(gpu.uuid, GpuLeaseStatus())
+            condition = gpu_health.assess_gpu(
+                inventory,
+                name,
+                gpu,
+                is_held=lease_status.leased,
+                lease_status=lease_status,
+                monotonic=monotonic,
+                scheduling=scheduling,
+            )
+            events += self._report_gpu_change(name, gpu, condition)
+        return events
+
+    def _report_gpu_change(
+        self, node: str, gpu: GpuReading, condition: gpu_health.GpuCondition
+    ) -> list[tuple[str, str]]:
+        if condition.state is GpuState.UNAVAILABLE:
+            return []
+        before = self._gpus.get(gpu.uuid, GpuState.FREE)
+        after = condition.state if condition.state in {GpuState.FAILED, GpuState.OUTSIDE} else GpuState.FREE
+        self._gpus[gpu.uuid] = after
+        if before is after:
+            return []
+        text = "can be used again" if after is GpuState.FREE else f"{condition.message}"
+        kind = "gpu.healthy" if after is GpuState.FREE else f"gpu.{after}"
+        return [(kind, f"GPU {gpu.index} ({gpu.model}) of {node}: {text}")]

@@ -1,11 +1,13 @@
-"""The client of the hub's API, and the restarter of servers that the hub forgot at its restart."""
+"""The client of the hub's API, and the restarter of servers that the hub forgot at its restart; it also stops notebooks
+whose time is over.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 from urllib.parse import quote
 
@@ -14,14 +16,17 @@ import httpx
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.core import BrokerState
 from gpuhub.broker_api.errors import HubUnreachable
+from gpuhub.broker_api.schemas import LeaseState, Purpose
 from gpuhub.common.errors import GpuhubError, NotAllowed, NotFound
-from gpuhub.domain.deadlines import POLL_TIMEOUT_S, find_expired_notebooks, find_orphaned_requests
-from gpuhub.domain.models import LeaseRow
+from gpuhub.domain import lease_states
+from gpuhub.domain.models import LeaseRow, LedgerSnapshot
 
 log = logging.getLogger(__name__)
 
 #: Interval between two checks for servers to start or stop, seconds.
 CHECK_PERIOD_S = 2.0
+#: When no spawner has polled a notebook's request for this time, the hub is asked to start the server, seconds.
+POLL_TIMEOUT_S = 20.0
 #: Time limit of an ordinary request to the hub, seconds.
 _TIMEOUT_S = 5.0
 #: Time limit of a start or stop: the hub answers within `slow_spawn_timeout` or `slow_stop_timeout` (10 s each).
@@ -180,3 +185,25 @@ class ServerRestarter:
             await self._servers.stop_server(lease.owner, lease.subject)
         except GpuhubError as error:
             log.warning("lease %s of %s is over, and the hub cannot stop it: %s", lease.id, lease.owner, error)
+
+
+def find_expired_notebooks(snapshot: LedgerSnapshot, now: float) -> list[LeaseRow]:
+    """Return the running notebooks whose time limit is over."""
+    return [
+        lease
+        for lease in snapshot.leases.values()
+        if lease.purpose is Purpose.NOTEBOOK
+        and lease.state is LeaseState.ACTIVE
+        and lease_states.is_expired(lease, now)
+    ]
+
+
+def find_orphaned_requests(snapshot: LedgerSnapshot, seconds_since_poll: Callable[[LeaseRow], float]) -> list[LeaseRow]:
+    """Return the requests of notebooks that no spawner polls, since the hub has restarted."""
+    return [
+        lease
+        for lease in snapshot.leases.values()
+        if lease.purpose is Purpose.NOTEBOOK
+        and lease.state in {LeaseState.REQUESTED, LeaseState.GRANTED}
+        and seconds_since_poll(lease) > POLL_TIMEOUT_S
+    ]

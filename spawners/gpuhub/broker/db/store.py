@@ -21,7 +21,7 @@ from gpuhub.broker_api.schemas import JobState, LeaseState
 from gpuhub.common import gpu as gpus
 from gpuhub.common.errors import Conflict, SetupError, Unavailable
 from gpuhub.common.gpu import GpuSpec
-from gpuhub.common.locks import acquire_lock
+from gpuhub.common.paths import acquire_lock
 from gpuhub.domain.models import EventRow, JobRow, LeaseRow, ReservationRow
 from gpuhub.nodes.status import Cordon
 from gpuhub.scheduler.interface import UsageRecord

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import PurePosixPath
 from typing import Any
 
-from gpuhub.broker.admission import access, stream_limits
+from gpuhub.broker.admission import access
 from gpuhub.broker.files.courier_protocol import CourierClient
 from gpuhub.broker.files.couriers import CourierPool
 from gpuhub.broker.state.core import BrokerState
@@ -17,8 +17,7 @@ from gpuhub.broker_api.errors import SizeLimitExceeded
 from gpuhub.broker_api.schemas import UploadResult
 from gpuhub.common.errors import Conflict, InvalidRequest, NodeUnreachable, NotAllowed, Unavailable
 from gpuhub.common.units import format_size
-from gpuhub.domain.identity import Identity
-from gpuhub.domain.models import JobRow
+from gpuhub.domain.models import Identity, JobRow
 
 #: Longest silence of a client or courier during a transfer, seconds.
 SILENCE_TIMEOUT_S = 120.0
@@ -45,7 +44,7 @@ class UserFiles:
         self._core = core
         self._couriers = couriers
         #: Limits of concurrent transfers, logs and terminals.
-        self.streams = stream_limits.ConcurrencyLimiter()
+        self.streams = access.ConcurrencyLimiter()
 
     async def upload(self, caller: Identity, path: str, body: AsyncIterator[bytes]) -> UploadResult:
         """Unpack a tar below a folder of the caller's home.
@@ -58,7 +57,7 @@ class UserFiles:
         check_relative_path(path)
         arguments = ("put", f"--limit={limit}", "--", path)
         try:
-            with self.streams.acquire(stream_limits.TRANSFERS, owner):
+            with self.streams.acquire(access.TRANSFERS, owner):
                 async with self._couriers.connect(owner, arguments) as client:
                     return UploadResult(**await _send_all(client, body, limit))
         except (InvalidRequest, NodeUnreachable):
@@ -73,7 +72,7 @@ class UserFiles:
         """
         check_relative_path(path)
         arguments = ("get", f"--limit={self._core.cluster.jobs.upload_limit}", "--", path)
-        stack, client = await self._open(stream_limits.TRANSFERS, _require_user(caller), arguments)
+        stack, client = await self._open(access.TRANSFERS, _require_user(caller), arguments)
         return FileStream(client.read_output(limit_s=SILENCE_TIMEOUT_S), stack)
 
     async def read_logs(
@@ -89,7 +88,7 @@ class UserFiles:
         arguments = ["logs", f"--offset={offset}", f"--per-node={job.nproc_per_node}"]
         arguments += [f"--rank={rank}"] if rank is not None else []
         arguments += ["--follow"] if follow else []
-        stack, client = await self._open(stream_limits.LOGS, job.owner, (*arguments, "--", job.run_id))
+        stack, client = await self._open(access.LOGS, job.owner, (*arguments, "--", job.run_id))
         if follow:
             watch = asyncio.ensure_future(self._finish_after(job_id, client))
             stack.callback(watch.cancel)
@@ -103,7 +102,7 @@ class UserFiles:
             NotAllowed, Conflict, TooManyStreams, Unavailable: the status cannot be read.
         """
         job = await self._find_detached_job(caller, job_id)
-        with self.streams.acquire(stream_limits.STATES, job.owner):
+        with self.streams.acquire(access.STATES, job.owner):
             async with self._couriers.connect(job.owner, ("state", "--", job.run_id)) as client:
                 text = b"".join([part async for part in client.read_output(limit_s=SILENCE_TIMEOUT_S)])
         try:
@@ -130,7 +129,7 @@ class UserFiles:
         return job
 
     async def _open(
-        self, kind: stream_limits.StreamKind, owner: str, arguments: tuple[str, ...]
+        self, kind: access.StreamKind, owner: str, arguments: tuple[str, ...]
     ) -> tuple[AsyncExitStack, CourierClient]:
         stack = AsyncExitStack()
         try:

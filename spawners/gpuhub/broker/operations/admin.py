@@ -17,7 +17,7 @@ from gpuhub.broker_api.schemas import (
 from gpuhub.common.errors import InvalidRequest, NotAllowed, NotFound
 from gpuhub.domain import lease_states
 from gpuhub.domain import reservations as reservation_rules
-from gpuhub.domain.identity import Identity
+from gpuhub.domain.models import Identity
 from gpuhub.nodes.status import Cordon, describe_cordon
 
 

@@ -1,19 +1,23 @@
-"""Operations of the broker for its callers, each one change of the ledger or one view of it."""
+"""Operations of the broker for its callers, each one change of the ledger or one view of it.
+
+A long poll answers as soon as its lease or job changes, without waking the clients of others.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
 
 from gpuhub.backends.interface import SchedulingBackend
-from gpuhub.broker.admission import access, stream_limits
+from gpuhub.broker.admission import access
 from gpuhub.broker.admission import extend as extensions
 from gpuhub.broker.admission.submit import AdmissionController
 from gpuhub.broker.operations import admin, serializers, views
-from gpuhub.broker.operations.cluster_cache import ClusterViewCache
-from gpuhub.broker.operations.long_poll import ReadVersion, wait_for_change
+from gpuhub.broker.operations.views import ClusterViewCache
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
@@ -39,11 +43,15 @@ from gpuhub.common.errors import Conflict
 from gpuhub.domain import job_states
 from gpuhub.domain import lease_states as leases
 from gpuhub.domain import reservations as reservation_rules
-from gpuhub.domain.identity import Identity
-from gpuhub.domain.models import LeaseRow
+from gpuhub.domain.clock import Clock, wait_event
+from gpuhub.domain.models import Identity, LeaseRow
 
 #: Maximum number of jobs in a list that includes ended ones.
 MAX_JOBS = 200
+#: Minimum duration of a long poll that answers with only a new position in the queue, seconds.
+POSITION_DELAY_S = 2.0
+#: Returns the current version of a lease or job, and whether it waits in the queue.
+ReadVersion = Callable[[], Awaitable[tuple[int, bool]]]
 
 
 class BrokerOperations:
@@ -54,7 +62,7 @@ class BrokerOperations:
         self._backend = backend
         self._admission = AdmissionController(core, backend.admit)
         self._cluster_views = ClusterViewCache(core, backend)
-        self._streams = stream_limits.ConcurrencyLimiter()
+        self._streams = access.ConcurrencyLimiter()
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -338,9 +346,7 @@ class BrokerOperations:
     ) -> None:
         core = self._core
         # The hub's spawner waits for all users, so it has no limit.
-        slot = (
-            nullcontext() if caller.sees_all or not wait_s else self._streams.acquire(stream_limits.POLLS, caller.name)
-        )
+        slot = nullcontext() if caller.sees_all or not wait_s else self._streams.acquire(access.POLLS, caller.name)
         with slot:
             await wait_for_change(
                 ledger=core.ledger,
@@ -361,3 +367,39 @@ def _open_lease(draft: Transaction, lease_id: str) -> LeaseRow:
     if lease is None:
         raise Conflict(f"lease {lease_id} has ended")
     return lease
+
+
+async def wait_for_change(
+    *,
+    ledger: Ledger,
+    clock: Clock,
+    subject_id: str,
+    read_version: ReadVersion,
+    version: int | None,
+    wait_s: float,
+) -> None:
+    """Wait until the version differs from `version`, for at most `wait_s` seconds.
+
+    For a waiting request, a new version is mostly a new position in the queue. Its answer is delayed a little, since
+    otherwise each grant would make all clients of a long queue send another request at once.
+
+    Args:
+        ledger: the broker's ledger.
+        clock: the broker's clock.
+        subject_id: the id of the lease or job.
+        read_version: returns the current version.
+        version: the version that the client has; None to return at once.
+        wait_s: the longest wait, seconds.
+    """
+    began = clock.monotonic()
+    while version is not None:
+        changed = ledger.watch(subject_id)
+        current, is_waiting = await read_version()
+        if current != version and not is_waiting:
+            return
+        end = began + (wait_s if current == version else min(wait_s, POSITION_DELAY_S))
+        left = end - clock.monotonic()
+        if left <= 0:
+            return
+        # Changes of the position wake no poll: it is read again after `POSITION_DELAY_S`.
+        await wait_event(changed, min(left, POSITION_DELAY_S) if is_waiting else left)

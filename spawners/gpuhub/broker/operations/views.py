@@ -1,14 +1,20 @@
-"""Views of the broker's current state: leases, jobs, the cluster, usage and events, as clients see them."""
+"""Views of the broker's current state: leases, jobs, the cluster, usage and events, as clients see them.
+
+The view of the cluster is expensive to build, and in a large cluster many clients request it all the time. There, a
+cached view is served for a few times as long as it took to build; in a small cluster every change is visible at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import dataclass
 
 from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker import audit
 from gpuhub.broker.admission import validate
 from gpuhub.broker.operations import cluster_view, serializers
-from gpuhub.broker.operations.cluster_view import ClusterViewInput
+from gpuhub.broker.operations.cluster_view import MAX_STARTS_SHOWN, ClusterViewInput
 from gpuhub.broker.state.core import BrokerState
 from gpuhub.broker_api.schemas import (
     ClusterView,
@@ -20,9 +26,15 @@ from gpuhub.broker_api.schemas import (
 )
 from gpuhub.common.errors import NotAllowed, NotFound
 from gpuhub.domain import reservations as reservation_rules
-from gpuhub.domain.identity import Identity
-from gpuhub.domain.models import EventRow, JobRow, LeaseRow
-from gpuhub.scheduler.interface import OwnerUsage
+from gpuhub.domain.models import EventRow, Identity, JobRow, LeaseRow
+from gpuhub.scheduler.interface import OwnerUsage, Quota
+
+#: Maximum age of a view, since times and readings in it change, seconds.
+MAX_VIEW_AGE_S = 1.0
+#: A view that is built faster than this is rebuilt at every change, seconds.
+FAST_BUILD_S = 0.01
+#: Maximum age of another view after a change, as a multiple of the time that it took to build.
+AGE_PER_BUILD_TIME = 5
 
 
 def view_lease(core: BrokerState, lease: LeaseRow) -> LeaseView:
@@ -130,3 +142,65 @@ def view_event(row: EventRow) -> EventView:
         job=row.job,
         node=row.node,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CachedView:
+    text: bytes
+    #: Objects that it was built from, which are replaced at every change, never edited.
+    inputs: tuple[object, ...]
+    #: When it was built; monotonic.
+    built_at: float
+    #: Processor time to build it, so that other load on the machine does not count; seconds.
+    build_s: float
+
+
+class ClusterViewCache:
+    """Keeps the last view that was built for all users."""
+
+    def __init__(self, core: BrokerState, backend: SchedulingBackend) -> None:
+        self._core = core
+        self._backend = backend
+        self._built: _CachedView | None = None
+
+    def render(self, caller: Identity) -> bytes:
+        """Return the cluster as JSON, as shown to the caller."""
+        if not self._sees_common_view(caller):
+            return self._build(caller)
+        core, now = self._core, self._core.clock.monotonic()
+        inputs = (core.ledger.snapshot, core.capacity.inventory, core.capacity.cordons, core.capacity.reservations)
+        built = self._built
+        if built is None or not self._is_current(built, inputs, now):
+            began = time.thread_time()
+            text = self._build(None)
+            built = _CachedView(text=text, inputs=inputs, built_at=now, build_s=time.thread_time() - began)
+            self._built = built
+        return built.text
+
+    def _sees_common_view(self, caller: Identity) -> bool:
+        """Return whether the caller sees the same as all users, without own limits, reservations or positions."""
+        core = self._core
+        if core.capacity.current_reservations or (
+            caller.is_user and _is_limited(core.scheduler_sync.get_quota(caller.name))
+        ):
+            return False
+        index = core.ledger.index
+        return len(index.find("waiting")) <= MAX_STARTS_SHOWN or not index.find("waiting of", caller.name)
+
+    def _is_current(self, built: _CachedView, inputs: tuple[object, ...], now: float) -> bool:
+        age_s = now - built.built_at
+        if all(old is new for old, new in zip(built.inputs, inputs, strict=True)):
+            return age_s <= MAX_VIEW_AGE_S
+        # Cordons and reservations are decisions of administrators, who should see them at once.
+        is_decided = any(old is not new for old, new in zip(built.inputs[2:], inputs[2:], strict=True))
+        return not is_decided and built.build_s > FAST_BUILD_S and age_s <= AGE_PER_BUILD_TIME * built.build_s
+
+    def _build(self, caller: Identity | None) -> bytes:
+        # With thousands of GPUs, pydantic's own JSON takes a tenth of the time of json.dumps.
+        return view_cluster(self._core, self._backend, caller).model_dump_json().encode()
+
+
+def _is_limited(rights: Quota) -> bool:
+    """Return whether limits may decide if a request of this user would start at once."""
+    limits = (rights.per_user, *rights.per_group.values())
+    return any(limit.max_gpus is not None or limit.gpu_hours_per_week is not None for limit in limits)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from gpuhub.broker.db.store import SeenGpu, Store
-from gpuhub.broker.state.conditions import GpuLeaseFlags
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.domain import reservations as reservations_module
@@ -14,8 +13,39 @@ from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import LeaseRow, ReservationRow
 from gpuhub.nodes.gpu_health import build_node_capacity
 from gpuhub.nodes.inventory import Inventory
-from gpuhub.nodes.status import Cordon, NodeStatus
+from gpuhub.nodes.status import Cordon, GpuLeaseStatus, NodeStatus
 from gpuhub.scheduler.interface import NodeCapacity, Reservation
+
+_FREE = GpuLeaseStatus()
+
+
+class GpuLeaseFlags:
+    """Which GPUs are leased, and when each was last proven free, in monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._holders: dict[str, set[str]] = {}
+        self._statuses: dict[str, GpuLeaseStatus] = {}
+
+    @property
+    def by_uuid(self) -> Mapping[str, GpuLeaseStatus]:
+        """Every GPU that was leased in this run."""
+        return self._statuses
+
+    def get_status(self, uuid: str) -> GpuLeaseStatus:
+        return self._statuses.get(uuid, _FREE)
+
+    def mark_held(self, uuid: str, lease: str) -> None:
+        """Mark a GPU, or a share of it, as held by a lease; repeated calls change nothing."""
+        self._holders.setdefault(uuid, set()).add(lease)
+        self._statuses[uuid] = GpuLeaseStatus(leased=True, freed_at=self.get_status(uuid).freed_at)
+
+    def mark_freed(self, uuid: str, lease: str, monotonic: float) -> None:
+        """Mark a GPU as proven free of a lease; repeated calls change nothing."""
+        holders = self._holders.get(uuid, set())
+        if lease not in holders:
+            return
+        holders.remove(lease)
+        self._statuses[uuid] = GpuLeaseStatus(leased=bool(holders), freed_at=monotonic)
 
 
 class Capacity:

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuhub.broker.state.conditions import ConditionReporter, GpuLeaseFlags, find_overdue_proofs
+from gpuhub.broker.controllers.deadlines import find_overdue_proofs
+from gpuhub.broker.controllers.node_probe import ConditionReporter
+from gpuhub.broker.state.capacity import GpuLeaseFlags
 from gpuhub.broker_api.schemas import GpuState, LeaseState, NodeState
 from gpuhub.config.settings import NodeSettings, SchedulingSettings
 from gpuhub.domain.models import LeasedGpu, LeaseRow, LedgerSnapshot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuhub.broker.controllers import deadlines, servers
+from gpuhub.broker.controllers import servers
 from tests.support.broker.calls import ask, post, reaches, read, run_notebook
 from tests.support.broker.in_process import Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import CLOSET, build_cluster
@@ -92,7 +92,6 @@ async def test_the_hub_is_asked_to_start_what_it_forgot(setting: Setting, monkey
     monkeypatch.setattr(servers, "CHECK_PERIOD_S", 0.05)
     async with asgi_broker(setting) as running:
         await run_notebook(running, await ask(running, "ada"))
-        monkeypatch.setattr(deadlines, "POLL_TIMEOUT_S", 0.3)
         monkeypatch.setattr(servers, "POLL_TIMEOUT_S", 0.3)
         await ask(running, "spawner", owner="ben", server="work")
         await until(lambda: ("ben", "work", "rtx5090") in setting.hub.started, "the hub is asked for ben's server")
@@ -103,7 +102,7 @@ async def test_the_hub_is_asked_to_start_what_it_forgot(setting: Setting, monkey
 
 async def test_a_spawner_that_asks_is_left_alone(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a long poll of the spawner is open, the hub is not asked."""
-    monkeypatch.setattr(deadlines, "POLL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(servers, "POLL_TIMEOUT_S", 0.5)
     monkeypatch.setattr(servers, "CHECK_PERIOD_S", 0.05)
     async with asgi_broker(setting) as running:
         await run_notebook(running, await ask(running, "ada"))

@@ -1,4 +1,4 @@
-"""A node without its packet filter takes no work, and says why."""
+"""The firewall of a node: a node without it takes no work, and says why."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from gpuhub.broker.controllers import firewall_check
-from gpuhub.broker.controllers.firewall_check import FirewallChecker
+from gpuhub.broker.controllers import node_probe
+from gpuhub.broker.controllers.node_probe import FirewallChecker
 from gpuhub.common.errors import GpuhubError, NodeUnreachable
 from gpuhub.nodes.gpu_health import explain_node_unavailable
 from gpuhub.nodes.status import NodeStatus
@@ -54,7 +54,7 @@ async def test_a_node_is_asked_now_and_then_and_soon_again_after_a_failure(clock
     record = await watched.check(UP)
     record = await watched.check(record)
     assert (record, node.asked, explain_node_unavailable(record, None)) == (UP, 1, None)
-    clock.now_s += firewall_check.CHECK_PERIOD_S
+    clock.now_s += node_probe.FIREWALL_CHECK_PERIOD_S
     node.error = GpuhubError("node rig1: its firewall is not in place: nft: no")
     record = await watched.check(record)
     assert (record.firewall_error, node.asked) == ("its firewall is not in place: nft: no", 2)
@@ -79,7 +79,7 @@ async def test_a_node_that_does_not_answer_has_failed_its_look(clock: Moment) ->
 
 async def test_a_slow_node_holds_up_no_look(clock: Moment, monkeypatch: pytest.MonkeyPatch) -> None:
     """One question at a time; what it brings counts when it comes, and is given up at the end."""
-    monkeypatch.setattr(firewall_check, "ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(node_probe, "FIREWALL_TIMEOUT_S", 0.01)
     node = Node()
     node.gate.clear()
     node.error = GpuhubError("node rig1: no")

@@ -1,4 +1,4 @@
-"""One process of a kind an instance."""
+"""One process of a kind for each instance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SetupError
-from gpuhub.common.locks import acquire_lock
+from gpuhub.common.paths import acquire_lock
 
 
 def test_a_lock_is_held_once(tmp_path: Path) -> None:
