@@ -64,7 +64,7 @@ def execute(closet, container: Container, *command: str) -> subprocess.Completed
 def kill_dockerd(closet, node: ClosetNode) -> None:
     dockerd = next(pid for pid, name in docker_daemons.find_processes(closet.plan, node).items() if name == "dockerd")
     os.kill(dockerd, signal.SIGKILL)
-    assert shell.wait_until(lambda: not docker_daemons.find_processes(closet.plan, node), timeout_s=10)
+    assert shell.wait_until(lambda: not docker_daemons.find_processes(closet.plan, node), timeout_s=60)
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_agent_reports_faults_foreign_processes_and_machine_identity(closet, tin
             reading = read()
             return reading if reading is not None and condition(reading) else None
 
-        return wait_until(look, "the agent reports it", 15)
+        return wait_until(look, "the agent reports it", 60)
 
     with agent_on(rig1, tiny_image) as read:
         try:
@@ -222,7 +222,7 @@ def test_nodes_have_their_own_names_and_reach_the_head(closet, tiny_image):
         with closing(closet.client(node)) as client, subprocess.Popen(listening, stdout=subprocess.PIPE) as head:
             port = head.stdout.readline().decode().strip()
             run(client, tiny_image, "python3", "-c", connect, str(closet.plan.head), port)
-            assert head.wait(timeout=5) == 0
+            assert head.wait(timeout=30) == 0
             assert client.info()["Name"] == node.name
             with pytest.raises(docker.errors.ContainerError, match=r"unreachable|No route"):
                 run(client, tiny_image, "python3", "-c", connect, "192.0.2.1", "80", stderr=True)
@@ -242,7 +242,7 @@ def test_swarm_overlay_joins_nodes(closet, tiny_image):
             ipam = IPAMConfig(pool_configs=[IPAMPool(subnet="10.201.7.0/24")])
             net = one.networks.create("trial", driver="overlay", attachable=True, ipam=ipam)
             with running(two, tiny_image, "python3", "-c", serve, name="peer", network="trial") as peer:
-                assert shell.wait_until(lambda: b"ready" in peer.logs(), timeout_s=10)
+                assert shell.wait_until(lambda: b"ready" in peer.logs(), timeout_s=60)
                 assert run(one, tiny_image, "python3", "-c", ask, network="trial") == "hello"
             net.remove()
         finally:
@@ -271,7 +271,7 @@ def test_supervised_daemon_ends_on_sigterm(closet):
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         docker_daemons.wait_ready(closet.plan, closet.paths)
         process.terminate()
-        assert process.wait(timeout=15) == 0
+        assert process.wait(timeout=60) == 0
     assert docker_daemons.find_processes(closet.plan, node) == {}
     practice_closet.ensure_up(closet.plan, closet.paths)
 

@@ -154,7 +154,7 @@ async def test_a_terminal_ends_with_its_client(head: HeadNode, container: str) -
 
 async def read_until(terminal: CourierClient, text: bytes) -> bytes:
     shown = b""
-    async with asyncio.timeout(20), aclosing(terminal.read_output()) as output:
+    async with asyncio.timeout(60), aclosing(terminal.read_output()) as output:
         async for part in output:
             shown += part
             if text in shown:

@@ -225,7 +225,7 @@ async def test_firewall_is_restored(closet: Closet, tiny_image: str) -> None:
         )
 
     def comes_back() -> bool:
-        return shell.wait_until(is_whole, timeout_s=20, interval_s=0.2)
+        return shell.wait_until(is_whole, timeout_s=60, interval_s=0.2)
 
     try:
         await firewall_container.ensure_firewall(daemons, cluster, INSTANCE, "rig2")

@@ -66,7 +66,7 @@ cd && python -c 'import mine; print(mine.place)'
 SERVER = """
 import json, subprocess, sys, time, urllib.request
 server = subprocess.Popen(["jupyter", "lab", "--no-browser", "--port=8765", "--IdentityProvider.token="])
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 180
 while True:
     try:
         page = urllib.request.urlopen("http://127.0.0.1:8765/lab", timeout=5).read().decode()

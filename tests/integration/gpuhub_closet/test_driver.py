@@ -64,7 +64,7 @@ def write_load(root: Path, index: int, **values) -> None:
 
 def run_smi(compiled: driver.SimulatedDriver, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [compiled.nvidia_smi, *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=dict(os.environ), timeout=10)
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=dict(os.environ), timeout=60)
 
 
 def test_cards_are_described(library):

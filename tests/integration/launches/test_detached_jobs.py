@@ -141,7 +141,7 @@ def test_container_that_gets_sigterm_before_the_driver(make_job):
     job.start()
     job.until(lambda: count_ranks(job.output, "at work") == 2, "both at work")
     job.processes[1].terminate()
-    assert job.processes[1].wait(30) == 143
+    assert job.processes[1].wait(60) == 143
     assert job.stop() == 143
     assert job.state.state == "cancelled" and (job.work / "saved").exists()
 

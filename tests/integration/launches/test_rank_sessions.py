@@ -259,7 +259,7 @@ def test_interrupt_stops_the_cell_and_keeps_variables(kernel: Kernel) -> None:
     began = time.monotonic()
     kernel.process.send_signal(signal.SIGINT)
     stopped = kernel.end()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert stopped.kind == "LaunchInterrupted"
     assert "and all variables are kept" in stopped.error
     assert says_on_both("1", kernel.good("%%gpu_ranks\nx"))

@@ -123,7 +123,7 @@ def test_a_killed_kernel_leaves_nothing(either: Notebook) -> None:
     process = either.start(either.call("sleep.py", nnodes=2))
     lines_until(process, "] sleeping")
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=DEADLINE_S)
     until(lambda: not either.left(), "no process left")
 
 
@@ -136,7 +136,7 @@ def test_idle_workers_end_with_a_killed_kernel(notebook: Notebook) -> None:
     )
     lines_until(process, "IDLE")
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=DEADLINE_S)
     until(lambda: not notebook.left(), "no process left")
 
 
@@ -154,7 +154,7 @@ for number in range(61):
     if number == 25:
         first = holdings()
 # A connection to the broker may be open at this moment, and what is ended need not be gone.
-deadline = time.monotonic() + 30
+deadline = time.monotonic() + 60
 while (last := holdings()) != first and time.monotonic() < deadline:
     time.sleep(0.1)
 print("HOLDS", first, "HOLDS", last, flush=True)

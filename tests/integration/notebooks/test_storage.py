@@ -239,7 +239,7 @@ async def test_hung_server_fails_a_spawn_in_time_and_leases_no_gpu(
 
 async def at_last(start: Callable[[], Awaitable[str]]) -> str:
     """Return a start's result once the daemon has finished an earlier one."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(StorageUnavailable):
                 return await start()
@@ -256,7 +256,7 @@ def over(folder: Path, target: Path, *options: str, daemon: int | None = None) -
     target.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen((*enter, "bindfs", "-f", "-o", "nonempty", *options, str(folder), str(target)))
     try:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         while f" {target} " not in Path(f"/proc/{daemon or 'self'}/mountinfo").read_text():
             assert time.monotonic() < end, "bindfs did not mount"
             time.sleep(0.05)
@@ -301,7 +301,7 @@ async def test_hanging_mount_does_not_fail_the_node(clean: HeadNode, tiny_image:
     mount
     is back.
     """
-    daemons = DockerClients(clean.cluster.nodes, instance=INSTANCE, run_dir=clean.closet.paths.run, timeout_s=3)
+    daemons = DockerClients(clean.cluster.nodes, instance=INSTANCE, run_dir=clean.closet.paths.run, timeout_s=10)
     impatient = dataclasses.replace(clean, daemons=daemons)
     identity = find_identity(clean.cluster.users, clean.closet.paths.state, OWNER)
     (tmp_path / "homes" / OWNER).mkdir(parents=True)

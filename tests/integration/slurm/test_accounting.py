@@ -183,14 +183,17 @@ async def test_slurms_and_the_brokers_counts_agree(site: SlurmSite, tmp_path: Pa
         assert own["ada"] - 2 <= theirs["ada", "lab"] <= own["ada"] + 2 * late_s
         assert own["ben"] - 1 <= theirs["ben", "course"] <= own["ben"] + late_s
 
+        submitted_at = time.time()
         plain = site.submit("ben", "--gres=gpu:rtx5070:1", "-A", "lab", script="exec sleep 3")
         await asyncio.to_thread(site.wait_for_state, plain, "COMPLETED")
+        # On a busy machine Slurm needs a while to start and to end a job.
+        plain_s = time.time() - submitted_at
         await until(lambda: are_recorded(site), lambda: "slurmdbd has heard that it is over")
         theirs = await counted(api, began)
         async with asking(site, "rest") as other:
             assert await counted(other, began) == theirs
         usage = await read(running, "root")
-    assert 3 <= theirs["ben", "lab"] <= 3 + GRAIN_S
+    assert 3 <= theirs["ben", "lab"] <= plain_s + 1
     for owner, accounts in {"ada": ["lab"], "ben": ["course", "lab"]}.items():
         hours = {account: round(theirs[owner, account] / 3600, 3) for account in accounts}
         assert usage[owner]["counted_by"] == "slurm"

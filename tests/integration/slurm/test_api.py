@@ -78,7 +78,7 @@ def ask(slurm: SlurmSite, user: str = "ada", **further: object) -> SlurmSubmissi
 async def until(
     look: Callable[[], Awaitable[SlurmJob | None]], is_true: Callable[[SlurmJob | None], bool]
 ) -> SlurmJob | None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not is_true(job := await look()):
         assert time.monotonic() < deadline, job
         await asyncio.sleep(0.1)
@@ -122,7 +122,7 @@ async def test_placeholder_job_runs_and_is_ended_at_once(slurm: SlurmSite, api: 
         lambda: api.find_job(job.id),
         lambda job: job is None or (job.state not in LIVE_STATES and not job.is_completing),
     )
-    assert time.monotonic() - ended_at < KILL_WAIT_S / 3
+    assert time.monotonic() - ended_at < KILL_WAIT_S * 2 / 3
     assert ended is not None
     # On a busy machine the signal can come before the script's trap is set: the job is then FAILED.
     assert ended.state in {SlurmJobState.COMPLETED, SlurmJobState.CANCELLED, SlurmJobState.FAILED}
@@ -324,7 +324,7 @@ async def test_gpu_time(slurm: SlurmSite, api: SlurmClient) -> None:
         times = await api.read_gpu_time(since, until_)
         return sum(each.gpu_seconds for each in times if (each.user, each.account) == ("ben", "lab"))
 
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while (seconds := await counted()) == 0:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.5)
@@ -408,7 +408,7 @@ async def test_a_time_limit_ends_a_job(slurm: SlurmSite) -> None:
     api = make_client(slurm.table())
     job = await running(api, ask(slurm, time_limit_s=20))
     assert job.time_limit_s == 60
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 240
     seen: SlurmJob | None = job
     while seen is not None and seen.state in LIVE_STATES:
         assert time.monotonic() < deadline, seen

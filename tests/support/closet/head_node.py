@@ -64,7 +64,7 @@ def read_gpu_uuids(head: HeadNode, node: str) -> list[str]:
     return [word for text in texts for word in text.split() if word.startswith("GPU-")]
 
 
-async def until(condition: Any, deadline_s: float = 20.0) -> None:
+async def until(condition: Any, deadline_s: float = 60.0) -> None:
     """Poll until the condition holds."""
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110

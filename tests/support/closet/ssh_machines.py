@@ -106,7 +106,7 @@ def make_key(file: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(file)], check=True, capture_output=True)
 
 
-def wait(condition: Callable[[], object], expected: str, deadline_s: float = 20.0) -> None:
+def wait(condition: Callable[[], object], expected: str, deadline_s: float = 60.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s:.0f} s: {expected}"

@@ -306,11 +306,11 @@ def build_cluster(
     )
 
 
-def wait_until(condition: Callable[[], T | None], what: str, deadline_s: float = 10.0) -> T:
-    """The condition's value as soon as it is true.
+def wait_until(condition: Callable[[], T | None], what: str, deadline_s: float = 30.0) -> T:
+    """Return the condition's value as soon as it is true.
 
     Raises:
-        AssertionError: not within the deadline.
+        AssertionError: It was not true within the deadline.
     """
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:

@@ -48,7 +48,7 @@ from concurrent.futures import ThreadPoolExecutor
 def probe(target):
     host, port, device = target
     with socket.socket() as connection:
-        connection.settimeout(2)
+        connection.settimeout(5)
         if device:
             connection.setsockopt(socket.SOL_SOCKET, 25, device.encode())
         try:

@@ -194,7 +194,7 @@ async def test_without_docker_a_launch_that_cannot_start_says_where_to_look(
         slurm.end(job, SlurmJobState.FAILED)
         slurm.clean(job)
         ended = await reaches(running, f"/jobs/{path}", "ended")
-        said = f"its Slurm job failed; ~/.gpu_launch/jobs/run-000001/logs/slurm-{job}.log has what it said"
+        said = f"its Slurm job failed; its output is in ~/.gpu_launch/jobs/run-000001/logs/slurm-{job}.log"
         assert ended["reason"] == said
 
 

@@ -110,7 +110,7 @@ async def test_who_sends_waits_for_the_other_side(pair: tuple[Any, Any]) -> None
     with closing(theirs):
         theirs.shutdown(socket.SHUT_RDWR)
     with pytest.raises(NodeUnreachable, match="node rig1: the connection to the container was lost"):
-        await asyncio.wait_for(sending, 5)
+        await asyncio.wait_for(sending, 30)
     one.close()
 
 
@@ -122,7 +122,7 @@ async def test_closing_ends_a_read_and_is_seen(pair: tuple[Any, Any]) -> None:
     await asyncio.sleep(0)
     one.close()
     one.close()
-    assert await asyncio.wait_for(reading, 5) is None
-    theirs.settimeout(5)
+    assert await asyncio.wait_for(reading, 30) is None
+    theirs.settimeout(30)
     with suppress(ssl.SSLEOFError):  # the same, as reported by TLS
         assert theirs.recv(1) == b""

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -129,6 +130,7 @@ def test_the_notebook_has_its_port_and_the_hub_is_told_when_it_listens(
     assert b"503" in first
     while len(Hub.reports) < 2:
         assert running.poll() is None
+        time.sleep(0.01)
     end.close()
     assert running.wait(30) == 4
     running.stderr.close()

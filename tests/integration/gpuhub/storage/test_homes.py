@@ -95,11 +95,12 @@ def test_a_link_that_appears_meanwhile_is_not_followed(
     assert elsewhere.stat().st_mode & 0o777 == 0o711
 
 
-def test_two_starts_at_once_make_one_home(tmp_path: Path) -> None:
+def test_two_starts_at_once_make_one_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second finds a folder that is not its user's yet, and waits for the first."""
     ada = UserIdentity(name="ada", uid=os.getuid() + 20000, gid=os.getgid(), group_names=("ada",))
     home = tmp_path / "homes" / "ada"
     home.mkdir(mode=0o700, parents=True)
+    monkeypatch.setattr(homes, "_CHOWN_WAIT_S", 30.0)
     giving = threading.Timer(0.2, os.chown, (home, ada.uid, ada.gid))
     giving.start()
     ensure_home(storage(tmp_path), ada)

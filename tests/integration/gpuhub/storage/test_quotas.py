@@ -135,9 +135,10 @@ async def test_a_page_does_not_wait_for_a_dead_disk(
 ) -> None:
     """The page shows a warning, and starts have a separate time limit."""
     monkeypatch.setattr(home_usage, "BLOCKING_CALLS", BlockingCallPool())
-    monkeypatch.setattr(home_usage, "READ_TIMEOUT_S", 0.1)
     storage = StorageSettings(home=f"{tmp_path}/{{username}}")
+    monkeypatch.setattr(home_usage, "READ_TIMEOUT_S", 30.0)
     assert await read_home_usage(storage, "ada") == HomeUsage()
+    monkeypatch.setattr(home_usage, "READ_TIMEOUT_S", 0.1)
     monkeypatch.setattr(home_usage, "measure_home", lambda _place: released.wait())
     assert "does not answer: a start may fail" in (await read_home_usage(storage, "ada")).warning
     assert "does not answer: a start may fail" in (await read_home_usage(storage, "ada")).warning

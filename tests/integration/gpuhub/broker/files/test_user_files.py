@@ -277,11 +277,12 @@ def test_logs_are_followed_to_the_end_of_the_job(setting: Setting, running: Runn
     running.send("DELETE", f"/api/v1/leases/{held['id']}", "ben")
     log = run_folder(setting) / "output.log"
     log.write_bytes(b"123 first\n")
-    assert arrived.wait(10)
+    assert arrived.wait(60)
     with log.open("ab") as file:
         file.write(b"last \xff\n")
     stop(running, job)
-    reading.join(15)
+    reading.join(60)
+    assert not reading.is_alive()
     assert (got[0], b"".join(got[1:])) == (b"200", b"3 first\nlast \xff\n")
     again = running.send("GET", f"/api/v1/jobs/{job['id']}/logs", params={"offset": 10})
     assert (again.content, again.headers["Content-Type"]) == (b"last \xff\n", "text/plain; charset=utf-8")

@@ -245,22 +245,22 @@ class _Hanging:
 
     def info(self) -> dict[str, str]:
         if self._node == "rig1":
-            self._go_on.wait(20)
+            self._go_on.wait(60)
         return {"ID": self._node}
 
     def close(self) -> None:
         return
 
 
-async def _ask_beside_a_hung_node(folder: Path, patch: Patch) -> bool:
-    """Whether another node answers while the first one hangs."""
+async def _ask_beside_a_hung_node(folder: Path, patch: Patch, *, deadline_s: float) -> bool:
+    """Return whether another node answers while the first one hangs."""
     go_on = threading.Event()
     patch.setattr(daemons_module, "_build_client", lambda node, _tunnel, _timeout: _Hanging(node.name, go_on))
     daemons = DockerClients(build_cluster().nodes, instance="ghtest", run_dir=folder)
     hung = [asyncio.ensure_future(daemons.call("rig1", "info")) for _ in range(8)]
     try:
         await asyncio.sleep(0)  # they are under way
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(deadline_s):
             return bool(await daemons.call("rig2", "info") == {"ID": "rig2"})
     except TimeoutError:
         return False
@@ -272,11 +272,11 @@ async def _ask_beside_a_hung_node(folder: Path, patch: Patch) -> bool:
 
 async def test_a_hung_node_holds_up_nobody_else(tmp_path: Path, monkeypatch: Patch) -> None:
     """Eight calls hang on one node; another one answers."""
-    assert await _ask_beside_a_hung_node(tmp_path, monkeypatch)
+    assert await _ask_beside_a_hung_node(tmp_path, monkeypatch, deadline_s=30)
 
 
 async def test_one_thread_for_all_nodes_is_caught(tmp_path: Path, monkeypatch: Patch) -> None:
     """As DockerSpawner has it: the same course of events finds it."""
     shared = ThreadPoolExecutor(1)
     monkeypatch.setattr(daemons_module, "ThreadPoolExecutor", lambda *_args, **_kwargs: shared)
-    assert not await _ask_beside_a_hung_node(tmp_path, monkeypatch)
+    assert not await _ask_beside_a_hung_node(tmp_path, monkeypatch, deadline_s=3)
