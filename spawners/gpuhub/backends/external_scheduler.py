@@ -67,7 +67,7 @@ class ExternalScheduler(BaseScheduler, ABC):
         request = self._state.requests[request_id]
         text = self.explain(request)
         if self._unreachable is not None:
-            text = f"{self._unreachable}; the last that is known: {text}"
+            text = f"{self._unreachable}; last known state: {text}"
         return PendingReason(
             position=self.order_requests(now).index(request_id) + 1,
             text=f"{self.title}: {text}",

@@ -44,7 +44,7 @@ def describe_waiting(lease: LeaseView | None) -> tuple[str, str]:
         return "The queue does not answer; your place in it is kept.", ""
     place = f": position {lease.position}" if lease.position else ""
     if lease.slurm_job is not None:
-        place = f"{place or ':'} in Slurm's queue, as its job {lease.slurm_job}"
+        place = f"{place or ':'} in Slurm's queue, as job {lease.slurm_job}"
     parts = [f"Waiting for a GPU{place}."]
     if lease.waiting_for:
         text = lease.waiting_for if lease.slurm_job is None else capitalise(lease.waiting_for)

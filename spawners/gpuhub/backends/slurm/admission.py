@@ -11,8 +11,8 @@ from gpuhub.slurm_client.models import SlurmSite
 from gpuhub.slurm_client.site import JobShape, check_job_shape, find_terms
 
 RESERVATIONS = (
-    "with Slurm, reservations are made there: scontrol create reservation starttime=… duration=… users=… nodes=…; "
-    "a profile uses one that its reservation names"
+    "with Slurm, reservations are created there: scontrol create reservation starttime=… duration=… users=… nodes=…; "
+    "a profile uses the one in its key reservation"
 )
 
 
@@ -25,9 +25,8 @@ def refuse_notebook(cluster: ClusterSettings, profile_name: str) -> None:
     profile = cluster.profile(profile_name)
     if profile is not None and profile.gpu_share > 1:
         raise InvalidRequest(
-            f"profile {profile.name!r} gives parts of GPUs (gpu_share), and with Slurm gpuhub gets whole ones: choose "
-            "another profile; the administrator may cut cards by MIG and give their parts types of their own in "
-            "gres.conf"
+            f"profile {profile.name!r} uses GPU shares (gpu_share), and Slurm allocates whole GPUs: choose another "
+            "profile; an administrator can divide GPUs by MIG and define a type for each part in gres.conf"
         )
 
 
@@ -41,13 +40,13 @@ def refuse_job(cluster: ClusterSettings, request: JobRequest) -> None:
         _refuse_without_docker(cluster, request)
     if request.priority > 0:
         raise InvalidRequest(
-            f"priority {request.priority}: with Slurm only its operators let a job go before others: scontrol update "
-            "jobid=… nice=-…, or a QOS with a higher Priority"
+            f"priority {request.priority}: only Slurm's operators can raise a job's priority: scontrol update jobid=… "
+            "nice=-…, or a QOS with a higher Priority"
         )
     if request.scavenge:
         raise InvalidRequest(
-            "scavenge: who is preempted is Slurm's to say: ask the administrator for a partition or QOS that may be, "
-            "and submit there with sbatch"
+            "scavenge: Slurm decides which jobs are preempted: ask the administrator for a partition or QOS whose jobs "
+            "may be preempted, and submit there with sbatch"
         )
 
 
@@ -56,20 +55,20 @@ def _refuse_without_docker(cluster: ClusterSettings, request: JobRequest) -> Non
     if request.gpus is not None:
         raise InvalidRequest(
             f"gpus: {request.gpus} GPUs on any nodes need containers, and this site runs jobs with "
-            f"{cluster.slurm.runtime}: ask for nnodes and nproc_per_node, the same number of GPUs on each node"
+            f"{cluster.slurm.runtime}: request nnodes and nproc_per_node, the same number of GPUs on each node"
         )
     for node in cluster.nodes:
         if ":" in node.address and node.name not in request.exclude_nodes:
             raise InvalidRequest(
                 f"workers find each other by the nodes' IPv4 addresses, and the address of {node.name}, "
-                f"{node.address}, is none: the administrator may write another one in its [[nodes]] table; or leave "
-                "that node out (exclude_nodes)"
+                f"{node.address}, is not an IPv4 address: exclude the node (exclude_nodes), or ask the administrator "
+                "for an IPv4 address in its [[nodes]] table"
             )
     profile = cluster.profile(request.profile or "")
     if profile is not None and profile.image != DEFAULT_IMAGE:
         raise InvalidRequest(
-            f"profile {profile.name!r} has an image of its own, {profile.image}, and this site runs jobs with "
-            f"{cluster.slurm.runtime}, all in the same environment: leave the profile out"
+            f"profile {profile.name!r} has its own image, {profile.image}, and this site runs jobs with "
+            f"{cluster.slurm.runtime}, all in the same environment: submit without a profile"
         )
 
 
@@ -99,6 +98,6 @@ def describe_cordon(cluster: ClusterSettings, node: str) -> str:
     """Return how a node is drained in Slurm, which would continue to give a node that only gpuhub cordons."""
     slurm_name = next((known.slurm_name for known in cluster.nodes if known.name == node), node)
     return (
-        f"with Slurm, nodes are drained there: scontrol update nodename={slurm_name} state=drain reason=…; and back "
-        "with state=resume"
+        f"with Slurm, nodes are drained there: scontrol update nodename={slurm_name} state=drain reason=…; "
+        "state=resume ends it"
     )

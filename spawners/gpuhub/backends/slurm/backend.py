@@ -290,7 +290,7 @@ class SlurmBackend(SchedulingBackend):
     async def extend(self, lease: LeaseRow, seconds: int) -> None:
         job = await self._query(lease, 0)
         if job is None or job.state not in LIVE_STATES or job.started_at is None:
-            raise Conflict(f"lease {lease.id} cannot be extended: its Slurm job does not run")
+            raise Conflict(f"lease {lease.id} cannot be extended: its Slurm job is not running")
         lasted = max(0.0, self._host.clock.now() - job.started_at)
         await self._api.set_time_limit(job.id, build_time_limit(lasted + seconds), name=job.name)
 
@@ -298,7 +298,7 @@ class SlurmBackend(SchedulingBackend):
         return bare_nodes.name_worker(spec)
 
     def note_unreachable(self, error: SchedulerUnreachable) -> None:
-        self._scheduler.note_unreachable(f"no answer at present ({error})")
+        self._scheduler.note_unreachable(f"no answer now ({error})")
 
     async def _query(self, lease: LeaseRow, patience_s: float) -> SlurmJob | None:
         if lease.slurm_job is None:

@@ -76,7 +76,7 @@ def build_node(cluster: ClusterSettings, before: NodeStatus, node: SlurmNode | N
         since = before.down_since or monotonic
         return before.evolve(is_up=False, unreachable_reason="Slurm does not know this node", down_since=since)
     is_up = not node.state.lower().startswith(("down", "unknown", "fail"))
-    trouble = None if is_up else f"Slurm says {node.state}{f': {node.reason}' if node.reason else ''}"
+    trouble = None if is_up else f"Slurm reports {node.state}{f': {node.reason}' if node.reason else ''}"
     down_since = None if is_up else before.down_since or monotonic
     return before.evolve(
         is_up=is_up,

@@ -22,7 +22,9 @@ def build_usage(scheduler: SlurmScheduler, now: float) -> ExternalUsage:
     pending = scheduler.list_external_pending()
     return ExternalUsage(
         gpus={uuid: _build_job(job, now) for uuid, job in scheduler.find_external_jobs().items()},
-        unavailable={node: f"Slurm gives it no work: {why}" for node, why in scheduler.find_unavailable().items()},
+        unavailable={
+            node: f"Slurm starts no jobs on this node: {why}" for node, why in scheduler.find_unavailable().items()
+        },
         waiting=sum("gpu" in job.wants and job.reason not in _NOT_YET for job in pending),
     )
 

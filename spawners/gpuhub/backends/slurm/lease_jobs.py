@@ -189,7 +189,7 @@ class JobUpdater:
                 try:
                     await self._api.persist_job(job.id, name=job.name)
                 except SlurmRefused as error:
-                    log.warning("Slurm does not store that job %s runs: %s", job.id, error)
+                    log.warning("Slurm does not store the state of job %s: %s", job.id, error)
                 self._stored.add(job.id)
         self._stored &= {job.id for job in look.jobs}
 
@@ -198,7 +198,7 @@ class JobUpdater:
             await self._api.shrink(job.id, last.kept, name=job.name)
         except SlurmRefused as error:
             if not last.times:
-                log.info("Slurm does not take back nodes of job %s (yet): %s", job.id, error)
+                log.info("Slurm does not shrink job %s (yet): %s", job.id, error)
             again_at = now + min(_FIRST_RETRY_S * 2**last.times, _MAX_RETRY_S)
             return RefusedShrink(last.kept, times=last.times + 1, again_at=again_at)
         return None

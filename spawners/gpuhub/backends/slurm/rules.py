@@ -13,9 +13,9 @@ from gpuhub.slurm_client import messages
 from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState
 from gpuhub.slurm_jobs.scripts import build_log_path
 
-SUSPENDED = "Slurm has suspended its job: what it started goes on, and its time limit stands still"
-REQUEUED = "Slurm has put its job back into the queue"
-MOVED = "Slurm has started its job anew"
+SUSPENDED = "Slurm suspended its job: what it has started keeps running, and its time limit is paused"
+REQUEUED = "Slurm requeued its job"
+RESTARTED = "Slurm requeued its job and started it again"
 #: Moments that differ by less are the same, seconds.
 _SAME_S = 1.0
 #: As `models.new_id` makes them. Jobs with other names that begin like gpuhub's are not gpuhub's.
@@ -40,9 +40,9 @@ def explain_over(
     if job.state is SlurmJobState.PENDING:
         return REQUEUED
     if started_at is not None and not _is_close(job.started_at, started_at):
-        return MOVED
+        return RESTARTED
     kept = set(lease_states.live_nodes(lease)) - lost_nodes(lease, job, node_names)
-    return None if kept <= {node_names.get(node, node) for node in job.nodes} else MOVED
+    return None if kept <= {node_names.get(node, node) for node in job.nodes} else RESTARTED
 
 
 def find_exit(launch: JobRow, job: SlurmJob | None) -> int | None:
@@ -61,7 +61,7 @@ def name_log(launch: JobRow, job: SlurmJob | None, reason: str) -> str:
     """Return the reason for which a launch's Slurm job is over; where it failed, with the file of its output."""
     if job is None or job.state is not SlurmJobState.FAILED:
         return reason
-    return f"{reason}; {build_log_path(launch.joins or launch.run_id, job.id)} has what it said"
+    return f"{reason}; its output is in {build_log_path(launch.joins or launch.run_id, job.id)}"
 
 
 def lost_nodes(lease: LeaseRow, job: SlurmJob, node_names: Mapping[str, str]) -> frozenset[str]:

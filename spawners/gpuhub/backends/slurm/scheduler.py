@@ -128,13 +128,13 @@ class SlurmScheduler(ExternalScheduler):
         """Return why a running job's allocation can never serve its request; None where it can, or may."""
         unknown = [name for name in job.nodes if name not in self._node_names]
         if unknown:
-            return f"Slurm gave it {', '.join(unknown)}, which cluster.toml does not name"
+            return f"Slurm allocated it {', '.join(unknown)}, which cluster.toml does not name"
         if not _has_shape(request, job):
-            return "Slurm gave it another number of nodes or GPUs than was asked for"
+            return "Slurm allocated it another number of nodes or GPUs than it requested"
         slots = [slot for node in self._find_nodes(request, job) or () for slot in node.slots]
         unwanted = [slot for slot in slots if not request.requirement.accepts(slot.card)]
         if unwanted:
-            return f"Slurm gave it a {unwanted[0].card.model} on {unwanted[0].node}, which will not do"
+            return f"Slurm allocated it {unwanted[0].card.model} on {unwanted[0].node}, which does not meet its request"
         return None
 
     def find_external_jobs(self) -> Mapping[str, SlurmJob]:
@@ -178,7 +178,7 @@ class SlurmScheduler(ExternalScheduler):
 
     def _explain_unsubmitted(self, request: SchedulingRequest) -> str:
         if self._look.nodes and self.choose(request) is None:
-            return "no node that it knows and that gpuhub has read would do yet"
+            return "no node that both Slurm and gpuhub know meets the request yet"
         return "it is being submitted"
 
     def _explain_running(self, request: SchedulingRequest, job: SlurmJob) -> str | None:
@@ -192,17 +192,18 @@ class SlurmScheduler(ExternalScheduler):
             name = self._node_names[theirs]
             node = self._state.capacity.nodes.get(name)
             if node is None or not node.capacity.takes_work:
-                trouble = "it has not been read yet" if node is None else node.capacity.unavailable_reason
-                yield f"it is given {name}, where no container can be started at present: {trouble}"
+                trouble = "gpuhub has not read its GPUs yet" if node is None else node.capacity.unavailable_reason
+                yield f"it was allocated {name}, where no container can be started now: {trouble}"
                 continue
             slots = self._find_slots(theirs, job)
             if slots is None:
-                yield f"it is given GPUs of {name} that its agent does not report (yet)"
+                yield f"it was allocated GPUs on {name} that the node's GPU agent has not reported yet"
                 continue
             held = self.find_held(name)
             for slot in slots:
                 if slot.uuid in held:
-                    yield f"it is given GPU {slot.index} of {slot.node}; what ran there before is being removed"
+                    gpu = f"GPU {slot.index} of {slot.node}"
+                    yield f"it was allocated {gpu}; what ran there before is still being removed"
 
     def _find_slots(self, theirs: str, job: SlurmJob) -> tuple[GpuSlot, ...] | None:
         """GPUs of a job on a node; None where they are not (yet) known."""

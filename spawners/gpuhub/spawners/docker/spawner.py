@@ -111,7 +111,7 @@ class GpuDockerSpawner(NodeSpawner):
         profile = startup.choose_profile(self.cluster, self.user_options)
         startup.check_server_name(self.name)
         self.image = profile.image
-        self._progress_log.add("Asking for a place", percent=5)
+        self._progress_log.add("Requesting resources", percent=5)
         identity, network, _ = await asyncio.gather(
             self._identify(),
             networks.ensure_user_network(self.daemons, self.cluster, self.instance, self.user.name),

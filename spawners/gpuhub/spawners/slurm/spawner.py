@@ -42,7 +42,7 @@ class GpuSlurmSpawner(JobSpawner):
     async def _start(self) -> str:
         profile = startup.choose_profile(self.cluster, self.user_options)
         startup.check_server_name(self.name)
-        self._progress_log.add("Asking for a place", percent=5)
+        self._progress_log.add("Requesting resources", percent=5)
         identity = await self._identify()
         lease, was_there = await self._claim(profile)
         is_resumed = was_there and await self._resume_job(lease, identity)

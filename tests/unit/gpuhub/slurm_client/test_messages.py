@@ -16,7 +16,7 @@ def job(reason: str = "", state: SlurmJobState = SlurmJobState.PENDING) -> Slurm
     ("reason", "plain"),
     [
         ("Resources", "it is next, and waits for GPUs, CPUs or memory to be free"),
-        ("Priority", "jobs with a higher priority wait before it"),
+        ("Priority", "jobs with a higher priority are ahead of it"),
         ("", "Slurm has not considered it yet"),
         ("None", "Slurm has not considered it yet"),
         ("JobHeldUser", "it is held; `scontrol release` releases it"),
@@ -69,12 +69,12 @@ def test_every_explanation_is_one_line_without_a_full_stop() -> None:
         (SlurmJobState.TIMEOUT, "TimeLimit", "the time limit of its Slurm job was reached"),
         (SlurmJobState.PREEMPTED, "", "Slurm preempted its job for one with a higher priority"),
         (SlurmJobState.NODE_FAIL, "NodeDown", "a node of its Slurm job failed"),
-        (SlurmJobState.PENDING, "BeginTime", "Slurm has put its job back into the queue"),
+        (SlurmJobState.PENDING, "BeginTime", "Slurm requeued its job"),
         (SlurmJobState.COMPLETING, "", "its Slurm job was ended"),
         (SlurmJobState.COMPLETED, "", "its Slurm job has ended"),
         (SlurmJobState.FAILED, "BadConstraints", "its Slurm job failed: no node of the partition can ever run it"),
         (SlurmJobState.FAILED, "Strange", "its Slurm job failed: Slurm says: Strange"),
-        (SlurmJobState.OUT_OF_MEMORY, "OutOfMemory", "its Slurm job used more memory than it had"),
+        (SlurmJobState.OUT_OF_MEMORY, "OutOfMemory", "its Slurm job ran out of memory"),
     ],
 )
 def test_why_it_ended(state: SlurmJobState, reason: str, plain: str) -> None:

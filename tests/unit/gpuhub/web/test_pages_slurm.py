@@ -131,7 +131,9 @@ async def test_the_form_shows_plain_jobs_and_what_is_free_by_type(slurm: Cluster
 async def test_the_page_of_gpus_has_partitions_and_no_cordons(slurm: ClusterSettings) -> None:
     """Nodes are drained in Slurm; a node to which Slurm gives no work is not shown as up."""
     view = await look_at(slurm, waiting_outside=1)
-    away = view.nodes[1].model_copy(update={"state": NodeState.CORDONED, "message": "Slurm gives it no work: drained"})
+    away = view.nodes[1].model_copy(
+        update={"state": NodeState.CORDONED, "message": "Slurm starts no jobs on this node: drained"}
+    )
     view = view.model_copy(update={"nodes": (view.nodes[0], away, view.nodes[2])})
     shown = page(view, is_admin=True, usage=[USAGE, USAGE])
     assert '<strong class="gpuhub-name">gpu</strong> <span class="gpuhub-quiet">default</span>' in shown["partitions"]
@@ -185,10 +187,10 @@ def test_who_waits_reads_slurms_place_and_reason() -> None:
         }
     )
     text, button = describe_waiting(waiting)
-    assert text.startswith("Waiting for a GPU: position 3 in Slurm's queue, as its job 41. Others go first.")
+    assert text.startswith("Waiting for a GPU: position 3 in Slurm's queue, as job 41. Others go first.")
     assert "gpuhub-leave" in button
     first = waiting.model_copy(update={"position": None})
-    assert describe_waiting(first)[0].startswith("Waiting for a GPU: in Slurm's queue, as its job 41.")
+    assert describe_waiting(first)[0].startswith("Waiting for a GPU: in Slurm's queue, as job 41.")
 
 
 @pytest.mark.parametrize(

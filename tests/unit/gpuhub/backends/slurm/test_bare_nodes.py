@@ -43,7 +43,7 @@ def test_gpus_are_counted_type_by_type_as_slurm_does() -> None:
 def test_a_node_that_is_down_says_why_in_slurms_words(state: str) -> None:
     node = SlurmNode(name="rig1", state=state, takes_work=False, reason="fans")
     record = build_node(slurm_cluster(), NEVER_READ, node, 50.0)
-    assert (record.is_up, record.unreachable_reason, record.down_since) == (False, f"Slurm says {state}: fans", 50.0)
+    assert (record.is_up, record.unreachable_reason, record.down_since) == (False, f"Slurm reports {state}: fans", 50.0)
     later = build_node(slurm_cluster(), record, node, 70.0)
     assert later.down_since == 50.0
     back = build_node(slurm_cluster(), later, SlurmNode(name="rig1", state="idle", takes_work=True), 80.0)

@@ -135,7 +135,7 @@ async def test_a_gpu_that_another_lease_still_holds_is_waited_for(site: Site) ->
         assert desk.state(first.id) is LeaseState.RELEASING
         assert desk.state(second.id) is LeaseState.REQUESTED
         why = desk.scheduler.explain_pending(second.id, site.clock.now())
-        assert why.text == "Slurm: it is given GPU 0 of rig1; what ran there before is being removed"
+        assert why.text == "Slurm: it was allocated GPU 0 of rig1; what ran there before is still being removed"
         await desk.prove_gone(first.id)
         assert desk.state(second.id) is LeaseState.GRANTED
 
@@ -146,7 +146,7 @@ async def test_a_gpu_that_is_not_known_is_waited_for(site: Site) -> None:
         await desk.core.observe(site.record("rig1", gpus=()))
         await desk.settle(lease, site.slurm)
         assert desk.state(lease.id) is LeaseState.REQUESTED
-        assert "that its agent does not report" in desk.scheduler.explain_pending(lease.id, site.clock.now()).text
+        assert "GPU agent has not reported yet" in desk.scheduler.explain_pending(lease.id, site.clock.now()).text
         await desk.core.observe(site.record("rig1"))
         assert desk.state(lease.id) is LeaseState.GRANTED
 
@@ -159,12 +159,12 @@ async def test_what_slurm_gives_otherwise_than_asked_ends_the_lease(site: Site) 
         job = site.slurm.only().id
         site.slurm.change(job, state=SlurmJobState.RUNNING, nodes=("rig2",), gpus={"rig2": (0,)}, started_at=1.0)
         await desk.controller.step()
-        assert desk.lease(lease.id).reason == "Slurm gave it a RTX 5070 on rig2, which will not do"
+        assert desk.lease(lease.id).reason == "Slurm allocated it RTX 5070 on rig2, which does not meet its request"
         other = await desk.ask(profile="cpu")
         await desk.controller.step()
         site.slurm.change(desk.lease(other.id).slurm_job or 0, state=SlurmJobState.RUNNING, nodes=("elsewhere",))
         await desk.controller.step()
-        assert desk.lease(other.id).reason == "Slurm gave it elsewhere, which cluster.toml does not name"
+        assert desk.lease(other.id).reason == "Slurm allocated it elsewhere, which cluster.toml does not name"
         assert site.slurm.live() == []
 
 
@@ -254,7 +254,7 @@ async def test_a_job_that_is_put_back_into_the_queue_ends_its_lease(site: Site) 
         lease = await desk.settle(await desk.ask(), site.slurm)
         site.slurm.requeue(lease.slurm_job or 0)
         await desk.controller.step()
-        assert desk.lease(lease.id).reason == "Slurm has put its job back into the queue"
+        assert desk.lease(lease.id).reason == "Slurm requeued its job"
         assert site.slurm.live() == []
 
 
@@ -264,7 +264,7 @@ async def test_a_job_that_was_started_anew_between_two_looks_ends_its_lease(site
         site.slurm.requeue(lease.slurm_job or 0)
         site.slurm.start()
         await desk.controller.step()
-        assert desk.lease(lease.id).reason == "Slurm has started its job anew"
+        assert desk.lease(lease.id).reason == "Slurm requeued its job and started it again"
 
 
 async def test_a_waiting_job_may_be_held_and_started_again(site: Site) -> None:
@@ -288,7 +288,7 @@ async def test_a_suspended_job_keeps_its_lease_and_its_owner_is_told(site: Site)
         after = desk.lease(lease.id)
         assert after.state is LeaseState.GRANTED
         assert after.note is not None
-        assert after.note.startswith("Slurm has suspended its job")
+        assert after.note.startswith("Slurm suspended its job")
         site.slurm.change(lease.slurm_job or 0, state=SlurmJobState.RUNNING)
         await desk.controller.step()
         assert desk.lease(lease.id).note is None

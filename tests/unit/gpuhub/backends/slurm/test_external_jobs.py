@@ -187,9 +187,12 @@ def test_a_node_that_slurm_gives_no_work() -> None:
     """Slurm's words stand on it and on its free GPUs; what a job has there still runs."""
     view = look(Beside(away={"rig1": "drained: fans", "rig2": "down*"}, outside={"GPU-rig1": CAROL}))
     rig1, rig2 = view.nodes[:2]
-    assert (rig1.state, rig1.message) == (NodeState.CORDONED, "Slurm gives it no work: drained: fans")
+    assert (rig1.state, rig1.message) == (NodeState.CORDONED, "Slurm starts no jobs on this node: drained: fans")
     assert rig1.gpus[0].state is GpuState.OUTSIDE
-    assert (rig2.gpus[0].state, rig2.gpus[0].message) == (GpuState.UNAVAILABLE, "Slurm gives it no work: down*")
+    assert (rig2.gpus[0].state, rig2.gpus[0].message) == (
+        GpuState.UNAVAILABLE,
+        "Slurm starts no jobs on this node: down*",
+    )
     assert gpu_of(view, "rig3").state is GpuState.FREE
 
 

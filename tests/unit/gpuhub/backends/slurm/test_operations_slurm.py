@@ -127,12 +127,12 @@ async def test_who_wants_what_slurm_rules_is_told_where_it_is_said(site: Site) -
             await desk.broker.reserve(ROOT, window)
         with pytest.raises(NotAllowed):
             await desk.broker.drain(ADA, "rig1", CordonRequest())
-        with pytest.raises(InvalidRequest, match="only its operators let a job go before others"):
+        with pytest.raises(InvalidRequest, match="only Slurm's operators can raise a job's priority"):
             await desk.broker.request_job(ROOT, JobRequest(run_id="run-000001", priority=1))
         job = JobRequest(run_id="run-000001", scavenge=True)
-        with pytest.raises(InvalidRequest, match="who is preempted is Slurm's to say"):
+        with pytest.raises(InvalidRequest, match="Slurm decides which jobs are preempted"):
             await desk.broker.request_job(ADA, job)
-        with pytest.raises(InvalidRequest, match="who is preempted is Slurm's to say"):
+        with pytest.raises(InvalidRequest, match="Slurm decides which jobs are preempted"):
             await desk.broker.request_array(ADA, ArrayRequest(job=job, count=2))
 
 
@@ -141,9 +141,9 @@ async def test_what_only_containers_can_do_is_refused_without_docker(site: Site)
     profile = site.cluster.profiles[0].model_copy(update={"name": "jax", "image": "lab/jax:1"})
     site.cluster = site.cluster.model_copy(update={"profiles": (*site.cluster.profiles, profile)})
     async with site.broker() as desk:
-        with pytest.raises(InvalidRequest, match=r"2 GPUs on any nodes need containers, .* ask for nnodes"):
+        with pytest.raises(InvalidRequest, match=r"2 GPUs on any nodes need containers, .* request nnodes"):
             await desk.launch(gpus=2)
-        with pytest.raises(InvalidRequest, match=r"'jax' has an image of its own, lab/jax:1, .* leave the profile out"):
+        with pytest.raises(InvalidRequest, match=r"'jax' has its own image, lab/jax:1, .* submit without a profile"):
             await desk.launch(profile="jax")
         with pytest.raises(InvalidRequest, match="scavenge"):
             await desk.launch(scavenge=True)
@@ -155,7 +155,7 @@ async def test_workers_reach_each_other_by_ipv4_alone(site: Site) -> None:
     node = cluster.nodes[1].model_copy(update={"address": "fd00::12"})
     site.cluster = cluster.model_copy(update={"nodes": (cluster.nodes[0], node, *cluster.nodes[2:])})
     async with site.broker() as desk:
-        with pytest.raises(InvalidRequest, match=r"address of rig2, fd00::12, is none"):
+        with pytest.raises(InvalidRequest, match=r"address of rig2, fd00::12, is not an IPv4 address"):
             await desk.launch()
         await desk.launch(exclude_nodes=("rig2",))
 

@@ -86,7 +86,7 @@ def test_nothing_is_granted_where_no_container_can_start() -> None:
     engine.put_request(request("a", 7))
     assert engine.decide(0.0).grants == {}
     assert engine.explain_pending("a", 0.0).text == (
-        "Slurm: it is given rig1, where no container can be started at present: it does not answer"
+        "Slurm: it was allocated rig1, where no container can be started now: it does not answer"
     )
 
 
@@ -152,8 +152,7 @@ def test_whoever_waits_is_told_that_slurm_is_silent_until_it_answers() -> None:
     before = engine.explain_pending("a", 0.0).text
     engine.note_unreachable("no answer")
     assert (
-        engine.explain_pending("a", 0.0).text
-        == f"Slurm: no answer; the last that is known: {before.removeprefix('Slurm: ')}"
+        engine.explain_pending("a", 0.0).text == f"Slurm: no answer; last known state: {before.removeprefix('Slurm: ')}"
     )
     engine.observe(SlurmSnapshot(jobs=(job(1),), nodes=NODES))
     assert engine.explain_pending("a", 0.0).text == before
@@ -163,6 +162,8 @@ def test_what_no_known_node_can_serve_is_told() -> None:
     engine = build()
     engine.put_request(request("a", requirement=GpuRequirement(least_driver="590")))
     engine.put_request(request("b"))
-    assert engine.explain_pending("a", 0.0).text == "Slurm: no node that it knows and that gpuhub has read would do yet"
+    assert (
+        engine.explain_pending("a", 0.0).text == "Slurm: no node that both Slurm and gpuhub know meets the request yet"
+    )
     assert engine.explain_pending("b", 0.0).text == "Slurm: it is being submitted"
     assert not engine.can_start_now(request("a", requirement=GpuRequirement(least_driver="590")), 0.0)

@@ -36,7 +36,7 @@ async def test_while_slurm_is_silent_nothing_changes_and_everybody_is_told_once(
         assert desk.state(held.id) is LeaseState.GRANTED
         assert desk.state(waiting.id) is LeaseState.REQUESTED
         text = desk.scheduler.explain_pending(waiting.id, site.clock.now()).text
-        assert text.startswith("Slurm: no answer at present (slurmctld does not answer); the last that is known: ")
+        assert text.startswith("Slurm: no answer now (slurmctld does not answer); last known state: ")
         site.slurm.is_silent = False
         await desk.controller.step()
         assert desk.state(held.id) is LeaseState.RELEASING
