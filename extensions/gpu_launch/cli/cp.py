@@ -9,12 +9,11 @@ from pathlib import Path, PurePosixPath
 
 import click
 
-from gpu_launch.cli import job_upload
 from gpu_launch.cli.context import Context, json_option, pass_context
 from gpu_launch.cli.http import open_tar
 from gpu_launch.cli.job_lookup import complete_run
 from gpu_launch.cli.jobs import find_job
-from gpu_launch.cli.upload import UploadSet, format_size, scan_path
+from gpu_launch.cli.upload import UploadSet, format_size, load_text, scan_path, send_load
 from gpu_launch.common import untar
 from gpu_launch.errors import GpuLaunchError, UsageError
 
@@ -105,8 +104,8 @@ def _upload(context: Context, local: Path, remote: RemotePath) -> None:
     into = remote.path.endswith("/") or remote.path in ("", ".")
     path = resolve_remote_path(_find_root(context, remote), remote.path)
     folder, upload = plan_upload(local, path, into=into)
-    context.console.print_note(f"gpu-launch: {job_upload.load_text(upload)} to ~/{folder}".rstrip("/"))
-    job_upload.send_load(context, upload, folder)
+    context.console.print_note(f"gpu-launch: {load_text(upload)} to ~/{folder}".rstrip("/"))
+    send_load(context, upload, folder)
     context.console.print_result(
         {"files": upload.files, "bytes": upload.size, "to": f"~/{path}"}, f"{local} → ~/{path}"
     )

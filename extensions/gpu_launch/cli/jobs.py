@@ -12,8 +12,7 @@ import click
 from gpu_launch.broker import models
 from gpu_launch.cli import follow as ending
 from gpu_launch.cli import tables
-from gpu_launch.cli.console import exit_with, terminal_columns
-from gpu_launch.cli.context import Context, json_option, pass_context
+from gpu_launch.cli.context import Context, exit_with, json_option, pass_context, terminal_columns
 from gpu_launch.cli.follow import Follower
 from gpu_launch.cli.job_lookup import complete_run, match_job, match_jobs, sort_newest_first
 from gpu_launch.errors import UsageError

@@ -9,9 +9,8 @@ from pathlib import Path
 import click
 
 from gpu_launch.cli import credentials, tables
-from gpu_launch.cli.authentication import check_hub, check_token
-from gpu_launch.cli.console import terminal_columns
-from gpu_launch.cli.context import Context, json_option, pass_context
+from gpu_launch.cli.context import Context, json_option, pass_context, terminal_columns
+from gpu_launch.cli.http import check_hub, check_token
 from gpu_launch.errors import GpuLaunchError, UsageError
 
 _MAX_TOKEN_LENGTH = 4096

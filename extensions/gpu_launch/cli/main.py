@@ -11,8 +11,7 @@ import click
 
 from gpu_launch.cli import cp, jobs, login, shell
 from gpu_launch.cli import run as commands_run
-from gpu_launch.cli.console import CommandExit
-from gpu_launch.cli.context import Context
+from gpu_launch.cli.context import CommandExit, Context
 from gpu_launch.errors import GpuLaunchError, UsageError
 
 #: Exit status of an interrupted command, as in shells.

@@ -1,22 +1,29 @@
-"""`run`: send the working directory, ask for GPUs, follow the job."""
+"""The command `run`: send the working directory, ask for GPUs, follow the job."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from gpu_launch.cli import job_array, submission
+from gpu_launch.cli import submission
 from gpu_launch.cli.context import Context, json_option, pass_context
-from gpu_launch.cli.upload import DEFAULT_MAX_BYTES
+from gpu_launch.cli.upload import DEFAULT_MAX_BYTES, INDEX_VARIABLE
+from gpu_launch.environment import SECRET_PREFIXES
+from gpu_launch.errors import UsageError
 from gpu_launch.options.definition import OPTIONS, LaunchOption, Surface
 from gpu_launch.units import parse_memory
 
 _TASK_ENDINGS = (".yaml", ".yml")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: The broker takes no more tasks in one request.
+_MAX_TASKS = 1000
+_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6})(?::(\d{1,6}))?)?")
 #: `%gpu_launch`'s options that mean the same here.
 _LAUNCH_OPTIONS = tuple(option for option in OPTIONS if Surface.COMMAND in option.surfaces)
 
@@ -42,7 +49,7 @@ def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--array",
     metavar="INDEXES",
-    help=f"One task of one GPU for each index, such as 0-9, 0-100:10 or 1,3,5; it is in {job_array.INDEX_VARIABLE}.",
+    help=f"One task of one GPU for each index, such as 0-9, 0-100:10 or 1,3,5; it is in {INDEX_VARIABLE}.",
 )
 @launch_options
 @click.option("-e", "--env", multiple=True, metavar="NAME[=VALUE]", help="Set a variable; NAME alone takes yours.")
@@ -71,9 +78,9 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
         arguments=arguments,
         values={str(name): value for name, value in launch_values.items() if value not in (None, False)},
         gpus=given["gpus"],
-        indexes=None if given["array"] is None else job_array.parse_indexes(given["array"]),
-        envs=submission.parse_variables("--env", given["env"], os.environ),
-        secrets=submission.parse_variables("--secret", given["secret"], os.environ),
+        indexes=None if given["array"] is None else parse_indexes(given["array"]),
+        envs=parse_variables("--env", given["env"], os.environ),
+        secrets=parse_variables("--secret", given["secret"], os.environ),
         name=given["name"],
         profile=given["profile"],
         workdir=given["workdir"],
@@ -89,6 +96,60 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
 def parse_size(text: str | None) -> int:
     """Return the bytes in `512M` or `2G`; the default limit for None."""
     return DEFAULT_MAX_BYTES if text is None else parse_memory("--max-size", text) * 1024**2
+
+
+def parse_variables(flag: str, words: Iterable[str], own: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables in `NAME=VALUE`, or `NAME` alone for this machine's value. No error shows a value."""
+    variables = {}
+    for word in words:
+        name, has_value, value = word.partition("=")
+        _check_name(flag, name)
+        if not has_value:
+            if name not in own:
+                raise UsageError(f"{flag} {name}: it is not set here; give it as {name}=VALUE.")
+            value = own[name]
+        if "\0" in value:
+            raise UsageError(f"{flag} {name}: a value cannot hold a null character.")
+        variables[name] = value
+    return variables
+
+
+def _check_name(flag: str, name: str) -> None:
+    """Refuse a name that a job cannot have as a variable.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if not _VARIABLE.fullmatch(name):
+        raise UsageError(f"{flag} {name}: a variable's name is needed, such as {flag} LR=0.1.")
+    if name.startswith(SECRET_PREFIXES):
+        raise UsageError(f"{flag} {name}: variables of JupyterHub and ipyparallel are not passed to jobs.")
+
+
+def parse_indexes(text: str) -> tuple[int, ...]:
+    """Return the indexes in `0-9`, `0-100:10`, `1,3,5` or a mixture of them, each once and in order.
+
+    Raises:
+        UsageError: for anything else, for too many, and for a limit of running tasks, which the broker does not have.
+    """
+    ranges, has_limit, limit = text.partition("%")
+    if has_limit:
+        raise UsageError(
+            f"--array {text}: the broker has no limit for the running tasks of one array, so leave out %{limit}. Your "
+            "limits, and the queue, apply to every task."
+        )
+    indexes: dict[int, None] = {}
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        first = int(match[1]) if match else 0
+        last = int(match[2] or first) if match else -1
+        step = int(match[3] or 1) if match else 1
+        if match is None or last < first or step < 1:
+            raise UsageError(f"--array {text}: indexes such as 0-9, 0-100:10 or 1,3,5 are needed.")
+        indexes |= dict.fromkeys(range(first, last + 1, step))
+    if len(indexes) > _MAX_TASKS:
+        raise UsageError(f"--array {text}: {len(indexes)} tasks are more than one array may have, {_MAX_TASKS}.")
+    return tuple(indexes)
 
 
 COMMANDS: tuple[click.Command, ...] = (run,)

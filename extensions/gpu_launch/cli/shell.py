@@ -1,13 +1,17 @@
-"""The command `shell`."""
+"""The command `shell`: a remote terminal, shown in the local one in raw mode, or key by key on Windows."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
+import shutil
 import ssl
 import sys
 import threading
 import urllib.parse
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +19,7 @@ import click
 
 from gpu_launch.broker import models
 from gpu_launch.broker.client import parse_problem
-from gpu_launch.cli import tty
-from gpu_launch.cli.console import exit_with
-from gpu_launch.cli.context import Context, pass_context
+from gpu_launch.cli.context import Context, exit_with, pass_context
 from gpu_launch.cli.credentials import Hub
 from gpu_launch.cli.follow import convert_exit_code
 from gpu_launch.cli.http import build_tls_context, describe_error
@@ -28,6 +30,95 @@ from gpu_launch.errors import BrokerError, UsageError
 _CONNECT_S = 30.0
 #: Seconds between pings, which keep proxies from closing an idle terminal.
 _PING_S = 25.0
+#: Seconds between checks for a new window size and for the other side's end.
+_TICK_S = 0.1
+#: Key codes of Windows for keys without a character, and the sequences that terminals send for them.
+_WINDOWS_KEYS = {
+    "H": "\x1b[A", "P": "\x1b[B", "M": "\x1b[C", "K": "\x1b[D", "G": "\x1b[H", "O": "\x1b[F",
+    "I": "\x1b[5~", "Q": "\x1b[6~", "R": "\x1b[2~", "S": "\x1b[3~",
+}  # fmt: skip
+
+
+def _get_size() -> tuple[int, int]:
+    """Return columns and rows."""
+    terminal_size = shutil.get_terminal_size((80, 24))
+    return max(1, terminal_size.columns), max(1, terminal_size.lines)
+
+
+@contextlib.contextmanager
+def _raw_mode() -> Iterator[None]:
+    """Switch to raw mode: keys arrive at once and are not echoed. The old mode is always restored."""
+    if os.name == "nt" or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        # Keep what was typed before: it is input for the other side.
+        tty.setraw(descriptor, termios.TCSADRAIN)
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _read_keys(send: Callable[[bytes], None], on_tick: Callable[[], None], is_over: threading.Event) -> None:
+    """Send typed keys, or the content of stdin, until it ends or `is_over` is set."""
+    if os.name == "nt" and sys.stdin.isatty():
+        _read_windows(send, on_tick, is_over)
+    elif os.name == "nt":
+        _read_all(send, on_tick, is_over)
+    else:
+        _read_posix(send, on_tick, is_over)
+
+
+def _read_posix(send: Callable[[bytes], None], on_tick: Callable[[], None], is_over: threading.Event) -> None:
+    import select
+
+    descriptor, last = sys.stdin.fileno(), b"\n"
+    while not is_over.is_set():
+        ready, _, _ = select.select([descriptor], [], [], _TICK_S)
+        on_tick()
+        if not ready:
+            continue
+        if not (data := os.read(descriptor, 65536)):
+            _send_end(send, is_over, is_at_line_start=last.endswith(b"\n"))
+            return
+        send(data)
+        last = data
+
+
+def _read_all(send: Callable[[bytes], None], on_tick: Callable[[], None], is_over: threading.Event) -> None:
+    """Read a pipe on Windows, where select does not support pipes."""
+    last = b"\n"
+    while not is_over.is_set() and (data := os.read(sys.stdin.fileno(), 65536)):
+        on_tick()
+        send(data)
+        last = data
+    _send_end(send, is_over, is_at_line_start=last.endswith(b"\n"))
+
+
+def _send_end(send: Callable[[bytes], None], is_over: threading.Event, *, is_at_line_start: bool) -> None:
+    """Send the end of piped input as a terminal does, then wait for the command's end."""
+    # Within a line the first Ctrl-D only submits the line's beginning.
+    send(b"\x04" if is_at_line_start else b"\x04\x04")
+    is_over.wait()
+
+
+def _read_windows(send: Callable[[bytes], None], on_tick: Callable[[], None], is_over: threading.Event) -> None:
+    import msvcrt
+
+    while not is_over.is_set():
+        on_tick()
+        if not msvcrt.kbhit():  # type: ignore[attr-defined]
+            is_over.wait(0.02)
+            continue
+        key: str = msvcrt.getwch()  # type: ignore[attr-defined]
+        if key in ("\x00", "\xe0"):
+            key = _WINDOWS_KEYS.get(msvcrt.getwch(), "")  # type: ignore[attr-defined]
+        send(key.encode())
 
 
 def build_url(hub: Hub, job_id: str, *, worker: int, columns: int, rows: int, command: str) -> str:
@@ -46,7 +137,7 @@ class TerminalSession:
     #: Reason for an end without an exit status, empty if unknown.
     problem: str = ""
     _is_over: threading.Event = field(default_factory=threading.Event)
-    _size: tuple[int, int] = field(default_factory=tty.get_size)
+    _size: tuple[int, int] = field(default_factory=_get_size)
 
     def run(self) -> int:
         """Show the terminal until it ends; return its exit status.
@@ -54,11 +145,11 @@ class TerminalSession:
         Raises:
             BrokerError: The connection broke.
         """
-        with tty.raw_mode():
+        with _raw_mode():
             threading.Thread(target=self._receive, daemon=True).start()
             threading.Thread(target=self._ping, daemon=True).start()
             try:
-                tty.read_keys(self._send, self._check_size, self._is_over)
+                _read_keys(self._send, self._check_size, self._is_over)
                 self._is_over.wait()
             finally:
                 self._is_over.set()
@@ -77,7 +168,7 @@ class TerminalSession:
             self._is_over.set()
 
     def _check_size(self) -> None:
-        size = tty.get_size()
+        size = _get_size()
         if size != self._size:
             self._size = size
             self._send_json({"resize": list(size)})
@@ -137,7 +228,7 @@ def open_shell(hub: Hub, job_id: str, *, worker: int, command: str) -> TerminalS
     """
     import websocket
 
-    columns, rows = tty.get_size()
+    columns, rows = _get_size()
     url = build_url(hub, job_id, worker=worker, columns=columns, rows=rows, command=command)
     tls: ssl.SSLContext | None = build_tls_context(hub)
     try:

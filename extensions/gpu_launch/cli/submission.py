@@ -1,61 +1,38 @@
-"""From the command line of `run` to a job: it is checked, its files are sent, and the broker is asked for it."""
+"""From the command line of `run` to a job: check it, choose its nodes, send its files, and ask the broker for it."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gpu_launch.broker import models as wire
-from gpu_launch.cli import follow, job_array, job_lookup, node_layout, tables, upload
+from gpu_launch.broker.models import Cluster, Gpu, GpuRequest, Job
+from gpu_launch.cli import follow, job_lookup, tables, taskfile, upload
 from gpu_launch.cli.context import Context
-from gpu_launch.cli.job_upload import JobSubmission, load_text, send
-from gpu_launch.cli.upload import UploadSet
+from gpu_launch.cli.upload import JobSubmission, UploadSet, load_text, send_job
 from gpu_launch.common import job_manifest, run_folder
-from gpu_launch.environment import SECRET_PREFIXES
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import plan
 from gpu_launch.options import command
 from gpu_launch.options.definition import LaunchOptions
-from gpu_launch.taskfile import accelerators, task
-
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-def parse_variables(flag: str, words: Iterable[str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables in `NAME=VALUE`, or `NAME` alone for this machine's value. No error shows a value."""
-    variables = {}
-    for word in words:
-        name, has_value, value = word.partition("=")
-        check_name(flag, name)
-        if not has_value:
-            if name not in own:
-                raise UsageError(f"{flag} {name}: it is not set here; give it as {name}=VALUE.")
-            value = own[name]
-        if "\0" in value:
-            raise UsageError(f"{flag} {name}: a value cannot hold a null character.")
-        variables[name] = value
-    return variables
-
-
-def check_name(flag: str, name: str) -> None:
-    """Refuse a name that a job cannot have as a variable.
-
-    Raises:
-        UsageError: naming it.
-    """
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"{flag} {name}: a variable's name is needed, such as {flag} LR=0.1.")
-    if name.startswith(SECRET_PREFIXES):
-        raise UsageError(f"{flag} {name}: variables of JupyterHub and ipyparallel are not passed to jobs.")
-
 
 #: The folder of the jobs' working directories, below the home.
 FOLDER = "gpu-launch"
 _MOST_NAME = 80
+#: Options about ranks; a task's commands start their own.
+_RANKS_ONLY = {
+    "max_restarts": "--max-restarts",
+    "cold": "--cold",
+    "preload": "--preload",
+    "tee": "--tee",
+    "redirects": "--redirects",
+    "shown_ranks": "--local-ranks-filter",
+}
+#: States of a GPU and of a node.
+_FREE, _UP = "free", "up"
 
 
 def build_name(name: str, *, script: str) -> str:
@@ -99,17 +76,6 @@ def place_script(script: str, *, load: UploadSet, here: Path) -> str:
     if (here / relative).is_dir():
         raise UsageError(f"{script} is a folder; name the script in it.")
     raise UsageError(f"There is no script {script} in {here if here == load.root else f'{here} or {load.root}'}.")
-
-
-#: Options about ranks; a task's commands start their own.
-_RANKS_ONLY = {
-    "max_restarts": "--max-restarts",
-    "cold": "--cold",
-    "preload": "--preload",
-    "tee": "--tee",
-    "redirects": "--redirects",
-    "shown_ranks": "--local-ranks-filter",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +132,8 @@ def from_task(context: Context, asked: RunArguments) -> JobSubmission:
         if name in asked.values:
             raise UsageError(f"{flag} is about ranks that gpu-launch starts; a task file's commands start their own.")
     try:
-        file = task.parse_task_file(_read(asked.here / Path(asked.script).expanduser()))
-        environ = task.build_environ(file, envs=asked.envs, secrets=asked.secrets)
+        file = taskfile.parse_task_file(_read(asked.here / Path(asked.script).expanduser()))
+        environ = taskfile.build_environ(file, envs=asked.envs, secrets=asked.secrets)
         cluster = context.broker.get_cluster()
         options = _fit_to_cluster(asked, _task_options(asked, file, cluster), cluster)
     except UsageError as error:
@@ -199,7 +165,7 @@ def _read(path: Path) -> str:
         raise UsageError("it is not a text in UTF-8.") from None
 
 
-def _task_options(asked: RunArguments, file: task.TaskFile, cluster: wire.Cluster) -> LaunchOptions:
+def _task_options(asked: RunArguments, file: taskfile.TaskFile, cluster: Cluster) -> LaunchOptions:
     """Return the file's shape as options, with the command line's own options over it."""
     options = command.build(asked.values)
     if options.least_nnodes is not None:
@@ -209,14 +175,14 @@ def _task_options(asked: RunArguments, file: task.TaskFile, cluster: wire.Cluste
         models = options.demand.models
         if not models:
             try:
-                models = accelerators.find_models(file.accelerators, cluster)
+                models = taskfile.find_models(file.accelerators, cluster)
             except UsageError as error:
                 raise UsageError(f"resources.accelerators {error}") from None
         options = replace(options, nproc_per_node=each, demand=replace(options.demand, models=models))
     return options if "nnodes" in asked.values else replace(options, nnodes=file.nnodes)
 
 
-def _fit_to_cluster(asked: RunArguments, options: LaunchOptions, cluster: wire.Cluster) -> LaunchOptions:
+def _fit_to_cluster(asked: RunArguments, options: LaunchOptions, cluster: Cluster) -> LaunchOptions:
     """Return the options with the cluster's own names of models, and the shape that `--gpus` asks for.
 
     Raises:
@@ -229,16 +195,29 @@ def _fit_to_cluster(asked: RunArguments, options: LaunchOptions, cluster: wire.C
     models = tuple(plan.find_model(cluster, model) for model in options.demand.models)
     options = replace(options, demand=replace(options.demand, models=models))
     if asked.gpus is not None:
-        nodes, each = node_layout.choose_layout(asked.gpus, cluster, options.demand)
+        nodes, each = choose_layout(asked.gpus, cluster, options.demand)
         options = replace(options, nnodes=nodes, least_nnodes=None, nproc_per_node=each)
     if asked.indexes is not None:
-        job_array.check_options(options)
+        _check_array_options(options)
     least = options.nnodes if options.least_nnodes is None else options.least_nnodes
-    node_layout.check_layout(least, options.nproc_per_node, cluster, options.demand)
+    _check_layout(least, options.nproc_per_node, cluster, options.demand)
     return options
 
 
-def _scan(asked: RunArguments, workdir: str) -> upload.UploadSet | None:
+def _check_array_options(options: LaunchOptions) -> None:
+    """Refuse options that ask for more than one GPU for each task.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if options.least_nnodes is not None:
+        raise UsageError("--array and --nnodes MIN:MAX exclude each other: each task of an array has one GPU.")
+    for flag, value in (("--nnodes", options.nnodes), ("--nproc-per-node", options.nproc_per_node)):
+        if value != 1:
+            raise UsageError(f"--array and {flag} {value} exclude each other: each task of an array has one GPU.")
+
+
+def _scan(asked: RunArguments, workdir: str) -> UploadSet | None:
     if asked.no_workdir:
         if asked.workdir:
             raise UsageError("--workdir and --no-workdir exclude each other.")
@@ -249,7 +228,7 @@ def _scan(asked: RunArguments, workdir: str) -> upload.UploadSet | None:
 
 
 def _build_submission(
-    asked: RunArguments, manifest: job_manifest.JobManifest, options: LaunchOptions, load: upload.UploadSet | None
+    asked: RunArguments, manifest: job_manifest.JobManifest, options: LaunchOptions, load: UploadSet | None
 ) -> JobSubmission:
     return JobSubmission(
         manifest=manifest,
@@ -274,7 +253,7 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
         context.console.print_result(_plan_json(job, batch=not is_followed), _plan_text(job))
         return
     run_id = run_folder.new_run_id()
-    send(context, job, run_id)
+    send_job(context, job, run_id)
     try:
         jobs = _request_jobs(context, job, run_id, batch=not is_followed)
     except KeyboardInterrupt:
@@ -303,7 +282,7 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
         context.console.print_result({"array": run_id, "folder": job.manifest.folder, "tasks": tasks}, run_id)
 
 
-def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: bool) -> list[wire.Job]:
+def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: bool) -> list[Job]:
     request: dict[str, Any] = {
         "run_id": run_id,
         "nnodes": job.nnodes,
@@ -356,3 +335,63 @@ def _plan_text(job: JobSubmission) -> str:
     if job.manifest.environ:
         lines.append(f"with:       {', '.join(sorted(job.manifest.environ))}")
     return "\n".join(lines)
+
+
+def choose_layout(gpus: int, cluster: Cluster, demand: GpuRequest) -> tuple[int, int]:
+    """Return the numbers of nodes and of GPUs on each node, `gpus` in total.
+
+    The nodes are as few as possible, preferably free ones. All nodes get the same number, because torchrun counts ranks
+    that way.
+
+    Raises:
+        UsageError: The cluster never has such nodes.
+    """
+    layouts = [(gpus // each, each) for each in range(gpus, 0, -1) if gpus % each == 0]
+    for only_free in (True, False):
+        fitting = [layout for layout in layouts if _fits(layout, cluster, demand, only_free=only_free)]
+        if fitting:
+            return fitting[0]
+    available = sum(demand.accepts(gpu) for node in cluster.nodes for gpu in node.gpus)
+    one_model = ", all of one model" if demand.same_model else ""
+    raise UsageError(
+        f"--gpus {gpus}: the cluster has {demand.describe(available)}{one_model} in total, but not {gpus} of them on "
+        "nodes with the same number each. `gpu-launch status` shows them; --nnodes and --nproc-per-node set the "
+        "numbers exactly."
+    )
+
+
+def _check_layout(nodes: int, each: int, cluster: Cluster, demand: GpuRequest) -> None:
+    """Check that the cluster can have `nodes` nodes with `each` GPUs, however long the job waits.
+
+    Raises:
+        UsageError: The cluster is too small.
+    """
+    if _fits((nodes, each), cluster, demand, only_free=False):
+        return
+    demanded = demand.describe(each) + (", all of one model" if demand.same_model else "")
+    if nodes == 1:
+        raise UsageError(f"{demanded} is more than any node of the cluster has. gpu-launch status shows them.")
+    able_nodes = ", ".join(node.name for node in cluster.nodes if demand.count_usable(node.gpus) >= each)
+    raise UsageError(
+        f"{demanded} on each of {nodes} nodes is more than the cluster has: {able_nodes or 'no node'} could take part. "
+        "gpu-launch status shows them."
+    )
+
+
+def _fits(layout: tuple[int, int], cluster: Cluster, demand: GpuRequest, *, only_free: bool) -> bool:
+    nodes, each = layout
+    models = sorted({gpu.model for node in cluster.nodes for gpu in node.gpus}) if demand.same_model else [""]
+    for model in models:
+        able_nodes = 0
+        for node in cluster.nodes:
+            gpus = [gpu for gpu in node.gpus if not model or gpu.model == model]
+            usable = [gpu for gpu in gpus if not only_free or (node.state in ("", _UP) and _is_free(gpu))]
+            is_exclusive = not demand.exclusive or len(usable) == len(node.gpus)
+            able_nodes += is_exclusive and demand.count_usable(usable) >= each
+        if able_nodes >= nodes:
+            return True
+    return False
+
+
+def _is_free(card: Gpu) -> bool:
+    return card.state == _FREE if card.state else not card.holder

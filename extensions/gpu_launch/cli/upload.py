@@ -1,4 +1,4 @@
-"""The files of an upload: which are sent, their sizes, and their tar."""
+"""What is sent to the cluster: the files of a folder, which, how large and as which tar, and the manifests of a job."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import os
 import stat
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Self, cast
 
 import pathspec
 
-from gpu_launch.errors import UsageError
+from gpu_launch.broker.models import GpuRequest
+from gpu_launch.cli.context import Context
+from gpu_launch.common import job_manifest
+from gpu_launch.detached import job_files
+from gpu_launch.errors import BrokerError, UsageError
 
 #: Later files, and later lines, take precedence.
 IGNORE_FILES = (".gitignore", ".gpulaunchignore")
@@ -23,6 +27,8 @@ NEVER_SENT = frozenset({".git", "__pycache__"})
 #: More files are usually a mistake, such as uploading the home instead of a project.
 MAX_FILES = 100_000
 DEFAULT_MAX_BYTES = 512 * 1024**2
+#: Set for each task of an array.
+INDEX_VARIABLE = "GPU_LAUNCH_ARRAY_INDEX"
 _MAX_NAMED = 5
 
 
@@ -301,3 +307,89 @@ def format_size(size: int) -> str:
         return f"{size} B"
     power = min(3, (size.bit_length() - 1) // 10)
     return f"{size / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSubmission:
+    """A job that is checked and not yet asked for."""
+
+    manifest: job_manifest.JobManifest
+    nnodes: int
+    least_nnodes: int | None
+    nproc_per_node: int
+    demand: GpuRequest
+    profile: str | None = None
+    #: None where nothing of this machine is sent.
+    load: UploadSet | None = None
+    #: Of the tasks of an array; None for a single job.
+    indexes: tuple[int, ...] | None = None
+
+
+def send_job(context: Context, job: JobSubmission, run_id: str) -> None:
+    """Send the working directory and the manifests to the home on the cluster.
+
+    Raises:
+        BrokerError: when they cannot be sent.
+    """
+    load, folder = job.load, job.manifest.folder
+    try:
+        if load is not None:
+            context.console.print_note(f"gpu-launch: {load_text(load)} to ~/{folder}")
+            send_load(context, load, folder)
+        elif folder:
+            context.transfer.put(folder, lambda tar: None)
+        _send_manifests(context, job, run_id)
+    except BrokerError as error:
+        raise BrokerError(f"The files could not be sent: {error}", status=error.status) from None
+
+
+def _send_manifests(context: Context, job: JobSubmission, run_id: str) -> None:
+    """Send each job's files to its run folder, all in one request."""
+    jobs_path = ".gpu_launch/jobs"
+    if job.indexes is None:
+        files = job_files.build_files(job.manifest)
+        context.transfer.put(f"{jobs_path}/{run_id}", lambda tar: write_texts(tar, files))
+        return
+    manifests = _split_manifest(job.manifest, run_id, job.indexes)
+    files = {
+        f"{task_run}/{name}": data
+        for task_run, manifest in manifests.items()
+        for name, data in job_files.build_files(manifest).items()
+    }
+    context.transfer.put(jobs_path, lambda tar: write_texts(tar, files))
+
+
+def _split_manifest(
+    manifest: job_manifest.JobManifest, run_id: str, indexes: Sequence[int]
+) -> dict[str, job_manifest.JobManifest]:
+    """Return each task's manifest, by the run id that the broker gives the task: `RUN-0`, `RUN-1`, …"""
+    return {
+        f"{run_id}-{number}": replace(manifest, environ=manifest.environ | {INDEX_VARIABLE: str(index)})
+        for number, index in enumerate(indexes)
+    }
+
+
+def send_load(context: Context, load: UploadSet, path: str) -> None:
+    """Send the files of a folder, with a line of progress on a terminal."""
+    sent = 0
+
+    def count(size: int) -> None:
+        nonlocal sent
+        sent += size
+        part = f"{100 * sent // load.size} %" if load.size else "100 %"
+        context.console.draw_progress(f"gpu-launch: {part} of {format_size(load.size)} sent")
+
+    def write(tar: Any) -> None:
+        nonlocal sent
+        sent = 0
+        write_tar(tar, load, on_bytes=count)
+
+    context.transfer.put(path, write)
+    context.console.clear_progress()
+
+
+def load_text(load: UploadSet) -> str:
+    """Return `sending 12 files, 3.4 MiB`."""
+    files = "1 file" if load.files == 1 else f"{load.files} files"
+    without = f", without {', '.join(load.excluded)}" if load.excluded else ""
+    return f"sending {files}, {format_size(load.size)}{without}"

@@ -1,25 +1,25 @@
 """One node of a task file: `setup`, then `run` when all nodes are ready, each by bash in the job's folder.
 
-`python -m gpu_launch.detached.task_main RUN_FOLDER`, started once a node (`Way.TASK`).
+`python -m gpu_launch.detached.task_main RUN_FOLDER`, started once a node (`StartMethod.TASK`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from gpu_launch import environment
 from gpu_launch.common import job_manifest, network
 from gpu_launch.common.run_folder import RunFolder
-from gpu_launch.taskfile import variables
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05  # seconds between polls for the other nodes
@@ -46,11 +46,11 @@ class _Node:
     def work(self) -> int:
         """Run the commands; return the exit code."""
         env = environment.read()
-        environ = variables.build_variables(
+        environ = build_variables(
             rank=self._rank,
             ips=self._exchange("address", network.find_own_interface(env.subnet).address),
             gpus_per_node=len(env.gpu_uuids),
-            task_id=variables.build_task_id(self._run_id, self._name),
+            task_id=build_task_id(self._run_id, self._name),
             user=env.home.name,
         )
         if self._task.setup and (code := self._bash.run(self._task.setup, environ)):
@@ -118,6 +118,48 @@ def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name not in _RANK_NAMES and not name.startswith(_RANK_PREFIXES)
     }
+
+
+def build_variables(
+    *,
+    rank: int,
+    ips: Sequence[str],
+    gpus_per_node: int,
+    task_id: str,
+    cluster: str = "gpuhub",
+    user: str = "",
+) -> dict[str, str]:
+    """Return the variables of `setup` and `run` on the node of this rank.
+
+    SkyPilot gives `setup` the variables with SETUP in their names and `run` the others. Here both get all of them: a
+    task has the same nodes in both, and commands that test whether a variable is set work.
+
+    Args:
+        rank: The node's rank.
+        ips: Addresses of all nodes by rank.
+        gpus_per_node: GPUs on each node.
+        task_id: The same for all starts of the task.
+        cluster: Name of the cluster.
+        user: Owner of the task.
+    """
+    addresses = "\n".join(ips)
+    return {
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NODE_IPS": addresses,
+        "SKYPILOT_NUM_NODES": str(len(ips)),
+        "SKYPILOT_NUM_GPUS_PER_NODE": str(gpus_per_node),
+        "SKYPILOT_SETUP_NODE_RANK": str(rank),
+        "SKYPILOT_SETUP_NODE_IPS": addresses,
+        "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": str(gpus_per_node),
+        "SKYPILOT_TASK_ID": task_id,
+        "SKYPILOT_CLUSTER_INFO": json.dumps({"cluster_name": cluster, "cloud": "gpuhub", "region": "", "zone": ""}),
+        "SKYPILOT_USER": user,
+    }
+
+
+def build_task_id(run_id: str, name: str) -> str:
+    """Return an id in SkyPilot's format: `sky-20260314-101500-3f2a91_train_1` for a task named train."""
+    return f"sky-{run_id.removeprefix('run-')}_{name or 'task'}_1"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from gpu_launch.common.run_folder import shorten_path
 from gpu_launch.environment import Environment
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import plan
+from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text
 
@@ -127,7 +128,7 @@ class ValidatedRequest:
     """A request that the cluster can grant, now or later."""
 
     request: LaunchRequest
-    plan: plan.LaunchPlan
+    plan: LaunchPlan
     #: Script, module or program as torchrun gets it; empty for a cell.
     script: str
     #: Each node runs one program, see `StartMethod.TASK`.
@@ -198,13 +199,13 @@ def _cluster(options: LaunchOptions, env: Environment, broker: BrokerClient | No
     return broker.get_cluster() if broker is not None and not is_alone else None
 
 
-def _plan(options: LaunchOptions, env: Environment, cluster: Cluster | None) -> plan.LaunchPlan:
+def _plan(options: LaunchOptions, env: Environment, cluster: Cluster | None) -> LaunchPlan:
     demand = options.demand
     cards = cluster.find_gpus(env.gpu_uuids) if cluster else ()
     if cluster is not None:
         demand = replace(demand, models=tuple(plan.find_model(cluster, model) for model in demand.models))
 
-    def build(env: Environment, demand: GpuRequest) -> plan.LaunchPlan:
+    def build(env: Environment, demand: GpuRequest) -> LaunchPlan:
         made = plan.make_plan(
             env,
             nnodes=options.nnodes,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpu_launch.broker.models import Cluster, Gpu, GpuRequest, Job, Node, Worker
-from gpu_launch.cli import job_lookup, node_layout, tables
+from gpu_launch.cli import job_lookup, submission, tables
 from gpu_launch.errors import UsageError
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -161,10 +161,10 @@ def _cluster(**nodes: str) -> Cluster:
 def test_shapes(gpus: int, cluster: Cluster, demand: GpuRequest, found: tuple[int, int] | None) -> None:
     """What is free on the fewest nodes, else what there can be on the fewest; never what cannot be."""
     if found is not None:
-        assert node_layout.choose_layout(gpus, cluster, demand) == found
+        assert submission.choose_layout(gpus, cluster, demand) == found
         return
     with pytest.raises(UsageError, match="--gpus 5: the cluster has 6 GPUs in total, but not 5 of them"):
-        node_layout.choose_layout(gpus, cluster, demand)
+        submission.choose_layout(gpus, cluster, demand)
 
 
 def test_a_node_that_takes_no_work_is_not_free() -> None:
@@ -174,4 +174,4 @@ def test_a_node_that_takes_no_work_is_not_free() -> None:
         Node(name="two", gpus=(_gpu("two", state="free"),) * 2, state="draining"),
         Node(name="three", gpus=(_gpu("three", state="free"),), state="up"),
     )
-    assert node_layout.choose_layout(2, Cluster(nodes=nodes), GpuRequest()) == (2, 1)
+    assert submission.choose_layout(2, Cluster(nodes=nodes), GpuRequest()) == (2, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from gpu_launch import environment
 from gpu_launch.broker import models
 from gpu_launch.common import job_manifest, run_folder
-from gpu_launch.detached import submit, task_main
+from gpu_launch.detached import submit
 from gpu_launch.detached.driver import StaticWorkerGroup, build_options, build_plan, find_exchange, parse_workers
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import membership
@@ -89,36 +88,6 @@ def test_a_task_is_one_program_a_node(tmp_path):
     chosen = build_options(job_manifest.JobManifest(name="x", task=job_manifest.TaskCommands(run="ls")), run, 4)
     assert (chosen.nnodes, chosen.nproc_per_node, chosen.no_python, chosen.detach) == (4, 1, True, True)
     assert chosen.arguments == ("-m", "gpu_launch.detached.task_main", str(tmp_path))
-
-
-def test_a_task_learns_nothing_of_torchs_launcher():
-    """It may start torchrun itself, which must not take itself for a rank of another."""
-    left = task_main.without_rank(
-        {
-            "RANK": "1",
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "x",
-            "TORCHELASTIC_RUN_ID": "r",
-            "NCCL_DEBUG": "INFO",
-            "HOME": "h",
-        }
-    )
-    assert left == {"NCCL_DEBUG": "INFO", "HOME": "h"}
-
-
-@pytest.mark.process
-def test_bash_gives_exit_codes_as_shells_do():
-    """Whatever ended it."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        bash = task_main.Bash()
-        assert bash.run('exit "$CODE"', {"CODE": "5"}) == 5
-        assert bash.run("kill -9 $$", {}) == 137
-        assert bash.run("kill -TERM $PPID; exec sleep 60", {}) == 143
-        assert bash.run("touch never", {}) == 143, "nothing more is started"
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def test_what_the_notebook_sends_is_found(tmp_path):

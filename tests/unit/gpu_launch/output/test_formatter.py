@@ -1,4 +1,4 @@
-"""From chunks of ranks' streams to what is shown: whole lines, bars, tracebacks kept back, equal lines once, too much of it all."""
+"""From chunks of ranks' streams to what is shown: whole lines, bars, equal lines once, tracebacks kept back, limits."""
 
 from __future__ import annotations
 

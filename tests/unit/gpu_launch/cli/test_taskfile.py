@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from gpu_launch.broker.models import Cluster, Gpu, Node
+from gpu_launch.cli import taskfile
+from gpu_launch.cli.taskfile import Accelerators
 from gpu_launch.errors import UsageError
-from gpu_launch.taskfile import accelerators, task, variables
-from gpu_launch.taskfile.accelerators import Accelerators
 
 HELLO = """\
 resources:
@@ -87,7 +85,7 @@ run: env
 
 def test_hello() -> None:
     """The first file of a tutorial."""
-    read = task.parse_task_file(HELLO)
+    read = taskfile.parse_task_file(HELLO)
     assert (read.workdir, read.nnodes, read.accelerators) == (".", 1, Accelerators(models=("A100",), count=8))
     assert (read.setup, read.run) == ('echo "Running setup."\n', 'echo "Hello, world!"\nnvidia-smi\n')
     assert (read.name, read.notes) == ("", ())
@@ -95,7 +93,7 @@ def test_hello() -> None:
 
 def test_distributed() -> None:
     """Several nodes, several models, variables of all kinds, one of them to be given."""
-    read = task.parse_task_file(DISTRIBUTED)
+    read = taskfile.parse_task_file(DISTRIBUTED)
     assert (read.name, read.nnodes) == ("two-node-training", 2)
     assert read.accelerators == Accelerators(models=("H100", "A100"), count=4)
     assert read.envs == {"EPOCHS": "20", "LEARNING_RATE": "1e-4", "USE_AMP": "True", "WANDB_API_KEY": None}
@@ -105,25 +103,28 @@ def test_distributed() -> None:
         "line 7: resources.disk_size",
     ]
     with pytest.raises(UsageError, match=r"envs\.WANDB_API_KEY has no value in the file: give it with --env"):
-        task.build_environ(read, envs={}, secrets={})
-    given = task.build_environ(read, envs={"WANDB_API_KEY": "k", "EPOCHS": "1", "MORE": "2"}, secrets={})
+        taskfile.build_environ(read, envs={}, secrets={})
+    given = taskfile.build_environ(read, envs={"WANDB_API_KEY": "k", "EPOCHS": "1", "MORE": "2"}, secrets={})
     assert given == {"EPOCHS": "1", "LEARNING_RATE": "1e-4", "USE_AMP": "True", "WANDB_API_KEY": "k", "MORE": "2"}
 
 
 def test_fine_tuning() -> None:
     """A secret that must be given, a mapping of GPUs, a workdir elsewhere."""
-    read = task.parse_task_file(FINE_TUNING)
+    read = taskfile.parse_task_file(FINE_TUNING)
     assert read.accelerators == Accelerators(models=("A100-80GB",), count=8)
     assert read.workdir == "~/code/finetune"
     with pytest.raises(UsageError, match=r"secrets\.HF_TOKEN has no value in the file: give it with --secret"):
-        task.build_environ(read, envs={}, secrets={})
-    assert task.build_environ(read, envs={}, secrets={"HF_TOKEN": "t"}) == {"MODEL": "some/model-8b", "HF_TOKEN": "t"}
+        taskfile.build_environ(read, envs={}, secrets={})
+    assert taskfile.build_environ(read, envs={}, secrets={"HF_TOKEN": "t"}) == {
+        "MODEL": "some/model-8b",
+        "HF_TOKEN": "t",
+    }
 
 
 def test_minimal_and_anchors() -> None:
     """Nothing but `run`; YAML's own ways of not repeating oneself."""
-    assert task.parse_task_file(MINIMAL).accelerators is None
-    assert task.parse_task_file(ANCHORS).secrets == {"A": "1", "B": "2"}
+    assert taskfile.parse_task_file(MINIMAL).accelerators is None
+    assert taskfile.parse_task_file(ANCHORS).secrets == {"A": "1", "B": "2"}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_minimal_and_anchors() -> None:
 def test_what_is_refused_is_named(text: str, said: str) -> None:
     """With its line and, where there is one, another way."""
     with pytest.raises(UsageError) as caught:
-        task.parse_task_file("run: echo hello\n" + text)
+        taskfile.parse_task_file("run: echo hello\n" + text)
     assert said in str(caught.value)
 
 
@@ -188,7 +189,7 @@ def test_what_is_refused_is_named(text: str, said: str) -> None:
 def test_what_is_no_task(text: str, said: str) -> None:
     """Also what would run code while it is read."""
     with pytest.raises(UsageError, match=said):
-        task.parse_task_file(text)
+        taskfile.parse_task_file(text)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_what_is_no_task(text: str, said: str) -> None:
 )
 def test_keys_without_meaning_are_taken(text: str) -> None:
     """Without a value, or with one that holds here anyway."""
-    assert task.parse_task_file("run: x\n" + text).notes == ()
+    assert taskfile.parse_task_file("run: x\n" + text).notes == ()
 
 
 def _cluster(**models: int) -> Cluster:
@@ -234,32 +235,12 @@ def test_models_are_the_clusters_own(name: str, found: tuple[str, ...]) -> None:
         RTX_5090=32, RTX_5070=12, RTX_5070_Ti=16, A100__SXM4__40GB=40, A100__SXM4__80GB=80, H100_80GB_HBM3=80, L4=24,
         L40S=48, H200=141,
     )  # fmt: skip
-    assert accelerators.find_models(Accelerators(models=(name,)), cluster) == found
+    assert taskfile.find_models(Accelerators(models=(name,)), cluster) == found
 
 
 def test_a_model_that_is_not_there() -> None:
     """Said with what there is; one of several is enough."""
     cluster = _cluster(RTX_5090=32)
-    assert accelerators.find_models(Accelerators(models=("V100", "RTX5090")), cluster) == ("RTX 5090",)
+    assert taskfile.find_models(Accelerators(models=("V100", "RTX5090")), cluster) == ("RTX 5090",)
     with pytest.raises(UsageError, match="asks for V100 or RTX5080, and the cluster has RTX 5090"):
-        accelerators.find_models(Accelerators(models=("V100", "RTX5080")), cluster)
-
-
-def test_variables() -> None:
-    """All that SkyPilot documents for `setup` and `run`, the head node's address first."""
-    found = variables.build_variables(
-        rank=1, ips=["10.0.0.2", "10.0.0.3"], gpus_per_node=4, task_id="sky-1_x_1", cluster="lab", user="ada"
-    )
-    assert json.loads(found.pop("SKYPILOT_CLUSTER_INFO"))["cluster_name"] == "lab"
-    assert found == {
-        "SKYPILOT_NODE_RANK": "1",
-        "SKYPILOT_NODE_IPS": "10.0.0.2\n10.0.0.3",
-        "SKYPILOT_NUM_NODES": "2",
-        "SKYPILOT_NUM_GPUS_PER_NODE": "4",
-        "SKYPILOT_SETUP_NODE_RANK": "1",
-        "SKYPILOT_SETUP_NODE_IPS": "10.0.0.2\n10.0.0.3",
-        "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": "4",
-        "SKYPILOT_TASK_ID": "sky-1_x_1",
-        "SKYPILOT_USER": "ada",
-    }
-    assert variables.build_task_id("run-20261121-120000-abc123", "train") == "sky-20261121-120000-abc123_train_1"
+        taskfile.find_models(Accelerators(models=("V100", "RTX5080")), cluster)
