@@ -1,4 +1,4 @@
-"""The parts of gpu_launch that follow torch: torchrun's flags, and tensors as metrics."""
+"""The parts of gpu_launch that depend on torch: torchrun's flags, and tensors as metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.torch
 
 
 def test_every_flag_of_torchrun_is_supported_or_refused_with_a_reason():
-    """Taken from torchrun's own parser, so that a new one is noticed: it belongs in one of the two tables."""
+    """Flags are read from torchrun's own parser: a new one fails this test until it is in one of the two tables."""
     actions = get_args_parser()._actions
     longs = {
         option.removeprefix("--").replace("_", "-")
@@ -40,7 +40,7 @@ def _names(action):
 
 
 def test_a_reported_tensor_is_its_number(tmp_path, monkeypatch):
-    """A tensor with one element is a number, another one is text."""
+    """A tensor with one element is reported as a number, any other as text."""
     path = tmp_path / "progress-0.json"
     monkeypatch.setenv("GPU_LAUNCH_PROGRESS", str(path))
     gpu_launch.report(1, 1, loss=torch.tensor(0.25), many=torch.ones(2))

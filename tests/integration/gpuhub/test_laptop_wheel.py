@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_the_wheel_has_the_version_and_command_of_this_clone(folder: Path) -> None:
-    """It is the distribution of extensions/, whole."""
+    """The wheel is the complete distribution of extensions/."""
     (wheel,) = folder.glob("*.whl")
     assert wheel.name == f"gpu_launch-{version('gpu-launch')}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
@@ -59,7 +59,7 @@ def status_of(port: int, path: str) -> int:
 
 
 async def test_pip_installs_it_from_the_hub(folder: Path, tmp_path: Path) -> None:
-    """Without a session or token; nothing else in the folder is served."""
+    """No session or token is needed, and nothing else in the folder is served."""
     app = web.Application([(LaptopWheelHandler.PATH, LaptopWheelHandler, {"path": str(folder)})])
     server = app.listen(0, address="127.0.0.1")
     port = next(iter(server._sockets.values())).getsockname()[1]

@@ -51,7 +51,7 @@ def root(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def library(compiled, root):
-    """The library, initialised; NVIDIA's package finds the loaded one by its name."""
+    """The initialised library; NVIDIA's package finds a loaded library by its name."""
     ctypes.CDLL(str(compiled.library))
     nvml.nvmlInit()
     yield root
@@ -173,7 +173,7 @@ def test_memory_errors_are_counted(library):
 
 
 def split_card(root: Path) -> tuple[str, ...]:
-    """Replace the second GPU by one in MIG mode; the UUIDs of its MIG devices."""
+    """Replace the second GPU by one in MIG mode, and return the UUIDs of its MIG devices."""
     (root / "1/card").write_text(gpu_state.format_gpu(SPLIT, index=1, uuid=UUIDS[1]))
     return mig_uuid(UUIDS[1], 0), mig_uuid(UUIDS[1], 1)
 
@@ -210,7 +210,7 @@ def test_mig_devices_are_described(library):
 
 
 def test_only_granted_mig_devices_are_visible(library):
-    """The hook writes the granted ones next to the GPUs; the GPU's other devices are hidden."""
+    """The hook writes the granted MIG devices next to the GPUs; others of the same GPU are hidden."""
     uuids = split_card(library)
     (library / "mig_visible").write_text(f"{uuids[1]}\n")
     card = nvml.nvmlDeviceGetHandleByIndex(1)
@@ -286,7 +286,7 @@ def test_the_agent_continues_when_nvml_hangs(compiled, root):
 
 
 def test_queries_of_dashboards_are_answered(library):
-    """The queries of jupyterlab-nvdashboard beyond memory and utilisation."""
+    """Queries of jupyterlab-nvdashboard beyond memory and utilisation are supported."""
     card = nvml.nvmlDeviceGetHandleByIndex(0)
     assert nvml.nvmlDeviceGetMaxPcieLinkGeneration(card) == 5
     assert nvml.nvmlDeviceGetMaxPcieLinkWidth(card) == 16
@@ -313,7 +313,7 @@ def test_smi_lists_and_queries(compiled, root):
 
 
 def test_smi_lists_mig_devices(compiled, root):
-    """Below their GPU, as NVIDIA's does."""
+    """MIG devices are listed below their GPU, as NVIDIA's program does."""
     uuids = split_card(root)
     assert run_smi(compiled, "-L").stdout.splitlines()[1:] == [
         f"GPU 1: NVIDIA H200 (UUID: {UUIDS[1]})",

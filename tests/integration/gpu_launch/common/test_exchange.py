@@ -1,4 +1,4 @@
-"""What goes from a notebook into the ranks and comes back: real processes, and cells of a real IPython."""
+"""Values exchanged between a notebook and ranks: real processes, and cells of a real IPython."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def shell():
-    """A notebook without a history on disk."""
+    """A notebook's shell without a history on disk."""
     settings = Config()
     settings.HistoryManager.enabled = False
-    # `__main__` of the notebook is the shell's, as pickle has it.
+    # For pickle, the notebook's `__main__` is the shell's module.
     before = sys.modules["__main__"]
     made = InteractiveShell(config=settings)
     yield made
@@ -44,7 +44,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, folder):
-    """Runs a script in as many ranks as wanted, one after another; their ends."""
+    """Return a function that runs a script in the given number of ranks, one after another, and returns their results."""
 
     def call(body, *arguments, ranks=1, module=False, environ=None):
         (tmp_path / "script.py").write_text(textwrap.dedent(body))
@@ -65,7 +65,7 @@ def run(tmp_path, folder):
 
 
 def test_variables_go_in_and_come_back_by_rank(folder, run):
-    """What two of them share is shared in the ranks; the folder is its owner's alone."""
+    """An object that two variables share is shared in the ranks too; only the owner can read the folder."""
     shared = [1]
     exchange.build_exchange(send={"first": shared, "pair": (shared, {"é": b"\0"})}, returns=("found", "first")).write(
         folder
@@ -80,12 +80,12 @@ def test_variables_go_in_and_come_back_by_rank(folder, run):
 
 
 def test_nothing_to_exchange_is_no_exchange():
-    """Then there is no folder either."""
+    """No folder is created either."""
     assert exchange.build_exchange() is None
 
 
 def test_a_function_of_the_notebook_is_called_in_every_rank(shell, folder, run):
-    """With its globals and closures, classes and keyword arguments; results are the notebook's own classes."""
+    """Its globals, closures, classes and keyword arguments are sent, and results have the notebook's classes."""
     shell.run_cell(
         "import dataclasses\n"
         "@dataclasses.dataclass\nclass Point:\n    x: int\n"
@@ -104,7 +104,7 @@ def test_a_function_of_the_notebook_is_called_in_every_rank(shell, folder, run):
 
 
 def test_classes_of_the_notebook_are_found_by_pickle_in_the_rank(shell, folder, run):
-    """As torch.save of a whole model needs it."""
+    """torch.save of a whole model requires this."""
     shell.run_cell("import pickle\nclass Net:\n    pass\ndef train():\n    return len(pickle.dumps(Net())) > 0\n")
     exchange.build_exchange(call=exchange.FunctionCall(function=shell.user_ns["train"])).write(folder)
     (end,) = run("")
@@ -113,7 +113,7 @@ def test_classes_of_the_notebook_are_found_by_pickle_in_the_rank(shell, folder, 
 
 
 def test_a_failure_shows_the_lines_of_the_cell(shell, folder, run):
-    """By the cell's name, without a frame of ours."""
+    """The traceback has the cell's name and no frame of gpu_launch."""
     shell.run_cell("1", store_history=True)
     shell.run_cell("# a comment\ndef train():\n    raise ValueError('bad é')", store_history=True)
     exchange.build_exchange(
@@ -130,7 +130,7 @@ def test_a_failure_shows_the_lines_of_the_cell(shell, folder, run):
 
 
 def test_a_cells_own_lines_have_the_notebooks_numbers(folder, run):
-    """The magic's line is the first."""
+    """Line 1 is the line of the magic."""
     cell = exchange.CellSource(label="Cell In[7]", source="%%gpu_launch\nx = 1\nx / 0\n", skipped=1)
     exchange.build_exchange(cell=cell).write(folder)
     (end,) = run("x = 1\nx / 0\n")
@@ -150,7 +150,7 @@ def test_a_cells_own_lines_have_the_notebooks_numbers(folder, run):
     ids=["itself", "inside", "attribute", "generator"],
 )
 def test_what_cannot_be_sent_is_named_before_anything_starts(value, part):
-    """The variable, which part of it, and why."""
+    """The error names the variable, the part of it, and the reason."""
     with pytest.raises(UsageError) as raised:
         exchange.build_exchange(send={"fine": 1, "a": value})
     assert str(raised.value).startswith("--send a: ")
@@ -158,7 +158,7 @@ def test_what_cannot_be_sent_is_named_before_anything_starts(value, part):
 
 
 def test_a_function_that_uses_what_cannot_be_sent(shell):
-    """Names the variable of the notebook."""
+    """The error names the notebook's variable."""
     shell.run_cell("import threading\nlock = threading.Lock()\ndef train():\n    return lock\n")
     with pytest.raises(UsageError, match="lock, which train uses, cannot be pickled"):
         exchange.build_exchange(call=exchange.FunctionCall(function=shell.user_ns["train"]))
@@ -170,14 +170,14 @@ def test_a_function_that_uses_what_cannot_be_sent(shell):
 
 
 def test_too_much_is_refused_with_what_would_be_right(monkeypatch):
-    """Before it is copied anywhere."""
+    """The size is checked before anything is copied."""
     monkeypatch.setattr(exchange, "MAX_BYTES", 1000)
     with pytest.raises(UsageError, match=r"--send big: that is more than .*torch\.save"):
         exchange.build_exchange(send={"big": bytes(2000)})
 
 
 def test_problems_of_single_values_do_not_lose_the_others(folder, run):
-    """Every one is named with its rank, and the rest stays in the folder."""
+    """Each failure is reported with its rank, and the other values stay in the folder."""
     exchange.build_exchange(returns=("loss", "lock", "nowhere")).write(folder)
     (end,) = run("import threading\nloss = 0.5\nlock = threading.Lock()")
     assert (end.returncode, end.stderr) == (0, "")
@@ -192,7 +192,7 @@ def test_problems_of_single_values_do_not_lose_the_others(folder, run):
 
 
 def test_a_value_that_cannot_be_read_here(folder, run, tmp_path):
-    """Such as one of a module that only the ranks have."""
+    """The value's class is in a module that only the ranks have."""
     exchange.build_exchange(returns=("box",)).write(folder)
     (tmp_path / "rank_only_module.py").write_text("class Box: pass")
     (end,) = run("import rank_only_module; box = rank_only_module.Box()")
@@ -202,7 +202,7 @@ def test_a_value_that_cannot_be_read_here(folder, run, tmp_path):
 
 
 def test_a_rank_that_brought_nothing(folder, monkeypatch):
-    """It ended well, by another way."""
+    """The rank exited with status 0 before it wrote its values."""
     monkeypatch.setattr(exchange, "_VISIBLE_TIMEOUT_S", 0.0)
     exchange.build_exchange(returns=("x",)).write(folder)
     with pytest.raises(LaunchFailed, match=r"rank 0: no result; did the script end with os\._exit"):
@@ -210,7 +210,7 @@ def test_a_rank_that_brought_nothing(folder, monkeypatch):
 
 
 def test_a_variable_that_cannot_be_read_in_the_rank_says_so(folder, run):
-    """The reason, and where it came from."""
+    """The error has the reason and the origin of the variable."""
     module = type(sys)("only_in_the_notebook")
     value = type("Box", (), {"__module__": "only_in_the_notebook"})
     module.Box = value
@@ -227,7 +227,7 @@ def test_a_variable_that_cannot_be_read_in_the_rank_says_so(folder, run):
 
 @pytest.mark.parametrize(("code", "comes"), [("0", True), ("None", True), ("3", False), ("'bye'", False)])
 def test_a_script_that_ends_by_sys_exit(folder, run, code, comes):
-    """What it has comes back where it ended well, and the exit code is its own."""
+    """Values return if the exit code is 0, and the exit code is the script's."""
     exchange.build_exchange(returns=("x",)).write(folder)
     (end,) = run(f"import sys\nx = 1\nsys.exit({code})")
     assert end.returncode == {"3": 3, "'bye'": 1}.get(code, 0)
@@ -235,7 +235,7 @@ def test_a_script_that_ends_by_sys_exit(folder, run, code, comes):
 
 
 def test_tensors_go_both_ways(folder, run):
-    """With their values."""
+    """Tensors keep their values."""
     exchange.build_exchange(send={"weights": torch.arange(4.0)}, returns=("back",)).write(folder)
     (end,) = run("back = [weights + 1]")
     assert end.stderr == ""
@@ -243,7 +243,7 @@ def test_tensors_go_both_ways(folder, run):
 
 
 def test_tensors_arrive_on_the_cpu(monkeypatch):
-    """Wherever they were: the sender's GPU is not the receiver's."""
+    """Tensors arrive on the CPU from any device, because the receiver has other GPUs than the sender."""
     places, load = [], torch.load
     monkeypatch.setattr(torch, "load", lambda *a, **named: places.append(named["map_location"]) or load(*a, **named))
     assert exchange.load_value(exchange.dump_value({"w": torch.ones(2)}, "w"))["w"].tolist() == [1.0, 1.0]
@@ -251,7 +251,7 @@ def test_tensors_arrive_on_the_cpu(monkeypatch):
 
 
 def test_the_files_say_what_the_cell_is(folder):
-    """For `ranks.script`."""
+    """The exchange's files describe the cell for `ranks.script`."""
     cell = exchange.CellSource(label="Cell In[3]", source="%%gpu_launch\npass\n", skipped=1)
     exchange.build_exchange(returns=("x",), cell=cell).write(folder)
     assert json.loads((folder / "returns.json").read_text()) == ["x"]

@@ -1,4 +1,4 @@
-"""The promise of a part of a GPU, with a module that stands for torch."""
+"""The memory cap of a part of a GPU, tested with a module in place of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from gpu_launch.common import memory_cap
 
-#: As much of torch as the cap needs: CUDA begins when `torch.cuda.init()` is called, and calls what waited for it.
+#: The part of torch that the cap needs: `torch.cuda.init()` initialises CUDA and runs the queued calls.
 TORCH = """
     from types import SimpleNamespace
 
@@ -42,7 +42,7 @@ TORCH = """
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs Python code in a process of its own, with a stand-in for torch; what it prints as JSON."""
+    """Run Python code in a separate process with a replacement for torch, and return the JSON that it prints."""
     (tmp_path / "torch.py").write_text(textwrap.dedent(TORCH))
 
     def call(code, *arguments, cap="4096", python=("-c",)):
@@ -66,13 +66,13 @@ FRACTIONS = "print(json.dumps([torch.cuda.is_initialized, torch.cuda.init(), tor
     ids=["torch later", "torch before"],
 )
 def test_torch_keeps_to_the_part_when_cuda_begins(run, order):
-    """And not before: importing torch does not begin it."""
+    """The cap is set when CUDA is initialised; importing torch does not initialise it."""
     before, _, fractions = run(f"import json; from gpu_launch.common import memory_cap; {order}; {FRACTIONS}")
     assert (before, fractions) == (False, [[0.25, 0]])
 
 
 def test_whoever_only_asks_whether_torch_is_there_changes_nothing(run):
-    """Libraries look for it without importing it; the module that comes in the end has its own loader."""
+    """Libraries look for torch without importing it; the module that is imported later has its own loader."""
     code = """
 import importlib.util, json, sys
 from gpu_launch.common import memory_cap
@@ -90,14 +90,14 @@ print(json.dumps([found, was_imported, torch.cuda.fractions, len(left), type(tor
 
 @pytest.mark.parametrize("cap", [None, "", "0", "lots"])
 def test_a_whole_gpu_has_no_cap(run, cap):
-    """Nothing is put in the way of imports."""
+    """No import hook is installed."""
     code = "import json, sys; from gpu_launch.common import memory_cap; n = len(sys.meta_path); memory_cap.install(); "
     code += f"import torch; assert len(sys.meta_path) == n; {FRACTIONS}"
     assert run(code, cap=cap)[2] == []
 
 
 def test_a_module_that_is_not_there_is_not_there(run):
-    """The hook does not hide that."""
+    """The import hook does not hide that a module is missing."""
     code = """
 import json
 from gpu_launch.common import memory_cap
@@ -111,7 +111,7 @@ except ModuleNotFoundError as error:
 
 
 def test_a_cap_above_the_card_is_the_card():
-    """A fraction is at most 1."""
+    """The fraction is at most 1."""
     fractions = []
     torch = SimpleNamespace(
         cuda=SimpleNamespace(
@@ -126,7 +126,7 @@ def test_a_cap_above_the_card_is_the_card():
 
 @pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
 def test_a_capped_script_runs_as_python_would_run_it(run, tmp_path, as_module):
-    """Its own name, arguments and folder to import from, and with torch under the cap."""
+    """The script has its own name, arguments and import folder, and torch has the cap."""
     folder = tmp_path / "pkg"
     folder.mkdir()
     (folder / "helper.py").write_text("WORD = 'imported'")
@@ -146,7 +146,7 @@ def test_a_capped_script_runs_as_python_would_run_it(run, tmp_path, as_module):
     ("cap", "extensions"), [("4096", ["gpu_launch", "gpu_launch.common.memory_cap"]), ("", ["gpu_launch"])]
 )
 def test_kernels_of_the_image_get_the_cap_only_with_a_part(monkeypatch, cap, extensions):
-    """The image's settings name the extension that installs it."""
+    """The image's settings name the extension that installs the cap."""
     monkeypatch.setenv("GPUHUB_GPU_MEMORY_CAP_MIB", cap)
     settings = Path(memory_cap.__file__).parents[1] / "image_config" / "ipython_config.py"
     config = SimpleNamespace(InteractiveShellApp=SimpleNamespace(extensions=[]))

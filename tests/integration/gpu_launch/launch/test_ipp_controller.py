@@ -1,4 +1,4 @@
-"""A crew's controller: whatever ends it, nothing of it is left."""
+"""The controller of a worker pool leaves no process behind, however it ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wait_for(home: Path, count: range, what: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_its_schedulers_end_with_it(tmp_path: Path, number: signal.Signals) -> None:
-    """At any moment: as soon as the first of them is there, it may not listen to signals yet."""
+    """This holds at any moment: the first scheduler may be killed before it handles signals."""
     command = [sys.executable, "-m", "gpu_launch.launch.ipp_controller", "--ip=127.0.0.1"]
     with subprocess.Popen(
         command, cwd=tmp_path, env={**os.environ, "HOME": str(tmp_path)}, stderr=subprocess.DEVNULL

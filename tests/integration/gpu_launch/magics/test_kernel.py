@@ -1,4 +1,4 @@
-"""The extension in a kernel as JupyterLab runs it, asked over its sockets."""
+"""The extension in a kernel as JupyterLab runs it, used over the kernel's sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEADLINE_S = 60
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    """One kernel with the extension, in a home of its own."""
+    """A kernel with the extension, in a separate home."""
     home = tmp_path_factory.mktemp("home")
     (home / "train.py").write_text("")
     environ = os.environ | {"HOME": str(home), "IPYTHONDIR": str(home / ".ipython"), "GPUHUB_GPU_UUIDS": "GPU-a"}
@@ -25,7 +25,7 @@ def kernel(tmp_path_factory):
 
 
 def said(kernel, code):
-    """What a cell writes, and its error's text."""
+    """Return a cell's output and its error's text."""
     messages = []
     answer = kernel.execute_interactive(code, timeout=DEADLINE_S, output_hook=messages.append)
     texts = [message["content"].get("text", "") for message in messages if message["msg_type"] == "stream"]
@@ -42,19 +42,19 @@ def said(kernel, code):
     ],
 )
 def test_tab_completes_over_the_kernels_protocol(kernel, code, matches, start):
-    """What is replaced, too."""
+    """The reply also has the range that the completion replaces."""
     reply = kernel.complete(code, reply=True, timeout=DEADLINE_S)["content"]
     assert (reply["matches"], reply["cursor_start"], reply["cursor_end"]) == (matches, start, len(code))
 
 
 def test_help_is_in_the_inspector(kernel):
-    """As a question mark or Shift-Tab asks for it."""
+    """A question mark and Shift-Tab show the help."""
     reply = kernel.inspect("%gpu_launch", reply=True, timeout=DEADLINE_S)["content"]
     assert "--nproc-per-node N" in reply["data"]["text/plain"]
 
 
 def test_a_cell_is_named_as_the_notebook_counts(kernel):
-    """The number in its prompt, and lines from the magic's own on."""
+    """Tracebacks have the number of the cell's prompt, and lines are counted from the magic's line."""
     said(kernel, "a = 1")
     number = kernel.execute_interactive("a", timeout=DEADLINE_S)["content"]["execution_count"]
     _, error = said(kernel, "%%gpu_launch\nx = 1\nprint(")
@@ -62,7 +62,7 @@ def test_a_cell_is_named_as_the_notebook_counts(kernel):
 
 
 def test_functions_of_cells_are_labelled_by_their_cell(kernel):
-    """Whatever the kernel calls the file."""
+    """The label does not depend on the kernel's name for the cell's file."""
     number = kernel.execute_interactive("def train():\n    pass", timeout=DEADLINE_S)["content"]["execution_count"]
     text, _ = said(
         kernel, "from gpu_launch.magics import magics\nprint(magics.labels_here()(train.__code__.co_filename))"
@@ -71,7 +71,7 @@ def test_functions_of_cells_are_labelled_by_their_cell(kernel):
 
 
 def test_a_dry_run_shows_what_would_be_done(kernel):
-    """Without a broker, for the notebook's own GPU."""
+    """Without a broker, the dry run shows the notebook's own GPU."""
     text, error = said(kernel, "%gpu_launch --dry-run train.py --epochs 2")
     assert error == ""
     assert text.startswith("The broker would not be asked")
@@ -79,7 +79,7 @@ def test_a_dry_run_shows_what_would_be_done(kernel):
 
 
 def test_status_is_a_table(kernel):
-    """HTML for the notebook, and text for whoever cannot show it."""
+    """The status is HTML for notebooks, and text for clients that cannot show HTML."""
     messages = []
     kernel.execute_interactive("%gpu_status", timeout=DEADLINE_S, output_hook=messages.append)
     (data,) = [message["content"]["data"] for message in messages if message["msg_type"] == "display_data"]

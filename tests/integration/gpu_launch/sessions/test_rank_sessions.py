@@ -1,4 +1,4 @@
-"""Standing ranks as real processes: the control channel, gloo's process group, cells, failures, ends."""
+"""The ranks of a session as real processes: control channel, gloo process group, cells, failures and exits."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DEADLINE_S = 60.0
 
 
 def free_port() -> int:
-    """Free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Ranks:
-    """Two ranks below a control channel, started by hand as torchrun would."""
+    """Two ranks connected to a control channel, started by hand as torchrun would start them."""
 
     def __init__(self, folder: Path) -> None:
         self.control = ControlServer("127.0.0.1")
@@ -66,7 +66,7 @@ class Ranks:
             assert self.control.send(ControlMessage(rank=rank, header={"kind": kind, **content}, frames=tuple(frames)))
 
     def collect(self, kind: str, *, ranks=(0, 1)) -> list[ControlMessage]:
-        """One message of this kind from every rank, by rank."""
+        """Return one message of this kind from every rank, by rank."""
         found: dict[int, ControlMessage] = {}
         deadline = time.monotonic() + DEADLINE_S
         while found.keys() < set(ranks):
@@ -77,7 +77,7 @@ class Ranks:
         return [found[rank] for rank in sorted(found)]
 
     def cell(self, body: str, *, ranks=(0, 1), send=None, returns=()) -> None:
-        """Give a cell to ranks."""
+        """Send a cell to ranks."""
         self.number += 1
         self.tell(
             "cell", ranks=ranks, frames=() if send is None else (exchange.dump_value(send, "sent"),), cell=self.number,
@@ -91,16 +91,16 @@ class Ranks:
         return self.collect("ended", ranks=parts.get("ranks", (0, 1)))
 
     def check(self) -> list[str]:
-        """What the ranks find when they try the group."""
+        """Return the result of the ranks' check of their process group."""
         self.tell("check", number=self.number, limit_s=2.0)
         return [message.header["problem"] for message in self.collect("checked")]
 
     def said(self) -> list[str]:
-        """All that the ranks wrote."""
+        """Return everything that the ranks printed."""
         return [path.read_text() for path in sorted(self.logs.glob("*.out")) + sorted(self.logs.glob("*.err"))]
 
     def close(self) -> None:
-        """End them."""
+        """End the ranks."""
         for process in self.processes:
             process.kill()
             process.wait()
@@ -109,13 +109,13 @@ class Ranks:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    """Two ranks that have joined their group."""
+    """Two ranks that have joined their process group."""
     with contextlib.closing(Ranks(tmp_path)) as found:
         yield found
 
 
 def test_cells_build_on_each_other_and_end_well(ranks: Ranks) -> None:
-    """The names that a rank has, a collective, values in and out, sizes of what was printed, and an orderly end."""
+    """Ranks have names, a collective, values in both directions and sizes of their output, and exit cleanly."""
     assert stat.S_IMODE(ranks.path.stat().st_mode) == 0o600
     first = ranks.run(
         "total = torch.tensor([float(rank + 1)], device=device)\ndist.all_reduce(total)\nprint('héllo')\ntotal.item()"
@@ -132,7 +132,7 @@ def test_cells_build_on_each_other_and_end_well(ranks: Ranks) -> None:
     assert ended[1].frames[1:] == (b"", b"")
     assert "lock cannot be pickled" in ended[0].header["problems"][0]
     assert ended[0].header["problems"][1] == "it has no variable nothing"
-    # Classes of a cell are the main module's, as pickle needs it.
+    # For pickle, a cell's classes belong to the main module.
     assert (
         ranks.run(
             "class Net(torch.nn.Linear): pass\nimport io\ntorch.save(Net(1, 1), io.BytesIO())\nassert Net.__module__ == '__main__'"
@@ -147,7 +147,7 @@ def test_cells_build_on_each_other_and_end_well(ranks: Ranks) -> None:
 
 
 def test_a_rank_outlives_what_a_cell_does_to_it(ranks: Ranks) -> None:
-    """Errors, interrupts in Python, a group that is out of step and one that is gone are told."""
+    """Errors, interrupts in Python, and a process group that is out of step or destroyed are reported."""
     failed = ranks.run("if rank == 1:\n    raise ValueError('bad')\nprint('fine')")
     assert [message.header["how"] for message in failed] == ["done", "failed"]
     assert "Cell In[1], line 2\n    raise ValueError('bad')" in failed[1].header["error"]
@@ -159,7 +159,7 @@ def test_a_rank_outlives_what_a_cell_does_to_it(ranks: Ranks) -> None:
     ranks.tell("interrupt", cell=ranks.number)
     assert [message.header["how"] for message in ranks.collect("ended")] == ["interrupted", "interrupted"]
     assert ranks.check() == ["", ""]
-    # Rank 0 is one collective ahead: what it waits for comes from the check.
+    # Rank 0 is one collective ahead: the check provides the collective that it waits for.
     ranks.run(
         "value = torch.zeros(1, dtype=torch.float64, device=device)\nwork = dist.all_reduce(value, async_op=True)",
         ranks=(0,),
@@ -168,14 +168,14 @@ def test_a_rank_outlives_what_a_cell_does_to_it(ranks: Ranks) -> None:
 
 
 def test_a_group_that_was_taken_apart_is_told(ranks: Ranks) -> None:
-    """By the check, and the ranks still answer."""
+    """The check reports it, and the ranks still respond."""
     ranks.run("dist.destroy_process_group()")
     assert ranks.check() == ["its default process group is gone"] * 2
     assert ranks.run("1")[0].header["how"] == "done"
 
 
 def test_a_value_that_cannot_be_read_is_a_failure_of_the_cell(ranks: Ranks) -> None:
-    """With a word on where it came from; the cell itself does not run."""
+    """The error has the value's origin, and the cell does not run."""
     ranks.tell(
         "cell", frames=(b"no pickle",), cell=1, body="print('ran')", label="Cell In[1]", source="", skipped=0,
         sources={"Cell In[9]": "def f(): pass"}, returns=[],
@@ -187,7 +187,7 @@ def test_a_value_that_cannot_be_read_is_a_failure_of_the_cell(ranks: Ranks) -> N
 
 
 def test_strangers_are_not_heard(tmp_path: Path) -> None:
-    """Whoever lacks the key, or has another, does not come in; a rank that is not there is told as such."""
+    """A client without the right key cannot connect, and a missing rank is reported as missing."""
     with contextlib.closing(ControlServer("127.0.0.1")) as control:
         control.write_credentials(tmp_path / "standing.json")
         secret = json.loads((tmp_path / "standing.json").read_text())
@@ -211,7 +211,7 @@ def test_strangers_are_not_heard(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_cannot_join_says_why(tmp_path: Path) -> None:
-    """And ends with an error."""
+    """The rank exits with an error."""
     with contextlib.closing(ControlServer("127.0.0.1")) as control:
         control.write_credentials(tmp_path / "standing.json")
         process = subprocess.Popen(

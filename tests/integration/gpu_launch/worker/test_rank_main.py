@@ -1,4 +1,4 @@
-"""A rank's script sees what Python itself would show it: the same scripts, with and without us in between."""
+"""A script runs in a rank as under plain Python: the same scripts, with and without gpu_launch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOOK = """
 
 @pytest.fixture
 def both(tmp_path):
-    """Runs words with Python, and with `ranks.script`; both ends, and what each printed."""
+    """Return a function that runs a command line with Python and with `ranks.script`, and returns both results."""
 
     def call(*words, **environ):
         ends = []
@@ -51,7 +51,7 @@ def both(tmp_path):
 
 @pytest.fixture
 def files(tmp_path):
-    """A script, a package, a folder and an archive that look at themselves."""
+    """Write a script, a package, a folder and an archive that inspect themselves."""
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -81,7 +81,7 @@ def files(tmp_path):
     ids=" ".join,
 )
 def test_a_script_sees_what_python_shows_it(files, both, words):
-    """Names, path, arguments, sources, and itself as `__main__` to the very end."""
+    """Names, path, arguments, sources and `__main__` are equal until the very end."""
     plain, ours = both(*words)
     assert (plain.returncode, plain.stderr) == (0, "")
     assert (ours.returncode, ours.stderr) == (0, "")
@@ -102,7 +102,7 @@ def test_a_script_sees_what_python_shows_it(files, both, words):
     ids=["error", "chained", "exit code", "exit text", "interrupt", "signal", "group"],
 )
 def test_it_ends_as_it_would_by_itself(tmp_path, both, body, code):
-    """The same exit code and the same words on stderr, without a frame of ours."""
+    """Exit code and stderr are equal, without a frame of gpu_launch."""
     (tmp_path / "train.py").write_text(body)
     plain, ours = both("train.py")
     assert plain.returncode == ours.returncode == code
@@ -110,7 +110,7 @@ def test_it_ends_as_it_would_by_itself(tmp_path, both, body, code):
 
 
 def test_a_hook_of_the_scripts_own_is_kept(tmp_path, both):
-    """As loggers and debuggers set one."""
+    """Loggers and debuggers set such hooks."""
     (tmp_path / "train.py").write_text(
         "import sys\nsys.excepthook = lambda *a: print('hooked', a[0].__name__)\n1 / 0\n"
     )
@@ -118,7 +118,7 @@ def test_a_hook_of_the_scripts_own_is_kept(tmp_path, both):
 
 
 def test_a_syntax_error_is_shown_with_its_line(tmp_path, both):
-    """No frame at all is the script's own then."""
+    """The traceback has no frame of the script in this case."""
     (tmp_path / "train.py").write_text("x = 1\nx = = 2\n")
     _, ours = both("train.py")
     assert ours.returncode == 1
@@ -130,14 +130,14 @@ def test_a_syntax_error_is_shown_with_its_line(tmp_path, both):
     "words", [["nothing.py"], ["-m", "no_such_module_here"], ["-m", "json.encoder.x"]], ids=" ".join
 )
 def test_what_is_not_there_fails(both, words):
-    """With its name."""
+    """The error has the name of the missing script or module."""
     for end in both(*words):
         assert end.returncode
         assert words[-1].removesuffix(".x") in end.stderr
 
 
 def test_workers_that_are_spawned_find_the_script(tmp_path, both):
-    """As DataLoaders with `spawn` do."""
+    """DataLoaders with `spawn` rely on this."""
     (tmp_path / "train.py").write_text(
         "import multiprocessing\n"
         "def double(x):\n    return 2 * x\n"
@@ -149,7 +149,7 @@ def test_workers_that_are_spawned_find_the_script(tmp_path, both):
 
 
 def test_a_safe_path_stays_safe(tmp_path, both):
-    """PYTHONSAFEPATH keeps the script's folder away."""
+    """PYTHONSAFEPATH excludes the script's folder."""
     (tmp_path / "helper.py").write_text("")
     (tmp_path / "train.py").write_text("import helper\n")
     for end in both("train.py", PYTHONSAFEPATH="1"):

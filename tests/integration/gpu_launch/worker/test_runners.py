@@ -1,4 +1,4 @@
-"""Ranks that fail, are interrupted, ignore signals, write without end: what the agent does and tells."""
+"""Ranks that fail, are interrupted, ignore signals or write without end, and what the agent does and reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from gpu_launch.common.launch_spec import StartMethod
 from gpu_launch.worker import agent, log_files, processes
 
-#: A child that only SIGKILL ends, in a session of its own, its process id in a file.
+#: Starts a child in a separate session that only SIGKILL ends, and writes its process id to a file.
 DEFIANT = """
     import os, signal, subprocess, sys, time
     code = ("import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
@@ -30,7 +30,7 @@ DEFIANT = """
 
 
 def is_alive(pid):
-    """Whether a process runs, and is no zombie."""
+    """Return whether a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -46,7 +46,7 @@ def until_gone(*pids):
 
 
 def test_a_failure_is_told_at_once_and_the_others_are_told_to_end(node, tmp_path):
-    """While they run, with the traceback; those are told of at the end only."""
+    """The failure is reported with its traceback while other ranks run; those are reported at the end."""
     script = node.script("""
         import os, signal, sys, time
         if os.environ["RANK"] == "1":
@@ -76,7 +76,7 @@ def test_a_failure_is_told_at_once_and_the_others_are_told_to_end(node, tmp_path
 
 @pytest.mark.parametrize("way", [StartMethod.FORK, StartMethod.TORCHRUN, StartMethod.TASK])
 def test_an_interrupt_reaches_every_rank(node, way):
-    """In Python as KeyboardInterrupt."""
+    """Python scripts get a KeyboardInterrupt."""
     script = node.script("""
         import time
         try:
@@ -97,7 +97,7 @@ def test_an_interrupt_reaches_every_rank(node, way):
 
 
 def test_sigterm_is_passed_on_once_and_the_end_says_so(node):
-    """Ranks have the time that they take; a good end after it is no end of the work."""
+    """Ranks may take their time; exit code 0 after SIGTERM does not mean that the work is done."""
     script = node.script("""
         import signal, sys, time
         def stop(*_):
@@ -120,7 +120,7 @@ def test_sigterm_is_passed_on_once_and_the_end_says_so(node):
 
 @pytest.mark.parametrize("way", [StartMethod.FORK, StartMethod.TORCHRUN, StartMethod.TASK])
 def test_kill_ends_what_ignores_signals(node, way, tmp_path):
-    """Ranks, their children and those in sessions of their own."""
+    """Ranks, their children and processes in separate sessions end."""
     script = node.script(textwrap.dedent(DEFIANT) + "\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
     words = (script, tmp_path / "pid")
     pid = node.start(*((sys.executable, *words) if way is StartMethod.TASK else words), way=way)
@@ -134,14 +134,14 @@ def test_kill_ends_what_ignores_signals(node, way, tmp_path):
 
 
 def test_finish_ends_what_ranks_leave_behind(node, tmp_path):
-    """Also after a good end; the fork server stays."""
+    """This also happens after a successful end; the fork server stays."""
     assert node.launch(node.script(DEFIANT), tmp_path / "pid")["code"] == 0
     until_gone(int((tmp_path / "pid").read_text()))
     assert node.server.is_alive()
 
 
 def test_one_rank_may_end_well_and_another_hang(node):
-    """Nothing is told of an end before there is one; killed ranks are no failures of others."""
+    """No end is reported before all ranks have ended; killed ranks do not count as failures of others."""
     script = node.script("""
         import os, time
         print("ready")
@@ -159,7 +159,7 @@ def test_one_rank_may_end_well_and_another_hang(node):
 
 
 def test_binary_output_and_unended_lines_come_through(node):
-    """What is no text is replaced; the file has it as it was."""
+    """Invalid UTF-8 is replaced in messages; the file has the original bytes."""
     data = bytes(range(256)) * 4
     script = node.script(f"import os; os.write(1, {data!r})")
     assert node.launch(script)["code"] == 0
@@ -168,7 +168,7 @@ def test_binary_output_and_unended_lines_come_through(node):
 
 
 def test_a_rank_that_writes_without_end_is_not_waited_for(node):
-    """All of it is in the file; what is told of it adds up."""
+    """The file has all output, and the sizes in messages add up to it."""
     lines = 400_000
     script = node.script(f"""
         import sys
@@ -184,7 +184,7 @@ def test_a_rank_that_writes_without_end_is_not_waited_for(node):
 
 
 def test_a_full_disk_fails_the_rank_and_the_agent_says_so(node, monkeypatch):
-    """The agent itself goes on."""
+    """The agent itself continues."""
 
     def make_full(*words):
         made = log_files.create_log_tree(*words)
@@ -207,13 +207,13 @@ def test_a_full_disk_fails_the_rank_and_the_agent_says_so(node, monkeypatch):
 
 
 def test_logs_that_cannot_be_made_fail_the_start(node):
-    """Before anything runs."""
+    """The start fails before any rank runs."""
     with pytest.raises(RuntimeError, match=r"the ranks cannot be started: .*Not a directory"):
         node.start(node.script("pass"), log_dir="/dev/null/x")
 
 
 def test_a_fork_server_that_dies_takes_its_ranks_along_and_is_replaced(node):
-    """And the launch hears of it."""
+    """The launch is informed."""
     pid = node.start(node.script("import time; print('ready'); time.sleep(600)"))
     node.until_printed("ready")
     node.server._process.kill()
@@ -225,7 +225,7 @@ def test_a_fork_server_that_dies_takes_its_ranks_along_and_is_replaced(node):
 
 
 def test_a_task_is_one_program_in_its_folder(node):
-    """With the variables of a node's only rank, its streams in the same files, its exit code."""
+    """It has the variables of a node's only rank, the same log files, and its own exit code."""
     words = ("bash", "-c", 'echo "$GROUP_RANK of $GROUP_WORLD_SIZE in $PWD $MINE"; echo oops >&2; exit 4')
     node.script("")
     message = node.launch(*words, way=StartMethod.TASK, environ={"MINE": "x"})
@@ -238,7 +238,7 @@ def test_a_task_is_one_program_in_its_folder(node):
 
 
 def test_progress_is_told_when_it_changes(node):
-    """With what the script reports."""
+    """Messages have the metrics that the script reports."""
     script = node.script("""
         import time, gpu_launch
         for step in range(1, 4):
@@ -255,18 +255,18 @@ def test_progress_is_told_when_it_changes(node):
 
 
 class FakeNvml(SimpleNamespace):
-    """One GPU, whose power NVML does not know."""
+    """A driver with one GPU whose power it does not know."""
 
     class NVMLError(Exception):
-        """NVML's own."""
+        """The error class of NVML."""
 
     def fail(self, *_):
-        """As NVML does."""
+        """Raise NVML's error."""
         raise self.NVMLError
 
 
 def test_gpus_are_told_of_while_ranks_run(node, monkeypatch):
-    """What NVML does not know is None; a failing rank's card is named."""
+    """Values that NVML does not know are None, and a failing rank's GPU is named."""
     fake = FakeNvml(
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
@@ -305,10 +305,10 @@ ENGINE = """
 
 
 def test_nothing_outlives_a_worker_or_its_engine(tmp_path):
-    """An engine that is killed takes fork server and ranks along, and its worker all the rest."""
+    """A killed engine ends fork server and ranks, and its worker ends all other processes."""
     (tmp_path / "home").mkdir()
     (tmp_path / "engine.py").write_text(textwrap.dedent(ENGINE))
-    # Nothing by which it could be found but its place in the tree of processes.
+    # The child can only be found by its place in the process tree.
     (tmp_path / "rank.py").write_text(textwrap.dedent(DEFIANT).replace("start_new", "env={}, start_new"))
     with (tmp_path / "rank.py").open("a") as file:
         file.write("\ntime.sleep(600)\n")
@@ -342,7 +342,7 @@ sys.exit(main.supervise(arguments, mark="none/0", log=Path({str(tmp_path / "log"
 
 
 def cmdline(pid):
-    """What a process was started with."""
+    """Return a process's command line."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
@@ -350,7 +350,7 @@ def cmdline(pid):
 
 
 def test_a_worker_waits_for_orphans_and_leaves_its_engine_to_others(tmp_path):
-    """No zombies while it runs, and the engine's own exit code."""
+    """No zombies remain while it runs, and the exit code is the engine's."""
     engine = (
         "import os, time; os.fork() or os._exit(0); pid = os.fork(); pid or os._exit(0); time.sleep(0.3); os._exit(5)"
     )

@@ -1,4 +1,4 @@
-"""The whole broker with Slurm as its engine, its loops running, over HTTP on simulated nodes."""
+"""The whole broker with Slurm as its backend and its controllers running, over HTTP on simulated nodes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_a_restarted_broker_goes_on_with_what_runs(setting: Setting, slurm
 
 @pytest.fixture
 def plain(setting: Setting) -> Setting:
-    """No node has a daemon."""
+    """A cluster whose nodes have no Docker daemon."""
     setting.cluster = slurm_cluster(slurm=SlurmSettings(runtime="plain", command=Path("/opt/singleuser")))
     for node in setting.nodes.values():
         node.is_reachable = False
@@ -124,7 +124,7 @@ def plain(setting: Setting) -> Setting:
 
 
 async def test_without_docker_the_job_is_what_runs(plain: Setting, slurm: ScriptedSlurm) -> None:
-    """The hub's spawner submits; nobody asks daemons that are not there, and Slurm proves the end."""
+    """The hub's spawner submits the job; missing daemons are not queried, and Slurm proves the end."""
     async with asgi_broker(plain, wait=False) as running:
         await until(lambda: slurm.looks > 0, "Slurm was asked")
         lease = await ask(running, "ada")
@@ -145,7 +145,7 @@ async def test_without_docker_the_job_is_what_runs(plain: Setting, slurm: Script
 
 
 async def launch_plainly(running: Running, slurm: ScriptedSlurm, **body: Any) -> tuple[str, int]:
-    """A launch's job, and its Slurm job, which runs."""
+    """Launch a job and return its path and its running Slurm job."""
     await until(lambda: slurm.looks > 0, "Slurm was asked")
     made = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 2, **body}, status=201)
     job = await submitted(slurm)
@@ -168,7 +168,7 @@ async def test_without_docker_the_job_of_a_launch_runs_its_workers(plain: Settin
         ]
         await delete(running, "ada", path)
         await until(lambda: not slurm.live(), "the job is cancelled")
-        # What it runs may still save something: SIGTERM comes first.
+        # Its programs may write a checkpoint: SIGTERM comes first.
         assert slurm.cancelled[-1] == (job, False)
         assert (await read(running, "ada", path))["state"] == "stopping"
         slurm.clean(job)
@@ -206,13 +206,13 @@ async def test_without_docker_a_launch_that_cannot_start_says_where_to_look(
 async def test_without_docker_a_detached_job_ends_as_its_slurm_job_does(
     plain: Setting, slurm: ScriptedSlurm, state: SlurmJobState, code: int, reason: str, is_seen: bool
 ) -> None:
-    """It may be over before the broker has seen it run."""
+    """The Slurm job may end before the broker has seen it run."""
     async with asgi_broker(plain, wait=False) as running:
         path, job = await launch_plainly(running, slurm, detached=True)
         if is_seen:
             await reaches(running, f"/jobs/{path}", "running")
         assert "exec srun" not in slurm.asked[job].script
-        # As Slurm 22.05 says until its nodes are clean.
+        # The state that Slurm 22.05 reports until its nodes are clean.
         slurm.change(job, state=SlurmJobState.COMPLETING, is_completing=True)
         if is_seen:
             looks = slurm.looks

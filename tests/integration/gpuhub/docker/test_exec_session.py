@@ -43,7 +43,7 @@ def test_frames_are_taken_apart_however_they_arrive(parts: list[tuple[int, bytes
 
 @pytest.fixture(scope="module")
 def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """TLS of a server and of a client that trusts it."""
+    """TLS contexts of a server and of a client that trusts it."""
     folder = Path(tmp_path_factory.mktemp("tls"))
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
@@ -57,7 +57,7 @@ def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, 
 
 @pytest.fixture(params=["unix", "tls"])
 def pair(request: pytest.FixtureRequest, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> Iterator[tuple[Any, Any]]:
-    """The two ends of what docker-py gives: a file around a Unix socket, or a TLS socket."""
+    """The two ends of a connection as docker-py returns it: a file around a Unix socket, or a TLS socket."""
     ours, theirs = socket.socketpair()
     if request.param == "unix":
         file: Any = socket.SocketIO(ours, "rwb")
@@ -101,7 +101,7 @@ async def test_both_ways_at_once(pair: tuple[Any, Any]) -> None:
 
 
 async def test_who_sends_waits_for_the_other_side(pair: tuple[Any, Any]) -> None:
-    """And gives up when it goes away."""
+    """The sender waits, and fails when the other side disconnects."""
     file, theirs = pair
     one = ExecSession("rig1", file)
     sending = asyncio.ensure_future(one.send(bytes(64 * 1024**2)))

@@ -1,4 +1,4 @@
-"""SlurmCli with scripts in the place of Slurm's commands: what it passes on, and what it makes of their words."""
+"""SlurmCli with scripts in place of Slurm's commands: the arguments that it passes, and how it parses their output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATA = Path(__file__).parents[3] / "unit" / "gpuhub" / "slurm_client" / "data"
 
 
 class Commands:
-    """A folder of commands whose output tests set, and which record their calls."""
+    """A folder of commands that print what tests set, and record their calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,14 +97,14 @@ async def test_a_submission(api: SlurmCliClient, commands: Commands, monkeypatch
 
 @pytest.fixture
 def open_commands() -> Iterator[Commands]:
-    """In a folder that all users can write to; pytest's own folders belong to one user."""
+    """Commands in a folder that all users can write to, because pytest's own folders belong to one user."""
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="gpuhub-sbatch-") as name:
         Path(name).chmod(0o777)
         yield Commands(Path(name))
 
 
 async def test_sbatch_runs_as_the_submitter(open_commands: Commands) -> None:
-    assert os.geteuid() == 0, "root takes the submitter's place: run as root"
+    assert os.geteuid() == 0, "only root can run commands as the submitter: run this test as root"
     open_commands.say("sbatch", "7\n")
     assert await SlurmCliClient(commands=open_commands.folder, patience_s=10).submit(submission(61077)) == 7
     assert (open_commands.folder / "sbatch.uid").read_text().strip() == "61077"
@@ -156,7 +156,7 @@ async def test_what_has_ended_is_not_missed(api: SlurmCliClient, commands: Comma
     await api.cancel(8, at_once=True)  # it is pending according to Slurm, so it is not signalled
     first, *others, last = [call for call in commands.called() if "scancel" in call]
     assert (first, set(others), last) == ("scancel 7", {"scancel --state=PENDING 8"}, "scancel 8")
-    await api.cancel(37, at_once=True)  # it goes on and on
+    await api.cancel(37, at_once=True)  # it keeps running
     signals = [call for call in commands.called() if "--signal" in call]
     assert len(signals) > 1
     assert set(signals) == {"scancel --state=RUNNING --batch --signal=USR1 37"}
@@ -182,7 +182,7 @@ async def test_what_has_ended_is_not_missed(api: SlurmCliClient, commands: Comma
 
 
 async def test_only_a_job_of_that_name_is_touched(api: SlurmCliClient, commands: Commands) -> None:
-    """A slurmctld that crashed gives numbers again."""
+    """A slurmctld that crashed assigns job numbers again."""
     commands.say("squeue", (DATA / "squeue-22.05.json").read_text())
     job = await api.find_job(37)
     assert job is not None

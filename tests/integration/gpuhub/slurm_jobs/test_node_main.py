@@ -1,4 +1,4 @@
-"""What a job's program does on its node."""
+"""The program of a Slurm job on its node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ sys.exit(4)
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Writes down reports; answers the first one with 503."""
+    """Records reports, and answers the first one with 503."""
 
     reports: list[tuple[str, str | None, Any]]
 
@@ -121,7 +121,7 @@ def test_the_notebook_has_its_port_and_the_hub_is_told_when_it_listens(
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["GPUHUB_NODE"]) == ("1", "rig1")
     assert environment["PLACE"] == "$(touch x)"
     assert (environment["GPUHUB_NETWORK_SUBNET"], environment["GPUHUB_GPU_UUIDS"]) == ("127.0.0.2/32", "SLURM-rig1-5")
-    # It is held, so that no other program is given it by chance.
+    # The port is reserved, so that no other program gets it by chance.
     with closing(socket.socket()) as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.2", port))
     go.close()
@@ -138,7 +138,7 @@ def test_the_notebook_has_its_port_and_the_hub_is_told_when_it_listens(
 
 
 def test_a_hub_that_is_away_is_waited_for(tmp_path: Path) -> None:
-    """The notebook starts when it is there, and not before."""
+    """The notebook starts only when the hub answers."""
     with closing(node_main.reserve_port("127.0.0.1")) as holder:
         port = holder.getsockname()[1]
         running = begin(told(port, ["touch", str(tmp_path / "started")]), tmp_path)
@@ -178,7 +178,7 @@ def tell_worker(folder: Path, **changes: Any) -> str:
 
 
 def run_worker(text: str, folder: Path, **environment: str) -> tuple[dict[str, str], str]:
-    """The environment of the worker's program, and what was complained of."""
+    """Return the environment of the worker's program, and the messages on stderr."""
     program = Path(node_main.__file__).read_text()
     command = [sys.executable, "-I", "-c", program]
     done = subprocess.run(
@@ -189,7 +189,7 @@ def run_worker(text: str, folder: Path, **environment: str) -> tuple[dict[str, s
 
 
 def test_a_worker_is_numbered_by_its_nodes_place_in_the_jobs_list(tmp_path: Path) -> None:
-    """As the broker numbers it; Slurm's own number may go by another order."""
+    """The broker uses the same order; Slurm's own numbers may have another one."""
     given = {"SLURMD_NODENAME": "sx2", "GPUHUB_JOB_NODES": "sx1\nsx2", "SLURM_NODEID": "0", "SLURM_JOB_GPUS": "7"}
     seen, said = run_worker(tell_worker(tmp_path), tmp_path, SLURM_STEP_GPUS="0,2-3", **given)
     assert said == ""
@@ -211,7 +211,7 @@ def test_the_first_worker_of_a_detached_job_knows_the_others(tmp_path: Path) -> 
         {"index": 0, "node": "rig1", "state": "running"},
         {"index": 1, "node": "rig2", "state": "running"},
     ]
-    # Without GPUs it has none to name.
+    # A worker without GPUs names none.
     assert seen["GPUHUB_GPU_UUIDS"] == ""
 
 

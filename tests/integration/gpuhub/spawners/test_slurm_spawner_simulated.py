@@ -1,4 +1,4 @@
-"""The order of a start's steps, and what becomes of job and lease when it does not end well."""
+"""The order of steps of a start, and how a failed start cleans up job and lease."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ANSWER = f"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-JupyterHub-Version: {__vers
 
 
 class SlurmBroker(FakeBroker):
-    """Grants a lease when its job runs, and not before."""
+    """Grants a lease only when its job runs."""
 
     is_away = False
 
@@ -56,7 +56,7 @@ class SlurmBroker(FakeBroker):
 
 @dataclass
 class FakeSlurm:
-    """Keeps jobs; nothing runs."""
+    """Records jobs without running them."""
 
     jobs: dict[int, SlurmJob] = field(default_factory=dict)
     submitted: list[SlurmSubmission] = field(default_factory=list)
@@ -101,29 +101,29 @@ class FakeSlurm:
 
 @dataclass
 class World:
-    """One user of a hub, before and after restarts of it."""
+    """One user of a hub, before and after restarts of the hub."""
 
     broker: SlurmBroker
     slurm: FakeSlurm
-    #: The user as a hub that was started just now has them.
+    #: Makes the user as a hub has it right after its start.
     make_user: Callable[[], User]
     db: Any
     port: int
 
     async def until_waiting(self) -> str:
-        """The lease of a start that waits for its grant."""
+        """Return the lease of a start that waits for its grant."""
         await until(lambda: self.slurm.submitted, "the job is submitted")
         [lease] = [one.id for one in await self.broker.leases()]
         return lease
 
     async def run(self, user: User, lease: str) -> None:
-        """The job runs, and its notebook reports."""
+        """Run the job, and report its notebook's port."""
         await self.broker.grant(lease)
         await until(lambda: self.broker.known[lease].state is LeaseState.ACTIVE, "the lease is active")
         user.spawner.set_port(self.port)
 
     async def started(self) -> User:
-        """A user whose notebook runs."""
+        """Return a user whose notebook runs."""
         user = self.make_user()
         start = asyncio.create_task(user.spawn(options=OPTIONS))
         await self.run(user, await self.until_waiting())
@@ -189,7 +189,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     yield World(broker, slurm, lambda: User(orm.User.find(db, "ada"), settings), db, port)
     notebook.close()
     db.close()
-    # JupyterHub keeps one for each loop.
+    # JupyterHub has one HTTP client for each event loop.
     await JupyterHubHTTPClient.loop_instance().close()
 
 
@@ -280,7 +280,7 @@ async def test_a_notebook_that_ends_while_it_starts_says_where_to_look(world: Wo
 
 
 async def leave(world: World, user: User, start: asyncio.Task[Any]) -> User:
-    """As a hub that is killed: nothing is undone. What its successor sees, when it has looked at its servers."""
+    """Simulate a killed hub, which undoes nothing, and return the user in the next hub after its first poll."""
     user.spawner._undo = lambda: asyncio.sleep(0)
     user.stop = lambda *_: asyncio.sleep(0)
     start.cancel()
@@ -300,7 +300,7 @@ async def test_a_restarted_hub_goes_on_with_the_job_that_waits(world: World) -> 
     assert world.slurm.cancelled == []
     again = asyncio.create_task(after.spawn(options=OPTIONS))
     await until(lambda: after.spawner.job_id == "100", "the job is found")
-    # Its report comes with the token that is in its script.
+    # The job reports with the token in its script.
     assert after.spawner.api_token == token
     assert orm.APIToken.find(world.db, token).user.name == "ada"
     await world.run(after, lease)

@@ -1,4 +1,4 @@
-"""Homes where the head node sees them."""
+"""Homes on file systems that the head node can access."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refuse(number: int) -> object:
 
 
 def test_a_missing_home_is_made_for_its_user_alone(tmp_path: Path) -> None:
-    """Mode 0700 whatever the umask, and folders on the way readable; a second call changes nothing."""
+    """The mode is 0700 whatever the umask is, parent folders are readable, and a second call changes nothing."""
     before = os.umask(0o077)
     try:
         ensure_home(storage(tmp_path), me())
@@ -46,7 +46,7 @@ def test_a_missing_home_is_made_for_its_user_alone(tmp_path: Path) -> None:
 
 
 def test_a_home_may_lie_in_a_folder_of_the_user(tmp_path: Path) -> None:
-    """Only the home itself is theirs."""
+    """Only the home itself belongs to the user."""
     ensure_home(StorageSettings(home=f"{tmp_path}/homes/{{username}}/gpuhub"), me())
     modes = [(tmp_path / "homes" / part).stat().st_mode & 0o777 for part in ("ada", "ada/gpuhub")]
     assert modes == [0o755, 0o700]
@@ -72,7 +72,7 @@ def test_a_home_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_homes_may_be_a_link_itself(tmp_path: Path) -> None:
-    """The administrator's own: `/home` on another disk."""
+    """An administrator may link `/home` to another disk."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "homes").symlink_to(tmp_path / "disk")
     ensure_home(storage(tmp_path), me())
@@ -88,7 +88,7 @@ def test_a_link_that_appears_meanwhile_is_not_followed(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o711)
     (tmp_path / "homes" / "ada").symlink_to(elsewhere)
-    monkeypatch.setattr(homes.os.path, "realpath", os.fspath)  # as if there had been none then
+    monkeypatch.setattr(homes.os.path, "realpath", os.fspath)  # as if it had not existed at that time
     with pytest.raises(SetupError, match="symbolic link"):
         ensure_home(StorageSettings(home=f"{tmp_path}/homes/{template}"), me())
     assert list(elsewhere.iterdir()) == []
@@ -96,7 +96,7 @@ def test_a_link_that_appears_meanwhile_is_not_followed(
 
 
 def test_two_starts_at_once_make_one_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second finds a folder that is not its user's yet, and waits for the first."""
+    """The second start finds a folder that does not belong to its user yet, and waits for the first."""
     ada = UserIdentity(name="ada", uid=os.getuid() + 20000, gid=os.getgid(), group_names=("ada",))
     home = tmp_path / "homes" / "ada"
     home.mkdir(mode=0o700, parents=True)
@@ -117,7 +117,7 @@ def test_a_home_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_home_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    """Docker would mount it all the same."""
+    """Docker would mount it without an error."""
     (tmp_path / "ada").write_text("x")
     with pytest.raises(SetupError, match="is not a folder"):
         ensure_home(StorageSettings(home=f"{tmp_path}/{{username}}"), me())
@@ -155,7 +155,7 @@ def test_export_that_squashes_root_is_reported(tmp_path: Path, monkeypatch: pyte
 def test_what_the_file_system_says_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
 ) -> None:
-    """As something that passes, and that the user did not do."""
+    """It is reported as a temporary error that the user did not cause."""
     (tmp_path / "homes").mkdir()
     monkeypatch.setattr(homes.os, "mkdir", refuse(number))
     with pytest.raises(StorageUnavailable, match=f"homes/ada cannot be used: .*{says}"):

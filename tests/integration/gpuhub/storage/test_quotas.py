@@ -1,4 +1,4 @@
-"""How full a home is."""
+"""Usage and limits of homes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gpuhub.storage.homes import HomeLocation
 GIB = 1024**3
 HOME = PurePosixPath("/export/home/ada")
 DISK = DiskSpace(size=1000 * GIB, free=500 * GIB)
-#: As quota 4.06 writes it with our options: limits in KiB, a star behind what is exceeded.
+#: As quota 4.06 writes it with our options: limits in KiB, an asterisk after an exceeded value.
 OUTPUT = """Disk quotas for user ada (uid 1001):
      Filesystem  blocks   quota   limit   grace   files   quota   limit   grace
    /export/home 12582912  41943040 52428800       0    1201       0       0       0
@@ -37,7 +37,7 @@ OUTPUT = """Disk quotas for user ada (uid 1001):
 
 
 def test_limits_are_read() -> None:
-    """Hard before soft; file systems without a limit are passed over."""
+    """The hard limit precedes the soft one, and file systems without a limit are ignored."""
     assert parse_quota(OUTPUT) == [
         DiskQuota(mount=PurePosixPath("/export/home"), used=12 * GIB, limit=50 * GIB),
         DiskQuota(mount=PurePosixPath("/export"), used=99 * 1024, limit=100 * 1024),
@@ -50,12 +50,12 @@ def test_limits_are_read() -> None:
     "output", ["", "Disk quotas for user ada (uid 1001): none\n", "/home x y z 0 0 0 0 0", "nas:/home 1 2 3 0 1 0 0 0"]
 )
 def test_what_is_no_limit_is_passed_over(output: str) -> None:
-    """Also what a later version may write."""
+    """Output of later versions is ignored too."""
     assert parse_quota(output) == []
 
 
 def test_a_home_with_a_quota_tells_it() -> None:
-    """That of the file system which the home is on; the one nearest to its end where there are two."""
+    """The quota is that of the home's file system; of two, the one that is closer to its limit counts."""
     assert describe_home_usage(HOME, parse_quota(OUTPUT), DISK, DISK) == HomeUsage(text="Home: 12 GiB of 50 GiB")
     own = DiskSpace(size=20 * GIB, free=15 * GIB)
     assert describe_home_usage(HOME, [], own, DISK) == HomeUsage(text="Home: 5 GiB of 20 GiB")
@@ -76,7 +76,7 @@ def test_without_a_quota_nothing_is_told_until_the_disk_is_nearly_full() -> None
 
 
 def test_a_quota_that_is_nearly_used_up_is_told() -> None:
-    """Also one that is exceeded for the days of grace."""
+    """A quota that is exceeded during the grace period is reported too."""
     near = [DiskQuota(mount=PurePosixPath("/export"), used=49 * GIB, limit=50 * GIB)]
     assert describe_home_usage(HOME, near, DISK, DISK).warning == "Your home is nearly full: 1 GiB are left."
     over = [DiskQuota(mount=PurePosixPath("/export"), used=51 * GIB, limit=50 * GIB)]
@@ -84,7 +84,7 @@ def test_a_quota_that_is_nearly_used_up_is_told() -> None:
 
 
 def test_an_empty_file_system_is_not_full() -> None:
-    """Some have no size at all, such as autofs."""
+    """Some file systems have no size, such as autofs."""
     assert describe_home_usage(HOME, [], DiskSpace(size=0, free=0), DiskSpace(size=0, free=0)) == HomeUsage()
 
 
@@ -93,7 +93,7 @@ def place(folder: Path) -> HomeLocation:
 
 
 def test_a_limit_of_the_folders_own_is_found(tmp_path: Path) -> None:
-    """A real file system of 16 MiB at the home, and a larger one around."""
+    """The home is a real file system of 16 MiB inside a larger one."""
     home = tmp_path / "ada"
     home.mkdir()
     assert measure_home(place(tmp_path)).text == ""
@@ -108,7 +108,7 @@ def test_a_limit_of_the_folders_own_is_found(tmp_path: Path) -> None:
 
 
 def test_what_quota_writes_counts_whatever_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 means that a limit is exceeded, or that there is none; it is asked about the home's owner."""
+    """Exit code 1 means that a limit is exceeded or that there is none; the query is about the home's owner."""
     (tmp_path / "ada").mkdir()
     program = tmp_path / "quota"
     mount = os.path.realpath(tmp_path)
@@ -145,5 +145,5 @@ async def test_a_page_does_not_wait_for_a_dead_disk(
 
 
 async def test_homes_elsewhere_are_not_looked_at() -> None:
-    """Only the file server knows."""
+    """Only the file server knows their usage."""
     assert await read_home_usage(StorageSettings(home="nfs://nas/home/{username}"), "ada") == HomeUsage()

@@ -1,4 +1,4 @@
-"""The local authority and what it signs, as browsers, Python and OpenSSL judge it."""
+"""The local authority and its certificates, as browsers, Python and OpenSSL verify them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(pem: bytes) -> x509.Certificate:
 
 
 def verify(made: authority.CertificateAuthority, pem: bytes, folder: Path, *names: str) -> str:
-    """Return OpenSSL's complaints with all its checks; empty for a valid certificate."""
+    """Return OpenSSL's errors with all its checks; empty for a valid certificate."""
     (folder / "ca.pem").write_bytes(authority.encode_certificate(made.certificate))
     (folder / "server.pem").write_bytes(pem)
     words = [word for name in names for word in name_option(name)]
@@ -48,13 +48,13 @@ def name_option(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["gpuhub.example.org", "ada.gpuhub.example.org", "rig1", "192.168.1.20", "fd00::20"])
 def test_openssl_accepts_it(made: authority.CertificateAuthority, tmp_path: Path, name: str) -> None:
-    """The chain and the name, with the authority's file alone."""
+    """Chain and name are valid with only the authority's file."""
     assert verify(made, authority.issue_server_certificate(made, NAMES, NOW), tmp_path, name) == ""
 
 
 @pytest.mark.parametrize("name", ["bank.example", "example.org", "1.1.1.1", "2606:4700::1", "othergpuhub.example.org"])
 def test_it_signs_for_nobody_else(made: authority.CertificateAuthority, tmp_path: Path, name: str) -> None:
-    """A thief of the key can sign other names, but clients refuse them."""
+    """Someone who has stolen the key can sign other names, but clients refuse them."""
     assert not authority.is_permitted(made.certificate, name)
     assert "permitted subtree violation" in verify(
         made, authority.issue_server_certificate(made, [name], NOW), tmp_path, name
@@ -63,14 +63,16 @@ def test_it_signs_for_nobody_else(made: authority.CertificateAuthority, tmp_path
 
 @pytest.mark.parametrize("name", [*NAMES, "other.lan", "mac.local", "localhost", "10.1.2.3", "100.100.1.1", "fe80::1"])
 def test_private_names_are_always_permitted(made: authority.CertificateAuthority, tmp_path: Path, name: str) -> None:
-    """So that the machine may move within private networks without a new authority."""
+    """The machine may move within private networks without a new authority."""
     assert authority.is_permitted(made.certificate, name)
     plain = name.replace("*", "x")
     assert verify(made, authority.issue_server_certificate(made, [name], NOW), tmp_path, plain) == ""
 
 
 def test_what_apple_asks_for(made: authority.CertificateAuthority) -> None:
-    """Less than 398 days in all, alternative names, the purpose of a server, SHA-256, no key of an authority."""
+    """A certificate is valid for less than 398 days, has alternative names, is for servers, uses SHA-256, and is not an
+    authority.
+    """
     certificate = read(authority.issue_server_certificate(made, NAMES, NOW))
     life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     assert life <= timedelta(days=398)
@@ -92,7 +94,7 @@ def test_it_never_outlives_its_authority(made: authority.CertificateAuthority) -
 
 
 def test_when_it_is_made_anew(made: authority.CertificateAuthority) -> None:
-    """Close to its end, with other names, of another authority; in another order of names it stays."""
+    """It is renewed close to its end, for other names and for another authority, but not for another order of names."""
     certificate = read(authority.issue_server_certificate(made, NAMES, NOW))
     assert authority.find_renewal_reason(certificate, made, NAMES[::-1], NOW) is None
     ends = certificate.not_valid_after_utc
@@ -110,7 +112,7 @@ def test_when_it_is_made_anew(made: authority.CertificateAuthority) -> None:
 
 
 def test_which_names_a_certificate_is_for(made: authority.CertificateAuthority) -> None:
-    """A star stands for one label, and for no address."""
+    """A wildcard matches one label, and no IP address."""
     certificate = read(authority.issue_server_certificate(made, NAMES, NOW))
     assert authority.is_valid_for(certificate, "ada.gpuhub.example.org")
     assert authority.is_valid_for(certificate, "*.gpuhub.example.org")
@@ -121,7 +123,7 @@ def test_which_names_a_certificate_is_for(made: authority.CertificateAuthority) 
 
 
 def test_the_fingerprint_is_what_openssl_shows(made: authority.CertificateAuthority, tmp_path: Path) -> None:
-    """The fingerprint that users compare before they trust the authority."""
+    """Users compare the fingerprint before they trust the authority."""
     (tmp_path / "ca.pem").write_bytes(authority.encode_certificate(made.certificate))
     command = ["openssl", "x509", "-in", "ca.pem", "-noout", "-fingerprint", "-sha256"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
@@ -129,7 +131,7 @@ def test_the_fingerprint_is_what_openssl_shows(made: authority.CertificateAuthor
 
 
 def test_python_loads_it(made: authority.CertificateAuthority) -> None:
-    """As the only authority."""
+    """It can be the only authority of a TLS context."""
     context = ssl.create_default_context(cadata=authority.encode_certificate(made.certificate).decode())
     subject = [dict(part[0] for part in found["subject"]) for found in context.get_ca_certs()]
     assert subject == [{"organizationName": "gpuhub", "commonName": f"gpuhub on rig1, {NOW:%Y-%m-%d}"}]

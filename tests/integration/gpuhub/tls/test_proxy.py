@@ -1,4 +1,4 @@
-"""What JupyterHub's proxy is started with, as far as browsers are concerned."""
+"""Flags and environment of JupyterHub's proxy that concern browsers."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def build(**more: Any) -> list[str]:
 
 
 def test_plain_http_needs_nothing() -> None:
-    """And nothing is set that only HTTPS has."""
+    """No setting of HTTPS is present."""
     assert not any(word.startswith("--ssl") or word == "--host-routing" for word in build())
     environment = programs.build_proxy_environment(None, Paths(), Path("/c.toml"), is_ours=False)
     assert environment == {"NODE_OPTIONS": "--tls-min-v1.2"}
 
 
 def test_https_and_names_for_users() -> None:
-    """The files, and routes by name."""
+    """The certificate's files and routing by host name are set."""
     command = build(https=OURS, has_subdomains=True)
     assert command[command.index("--ssl-key") + 1] == command[command.index("--ssl-cert") + 1] == str(OURS.key)
     assert "--host-routing" in command
 
 
 def test_a_certificate_of_ours_is_looked_after() -> None:
-    """Twice a day; one that was given is taken up only."""
+    """gpuhub's own certificate is renewed twice a day; an administrator's is only reloaded."""
     environment = programs.build_proxy_environment(OURS, Paths("ghunit"), Path("/c.toml"), is_ours=True)
     options, _, hook = environment["NODE_OPTIONS"].partition(" --require ")
     assert options == "--tls-min-v1.2"
@@ -52,13 +52,13 @@ def test_a_certificate_of_ours_is_looked_after() -> None:
     assert given["GPUHUB_HTTPS_RENEW"] == ""
 
 
-#: Hours and seconds pass in a moment.
+#: Shortens all timers.
 HASTE = """
 const { setInterval: every, setTimeout: once } = globalThis;
 globalThis.setInterval = (act, ms, ...words) => every(act, 500, ...words);
 globalThis.setTimeout = (act, ms, ...words) => once(act, 200, ...words);
 """
-#: Another program in place of the proxy, which ends after a while.
+#: A server in place of the proxy.
 SERVE = """
 const https = require("node:https"), fs = require("node:fs");
 https.createServer({{ cert: fs.readFileSync({certificate}), key: fs.readFileSync({key}) }}).listen(0, "127.0.0.1");
@@ -67,7 +67,7 @@ https.createServer({{ cert: fs.readFileSync({certificate}), key: fs.readFileSync
 
 @pytest.fixture
 def node(tmp_path: Path) -> Any:
-    """Runs a script of Node with the hook, and with time passing quickly."""
+    """Return a function that runs a Node.js script with the hook, and with short timers."""
     (tmp_path / "haste.cjs").write_text(HASTE)
     files = CertificateFiles(*make_certificate(tmp_path))
 
@@ -88,7 +88,7 @@ def node(tmp_path: Path) -> Any:
 
 
 def test_the_proxy_has_its_certificate_looked_after(node: Any, tmp_path: Path) -> None:
-    """By the command that it was given, again and again."""
+    """The proxy runs the given command repeatedly."""
     with node(SERVE) as running:
         try:
             wait_for((tmp_path / "renewed").exists, "the command")
@@ -99,7 +99,7 @@ def test_the_proxy_has_its_certificate_looked_after(node: Any, tmp_path: Path) -
 
 
 def test_a_proxy_of_another_make_ends(node: Any) -> None:
-    """It would serve an old certificate in silence."""
+    """Otherwise it would serve an old certificate without an error."""
     with node("setInterval(() => 0, 1000)") as running:
         assert running.wait(timeout=60) == 1
         assert "it serves HTTPS in another way" in running.stderr.read()

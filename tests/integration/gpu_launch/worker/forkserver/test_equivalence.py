@@ -1,4 +1,4 @@
-"""What a forked rank sees is what torchrun's own would see: one script run both ways."""
+"""A forked rank has the same environment as a rank of torchrun: each script runs both ways."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_launch.common.launch_spec import StartMethod
 
 pytestmark = pytest.mark.torch
 
-#: Writes everything about its process that a script could look at.
+#: Writes everything that a script can query about its process.
 PROBE = """
     import atexit, gc, json, locale, multiprocessing, os, random, resource, signal, sys, tempfile, warnings
     import numpy, torch, torch.distributed as dist
@@ -66,12 +66,12 @@ PROBE = """
     with open(f"{sys.argv[1]}-{os.environ['RANK']}.json", "w") as file:
         json.dump([found, random_now], file)
 """
-#: Of this start alone.
+#: Variables that differ between starts.
 OWN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "GPU_LAUNCH_PROGRESS", "GPU_LAUNCH_RANKS")
 
 
 def both_ways(node, script, *, nproc=2, **parts):
-    """What the probe found by rank, forked and under torchrun."""
+    """Return the probe's results by rank, forked and under torchrun."""
     found = []
     for way in (StartMethod.FORK, StartMethod.TORCHRUN):
         out = node.home / f"found-{way}"
@@ -82,21 +82,21 @@ def both_ways(node, script, *, nproc=2, **parts):
 
 
 def equal_parts(found):
-    """A probe's findings without what differs from one start to the next."""
+    """Return a probe's results without the parts that differ between starts."""
     environ = dict(found["environ"])
     assert environ.pop("TORCHELASTIC_ERROR_FILE").endswith("error.json")
     for name in OWN:
         environ.pop(name, None)
     argv = [word.replace("found-torchrun", "found-fork") for word in found["argv"]]
     orig = [word.replace("found-torchrun", "found-fork") for word in found["orig_argv"]]
-    # Being told how many threads to use, torch has one more that idles.
+    # With a given number of threads, torch has one more idle thread.
     tasks = 1 if "OMP_NUM_THREADS" in found["environ"] else found["tasks"]
     return found | {"environ": environ, "argv": argv, "orig_argv": orig, "tasks": tasks}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def deaf():
-    """Whoever starts everything ignores signals, as a shell's background jobs and nohup's do."""
+    """Ignore SIGHUP and SIGQUIT in the agent, as a shell's background jobs and nohup do."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGQUIT)}
     yield
     for number, handler in before.items():
@@ -105,7 +105,7 @@ def deaf():
 
 @pytest.fixture(scope="module")
 def plain(node):
-    """The probe's findings with nothing set."""
+    """The probe's results with default settings."""
     return both_ways(node, node.script(PROBE))
 
 
@@ -119,14 +119,14 @@ def plain(node):
     ids=["plain", "environment", "path and role"],
 )
 def test_a_forked_rank_sees_what_torchruns_sees(node, plain, parts):
-    """Environment, arguments, paths, files, signals, limits, threads, seeds."""
+    """Environment, arguments, paths, files, signals, limits, threads and seeds are equal."""
     forked, cold = plain if parts is None else both_ways(node, node.script(PROBE), **parts)
     for (one, _), (other, _) in zip(forked, cold, strict=True):
         assert equal_parts(one) == equal_parts(other)
 
 
 def test_forked_ranks_have_random_numbers_of_their_own(plain):
-    """What differs between torchrun's ranks differs between these."""
+    """Forked ranks differ from each other where torchrun's ranks do."""
     forked, cold = plain
     (_, one), (_, other) = forked
     (_, cold_one), (_, cold_other) = cold
@@ -137,7 +137,7 @@ def test_forked_ranks_have_random_numbers_of_their_own(plain):
 
 
 def test_log_trees_are_alike(node):
-    """The same folders and names, and the agent follows both."""
+    """Folders and file names are the same, and the agent follows both."""
     script = node.script("import sys; print('out'); print('err', file=sys.stderr)")
     trees = []
     for way in (StartMethod.FORK, StartMethod.TORCHRUN):
@@ -162,7 +162,7 @@ RECORDED = """
 
 
 def test_error_files_are_alike(node):
-    """What `record` writes; the error that is told names the script's lines and none of ours."""
+    """`record` writes the same message; the reported error has the script's lines and none of gpu_launch."""
     texts, errors = [], []
     for way in (StartMethod.FORK, StartMethod.TORCHRUN):
         message = node.launch(node.script(RECORDED), way=way)
@@ -196,7 +196,7 @@ def test_error_files_are_alike(node):
     ],
 )
 def test_scripts_end_as_under_torchrun(node, code, exit_code, said):
-    """Exit codes, and what Python itself writes, once; torchrun starts `python -u SCRIPT`."""
+    """Exit codes are equal, and Python's own messages appear once; torchrun starts `python -u SCRIPT`."""
     script = node.script(code)
     (end,) = node.launch(script)["ends"]
     cold = subprocess.run(
@@ -235,7 +235,7 @@ LIVELY = """
 
 
 def test_processes_pickles_and_sources_work_in_forked_ranks(node):
-    """DataLoaders of every kind, pickling from __main__, sources, threads and exit functions."""
+    """DataLoaders with every start method, pickling from __main__, sources, threads and exit functions work."""
     node.script("WORD = 'beside'", "helper.py")
     assert node.launch(node.script(LIVELY))["code"] == 0, node.text("stderr")
     assert node.text().splitlines() == [
@@ -250,7 +250,7 @@ def test_processes_pickles_and_sources_work_in_forked_ranks(node):
 
 
 def test_modules_run_as_with_m(node):
-    """`--module`, with its own name, package and arguments."""
+    """`--module` sets name, package and arguments as `python -m` does."""
     (node.home / "work" / "pack").mkdir(parents=True, exist_ok=True)
     (node.home / "work" / "pack" / "__init__.py").write_text("")
     (node.home / "work" / "pack" / "train.py").write_text(
@@ -264,7 +264,7 @@ def test_modules_run_as_with_m(node):
 
 
 def test_programs_run_as_with_no_python(node):
-    """`--no-python` needs no Python in the rank."""
+    """`--no-python` runs a program without Python in the rank."""
     said = []
     for way in (StartMethod.FORK, StartMethod.TORCHRUN):
         command = ("/bin/sh", "-c", "echo $RANK of $WORLD_SIZE; trap; exit 3")
@@ -275,7 +275,7 @@ def test_programs_run_as_with_no_python(node):
 
 
 def test_a_script_of_the_same_name_as_a_loaded_module_finds_its_own(node):
-    """What the fork server has imported does not stand in the way."""
+    """Modules that the fork server has imported do not hide the script's own modules."""
     node.script("WORD = 'mine'", "tqdm.py")
     try:
         assert node.launch(node.script("import tqdm; print(tqdm.WORD)"))["code"] == 0, node.text("stderr")

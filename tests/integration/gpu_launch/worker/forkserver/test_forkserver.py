@@ -1,4 +1,4 @@
-"""The fork server: when it serves, when it refuses, when it is renewed; its store; what it keeps for itself."""
+"""The fork server: when it is used, refused and replaced, its store, and the resources that it releases."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HELLO = """
 
 
 def module(node, name, text):
-    """A module in a folder below the home; the environment by which it is found."""
+    """Write a module in a folder below the home, and return the environment that finds it."""
     folder = node.home / "lib"
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.py").write_text(text)
@@ -43,7 +43,7 @@ def module(node, name, text):
 
 
 def test_one_that_is_as_wanted_stays(node):
-    """Also with variables that ranks set for themselves."""
+    """Variables that only ranks read do not replace the server."""
     assert agent.prepare_forking((), {}) == ""
     first = node.server
     assert agent.prepare_forking((), {"MINE": "1", "OMP_NUM_THREADS": "3", "NCCL_DEBUG": "INFO"}) == ""
@@ -51,7 +51,7 @@ def test_one_that_is_as_wanted_stays(node):
 
 
 def test_what_counts_at_a_start_only_renews_it(node):
-    """And the rank has it from the start."""
+    """Variables that Python reads at its start replace the server, and the rank has them from its start."""
     assert agent.prepare_forking((), {}) == ""
     first = node.server
     environ = {"PYTHONHASHSEED": "7"}
@@ -66,7 +66,7 @@ def test_what_counts_at_a_start_only_renews_it(node):
 
 
 def test_preloaded_modules_are_there_and_new_when_their_file_is(node):
-    """More modules are imported by the server that is there; fewer, or another text, need a new one."""
+    """The running server imports further modules; fewer or changed modules need a new server."""
     environ = module(node, "slow_to_import", "WORD = 'old'")
     assert agent.prepare_forking(("colorsys",), environ) == ""
     first = node.server
@@ -92,7 +92,7 @@ def test_preloaded_modules_are_there_and_new_when_their_file_is(node):
     ids=["thread", "cuda", "exit"],
 )
 def test_what_makes_forking_unsafe_is_said_and_nothing_is_forked(node, text, why):
-    """Why is in the words of a person."""
+    """The reason is a sentence that users understand."""
     environ = module(node, "unsafe", text)
     said = agent.prepare_forking(("unsafe",), environ)
     assert re.search(why, said), said
@@ -102,7 +102,7 @@ def test_what_makes_forking_unsafe_is_said_and_nothing_is_forked(node, text, why
 
 
 def test_a_preload_that_was_mended_serves(node):
-    """Without any word from the user."""
+    """The corrected module is used without any action of the user."""
     environ = module(node, "unsafe", "1 / 0")
     assert "ZeroDivisionError" in agent.prepare_forking(("unsafe",), environ)
     module(node, "unsafe", "")
@@ -110,12 +110,12 @@ def test_a_preload_that_was_mended_serves(node):
 
 
 def test_another_interpreter_is_not_forked(node):
-    """PYTHON_EXEC is torchrun's variable for it."""
+    """torchrun's variable PYTHON_EXEC names another interpreter."""
     assert "/opt/other/python" in agent.prepare_forking((), {"PYTHON_EXEC": "/opt/other/python"})
 
 
 def test_each_generation_has_a_store_of_its_own(node):
-    """A restart finds nothing of the ranks before it, and their store is gone."""
+    """A restart finds no data of the earlier ranks, and their store is closed."""
     script = node.script(HELLO)
     node.start(script, nproc=2, max_restarts=1)
     (rank_1,) = [end for end in node.end_of_start()["ends"] if end["rank"] == 1]
@@ -132,13 +132,13 @@ def test_each_generation_has_a_store_of_its_own(node):
 
 
 def is_open(port):
-    """Whether anybody listens there."""
+    """Return whether a server listens on the port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def counts(node):
-    """What may leak: threads, files of both processes, processes, shared memory."""
+    """Return everything that may leak: threads, files of both processes, processes and shared memory."""
     server = node.server._process.pid
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
@@ -162,7 +162,7 @@ SHARING = """
 
 
 def test_fifty_launches_leave_nothing(node):
-    """No process, thread, file, zombie or shared memory, in the agent or its fork server."""
+    """No process, thread, file, zombie or shared memory remains in the agent or its fork server."""
     script = node.script(SHARING)
     assert agent.prepare_forking((), {}) == ""
     for _ in range(2):
@@ -183,7 +183,7 @@ def test_fifty_launches_leave_nothing(node):
 
 
 def test_semaphores_in_use_stay():
-    """They are mapped under a name that they do not have any more."""
+    """They are mapped under a name that has already been removed."""
     before = processes.list_shm_names()
     lock = multiprocessing.get_context("spawn").Lock()
     came = processes.list_shm_names() - before
@@ -193,7 +193,7 @@ def test_semaphores_in_use_stay():
 
 
 def test_files_in_use_and_others_stay_in_shared_memory(tmp_path):
-    """Only what came, is known to be of such libraries, and nobody has open."""
+    """Only new files of known libraries that no process has open are removed."""
     (tmp_path / "torch_1_0").touch()
     before = processes.list_shm_names(tmp_path)
     for name in ("torch_2_0", "sem.mp-abc", "dataset.npy"):
@@ -215,12 +215,12 @@ def test_files_in_use_and_others_stay_in_shared_memory(tmp_path):
     ],
 )
 def test_the_number_of_threads_is_that_of_a_new_process(environ, has_mkl, number):
-    """As torch chooses it."""
+    """The number is the one that torch chooses."""
     assert child.choose_thread_count(environ, cores=6, has_mkl=has_mkl) == number
 
 
 def test_variables_that_count_at_a_start():
-    """Those of loaders, interpreters, thread pools and torch's own; not what is read later."""
+    """Variables of loaders, interpreters, thread pools and torch's start are selected; those read later are not."""
     late = {"NCCL_DEBUG": "1", "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}
     early = {"LD_PRELOAD": "x", "PYTHONHASHSEED": "1", "TORCH_LOGS": "dynamo", "OMP_PROC_BIND": "true", "LANG": "C"}
     assert client.select_start_variables(late | early) == early
@@ -241,7 +241,7 @@ def test_variables_that_count_at_a_start():
     ],
 )
 def test_the_containers_memory_is_read_from_either_version_of_cgroups(tmp_path, line, files, kills, limit):
-    """Where its own group is mounted at the root too."""
+    """A cgroup that is mounted at the root is found too."""
     (tmp_path / "cgroup").write_text(f"{line}\n")
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -262,5 +262,5 @@ def test_the_containers_memory_is_read_from_either_version_of_cgroups(tmp_path, 
     ],
 )
 def test_a_ranks_gpu_is_that_of_its_number(local_rank, visible, name):
-    """As CUDA_VISIBLE_DEVICES orders them."""
+    """CUDA_VISIBLE_DEVICES defines the order of GPUs."""
     assert choose_gpu(local_rank, [("GPU-a", "L40"), ("GPU-b", "H200")], visible) == name

@@ -1,4 +1,4 @@
-"""Whatever is sent to the broker, it answers as its own description says: schemathesis against a real broker."""
+"""The broker answers every request as its OpenAPI document describes: schemathesis against a real broker."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.core.parameters import ParameterLocation
 from schemathesis.generation import GenerationMode
 
-from gpuhub.broker.api import files, routes
+from gpuhub.broker.api import routes
 from gpuhub.broker.app import PREFIX
 from tests.support.broker.in_process import Setting, served_broker
 
-#: Requests for each operation that fit its description, and as many that do not.
+#: The number of valid requests for each operation, and of invalid ones.
 EXAMPLES = 16
-#: What stands for an id that exists.
+#: Path parameters, and the existing objects that replace their values.
 PATHS = {"lease_id": "lease", "job_id": "job", "reservation_id": "reservation"}
 
 
-@schemathesis.serializer(files.TAR)
+@schemathesis.serializer(routes.TAR)
 def send_as_it_is(_context: Any, value: Any) -> bytes:
-    """Whatever was drawn as a tar's content."""
+    """Send generated tar content unchanged."""
     return bytes(value.data) if hasattr(value, "data") else str(value).encode()
 
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A broker in a thread, and what there is: ids that the operations meet."""
+    """A broker in a thread, and ids of existing objects for the operations."""
     setting = Setting(Path(tmp_path_factory.mktemp("fuzz")))
     with served_broker(setting) as running:
 
@@ -51,18 +51,18 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def described(known: dict[str, str]) -> Any:
-    """The broker's own description of its API."""
+    """The OpenAPI document of the broker."""
     return schemathesis.openapi.from_url(f"{known['url']}/openapi.json")
 
 
 def has_parts(route: Any) -> bool:
-    """Whether anything of a request can be wrong."""
+    """Return whether any part of a request can be invalid."""
     return bool(route.dependant.path_params or route.dependant.query_params or route.dependant.body_params)
 
 
 CASES = [
     (method, route.path, mode)
-    for route in (*routes.api.routes, *files.api.routes)
+    for route in routes.api.routes
     for method in sorted(route.methods)
     for mode in GenerationMode
     if mode is GenerationMode.POSITIVE or has_parts(route)
@@ -73,7 +73,9 @@ CASES = [
 def test_every_answer_is_as_described(
     described: Any, known: dict[str, str], method: str, path: str, mode: GenerationMode
 ) -> None:
-    """No 5xx, every status and body as documented, what is wrong refused, and what is right not refused as wrong."""
+    """There is no 5xx, all responses are as documented, invalid requests are refused, and valid ones are not refused as
+    invalid.
+    """
     operation = described[f"{PREFIX}{path}"][method]
     checked = 0
 
@@ -103,18 +105,18 @@ def test_every_answer_is_as_described(
 
 
 def excluded(case: Any) -> list[str]:
-    """Checks that mean nothing for a request."""
-    # A request that fits the description may still be for more GPUs than there are: that is checked by its code.
+    """Return the checks that do not apply to a request."""
+    # A valid request may still ask for more GPUs than exist: its problem code shows that.
     names = ["positive_data_acceptance"]
     header = case.meta.components.get(ParameterLocation.HEADER)
     if header is not None and header.mode is GenerationMode.NEGATIVE:
-        # What may be wrong with it alone is its token, and it is sent with a right one.
+        # Only its token could be invalid, and it is sent with a valid one.
         names.append("negative_data_rejection")
     return names
 
 
 def meet_what_there_is(case: Any, known: dict[str, str]) -> None:
-    """Ids that exist in place of invented ones, now and then: most of what can go wrong lies behind them."""
+    """Replace some invented ids by existing ones, because most errors are only possible with those."""
     for name, value in case.path_parameters.items():
         if len(str(value)) % 3:
             case.path_parameters[name] = known[PATHS.get(name, "node")]

@@ -1,4 +1,4 @@
-"""Who may do what: the table of `rights` against the real application, and what is told of refusals."""
+"""Permissions: the table in `rights` against the real application, and the content of refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEASE = {"profile": "cpu"}
 CONTAINER = "c" * 12
 JOB = {"server": "other"}
 WINDOW = {"starts_at": "2126-01-01T08:00:00Z", "ends_at": "2126-01-01T09:00:00Z"}
-#: What is sent, where a route takes anything.
+#: Request bodies by route.
 BODIES: dict[str, Any] = {
     "POST /leases": LEASE,
     "POST /leases as ada": {**LEASE, "owner": "ada"},
@@ -42,7 +42,7 @@ BODIES: dict[str, Any] = {
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Setting:
-    """Ada's card has a time limit; the hub knows all callers."""
+    """A broker where ada's GPU has a time limit, and whose hub knows all callers."""
     profiles = [
         ProfileSettings(name="rtx5090", title="RTX 5090", gpu_model="RTX 5090", time_limit="8h"),
         ProfileSettings(name="cpu", title="No GPU", gpu_count=0),
@@ -57,7 +57,7 @@ _numbers = itertools.count(1)
 
 
 async def build_world(running: Running) -> dict[str, str]:
-    """What the routes' names stand for; what an earlier call ended is made anew."""
+    """Create the objects that the routes' parameters name, and replace those that an earlier call ended."""
     lease = await ask(running, "ada", profile="rtx5090")
     if lease["state"] == "granted":
         run_container(running, lease)
@@ -72,7 +72,7 @@ async def build_world(running: Running) -> dict[str, str]:
 
 
 def run_container(running: Running, lease: dict[str, Any]) -> None:
-    """The lease's container, without which it would end at the next look."""
+    """Run the lease's container, because the next probe would end the lease without it."""
     node = running.setting.nodes[lease["nodes"][0]]
     labels = {names.LABEL_KIND: "notebook", names.LABEL_LEASE: lease["id"], names.LABEL_EPOCH: str(lease["epoch"])}
     made = node.containers.pop(node.run_container(labels, name=lease["id"]))
@@ -83,7 +83,7 @@ NAMES = ("lease", "waiting", "job", "reservation")
 
 
 def make_body(route: str, body: Any) -> Any:
-    """Keys and run ids are another one's each time; so are reserved GPUs."""
+    """Return the body of a request; keys, run ids and reserved times are new each time."""
     number = next(_numbers)
     if route.startswith("POST /leases") and "profile" in (body or {}):
         return {**body, "key": f"m{number}", "server": f"s{number}"}
@@ -98,7 +98,7 @@ def make_body(route: str, body: Any) -> Any:
 
 
 async def call(running: Running, route: str, caller: str) -> tuple[int, Any, str]:
-    """Status, body and content type of a caller's request."""
+    """Return status, body and content type of the response to a caller's request."""
     method, path = route.split()[:2]
     token = None if caller == "nobody" else caller
     path = routes.API + path.format(**(await build_world(running) if "{" in path else {}))
@@ -115,14 +115,14 @@ async def call(running: Running, route: str, caller: str) -> tuple[int, Any, str
 
 
 def make_content(route: str) -> dict[str, Any]:
-    """As httpx takes it."""
+    """Return the body as arguments of httpx."""
     body = BODIES.get(route)
     return {"content": body} if isinstance(body, bytes) else {"json": make_body(route, body)}
 
 
 @pytest.mark.parametrize("route", MATRIX)
 async def test_every_route_for_every_caller(guarded: Setting, route: str) -> None:
-    """The whole row of the table; whoever is refused gets a problem document with a code."""
+    """The status of each cell matches the table, and refused callers get a problem document with a code."""
     found = {}
     async with asgi_broker(guarded) as running:
         for caller in (*STRANGERS, *CALLERS):
@@ -131,7 +131,7 @@ async def test_every_route_for_every_caller(guarded: Setting, route: str) -> Non
 
 
 async def test_public_routes_tell_nothing(guarded: Setting) -> None:
-    """They answer without a token, and know nobody's name."""
+    """They respond without a token and contain no user names."""
     async with asgi_broker(guarded) as running, running.client(None) as client:
         await build_world(running)
         answers = {route: await client.request(*route.split()) for route in PUBLIC}
@@ -140,7 +140,7 @@ async def test_public_routes_tell_nothing(guarded: Setting) -> None:
 
 
 async def test_who_is_refused_changes_nothing(guarded: Setting) -> None:
-    """After every refused call, leases, jobs, nodes and reservations are as they were."""
+    """After every refused request, leases, jobs, nodes and reservations are unchanged."""
     watched = ("/leases", "/jobs", "/nodes", "/reservations")
 
     async def look(running: Running) -> list[Any]:
@@ -170,7 +170,7 @@ def _without_readings(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_routes(router: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Method and path of everything that an application answers, WebSockets among them."""
+    """Return method and path of all routes of an application, including WebSockets."""
     found = []
     for route in router.routes:
         inner = getattr(route, "original_router", None)
@@ -183,7 +183,7 @@ def list_routes(router: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 async def test_every_route_of_the_application_is_in_the_table(guarded: Setting) -> None:
-    """A route added later without a row there is noticed, wherever it was added."""
+    """A new route without a row fails this test, wherever it was added."""
     async with asgi_broker(guarded) as running:
         app: FastAPI = running.app
         there = {f"{method} {_name(path)}" for method, path in list_routes(app, PREFIX)}
@@ -192,20 +192,20 @@ async def test_every_route_of_the_application_is_in_the_table(guarded: Setting) 
 
 
 def test_what_only_administrators_may_is_audited() -> None:
-    """Every such row of the table is one that the audit log tells of whoever it is about."""
+    """The audit log records each such route, whichever user it affects."""
     only_root = {route for route, row in MATRIX.items() if row.cells == ("N",) * 6 + ("Y",) * 2}
     assert {_name(route) for route in only_root} == {_name(action) for action in audit.PRIVILEGED}
 
 
 def test_the_documentation_shows_this_table() -> None:
-    """docs/rights.md has the table as it is checked here, and says what each caller is."""
+    """docs/rights.md has the same table, and explains each kind of caller."""
     text = DOCS.read_text(encoding="utf-8")
     assert render() in text, f"put this into {DOCS}:\n{render()}"
     assert [one for one, meaning in MEANINGS.items() if f"| {one} | {meaning} |" not in text] == []
 
 
 def _name(route: str) -> str:
-    """The route with the same words for the same things."""
+    """Return the route with the same parameter names for the same things."""
     for given, name in (
         ("{lease_id}", "{lease}"),
         ("{waiting}", "{lease}"),

@@ -37,7 +37,7 @@ def job(running: Running) -> str:
 
 
 def connect(running: Running, job: str, who: str | None = "ada", **asked: Any) -> websocket.WebSocket:
-    """A terminal; the library says where it comes from, as browsers do."""
+    """Open a terminal; the library sends an Origin header as browsers do."""
     url = f"{running.url.replace('http', 'ws', 1)}/api/v1/jobs/{job}/shell?{urlencode(asked)}"
     header = [] if who is None else [f"Authorization: token {who}"]
     return websocket.create_connection(url, header=header, timeout=20)
@@ -45,7 +45,7 @@ def connect(running: Running, job: str, who: str | None = "ada", **asked: Any) -
 
 @contextmanager
 def terminal_of(running: Running, job: str, **asked: Any) -> Iterator[websocket.WebSocket]:
-    """One that is closed afterwards, whatever the server did."""
+    """Open a terminal and close it afterwards, whatever the server did."""
     terminal = connect(running, job, **asked)
     try:
         yield terminal
@@ -54,7 +54,7 @@ def terminal_of(running: Running, job: str, **asked: Any) -> Iterator[websocket.
 
 
 def read_all(terminal: websocket.WebSocket) -> tuple[str, dict[str, Any]]:
-    """What it shows to its end, and its last word."""
+    """Return the complete output and the final message."""
     shown = b""
     while True:
         kind, data = terminal.recv_data()
@@ -79,7 +79,7 @@ def programs(running: Running) -> list[Any]:
     ("command", "code"), [("exit 3", 3), ("true", 0), ("kill -TERM $$", 143), ("no-such-thing", 127)]
 )
 def test_a_command_ends_with_its_exit_code(running: Running, job: str, command: str, code: int) -> None:
-    """As a shell tells it; then the connection is closed."""
+    """Exit codes are those of a shell, and the connection is closed afterwards."""
     with terminal_of(running, job, command=command) as terminal:
         assert read_all(terminal)[1] == {"exit": code}
         assert terminal.recv_data()[0] == websocket.ABNF.OPCODE_CLOSE
@@ -87,7 +87,7 @@ def test_a_command_ends_with_its_exit_code(running: Running, job: str, command: 
 
 
 def test_keys_reach_a_terminal_of_the_right_size(setting: Setting, running: Running, job: str) -> None:
-    """A login shell in the home, which may be resized; what it shows at its end is not lost."""
+    """A login shell in the home can be resized, and its last output is not lost."""
     with terminal_of(running, job, cols=97, rows=31) as terminal:
         terminal.send_binary(b"PS1=; stty size; pwd; echo sum-$((40+2)); shopt -q login_shell && echo a-$((1))-login\n")
         shown = read_until(terminal, "a-1-login\r\n")
@@ -105,7 +105,7 @@ def test_keys_reach_a_terminal_of_the_right_size(setting: Setting, running: Runn
 
 
 def test_keys_after_the_end_cost_nothing_of_what_is_still_to_be_shown(running: Running, job: str) -> None:
-    """A slow client types on while the shell has ended and much of its output is on its way."""
+    """A slow client continues to type after the shell has ended, while output is still being sent."""
     with terminal_of(running, job, command="seq 300000; exit 5") as terminal:
         shown = b""
         while True:
@@ -119,7 +119,7 @@ def test_keys_after_the_end_cost_nothing_of_what_is_still_to_be_shown(running: R
 
 
 def test_who_goes_away_ends_what_ran(tmp_path: Path, running: Running, job: str) -> None:
-    """Also what ignores that its terminal is gone, in the foreground and in the background."""
+    """Processes that ignore SIGHUP end too, in the foreground and in the background."""
     pids = tmp_path / "pids"
     stubborn = (
         f"trap '' HUP TERM; (trap '' HUP; echo $BASHPID >> {pids}; sleep 1000; sleep 1000) & echo $$ >> {pids}; cat"
@@ -141,7 +141,7 @@ def _lives(pid: int) -> bool:
 
 
 def test_two_terminals_are_the_most(running: Running, job: str) -> None:
-    """A third is refused until one is closed."""
+    """A third terminal is refused until one is closed."""
     with terminal_of(running, job) as first, terminal_of(running, job):
         with pytest.raises(websocket.WebSocketBadStatusException) as refused:
             connect(running, job)
@@ -167,7 +167,7 @@ def _opens(running: Running, job: str) -> bool:
      ("own-token", 403, "not-allowed")],
 )  # fmt: skip
 def test_it_is_for_its_owner_alone(running: Running, job: str, token: str | None, status: int, code: str) -> None:
-    """Administrators and services are refused; nobody else learns that there is such a job."""
+    """Administrators and services are refused; other users do not learn that the job exists."""
     with pytest.raises(websocket.WebSocketBadStatusException) as refused:
         connect(running, job, token)
     assert refused.value.status_code == status
@@ -176,14 +176,14 @@ def test_it_is_for_its_owner_alone(running: Running, job: str, token: str | None
 
 
 def test_a_token_in_the_address_is_none(running: Running, job: str) -> None:
-    """Addresses stand in logs."""
+    """A token in the URL is ignored, because URLs are logged."""
     with pytest.raises(websocket.WebSocketBadStatusException) as refused:
         connect(running, job, None, token="ada")
     assert refused.value.status_code == 401
 
 
 def test_only_a_running_worker_has_one(running: Running, job: str) -> None:
-    """Which run is said."""
+    """The error names the run."""
     with pytest.raises(websocket.WebSocketBadStatusException) as refused:
         connect(running, job, worker=1)
     detail = json.loads(refused.value.resp_body)["detail"]
@@ -196,7 +196,7 @@ def test_only_a_running_worker_has_one(running: Running, job: str) -> None:
 
 
 def test_pages_of_other_sites_are_refused() -> None:
-    """Whoever says where it comes from must come from here."""
+    """A request with an Origin header must come from this site."""
     check_origin(None, "hub.lan:8000")
     check_origin("https://hub.lan:8000", "hub.lan:8000")
     for origin in ("https://evil.lan", "https://hub.lan", "null", "https://hub.lan:8000.evil.lan"):
@@ -210,5 +210,5 @@ def test_pages_of_other_sites_are_refused() -> None:
      ('{"resize": [1, 2, 3]}', None), ("[]", None), ("", None), ('{"resize": [10000, 40]}', None)],
 )  # fmt: skip
 def test_sizes(text: str, size: tuple[int, int] | None) -> None:
-    """What is no size is no size."""
+    """Invalid sizes are ignored."""
     assert parse_resize(text) == size

@@ -1,4 +1,4 @@
-"""Couriers' lives: started when needed, on nodes that take work, and removed when nobody needs them."""
+"""Lifetime of couriers: started on demand on nodes that take work, and removed when idle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.clocks import AheadClock
 
 @pytest.fixture
 def clock() -> AheadClock:
-    """One that tests put forward."""
+    """A clock that tests advance."""
     return AheadClock()
 
 
@@ -32,7 +32,7 @@ def setting(tmp_path: Path, clock: AheadClock) -> Setting:
 
 
 def couriers(setting: Setting) -> dict[str, list[str]]:
-    """Owners of couriers by node."""
+    """Return the owners of couriers by node."""
     found = {
         name: [one["Labels"].get(names.LABEL_OWNER, "") for one in node.of_kind(names.KIND_COURIER)]
         for name, node in setting.nodes.items()
@@ -41,7 +41,7 @@ def couriers(setting: Setting) -> dict[str, list[str]]:
 
 
 async def send(running: Running, owner: str = "ada", status: int = 200) -> Any:
-    """One file."""
+    """Send one file."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         tar.addfile(tarfile.TarInfo("file"), io.BytesIO())
@@ -53,7 +53,7 @@ async def send(running: Running, owner: str = "ada", status: int = 200) -> Any:
 
 @asynccontextmanager
 async def with_courier(setting: Setting) -> AsyncIterator[tuple[Running, str]]:
-    """A broker with ada's courier, and where that is."""
+    """Yield a broker with ada's courier, and the courier's node."""
     async with asgi_broker(setting) as running:
         await send(running)
         (node,) = couriers(setting)
@@ -61,7 +61,7 @@ async def with_courier(setting: Setting) -> AsyncIterator[tuple[Running, str]]:
 
 
 async def test_one_serves_until_nobody_came_for_a_while(setting: Setting, clock: AheadClock) -> None:
-    """The same one for all that its owner does; it is no lease and in nobody's way."""
+    """One courier serves all requests of its owner; it is not a lease and blocks no GPU."""
     async with with_courier(setting) as (running, node):
         await send(running)
         await send(running)
@@ -80,7 +80,7 @@ async def test_one_serves_until_nobody_came_for_a_while(setting: Setting, clock:
 
 
 async def test_those_of_an_earlier_broker_are_removed(setting: Setting) -> None:
-    """It knows nothing of what goes on in them."""
+    """A new broker does not know what runs in them."""
     async with with_courier(setting):
         pass
     stranger = setting.nodes["rig3"].run_container({"gpuhub.instance": "other", names.LABEL_KIND: names.KIND_COURIER})
@@ -90,7 +90,7 @@ async def test_those_of_an_earlier_broker_are_removed(setting: Setting) -> None:
 
 
 async def test_a_drained_node_is_left(setting: Setting) -> None:
-    """The next file goes over another one."""
+    """The next file is sent through a courier on another node."""
     async with with_courier(setting) as (running, node):
         await post(running, "root", f"/nodes/{node}/drain", {"grace_s": 3600})
         await until(lambda: not couriers(setting), "it is removed")
@@ -99,7 +99,7 @@ async def test_a_drained_node_is_left(setting: Setting) -> None:
 
 
 async def test_one_that_vanished_is_started_anew(setting: Setting) -> None:
-    """Nobody notices: removed by hand, or ended with its machine."""
+    """Users do not notice that it was removed by hand or ended with its node."""
     async with with_courier(setting) as (running, node):
         setting.nodes[node].containers.clear()
         await send(running)
@@ -110,7 +110,7 @@ async def test_one_that_vanished_is_started_anew(setting: Setting) -> None:
 
 
 async def test_another_node_is_tried(setting: Setting) -> None:
-    """Where one cannot; where none can, the reason is told."""
+    """When a node cannot start a courier, another one does; when none can, the error has the reason."""
     async with asgi_broker(setting) as running:
         setting.couriers.failing = {
             "rig1": NodeUnreachable("node rig1: its Docker daemon cannot be reached"),

@@ -1,4 +1,4 @@
-"""Files, logs and states over the API: gpu-launch's own courier on simulated nodes, HTTP over a port."""
+"""Files, logs and status files over the API: gpu-launch's own courier on simulated nodes, HTTP over a port."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILES = "/api/v1/files"
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
-    """The practice closet's three nodes, simulated; a mebibyte may be sent or fetched at once."""
+    """The practice closet's three nodes, simulated, with a limit of 1 MiB for uploads and downloads."""
     return Setting(tmp_path, cluster=build_cluster(jobs=JobSettings(upload_limit="1M")))
 
 
@@ -40,7 +40,7 @@ def running(setting: Setting) -> Iterator[Running]:
 
 
 def tar_of(files: dict[str, bytes], *members: tarfile.TarInfo) -> bytes:
-    """A tar with these files, and further members."""
+    """Return a tar archive with these files and further members."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name, content in files.items():
@@ -53,7 +53,7 @@ def tar_of(files: dict[str, bytes], *members: tarfile.TarInfo) -> bytes:
 
 
 def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
-    """A member that is no plain file."""
+    """Return a member that is not a regular file."""
     entry = tarfile.TarInfo(name)
     entry.type, entry.linkname = kind, target
     return entry
@@ -97,7 +97,7 @@ def run_folder(setting: Setting) -> Path:
 
 @pytest.mark.parametrize("packed", [bytes, gzip.compress], ids=["plain", "gzip"])
 def test_what_is_sent_can_be_fetched(setting: Setting, running: Running, packed: Any) -> None:
-    """Folders on the way are the user's alone; of what is fetched, its own name comes first."""
+    """New parent folders belong to the user; a fetched archive begins with the name of the requested path."""
     sent = {"train.py": b"print(1)\n", "data/numbers": os.urandom(300_000), "a name\nwith 'quotes'": b""}
     answer = put(running, "work/train", packed(tar_of(sent, special("latest", tarfile.SYMTYPE, "data"))))
     assert (answer.status_code, answer.json()) == (200, {"files": 4, "bytes": 300_009})
@@ -112,7 +112,7 @@ def test_what_is_sent_can_be_fetched(setting: Setting, running: Running, packed:
 
 
 def test_every_user_has_their_own_home(setting: Setting, running: Running) -> None:
-    """What ben names is ben's."""
+    """A path of ben's is in ben's home."""
     put(running, "work", tar_of({"secret": b"ada's"}))
     answer = get(running, "work/secret", "ben")
     assert (answer.status_code, answer.json()["code"]) == (404, "not-found")
@@ -135,7 +135,7 @@ def test_every_user_has_their_own_home(setting: Setting, running: Running) -> No
     ids=lambda member: f"{member.name} {member.type.decode()}",
 )
 def test_members_that_lead_elsewhere_are_refused(setting: Setting, running: Running, member: tarfile.TarInfo) -> None:
-    """With the reason; nothing is written outside the folder."""
+    """The error has the reason, and nothing is written outside the folder."""
     (setting.home("ada") / "outside").write_text("mine")
     answer = put(running, "work", tar_of({}, member))
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request")
@@ -146,14 +146,14 @@ def test_members_that_lead_elsewhere_are_refused(setting: Setting, running: Runn
 
 @pytest.mark.parametrize("path", ["../ben", "/etc", "a/../../b", "nul\0"])
 def test_paths_that_lead_elsewhere_are_refused(running: Running, path: str) -> None:
-    """Before a courier is asked."""
+    """They are refused before a courier is started."""
     for answer in (put(running, path, tar_of({})), get(running, path)):
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request")
     assert running.setting.couriers.specs == []
 
 
 def test_a_link_out_of_the_home_is_not_followed(setting: Setting, running: Running) -> None:
-    """Wherever a user's own link leads, gpuhub reads and writes in the home."""
+    """gpuhub reads and writes only in the home, wherever a user's link points."""
     (setting.home("ada") / "elsewhere").symlink_to("/etc")
     for answer in (put(running, "elsewhere/x", tar_of({})), get(running, "elsewhere/passwd")):
         assert (answer.status_code, answer.json()["detail"].endswith("this leads out of the home")) == (422, True)
@@ -161,7 +161,7 @@ def test_a_link_out_of_the_home_is_not_followed(setting: Setting, running: Runni
 
 
 def test_a_command_in_a_path_is_a_path(setting: Setting, running: Running) -> None:
-    """No shell is between: what looks like an option or a command is a name."""
+    """No shell is involved: options and commands in a path are part of the name."""
     for name in ("--limit=9", "-h", "$(touch x); `touch y`", "a b"):
         assert put(running, name, tar_of({"f": b"1"})).status_code == 200
         assert names_in(get(running, f"{name}/f")) == {"f": b"1"}
@@ -174,14 +174,14 @@ def test_a_command_in_a_path_is_a_path(setting: Setting, running: Running) -> No
     ids=["empty", "no tar", "cut tar", "cut gzip"],
 )
 def test_what_is_no_whole_tar_is_refused(running: Running, content: bytes) -> None:
-    """With the reason."""
+    """The error has the reason."""
     answer = put(running, "work", content)
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request")
     assert answer.json()["detail"].startswith("the upload is not a complete tar archive: ")
 
 
 def test_more_than_the_limit_is_refused_on_the_way(setting: Setting, running: Running) -> None:
-    """However large it says it is, and however small it is packed; the client reads why. Neither is it sent."""
+    """The declared size and compression make no difference; the client reads the reason. Downloads have the same limit."""
     noise = random.Random(1).randbytes(3 * 1024**2)
     packed = gzip.compress(tar_of({"zeros": bytes(3 * 1024**2)}))
     assert len(packed) < 10_000
@@ -194,7 +194,7 @@ def test_more_than_the_limit_is_refused_on_the_way(setting: Setting, running: Ru
 
 
 def test_a_full_home_is_told(running: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As the system says it."""
+    """The error is the operating system's message."""
     shim = (
         f"import os; os.mkdir = lambda *_, **__: (_ for _ in ()).throw(OSError({errno.EDQUOT}, 'Disk quota exceeded'))"
     )
@@ -206,7 +206,7 @@ def test_a_full_home_is_told(running: Running, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_client_that_goes_away_ends_the_courier(running: Running) -> None:
-    """In the middle of sending; nothing of it is left running, and its place is free."""
+    """A client disconnects during an upload: no process is left, and the next transfer is accepted."""
 
     def half() -> Iterator[bytes]:
         yield tar_of({"a": b"1" * 600_000})[:300_000]
@@ -226,7 +226,7 @@ def _programs(running: Running) -> list[Any]:
 
 
 def test_a_stream_that_is_not_taken_waits(setting: Setting, tmp_path: Path) -> None:
-    """What is fetched slowly is neither gathered in the broker nor lost, and at most two are fetched at once."""
+    """A slow download is neither buffered in the broker nor lost, and at most two run at once."""
     setting.cluster = build_cluster(jobs=JobSettings(upload_limit="64M"))
     content = os.urandom(24 * 1024**2)
     (setting.home("ada") / "large").write_bytes(content)
@@ -254,7 +254,7 @@ def test_a_stream_that_is_not_taken_waits(setting: Setting, tmp_path: Path) -> N
 
 
 def test_logs_are_followed_to_the_end_of_the_job(setting: Setting, running: Running) -> None:
-    """From before it starts; what its last moment wrote is there too."""
+    """The stream begins before the job starts and includes the last output."""
     held = running.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"}).json()
     job = launch(running, nnodes=3)
     assert job["state"] == "waiting"
@@ -289,7 +289,9 @@ def test_logs_are_followed_to_the_end_of_the_job(setting: Setting, running: Runn
 
 
 def test_followers_that_go_away_leave_nothing(setting: Setting, running: Running) -> None:
-    """Four may follow, the fifth may not; when they are gone their couriers are, and others may follow."""
+    """Four streams may follow, and the fifth is refused; when they have ended, their couriers end and others may
+    follow.
+    """
     job = launch(running)
     headers = {"Authorization": "token ada"}
     url = f"{running.url}/api/v1/jobs/{job['id']}/logs"
@@ -307,7 +309,7 @@ def test_followers_that_go_away_leave_nothing(setting: Setting, running: Running
 
 
 def test_a_ranks_own_output_of_the_latest_start(setting: Setting, running: Running) -> None:
-    """Both streams; ranks are found by node."""
+    """Both streams of a rank can be read; ranks are found by node."""
     job = launch(running, nnodes=1)
     logs = run_folder(setting) / "logs"
     for start, text in (("node0", "old"), ("node0-restart1", "new")):
@@ -322,7 +324,7 @@ def test_a_ranks_own_output_of_the_latest_start(setting: Setting, running: Runni
 
 
 def test_the_state_is_told(setting: Setting, running: Running) -> None:
-    """As the job wrote it; before that there is none, and what is no JSON is no state."""
+    """The status is as the job wrote it; there is none before that, and invalid JSON is ignored."""
     job = launch(running)
     path = f"/api/v1/jobs/{job['id']}/state"
     missing = running.send("GET", path)
@@ -337,7 +339,7 @@ def test_the_state_is_told(setting: Setting, running: Running) -> None:
 
 
 def test_a_notebooks_job_has_its_output_there(running: Running) -> None:
-    """It is not followed for ever in vain."""
+    """Following it ends at once instead of never."""
     job = launch(running, detached=False)
     for tail in ("logs", "state"):
         answer = running.send("GET", f"/api/v1/jobs/{job['id']}/{tail}")

@@ -1,4 +1,4 @@
-"""Machines as they really are, whatever their Docker daemons say: the ground truth, and the ways to hurt it."""
+"""Machines with their physical state, which their Docker daemons may misreport, and the faults that tests inject."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.docker.simulated_nodes import SimulatedClient, SimulatedNode
 T = TypeVar("T")
 #: docker-py's limit for one call, seconds.
 CALL_LIMIT_S = 10.0
-#: Our own label on simulated containers: the GPUs, `,` between them.
+#: A label on simulated containers: their GPUs, separated by `,`.
 UUIDS = "uuids"
 
 
@@ -29,12 +29,12 @@ class Killed(BaseException):
 
 
 class Link(Enum):
-    """The way from the head node to a machine's daemon."""
+    """The connection from the head node to a machine's daemon."""
 
     UP = "up"
-    #: Refused at once.
+    #: Requests are refused at once.
     DOWN = "down"
-    #: Calls get no answer; what was sent is carried out when the daemon goes on.
+    #: Requests get no response; they are executed when the daemon continues.
     HUNG = "hung"
 
 
@@ -56,11 +56,11 @@ class Box:
 
     node: SimulatedNode
     link: Link = Link.UP
-    #: Containers that run and that the daemon no longer knows: its data was wiped.
+    #: Running containers that the daemon has forgotten, because its data was wiped.
     ghosts: list[dict[str, Any]] = field(default_factory=list)
-    #: What came in while the daemon hung.
+    #: Requests received while the daemon hung.
     backlog: list[Callable[[], None]] = field(default_factory=list)
-    #: The daemon was wiped since the machine's start.
+    #: Whether the daemon was wiped since the machine's start.
     is_wiped: bool = False
     missing: list[tuple[str, int]] = field(default_factory=list)
     _turn: int = 0
@@ -152,7 +152,7 @@ class BoxDaemons(DockerClients):
     async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False, mounting: bool = False) -> T:
         self._gate()
         answer: asyncio.Future[T] = self._virtual.create_future()
-        # Not in this task: a request that was sent is carried out even when its sender dies.
+        # In another task: a sent request is executed even if its sender dies.
         self._virtual.call_later(self._virtual.latency(), self._arrive, self._boxes[node], work, answer)
         try:
             async with asyncio.timeout(CALL_LIMIT_S):

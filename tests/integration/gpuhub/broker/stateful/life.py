@@ -1,4 +1,4 @@
-"""What a world is made of beside its machines: one process of the broker, its store, the hub, a worker's container."""
+"""The parts of a world next to its machines: a broker process, its store, the hub, and a worker's container."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Life:
 
     loop: VirtualLoop
     is_dead: bool = False
-    #: Outside steps until it dies; None: it lives on.
+    #: The number of external steps until it dies; None for never.
     steps_left: int | None = None
     store: Store | None = None
     app: FastAPI | None = None

@@ -1,4 +1,4 @@
-"""The rules: users, spawners, administrators, machines and the broker's death, in any order."""
+"""The rules of the random tests: users, spawners, administrators, machines and the broker's death, in any order."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OWNERS = st.sampled_from(("ada", "ben", "cleo"))
 SERVERS = st.sampled_from(("", "two"))
 NODES = st.sampled_from(tuple(CARDS))
 PROFILE_NAMES = st.sampled_from(tuple(profile.name for profile in PROFILES))
-#: Which of the things there are; taken modulo their number.
+#: The index of an object, modulo the number of objects.
 INDEX = st.integers(0, 7)
 STEPS = st.integers(0, 30)
-#: What a spawner does one after the other, and may do late or once more.
+#: The steps of a spawner in order; each may come late or again.
 NOTEBOOK_STEPS = ("ask_again", "create", "activate", "begin", "run")
 SHAPES = st.sampled_from(
     (
@@ -40,9 +40,9 @@ SHAPES = st.sampled_from(
         {"gpus": 5},
     )
 )
-#: Who watches a job: its notebook, nobody, or nobody ever.
+#: The client of a job: its notebook, none at the moment, or none at all (detached).
 WAYS = st.sampled_from(({}, {"batch": True}, {"detached": True}))
-#: How long a reboot takes at the least, seconds.
+#: The shortest duration of a reboot, seconds.
 OFF_S = 6.0
 
 
@@ -74,7 +74,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.people.notebooks)
     @rule(index=INDEX, step=st.sampled_from(NOTEBOOK_STEPS))
     def go_on(self, index: int, step: str) -> None:
-        """One step of any notebook, in its turn, late, or once more."""
+        """Run one step of any notebook: in order, late, or again."""
         getattr(self.people, step)(pick(self.people.notebooks, index))
 
     @precondition(lambda self: self.people.notebooks)
@@ -106,7 +106,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((0.005, 0.05, 1.0, 5.0, 20.0, 70.0)))
     def wait(self, seconds: float) -> None:
-        """Whoever keeps the processes running starts a dead broker within seconds."""
+        """Let time pass; after 5 s the supervisor restarts a dead broker."""
         self.world.advance(seconds)
         if seconds >= 5 and not self.world.is_alive:
             self.world.start()
@@ -115,7 +115,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def clock_jumps(self, jump: float) -> None:
         self.world.skew += jump
         if not self.world.is_alive:
-            # Between two runs a jump is not noticed: see `gpuhub.domain.clock`.
+            # The broker does not notice a jump while it does not run: see `gpuhub.domain.clock`.
             for notebook in self.people.notebooks:
                 notebook.excuses.add("the clock was set while no broker ran")
 

@@ -1,4 +1,4 @@
-"""What users, their spawners and an administrator do, step by step, so that each step can come late, twice, or never."""
+"""Actions of users, their spawners and an administrator, in steps that can come late, twice, or never."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Notebook:
     lease: str | None = None
     node: str = ""
     container: str = ""
-    #: The broker agreed to the activation: the container may be started, however late.
+    #: The broker has accepted the activation: the container may be started, however late.
     may_start: bool = False
     is_started: bool = False
-    #: Why its end would be no fault of gpuhub; empty: it must live on.
+    #: Reasons why its end would not be gpuhub's fault; if empty, it must keep running.
     excuses: set[str] = field(default_factory=set)
 
 
@@ -51,9 +51,9 @@ class People:
     world: World
     notebooks: list[Notebook] = field(default_factory=list)
     jobs: list[JobView] = field(default_factory=list)
-    #: Leases that an administrator forced: whatever runs of them is excused.
+    #: Leases that an administrator forced: their containers are excused.
     forced: set[str] = field(default_factory=set)
-    #: What a request with each key was answered with, to be the same for ever.
+    #: The lease that each key's first request got; it must never change.
     answers: dict[tuple[str, str], str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     _count: int = 0
@@ -65,7 +65,7 @@ class People:
         for other in self.notebooks:
             if (other.owner, other.server) == (owner, server) and "it was stopped" not in other.excuses:
                 self.stop(other)
-        # It was asked to stop the one before, and has done so.
+        # The hub was asked to stop the previous server, and has done so.
         self.world.hub.stops = [each for each in self.world.hub.stops if each != (owner, server)]
         self._count += 1
         notebook = Notebook(owner=owner, server=server, profile=profile, key=f"key-{self._count}")
@@ -104,7 +104,7 @@ class People:
                 **({} if lease.slurm_job is None else {names.LABEL_SLURM_JOB: str(lease.slurm_job)}),
             },
         )
-        # As `launching.launch` does: a leftover of that name is removed.
+        # A leftover of that name is removed, as the product does.
         daemons = self.world.hub_daemons
         for other in self.notebooks:
             if other is not notebook and (other.owner, other.server) == (notebook.owner, notebook.server):
@@ -206,7 +206,7 @@ class People:
             daemons=self.world.hub_daemons,
             log=logging.getLogger("spawner"),
             http_timeout=30,
-            server=None,  # nobody waits for it here
+            server=None,  # its result is not awaited here
             _is_restored=is_restored,
             _is_watched=False,
             _log_name=notebook.owner,

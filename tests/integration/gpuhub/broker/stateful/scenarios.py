@@ -1,7 +1,7 @@
-"""Courses of events that are known to go wrong in systems like this one; each holds here, and fails where a trap is planted.
+"""Sequences of events that are known to break such systems; each passes here, and fails with a planted bug.
 
-The traps are those of the field: a hub that takes silence for an end, a lease that is freed by time or by hearsay, an
-intent that was not kept, one slow machine that holds up all others, a holder that slept through its own end.
+The bugs are typical: a hub that takes silence for an end, a lease that is freed by time or without proof, an intent that was
+not stored, one slow machine that delays all others, a lease holder that slept past its own end.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ SEATS = (("ada", ""), ("ada", "two"), ("ben", ""), ("ben", "two"), ("cleo", ""))
 
 
 def well(world: World, people: People) -> None:
-    """Nothing is wrong at this moment."""
+    """Check that no invariant is broken at this moment."""
     found = wrongs(world, people)
     assert not found, found
 
 
 def come_right(world: World, people: People) -> None:
-    """All is well when every fault is healed, and nothing is left when everybody has finished."""
+    """Check the invariants after every fault is healed, and that nothing is left after all users have finished."""
     found = settle(world, people, lambda: wrongs(world, people))
     assert not found, found
 
 
 def watch(world: World, people: People, seconds: float) -> None:
-    """Time passes, and nothing goes wrong at any moment of it."""
+    """Let time pass, and check the invariants repeatedly."""
     for _ in range(int(seconds / 2)):
         pass_time(world, people, 2)
         well(world, people)
 
 
 def fill(world: World, people: People, first: str = "any") -> list[Notebook]:
-    """Every GPU is in use, and one more user waits; the first notebook has the profile `first`."""
+    """Use every GPU and let one more user wait; the first notebook has the profile `first`."""
     made = [people.ask(*seat, first if number == 0 else "any") for number, seat in enumerate(SEATS)]
     world.advance(2)
     for notebook in made:
-        assert people.run(notebook), "a GPU each is there"
+        assert people.run(notebook), "every user gets a GPU"
     people.ask("cleo", "two", "any")
     world.advance(2)
     well(world, people)
@@ -49,7 +49,7 @@ def fill(world: World, people: People, first: str = "any") -> list[Notebook]:
 
 
 def a_time_limit_passes_while_the_node_is_cut_off(world: World, people: People) -> None:
-    """An end is no proof: what may still run keeps its GPU."""
+    """A time limit is not a proof: a container that may still run keeps its GPU."""
     notebook = fill(world, people, "short")[0]
     world.boxes[notebook.node].link = Link.DOWN
     watch(world, people, 120)
@@ -58,7 +58,7 @@ def a_time_limit_passes_while_the_node_is_cut_off(world: World, people: People) 
 
 
 def a_notebook_is_stopped_while_its_node_is_cut_off(world: World, people: People) -> None:
-    """The hub forgets the server; its container runs on, and so does the lease."""
+    """The hub forgets the server; its container and its lease continue."""
     notebook = fill(world, people)[0]
     world.boxes[notebook.node].link = Link.DOWN
     people.stop(notebook)
@@ -68,7 +68,7 @@ def a_notebook_is_stopped_while_its_node_is_cut_off(world: World, people: People
 
 
 def a_daemon_comes_back_with_empty_data(world: World, people: People) -> None:
-    """It lists nothing, and what ran still runs: only the machine's restart frees the GPU."""
+    """It lists no containers, but they still run: only a restart of the machine frees the GPU."""
     notebook = fill(world, people)[0]
     world.boxes[notebook.node].wipe()
     watch(world, people, 10)
@@ -168,7 +168,7 @@ def the_broker_dies_after_every_answer(world: World, people: People) -> None:
         world.kill()
         world.start()
         world.advance(6)
-        assert people.see(notebook) is not None, "a lease that was answered is there"
+        assert people.see(notebook) is not None, "a lease in a response was lost"
         assert people.run(notebook)
         world.kill()
         world.start()

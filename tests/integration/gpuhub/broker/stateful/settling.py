@@ -1,4 +1,4 @@
-"""When every fault is healed and time passes, all must come right: nothing leaked, nobody forgotten."""
+"""When every fault is healed and time passes, the state must become correct: nothing leaked, no request forgotten."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.integration.gpuhub.broker.stateful.slurm_system import PREFIX
 from tests.integration.gpuhub.broker.stateful.truth import running
 from tests.integration.gpuhub.broker.stateful.world import ADMIN, World
 
-#: Longer than any wait of the broker with the limits of `conftest`, seconds.
+#: Longer than any wait of the broker with the limits in `conftest`, seconds.
 SETTLE_S = 150.0
-#: Turns in which whoever was granted works and ends; each serves somebody.
+#: The number of rounds in which holders of grants work and end; each round serves some requests.
 TURNS = 60
 _ENDING = (LeaseState.RELEASING, LeaseState.QUARANTINED)
 
@@ -59,7 +59,7 @@ def pass_time(world: World, people: People, seconds: float) -> None:
 
 def finish(world: World, people: People) -> list[str]:
     """Everybody who waits is served in turn, works and ends; then nothing is left."""
-    # Also those whose client never got an answer.
+    # Also leases whose client never got a response.
     for job in list(world.core.ledger.snapshot.jobs):
         world.try_call(world.broker.stop_job(ADMIN, job))
     for _ in range(TURNS):

@@ -1,4 +1,4 @@
-"""The same rules with Slurm as the backend, and what Slurm, its administrators and other users do besides."""
+"""The same rules with Slurm as the backend, and actions of Slurm, its administrators and its other users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm beside the machines: its jobs start and end by themselves, and its Epilog cleans nodes as the real one does."""
+"""Slurm on the machines: its jobs start and end, and its Epilog cleans nodes as the real one does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INSTANCE = "ghtest"
 PREFIX = names.slurm_job_name(INSTANCE, "")
 TYPES = {"rig1": ("rtx5090", "rtx5090"), "rig2": ("rtx5070", "rtx5070"), "rig3": ("rtx5060",)}
 UIDS = {"ada": 61001, "ben": 61002, "cleo": 61003, "eve": 61004}
-#: Between two turns of slurmctld, seconds.
+#: The interval of slurmctld's scheduling, seconds.
 TURN_S = 0.25
 
 
@@ -56,7 +56,7 @@ class SlurmSystem(ScriptedSlurm):
         if self._run_epilog(job_id):
             super().clean(job_id)
             if job_id not in self.held and job_id in self.jobs:
-                # Slurm tells the GPUs of jobs that have some.
+                # Slurm lists GPUs only for jobs that have some.
                 self.change(job_id, gpus={})
 
     def requeue(self, job_id: int) -> None:
@@ -138,7 +138,7 @@ class _GatedSlurm:
         work = method(*args, **kwargs)
         result: Any = None
         try:
-            # Nothing in it waits.
+            # It contains no await that waits.
             work.send(None)
         except StopIteration as done:
             result = done.value

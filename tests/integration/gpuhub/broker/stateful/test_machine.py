@@ -1,4 +1,4 @@
-"""The real broker against the physical truth, under any order of use, faults and deaths."""
+"""The real broker against the physical state of machines, under any order of use, faults and kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each known trap, planted into the real code one at a time, is caught: a scenario that holds without it fails with it."""
+"""Known bugs, planted into the real code one at a time, are detected: a scenario that passes without one fails with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Scenario = Callable[[World, People], None]
 
 
 def expiry_frees(patch: Patch) -> None:
-    """The time limit is taken for a proof."""
+    """The time limit is taken for a proof that nothing runs."""
     real = lease_states.release
 
     def release(lease: Any, reason: str, now: float) -> Any:
@@ -45,13 +45,13 @@ def expiry_frees(patch: Patch) -> None:
 
 
 def hub_state_frees(patch: Patch) -> None:
-    """What the hub says is over is taken for gone."""
+    """A server that the hub reports as stopped is taken for gone."""
     real = lease_states.release
     patch.setattr(lease_states, "release", lambda lease, reason, now: _freed(real(lease, reason, now), now))
 
 
 def unreachable_is_gone(patch: Patch) -> None:
-    """A node that cannot be reached is taken for one that lists nothing."""
+    """An unreachable node is taken for one that lists no containers."""
     real = node_controller.NodeProbe.list_containers
 
     async def list_containers(self: Any, node: str) -> Any:
@@ -74,7 +74,7 @@ def unreachable_is_gone(patch: Patch) -> None:
 
 
 def a_wiped_daemon_is_believed(patch: Patch) -> None:
-    """Whichever daemon answers, its list is a proof."""
+    """The list of any daemon is taken for a proof."""
     patch.setattr(reconcile, "explain_missing_proof", lambda lease, listing: None)
 
 
@@ -89,7 +89,7 @@ def stale_epochs_are_accepted(patch: Patch) -> None:
 
 
 def a_worker_is_started_twice(patch: Patch) -> None:
-    """Nothing in the name of a worker's container keeps a second one from being made."""
+    """The name of a worker's container does not prevent a second one."""
     real, count = names.worker_container_name, itertools.count()
     patch.setattr(names, "worker_container_name", lambda *of: f"{real(*of)}-{next(count)}")
 
@@ -102,7 +102,7 @@ def keys_are_forgotten(patch: Patch) -> None:
 
 
 def silence_is_an_end(patch: Patch) -> None:
-    """A server that cannot be polled is taken for one that does not run, as JupyterHub itself does at a restart."""
+    """A server that cannot be polled is taken for one that has stopped, as JupyterHub does at a restart."""
 
     async def poll(self: Any) -> int | None:
         try:
@@ -115,7 +115,7 @@ def silence_is_an_end(patch: Patch) -> None:
 
 
 def intent_is_kept_later(patch: Patch) -> None:
-    """What is answered is written with the next change."""
+    """A change is stored only with the next change, after its response was sent."""
     real, waiting = Store.save, []
 
     def save(self: Store, changes: Any) -> None:
@@ -127,13 +127,13 @@ def intent_is_kept_later(patch: Patch) -> None:
 
 
 def strangers_are_left_alone(patch: Patch) -> None:
-    """Containers of leases that nobody knows are no business of the reconciler."""
+    """The reconciler ignores containers of unknown leases."""
     real = reconcile._explain_foreign
     patch.setattr(reconcile, "_explain_foreign", lambda one, node, lease, job: lease and real(one, node, lease, job))
 
 
 def ended_leases_are_activated(patch: Patch) -> None:
-    """A holder that slept through its own end is let go on."""
+    """A lease holder that slept past its lease's end may continue."""
     real = BrokerOperations.activate
 
     async def activate(self: BrokerOperations, who: Any, lease_id: str, activation: Any) -> Any:
@@ -146,7 +146,7 @@ def ended_leases_are_activated(patch: Patch) -> None:
 
 
 def what_is_shed_is_free_at_once(patch: Patch) -> None:
-    """An elastic job's GPUs are given on when it was told to give them back."""
+    """GPUs of an elastic job are granted again as soon as it was asked to release them."""
     real = lease_states.shrink
 
     def shrink(lease: Any, nodes: Any, now: float) -> Any:
@@ -213,7 +213,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     indirect=["world"],
 )
 def test_it_holds(world: World, scenario: Scenario) -> None:
-    """The product as it is."""
+    """The scenario passes with the unchanged product."""
     scenario(world, People(world))
     assert world.is_alive
 
@@ -230,14 +230,14 @@ def test_it_holds(world: World, scenario: Scenario) -> None:
 def test_a_planted_trap_is_caught(
     world: World, trap: Callable[[Patch], None], scenario: Scenario, monkeypatch: Patch
 ) -> None:
-    """The same course of events with one bug."""
+    """The same scenario fails with one bug."""
     trap(monkeypatch)
     with pytest.raises(AssertionError):
         scenario(world, People(world))
 
 
 class _Hanging:
-    """A daemon's client; the first node's answers only when it is let go."""
+    """A daemon's client; the first node's client responds only when it is released."""
 
     def __init__(self, node: str, go_on: threading.Event) -> None:
         self._node = node
@@ -259,7 +259,7 @@ async def _ask_beside_a_hung_node(folder: Path, patch: Patch, *, deadline_s: flo
     daemons = DockerClients(build_cluster().nodes, instance="ghtest", run_dir=folder)
     hung = [asyncio.ensure_future(daemons.call("rig1", "info")) for _ in range(8)]
     try:
-        await asyncio.sleep(0)  # they are under way
+        await asyncio.sleep(0)  # the calls have begun
         async with asyncio.timeout(deadline_s):
             return bool(await daemons.call("rig2", "info") == {"ID": "rig2"})
     except TimeoutError:
@@ -271,12 +271,12 @@ async def _ask_beside_a_hung_node(folder: Path, patch: Patch, *, deadline_s: flo
 
 
 async def test_a_hung_node_holds_up_nobody_else(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Eight calls hang on one node; another one answers."""
+    """While eight calls to one node hang, another node answers."""
     assert await _ask_beside_a_hung_node(tmp_path, monkeypatch, deadline_s=30)
 
 
 async def test_one_thread_for_all_nodes_is_caught(tmp_path: Path, monkeypatch: Patch) -> None:
-    """As DockerSpawner has it: the same course of events finds it."""
+    """The same scenario fails with one thread for all nodes, as in DockerSpawner."""
     shared = ThreadPoolExecutor(1)
     monkeypatch.setattr(daemons_module, "ThreadPoolExecutor", lambda *_args, **_kwargs: shared)
     assert not await _ask_beside_a_hung_node(tmp_path, monkeypatch, deadline_s=3)

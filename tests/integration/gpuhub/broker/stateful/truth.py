@@ -1,4 +1,4 @@
-"""What must hold at every moment, whatever happened: the physical truth against the broker's tables."""
+"""Invariants that must hold at every moment: the physical state of machines against the broker's tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOLDING = frozenset({LeaseState.GRANTED, LeaseState.ACTIVE, LeaseState.RELEASIN
 
 
 def wrongs(world: World, people: People) -> list[str]:
-    """Everything that is wrong at this moment; empty when all is well."""
+    """Return all violations at this moment."""
     stored = read_leases(world)
     found = [*people.wrong, *world.faults, *_doubled(world, stored, people.forced)]
     found += _unproven(world, stored, people.forced)
@@ -36,7 +36,7 @@ def wrongs(world: World, people: People) -> list[str]:
 
 
 def _ended_with_notebooks(world: World) -> list[str]:
-    """Detached jobs that ended because a notebook did, or reported no more."""
+    """Return detached jobs that ended with a notebook or because a client stopped reporting."""
     if not (world.folder / "broker.sqlite").exists():
         return []
     with closing(sqlite3.connect(world.folder / "broker.sqlite")) as raw:
@@ -45,13 +45,13 @@ def _ended_with_notebooks(world: World) -> list[str]:
 
 
 def running(world: World) -> Iterator[Running]:
-    """Every container with a lease that really runs anywhere."""
+    """Yield every running container that has a lease."""
     for box in world.boxes.values():
         yield from box.running()
 
 
 def read_leases(world: World) -> dict[str, tuple[str, dict[str, tuple[int, int]]]]:
-    """From the file: lease → state, and share and part of each GPU it holds."""
+    """Return from the file: lease → state, and share and part of each GPU that it holds."""
     if not (world.folder / "broker.sqlite").exists():
         return {}
     with closing(sqlite3.connect(world.folder / "broker.sqlite")) as raw:
@@ -63,7 +63,7 @@ def read_leases(world: World) -> dict[str, tuple[str, dict[str, tuple[int, int]]
 
 
 def _doubled(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]], forced: set[str]) -> list[str]:
-    """A GPU that two leases use, or that is given while an earlier holder still runs."""
+    """Return GPUs that two leases use, or that are granted while an earlier holder still runs."""
     found = []
     users: defaultdict[str, set[str]] = defaultdict(set)
     for container in running(world):
@@ -168,7 +168,7 @@ def _compare_scheduler(world: World) -> list[str]:
     now = core.clock.now()
     waiting = {row.id for row in leases if row.state is LeaseState.REQUESTED}
     found = []
-    # Other users' jobs have places in Slurm's queue.
+    # Other users' jobs have positions in Slurm's queue.
     if {one for one in core.scheduler.order_requests(now) if not one.startswith("slurm-")} != waiting:
         found.append(f"the scheduler's queue {core.scheduler.order_requests(now)} is not {sorted(waiting)}")
     counted: defaultdict[str, int] = defaultdict(int)

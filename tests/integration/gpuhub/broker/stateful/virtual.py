@@ -1,4 +1,4 @@
-"""Time that passes only when nothing else is to be done: an event loop without threads and without waiting."""
+"""Virtual time: an event loop without threads, whose clock advances only when nothing else is ready to run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _SkippingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-
         found = super().select(0)
         if not found:
             assert timeout is not None, "everything waits for something that never comes"
-            # A little more than asked for, so that rounding never leaves a timer just short of due.
+            # Slightly more than requested, so that rounding never stops just before a timer.
             self.skip(timeout + 1e-6 if timeout > 0 else 0.0)
         return found
 

@@ -1,7 +1,7 @@
-"""The real broker on a real SQLite file and simulated machines, with its users, its hub, and its deaths.
+"""The real broker on a real SQLite file and simulated machines, with users, a hub, and kills.
 
-Every await in the broker is a moment where others act and where it can die: its outside steps (calls to daemons,
-commits) take virtual time, and `World.die_after` kills it between any two of them.
+Other actors run, and the broker can die, at every await of the broker: its external steps (calls to daemons, commits) take
+virtual time, and `World.die_after` kills it between any two of them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def slurm_cluster() -> ClusterSettings:
 CLUSTERS = {"builtin": builtin_cluster, "slurm": slurm_cluster}
 SPAWNER = Identity(name="gpuhub-spawner", is_user=False, any_owner=True)
 ADMIN = Identity(name="root", is_admin=True)
-#: Between two signs of life of clients and spawners, seconds.
+#: The heartbeat interval of clients and spawners, seconds.
 BEAT_S = 5.0
 
 
@@ -85,17 +85,17 @@ class World:
     cluster: ClusterSettings = field(default_factory=builtin_cluster)
     boxes: dict[str, Box] = field(init=False)
     loop: VirtualLoop = field(init=False)
-    #: By how much somebody set the head node's clock, seconds.
+    #: The offset of the head node's clock, seconds.
     skew: float = 0.0
     life: Life = field(init=False)
     #: With Slurm as the backend.
     slurm: SlurmSystem | None = None
     hub: ModelHub = field(default_factory=ModelHub)
-    #: The hub's own view of the daemons: a process that never dies here.
+    #: The hub's clients of the daemons; the hub never dies here.
     hub_daemons: DockerClients = field(init=False)
-    #: Jobs whose client still reports, with their owners.
+    #: Jobs whose client still sends heartbeats, with their owners.
     attended: dict[str, str] = field(default_factory=dict)
-    #: Every call that failed in a way that no test expects.
+    #: Calls that failed in an unexpected way.
     faults: list[str] = field(default_factory=list)
     _patch: Any = field(init=False)
 
@@ -109,7 +109,7 @@ class World:
         if self.cluster.engine == "slurm":
             self.slurm = SlurmSystem(self.loop, self.boxes)
 
-        # Ids are drawn at random: a search that is to be repeated needs the same ones again.
+        # Ids are random: a repeated search needs the same ones.
         drawn = SimpleNamespace(token_hex=lambda size: f"{self.loop.chance.getrandbits(8 * size):0{2 * size}x}")
         self._patch = patch.object(models, "secrets", drawn)
         self._patch.start()
@@ -214,7 +214,7 @@ class World:
                     await asyncio.wait(others, timeout=5)
 
         async def leave() -> None:
-            # Nothing of this is done outside: the dead pass no gate. It only ends what waits for each other inside.
+            # This has no external effect, because a dead process passes no gate. It only ends tasks that wait for each other.
             with suppress(Killed):
                 await self.life.running.__aexit__(None, None, None)  # type: ignore[union-attr]
 
