@@ -1,4 +1,4 @@
-"""The broker's application, put together from its parts."""
+"""The broker's application, put together from its parts, and the process that serves it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Protocol
 
+import uvicorn
 from fastapi import FastAPI
 
 from gpuhub.backends.builtin import BuiltinBackend
 from gpuhub.backends.interface import WORKER_PATIENCE_S, SchedulingBackend
-from gpuhub.broker.api import files, problems, routes, terminal
+from gpuhub.backends.plugin import find_plugin
+from gpuhub.broker import audit
+from gpuhub.broker.api import problems, routes, terminal
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
 from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
 from gpuhub.broker.audit import AuditLog, AuditMiddleware
+from gpuhub.broker.controllers import loop
 from gpuhub.broker.controllers.backend_controller import BackendController, CoreHost
 from gpuhub.broker.controllers.deadlines import DeadlineController, UnprovenLeases
 from gpuhub.broker.controllers.node_controller import NodeController
 from gpuhub.broker.controllers.node_probe import EnsureFirewall, FirewallChecker
-from gpuhub.broker.controllers.servers import ServerApi, ServerRestarter
+from gpuhub.broker.controllers.servers import HubClient, ServerApi, ServerRestarter
 from gpuhub.broker.controllers.volume_gc import VolumeCollector
 from gpuhub.broker.controllers.worker_launcher import StartWorker, WorkerLauncher
 from gpuhub.broker.db.store import Store
@@ -34,19 +39,26 @@ from gpuhub.broker.state.core import BrokerState
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import Problem
 from gpuhub.common.errors import GpuhubError
+from gpuhub.common.paths import Paths
+from gpuhub.common.secrets import BROKER_TOKEN, read_secret
+from gpuhub.config import settings
+from gpuhub.config.head_address import build_hub_origin, find_head_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
+from gpuhub.docker.firewall_container import ensure_firewall
 from gpuhub.docker.networks import remove_idle_user_networks
+from gpuhub.docker.user_containers import start_courier, start_worker
 from gpuhub.domain.clock import Clock
 from gpuhub.nodes.inventory import GpuReading, build_inventory
+from gpuhub.tls import internal_certificates
 
 log = logging.getLogger(__name__)
 
 PREFIX = "/services/broker"
 #: Between two looks for networks that nobody uses, seconds.
 NETWORKS_PERIOD_S = 30.0
-_STOP_TRIES = 3
-_RESTART_S = 1.0
+#: Long polls are cut short when the broker stops, seconds; their clients ask again.
+_SHUTDOWN_S = 2
 
 
 class HubApi(TokenChecker, ServerApi, Protocol):
@@ -88,7 +100,7 @@ def create_app(
 
     broker = BrokerOperations(core, backend)
     couriers = CourierPool(core=core, daemons=daemons, start=start_courier)
-    audit = AuditLog(clock)
+    audit_log = AuditLog(clock)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -116,16 +128,16 @@ def create_app(
             runs["networks"] = partial(_remove_networks, core, daemons)
         if capabilities.external_jobs:
             runs["backend controller"] = BackendController(core, backend).run
-        loops = [asyncio.ensure_future(_keep_running(what, run)) for what, run in runs.items()]
+        loops = [asyncio.ensure_future(loop.keep_running(what, run)) for what, run in runs.items()]
         try:
             yield
         finally:
-            await _stop(loops)
+            await loop.stop(loops)
             await launcher.close()
             await backend.close()
             await core.close()
             await hub.close()
-            audit.close()
+            audit_log.close()
 
     app = FastAPI(
         title="gpuhub broker",
@@ -141,11 +153,11 @@ def create_app(
     app.state.user_files = UserFiles(core, couriers)
     app.state.daemons = daemons
     app.state.hub_page = hub_page
-    for router in (routes.public, routes.api, files.api, terminal.api):
+    for router in (routes.public, routes.api, terminal.api):
         app.include_router(router, prefix=PREFIX)
     # The last one is the outermost.
     app.add_middleware(RequestSizeLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}))
-    app.add_middleware(AuditMiddleware, audit=audit, prefix=routes.API)
+    app.add_middleware(AuditMiddleware, audit=audit_log, prefix=routes.API)
     app.add_middleware(SecurityHeaders)
     problems.install(app)
     _document_problems(app)
@@ -169,27 +181,6 @@ class _Owners(Collection[str]):
 
     def __len__(self) -> int:
         return len(self._now())
-
-
-async def _keep_running(what: str, run: Callable[[], Awaitable[None]]) -> None:
-    """Run for ever: a loop that died silently would leave GPUs held."""
-    while True:
-        try:
-            await run()
-        except Exception:
-            log.exception("%s failed unexpectedly and is started again", what)
-        await asyncio.sleep(_RESTART_S)
-
-
-async def _stop(loops: list[asyncio.Task[None]]) -> None:
-    """Cancel loops; again where the cancellation got lost on its way, as in wait_for before Python 3.12."""
-    for _ in range(_STOP_TRIES):
-        for loop in loops:
-            loop.cancel()
-        _, alive = await asyncio.wait(loops, timeout=1)
-        if not alive:
-            return
-    log.warning("a loop of the broker does not stop; the broker ends without it")
 
 
 async def _remove_networks(core: BrokerState, daemons: DockerClients) -> None:
@@ -223,3 +214,57 @@ def _document_problems(app: FastAPI) -> None:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def run(cluster_file: Path, paths: Paths) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        SettingsError: cluster.toml is wrong.
+        SetupError: another broker runs, the token is missing, or the store or the address cannot be used.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Each long poll and each look at a node would be a line.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    cluster = settings.load(cluster_file)
+    address = find_head_address(cluster)
+    token = read_secret(paths, BROKER_TOKEN)
+    store = Store.open_file(paths.store)
+    daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
+    lines = audit.open_log(paths.log / "audit.log")
+    certificates = (
+        internal_certificates.CertificateStore(paths.internal_certificates) if cluster.has_internal_tls else None
+    )
+    hub = HubClient(
+        f"{build_hub_origin(cluster, address)}/hub/api",
+        token,
+        tls=None if certificates is None else certificates.build_hub_context(),
+    )
+    try:
+        app = create_app(
+            cluster=cluster,
+            store=store,
+            daemons=daemons,
+            hub=hub,
+            start_worker=partial(start_worker, daemons, cluster, paths),
+            start_courier=partial(start_courier, daemons, cluster, paths),
+            ensure_filter=partial(ensure_firewall, daemons, cluster, paths.instance),
+            backend=find_plugin(cluster).build(cluster, paths),
+            own_token=token,
+        )
+        uvicorn.run(
+            app,
+            host=address,
+            port=cluster.hub.broker_port,
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+            server_header=False,
+            # Who asks is told by a token alone: forwarded headers mean nothing here.
+            proxy_headers=False,
+            **({} if certificates is None else certificates.broker_options()),
+        )
+    finally:
+        daemons.close()
+        store.close()
+        lines.close()

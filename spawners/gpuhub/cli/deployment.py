@@ -136,9 +136,9 @@ def load_settings(file: Path, paths: Paths) -> ClusterSettings:
 @cluster_file_option
 def broker(paths: Paths, cluster_file: Path) -> None:
     """Run the broker in the foreground."""
-    from gpuhub.broker import main
+    from gpuhub.broker import app
 
-    main.run(cluster_file, paths)
+    app.run(cluster_file, paths)
 
 
 @click.command()

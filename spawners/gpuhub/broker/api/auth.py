@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from starlette.requests import HTTPConnection
+
 from gpuhub.broker import audit
 from gpuhub.broker_api.errors import HubUnreachable, NotKnown, TooManyRequests
 from gpuhub.common import names
@@ -108,6 +110,11 @@ class TokenChecker(Protocol):
             HubUnreachable: the hub does not answer.
         """
         ...
+
+
+def client_address(connection: HTTPConnection) -> str:
+    """Return the address of the client, which is the proxy's for requests through it; headers do not count."""
+    return connection.client.host if connection.client is not None else ""
 
 
 def parse_identity(model: Mapping[str, Any]) -> Identity:

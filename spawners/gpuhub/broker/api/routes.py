@@ -1,14 +1,23 @@
-"""Routes of leases, jobs, the cluster and administration; files and terminals have their own modules."""
+"""HTTP routes of leases, jobs, files, the cluster and administration; terminals have their own module.
+
+Owners alone reach their files, logs and job states.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from fastapi.responses import RedirectResponse
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import RedirectResponse, StreamingResponse
+from fastapi.security import APIKeyHeader
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
-from gpuhub.broker.api.dependencies import Caller, Operations, ResourceId, identify, refuse_unknown_query
+from gpuhub.broker.api.auth import Authenticator, client_address
 from gpuhub.broker.api.problems import document_problems
+from gpuhub.broker.files.user_files import FileStream, UserFiles
+from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ArrayRequest,
@@ -25,17 +34,63 @@ from gpuhub.broker_api.schemas import (
     PendingReasonView,
     ReservationRequest,
     ReservationView,
+    UploadResult,
     UsageView,
     UserName,
 )
+from gpuhub.domain.models import Identity
 
+#: Path prefix of every route that needs a token.
+API = "/api/v1"
 #: Maximum wait of a long poll, seconds.
 MAX_WAIT_S = 30.0
 #: Maximum number of events in one answer.
 MAX_EVENTS = 1000
-#: Largest integer of a database column.
+#: Largest integer of a database column, and of a file's size.
 _MAX_INT = 2**63 - 1
+TAR = "application/x-tar"
 
+_header = APIKeyHeader(
+    name="Authorization", auto_error=False, description="`token …` with a token of the hub", scheme_name="hub token"
+)
+
+
+# -- dependencies and parameters --------------------------------------------------------------------------------------
+
+
+async def identify(request: Request, authorization: Annotated[str | None, Depends(_header)]) -> Identity:
+    """Return the caller of a request."""
+    authenticator = cast("Authenticator", request.app.state.authenticator)
+    return await authenticator.identify(authorization, client_address(request))
+
+
+async def get_broker(request: Request) -> BrokerOperations:
+    """Return the app's operations; async, since FastAPI runs other dependencies in a thread."""
+    return cast("BrokerOperations", request.app.state.broker)
+
+
+async def get_user_files(request: Request) -> UserFiles:
+    """Return the app's user files."""
+    return cast("UserFiles", request.app.state.user_files)
+
+
+async def refuse_unknown_query(request: Request) -> None:
+    """Refuse query parameters that the route does not have, like unknown fields of bodies.
+
+    Raises:
+        RequestValidationError: names the first of them.
+    """
+    known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
+    unknown = [name for name in request.query_params if name not in known]
+    if unknown:
+        text = f"there is no such parameter; valid here: {', '.join(sorted(known)) or 'none'}"
+        raise RequestValidationError([{"loc": ("query", unknown[0][:64]), "msg": text}])
+
+
+Caller = Annotated[Identity, Depends(identify)]
+Operations = Annotated[BrokerOperations, Depends(get_broker)]
+Files = Annotated[UserFiles, Depends(get_user_files)]
+ResourceId = Annotated[str, Path(max_length=64)]
 WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Maximum wait for a change, seconds")]
 Version = Annotated[int | None, Query(ge=0, le=_MAX_INT, description="Answer at once if the current version differs")]
 After = Annotated[int | None, Query(ge=0, le=_MAX_INT, description="Only events after this `seq`")]
@@ -50,10 +105,10 @@ State = Annotated[LeaseState | None, Query(description="Only those in this state
 OnNode = Annotated[str | None, Query(max_length=64, description="Only those with containers on this node")]
 Ended = Annotated[bool, Query(description="Also jobs that ended within `[jobs] remember`; newest first, at most 200")]
 Node = Annotated[str, Path(max_length=64)]
-
-
-#: Path prefix of every route that needs a token.
-API = "/api/v1"
+RelativePath = Annotated[str, Query(max_length=1024, description="Path relative to the home, such as `work/train.py`")]
+Offset = Annotated[int, Query(ge=0, le=_MAX_INT, description="First byte of the answer")]
+Rank = Annotated[int | None, Query(ge=0, le=65535, description="Only the output of this rank, from the latest start")]
+Follow = Annotated[bool, Query(description="Continue until the job has ended")]
 
 public = APIRouter()
 api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)])
@@ -246,3 +301,69 @@ async def post_reservation(body: ReservationRequest, caller: Caller, broker: Ope
 async def delete_reservation(reservation_id: ResourceId, caller: Caller, broker: Operations) -> None:
     """Cancel a reservation. Administrators only."""
     await broker.cancel_reservation(caller, reservation_id)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+class FileStreamResponse(StreamingResponse):
+    """A response that sends a stream until its end, and closes it when the client disconnects."""
+
+    def __init__(self, stream: FileStream, media_type: str) -> None:
+        super().__init__(stream.parts, media_type=media_type, headers={"X-Content-Type-Options": "nosniff"})
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._stream.close()
+
+
+@api.put(
+    "/files",
+    tags=["files"],
+    response_model=UploadResult,
+    responses=document_problems(413, 422, 429, 500, 507),
+    openapi_extra={
+        "requestBody": {"required": True, "content": {TAR: {"schema": {"type": "string", "format": "binary"}}}}
+    },
+)
+async def put_files(path: RelativePath, caller: Caller, files: Files, request: Request) -> Any:
+    """Unpack a tar, with or without gzip, below a folder of the caller's home; a missing folder is created."""
+    try:
+        return await files.upload(caller, path, request.stream())
+    except ClientDisconnect:
+        return Response(status_code=422)  # the client has disconnected
+
+
+@api.get(
+    "/files",
+    tags=["files"],
+    response_class=Response,
+    responses={200: {"content": {TAR: {}}}, **document_problems(404, 413, 422, 429, 500)},
+)
+async def get_files(path: RelativePath, caller: Caller, files: Files) -> Response:
+    """Return a file or folder of the caller's home as a tar, with names relative to its parent folder."""
+    return FileStreamResponse(await files.download(caller, path), TAR)
+
+
+@api.get(
+    "/jobs/{job_id}/logs",
+    tags=["files"],
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}}}, **document_problems(404, 409, 422, 429, 500)},
+)
+async def get_logs(
+    job_id: ResourceId, caller: Caller, files: Files, *, offset: Offset = 0, rank: Rank = None, follow: Follow = False
+) -> Response:
+    """Return the output of one of the caller's detached jobs."""
+    return FileStreamResponse(
+        await files.read_logs(caller, job_id, offset=offset, rank=rank, follow=follow), "text/plain"
+    )
+
+
+@api.get("/jobs/{job_id}/state", tags=["files"], responses=document_problems(404, 409, 422, 429, 500))
+async def get_state(job_id: ResourceId, caller: Caller, files: Files) -> Any:
+    """Return the status that one of the caller's detached jobs reported last."""
+    return await files.read_state(caller, job_id)

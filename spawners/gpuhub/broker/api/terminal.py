@@ -17,9 +17,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from gpuhub.broker.admission import access
 from gpuhub.broker.api import problems
-from gpuhub.broker.api.auth import Authenticator
-from gpuhub.broker.api.dependencies import client_address
-from gpuhub.broker.files.courier_protocol import CourierClient
+from gpuhub.broker.api.auth import Authenticator, client_address
+from gpuhub.broker.files.couriers import CourierClient
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker_api.schemas import WorkerState
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NodeUnreachable, NotAllowed

@@ -10,8 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from gpuhub.broker.admission import access
-from gpuhub.broker.files.courier_protocol import CourierClient
-from gpuhub.broker.files.couriers import CourierPool
+from gpuhub.broker.files.couriers import CourierClient, CourierPool
 from gpuhub.broker.state.core import BrokerState
 from gpuhub.broker_api.errors import SizeLimitExceeded
 from gpuhub.broker_api.schemas import UploadResult

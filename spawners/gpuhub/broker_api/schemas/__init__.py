@@ -2,18 +2,6 @@
 
 from __future__ import annotations
 
-from gpuhub.broker_api.schemas.base import (
-    GroupName,
-    ModelName,
-    RequestKey,
-    RunId,
-    ServerName,
-    Slug,
-    Text,
-    TimeLimit,
-    UserName,
-    WireModel,
-)
 from gpuhub.broker_api.schemas.cluster import (
     AccountHours,
     Capabilities,
@@ -49,12 +37,22 @@ from gpuhub.broker_api.schemas.leases import (
     ActivationRequest,
     ConstraintView,
     ExtensionRequest,
+    GroupName,
     LeasedGpuView,
     LeaseRequest,
     LeaseState,
     LeaseView,
+    ModelName,
     PendingReasonView,
     Purpose,
+    RequestKey,
+    RunId,
+    ServerName,
+    Slug,
+    Text,
+    TimeLimit,
+    UserName,
+    WireModel,
 )
 
 __all__ = [

@@ -10,8 +10,7 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, Field, StringConstraints
 
-from gpuhub.broker_api.schemas.base import GroupName, ModelName, Text, UserName, WireModel
-from gpuhub.broker_api.schemas.leases import Purpose
+from gpuhub.broker_api.schemas.leases import GroupName, ModelName, Purpose, Text, UserName, WireModel
 
 
 class GpuState(StrEnum):

@@ -8,8 +8,16 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from gpuhub.broker_api.schemas.base import ModelName, RunId, ServerName, Slug, TimeLimit, WireModel
-from gpuhub.broker_api.schemas.leases import LeasedGpuView, LeaseView
+from gpuhub.broker_api.schemas.leases import (
+    LeasedGpuView,
+    LeaseView,
+    ModelName,
+    RunId,
+    ServerName,
+    Slug,
+    TimeLimit,
+    WireModel,
+)
 
 
 class JobRequest(WireModel):

@@ -109,7 +109,7 @@ async def test_a_restarted_broker_goes_on_with_what_runs(setting: Setting, slurm
         slurm.start(job)
         await run_notebook(running, await reaches(running, f"/leases/{lease['id']}", "granted"))
     async with asgi_broker(setting) as running:
-        await until(lambda: slurm.kept.count(job) == 2, "the new broker has looked")
+        await until(lambda: slurm.kept.count(job) == 2, "the new broker has polled Slurm")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
         assert slurm.submitted == 1
 

@@ -25,7 +25,7 @@ UUIDS = "uuids"
 
 
 class Killed(BaseException):
-    """The broker's process is dead: this step of it never happens."""
+    """The broker's process is dead, so this step does not happen."""
 
 
 class Link(Enum):
@@ -71,7 +71,7 @@ class Box:
         return self.node.name
 
     def running(self) -> Iterator[Running]:
-        """Every container with GPUs or a lease that really runs, known to the daemon or not."""
+        """Yield every container with GPUs or a lease that really runs, whether or not the daemon knows it."""
         listed = [found for found in self.node.containers.values() if found["State"] in {"running", "paused"}]
         for found in (*listed, *self.ghosts):
             labels = found["Labels"]
@@ -86,14 +86,16 @@ class Box:
                 )
 
     def heal_link(self) -> None:
-        """The daemon answers; what came in meanwhile is carried out first."""
+        """Restore the link; requests received in the meantime are executed first."""
         self.link = Link.UP
         todo, self.backlog = self.backlog, []
         for effect in todo:
             effect()
 
     def reboot(self) -> None:
-        """Off, until the link heals: then a new boot id; nothing that ran runs, what the daemon knew it knows still."""
+        """Power off until the link heals: a new boot id, nothing runs any more, and the daemon still lists its
+        containers.
+        """
         self._turn += 1
         self.link = Link.DOWN
         self.ghosts.clear()
@@ -105,7 +107,7 @@ class Box:
                 found.update(State="exited", ExitCode=137)
 
     def wipe(self) -> None:
-        """The daemon comes back with empty data and a new id, the machine was never down: what ran still runs."""
+        """Restart the daemon with empty data and a new id; the machine was never down, so its containers still run."""
         self._turn += 1
         self.is_wiped = True
         self.backlog.clear()
@@ -116,18 +118,18 @@ class Box:
         self.node.containers.clear()
 
     def lose_gpu(self) -> None:
-        """The last GPU falls off the bus."""
+        """Let the last GPU fall off the bus."""
         if len(self.node.cards) > 1:
             self.missing.append(self.node.cards.pop())
 
     def restore_gpus(self) -> None:
-        """All GPUs are back."""
+        """Restore all GPUs."""
         while self.missing:
             self.node.cards.append(self.missing.pop())
 
 
 class BoxClient(SimulatedClient):
-    """The simulated client, with what adopting and naming a container asks for besides."""
+    """The simulated client, with the further methods that adopting and naming a container need."""
 
     def inspect_container(self, container: str) -> dict[str, Any]:
         found = self._named(container) or self._find(container)
@@ -139,7 +141,7 @@ class BoxClient(SimulatedClient):
 
 
 class BoxDaemons(DockerClients):
-    """The daemons as one process sees them. `gate` is passed before and after each step, and stops the dead."""
+    """The daemons as seen by one process. It passes `gate` before and after each step, which stops dead processes."""
 
     def __init__(
         self, cluster: ClusterSettings, boxes: dict[str, Box], folder: Path, loop: VirtualLoop, gate: Callable[[], None]

@@ -21,7 +21,7 @@ from tests.integration.gpuhub.broker.stateful.virtual import VirtualLoop
 
 @dataclass(slots=True)
 class Life:
-    """One process of the broker, from its start to its death."""
+    """One process of the broker, from start to death."""
 
     loop: VirtualLoop
     is_dead: bool = False
@@ -33,7 +33,7 @@ class Life:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def gate(self) -> None:
-        """Before and after each outside step."""
+        """Count an external step; raise when the process is dead."""
         if not self.is_dead and self.steps_left is not None:
             self.steps_left -= 1
             self.is_dead = self.steps_left < 0
@@ -44,7 +44,7 @@ class Life:
 
 
 class GatedStore:
-    """The store as a process sees it that may die before or after each of its calls."""
+    """The store of a process that may die before or after each call."""
 
     def __init__(self, store: Store, life: Life) -> None:
         self._store = store
@@ -66,7 +66,7 @@ class GatedStore:
 
 @dataclass(slots=True)
 class ModelHub:
-    """What the broker asks of the hub; done between two steps, as another process would."""
+    """Requests of the broker to the hub, executed between two steps as by another process."""
 
     stops: list[tuple[str, str]] = field(default_factory=list)
     starts: list[tuple[str, str, str]] = field(default_factory=list)
@@ -86,19 +86,19 @@ class ModelHub:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What `ensure_created` needs of a container's specification."""
+    """The part of a container's specification that `ensure_created` needs."""
 
     name: str
     labels: dict[str, str]
 
     def create(self, client: Any) -> str:
-        """Create it, and no more."""
+        """Create the container without starting it."""
         made = client.create_container(image="gpuhub/notebook:latest", name=self.name, labels=self.labels)
         return str(made["Id"])
 
 
 async def start_container(daemons: DockerClients, spec: WorkerSpec) -> str:
-    """A worker's container by the product's own steps, without the user's network and account."""
+    """Start a worker's container by the product's own steps, without the user's network and account."""
     made = Made(
         name=names.worker_container_name(spec.instance, spec.job_id, spec.index),
         labels={

@@ -47,7 +47,7 @@ OFF_S = 6.0
 
 
 class BrokerMachine(RuleBasedStateMachine):
-    """One world; `teardown` heals it and lets it come right."""
+    """The rules on one world; `teardown` heals it and checks that its state becomes correct."""
 
     backend = "builtin"
 
@@ -121,7 +121,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(steps=st.none() | STEPS)
     def broker(self, steps: int | None) -> None:
-        """It dies, at once or within some steps; a dead one is started, and may die within its first steps."""
+        """Kill the broker at once or after some steps; start a dead one, which may die within its first steps."""
         if not self.world.is_alive:
             self.world.start(steps)
         elif steps is None:
@@ -156,7 +156,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.people.notebooks)
     @rule(index=INDEX, node=NODES, epoch=st.integers(0, 2))
     def stale_container_appears(self, index: int, node: str, epoch: int) -> None:
-        """A forgotten process makes a container of an old grant, created and not started."""
+        """Let a forgotten process create a container of an old grant without starting it."""
         notebook = pick(self.people.notebooks, index)
         labels = {
             names.LABEL_KIND: names.KIND_NOTEBOOK,
@@ -227,5 +227,5 @@ class BrokerMachine(RuleBasedStateMachine):
 
 
 def pick(things: list[T], index: int) -> T:
-    """One of them."""
+    """Return one of the objects."""
     return things[index % len(things)]

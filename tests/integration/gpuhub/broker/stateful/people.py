@@ -61,7 +61,7 @@ class People:
     # -- notebooks ------------------------------------------------------------------------------------------------
 
     def ask(self, owner: str, server: str, profile: str) -> Notebook:
-        """A user starts a server; the hub stops one of that name that it knows of."""
+        """Start a server as a user; the hub stops a known server of the same name first."""
         for other in self.notebooks:
             if (other.owner, other.server) == (owner, server) and "it was stopped" not in other.excuses:
                 self.stop(other)
@@ -74,7 +74,7 @@ class People:
         return notebook
 
     def ask_again(self, notebook: Notebook) -> None:
-        """The request, or its repetition after no answer came."""
+        """Send the request, or repeat it after a lost response."""
         request = LeaseRequest(profile=notebook.profile, server=notebook.server, key=notebook.key, owner=notebook.owner)
         lease: LeaseView | None = self._call(lambda broker: broker.request_lease(SPAWNER, request))
         if lease is None:
@@ -85,13 +85,13 @@ class People:
         notebook.lease = lease.id
 
     def create(self, notebook: Notebook) -> None:
-        """The spawner makes the container of a lease that it saw granted; not started yet."""
+        """Create the container of a lease that the spawner saw granted, without starting it."""
         lease = self.see(notebook)
         if lease is not None and lease.nodes:
             self.create_for(notebook, lease)
 
     def create_for(self, notebook: Notebook, lease: LeaseView) -> None:
-        """As `create`, from what was seen of the lease some time ago."""
+        """Create the container as `create` does, from an old view of the lease."""
         made = Made(
             name=names.notebook_container_name("ghtest", notebook.owner, notebook.server),
             labels={
@@ -115,7 +115,7 @@ class People:
             notebook.may_start = notebook.is_started = False
 
     def activate(self, notebook: Notebook) -> None:
-        """The spawner tells the broker; only its answer allows the start."""
+        """Activate the lease; the spawner may start the container only after the response."""
         if not notebook.container or notebook.lease is None:
             return
         lease_id, container = notebook.lease, notebook.container
@@ -124,7 +124,7 @@ class People:
         notebook.may_start = answer is not None
 
     def begin(self, notebook: Notebook) -> None:
-        """The spawner starts the container; it may have slept since the broker agreed."""
+        """Start the container; the spawner may have slept since the activation."""
         if not notebook.may_start or notebook.is_started:
             return
         daemons = self.world.hub_daemons
@@ -136,14 +136,14 @@ class People:
         notebook.is_started = self.world.outside(start()) is True
 
     def run(self, notebook: Notebook) -> bool:
-        """All steps of a start at once; whether it runs."""
+        """Run all steps of a start, and return whether the container runs."""
         self.create(notebook)
         self.activate(notebook)
         self.begin(notebook)
         return notebook.is_started
 
     def end(self, notebook: Notebook) -> None:
-        """The notebook's program ends by itself."""
+        """End the notebook's program."""
         notebook.excuses.add("it ended by itself")
         box = self.world.boxes.get(notebook.node)
         if box is None:
@@ -153,7 +153,7 @@ class People:
             box.node.end_container(notebook.container)
 
     def stop(self, notebook: Notebook) -> None:
-        """The hub stops it: the container where the node answers, then the lease."""
+        """Stop the server as the hub does: the container if the node answers, then the lease."""
         notebook.excuses.add("it was stopped")
         if notebook.container:
             daemons = self.world.hub_daemons
@@ -165,7 +165,9 @@ class People:
             self._call(lambda broker: broker.release(SPAWNER, lease_id))
 
     def hub_polls(self, *, is_restored: bool) -> None:
-        """The hub, restarted or not, asks whether its servers run, by the spawner's own `poll`, and stops the dead."""
+        """Poll servers by the spawner's own `poll`, possibly after a restart of the hub, and stop those that have
+        ended.
+        """
         for notebook in self.notebooks:
             if notebook.is_started and "it was stopped" not in notebook.excuses:
                 code = self.world.outside(GpuDockerSpawner.poll(self._spawner(notebook, is_restored=is_restored)))
@@ -173,7 +175,7 @@ class People:
                     self._stop_dead(notebook)
 
     def hub_stops(self) -> None:
-        """What the broker asked the hub to stop."""
+        """Stop the servers that the broker asked the hub to stop."""
         todo, self.world.hub.stops = self.world.hub.stops, []
         for owner, server in todo:
             for notebook in self.notebooks:
@@ -181,7 +183,7 @@ class People:
                     self._stop_dead(notebook)
 
     def see(self, notebook: Notebook) -> LeaseView | None:
-        """What the broker says of the notebook's lease."""
+        """Return the broker's view of the notebook's lease."""
         lease_id = notebook.lease
         if lease_id is None:
             return None
@@ -189,13 +191,13 @@ class People:
         return lease
 
     def _stop_dead(self, notebook: Notebook) -> None:
-        """As the hub does, which adds no excuse: if it was alive, this is somebody's fault."""
+        """Stop a server as the hub does, without an excuse: if it was alive, this is a bug."""
         had = set(notebook.excuses)
         self.stop(notebook)
         notebook.excuses = had
 
     def _spawner(self, notebook: Notebook, *, is_restored: bool) -> Any:
-        """As much of a spawner as its `poll` uses."""
+        """Return the parts of a spawner that its `poll` uses."""
 
         async def heal() -> None:
             return
@@ -216,7 +218,7 @@ class People:
     # -- jobs -----------------------------------------------------------------------------------------------------
 
     def launch(self, owner: str, **shape: Any) -> JobView | None:
-        """A user asks for workers."""
+        """Request workers as a user."""
         self._count += 1
         request = JobRequest(run_id=f"run-{self._count:06d}", **shape)
         job: JobView | None = self._call(lambda broker: broker.request_job(Identity(name=owner), request))
@@ -225,36 +227,36 @@ class People:
         return job
 
     def launch_array(self, owner: str, count: int) -> None:
-        """A user asks for many jobs of one GPU each."""
+        """Request many jobs of one GPU each as a user."""
         self._count += 1
         request = ArrayRequest(job=JobRequest(run_id=f"run-{self._count:06d}", batch=True), count=count)
         for job in self._call(lambda broker: broker.request_array(Identity(name=owner), request)) or ():
             self._attend(job)
 
     def launch_again(self, job: JobView) -> None:
-        """The same run's request once more."""
+        """Repeat the request of the same run."""
         request = JobRequest(run_id=job.run_id, nnodes=job.nnodes, nproc_per_node=job.nproc_per_node)
         again: JobView | None = self._call(lambda broker: broker.request_job(Identity(name=job.owner), request))
         if again is not None and again.id != job.id:
             self.wrong.append(f"the run {job.run_id} of {job.owner} is {job.id} and {again.id}")
 
     def stop_job(self, job: JobView) -> None:
-        """Its owner stops it."""
+        """Stop a job as its owner."""
         self._call(lambda broker: broker.stop_job(Identity(name=job.owner), job.id))
 
     def abandon(self, job: JobView) -> None:
-        """Its client stops reporting."""
+        """Let the job's client stop its heartbeats."""
         self.world.attended.pop(job.id, None)
 
     def end_workers(self, job: JobView, code: int = 0) -> None:
-        """The job's program ends on every machine."""
+        """End the job's program on every machine."""
         for box in self.world.boxes.values():
             for found in list(box.node.containers.values()):
                 if found["Labels"].get(names.LABEL_JOB) == job.id and found["State"] == "running":
                     box.node.end_container(found["Id"], code=code)
 
     def end_leader(self, job: JobView) -> None:
-        """The program of worker 0 ends: of a detached job, the one that leads the others."""
+        """End the program of worker 0, which leads the others of a detached job."""
         for box in self.world.boxes.values():
             for found in list(box.node.containers.values()):
                 labels = found["Labels"]
@@ -268,31 +270,31 @@ class People:
     # -- the administrator ----------------------------------------------------------------------------------------
 
     def force(self, lease_id: str) -> None:
-        """The administrator says that nothing of the lease is left, true or not."""
+        """Declare as administrator that nothing of the lease is left, whether or not this is true."""
         self.forced.add(lease_id)
         self._call(lambda broker: broker.force(ADMIN, lease_id))
 
     def open_leases(self, *states: LeaseState) -> list[str]:
-        """Ids of leases in these states, in the order in which they came."""
+        """Return the ids of leases in these states, oldest first."""
         if not self.world.is_alive:
             return []
         rows = sorted(self.world.core.ledger.snapshot.leases.values(), key=lambda row: row.seq)
         return [row.id for row in rows if row.state in states]
 
     def excuse(self, node: str, why: str) -> None:
-        """Something happened to a node that ends what runs there."""
+        """Record a reason why containers on a node may end."""
         for notebook in self.notebooks:
             if notebook.node == node:
                 notebook.excuses.add(why)
 
     def excuse_lease(self, lease_id: str, why: str) -> None:
-        """Something happened to the job of a lease that ends what runs of it."""
+        """Record a reason why containers of a lease may end."""
         for notebook in self.notebooks:
             if notebook.lease == lease_id:
                 notebook.excuses.add(why)
 
     def _call(self, ask: Any) -> Any:
-        """An answer, or None: refused, lost, or nobody there."""
+        """Return the response; None when it was refused or lost, or when no broker runs."""
         if not self.world.is_alive:
             return None
         try:
@@ -305,5 +307,5 @@ class People:
 
     @property
     def unreachable(self) -> set[str]:
-        """Nodes that the head node does not reach at present."""
+        """Return the nodes that the head node cannot reach now."""
         return {name for name, box in self.world.boxes.items() if box.link is not Link.UP}

@@ -79,7 +79,7 @@ def a_daemon_comes_back_with_empty_data(world: World, people: People) -> None:
 
 
 def a_wiped_daemon_after_a_reboot(world: World, people: People) -> None:
-    """A reboot before the container was made is no proof that nothing of it runs later."""
+    """A reboot before the container was created does not prove that it will not run later."""
     notebook = people.ask("ada", "", "rtx5090")
     world.advance(2)
     lease = people.see(notebook)
@@ -96,7 +96,7 @@ def a_wiped_daemon_after_a_reboot(world: World, people: People) -> None:
 
 
 def a_container_of_an_earlier_epoch_appears(world: World, people: People) -> None:
-    """It is removed, and the one of this epoch lives on."""
+    """It is removed, and the container of the current epoch continues."""
     notebook = fill(world, people)[0]
     box = world.boxes[notebook.node]
     labels = {
@@ -114,7 +114,7 @@ def a_container_of_an_earlier_epoch_appears(world: World, people: People) -> Non
 
 
 def the_broker_dies_while_it_starts_workers(world: World, people: People) -> None:
-    """At each of its steps in turn: the next one finds what was made, and makes nothing twice."""
+    """It dies at each step in turn; the next broker finds the containers and creates none twice."""
     for steps in range(0, 40, 3):
         world.die_after(steps)
         job = people.launch("ada", nnodes=3)
@@ -132,7 +132,7 @@ def the_broker_dies_while_it_starts_workers(world: World, people: People) -> Non
 
 
 def a_request_is_repeated_after_its_lease_ended(world: World, people: People) -> None:
-    """The same key gives the same lease, for ever."""
+    """The same key always returns the same lease."""
     notebook = people.ask("ada", "", "any")
     world.advance(2)
     assert people.run(notebook)
@@ -149,7 +149,7 @@ def a_request_is_repeated_after_its_lease_ended(world: World, people: People) ->
 
 
 def the_hub_is_restarted_while_a_node_is_cut_off(world: World, people: People) -> None:
-    """Silence is no end: the notebook lives on, and is the same one when the node is back."""
+    """Silence does not mean an end: the notebook continues, and is the same one when the node is back."""
     notebook = fill(world, people)[0]
     world.boxes[notebook.node].link = Link.DOWN
     people.hub_polls(is_restored=True)
@@ -162,7 +162,7 @@ def the_hub_is_restarted_while_a_node_is_cut_off(world: World, people: People) -
 
 
 def the_broker_dies_after_every_answer(world: World, people: People) -> None:
-    """What it has said is what the next one knows."""
+    """The next broker knows everything that was in a response."""
     for owner, server in SEATS:
         notebook = people.ask(owner, server, "any")
         world.kill()
@@ -178,7 +178,7 @@ def the_broker_dies_after_every_answer(world: World, people: People) -> None:
 
 
 def a_container_of_an_ended_lease_appears(world: World, people: People) -> None:
-    """A spawner that slept makes it after the lease was given up: it is removed."""
+    """A spawner that slept creates it after the lease was released: it is removed."""
     notebook = people.ask("ada", "", "rtx5090")
     world.advance(2)
     lease = people.see(notebook)
@@ -191,7 +191,7 @@ def a_container_of_an_ended_lease_appears(world: World, people: People) -> None:
 
 
 def a_holder_wakes_after_its_lease_was_given_on(world: World, people: People) -> None:
-    """It slept between the grant and its container: it may make one, and is not allowed to start it."""
+    """It slept between grant and creation: it may create the container, but may not start it."""
     sleepers = [people.ask(owner, server, "any") for owner, server in SEATS]
     world.advance(2)
     leases = [people.see(sleeper) for sleeper in sleepers]
@@ -209,7 +209,7 @@ def a_holder_wakes_after_its_lease_was_given_on(world: World, people: People) ->
 
 
 def an_elastic_job_shrinks(world: World, people: People) -> None:
-    """What it gives back is given on when the worker there is gone, and not before."""
+    """Its released GPUs are granted to others only after the worker on them is gone."""
     job = people.launch("ada", nnodes=3, nproc_per_node=1, min_nnodes=1, exclusive=True)
     watch(world, people, 6)
     assert job is not None
@@ -223,7 +223,7 @@ def an_elastic_job_shrinks(world: World, people: People) -> None:
 
 
 def the_clock_is_set_back_while_no_broker_runs(world: World, people: People) -> None:
-    """What is ending is proven gone all the same, and its GPU is free within seconds, not when the clock has caught up."""
+    """Ending leases are still proven gone, and their GPUs are free within seconds, not when the clock has caught up."""
     notebook = fill(world, people)[0]
     world.boxes[notebook.node].link = Link.DOWN
     people.stop(notebook)
@@ -238,7 +238,7 @@ def the_clock_is_set_back_while_no_broker_runs(world: World, people: People) -> 
 
 
 def a_daemon_is_wiped_while_no_broker_runs(world: World, people: People) -> None:
-    """A worker that was made, and that nobody lists any more, may run still: no second one is started beside it."""
+    """A created worker that no daemon lists may still run: no second one is started next to it."""
     for steps in range(18, 26):
         world.die_after(steps)
         people.launch("ada", nnodes=1, batch=True)

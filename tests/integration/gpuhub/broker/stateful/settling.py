@@ -20,7 +20,7 @@ _ENDING = (LeaseState.RELEASING, LeaseState.QUARANTINED)
 
 
 def heal(world: World, people: People) -> None:
-    """Every machine is well again; one whose daemon was wiped is rebooted, as an administrator would."""
+    """Repair every machine; one whose daemon was wiped is rebooted, as an administrator would do."""
     for box in world.boxes.values():
         box.heal_link()
         box.restore_gpus()
@@ -41,7 +41,7 @@ def heal(world: World, people: People) -> None:
 
 
 def settle(world: World, people: People, check: Callable[[], list[str]]) -> list[str]:
-    """Heal, wait, and tell what did not come right; then let everybody finish, and tell what is left."""
+    """Heal, wait, and return what did not become correct; then let all users finish, and return what is left."""
     heal(world, people)
     pass_time(world, people, SETTLE_S)
     found = [*check(), *_leaked(world), *_lost(people, world), *_stuck(world), *_forgotten(world), *_unmatched(world)]
@@ -49,7 +49,7 @@ def settle(world: World, people: People, check: Callable[[], list[str]]) -> list
 
 
 def pass_time(world: World, people: People, seconds: float) -> None:
-    """Time with a hub that polls and does what it is asked."""
+    """Let time pass with a hub that polls and does what it is asked to."""
     end = world.loop.time() + seconds
     while world.loop.time() < end:
         world.advance(min(10.0, end - world.loop.time()))
@@ -58,7 +58,7 @@ def pass_time(world: World, people: People, seconds: float) -> None:
 
 
 def finish(world: World, people: People) -> list[str]:
-    """Everybody who waits is served in turn, works and ends; then nothing is left."""
+    """Serve all waiting users in turn until they have worked and ended; then nothing may be left."""
     # Also leases whose client never got a response.
     for job in list(world.core.ledger.snapshot.jobs):
         world.try_call(world.broker.stop_job(ADMIN, job))
@@ -82,7 +82,7 @@ def finish(world: World, people: People) -> list[str]:
 
 
 def _leaked(world: World) -> list[str]:
-    """Containers on the nodes that belong to no open lease there."""
+    """Return containers on nodes that belong to no open lease there."""
     leases = world.core.ledger.snapshot.leases
     return [
         f"container {found['Id'][-6:]} of lease {lease} is still on {box.name}"
@@ -98,7 +98,7 @@ def _belongs(labels: Mapping[str, str], lease: LeaseRow | None, node: str) -> bo
 
 
 def _lost(people: People, world: World) -> list[str]:
-    """Notebooks that ended though nothing and nobody ended them."""
+    """Return notebooks that ended without a cause."""
     alive = {one.id for one in running(world)}
     return [
         f"the notebook {one.owner}/{one.server} of lease {one.lease} was ended by nobody and does not run"
@@ -108,18 +108,18 @@ def _lost(people: People, world: World) -> list[str]:
 
 
 def _is_over(notebook: Notebook) -> bool:
-    """Its own time limit has passed by now."""
+    """Return whether the notebook's time limit has passed."""
     return notebook.profile == "short"
 
 
 def _stuck(world: World) -> list[str]:
-    """Leases that are still ending though every node could prove it."""
+    """Return leases that are still ending although every node could prove their end."""
     leases = world.core.ledger.snapshot.leases.values()
     return [f"lease {row.id} is still {row.state}: {row.reason}" for row in leases if row.state in _ENDING]
 
 
 def _unmatched(world: World) -> list[str]:
-    """Leases and Slurm jobs that are not each other's."""
+    """Return leases without their Slurm job, and Slurm jobs without their lease."""
     if world.slurm is None:
         return []
     jobs = [(job.name.removeprefix(PREFIX), job.id) for job in world.slurm.own_jobs()]
@@ -128,7 +128,7 @@ def _unmatched(world: World) -> list[str]:
 
 
 def _forgotten(world: World) -> list[str]:
-    """The first in line waits though a GPU that would do is free."""
+    """Return the first waiting request if a suitable GPU is free."""
     core = world.core
     order = [one for one in core.scheduler.order_requests(core.clock.now()) if one in core.ledger.snapshot.leases]
     if not order:

@@ -26,7 +26,7 @@ PROFILE_NAMES = st.sampled_from(tuple(profile.name for profile in SLURM_PROFILES
 
 
 class SlurmBrokerMachine(BrokerMachine):
-    """Users wait in Slurm's queue, among jobs beside gpuhub's."""
+    """Users wait in Slurm's queue, among jobs that are not gpuhub's."""
 
     backend = "slurm"
 
@@ -36,7 +36,7 @@ class SlurmBrokerMachine(BrokerMachine):
         return self.world.slurm
 
     def jobs(self, *states: SlurmJobState) -> list[SlurmJob]:
-        """Jobs in these states, anybody's."""
+        """Return the jobs of all users in these states."""
         return [job for job in self.slurm.jobs.values() if job.state in states]
 
     def excuse(self, job: SlurmJob, why: str) -> None:
@@ -55,7 +55,7 @@ class SlurmBrokerMachine(BrokerMachine):
 
     @rule(node=NODES, is_drained=st.booleans())
     def administrator(self, node: str, is_drained: bool) -> None:
-        """`scontrol update state=drain`, or `resume`."""
+        """Run `scontrol update state=drain` or `state=resume`."""
         (self.slurm.drained.add if is_drained else self.slurm.drained.discard)(node)
 
     # -- Slurm, its administrators and other users ----------------------------------------------------------------
@@ -67,7 +67,7 @@ class SlurmBrokerMachine(BrokerMachine):
     @precondition(lambda self: self.slurm.live())
     @rule(index=INDEX, state=ENDS, is_given_on=st.booleans())
     def job_ends(self, index: int, state: SlurmJobState, is_given_on: bool) -> None:
-        """A job is over; what it had may be given on at once."""
+        """End a job; its GPUs may be given to another job at once."""
         job = pick(self.slurm.live(), index)
         self.excuse(job, "its Slurm job was ended")
         self.slurm.end(job.id, state)
@@ -77,14 +77,14 @@ class SlurmBrokerMachine(BrokerMachine):
 
     @rule(index=INDEX)
     def job_is_forgotten(self, index: int) -> None:
-        """It ended so long ago that Slurm does not know it any more."""
+        """Let Slurm forget a job that ended long ago."""
         ended = [job for job in self.slurm.jobs.values() if job.state not in LIVE_STATES]
         if ended:
             self.slurm.forget(pick(ended, index).id)
 
     @rule(index=INDEX, first=st.none() | INDEX)
     def job_is_requeued(self, index: int, first: int | None) -> None:
-        """`scontrol requeue`; it may start anew at once, after another one."""
+        """Run `scontrol requeue`; the job may start again at once, or after another one."""
         running = self.jobs(SlurmJobState.RUNNING, SlurmJobState.SUSPENDED)
         if not running:
             return
@@ -98,7 +98,7 @@ class SlurmBrokerMachine(BrokerMachine):
 
     @rule(index=INDEX)
     def job_is_suspended(self, index: int) -> None:
-        """`scontrol suspend`, or `resume`."""
+        """Run `scontrol suspend` or `scontrol resume`."""
         jobs = self.jobs(SlurmJobState.RUNNING, SlurmJobState.SUSPENDED)
         if jobs:
             job = pick(jobs, index)
@@ -111,7 +111,7 @@ class SlurmBrokerMachine(BrokerMachine):
 
     @rule(is_late=st.booleans())
     def answer_is_lost(self, is_late: bool) -> None:
-        """The next submission goes through, now or later, and its answer is lost."""
+        """Lose the response to the next submission, which succeeds now or later."""
         if is_late:
             self.slurm.late = 1
         else:

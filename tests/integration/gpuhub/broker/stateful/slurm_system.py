@@ -38,7 +38,7 @@ class SlurmSystem(ScriptedSlurm):
         self._loop.call_later(TURN_S, self._turn)
 
     def client(self, gate: Callable[[], None]) -> SlurmClient:
-        """Slurm as one process sees it, which passes `gate` before and after each call."""
+        """Return the Slurm client of one process, which passes `gate` before and after each call."""
         return _GatedSlurm(self, self._loop, gate)  # type: ignore[return-value]
 
     # -- what Slurm does by itself --------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class SlurmSystem(ScriptedSlurm):
         self._loop.call_later(TURN_S, self._turn)
 
     def clean(self, job_id: int) -> None:
-        """The Epilog; it waits for a daemon that hangs."""
+        """Run the Epilog; it waits for a daemon that hangs."""
         if self._run_epilog(job_id):
             super().clean(job_id)
             if job_id not in self.held and job_id in self.jobs:
@@ -76,18 +76,18 @@ class SlurmSystem(ScriptedSlurm):
     # -- what others do -------------------------------------------------------------------------------------------
 
     def sbatch(self, gpus: int, nice: int) -> None:
-        """Another user submits a job beside gpuhub's."""
+        """Submit a job that is not gpuhub's, as another user."""
         submitter = Submitter(name="eve", uid=UIDS["eve"], gid=UIDS["eve"])
         self.add(SlurmSubmission(name="train", submitter=submitter, script="", gpus_per_node=gpus, nice=nice))
 
     def lose_node(self, node: str) -> None:
-        """A node was restarted: jobs there are over, but for those that survive it."""
+        """Restart a node: jobs on it end, except those that survive a lost node."""
         for job in self.live():
             if node in job.nodes:
                 self.end(job.id, SlurmJobState.NODE_FAIL)
 
     def heal(self) -> None:
-        """It answers, what is late arrives, and nobody else uses it any more."""
+        """Let Slurm respond, execute late requests, and end other users' jobs."""
         self.is_silent = False
         self.late = self.lost_answers = 0
         self.arrive()
@@ -101,17 +101,17 @@ class SlurmSystem(ScriptedSlurm):
     # -- the truth ------------------------------------------------------------------------------------------------
 
     def own_jobs(self) -> list[SlurmJob]:
-        """Jobs of leases that wait or run."""
+        """Return the jobs of leases that wait or run."""
         return [job for job in self.live() if job.name.startswith(PREFIX)]
 
     def find_gpus(self, job_id: int) -> set[str]:
-        """UUIDs of what a job has, also while its nodes are cleaned. No box has cards of two types."""
+        """Return the UUIDs of a job's GPUs, also while its nodes are cleaned. No box has GPUs of two types."""
         places = self.held.get(job_id, {})
         return {f"GPU-{node}-{number}" for node, numbers in places.items() for number in numbers}
 
 
 class _GatedSlurm:
-    """A client of Slurm in a process that may die before or after each call; what was sent is carried out."""
+    """A Slurm client in a process that may die before or after each call; sent requests are executed."""
 
     def __init__(self, slurm: SlurmSystem, loop: VirtualLoop, gate: Callable[[], None]) -> None:
         self._slurm = slurm

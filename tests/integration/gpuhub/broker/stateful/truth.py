@@ -89,7 +89,7 @@ def _doubled(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, 
 
 
 def _unallocated(world: World, slurm: SlurmSystem) -> list[str]:
-    """A container that uses GPUs which the Slurm job on its label does not have."""
+    """Return containers that use GPUs which the Slurm job in their label does not have."""
     found = []
     for box in world.boxes.values():
         for container in box.node.containers.values():
@@ -104,7 +104,7 @@ def _unallocated(world: World, slurm: SlurmSystem) -> list[str]:
 def _unproven(
     world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]], forced: set[str]
 ) -> list[str]:
-    """A lease that has ended while a container of it runs."""
+    """Return leases that have ended while one of their containers runs."""
     return [
         f"lease {one.lease} is released, and its container {one.id[-6:]} runs"
         for one in running(world)
@@ -113,7 +113,7 @@ def _unproven(
 
 
 def _two_of_one(world: World) -> list[str]:
-    """Two running containers of one worker."""
+    """Return workers with two running containers."""
     seen: set[tuple[str, str]] = set()
     found = []
     for one in running(world):
@@ -125,7 +125,7 @@ def _two_of_one(world: World) -> list[str]:
 
 
 def _held_rows(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]]) -> list[str]:
-    """The table that makes a second holder impossible says what the leases say."""
+    """Compare the table that prevents a second holder with the leases."""
     if not stored:
         return []
     with closing(sqlite3.connect(world.folder / "broker.sqlite")) as raw:
@@ -137,7 +137,7 @@ def _held_rows(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int
 
 
 def _tables_differ(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]]) -> list[str]:
-    """What the broker shows is what the file says; a commit on its way may lie between them, for a moment."""
+    """Compare the broker's snapshot with the file; they may differ while a commit is in progress."""
     for _ in range(50):
         shown = {row.id: (row.state.value, _parts(row)) for row in world.core.ledger.snapshot.leases.values()}
         kept = {lease: row for lease, row in stored.items() if row[0] != LeaseState.RELEASED.value}
@@ -151,7 +151,9 @@ def _tables_differ(world: World, stored: Mapping[str, tuple[str, dict[str, tuple
 
 
 def _scheduler_differs(world: World) -> list[str]:
-    """As the scheduler is told before a commit, and everybody else after it, they may differ for a moment."""
+    """Compare the scheduler with the ledger; they may differ during a commit, because the scheduler is informed before
+    it.
+    """
     found = _compare_scheduler(world)
     for _ in range(50):
         if not found or not world.is_alive:
@@ -162,7 +164,7 @@ def _scheduler_differs(world: World) -> list[str]:
 
 
 def _compare_scheduler(world: World) -> list[str]:
-    """The scheduler counts what the ledger says, and its queue is who waits."""
+    """Check that the scheduler counts the ledger's GPUs, and that its queue has the waiting requests."""
     core = world.core
     leases = core.ledger.snapshot.leases.values()
     now = core.clock.now()

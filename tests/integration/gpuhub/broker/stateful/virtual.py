@@ -16,21 +16,23 @@ EPOCH = 1_795_000_000.0
 
 
 class _SkippingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type] # it depends on the system
-    """Instead of waiting, tells how long it would have waited."""
+    """Returns at once, and records how long it would have waited."""
 
     skip: Callable[[float], None]
 
     def select(self, timeout: float | None = None) -> list[Any]:
         found = super().select(0)
         if not found:
-            assert timeout is not None, "everything waits for something that never comes"
+            assert timeout is not None, "every task waits for an event that never occurs"
             # Slightly more than requested, so that rounding never stops just before a timer.
             self.skip(timeout + 1e-6 if timeout > 0 else 0.0)
         return found
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time jumps to the next timer. What runs in threads elsewhere runs in it, a little later."""
+    """An event loop whose time jumps to the next timer. Work that uses threads elsewhere runs in the loop, a little
+    later.
+    """
 
     def __init__(self, seed: int) -> None:
         selector = _SkippingSelector()
@@ -44,7 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual
 
     def latency(self) -> float:
-        """How long one outside step takes, seconds."""
+        """The duration of one external step, seconds."""
         return self.chance.uniform(0.0005, 0.01)
 
     def _skip(self, seconds: float) -> None:
@@ -52,7 +54,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _LoopExecutor(ThreadPoolExecutor):
-    """Runs work in the loop itself, after a while: others act between a request and its answer."""
+    """Runs work in the loop itself after a delay, so that other tasks run between a request and its response."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__(1)
@@ -75,7 +77,7 @@ class _LoopExecutor(ThreadPoolExecutor):
 
 
 class VirtualClock(Clock):
-    """One process's clock: the loop's time, and the machine's clock, which `skew` tells how far somebody set."""
+    """The clock of one process: the loop's time, and the machine's clock with the offset `skew`."""
 
     def __init__(self, loop: VirtualLoop, skew: Callable[[], float]) -> None:
         self._loop = loop

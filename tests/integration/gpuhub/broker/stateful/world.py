@@ -53,13 +53,13 @@ USERS = UserSettings(allowed=("ada", "ben", "cleo"), max_waiting=50)
 
 
 def builtin_cluster() -> ClusterSettings:
-    """gpuhub decides."""
+    """Return settings with the builtin scheduler."""
     scheduling = SchedulingSettings(preemption=True, preempt_grace="20s", quarantine_after="30s", down_after="60s")
     return build_cluster(CARDS, PROFILES, users=USERS, scheduling=scheduling)
 
 
 def slurm_cluster() -> ClusterSettings:
-    """Slurm decides, and gives whole GPUs."""
+    """Return settings with Slurm as the backend, which grants whole GPUs."""
     scheduling = SchedulingSettings(quarantine_after="30s", down_after="60s")
     return build_cluster(CARDS, SLURM_PROFILES, users=USERS, scheduling=scheduling, engine="slurm")
 
@@ -73,12 +73,12 @@ BEAT_S = 5.0
 
 
 class Lost(Exception):
-    """No answer: the broker died, or took too long."""
+    """There is no response: the broker died or took too long."""
 
 
 @dataclass(slots=True)
 class World:
-    """Everything there is. `folder` is a fresh one."""
+    """The whole system; `folder` is a new one."""
 
     folder: Path
     seed: int = 0
@@ -88,7 +88,7 @@ class World:
     #: The offset of the head node's clock, seconds.
     skew: float = 0.0
     life: Life = field(init=False)
-    #: With Slurm as the backend.
+    #: Present with Slurm as the backend.
     slurm: SlurmSystem | None = None
     hub: ModelHub = field(default_factory=ModelHub)
     #: The hub's clients of the daemons; the hub never dies here.
@@ -116,13 +116,13 @@ class World:
 
     @property
     def now(self) -> float:
-        """What the head node's clock says."""
+        """Return the time of the head node's clock."""
         return EPOCH + self.loop.time() + self.skew
 
     # -- the broker's lives ---------------------------------------------------------------------------------------
 
     def start(self, steps: int | None = None) -> None:
-        """A broker on the store that is there; it may die within its first steps."""
+        """Start a broker on the existing store; it may die within its first steps."""
         life = self.life = Life(self.loop, steps_left=steps)
         life.store = Store.open_file(self.folder / "broker.sqlite")
         try:
@@ -163,35 +163,35 @@ class World:
         )
 
     def kill(self) -> None:
-        """SIGKILL: nothing of it happens any more."""
+        """Kill the broker as SIGKILL does: it has no further effect."""
         if self.life.store is not None:
             self.life.is_dead = True
             self._bury()
 
     def die_after(self, steps: int) -> None:
-        """Let it die before its so many-th outside step from now."""
+        """Let the broker die before the given external step, counted from now."""
         self.life.steps_left = steps
 
     @property
     def is_alive(self) -> bool:
-        """A broker runs."""
+        """Whether a broker runs."""
         return not self.life.is_dead
 
     @property
     def app(self) -> FastAPI:
-        """The living broker's application."""
+        """The running broker's application."""
         assert self.life.app is not None
         return self.life.app
 
     @property
     def core(self) -> BrokerState:
-        """The living broker's inside."""
+        """The running broker's core."""
         core: BrokerState = self.app.state.core
         return core
 
     @property
     def broker(self) -> BrokerOperations:
-        """The living broker's service."""
+        """The running broker's operations."""
         broker: BrokerOperations = self.app.state.broker
         return broker
 
@@ -230,7 +230,7 @@ class World:
     # -- time and calls -------------------------------------------------------------------------------------------
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; clients and spawners that wait give their signs of life, and the hub does what it was asked."""
+        """Let time pass; waiting clients and spawners send heartbeats, and the hub does what it was asked to."""
         end = self.loop.time() + seconds
         while (left := end - self.loop.time()) > 0:
             self._run(_first(asyncio.sleep(min(left, BEAT_S)), self.life.ended.wait(), limit_s=BEAT_S))
@@ -241,11 +241,11 @@ class World:
             self._beat()
 
     def call(self, made: Coroutine[Any, Any, Any]) -> Any:
-        """A client's request to the living broker.
+        """Send a client's request to the running broker.
 
         Raises:
-            GpuhubError: what the broker answered.
-            Lost: no answer; it may have been carried out.
+            GpuhubError: The broker's error response.
+            Lost: There is no response; the request may have been executed.
         """
         task = self.loop.create_task(made)
         self._run(_first(_quiet(task), self.life.ended.wait(), limit_s=60))
@@ -257,14 +257,14 @@ class World:
         return task.result()
 
     def try_call(self, made: Coroutine[Any, Any, Any]) -> Any:
-        """As `call`; a refusal, or no answer, is None."""
+        """Send a request as `call` does; return None for a refusal or a lost response."""
         try:
             return self.call(made)
         except (GpuhubError, Lost):
             return None
 
     def outside(self, made: Coroutine[Any, Any, Any]) -> Any:
-        """What another process does with the daemons; a failure is None."""
+        """Run work of another process on the daemons; return None if it fails."""
 
         async def guarded() -> Any:
             try:
@@ -291,7 +291,7 @@ class World:
 
 
 async def _first(*made: Coroutine[Any, Any, Any], limit_s: float) -> None:
-    """Until one of them is done."""
+    """Wait until one of them is done."""
     tasks = [asyncio.ensure_future(one) for one in made]
     await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -300,5 +300,5 @@ async def _first(*made: Coroutine[Any, Any, Any], limit_s: float) -> None:
 
 
 async def _quiet(task: asyncio.Task[Any]) -> None:
-    """Until it is done, whatever came of it."""
+    """Wait until it is done, and ignore its result."""
     await asyncio.wait([task])
