@@ -221,7 +221,7 @@ def test_detached_job_outlives_its_notebook(product: Product, laptop: Laptop, ad
     notebook.write("count.py", COUNT)
     shown = notebook.cells("%gpu_launch --detach --nnodes 2 count.py", "%gpu_status")
     assert "run-" in shown[0], shown
-    wait_for(lambda: len(ada.holders()) == 3, "the job runs beside the notebook", deadline_s=60)
+    wait_for(lambda: len(ada.holders()) == 3, "the job runs next to the notebook", deadline_s=60)
     notebook.stop(still_holds=2)
     with laptop.start("logs", "-f", "count.py") as process:
         logs = ProcessOutput(process)

@@ -44,7 +44,7 @@ def ben(make_user: Callable[[str], User]) -> User:
 def launch(ada: Notebook) -> Iterator[ProcessOutput]:
     """A long scavenging launch of ada's over two nodes."""
     wait_for(
-        lambda: ada.user.holders() == {"RTX 5070": "ada"}, "what ran before has given its GPUs back", deadline_s=60
+        lambda: ada.user.holders() == {"RTX 5070": "ada"}, "earlier leases have released their GPUs", deadline_s=60
     )
     code = "import gpu_launch; gpu_launch.run('goes_on.py', ['--steps', '10000000'], nnodes=2, scavenge=True)"
     with ada.start(code) as process:
@@ -86,7 +86,7 @@ def test_scavenging_launch_is_preempted_and_continues(ada: Notebook, ben: User, 
     assert int(went_on[1]) > 0
     wait_for(
         lambda: ada.user.holders() == {"RTX 5070": "ada", "RTX 5060": "ben", "RTX 5090": "ada"},
-        "the launch goes on with the RTX 5090",
+        "the launch continues with the RTX 5090",
     )
 
 

@@ -234,7 +234,7 @@ def test_a_second_one_is_refused(testbed: FaultTestbed, program: str) -> None:
     )
     assert done.returncode != 0
     assert "another" in (done.stdout + done.stderr)
-    wait_for(testbed.is_live, "the first goes on")
+    wait_for(testbed.is_live, "the first process continues")
     assert testbed.container("ada", "nb") == seen
 
 

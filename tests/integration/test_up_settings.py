@@ -99,7 +99,7 @@ def test_up_and_down_on_existing_nodes(closet: Any, tmp_path: Path, cleared: Non
     assert "https://127.0.0.1:18200" in done.stdout
     assert f"scp 127.0.0.1:{Paths(INSTANCE).authority} gpuhub-authority.pem" in done.stdout
     everybodys = [file for file in Paths(INSTANCE).state.iterdir() if file.is_file() and file.stat().st_mode & 0o077]
-    assert everybodys == [Paths(INSTANCE).authority], "databases and keys are root's alone"
+    assert everybodys == [Paths(INSTANCE).authority], "only root can read databases and keys"
     assert set(Supervisor(Paths(INSTANCE)).states()) == {"proxy", "broker", "hub"}
     password = secrets.read_secret(Paths(INSTANCE), secrets.USER_PASSWORD)
     logs = "".join(path.read_text(errors="replace") for path in Paths(INSTANCE).log.glob("*.log"))

@@ -1,4 +1,4 @@
-"""Clocks that tests move."""
+"""Clocks that tests set."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gpuhub.domain.clock import Clock
 
 
 class StillClock(Clock):
-    """Stands still but for what a test adds to `at`, seconds."""
+    """Stands still except for the seconds that a test adds to `at`."""
 
     at = 1000.0
 

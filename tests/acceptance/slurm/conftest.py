@@ -44,7 +44,7 @@ def observer(product: Product, queue: SlurmCommands) -> Iterator[SlurmObserver]:
 
 @pytest.fixture(scope="package", autouse=True)
 def watched(observer: SlurmObserver) -> None:
-    """Have every test here watched."""
+    """Watches GPUs during all these tests: none may be used twice."""
 
 
 def user(product: Product, name: str) -> Iterator[Client]:

@@ -26,7 +26,7 @@ def test_notebooks_and_plain_jobs_wait_for_each_other(queue, ada, ben):
     wait_for(lambda: lease_of(ada, "second")["position"] == 1, "the second server is next")
     assert lease_of(ada, "second")["waiting_for"]
     wait_for(lambda: holder(ada).get("slurm_job") == job, lambda: f"users see ben's job: {holder(ada)}")
-    assert holder(ada)["owner"] == "ben", "by name, which the head node's own accounts do not tell"
+    assert holder(ada)["owner"] == "ben", "the holder has a name, although the head node has no such account"
     queue.ask("scancel", str(job), user="ben")
     wait_for(lambda: ada.is_ready("second"), "the server starts when the job has gone", deadline_s=60)
     stop(ada, "second")

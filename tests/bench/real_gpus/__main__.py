@@ -108,7 +108,7 @@ def print_figure(name: str, value: float, unit: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """Print a print_note to standard error."""
+    """Print a line to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -205,7 +205,7 @@ def _ranks(node: Node) -> list[int]:
 
 
 def steps_on_slow_links(bench: Bench, tag: str) -> None:
-    """Measure measure_steps over links of 2.5 Gbit/s where the kernel can shape_links them."""
+    """Measure steps over links of 2.5 Gbit/s if the kernel can shape the links."""
     if shape_links(bench.nodes):
         measure_steps(bench, f"{tag}_2g5", "2048", "40")
 

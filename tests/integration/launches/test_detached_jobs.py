@@ -99,7 +99,7 @@ def test_a_cancelled_job_writes_its_checkpoint(make_job, way):
     job.send("--nnodes=2", *way, "--", "train.py")
     job.start()
     job.await_output("began at 0 of 2")
-    job.until(lambda: job.state.state == "running", "the state says so")
+    job.until(lambda: job.state.state == "running", "the status file shows it")
     assert job.stop() == 143
     assert (job.state.state, job.state.exit_code) == ("cancelled", 143)
     saved = int((job.work / "step").read_text())
@@ -147,7 +147,7 @@ def test_container_that_gets_sigterm_before_the_driver(make_job):
 
 
 def test_preempted_job_continues_from_its_checkpoint(make_job):
-    """The job continues in new containers, with one output and an attempt count that goes on."""
+    """The job continues in new containers, with one output, and the attempt count increases."""
     job = make_job(2)
     job.write("train.py", CHECKPOINTED)
     job.send("--nnodes=2", "--", "train.py")

@@ -52,7 +52,7 @@ def test_elastic_launch_continues_with_the_remaining_nodes(either: Notebook) -> 
     assert f"] began at {first} of 2 preempted 0\n" in shown
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, shown + out + err
-    assert len(either.broker.groups) == 1, "nothing more is asked for while others wait"
+    assert len(either.broker.groups) == 1, "no GPU is requested while others wait"
     until(lambda: not either.left(), "no process left")
 
 

@@ -85,7 +85,7 @@ def test_idle_workers_are_released(notebook: Notebook, why: str) -> None:
     notebook.broker.waiting = 1 if "wait" in why else 0
     if "ended" in why:
         notebook.broker.lose(run, 0)
-    until(lambda: notebook.broker.groups[run].state is schemas.JobState.ENDED, "they go back")
+    until(lambda: notebook.broker.groups[run].state is schemas.JobState.ENDED, "the workers are released")
     until(lambda: len(notebook.left()) == 1, "only the kernel is left")
     out, err = process.communicate("\n", timeout=DEADLINE_S)
     assert f"gpu_launch: freed in the meantime: rig2 RTX 5070, {why}\n" in out, out + err

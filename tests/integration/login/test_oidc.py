@@ -112,7 +112,7 @@ def test_by_name(hub: LoginHub, provider: Provider) -> None:
     provider.has("1001", "Ada", groups=["nobody knows"])
     browser, page = sign_in(hub, "1001")
     assert (page.status_code, page.url.path, find_user(browser)) == (200, "/hub/spawn", "ada")
-    assert model(browser)["groups"] == [], "a group that no setting names is nobody's business"
+    assert model(browser)["groups"] == [], "a group that no setting names is not stored"
     provider.has("1002", "ada")
     second, page = sign_in(hub, "1002")
     assert page.status_code == 403

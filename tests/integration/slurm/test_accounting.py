@@ -168,10 +168,10 @@ async def test_slurms_and_the_brokers_counts_agree(site: SlurmSite, tmp_path: Pa
         ending_at = time.time()
         for path in paths:
             await end_lease(running, path)
-        await until(lambda: is_empty(site), lambda: "the jobs are over")
+        await until(lambda: is_empty(site), lambda: "the jobs have ended")
         # Until then Slurm counts the GPU as used; on a busy machine this takes a while.
         late_s = GRAIN_S + time.time() - ending_at
-        await until(lambda: are_recorded(site), lambda: "slurmdbd has heard that the jobs are over")
+        await until(lambda: are_recorded(site), lambda: "slurmdbd knows that the jobs have ended")
         own = {
             owner: 3600 * usage.gpu_hours_week
             for owner, usage in running.core.scheduler.report_usage(running.core.clock.now()).items()
@@ -188,7 +188,7 @@ async def test_slurms_and_the_brokers_counts_agree(site: SlurmSite, tmp_path: Pa
         await asyncio.to_thread(site.wait_for_state, plain, "COMPLETED")
         # On a busy machine Slurm needs a while to start and to end a job.
         plain_s = time.time() - submitted_at
-        await until(lambda: are_recorded(site), lambda: "slurmdbd has heard that it is over")
+        await until(lambda: are_recorded(site), lambda: "slurmdbd knows that the job has ended")
         theirs = await counted(api, began)
         async with asking(site, "rest") as other:
             assert await counted(other, began) == theirs

@@ -171,7 +171,7 @@ def test_killed_hub_resumes_running_and_waiting_servers(cluster: Cluster) -> Non
     assert answers(cluster, cluster.ada)
     assert cluster.job_of("ada") == running
     # The broker has the hub start ben's server again, and it finds its job.
-    wait_for(lambda: NB in (cluster.ben.servers() or {}), "ben's start goes on", 120)
+    wait_for(lambda: NB in (cluster.ben.servers() or {}), "ben's start continues", 120)
     assert cluster.job_of("ben") == waiting
     cluster.ada.stop(NB)
     wait_ready(cluster, cluster.ben)
@@ -192,7 +192,7 @@ def test_notebook_that_starts_without_the_hub_is_found(cluster: Cluster) -> None
     wait_for(lambda: "the hub does not answer yet" in read_log(cluster, "ben"), "the notebook waits", 60)
     cluster.hub.begin("hub")
     cluster.hub.wait_ready()
-    wait_for(lambda: NB in (cluster.ben.servers() or {}), "ben's start goes on", 120)
+    wait_for(lambda: NB in (cluster.ben.servers() or {}), "ben's start continues", 120)
     wait_ready(cluster, cluster.ben)
     assert cluster.job_of("ben") == job
     assert answers(cluster, cluster.ben)
@@ -211,7 +211,7 @@ def test_a_server_is_lost_only_when_slurm_says_so(cluster: Cluster) -> None:
     wait_for(lambda: cluster.site.state(job) == "RUNNING", "slurmctld is back", 60)
     assert cluster.ada.is_ready(NB)
     cluster.site.ask("scancel", str(job), user="ada")
-    wait_for(lambda: is_gone(cluster.ada), "the hub lets the server go", 60)
+    wait_for(lambda: is_gone(cluster.ada), "the hub has removed the server", 60)
 
 
 def test_job_that_ends_at_once_is_reported(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ from tests.support.broker.in_process import Running, until
 
 
 async def open_socket(running: Running, path: str, token: str | None) -> int:
-    """The status with which a WebSocket is denied; 101 for one that opens."""
+    """Return the status with which a WebSocket is refused; 101 for one that opens."""
     url = urlsplit(path)
     headers = [(b"host", b"broker"), *([(b"authorization", f"token {token}".encode())] if token else [])]
     scope = {

@@ -76,7 +76,7 @@ def entry(position: int, owner: str, **more: Any) -> QueueEntry:
 
 
 def under_way(nodes: int = 2, **ask: Any) -> tuple[JobRow, LeaseRow]:
-    """A running job and its lease."""
+    """Return a running job and its lease."""
     asked = LeaseRow(
         id="l1", seq=1, key="job:l1", owner="ada", groups=("lab",), purpose=Purpose.JOB, subject="j1", profile=None,
         resources=ResourceRequest(nodes=nodes, **ask), created_at=1.0, since=1.0, time_limit_s=1000,

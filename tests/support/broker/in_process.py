@@ -40,7 +40,7 @@ ACCESS = "access:services!service=broker"
 
 @dataclass(slots=True)
 class StubHub:
-    """The hub: tokens are `name` for a user, and those of `models`."""
+    """A hub where the token `name` belongs to that user, and further tokens are in `models`."""
 
     models: dict[str, Mapping[str, Any] | None] = field(default_factory=dict)
     is_down: bool = False
@@ -131,7 +131,7 @@ class Couriers:
 
 @dataclass(slots=True)
 class Setting:
-    """What a broker runs on; outlives restarts of it."""
+    """The environment of a broker, which outlives its restarts."""
 
     folder: Path
     cluster: ClusterSettings = field(default_factory=build_cluster)
@@ -140,9 +140,9 @@ class Setting:
     own_token: str = "own-token"
     clock: Clock | None = None
     couriers: Couriers = field(init=False)
-    #: None: nodes have no packet filter, and need none.
+    #: None: nodes have no packet filter and need none.
     ensure_filter: EnsureFirewall | None = None
-    #: Builds another backend than the builtin one, for each start of the broker.
+    #: Builds a backend in place of the builtin one, for each start of the broker.
     build_backend: Callable[[ClusterSettings], SchedulingBackend] | None = None
 
     def __post_init__(self) -> None:
@@ -151,13 +151,13 @@ class Setting:
             node.homes = self.folder / "homes"
 
     def home(self, owner: str) -> Path:
-        """A user's home, the same on every node."""
+        """Return a user's home, which is the same on every node."""
         home = self.folder / "homes" / owner
         home.mkdir(parents=True, exist_ok=True)
         return home
 
     def build(self, store: Store, workers: Workers) -> FastAPI:
-        """The app."""
+        """Build the application."""
         return create_app(
             cluster=self.cluster,
             store=store,
@@ -180,18 +180,18 @@ class Running:
     app: FastAPI
     store: Store
     workers: Workers
-    #: Where it is reached: an ASGI transport, or None for `url`.
+    #: The ASGI transport of the broker; None if it has a `url`.
     transport: httpx.AsyncBaseTransport | None = None
     url: str = f"http://broker{PREFIX}"
 
     @property
     def core(self) -> BrokerState:
-        """The broker's inside."""
+        """The broker's core."""
         core: BrokerState = self.app.state.core
         return core
 
     def client(self, token: str | None) -> httpx.AsyncClient:
-        """A client that sends the token."""
+        """Return a client that sends the token."""
         headers = {} if token is None else {"Authorization": f"token {token}"}
         return httpx.AsyncClient(
             transport=self.transport, base_url=self.url, headers=headers, timeout=30, trust_env=False
@@ -216,7 +216,7 @@ def are_read(app: FastAPI) -> bool:
 
 @asynccontextmanager
 async def asgi_broker(setting: Setting, *, wait: bool = True) -> AsyncIterator[Running]:
-    """The broker in this event loop, its loops running."""
+    """Run the broker in this event loop, with its controllers."""
     store = Store.open_file(setting.folder / "broker.sqlite")
     workers = Workers(setting.nodes)
     app = setting.build(store, workers)
@@ -224,7 +224,7 @@ async def asgi_broker(setting: Setting, *, wait: bool = True) -> AsyncIterator[R
         async with app.router.lifespan_context(app):
             if wait:
                 await until(lambda: are_read(app), "the nodes' GPUs are read")
-            # Unexpected errors are answered as the server would answer them, and not raised into the test.
+            # Unexpected errors become responses as in the server, and are not raised in the test.
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             yield Running(setting, app, store, workers, transport)
     finally:
@@ -257,7 +257,7 @@ def served_broker(setting: Setting, *, wait: bool = True, port: int = 0) -> Iter
 
 
 async def until(condition: Any, what: str, deadline_s: float = 30.0) -> Any:
-    """The condition's value as soon as it is true; the condition may be async."""
+    """Return the condition's value as soon as it is true; the condition may be async."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     while (waited_s := loop.time() - began) < deadline_s:
@@ -266,6 +266,6 @@ async def until(condition: Any, what: str, deadline_s: float = 30.0) -> Any:
             value = await value
         if value:
             return value
-        # Less and less often: who asks too much is refused by the broker.
+        # With growing intervals: the broker refuses clients that poll too often.
         await asyncio.sleep(min(0.01 + waited_s / 20, 0.1))
     raise AssertionError(f"not within {deadline_s} s: {what}")

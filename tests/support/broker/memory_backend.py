@@ -1,4 +1,4 @@
-"""A scheduling backend in memory: what a third backend has to write, and nothing more."""
+"""A scheduling backend in memory: the minimum that a third backend must implement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CAPABILITIES = Capabilities(
 
 @dataclass(slots=True)
 class MemoryJob:
-    """A job: it waits, has GPUs by node, or is over."""
+    """A job, which waits, has GPUs by node, or has ended."""
 
     id: int
     lease: str
@@ -43,7 +43,7 @@ class MemoryJob:
 
 @dataclass(slots=True)
 class MemoryQueue:
-    """The other system: first come, first served, by whole GPUs. It outlives brokers."""
+    """The other system: first come, first served, whole GPUs. It outlives brokers."""
 
     jobs: dict[int, MemoryJob] = field(default_factory=dict)
     is_reachable: bool = True
@@ -56,7 +56,7 @@ class MemoryQueue:
         return job.id
 
     def start(self, nodes: Mapping[str, NodeStatus]) -> None:
-        """Start what fits, the oldest first."""
+        """Start the jobs that fit, oldest first."""
         for job in self.live():
             if not job.nodes and not self.is_paused:
                 job.nodes = self._place(job.request, nodes)
@@ -76,7 +76,7 @@ class MemoryQueue:
 
 
 class MemoryScheduler(ExternalScheduler):
-    """Grants what the queue has given."""
+    """Grants the GPUs that the queue has given to jobs."""
 
     title = "Memory"
 
@@ -166,7 +166,7 @@ class MemoryBackend(Backend):
 
 
 class MemoryPlugin(BackendPlugin):
-    """What the entry point names."""
+    """The plugin that the entry point names."""
 
     name = "memory"
     title = "Memory"
@@ -186,7 +186,7 @@ PLUGIN = MemoryPlugin()
 
 @contextmanager
 def installed_memory_backend(folder: Path) -> Iterator[MemoryPlugin]:
-    """As if a distribution with this entry point were installed; with a new queue."""
+    """Install the entry point and a new queue as a distribution would."""
     info = folder / "memory_backend-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: memory-backend\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""Who may do what at the broker: every route for every kind of caller, as a table that people read and tests check."""
+"""Permissions at the broker: every route for every kind of caller, as a table that people read and tests check."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ POST /nodes/rig3/undrain             | 200 |   N     N   N    N       N       N 
 POST /reservations                   | 201 |   N     N   N    N       N       N      Y    Y
 DELETE /reservations/{reservation}   | 204 |   N     N   N    N       N       N      Y    Y
 """
-#: Open to all, without information about users.
+#: Routes that are open to all and contain nothing about users.
 PUBLIC = {"GET /health": 200, "GET /": 307, "GET /openapi.json": 200}
 
 _STATUSES = {"N": 403, "H": 404, "W": 422}
@@ -83,7 +83,7 @@ class Row:
 
     @property
     def statuses(self) -> Mapping[str, int]:
-        """Caller → HTTP status, strangers among them."""
+        """Return the HTTP status by caller, including unauthenticated ones."""
         found = {one: _STATUSES.get(cell, self.success) for one, cell in zip(CALLERS, self.cells, strict=True)}
         return {**STRANGERS, **found}
 
@@ -99,7 +99,7 @@ MATRIX = _parse()
 
 
 def _notebook_of(name: str, *, admin: bool) -> dict[str, Any]:
-    """As the hub shows the token of a notebook; tests/integration/hub/test_rights.py asks a real one."""
+    """Return the hub's model of a notebook's token; tests/integration/hub/test_rights.py compares it with a real one."""
     own = ["groups", "name", "activity"]
     scopes = [f"access:servers!server={name}/", f"users:activity!user={name}", ACCESS]
     scopes += [f"read:users:{what}!user={name}" for what in own]
@@ -120,7 +120,7 @@ MODELS: dict[str, dict[str, Any] | None] = {
 
 
 def render() -> str:
-    """The table for the documentation."""
+    """Return the table for the documentation."""
     head = ["", *CALLERS]
     lines = [head, ["---"] * len(head)]
     lines += [[f"`{row.route}`", *(_WORDS[cell] for cell in _told(row))] for row in MATRIX.values()]

@@ -1,4 +1,4 @@
-"""What runs on every daemon of a practice closet, seen past the product: no GPU may be in two running containers."""
+"""Observes every daemon of a practice closet independently of the product: no GPU may be in two running containers."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class Observer:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop looking."""
+        """Stop polling."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(60)
 
     def running(self) -> list[Seen]:
-        """Every running container on every daemon that answers."""
+        """Return every running container on every daemon that answers."""
         return [seen for node in self.plan.nodes for seen in self._look(node)]
 
     def _keep_on(self) -> None:
         while not self._over.wait(0.5):
             self.looks += 1
-            # One that was seen first may have ended before a later daemon was asked: twice the same, or no double.
+            # A container may have ended before a later daemon was polled, so only a repeated finding counts.
             first = self.find()
             if first:
                 self.double += sorted(first & self.find())
@@ -85,7 +85,9 @@ class Observer:
 
 
 class _Unix(HTTPConnection):
-    """A daemon's API by hand: docker-py leaves a socket open where a daemon does not answer, and here many do not."""
+    """A minimal client of a daemon's API: docker-py leaves a socket open when a daemon does not answer, as many do
+    here.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__("docker", timeout=LOOK_S)
@@ -109,7 +111,7 @@ class _Unix(HTTPConnection):
 
 
 def parse(node: str, found: dict[str, Any]) -> Seen:
-    """An inspected container."""
+    """Parse an inspected container."""
     labels = found["Config"]["Labels"]
     wanted = found["HostConfig"].get("DeviceRequests") or []
     return Seen(
@@ -123,7 +125,7 @@ def parse(node: str, found: dict[str, Any]) -> Seen:
 
 
 def doubles(containers: list[Seen]) -> set[str]:
-    """GPUs in more than one running container, and in which."""
+    """Return the GPUs that are in more than one running container, with these containers."""
     users: defaultdict[str, set[str]] = defaultdict(set)
     for seen in containers:
         for uuid in seen.uuids:

@@ -1,4 +1,4 @@
-"""Nodes without Docker: a `Daemons` whose clients keep containers in memory, with the answers of docker-py."""
+"""Nodes without Docker: `DockerClients` with clients that keep containers in memory and respond as docker-py does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SimulatedNode:
     on_call: Callable[[str], None] = lambda method: None
     lines: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     nvml_error: str | None = None
-    #: Calls get no answer while it is set.
+    #: Calls get no response while it is set.
     is_hung: bool = False
     #: The agent's lines end while it is set.
     is_silent: bool = False
@@ -57,7 +57,7 @@ class SimulatedNode:
     ecc: dict[int, int] = field(default_factory=dict)
     remap_failed: set[int] = field(default_factory=set)
     mig: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
-    #: What containers' programs were sent: container and signal.
+    #: Signals sent to containers' programs: container and signal.
     signals: list[tuple[str, str]] = field(default_factory=list)
     last_line: bytes = b""
     #: Where users' homes are for what is run in their containers, and what is.
@@ -70,21 +70,21 @@ class SimulatedNode:
 
     @property
     def uuids(self) -> list[str]:
-        """The node's GPUs."""
+        """The UUIDs of the node's GPUs."""
         return [f"GPU-{self.name}-{index}" for index in range(len(self.cards))]
 
     def kill(self) -> None:
-        """The machine is off: nothing answers, and what ran has ended."""
+        """Power the machine off: nothing answers, and its containers have ended."""
         self.is_reachable = False
         for container in self.containers.values():
             container.update(State="exited", ExitCode=137)
 
     def start(self, boot_id: str) -> None:
-        """The machine has restarted."""
+        """Restart the machine."""
         self.boot_id, self.is_reachable = boot_id, True
 
     def print_line(self) -> bytes:
-        """The agent's last line, a new one unless it is silent."""
+        """Return the agent's last line, a new one unless the agent is silent."""
         if not self.is_silent or not self.last_line:
             gpus = [] if self.nvml_error else [gpu for index in range(len(self.cards)) for gpu in self._readings(index)]
             line = {"n": next(self.lines), "boot_id": self.boot_id, "driver": self.driver, "error": self.nvml_error}
@@ -125,13 +125,13 @@ class SimulatedNode:
         ] or [reading]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """Containers with that label."""
+        """Return the containers with that label."""
         return [c for c in self.containers.values() if c["Labels"].get("gpuhub.kind") == kind]
 
     def run_container(
         self, labels: dict[str, str], *, name: str = "", state: str = "running", devices: Sequence[str] = ()
     ) -> str:
-        """As a spawner would."""
+        """Run a container as a spawner would."""
         container = f"{next(_ids):064x}"
         self.containers[container] = {
             "Id": container,
@@ -145,7 +145,7 @@ class SimulatedNode:
         return container
 
     def end_container(self, container: str, *, code: int = 0, oom: bool = False) -> None:
-        """The container's program ended."""
+        """End the container's program."""
         self.containers[container].update(State="exited", ExitCode=code, OOMKilled=oom)
 
 
@@ -279,14 +279,14 @@ class _Telling:
 
 
 def simulated_nodes(cards: dict[str, list[tuple[str, int]]] = CLOSET) -> dict[str, SimulatedNode]:
-    """A node for each entry."""
+    """Return a node for each entry."""
     return {name: SimulatedNode(name=name, cards=list(of_node)) for name, of_node in cards.items()}
 
 
 def build_cluster(
     cards: dict[str, list[tuple[str, int]]] = CLOSET, profiles: Sequence[ProfileSettings] = (), **parts: Any
 ) -> ClusterSettings:
-    """Settings for simulated nodes, with a profile for each model and one without a GPU."""
+    """Build settings for simulated nodes, with a profile for each model and one without a GPU."""
     models = {name.removeprefix("NVIDIA GeForce ") for of_node in cards.values() for name, _ in of_node}
     return ClusterSettings(
         nodes=tuple(

@@ -220,7 +220,7 @@ def outside(plan: ClosetPlan) -> Iterator[str]:
 
 
 def run_nft(namespace: str, *arguments: str) -> str:
-    """Run run_nft in a node's namespace and return its output."""
+    """Run nft in a node's namespace and return its output."""
     return shell.run_command((*_within(namespace), "nft", *arguments))
 
 

@@ -50,7 +50,7 @@ class FakeBroker:
         ]
 
     async def request_lease(self, request: LeaseRequest) -> LeaseView:
-        """Ask for a lease."""
+        """Request a lease."""
         self.requests.append(request)
         lease = LeaseView(
             id=f"lease-{len(self.known) + 1}",
@@ -79,7 +79,7 @@ class FakeBroker:
         return [lease for lease in self.known.values() if lease.state is not LeaseState.RELEASED]
 
     async def get_lease(self, lease_id: str, *, wait_s: float = 0, version: int | None = None) -> LeaseView:
-        """Return one lease, as soon as its version differs."""
+        """Return one lease as soon as its version differs."""
         if lease_id not in self.known:
             raise NotFound(f"there is no lease {lease_id}")
         if wait_s and version is not None:
@@ -92,11 +92,11 @@ class FakeBroker:
         return self.known[lease_id]
 
     async def activate(self, lease_id: str, container_id: str) -> LeaseView:
-        """Granted to active."""
+        """Change the lease from granted to active."""
         return await self._change(lease_id, state=LeaseState.ACTIVE)
 
     async def release(self, lease_id: str) -> LeaseView:
-        """End it at once."""
+        """End the lease at once."""
         if lease_id not in self.known:
             raise NotFound(f"there is no lease {lease_id}")
         return await self._change(

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-#: What a hub or broker that has just been killed answers with, or the proxy in its place.
+#: Statuses of a hub or broker that has just been killed, or of the proxy in its place.
 AWAY = frozenset({500, 502, 503, 504})
 
 
@@ -24,7 +24,7 @@ class Client:
     broker: httpx.Client
 
     def ask(self, web: httpx.Client, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Return status and answer; 503 without an answer."""
+        """Return status and body; 503 if there is no response."""
         try:
             answer = web.request(method, path, content=None if body is None else json.dumps(body))
         except httpx.TransportError:
@@ -43,12 +43,12 @@ class Client:
         self._until_heard(lambda: self.ask(self.hub, "POST", path, {"profile": profile}))
 
     def stop(self, server: str) -> None:
-        """Request the server's end until the hub accepts it; its name no longer counts."""
+        """Request that the server stops until the hub accepts it; its name no longer counts."""
         path = f"/users/{self.name}/servers/{server}"
         self._until_heard(lambda: self.ask(self.hub, "DELETE", path, {"remove": True}))
 
     def stopped(self) -> list[str]:
-        """Servers that do not run, whose names count among those that a user may have."""
+        """Return stopped servers, whose names count towards the user's limit."""
         status, found = self.ask(self.hub, "GET", f"/users/{self.name}?include_stopped_servers=1")
         return [name for name, server in found["servers"].items() if server["stopped"]] if status == 200 else []
 
@@ -57,7 +57,7 @@ class Client:
         return bool(((self.servers() or {}).get(server) or {}).get("ready"))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         self.hub.close()
         self.broker.close()
 
@@ -69,7 +69,7 @@ class Client:
 
 
 def log_in(address: str, name: str, password: str) -> Client:
-    """A user's own token, for everything that user may do; `address` is where browsers go."""
+    """Return a client with the user's own token, which has all rights of the user; `address` is the browsers' one."""
     with httpx.Client(base_url=address, follow_redirects=True, trust_env=False, timeout=60) as web:
         web.get("/hub/login")
         form = {"username": name, "password": password, "_xsrf": _xsrf(web)}
@@ -80,7 +80,7 @@ def log_in(address: str, name: str, password: str) -> Client:
 
 
 def with_token(address: str, name: str, token: str) -> Client:
-    """A user who sends this token to hub and broker."""
+    """Return a client that sends this token to hub and broker."""
     headers = {"Authorization": f"token {token}", "Content-Type": "application/json"}
 
     def web(path: str) -> httpx.Client:

@@ -15,16 +15,16 @@ from gpuhub_closet.slurm_config import SlurmConfig
 from tests.support.product import wait_for
 
 DEADLINE_S = 60.0
-#: The user as whom slurmrestd runs: it refuses root, and Slurm's own user.
+#: The user of slurmrestd, which refuses to run as root or as Slurm's own user.
 REST_USER = ("slurmrest", 61099)
 
 
 @dataclass(slots=True)
 class Daemons:
-    """munged, slurmctld, a slurmd by each node's name, and where asked for mariadbd, slurmdbd and slurmrestd."""
+    """munged, slurmctld, a slurmd by each node's name, and on request mariadbd, slurmdbd and slurmrestd."""
 
     files: SlurmConfig
-    #: Where slurmrestd listens; None without it.
+    #: slurmrestd's address; None without it.
     rest_url: str | None
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     #: Holds the mount namespace.
@@ -32,18 +32,18 @@ class Daemons:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """With which daemons and commands find the site."""
+        """The variables by which daemons and commands find the site."""
         return {**os.environ, "SLURM_CONF": str(self.files.conf)}
 
     @property
     def database_socket(self) -> Path:
-        """MariaDB's."""
+        """MariaDB's socket."""
         return self.files.folder / "database.socket"
 
     def open(self) -> None:
-        """Make the namespace. The folder `etc` in the site's own must be there: it stands for the machine's /etc."""
+        """Make the namespace. The folder `etc` in the site's folder must exist: it replaces the machine's /etc there."""
         folder = self.files.folder
-        # Not the two files alone: a mount on one is lost when anybody on this machine puts a new file in its place.
+        # Not the two files alone: a mount on a file is lost when any process of this machine replaces the file.
         script = f"mount --bind {folder}/etc /etc && touch {folder}/mounted && exec sleep infinity"
         self._holder = subprocess.Popen(["unshare", "--mount", "--propagation", "private", "sh", "-c", script])
         wait((folder / "mounted").exists, "the site has its own users")
@@ -64,16 +64,16 @@ class Daemons:
             )
 
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
-        """End a daemon, `kill -9` by default, and wait until it is gone; what it started may live on."""
+        """End a daemon, `kill -9` by default, and wait until it is gone; its children may continue."""
         process = self._running.pop(name)
         process.send_signal(how)
         process.wait(DEADLINE_S)
 
     def check(self) -> bool:
-        """True while every daemon lives that was started and not killed.
+        """Return True if every daemon runs that was started and not killed.
 
         Raises:
-            RuntimeError: with the last words of one that has ended by itself.
+            RuntimeError: A daemon has ended; the message has the end of its log.
         """
         for name, process in self._running.items():
             if process.poll() is not None:
@@ -82,7 +82,7 @@ class Daemons:
         return True
 
     def close(self) -> None:
-        """End every process of the site, by its id: jobs too, which outlive their slurmd."""
+        """End every process of the site by its id, including jobs, which outlive their slurmd."""
         for process in reversed(self._running.values()):
             process.terminate()
         end = time.monotonic() + 10
@@ -102,7 +102,7 @@ class Daemons:
             case "munged":
                 paths = {"key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
                 options = [f"--{option}={at}/munge.{end}" for option, end in paths.items()]
-                # What a killed one left behind shall not stop it.
+                # Files of a killed daemon must not prevent its start.
                 return ["munged", "--foreground", "--force", f"--socket={self.files.munge_socket}", *options], {}
             case "mariadbd":
                 options = ["--no-defaults", "--user=root", "--skip-networking", f"--datadir={at}/database"]
@@ -113,7 +113,7 @@ class Daemons:
             case "slurmrestd":
                 assert self.rest_url is not None
                 address = self.rest_url.removeprefix("http://")
-                # The one for accounts refuses a cluster that has none.
+                # The plugin for accounts refuses a cluster that has none.
                 kinds = "openapi/v0.0.38" + ("" if self.files.accounting is None else ",openapi/dbv0.0.38")
                 return ["slurmrestd", "-a", "rest_auth/jwt", "-s", kinds, address], {"SLURM_JWT": "daemon"}
             case "slurmctld":
@@ -122,7 +122,7 @@ class Daemons:
                 return ["slurmd", "-D", "-N", node], {}
 
     def _is_empty(self) -> bool:
-        """Whether only the holder is left in the namespace; whatever else is there is killed."""
+        """Kill all other processes of the namespace, and return whether only the holder is left."""
         assert self._holder is not None
         ours = _mounts(self._holder.pid)
         everybody = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
@@ -134,7 +134,7 @@ class Daemons:
 
 
 def _mounts(pid: int) -> int | None:
-    """Which mount namespace a process has; None for one that has ended, or that even root may not look at."""
+    """Return the mount namespace of a process; None for one that has ended or is inaccessible even to root."""
     try:
         return Path(f"/proc/{pid}/ns/mnt").stat().st_ino
     except OSError:
@@ -142,10 +142,10 @@ def _mounts(pid: int) -> int | None:
 
 
 def wait(is_true: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Ask until it is true.
+    """Poll until the condition holds.
 
     Raises:
-        TimeoutError: saying what did not come.
+        TimeoutError: The condition did not hold in time.
     """
     end = time.monotonic() + deadline_s
     while not is_true():
@@ -155,9 +155,12 @@ def wait(is_true: Callable[[], object], what: str, deadline_s: float = DEADLINE_
 
 
 def wait_saved(ask: Callable[..., object], state: Path, job: int) -> None:
-    """Until slurmctld has written what it knows by now of its jobs to its state's folder; `ask` runs Slurm's commands."""
+    """Wait until slurmctld has saved its present state of jobs to its folder; `ask` runs Slurm's commands.
+
+    It saves up to 5 s after a change; a slurmctld that is killed before that forgets the change.
+    """
     file = state / "job_state"
-    # The first one to be seen may have been composed before.
+    # The first saved state may be older than the update.
     for count in range(2):
         before = file.stat().st_mtime_ns if file.exists() else 0
         ask("scontrol", "update", f"jobid={job}", f"comment=gpuhub-{count}")

@@ -1,5 +1,5 @@
-"""The real hub, broker and proxy with a real Slurm, whose jobs are the notebooks: the real jupyterhub-singleuser, which
-runs as a user whom Slurm's machines know and the head node does not.
+"""The real hub, broker and proxy with a real Slurm whose jobs are notebooks: the real jupyterhub-singleuser, which runs
+as a user that Slurm's machines know and the head node does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.slurm.site import USERS, SlurmSite, slurm_site
 
 #: The server's name.
 NB = "nb"
-#: One GPU of a type, so that the second one who wants it waits. Profiles and more go where FURTHER stands.
+#: One GPU of each type, so that a second user waits. FURTHER is replaced by profiles and more.
 SETTINGS = """
 engine = "slurm"
 [[nodes]]
@@ -53,13 +53,13 @@ runtime = "plain"
 command = "COMMAND"
 poll = "1s"
 """
-#: Nothing of the product's is changed but how often a test must wait.
+#: Only intervals are changed, so that tests wait less.
 CONFIG = "load_subconfig({real!r})\nc.Spawner.poll_interval = 2\n"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hub and Slurm."""
+    """A hub with its Slurm."""
 
     site: SlurmSite
     hub: ServedHub
@@ -67,28 +67,28 @@ class Cluster:
     ben: Client
 
     def jobs(self) -> dict[int, tuple[str, int, str]]:
-        """Jobs that have not ended: name, UID and state by number."""
+        """Return the jobs that have not ended: name, UID and state by number."""
         lines = self.site.ask("squeue", "-h", "-o", "%i %j %U %T").splitlines()
         return {int(number): (name, int(uid), state) for number, name, uid, state in map(str.split, lines)}
 
     def jobs_of(self, name: str) -> list[int]:
-        """A user's, the oldest first."""
+        """Return a user's jobs, oldest first."""
         return sorted(number for number, (_, uid, _) in self.jobs().items() if uid == USERS[name])
 
     def job_of(self, name: str) -> int | None:
-        """The one job of a user."""
+        """Return the only job of a user."""
         found = self.jobs_of(name)
         assert len(found) <= 1
         return found[0] if found else None
 
     def wait_clear(self) -> None:
-        """Until Slurm has no job, and the broker no lease."""
+        """Wait until Slurm has no job and the broker no lease."""
         wait_for(lambda: not self.jobs(), "no jobs are left", 60)
         wait_for(lambda: not leases(self.ada) and not leases(self.ben), "no leases are left", 60)
 
 
 def leases(user: Client) -> list[dict[str, Any]]:
-    """The user's leases that have not ended."""
+    """Return the user's leases that have not ended."""
     status, found = user.ask(user.broker, "GET", "/leases")
     assert status == 200, found
     return list(found["leases"] if isinstance(found, dict) else found)
@@ -98,8 +98,11 @@ def leases(user: Client) -> list[dict[str, Any]]:
 def slurm_hub(
     instance: str, folder: Path, command: Path, *, site_port: int, port: int, further: str = ""
 ) -> Iterator[Cluster]:
-    """A hub with ada and ben, on two nodes with a GPU each; `command` is the notebook's program, `further` more of
-    cluster.toml, profiles among it.
+    """Run a hub with ada and ben on two nodes with a GPU each.
+
+    Args:
+        command: The notebook's program.
+        further: More of cluster.toml, including profiles.
     """
     with slurm_site(port=site_port, nodes=(("rtx5090",), ("rtx5070",)), min_job_age_s=30) as site:
         texts = {"HOMES": site.folder / "homes", "CONF": site.files.conf, "COMMAND": command, "FURTHER": further}
@@ -120,7 +123,7 @@ def slurm_hub(
 
 
 def build_environment(folder: Path, *further: str) -> Path:
-    """The path of its jupyterhub-singleuser."""
+    """Build an environment and return the path of its jupyterhub-singleuser."""
     uv = str(Path(sys.executable).with_name("uv"))
     lock = ROOT / "images" / "python" / "requirements.lock"
     subprocess.run([uv, "venv", "-q", "--python", "/usr/bin/python3", str(folder / "env")], check=True)
@@ -131,7 +134,7 @@ def build_environment(folder: Path, *further: str) -> Path:
 
 
 def start(cluster: Cluster, user: Client, profile: str = "gpu") -> int:
-    """The user's notebook, which answers; the number of its job."""
+    """Start the user's notebook, wait until it answers, and return its job's number."""
     user.start(NB, profile)
     wait_ready(cluster, user)
     job = cluster.job_of(user.name)

@@ -11,7 +11,7 @@ from gpuhub.slurm_jobs import scripts
 ON_NODE = Path(scripts.__file__).with_name("node_main.py")
 
 
-#: Each would do something if a shell read it.
+#: Each has an effect if a shell parses it.
 HOSTILE = (
     "a'b",
     'a"b',
@@ -35,7 +35,7 @@ def cluster(home: str = "/srv/home/{username}", datasets: str | None = "/srv/dat
         "slurm": slurm,
     }
     made = ClusterSettings.model_validate(settings)
-    # What the settings refuse is tried all the same.
+    # Values that the settings refuse are tested too.
     storage = made.storage.model_copy(update={"home": home, "datasets": datasets})
     return made.model_copy(update={"storage": storage})
 

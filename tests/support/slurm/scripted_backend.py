@@ -1,4 +1,4 @@
-"""A real core and store with the Slurm backend on a scripted Slurm: a test says when the backend is polled."""
+"""A real core and store with the Slurm backend on a scripted Slurm: tests decide when the backend polls."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ _keys = itertools.count(1)
 
 
 def slurm_cluster(cards: dict[str, list[tuple[str, int]]] = CLOSET, **parts: Any) -> ClusterSettings:
-    """The practice closet's settings, with Slurm as the engine."""
+    """Return the practice closet's settings with Slurm as the backend."""
     return build_cluster(cards, engine="slurm", **parts)
 
 
 async def find_submitter(owner: str) -> Submitter:
-    """ada, ben and eve have accounts."""
+    """Return the Slurm account of ada, ben or eve."""
     if owner not in UIDS:
         raise NotAllowed(f"user {owner!r} has no account on the head node")
     return Submitter(name=owner, uid=UIDS[owner], gid=UIDS[owner])
 
 
 def build_backend(cluster: ClusterSettings, slurm: SlurmClient) -> SlurmBackend:
-    """The backend on this Slurm, for the users that have accounts."""
+    """Build the backend on this Slurm, for the users that have accounts."""
     return SlurmBackend(cluster, slurm, instance=INSTANCE, find_submitter=find_submitter)
 
 
 @dataclass(slots=True)
 class Desk:
-    """One life of a broker, asked as users and the keeper would."""
+    """One broker process, called as users and the node controller would."""
 
     core: BrokerState
     backend: SlurmBackend
@@ -60,48 +60,48 @@ class Desk:
 
     @property
     def scheduler(self) -> SlurmScheduler:
-        """What grants leases."""
+        """The scheduler that grants leases."""
         return self.backend.scheduler
 
     async def ask(self, owner: str = "ada", profile: str = "rtx5090", **parts: Any) -> LeaseRow:
-        """A notebook's lease, for a server of its own."""
+        """Request a notebook's lease for a new server."""
         key = f"key-{next(_keys)}"
         parts.setdefault("server", key)
         made = await self.broker.request_lease(Identity(name=owner), LeaseRequest(profile=profile, key=key, **parts))
         return self.lease(made.id)
 
     async def launch(self, owner: str = "ada", **parts: Any) -> LeaseRow:
-        """A job's lease."""
+        """Request a job's lease."""
         run = f"run-{next(_keys):06}"
         made = await self.broker.request_job(Identity(name=owner), JobRequest(run_id=run, **parts))
         return self.lease(made.lease.id)
 
     def lease(self, lease_id: str) -> LeaseRow:
-        """As it is now, ended or not."""
+        """Return the lease's current state, ended or not."""
         found = self.core.ledger.snapshot.leases.get(lease_id) or self.core.store.get_lease(lease_id)
         assert found is not None
         return found
 
     def state(self, lease_id: str) -> LeaseState:
-        """Its state."""
+        """Return the lease's state."""
         return self.lease(lease_id).state
 
     async def settle(self, lease: LeaseRow, slurm: ScriptedSlurm) -> LeaseRow:
-        """Submit it, start it, grant it."""
+        """Submit, start and grant the lease."""
         await self.controller.step()
         slurm.start(self.lease(lease.id).slurm_job)
         await self.controller.step()
         return self.lease(lease.id)
 
     async def prove_gone(self, lease_id: str) -> None:
-        """The nodes show no container of it."""
+        """Report that the nodes list no container of the lease."""
         for node in self.lease(lease_id).nodes:
             await self.core.ledger.change(mutations.prove_released([lease_id], node))
 
 
 @dataclass(slots=True)
 class Site:
-    """What outlives brokers."""
+    """The parts that outlive brokers."""
 
     folder: Path
     cluster: ClusterSettings = field(default_factory=slurm_cluster)
@@ -110,7 +110,7 @@ class Site:
     clock: Clock = field(default_factory=Clock)
 
     async def start(self, store: Store | None = None) -> Desk:
-        """A broker on the store that is there, without its loops, on nodes that have been read."""
+        """Start a broker on the existing store, without its controllers, on probed nodes."""
         backend = build_backend(self.cluster, self.slurm)
         store = store or Store.open_file(self.folder / "broker.sqlite")
         inventory = build_inventory(self.cluster, {})
@@ -125,7 +125,7 @@ class Site:
         return desk
 
     def record(self, name: str, **changes: Any) -> NodeStatus:
-        """A node that answers, as it was read."""
+        """Return the record of a node that answers."""
         return NodeStatus(
             name=name,
             is_up=True,
@@ -143,7 +143,7 @@ class Site:
 
     @asynccontextmanager
     async def broker(self) -> AsyncIterator[Desk]:
-        """A broker, closed afterwards."""
+        """Yield a broker and stop it afterwards."""
         desk = await self.start()
         try:
             yield desk
@@ -151,6 +151,6 @@ class Site:
             await self.stop(desk)
 
     async def stop(self, desk: Desk) -> None:
-        """The broker ends."""
+        """Stop the broker."""
         await desk.core.close()
         desk.core.store.close()

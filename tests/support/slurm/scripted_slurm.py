@@ -1,4 +1,4 @@
-"""Slurm in memory, for tests: a `SlurmClient` whose jobs start and end when a test says so. It has no clock of its own."""
+"""Slurm in memory: a `SlurmClient` whose jobs start and end when a test decides so. It has no clock."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from gpuhub.slurm_client.models import (
     SlurmSubmission,
 )
 
-#: UIDs of whom the tests know.
+#: UIDs of the tests' users.
 UIDS = {"ada": 61001, "ben": 61002, "eve": 61003}
 #: GPU types of the practice closet.
 CLOSET = {"rig1": ("rtx5090",), "rig2": ("rtx5070",), "rig3": ("rtx5060",)}
 
 
 class ScriptedSlurm:
-    """Gives whole GPUs by type; tells no times but a count of what happened."""
+    """Gives whole GPUs by type; in place of times it has a count of events."""
 
     def __init__(self, nodes: Mapping[str, Sequence[str]] = CLOSET) -> None:
         self.nodes = {name: tuple(types) for name, types in nodes.items()}
         self.jobs: dict[int, SlurmJob] = {}
         self.asked: dict[int, SlurmSubmission] = {}
-        #: Nobody answers, and nothing happens.
+        #: slurmctld does not respond, and requests have no effect.
         self.is_silent = False
-        #: So many submissions from now go through, and their answers are lost.
+        #: The number of next submissions that succeed although their responses are lost.
         self.lost_answers = 0
-        #: So many submissions from now go unanswered, and go through when the test says `arrive`.
+        #: The number of next submissions without a response, which succeed at `arrive`.
         self.late = 0
         self.late_ones: list[SlurmSubmission] = []
-        #: What submissions are refused with; None: they are taken.
+        #: The error of submissions; None accepts them.
         self.refusal: str | None = None
-        #: How often a job's nodes were not taken back.
+        #: The number of jobs whose nodes were not released.
         self.refused = 0
         #: Nodes that an administrator has drained.
         self.drained: set[str] = set()
-        #: GPUs by node that jobs have, or whose nodes are still cleaned.
+        #: GPUs by node that jobs have, including jobs whose nodes are still being cleaned.
         self.held: dict[int, dict[str, tuple[int, ...]]] = {}
         self.limits: dict[int, int] = {}
         self.kept: list[int] = []
@@ -58,13 +58,13 @@ class ScriptedSlurm:
     # -- a SlurmClient --------------------------------------------------------------------------------------------
 
     async def read_snapshot(self) -> SlurmSnapshot:
-        """All jobs and nodes."""
+        """Return all jobs and nodes."""
         self._answer()
         self.looks += 1
         return SlurmSnapshot(jobs=tuple(self.jobs.values()), nodes=tuple(self._nodes()))
 
     async def find_job(self, job_id: int, *, name: str | None = None) -> SlurmJob | None:
-        """One job."""
+        """Return one job."""
         self._answer()
         return self.jobs[job_id] if self._is_there(job_id, name) else None
 
@@ -95,7 +95,7 @@ class ScriptedSlurm:
             self.clean(job_id)
 
     async def persist_job(self, job_id: int, *, name: str | None = None) -> None:
-        """Store what is known of a job."""
+        """Store the data of a job."""
         self._answer()
         self.kept.append(job_id)
 
@@ -107,7 +107,7 @@ class ScriptedSlurm:
         self.limits[job_id] = seconds
 
     async def shrink(self, job_id: int, nodes: Sequence[str], *, name: str | None = None) -> None:
-        """Take nodes from a job."""
+        """Remove nodes from a job."""
         self._answer()
         if self.refusal is not None:
             self.refused += 1
@@ -118,23 +118,23 @@ class ScriptedSlurm:
         self.change(job_id, nodes=tuple(nodes), gpus={node: job.gpus[node] for node in nodes})
 
     async def read_site(self) -> SlurmSite:
-        """One partition with all nodes."""
+        """Return one partition with all nodes."""
         self._answer()
         nodes = tuple(self._nodes())
         main = SlurmPartition(name="main", is_default=True, max_time_s=86400, nodes=tuple(self.nodes))
         return SlurmSite(version=(22, 5, 8), cluster="test", partitions=(main,), nodes=nodes, has_accounting=False)
 
     async def read_gpu_time(self, since: float, until: float) -> Sequence[GpuTime]:
-        """There is no accounting."""
+        """Return nothing: there is no accounting."""
         raise SlurmRefused("there is no accounting")
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     # -- what tests do --------------------------------------------------------------------------------------------
 
     def add(self, submission: SlurmSubmission) -> int:
-        """A job that waits, submitted by anybody."""
+        """Add a waiting job, submitted by any user."""
         number = next(self._ids)
         self.asked[number] = submission
         self.jobs[number] = SlurmJob(
@@ -151,13 +151,13 @@ class ScriptedSlurm:
         return number
 
     def arrive(self) -> None:
-        """Late submissions go through."""
+        """Let late submissions succeed."""
         late, self.late_ones = self.late_ones, []
         for submission in late:
             self.add(submission)
 
     def start(self, job_id: int | None = None) -> list[int]:
-        """Start what fits, by priority; or this one job, if it fits. Numbers of those that started."""
+        """Start the jobs that fit, by priority, or this one job if it fits; return their numbers."""
         waiting = [job for job in self.jobs.values() if job.state is SlurmJobState.PENDING and job_id in {None, job.id}]
         started = []
         for job in sorted(waiting, key=lambda one: (-one.priority, one.id)):
@@ -173,41 +173,41 @@ class ScriptedSlurm:
         return started
 
     def change(self, job_id: int, **fields: object) -> None:
-        """Let a job be otherwise, as an administrator would."""
+        """Change a job as an administrator would."""
         self.jobs[job_id] = replace(self.jobs[job_id], **fields)  # type: ignore[arg-type]
 
     def end(self, job_id: int, state: SlurmJobState, reason: str = "") -> None:
-        """A job is over; what it had is free when its nodes are clean, which `clean` says."""
+        """End a job; its GPUs are free when its nodes are clean, see `clean`."""
         if self.jobs[job_id].state in LIVE_STATES:
             self.change(job_id, state=state, reason=reason, is_completing=job_id in self.held)
 
     def scancel(self, job_id: int) -> None:
-        """Somebody cancels it."""
+        """Cancel a job as its user would."""
         if job_id in self.jobs:
             self.end(job_id, SlurmJobState.CANCELLED)
 
     def clean(self, job_id: int) -> None:
-        """The Epilog of a job that is over has ended."""
+        """End the Epilog of a job that has ended."""
         if job_id in self.jobs and self.jobs[job_id].state not in LIVE_STATES:
             self.held.pop(job_id, None)
             self.change(job_id, is_completing=False)
 
     def requeue(self, job_id: int) -> None:
-        """`scontrol requeue`: it waits again, under the same number."""
+        """Run `scontrol requeue`: the job waits again under the same number."""
         self.held.pop(job_id, None)
         self.change(job_id, state=SlurmJobState.PENDING, reason="BeginTime", nodes=(), gpus={}, started_at=None)
 
     def forget(self, job_id: int) -> None:
-        """It ended so long ago that slurmctld does not know it any more."""
+        """Forget a job that ended long ago."""
         if self.jobs[job_id].state not in LIVE_STATES and job_id not in self.held:
             del self.jobs[job_id]
 
     def live(self) -> list[SlurmJob]:
-        """Jobs that wait or run."""
+        """Return the jobs that wait or run."""
         return [job for job in self.jobs.values() if job.state in LIVE_STATES]
 
     def only(self) -> SlurmJob:
-        """The one job that waits or runs."""
+        """Return the only job that waits or runs."""
         (job,) = self.live()
         return job
 
@@ -238,7 +238,7 @@ class ScriptedSlurm:
             )
 
     def _kinds(self, name: str) -> list[str]:
-        """Types by Slurm's numbers: grouped by type."""
+        """Return GPU types in the order of Slurm's numbers, which group by type."""
         types = self.nodes[name]
         return [kind for kind in dict.fromkeys(types) for _ in range(types.count(kind))]
 

@@ -1,5 +1,7 @@
-"""A real Slurm on this machine, over loopback: munged, slurmctld, slurmds with GPUs that are /dev/null, and users of its
-own; on demand slurmdbd with a MariaDB, and slurmrestd with tokens. One folder; the machine's own files stay as they are.
+"""A real Slurm on this machine, over loopback: munged, slurmctld, slurmds with GPUs that are /dev/null, and separate users.
+
+On demand it has slurmdbd with MariaDB, and slurmrestd with tokens. All its files are in one folder; the machine's own files
+do not change.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from gpuhub_closet.slurm_config import (
 )
 from tests.support.slurm.daemons import DEADLINE_S, REST_USER, Daemons, wait
 
-#: The closet's cards, a node each.
+#: The practice closet's GPUs, one for each node.
 CARDS = (("rtx5090",), ("rtx5070",), ("rtx5060",))
-#: Who is known to Slurm's daemons, and to nobody else here.
+#: Users that only Slurm's daemons know.
 USERS = {"ada": 61001, "ben": 61002}
 #: Program → Debian package.
 _PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
@@ -45,28 +47,28 @@ class SlurmSite:
 
     @property
     def files(self) -> SlurmConfig:
-        """What its settings were made of."""
+        """The configuration of the site."""
         return self.daemons.files
 
     @property
     def folder(self) -> Path:
-        """Settings, state, logs: Slurm's own, and `NAME.out` of each daemon."""
+        """The folder of settings, state and logs: Slurm's own, and `NAME.out` of each daemon."""
         return self.files.folder
 
     def table(self, **further: object) -> SlurmSettings:
-        """`[slurm]` of a cluster.toml for this site; by Slurm's commands unless said otherwise."""
+        """Return `[slurm]` of a cluster.toml for this site, by default with Slurm's commands."""
         url, key = self.daemons.rest_url, self.files.jwt_key
         return SlurmSettings.model_validate({"conf": self.files.conf, "rest_url": url, "rest_key": key, **further})
 
     def submitter(self, name: str) -> Submitter:
-        """A user of the site as one who submits."""
+        """Return a user of the site as a submitter."""
         user = self.users[name]
         return Submitter(name=name, uid=user.uid, gid=user.uid, groups=tuple(number for _, number in user.groups))
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def run(self, *command: str, user: str | None = None, given: str = "") -> subprocess.CompletedProcess[str]:
-        """Run one of Slurm's commands as a user of the site, in their home; as root without one. It may fail."""
+        """Run one of Slurm's commands as a user of the site, in their home, or as root. It may fail."""
         known = self.users[user] if user else SlurmAccount(name="root", uid=0, home=self.folder)
         return subprocess.run(
             command,
@@ -83,10 +85,10 @@ class SlurmSite:
         )
 
     def ask(self, *command: str, user: str | None = None, given: str = "") -> str:
-        """What a command prints.
+        """Return a command's output.
 
         Raises:
-            RuntimeError: it failed; with what it said.
+            RuntimeError: The command failed; the message has its output.
         """
         done = self.run(*command, user=user, given=given)
         if done.returncode:
@@ -94,16 +96,16 @@ class SlurmSite:
         return done.stdout
 
     def submit(self, user: str | None, *options: str, script: str = "exec sleep 1000") -> int:
-        """A job of plain `sbatch`; its number."""
+        """Submit a job by plain `sbatch` and return its number."""
         text = f"#!/bin/sh\n{script}\n"
         return int(self.ask("sbatch", "--parsable", "-o", "/dev/null", *options, user=user, given=text).split(";")[0])
 
     def state(self, job_id: int) -> str:
-        """A job's state in Slurm's word; empty where slurmctld does not know it."""
+        """Return a job's state as Slurm names it; empty if slurmctld does not know the job."""
         return self.run("squeue", "-h", "-t", "all", "-j", str(job_id), "-o", "%T").stdout.strip()
 
     def idle_nodes(self) -> list[str]:
-        """The nodes of which no job has anything, and that take work."""
+        """Return the nodes that are completely free and take work."""
         # A node has a line for each of its partitions.
         return sorted(set(self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split()))
 
@@ -112,14 +114,14 @@ class SlurmSite:
         wait(lambda: self.state(job_id) in states, f"job {job_id} is {' or '.join(states)}", deadline_s)
 
     def wait_for_nodes(self, count: int | None = None, deadline_s: float = DEADLINE_S) -> None:
-        """Wait until so many nodes are idle; by default all."""
+        """Wait until this number of nodes is idle, by default all."""
         wanted = len(self.files.nodes) if count is None else count
         wait(lambda: self.daemons.check() and len(self.idle_nodes()) == wanted, f"{wanted} nodes are idle", deadline_s)
 
     # -- accounts -----------------------------------------------------------------------------------------------------
 
     def add_account(self, name: str, *users: str) -> None:
-        """An account in slurmdbd with these users; slurmctld knows them when this returns."""
+        """Add an account with these users to slurmdbd, and wait until slurmctld knows them."""
         cluster = f"cluster={self.files.cluster}"
         self.ask("sacctmgr", "-i", "add", "account", name, cluster)
         for user in users:
@@ -127,7 +129,7 @@ class SlurmSite:
             wait(partial(self._is_in, user, name), f"slurmctld knows {user} in {name}")
 
     def add_qos(self, name: str, *limits: str, users: Sequence[str]) -> None:
-        """A QOS that these users may use, such as with `MaxWall=60`."""
+        """Add a QOS that these users may use, for example with `MaxWall=60`."""
         self.ask("sacctmgr", "-i", "add", "qos", name, *limits)
         for user in users:
             self.ask("sacctmgr", "-i", "modify", "user", user, "set", f"qos+={name}")
@@ -177,7 +179,7 @@ def slurm_site(
     _refuse_missing(has_accounts=has_accounts, has_rest=has_rest)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp", prefix="gpuhub-slurm-")))
-        # munged wants its socket's folder reachable by everybody.
+        # munged requires that all users can access its socket's folder.
         folder.chmod(0o711)
         last = port + len(nodes)
         files = SlurmConfig(
