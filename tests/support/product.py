@@ -32,7 +32,7 @@ def run_make(instance: str, target: str) -> str:
 def wait_for(
     condition: Callable[[], T | None],
     expected: str | Callable[[], str],
-    deadline_s: float = 30.0,
+    deadline_s: float = 60.0,
     *,
     every_s: float = 0.2,
 ) -> T:

@@ -108,7 +108,7 @@ class People:
         daemons = self.world.hub_daemons
         for other in self.notebooks:
             if other is not notebook and (other.owner, other.server) == (notebook.owner, notebook.server):
-                other.excuses.add("the server was started anew")
+                other.excuses.add("the server was started again")
         found = self.world.outside(container_lifecycle.ensure_created(daemons, lease.nodes[0], made, adopt=False))  # type: ignore[arg-type]
         if found is not None:
             notebook.node, notebook.container = lease.nodes[0], found.id

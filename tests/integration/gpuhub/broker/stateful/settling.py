@@ -101,7 +101,7 @@ def _lost(people: People, world: World) -> list[str]:
     """Return notebooks that ended without a cause."""
     alive = {one.id for one in running(world)}
     return [
-        f"the notebook {one.owner}/{one.server} of lease {one.lease} was ended by nobody and does not run"
+        f"the notebook {one.owner}/{one.server} of lease {one.lease} does not run, although nothing ended it"
         for one in people.notebooks
         if one.is_started and not one.excuses and not _is_over(one) and one.container not in alive
     ]
@@ -143,5 +143,5 @@ def _forgotten(world: World) -> list[str]:
         if (not ask.models or gpu.model in ask.models) and gpu.memory_mib >= ask.least_memory_mib
     ]
     if ask.size == 1 and not ask.exclusive and fitting and not ask.exclude:
-        return [f"lease {first.id} of {first.owner} waits first in line, and {fitting} are free"]
+        return [f"lease {first.id} of {first.owner} is first in the queue, but {fitting} are free"]
     return []

@@ -80,11 +80,11 @@ def _doubled(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, 
             found.append(f"{uuid} is used by containers of {sorted(leases)}")
         strangers = {lease for lease in holders[uuid] if lease not in leases}
         if stored and not leases <= holders[uuid].keys() and strangers:
-            found.append(f"{uuid} was given to {sorted(strangers)} while containers of {sorted(leases)} run")
+            found.append(f"{uuid} was granted to {sorted(strangers)} while containers of {sorted(leases)} run")
     for uuid, by_lease in holders.items():
         parts = list(by_lease.values())
         if len({share for share, _ in parts}) > 1 or len(set(parts)) < len(parts):
-            found.append(f"{uuid} is held twice: {by_lease}")
+            found.append(f"{uuid} has two holders: {by_lease}")
     return found
 
 
@@ -97,7 +97,7 @@ def _unallocated(world: World, slurm: SlurmSystem) -> list[str]:
             job = int(labels.get(names.LABEL_SLURM_JOB, 0))
             uuids = {uuid for uuid in labels.get(UUIDS, "").split(",") if uuid}
             if job and container["State"] in {"running", "paused"} and not uuids <= slurm.find_gpus(job):
-                found.append(f"container {container['Id'][-6:]} uses {sorted(uuids)}, which Slurm job {job} has not")
+                found.append(f"container {container['Id'][-6:]} uses {sorted(uuids)}, which Slurm job {job} does not have")
     return found
 
 
@@ -106,7 +106,7 @@ def _unproven(
 ) -> list[str]:
     """Return leases that have ended while one of their containers runs."""
     return [
-        f"lease {one.lease} is released, and its container {one.id[-6:]} runs"
+        f"lease {one.lease} is released, but its container {one.id[-6:]} runs"
         for one in running(world)
         if one.lease in stored and stored[one.lease][0] == LeaseState.RELEASED.value and one.lease not in forced
     ]

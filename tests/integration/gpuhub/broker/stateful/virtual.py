@@ -70,7 +70,7 @@ class _LoopExecutor(ThreadPoolExecutor):
             return
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - as a thread's executor does: whoever waits gets it
+        except BaseException as error:  # noqa: BLE001 - as with a thread's executor, the caller gets it
             future.set_exception(error)
         else:
             self._loop.call_later(self._loop.latency(), future.set_result, result)

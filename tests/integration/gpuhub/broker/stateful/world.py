@@ -22,7 +22,7 @@ from gpuhub.backends.slurm.backend import SlurmBackend
 from gpuhub.broker.app import create_app
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.operations.operations import BrokerOperations
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common.errors import GpuhubError
 from gpuhub.config.settings import ClusterSettings, ProfileSettings, SchedulingSettings, UserSettings
 from gpuhub.docker.client import DockerClients
@@ -142,7 +142,7 @@ class World:
             return await start_container(daemons, spec)
 
         async def no_courier(spec: CourierSpec) -> str:
-            raise AssertionError(f"nobody asks for the courier of {spec.owner}")
+            raise AssertionError(f"unexpected request for the courier of {spec.owner}")
 
         life.app = create_app(
             cluster=self.cluster,
