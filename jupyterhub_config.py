@@ -1,9 +1,9 @@
 """JupyterHub's configuration; its values come from cluster.toml through gpuhub.hub_config."""
 
 from gpuhub import hub_config
-from gpuhub.login import authenticator_config as login
+from gpuhub.login import kinds as login
 from gpuhub.tls import public_access
-from gpuhub.web.text import TEMPLATES
+from gpuhub.web.templating import TEMPLATES
 
 c = get_config()
 paths = hub_config.paths()

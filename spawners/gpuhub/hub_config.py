@@ -20,7 +20,7 @@ from gpuhub.config import settings
 from gpuhub.config.head_address import build_broker_origin, build_broker_url, url_scheme
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
-from gpuhub.login import authenticator_config as login
+from gpuhub.login import kinds as login
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.interface import SlurmClient
 from gpuhub.spawners.slurm import port

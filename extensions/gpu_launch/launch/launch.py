@@ -29,7 +29,7 @@ from gpu_launch.launch.restart import RestartController, ScaleUp
 from gpu_launch.launch.startup import RankStarter, start_thread
 from gpu_launch.launch.state import LaunchResult, LaunchState, check_transition, write_status
 from gpu_launch.launch.view import LaunchView
-from gpu_launch.launch.worker_pool import WorkerPool, worker_pools
+from gpu_launch.launch.worker_pool import WorkerPool, choose_keep_s, worker_pools
 from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text
 from gpu_launch.output.panel import Screen
@@ -396,8 +396,7 @@ class Launch:
             self._finish()
             can_keep = not (self._is_unproven or self._starter.is_busy())
         finally:
-            asked_s, default_s = self._options.keep_s, self._validated.request.env.keep_workers_s
-            keep_s = default_s if asked_s is None else asked_s
+            keep_s = choose_keep_s(self._options, self._validated.request.env)
             worker_pools.release(self._pool, keep_s=keep_s if can_keep else 0)
 
     def _finish(self) -> None:

@@ -1,4 +1,6 @@
-"""The worker pools of a notebook: one job of the broker each, a controller, and an engine and a fork server a node."""
+"""The worker pools of a notebook: a job of the broker, a controller, and an engine and a fork server per node; how long
+idle ones are kept.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ from gpu_launch.broker.models import EXITED, RUNNING, Cluster
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.network import find_own_interface
+from gpu_launch.environment import Environment
 from gpu_launch.errors import GpuLaunchError, UsageError
 from gpu_launch.launch.agent_client import AgentClient
 from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest, validate
 from gpu_launch.launch.worker_group import BrokerWorkerGroup, WorkerGroup
+from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text
 from gpu_launch.units import format_span
 
@@ -317,6 +321,11 @@ class WorkerPools:
         deadline = time.monotonic() + _EXIT_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def choose_keep_s(options: LaunchOptions, env: Environment) -> float:
+    """Return for how many seconds idle workers are kept: what the user chose, or else the broker's default."""
+    return env.keep_workers_s if options.keep_s is None else float(options.keep_s)
 
 
 def _make_pool(

@@ -15,7 +15,7 @@ from gpu_launch.common import network, run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch.launch import Launch
 from gpu_launch.launch.request import ValidatedRequest
-from gpu_launch.launch.worker_pool import WorkerPool, worker_pools
+from gpu_launch.launch.worker_pool import WorkerPool, choose_keep_s, worker_pools
 from gpu_launch.output.panel import PanelView, Screen, find_screen
 from gpu_launch.output.rank_monitor import SILENCE_S
 from gpu_launch.sessions.channel import ControlMessage, ControlServer, CountingReceiver
@@ -44,9 +44,8 @@ class RankSession:
 
     def __init__(self, validated: ValidatedRequest, broker: BrokerClient | None, *, screen: CellScreen) -> None:
         env = validated.request.env
-        requested_keep_s = validated.request.options.keep_s
         #: Seconds for which idle ranks keep their GPUs while others wait, and for which their workers stay afterwards.
-        self.keep_s = env.keep_workers_s if requested_keep_s is None else float(requested_keep_s)
+        self.keep_s = choose_keep_s(validated.request.options, env)
         self._status_broker = BrokerClient.for_notebook(env, patience_s=0.0) if env.broker_url and env.token else None
         self.run = run_folder.create_run(env.home)
         path = self.run.root / _CONTROL

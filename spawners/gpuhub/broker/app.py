@@ -26,16 +26,17 @@ from gpuhub.broker.audit import AuditLog, AuditMiddleware
 from gpuhub.broker.controllers import loop
 from gpuhub.broker.controllers.backend_controller import BackendController, CoreHost
 from gpuhub.broker.controllers.deadlines import DeadlineController, UnprovenLeases
+from gpuhub.broker.controllers.hub_client import HubClient, ServerApi
 from gpuhub.broker.controllers.node_controller import NodeController
 from gpuhub.broker.controllers.node_probe import EnsureFirewall, FirewallChecker
-from gpuhub.broker.controllers.servers import HubClient, ServerApi, ServerRestarter
+from gpuhub.broker.controllers.server_restarter import ServerRestarter
 from gpuhub.broker.controllers.volume_gc import VolumeCollector
 from gpuhub.broker.controllers.worker_launcher import StartWorker, WorkerLauncher
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.files.couriers import CourierPool, StartCourier
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.operations.operations import BrokerOperations
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import Problem
 from gpuhub.common.errors import GpuhubError

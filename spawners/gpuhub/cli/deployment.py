@@ -81,10 +81,10 @@ def status(paths: Paths, cluster_file: Path) -> None:
 @cluster_file_option
 def check(paths: Paths, cluster_file: Path) -> None:
     """Check cluster.toml without starting anything."""
-    from gpuhub.login import authenticator_config
+    from gpuhub.login import kinds
 
     cluster = settings.load(cluster_file)
-    authenticator_config.check_files(cluster)
+    kinds.check_files(cluster)
     AdminConsole().write(f"{cluster_file} is valid: {len(cluster.nodes)} nodes, {len(cluster.profiles)} profiles")
 
 

@@ -19,10 +19,12 @@ from pydantic import AfterValidator, StringConstraints, ValidationError, model_v
 from gpuhub.common import gpu
 from gpuhub.common.errors import SettingsError
 from gpuhub.config.base import ListOf, SettingsTable, describe_mistakes
-from gpuhub.config.containers import ImageSettings, JobSettings, ProfileSettings, unsatisfiable_profiles
+from gpuhub.config.images import ImageSettings
+from gpuhub.config.jobs import JobSettings
 from gpuhub.config.login_keys import LoginSettings, find_login_mistakes
 from gpuhub.config.network import HubSettings, NetworkSettings
 from gpuhub.config.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
+from gpuhub.config.profiles import ProfileSettings, unsatisfiable_profiles
 from gpuhub.config.slurm import SlurmSettings
 from gpuhub.config.storage import StorageSettings
 from gpuhub.config.users import GroupSettings, LimitSettings, SchedulingSettings, UserSettings

@@ -15,9 +15,9 @@ from typing import Any
 
 from gpuhub.common.errors import SetupError
 from gpuhub.config.identity import find_account_name
-from gpuhub.slurm_client import documents, inventory, messages
+from gpuhub.slurm_client import inventory, messages, parsers
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
-from gpuhub.slurm_client.jobs import FindName, UserNames, require_job, signal_until_ended
+from gpuhub.slurm_client.job_control import FindName, UserNames, require_job, signal_until_ended
 from gpuhub.slurm_client.models import GpuTime, SlurmJob, SlurmSite, SlurmSnapshot, SlurmSubmission, Submitter
 from gpuhub.slurm_client.submission import END_SIGNAL, PERSISTED_COMMENT, format_sbatch
 
@@ -69,7 +69,7 @@ class SlurmCliClient:
     async def find_job(self, job_id: int, *, name: str | None = None) -> SlurmJob | None:
         # Slurm 22.05 lists all jobs in any case.
         jobs = await self._jobs(f"--jobs={job_id}")
-        return documents.select_job(jobs, job_id, name)
+        return parsers.select_job(jobs, job_id, name)
 
     async def submit(self, submission: SlurmSubmission) -> int:
         """Submit a job. After a timeout the job may exist nevertheless: search for its name."""
@@ -139,7 +139,7 @@ class SlurmCliClient:
 
     async def _jobs(self, *options: str) -> tuple[SlurmJob, ...]:
         document = await self._run_json("squeue", "--states=all", *options)
-        return await self._user_names.add_names(messages.parse_output(documents.parse_jobs, document))
+        return await self._user_names.add_names(messages.parse_output(parsers.parse_jobs, document))
 
     async def _run_json(self, program: str, *options: str) -> Any:
         """Run a command and return its JSON document.
@@ -149,7 +149,7 @@ class SlurmCliClient:
         """
         output = await self._run(program, "--json", "--all", *options)
         document = messages.parse_output(json.loads, output)
-        errors = documents.read_errors(document)
+        errors = parsers.read_errors(document)
         if errors:
             raise SlurmUnreachable(f"Slurm does not answer: {'; '.join(errors)}")
         return document

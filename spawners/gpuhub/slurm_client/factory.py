@@ -7,7 +7,7 @@ from gpuhub.config.identity import find_account_name
 from gpuhub.config.slurm import SlurmSettings
 from gpuhub.slurm_client.cli import SlurmCliClient
 from gpuhub.slurm_client.interface import SlurmClient
-from gpuhub.slurm_client.jobs import FindName
+from gpuhub.slurm_client.job_control import FindName
 from gpuhub.slurm_client.rest import SlurmRestClient, TokenKey
 
 

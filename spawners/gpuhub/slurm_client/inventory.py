@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gpuhub.slurm_client.documents import (
+from gpuhub.slurm_client.models import GpuTime, SlurmNode, SlurmPartition
+from gpuhub.slurm_client.parsers import (
     EMPTY_VALUES,
     expand_hosts,
     parse_gpus,
@@ -16,7 +17,6 @@ from gpuhub.slurm_client.documents import (
     read_text,
     read_words,
 )
-from gpuhub.slurm_client.models import GpuTime, SlurmNode, SlurmPartition
 
 #: States in which a node without one of the flags below takes jobs; the others are DOWN, ERROR, FUTURE and UNKNOWN.
 _WORKING = frozenset({"IDLE", "MIXED", "ALLOCATED"})

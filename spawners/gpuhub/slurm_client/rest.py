@@ -23,9 +23,9 @@ import httpx
 
 from gpuhub.common.errors import SetupError
 from gpuhub.config.identity import find_account_name
-from gpuhub.slurm_client import documents, inventory, messages
+from gpuhub.slurm_client import inventory, messages, parsers
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
-from gpuhub.slurm_client.jobs import FindName, UserNames, require_job, signal_until_ended
+from gpuhub.slurm_client.job_control import FindName, UserNames, require_job, signal_until_ended
 from gpuhub.slurm_client.models import GpuTime, SlurmJob, SlurmSite, SlurmSnapshot, SlurmSubmission
 from gpuhub.slurm_client.submission import END_SIGNAL, OLDEST_REST, PERSISTED_COMMENT, format_rest, format_rest_nodes
 
@@ -118,7 +118,7 @@ class SlurmRestClient:
 
     async def read_snapshot(self) -> SlurmSnapshot:
         jobs, nodes = await asyncio.gather(self._get("jobs"), self._get("nodes"))
-        named = await self._user_names.add_names(messages.parse_output(documents.parse_jobs, jobs))
+        named = await self._user_names.add_names(messages.parse_output(parsers.parse_jobs, jobs))
         return SlurmSnapshot(jobs=named, nodes=messages.parse_output(inventory.parse_nodes, nodes))
 
     async def find_job(self, job_id: int, *, name: str | None = None) -> SlurmJob | None:
@@ -126,8 +126,8 @@ class SlurmRestClient:
             document = await self._get(f"job/{job_id}")
         except _NoSuchJob:
             return None
-        jobs = await self._user_names.add_names(messages.parse_output(documents.parse_jobs, document))
-        return documents.select_job(jobs, job_id, name)
+        jobs = await self._user_names.add_names(messages.parse_output(parsers.parse_jobs, document))
+        return parsers.select_job(jobs, job_id, name)
 
     async def submit(self, submission: SlurmSubmission) -> int:
         """Submit a job. After a timeout the job may exist nevertheless: search for its name."""
@@ -176,7 +176,7 @@ class SlurmRestClient:
     async def read_site(self) -> SlurmSite:
         """Return the cluster's configuration, without accounts and QOS if slurmdbd is missing."""
         try:
-            version = messages.parse_output(documents.parse_version, await self._get("ping"))
+            version = messages.parse_output(parsers.parse_version, await self._get("ping"))
             partitions, nodes = await self._get("partitions"), await self._get("nodes")
             reservations, jobs = await self._get("reservations"), await self._get("jobs")
         except SlurmRefused as refusal:
@@ -191,7 +191,7 @@ class SlurmRestClient:
             has_accounting=accounts is not None,
             accounts=accounts or (),
             qos=qos or (),
-            reservations=tuple(str(each.get("name")) for each in documents.read_list(reservations, "reservations")),
+            reservations=tuple(str(each.get("name")) for each in parsers.read_list(reservations, "reservations")),
         )
 
     async def read_gpu_time(self, since: float, until: float) -> Sequence[GpuTime]:
@@ -233,7 +233,7 @@ class SlurmRestClient:
             document = await self._request("GET", kind, part="slurmdb")
             # Slurm 22.05 lists "QOS".
             key = kind if kind in document else kind.upper()
-            return tuple(sorted(str(each["name"]) for each in documents.read_list(document, key)))
+            return tuple(sorted(str(each["name"]) for each in parsers.read_list(document, key)))
         except (SlurmRefused, SlurmUnreachable, ValueError, KeyError):
             return None
 
@@ -273,7 +273,7 @@ class SlurmRestClient:
                 "slurmrestd has no accounting: it runs without slurmdbd, or without its openapi/dbv0.0.N"
             )
         document = _parse_response(response)
-        if documents.read_errors(document) and (complains or response.is_error):
+        if parsers.read_errors(document) and (complains or response.is_error):
             raise _parse_refusal(document)
         return document
 
@@ -311,7 +311,7 @@ def _parse_response(response: httpx.Response) -> Any:
 
 def _parse_refusal(document: Any) -> SlurmRefused | SlurmUnreachable:
     """Return the exception for a document with errors; the HTTP status is always 500."""
-    message = "; ".join(documents.read_errors(document)) or "slurmrestd refused without a message"
+    message = "; ".join(parsers.read_errors(document)) or "slurmrestd refused without a message"
     numbers = {error.get("error_number", error.get("error_code")) for error in document.get("errors") or ()}
     if not numbers.isdisjoint(_NO_JOB_ERRORS):
         return _NoSuchJob(f"Slurm says: {message}")

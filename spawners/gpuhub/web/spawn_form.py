@@ -13,19 +13,11 @@ from gpuhub.broker_api.schemas import ClusterView, HolderView, PartitionView, Pr
 from gpuhub.common.errors import GpuhubError
 from gpuhub.common.gpu import describe_gpus
 from gpuhub.common.units import format_size, format_span
-from gpuhub.config.containers import gpu_requirement
+from gpuhub.config.profiles import gpu_requirement
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.storage.home_usage import HomeUsage, read_home_usage
-from gpuhub.web.text import (
-    build_card,
-    build_environment,
-    count_totals,
-    describe_gib,
-    describe_partition,
-    load_macros,
-    read_asset,
-    read_style,
-)
+from gpuhub.web.templating import build_environment, load_macros, read_asset, read_style
+from gpuhub.web.text import build_card, count_totals, describe_gib, describe_partition
 
 #: Time limit for the figures, seconds; after it the form is shown without them.
 _FIGURES_TIMEOUT_S = 3.0

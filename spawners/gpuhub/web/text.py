@@ -1,18 +1,12 @@
-"""Texts about leases, GPUs and nodes for users, and the templates of the pages that show them."""
+"""Texts and totals about leases, GPUs and nodes that the pages show to users."""
 
 from __future__ import annotations
 
-import functools
 import html
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
-from typing import Any
-
-import jinja2
-from markupsafe import Markup
 
 from gpuhub.broker_api.schemas import (
     ClusterView,
@@ -28,11 +22,8 @@ from gpuhub.broker_api.schemas import (
 from gpuhub.broker_api.schemas.cluster import count_models
 from gpuhub.common.gpu import GpuSpec, parse_capability
 from gpuhub.common.units import format_span
-from gpuhub.config.containers import gpu_requirement
+from gpuhub.config.profiles import gpu_requirement
 from gpuhub.config.settings import ProfileSettings
-
-#: Also passed to JupyterHub, for pages that extend its own.
-TEMPLATES = Path(__file__).with_name("templates")
 
 
 def describe_waiting(lease: LeaseView | None) -> tuple[str, str]:
@@ -205,46 +196,3 @@ def eligible_nodes(view: ClusterView, profile: ProfileSettings) -> list[str]:
         and requirement.accepts_driver(node.driver)
         and sum(requirement.accepts(build_card(gpu)) for gpu in node.gpus) >= profile.gpu_count
     ]
-
-
-def load_macros(template: str) -> Any:
-    """Return the macros of a template."""
-    return build_environment().get_template(template).module
-
-
-def read_asset(name: str) -> Markup:
-    """Return a style sheet or script for inclusion in a page."""
-    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704 - our own file
-
-
-def read_style(name: str) -> Markup:
-    """Return a style sheet together with the one that all pages share."""
-    return read_asset("gpuhub_gpu.css") + read_asset(name)
-
-
-@functools.cache
-def build_environment() -> jinja2.Environment:
-    """Build the environment, which escapes everything and refuses undefined names."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["when"] = _render_time
-    environment.filters["gib"] = describe_gib
-    environment.filters["span"] = format_span
-    environment.filters["gpus"] = describe_gpus
-    environment.filters["outside"] = describe_outside
-    environment.filters["facts"] = describe_node
-    environment.filters["sentence"] = capitalise
-    environment.filters["limits"] = describe_partition
-    environment.filters["kinds"] = describe_kinds
-    environment.tests["held_by_external_job"] = is_held_by_external_job
-    return environment
-
-
-def _render_time(value: datetime) -> Markup:
-    """Return a `<time>` element; the pages' scripts convert it to the user's time zone."""
-    return Markup('<time datetime="{}">{}</time>').format(value.isoformat(), describe_time(value))

@@ -11,7 +11,7 @@ from typing import Any
 import docker
 import pytest
 
-from gpuhub.config.containers import ImageSettings
+from gpuhub.config.images import ImageSettings
 from gpuhub.ops.images.build_plan import read_sources
 from gpuhub.ops.images.builder import BuiltImage, build_images
 from gpuhub.ops.images.distribution import ensure_sent, send_image

@@ -15,7 +15,7 @@ import pytest
 from traitlets.config import Config
 
 from gpuhub.config.settings import load
-from gpuhub.login import authenticator_config
+from gpuhub.login import kinds
 from gpuhub.login.password_forms import PamAuthenticator
 from tests.support.hub.login_hub import LoginHub, find_user, login_hub, sign_in
 
@@ -61,9 +61,7 @@ def pam(accounts: None) -> Iterator[LoginHub]:
 
 def authenticator(hub: LoginHub) -> PamAuthenticator:
     """Return the authenticator class as the hub configures it."""
-    return PamAuthenticator(
-        config=Config(authenticator_config.build_authenticator_settings(load(hub.file), hub.paths, hub.url))
-    )
+    return PamAuthenticator(config=Config(kinds.build_authenticator_settings(load(hub.file), hub.paths, hub.url)))
 
 
 def test_pam(pam: LoginHub) -> None:

@@ -16,7 +16,7 @@ from traitlets.config import Config
 
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import load
-from gpuhub.login import authenticator_config
+from gpuhub.login import kinds
 from tests.support.hub.login_hub import SETTINGS, LoginHub, find_user, free_ports, login_hub, sign_in
 from tests.support.product import wait_for
 from tests.support.tls import make_certificate
@@ -147,7 +147,7 @@ def authenticator(directory: Directory, folder: Path, settings: str) -> Any:
 
     file = folder / "cluster.toml"
     file.write_text(SETTINGS.format(top=settings, ports=free_ports(4)))
-    traits = authenticator_config.build_authenticator_settings(load(file), Paths(INSTANCE), "http://127.0.0.1:8000")
+    traits = kinds.build_authenticator_settings(load(file), Paths(INSTANCE), "http://127.0.0.1:8000")
     return LdapAuthenticator(config=Config(traits))
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from gpuhub.slurm_client.cli import SlurmCliClient
-from gpuhub.slurm_client.documents import expand_hosts
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.interface import SlurmClient, SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.messages import explain_end, explain_pending
 from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState, SlurmSubmission, Submitter
+from gpuhub.slurm_client.parsers import expand_hosts
 from gpuhub.slurm_client.rest import SlurmRestClient, TokenKey
 from gpuhub.slurm_client.submission import HOLDER_SCRIPT
 from gpuhub_closet.slurm_config import SlurmPartitionConfig

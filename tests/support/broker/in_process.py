@@ -19,7 +19,7 @@ from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.app import PREFIX, create_app
 from gpuhub.broker.controllers.node_probe import EnsureFirewall
 from gpuhub.broker.db.store import Store
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import HubUnreachable
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, NotFound

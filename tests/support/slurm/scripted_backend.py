@@ -15,7 +15,7 @@ from gpuhub.broker.controllers.backend_controller import BackendController, Core
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.state import mutations
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import JobRequest, LeaseRequest, LeaseState
 from gpuhub.common import gpu
 from gpuhub.common.errors import NotAllowed

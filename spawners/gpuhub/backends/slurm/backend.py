@@ -21,7 +21,7 @@ from gpuhub.backends.interface import (
     SchedulingBackend,
     raise_first,
 )
-from gpuhub.backends.slurm import admission, bare_nodes, external_jobs, rules
+from gpuhub.backends.slurm import admission, bare_nodes, external_jobs, lease_outcomes
 from gpuhub.backends.slurm.accounting import SlurmAccounting
 from gpuhub.backends.slurm.lease_jobs import FindSubmitter, JobUpdater, Submissions
 from gpuhub.backends.slurm.scheduler import SlurmScheduler
@@ -182,12 +182,12 @@ class SlurmBackend(SchedulingBackend):
                 ended[lease.id] = end
             if job is None or self._explain_over(lease, job) is not None:
                 continue
-            if lost := rules.lost_nodes(lease, job, self._node_names):
+            if lost := lease_outcomes.lost_nodes(lease, job, self._node_names):
                 lost_nodes[lease.id] = lost
-            if rules.has_new_end(lease, job):
+            if lease_outcomes.has_new_end(lease, job):
                 ends_at[lease.id] = job.ends_at
-            if rules.has_new_note(lease, job):
-                notes[lease.id] = rules.SUSPENDED if job.state is SlurmJobState.SUSPENDED else None
+            if lease_outcomes.has_new_note(lease, job):
+                notes[lease.id] = lease_outcomes.SUSPENDED if job.state is SlurmJobState.SUSPENDED else None
         has_daemons = self._capabilities.containers
         clock = self._host.clock
         return Observation(
@@ -211,12 +211,14 @@ class SlurmBackend(SchedulingBackend):
         launch = self._find_launch(lease)
         if launch is None:
             return EndedLease(reason=reason)
-        if rules.awaits_exit(launch, job):
+        if lease_outcomes.awaits_exit(launch, job):
             return None
-        return EndedLease(reason=rules.name_log(launch, job, reason), exit_code=rules.find_exit(launch, job))
+        return EndedLease(
+            reason=lease_outcomes.name_log(launch, job, reason), exit_code=lease_outcomes.find_exit(launch, job)
+        )
 
     def _explain_over(self, lease: LeaseRow, job: SlurmJob | None) -> str | None:
-        return rules.explain_over(lease, job, self._node_names, self._scheduler.find_start(lease.id))
+        return lease_outcomes.explain_over(lease, job, self._node_names, self._scheduler.find_start(lease.id))
 
     def _explain_misfit(self, lease: LeaseRow, job: SlurmJob) -> str | None:
         is_new = lease.state is LeaseState.REQUESTED and job.state is SlurmJobState.RUNNING
@@ -250,7 +252,9 @@ class SlurmBackend(SchedulingBackend):
     async def _cancel_unwanted(self) -> None:
         leases = self._host.leases()
         has_containers = self._capabilities.containers
-        unwanted = rules.find_unwanted(self._look.jobs, leases, instance=self._instance, has_containers=has_containers)
+        unwanted = lease_outcomes.find_unwanted(
+            self._look.jobs, leases, instance=self._instance, has_containers=has_containers
+        )
         listed = {job.id: job.name for job in self._look.jobs if job.id in unwanted - self._cancelled}
         await self._cancel(listed)
 
@@ -283,7 +287,7 @@ class SlurmBackend(SchedulingBackend):
         job = await self._query(lease, patience_s)
         why = self._explain_over(lease, job)
         if why is None and job is not None and job.state is not SlurmJobState.RUNNING:
-            why = rules.SUSPENDED
+            why = lease_outcomes.SUSPENDED
         if why is not None:
             raise Conflict(f"lease {lease.id} cannot start anything: {why}")
 

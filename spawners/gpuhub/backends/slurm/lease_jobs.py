@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from gpuhub.backends.interface import BackendHost, LeaseRejected
-from gpuhub.backends.slurm import rules
+from gpuhub.backends.slurm import lease_outcomes
 from gpuhub.backends.slurm.scheduler import SlurmScheduler
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.common import names
@@ -19,7 +19,7 @@ from gpuhub.domain.models import LeaseRow
 from gpuhub.domain.scheduler_input import build_request
 from gpuhub.slurm_client.gpu_selection import build_submission
 from gpuhub.slurm_client.interface import SlurmClient, SlurmRefused
-from gpuhub.slurm_client.jobs import build_submitter, find_lease_job
+from gpuhub.slurm_client.job_control import build_submitter, find_lease_job
 from gpuhub.slurm_client.models import SlurmJob, SlurmJobState, SlurmSite, SlurmSnapshot, SlurmSubmission, Submitter
 from gpuhub.slurm_jobs.scripts import WorkerScriptSpec, build_worker_script
 from gpuhub.storage.homes import resolve_identity
@@ -169,7 +169,7 @@ class JobUpdater:
             lease = leases.get(job.name.removeprefix(self._job_name("")))
             if lease is None or lease.slurm_job != job.id:
                 continue
-            kept = rules.kept_nodes(lease, job, self._node_names)
+            kept = lease_outcomes.kept_nodes(lease, job, self._node_names)
             if kept is None:
                 continue
             last = self._refused.get(job.id)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from gpuhub.broker import audit
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import TooManyStreams
 from gpuhub.common.errors import NotFound
 from gpuhub.domain.models import Identity, JobRow, LeaseRow

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import Purpose
 from gpuhub.common.errors import Conflict, InvalidRequest
 from gpuhub.common.units import format_span
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.domain import lease_states, limits, scheduler_input
+from gpuhub.domain import lease_states, owner_limits, scheduler_input
 from gpuhub.domain.models import LeaseRow, ResourceRequest
 from gpuhub.scheduler.interface import Quota, Scheduler
 
@@ -64,7 +64,7 @@ def check_length(cluster: ClusterSettings, rights: Quota, lease: LeaseRow, secon
         usual_limit = None if profile is None else profile.time_limit
     if usual_limit is not None and seconds > usual_limit:
         raise InvalidRequest(f"time_limit_s: at most {format_span(usual_limit)} from now")
-    longest = limits.find_max_lease_s(rights)
+    longest = owner_limits.find_max_lease_s(rights)
     granted_at = lease.granted_at if lease.granted_at is not None else now
     if longest is not None and now + seconds - granted_at > longest:
         left = max(0.0, granted_at + longest - now)

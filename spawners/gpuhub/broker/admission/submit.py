@@ -7,15 +7,15 @@ import re
 from collections.abc import Callable, Mapping
 
 from gpuhub.broker import audit
-from gpuhub.broker.admission import validate
+from gpuhub.broker.admission import limits, validate
 from gpuhub.broker.admission.validate import Requester
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import ArrayRequest, JobRequest, LeaseRequest, LeaseState
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, InvalidRequest, NotAllowed
 from gpuhub.common.gpu import GpuSpec
-from gpuhub.domain import lease_states, limits, scheduler_input
+from gpuhub.domain import lease_states, owner_limits, scheduler_input
 from gpuhub.domain.models import Identity, JobRow, LeaseRow, ResourceRequest
 
 
@@ -75,7 +75,7 @@ class AdmissionController:
         self._core.scheduler_sync.set_groups(owner, hub_groups)
         return Requester(
             owner=owner,
-            groups=limits.list_groups(self._core.cluster, owner, hub_groups),
+            groups=owner_limits.list_groups(self._core.cluster, owner, hub_groups),
             quota=self._core.scheduler_sync.get_quota(owner),
             may_prioritize=who.sees_all,
         )
@@ -100,7 +100,7 @@ class AdmissionController:
             transaction.put_lease(
                 lease_states.release(existing, f"{request.profile} was chosen instead", transaction.now)
             )
-        validate.check_count_limits(transaction, requester)
+        limits.check_count_limits(transaction, requester)
         return transaction.put_lease(lease)
 
     async def _add_all(
@@ -118,7 +118,7 @@ class AdmissionController:
             }
             present = {**existing, **opened}
             new = [request for request in requests if request.run_id not in present]
-            validate.check_count_limits(transaction, requester, jobs=len(new))
+            limits.check_count_limits(transaction, requester, jobs=len(new))
             added = {
                 request_item.run_id: self._add_job(transaction, requester, request_item, notebook, array)
                 for request_item in new
@@ -165,7 +165,7 @@ class AdmissionController:
             raise InvalidRequest(refusal)
         if self._refuse is not None:
             self._refuse(lease)
-        validate.check_gpu_limit(lease, requester.quota, notebook=notebook, joined=joined)
+        limits.check_gpu_limit(lease, requester.quota, notebook=notebook, joined=joined)
 
 
 def split_array(request: ArrayRequest) -> list[JobRequest]:

@@ -1,27 +1,23 @@
-"""Checks of requests against settings and inventory, and of the limits of waiting requests and jobs of a user.
+"""Checks of requests against the settings and the inventory; `limits` checks what their owner may use.
 
-Quotas of GPUs and GPU-hours refuse only what they could never permit; `scheduler.quota` lets other requests wait.
-`extend` checks the longest duration of a lease, and `domain.limits` reads all limits from the settings.
+`extend` checks the longest duration of a lease.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpuhub.broker.state import effects
-from gpuhub.broker.state.transaction import RowIndex, Transaction
-from gpuhub.broker_api.errors import TooManyJobs, TooManyWaiting
+from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import JobRequest, LeaseRequest, LeaseState, Purpose
 from gpuhub.common import gpu
 from gpuhub.common.errors import InvalidRequest, NotAllowed
 from gpuhub.common.names import DEFAULT_IMAGE
 from gpuhub.common.units import format_span
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
-from gpuhub.domain import job_states, scheduler_input
-from gpuhub.domain import limits as owner_limits
+from gpuhub.domain import job_states, owner_limits
 from gpuhub.domain.models import JobRow, LeaseRow, ResourceRequest, new_id
-from gpuhub.scheduler.interface import Quota, QuotaLimits
+from gpuhub.scheduler.interface import Quota
 
 #: All GPUs of a detached job are listed in one environment variable of its workers, whose length Linux limits.
 MAX_DETACHED_GPUS = 512
@@ -257,67 +253,6 @@ def choose_time_limit(
         )
     limits = [limit for limit in (asked, usual, longest) if limit is not None]
     return round(min(limits)) if limits else None
-
-
-# -- limits -----------------------------------------------------------------------------------------------------------
-
-
-def check_gpu_limit(lease: LeaseRow, rights: Quota, *, notebook: int = 0, joined: int = 0) -> None:
-    """Check that the owner could ever hold this many GPUs, next to those of the notebook and of the run to join.
-
-    These are held as long as the request can wait. A detached job outlives its notebook, which does not count.
-
-    Raises:
-        InvalidRequest: With the limit.
-    """
-    limit = owner_limits.find_max_gpus(rights)
-    least = scheduler_input.build_request(lease).least_size
-    if limit is not None and least and least + notebook + joined > limit:
-        held = {"the notebook's": notebook, "the joined run's": joined}
-        others = " and ".join(f"{holder} {count}" for holder, count in held.items() if count)
-        addition = f" in addition to {others}" if others else ""
-        raise InvalidRequest(f"{least} GPUs were requested{addition}; one user may hold at most {limit}")
-
-
-def check_count_limits(transaction: Transaction, requester: Requester, *, jobs: int = 0) -> None:
-    """Check that the owner may have one more request, with `jobs` jobs; an array counts as one request.
-
-    Raises:
-        TooManyWaiting, TooManyJobs: With the limit.
-    """
-    _check_count_limit(
-        transaction, who=requester.owner, limits=requester.quota.per_user, tag="of", name=requester.owner, jobs=jobs
-    )
-    for group, limits in sorted(requester.quota.per_group.items()):
-        _check_count_limit(transaction, who=f"the group {group}", limits=limits, tag="in", name=group, jobs=jobs)
-
-
-def _check_count_limit(
-    transaction: Transaction, *, who: str, limits: QuotaLimits, tag: str, name: str, jobs: int
-) -> None:
-    if limits.max_waiting is not None:
-        waits = count_requests(transaction.index, transaction.jobs, f"waiting {tag}", name)
-        if waits >= limits.max_waiting:
-            raise TooManyWaiting(
-                f"{who} has {waits} waiting requests; the limit is {limits.max_waiting}. "
-                "Cancel one, or wait until one is granted."
-            )
-    if limits.max_jobs is not None and jobs:
-        has = len(transaction.index.find(f"jobs {tag}", name))
-        if has + jobs > limits.max_jobs:
-            raise TooManyJobs(
-                f"{who} has {has} jobs and requests {jobs} more; the limit is {limits.max_jobs}. "
-                "Stop one, or wait until one ends."
-            )
-
-
-def count_requests(index: RowIndex, jobs: Mapping[str, JobRow], tag: str, name: str) -> int:
-    """Return the number of waiting requests for limits; `tag` is `waiting of` an owner or `waiting in` a group."""
-    found: set[str] = set()
-    for lease_id in index.find(tag, name):
-        job = jobs.get(index.find_one("job of lease", lease_id) or "")
-        found.add((None if job is None else job.array) or lease_id)
-    return len(found)
 
 
 def find_notebook_lease(transaction: Transaction, owner: str, server: str) -> LeaseRow | None:

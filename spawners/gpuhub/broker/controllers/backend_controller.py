@@ -13,7 +13,7 @@ from functools import partial
 
 from gpuhub.backends.interface import BackendHost, LeaseRejected, Observation, SchedulingBackend, raise_first
 from gpuhub.broker.state import mutations
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import LeaseState, Purpose
 from gpuhub.common.errors import GpuhubError, SchedulerUnreachable, Unavailable
 from gpuhub.domain import job_states, lease_states

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from gpuhub.broker.controllers.loop import run_step
 from gpuhub.broker.state import mutations
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose
 from gpuhub.common.units import format_span
 from gpuhub.config.settings import ClusterSettings

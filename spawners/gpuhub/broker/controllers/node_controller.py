@@ -24,7 +24,7 @@ from gpuhub.broker.controllers.node_probe import (
 from gpuhub.broker.controllers.worker_launcher import WorkerLauncher, inspect_exit
 from gpuhub.broker.files.couriers import CourierPool
 from gpuhub.broker.state import mutations
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.common.errors import Conflict, GpuhubError, NotFound
 from gpuhub.common.gpu import GpuSpec

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NotFound
 from gpuhub.common.units import format_span

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from gpuhub.broker.state import mutations
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import JobState, WorkerState
 from gpuhub.common.errors import GpuhubError, NotFound
 from gpuhub.common.units import format_size

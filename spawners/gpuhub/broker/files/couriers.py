@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import NoSpace, SizeLimitExceeded
 from gpuhub.common import names
 from gpuhub.common.errors import (

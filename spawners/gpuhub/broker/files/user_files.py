@@ -11,7 +11,7 @@ from typing import Any
 
 from gpuhub.broker.admission import access
 from gpuhub.broker.files.couriers import CourierClient, CourierPool
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import SizeLimitExceeded
 from gpuhub.broker_api.schemas import UploadResult
 from gpuhub.common.errors import Conflict, InvalidRequest, NodeUnreachable, NotAllowed, Unavailable

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.operations.views import view_node
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import (
     CordonRequest,

@@ -28,7 +28,7 @@ from gpuhub.broker_api.schemas import (
     ReservationView,
 )
 from gpuhub.common.gpu import GpuRequirement
-from gpuhub.config.containers import gpu_requirement
+from gpuhub.config.profiles import gpu_requirement
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.domain import reservations
 from gpuhub.domain.models import LeaseRow

@@ -16,7 +16,7 @@ from gpuhub.broker.admission.submit import AdmissionController
 from gpuhub.broker.operations import admin, serializers, views
 from gpuhub.broker.operations.views import ClusterViewCache
 from gpuhub.broker.state import mutations
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import (

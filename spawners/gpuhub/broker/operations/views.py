@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker import audit
-from gpuhub.broker.admission import validate
+from gpuhub.broker.admission import limits
 from gpuhub.broker.operations import cluster_view, serializers
 from gpuhub.broker.operations.cluster_view import MAX_STARTS_SHOWN, ClusterViewInput
-from gpuhub.broker.state.core import BrokerState
+from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import (
     ClusterView,
     EventView,
@@ -123,7 +123,7 @@ def view_usage(core: BrokerState, caller: Identity, owner: str | None) -> list[U
         serializers.build_usage(
             name,
             usage.get(name, OwnerUsage()),
-            validate.count_requests(index, jobs, "waiting of", name),
+            limits.count_requests(index, jobs, "waiting of", name),
             core.scheduler_sync.get_quota(name).per_user,
         )
         for name in names

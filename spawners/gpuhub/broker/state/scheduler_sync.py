@@ -11,7 +11,7 @@ from gpuhub.broker.state.capacity import Capacity
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.config.settings import ClusterSettings, SchedulingSettings
-from gpuhub.domain import limits, scheduler_input
+from gpuhub.domain import owner_limits, scheduler_input
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import EventRow, LeaseRow, LedgerSnapshot
 from gpuhub.scheduler.interface import (
@@ -105,7 +105,7 @@ class SchedulerSync:
         """Return an owner's quota, by the groups that were last reported."""
         if owner not in self._quotas:
             groups = self._groups.get(owner, frozenset())
-            self._quotas[owner] = limits.build_quota(self._cluster, owner, groups)
+            self._quotas[owner] = owner_limits.build_quota(self._cluster, owner, groups)
         return self._quotas[owner]
 
     def set_groups(self, owner: str, hub_groups: frozenset[str]) -> None:

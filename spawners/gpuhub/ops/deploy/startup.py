@@ -18,12 +18,12 @@ from gpuhub.common import gpu as gpus
 from gpuhub.common import secrets
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.config import containers, settings
+from gpuhub.config import profiles, settings
 from gpuhub.config.head_address import build_broker_url, find_head_address, format_host, url_scheme
 from gpuhub.docker import networks, swarm
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.firewall_container import ensure_firewall
-from gpuhub.login import authenticator_config as login
+from gpuhub.login import kinds as login
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import cluster_choice, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
@@ -157,7 +157,7 @@ def _start_services(
         _wait_http(f"{broker}/health", 30, paths, programs.BROKER, tls=tls)
     with report.step("GPUs read on every node"):
         cards = wait_for_gpus(broker, paths, deadline_s=60, tls=tls)
-        mistakes = containers.unsatisfiable_profiles(cluster.profiles, cards)
+        mistakes = profiles.unsatisfiable_profiles(cluster.profiles, cards)
         if mistakes:
             raise SettingsError("\n".join(f"{settings_file}: {line}" for line in mistakes))
     with report.step("JupyterHub"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.containers import ImageSettings
+from gpuhub.config.images import ImageSettings
 
 _IGNORED = {"__pycache__", ".ipynb_checkpoints", "build", "dist", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 #: Suffixes of a package's source files; other files in the tree do not change an image.

@@ -19,7 +19,7 @@ from typing import Any
 import docker.errors
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.containers import ImageSettings
+from gpuhub.config.images import ImageSettings
 from gpuhub.ops.images import build_plan
 from gpuhub.ops.images.build_plan import ImagePlan, ImageSources, parse_packages
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, read_output, run_with_progress

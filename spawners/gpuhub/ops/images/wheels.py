@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.containers import ImageSettings
+from gpuhub.config.images import ImageSettings
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, run_with_progress
 
 #: Python and C library of Debian bookworm, which the wheels must fit; the head node may have others.

@@ -27,13 +27,13 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest
 from gpuhub.common.paths import Paths
 from gpuhub.config import head_address
-from gpuhub.config.containers import gpu_requirement
 from gpuhub.config.identity import UserIdentity
+from gpuhub.config.profiles import gpu_requirement
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.scheduler.interface import GpuSlot, NodeCapacity, SchedulingRequest
 from gpuhub.slurm_client.gpu_selection import build_submission, select_gpus
 from gpuhub.slurm_client.interface import SlurmClient
-from gpuhub.slurm_client.jobs import build_submitter
+from gpuhub.slurm_client.job_control import build_submitter
 from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState, SlurmSite, SlurmSnapshot, SlurmSubmission
 from gpuhub.spawners import readiness
 from gpuhub.spawners.base import LeasedSpawner

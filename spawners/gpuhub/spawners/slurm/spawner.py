@@ -19,7 +19,7 @@ from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.docker.security import refuse_gpu_variables
 from gpuhub.slurm_client.interface import SlurmUnreachable
-from gpuhub.slurm_client.jobs import find_lease_job
+from gpuhub.slurm_client.job_control import find_lease_job
 from gpuhub.slurm_client.messages import explain_end
 from gpuhub.slurm_client.models import SlurmSubmission
 from gpuhub.slurm_jobs.scripts import NotebookScriptSpec, build_log_name, build_notebook_script

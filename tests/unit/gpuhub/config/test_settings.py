@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SettingsError
-from gpuhub.config import containers, login_keys, network, nodes, settings, storage, users
-from gpuhub.config import containers as profiles_module
+from gpuhub.config import images, jobs, login_keys, network, nodes, profiles, settings, storage, users
+from gpuhub.config import profiles as profiles_module
 
 EXAMPLE = Path(__file__).parents[4] / "cluster.example.toml"
 
@@ -150,8 +150,8 @@ def test_the_example_is_valid_and_shows_every_key():
     shown = set(re.findall(r"^(?:# )?([a-z_0-9]+) = ", text, re.MULTILINE)) | set(raw)
     shown |= set(re.findall(r"^# \[\[?([a-z]+)\]", text, re.MULTILINE))
     tables_read = [
-        settings.ClusterSettings, nodes.NodeSettings, containers.ProfileSettings, users.UserSettings, users.GroupSettings, users.LimitSettings,
-        users.SchedulingSettings, storage.StorageSettings, network.NetworkSettings, containers.JobSettings, network.HubSettings, containers.ImageSettings, login_keys.LoginSettings,
+        settings.ClusterSettings, nodes.NodeSettings, profiles.ProfileSettings, users.UserSettings, users.GroupSettings, users.LimitSettings,
+        users.SchedulingSettings, storage.StorageSettings, network.NetworkSettings, jobs.JobSettings, network.HubSettings, images.ImageSettings, login_keys.LoginSettings,
         settings.SlurmSettings,
     ]  # fmt: skip
     missing = [f"{table.__name__}.{key}" for table in tables_read for key in table.model_fields if key not in shown]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.state import core as core_module
+from gpuhub.broker.state import broker_state as core_module
 from gpuhub.broker_api.schemas import ReservationRequest
 from gpuhub.common.errors import Conflict, InvalidRequest
 from gpuhub.domain import reservations

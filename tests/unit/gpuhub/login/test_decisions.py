@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpuhub.cli.main import main
 from gpuhub.common.errors import InvalidRequest, NotAllowed, SettingsError, SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.login import accounts, authenticator_config, oidc_discovery, rules
+from gpuhub.login import accounts, kinds, oidc_discovery, rules
 from gpuhub.login.accounts import AccountBindings
 from tests.support.tls import make_certificate
 
@@ -129,10 +129,10 @@ def test_one_account_a_name(tmp_path: Path) -> None:
 def test_secret_files(cluster: Any, secret: Path, change: Any, message: str, capsys: Any, tmp_path: Path) -> None:
     """Refused by `gpuhub check` with the remedy, and without their content."""
     settings = cluster("github", keys="SECRET")
-    assert authenticator_config.read_client_secret(secret) == "s3cret"
+    assert kinds.read_client_secret(secret) == "s3cret"
     change(secret)
     with pytest.raises(SettingsError, match=message):
-        authenticator_config.check_files(settings)
+        kinds.check_files(settings)
     with pytest.raises(SystemExit):
         main(["check", "--cluster-file", str(tmp_path / "cluster.toml")])
     printed = capsys.readouterr().err
@@ -144,15 +144,15 @@ def test_authority_files(cluster: Any, tmp_path: Path) -> None:
     """A file without a certificate is refused, a file with one is accepted."""
     settings = cluster("gitlab", keys=f'SECRET\nca = "{tmp_path / "ca.pem"}"')
     with pytest.raises(SettingsError, match=r"login\.ca: .* no such file"):
-        authenticator_config.check_files(settings)
+        kinds.check_files(settings)
     (tmp_path / "ca.pem").write_text("none\n")
     with pytest.raises(SettingsError, match=r"login\.ca: .* the file has no certificate"):
-        authenticator_config.check_files(settings)
+        kinds.check_files(settings)
     make_certificate(tmp_path)[0].rename(tmp_path / "ca.pem")
-    authenticator_config.check_files(settings)
-    before = authenticator_config.build_fingerprint(settings)
+    kinds.check_files(settings)
+    before = kinds.build_fingerprint(settings)
     (tmp_path / "ca.pem").write_text("other\n")
-    assert authenticator_config.build_fingerprint(settings) != before
+    assert kinds.build_fingerprint(settings) != before
 
 
 @pytest.mark.parametrize(
@@ -231,13 +231,13 @@ def test_a_provider_that_is_down(cluster: Any, tmp_path: Path, monkeypatch: Any)
     monkeypatch.setattr(Paths, "state", property(lambda _: tmp_path))
     away = "https://127.0.0.1:9/"
     settings = cluster("oidc", keys=f'SECRET\nissuer = "{away}"')
-    kept = authenticator_config.find_provider_cache(Paths("ghunit"))
+    kept = kinds.find_provider_cache(Paths("ghunit"))
     for text in ("{", json.dumps({"issuer": ISSUER, "document": DOCUMENT})):
         kept.write_text(text)
         with pytest.raises(SetupError, match=r"login\.issuer = .* cannot be used: https://127\.0\.0\.1:9/\.well-known"):
-            authenticator_config.check_login(settings, Paths("ghunit"))
+            kinds.check_login(settings, Paths("ghunit"))
     kept.write_text(json.dumps({"issuer": away, "document": DOCUMENT | {"issuer": away}}))
-    assert "until the provider answers" in authenticator_config.check_login(settings, Paths("ghunit"))[0]
+    assert "until the provider answers" in kinds.check_login(settings, Paths("ghunit"))[0]
 
 
 @pytest.mark.parametrize(
@@ -254,5 +254,5 @@ def test_a_provider_that_is_down(cluster: Any, tmp_path: Path, monkeypatch: Any)
 def test_description_of_the_login(cluster: Any, login: str, keys: str, expected: list[str]) -> None:
     """Names and groups, the kind of login, and the address to register."""
     settings = cluster(login, 'allowed = ["ada"]\nallowed_groups = ["lab"]', keys)
-    text = "\n".join(authenticator_config.describe_login(settings, Paths("ghunit"), "https://hub.lan"))
+    text = "\n".join(kinds.describe_login(settings, Paths("ghunit"), "https://hub.lan"))
     assert all(line in text for line in expected), text

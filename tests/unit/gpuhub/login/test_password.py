@@ -12,7 +12,7 @@ from traitlets.config import Config
 
 from gpuhub.common import secrets
 from gpuhub.common.paths import Paths
-from gpuhub.login import authenticator_config
+from gpuhub.login import kinds
 from gpuhub.login.password_forms import PasswordAuthenticator
 
 
@@ -37,7 +37,7 @@ def test_passwords(cluster: Any, tmp_path: Path, monkeypatch: Any, name: str, wh
     secrets.ensure_secrets(paths)
     password = secrets.read_secret(paths, which) if which.endswith("-password") else which
     settings = cluster("password", 'allowed = ["ada"]\nadmins = ["eve"]', "")
-    traits = authenticator_config.build_authenticator_settings(settings, paths, "http://127.0.0.1:8000")
+    traits = kinds.build_authenticator_settings(settings, paths, "http://127.0.0.1:8000")
     login = PasswordAuthenticator(config=Config(traits), username_pattern=r"[a-z][a-z0-9_.-]{0,31}\Z")
     handler = SimpleNamespace()
     model = asyncio.run(login.get_authenticated_user(handler, {"username": name, "password": password}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuhub.slurm_client import jobs
+from gpuhub.slurm_client import job_control
 from gpuhub.slurm_client.models import SlurmJob, SlurmJobState
 
 
@@ -32,7 +32,7 @@ CANCELLED = job(SlurmJobState.CANCELLED)
 async def test_what_is_done_follows_what_is_seen(
     monkeypatch: pytest.MonkeyPatch, seen: list[SlurmJob | None], done: list[str]
 ) -> None:
-    monkeypatch.setattr(jobs, "_PAUSES_S", (0.0,) * 5)
+    monkeypatch.setattr(job_control, "_PAUSES_S", (0.0,) * 5)
     looks, acts = iter(seen), []
 
     async def look() -> SlurmJob | None:
@@ -44,5 +44,5 @@ async def test_what_is_done_follows_what_is_seen(
     async def withdraw() -> None:
         acts.append("withdraw")
 
-    await jobs.signal_until_ended(look, signal, withdraw)
+    await job_control.signal_until_ended(look, signal, withdraw)
     assert acts == done

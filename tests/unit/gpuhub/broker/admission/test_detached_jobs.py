@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.admission import validate
+from gpuhub.broker.admission import limits, validate
 from gpuhub.broker.admission.validate import Requester
 from gpuhub.broker.controllers.deadlines import find_silent_jobs
 from gpuhub.broker.controllers.worker_launcher import build_roster, build_spec
@@ -120,11 +120,11 @@ def test_it_may_have_what_its_notebook_holds_now() -> None:
     _, lease = validate.build_job(
         cluster=build_cluster(), transaction=draft, requester=asker, request=request, notebook=None
     )
-    validate.check_gpu_limit(lease, rights)
+    limits.check_gpu_limit(lease, rights)
     with pytest.raises(InvalidRequest, match="in addition to the notebook's 1; one user may hold at most 2"):
-        validate.check_gpu_limit(lease, rights, notebook=1)
+        limits.check_gpu_limit(lease, rights, notebook=1)
     with pytest.raises(InvalidRequest, match="in addition to the notebook's 1 and the joined run's 2"):
-        validate.check_gpu_limit(lease, rights, notebook=1, joined=2)
+        limits.check_gpu_limit(lease, rights, notebook=1, joined=2)
 
 
 # -- the whole way ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from gpuhub.broker.api.problems import CODES, build_problem, http_status
-from gpuhub.broker.controllers.servers import HubClient
+from gpuhub.broker.controllers.hub_client import HubClient
 from gpuhub.broker_api.client import AsyncBrokerClient, parse_problem
 from gpuhub.broker_api.errors import HubUnreachable, NotKnown, TooManyJobs, TooManyWaiting
 from gpuhub.broker_api.schemas import LeaseRequest, LeaseState

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.controllers import deadlines, node_controller, servers
+from gpuhub.broker.controllers import deadlines, node_controller, server_restarter
 from gpuhub.config.settings import JobSettings, ProfileSettings, SchedulingSettings, UserSettings
 from gpuhub.domain import reconcile
 from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
@@ -166,7 +166,7 @@ async def test_a_cordoned_node_takes_no_new_work(setting: Setting) -> None:
 async def test_a_drained_node_is_empty_after_the_grace(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs end with the reason, and so do notebooks, by the hub first; nothing new comes."""
     monkeypatch.setattr(reconcile, "HUB_GRACE_S", 0.5)
-    monkeypatch.setattr(servers, "CHECK_PERIOD_S", 0.05)
+    monkeypatch.setattr(server_restarter, "CHECK_PERIOD_S", 0.05)
     monkeypatch.setattr(deadlines, "CHECK_PERIOD_S", 0.1)
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada", key="a")

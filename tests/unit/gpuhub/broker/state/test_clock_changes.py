@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from gpuhub.broker.controllers import deadlines, servers
-from gpuhub.broker.state import core, mutations
+from gpuhub.broker.controllers import deadlines, server_restarter
+from gpuhub.broker.state import broker_state, mutations
 from gpuhub.config.settings import JobSettings, ProfileSettings, UserSettings
 from gpuhub.domain import reconcile
 from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
@@ -41,7 +41,7 @@ async def test_an_overdue_notebook_is_stopped_by_the_hub_first(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub is asked to stop it; when it does not, the container goes all the same, with the reason."""
-    monkeypatch.setattr(servers, "CHECK_PERIOD_S", 0.05)
+    monkeypatch.setattr(server_restarter, "CHECK_PERIOD_S", 0.05)
     setting.cluster = build_cluster(profiles=[ProfileSettings(name="short", title="Short", time_limit="1s")])
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada", profile="short")
@@ -106,10 +106,10 @@ async def test_a_notebook_and_its_job_count_together(setting: Setting) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is looked at often."""
-    monkeypatch.setattr(core, "HOUSEKEEPING_S", 0.05)
+    monkeypatch.setattr(broker_state, "HOUSEKEEPING_S", 0.05)
     monkeypatch.setattr(deadlines, "CHECK_PERIOD_S", 0.05)
     monkeypatch.setattr(reconcile, "HUB_GRACE_S", 0.1)
-    monkeypatch.setattr(servers, "CHECK_PERIOD_S", 0.05)
+    monkeypatch.setattr(server_restarter, "CHECK_PERIOD_S", 0.05)
 
 
 @pytest.mark.usefixtures("quick")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.containers import ImageSettings
+from gpuhub.config.images import ImageSettings
 from gpuhub.ops.images import build_plan, builder, lock, wheels
 
 SOURCES = build_plan.ImageSources(

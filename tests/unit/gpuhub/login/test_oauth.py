@@ -15,7 +15,7 @@ from traitlets.utils.importstring import import_item
 
 from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import Paths
-from gpuhub.login import authenticator_config
+from gpuhub.login import kinds
 from gpuhub.login.base import LoginRefused
 
 IDP, OTHER_IDP = "https://idp.uni.edu/idp/shibboleth", "https://github.com/login/oauth/authorize"
@@ -28,8 +28,8 @@ def build(cluster: Any, tmp_path: Path, monkeypatch: Any) -> Any:
 
     def make(login: str, users: str, keys: str, answers: dict[str, tuple[int, Any]]) -> Any:
         settings = cluster(login, users, keys)
-        traits = authenticator_config.build_authenticator_settings(settings, Paths("ghunit"), "https://hub.lan")
-        made = import_item(authenticator_config.find_authenticator_class(settings))(config=Config(traits))
+        traits = kinds.build_authenticator_settings(settings, Paths("ghunit"), "https://hub.lan")
+        made = import_item(kinds.find_authenticator_class(settings))(config=Config(traits))
         made.asked = []
 
         async def fetch(request: Any, label: str = "", parse_json: bool = True, **_: Any) -> Any:
@@ -211,7 +211,7 @@ def test_a_readable_secret_is_refused(build: Any, secret: Path) -> None:
 @pytest.mark.parametrize("person", [{"email_verified": False}, {}, {"email_verified": "true"}])
 def test_unverified_addresses_are_refused(person: Any) -> None:
     """An e-mail address is a name only if the provider has verified it."""
-    from gpuhub.login.providers import OidcAuthenticator
+    from gpuhub.login.oauth import OidcAuthenticator
 
     made = OidcAuthenticator(username_claim="email", login_service="auth.example.org")
     with pytest.raises(LoginRefused, match="has not verified"):

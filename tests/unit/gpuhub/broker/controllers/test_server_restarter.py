@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuhub.broker.controllers import servers
+from gpuhub.broker.controllers import server_restarter
 from tests.support.broker.calls import ask, post, reaches, read, run_notebook
 from tests.support.broker.in_process import Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import CLOSET, build_cluster
@@ -89,10 +89,10 @@ async def test_versions_grow_over_a_restart(setting: Setting) -> None:
 
 async def test_the_hub_is_asked_to_start_what_it_forgot(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiting request that no spawner asks for gets one again; so does one that is granted meanwhile."""
-    monkeypatch.setattr(servers, "CHECK_PERIOD_S", 0.05)
+    monkeypatch.setattr(server_restarter, "CHECK_PERIOD_S", 0.05)
     async with asgi_broker(setting) as running:
         await run_notebook(running, await ask(running, "ada"))
-        monkeypatch.setattr(servers, "POLL_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(server_restarter, "POLL_TIMEOUT_S", 0.3)
         await ask(running, "spawner", owner="ben", server="work")
         await until(lambda: ("ben", "work", "rtx5090") in setting.hub.started, "the hub is asked for ben's server")
         assert ("ada", "", "rtx5090") not in setting.hub.started
@@ -102,8 +102,8 @@ async def test_the_hub_is_asked_to_start_what_it_forgot(setting: Setting, monkey
 
 async def test_a_spawner_that_asks_is_left_alone(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a long poll of the spawner is open, the hub is not asked."""
-    monkeypatch.setattr(servers, "POLL_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(servers, "CHECK_PERIOD_S", 0.05)
+    monkeypatch.setattr(server_restarter, "POLL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(server_restarter, "CHECK_PERIOD_S", 0.05)
     async with asgi_broker(setting) as running:
         await run_notebook(running, await ask(running, "ada"))
         lease = await ask(running, "spawner", owner="ben")

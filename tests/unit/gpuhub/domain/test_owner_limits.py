@@ -9,7 +9,7 @@ import pytest
 from gpuhub.broker.admission.validate import choose_time_limit
 from gpuhub.common.errors import InvalidRequest
 from gpuhub.config.settings import GroupSettings, JobSettings, LimitSettings, ProfileSettings, UserSettings
-from gpuhub.domain.limits import build_quota, find_max_gpus, find_max_lease_s, list_groups
+from gpuhub.domain.owner_limits import build_quota, find_max_gpus, find_max_lease_s, list_groups
 from gpuhub.scheduler.interface import Quota, QuotaLimits
 from tests.support.broker.calls import ask, post, read, run_notebook
 from tests.support.broker.in_process import Setting, asgi_broker

@@ -1,14 +1,14 @@
-"""`[[profiles]]`, `[jobs]` and `[images]` in cluster.toml: what users' containers are made of, and their limits."""
+"""`[[profiles]]` in cluster.toml: what a user picks in the spawn form, and whether the nodes can provide it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from gpuhub.common import gpu
-from gpuhub.common.units import Size, Span, Span0
+from gpuhub.common.units import Size, Span
 from gpuhub.config.base import (
     ComputeCapability,
     DriverVersion,
@@ -122,43 +122,3 @@ def unsatisfiable_profiles(profiles: tuple[ProfileSettings, ...], cards: dict[st
 def _checkable_part(requirement: gpu.GpuRequirement) -> gpu.GpuRequirement:
     """Return the requirement without capability and driver, which cluster.toml does not state for a node."""
     return replace(requirement, least_capability=None, least_driver=None)
-
-
-class JobSettings(SettingsTable):
-    """Limits of the worker containers of `%gpu_launch` and `gpu-launch`, and of their jobs."""
-
-    #: CPU cores of a worker container.
-    cpus: Annotated[Number, Field(gt=0, le=1024)] = 4.0
-    #: Memory of a worker container, bytes.
-    memory: Size = 16 * 1024**3
-    #: Size of /dev/shm in a worker container, bytes.
-    shm: Size = 8 * 1024**3
-    #: Maximum number of processes and threads in a worker container.
-    pids: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
-    #: Maximum data that a worker may write outside home, scratch and datasets, bytes; None for no limit. It needs XFS
-    #: with project quotas, as a profile's `disk` does.
-    disk: Size | None = None
-    #: Time limit of a job, seconds from its grant; None for no limit.
-    time_limit: Span | None = None
-    #: Time without a heartbeat from the notebook after which a launch ends and its GPUs are released, seconds.
-    renew_within: Span = 25
-    #: Time that idle workers stay with a notebook after a launch, so that the next one starts at once, seconds. They
-    #: are released sooner when a request waits for GPUs. "0s": workers end with their launch.
-    keep_workers: Span0 = 600
-    #: Maximum size of one upload or download of `gpu-launch`, bytes.
-    upload_limit: Size = 2 * 1024**3
-    #: Time for which ended jobs are still listed, seconds.
-    remember: Span = 14 * 86400
-
-
-class ImageSettings(SettingsTable):
-    """Versions and sources from which the container images are built."""
-
-    #: Debian release that the images are based on.
-    debian_suite: Annotated[str, StringConstraints(pattern=r"^[a-z]+$")] = "bookworm"
-    #: Version of PyTorch in the images.
-    torch: Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+$")] = "2.13.0"
-    #: `auto`: the build that pip finds; `cpu` or `cuda`: that build, and an error where pip finds the other.
-    torch_build: Literal["auto", "cpu", "cuda"] = "auto"
-    #: URL of another package index for the CPU build of torch; None: pip's default index.
-    torch_index: str | None = None

@@ -8,16 +8,6 @@ from typing import Any
 
 import pytest
 
-from gpuhub.slurm_client.documents import (
-    GresGpus,
-    expand_hosts,
-    expand_numbers,
-    parse_gpus,
-    parse_jobs,
-    parse_version,
-    read_errors,
-    read_number,
-)
 from gpuhub.slurm_client.inventory import (
     parse_gpu_jobs,
     parse_gpu_time,
@@ -28,6 +18,16 @@ from gpuhub.slurm_client.inventory import (
     parse_settings,
 )
 from gpuhub.slurm_client.models import GpuTime, SlurmJob, SlurmJobState
+from gpuhub.slurm_client.parsers import (
+    GresGpus,
+    expand_hosts,
+    expand_numbers,
+    parse_gpus,
+    parse_jobs,
+    parse_version,
+    read_errors,
+    read_number,
+)
 
 DATA = Path(__file__).parent / "data"
 

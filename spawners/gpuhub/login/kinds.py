@@ -24,11 +24,11 @@ _CLASSES: dict[LoginKind, str] = {
     "first-use": "gpuhub.login.password_forms.ChosenPasswordAuthenticator",
     "pam": "gpuhub.login.password_forms.PamAuthenticator",
     "ldap": "gpuhub.login.ldap.LdapAuthenticator",
-    "oidc": "gpuhub.login.providers.OidcAuthenticator",
-    "github": "gpuhub.login.providers.GitHubAuthenticator",
-    "gitlab": "gpuhub.login.providers.GitLabAuthenticator",
-    "google": "gpuhub.login.providers.GoogleAuthenticator",
-    "cilogon": "gpuhub.login.providers.CILogonAuthenticator",
+    "oidc": "gpuhub.login.oauth.OidcAuthenticator",
+    "github": "gpuhub.login.oauth.GitHubAuthenticator",
+    "gitlab": "gpuhub.login.oauth.GitLabAuthenticator",
+    "google": "gpuhub.login.oauth.GoogleAuthenticator",
+    "cilogon": "gpuhub.login.oauth.CILogonAuthenticator",
 }
 T = TypeVar("T")
 MIN_PASSWORD_LENGTH = 8

@@ -1,7 +1,7 @@
 """The quota of one owner, from `[users]` and `[[groups]]` of cluster.toml.
 
-`admission.validate` checks its limits of waiting requests and jobs, `admission.extend` the length of a lease, and
-`scheduler.quota` GPUs and GPU-hours.
+`admission.limits` checks GPUs, waiting requests and jobs, `admission.extend` the length of a lease, and
+`scheduler.quota` GPUs in use and GPU-hours.
 """
 
 from __future__ import annotations
