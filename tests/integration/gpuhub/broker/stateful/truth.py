@@ -97,7 +97,9 @@ def _unallocated(world: World, slurm: SlurmSystem) -> list[str]:
             job = int(labels.get(names.LABEL_SLURM_JOB, 0))
             uuids = {uuid for uuid in labels.get(UUIDS, "").split(",") if uuid}
             if job and container["State"] in {"running", "paused"} and not uuids <= slurm.find_gpus(job):
-                found.append(f"container {container['Id'][-6:]} uses {sorted(uuids)}, which Slurm job {job} does not have")
+                found.append(
+                    f"container {container['Id'][-6:]} uses {sorted(uuids)}, which Slurm job {job} does not have"
+                )
     return found
 
 
