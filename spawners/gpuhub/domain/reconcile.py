@@ -2,7 +2,7 @@
 
 Only reports of the node's own daemon count: a node that cannot be read is not reconciled, so its leases stay. A missing
 container proves something only if the daemon is the one under which the lease began, or if the machine was rebooted
-since.
+since. That proof alone frees a GPU is a rule of `lease_states`; here is what counts as proof.
 """
 
 from __future__ import annotations

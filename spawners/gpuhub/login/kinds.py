@@ -1,4 +1,8 @@
-"""JupyterHub's authenticator and its traits for the settings in cluster.toml; what `gpuhub up` checks and prints."""
+"""The kinds of login: JupyterHub's authenticator and its traits for each, and what `gpuhub up` checks and prints.
+
+A further kind needs a name (`config.users`), its keys (`config.login_keys`), a class beside `oauth` and
+`password_forms`, and its traits here.
+"""
 
 from __future__ import annotations
 

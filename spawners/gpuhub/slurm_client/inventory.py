@@ -1,4 +1,4 @@
-"""Parsers for Slurm's nodes, partitions, reservations and GPU time; see `documents` for the forms of documents."""
+"""Parsers for Slurm's nodes, partitions, reservations and GPU time; see `parsers` for the forms of documents."""
 
 from __future__ import annotations
 

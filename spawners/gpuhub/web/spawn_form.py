@@ -1,4 +1,7 @@
-"""The spawn form: profiles with free GPUs and the holders of the others. gpuhub_form.js refreshes it."""
+"""The spawn form: profiles with free GPUs and the holders of the others.
+
+It fills templates/gpuhub_form.html and gpuhub_parts.html; gpuhub_form.js refreshes the page.
+"""
 
 from __future__ import annotations
 
