@@ -11,7 +11,7 @@ from tests.faults.conftest import Results
 FAULTS = Path(__file__).parents[1] / "faults"
 
 
-def test_every_id_is_a_case_or_has_a_reason() -> None:
+def test_every_id_is_a_case_or_has_a_reason_not_to_run() -> None:
     """None is forgotten, none is made up, and none is twice a case."""
     cases = [case.id for case in catalogue.CASES]
     assert len(cases) == len(set(cases))
@@ -48,14 +48,14 @@ def test_the_page_has_every_case() -> None:
         assert f"| {one.id} | {one.title} |" in shown
 
 
-def test_the_table_says_what_failed() -> None:
+def test_results_table_shows_failures() -> None:
     """Outcome, figures, date and repeats of a case; one that was not run says so."""
     made = results_table.build({"C1": {"runs": 3, "passed": 2, "date": "2026-11-21", "figures": {"told_s": 1.5}}})
     assert "**1 of 3 failed** (told_s 1.5) | 2026-11-21 | 3 |" in made
     assert "not run yet" in made
 
 
-def test_a_case_counts_when_it_has_ended() -> None:
+def test_case_is_recorded_only_after_its_teardown() -> None:
     """The invariants is asked last: what fails there has failed, and what is broken off before was not run."""
     results = Results()
     for phase in ("setup", "call"):

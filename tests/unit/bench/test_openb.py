@@ -41,7 +41,7 @@ def small() -> Trace:
     return trace.parse("small", nodes[::4], list(generated.pod_rows()))
 
 
-def test_a_trace_is_read_as_its_columns_say() -> None:
+def test_parse_trace_by_its_columns() -> None:
     of = trace.parse("t", rows(NODES), rows(PODS))
     assert of.gpus == 10
     assert of.nodes[0] == FreeCapacity(cards=(P100, P100), free=(WHOLE, WHOLE), cpu_milli=64000, memory_mib=262144)
@@ -54,7 +54,7 @@ def test_a_trace_is_read_as_its_columns_say() -> None:
     ]
 
 
-def test_the_folder_to_read_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_node_list_gpu_node.csv").write_text(NODES)
     (tmp_path / "my_pod_list_default.csv").write_text(PODS)
     monkeypatch.setenv("TRACE", str(tmp_path))
@@ -72,7 +72,7 @@ def test_typical_demands_are_the_frequent_ones() -> None:
     assert len(trace.typical(of.tasks, share=1.0)) == 4
 
 
-def test_the_generated_trace_is_always_the_same_and_of_the_same_shape() -> None:
+def test_generated_trace_is_deterministic() -> None:
     pods = list(generated.pod_rows())
     assert pods == list(generated.pod_rows())
     of = trace.parse("generated", generated.node_rows(), pods)
@@ -84,7 +84,7 @@ def test_the_generated_trace_is_always_the_same_and_of_the_same_shape() -> None:
     assert all(task.runs_s >= 0 for task in of.tasks)
 
 
-def test_tasks_are_drawn_until_so_many_gpus_are_asked_for() -> None:
+def test_tasks_are_drawn_up_to_the_requested_number_of_gpus() -> None:
     of = small()
     drawn = inflate.draw(of, seed=3, ratio=1.0)
     sizes = [inflate.size(task.demand) for task in drawn]
@@ -104,7 +104,7 @@ class Remembering:
         return self.under.choose(node, demand)
 
 
-def test_only_what_changed_is_asked_again() -> None:
+def test_only_changed_nodes_are_ranked_again() -> None:
     of = trace.parse("t", rows(NODES), rows(PODS))
     policy = Remembering(baselines.FirstFit())
     cluster = inflate.Cluster(of.nodes, policy)
@@ -114,7 +114,7 @@ def test_only_what_changed_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize("name", placement.MAKERS)
-def test_a_filled_cluster_gave_away_nothing_twice(name: str) -> None:
+def test_filled_cluster_allocates_nothing_twice(name: str) -> None:
     of = small()
     filled = placement.fill_one(of, placement.MAKERS[name](of), seed=0, ties_at_random=name == "random")
     for before, after in zip(of.nodes, filled.nodes, strict=True):
@@ -125,7 +125,7 @@ def test_a_filled_cluster_gave_away_nothing_twice(name: str) -> None:
     assert 0 < filled.unallocated <= filled.unallocated_when_full < of.gpus / 2
 
 
-def test_what_was_placed_and_given_back_leaves_no_trace() -> None:
+def test_place_and_release_restore_the_capacity() -> None:
     of = FreeCapacity(cards=(G2, G2), free=(300, WHOLE), cpu_milli=9000, memory_mib=50, load=1)
     demand, choice = NodeDemand(gpus=1, milli=300, cpu_milli=9000, memory_mib=20), PlacementChoice(rank=(), gpus=(0,))
     placed = inflate.place(of, demand, choice)
@@ -144,7 +144,7 @@ def fragmentation(workload: baselines.Workload, node: FreeCapacity) -> float:
     return mean
 
 
-def test_fgd_takes_the_steepest_way_down_as_its_paper_defines_it() -> None:
+def test_fgd_follows_the_steepest_descent_of_its_paper() -> None:
     of = trace.parse("generated", generated.node_rows(), [row | {"gpu_spec": ""} for row in generated.pod_rows()])
     workload = trace.typical(of.tasks)
     fgd = baselines.FragmentationGradientDescent(workload)
@@ -164,7 +164,7 @@ def test_fgd_takes_the_steepest_way_down_as_its_paper_defines_it() -> None:
             assert changes[choice.gpus[0]] <= min(changes.values()) + 60
 
 
-def test_ours_leaves_fewer_gpus_than_fgd_on_the_generated_trace() -> None:
+def test_our_policy_leaves_fewer_unallocated_gpus_than_fgd() -> None:
     of = small()
     ours, fgd = (
         [placement.fill_one(of, placement.MAKERS[name](of), seed).unallocated_when_full for seed in range(3)]
@@ -190,13 +190,13 @@ def starts(of: queueing.Setting, *, overtaking: bool) -> Mapping[str, float]:
     return queueing.run(of, FifoQueue(of.nodes, overtaking=overtaking)).starts
 
 
-def test_in_strict_order_everybody_waits_behind_the_first_and_overtaking_nobody_does() -> None:
+def test_strict_fifo_blocks_behind_the_first_and_overtaking_does_not() -> None:
     of = setting(job("a", 0, 50), job("wide", 10, 20, gpus=2), job("b", 20, 10))
     assert starts(of, overtaking=False) == {"a": 0, "wide": 50, "b": 70}
     assert starts(of, overtaking=True) == {"a": 0, "wide": 50, "b": 20}
 
 
-def test_an_outcome_counts_gpu_time_while_somebody_waits() -> None:
+def test_outcome_counts_gpu_time_while_jobs_wait() -> None:
     of = setting(job("a", 0, 50), job("wide", 10, 20, gpus=2), job("b", 20, 10))
     outcome = queueing.run(of, FifoQueue(of.nodes))
     assert outcome.makespan_s == 80
@@ -216,25 +216,25 @@ def test_no_schedule_delivers_more_than_the_bound() -> None:
         assert bound <= 4 * of.ends_at
 
 
-def test_the_bound_is_reached_where_nothing_stands_in_the_way() -> None:
+def test_bound_is_reached_without_contention() -> None:
     of = setting(job("a", 0, 100), job("b", 10, 300), job("c", 20, 50))
     assert queueing.most_delivered(of) == 100 + 90
     assert sum(queueing.delivered(of, queueing.run(of, FifoQueue(of.nodes))).values()) == 190
 
 
-def test_what_is_due_is_max_min_fair() -> None:
+def test_max_min_fair_shares() -> None:
     assert queueing.max_min({"ann": 10, "bob": 100, "eve": 70}, 100) == {"ann": 10, "eve": 45, "bob": 45}
     assert queueing.max_min({"ann": 10, "bob": 20}, 100) == {"ann": 10, "bob": 20}
 
 
-def test_equal_shares_are_perfectly_fair_and_one_for_all_is_not() -> None:
+def test_jain_index_of_equal_and_unequal_shares() -> None:
     jobs = [job("a", 0, 200, owner="ann"), job("b", 0, 200, owner="bob")]
     both, one = setting(*jobs), setting(*jobs, gpus=1)
     assert queueing.jain(both, queueing.run(both, FifoQueue(both.nodes))) == pytest.approx(1)
     assert queueing.jain(one, queueing.run(one, FifoQueue(one.nodes))) == pytest.approx(0.5)
 
 
-def test_a_part_is_rounded_up_to_equal_parts() -> None:
+def test_gpu_share_is_rounded_up_to_equal_parts() -> None:
     parts = {
         milli: queueing.in_parts(NodeDemand(gpus=1, milli=milli)).milli for milli in (1000, 810, 500, 470, 320, 160)
     }

@@ -29,7 +29,7 @@ def test_the_first_and_the_last_step_are_written(path):
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_it_writes_at_most_five_times_a_second(path, monkeypatch):
+def test_report_writes_at_most_five_times_a_second(path, monkeypatch):
     """By the clock, not by the number of steps."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -41,7 +41,7 @@ def test_it_writes_at_most_five_times_a_second(path, monkeypatch):
     assert 4 <= len(seen) <= 6
 
 
-def test_outside_a_launch_nothing_happens(monkeypatch, tmp_path):
+def test_report_outside_a_launch_does_nothing(monkeypatch, tmp_path):
     """So that a script runs anywhere."""
     monkeypatch.delenv("GPU_LAUNCH_PROGRESS", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -59,7 +59,7 @@ def test_metrics_are_numbers_or_text(path, value, told):
     assert json.loads(path.read_text())["metrics"] == {"value": told}
 
 
-def test_a_folder_that_is_gone_does_not_end_the_training(tmp_path, monkeypatch):
+def test_missing_folder_does_not_end_the_training(tmp_path, monkeypatch):
     """Nor does it cost anything from then on."""
     monkeypatch.setenv("GPU_LAUNCH_PROGRESS", str(tmp_path / "gone" / "progress-0.json"))
     for step in range(3):
@@ -67,7 +67,7 @@ def test_a_folder_that_is_gone_does_not_end_the_training(tmp_path, monkeypatch):
 
 
 @pytest.mark.process
-def test_a_rank_needs_nothing_else_for_it(path):
+def test_report_imports_neither_torch_nor_ipython(path):
     """Neither torch nor IPython is imported."""
     code = (
         "import sys, gpu_launch; gpu_launch.report(3, total=9); "

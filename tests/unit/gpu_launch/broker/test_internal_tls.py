@@ -51,7 +51,7 @@ def container(tmp_path: Path) -> Iterator[dict[str, str]]:
         thread.join()
 
 
-def test_launches_and_the_command_line_show_the_notebooks_certificate(container: dict[str, str]) -> None:
+def test_broker_clients_present_the_notebooks_certificate(container: dict[str, str]) -> None:
     """The magic's client, the command line's, and its streams."""
     hub = credentials.choose_hub(None, container)
     assert BrokerClient.for_notebook(environment.read(container), patience_s=0).list_jobs() == []
@@ -60,7 +60,7 @@ def test_launches_and_the_command_line_show_the_notebooks_certificate(container:
         assert answer.read() == b"[]"
 
 
-def test_the_systems_authorities_are_not_asked(container: dict[str, str], tmp_path: Path) -> None:
+def test_system_certificate_authorities_are_not_trusted(container: dict[str, str], tmp_path: Path) -> None:
     """A broker of any other authority than the one given is refused, whatever the system trusts."""
     (tmp_path / "other").mkdir()
     container["GPUHUB_BROKER_CA"] = str(make_certificate(tmp_path / "other")[0])
@@ -69,7 +69,7 @@ def test_the_systems_authorities_are_not_asked(container: dict[str, str], tmp_pa
 
 
 @pytest.mark.parametrize("missing", ["GPUHUB_BROKER_CA", "JUPYTERHUB_SSL_CERTFILE"])
-def test_certificates_that_cannot_be_read_are_told(container: dict[str, str], missing: str) -> None:
+def test_unreadable_certificates_are_reported(container: dict[str, str], missing: str) -> None:
     """With what to do, before anything is sent."""
     container[missing] = "/no/such/file.pem"
     with pytest.raises(BrokerError, match=r"cannot be read \(No such file or directory\): stop it and start it again"):
@@ -78,7 +78,7 @@ def test_certificates_that_cannot_be_read_are_told(container: dict[str, str], mi
         build_broker(credentials.choose_hub(None, container))
 
 
-def test_ranks_are_not_told_of_the_notebooks_key(container: dict[str, str]) -> None:
+def test_ranks_do_not_get_the_notebooks_private_key(container: dict[str, str]) -> None:
     """As of all that the hub gave it."""
     left = environment.remove_secrets(container)
     assert left == {name: container[name] for name in ("GPUHUB_BROKER_URL", "GPUHUB_BROKER_CA")}

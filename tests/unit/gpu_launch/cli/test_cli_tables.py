@@ -56,7 +56,7 @@ def test_times(values: dict[str, Any], text: str) -> None:
     assert tables.build_job_row(_job(**values), NOW)[5] == text
 
 
-def test_a_table_fits_the_terminal() -> None:
+def test_table_fits_the_terminal_width() -> None:
     """Long names are cut with a mark, ids never; wide characters count twice, control characters are not shown."""
     rows = [
         tables.build_job_row(_job(name="训练" * 30), NOW),
@@ -72,7 +72,7 @@ def test_a_table_fits_the_terminal() -> None:
     assert "evil?[2J?name" in lines[2]
 
 
-def test_the_keys_of_a_jobs_json_stay() -> None:
+def test_json_output_of_a_job_has_stable_keys() -> None:
     """Scripts read them."""
     worker = Worker(index=0, node="rig1", gpus=(_gpu("rig1"),), state="running", exit_code=None, message=None)
     told = tables.build_job_json(_job(name="train.py", workers=(worker,), created_at=NOW))
@@ -103,7 +103,7 @@ JOBS = (
         ("run-20261121-12", 0),
     ],
 )
-def test_which_job_is_meant(text: str, place: int) -> None:
+def test_job_is_found_by_id_name_or_prefix(text: str, place: int) -> None:
     """A whole id, then a name's last job, then a beginning."""
     assert job_lookup.match_job(text, JOBS) == JOBS[place]
 
@@ -116,13 +116,13 @@ def test_which_job_is_meant(text: str, place: int) -> None:
         ("", "There is no job"),
     ],
 )
-def test_no_job_is_meant(text: str, said: str) -> None:
+def test_unknown_or_ambiguous_job_is_refused(text: str, said: str) -> None:
     """Said with those it could be."""
     with pytest.raises(UsageError, match=said):
         job_lookup.match_job(text, JOBS)
 
 
-def test_newest_first() -> None:
+def test_jobs_are_listed_newest_first() -> None:
     """Whatever the order in which they came."""
     assert job_lookup.sort_newest_first(list(reversed(JOBS))) == list(JOBS)
 
@@ -167,7 +167,7 @@ def test_shapes(gpus: int, cluster: Cluster, demand: GpuRequest, found: tuple[in
         submission.choose_layout(gpus, cluster, demand)
 
 
-def test_a_node_that_takes_no_work_is_not_free() -> None:
+def test_cordoned_nodes_and_failed_gpus_are_not_free() -> None:
     """Nor a card that failed."""
     nodes = (
         Node(name="one", gpus=(_gpu("one", state="free"), _gpu("one", state="failed")), state="up"),

@@ -51,13 +51,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         ("home:~/gpu-launch/train-1/results/a", ".", ["a"]),
     ],
 )
-def test_from_the_cluster(hub: FakeHub, source: str, target: str, there: list[str]) -> None:
+def test_cp_from_the_cluster(hub: FakeHub, source: str, target: str, there: list[str]) -> None:
     """A folder or file under another name, or into a folder, or a folder's content."""
     assert main.run_command(["cp", source, target]) == 0
     assert sorted(path.as_posix() for path in Path().rglob("*") if path.is_file()) == there
 
 
-def test_what_comes_keeps_its_content_and_executable_bit(hub: FakeHub) -> None:
+def test_downloads_keep_content_and_executable_bit(hub: FakeHub) -> None:
     """And what was there is replaced."""
     Path("copy/deep").mkdir(parents=True)
     Path("copy/deep/b.sh").write_text("old and longer")
@@ -78,7 +78,9 @@ def test_what_comes_keeps_its_content_and_executable_bit(hub: FakeHub) -> None:
         ("data/x", "train:", "gpu-launch/train-1/x"),
     ],
 )
-def test_to_the_cluster(hub: FakeHub, capsys: pytest.CaptureFixture[str], source: str, target: str, there: str) -> None:
+def test_cp_to_the_cluster(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], source: str, target: str, there: str
+) -> None:
     """A folder that ends with / is copied into; ignore files do not count."""
     Path("data").mkdir()
     Path("data/x").write_text("x")
@@ -89,7 +91,7 @@ def test_to_the_cluster(hub: FakeHub, capsys: pytest.CaptureFixture[str], source
     assert (told["files"], told["bytes"]) == (1, 1)
 
 
-def test_too_much_is_the_brokers_word(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_size_limit_error_of_the_broker_is_shown(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     """Its limit is its administrator's."""
     hub.limit = 10
     Path("large").write_text("x" * 11)
@@ -97,7 +99,7 @@ def test_too_much_is_the_brokers_word(hub: FakeHub, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.endswith("gpu-launch: more than the 10 bytes that may be sent at once\n")
 
 
-def test_what_is_not_there(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cp_of_a_missing_file_is_an_error(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     """On either side."""
     assert main.run_command(["cp", "train:nothing", "."]) == 1
     assert capsys.readouterr().err == "gpu-launch: there is no 'gpu-launch/train-1/nothing' in the home\n"
@@ -117,13 +119,13 @@ def test_what_is_not_there(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> 
         ("/a:b", Path("/a:b")),
     ],
 )
-def test_ends(text: str, end: object) -> None:
+def test_parse_local_and_remote_paths(text: str, end: object) -> None:
     """A drive's letter is no run."""
     assert cp.parse_path(text) == end
 
 
 @pytest.mark.parametrize("path", ["../x", "a/../../x", "/etc"])
-def test_paths_stay_below_the_home(path: str) -> None:
+def test_remote_paths_outside_the_home_are_refused(path: str) -> None:
     """Said before anything is asked."""
     with pytest.raises(UsageError):
         cp.resolve_remote_path("gpu-launch/x", path)
@@ -156,7 +158,7 @@ def _tar(*members: tuple[str, bytes, str]) -> tarfile.TarFile:
     ],
 )
 @pytest.mark.parametrize("into", [True, False])
-def test_a_hostile_tar_writes_nothing_elsewhere(
+def test_malicious_tar_cannot_write_outside_the_target(
     tmp_path: Path, members: list[tuple[str, bytes, str]], into: bool
 ) -> None:
     """A worker that somebody else has taken over must not reach the laptop's files."""
@@ -168,7 +170,7 @@ def test_a_hostile_tar_writes_nothing_elsewhere(
     assert written == []
 
 
-def test_links_within_come(tmp_path: Path) -> None:
+def test_relative_links_within_the_folder_are_downloaded(tmp_path: Path) -> None:
     """Relative ones."""
     with _tar(("top/x", tarfile.REGTYPE, ""), ("top/sub/link", tarfile.SYMTYPE, "../x")) as tar:
         assert cp.unpack(tar, tmp_path, into=True) == (2, 1)

@@ -55,7 +55,7 @@ def token_file(tmp_path: Path) -> str:
         ("https://[fd00::1]:8443", "https://[fd00::1]:8443"),
     ],
 )
-def test_urls_have_one_spelling(text: str, url: str) -> None:
+def test_urls_are_normalized(text: str, url: str) -> None:
     """As people copy them from a browser."""
     assert credentials.parse_url(text) == url
 
@@ -70,13 +70,13 @@ def test_urls_have_one_spelling(text: str, url: str) -> None:
         ("https://ada:pw@gpu.example.org", "leave them out"),
     ],
 )
-def test_wrong_urls_are_refused(text: str, said: str) -> None:
+def test_invalid_urls_are_refused(text: str, said: str) -> None:
     """Before anything is sent."""
     with pytest.raises(UsageError, match=said):
         credentials.parse_url(text)
 
 
-def test_a_login_is_kept_for_its_owner_alone(
+def test_login_is_stored_for_its_owner_only(
     hub: FakeHub, laptop: Path, token_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Checked with hub and broker, kept with mode 0600, used by the next command, forgotten by logout."""
@@ -96,7 +96,7 @@ def test_a_login_is_kept_for_its_owner_alone(
     assert "You are not logged in" in capsys.readouterr().err
 
 
-def test_a_token_comes_from_stdin(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_read_from_stdin(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--token-file -`, and a pipe."""
     for words in (["login", hub.url, "--token-file", "-"], ["login", hub.url]):
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{TOKEN}\n"))
@@ -115,16 +115,14 @@ def test_a_token_of_another_hub_is_refused(
     assert not laptop.exists()
 
 
-def test_a_hub_without_a_broker_is_told_apart(
-    hub: FakeHub, token_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hub_without_a_broker_is_detected(hub: FakeHub, token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Another JupyterHub."""
     hub.has_broker = False
     assert main.run_command(["login", hub.url, "--token-file", token_file]) == 1
     assert f"The hub at {hub.url} has no GPU broker" in capsys.readouterr().err
 
 
-def test_a_server_that_is_no_hub_never_sees_the_token(token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_is_not_sent_to_a_server_that_is_not_a_hub(token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It is asked for its version first, without the token."""
     seen: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -145,7 +143,7 @@ def test_a_server_that_is_no_hub_never_sees_the_token(token_file: str, capsys: p
     assert TOKEN.encode() not in seen[0]
 
 
-def test_nothing_listens(token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_hub_is_reported_in_one_line(token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In one line."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -185,7 +183,7 @@ def _keep(path: Path, **tokens: str) -> None:
     credentials.save_hubs(path, known)
 
 
-def test_the_hub_that_is_used(laptop: Path) -> None:
+def test_choice_of_the_hub(laptop: Path) -> None:
     """The last one logged in to; another by name; the environment's before all; a notebook's own in its container."""
     _keep(laptop, one="t1", two="t2")
     assert credentials.choose_hub(None, {}).token == "t2"
@@ -206,20 +204,22 @@ def test_the_hub_that_is_used(laptop: Path) -> None:
         ("https://three.example.org", {}, "You are not logged in to https://three.example.org"),
     ],
 )
-def test_no_hub_to_use(laptop: Path, wanted: str | None, environ: dict[str, str], said: str) -> None:
+def test_hub_without_credentials_is_refused(
+    laptop: Path, wanted: str | None, environ: dict[str, str], said: str
+) -> None:
     """A kept token goes to its own hub alone."""
     _keep(laptop, one="t1")
     with pytest.raises(UsageError, match=said):
         credentials.choose_hub(wanted, environ)
 
 
-def test_a_token_is_in_no_representation() -> None:
+def test_repr_does_not_contain_the_token() -> None:
     """Tracebacks and logs show values."""
     hub = credentials.Hub(url="https://h", broker_url="https://h/b", token="secret-token", ca="PEM")
     assert "secret-token" not in repr(hub)
 
 
-def test_a_broken_file_says_what_to_do(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_corrupt_credentials_file_error_has_a_remedy(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rather than a traceback."""
     laptop.parent.mkdir(parents=True)
     laptop.write_text("{")
@@ -227,7 +227,7 @@ def test_a_broken_file_says_what_to_do(laptop: Path, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().err) == {"error": f"{laptop} cannot be read: remove it and log in again."}
 
 
-def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_redirects_are_not_followed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The token would go to whoever it names."""
     seen: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_server(("127.0.0.1", 0)) as other:

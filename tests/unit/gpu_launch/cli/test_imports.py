@@ -61,7 +61,7 @@ def _python(code: str, tmp_path: Path, *arguments: str) -> subprocess.CompletedP
     )
 
 
-def test_every_command_works_without_them(tmp_path: Path) -> None:
+def test_commands_work_without_heavy_packages(tmp_path: Path) -> None:
     """Every module of the command line is imported, and every command's help is shown."""
     done = _python(PROBE.format(absent=ABSENT), tmp_path)
     assert done.stderr == ""
@@ -69,7 +69,7 @@ def test_every_command_works_without_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["gpu_launch", "gpu_launch.cli.main", "gpu_launch.detached.task_main"])
-def test_imports_stay_light(tmp_path: Path, module: str) -> None:
+def test_heavy_packages_are_not_imported(tmp_path: Path, module: str) -> None:
     """`import gpu_launch` and the command line load none of the heavy packages, though they are installed."""
     code = f"import sys, {module}; print(sorted({{n.partition('.')[0] for n in sys.modules}} & set({ABSENT[:9]!r})))"
     done = _python(code, tmp_path)
@@ -77,7 +77,7 @@ def test_imports_stay_light(tmp_path: Path, module: str) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_printed_and_never_fails_aloud(tmp_path: Path, shell: str) -> None:
+def test_shell_completion_script_is_printed_and_fails_silently(tmp_path: Path, shell: str) -> None:
     """The shell's own code; completing a run without a login gives nothing, and says nothing."""
     code = "from gpu_launch.cli.main import main; main()"
     printed = _python(f"import sys; sys.argv[1:] = ['completion', '{shell}']; {code}", tmp_path)

@@ -46,7 +46,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield found
 
 
-def test_ps_lists_ones_own(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ps_lists_only_the_users_jobs(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     """Newest first; ended ones with -a; nobody else's, which an administrator is told of as well."""
     for number, name in enumerate(("first", "second", "third")):
         hub.add(f"run-2026010{number}-000000-abc123", name=name)
@@ -65,7 +65,7 @@ def test_ps_lists_ones_own(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-def test_ps_of_nothing(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ps_without_jobs(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     """A sentence for people, an empty list for scripts."""
     assert main.run_command(["ps"]) == 0
     assert capsys.readouterr().out == "You have no waiting or running jobs. gpu-launch ps -a lists ended ones.\n"
@@ -108,7 +108,7 @@ def test_status(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     assert told["nodes"][0]["gpus"][0]["holder"] == "ben"
 
 
-def test_a_task_file_becomes_an_order(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_task_file_is_submitted_as_a_job(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     """Its folder is sent, its shape and models are asked for, its commands and variables are in the order."""
     assert main.run_command(["run", "-d", "task.yaml", "--env"]) == 2
     assert main.run_command(["run", "-d", "--env", "NAME=ada", "--scavenge", "task.yaml"]) == 0
@@ -150,7 +150,7 @@ def test_the_command_line_overrides_a_task_file(
         (["nothing.yml"], "nothing.yml: it cannot be read: No such file or directory."),
     ],
 )
-def test_task_files_that_are_refused(
+def test_unsupported_task_files_are_refused(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], words: list[str], text: str
 ) -> None:
     """In one line, before anything is sent."""
@@ -161,7 +161,7 @@ def test_task_files_that_are_refused(
     assert not any(line.startswith("PUT") for line in hub.requests)
 
 
-def test_completion_remembers_runs_for_a_moment(hub: FakeHub) -> None:
+def test_completion_caches_runs(hub: FakeHub) -> None:
     """One question for many tabs; detached jobs alone; nothing when the hub is away."""
     hub.add("run-20260101-000000-abc123", name="train")
     hub.add("run-20260102-000000-abd123", detached=False)

@@ -82,7 +82,7 @@ def looks(hub: FakeHub) -> list[str]:
     return [line for line in hub.requests if line.startswith("GET /jobs/job-") and line.count("/") == 2]
 
 
-def test_a_script_runs_and_its_exit_status_is_the_commands(
+def test_run_returns_the_scripts_exit_status(
     hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str], in_thread: Callable
 ) -> None:
     """The folder is sent, the job waits with its place, its output comes to stdout, its exit status goes on."""
@@ -115,7 +115,7 @@ def test_a_script_runs_and_its_exit_status_is_the_commands(
     assert (hub.home / ".gpu_launch/jobs" / asked["run_id"] / "run.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_detached_prints_the_run_alone(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_detached_prints_only_the_run_id(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For scripts: the id on stdout, with --json one document; it is a batch job."""
     assert main.run_command(["run", "-d", "train.py"]) == 0
     assert capsys.readouterr().out == f"{hub.asked[0]['run_id']}\n"
@@ -125,7 +125,7 @@ def test_detached_prints_the_run_alone(hub: FakeHub, project: Path, capsys: pyte
     assert (told["run_id"], told["name"], told["state"]) == (hub.asked[1]["run_id"], "second", "waiting")
 
 
-def test_with_json_stdout_has_the_job_alone(
+def test_json_prints_only_the_job_to_stdout(
     hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str], in_thread: Callable
 ) -> None:
     """Output goes to stderr, the ended job to stdout."""
@@ -153,7 +153,7 @@ def test_with_json_stdout_has_the_job_alone(
         (3, {"GPU-rig1-0": "ben", "GPU-rig1-1": "ben"}, (3, 1)),
     ],
 )
-def test_a_number_of_gpus_becomes_a_shape(
+def test_gpu_count_is_converted_to_nodes_and_gpus_per_node(
     hub: FakeHub, project: Path, gpus: int, held: dict[str, str], shape: tuple[int, int]
 ) -> None:
     """As few nodes as are free now."""
@@ -191,7 +191,9 @@ def test_output_survives_outages_and_broken_streams(
     assert 1 <= shown.err.count("does not answer; trying again") <= 2
 
 
-def test_logs_show_what_is_there(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_show_whole_output_tail_or_one_rank(
+    hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whole, a tail, and one rank's; by the job's name or the end of its run's id."""
     hub.add("run-20260101-000000-abc123", name="train")
     hub.write("a\nb\nc\n")
@@ -316,7 +318,7 @@ def test_a_job_that_the_broker_ended_fails_with_its_reason(
         (["cp", "home:../x", "."], "cannot have .. in it"),
     ],
 )
-def test_wrong_command_lines_ask_for_nothing(
+def test_invalid_command_lines_send_no_request(
     hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str
 ) -> None:
     """One line on stderr, exit status 2, nothing sent and nothing asked."""
@@ -329,7 +331,7 @@ def test_wrong_command_lines_ask_for_nothing(
     assert not any(line.startswith("PUT") for line in hub.requests)
 
 
-def test_a_dry_run_does_nothing(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_sends_no_request(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What would be sent and asked for."""
     assert main.run_command(["run", "--dry-run", "--gpus", "2", "train.py"]) == 0
     assert "1 file, 15 B" in (text := capsys.readouterr().out)

@@ -70,7 +70,7 @@ class Terminal:
         os.close(self.slave)
 
 
-def test_keys_go_out_as_they_are_and_the_exit_status_comes_back(hub: FakeHub) -> None:
+def test_keys_are_sent_raw_and_exit_status_is_returned(hub: FakeHub) -> None:
     """Raw, Ctrl-C too; the window's size first and whenever it changes; the terminal is put back."""
     import termios
 
@@ -104,7 +104,7 @@ def _piped(words: list[str], given: bytes) -> subprocess.CompletedProcess[bytes]
     return subprocess.run(command, input=given, capture_output=True, env=environ, timeout=60, check=False)
 
 
-def test_a_command_and_what_is_piped_in(hub: FakeHub) -> None:
+def test_command_with_piped_stdin(hub: FakeHub) -> None:
     """Words are quoted for the shell there; the end of stdin is said as a terminal says it."""
     done = _piped(["shell", "train", "--worker", "0", "--", "echo", "a b", "$x"], b"")
     assert (done.returncode, done.stdout) == (3, b"ran echo 'a b' '$x'\r\n")
@@ -119,7 +119,9 @@ def test_a_command_and_what_is_piped_in(hub: FakeHub) -> None:
         (["shell", "nothing"], "There is no job nothing."),
     ],
 )
-def test_no_terminal(hub: FakeHub, capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
+def test_missing_terminal_is_reported_in_one_line(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], words: list[str], text: str
+) -> None:
     """In one line."""
     assert main.run_command(words) == 2
     assert text in capsys.readouterr().err

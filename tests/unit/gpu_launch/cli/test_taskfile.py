@@ -164,7 +164,7 @@ def test_minimal_and_anchors() -> None:
         ("nmae: x\n", "line 2: nmae is not known, or not supported here"),
     ],
 )
-def test_what_is_refused_is_named(text: str, said: str) -> None:
+def test_unsupported_keys_are_refused_by_name(text: str, said: str) -> None:
     """With its line and, where there is one, another way."""
     with pytest.raises(UsageError) as caught:
         taskfile.parse_task_file("run: echo hello\n" + text)
@@ -186,7 +186,7 @@ def test_what_is_refused_is_named(text: str, said: str) -> None:
         ("run: ' '\n", "it has no `run`"),
     ],
 )
-def test_what_is_no_task(text: str, said: str) -> None:
+def test_files_that_are_not_a_task_are_refused(text: str, said: str) -> None:
     """Also what would run code while it is read."""
     with pytest.raises(UsageError, match=said):
         taskfile.parse_task_file(text)
@@ -201,7 +201,7 @@ def test_what_is_no_task(text: str, said: str) -> None:
         "envs:\nsecrets:\nsetup:\nworkdir:\nnum_nodes:\nname:\n",
     ],
 )
-def test_keys_without_meaning_are_taken(text: str) -> None:
+def test_keys_without_effect_are_accepted(text: str) -> None:
     """Without a value, or with one that holds here anyway."""
     assert taskfile.parse_task_file("run: x\n" + text).notes == ()
 
@@ -229,7 +229,7 @@ def _cluster(**models: int) -> Cluster:
         ("H200-80GB", ("H200",)),
     ],
 )
-def test_models_are_the_clusters_own(name: str, found: tuple[str, ...]) -> None:
+def test_gpu_names_are_mapped_to_the_clusters_models(name: str, found: tuple[str, ...]) -> None:
     """However a task file writes them; never another card that begins alike."""
     cluster = _cluster(
         RTX_5090=32, RTX_5070=12, RTX_5070_Ti=16, A100__SXM4__40GB=40, A100__SXM4__80GB=80, H100_80GB_HBM3=80, L4=24,
@@ -238,7 +238,7 @@ def test_models_are_the_clusters_own(name: str, found: tuple[str, ...]) -> None:
     assert taskfile.find_models(Accelerators(models=(name,)), cluster) == found
 
 
-def test_a_model_that_is_not_there() -> None:
+def test_unknown_gpu_model_is_refused() -> None:
     """Said with what there is; one of several is enough."""
     cluster = _cluster(RTX_5090=32)
     assert taskfile.find_models(Accelerators(models=("V100", "RTX5090")), cluster) == ("RTX 5090",)

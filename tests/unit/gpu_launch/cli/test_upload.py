@@ -23,7 +23,7 @@ def _names(root: Path) -> list[str]:
     return [entry.name.as_posix() for entry in upload.scan_project(root).entries if not entry.is_folder]
 
 
-def test_ignore_files_count_at_every_level(tmp_path: Path) -> None:
+def test_ignore_files_apply_at_every_level(tmp_path: Path) -> None:
     """Deeper ones over higher ones, later lines over earlier, anchored and not; .gpulaunchignore over .gitignore."""
     _make(
         tmp_path,
@@ -60,7 +60,7 @@ def test_ignore_files_count_at_every_level(tmp_path: Path) -> None:
     ]
 
 
-def test_rules_above_count_within_a_repository(tmp_path: Path) -> None:
+def test_parent_ignore_rules_apply_within_a_repository(tmp_path: Path) -> None:
     """Up to the folder with .git, with its info/exclude; not beyond it."""
     _make(
         tmp_path,
@@ -78,13 +78,13 @@ def test_rules_above_count_within_a_repository(tmp_path: Path) -> None:
     assert _names(tmp_path / "repository") == [".gitignore", "project/train.py"]
 
 
-def test_outside_a_repository_only_own_rules_count(tmp_path: Path) -> None:
+def test_parent_ignore_rules_do_not_apply_outside_a_repository(tmp_path: Path) -> None:
     """A stray .gitignore above is nobody's."""
     _make(tmp_path, {".gitignore": "*\n", "project/train.py": ""})
     assert _names(tmp_path / "project") == ["train.py"]
 
 
-def test_virtual_environments_are_left_out_and_named(tmp_path: Path) -> None:
+def test_virtual_environments_are_excluded_and_reported(tmp_path: Path) -> None:
     """They are of this machine."""
     _make(tmp_path, {"env/pyvenv.cfg": "", "env/bin/python": "", "train.py": ""})
     load = upload.scan_project(tmp_path)
@@ -103,7 +103,7 @@ def test_links_within_are_sent_as_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "sub/../../outside"])
-def test_links_that_leave_are_refused(tmp_path: Path, target: str) -> None:
+def test_links_out_of_the_folder_are_refused(tmp_path: Path, target: str) -> None:
     """With what to do; not when an ignore file names them."""
     root = tmp_path / "root"
     _make(root, {"train.py": "", "sub/x": ""})
@@ -114,7 +114,7 @@ def test_links_that_leave_are_refused(tmp_path: Path, target: str) -> None:
     assert "link" not in _names(root)
 
 
-def test_the_home_and_the_root_are_no_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_and_root_cannot_be_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before they are looked through."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for folder, text in ((tmp_path, "your whole home"), (Path("/"), "the root of all files")):
@@ -122,7 +122,7 @@ def test_the_home_and_the_root_are_no_projects(tmp_path: Path, monkeypatch: pyte
             upload.scan_project(folder)
 
 
-def test_too_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data set, most likely."""
     monkeypatch.setattr(upload, "MAX_FILES", 3)
     _make(tmp_path, {f"data/{number}": "" for number in range(4)})
@@ -130,7 +130,7 @@ def test_too_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         upload.scan_project(tmp_path)
 
 
-def test_too_large_names_the_largest(tmp_path: Path) -> None:
+def test_too_large_upload_lists_the_largest_files(tmp_path: Path) -> None:
     """With sizes, and what to do."""
     _make(tmp_path, {"small": "x", "data/large": "x" * 5000, "model.pt": "x" * 3000})
     load = upload.scan_project(tmp_path)
@@ -143,7 +143,7 @@ def test_too_large_names_the_largest(tmp_path: Path) -> None:
     assert "--max-size" in text
 
 
-def test_the_tar_has_everything(tmp_path: Path) -> None:
+def test_tar_is_complete(tmp_path: Path) -> None:
     """Strange names, empty folders, executables, nobody's uid; the bytes are counted as they go."""
     names = ["a b.py", "ä'\"$.txt", "x" * 150, "new\nline"]
     _make(tmp_path, {name: name for name in names} | {"run.sh": "#!/bin/sh\n"})
@@ -169,7 +169,7 @@ def test_the_tar_has_everything(tmp_path: Path) -> None:
     assert {(member.uid, member.gid, member.uname) for member in found.values()} == {(0, 0, "")}
 
 
-def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
+def test_file_that_changes_during_the_upload(tmp_path: Path) -> None:
     """One that grew is sent as it was counted; one that shrank or went away is an error that names it."""
     _make(tmp_path, {"grows": "1234", "shrinks": "1234"})
     load = upload.scan_project(tmp_path)

@@ -38,7 +38,7 @@ def gang(tmp_path: Path, nodes: int, *given: str) -> StaticWorkerGroup:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"index": 1, "node": "rig2", "state": "running"}]', "null"])
-def test_a_roster_that_is_none_is_refused(text):
+def test_invalid_worker_list_is_refused(text):
     """Also one without worker 0, who reads it."""
     with pytest.raises(UsageError, match="GPU_LAUNCH_ROSTER"):
         parse_workers(text)
@@ -55,13 +55,13 @@ def test_the_driver_is_node_0_and_the_others_follow(tmp_path):
     assert [worker.node for worker in given.workers()] == ["rig3"]
 
 
-def test_fewer_nodes_than_asked_for_is_what_was_granted(tmp_path):
+def test_granted_number_of_nodes_is_used(tmp_path):
     """`--nnodes 2:4` on two nodes has none to lose."""
     plan = gang(tmp_path, 2, "--nnodes=2:4").plan
     assert (plan.nnodes, plan.least_nnodes, plan.is_elastic) == (2, 2, False)
 
 
-def test_told_to_end_is_told_to_the_ranks_for_good(tmp_path):
+def test_sigterm_is_forwarded_to_ranks_without_restart(tmp_path):
     """Nothing is started again here, and whoever sent SIGTERM sets the limit."""
     given = gang(tmp_path, 2)
     found = given.membership()
@@ -75,14 +75,14 @@ def test_told_to_end_is_told_to_the_ranks_for_good(tmp_path):
     assert "the job ends" in membership.describe_change(told, found, grace_s=None)
 
 
-def test_an_elastic_job_gives_a_worker_alone(tmp_path):
+def test_elastic_job_releases_a_single_worker(tmp_path):
     """That one of its containers is told to end is no end."""
     given = gang(tmp_path, 3, "--nnodes=1:3")
     found = membership.find_change(given.job, given.membership(), given.plan, workers=given.workers(), leaving=[2])
     assert found == membership.MembershipChange(is_complete=False, leaving=frozenset({2}))
 
 
-def test_a_task_is_one_program_a_node(tmp_path):
+def test_task_runs_one_program_per_node(tmp_path):
     """Which reads its commands from the folder."""
     run = run_folder.RunFolder(root=tmp_path)
     chosen = build_options(job_manifest.JobManifest(name="x", task=job_manifest.TaskCommands(run="ls")), run, 4)
@@ -90,7 +90,7 @@ def test_a_task_is_one_program_a_node(tmp_path):
     assert chosen.arguments == ("-m", "gpu_launch.detached.task_main", str(tmp_path))
 
 
-def test_what_the_notebook_sends_is_found(tmp_path):
+def test_driver_finds_files_of_the_notebook(tmp_path):
     """By the driver, wherever it runs."""
     run = run_folder.RunFolder(root=tmp_path)
     assert find_exchange(run) is None
@@ -111,25 +111,25 @@ def test_what_the_notebook_sends_is_found(tmp_path):
         "train.py",
     ],
 )
-def test_words_say_the_same_again(line):
+def test_formatted_options_parse_to_the_same_options(line):
     """What they parse to is what was asked for."""
     wanted = command.parse(line)
     assert command.parse_words(list(command.format_words(wanted))) == wanted
 
 
-def test_a_cells_words_have_no_script():
+def test_formatted_options_of_a_cell_have_no_script():
     """Its arguments follow."""
     wanted = command.parse("--nnodes 2 -- --lr 1", cell=True)
     assert command.parse_words(list(command.format_words(wanted)), cell=True) == wanted
 
 
-def test_what_was_wanted_of_gpus_is_the_brokers():
+def test_gpu_constraints_are_not_passed_to_the_driver():
     """The driver has what was granted."""
     wanted = command.parse("--model RTX --memory 24G --scavenge --time-limit 2h train.py")
     assert command.parse_words(list(command.format_words(wanted))) == replace(wanted, demand=LaunchOptions().demand)
 
 
-def test_folders_are_named_below_the_home(tmp_path):
+def test_folders_are_relative_to_the_home(tmp_path):
     """Also when the home is reached by a link; what all nodes have stays as it is."""
     home = tmp_path / "disk" / "ada"
     (home / "work").mkdir(parents=True)
@@ -141,6 +141,6 @@ def test_folders_are_named_below_the_home(tmp_path):
     assert submit.below_home(Path("/datasets/x"), link) == "/datasets/x"
 
 
-def test_a_workers_state_is_told_by_the_wire():
+def test_worker_states_use_the_brokers_names():
     """The roster has the broker's own names."""
     assert parse_workers(roster(1))[0].state == models.RUNNING

@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> run_folder.RunFolder:
     return run_folder.RunFolder(root=root)
 
 
-def test_what_is_sent_depends_on_no_home():
+def test_manifest_does_not_depend_on_the_home():
     """The order comes back as it was, and workers are told that the job leads itself."""
     files = job_files.build_files(ORDER)
     assert sorted(files) == ["job.json", "run.json"]
@@ -60,13 +60,13 @@ def test_a_laptop_needs_neither_torch_nor_ipyparallel():
         ('{"name": "x", "version": 1, "task": {"run": "a", "more": 1}}', "not complete"),
     ],
 )
-def test_an_order_that_is_none_is_refused(text, right):
+def test_invalid_manifest_is_refused(text, right):
     """By name of what is wrong."""
     with pytest.raises(UsageError, match=right):
         job_manifest.parse_manifest(text)
 
 
-def test_a_preempted_job_is_led_by_other_files(run):
+def test_restart_of_a_preempted_job_uses_new_control_files(run):
     """What an earlier start left cannot be taken for the present one's."""
     later = run_folder.RunFolder(root=run.root, preemptions=2)
     assert (run.connection.name, later.connection.name) == ("engine.json", "engine-2.json")
@@ -74,7 +74,7 @@ def test_a_preempted_job_is_led_by_other_files(run):
     assert (run.output, run.status, run.logs) == (later.output, later.status, later.logs)
 
 
-def test_output_and_state_go_on_where_they_were(run):
+def test_output_and_state_continue_after_a_restart(run):
     """One output for all starts; the state of the last one is handed over."""
     first = Journal(run)
     assert first.open() is None
@@ -92,7 +92,7 @@ def test_output_and_state_go_on_where_they_were(run):
     assert {path.stat().st_mode & 0o777 for path in (run.output, run.status)} == {0o600}
 
 
-def test_only_changes_are_written(run):
+def test_only_changes_of_the_state_are_written(run):
     """A text that changes all the time does not keep the disk at work; everything else is there at once."""
     journal = Journal(run)
     journal.open()
@@ -110,7 +110,7 @@ def test_only_changes_are_written(run):
     assert told.attempt == 1 and told.text.startswith("step 99")
 
 
-def test_a_full_disk_is_told_once(run):
+def test_full_disk_is_reported_once(run):
     """Then nothing more is tried until the last words."""
     run.output.symlink_to("/dev/full")
     journal = Journal(run)
@@ -136,7 +136,7 @@ def make(jobs: Path, number: int, *names: str, state: str = "", days: float = 0)
     return made
 
 
-def test_what_waits_or_runs_is_never_removed(tmp_path):
+def test_waiting_and_running_jobs_are_never_pruned(tmp_path):
     """Whoever makes room: a job may wait for weeks while its owner launches many times a day."""
     stay = [
         make(tmp_path, 0, "job.json", days=20),
@@ -159,7 +159,7 @@ def test_what_waits_or_runs_is_never_removed(tmp_path):
     assert not any(run.root.exists() for run in go)
 
 
-def test_the_latest_finished_runs_stay(tmp_path):
+def test_latest_finished_runs_are_kept(tmp_path):
     """Those that live do not take their places."""
     made = [make(tmp_path, number, *(("lives",) if number % 2 else ())) for number in range(20)]
     run_folder.prune_runs(tmp_path, keep=3)

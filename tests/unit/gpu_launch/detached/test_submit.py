@@ -101,7 +101,7 @@ def jobs(home: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.exists() else []
 
 
-def test_the_broker_is_asked_for_all_nodes(broker, monkeypatch):
+def test_request_is_for_all_nodes(broker, monkeypatch):
     """The notebook's own GPU stays with it, and its node is not left out; the schema is the broker's own."""
     monkeypatch.setenv("LR", "0.1")
     job = detach("--nnodes 2:3 --model rtx5090 --max-restarts 2 train.py --epochs 3")
@@ -121,7 +121,7 @@ def test_the_broker_is_asked_for_all_nodes(broker, monkeypatch):
     assert {path.stat().st_mode & 0o777 for path in job.folder.iterdir() if path.is_file()} == {0o600}
 
 
-def test_a_cell_and_what_it_gets_go_along(broker):
+def test_cell_and_its_variables_are_submitted(broker):
     """Also the notebook's variables."""
     job = detach("--nnodes 3 -- --lr 1", cell="print(1)", given=exchange.ExchangeFiles(files={"send.pkl": b"x"}))
     given = job_manifest.parse_manifest((job.folder / "job.json").read_text())
@@ -138,14 +138,14 @@ def test_a_cell_and_what_it_gets_go_along(broker):
         ("--model A100 train.py", "the cluster has RTX 5090"),
     ],
 )
-def test_what_can_never_be_is_refused_before(broker, line, right):
+def test_impossible_request_is_refused_before_submission(broker, line, right):
     """Nothing is asked for, and no folder is made."""
     with pytest.raises(UsageError, match=right):
         detach(line)
     assert broker.asked == [] and jobs(Path.home()) == []
 
 
-def test_a_folder_that_others_do_not_have_is_refused(broker, tmp_path, monkeypatch):
+def test_folder_that_other_nodes_lack_is_refused(broker, tmp_path, monkeypatch):
     """As for a launch on other nodes."""
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -153,7 +153,7 @@ def test_a_folder_that_others_do_not_have_is_refused(broker, tmp_path, monkeypat
         detach("train.py")
 
 
-def test_nothing_is_left_of_a_refused_job(broker):
+def test_refused_job_leaves_nothing_behind(broker):
     """Its folder is removed, and a job that was taken without a word as well."""
     broker.refusal = (409, b'{"detail": "Too many jobs."}')
     with pytest.raises(BrokerError, match="Too many jobs"):
@@ -162,7 +162,7 @@ def test_nothing_is_left_of_a_refused_job(broker):
     assert jobs(Path.home()) == []
 
 
-def test_without_a_broker_there_is_nowhere_to_go(broker, monkeypatch):
+def test_detached_job_without_a_broker_is_refused(broker, monkeypatch):
     """The reason is named."""
     monkeypatch.delenv("GPUHUB_BROKER_URL")
     with pytest.raises(UsageError, match="--detach needs the broker: GPUHUB_BROKER_URL is not set"):

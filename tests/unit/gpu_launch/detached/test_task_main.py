@@ -30,7 +30,7 @@ def test_variables() -> None:
     assert task_main.build_task_id("run-20261121-120000-abc123", "train") == "sky-20261121-120000-abc123_train_1"
 
 
-def test_a_task_learns_nothing_of_torchs_launcher():
+def test_task_has_no_variables_of_the_torch_launcher():
     """It may start torchrun itself, which must not take itself for a rank of another."""
     left = task_main.without_rank(
         {
@@ -46,7 +46,7 @@ def test_a_task_learns_nothing_of_torchs_launcher():
 
 
 @pytest.mark.process
-def test_bash_gives_exit_codes_as_shells_do():
+def test_exit_codes_are_those_of_a_shell():
     """Whatever ended it."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -61,7 +61,7 @@ def change(found, *, least=1, leaving=(), gone=(), joined=()):
 
 
 @pytest.mark.parametrize("state", ["starting", "running", "waiting", "a state of tomorrow"])
-def test_nothing_is_given_without_need(state):
+def test_no_worker_is_released_without_need(state):
     """Nor where nobody was asked."""
     assert change(job(state)) is None
     assert change(None) is None
@@ -77,7 +77,7 @@ def test_nothing_is_given_without_need(state):
     ],
     ids=["preempting", "missed: waits", "missed: runs again", "missed: twice"],
 )
-def test_a_preempted_job_gives_everything(found):
+def test_preempted_job_releases_all_workers(found):
     """Also when its news came so late that it waits, or is granted, again."""
     assert change(found, least=2) == MembershipChange(is_complete=True, leaving=frozenset({0, 1}))
 
@@ -90,13 +90,13 @@ GIVEN_BACK = job(workers=(worker(0, "exited", "given back: grace wants its GPU")
     [(job(), {0}), (GIVEN_BACK, ()), (job(workers=(worker(1),)), ()), (job(workers=(worker(0, "exited"),)), {0, 1})],
     ids=["told to end", "ended, given back", "no worker any more", "both ended, one gone"],
 )
-def test_an_elastic_job_gives_the_workers_that_the_broker_takes(found, leaving):
+def test_elastic_job_releases_the_workers_that_the_broker_revokes(found, leaving):
     """However that is heard of first; no restart is used up."""
     given = change(found, leaving=leaving)
     assert (given.is_complete, 0 in given.leaving, given.lost) == (False, True, None)
 
 
-def test_an_elastic_job_that_loses_a_worker_by_itself_uses_up_a_restart():
+def test_worker_failure_of_an_elastic_job_counts_as_a_restart():
     """Its memory, say."""
     lost = worker(0, "exited", "out of memory")
     found = job(workers=(lost, worker(1)))
@@ -104,7 +104,7 @@ def test_an_elastic_job_that_loses_a_worker_by_itself_uses_up_a_restart():
 
 
 @pytest.mark.parametrize("found", [job(), None], ids=["the broker knows nothing", "nobody can be asked"])
-def test_an_elastic_job_goes_on_without_a_worker_that_is_not_heard_of(found):
+def test_elastic_job_continues_without_an_unreachable_worker(found):
     """Long before the broker notices, or where there is none to ask; a restart is used up."""
     given = change(found, gone={1})
     assert (given.is_complete, given.leaving) == (False, frozenset({1}))
@@ -113,20 +113,20 @@ def test_an_elastic_job_goes_on_without_a_worker_that_is_not_heard_of(found):
     assert change(found, least=2, gone={1}) is None
 
 
-def test_an_elastic_job_takes_workers_that_come():
+def test_elastic_job_adds_new_workers():
     """At once with those that go, or by themselves."""
     assert change(job(), joined=["rig3"]) == MembershipChange(is_complete=False, leaving=frozenset(), joined=("rig3",))
     both = change(GIVEN_BACK, joined=["rig3"])
     assert (both.leaving, both.joined) == (frozenset({0}), ("rig3",))
 
 
-def test_any_other_job_gives_no_single_worker():
+def test_job_of_fixed_size_releases_no_single_worker():
     """Without one of them it cannot go on."""
     assert change(job(workers=(worker(0), worker(1, "exited"))), least=2) is None
     assert change(job("stopping"), leaving={1}) is None
 
 
-def test_the_person_is_told():
+def test_membership_change_is_reported_to_the_user():
     """How long there is, who goes, and with what it goes on."""
     whole = MembershipChange(is_complete=True, leaving=frozenset({0, 1}))
     assert describe_change(whole, ROSTER, grace_s=60.0) == "preempted: others need the GPUs; 60 s for a checkpoint"
@@ -148,14 +148,14 @@ def test_the_person_is_told():
 @pytest.mark.parametrize(
     ("left_s", "seconds"), [(42.0, 42.0), (-3.0, CHECKPOINT_S), (10**7, CHECKPOINT_S), (None, CHECKPOINT_S)]
 )
-def test_the_time_for_checkpoints_is_the_brokers(left_s, seconds):
+def test_checkpoint_grace_period_comes_from_the_broker(left_s, seconds):
     """Unless the clocks of two machines make nonsense of it, or it is not told."""
     until = None if left_s is None else NOW + timedelta(seconds=left_s)
     assert checkpoint_seconds(job("preempting", checkpoint_until=until), NOW) == seconds
     assert checkpoint_seconds(None, NOW) == CHECKPOINT_S
 
 
-def test_less_than_the_least_is_too_little():
+def test_fewer_than_the_minimum_of_workers_is_an_error():
     """Said with both numbers."""
     check_enough_nodes(ROSTER, plan())
     with pytest.raises(LaunchFailed, match=r"1 node left, and --nnodes 2:2 needs 2\."):

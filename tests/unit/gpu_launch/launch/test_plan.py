@@ -48,7 +48,7 @@ def make(gpus="", nnodes=3, nproc=1, least=None, known=True, env_more=None, **de
     )
 
 
-def test_own_gpu_takes_part_and_the_rest_is_asked_for_elsewhere():
+def test_own_gpu_participates_and_other_nodes_are_requested():
     """Three nodes from a notebook with one GPU: two workers, not on its own node, which is node 0."""
     made = make("GPU-1")
     assert (made.includes_notebook, made.workers, made.exclude_nodes) == (True, 2, ("rig1",))
@@ -58,7 +58,7 @@ def test_own_gpu_takes_part_and_the_rest_is_asked_for_elsewhere():
     assert [membership.node_rank(worker) for worker in (None, 0, 1)] == [0, 1, 2]
 
 
-def test_a_cpu_notebook_asks_for_all():
+def test_notebook_without_gpu_requests_all_nodes():
     """Three nodes from a notebook without GPUs: three workers anywhere."""
     made = make("")
     assert (made.includes_notebook, made.workers, made.exclude_nodes) == (False, 3, ())
@@ -73,7 +73,7 @@ def test_a_cpu_notebook_asks_for_all():
     )
 
 
-def test_node_ranks_close_up_when_workers_go():
+def test_node_ranks_are_renumbered_when_workers_leave():
     """Whoever is left keeps the order, from 0 on."""
     membership = Membership(
         includes_notebook=False, workers=(0, 1, 2), nodes=("rig1", "rig2", "rig3"), nproc_per_node=2, preemptions=1
@@ -83,7 +83,7 @@ def test_node_ranks_close_up_when_workers_go():
     assert (left.preemptions, left.nodes, left.node_of(2)) == (1, ("rig2", "rig3"), "rig3")
 
 
-def test_too_few_own_gpus_stay_out():
+def test_too_few_own_gpus_do_not_participate():
     """With two ranks a node, a notebook's single GPU does not take part."""
     assert not make("GPU-1", nproc=2).includes_notebook
     assert make("GPU-1, GPU-2", nproc=2).includes_notebook
@@ -103,18 +103,18 @@ def test_too_few_own_gpus_stay_out():
         ({"scavenge": True, "priority": -1, "time_limit_s": 60, "known": False}, True),
     ],
 )
-def test_the_own_gpu_takes_part_if_it_is_what_is_wanted(demand, takes_part):
+def test_own_gpu_participates_if_it_meets_the_constraints(demand, takes_part):
     """Demands are for every rank; a card that nobody knows is not good enough for them."""
     assert make("GPU-1", **demand).includes_notebook is takes_part
 
 
-def test_with_same_model_the_others_are_asked_to_be_like_the_own():
+def test_same_model_requests_the_model_of_the_own_gpu():
     """As the broker does not know that the notebook's GPU takes part."""
     assert make("GPU-1", same_model=True).demand.models == ("RTX 5090",)
     assert make("", same_model=True).demand.models == ()
 
 
-def test_an_exclusive_launch_stays_off_the_notebooks_node():
+def test_exclusive_launch_excludes_the_notebooks_node():
     """Where the notebook itself runs."""
     assert make("", exclusive=True).exclude_nodes == ("rig1",)
 
@@ -136,14 +136,14 @@ def test_an_elastic_launch_counts_its_own_node():
     ("have", "missing"),
     [({}, "GPUHUB_BROKER_URL is not set"), ({"GPUHUB_BROKER_URL": "http://x"}, "JUPYTERHUB_API_TOKEN is not set")],
 )
-def test_without_a_broker_one_line_says_what_is_missing(have, missing):
+def test_missing_broker_is_reported_in_one_line(have, missing):
     """On a laptop, or in a plain image."""
     with pytest.raises(UsageError, match=missing) as refused:
         plan.make_plan(env("", **have), nnodes=2, nproc_per_node=1, demand=GpuRequest())
     assert "secret" not in str(refused.value)
 
 
-def test_more_nodes_than_the_cluster_has_are_refused_with_the_right_number():
+def test_too_many_nodes_are_refused_with_the_available_number():
     """The nodes that could take part are counted and named."""
     assert plan.fit(make("GPU-1"), CLUSTER) == make("GPU-1")
     with pytest.raises(UsageError, match=r"3 nodes have 1 GPU \(rig1, rig2, rig3\)\. Use --nnodes 3 or less"):
@@ -167,26 +167,26 @@ def test_more_nodes_than_the_cluster_has_are_refused_with_the_right_number():
         ({"nnodes": 4, "least": 4}, "--nnodes 4 is more than the cluster has"),
     ],
 )
-def test_what_no_waiting_can_give_is_refused(demand, right):
+def test_unsatisfiable_request_is_refused(demand, right):
     """With the nodes that could take part, so that the right number is seen."""
     with pytest.raises(UsageError, match=right):
         plan.fit(make("", **demand), CLUSTER)
 
 
-def test_an_elastic_launch_asks_for_no_more_than_there_is():
+def test_elastic_launch_requests_at_most_the_existing_nodes():
     """1:9 on three nodes is 1:3."""
     fitted = plan.fit(make("GPU-1", nnodes=9, least=1), CLUSTER)
     assert (fitted.nnodes, fitted.least_nnodes, fitted.workers) == (3, 1, 2)
 
 
-def test_same_model_counts_on_one_node_as_well():
+def test_same_model_applies_within_one_node():
     """Two cards on one node must be alike."""
     mixed = (*cards("rig1", "RTX 5090", 1), *cards("rig1", "RTX 5070", 1))
     assert GpuRequest().count_usable(mixed) == 2
     assert GpuRequest(same_model=True).count_usable(mixed) == 1
 
 
-def test_only_what_was_asked_for_is_sent():
+def test_request_omits_options_that_were_not_given():
     """In the broker's own words, so that its defaults stay its own."""
     assert GpuRequest().build_body() == {}
     assert GpuRequest(models=("RTX 5090", "RTX 5070"), scavenge=True, time_limit_s=7200).build_body() == {
@@ -203,7 +203,7 @@ def test_models_are_found_in_any_spelling():
         plan.find_model(CLUSTER, "H100")
 
 
-def test_ranks_get_what_the_user_set_and_no_credentials():
+def test_ranks_get_the_users_variables_and_no_credentials():
     """Names set since the notebook began, but none of the hub's or ipyparallel's."""
     before = {"PATH": "/bin", "NCCL_DEBUG": "WARN"}
     now = before | {"NCCL_DEBUG": "INFO", "JUPYTERHUB_API_TOKEN": "t", "IPP_CONNECTION_INFO": "{}", "MINE": "1"}

@@ -68,7 +68,7 @@ def test_a_node_without_containers_is_reached_at_its_own_address():
     assert network.choose_interface(INTERFACES, "127.0.0.11/32") == Interface(name="lo", address="127.0.0.11")
 
 
-def test_a_free_port_is_one_that_the_system_gives_nobody(monkeypatch, tmp_path):
+def test_free_port_is_outside_the_ephemeral_range(monkeypatch, tmp_path):
     """Unless it may give nearly all; one in use is passed over."""
     given = tmp_path / "range"
     monkeypatch.setattr(network, "_PORT_RANGE_FILE", given)
@@ -106,7 +106,7 @@ def test_torchruns_command_line():
     ]
 
 
-def test_restarts_have_folders_of_their_own_and_modules_their_flag():
+def test_restarts_have_separate_folders_and_modules_their_flag():
     """Logs of a start are never mixed with those of another."""
     again = dataclasses.replace(SPEC, attempt=2, module=True, command=("pkg.train",))
     arguments = torchrun.build_arguments(again, node_rank=0, local_addr="10.0.1.2")
@@ -122,14 +122,14 @@ def test_restarts_have_folders_of_their_own_and_modules_their_flag():
         ({"no_python": True}, ["--role=x", "--no-python", "it's; a train.py", "--epochs", "2"]),
     ],
 )
-def test_ranks_with_a_part_of_a_gpu_are_run_so_that_they_keep_to_it(changes, end):
+def test_ranks_with_a_gpu_share_run_with_the_memory_cap(changes, end):
     """All but programs that are not Python."""
     spec = dataclasses.replace(SPEC, **changes)
     arguments = torchrun.build_arguments(spec, node_rank=0, local_addr="10.0.1.2", capped=True)
     assert arguments[-len(end) :] == end
 
 
-def test_the_command_to_type_by_hand_is_quoted_for_a_shell():
+def test_manual_command_is_quoted_for_a_shell():
     """One line a node."""
     text = torchrun.format_commands(SPEC, ["10.0.1.2", "10.0.1.3"])
     assert text.startswith("# in '/home/ada/my work', one line a node\ntorchrun --nnodes=3 --node-rank=0 ")
@@ -153,7 +153,7 @@ def test_ranks_environment():
     assert not {"JUPYTERHUB_API_TOKEN", "IPP_CONNECTION_INFO"} & environ.keys()
 
 
-def test_keys_are_not_shown():
+def test_repr_does_not_contain_keys():
     """Not even in a representation that lands in a log."""
     assert "hidden" not in repr(SPEC)
 
@@ -182,7 +182,7 @@ def test_jobs_are_parsed_leniently():
     assert job.renew_within_s == 30
 
 
-def test_a_dead_worker_is_named_with_its_reason():
+def test_failed_worker_is_reported_with_its_reason():
     """As is a job that was stopped for us."""
     with pytest.raises(GpuLaunchError, match="The worker on rig3 ended: out of memory"):
         check_job(models.parse_job(JOB), logs="~/logs", may_lose=False)
@@ -223,12 +223,12 @@ def test_times_are_read_leniently():
         (b"\xff", "HTTP status 502"),
     ],
 )
-def test_problems_give_the_users_text(body, text):
+def test_problem_documents_are_shown_as_text(body, text):
     """Whatever a proxy in between may answer."""
     assert text in parse_problem(502, body)
 
 
-def test_runs_are_private_and_old_ones_pruned(tmp_path):
+def test_run_folders_are_private_and_old_ones_are_pruned(tmp_path):
     """Folders 0700, secrets 0600, the latest runs and those alive stay."""
     jobs = run_folder.jobs_folder(tmp_path)
     for number in range(25):
@@ -269,7 +269,7 @@ def test_missing_scripts_are_refused(tmp_path, words, right):
         request.check_command(wanted, cwd=home(tmp_path), home=tmp_path, shared=True)
 
 
-def test_what_other_nodes_do_not_have_is_refused(tmp_path):
+def test_paths_that_other_nodes_lack_are_refused(tmp_path):
     """A folder or script outside home and datasets, also behind a link."""
     inside, outside = home(tmp_path / "home" if (tmp_path / "home").mkdir() is None else tmp_path), tmp_path / "tmp"
     outside.mkdir()
@@ -283,7 +283,7 @@ def test_what_other_nodes_do_not_have_is_refused(tmp_path):
         request.check_shared(outside, home=inside, what="This notebook's folder")
 
 
-def test_one_node_with_an_own_gpu_asks_nobody(tmp_path):
+def test_launch_on_the_own_gpu_needs_no_broker(tmp_path):
     """No broker is needed, nor looked for."""
     env = environment.read({"HOME": str(home(tmp_path)), "GPUHUB_GPU_UUIDS": "GPU-1", "GPUHUB_NODE": "rig1"})
     checked = validate(
@@ -302,6 +302,6 @@ def test_one_node_with_an_own_gpu_asks_nobody(tmp_path):
         ("", True, True, None),
     ],
 )
-def test_how_long_an_engine_has_after_sigterm(number, is_launch, is_detached, grace_s):
+def test_grace_period_of_an_engine_after_sigterm(number, is_launch, is_detached, grace_s):
     env = environment.read({"GPU_LAUNCH_WORKER": number, "HOME": "/home/ada"})
     assert worker._choose_grace_s(env, is_launch=is_launch, is_detached=is_detached) == grace_s

@@ -7,7 +7,7 @@ import pytest
 from gpu_launch.launch.state import TRANSITIONS, LaunchState, check_transition
 
 
-def test_every_state_leads_to_the_end_and_the_end_to_nothing():
+def test_every_state_can_end_and_the_end_is_final():
     """So that an interrupt can come at any time, and a launch ends once."""
     assert set(TRANSITIONS) == set(LaunchState)
     for state, following in TRANSITIONS.items():
@@ -23,7 +23,7 @@ def test_every_state_leads_to_the_end_and_the_end_to_nothing():
         (LaunchState.ENDED, LaunchState.RESTARTING),
     ],
 )
-def test_other_transitions_are_mistakes(before, after):
+def test_invalid_transitions_raise(before, after):
     """They name both states."""
     with pytest.raises(RuntimeError, match=f"from {before} to {after}"):
         check_transition(before, after)

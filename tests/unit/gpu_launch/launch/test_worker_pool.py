@@ -103,12 +103,12 @@ def begun(plan, run, desk):
     ],
     ids=["same", "less", "more", "more a node", "own part", "elsewhere", "other demands", "elastic"],
 )
-def test_a_crew_is_for_launches_that_want_the_same_or_less(wanted, fits, run, desk):
+def test_pool_serves_launches_of_the_same_or_smaller_size(wanted, fits, run, desk):
     """Of nodes only: everything else is equal."""
     assert WorkerPool(begun(PLAN, run, desk), address="127.0.0.1").matches(wanted) is fits
 
 
-def test_an_elastic_crew_is_for_the_same_range_while_it_is_whole(run, desk):
+def test_complete_elastic_pool_serves_launches_of_the_same_range(run, desk):
     """Less would be all that a launch gets that could have more."""
     group = begun(ELASTIC, run, desk)
     pool = WorkerPool(group, address="127.0.0.1")
@@ -118,7 +118,7 @@ def test_an_elastic_crew_is_for_the_same_range_while_it_is_whole(run, desk):
     assert not pool.matches(ELASTIC)
 
 
-def test_a_crew_whose_time_is_half_over_is_for_nobody(run, desk, monkeypatch):
+def test_pool_past_half_of_its_time_limit_is_not_reused(run, desk, monkeypatch):
     """Who asks for two hours has at least one."""
     limited = replace(PLAN, demand=GpuRequest(time_limit_s=7200))
     pool = WorkerPool(begun(limited, run, desk), address="127.0.0.1")
@@ -128,7 +128,7 @@ def test_a_crew_whose_time_is_half_over_is_for_nobody(run, desk, monkeypatch):
     assert not pool.matches(limited)
 
 
-def test_a_launch_takes_the_first_nodes_of_a_larger_crew(run, desk):
+def test_smaller_launch_uses_the_first_nodes_of_the_pool(run, desk):
     """In the order of the crew, with the own container first where it takes part."""
     pool = WorkerPool(begun(PLAN, run, desk), address="127.0.0.1")
     assert pool.membership(replace(PLAN, nnodes=2)).nodes == ("rig1", "rig2")
@@ -137,7 +137,7 @@ def test_a_launch_takes_the_first_nodes_of_a_larger_crew(run, desk):
     assert membership.limited_to(1).participants == (None,)
 
 
-def test_an_unknown_or_busy_crew_is_not_released(run, desk):
+def test_unknown_or_busy_pool_is_not_released(run, desk):
     """And is named."""
     pools = WorkerPools()
     with pytest.raises(UsageError, match="no workers called run-x"):
@@ -145,7 +145,7 @@ def test_an_unknown_or_busy_crew_is_not_released(run, desk):
     assert pools.free_idle() == []
 
 
-def test_a_gang_grows_by_what_is_free(run, desk):
+def test_worker_group_grows_by_free_nodes(run, desk):
     """New workers have numbers of their own; the second job says whom it joins, and is freed with the first."""
     desk.free = ["rig1"]
     group = begun(ELASTIC, run, desk)
@@ -168,7 +168,7 @@ def test_a_gang_grows_by_what_is_free(run, desk):
     assert {job["state"] for job in desk.jobs_by_id.values()} == {"ended"}
 
 
-def test_with_slurm_what_is_free_is_waited_for_a_moment(run, desk):
+def test_with_slurm_free_nodes_are_awaited_briefly(run, desk):
     """There every request goes through another queue first."""
     desk.free, desk.looks = ["rig1"], 0
     group = begun(ELASTIC, run, desk)
@@ -177,7 +177,7 @@ def test_with_slurm_what_is_free_is_waited_for_a_moment(run, desk):
     assert group.membership().nodes == ("rig1", "rig3")
 
 
-def test_with_slurm_a_launch_with_own_gpus_begins_with_what_is_free(run, desk, monkeypatch):
+def test_with_slurm_launch_with_own_gpus_starts_with_free_nodes(run, desk, monkeypatch):
     """And alone where nothing is: nobody waits for more."""
     monkeypatch.setattr("gpu_launch.launch.worker_group.start_local_worker", lambda _: None)
     own = replace(ELASTIC, includes_notebook=True, exclude_nodes=("rig1",))
@@ -192,7 +192,7 @@ def test_with_slurm_a_launch_with_own_gpus_begins_with_what_is_free(run, desk, m
 
 
 @pytest.mark.parametrize("reason", ["others wait", "nothing is free", "it is whole"])
-def test_a_gang_asks_for_nothing_where_it_should_not(run, desk, reason):
+def test_worker_group_does_not_grow_when_growth_is_unwanted(run, desk, reason):
     """Nobody is kept waiting for what comes on top."""
     desk.free = ["rig1", "rig2", "rig3"] if "whole" in reason else ["rig1"]
     group = begun(ELASTIC, run, desk)
@@ -202,7 +202,7 @@ def test_a_gang_asks_for_nothing_where_it_should_not(run, desk, reason):
     assert len(desk.asked) == 1
 
 
-def test_a_gang_that_is_granted_nothing_more_takes_its_request_back(run, desk):
+def test_ungranted_growth_request_is_withdrawn(run, desk):
     """It was free a moment ago."""
     desk.free = ["rig1"]
     group = begun(ELASTIC, run, desk)
@@ -234,7 +234,7 @@ def test_a_gang_that_is_granted_nothing_more_takes_its_request_back(run, desk):
         (LaunchOptions(no_python=True), True, StartMethod.TASK, ""),
     ],
 )
-def test_ranks_are_forked_unless_only_torchrun_can_do_it(options, is_task, method, reason, tmp_path):
+def test_ranks_are_forked_unless_torchrun_is_required(options, is_task, method, reason, tmp_path):
     """With the reason where nobody asked for it."""
     request = LaunchRequest(options=options, cell=None, cwd=tmp_path, env=ENV, environ={})
     assert choose_start_method(ValidatedRequest(request=request, plan=PLAN, script="a.py", is_task=is_task)) == (

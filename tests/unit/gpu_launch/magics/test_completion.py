@@ -79,7 +79,7 @@ def ask(request, sources):
         ("%gpu_release run", ["run-2"], "run"),
     ],
 )
-def test_what_could_come_next(ask, cell, texts, replaced):
+def test_completions_by_context(ask, cell, texts, replaced):
     """Flags, what they take, files and runs; nothing of IPython's own beside them."""
     assert ask(cell) == (texts, replaced)
 
@@ -96,7 +96,7 @@ def test_every_flag_can_be_completed(sources):
     assert found.texts == tuple(option.flag for option in definition.OPTIONS)
 
 
-def test_installing_twice_is_installing_once(sources):
+def test_installing_twice_has_no_effect(sources):
     """%reload_ext does it."""
     settings = Config()
     settings.HistoryManager.enabled = False
@@ -108,7 +108,7 @@ def test_installing_twice_is_installing_once(sources):
     shell.history_manager.end_session()
 
 
-def test_the_cluster_is_asked_once_in_a_while():
+def test_cluster_is_polled_at_most_every_half_minute():
     """Half a minute by the clock; not for every key."""
     now, asked = [0.0], []
 
@@ -127,7 +127,7 @@ def test_the_cluster_is_asked_once_in_a_while():
     assert asked == [0.0, 31.0]
 
 
-def test_a_cluster_that_does_not_answer_holds_nobody_up(monkeypatch):
+def test_unresponsive_cluster_does_not_delay_completion(monkeypatch):
     """The key press ends without completions, and the answer is there for a later one."""
     monkeypatch.setattr(completion, "_WAIT_S", 0.01)
     answers = threading.Event()
@@ -138,7 +138,7 @@ def test_a_cluster_that_does_not_answer_holds_nobody_up(monkeypatch):
     assert models.get() == ["H200"]
 
 
-def test_a_cluster_that_fails_completes_nothing():
+def test_failing_cluster_gives_no_completions():
     """And is not asked again at once."""
     asked = []
 

@@ -83,7 +83,7 @@ def run(shell, text):
 
 
 @pytest.mark.process
-def test_variables_go_into_a_script_and_come_back_as_lists(shell, launched, tmp_path):
+def test_variables_are_sent_to_a_script_and_returned_as_lists(shell, launched, tmp_path):
     """Into the notebook's own namespace."""
     (tmp_path / "train.py").write_text("import os, sys\nloss = scale * int(os.environ['RANK']) + len(sys.argv)\n")
     assert run(shell, "scale = 5") is None
@@ -102,14 +102,14 @@ def test_a_cells_failure_names_the_cell_and_its_line(shell, launched):
 
 
 @pytest.mark.process
-def test_a_cell_that_no_notebook_keeps_has_a_name_too(shell, launched):
+def test_cell_run_by_a_program_has_a_name(shell, launched):
     """Run by a program."""
     with pytest.raises(LaunchFailed) as raised:
         shell.run_cell_magic("gpu_launch", "--nnodes 1", "1 / 0\n")
     assert 'File "Cell In[1]", line 2, in <module>\n    1 / 0\n' in str(raised.value)
 
 
-def test_a_cell_that_is_no_python_starts_nothing(shell, launched):
+def test_cell_with_a_syntax_error_starts_nothing(shell, launched):
     """The line is named as the notebook counts."""
     error = run(shell, "%%gpu_launch\nx = 1\nprint(\n")
     assert isinstance(error, UsageError)
@@ -127,7 +127,7 @@ def test_a_cell_that_is_no_python_starts_nothing(shell, launched):
     ],
     ids=["syntax", "a warning alone", "a null byte", "an encoding"],
 )
-def test_a_script_that_is_no_python_starts_nothing(tmp_path, body, said):
+def test_script_with_a_syntax_error_starts_nothing(tmp_path, body, said):
     """As far as it can be seen from here."""
     (tmp_path / "train.py").write_bytes(body.encode("latin-1"))
     wanted = command.parse("train.py")
@@ -139,7 +139,7 @@ def test_a_script_that_is_no_python_starts_nothing(tmp_path, body, said):
     assert str(raised.value).startswith(said)
 
 
-def test_a_variable_that_is_not_there_is_refused(shell, launched):
+def test_undefined_variable_is_refused(shell, launched):
     """With the one that may be meant."""
     run(shell, "learning_rate = 1")
     error = run(shell, "%gpu_launch --send learning_rat train.py")
@@ -148,7 +148,7 @@ def test_a_variable_that_is_not_there_is_refused(shell, launched):
 
 
 @pytest.mark.process
-def test_a_function_of_the_notebook(shell, launched):
+def test_run_calls_a_function_of_the_notebook(shell, launched):
     """Called by `gpu_launch.run`, with its results by rank and its own lines in a failure."""
     shell.user_ns["gpu_launch"] = gpu_launch
     run(shell, "import os\ndef train(a, *, b, fail=False):\n    if fail:\n        raise KeyError('why')\n"
@@ -162,7 +162,7 @@ def test_a_function_of_the_notebook(shell, launched):
 
 
 @pytest.mark.process
-def test_a_script_run_from_python(launched, tmp_path, monkeypatch):
+def test_run_starts_a_script(launched, tmp_path, monkeypatch):
     """Without a notebook; values by name in and out."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("y = [x, int(__import__('os').environ['RANK'])]\n")
@@ -182,7 +182,7 @@ def test_a_script_run_from_python(launched, tmp_path, monkeypatch):
         (("train.py",), {"send": {"a b": 1}}, "'a b' is not a Python name"),
     ],
 )
-def test_run_refuses_what_makes_no_sense(launched, arguments, named, said):
+def test_run_refuses_invalid_arguments(launched, arguments, named, said):
     """Before anything starts."""
     with pytest.raises(UsageError, match=said):
         gpu_launch.run(*arguments, **named)
@@ -212,7 +212,7 @@ def test_help_is_shown_by_flag_and_by_question_mark(shell, capsys):
         ("%gpu_logs --colour", "is not understood"),
     ],
 )
-def test_the_other_magics_refuse_in_words(shell, line, said, monkeypatch):
+def test_errors_of_other_magics_have_a_remedy(shell, line, said, monkeypatch):
     """And name what would be right."""
     monkeypatch.delenv("GPUHUB_BROKER_URL", raising=False)
     error = run(shell, line)
@@ -220,7 +220,7 @@ def test_the_other_magics_refuse_in_words(shell, line, said, monkeypatch):
     assert said in str(error)
 
 
-def test_status_and_release_where_nothing_is(shell, capsys, monkeypatch):
+def test_status_and_release_without_jobs(shell, capsys, monkeypatch):
     """Words, not empty tables."""
     monkeypatch.delenv("GPUHUB_BROKER_URL", raising=False)
     assert run(shell, "%gpu_status") is None
@@ -231,7 +231,7 @@ def test_status_and_release_where_nothing_is(shell, capsys, monkeypatch):
     )
 
 
-def test_detaching_hands_over_cell_and_names(shell, monkeypatch, capsys):
+def test_detach_submits_cell_and_variable_names(shell, monkeypatch, capsys):
     """And says how to see it."""
     from gpu_launch.detached import submit
 

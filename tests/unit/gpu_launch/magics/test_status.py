@@ -112,7 +112,7 @@ def test_a_dry_run_shows_the_request_and_a_command_for_each_node(broker, monkeyp
     assert not Path.home().joinpath(".gpu_launch").exists()
 
 
-def test_the_request_that_is_shown_is_the_one_that_is_sent(broker, tmp_path):
+def test_dry_run_shows_the_request_that_is_sent(broker, tmp_path):
     """Whatever the flags."""
     for line in ("--nnodes 3", "--nnodes 2:3 --scavenge", "--nnodes 2 --exclusive --model rtx5070 --priority -3"):
         shown = paper(f"{line} train.py")
@@ -136,7 +136,7 @@ def test_the_request_that_is_shown_is_the_one_that_is_sent(broker, tmp_path):
         ({}, 1, "1 request of others waits, so its place in the queue would be about 2."),
     ],
 )
-def test_a_dry_run_tells_of_the_queue(broker, states, waiting, said):
+def test_dry_run_shows_the_queue(broker, states, waiting, said):
     """As far as the cluster tells."""
     broker.states |= states
     broker.waiting = waiting
@@ -153,7 +153,7 @@ def test_a_dry_run_of_the_notebooks_own_gpu(broker):
     assert "with returns.json, sources.json in ~/.gpu_launch/jobs/RUN/exchange." in text
 
 
-def test_a_dry_run_of_a_detached_job_shows_its_order(broker):
+def test_dry_run_of_a_detached_job_shows_its_manifest(broker):
     """All nodes are asked for, and the notebook's own takes no part."""
     found = paper("--detach --nnodes 2 train.py --a")
     assert (found.body["detached"], found.body["nnodes"], found.body["name"]) == (True, 2, "train.py")
@@ -179,7 +179,7 @@ def test_warnings_of_the_container_are_shown(broker, monkeypatch):
     assert "Note: /dev/shm has 64 MiB" in dry_run.format_report(paper("train.py"))
 
 
-def test_what_the_broker_has_is_told_with_place_and_time(broker):
+def test_status_shows_jobs_with_queue_position_and_time(broker):
     """And what is not known is left out."""
     lease = {"position": 2, "expected_start": (NOW + timedelta(minutes=3)).isoformat(), "waiting_for": "1 GPU"}
     worker = {
@@ -225,7 +225,7 @@ def test_tables_are_text_and_html():
     assert "<p>None.</p>" in text
 
 
-def test_a_broker_that_cannot_be_asked_is_no_reason_to_show_nothing(monkeypatch, tmp_path):
+def test_status_without_the_broker_shows_the_rest(monkeypatch, tmp_path):
     """The rest is there, and why the jobs are not."""
     monkeypatch.setenv("GPUHUB_BROKER_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "token")
@@ -251,7 +251,7 @@ def test_jobs_are_cancelled_by_name_or_all(broker, run, deleted, monkeypatch):
 @pytest.mark.parametrize(
     ("run", "said"), [("1", "several jobs"), ("run-x", "no job of yours; there are: run-a1, run-b1")]
 )
-def test_what_is_not_one_job_is_refused(broker, run, said):
+def test_cancel_of_an_unknown_or_ambiguous_job_is_refused(broker, run, said):
     """With what there is."""
     broker.jobs = [job("a1", "running"), job("b1", "waiting")]
     with pytest.raises(UsageError, match=said):

@@ -34,7 +34,7 @@ def test_torchruns_flags_in_both_spellings():
     assert (wanted.script, wanted.arguments) == ("train.py", ("--epochs", "2", "--nnodes", "9"))
 
 
-def test_what_is_wanted_of_the_gpus():
+def test_gpu_constraint_flags():
     """In both spellings; models in the order of liking."""
     wanted = command.parse(
         "--model 'RTX  5090, rtx5070' --memory=1.5G --same_model --exclusive --scavenge --priority -5 "
@@ -60,13 +60,13 @@ def test_elastic_ranges_are_read_as_torchrun_does():
     assert (wanted.least_nnodes, wanted.nnodes) == (None, 2)
 
 
-def test_help_names_every_flag_of_ours():
+def test_help_lists_every_gpu_launch_flag():
     """So that a new one is not forgotten."""
     assert [label for label in definition.BY_LABEL if f"--{label}" not in command.USAGE and label != "help"] == []
 
 
 @pytest.mark.parametrize("name", definition.REFUSED)
-def test_a_refused_flag_says_why(name):
+def test_refused_flag_has_a_reason(name):
     """In both spellings, with a value or without."""
     for flag in (f"--{name}", f"--{name.replace('-', '_')}=1"):
         with pytest.raises(UsageError) as raised:
@@ -157,14 +157,14 @@ def test_everything_after_the_script_is_the_scripts():
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_script_names_stay_as_they_are(name):
+def test_script_names_are_not_interpreted_by_a_shell(name):
     """Names go through whole, without a shell."""
     wanted = command.parse_words(["--nnodes=1", name, name])
     assert (wanted.script, wanted.arguments) == (name, (name,))
 
 
 @given(st.lists(st.text(max_size=12), max_size=5))
-def test_any_words_give_options_or_one_clear_line(words):
+def test_any_arguments_give_options_or_a_one_line_error(words):
     """Never another exception, whatever is typed."""
     try:
         wanted = command.parse_words(words)
@@ -222,7 +222,7 @@ def test_any_words_give_options_or_one_clear_line(words):
         ("'unclosed", "No closing quotation"),
     ],
 )
-def test_bad_lines_say_what_would_be_right(line, right):
+def test_errors_name_the_flag_and_the_valid_value(line, right):
     """One or two lines naming the flag and the right value."""
     with pytest.raises(UsageError) as refused:
         command.parse(line)
@@ -251,7 +251,7 @@ def test_a_cells_arguments_follow_two_dashes():
         ("--local-ranks-filter 1 x", {(1, "stdout"), (1, "stderr")}),
     ],
 )
-def test_what_is_shown_is_what_torchruns_console_would_have(line, shown):
+def test_shown_streams_match_torchruns_console(line, shown):
     """A stream is shown unless it is redirected and not teed."""
     wanted = command.parse(line)
     assert {(rank, stream) for rank in (0, 1) for stream in ("stdout", "stderr") if wanted.shows(rank, stream)} == shown
@@ -279,7 +279,7 @@ def test_other_torchrun_flags_are_passed_on():
         ({"scavenge": True, "nnodes": "1:2"}, "cannot be requested"),
     ],
 )
-def test_the_function_takes_what_the_magic_takes(monkeypatch, values, right):
+def test_function_accepts_the_same_options_as_the_magic(monkeypatch, values, right):
     """And refuses alike; where there is no broker, what needs one."""
     for name in ("GPUHUB_BROKER_URL", "GPUHUB_GPU_UUIDS"):
         monkeypatch.delenv(name, raising=False)
@@ -297,7 +297,7 @@ def test_the_functions_keywords_are_those_of_the_definition():
     assert command.build_from_keywords(defaults) == LaunchOptions()
 
 
-def test_flags_are_written_as_they_are_read():
+def test_formatted_flags_can_be_parsed_again():
     """What differs from the defaults, in units that the flags take."""
     line = "--nnodes 1:3 --memory 1.5G --time-limit 90m --keep 0s --send a,b -t 3 --role=x --virtual-local-rank x.py"
     options = command.parse(line)

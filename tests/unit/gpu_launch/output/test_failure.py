@@ -32,12 +32,12 @@ WATCHDOG = (
 )
 
 
-def test_the_rank_with_an_error_of_its_own_is_blamed():
+def test_rank_with_its_own_error_is_the_root_cause():
     """Although its victim's clock says that it ended earlier."""
     assert failure.find_first_failure([end(0, 1, LEFT, 5), end(1, 1, OWN, 9), end(2, None)]).rank == 1
 
 
-def test_who_failed_by_itself_and_was_stopped_before_its_end_is_blamed():
+def test_failed_rank_that_was_then_stopped_is_the_root_cause():
     """Its peers ended of it; what an interrupt does to a rank, or a line of its own, is no failure."""
     ends = [end(0, 1, LEFT, 5), end(1, None, OWN, 9), end(2, None)]
     assert failure.find_first_failure(ends).rank == 1
@@ -46,19 +46,19 @@ def test_who_failed_by_itself_and_was_stopped_before_its_end_is_blamed():
         assert failure.find_first_failure([end(0, 1, LEFT, 5), end(1, None, error, 9)]).rank == 0
 
 
-def test_of_two_own_errors_the_earlier_is_blamed():
+def test_earlier_of_two_errors_is_the_root_cause():
     """By when it was written, not by rank."""
     assert failure.find_first_failure([end(0, 1, OWN, 9), end(1, 1, OWN, 5)]).rank == 1
 
 
-def test_a_killed_rank_is_blamed_before_those_it_left():
+def test_killed_rank_is_the_root_cause_before_its_peers():
     """Out of memory leaves no traceback."""
     assert failure.find_first_failure([end(0, 1, LEFT, 5), end(1, -9, "", 9), end(2, -15)]).rank == 1
     killed = end(2, -9, "", 99, is_out_of_memory=True)
     assert failure.find_first_failure([end(0, 1, LEFT, 5), end(1, -9, "", 9), killed]).rank == 2
 
 
-def test_nobody_failed():
+def test_no_root_cause_without_a_failure():
     """Nobody is blamed."""
     assert failure.find_first_failure([end(0, 0), end(1, 0)]) is None
     assert failure.describe_failure([], logs="~/l") == "The launch failed before any rank ran.\nLogs: ~/l"
@@ -125,12 +125,12 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize(("ends", "text"), [kind[1:] for kind in GOLDEN], ids=[kind[0] for kind in GOLDEN])
-def test_what_is_said_of_a_failure(ends, text):
+def test_failure_summary(ends, text):
     """Golden: the first failing rank's own error first and once, a line for each way in which others ended."""
     assert failure.describe_failure(ends, logs="~/l") == text
 
 
-def test_a_node_that_is_gone_is_named():
+def test_lost_node_is_named_in_the_failure():
     """When nobody has an error of his own."""
     text = failure.describe_failure([end(0, 1, LEFT), end(1, None)], lost=["no message from rig2 (rank 1) for 4 s"])
     assert text.startswith("rank 0 on rig1 lost a peer: no message from rig2 (rank 1) for 4 s\n")
@@ -149,7 +149,7 @@ def test_a_node_that_is_gone_is_named():
         ("RuntimeError: CUDA error: an illegal memory access", None),
     ],
 )  # fmt: skip
-def test_torchs_figures_of_memory(error, figures):
+def test_parse_memory_figures_of_torch(error, figures):
     """As it writes them now, as it used to, with a cap, and without any."""
     found = find_gpu_shortage(error)
     if figures is None:
@@ -170,7 +170,7 @@ def test_torchs_figures_of_memory(error, figures):
         ("", ""),
     ],
 )
-def test_a_cards_name(told, name):
+def test_gpu_name(told, name):
     """Model and a short UUID, as far as they are told."""
     assert format_gpu_name(told) == name
 
@@ -198,7 +198,7 @@ def test_a_traceback_of_starting_alone_stays_whole():
     assert failure.extract_own_error(text) == text
 
 
-def test_what_torch_says_at_nearly_every_start_is_no_error():
+def test_common_torch_startup_messages_are_not_errors():
     """Of a rank that was killed it would be all there is; other lines of its log tell something."""
     idle = "[W1122 04:14:26.7 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
     assert failure.extract_own_error(f"{idle}\n[rank1]:{idle}\n") == ""
@@ -230,17 +230,17 @@ def test_without_a_traceback_the_last_lines_are_shown():
 @pytest.mark.parametrize(
     ("code", "text"), [(0, "exit code 0"), (3, "exit code 3"), (None, "stopped"), (-15, "SIGTERM"), (-99, "signal 99")]
 )
-def test_exit_codes_in_words(code, text):
+def test_format_exit_codes(code, text):
     """Signals by name."""
     assert failure.format_exit_code(code) == text
 
 
-def test_a_traceback_after_an_unended_bar_begins_at_its_own_line():
+def test_traceback_after_a_progress_bar_starts_on_its_own_line():
     """tqdm does not end its line before the traceback is written."""
     assert failure.extract_own_error(f"\r 45%|##  | 45/100 [00:12<00:15, 3.6it/s]{OWN}") == OWN
 
 
-def test_of_one_container_only_the_first_is_said_to_be_killed_for_memory():
+def test_only_the_first_rank_of_a_container_is_reported_oom_killed():
     """The launch kills the others, with the same signal."""
     ends = [dataclasses.replace(end(rank, -9, "", 9 - rank, is_out_of_memory=True), node="rig1") for rank in range(3)]
     text = failure.describe_failure(ends)
@@ -248,7 +248,7 @@ def test_of_one_container_only_the_first_is_said_to_be_killed_for_memory():
     assert text.endswith("\nranks 0-1 were stopped")
 
 
-def test_what_others_said_is_one_line_of_limited_length():
+def test_messages_of_other_ranks_are_one_line_of_limited_length():
     """gloo's messages are long."""
     text = failure.describe_failure([end(0, 1, LEFT + "x" * 999), end(1, 1, OWN)])
     (line,) = [line for line in text.splitlines() if line.startswith("rank 0 (rig1): lost a peer")]
@@ -256,7 +256,7 @@ def test_what_others_said_is_one_line_of_limited_length():
     assert line.endswith("x…")
 
 
-def test_the_limit_is_only_said_where_it_is_known():
+def test_memory_limit_is_shown_only_if_known():
     """An agent may not be able to read it."""
     killed = end(0, -9, "", is_out_of_memory=True)
     assert "its memory limit\n" in failure.describe_failure([killed])

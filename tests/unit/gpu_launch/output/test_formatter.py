@@ -38,7 +38,7 @@ def shown(formatter, active_ranks=ONE, now=0.0, **options):
     return "".join(text for _, text in formatter.drain(active_ranks, now, **options))
 
 
-def test_chunks_become_whole_lines():
+def test_chunks_are_joined_to_lines():
     """Joined until their line ends, each rank and stream for itself."""
     lines = LineBuffer()
     assert lines.feed(1, "stdout", "los", 0.0) == []
@@ -47,7 +47,7 @@ def test_chunks_become_whole_lines():
     assert lines.feed(1, "stdout", "s 1\nloss 2\r\nrest", 0.1) == ["loss 1", "loss 2"]
 
 
-def test_a_line_that_never_ends_is_broken():
+def test_overlong_line_is_split():
     """And nothing of it is lost."""
     lines = LineBuffer()
     text = "x" * (MAX_LINE_LENGTH + 1)
@@ -66,7 +66,7 @@ def test_carriage_returns_collapse_to_what_a_terminal_shows(line, seen):
     assert collapse_redraws(collapse_redraws(line, keep_end=True)) == seen
 
 
-def test_unended_lines_show_after_a_moment_and_at_the_end():
+def test_incomplete_lines_are_flushed_after_a_delay_and_at_the_end():
     """A prompt without a newline is not kept back; what redraws itself is shown seldom."""
     lines = LineBuffer()
     lines.feed(0, "stdout", "loading", 0.0)
@@ -90,12 +90,12 @@ def test_unended_lines_show_after_a_moment_and_at_the_end():
         ("\x1bcreset", "creset"),
     ],
 )
-def test_only_colours_reach_a_terminal(text, left):
+def test_escape_sequences_other_than_colours_are_removed(text, left):
     """A script that prints binary moves no cursor and sets no clipboard."""
     assert strip_controls(text) == left
 
 
-def test_the_cap_lets_a_burst_through_and_more_as_time_goes_on():
+def test_rate_cap_allows_a_burst_and_refills_over_time():
     """In whole lines, from the first one on."""
     cap = RateCap(rate=10, burst=2 * (10 + LINE_COST))
     lines = ["x" * 10] * 3
@@ -106,7 +106,7 @@ def test_the_cap_lets_a_burst_through_and_more_as_time_goes_on():
     assert cap.consume(lines, (10 + LINE_COST) / 10) == 1
 
 
-def test_a_flood_is_cut_and_its_end_is_shown():
+def test_excess_output_is_truncated_and_its_tail_is_shown():
     """How much was left out is said, and the last lines are there, since they may be what everything ended with."""
     formatter = make_formatter()
     number = 2 * CAP_BURST_BYTES // 30
@@ -122,7 +122,7 @@ def test_a_flood_is_cut_and_its_end_is_shown():
     assert len(text) < 1.5 * CAP_BURST_BYTES
 
 
-def test_a_detached_jobs_output_is_whole():
+def test_output_of_a_detached_job_is_not_truncated():
     """It goes to a file."""
     formatter = OutputFormatter(ProgressTracker(), shows_all=True)
     lines = 3 * CAP_BURST_BYTES // 100
@@ -130,14 +130,14 @@ def test_a_detached_jobs_output_is_whole():
     assert shown(formatter, last=True).count("\n") == lines
 
 
-def test_a_traceback_after_an_unended_bar_is_held():
+def test_traceback_after_a_progress_bar_is_withheld():
     """tqdm does not end its line before the traceback is written."""
     formatter = make_formatter()
     formatter.feed(0, "rig1", "stderr", f"\r 45%|##  | 45/100 [00:12<00:15, 3.6it/s]{TRACEBACK}", 0.0)
     assert shown(formatter, now=0.1) == ""
 
 
-def test_notes_of_a_flood_are_seldom():
+def test_truncation_notices_are_rate_limited():
     """The first at once, then every two seconds."""
     formatter, told = make_formatter(), []
     chunk = "x" * 100 + "\n"
@@ -148,7 +148,7 @@ def test_notes_of_a_flood_are_seldom():
     assert told[1] - told[0] == pytest.approx(NOTE_PERIOD_S)
 
 
-def test_lines_that_all_say_count_once():
+def test_lines_common_to_all_ranks_count_once():
     """Eight ranks that say the same use no more than one of what may be shown."""
     formatter, ranks = make_formatter(), frozenset(range(8))
     for tick in range(40):
@@ -157,7 +157,7 @@ def test_lines_that_all_say_count_once():
         assert shown(formatter, ranks, tick * 0.05).count("×8]") == 8
 
 
-def test_text_that_was_passed_over_before_is_said_and_joins_nothing():
+def test_skipped_text_is_reported_and_not_joined():
     """A rank that writes faster than its agent reads."""
     formatter = make_formatter()
     formatter.feed(0, "rig1", "stdout", "beginning of", 0.0)
@@ -168,7 +168,7 @@ def test_text_that_was_passed_over_before_is_said_and_joins_nothing():
     )
 
 
-def test_bars_are_progress_and_no_lines():
+def test_progress_bars_are_not_output_lines():
     """Of tqdm, drawn over itself, ended by a newline, or followed by something else."""
     steps = ProgressTracker()
     formatter = OutputFormatter(steps)
@@ -183,7 +183,7 @@ def test_bars_are_progress_and_no_lines():
     assert shown(formatter, now=9.2) == "[rank 0 · rig1] x.py:3: UserWarning: odd\n[rank 0 · rig1] \n"
 
 
-def test_a_traceback_of_a_failing_rank_is_not_shown_here():
+def test_traceback_of_a_failing_rank_is_withheld():
     """The failure itself shows it; nor are those of the ranks that it takes with it."""
     formatter = make_formatter()
     formatter.feed(0, "rig1", "stderr", f"careful\n{TRACEBACK}", 0.0)
@@ -210,7 +210,7 @@ frame #1: c10d::ProcessGroupNCCL::checkForNCCLErrorsInternal(std::shared_ptr<c10
 """
 
 
-def test_a_watchdog_s_word_of_a_lost_peer_is_not_shown():
+def test_watchdog_message_about_a_lost_peer_is_withheld():
     """It is a consequence, whether it comes before the failure is known or after; in pieces too."""
     for told_at in (0.5, 0.8):
         formatter = make_formatter()
@@ -222,7 +222,7 @@ def test_a_watchdog_s_word_of_a_lost_peer_is_not_shown():
         assert shown(formatter, frozenset({1}), 9.0, last=True) == ""
 
 
-def test_a_watchdog_s_word_on_a_rank_that_goes_on_is_shown():
+def test_watchdog_message_of_a_rank_that_continues_is_shown():
     """Or is not heard of for a while."""
     formatter = make_formatter()
     formatter.feed(1, "rig2", "stderr", WATCHDOG, 0.0)
@@ -233,7 +233,7 @@ def test_a_watchdog_s_word_on_a_rank_that_goes_on_is_shown():
     assert shown(formatter, frozenset({1}), 2.0 + MAX_HOLD_S).replace("[rank 1 · rig2] ", "") == WATCHDOG
 
 
-def test_a_traceback_that_a_script_only_logs_is_shown():
+def test_logged_traceback_is_shown():
     """As soon as it goes on, when it ends well, or after a while; in its place."""
     formatter = make_formatter()
     formatter.feed(0, "rig1", "stderr", TRACEBACK, 0.0)
@@ -252,7 +252,7 @@ def test_a_traceback_that_a_script_only_logs_is_shown():
 @pytest.mark.parametrize(
     ("stream", "text"), [("stdout", "step 2\n"), ("stderr", "\r 45%|##  | 45/100 [00:12<00:15, 3.6it/s]")]
 )
-def test_a_rank_that_says_anything_later_goes_on(stream, text):
+def test_further_output_shows_that_a_rank_continues(stream, text):
     """On either stream, or by drawing a bar: its traceback was not its end."""
     formatter = make_formatter()
     formatter.feed(0, "rig1", "stderr", TRACEBACK, 0.0)
@@ -262,7 +262,7 @@ def test_a_rank_that_says_anything_later_goes_on(stream, text):
     assert shown(formatter, now=1.0).replace("[rank 0 · rig1] ", "").startswith(TRACEBACK)
 
 
-def test_a_chained_traceback_and_a_long_message_are_held_as_one():
+def test_chained_traceback_is_withheld_as_a_whole():
     """Nothing of them shows alone."""
     formatter = make_formatter()
     chained = f"{TRACEBACK}\nThe above exception was the direct cause of the following exception:\n\n{TRACEBACK}more\n"
@@ -270,7 +270,7 @@ def test_a_chained_traceback_and_a_long_message_are_held_as_one():
     assert shown(formatter, now=0.1) == ""
 
 
-def test_nothing_is_shown_after_a_hush_or_lost_by_a_renewal():
+def test_mute_shows_nothing_and_reset_loses_nothing():
     """What a restart leaves unsaid comes first, then why it restarts."""
     formatter = make_formatter()
     formatter.feed(0, "rig1", "stdout", "unended", 0.0)
@@ -287,7 +287,7 @@ def said(*parts):
     return [OutputLine(ranks, "stdout", line) for ranks, line in parts]
 
 
-def test_a_line_of_all_ranks_is_shown_once_and_at_once():
+def test_line_of_all_ranks_is_shown_once_without_delay():
     """It waits for nobody else."""
     fold = LineDeduplicator()
     for rank in ALL:
@@ -295,7 +295,7 @@ def test_a_line_of_all_ranks_is_shown_once_and_at_once():
     assert fold.drain(ALL, 0.0) == said(((0, 1, 2), "step 1"), ((0, 1, 2), "step 2"))
 
 
-def test_a_line_waits_a_moment_for_its_equals_and_then_goes():
+def test_line_waits_briefly_for_duplicates_of_other_ranks():
     """With those that have come."""
     fold = LineDeduplicator()
     fold.feed(0, "stdout", ["step 1"], 0.0)
@@ -306,7 +306,7 @@ def test_a_line_waits_a_moment_for_its_equals_and_then_goes():
     assert fold.drain(ALL, 2 * MAX_WAIT_S) == said(((1,), "step 1"))
 
 
-def test_a_rank_alone_does_not_wait():
+def test_single_rank_is_not_delayed():
     """Nor do ranks whose peers have ended, or are not shown."""
     fold = LineDeduplicator()
     fold.feed(0, "stdout", ["a"], 0.0)
@@ -317,7 +317,7 @@ def test_a_rank_alone_does_not_wait():
     assert fold.drain(frozenset(), 0.0) == said(((0,), "c"))
 
 
-def test_what_only_one_rank_says_does_not_part_what_all_say():
+def test_line_of_one_rank_does_not_split_common_lines():
     """Rank 0 warns before the line that all have in common."""
     fold = LineDeduplicator()
     fold.feed(0, "stdout", ["saved", "step 1"], 0.0)
@@ -335,7 +335,7 @@ def test_a_block_of_one_rank_stays_together():
     assert shown == [((rank,), f"{line} of {rank}") for rank in (0, 1) for line in "abc"]
 
 
-def test_the_same_line_of_two_streams_is_two():
+def test_streams_are_deduplicated_separately():
     """They go to different places."""
     fold = LineDeduplicator()
     fold.feed(0, "stdout", ["x"], 0.0)
@@ -356,7 +356,7 @@ CHUNKS = st.lists(
 
 
 @given(CHUNKS)
-def test_nothing_is_lost_invented_or_put_out_of_order(chunks):
+def test_deduplication_keeps_lines_and_order_of_each_rank(chunks):
     """Whatever ranks say, and whenever they are looked at: each rank's lines are those it said, in its order."""
     fold, now = LineDeduplicator(), 0.0
     fed: dict[int, list[tuple[str, str]]] = {}
@@ -373,7 +373,7 @@ def test_nothing_is_lost_invented_or_put_out_of_order(chunks):
 
 
 @given(CHUNKS)
-def test_no_line_waits_longer_than_it_may(chunks):
+def test_no_line_is_delayed_beyond_the_limit(chunks):
     """After the wait nothing is left that came before it."""
     fold, now = LineDeduplicator(), 0.0
     waiting = 0

@@ -60,7 +60,7 @@ TWO_NODES = [
 ]
 
 
-def test_every_ranks_last_lines_with_its_number(home):
+def test_tail_of_every_rank_has_its_number(home):
     """Across nodes; a last line without its end too."""
     make(home, "run-20260101-000000-aaaaaa", TWO_NODES)
     screen = shown(home, "-n", "2")
@@ -77,7 +77,7 @@ def test_one_rank_has_no_prefix(home):
         shown(home, "--rank", "3")
 
 
-def test_the_latest_start_is_shown(home):
+def test_logs_are_of_the_latest_start(home):
     """After a restart the earlier one is in its own folder."""
     make(
         home, "run-20260101-000000-aaaaaa", [("node0", 0, "stdout", "old\n"), ("node0-restart1", 0, "stdout", "new\n")]
@@ -103,7 +103,7 @@ def test_many_lines_are_read_from_the_end(home, monkeypatch):
         assert shown(home, "--rank", "0", "-n", "0").all() == text
 
 
-def test_following_shows_what_comes_until_the_run_has_ended(home):
+def test_follow_shows_new_output_until_the_run_ends(home):
     """New files too; then it returns by itself."""
     run = make(
         home,
@@ -128,7 +128,7 @@ def test_following_shows_what_comes_until_the_run_has_ended(home):
     assert screen.all("stderr") == "[rank 0] late\n"
 
 
-def test_a_preempted_job_is_followed_while_the_broker_has_it(home, monkeypatch):
+def test_follow_continues_through_a_preemption(home, monkeypatch):
     """It says that it was told to end; only the broker knows that it begins again."""
     monkeypatch.setattr(logs, "_REQUEUED_POLL_S", 0.01)
     run = make(
@@ -149,7 +149,7 @@ def test_a_preempted_job_is_followed_while_the_broker_has_it(home, monkeypatch):
     assert screen.all() == "[rank 0] begun\n"
 
 
-def test_a_launch_of_a_notebook_is_followed_while_it_lives(home):
+def test_follow_of_a_notebooks_launch_ends_with_its_heartbeat(home):
     """It tells no state; its sign of life goes at its end."""
     run = make(home, "run-20260101-000000-aaaaaa", [("node0", 0, "stdout", "begun\n")])
     run.heartbeat.touch()
@@ -159,14 +159,14 @@ def test_a_launch_of_a_notebook_is_followed_while_it_lives(home):
     assert shown(home, "-f").all() == "[rank 0] begun\n"
 
 
-def test_a_run_without_output_says_so(home):
+def test_run_without_output_shows_its_state(home):
     """With what it does at present."""
     state = job_manifest.JobStatus(state="starting", text="waits for 2 GPUs")
     run = make(home, "run-20260101-000000-aaaaaa", state=state)
     assert shown(home).all() == f"{run.run_id} has no output (waits for 2 GPUs)\n"
 
 
-def test_runs_are_found_by_any_part_that_is_one_runs_alone(home):
+def test_runs_are_found_by_any_unique_part_of_the_id(home):
     """The last one for no name."""
     for stamp, tail in (("20260101-000000", "aaaaaa"), ("20260102-000000", "bbbbbb"), ("20260102-000000", "caaaaa")):
         make(home, f"run-{stamp}-{tail}", [("node0", 0, "stdout", "")])
@@ -185,7 +185,7 @@ def test_runs_are_found_by_any_part_that_is_one_runs_alone(home):
 
 
 @pytest.mark.parametrize("name", ["..", "../..", "a/b", "run-20260101-000000-aaaaaa/logs"])
-def test_a_name_never_leads_out_of_the_folder_of_runs(home, name):
+def test_run_name_cannot_escape_the_runs_folder(home, name):
     """Only names of folders that are there count."""
     make(home, "run-20260101-000000-aaaaaa", TWO_NODES)
     with pytest.raises(UsageError):

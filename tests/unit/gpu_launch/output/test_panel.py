@@ -40,7 +40,7 @@ class _Reader(HTMLParser):
         self.text += f"{data} " if self.tags[-1] != "style" else ""
 
 
-def test_the_panel_says_everything_in_words():
+def test_panel_states_everything_as_text():
     """No bar is the only sign of what it shows."""
     text = " ".join(_Reader(build_html("running on rig1", VIEW, "12 s")).text.split())
     for part in (
@@ -51,7 +51,7 @@ def test_the_panel_says_everything_in_words():
         assert part in text
 
 
-def test_bars_tell_their_values_to_screen_readers():
+def test_bars_are_accessible_to_screen_readers():
     """As meters with names; none for what is not known."""
     meters = _Reader(build_html("x", VIEW, "")).meters
     values = [(meter["aria-label"], meter.get("aria-valuenow")) for meter in meters]
@@ -59,7 +59,7 @@ def test_bars_tell_their_values_to_screen_readers():
                       ("use", None), ("memory", None), ("power", None)]  # fmt: skip
 
 
-def test_after_the_end_only_the_summary_is_left():
+def test_only_the_summary_remains_after_the_end():
     """No bar of a launch that is over."""
     page = _Reader(build_html("done in 3.1 s · 3 ranks", CLOSING, ""))
     assert page.text.strip() == "done in 3.1 s · 3 ranks"
@@ -70,7 +70,7 @@ HOSTILE = st.text(alphabet="<>&\"'/= scriptonerror\x00", max_size=20)
 
 
 @given(HOSTILE, HOSTILE, HOSTILE)
-def test_what_others_tell_is_text_only(node, told, note):
+def test_panel_escapes_html(node, told, note):
     """Names of nodes and cards, descriptions of bars: no tag and no attribute comes of them."""
 
     def page(node, told, note):
@@ -86,7 +86,7 @@ def test_what_others_tell_is_text_only(node, told, note):
     assert len(page(node, told, note).meters) == 4
 
 
-def test_the_line_says_the_same_shorter():
+def test_status_line_is_a_short_form_of_the_panel():
     """For terminals, and notebooks that show no HTML."""
     assert build_line("running on rig1", VIEW, "12 s") == (
         "running on rig1 · 12 s · train 45 of 100 (45 %), 15 s left, 3.6it/s · GPUs 93 %"
@@ -177,7 +177,7 @@ def test_a_line_is_no_longer_than_the_terminal(monkeypatch):
     assert all(len(line) == 29 and line.endswith("…") for line in drawn(out.getvalue()))
 
 
-def test_a_file_gets_a_line_a_change():
+def test_output_file_gets_one_line_per_change():
     """Not one for every second or step."""
     out, clock = io.StringIO(), _Clock()
     screen = TextScreen(out, out, clock)

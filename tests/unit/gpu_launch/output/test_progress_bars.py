@@ -25,7 +25,7 @@ from gpu_launch.output.progress_bars import ProgressBar, ProgressTracker, parse_
         ("files: 3file [00:00, 5.0file/s, last=x] more", ProgressBar(text="files", step=3, note="5.0file/s · last=x"), " more"),
     ],
 )  # fmt: skip
-def test_tqdms_drawings(line, bar, rest):
+def test_parse_tqdm_progress_bars(line, bar, rest):
     """With and without a description, a total, scaled units, and what follows."""
     assert parse_bar(line) == (bar, rest)
 
@@ -43,7 +43,7 @@ def test_tqdms_drawings(line, bar, rest):
         "%|" * 5000,
     ],
 )
-def test_other_lines_are_no_bars(line):
+def test_other_lines_are_not_progress_bars(line):
     """However much they look like one."""
     assert parse_bar(line) is None
 
@@ -53,7 +53,7 @@ def test_other_lines_are_no_bars(line):
     [{}, {"desc": "train"}, {"total": None}, {"unit": "B", "unit_scale": True}, {"ascii": True}, {"postfix": {"loss": 0.5}},
      {"desc": "loss [0.3]: x", "ncols": 60}],
 )  # fmt: skip
-def test_whatever_tqdm_itself_draws_is_understood(options):
+def test_parse_output_of_the_installed_tqdm(options):
     """The installed version, drawing to what is no terminal."""
     out = io.StringIO()
     with tqdm(**{"total": 40, "file": out, "mininterval": 0, **options}) as bar:
@@ -65,7 +65,7 @@ def test_whatever_tqdm_itself_draws_is_understood(options):
     assert [one[0].step for one in found][-1] == 40
 
 
-def test_loops_in_loops_are_all_shown_and_finished_ones_left_out():
+def test_nested_bars_are_shown_and_finished_ones_omitted():
     """The one that changes most often last; a description that changes makes no new bar."""
     steps = ProgressTracker()
     steps.record_bar(0, ProgressBar(text="epoch", step=1, total=3))
@@ -78,7 +78,7 @@ def test_loops_in_loops_are_all_shown_and_finished_ones_left_out():
     assert [bar.text for bar in steps.bars()] == ["epoch"]
 
 
-def test_the_lowest_rank_speaks_and_a_report_goes_before_a_bar():
+def test_lowest_rank_wins_and_reports_precede_bars():
     """Other ranks draw the same."""
     steps = ProgressTracker()
     steps.record_bar(1, ProgressBar(text="one", step=1))
@@ -112,14 +112,14 @@ def test_the_time_left_follows_the_latest_reports():
     "told",
     [{}, {"step": None}, {"step": "3"}, {"step": True}, {"step": float("nan")}, {"step": 1e30}, {"step": [1]}],
 )
-def test_a_report_without_a_number_is_left_out(told):
+def test_report_without_a_number_is_ignored(told):
     """Whatever a script hands over."""
     steps = ProgressTracker()
     steps.record_report(0, told, 0.0)
     assert steps.bars() == ()
 
 
-def test_parts_stay_between_nothing_and_all():
+def test_fraction_is_clamped():
     """A script may count further than it said."""
     assert ProgressBar(step=150, total=100).fraction == 1.0
     assert ProgressBar(step=-1, total=100).fraction == 0.0

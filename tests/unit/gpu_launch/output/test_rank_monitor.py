@@ -62,7 +62,7 @@ OWN = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n 
 LEFT = OWN.replace("ValueError: bad data", "RuntimeError: Connection closed by peer [10.0.1.3]:1")
 
 
-def test_equal_lines_of_both_ranks_are_one_and_others_wait_for_no_more_than_a_moment():
+def test_equal_lines_are_merged_and_others_delayed_briefly():
     """A rank that has ended is not waited for."""
     ranks = ranks_of(LaunchOptions())
     both = [
@@ -75,7 +75,7 @@ def test_equal_lines_of_both_ranks_are_one_and_others_wait_for_no_more_than_a_mo
     assert ranks.process([message(entries=[[0, "stdout", 1, "last\n"]])], 0.3) == [("stdout", "[rank 0 · rig1] last\n")]
 
 
-def test_the_first_failure_is_known_before_its_node_has_ended():
+def test_first_failure_is_known_before_its_node_ends():
     """Its victims' tracebacks are not shown, and it stays to blame although theirs come with earlier clocks."""
     ranks = ranks_of(LaunchOptions())
     ranks.process([message(entries=[]), message(node_rank=1, entries=[])], 0.0)
@@ -109,14 +109,14 @@ def test_a_restart_shows_why():
     assert ranks.process([], 0.3) == []
 
 
-def test_messages_of_tomorrow_are_no_harm():
+def test_messages_of_newer_versions_are_ignored():
     """Kinds and fields that are not known are passed over."""
     ranks = ranks_of(LaunchOptions())
     assert ranks.process([message("weather", text="fine"), message("failed", end=end(0, colour="red"))], 0.0) == []
     assert ranks.find_first_failure().rank == 0
 
 
-def test_ranks_that_wait_for_others_are_said_so():
+def test_ranks_that_wait_for_peers_are_reported():
     """A rank that exits with 0 while others hang."""
     ranks = ranks_of(LaunchOptions())
     ranks.process([message("exit", code=0, ends=[end(0, 0)], said=""), message(node_rank=1, entries=[])], 0.0)
@@ -128,7 +128,7 @@ def test_ranks_that_wait_for_others_are_said_so():
     assert ranks.format_waiting() == ""
 
 
-def test_gpus_and_steps_are_seen():
+def test_gpu_readings_and_steps_are_collected():
     """In the order of the nodes; what is not known is not guessed."""
     ranks = ranks_of(LaunchOptions())
     reading = {
@@ -149,7 +149,7 @@ def test_gpus_and_steps_are_seen():
     assert ranks.build_view() == PanelView()
 
 
-def test_a_node_that_breaks_off_is_named_with_the_failure():
+def test_lost_node_is_reported_with_the_failure():
     """The other ranks only know that a peer is gone."""
     ranks = ranks_of(LaunchOptions())
     ranks.process([message(entries=[]), message(node_rank=1, entries=[])], 0.0)
@@ -159,7 +159,7 @@ def test_a_node_that_breaks_off_is_named_with_the_failure():
     assert text.startswith("rank 0 on rig1 lost a peer: no message from rig2 (rank 1) for 4 s\n")
 
 
-def test_an_interrupt_in_the_middle_does_no_harm():
+def test_interrupt_during_processing_loses_no_later_output():
     """What waited for its equals may be lost, nothing that comes later is."""
     ranks = ranks_of(LaunchOptions())
 
@@ -174,7 +174,7 @@ def test_an_interrupt_in_the_middle_does_no_harm():
     ]
 
 
-def test_a_failure_before_any_rank_shows_torchruns_own_words():
+def test_failure_before_any_rank_shows_torchruns_message():
     """Such as a port in use."""
     ranks = ranks_of(LaunchOptions())
     ends = [{"rank": 0, "node": "rig1", "exit_code": None, "error": "", "at_ns": 0}]
@@ -199,7 +199,7 @@ def test_a_silent_node_fails_the_launch():
         ranks.check_alive({1})
 
 
-def test_a_node_that_hangs_is_no_node_that_is_gone():
+def test_hung_node_is_distinguished_from_a_lost_node():
     """Its worker is there, and says nothing of its ranks."""
     ranks = ranks_of(LaunchOptions())
     ranks.process([message(entries=[]), message(node_rank=1, entries=[])], 0.0)
@@ -212,7 +212,7 @@ def test_a_node_that_hangs_is_no_node_that_is_gone():
         ranks.check_alive({1})
 
 
-def test_who_did_not_listen_knows_of_no_silence():
+def test_pending_messages_are_read_before_a_node_is_declared_lost():
     """A notebook that was held up for long hears what has waited for it before it judges."""
     ranks = ranks_of(LaunchOptions())
     ranks.process([message(entries=[]), message(node_rank=1, entries=[])], 0.0)
@@ -258,7 +258,7 @@ def job(state, **parts):
         ({"position": 1, "expected_start": 5 * 3600}, ": position 1, expected to start in about 5 hours"),
     ],
 )  # fmt: skip
-def test_who_waits_sees_place_time_and_reason(parts, text):
+def test_waiting_line_has_position_time_and_reason(parts, text):
     """As far as the broker knows them."""
     if "expected_start" in parts:
         parts = parts | {"expected_start": NOW + timedelta(seconds=parts["expected_start"])}
@@ -266,7 +266,7 @@ def test_who_waits_sees_place_time_and_reason(parts, text):
     assert plan_module.format_job_state(job("waiting", **parts), plan, NOW) == f"waiting for 2 GPUs on 2 nodes{text}"
 
 
-def test_an_elastic_launch_says_between_what():
+def test_elastic_launch_shows_its_range_of_nodes():
     """What it waits for is the least."""
     plan = dataclasses.replace(PLAN, nnodes=4, least_nnodes=2, nproc_per_node=2)
     assert plan_module.format_requested_gpus(plan) == "2 to 6 GPUs on 1 to 3 nodes"
@@ -294,7 +294,7 @@ def test_progress_lines():
         ("one switch", "RTX 5090", "one switch; mixed cards: 1 × RTX 5090, 1 × RTX 5070; the slowest sets the pace"),
     ],
 )
-def test_mixed_cards_are_said_with_the_notebooks_own_counted_in(note, own, text):
+def test_mixed_gpu_models_include_the_notebooks_gpu(note, own, text):
     """The broker does not know that the notebook's GPU takes part."""
     own_cards = (gpu("rig1", own, 32_607),) if own else ()
     assert render.format_grant_note(job("running", note=note), (worker(),), own_cards) == text
@@ -304,7 +304,7 @@ def test_mixed_cards_are_said_with_the_notebooks_own_counted_in(note, own, text)
     ("numbers", "text"),
     [([2], "rank 2"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([3, 1], "ranks 1, 3"), (range(64), "ranks 0-63")],
 )
-def test_ranks_in_words(numbers, text):
+def test_format_ranks(numbers, text):
     """Neighbours as a range."""
     assert render.format_ranks(numbers) == text
 
@@ -313,7 +313,7 @@ def test_ranks_in_words(numbers, text):
     ("seconds", "text"),
     [(0.4, "0 s"), (59.6, "1 min"), (125, "2 min 5 s"), (3600, "1 h"), (90_000, "1 d 1 h"), (-3, "0 s")],
 )
-def test_spans_in_words(seconds, text):
+def test_format_durations(seconds, text):
     """Two units at most."""
     assert render.format_exact_span(seconds) == text
 
@@ -321,12 +321,12 @@ def test_spans_in_words(seconds, text):
 @pytest.mark.parametrize(
     ("size", "text"), [(999, "999 bytes"), (1500, "1.5 kB"), (3_400_000, "3.4 MB"), (7e12, "7000 GB")]
 )
-def test_sizes_in_words(size, text):
+def test_format_sizes(size, text):
     """In powers of ten."""
     assert render.format_size(size) == text
 
 
-def test_who_left_and_who_still_runs_is_known():
+def test_ended_and_running_nodes_are_known():
     """A node says that it was told to end."""
     ranks = ranks_of(LaunchOptions())
     ranks.process([message(entries=[]), message("leaving", node_rank=1)], 0.0)

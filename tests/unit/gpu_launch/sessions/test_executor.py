@@ -39,7 +39,7 @@ def prompt(monkeypatch):
     signal.signal(signal.SIGINT, before)
 
 
-def test_names_stay_and_the_last_value_is_shown(prompt, capsys):
+def test_names_persist_and_the_last_value_is_shown(prompt, capsys):
     """From cell to cell; nothing is shown for None, a statement, or a line that ends with a semicolon."""
     assert prompt.run("x = [1]\nprint('made')").outcome is CellOutcome.DONE
     assert prompt.run("x.append('é')\nx").outcome is CellOutcome.DONE
@@ -68,7 +68,7 @@ def test_a_traceback_has_the_cells_own_lines(prompt):
     assert vars(prompt.module)["y"] == 2
 
 
-def test_what_an_error_was_raised_from_is_shown(prompt):
+def test_chained_exceptions_are_shown(prompt):
     """Chained errors, each with its lines."""
     error = prompt.run("try:\n    {}['k']\nexcept KeyError as e:\n    raise ValueError('bad') from e").error
     assert "Cell In[1], line 3\n    {}['k']" in error
@@ -96,7 +96,7 @@ def test_a_syntax_error_shows_its_line(prompt):
         ("class E(BaseException): pass\nraise E('odd')", CellOutcome.FAILED, "E: odd"),
     ],
 )
-def test_nothing_that_a_cell_raises_ends_the_rank(prompt, body, how, said):
+def test_no_exception_of_a_cell_ends_the_rank(prompt, body, how, said):
     """Every end is told."""
     outcome = prompt.run(body)
     assert outcome.outcome is how
@@ -104,14 +104,14 @@ def test_nothing_that_a_cell_raises_ends_the_rank(prompt, body, how, said):
     assert prompt.run("1").outcome is CellOutcome.DONE
 
 
-def test_an_error_that_cannot_be_shown_is_still_one(prompt):
+def test_exception_whose_text_raises_is_reported(prompt):
     """Its text raises."""
     outcome = prompt.run("class E(Exception):\n    def __str__(self): raise RuntimeError\nraise E")
     assert outcome.outcome is CellOutcome.FAILED
     assert "exception str() failed" in outcome.error
 
 
-def test_an_interrupt_stops_the_cell_that_it_is_meant_for(prompt):
+def test_interrupt_stops_only_its_own_cell(prompt):
     """In its system call; one that comes late or too early does nothing."""
     entered = threading.Event()
     vars(prompt.module)["entered"] = entered
@@ -132,13 +132,13 @@ def test_an_interrupt_stops_the_cell_that_it_is_meant_for(prompt):
     assert prompt.run("x = 1").outcome is CellOutcome.DONE
 
 
-def test_a_cell_that_took_the_signal_does_not_keep_it(prompt):
+def test_signal_handler_of_a_cell_does_not_persist(prompt):
     """The next one can be interrupted."""
     prompt.run("import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)")
     assert prompt.run("signal.raise_signal(signal.SIGINT)").outcome is CellOutcome.INTERRUPTED
 
 
-def test_future_statements_hold_for_later_cells(prompt):
+def test_future_statements_apply_to_later_cells(prompt):
     """As in a notebook."""
     prompt.run("from __future__ import annotations")
     assert prompt.run("def f(x: Unknown): pass").outcome is CellOutcome.DONE

@@ -29,7 +29,7 @@ def test_a_cell_that_ends_well_is_done():
     assert course.next_step(1000.0) is CellStep.DONE
 
 
-def test_ranks_that_a_failed_one_has_left_are_interrupted_then_given_up():
+def test_peers_of_a_failed_rank_are_interrupted_then_abandoned():
     """Five seconds after it, and two seconds after that."""
     course = CellStateMachine([0, 1])
     course.record_end(1, CellOutcome.FAILED, 10.0)
@@ -40,7 +40,7 @@ def test_ranks_that_a_failed_one_has_left_are_interrupted_then_given_up():
     assert course.running == (0,)
 
 
-def test_the_group_is_tried_when_all_came_back_but_not_all_well():
+def test_process_group_is_checked_after_a_failed_cell():
     """By themselves, or when they were interrupted."""
     course = CellStateMachine([0, 1])
     course.record_end(1, CellOutcome.FAILED, 10.0)
@@ -54,7 +54,7 @@ def test_the_group_is_tried_when_all_came_back_but_not_all_well():
     assert course.next_step(0.1) is CellStep.CHECK
 
 
-def test_a_second_interrupt_does_not_wait():
+def test_second_interrupt_abandons_ranks_at_once():
     """Whoever is not back by then is given up."""
     course = CellStateMachine([0, 1])
     course.request_interrupt()
@@ -64,7 +64,7 @@ def test_a_second_interrupt_does_not_wait():
     assert course.next_step(0.1) is CellStep.RESTART
 
 
-def test_a_dead_rank_costs_the_group():
+def test_dead_rank_restarts_the_group():
     """At once: what others hold is of no use without it."""
     course = CellStateMachine([0])
     course.record_end(0, CellOutcome.DONE, 1.0)
@@ -72,7 +72,7 @@ def test_a_dead_rank_costs_the_group():
     assert course.next_step(1.0) is CellStep.RESTART
 
 
-def test_idle_ranks_stay_unless_others_wait():
+def test_idle_ranks_are_kept_unless_users_wait():
     """And then they get notice first, however long they have been idle."""
     patience = IdlePolicy(600.0, 0.0)
     assert patience.decide(1e6, others_wait=False) is IdleAction.KEEP
@@ -87,7 +87,7 @@ def test_idle_ranks_stay_unless_others_wait():
     assert late.decide(1e6 + NOTICE_S, others_wait=True) is IdleAction.END
 
 
-def test_a_cell_takes_the_notice_back():
+def test_new_cell_cancels_the_idle_notice():
     """The next one is given anew, and the broker is asked only when the answer matters."""
     patience = IdlePolicy(600.0, 0.0)
     assert not patience.should_ask(500.0)
@@ -99,7 +99,7 @@ def test_a_cell_takes_the_notice_back():
     assert patience.decide(1240.0, others_wait=True) is IdleAction.WARN
 
 
-def test_all_output_is_there_when_the_bytes_are():
+def test_output_is_complete_when_all_bytes_arrived():
     """What was passed over counts, and a broken character does not hang it."""
     heard = OutputCounter()
     heard.expect(1, [7, 0])
@@ -148,7 +148,7 @@ def test_the_first_failing_ranks_traceback_comes_first_and_once():
     ]
 
 
-def test_want_of_gpu_memory_is_told_in_numbers():
+def test_gpu_out_of_memory_is_reported_with_numbers():
     """Before the traceback."""
     error = (
         "Traceback (most recent call last):\n  Cell In[1], line 2\ntorch.OutOfMemoryError: CUDA out of memory. Tried to "
@@ -161,14 +161,14 @@ def test_want_of_gpu_memory_is_told_in_numbers():
     assert "RTX 5090" in head
 
 
-def test_ranks_that_do_not_come_back_are_named():
+def test_unresponsive_ranks_are_named():
     """Where none has failed by itself."""
     assert format_failure([end(0, None), end(1, CellOutcome.INTERRUPTED)]) == (
         "rank 0: did not return from the interrupt and was killed\nrank 1: interrupted"
     )
 
 
-def test_words_of_one_cell_and_of_the_start_are_told_apart():
+def test_cell_options_and_start_options_are_distinguished():
     """The first ones are no reason for other ranks."""
     asked = rank_session.parse("--nnodes 2 --ranks 2,0 --send a,b --return=loss --model 'RTX 5090' --", cell=True)
     assert asked.start_flags == ("--nnodes", "2", "--model", "RTX 5090")
@@ -197,7 +197,7 @@ def test_words_of_one_cell_and_of_the_start_are_told_apart():
         ("'", True, "No closing quotation"),
     ],
 )
-def test_wrong_words_are_refused(line, cell, text):
+def test_invalid_session_options_are_refused(line, cell, text):
     """By name, with what would be right."""
     with pytest.raises(UsageError, match=text):
         rank_session.parse(line, cell=cell)
@@ -209,13 +209,13 @@ def running(line: str) -> LaunchOptions:
 
 
 @pytest.mark.parametrize("asked", ["", "--nnodes 2", "--nnodes=2 --role a", "--nproc-per-node 1"])
-def test_the_same_words_again_use_the_ranks_that_stand(asked):
+def test_same_options_reuse_the_running_ranks(asked):
     """Also only some of them, or a default that was left out."""
     rank_session.check_same(running("--nnodes 2 --role=a"), rank_session.parse(asked, cell=True))
 
 
 @pytest.mark.parametrize("asked", ["--nnodes 3", "--nproc-per-node 2", "--model A", "--nnodes 1"])
-def test_other_words_are_no_silent_change(asked):
+def test_different_options_are_refused_while_ranks_run(asked):
     """One hears of the ranks that stand, and how to get others."""
     with pytest.raises(UsageError, match=r"These ranks are running: %gpu_ranks --nnodes 2\n.*--restart"):
         rank_session.check_same(running("--nnodes 2"), rank_session.parse(asked, cell=True))

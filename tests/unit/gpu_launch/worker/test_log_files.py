@@ -30,7 +30,7 @@ def test_log_files_are_followed_by_rank_and_stream(tmp_path):
     tail.close()
 
 
-def test_a_rank_that_writes_without_end_is_followed_at_a_rate_that_costs_nothing(tmp_path):
+def test_rank_with_endless_output_is_followed_at_a_limited_rate(tmp_path):
     """Some of it every second, all of it counted; at the end the end."""
     log = tmp_path / "run-1_abc" / "attempt_0" / "0"
     log.mkdir(parents=True)

@@ -34,7 +34,7 @@ ALWAYS = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1", "RES_OPTI
         (ContainerFacts(interface="eth1", has_infiniband=True, gpus=1, has_numa_calls=None), {}),
     ],
 )
-def test_only_what_the_container_calls_for_is_set(facts, more):
+def test_only_required_nccl_settings_are_set(facts, more):
     """In doubt a setting is left alone, as NCCL looks for itself."""
     assert nccl_env.choose_variables(facts) == ALWAYS | more
 
@@ -48,7 +48,7 @@ def test_every_setting_has_a_reason():
     assert {item.name: item.value for item in found} == nccl_env.choose_variables(facts)
 
 
-def test_what_is_set_already_stays():
+def test_existing_nccl_settings_are_kept():
     """By the image or the administrator."""
     assert "NCCL_IB_DISABLE" not in nccl_env.choose_variables(
         ContainerFacts(interface="eth1"), {"NCCL_IB_DISABLE": "0"}
@@ -65,14 +65,14 @@ def test_what_is_set_already_stays():
         (ContainerFacts(interface="eth1"), []),
     ],
 )
-def test_what_no_setting_mends_is_said(facts, said):
+def test_problems_without_a_setting_are_reported(facts, said):
     """A small /dev/shm, and packets that are too large for a tunnel."""
     warned = nccl_env.build_warnings(facts)
     assert len(warned) == len(said)
     assert all(part in text for part, text in zip(said, warned, strict=True))
 
 
-def test_this_container_is_looked_at(monkeypatch):
+def test_inspect_this_container(monkeypatch):
     """On loopback, without a GPU: nothing fails, and the variables are those decided for the container."""
     for name in (*ALWAYS, "NCCL_IB_DISABLE", "GPUHUB_GPU_UUIDS"):
         monkeypatch.delenv(name, raising=False)
@@ -124,7 +124,7 @@ class Nvml:
     ],
     ids=["all", "not all", "cannot tell"],
 )
-def test_nvml_is_asked_about_every_two_gpus(monkeypatch, uuids, reaches, expected):
+def test_nvml_is_queried_for_every_pair_of_gpus(monkeypatch, uuids, reaches, expected):
     """And let go of again."""
     nvml = Nvml(reaches)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -134,13 +134,13 @@ def test_nvml_is_asked_about_every_two_gpus(monkeypatch, uuids, reaches, expecte
 
 
 @pytest.mark.parametrize("uuids", ["", "GPU-a", "MIG-a,MIG-b"])
-def test_nvml_is_not_asked_about_one_gpu_or_parts(monkeypatch, uuids):
+def test_nvml_is_not_queried_for_one_gpu_or_gpu_shares(monkeypatch, uuids):
     """Parts of GPUs have no such thing."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("GPUHUB_GPU_UUIDS", uuids)
     assert nccl_env.inspect_container("lo").has_p2p is None
 
 
-def test_the_head_is_told_by_the_container():
+def test_head_node_address_comes_from_the_container():
     """Where large packets are tried."""
     assert environment.read({"GPUHUB_HEAD_ADDRESS": "10.77.0.1"}).head_address == "10.77.0.1"
