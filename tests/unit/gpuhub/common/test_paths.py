@@ -11,7 +11,7 @@ from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import acquire_lock
 
 
-def test_a_lock_is_held_once(tmp_path: Path) -> None:
+def test_lock_has_one_holder(tmp_path: Path) -> None:
     """The second is told who holds what; it gets the lock when the first has let go."""
     file = tmp_path / "run" / "hub.lock"
     first = acquire_lock(file, "another hub runs")

@@ -19,13 +19,13 @@ from gpuhub.ops.deploy import cluster_choice, programs
 @pytest.mark.parametrize(
     ("text", "size"), [("512M", 512 * 1024**2), ("16G", 16 * 1024**3), ("1.5T", 1536 * 1024**3), ("8 GiB", 8 * 1024**3)]
 )
-def test_sizes(text, size):
+def test_sizes_are_parsed(text, size):
     """Sizes have factors of 1024."""
     assert units.parse_size(text) == size
 
 
 @pytest.mark.parametrize("value", ["16", 16, "", "G", "-1G", "1e9", "16GG", None, "16 G; rm"])
-def test_wrong_sizes(value):
+def test_invalid_sizes_are_refused(value):
     """A size without a unit, or anything else, is refused with an example."""
     with pytest.raises(ValueError, match="16G"):
         units.parse_size(value)
@@ -34,7 +34,7 @@ def test_wrong_sizes(value):
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90), ("30m", 1800), ("8h", 28800), ("2d", 172800), ("1w", 604800)]
 )
-def test_spans(text, seconds):
+def test_time_spans_are_parsed(text, seconds):
     """Spans of time are seconds."""
     assert units.parse_span(text) == seconds
 
@@ -42,7 +42,7 @@ def test_spans(text, seconds):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(3, "3 s"), (95, "1 min 35 s"), (1800, "30 min"), (5400, "1 h 30 min"), (200000, "2 d 7 h")]
 )
-def test_spans_for_people(seconds, text):
+def test_time_spans_are_formatted(seconds, text):
     """Spans are said the way people say them."""
     assert units.format_span(seconds) == text
 
@@ -83,7 +83,7 @@ PARTS = st.one_of(st.text(max_size=40), st.from_regex(r"[a-b]{1,2}(-{1,3}[a-b]{1
 
 @given(PARTS, PARTS, PARTS, PARTS)
 @example("ada--gpu", "", "ada", "gpu")
-def test_no_two_notebooks_have_one_name(owner, server, other, named):
+def test_notebook_container_names_are_unique(owner, server, other, named):
     """Owner and server stand in one name, and whatever they are, they are told apart; Docker takes every such name."""
     first, second = (
         names.notebook_container_name("gpuhub", owner, server),
@@ -94,13 +94,13 @@ def test_no_two_notebooks_have_one_name(owner, server, other, named):
 
 
 @given(PARTS, PARTS)
-def test_no_two_owners_share_a_place(owner, other):
+def test_owner_networks_couriers_and_volumes_are_unique(owner, other):
     """Networks, couriers and volumes are each owner's own."""
     for name in (names.user_network_name, names.courier_container_name, names.scratch_volume_name):
         assert (name("gpuhub", owner) == name("gpuhub", other)) == (owner == other)
 
 
-def test_hostile_slugs():
+def test_slugs_of_hostile_names_are_safe():
     """Names made to escape a path or to meet another's name are told apart."""
     slugs = [names.make_slug(text) for text in HOSTILE]
     assert len(set(slugs)) == len(HOSTILE)
@@ -108,7 +108,7 @@ def test_hostile_slugs():
 
 
 @pytest.mark.parametrize("name", ["..", "~root", "$(id)", "a;b", "-rf", "Ada", "a" * 33, "0day", "a b", "a\n"])
-def test_hostile_user_names(name):
+def test_hostile_user_names_are_refused(name):
     """User names that mean something in a path or a shell do not match the pattern."""
     assert not re.fullmatch(names.USERNAME_PATTERN, name)
 
@@ -123,19 +123,19 @@ def test_hostile_user_names(name):
         ("  NVIDIA  GeForce  RTX  5090 ", "RTX 5090"),
     ],
 )
-def test_short_models(nvml, short):
+def test_model_names_are_shortened(nvml, short):
     """Models are shown as people say them."""
     assert gpu.shorten_model(nvml) == short
 
 
-def test_a_model_is_compared_whole():
+def test_models_are_compared_as_whole_names():
     """A 5070 Ti is no 5070, and case does not matter."""
     wanted = gpu.GpuRequirement(models=("rtx 5070",))
     assert wanted.accepts(gpu.GpuSpec(model="RTX 5070", memory_mib=12227))
     assert not wanted.accepts(gpu.GpuSpec(model="RTX 5070 Ti", memory_mib=16303))
 
 
-def test_memory_as_sold():
+def test_advertised_memory_sizes_match():
     """A card sold as 32 GB has 32607 MiB, which is enough for 32G; a 24 GB card is not."""
     wanted = gpu.GpuRequirement(least_memory_mib=32 * 1024)
     assert wanted.accepts(gpu.GpuSpec(model="RTX 5090", memory_mib=32607))
@@ -154,14 +154,14 @@ def test_a_single_node_file_is_valid(tmp_path):
     assert not cluster.has_overlay
 
 
-def test_settings_come_first(tmp_path):
+def test_existing_cluster_file_takes_precedence(tmp_path):
     """A cluster.toml that exists decides, whatever this machine has."""
     file = tmp_path / "cluster.toml"
     file.write_text("", encoding="utf-8")
     assert cluster_choice.choose_cluster(Paths(), file).origin is cluster_choice.ClusterOrigin.SETTINGS
 
 
-def test_supervisor_configuration_quotes():
+def test_supervisor_configuration_is_quoted():
     """Commands and values with percent signs and blanks reach the process unchanged; line breaks are refused."""
     program = programs.Program(
         name="a", command=("/bin/echo", "50 %", ""), directory=Path("/srv"), environment={"KEY": "100%"}
@@ -183,7 +183,7 @@ def test_no_secret_in_supervisor_configuration():
 
 
 @pytest.mark.parametrize("instance", ["", "Gpuhub", "../x", "toolongname", "a-b", "1a"])
-def test_instances(instance):
+def test_instance_names_are_validated(instance):
     """An instance's name becomes paths and interface names, so it is short and plain."""
     with pytest.raises(SettingsError, match="instance"):
         Paths(instance)

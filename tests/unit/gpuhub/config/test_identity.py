@@ -28,7 +28,7 @@ NOBODY_HAS = "gpuhub-nobody-x"
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "A", "1a", "a b", "a\n", "a:b", "ä", "-a", "a" * 33, "a'b", 'a"'])
-def test_names_that_could_mean_something_in_a_path_are_refused(tmp_path: Path, name: str) -> None:
+def test_user_names_with_path_characters_are_refused(tmp_path: Path, name: str) -> None:
     """They never come near a file."""
     with pytest.raises(InvalidRequest):
         find_identity(USERS, tmp_path, name)
@@ -40,7 +40,7 @@ def test_system_accounts_get_no_notebook(tmp_path: Path) -> None:
         find_identity(USERS, tmp_path, "root")
 
 
-def test_without_an_account_a_lasting_uid_is_given(tmp_path: Path) -> None:
+def test_user_without_account_gets_a_stable_uid(tmp_path: Path) -> None:
     """The same one each time, another for each user."""
     first = find_identity(USERS, tmp_path, NOBODY_HAS)
     other = find_identity(USERS, tmp_path, "gpuhub-nobody-y")
@@ -49,13 +49,13 @@ def test_without_an_account_a_lasting_uid_is_given(tmp_path: Path) -> None:
     assert other.uid != first.uid
 
 
-def test_without_an_account_and_without_uids_the_user_is_refused(tmp_path: Path) -> None:
+def test_user_without_account_or_uid_range_is_refused(tmp_path: Path) -> None:
     """The administrator is told what to do."""
     with pytest.raises(NotAllowed, match="adduser"):
         find_identity(UserSettings(allowed=("ada",)), tmp_path, NOBODY_HAS)
 
 
-def test_groups_of_the_system_stay_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_groups_are_not_passed_to_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Being in the head node's docker or disk group means nothing in a container."""
     account = pwd.struct_passwd(("ada", "x", 1500, 1500, "Ada", "/home/ada", "/bin/sh"))
     monkeypatch.setattr(identity.pwd, "getpwnam", lambda _name: account)
@@ -64,7 +64,7 @@ def test_groups_of_the_system_stay_outside(tmp_path: Path, monkeypatch: pytest.M
     assert (found.uid, found.gid, found.groups) == (1500, 1500, (UID_FIRST,))
 
 
-def test_every_group_is_passed_however_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_supplementary_groups_are_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container has no limit of 16; only an NFS server that trusts the request does, as docs/storage.md says."""
     account = pwd.struct_passwd(("ada", "x", 1500, 1500, "Ada", "/home/ada", "/bin/sh"))
     many = [1_900_001_000 + number for number in range(40)]
@@ -76,7 +76,7 @@ def test_every_group_is_passed_however_many(tmp_path: Path, monkeypatch: pytest.
     assert found.group_names[1] == "g1900001000"
 
 
-def test_the_archive_gives_folders_to_the_user_alone() -> None:
+def test_archive_folders_belong_to_the_user() -> None:
     """A new volume is root's, and nobody in the container could change that."""
     ada = UserIdentity(name="ada", uid=1001, gid=1002, group_names=("ada",))
     with tarfile.open(fileobj=io.BytesIO(build_identity_archive(ada, private_folders=("/scratch",)))) as archive:
@@ -85,7 +85,7 @@ def test_the_archive_gives_folders_to_the_user_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["ada.lovelace", "a..b", "a.", "a-b_c.d"])
-def test_dots_and_dashes_are_a_users_own(tmp_path: Path, name: str) -> None:
+def test_dots_and_dashes_do_not_make_container_names_collide(tmp_path: Path, name: str) -> None:
     """They mean nothing in a path, and two users never share a container's name."""
     found = find_identity(USERS, tmp_path, name)
     assert (found.home, Path(found.home).parent) == (f"/home/{name}", Path("/home"))
@@ -93,18 +93,18 @@ def test_dots_and_dashes_are_a_users_own(tmp_path: Path, name: str) -> None:
     assert names.make_slug(name) != name
 
 
-def test_the_least_free_number_is_chosen() -> None:
+def test_lowest_free_uid_is_allocated() -> None:
     """Neither a known user's nor a number that an account or group has elsewhere."""
     assert choose_uid({"a": 10, "b": 12}, 10, lambda number: number == 11) == 13
 
 
-def test_uids_survive_in_a_file_that_is_replaced_whole(tmp_path: Path) -> None:
+def test_uid_file_is_replaced_atomically(tmp_path: Path) -> None:
     """No half-written file stays behind."""
     allocate_uid(tmp_path, UID_FIRST, "ada")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["uids.json", "uids.lock"]
 
 
-def test_a_number_tells_whose_it_is(tmp_path: Path) -> None:
+def test_user_name_is_found_by_uid(tmp_path: Path) -> None:
     """An account's on the head node, or one that gpuhub has given."""
     assert find_user_name(tmp_path, UID_FIRST) is None
     number = allocate_uid(tmp_path, UID_FIRST, "ada")

@@ -35,7 +35,7 @@ def load(tmp_path: Path, text: str) -> settings.ClusterSettings:
     return settings.load(file)
 
 
-def test_reads_a_small_file(tmp_path):
+def test_minimal_file_gets_the_defaults(tmp_path):
     """A file with the required keys only gets the defaults for everything else."""
     cluster = load(tmp_path, GOOD)
     assert cluster.nodes[0].name == "rig1"
@@ -117,7 +117,7 @@ def test_values_are_frozen(tmp_path):
         (("[users]", "[users"), r"not valid TOML: .*line 2"),
     ],
 )
-def test_refuses_what_is_wrong(tmp_path, change, expected):
+def test_each_invalid_setting_is_refused_with_its_key(tmp_path, change, expected):
     """Each mistake is named by its key, with the value and what would be right."""
     old, new = change
     assert old in GOOD
@@ -125,7 +125,7 @@ def test_refuses_what_is_wrong(tmp_path, change, expected):
         load(tmp_path, GOOD.replace(old, new, 1))
 
 
-def test_refuses_duplicates_and_names_them_all(tmp_path):
+def test_all_duplicate_names_are_reported_together(tmp_path):
     """Two nodes with the same name and two profiles with the same name are reported together."""
     node = GOOD[GOOD.index("[[nodes]]") : GOOD.index("[[profiles]]")]
     profile = GOOD[GOOD.index("[[profiles]]") :]
@@ -136,7 +136,7 @@ def test_refuses_duplicates_and_names_them_all(tmp_path):
     assert "profiles: name = 'big' occurs 2 times" in str(caught.value)
 
 
-def test_a_missing_file_names_the_example(tmp_path):
+def test_error_for_a_missing_file_names_the_example(tmp_path):
     """A file that is not there is refused with where to start."""
     with pytest.raises(SettingsError, match=r"cluster\.example\.toml"):
         settings.load(tmp_path / "cluster.toml")
@@ -188,7 +188,7 @@ def test_the_example_shows_the_true_defaults(tmp_path):
     assert with_defaults.users.queue_limit == plain.users.queue_limit
 
 
-def test_capability_and_driver_are_left_to_the_nodes(tmp_path):
+def test_capability_and_driver_are_not_checked_before_nodes_are_probed(tmp_path):
     """What cluster.toml cannot tell of a card is not held against a profile before the node was asked."""
     asks = 'gpu_model = "RTX 5090"\ngpu_capability = "12.0"\ngpu_driver = "570"'
     cluster = load(tmp_path, GOOD.replace('gpu_model = "RTX 5090"', asks, 1))

@@ -42,7 +42,7 @@ def load(tmp_path: Path, text: str) -> settings.ClusterSettings:
     return settings.load(file)
 
 
-def test_a_site_with_slurm_is_read(tmp_path):
+def test_slurm_settings_are_read(tmp_path):
     """Slurm's names of things are kept as they are; what is not said is Slurm's own default."""
     cluster = load(tmp_path, GOOD)
     assert (cluster.engine, cluster.slurm.partition, cluster.slurm.runtime) == ("slurm", "gpu", "docker")
@@ -52,7 +52,7 @@ def test_a_site_with_slurm_is_read(tmp_path):
     assert load(tmp_path, BUILTIN).engine == "builtin"
 
 
-def test_slurms_types_follow_the_models():
+def test_slurm_gpu_types_are_derived_from_models():
     """Small letters without blanks and without the vendor, unless said."""
     table = SlurmSettings(gpu_types={"NVIDIA A100-SXM4-80GB": "a100"})
     assert table.gpu_type("RTX 5090") == "rtx5090"
@@ -108,7 +108,7 @@ def test_slurms_types_follow_the_models():
         ),
     ],
 )
-def test_refuses_what_does_not_go_with_slurm(tmp_path, change, expected):
+def test_settings_incompatible_with_slurm_are_refused(tmp_path, change, expected):
     """Each by its key, with what to set in Slurm instead."""
     old, new = change
     assert old in GOOD
@@ -125,7 +125,7 @@ def test_refuses_what_does_not_go_with_slurm(tmp_path, change, expected):
         (('title = "Big"', 'title = "Big"\nqos = "high"'), r"profiles: 'big': qos = 'high' is a key of Slurm"),
     ],
 )
-def test_slurms_keys_need_the_engine(tmp_path, change, expected):
+def test_slurm_keys_require_the_slurm_backend(tmp_path, change, expected):
     """Without it they would be promises that nobody keeps."""
     old, new = change
     assert old in BUILTIN
@@ -133,7 +133,7 @@ def test_slurms_keys_need_the_engine(tmp_path, change, expected):
         load(tmp_path, BUILTIN.replace(old, new, 1))
 
 
-def test_limits_that_gpuhub_keeps_itself_stay(tmp_path):
+def test_limits_enforced_by_gpuhub_remain_valid_with_slurm(tmp_path):
     """How many requests and jobs, how long, and what tells of a node's or GPU's trouble."""
     kept = (
         '[scheduling]\noutside_memory = "2G"\nquarantine_after = "1m"\ndown_after = "5m"\n'
@@ -143,7 +143,7 @@ def test_limits_that_gpuhub_keeps_itself_stay(tmp_path):
     assert cluster.groups[0].each.max_jobs == 1
 
 
-def test_docker_is_needed_where_containers_are(tmp_path):
+def test_docker_address_is_required_where_containers_run(tmp_path):
     """Left out, it is missed under gpuhub's own engine and with Docker as the runtime; not where Slurm runs notebooks."""
     for text in (GOOD, BUILTIN):
         with pytest.raises(SettingsError, match=r'nodes: rig1: docker is missing: write "unix:///run/docker.sock"'):
@@ -155,7 +155,7 @@ def test_docker_is_needed_where_containers_are(tmp_path):
         load(tmp_path, GOOD.replace("unix:///run/docker.sock", ""))
 
 
-def test_two_nodes_are_two_in_slurm(tmp_path):
+def test_two_nodes_cannot_share_a_slurm_node_name(tmp_path):
     """One of Slurm's nodes under two names would be given twice."""
     second = '[[nodes]]\nname = "rig2"\naddress = "10.0.0.12"\ndocker = "unix:///b"\nslurm = "sx1.lab"\n[[profiles]]'
     with pytest.raises(SettingsError, match=r"nodes: slurm = 'sx1\.lab' occurs 2 times"):
@@ -175,7 +175,7 @@ def test_the_example_shows_every_key_with_its_default(tmp_path):
     }  # fmt: skip
 
 
-def test_every_key_that_slurm_rules_is_one():
+def test_keys_delegated_to_slurm_exist_in_the_settings():
     """A key that is renamed is found."""
     assert set(slurm.SCHEDULING_KEYS) <= set(users.SchedulingSettings.model_fields)
     assert set(slurm.LIMIT_KEYS) <= set(users.LimitSettings.model_fields) & set(users.UserSettings.model_fields)

@@ -19,7 +19,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("text", GOOD)
-def test_what_nfs_knows_is_taken(text: str) -> None:
+def test_valid_nfs_options_are_accepted(text: str) -> None:
     """As it stands in nfs(5)."""
     check_nfs_options(text)
     assert StorageSettings(home="nfs://nas/home/{username}", nfs_options=text).nfs_options == text
@@ -53,7 +53,7 @@ def test_what_nfs_knows_is_taken(text: str) -> None:
         ("nconnect=99,bad=1", "nconnect=99: .*; there is no option 'bad'"),
     ],
 )
-def test_what_is_wrong_is_told_with_what_would_be_right(text: str, says: str) -> None:
+def test_invalid_nfs_options_are_refused_with_a_remedy(text: str, says: str) -> None:
     """Before anything is mounted, and in the settings."""
     with pytest.raises(ValueError, match=says):
         check_nfs_options(text)
@@ -61,7 +61,7 @@ def test_what_is_wrong_is_told_with_what_would_be_right(text: str, says: str) ->
         StorageSettings(home="nfs://nas/home/{username}", nfs_options=text)
 
 
-def test_port_and_version_are_those_of_the_mount() -> None:
+def test_nfs_port_and_version_match_the_mount() -> None:
     """Without mount.nfs the kernel takes version 3 when nothing is said; RDMA's port is not TCP's."""
     assert (nfs_port(""), nfs_version("")) == (2049, 3)
     assert (nfs_port("port=2050,vers=4.1"), nfs_version("port=2050,vers=4.1")) == (2050, 4)
@@ -81,7 +81,7 @@ def test_homes_on_a_read_only_mount_are_refused() -> None:
     "place",
     ["nfs://nas:2050/home/{username}", "nfs://me@nas/home/{username}", "nfs://a,soft/home/{username}", "nfs://nas"],
 )
-def test_an_address_is_a_server_and_a_path(place: str) -> None:
+def test_nfs_address_must_be_server_and_path(place: str) -> None:
     """A port in it would be passed over silently, a comma would be another option."""
     with pytest.raises(ValidationError):
         StorageSettings(home=place)
@@ -92,7 +92,7 @@ def test_ipv6_servers_have_brackets() -> None:
     assert StorageSettings(home="nfs://[fd00::1]/home/{username}").home.startswith("nfs://[fd00::1]")
 
 
-def test_patience_is_shorter_than_a_start() -> None:
+def test_storage_timeout_must_be_shorter_than_start_timeout() -> None:
     """Else the start's own deadline would come first, with a worse text."""
     with pytest.raises(ValidationError, match="less than or equal to 60"):
         StorageSettings(home="/srv/{username}", patience="5m")

@@ -149,7 +149,7 @@ def test_the_firewall_containers_status_decides() -> None:
     ) == {"filter": Severity.FAILED}
 
 
-def test_cards_without_a_toolkit_fail() -> None:
+def test_gpus_without_container_toolkit_are_an_error() -> None:
     """They cannot be granted; on a node without GPUs it is only a warning."""
     bare = replace(GOOD_DOCKER, has_nvidia=False)
     assert levels(check_node(bare, replace(GOOD_HOST, toolkit=None), AROUND)) == {"toolkit": Severity.FAILED}
@@ -159,7 +159,7 @@ def test_cards_without_a_toolkit_fail() -> None:
     }
 
 
-def test_checks_of_the_environment() -> None:
+def test_environment_checks() -> None:
     """A machine under a second name, ports without a listener, a tunnel by its name."""
     twice = check_node(GOOD_DOCKER, GOOD_HOST, replace(AROUND, other_gpus={"GPU-1": "rig1"}))
     assert [finding.value for finding in twice if finding.severity is Severity.FAILED] == ["GPU-1 is on node rig1 too"]
@@ -186,7 +186,9 @@ def test_checks_of_the_environment() -> None:
         ({"sudo": "no"}, {"needs_sudo": True, "is_tls": True}, "log in as root"),
     ],
 )
-def test_rights_of_the_administrator(host: dict[str, object], options: dict[str, bool], advice: str) -> None:
+def test_administrator_without_docker_access_gets_advice(
+    host: dict[str, object], options: dict[str, bool], advice: str
+) -> None:
     findings = list(node_checks.check_login(replace(GOOD_HOST, **host), **options))  # type: ignore[arg-type]
     assert has_failed(findings)
     assert advice in findings[-1].advice
@@ -197,7 +199,7 @@ def test_rights_of_the_administrator(host: dict[str, object], options: dict[str,
     ("text", "version"),
     [("20.10.24+dfsg1", (20, 10, 24)), ("29.3.1-ce", (29, 3, 1)), ("v1.17.8", (1, 17, 8)), ("none", None)],
 )
-def test_versions_as_distributions_write_them(text: str, version: tuple[int, ...] | None) -> None:
+def test_distribution_version_strings_are_parsed(text: str, version: tuple[int, ...] | None) -> None:
     assert node_checks.parse_version(text) == version
 
 
@@ -208,7 +210,7 @@ def test_patched_versions_of_runc(text: str, safe: bool) -> None:
     assert node_checks.is_patched_runc(text) is safe
 
 
-def test_docker_facts(tmp_path: Path) -> None:
+def test_docker_information_is_parsed(tmp_path: Path) -> None:
     """Times may have nanoseconds; the clock is compared with the middle of the query."""
     info = {
         "ServerVersion": "28.5.1",
@@ -267,7 +269,7 @@ def test_an_incomplete_probe_is_an_error(text: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["192.168.1.20;id", "$(id)", "a b", "", "'"])
-def test_arguments_have_no_meaning_to_a_shell(address: str) -> None:
+def test_probe_arguments_with_shell_characters_are_refused(address: str) -> None:
     with pytest.raises(GpuhubError, match="have a meaning to a shell"):
         build_script_arguments(docker_root="/", head=address, addresses=[], accounts=[])
     with pytest.raises(GpuhubError, match="have a meaning to a shell"):
@@ -276,7 +278,7 @@ def test_arguments_have_no_meaning_to_a_shell(address: str) -> None:
     assert words == ["/", HEAD, "account:ada"]
 
 
-def test_findings_for_people_and_programs() -> None:
+def test_findings_are_formatted_as_text_and_json() -> None:
     findings = [
         Finding(check="clock", severity=Severity.OK, value="as the head node's"),
         Finding(
@@ -329,7 +331,7 @@ def test_each_problem_of_the_head_node(facts: dict[str, object], check: str, lev
     assert levels(check_head(replace(GOOD_HEAD, **facts))) == {check: level}  # type: ignore[arg-type]
 
 
-def test_numbers_that_two_users_have(tmp_path: Path) -> None:
+def test_duplicate_user_ids_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "uids.json"
     assert list(head_node.find_uid_conflicts(file)) == []
     file.write_text(json.dumps({"ada": 20000, "ben": 20000, "cyd": 1}))
@@ -339,7 +341,7 @@ def test_numbers_that_two_users_have(tmp_path: Path) -> None:
     ]
 
 
-def test_secrets_that_others_could_read(tmp_path: Path) -> None:
+def test_secret_files_readable_by_others_are_reported(tmp_path: Path) -> None:
     folder, owner = tmp_path / "secrets", os.getuid()
     assert list(head_node.find_exposed_secrets(folder, owner=owner)) == []
     folder.mkdir(mode=0o700)
@@ -349,7 +351,7 @@ def test_secrets_that_others_could_read(tmp_path: Path) -> None:
     assert list(head_node.find_exposed_secrets(folder, owner=owner)) == [str(folder)]
 
 
-def test_file_servers_of_the_settings() -> None:
+def test_file_servers_are_read_from_the_settings() -> None:
     from gpuhub.ops.doctor.node_queries import find_nfs_servers
 
     cluster: ClusterSettings = build_cluster().model_copy(

@@ -177,12 +177,12 @@ def test_a_slurmd_of_another_release_is_reported() -> None:
     assert levels(at_node(replace(FACTS, slurmds={"rig1": "21.08.8"}))) == {"slurmd": Severity.WARNING}
 
 
-def test_without_a_site_nodes_are_not_checked() -> None:
+def test_nodes_are_not_checked_without_site_information() -> None:
     """The head node's findings have the reason."""
     assert at_node(SlurmFacts(trouble="silent")) == []
 
 
-def test_slurms_answers_are_parsed() -> None:
+def test_slurm_responses_are_parsed() -> None:
     """The first of two equal keys counts, because later sections are of other files."""
     assert FACTS.epilog == "/etc/slurm/gpuhub-epilog.sh"
     assert parse_config(CONFIG)["taskplugin"] == "task/cgroup,task/affinity"
@@ -227,7 +227,7 @@ def probe(folder: Path, epilog: Path) -> tuple[str, str]:
     return facts.slurm_devices, facts.epilog
 
 
-def test_a_path_with_special_characters_is_skipped() -> None:
+def test_paths_with_special_characters_are_skipped() -> None:
     """slurm.conf may have a pattern or any other text there."""
     paths = {"slurm": "/etc/slurm", "epilog": "/etc/epilog.d/*; id"}
     words = build_script_arguments(docker_root="/d", head="127.0.0.1", addresses=(), accounts=(), slurm=paths)

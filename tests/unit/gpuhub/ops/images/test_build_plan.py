@@ -70,7 +70,7 @@ def test_only_a_source_tree_has_sources(tmp_path: Path):
         build_plan.read_sources(tmp_path)
 
 
-def test_wheels_fit_bookworm_on_any_head_node():
+def test_wheels_match_bookworm_on_any_head_node():
     """A newer C library or Python on the head node must not choose the image's wheels."""
     first, second = wheels.build_download_commands(
         ["pip"], Path("/w/lock"), ImageSettings(torch_index="https://i.example"), "x86_64"
@@ -147,7 +147,7 @@ def test_nothing_in_the_base_image_is_setuid():
     assert kept.mode == 0o1755
 
 
-def test_a_context_is_a_tar_stream_of_plain_files(tmp_path: Path):
+def test_build_context_is_a_tar_stream_of_plain_files(tmp_path: Path):
     """Names that are long or unusual and contents of any length come through."""
     large = tmp_path / "large"
     large.write_bytes(b"x" * 1_500_001)

@@ -98,16 +98,16 @@ def test_resolved_targets_are_parsed() -> None:
         ("x_y", (), "rig1"),
     ],
 )
-def test_names_for_nodes(host: str, taken: tuple[str, ...], name: str) -> None:
+def test_suggested_node_names(host: str, taken: tuple[str, ...], name: str) -> None:
     assert suggest_name(SshTarget(host=host), taken) == name
 
 
-def test_addresses_for_ssh() -> None:
+def test_ssh_addresses() -> None:
     assert build_ssh_url("me", "192.168.1.22", 22) == "ssh://me@192.168.1.22"
     assert build_ssh_url("me", "fd00::2", 2222) == "ssh://me@[fd00::2]:2222"
 
 
-def test_a_name_and_an_address_belong_to_one_node() -> None:
+def test_names_and_addresses_of_nodes_must_be_unique() -> None:
     """A second name for an address and a second address for a name are refused."""
     cluster = build_cluster()
     first = cluster.nodes[0]
@@ -134,7 +134,7 @@ def test_host_keys_are_compared() -> None:
 
 
 @pytest.mark.process
-def test_fingerprints_are_as_ssh_shows_them(tmp_path: Path) -> None:
+def test_fingerprints_have_the_format_of_ssh(tmp_path: Path) -> None:
     file = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", file], check=True)
     shown = subprocess.run(["ssh-keygen", "-lf", file], check=True, capture_output=True, text=True).stdout
@@ -143,7 +143,7 @@ def test_fingerprints_are_as_ssh_shows_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_the_key_is_made_once_and_only_root_can_read_it(tmp_path: Path) -> None:
+def test_ssh_key_is_created_once_and_readable_by_root_only(tmp_path: Path) -> None:
     files = SshFiles(tmp_path / "ssh")
     public = ssh.ensure_key(files, "gpuhub")
     assert public.split()[0] == "ssh-ed25519"
@@ -180,7 +180,7 @@ def change(home: Path, *, is_authorized: bool) -> str:
 
 @pytest.mark.process
 @pytest.mark.parametrize("before", [None, "", "ssh-ed25519 OTHER me@laptop\n", "# mine\nssh-ed25519 OTHER me@laptop"])
-def test_the_key_is_authorized_and_removed(tmp_path: Path, before: str | None) -> None:
+def test_ssh_key_is_authorized_and_removed(tmp_path: Path, before: str | None) -> None:
     """Other keys stay; a repetition changes nothing; an older line of the same key is replaced."""
     folder = tmp_path / ".ssh"
     if before is not None:
@@ -230,7 +230,7 @@ def test_scripts_equal_the_golden_file() -> None:
 # -- TLS ----------------------------------------------------------------------------------------------------------------
 
 
-def test_options_replace_earlier_ones() -> None:
+def test_docker_drop_in_replaces_earlier_options() -> None:
     """The rest of the daemon's command stays."""
     first = node_access.build_drop_in("{ path=/d ; argv[]=/usr/sbin/dockerd -H fd:// ; x=y }", "192.168.1.24")
     line = next(line for line in first.splitlines() if line.startswith("ExecStart=/"))
@@ -243,7 +243,7 @@ def test_options_replace_earlier_ones() -> None:
         node_access.build_drop_in("", "192.168.1.24")
 
 
-def test_certificates_are_for_one_side_and_one_node(tmp_path: Path) -> None:
+def test_certificates_are_valid_for_one_role_and_one_node(tmp_path: Path) -> None:
     """A node's certificate opens no daemon; only root can read the files; a valid one is kept."""
     made = node_access.make_certificates("rig4", "192.168.1.24", NOW)
     server, client = (x509.load_pem_x509_certificate(pem) for pem in (made.server, made.client))
@@ -286,7 +286,7 @@ def test_certificates_are_for_one_side_and_one_node(tmp_path: Path) -> None:
         ("[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca", "trusts another authority"),
     ],
 )
-def test_a_refused_certificate_is_not_an_unreachable_node(said: str, meaning: str) -> None:
+def test_refused_certificate_is_not_reported_as_unreachable_node(said: str, meaning: str) -> None:
     error = translate_docker_error("rig3", requests.exceptions.SSLError(said))
     assert str(error).startswith("node rig3: unauthenticated: ")
     assert meaning in str(error)
@@ -305,7 +305,7 @@ def test_a_reset_connection_with_tls_may_be_a_refusal() -> None:
 # -- cluster.toml --------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_is_added_below_the_others_and_removed(tmp_path: Path) -> None:
+def test_node_is_added_after_the_others_and_removed(tmp_path: Path) -> None:
     """Comments and order stay, and the only difference is the new table before the next heading."""
     before = EXAMPLE.read_text()
     after = cluster_file.put_node(before, RIG4)
@@ -326,7 +326,7 @@ def test_a_node_is_added_below_the_others_and_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ['[[nodes]]\nname = "a"\n[users]\nallowed = ["x"]\n', '[users]\nx = 1\n[[nodes]]\nname = "a"']
 )
-def test_files_without_comments_or_an_end(text: str) -> None:
+def test_nodes_are_edited_in_files_without_comments_or_final_newline(text: str) -> None:
     after = cluster_file.put_node(text, RIG4)
     assert settings.tomllib.loads(after)["nodes"][1]["name"] == "rig4"
     taken = cluster_file.remove_node(after, "rig4")
@@ -346,7 +346,7 @@ def test_a_nodes_docker_address_is_changed_in_place() -> None:
     assert cluster_file.put_node(after, back) == before
 
 
-def test_removing_a_node_in_the_middle_and_an_unknown_one() -> None:
+def test_middle_node_is_removed_and_unknown_node_is_refused() -> None:
     before = EXAMPLE.read_text()
     nodes = settings.tomllib.loads(cluster_file.remove_node(before, "rig2"))["nodes"]
     assert [node["name"] for node in nodes] == ["rig1", "rig3"]
@@ -372,7 +372,7 @@ def test_invalid_settings_are_never_written(tmp_path: Path) -> None:
 # -- leaving -------------------------------------------------------------------------------------------------------------
 
 
-def test_nodes_that_others_need_cannot_be_removed() -> None:
+def test_first_and_only_nodes_cannot_be_removed() -> None:
     cluster = build_cluster()
     assert find_removable_node(cluster, "rig2") == cluster.nodes[1]
     with pytest.raises(InvalidRequest, match="the first node and manages the Swarm"):
@@ -389,7 +389,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
         yield running
 
 
-async def test_leases_keep_a_node_unless_forced(running: Running, tmp_path: Path) -> None:
+async def test_node_with_leases_is_removed_only_by_force(running: Running, tmp_path: Path) -> None:
     """They are shown and nothing is changed; with force they end, and the node takes nothing new."""
     container = await run_notebook(running, await ask(running, "ada"))
     client = AsyncBrokerClient(running.url, "own-token", transport=running.transport, patience_s=0)
@@ -428,7 +428,7 @@ def root_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.process
 @pytest.mark.usefixtures("root_user")
-def test_a_node_that_does_not_answer_needs_force(
+def test_unreachable_node_is_removed_only_by_force(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is removed from the file, nothing is changed on it, and the output has a note."""
@@ -459,7 +459,7 @@ def test_the_error_of_a_missing_cluster_file_has_a_remedy(tmp_path: Path, capsys
 
 
 @pytest.mark.usefixtures("root_user")
-def test_the_firewall_of_an_unknown_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_unknown_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["node", "firewall", "rig9", "--cluster-file", str(EXAMPLE)])
     assert "there is no node 'rig9'; there are rig1, rig2, rig3" in capsys.readouterr().err
