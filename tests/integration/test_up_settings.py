@@ -151,7 +151,7 @@ def has_free(node: dict[str, Any]) -> bool:
     return any(gpu["state"] == "free" for gpu in node["gpus"])
 
 
-def test_a_node_comes_and_goes_while_users_work(
+def test_node_is_added_and_removed_while_users_work(
     closet: Any, agent: tuple[Path, str], rig3: Machine, tmp_path: Path, cleared: None, stack: ExitStack
 ):
     """`node add --up` makes hub and broker use the node without restarting notebooks, and `node remove` ends what runs

@@ -154,13 +154,13 @@ def test_image_has_no_setuid_program_and_no_leftovers(facts: dict[str, Any]):
     assert not facts["gpuhub"]
 
 
-def test_the_user_has_a_name(container: Any):
+def test_user_has_an_account_name(container: Any):
     """The user's name comes from the files that are copied into the container before it starts."""
     assert _run(container, "id", "-un").strip() == "alice"
     assert _run(container, "id", "-gn").strip() == "lab"
 
 
-def test_packages_a_user_installs_live_in_the_home(container: Any):
+def test_user_installed_packages_persist_in_the_home(container: Any):
     """Plain `pip install` persists, because the home does."""
     assert _run(container, "bash", "-c", OWN_PACKAGE).strip().startswith(f"{HOME}/.local/lib/python3.11/site-packages/")
 
@@ -179,7 +179,7 @@ def test_kernels_have_gpu_launch(container: Any):
     assert _run(container, "ipython", "--no-banner", "-c", code).strip().endswith("True")
 
 
-def test_an_image_is_sent_once(closet: Any, built: list[BuiltImage]):
+def test_image_is_transferred_once(closet: Any, built: list[BuiltImage]):
     """Another node has the same image afterwards, and a second call transfers nothing."""
     base = built[1]
     with closing(_client(closet, "rig1")) as source, closing(_client(closet, "rig2")) as target:

@@ -39,7 +39,7 @@ def _names(action):
     return {option.removeprefix("--").replace("_", "-") for option in action.option_strings if option.startswith("--")}
 
 
-def test_a_reported_tensor_is_its_number(tmp_path, monkeypatch):
+def test_tensor_with_one_element_is_reported_as_a_number(tmp_path, monkeypatch):
     """A tensor with one element is reported as a number, any other as text."""
     path = tmp_path / "progress-0.json"
     monkeypatch.setenv("GPU_LAUNCH_PROGRESS", str(path))

@@ -38,7 +38,7 @@ def test_the_wheel_has_the_version_and_command_of_this_clone(folder: Path) -> No
         assert "gpu-launch = gpu_launch.cli.main:main" in archive.read(points).decode()
 
 
-def test_a_wheel_of_the_same_sources_is_kept_and_another_replaced(folder: Path, tmp_path: Path) -> None:
+def test_wheel_is_rebuilt_only_if_the_sources_change(folder: Path, tmp_path: Path) -> None:
     """A second start of the hub builds nothing; a change of the sources does."""
     (wheel,) = folder.glob("*.whl")
     built_at = wheel.stat().st_mtime_ns
@@ -58,7 +58,7 @@ def status_of(port: int, path: str) -> int:
         connection.close()
 
 
-async def test_pip_installs_it_from_the_hub(folder: Path, tmp_path: Path) -> None:
+async def test_pip_installs_the_wheel_from_the_hub(folder: Path, tmp_path: Path) -> None:
     """No session or token is needed, and nothing else in the folder is served."""
     app = web.Application([(LaptopWheelHandler.PATH, LaptopWheelHandler, {"path": str(folder)})])
     server = app.listen(0, address="127.0.0.1")

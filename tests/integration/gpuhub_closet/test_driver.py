@@ -67,7 +67,7 @@ def run_smi(compiled: driver.SimulatedDriver, *arguments: str) -> subprocess.Com
     return subprocess.run(command, check=False, capture_output=True, text=True, env=dict(os.environ), timeout=60)
 
 
-def test_cards_are_described(library):
+def test_gpu_properties_match_the_plan(library):
     """Names, UUIDs, memory, capability and indexes are those of the plan."""
     devices = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     assert [nvml.nvmlDeviceGetName(card) for card in devices] == [BIG.name, SMALL.name]
@@ -221,7 +221,7 @@ def test_only_granted_mig_devices_are_visible(library):
         nvml.nvmlDeviceGetHandleByUUID(uuids[0])
 
 
-def test_the_agents_reading(library):
+def test_agent_reads_the_simulated_gpus(library):
     """GPUs and MIG devices, programs, faults and the driver, as the broker parses them."""
     uuids = split_card(library)
     write_load(library, 0, memory_used_mib=300, processes=((41, 280),), fault=gpu_state.GpuFault.ECC)

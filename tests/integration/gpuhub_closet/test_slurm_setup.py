@@ -30,7 +30,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
     return Paths(INSTANCE)
 
 
-def test_every_card_is_a_gpu_of_its_type():
+def test_gres_conf_matches_the_counts_and_types_of_gpus():
     """gres.conf has the counts of slurm.conf, and types are the models in small letters."""
     files = slurm_setup.build_slurm_config(build_practice_plan("ghtest"), Paths("ghtest"))
     assert [node.gpus for node in files.nodes] == [("rtx5090",), ("rtx5070",), ("rtx5060",)]
@@ -42,7 +42,7 @@ def test_every_card_is_a_gpu_of_its_type():
     assert "NodeName=rig3 Name=gpu Type=rtx5060 " in format_gres_conf(files)
 
 
-def test_two_closets_and_a_systems_slurm_are_separate():
+def test_closets_and_the_systems_slurm_are_separate():
     """Each has its own port, address and files."""
     first, other = (
         slurm_setup.build_slurm_config(build_practice_plan(name), Paths(name)) for name in ("gpuhub", "ghtest")
@@ -61,7 +61,7 @@ def test_the_epilog_uses_the_docker_of_its_node():
     assert slurm_setup.EPILOG.exists()
 
 
-def test_only_daemons_see_the_closets_accounts(paths):
+def test_daemons_run_in_namespaces_with_the_closets_accounts(paths):
     """A node's slurmd runs in its network and under its name; all run with the closet's folder over /etc, read-only."""
     plan = build_practice_plan(INSTANCE)
     command = slurm_daemons.build_command(plan, paths, "rig2")
@@ -88,7 +88,7 @@ def test_users_can_read_what_they_need(paths):
     assert all(device.is_char_device() for device in files.devices)
 
 
-def test_users_have_the_numbers_that_gpuhub_gives_them(paths):
+def test_users_have_the_uids_of_gpuhub(paths):
     """Slurm's daemons have them in addition to the machine's accounts, whose files do not change."""
     before = Path("/etc/passwd").read_text()
     slurm_setup.prepare_slurm(
@@ -213,6 +213,6 @@ def test_slurm_stops_before_docker_and_munged_last():
         (["rig1", "munged", "slurmctld", "slurmd-rig1", "hub"], "slurm"),
     ],
 )
-def test_the_running_backend_is_known_from_the_programs(supervised, backend):
+def test_running_backend_is_read_from_the_programs(supervised, backend):
     """Without programs of the closet none runs."""
     assert provider.PracticeCloset().find_running_backend(supervised) == backend

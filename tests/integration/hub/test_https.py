@@ -245,7 +245,7 @@ PAGES = (
 
 @pytest.mark.parametrize("who", ["nobody", "ada"])
 @pytest.mark.parametrize("path", PAGES)
-def test_headers(hub: ServedHub, ada: BrowserContext, path: str, who: str) -> None:
+def test_security_headers(hub: ServedHub, ada: BrowserContext, path: str, who: str) -> None:
     """Every response, allowed or refused, forbids frames, type guessing, caching and other origins."""
     if who == "ada":
         cookies = "; ".join(f"{cookie['name']}={cookie['value']}" for cookie in ada.cookies(f"{url(hub)}/hub/"))
@@ -270,7 +270,7 @@ def test_no_other_origin_is_allowed(hub: ServedHub, path: str) -> None:
     assert "Access-Control-Allow-Origin" not in answer.headers
 
 
-def test_cookies_as_they_are_sent(ada: BrowserContext, set_cookies: list[str]) -> None:
+def test_cookies_state_every_attribute(ada: BrowserContext, set_cookies: list[str]) -> None:
     """Cookies state every attribute, because browsers differ in their defaults."""
     names = {line.split("=")[0] for line in set_cookies}
     assert {"__Host-jupyterhub-hub-login", "__Host-jupyterhub-user-ada", "jupyterhub-session-id", "_xsrf"} <= names
@@ -282,7 +282,7 @@ def test_cookies_as_they_are_sent(ada: BrowserContext, set_cookies: list[str]) -
         assert ("HttpOnly" in parts) is not name.startswith("_xsrf="), line
 
 
-def test_cookies(ada: BrowserContext) -> None:
+def test_cookie_security_attributes(ada: BrowserContext) -> None:
     """Cookies are sent over HTTPS only, hidden from scripts, not sent across sites, and cannot be set by other names."""
     cookies = {(one["name"], one["domain"]): one for one in ada.cookies()}
     for key in (("__Host-jupyterhub-hub-login", NAME), ("__Host-jupyterhub-user-ada", f"ada.{NAME}")):

@@ -313,7 +313,7 @@ PAGES: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_our_pages(
+def test_pages_need_a_logged_in_browser(
     head: Head, tokens: dict[str, str], browsers: dict[str, httpx.Client], lease: str, page: str
 ) -> None:
     """Pages open for logged-in browsers only, and for no token, not even an administrator's."""
@@ -341,7 +341,7 @@ def test_pages_refuse_cross_site_requests(browsers: dict[str, httpx.Client], lea
         assert browsers["rita"].post(path, json=sent, headers={"X-XSRFToken": xsrf}).status_code == 403
 
 
-def test_table_has_every_page() -> None:
+def test_table_of_rights_has_every_page() -> None:
     """Every page is in the table."""
     source = (ROOT / "spawners" / "gpuhub" / "hub_config.py").read_text(encoding="utf-8")
     pages = set(re.findall(r'\(r"(/[a-z/]+)", [A-Za-z]+Handler\)', source))

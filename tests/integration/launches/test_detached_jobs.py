@@ -183,7 +183,7 @@ def test_cell_has_the_notebooks_variables(make_job):
     assert "Cell In[7]" in job.state.error and "raise KeyError(value)" in job.state.error
 
 
-def test_a_failure_is_restarted_as_often_as_allowed(make_job):
+def test_failure_is_restarted_up_to_the_limit(make_job):
     """Every restart has its own logs and knows its attempt, as in a notebook."""
     job = make_job(2)
     job.write(
@@ -358,7 +358,7 @@ def test_full_disk_ends_the_job_with_an_error(make_job):
     assert job.state.error == f"output.log of this job cannot be written in {job.run.root}: No space left on device."
 
 
-def test_driver_refuses_an_invalid_order(make_job):
+def test_driver_refuses_an_invalid_manifest(make_job):
     """The driver refuses an invalid order with the exit code of a wrong command line."""
     job = make_job(1)
     job.send("--", "missing.py")

@@ -26,7 +26,7 @@ PROMISED = """
 """
 
 
-def test_three_nodes_agree_and_everything_is_freed(either: Notebook) -> None:
+def test_three_nodes_reduce_and_all_gpus_are_released(either: Notebook) -> None:
     """Three nodes reduce to one value, with ranks and nodes named, and every GPU is released."""
     either.script("hello.py", ALL_REDUCE + "    print('I am', os.environ['RANK'])\n")
     code, out, err = either.run(either.call("hello.py", arguments=["x y"], nnodes=3))
@@ -68,7 +68,7 @@ def test_scripts_have_torchruns_environment(either: Notebook) -> None:
     ]
 
 
-def test_a_cell_runs_as_the_script_beside_its_notebook(either: Notebook) -> None:
+def test_cell_runs_as_a_script_in_the_notebooks_folder(either: Notebook) -> None:
     """The cell's body is every rank's script, with imports from the notebook's folder and its own arguments."""
     either.script("helper.py", "WORD = 'imported'")
     cold = "--cold" if either.is_cold else ""
@@ -88,7 +88,7 @@ def test_a_cell_runs_as_the_script_beside_its_notebook(either: Notebook) -> None
     assert "Traceback" not in out + err
 
 
-def test_flag_that_only_torchrun_supports(notebook: Notebook) -> None:
+def test_flag_that_needs_torchrun_uses_torchrun(notebook: Notebook) -> None:
     """A launch whose flag only torchrun supports uses torchrun and reports the reason once."""
     notebook.script("hello.py", ALL_REDUCE)
     code, out, err = notebook.run(
@@ -128,7 +128,7 @@ def test_waiting_launch_shows_its_queue_position(notebook: Notebook) -> None:
     assert "sum 3.0 of 2" in out
 
 
-def test_cluster_of_engines_works_by_default(notebook: Notebook) -> None:
+def test_ipyparallel_cluster_works_by_default(notebook: Notebook) -> None:
     """With the image's settings `ipp.Cluster(engines="gpuhub", n=3)` gives one engine a node, encrypted."""
     profile = notebook.home / ".ipython" / "profile_default"
     profile.mkdir(parents=True)

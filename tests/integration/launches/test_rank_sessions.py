@@ -181,7 +181,7 @@ def test_values_reach_the_ranks_and_return(kernel: Kernel) -> None:
     assert "rank 0: lock cannot be pickled" in failed.error
 
 
-def test_a_failed_cell_leaves_the_group_usable(kernel: Kernel) -> None:
+def test_failed_cell_leaves_the_process_group_usable(kernel: Kernel) -> None:
     """The failing rank's traceback comes first and once, with the cell's lines; variables are kept."""
     kernel.good(f"%%gpu_ranks {TWO_NODES}\nx = rank")
     failed = kernel.run("%%gpu_ranks\ny = 1\nif rank == 1:\n    raise ValueError('bad data')\nprint('fine')")

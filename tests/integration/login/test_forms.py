@@ -64,7 +64,7 @@ def authenticator(hub: LoginHub) -> PamAuthenticator:
     return PamAuthenticator(config=Config(kinds.build_authenticator_settings(load(hub.file), hub.paths, hub.url)))
 
 
-def test_pam(pam: LoginHub) -> None:
+def test_pam_login(pam: LoginHub) -> None:
     """An account of the head node logs in with its password and no other."""
     browser = pam.browser()
     page = sign_in(browser, ADA, f"{BEN}-password")
@@ -84,7 +84,7 @@ def test_pam_account_without_access(pam: LoginHub) -> None:
     assert pam.user(ZOE) is None
 
 
-def test_pam_groups_and_sessions_that_lose_them(pam: LoginHub) -> None:
+def test_pam_group_membership_and_its_loss_in_open_sessions(pam: LoginHub) -> None:
     """Membership of a system group allows login and makes administrators, and losing it ends both in open sessions too."""
     browser = pam.browser()
     assert sign_in(browser, BEN, f"{BEN}-password").status_code == 200
@@ -109,7 +109,7 @@ def test_names_that_cannot_be_users(pam: LoginHub, name: str) -> None:
     assert len(pam.log) - before < 3000
 
 
-def test_incomplete_form(pam: LoginHub) -> None:
+def test_incomplete_form_is_refused(pam: LoginHub) -> None:
     """An incomplete form gets status 400, not an internal error."""
     browser = pam.browser()
     token = re.search(r'name="_xsrf" value="([^"]+)"', browser.get("/hub/login").text)
@@ -126,7 +126,7 @@ def first_use() -> Iterator[LoginHub]:
         assert "Traceback" not in running.log, running.log[running.log.index("Traceback") - 500 :]
 
 
-def test_first_use(first_use: LoginHub) -> None:
+def test_first_use_password(first_use: LoginHub) -> None:
     """The first password stays valid until the user changes it or an administrator deletes the user."""
     browser = first_use.browser()
     assert "will be yours" in browser.get("/hub/login").text

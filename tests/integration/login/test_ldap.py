@@ -157,7 +157,7 @@ def ask(login: Any, name: str, password: str) -> Any:
 
 
 @pytest.mark.parametrize(("name", "admin"), [("ada", False), ("ben", False), ("cleo", True), ("Ada", False)])
-def test_right_password(hub: LoginHub, name: str, admin: bool) -> None:
+def test_correct_password(hub: LoginHub, name: str, admin: bool) -> None:
     """A user logs in by name, by group and as an administrator by group; capitals make no other user."""
     browser = hub.browser()
     page = sign_in(browser, name, f"{name.lower()}-password")
@@ -187,7 +187,7 @@ def test_wrong_password(hub: LoginHub, name: str, password: str) -> None:
     assert find_user(browser) is None
 
 
-def test_right_password_without_access(hub: LoginHub) -> None:
+def test_correct_password_without_access(hub: LoginHub) -> None:
     """An account of the directory that no setting allows is refused with that reason."""
     page = sign_in(hub.browser(), "zoe", "zoe-password")
     assert page.status_code == 403
@@ -195,7 +195,7 @@ def test_right_password_without_access(hub: LoginHub) -> None:
     assert hub.user("zoe") is None
 
 
-def test_tls_from_the_first_byte(directory: Directory, tmp_path: Path) -> None:
+def test_ldaps_login(directory: Directory, tmp_path: Path) -> None:
     """`ldaps://` works as StartTLS does."""
     login = authenticator(directory, tmp_path, directory.settings(directory.tls))
     assert ask(login, "ben", "ben-password") == {"name": "ben", "groups": ["GPU people"]}
@@ -203,7 +203,7 @@ def test_tls_from_the_first_byte(directory: Directory, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["plain", "tls"])
-def test_another_authority(directory: Directory, tmp_path: Path, way: str) -> None:
+def test_ldap_server_of_an_unknown_authority_is_refused(directory: Directory, tmp_path: Path, way: str) -> None:
     """No password is sent to a server whose certificate cannot be verified."""
     (tmp_path / "other").mkdir()
     other, _ = make_certificate(tmp_path / "other")
@@ -213,7 +213,7 @@ def test_another_authority(directory: Directory, tmp_path: Path, way: str) -> No
     assert error.value.status_code == 503
 
 
-def test_a_server_that_does_not_answer(directory: Directory, tmp_path: Path) -> None:
+def test_unresponsive_ldap_server_is_reported(directory: Directory, tmp_path: Path) -> None:
     """The page reports quickly that the server does not answer."""
     login = authenticator(directory, tmp_path, directory.settings("ldap://127.0.0.1:9"))
     with pytest.raises(HTTPError) as error:

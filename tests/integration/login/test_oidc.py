@@ -107,7 +107,7 @@ def model(browser: httpx.Client) -> dict[str, Any]:
     return fields
 
 
-def test_by_name(hub: LoginHub, provider: Provider) -> None:
+def test_login_by_allowed_name(hub: LoginHub, provider: Provider) -> None:
     """An account logs in under a name that cluster.toml allows, and no other account gets that name."""
     provider.has("1001", "Ada", groups=["nobody knows"])
     browser, page = sign_in(hub, "1001")
@@ -120,7 +120,7 @@ def test_by_name(hub: LoginHub, provider: Provider) -> None:
     assert find_user(second) is None
 
 
-def test_by_group_and_with_its_limits(hub: LoginHub, provider: Provider) -> None:
+def test_login_by_group_with_its_limits(hub: LoginHub, provider: Provider) -> None:
     """Members of an allowed group log in, and the hub knows groups with limits so that the broker gets them."""
     provider.has("2001", "ben", groups=["lab people", "students", "others"])
     browser, page = sign_in(hub, "2001")
@@ -182,14 +182,14 @@ def test_names_that_cannot_be_users(hub: LoginHub, provider: Provider, name: str
 
 
 @pytest.mark.parametrize("name", [["ada"], {"a": 1}, 7])
-def test_claims_of_another_kind(hub: LoginHub, provider: Provider, name: Any) -> None:
+def test_name_claim_of_the_wrong_type_is_refused(hub: LoginHub, provider: Provider, name: Any) -> None:
     """A claim that is not a text is not a name."""
     provider.has("5002", name, groups="lab people")
     _, page = sign_in(hub, "5002")
     assert page.status_code == 403
 
 
-def test_groups_of_another_kind(hub: LoginHub, provider: Provider) -> None:
+def test_groups_claim_of_the_wrong_type_is_refused(hub: LoginHub, provider: Provider) -> None:
     """A text instead of a list of groups allows no login."""
     for number, groups in (("5003", "lab people"), ("5004", {"lab people": True}), ("5005", [["lab people"]])):
         provider.has(number, "kim", groups=groups)
@@ -197,7 +197,7 @@ def test_groups_of_another_kind(hub: LoginHub, provider: Provider) -> None:
         assert page.status_code == 403, groups
 
 
-def test_the_provider_refuses(hub: LoginHub) -> None:
+def test_error_of_the_provider_is_shown(hub: LoginHub) -> None:
     """The provider's error is shown, shortened; a callback without a login of this browser is refused."""
     browser = hub.browser()
     text = "x" * 3000
@@ -227,7 +227,9 @@ def test_deleting_a_user_frees_the_name(hub: LoginHub, provider: Provider) -> No
     assert (hub.paths.state / "login-accounts.json").stat().st_mode & 0o077 == 0
 
 
-def test_other_settings_and_a_provider_that_is_down(hub: LoginHub, provider: Provider, tmp_path: Path) -> None:
+def test_hub_restarts_with_new_settings_and_unreachable_provider(
+    hub: LoginHub, provider: Provider, tmp_path: Path
+) -> None:
     """The hub restarts without the provider and uses its last configuration; revoked rights are gone."""
     provider.has("1001", "Ada")
     ada, _ = sign_in(hub, "1001")
@@ -253,7 +255,7 @@ def test_other_settings_and_a_provider_that_is_down(hub: LoginHub, provider: Pro
     assert "Sign in with 127.0.0.1" in page.text
 
 
-def test_up_refuses_before_anything_starts(provider: Provider, tmp_path: Path) -> None:
+def test_up_refuses_invalid_oidc_settings_before_start(provider: Provider, tmp_path: Path) -> None:
     """`gpuhub up` refuses a secret that others can read and a provider that never answered, and starts nothing."""
     secret = tmp_path / "secret"
     secret.write_text(SECRET)

@@ -123,7 +123,7 @@ async def test_lease_without_container_is_released_first(head: HeadNode, broker:
     await after.stop()
 
 
-async def test_a_notebook_that_ends_while_it_starts_leaves_nothing(
+async def test_notebook_that_ends_during_its_start_leaves_nothing(
     head: HeadNode, broker: FakeBroker, users: Any
 ) -> None:
     """The user reads the reason; container and lease are gone."""
@@ -162,7 +162,7 @@ async def test_queued_start_is_granted_in_turn_and_cancelled_one_leaves_the_queu
     await later.stop()
 
 
-async def test_a_restart_keeps_the_place_in_the_queue(head: HeadNode, broker: FakeBroker, users: Any) -> None:
+async def test_hub_restart_keeps_the_queue_position(head: HeadNode, broker: FakeBroker, users: Any) -> None:
     """A request outlives the hub, and the next start continues with it."""
     profile = profile_of(head, "RTX 5060")
     holder = await broker.request_lease(ask_for(profile, "ben"))
@@ -204,7 +204,7 @@ async def test_missing_image_is_reported_before_a_request(head: HeadNode, broker
     assert broker.requests == []
 
 
-async def test_workers_of_one_user_reach_each_other_and_starting_twice_gives_one(
+async def test_workers_of_one_user_connect_and_repeated_start_is_idempotent(
     head: HeadNode, tiny_image: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two workers on two nodes reach each other by name on their user's network; a repeated start returns the same one."""

@@ -166,7 +166,9 @@ async def test_used_scratch_cannot_be_removed(clean: HeadNode, tiny_image: str) 
     assert volumes(clean, "rig1") == []
 
 
-async def test_a_home_made_by_the_head_belongs_to_its_user_over_nfs(clean: HeadNode, nfs: RunningNfsServer) -> None:
+async def test_home_created_by_the_head_node_belongs_to_its_user_over_nfs(
+    clean: HeadNode, nfs: RunningNfsServer
+) -> None:
     """As libnfs shows, the owner may write, and other users and unprivileged root may not even read."""
     head_on_nfs = on_nfs(clean, nfs)
     identity = await homes.prepare_user(

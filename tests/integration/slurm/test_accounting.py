@@ -151,7 +151,7 @@ async def until(is_true: Callable[[], Awaitable[bool]], describe: Callable[[], s
         await asyncio.sleep(0.2)
 
 
-async def test_slurms_and_the_brokers_counts_agree(site: SlurmSite, tmp_path: Path):
+async def test_usage_of_slurm_and_of_the_broker_agree(site: SlurmSite, tmp_path: Path):
     """For leases of two users and accounts, and plain sbatch jobs, both counts agree within the polling interval, and
     `/usage` shows Slurm's.
     """

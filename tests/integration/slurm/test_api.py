@@ -151,7 +151,7 @@ async def test_gpu_indices(slurm: SlurmSite, api: SlurmClient) -> None:
     assert (nodes["sx1"].used, nodes["sx3"].used) == ({"rtx5090": 2}, {})
 
 
-async def test_gangs_and_spread(slurm: SlurmSite, api: SlurmClient) -> None:
+async def test_gang_and_spread_placement(slurm: SlurmSite, api: SlurmClient) -> None:
     gang = await running(api, ask(slurm, nodes=4, min_nodes=2, gpu_type="rtx5090", survives_nodes=True))
     assert gang.gpus == {"sx1": (0,), "sx3": (0,)}
     assert gang.wants == "2 nodes × gpu:rtx5090:1"
@@ -163,7 +163,7 @@ async def test_gangs_and_spread(slurm: SlurmSite, api: SlurmClient) -> None:
 
 
 @pytest.mark.parametrize("text", ["sx[1-3]", "sx3,sx1", "sx[03,1-2],a-[8-10]"])
-def test_hosts_are_listed_as_slurms_own_command_lists_them(slurm: SlurmSite, text: str) -> None:
+def test_host_lists_match_scontrol(slurm: SlurmSite, text: str) -> None:
     """The broker and the job itself number workers by their place in the same list."""
     assert expand_hosts(text) == tuple(slurm.ask("scontrol", "show", "hostnames", text).split())
 
@@ -288,7 +288,7 @@ async def test_unknown_user_gets_no_job(slurm: SlurmSite, api: SlurmClient) -> N
     assert not [job for job in (await api.read_snapshot()).jobs if job.state in LIVE_STATES]
 
 
-async def test_the_site(slurm: SlurmSite, api: SlurmClient) -> None:
+async def test_read_site(slurm: SlurmSite, api: SlurmClient) -> None:
     slurm.ask(
         "scontrol", "create", "reservation", "ReservationName=course", "StartTime=now+1day", "Duration=60",
         "Users=ada", "Nodes=sx3",
@@ -395,7 +395,7 @@ async def test_munged_is_killed_and_returns(slurm: SlurmSite) -> None:
     await api.close()
 
 
-async def test_wrong_key_and_no_server(slurm: SlurmSite) -> None:
+async def test_wrong_rest_key_and_unreachable_server(slurm: SlurmSite) -> None:
     url = slurm.daemons.rest_url
     assert url is not None
     for api in (SlurmRestClient(url, TokenKey(b"wrong")), SlurmRestClient("http://127.0.0.1:9", TokenKey(b"wrong"))):

@@ -133,7 +133,7 @@ def wait_free(cluster: Cluster) -> None:
     wait_for(lambda: not workers(), "no process of a launch is left", 30)
 
 
-def test_two_nodes_reduce_and_the_next_launch_has_the_same_workers(cluster: Cluster, cell: Kernel) -> None:
+def test_two_nodes_reduce_and_the_next_launch_reuses_the_workers(cluster: Cluster, cell: Kernel) -> None:
     output = cell.run("%gpu_launch --nnodes 2 reduce.py")
     assert "on rig1 sum 3.0" in output, output
     assert "on rig2 sum 3.0" in output, output
@@ -183,7 +183,7 @@ def test_elastic_launch_starts_with_the_free_nodes(cluster: Cluster, cell: Kerne
     wait_free(cluster)
 
 
-def test_an_elastic_launch_grows_by_another_job(cluster: Cluster, cell: Kernel) -> None:
+def test_elastic_launch_grows_with_a_second_slurm_job(cluster: Cluster, cell: Kernel) -> None:
     write(
         cluster,
         "grow.py",

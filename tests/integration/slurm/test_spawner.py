@@ -88,7 +88,7 @@ def notebooks(user: str) -> list[int]:
     return pids
 
 
-def test_a_notebook_is_a_job_of_its_user(cluster: Cluster) -> None:
+def test_notebook_is_a_slurm_job_of_its_user(cluster: Cluster) -> None:
     job = start(cluster, cluster.ada)
     assert answers(cluster, cluster.ada), read_log(cluster, "ada")
     [lease] = leases(cluster.ada)

@@ -182,7 +182,7 @@ def test_load_files_are_parsed():
 
 
 @pytest.mark.parametrize("values", [{"utilisation_percent": 101}, {"utilisation_percent": -1}, {"memory_used_mib": -1}])
-def test_impossible_load_is_refused(values):
+def test_invalid_load_is_refused(values):
     """A load must be possible for a GPU."""
     with pytest.raises(SettingsError):
         gpu_state.GpuLoad(**values)

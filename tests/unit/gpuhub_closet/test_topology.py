@@ -32,7 +32,7 @@ def make_plan(**changes) -> ClosetPlan:
     return ClosetPlan(**(values | changes))
 
 
-def test_practice_plan():
+def test_plan_of_the_practice_closet():
     """The plan has the three GPUs, and fixed addresses for the two usual instances."""
     plan = build_practice_plan("gpuhub")
     cards = [(node.name, str(node.address), card.name, card.memory_mib) for node in plan.nodes for card in node.gpus]
@@ -63,7 +63,7 @@ def test_gpu_uuids_are_stable_distinct_and_in_nvidias_form():
 
 
 @pytest.mark.parametrize("name", ["", "Rig1", "rig 1", "rig-1", "rigrig1", "../x", "ríg", "1"])
-def test_bad_node_names_are_refused(name):
+def test_invalid_node_names_are_refused(name):
     """A node's name must fit into interface, path and host names."""
     card = (SimulatedGpu(model="RTX 5060", memory_mib=8151),)
     with pytest.raises(SettingsError, match="closet node"):
@@ -89,7 +89,7 @@ def test_interface_names_fit_the_kernel():
     assert len(plan.bridge) <= 15
 
 
-def test_pools_of_nodes_are_apart():
+def test_address_pools_of_nodes_are_disjoint():
     """No two nodes' local bridges, nor the closet's subnet, share an address."""
     plan = build_practice_plan("gpuhub")
     pools = [*(plan.bridge_pool(node) for node in plan.nodes), plan.subnet]
@@ -125,7 +125,7 @@ def test_daemons_listen_on_unix_sockets_only():
 
 
 @pytest.mark.parametrize(("instance", "port"), [("gpuhub", 8000), ("ghtest", 18000)])
-def test_cluster_file_is_an_ordinary_one(instance, port, tmp_path):
+def test_cluster_file_is_valid(instance, port, tmp_path):
     """gpuhub's own parser accepts the file, and every GPU has a profile."""
     plan, file = build_practice_plan(instance), tmp_path / "cluster.toml"
     file.write_text(format_cluster(plan, Paths(instance), cpus=2))
@@ -139,7 +139,7 @@ def test_cluster_file_is_an_ordinary_one(instance, port, tmp_path):
     assert cluster.users.allowed == ("ada", "ben")
 
 
-def test_cluster_file_asks_for_no_more_cpus_than_there_are(tmp_path):
+def test_cluster_file_requests_at_most_the_existing_cpus(tmp_path):
     """On a machine with one CPU no profile and no job wants two, which Docker would refuse."""
     file = tmp_path / "cluster.toml"
     file.write_text(format_cluster(build_practice_plan("ghtest"), Paths("ghtest"), cpus=1))

@@ -64,7 +64,7 @@ def run(tmp_path, folder):
     return call
 
 
-def test_variables_go_in_and_come_back_by_rank(folder, run):
+def test_variables_are_sent_and_returned_by_rank(folder, run):
     """An object that two variables share is shared in the ranks too; only the owner can read the folder."""
     shared = [1]
     exchange.build_exchange(send={"first": shared, "pair": (shared, {"é": b"\0"})}, returns=("found", "first")).write(
@@ -79,7 +79,7 @@ def test_variables_go_in_and_come_back_by_rank(folder, run):
     assert not folder.exists()
 
 
-def test_nothing_to_exchange_is_no_exchange():
+def test_no_variables_create_no_exchange():
     """No folder is created either."""
     assert exchange.build_exchange() is None
 
@@ -103,7 +103,7 @@ def test_a_function_of_the_notebook_is_called_in_every_rank(shell, folder, run):
     assert returned == {}
 
 
-def test_classes_of_the_notebook_are_found_by_pickle_in_the_rank(shell, folder, run):
+def test_rank_can_unpickle_classes_of_the_notebook(shell, folder, run):
     """torch.save of a whole model requires this."""
     shell.run_cell("import pickle\nclass Net:\n    pass\ndef train():\n    return len(pickle.dumps(Net())) > 0\n")
     exchange.build_exchange(call=exchange.FunctionCall(function=shell.user_ns["train"])).write(folder)
@@ -112,7 +112,7 @@ def test_classes_of_the_notebook_are_found_by_pickle_in_the_rank(shell, folder, 
     assert exchange.collect_results(folder, 1)[0] == [True]
 
 
-def test_a_failure_shows_the_lines_of_the_cell(shell, folder, run):
+def test_traceback_shows_the_lines_of_the_cell(shell, folder, run):
     """The traceback has the cell's name and no frame of gpu_launch."""
     shell.run_cell("1", store_history=True)
     shell.run_cell("# a comment\ndef train():\n    raise ValueError('bad é')", store_history=True)
@@ -129,7 +129,7 @@ def test_a_failure_shows_the_lines_of_the_cell(shell, folder, run):
     )
 
 
-def test_a_cells_own_lines_have_the_notebooks_numbers(folder, run):
+def test_line_numbers_match_the_notebooks_cell(folder, run):
     """Line 1 is the line of the magic."""
     cell = exchange.CellSource(label="Cell In[7]", source="%%gpu_launch\nx = 1\nx / 0\n", skipped=1)
     exchange.build_exchange(cell=cell).write(folder)
@@ -149,7 +149,7 @@ def test_a_cells_own_lines_have_the_notebooks_numbers(folder, run):
     ],
     ids=["itself", "inside", "attribute", "generator"],
 )
-def test_what_cannot_be_sent_is_named_before_anything_starts(value, part):
+def test_unpicklable_variable_is_refused_before_the_start(value, part):
     """The error names the variable, the part of it, and the reason."""
     with pytest.raises(UsageError) as raised:
         exchange.build_exchange(send={"fine": 1, "a": value})
@@ -157,7 +157,7 @@ def test_what_cannot_be_sent_is_named_before_anything_starts(value, part):
     assert part in str(raised.value)
 
 
-def test_a_function_that_uses_what_cannot_be_sent(shell):
+def test_function_with_an_unpicklable_global_is_refused(shell):
     """The error names the notebook's variable."""
     shell.run_cell("import threading\nlock = threading.Lock()\ndef train():\n    return lock\n")
     with pytest.raises(UsageError, match="lock, which train uses, cannot be pickled"):
@@ -169,14 +169,14 @@ def test_a_function_that_uses_what_cannot_be_sent(shell):
         )
 
 
-def test_too_much_is_refused_with_what_would_be_right(monkeypatch):
+def test_too_large_variables_are_refused_with_a_remedy(monkeypatch):
     """The size is checked before anything is copied."""
     monkeypatch.setattr(exchange, "MAX_BYTES", 1000)
     with pytest.raises(UsageError, match=r"--send big: that is more than .*torch\.save"):
         exchange.build_exchange(send={"big": bytes(2000)})
 
 
-def test_problems_of_single_values_do_not_lose_the_others(folder, run):
+def test_failure_of_one_value_keeps_the_others(folder, run):
     """Each failure is reported with its rank, and the other values stay in the folder."""
     exchange.build_exchange(returns=("loss", "lock", "nowhere")).write(folder)
     (end,) = run("import threading\nloss = 0.5\nlock = threading.Lock()")
@@ -191,7 +191,7 @@ def test_problems_of_single_values_do_not_lose_the_others(folder, run):
     assert exchange.load_value(told["returned"]["loss"]) == 0.5
 
 
-def test_a_value_that_cannot_be_read_here(folder, run, tmp_path):
+def test_value_that_the_notebook_cannot_unpickle_is_reported(folder, run, tmp_path):
     """The value's class is in a module that only the ranks have."""
     exchange.build_exchange(returns=("box",)).write(folder)
     (tmp_path / "rank_only_module.py").write_text("class Box: pass")
@@ -201,7 +201,7 @@ def test_a_value_that_cannot_be_read_here(folder, run, tmp_path):
         exchange.collect_results(folder, 1)
 
 
-def test_a_rank_that_brought_nothing(folder, monkeypatch):
+def test_rank_without_returned_values_is_reported(folder, monkeypatch):
     """The rank exited with status 0 before it wrote its values."""
     monkeypatch.setattr(exchange, "_VISIBLE_TIMEOUT_S", 0.0)
     exchange.build_exchange(returns=("x",)).write(folder)
@@ -209,7 +209,7 @@ def test_a_rank_that_brought_nothing(folder, monkeypatch):
         exchange.collect_results(folder, 1)
 
 
-def test_a_variable_that_cannot_be_read_in_the_rank_says_so(folder, run):
+def test_variable_that_the_rank_cannot_unpickle_is_reported(folder, run):
     """The error has the reason and the origin of the variable."""
     module = type(sys)("only_in_the_notebook")
     value = type("Box", (), {"__module__": "only_in_the_notebook"})
@@ -226,7 +226,7 @@ def test_a_variable_that_cannot_be_read_in_the_rank_says_so(folder, run):
 
 
 @pytest.mark.parametrize(("code", "comes"), [("0", True), ("None", True), ("3", False), ("'bye'", False)])
-def test_a_script_that_ends_by_sys_exit(folder, run, code, comes):
+def test_values_return_from_a_script_that_calls_sys_exit(folder, run, code, comes):
     """Values return if the exit code is 0, and the exit code is the script's."""
     exchange.build_exchange(returns=("x",)).write(folder)
     (end,) = run(f"import sys\nx = 1\nsys.exit({code})")
@@ -234,7 +234,7 @@ def test_a_script_that_ends_by_sys_exit(folder, run, code, comes):
     assert (folder / "result-0.pkl").exists() is comes
 
 
-def test_tensors_go_both_ways(folder, run):
+def test_tensors_are_sent_and_returned(folder, run):
     """Tensors keep their values."""
     exchange.build_exchange(send={"weights": torch.arange(4.0)}, returns=("back",)).write(folder)
     (end,) = run("back = [weights + 1]")
@@ -250,7 +250,7 @@ def test_tensors_arrive_on_the_cpu(monkeypatch):
     assert places == ["cpu"]
 
 
-def test_the_files_say_what_the_cell_is(folder):
+def test_exchange_files_describe_the_cell(folder):
     """The exchange's files describe the cell for `ranks.script`."""
     cell = exchange.CellSource(label="Cell In[3]", source="%%gpu_launch\npass\n", skipped=1)
     exchange.build_exchange(returns=("x",), cell=cell).write(folder)

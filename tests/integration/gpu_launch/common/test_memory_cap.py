@@ -65,13 +65,13 @@ FRACTIONS = "print(json.dumps([torch.cuda.is_initialized, torch.cuda.init(), tor
     ["memory_cap.install(); import torch", "import torch; memory_cap.install()"],
     ids=["torch later", "torch before"],
 )
-def test_torch_keeps_to_the_part_when_cuda_begins(run, order):
+def test_memory_cap_is_set_when_cuda_is_initialised(run, order):
     """The cap is set when CUDA is initialised; importing torch does not initialise it."""
     before, _, fractions = run(f"import json; from gpu_launch.common import memory_cap; {order}; {FRACTIONS}")
     assert (before, fractions) == (False, [[0.25, 0]])
 
 
-def test_whoever_only_asks_whether_torch_is_there_changes_nothing(run):
+def test_find_spec_of_torch_has_no_side_effects(run):
     """Libraries look for torch without importing it; the module that is imported later has its own loader."""
     code = """
 import importlib.util, json, sys
@@ -89,14 +89,14 @@ print(json.dumps([found, was_imported, torch.cuda.fractions, len(left), type(tor
 
 
 @pytest.mark.parametrize("cap", [None, "", "0", "lots"])
-def test_a_whole_gpu_has_no_cap(run, cap):
+def test_whole_gpu_has_no_memory_cap(run, cap):
     """No import hook is installed."""
     code = "import json, sys; from gpu_launch.common import memory_cap; n = len(sys.meta_path); memory_cap.install(); "
     code += f"import torch; assert len(sys.meta_path) == n; {FRACTIONS}"
     assert run(code, cap=cap)[2] == []
 
 
-def test_a_module_that_is_not_there_is_not_there(run):
+def test_missing_module_still_raises_an_import_error(run):
     """The import hook does not hide that a module is missing."""
     code = """
 import json
@@ -110,7 +110,7 @@ except ModuleNotFoundError as error:
     assert run(code) == "No module named 'no_such_module_here'"
 
 
-def test_a_cap_above_the_card_is_the_card():
+def test_cap_is_limited_to_the_memory_of_the_gpu():
     """The fraction is at most 1."""
     fractions = []
     torch = SimpleNamespace(
@@ -125,7 +125,7 @@ def test_a_cap_above_the_card_is_the_card():
 
 
 @pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
-def test_a_capped_script_runs_as_python_would_run_it(run, tmp_path, as_module):
+def test_capped_script_runs_as_under_plain_python(run, tmp_path, as_module):
     """The script has its own name, arguments and import folder, and torch has the cap."""
     folder = tmp_path / "pkg"
     folder.mkdir()
@@ -145,7 +145,7 @@ def test_a_capped_script_runs_as_python_would_run_it(run, tmp_path, as_module):
 @pytest.mark.parametrize(
     ("cap", "extensions"), [("4096", ["gpu_launch", "gpu_launch.common.memory_cap"]), ("", ["gpu_launch"])]
 )
-def test_kernels_of_the_image_get_the_cap_only_with_a_part(monkeypatch, cap, extensions):
+def test_kernels_have_the_cap_only_with_a_gpu_share(monkeypatch, cap, extensions):
     """The image's settings name the extension that installs the cap."""
     monkeypatch.setenv("GPUHUB_GPU_MEMORY_CAP_MIB", cap)
     settings = Path(memory_cap.__file__).parents[1] / "image_config" / "ipython_config.py"

@@ -24,7 +24,7 @@ def wait_for(home: Path, count: range, what: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_its_schedulers_end_with_it(tmp_path: Path, number: signal.Signals) -> None:
+def test_schedulers_end_with_the_controller(tmp_path: Path, number: signal.Signals) -> None:
     """This holds at any moment: the first scheduler may be killed before it handles signals."""
     command = [sys.executable, "-m", "gpu_launch.launch.ipp_controller", "--ip=127.0.0.1"]
     with subprocess.Popen(

@@ -41,19 +41,19 @@ def said(kernel, code):
         ("%%gpu_ranks --rest", ["--restart"], 12),
     ],
 )
-def test_tab_completes_over_the_kernels_protocol(kernel, code, matches, start):
+def test_kernel_completes_flags(kernel, code, matches, start):
     """The reply also has the range that the completion replaces."""
     reply = kernel.complete(code, reply=True, timeout=DEADLINE_S)["content"]
     assert (reply["matches"], reply["cursor_start"], reply["cursor_end"]) == (matches, start, len(code))
 
 
-def test_help_is_in_the_inspector(kernel):
+def test_inspector_shows_the_help(kernel):
     """A question mark and Shift-Tab show the help."""
     reply = kernel.inspect("%gpu_launch", reply=True, timeout=DEADLINE_S)["content"]
     assert "--nproc-per-node N" in reply["data"]["text/plain"]
 
 
-def test_a_cell_is_named_as_the_notebook_counts(kernel):
+def test_traceback_names_the_cell_by_its_prompt_number(kernel):
     """Tracebacks have the number of the cell's prompt, and lines are counted from the magic's line."""
     said(kernel, "a = 1")
     number = kernel.execute_interactive("a", timeout=DEADLINE_S)["content"]["execution_count"]
@@ -70,7 +70,7 @@ def test_functions_of_cells_are_labelled_by_their_cell(kernel):
     assert text == f"Cell In[{number}]\n"
 
 
-def test_a_dry_run_shows_what_would_be_done(kernel):
+def test_dry_run_shows_the_own_gpu_without_a_broker(kernel):
     """Without a broker, the dry run shows the notebook's own GPU."""
     text, error = said(kernel, "%gpu_launch --dry-run train.py --epochs 2")
     assert error == ""
@@ -78,7 +78,7 @@ def test_a_dry_run_shows_what_would_be_done(kernel):
     assert "train.py --epochs 2\n" in text
 
 
-def test_status_is_a_table(kernel):
+def test_status_has_html_and_text(kernel):
     """The status is HTML for notebooks, and text for clients that cannot show HTML."""
     messages = []
     kernel.execute_interactive("%gpu_status", timeout=DEADLINE_S, output_hook=messages.append)

@@ -114,7 +114,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
         yield found
 
 
-def test_cells_build_on_each_other_and_end_well(ranks: Ranks) -> None:
+def test_cells_share_state_and_ranks_exit_cleanly(ranks: Ranks) -> None:
     """Ranks have names, a collective, values in both directions and sizes of their output, and exit cleanly."""
     assert stat.S_IMODE(ranks.path.stat().st_mode) == 0o600
     first = ranks.run(
@@ -146,7 +146,7 @@ def test_cells_build_on_each_other_and_end_well(ranks: Ranks) -> None:
     assert [process.wait(DEADLINE_S) for process in ranks.processes] == [0, 0]
 
 
-def test_a_rank_outlives_what_a_cell_does_to_it(ranks: Ranks) -> None:
+def test_rank_survives_errors_and_interrupts_of_a_cell(ranks: Ranks) -> None:
     """Errors, interrupts in Python, and a process group that is out of step or destroyed are reported."""
     failed = ranks.run("if rank == 1:\n    raise ValueError('bad')\nprint('fine')")
     assert [message.header["how"] for message in failed] == ["done", "failed"]
@@ -167,14 +167,14 @@ def test_a_rank_outlives_what_a_cell_does_to_it(ranks: Ranks) -> None:
     assert any(ranks.check())
 
 
-def test_a_group_that_was_taken_apart_is_told(ranks: Ranks) -> None:
+def test_destroyed_process_group_is_reported(ranks: Ranks) -> None:
     """The check reports it, and the ranks still respond."""
     ranks.run("dist.destroy_process_group()")
     assert ranks.check() == ["its default process group is gone"] * 2
     assert ranks.run("1")[0].header["how"] == "done"
 
 
-def test_a_value_that_cannot_be_read_is_a_failure_of_the_cell(ranks: Ranks) -> None:
+def test_value_that_cannot_be_unpickled_fails_the_cell(ranks: Ranks) -> None:
     """The error has the value's origin, and the cell does not run."""
     ranks.tell(
         "cell", frames=(b"no pickle",), cell=1, body="print('ran')", label="Cell In[1]", source="", skipped=0,
@@ -186,7 +186,7 @@ def test_a_value_that_cannot_be_read_is_a_failure_of_the_cell(ranks: Ranks) -> N
     assert ranks.said()[0] == ""
 
 
-def test_strangers_are_not_heard(tmp_path: Path) -> None:
+def test_clients_without_the_key_cannot_connect(tmp_path: Path) -> None:
     """A client without the right key cannot connect, and a missing rank is reported as missing."""
     with contextlib.closing(ControlServer("127.0.0.1")) as control:
         control.write_credentials(tmp_path / "standing.json")
@@ -210,7 +210,7 @@ def test_strangers_are_not_heard(tmp_path: Path) -> None:
         context.term()
 
 
-def test_a_rank_that_cannot_join_says_why(tmp_path: Path) -> None:
+def test_rank_that_cannot_join_exits_with_an_error(tmp_path: Path) -> None:
     """The rank exits with an error."""
     with contextlib.closing(ControlServer("127.0.0.1")) as control:
         control.write_credentials(tmp_path / "standing.json")

@@ -80,7 +80,7 @@ def files(tmp_path):
     ],
     ids=" ".join,
 )
-def test_a_script_sees_what_python_shows_it(files, both, words):
+def test_script_environment_matches_plain_python(files, both, words):
     """Names, path, arguments, sources and `__main__` are equal until the very end."""
     plain, ours = both(*words)
     assert (plain.returncode, plain.stderr) == (0, "")
@@ -101,7 +101,7 @@ def test_a_script_sees_what_python_shows_it(files, both, words):
     ],
     ids=["error", "chained", "exit code", "exit text", "interrupt", "signal", "group"],
 )
-def test_it_ends_as_it_would_by_itself(tmp_path, both, body, code):
+def test_exit_matches_plain_python(tmp_path, both, body, code):
     """Exit code and stderr are equal, without a frame of gpu_launch."""
     (tmp_path / "train.py").write_text(body)
     plain, ours = both("train.py")
@@ -109,7 +109,7 @@ def test_it_ends_as_it_would_by_itself(tmp_path, both, body, code):
     assert ours.stderr == plain.stderr
 
 
-def test_a_hook_of_the_scripts_own_is_kept(tmp_path, both):
+def test_excepthook_of_the_script_is_kept(tmp_path, both):
     """Loggers and debuggers set such hooks."""
     (tmp_path / "train.py").write_text(
         "import sys\nsys.excepthook = lambda *a: print('hooked', a[0].__name__)\n1 / 0\n"
@@ -129,14 +129,14 @@ def test_a_syntax_error_is_shown_with_its_line(tmp_path, both):
 @pytest.mark.parametrize(
     "words", [["nothing.py"], ["-m", "no_such_module_here"], ["-m", "json.encoder.x"]], ids=" ".join
 )
-def test_what_is_not_there_fails(both, words):
+def test_missing_script_or_module_fails(both, words):
     """The error has the name of the missing script or module."""
     for end in both(*words):
         assert end.returncode
         assert words[-1].removesuffix(".x") in end.stderr
 
 
-def test_workers_that_are_spawned_find_the_script(tmp_path, both):
+def test_spawned_subprocesses_find_the_script(tmp_path, both):
     """DataLoaders with `spawn` rely on this."""
     (tmp_path / "train.py").write_text(
         "import multiprocessing\n"
@@ -148,7 +148,7 @@ def test_workers_that_are_spawned_find_the_script(tmp_path, both):
     assert [end.stdout for end in both("train.py")] == ["[2, 4]\n"] * 2
 
 
-def test_a_safe_path_stays_safe(tmp_path, both):
+def test_python_safe_path_is_respected(tmp_path, both):
     """PYTHONSAFEPATH excludes the script's folder."""
     (tmp_path / "helper.py").write_text("")
     (tmp_path / "train.py").write_text("import helper\n")

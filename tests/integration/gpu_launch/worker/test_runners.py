@@ -45,7 +45,7 @@ def until_gone(*pids):
         time.sleep(0.01)
 
 
-def test_a_failure_is_told_at_once_and_the_others_are_told_to_end(node, tmp_path):
+def test_failure_is_reported_at_once_and_other_ranks_are_ended(node, tmp_path):
     """The failure is reported with its traceback while other ranks run; those are reported at the end."""
     script = node.script("""
         import os, signal, sys, time
@@ -96,7 +96,7 @@ def test_an_interrupt_reaches_every_rank(node, way):
     assert message["code"] == (0 if way is StartMethod.TASK else 130)
 
 
-def test_sigterm_is_passed_on_once_and_the_end_says_so(node):
+def test_sigterm_is_forwarded_once_and_reported_at_the_end(node):
     """Ranks may take their time; exit code 0 after SIGTERM does not mean that the work is done."""
     script = node.script("""
         import signal, sys, time
@@ -119,7 +119,7 @@ def test_sigterm_is_passed_on_once_and_the_end_says_so(node):
 
 
 @pytest.mark.parametrize("way", [StartMethod.FORK, StartMethod.TORCHRUN, StartMethod.TASK])
-def test_kill_ends_what_ignores_signals(node, way, tmp_path):
+def test_kill_ends_processes_that_ignore_signals(node, way, tmp_path):
     """Ranks, their children and processes in separate sessions end."""
     script = node.script(textwrap.dedent(DEFIANT) + "\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
     words = (script, tmp_path / "pid")
@@ -133,14 +133,14 @@ def test_kill_ends_what_ignores_signals(node, way, tmp_path):
     assert node.end()["code"] not in (0, None)
 
 
-def test_finish_ends_what_ranks_leave_behind(node, tmp_path):
+def test_finish_ends_leftover_processes(node, tmp_path):
     """This also happens after a successful end; the fork server stays."""
     assert node.launch(node.script(DEFIANT), tmp_path / "pid")["code"] == 0
     until_gone(int((tmp_path / "pid").read_text()))
     assert node.server.is_alive()
 
 
-def test_one_rank_may_end_well_and_another_hang(node):
+def test_successful_rank_and_hanging_rank(node):
     """No end is reported before all ranks have ended; killed ranks do not count as failures of others."""
     script = node.script("""
         import os, time
@@ -158,7 +158,7 @@ def test_one_rank_may_end_well_and_another_hang(node):
     assert [end["exit_code"] for end in node.end()["ends"]] == [0, -9]
 
 
-def test_binary_output_and_unended_lines_come_through(node):
+def test_binary_output_and_incomplete_lines_are_kept(node):
     """Invalid UTF-8 is replaced in messages; the file has the original bytes."""
     data = bytes(range(256)) * 4
     script = node.script(f"import os; os.write(1, {data!r})")
@@ -167,7 +167,7 @@ def test_binary_output_and_unended_lines_come_through(node):
     assert node.text() == data.decode("utf-8", "replace")
 
 
-def test_a_rank_that_writes_without_end_is_not_waited_for(node):
+def test_endless_output_of_a_rank_does_not_block(node):
     """The file has all output, and the sizes in messages add up to it."""
     lines = 400_000
     script = node.script(f"""
@@ -183,7 +183,7 @@ def test_a_rank_that_writes_without_end_is_not_waited_for(node):
     assert f"step {lines - 1} of" in node.text()
 
 
-def test_a_full_disk_fails_the_rank_and_the_agent_says_so(node, monkeypatch):
+def test_full_disk_fails_the_rank_and_is_reported(node, monkeypatch):
     """The agent itself continues."""
 
     def make_full(*words):
@@ -206,13 +206,13 @@ def test_a_full_disk_fails_the_rank_and_the_agent_says_so(node, monkeypatch):
     assert node.launch(node.script("print('again')"))["code"] == 0
 
 
-def test_logs_that_cannot_be_made_fail_the_start(node):
+def test_start_fails_if_logs_cannot_be_created(node):
     """The start fails before any rank runs."""
     with pytest.raises(RuntimeError, match=r"the ranks cannot be started: .*Not a directory"):
         node.start(node.script("pass"), log_dir="/dev/null/x")
 
 
-def test_a_fork_server_that_dies_takes_its_ranks_along_and_is_replaced(node):
+def test_dead_fork_server_ends_its_ranks_and_is_replaced(node):
     """The launch is informed."""
     pid = node.start(node.script("import time; print('ready'); time.sleep(600)"))
     node.until_printed("ready")
@@ -224,7 +224,7 @@ def test_a_fork_server_that_dies_takes_its_ranks_along_and_is_replaced(node):
     assert node.launch(node.script("print('again')"))["code"] == 0
 
 
-def test_a_task_is_one_program_in_its_folder(node):
+def test_task_runs_one_program_in_its_folder(node):
     """It has the variables of a node's only rank, the same log files, and its own exit code."""
     words = ("bash", "-c", 'echo "$GROUP_RANK of $GROUP_WORLD_SIZE in $PWD $MINE"; echo oops >&2; exit 4')
     node.script("")
@@ -237,7 +237,7 @@ def test_a_task_is_one_program_in_its_folder(node):
     assert node.log("stderr.log").read_text() == "oops\n"
 
 
-def test_progress_is_told_when_it_changes(node):
+def test_progress_is_reported_on_change(node):
     """Messages have the metrics that the script reports."""
     script = node.script("""
         import time, gpu_launch
@@ -265,7 +265,7 @@ class FakeNvml(SimpleNamespace):
         raise self.NVMLError
 
 
-def test_gpus_are_told_of_while_ranks_run(node, monkeypatch):
+def test_gpu_readings_are_reported_while_ranks_run(node, monkeypatch):
     """Values that NVML does not know are None, and a failing rank's GPU is named."""
     fake = FakeNvml(
         nvmlInit=lambda: None,
@@ -304,7 +304,7 @@ ENGINE = """
 """
 
 
-def test_nothing_outlives_a_worker_or_its_engine(tmp_path):
+def test_no_process_outlives_a_worker_or_its_engine(tmp_path):
     """A killed engine ends fork server and ranks, and its worker ends all other processes."""
     (tmp_path / "home").mkdir()
     (tmp_path / "engine.py").write_text(textwrap.dedent(ENGINE))
@@ -349,7 +349,7 @@ def cmdline(pid):
         return ""
 
 
-def test_a_worker_waits_for_orphans_and_leaves_its_engine_to_others(tmp_path):
+def test_worker_reaps_orphans_and_not_its_engine(tmp_path):
     """No zombies remain while it runs, and the exit code is the engine's."""
     engine = (
         "import os, time; os.fork() or os._exit(0); pid = os.fork(); pid or os._exit(0); time.sleep(0.3); os._exit(5)"

@@ -37,7 +37,7 @@ async def launch(running: Running, nnodes: int = 1) -> str:
     return str((await post(running, "ada", "/jobs", body, status=201))["id"])
 
 
-async def test_a_notebook_begins_and_ends_with_its_job(setting: Setting, slurm: ScriptedSlurm) -> None:
+async def test_notebook_starts_and_ends_with_its_slurm_job(setting: Setting, slurm: ScriptedSlurm) -> None:
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
         path = f"/leases/{lease['id']}"
@@ -53,7 +53,7 @@ async def test_a_notebook_begins_and_ends_with_its_job(setting: Setting, slurm: 
         assert "cancelled" in ended["reason"]
 
 
-async def test_a_notebook_that_is_stopped_gives_its_job_back_after_its_container(
+async def test_stopped_notebook_cancels_its_slurm_job_after_its_container(
     setting: Setting, slurm: ScriptedSlurm
 ) -> None:
     async with asgi_broker(setting) as running:
@@ -74,7 +74,7 @@ async def test_a_notebook_that_is_stopped_gives_its_job_back_after_its_container
         assert not any(seen)
 
 
-async def test_workers_carry_their_job_and_end_with_it(setting: Setting, slurm: ScriptedSlurm) -> None:
+async def test_workers_are_labelled_and_end_with_their_slurm_job(setting: Setting, slurm: ScriptedSlurm) -> None:
     async with asgi_broker(setting) as running:
         path = f"/jobs/{await launch(running, 3)}"
         job = await submitted(slurm)
@@ -88,7 +88,7 @@ async def test_workers_carry_their_job_and_end_with_it(setting: Setting, slurm: 
         assert not any(node.of_kind(names.KIND_WORKER) for node in setting.nodes.values())
 
 
-async def test_no_worker_starts_when_its_job_ended_while_it_was_made(setting: Setting, slurm: ScriptedSlurm) -> None:
+async def test_no_worker_starts_if_its_slurm_job_ended_during_creation(setting: Setting, slurm: ScriptedSlurm) -> None:
     async with asgi_broker(setting) as running:
         running.workers.held = asyncio.Event()
         path = f"/jobs/{await launch(running)}"
@@ -102,7 +102,7 @@ async def test_no_worker_starts_when_its_job_ended_while_it_was_made(setting: Se
         assert running.workers.specs[0].slurm_job == job
 
 
-async def test_a_restarted_broker_goes_on_with_what_runs(setting: Setting, slurm: ScriptedSlurm) -> None:
+async def test_restarted_broker_resumes_running_leases(setting: Setting, slurm: ScriptedSlurm) -> None:
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
         job = await submitted(slurm)
@@ -123,7 +123,7 @@ def plain(setting: Setting) -> Setting:
     return setting
 
 
-async def test_without_docker_the_job_is_what_runs(plain: Setting, slurm: ScriptedSlurm) -> None:
+async def test_without_docker_the_notebook_runs_in_the_slurm_job(plain: Setting, slurm: ScriptedSlurm) -> None:
     """The hub's spawner submits the job; missing daemons are not queried, and Slurm proves the end."""
     async with asgi_broker(plain, wait=False) as running:
         await until(lambda: slurm.looks > 0, "Slurm was asked")
@@ -153,7 +153,7 @@ async def launch_plainly(running: Running, slurm: ScriptedSlurm, **body: Any) ->
     return str(made["id"]), job
 
 
-async def test_without_docker_the_job_of_a_launch_runs_its_workers(plain: Setting, slurm: ScriptedSlurm) -> None:
+async def test_without_docker_the_slurm_job_runs_the_workers(plain: Setting, slurm: ScriptedSlurm) -> None:
     async with asgi_broker(plain, wait=False) as running:
         path, job = await launch_plainly(running, slurm)
         path = f"/jobs/{path}"
@@ -175,7 +175,7 @@ async def test_without_docker_the_job_of_a_launch_runs_its_workers(plain: Settin
         await reaches(running, path, "ended")
 
 
-async def test_without_docker_scancel_ends_the_launch_and_says_so(plain: Setting, slurm: ScriptedSlurm) -> None:
+async def test_without_docker_scancel_of_a_launch_is_reported(plain: Setting, slurm: ScriptedSlurm) -> None:
     async with asgi_broker(plain, wait=False) as running:
         path, job = await launch_plainly(running, slurm)
         await reaches(running, f"/jobs/{path}", "running")
@@ -186,9 +186,7 @@ async def test_without_docker_scancel_ends_the_launch_and_says_so(plain: Setting
         assert ended["exit_code"] is None
 
 
-async def test_without_docker_a_launch_that_cannot_start_says_where_to_look(
-    plain: Setting, slurm: ScriptedSlurm
-) -> None:
+async def test_without_docker_a_failed_launch_names_its_log_file(plain: Setting, slurm: ScriptedSlurm) -> None:
     async with asgi_broker(plain, wait=False) as running:
         path, job = await launch_plainly(running, slurm)
         slurm.end(job, SlurmJobState.FAILED)

@@ -28,7 +28,7 @@ def frame(stream: int, data: bytes) -> bytes:
 
 
 @given(st.lists(st.tuples(st.sampled_from([STDOUT, STDERR]), st.binary(max_size=30))), st.integers(1, 40))
-def test_frames_are_taken_apart_however_they_arrive(parts: list[tuple[int, bytes]], size: int) -> None:
+def test_frames_are_split_at_any_chunk_boundary(parts: list[tuple[int, bytes]], size: int) -> None:
     """Every byte arrives in order in its stream; empty frames have no effect."""
     sent = b"".join(frame(*part) for part in parts)
     frames = Demultiplexer()
@@ -74,7 +74,7 @@ def pair(request: pytest.FixtureRequest, contexts: tuple[ssl.SSLContext, ssl.SSL
     ours.close()
 
 
-async def test_both_ways_at_once(pair: tuple[Any, Any]) -> None:
+async def test_concurrent_transfer_in_both_directions(pair: tuple[Any, Any]) -> None:
     """More data than any buffer holds passes in both directions at different speeds, and the end is reported."""
     file, theirs = pair
     sent = os.urandom(3 * 1024**2)
@@ -100,7 +100,7 @@ async def test_both_ways_at_once(pair: tuple[Any, Any]) -> None:
     assert (got, taken.getvalue()) == (sent, sent)
 
 
-async def test_who_sends_waits_for_the_other_side(pair: tuple[Any, Any]) -> None:
+async def test_sender_waits_for_the_receiver(pair: tuple[Any, Any]) -> None:
     """The sender waits, and fails when the other side disconnects."""
     file, theirs = pair
     one = ExecSession("rig1", file)
@@ -114,7 +114,7 @@ async def test_who_sends_waits_for_the_other_side(pair: tuple[Any, Any]) -> None
     one.close()
 
 
-async def test_closing_ends_a_read_and_is_seen(pair: tuple[Any, Any]) -> None:
+async def test_close_ends_a_pending_read_on_both_sides(pair: tuple[Any, Any]) -> None:
     """A read that waits ends, and the other side sees the end of its input."""
     file, theirs = pair
     one = ExecSession("rig1", file)

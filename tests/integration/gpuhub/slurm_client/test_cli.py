@@ -67,7 +67,7 @@ def submission(uid: int) -> SlurmSubmission:
     )
 
 
-async def test_a_look(api: SlurmCliClient, commands: Commands) -> None:
+async def test_read_snapshot_runs_squeue_and_sinfo(api: SlurmCliClient, commands: Commands) -> None:
     commands.say("squeue", (DATA / "squeue-22.05.json").read_text())
     commands.say("sinfo", (DATA / "sinfo-22.05.json").read_text())
     look = await api.read_snapshot()
@@ -79,7 +79,9 @@ async def test_a_look(api: SlurmCliClient, commands: Commands) -> None:
     assert await api.find_job(36) is None
 
 
-async def test_a_submission(api: SlurmCliClient, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_submit_runs_sbatch_with_a_clean_environment(
+    api: SlurmCliClient, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "secret")
     commands.say("sbatch", "42;lab\n")
     assert await api.submit(submission(os.geteuid())) == 42
@@ -110,7 +112,7 @@ async def test_sbatch_runs_as_the_submitter(open_commands: Commands) -> None:
     assert (open_commands.folder / "sbatch.uid").read_text().strip() == "61077"
 
 
-def test_who_is_not_root_asks_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sudo_is_used_if_not_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.os, "geteuid", lambda: 1000)
     ada = Submitter(name="--user=root", uid=61001, gid=61001, groups=(5,))
     command, become = cli._run_as(["/usr/bin/sbatch", "--parsable"], ada)
@@ -121,7 +123,7 @@ def test_who_is_not_root_asks_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli._run_as(["sbatch"], ada) == (["sbatch"], {"user": 61001, "group": 61001, "extra_groups": [5]})
 
 
-async def test_nobody_answers_though_the_status_is_0(api: SlurmCliClient, commands: Commands) -> None:
+async def test_json_errors_with_exit_status_0_mean_unreachable(api: SlurmCliClient, commands: Commands) -> None:
     empty = {"errors": [{"error": "Unspecified error", "description": "Failed while looking for jobs"}], "jobs": []}
     commands.say("squeue", json.dumps(empty))
     commands.say("sinfo", json.dumps({"errors": [], "nodes": []}))
@@ -135,7 +137,7 @@ async def test_nobody_answers_though_the_status_is_0(api: SlurmCliClient, comman
             await api.read_snapshot()
 
 
-async def test_a_command_that_hangs_or_is_not_there(commands: Commands) -> None:
+async def test_hanging_or_missing_command_means_unreachable(commands: Commands) -> None:
     commands.say("squeue", first="echo 'squeue: error: cannot stat file' >&2; exec sleep 60")
     hasty = SlurmCliClient(commands=commands.folder, patience_s=0.5)
     with pytest.raises(SlurmUnreachable, match="more than"):
@@ -150,7 +152,7 @@ async def test_a_command_that_hangs_or_is_not_there(commands: Commands) -> None:
     await patient.close()
 
 
-async def test_what_has_ended_is_not_missed(api: SlurmCliClient, commands: Commands) -> None:
+async def test_cancel_of_an_ended_job_is_not_an_error(api: SlurmCliClient, commands: Commands) -> None:
     commands.say("squeue", (DATA / "squeue-22.05.json").read_text())
     await api.cancel(7)
     await api.cancel(8, at_once=True)  # it is pending according to Slurm, so it is not signalled
@@ -181,7 +183,7 @@ async def test_what_has_ended_is_not_missed(api: SlurmCliClient, commands: Comma
     assert commands.called()[-1] == "scontrol update JobId=7 NodeList=sx1,sx3"
 
 
-async def test_only_a_job_of_that_name_is_touched(api: SlurmCliClient, commands: Commands) -> None:
+async def test_only_a_job_with_the_expected_name_is_changed(api: SlurmCliClient, commands: Commands) -> None:
     """A slurmctld that crashed assigns job numbers again."""
     commands.say("squeue", (DATA / "squeue-22.05.json").read_text())
     job = await api.find_job(37)
@@ -211,7 +213,7 @@ async def test_versions(api: SlurmCliClient, commands: Commands) -> None:
     require_version((22, 5))
 
 
-async def test_many_at_once(api: SlurmCliClient, commands: Commands) -> None:
+async def test_concurrent_queries(api: SlurmCliClient, commands: Commands) -> None:
     commands.say("squeue", (DATA / "squeue-22.05.json").read_text())
     jobs = await asyncio.gather(*(api.find_job(37) for _ in range(20)))
     assert {job.id for job in jobs if job is not None} == {37}
@@ -232,7 +234,7 @@ def test_silence(said: str) -> None:
     assert isinstance(parse_refusal(said), SlurmUnreachable)
 
 
-def test_last_words() -> None:
+def test_error_message_is_shortened() -> None:
     said = (
         "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition\n"
     )

@@ -104,9 +104,7 @@ def begin(text: str, folder: Path, node: str = "sx1") -> subprocess.Popen[bytes]
     return running
 
 
-def test_the_notebook_has_its_port_and_the_hub_is_told_when_it_listens(
-    hub: http.server.HTTPServer, tmp_path: Path
-) -> None:
+def test_notebook_gets_a_port_and_hub_is_notified_when_it_listens(hub: http.server.HTTPServer, tmp_path: Path) -> None:
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     for name in ("go", "end"):
         os.mkfifo(tmp_path / name)
@@ -137,7 +135,7 @@ def test_the_notebook_has_its_port_and_the_hub_is_told_when_it_listens(
     assert Hub.reports == [("/hub/api/gpuhub-port", "token tok", {"port": port})] * 2
 
 
-def test_a_hub_that_is_away_is_waited_for(tmp_path: Path) -> None:
+def test_unreachable_hub_is_retried(tmp_path: Path) -> None:
     """The notebook starts only when the hub answers."""
     with closing(node_main.reserve_port("127.0.0.1")) as holder:
         port = holder.getsockname()[1]
@@ -155,7 +153,7 @@ def test_a_hub_that_is_away_is_waited_for(tmp_path: Path) -> None:
     assert (tmp_path / "started").exists()
 
 
-def test_a_node_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+def test_node_missing_in_the_settings_is_refused(tmp_path: Path) -> None:
     running = begin(told(1, ["true"]), tmp_path, node="other")
     assert running.stderr is not None
     with running.stderr as output:
@@ -188,7 +186,7 @@ def run_worker(text: str, folder: Path, **environment: str) -> tuple[dict[str, s
     return (json.loads(seen.read_text()) if seen.exists() else {}), done.stderr
 
 
-def test_a_worker_is_numbered_by_its_nodes_place_in_the_jobs_list(tmp_path: Path) -> None:
+def test_worker_index_follows_the_jobs_node_list(tmp_path: Path) -> None:
     """The broker uses the same order; Slurm's own numbers may have another one."""
     given = {"SLURMD_NODENAME": "sx2", "GPUHUB_JOB_NODES": "sx1\nsx2", "SLURM_NODEID": "0", "SLURM_JOB_GPUS": "7"}
     seen, said = run_worker(tell_worker(tmp_path), tmp_path, SLURM_STEP_GPUS="0,2-3", **given)
@@ -199,11 +197,11 @@ def test_a_worker_is_numbered_by_its_nodes_place_in_the_jobs_list(tmp_path: Path
     assert "GPU_LAUNCH_ROSTER" not in seen
 
 
-def test_on_a_node_with_ipv6_alone_a_launch_keeps_to_the_loopback() -> None:
+def test_launch_on_an_ipv6_only_node_uses_the_loopback() -> None:
     assert node_main.build_node_environment("rig1", "fd00::12", {}) == {"GPUHUB_NODE": "rig1", "GPUHUB_GPU_UUIDS": ""}
 
 
-def test_the_first_worker_of_a_detached_job_knows_the_others(tmp_path: Path) -> None:
+def test_first_worker_of_a_detached_job_gets_the_worker_list(tmp_path: Path) -> None:
     given = {"SLURMD_NODENAME": "sx1", "GPUHUB_JOB_NODES": "sx1\nsx2"}
     seen, _ = run_worker(tell_worker(tmp_path, first_worker=0, is_detached=True), tmp_path, **given)
     assert seen["GPU_LAUNCH_WORKER"] == "0"
@@ -215,18 +213,18 @@ def test_the_first_worker_of_a_detached_job_knows_the_others(tmp_path: Path) -> 
     assert seen["GPUHUB_GPU_UUIDS"] == ""
 
 
-def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_program_is_reported(tmp_path: Path) -> None:
     text = tell_worker(tmp_path, command=["/opt/gpu-launch-worker"])
     _, said = run_worker(text, tmp_path, SLURMD_NODENAME="sx2", GPUHUB_JOB_NODES="sx2")
     assert said == "gpuhub: /opt/gpu-launch-worker cannot be started on sx2: No such file or directory\n"
 
 
-def test_a_worker_on_a_node_that_the_job_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_worker_on_a_node_outside_the_job_is_refused(tmp_path: Path) -> None:
     seen, said = run_worker(tell_worker(tmp_path), tmp_path, SLURMD_NODENAME="sx2", GPUHUB_JOB_NODES="sx1")
     assert (seen, said) == ({}, "gpuhub: node 'sx2' is not one of the job's: sx1\n")
 
 
-def test_somebody_elses_socket_is_not_the_notebooks() -> None:
+def test_socket_of_another_process_is_not_the_notebooks() -> None:
     with closing(socket.socket()) as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
@@ -237,14 +235,14 @@ def test_somebody_elses_socket_is_not_the_notebooks() -> None:
         assert not node_main.is_listening("127.0.0.2", port, os.getuid())
 
 
-def test_a_listener_of_ipv6_is_seen() -> None:
+def test_ipv6_listener_is_detected() -> None:
     with closing(socket.socket(socket.AF_INET6)) as one:
         one.bind(("::1", 0))
         one.listen()
         assert node_main.is_listening("::1", one.getsockname()[1], os.getuid())
 
 
-def test_certificates_are_in_the_memory_of_the_notebook() -> None:
+def test_certificates_are_passed_in_memory() -> None:
     """The user's programs can read the certificates, and no file is written."""
     variables = node_main.store_certificates({"JUPYTERHUB_SSL_KEYFILE": "KEY"})
     file = Path(variables["JUPYTERHUB_SSL_KEYFILE"])
@@ -256,7 +254,7 @@ def test_certificates_are_in_the_memory_of_the_notebook() -> None:
     assert node_main.store_certificates(None) == {}
 
 
-def test_it_needs_nothing_but_python() -> None:
+def test_node_main_imports_only_the_standard_library() -> None:
     tree = ast.parse(Path(node_main.__file__).read_text(), feature_version=(3, 8))
     imported = {
         alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names

@@ -193,7 +193,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await JupyterHubHTTPClient.loop_instance().close()
 
 
-async def test_a_notebook_is_submitted_followed_and_cancelled(world: World, tmp_path: Path) -> None:
+async def test_notebook_is_submitted_polled_and_cancelled(world: World, tmp_path: Path) -> None:
     user = await world.started()
     [submission] = world.slurm.submitted
     [lease] = world.broker.known.values()
@@ -231,7 +231,7 @@ async def test_a_server_is_lost_only_when_slurm_says_so(world: World) -> None:
     await user.stop()
 
 
-async def test_a_start_that_is_given_up_cancels_its_job(world: World) -> None:
+async def test_cancelled_start_cancels_its_slurm_job(world: World) -> None:
     user = world.make_user()
     start = asyncio.create_task(user.spawn(options=OPTIONS))
     lease = await world.until_waiting()
@@ -242,7 +242,7 @@ async def test_a_start_that_is_given_up_cancels_its_job(world: World) -> None:
     assert world.broker.known[lease].state is LeaseState.RELEASED
 
 
-async def test_a_job_that_is_just_being_submitted_is_cancelled_too(world: World) -> None:
+async def test_start_cancelled_during_sbatch_cancels_its_slurm_job(world: World) -> None:
     world.slurm.may_submit.clear()
     user = world.make_user()
     start = asyncio.create_task(user.spawn(options=OPTIONS))
@@ -255,7 +255,7 @@ async def test_a_job_that_is_just_being_submitted_is_cancelled_too(world: World)
     assert await world.broker.leases() == []
 
 
-async def test_what_slurm_refuses_is_said(world: World) -> None:
+async def test_refusal_of_slurm_is_shown(world: World) -> None:
     world.slurm.may_submit.clear()
     user = world.make_user()
     start = asyncio.create_task(user.spawn(options=OPTIONS))
@@ -268,7 +268,7 @@ async def test_what_slurm_refuses_is_said(world: World) -> None:
     assert await world.broker.leases() == []
 
 
-async def test_a_notebook_that_ends_while_it_starts_says_where_to_look(world: World) -> None:
+async def test_failed_start_names_the_notebooks_log_file(world: World) -> None:
     user = world.make_user()
     start = asyncio.create_task(user.spawn(options=OPTIONS))
     lease = await world.until_waiting()
@@ -291,7 +291,7 @@ async def leave(world: World, user: User, start: asyncio.Task[Any]) -> User:
     return after
 
 
-async def test_a_restarted_hub_goes_on_with_the_job_that_waits(world: World) -> None:
+async def test_restarted_hub_resumes_a_waiting_job(world: World) -> None:
     before = world.make_user()
     start = asyncio.create_task(before.spawn(options=OPTIONS))
     lease = await world.until_waiting()
@@ -310,7 +310,7 @@ async def test_a_restarted_hub_goes_on_with_the_job_that_waits(world: World) -> 
     await after.stop()
 
 
-async def test_a_restarted_hub_knows_a_port_that_was_told_before(world: World) -> None:
+async def test_restarted_hub_knows_a_port_reported_before(world: World) -> None:
     before = world.make_user()
     start = asyncio.create_task(before.spawn(options=OPTIONS))
     lease = await world.until_waiting()
@@ -326,7 +326,7 @@ async def test_a_restarted_hub_knows_a_port_that_was_told_before(world: World) -
     await after.stop()
 
 
-async def test_a_job_whose_token_nobody_knows_is_replaced(world: World, tmp_path: Path) -> None:
+async def test_job_with_a_lost_token_is_replaced(world: World, tmp_path: Path) -> None:
     before = world.make_user()
     start = asyncio.create_task(before.spawn(options=OPTIONS))
     lease = await world.until_waiting()
@@ -343,7 +343,7 @@ async def test_a_job_whose_token_nobody_knows_is_replaced(world: World, tmp_path
     await after.stop()
 
 
-async def test_a_silent_slurm_costs_nobody_their_place(world: World) -> None:
+async def test_unreachable_slurm_does_not_lose_the_queue_position(world: World) -> None:
     before = world.make_user()
     start = asyncio.create_task(before.spawn(options=OPTIONS))
     lease = await world.until_waiting()
@@ -361,7 +361,7 @@ async def test_a_silent_slurm_costs_nobody_their_place(world: World) -> None:
     await after.stop()
 
 
-async def test_nothing_of_batchspawners_reaches_a_shell(world: World) -> None:
+async def test_batchspawner_commands_are_disabled(world: World) -> None:
     spawner = world.make_user().spawner
     for act in (spawner.submit_batch_script, spawner.cancel_batch_job):
         spawner.job_id = "7"

@@ -31,7 +31,7 @@ def refuse(number: int) -> object:
     return call
 
 
-def test_a_missing_home_is_made_for_its_user_alone(tmp_path: Path) -> None:
+def test_missing_home_is_created_for_its_user_only(tmp_path: Path) -> None:
     """The mode is 0700 whatever the umask is, parent folders are readable, and a second call changes nothing."""
     before = os.umask(0o077)
     try:
@@ -52,7 +52,7 @@ def test_a_home_may_lie_in_a_folder_of_the_user(tmp_path: Path) -> None:
     assert modes == [0o755, 0o700]
 
 
-def test_where_the_head_sees_homes() -> None:
+def test_path_of_homes_on_the_head_node() -> None:
     """The home is that of `home_create`, or of `home` if it is a path."""
     both = StorageSettings(home="nfs://nas/home/{username}", home_create="/export/home/{username}/")
     assert find_home(both, "ada") == homes.HomeLocation(path=Path("/export/home/ada"), root=Path("/export/home"))
@@ -62,7 +62,7 @@ def test_where_the_head_sees_homes() -> None:
     assert find_home(StorageSettings(home="nfs://nas/home/{username}"), "ada") is None
 
 
-def test_a_home_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_home_that_is_a_symlink_is_refused(tmp_path: Path) -> None:
     """A symbolic link out of the folder of homes could give a user any folder."""
     (tmp_path / "homes").mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -71,7 +71,7 @@ def test_a_home_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
         ensure_home(storage(tmp_path), me())
 
 
-def test_the_folder_of_homes_may_be_a_link_itself(tmp_path: Path) -> None:
+def test_folder_of_homes_may_be_a_symlink(tmp_path: Path) -> None:
     """An administrator may link `/home` to another disk."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "homes").symlink_to(tmp_path / "disk")
@@ -80,9 +80,7 @@ def test_the_folder_of_homes_may_be_a_link_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["{username}", "{username}/gpuhub"])
-def test_a_link_that_appears_meanwhile_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
-) -> None:
+def test_symlink_race_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     """Replacing a folder by a link after the check has no effect: nothing is created or changed elsewhere."""
     (tmp_path / "homes").mkdir()
     elsewhere = tmp_path / "elsewhere"
@@ -108,7 +106,7 @@ def test_two_starts_at_once_make_one_home(tmp_path: Path, monkeypatch: pytest.Mo
     assert home.stat().st_uid == ada.uid
 
 
-def test_a_home_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_home_of_another_owner_is_refused(tmp_path: Path) -> None:
     """A wrong UID is reported and not repaired, because chown is the administrator's decision."""
     (tmp_path / "ada").mkdir()
     stranger = UserIdentity(name="ada", uid=os.getuid() + 1, gid=5000, group_names=("ada",))
@@ -123,7 +121,7 @@ def test_a_home_that_is_a_file_is_refused(tmp_path: Path) -> None:
         ensure_home(StorageSettings(home=f"{tmp_path}/{{username}}"), me())
 
 
-def test_homes_elsewhere_are_left_to_the_server(tmp_path: Path) -> None:
+def test_homes_on_nfs_without_home_create_are_not_created(tmp_path: Path) -> None:
     """Without home_create the NFS server's homes exist already."""
     ensure_home(StorageSettings(home="nfs://nas/home/{username}"), me())
     assert list(tmp_path.iterdir()) == []
@@ -152,9 +150,7 @@ def test_export_that_squashes_root_is_reported(tmp_path: Path, monkeypatch: pyte
         (errno.EMFILE, "Too many open files"),
     ],
 )
-def test_what_the_file_system_says_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
-) -> None:
+def test_file_system_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str) -> None:
     """It is reported as a temporary error that the user did not cause."""
     (tmp_path / "homes").mkdir()
     monkeypatch.setattr(homes.os, "mkdir", refuse(number))

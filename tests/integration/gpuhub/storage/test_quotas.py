@@ -49,12 +49,12 @@ def test_limits_are_read() -> None:
 @pytest.mark.parametrize(
     "output", ["", "Disk quotas for user ada (uid 1001): none\n", "/home x y z 0 0 0 0 0", "nas:/home 1 2 3 0 1 0 0 0"]
 )
-def test_what_is_no_limit_is_passed_over(output: str) -> None:
+def test_unknown_quota_output_is_ignored(output: str) -> None:
     """Output of later versions is ignored too."""
     assert parse_quota(output) == []
 
 
-def test_a_home_with_a_quota_tells_it() -> None:
+def test_home_with_a_quota_reports_it() -> None:
     """The quota is that of the home's file system; of two, the one that is closer to its limit counts."""
     assert describe_home_usage(HOME, parse_quota(OUTPUT), DISK, DISK) == HomeUsage(text="Home: 12 GiB of 50 GiB")
     own = DiskSpace(size=20 * GIB, free=15 * GIB)
@@ -64,7 +64,7 @@ def test_a_home_with_a_quota_tells_it() -> None:
     )
 
 
-def test_without_a_quota_nothing_is_told_until_the_disk_is_nearly_full() -> None:
+def test_without_a_quota_only_a_nearly_full_disk_is_reported() -> None:
     """A nearly full disk is reported to all users."""
     assert describe_home_usage(HOME, [], DISK, DISK) == HomeUsage()
     full = DiskSpace(size=1000 * GIB, free=49 * GIB)
@@ -75,7 +75,7 @@ def test_without_a_quota_nothing_is_told_until_the_disk_is_nearly_full() -> None
     assert describe_home_usage(HOME, parse_quota(OUTPUT), full, full).warning.startswith("The disk with all users'")
 
 
-def test_a_quota_that_is_nearly_used_up_is_told() -> None:
+def test_nearly_exhausted_quota_is_reported() -> None:
     """A quota that is exceeded during the grace period is reported too."""
     near = [DiskQuota(mount=PurePosixPath("/export"), used=49 * GIB, limit=50 * GIB)]
     assert describe_home_usage(HOME, near, DISK, DISK).warning == "Your home is nearly full: 1 GiB are left."
@@ -92,7 +92,7 @@ def place(folder: Path) -> HomeLocation:
     return HomeLocation(path=folder / "ada", root=folder)
 
 
-def test_a_limit_of_the_folders_own_is_found(tmp_path: Path) -> None:
+def test_file_system_of_the_home_itself_is_found(tmp_path: Path) -> None:
     """The home is a real file system of 16 MiB inside a larger one."""
     home = tmp_path / "ada"
     home.mkdir()
@@ -107,7 +107,7 @@ def test_a_limit_of_the_folders_own_is_found(tmp_path: Path) -> None:
         subprocess.run(("umount", str(home)), check=True)
 
 
-def test_what_quota_writes_counts_whatever_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quota_output_is_used_whatever_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1 means that a limit is exceeded or that there is none; the query is about the home's owner."""
     (tmp_path / "ada").mkdir()
     program = tmp_path / "quota"
@@ -130,7 +130,7 @@ def released() -> Iterator[threading.Event]:
     event.set()
 
 
-async def test_a_page_does_not_wait_for_a_dead_disk(
+async def test_hanging_disk_does_not_delay_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
 ) -> None:
     """The page shows a warning, and starts have a separate time limit."""
@@ -144,6 +144,6 @@ async def test_a_page_does_not_wait_for_a_dead_disk(
     assert "does not answer: a start may fail" in (await read_home_usage(storage, "ada")).warning
 
 
-async def test_homes_elsewhere_are_not_looked_at() -> None:
+async def test_homes_on_a_file_server_are_not_inspected() -> None:
     """Only the file server knows their usage."""
     assert await read_home_usage(StorageSettings(home="nfs://nas/home/{username}"), "ada") == HomeUsage()

@@ -47,13 +47,13 @@ def name_option(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["gpuhub.example.org", "ada.gpuhub.example.org", "rig1", "192.168.1.20", "fd00::20"])
-def test_openssl_accepts_it(made: authority.CertificateAuthority, tmp_path: Path, name: str) -> None:
+def test_openssl_verifies_the_chain(made: authority.CertificateAuthority, tmp_path: Path, name: str) -> None:
     """Chain and name are valid with only the authority's file."""
     assert verify(made, authority.issue_server_certificate(made, NAMES, NOW), tmp_path, name) == ""
 
 
 @pytest.mark.parametrize("name", ["bank.example", "example.org", "1.1.1.1", "2606:4700::1", "othergpuhub.example.org"])
-def test_it_signs_for_nobody_else(made: authority.CertificateAuthority, tmp_path: Path, name: str) -> None:
+def test_name_constraints_limit_the_authority(made: authority.CertificateAuthority, tmp_path: Path, name: str) -> None:
     """Someone who has stolen the key can sign other names, but clients refuse them."""
     assert not authority.is_permitted(made.certificate, name)
     assert "permitted subtree violation" in verify(
@@ -69,7 +69,7 @@ def test_private_names_are_always_permitted(made: authority.CertificateAuthority
     assert verify(made, authority.issue_server_certificate(made, [name], NOW), tmp_path, plain) == ""
 
 
-def test_what_apple_asks_for(made: authority.CertificateAuthority) -> None:
+def test_certificate_meets_apples_requirements(made: authority.CertificateAuthority) -> None:
     """A certificate is valid for less than 398 days, has alternative names, is for servers, uses SHA-256, and is not an
     authority.
     """
@@ -87,13 +87,13 @@ def test_what_apple_asks_for(made: authority.CertificateAuthority) -> None:
     assert (constraints.critical, constraints.value.ca, constraints.value.path_length) == (True, True, 0)
 
 
-def test_it_never_outlives_its_authority(made: authority.CertificateAuthority) -> None:
+def test_certificate_expires_with_its_authority_at_the_latest(made: authority.CertificateAuthority) -> None:
     late = made.certificate.not_valid_after_utc - timedelta(days=100)
     certificate = read(authority.issue_server_certificate(made, NAMES, late))
     assert certificate.not_valid_after_utc == made.certificate.not_valid_after_utc
 
 
-def test_when_it_is_made_anew(made: authority.CertificateAuthority) -> None:
+def test_conditions_for_renewal(made: authority.CertificateAuthority) -> None:
     """It is renewed close to its end, for other names and for another authority, but not for another order of names."""
     certificate = read(authority.issue_server_certificate(made, NAMES, NOW))
     assert authority.find_renewal_reason(certificate, made, NAMES[::-1], NOW) is None
@@ -111,7 +111,7 @@ def test_when_it_is_made_anew(made: authority.CertificateAuthority) -> None:
     assert authority.is_expiring(made, NOW + timedelta(days=3630))
 
 
-def test_which_names_a_certificate_is_for(made: authority.CertificateAuthority) -> None:
+def test_host_names_that_a_certificate_covers(made: authority.CertificateAuthority) -> None:
     """A wildcard matches one label, and no IP address."""
     certificate = read(authority.issue_server_certificate(made, NAMES, NOW))
     assert authority.is_valid_for(certificate, "ada.gpuhub.example.org")
@@ -122,7 +122,7 @@ def test_which_names_a_certificate_is_for(made: authority.CertificateAuthority) 
     assert not authority.is_valid_for(certificate, "192.168.1.21")
 
 
-def test_the_fingerprint_is_what_openssl_shows(made: authority.CertificateAuthority, tmp_path: Path) -> None:
+def test_fingerprint_matches_openssl(made: authority.CertificateAuthority, tmp_path: Path) -> None:
     """Users compare the fingerprint before they trust the authority."""
     (tmp_path / "ca.pem").write_bytes(authority.encode_certificate(made.certificate))
     command = ["openssl", "x509", "-in", "ca.pem", "-noout", "-fingerprint", "-sha256"]
@@ -130,14 +130,14 @@ def test_the_fingerprint_is_what_openssl_shows(made: authority.CertificateAuthor
     assert shown.strip().lower() == f"sha256 fingerprint={authority.format_fingerprint(made.certificate)}".lower()
 
 
-def test_python_loads_it(made: authority.CertificateAuthority) -> None:
+def test_python_loads_the_authority(made: authority.CertificateAuthority) -> None:
     """It can be the only authority of a TLS context."""
     context = ssl.create_default_context(cadata=authority.encode_certificate(made.certificate).decode())
     subject = [dict(part[0] for part in found["subject"]) for found in context.get_ca_certs()]
     assert subject == [{"organizationName": "gpuhub", "commonName": f"gpuhub on rig1, {NOW:%Y-%m-%d}"}]
 
 
-def test_two_files_that_do_not_belong_together(made: authority.CertificateAuthority) -> None:
+def test_mismatched_certificate_and_key_are_refused(made: authority.CertificateAuthority) -> None:
     other = authority.create_authority(NAMES, "rig1", NOW)
     pem = authority.encode_certificate(made.certificate)
     assert authority.load_authority(pem, made.key_pem()).certificate == made.certificate

@@ -26,21 +26,21 @@ def build(**more: Any) -> list[str]:
     )
 
 
-def test_plain_http_needs_nothing() -> None:
+def test_plain_http_sets_no_https_options() -> None:
     """No setting of HTTPS is present."""
     assert not any(word.startswith("--ssl") or word == "--host-routing" for word in build())
     environment = programs.build_proxy_environment(None, Paths(), Path("/c.toml"), is_ours=False)
     assert environment == {"NODE_OPTIONS": "--tls-min-v1.2"}
 
 
-def test_https_and_names_for_users() -> None:
+def test_https_sets_certificate_and_host_routing() -> None:
     """The certificate's files and routing by host name are set."""
     command = build(https=OURS, has_subdomains=True)
     assert command[command.index("--ssl-key") + 1] == command[command.index("--ssl-cert") + 1] == str(OURS.key)
     assert "--host-routing" in command
 
 
-def test_a_certificate_of_ours_is_looked_after() -> None:
+def test_own_certificate_is_renewed_and_reloaded() -> None:
     """gpuhub's own certificate is renewed twice a day; an administrator's is only reloaded."""
     environment = programs.build_proxy_environment(OURS, Paths("ghunit"), Path("/c.toml"), is_ours=True)
     options, _, hook = environment["NODE_OPTIONS"].partition(" --require ")
@@ -87,7 +87,7 @@ def node(tmp_path: Path) -> Any:
     return run
 
 
-def test_the_proxy_has_its_certificate_looked_after(node: Any, tmp_path: Path) -> None:
+def test_proxy_runs_the_certificate_command_repeatedly(node: Any, tmp_path: Path) -> None:
     """The proxy runs the given command repeatedly."""
     with node(SERVE) as running:
         try:
@@ -98,7 +98,7 @@ def test_the_proxy_has_its_certificate_looked_after(node: Any, tmp_path: Path) -
             running.kill()
 
 
-def test_a_proxy_of_another_make_ends(node: Any) -> None:
+def test_unknown_proxy_version_exits(node: Any) -> None:
     """Otherwise it would serve an old certificate without an error."""
     with node("setInterval(() => 0, 1000)") as running:
         assert running.wait(timeout=60) == 1

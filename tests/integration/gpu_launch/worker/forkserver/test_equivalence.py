@@ -118,14 +118,14 @@ def plain(node):
     ],
     ids=["plain", "environment", "path and role"],
 )
-def test_a_forked_rank_sees_what_torchruns_sees(node, plain, parts):
+def test_forked_rank_has_the_environment_of_torchrun(node, plain, parts):
     """Environment, arguments, paths, files, signals, limits, threads and seeds are equal."""
     forked, cold = plain if parts is None else both_ways(node, node.script(PROBE), **parts)
     for (one, _), (other, _) in zip(forked, cold, strict=True):
         assert equal_parts(one) == equal_parts(other)
 
 
-def test_forked_ranks_have_random_numbers_of_their_own(plain):
+def test_forked_ranks_have_separate_random_states(plain):
     """Forked ranks differ from each other where torchrun's ranks do."""
     forked, cold = plain
     (_, one), (_, other) = forked
@@ -136,7 +136,7 @@ def test_forked_ranks_have_random_numbers_of_their_own(plain):
     assert one[:2] != other[:2]
 
 
-def test_log_trees_are_alike(node):
+def test_log_folders_match_torchruns(node):
     """Folders and file names are the same, and the agent follows both."""
     script = node.script("import sys; print('out'); print('err', file=sys.stderr)")
     trees = []
@@ -161,7 +161,7 @@ RECORDED = """
 """
 
 
-def test_error_files_are_alike(node):
+def test_error_files_match_torchruns(node):
     """`record` writes the same message; the reported error has the script's lines and none of gpu_launch."""
     texts, errors = [], []
     for way in (StartMethod.FORK, StartMethod.TORCHRUN):
@@ -234,7 +234,7 @@ LIVELY = """
 """
 
 
-def test_processes_pickles_and_sources_work_in_forked_ranks(node):
+def test_subprocesses_pickle_and_sources_work_in_forked_ranks(node):
     """DataLoaders with every start method, pickling from __main__, sources, threads and exit functions work."""
     node.script("WORD = 'beside'", "helper.py")
     assert node.launch(node.script(LIVELY))["code"] == 0, node.text("stderr")
@@ -249,7 +249,7 @@ def test_processes_pickles_and_sources_work_in_forked_ranks(node):
     ]
 
 
-def test_modules_run_as_with_m(node):
+def test_module_flag_runs_like_python_m(node):
     """`--module` sets name, package and arguments as `python -m` does."""
     (node.home / "work" / "pack").mkdir(parents=True, exist_ok=True)
     (node.home / "work" / "pack" / "__init__.py").write_text("")
@@ -263,7 +263,7 @@ def test_modules_run_as_with_m(node):
     assert said[0] == said[1]
 
 
-def test_programs_run_as_with_no_python(node):
+def test_no_python_flag_runs_other_programs(node):
     """`--no-python` runs a program without Python in the rank."""
     said = []
     for way in (StartMethod.FORK, StartMethod.TORCHRUN):
@@ -274,7 +274,7 @@ def test_programs_run_as_with_no_python(node):
     assert said == ["0 of 1\n"] * 2
 
 
-def test_a_script_of_the_same_name_as_a_loaded_module_finds_its_own(node):
+def test_scripts_own_modules_shadow_preloaded_ones(node):
     """Modules that the fork server has imported do not hide the script's own modules."""
     node.script("WORD = 'mine'", "tqdm.py")
     try:

@@ -42,7 +42,7 @@ def module(node, name, text):
     return {"PYTHONPATH": str(folder)}
 
 
-def test_one_that_is_as_wanted_stays(node):
+def test_matching_fork_server_is_reused(node):
     """Variables that only ranks read do not replace the server."""
     assert agent.prepare_forking((), {}) == ""
     first = node.server
@@ -50,7 +50,7 @@ def test_one_that_is_as_wanted_stays(node):
     assert node.server is first
 
 
-def test_what_counts_at_a_start_only_renews_it(node):
+def test_startup_variables_replace_the_fork_server(node):
     """Variables that Python reads at its start replace the server, and the rank has them from its start."""
     assert agent.prepare_forking((), {}) == ""
     first = node.server
@@ -65,7 +65,7 @@ def test_what_counts_at_a_start_only_renews_it(node):
     assert found == {0: cold.stdout}
 
 
-def test_preloaded_modules_are_there_and_new_when_their_file_is(node):
+def test_preloaded_modules_follow_changes_of_their_files(node):
     """The running server imports further modules; fewer or changed modules need a new server."""
     environ = module(node, "slow_to_import", "WORD = 'old'")
     assert agent.prepare_forking(("colorsys",), environ) == ""
@@ -91,7 +91,7 @@ def test_preloaded_modules_are_there_and_new_when_their_file_is(node):
     ],
     ids=["thread", "cuda", "exit"],
 )
-def test_what_makes_forking_unsafe_is_said_and_nothing_is_forked(node, text, why):
+def test_unsafe_fork_is_refused_with_the_reason(node, text, why):
     """The reason is a sentence that users understand."""
     environ = module(node, "unsafe", text)
     said = agent.prepare_forking(("unsafe",), environ)
@@ -101,7 +101,7 @@ def test_what_makes_forking_unsafe_is_said_and_nothing_is_forked(node, text, why
         agent.open_store("run-x", 0)
 
 
-def test_a_preload_that_was_mended_serves(node):
+def test_corrected_preload_module_is_used(node):
     """The corrected module is used without any action of the user."""
     environ = module(node, "unsafe", "1 / 0")
     assert "ZeroDivisionError" in agent.prepare_forking(("unsafe",), environ)
@@ -109,12 +109,12 @@ def test_a_preload_that_was_mended_serves(node):
     assert agent.prepare_forking(("unsafe",), environ) == ""
 
 
-def test_another_interpreter_is_not_forked(node):
+def test_other_interpreter_is_not_forked(node):
     """torchrun's variable PYTHON_EXEC names another interpreter."""
     assert "/opt/other/python" in agent.prepare_forking((), {"PYTHON_EXEC": "/opt/other/python"})
 
 
-def test_each_generation_has_a_store_of_its_own(node):
+def test_each_restart_has_a_separate_store(node):
     """A restart finds no data of the earlier ranks, and their store is closed."""
     script = node.script(HELLO)
     node.start(script, nproc=2, max_restarts=1)
@@ -182,7 +182,7 @@ def test_fifty_launches_leave_nothing(node):
     assert len(list(Path("/proc/self/fd").iterdir())) == own
 
 
-def test_semaphores_in_use_stay():
+def test_semaphores_in_use_are_kept():
     """They are mapped under a name that has already been removed."""
     before = processes.list_shm_names()
     lock = multiprocessing.get_context("spawn").Lock()
@@ -192,7 +192,7 @@ def test_semaphores_in_use_stay():
     assert came <= processes.list_shm_names()
 
 
-def test_files_in_use_and_others_stay_in_shared_memory(tmp_path):
+def test_shared_memory_cleanup_keeps_files_in_use_and_foreign_files(tmp_path):
     """Only new files of known libraries that no process has open are removed."""
     (tmp_path / "torch_1_0").touch()
     before = processes.list_shm_names(tmp_path)
@@ -214,12 +214,12 @@ def test_files_in_use_and_others_stay_in_shared_memory(tmp_path):
         ({"OMP_NUM_THREADS": "many"}, False, 6),
     ],
 )
-def test_the_number_of_threads_is_that_of_a_new_process(environ, has_mkl, number):
+def test_number_of_threads_matches_a_new_process(environ, has_mkl, number):
     """The number is the one that torch chooses."""
     assert child.choose_thread_count(environ, cores=6, has_mkl=has_mkl) == number
 
 
-def test_variables_that_count_at_a_start():
+def test_select_startup_variables():
     """Variables of loaders, interpreters, thread pools and torch's start are selected; those read later are not."""
     late = {"NCCL_DEBUG": "1", "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}
     early = {"LD_PRELOAD": "x", "PYTHONHASHSEED": "1", "TORCH_LOGS": "dynamo", "OMP_PROC_BIND": "true", "LANG": "C"}
@@ -240,7 +240,7 @@ def test_variables_that_count_at_a_start():
         ("1:name=systemd:/", {}, None, 0),
     ],
 )
-def test_the_containers_memory_is_read_from_either_version_of_cgroups(tmp_path, line, files, kills, limit):
+def test_memory_limit_is_read_from_cgroups_v1_and_v2(tmp_path, line, files, kills, limit):
     """A cgroup that is mounted at the root is found too."""
     (tmp_path / "cgroup").write_text(f"{line}\n")
     for name, text in files.items():
@@ -261,6 +261,6 @@ def test_the_containers_memory_is_read_from_either_version_of_cgroups(tmp_path, 
         (2, None, ""),
     ],
 )
-def test_a_ranks_gpu_is_that_of_its_number(local_rank, visible, name):
+def test_gpu_of_a_rank_follows_cuda_visible_devices(local_rank, visible, name):
     """CUDA_VISIBLE_DEVICES defines the order of GPUs."""
     assert choose_gpu(local_rank, [("GPU-a", "L40"), ("GPU-b", "H200")], visible) == name

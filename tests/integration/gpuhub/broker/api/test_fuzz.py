@@ -70,7 +70,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), CASES, ids=[f"{m} {path} {mode.value}" for m, path, mode in CASES])
-def test_every_answer_is_as_described(
+def test_every_response_matches_the_openapi_schema(
     described: Any, known: dict[str, str], method: str, path: str, mode: GenerationMode
 ) -> None:
     """There is no 5xx, all responses are as documented, invalid requests are refused, and valid ones are not refused as

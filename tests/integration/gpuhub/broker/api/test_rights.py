@@ -130,7 +130,7 @@ async def test_every_route_for_every_caller(guarded: Setting, route: str) -> Non
     assert found == MATRIX[route].statuses
 
 
-async def test_public_routes_tell_nothing(guarded: Setting) -> None:
+async def test_public_routes_expose_no_user_data(guarded: Setting) -> None:
     """They respond without a token and contain no user names."""
     async with asgi_broker(guarded) as running, running.client(None) as client:
         await build_world(running)
@@ -139,7 +139,7 @@ async def test_public_routes_tell_nothing(guarded: Setting) -> None:
     assert [route for route, answer in answers.items() if '"ada"' in answer.text] == []
 
 
-async def test_who_is_refused_changes_nothing(guarded: Setting) -> None:
+async def test_refused_requests_change_nothing(guarded: Setting) -> None:
     """After every refused request, leases, jobs, nodes and reservations are unchanged."""
     watched = ("/leases", "/jobs", "/nodes", "/reservations")
 
@@ -191,13 +191,13 @@ async def test_every_route_of_the_application_is_in_the_table(guarded: Setting) 
     assert there == rows | set(PUBLIC)
 
 
-def test_what_only_administrators_may_is_audited() -> None:
+def test_administrator_routes_are_audited() -> None:
     """The audit log records each such route, whichever user it affects."""
     only_root = {route for route, row in MATRIX.items() if row.cells == ("N",) * 6 + ("Y",) * 2}
     assert {_name(route) for route in only_root} == {_name(action) for action in audit.PRIVILEGED}
 
 
-def test_the_documentation_shows_this_table() -> None:
+def test_documentation_has_the_table_of_rights() -> None:
     """docs/rights.md has the same table, and explains each kind of caller."""
     text = DOCS.read_text(encoding="utf-8")
     assert render() in text, f"put this into {DOCS}:\n{render()}"

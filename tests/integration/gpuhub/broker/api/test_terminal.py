@@ -86,7 +86,7 @@ def test_a_command_ends_with_its_exit_code(running: Running, job: str, command: 
     wait_until(lambda: all(one.poll() is not None for one in programs(running)), "nothing is left")
 
 
-def test_keys_reach_a_terminal_of_the_right_size(setting: Setting, running: Running, job: str) -> None:
+def test_terminal_gets_keys_and_window_size(setting: Setting, running: Running, job: str) -> None:
     """A login shell in the home can be resized, and its last output is not lost."""
     with terminal_of(running, job, cols=97, rows=31) as terminal:
         terminal.send_binary(b"PS1=; stty size; pwd; echo sum-$((40+2)); shopt -q login_shell && echo a-$((1))-login\n")
@@ -104,7 +104,7 @@ def test_keys_reach_a_terminal_of_the_right_size(setting: Setting, running: Runn
         assert last == {"exit": 5}
 
 
-def test_keys_after_the_end_cost_nothing_of_what_is_still_to_be_shown(running: Running, job: str) -> None:
+def test_keys_after_the_end_lose_no_output(running: Running, job: str) -> None:
     """A slow client continues to type after the shell has ended, while output is still being sent."""
     with terminal_of(running, job, command="seq 300000; exit 5") as terminal:
         shown = b""
@@ -118,7 +118,7 @@ def test_keys_after_the_end_cost_nothing_of_what_is_still_to_be_shown(running: R
         assert json.loads(data) == {"exit": 5}
 
 
-def test_who_goes_away_ends_what_ran(tmp_path: Path, running: Running, job: str) -> None:
+def test_disconnect_ends_the_terminals_processes(tmp_path: Path, running: Running, job: str) -> None:
     """Processes that ignore SIGHUP end too, in the foreground and in the background."""
     pids = tmp_path / "pids"
     stubborn = (
@@ -140,7 +140,7 @@ def _lives(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_two_terminals_are_the_most(running: Running, job: str) -> None:
+def test_third_terminal_is_refused(running: Running, job: str) -> None:
     """A third terminal is refused until one is closed."""
     with terminal_of(running, job) as first, terminal_of(running, job):
         with pytest.raises(websocket.WebSocketBadStatusException) as refused:
@@ -166,7 +166,9 @@ def _opens(running: Running, job: str) -> bool:
      ("ben", 404, "not-found"), ("root", 403, "not-allowed"), ("spawner", 403, "not-allowed"),
      ("own-token", 403, "not-allowed")],
 )  # fmt: skip
-def test_it_is_for_its_owner_alone(running: Running, job: str, token: str | None, status: int, code: str) -> None:
+def test_only_the_owner_may_open_a_terminal(
+    running: Running, job: str, token: str | None, status: int, code: str
+) -> None:
     """Administrators and services are refused; other users do not learn that the job exists."""
     with pytest.raises(websocket.WebSocketBadStatusException) as refused:
         connect(running, job, token)
@@ -175,14 +177,14 @@ def test_it_is_for_its_owner_alone(running: Running, job: str, token: str | None
     assert programs(running) == []
 
 
-def test_a_token_in_the_address_is_none(running: Running, job: str) -> None:
+def test_token_in_the_url_is_ignored(running: Running, job: str) -> None:
     """A token in the URL is ignored, because URLs are logged."""
     with pytest.raises(websocket.WebSocketBadStatusException) as refused:
         connect(running, job, None, token="ada")
     assert refused.value.status_code == 401
 
 
-def test_only_a_running_worker_has_one(running: Running, job: str) -> None:
+def test_terminal_needs_a_running_worker(running: Running, job: str) -> None:
     """The error names the run."""
     with pytest.raises(websocket.WebSocketBadStatusException) as refused:
         connect(running, job, worker=1)
@@ -195,7 +197,7 @@ def test_only_a_running_worker_has_one(running: Running, job: str) -> None:
     assert refused.value.status_code == 409
 
 
-def test_pages_of_other_sites_are_refused() -> None:
+def test_cross_origin_requests_are_refused() -> None:
     """A request with an Origin header must come from this site."""
     check_origin(None, "hub.lan:8000")
     check_origin("https://hub.lan:8000", "hub.lan:8000")

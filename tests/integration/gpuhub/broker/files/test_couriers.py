@@ -60,7 +60,7 @@ async def with_courier(setting: Setting) -> AsyncIterator[tuple[Running, str]]:
         yield running, node
 
 
-async def test_one_serves_until_nobody_came_for_a_while(setting: Setting, clock: AheadClock) -> None:
+async def test_courier_serves_until_the_idle_timeout(setting: Setting, clock: AheadClock) -> None:
     """One courier serves all requests of its owner; it is not a lease and blocks no GPU."""
     async with with_courier(setting) as (running, node):
         await send(running)
@@ -79,7 +79,7 @@ async def test_one_serves_until_nobody_came_for_a_while(setting: Setting, clock:
         assert len(setting.couriers.specs) == 2
 
 
-async def test_those_of_an_earlier_broker_are_removed(setting: Setting) -> None:
+async def test_couriers_of_an_earlier_broker_are_removed(setting: Setting) -> None:
     """A new broker does not know what runs in them."""
     async with with_courier(setting):
         pass
@@ -89,7 +89,7 @@ async def test_those_of_an_earlier_broker_are_removed(setting: Setting) -> None:
         assert stranger in setting.nodes["rig3"].containers
 
 
-async def test_a_drained_node_is_left(setting: Setting) -> None:
+async def test_courier_moves_off_a_drained_node(setting: Setting) -> None:
     """The next file is sent through a courier on another node."""
     async with with_courier(setting) as (running, node):
         await post(running, "root", f"/nodes/{node}/drain", {"grace_s": 3600})
@@ -98,7 +98,7 @@ async def test_a_drained_node_is_left(setting: Setting) -> None:
         assert node not in couriers(setting)
 
 
-async def test_one_that_vanished_is_started_anew(setting: Setting) -> None:
+async def test_vanished_courier_is_started_again(setting: Setting) -> None:
     """Users do not notice that it was removed by hand or ended with its node."""
     async with with_courier(setting) as (running, node):
         setting.nodes[node].containers.clear()
@@ -109,7 +109,7 @@ async def test_one_that_vanished_is_started_anew(setting: Setting) -> None:
         assert len(setting.couriers.specs) == 3
 
 
-async def test_another_node_is_tried(setting: Setting) -> None:
+async def test_courier_start_is_retried_on_another_node(setting: Setting) -> None:
     """When a node cannot start a courier, another one does; when none can, the error has the reason."""
     async with asgi_broker(setting) as running:
         setting.couriers.failing = {

@@ -96,7 +96,7 @@ def run_folder(setting: Setting) -> Path:
 
 
 @pytest.mark.parametrize("packed", [bytes, gzip.compress], ids=["plain", "gzip"])
-def test_what_is_sent_can_be_fetched(setting: Setting, running: Running, packed: Any) -> None:
+def test_uploaded_files_can_be_downloaded(setting: Setting, running: Running, packed: Any) -> None:
     """New parent folders belong to the user; a fetched archive begins with the name of the requested path."""
     sent = {"train.py": b"print(1)\n", "data/numbers": os.urandom(300_000), "a name\nwith 'quotes'": b""}
     answer = put(running, "work/train", packed(tar_of(sent, special("latest", tarfile.SYMTYPE, "data"))))
@@ -134,7 +134,9 @@ def test_every_user_has_their_own_home(setting: Setting, running: Running) -> No
     ],
     ids=lambda member: f"{member.name} {member.type.decode()}",
 )
-def test_members_that_lead_elsewhere_are_refused(setting: Setting, running: Running, member: tarfile.TarInfo) -> None:
+def test_archive_members_outside_the_folder_are_refused(
+    setting: Setting, running: Running, member: tarfile.TarInfo
+) -> None:
     """The error has the reason, and nothing is written outside the folder."""
     (setting.home("ada") / "outside").write_text("mine")
     answer = put(running, "work", tar_of({}, member))
@@ -145,14 +147,14 @@ def test_members_that_lead_elsewhere_are_refused(setting: Setting, running: Runn
 
 
 @pytest.mark.parametrize("path", ["../ben", "/etc", "a/../../b", "nul\0"])
-def test_paths_that_lead_elsewhere_are_refused(running: Running, path: str) -> None:
+def test_request_paths_outside_the_home_are_refused(running: Running, path: str) -> None:
     """They are refused before a courier is started."""
     for answer in (put(running, path, tar_of({})), get(running, path)):
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request")
     assert running.setting.couriers.specs == []
 
 
-def test_a_link_out_of_the_home_is_not_followed(setting: Setting, running: Running) -> None:
+def test_symlink_out_of_the_home_is_not_followed(setting: Setting, running: Running) -> None:
     """gpuhub reads and writes only in the home, wherever a user's link points."""
     (setting.home("ada") / "elsewhere").symlink_to("/etc")
     for answer in (put(running, "elsewhere/x", tar_of({})), get(running, "elsewhere/passwd")):
@@ -160,7 +162,7 @@ def test_a_link_out_of_the_home_is_not_followed(setting: Setting, running: Runni
     setting.home("ben")
 
 
-def test_a_command_in_a_path_is_a_path(setting: Setting, running: Running) -> None:
+def test_commands_in_a_path_are_not_executed(setting: Setting, running: Running) -> None:
     """No shell is involved: options and commands in a path are part of the name."""
     for name in ("--limit=9", "-h", "$(touch x); `touch y`", "a b"):
         assert put(running, name, tar_of({"f": b"1"})).status_code == 200
@@ -173,14 +175,14 @@ def test_a_command_in_a_path_is_a_path(setting: Setting, running: Running) -> No
     [b"", b"no tar at all", tar_of({"a": b"1" * 5000})[:3000], gzip.compress(b"x")[:9]],
     ids=["empty", "no tar", "cut tar", "cut gzip"],
 )
-def test_what_is_no_whole_tar_is_refused(running: Running, content: bytes) -> None:
+def test_incomplete_tar_is_refused(running: Running, content: bytes) -> None:
     """The error has the reason."""
     answer = put(running, "work", content)
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request")
     assert answer.json()["detail"].startswith("the upload is not a complete tar archive: ")
 
 
-def test_more_than_the_limit_is_refused_on_the_way(setting: Setting, running: Running) -> None:
+def test_upload_over_the_limit_is_refused_while_streaming(setting: Setting, running: Running) -> None:
     """The declared size and compression make no difference; the client reads the reason. Downloads have the same limit."""
     noise = random.Random(1).randbytes(3 * 1024**2)
     packed = gzip.compress(tar_of({"zeros": bytes(3 * 1024**2)}))
@@ -193,7 +195,7 @@ def test_more_than_the_limit_is_refused_on_the_way(setting: Setting, running: Ru
     assert (answer.status_code, answer.json()["code"]) == (413, "too-large")
 
 
-def test_a_full_home_is_told(running: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_full_home_is_reported(running: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The error is the operating system's message."""
     shim = (
         f"import os; os.mkdir = lambda *_, **__: (_ for _ in ()).throw(OSError({errno.EDQUOT}, 'Disk quota exceeded'))"
@@ -205,7 +207,7 @@ def test_a_full_home_is_told(running: Running, monkeypatch: pytest.MonkeyPatch, 
     assert answer.json()["detail"] == "Disk quota exceeded"
 
 
-def test_a_client_that_goes_away_ends_the_courier(running: Running) -> None:
+def test_disconnect_during_an_upload_ends_its_process(running: Running) -> None:
     """A client disconnects during an upload: no process is left, and the next transfer is accepted."""
 
     def half() -> Iterator[bytes]:
@@ -225,7 +227,7 @@ def _programs(running: Running) -> list[Any]:
     return [one for node in running.setting.nodes.values() for one in node.execs.running]
 
 
-def test_a_stream_that_is_not_taken_waits(setting: Setting, tmp_path: Path) -> None:
+def test_slow_download_is_backpressured(setting: Setting, tmp_path: Path) -> None:
     """A slow download is neither buffered in the broker nor lost, and at most two run at once."""
     setting.cluster = build_cluster(jobs=JobSettings(upload_limit="64M"))
     content = os.urandom(24 * 1024**2)
@@ -288,7 +290,7 @@ def test_logs_are_followed_to_the_end_of_the_job(setting: Setting, running: Runn
     assert (again.content, again.headers["Content-Type"]) == (b"last \xff\n", "text/plain; charset=utf-8")
 
 
-def test_followers_that_go_away_leave_nothing(setting: Setting, running: Running) -> None:
+def test_disconnected_log_followers_leave_nothing(setting: Setting, running: Running) -> None:
     """Four streams may follow, and the fifth is refused; when they have ended, their couriers end and others may
     follow.
     """
@@ -308,7 +310,7 @@ def test_followers_that_go_away_leave_nothing(setting: Setting, running: Running
     wait_until(lambda: running.send("GET", url[len(running.url) :]).status_code == 200, "others may read")
 
 
-def test_a_ranks_own_output_of_the_latest_start(setting: Setting, running: Running) -> None:
+def test_output_of_one_rank_is_of_the_latest_start(setting: Setting, running: Running) -> None:
     """Both streams of a rank can be read; ranks are found by node."""
     job = launch(running, nnodes=1)
     logs = run_folder(setting) / "logs"
@@ -323,7 +325,7 @@ def test_a_ranks_own_output_of_the_latest_start(setting: Setting, running: Runni
     assert running.send("GET", path, params={"rank": 1}).text == ""
 
 
-def test_the_state_is_told(setting: Setting, running: Running) -> None:
+def test_status_of_a_job_is_returned(setting: Setting, running: Running) -> None:
     """The status is as the job wrote it; there is none before that, and invalid JSON is ignored."""
     job = launch(running)
     path = f"/api/v1/jobs/{job['id']}/state"
@@ -338,7 +340,7 @@ def test_the_state_is_told(setting: Setting, running: Running) -> None:
     assert running.send("GET", path).status_code == 409
 
 
-def test_a_notebooks_job_has_its_output_there(running: Running) -> None:
+def test_follow_of_a_notebooks_job_ends_at_once(running: Running) -> None:
     """Following it ends at once instead of never."""
     job = launch(running, detached=False)
     for tail in ("logs", "state"):

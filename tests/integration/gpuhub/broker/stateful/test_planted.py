@@ -212,7 +212,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     ],
     indirect=["world"],
 )
-def test_it_holds(world: World, scenario: Scenario) -> None:
+def test_scenario_passes_without_a_bug(world: World, scenario: Scenario) -> None:
     """The scenario passes with the unchanged product."""
     scenario(world, People(world))
     assert world.is_alive
@@ -227,7 +227,7 @@ def test_it_holds(world: World, scenario: Scenario) -> None:
     ],
     indirect=["world"],
 )
-def test_a_planted_trap_is_caught(
+def test_scenario_fails_with_a_bug(
     world: World, trap: Callable[[Patch], None], scenario: Scenario, monkeypatch: Patch
 ) -> None:
     """The same scenario fails with one bug."""
@@ -270,12 +270,12 @@ async def _ask_beside_a_hung_node(folder: Path, patch: Patch, *, deadline_s: flo
         daemons.close()
 
 
-async def test_a_hung_node_holds_up_nobody_else(tmp_path: Path, monkeypatch: Patch) -> None:
+async def test_hung_node_does_not_block_other_nodes(tmp_path: Path, monkeypatch: Patch) -> None:
     """While eight calls to one node hang, another node answers."""
     assert await _ask_beside_a_hung_node(tmp_path, monkeypatch, deadline_s=30)
 
 
-async def test_one_thread_for_all_nodes_is_caught(tmp_path: Path, monkeypatch: Patch) -> None:
+async def test_scenario_fails_with_one_thread_for_all_nodes(tmp_path: Path, monkeypatch: Patch) -> None:
     """The same scenario fails with one thread for all nodes, as in DockerSpawner."""
     shared = ThreadPoolExecutor(1)
     monkeypatch.setattr(daemons_module, "ThreadPoolExecutor", lambda *_args, **_kwargs: shared)
