@@ -54,7 +54,7 @@ async def fail(error: Exception, ping: Any = "OK") -> None:
         raise error
 
 
-async def test_a_daemon_that_answers_is_not_blamed() -> None:
+async def test_storage_hang_is_reported_only_if_docker_responds() -> None:
     """Hanging storage is reported only if the daemon answers a ping."""
     with pytest.raises(
         StorageUnavailable, match=r"Docker on node rig1 answers.*storage hangs there, nfs://nas/home/ada"
@@ -66,7 +66,7 @@ async def test_a_daemon_that_answers_is_not_blamed() -> None:
         await fail(SILENT, TimeoutError())
 
 
-async def test_a_node_that_cannot_be_reached_is_no_matter_of_storage() -> None:
+async def test_unreachable_node_is_not_a_storage_error() -> None:
     """Nor is what has nothing to do with a mount."""
     for error in (NodeUnreachable("node rig1: cut off"), Conflict("node rig1: taken"), GpuhubError("node rig1: runc")):
         with pytest.raises(type(error), match=str(error)):
@@ -75,7 +75,7 @@ async def test_a_node_that_cannot_be_reached_is_no_matter_of_storage() -> None:
         await fail(GpuhubError("node rig1: failed to mount local volume: no such device"))
 
 
-async def test_a_name_that_is_kept_for_a_hung_container_is_told() -> None:
+async def test_name_reserved_by_a_hung_creation_is_reported() -> None:
     """The daemon refuses the name, and knows no such container yet."""
 
     class Busy:
@@ -89,7 +89,7 @@ async def test_a_name_that_is_kept_for_a_hung_container_is_told() -> None:
         await ensure_created(Busy(), "rig1", worker(build_cluster()), adopt=True)  # type: ignore[arg-type]
 
 
-async def test_an_earlier_request_that_comes_to_its_end_meanwhile_is_adopted() -> None:
+async def test_container_of_an_earlier_request_is_adopted() -> None:
     """The daemon is through with it between two of the questions: whichever they are, there is one container."""
     spec = worker(build_cluster())
 
@@ -142,7 +142,7 @@ async def test_an_earlier_request_that_comes_to_its_end_meanwhile_is_adopted() -
         (VOLUME + "something new", r"cannot mount the home of ada \(nfs://nas/home/ada\): node rig1: .*something new"),
     ],
 )
-def test_a_failed_mount_says_what_to_do(text: str, says: str) -> None:
+def test_mount_failure_has_a_remedy(text: str, says: str) -> None:
     """For the user, who passes it on, and the administrator."""
     found = explain_mount_failure(text, "rig1", STORAGE_WITH_DATASETS, "ada")
     assert found is not None
@@ -150,7 +150,7 @@ def test_a_failed_mount_says_what_to_do(text: str, says: str) -> None:
     assert re.search(says, found), found
 
 
-def test_it_says_which_mount_it_is() -> None:
+def test_mount_failure_names_the_mount() -> None:
     """The texts distinguish datasets and scratch from the home."""
     datasets = VOLUME.replace("-home-ada-", "-datasets-") + "permission denied"
     assert "cannot mount the datasets (nfs://nas/data)" in str(
@@ -172,12 +172,12 @@ def test_it_says_which_mount_it_is() -> None:
         "node rig1: driver failed programming external connectivity: connection refused",
     ],
 )
-def test_other_failures_are_left_alone(text: str) -> None:
+def test_other_failures_are_not_explained_as_storage(text: str) -> None:
     """Storage is named only where Docker names a mount."""
     assert explain_mount_failure(text, "rig1", STORAGE_WITH_DATASETS, "ada") is None
 
 
-def test_a_hang_names_what_may_hang() -> None:
+def test_mount_hang_names_the_storage_paths() -> None:
     """The home, and the datasets where there are some."""
     assert "storage hangs there, nfs://nas/home/ada or nfs://nas/data." in describe_mount_hang(
         "rig1", STORAGE_WITH_DATASETS, "ada"

@@ -56,7 +56,7 @@ def as_text(spec: ContainerSpec) -> str:
 
 
 @pytest.mark.parametrize("case", ["notebook", "notebook-cpu", "notebook-nfs", "worker", "courier"])
-def test_arguments_are_those_of_the_golden_file(cluster: ClusterSettings, case: str) -> None:
+def test_container_arguments_match_the_golden_file(cluster: ClusterSettings, case: str) -> None:
     """Every argument that Docker gets is written down; run with GPUHUB_UPDATE_GOLDEN=1 to accept a change."""
     nfs = cluster.model_copy(update={"storage": NFS})
     spec = {
@@ -73,7 +73,7 @@ def test_arguments_are_those_of_the_golden_file(cluster: ClusterSettings, case: 
 
 
 @pytest.mark.parametrize("make", [notebook, worker, courier])
-def test_a_container_has_no_rights_it_does_not_need(cluster: ClusterSettings, make: object) -> None:
+def test_containers_have_minimal_privileges(cluster: ClusterSettings, make: object) -> None:
     """No capability, no new privileges, no root, memory without swap, and no host namespace."""
     spec = make(cluster, "GPU-aaa")  # type: ignore[operator]
     host = spec.host_config
@@ -86,7 +86,7 @@ def test_a_container_has_no_rights_it_does_not_need(cluster: ClusterSettings, ma
     assert not any("docker.sock" in str(mount) for mount in host["mounts"])
 
 
-def test_no_leased_gpu_means_no_device_request_and_no_gpu_by_default(cluster: ClusterSettings) -> None:
+def test_container_without_gpus_requests_no_device(cluster: ClusterSettings) -> None:
     """A CPU-only container asks for no device, and an image that wants all GPUs gets none."""
     spec = notebook(cluster)
     assert build_device_requests(()) == []
@@ -96,7 +96,7 @@ def test_no_leased_gpu_means_no_device_request_and_no_gpu_by_default(cluster: Cl
 
 
 @pytest.mark.parametrize("make", [notebook, worker, courier])
-def test_whatever_an_image_asks_of_nvidia_s_runtime_is_overridden(cluster: ClusterSettings, make: object) -> None:
+def test_nvidia_runtime_variables_of_images_are_overridden(cluster: ClusterSettings, make: object) -> None:
     """Docker lets the container's environment win over the image's, name by name."""
     environment = make(cluster, "GPU-aaa", "GPU-bbb").environment  # type: ignore[operator]
     told = {name: value for name, value in environment.items() if name.startswith("NVIDIA_")}
@@ -114,7 +114,7 @@ def test_whatever_an_image_asks_of_nvidia_s_runtime_is_overridden(cluster: Clust
 
 
 @pytest.mark.parametrize("make", [notebook, worker, courier])
-def test_no_container_has_a_weaker_seccomp_profile_or_writes_cores(cluster: ClusterSettings, make: object) -> None:
+def test_containers_keep_the_seccomp_profile_and_write_no_cores(cluster: ClusterSettings, make: object) -> None:
     """Docker's default profile holds where none is named."""
     host = make(cluster, "GPU-aaa").host_config  # type: ignore[operator]
     assert not [option for option in host["security_opt"] if "seccomp" in option or "apparmor" in option]
@@ -122,7 +122,7 @@ def test_no_container_has_a_weaker_seccomp_profile_or_writes_cores(cluster: Clus
     assert host["log_config"]["Config"] == {"max-size": "10m", "max-file": "3"}
 
 
-def test_a_limited_disk_is_asked_of_docker(cluster: ClusterSettings) -> None:
+def test_disk_limit_becomes_a_docker_storage_option(cluster: ClusterSettings) -> None:
     """Notebooks have their profile's limit and workers that of [jobs]; without a setting there is no option."""
     jobs = cluster.jobs.model_copy(update={"disk": 5 * 1024**3})
     profiles = tuple(profile.model_copy(update={"disk": 1024**3}) for profile in cluster.profiles)
@@ -133,7 +133,7 @@ def test_a_limited_disk_is_asked_of_docker(cluster: ClusterSettings) -> None:
 
 
 @pytest.mark.parametrize("name", ["NVIDIA_VISIBLE_DEVICES", "NVIDIA_REQUIRE_CUDA", "CUDA_VISIBLE_DEVICES"])
-def test_an_environment_that_meddles_with_gpus_is_refused(cluster: ClusterSettings, name: str) -> None:
+def test_environment_with_gpu_variables_is_refused(cluster: ClusterSettings, name: str) -> None:
     """GPUs come from leases alone."""
     with pytest.raises(SettingsError, match=name):
         notebook(cluster, "GPU-aaa", environment={name: "all"})
@@ -144,7 +144,7 @@ def test_a_worker_has_no_token(cluster: ClusterSettings) -> None:
     assert not [name for name in worker(cluster).environment if "TOKEN" in name]
 
 
-def test_a_courier_reaches_nothing_but_the_home(cluster: ClusterSettings) -> None:
+def test_courier_has_access_to_the_home_only(cluster: ClusterSettings) -> None:
     """No GPU, no network, no datasets, no lease, no token, and nothing to write elsewhere."""
     spec = courier(cluster)
     host = spec.host_config
@@ -155,7 +155,7 @@ def test_a_courier_reaches_nothing_but_the_home(cluster: ClusterSettings) -> Non
     assert not [name for name in spec.environment if "TOKEN" in name]
 
 
-def test_workers_of_a_detached_job_are_told_of_each_other(cluster: ClusterSettings) -> None:
+def test_workers_of_a_detached_job_get_their_peers(cluster: ClusterSettings) -> None:
     """Others are not: their notebook asks."""
     asked = {
         "lease_id": "l",
@@ -177,20 +177,20 @@ def test_workers_of_a_detached_job_are_told_of_each_other(cluster: ClusterSettin
     assert "GPU_LAUNCH_ROSTER" not in worker(cluster).environment
 
 
-def test_a_notebook_is_told_how_long_workers_stay(cluster: ClusterSettings) -> None:
+def test_notebook_gets_the_idle_limit_of_workers(cluster: ClusterSettings) -> None:
     """The setting is passed on; 0 turns idle workers off."""
     none = cluster.model_copy(update={"jobs": cluster.jobs.model_copy(update={"keep_workers": 0})})
     assert notebook(cluster).environment["GPUHUB_KEEP_WORKERS_S"] == "600"
     assert notebook(none).environment["GPUHUB_KEEP_WORKERS_S"] == "0"
 
 
-def test_the_port_is_published_on_the_nodes_own_address_only(cluster: ClusterSettings) -> None:
+def test_port_is_published_only_on_the_node_address(cluster: ClusterSettings) -> None:
     """A notebook is not reachable at every address of its node."""
     assert notebook(cluster, "GPU-aaa").host_config["port_bindings"] == {8888: ("192.168.1.21",)}
     assert "port_bindings" not in worker(cluster).host_config
 
 
-def test_other_nfs_options_make_another_volume(cluster: ClusterSettings) -> None:
+def test_changed_nfs_options_create_a_new_volume(cluster: ClusterSettings) -> None:
     """Docker keeps a volume's options, so a changed setting must not meet the old volume."""
     other = NFS.model_copy(update={"nfs_options": "nfsvers=3"})
     sources = {
@@ -201,7 +201,7 @@ def test_other_nfs_options_make_another_volume(cluster: ClusterSettings) -> None
     assert all(source.startswith("gpuhub-home-ada-") for source in sources)
 
 
-def test_a_part_of_a_gpu_carries_its_cap_and_its_label(cluster: ClusterSettings) -> None:
+def test_gpu_share_sets_its_memory_cap_and_label(cluster: ClusterSettings) -> None:
     """The whole card is passed, since nothing else can be; what keeps to the cap reads it from the environment."""
     profile = cluster.profiles[0]
     part = dataclasses.replace(place(cluster, "GPU-aaa"), gpu_share=4, memory_cap_mib=8151)
@@ -216,7 +216,7 @@ def test_a_part_of_a_gpu_carries_its_cap_and_its_label(cluster: ClusterSettings)
     assert "GPUHUB_GPU_MEMORY_CAP_MIB" not in whole.environment
 
 
-def test_labels_name_lease_and_epoch(cluster: ClusterSettings) -> None:
+def test_labels_contain_lease_and_epoch(cluster: ClusterSettings) -> None:
     """The reconciler finds every container's lease in its labels."""
     labels = worker(cluster).labels
     assert (labels[names.LABEL_LEASE], labels[names.LABEL_EPOCH], labels[names.LABEL_OWNER]) == ("lease-9", "3", "ada")

@@ -116,7 +116,7 @@ async def ensure(client: Docker, cluster: ClusterSettings | None = None) -> None
     )
 
 
-async def test_a_guard_is_made_once(client: Docker) -> None:
+async def test_firewall_container_is_created_once(client: Docker) -> None:
     """A firewall that is in place is not changed."""
     client.lines = [{}, {"state": "starting", "why": ""}, {"state": "ok", "why": "applied"}]
     await ensure(client)
@@ -125,7 +125,7 @@ async def test_a_guard_is_made_once(client: Docker) -> None:
     assert client.there[NAME]["labels"][names.LABEL_KIND] == names.KIND_FIREWALL
 
 
-async def test_it_has_one_capability_and_survives_the_machine(client: Docker) -> None:
+async def test_firewall_container_has_one_capability_and_restarts(client: Docker) -> None:
     """No GPU, no file of the node, no other right; Docker starts it with the machine."""
     await ensure(client)
     made = client.there[NAME]
@@ -138,7 +138,7 @@ async def test_it_has_one_capability_and_survives_the_machine(client: Docker) ->
 
 
 @pytest.mark.parametrize("change", ["image", "settings", "stopped"])
-async def test_another_image_or_other_rules_make_another_guard(client: Docker, change: str) -> None:
+async def test_changed_image_or_rules_replace_the_firewall_container(client: Docker, change: str) -> None:
     """A stopped container is replaced as well."""
     await ensure(client)
     cluster = build_cluster()
@@ -153,7 +153,9 @@ async def test_another_image_or_other_rules_make_another_guard(client: Docker, c
     assert client.created == [NAME, NAME]
 
 
-async def test_why_a_filter_is_not_in_place_is_told(client: Docker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_packet_filter_is_reported_with_the_reason(
+    client: Docker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error names the node and has the script's or Docker's text; a container without output times out."""
     client.lines = [{"state": "failed", "why": "nft: Operation not permitted"}]
     with pytest.raises(GpuhubError, match=r"node rig1: its firewall is not in place.*Operation not permitted"):
@@ -172,7 +174,7 @@ async def test_why_a_filter_is_not_in_place_is_told(client: Docker, monkeypatch:
         await ensure(client)
 
 
-async def test_without_the_setting_there_is_no_guard(client: Docker) -> None:
+async def test_disabled_firewall_has_no_container(client: Docker) -> None:
     """The table is taken away before the last container of the kind is."""
     off = build_cluster(network={"guard": False})
     await ensure(client, off)
@@ -182,7 +184,7 @@ async def test_without_the_setting_there_is_no_guard(client: Docker) -> None:
     assert (client.created, client.there) == ([NAME, f"{NAME}-off"], {})
 
 
-async def test_a_removal_that_broke_off_is_done_again(client: Docker) -> None:
+async def test_interrupted_firewall_removal_is_repeated(client: Docker) -> None:
     """While the table may exist, a container on the node shows it."""
     await ensure(client)
     client.exit_code = 1
@@ -196,6 +198,6 @@ async def test_a_removal_that_broke_off_is_done_again(client: Docker) -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"x", b"[]", b"{}", b'{"state": "ok"}', b"\xff"])
-def test_a_line_that_says_nothing(line: bytes) -> None:
+def test_invalid_status_lines_are_ignored(line: bytes) -> None:
     """Such as a traceback."""
     assert firewall_container.parse_status_line(line) == ("", "")

@@ -28,12 +28,12 @@ def way(interface: str, mtu: int | None) -> Route:
         ([way("tun0", 626)], 626),
     ],
 )
-def test_the_narrowest_way_counts(ways: list[Route], mtu: int) -> None:
+def test_smallest_route_mtu_is_used(ways: list[Route], mtu: int) -> None:
     """Routes within this machine do not count, and jumbo frames need a setting."""
     assert choose_mtu(ways) == mtu
 
 
-def test_a_way_that_is_too_narrow_is_named() -> None:
+def test_too_small_route_mtu_is_an_error() -> None:
     """The error has the needed value and the setting that overrides it."""
     with pytest.raises(SetupError, match=r"10\.0\.0\.7 over tun0 has an MTU of 600 bytes.*626 at least.*network\.mtu"):
         choose_mtu([way("eth0", 1500), way("tun0", 600)])
@@ -49,7 +49,7 @@ def test_a_way_that_is_too_narrow_is_named() -> None:
         ({}, None),
     ],
 )
-def test_what_the_kernel_says(tmp_path: Path, route: dict[str, object], found: Route | None) -> None:
+def test_kernel_routes_are_parsed(tmp_path: Path, route: dict[str, object], found: Route | None) -> None:
     """A route may have an MTU that differs from its interface's; an own address has no outgoing interface."""
     (tmp_path / "wg0").mkdir()
     (tmp_path / "wg0" / "mtu").write_text("1420\n")
@@ -57,7 +57,7 @@ def test_what_the_kernel_says(tmp_path: Path, route: dict[str, object], found: R
 
 
 @pytest.mark.process
-def test_a_number_in_the_settings_wins() -> None:
+def test_configured_mtu_takes_precedence() -> None:
     """And overlays leave room for VXLAN's header."""
     cluster = build_cluster()
     jumbo = cluster.model_copy(update={"network": cluster.network.model_copy(update={"mtu": 9000})})

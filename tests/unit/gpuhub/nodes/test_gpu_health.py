@@ -63,7 +63,7 @@ def condition(node: NodeStatus, *, at: float = NOW, cordon: Cordon | None = None
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_is_unreachable_after_two_failures_and_up_after_two_good_looks() -> None:
+def test_two_failures_make_a_node_unreachable_and_two_successes_up() -> None:
     """One lost packet does not make a node unreachable, and one answer does not bring it back."""
     node = status.record_failure(up(gpu()), "no answer", NOW)
     assert node.can_take_work()
@@ -77,12 +77,12 @@ def test_a_node_is_unreachable_after_two_failures_and_up_after_two_good_looks() 
     assert status.record_answer(node, NOW + 5).is_up
 
 
-def test_a_node_is_up_at_once_when_it_never_failed() -> None:
+def test_node_that_never_failed_is_up_after_one_probe() -> None:
     """The start of the broker does not count as a recovery."""
     assert status.record_answer(NodeStatus(name="rig1"), NOW).is_up
 
 
-def test_a_node_that_does_not_answer_for_long_is_down() -> None:
+def test_node_that_misses_probes_for_long_is_down() -> None:
     """The node is up without further polls."""
     node = status.record_failure(status.record_failure(up(gpu()), "no answer", NOW), "no answer", NOW)
     assert condition(node, at=NOW + 599).state is NodeState.UNREACHABLE
@@ -98,7 +98,7 @@ def flap(node: NodeStatus, at: float) -> NodeStatus:
     return node
 
 
-def test_a_flapping_node_needs_more_good_looks() -> None:
+def test_flapping_node_needs_more_successful_probes() -> None:
     """After the third time within ten minutes; when that is long ago, no more."""
     node = flap(flap(up(gpu()), NOW), NOW + 60)
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_a_node_never_flaps(looks: list[bool]) -> None:
         assert len(node.flaps) <= step + 1
 
 
-def test_cordons_are_told_and_nothing_new_goes_there() -> None:
+def test_cordoned_node_is_shown_and_takes_no_new_work() -> None:
     """Leases there are still shown; a missing answer comes before the cordon."""
     cordon = Cordon(node="rig1", by="root", reason="new fans", at=1.0)
     node = up(gpu())
@@ -146,7 +146,7 @@ def test_cordons_are_told_and_nothing_new_goes_there() -> None:
     assert condition(gone, cordon=cordon).message == "no answer; cordoned by root: new fans"
 
 
-def test_a_supply_says_what_the_settings_and_the_node_say() -> None:
+def test_node_capacity_combines_settings_and_readings() -> None:
     """Labels and limits from the settings; driver, GPUs and health from the node."""
     cluster = build_cluster()
     rig1 = NodeSettings(
@@ -164,7 +164,7 @@ def test_a_supply_says_what_the_settings_and_the_node_say() -> None:
     assert (every[1].takes_work, every[1].unavailable_reason) == (False, "has not been read yet")
 
 
-def test_a_daemon_that_has_not_said_who_it_is_gets_no_work() -> None:
+def test_node_without_a_daemon_id_takes_no_work() -> None:
     """The daemon's id is stored with a new lease, so it must be known."""
     assert supply(up(gpu(), daemon_id=None)).unavailable_reason == "its Docker daemon has not been identified yet"
 
@@ -189,7 +189,7 @@ def test_a_daemon_that_has_not_said_who_it_is_gets_no_work() -> None:
         ),
     ],
 )
-def test_a_broken_gpu_is_failed_and_says_why(changes: dict[str, Any], why: str) -> None:
+def test_broken_gpu_is_failed_with_the_reason(changes: dict[str, Any], why: str) -> None:
     """The failure is shown whether the GPU is held or not; the GPU is available after the next reading without it."""
     node = up(gpu())
     broken = node.evolve(gpus=(gpu(**changes),))
@@ -203,12 +203,12 @@ def test_a_broken_gpu_is_failed_and_says_why(changes: dict[str, Any], why: str) 
     assert state(mended, at=NOW + 2).state is GpuState.FREE
 
 
-def test_errors_that_were_corrected_are_no_fault() -> None:
+def test_zero_error_counters_are_not_a_fault() -> None:
     """Counters at zero, and sensors that there are not."""
     assert state(up(gpu(ecc_uncorrected=0, remap_failed=False))).state is GpuState.FREE
 
 
-def test_a_silent_agent_fails_its_gpus() -> None:
+def test_gpus_of_a_silent_agent_are_failed() -> None:
     """Fifteen seconds without a new line: nothing is given there."""
     node = up(gpu())
     assert supply(node, at=NOW + 15).slots[0].available
@@ -220,7 +220,7 @@ def test_a_silent_agent_fails_its_gpus() -> None:
     assert condition(node, at=NOW + 15.1).message == "its GPU agent is silent"
 
 
-def test_a_gpu_that_two_nodes_report_is_given_on_neither() -> None:
+def test_gpu_reported_by_two_nodes_is_unavailable_on_both() -> None:
     """The GPU is listed once, and both nodes' pages report the conflict."""
     inventory = of(up(gpu("a")), up(gpu("a"), gpu("b", 1), name="rig2"))
     every = gpu_health.build_node_capacities(
@@ -243,7 +243,7 @@ def test_a_gpu_that_two_nodes_report_is_given_on_neither() -> None:
         ({"processes": None, "memory_used_mib": 1024}, None),
     ],
 )
-def test_outsiders_are_seen(changes: dict[str, Any], why: str | None) -> None:
+def test_outside_use_of_a_gpu_is_detected(changes: dict[str, Any], why: str | None) -> None:
     """Processes count, and memory above that of an idle GPU; the text has NVML's data."""
     node = up(gpu(**changes))
     slot = supply(node).slots[0]
@@ -261,7 +261,7 @@ def test_outsiders_are_seen(changes: dict[str, Any], why: str | None) -> None:
     st.one_of(st.none(), st.floats(NOW - 10, NOW + 10)),
     st.one_of(st.none(), st.floats(NOW - 10, NOW + 10)),
 )
-def test_a_gpu_that_was_in_use_is_given_again_only_after_a_clean_reading(
+def test_used_gpu_is_available_only_after_a_clean_reading(
     in_use: bool, leased: bool, freed_at: float | None, printed_after: float | None
 ) -> None:
     """A clean reading gives it at once; one in use never does, and is held against outsiders only if it is new enough."""
@@ -280,7 +280,7 @@ def test_a_gpu_that_was_in_use_is_given_again_only_after_a_clean_reading(
         assert awaits is not is_later
 
 
-def test_the_lease_of_a_gpu_blames_nobody_after_its_end() -> None:
+def test_ended_lease_is_not_reported_as_outside_use() -> None:
     """After a lease a GPU is unavailable until a reading shows it empty or used by others."""
     guards = GpuLeaseFlags()
     guards.mark_held("GPU-1", "l1")
@@ -302,7 +302,7 @@ def test_the_lease_of_a_gpu_blames_nobody_after_its_end() -> None:
     assert state(then(3, NOW + 4, *BUSY), at=NOW + 4, lease_status=guards.get_status("GPU-1")).state is GpuState.OUTSIDE
 
 
-def test_a_shared_gpu_is_free_when_the_last_lease_left() -> None:
+def test_shared_gpu_is_free_after_its_last_lease() -> None:
     """Repeated reports change nothing, nor does the end of a lease that never began."""
     guards = GpuLeaseFlags()
     guards.mark_freed("GPU-1", "l0", 5.0)
@@ -316,7 +316,7 @@ def test_a_shared_gpu_is_free_when_the_last_lease_left() -> None:
     assert guards.by_uuid == {"GPU-1": GpuLeaseStatus(leased=False, freed_at=8.0)}
 
 
-def test_the_order_in_which_a_gpus_troubles_are_told() -> None:
+def test_gpu_problems_are_shown_by_precedence() -> None:
     """An unreachable node hides all but a quarantine; a fault comes before the holder."""
     node = up(gpu())
     gone = status.record_failure(status.record_failure(node, "no answer", NOW), "no answer", NOW)
@@ -339,7 +339,7 @@ def news(conditions: ConditionReporter, node: NodeStatus, at: float = NOW) -> li
     return conditions.report_changes(of(node), node.name, lease_statuses={}, monotonic=at, scheduling=SCHEDULING)
 
 
-def test_each_change_is_told_once() -> None:
+def test_each_condition_change_is_reported_once() -> None:
     """Changes of nodes and GPUs are reported once; a healthy start and a waiting node are not."""
     conditions, node = ConditionReporter(), up(gpu())
     assert news(conditions, node) == []
@@ -369,7 +369,7 @@ def releasing(*nodes: str) -> LeaseRow:
     )
 
 
-def test_what_lacks_proof_for_too_long_is_found_with_the_reasons() -> None:
+def test_leases_long_without_proof_are_found_with_reasons() -> None:
     """A silent node, a doubtful one and a slow one are each named."""
     gone = status.record_failure(status.record_failure(up(gpu(), name="rig2"), "no answer", NOW), "no answer", NOW)
     inventory = of(up(gpu()), gone, up(gpu(), name="rig3"))

@@ -43,7 +43,7 @@ def read_once(*gpus: GpuReading) -> NodeStatus:
     return agent_container.record_agent_reading(NodeStatus(name="rig1"), line(1, *gpus), 100.0)
 
 
-def test_a_line_is_read_once() -> None:
+def test_agent_line_is_read_once() -> None:
     """A repeated line is not a new reading; its age counts from its first appearance."""
     node = agent_container.record_agent_reading(read_once(gpu()), line(1, gpu()), 110.0)
     assert (node.read_at, node.boot_id, node.driver, node.has_readings) == (100.0, "b1", "580.95.05", True)
@@ -51,7 +51,7 @@ def test_a_line_is_read_once() -> None:
     assert not node.is_fresh(100.1 + STALE_S)
 
 
-def test_a_reading_is_after_what_the_look_before_it_saw() -> None:
+def test_reading_is_newer_than_the_previous_probe() -> None:
     """A new line was printed after the last poll; for the first line the time is unknown."""
     node = read_once(gpu())
     assert not node.is_read_after(0.0)
@@ -61,7 +61,7 @@ def test_a_reading_is_after_what_the_look_before_it_saw() -> None:
     assert not node.is_read_after(102.1)
 
 
-def test_an_old_line_after_a_failure_is_no_reading() -> None:
+def test_stale_line_after_a_failure_is_not_a_reading() -> None:
     """If the agent can be read again but its line is old, its GPUs count as not read."""
     node = agent_container.record_agent_failure(read_once(gpu()), "no image")
     assert (node.gpu_error, node.read_at) == ("no image", None)
@@ -70,7 +70,7 @@ def test_an_old_line_after_a_failure_is_no_reading() -> None:
     assert agent_container.record_agent_reading(node, line(2, gpu()), 112.0).read_at == 112.0
 
 
-def test_a_gpu_that_fails_or_vanishes_is_kept_and_named() -> None:
+def test_failed_or_missing_gpu_is_kept_with_the_reason() -> None:
     """Until a reading without the fault it stays, with the reason."""
     node = read_once(gpu("a", 0), gpu("b", 1))
     broken = agent_container.record_agent_reading(node, line(2, gpu("", 0, error="GPU is lost"), gpu("b", 1)), 101.0)
@@ -81,7 +81,7 @@ def test_a_gpu_that_fails_or_vanishes_is_kept_and_named() -> None:
     assert [g.error for g in mended.gpus] == [None, None]
 
 
-def test_nvml_failing_as_a_whole_fails_every_gpu() -> None:
+def test_nvml_failure_fails_every_gpu() -> None:
     """The cards still exist, and count for what can ever be granted."""
     node = agent_container.record_agent_reading(read_once(gpu()), line(2, error="NVML does not answer"), 101.0)
     assert [g.error for g in node.gpus] == ["NVML does not answer"]
@@ -90,7 +90,7 @@ def test_nvml_failing_as_a_whole_fails_every_gpu() -> None:
     assert inventory.cards()["rig1"] == (GpuSpec(model="RTX 5090", memory_mib=32607),)
 
 
-def test_a_gpu_that_is_split_or_joined_is_what_it_is_now() -> None:
+def test_mig_reconfiguration_replaces_the_listed_devices() -> None:
     """MIG devices take the place of their GPU, other ones theirs, and the whole GPU that of all."""
     whole, other = gpu("GPU-1", 0), gpu("GPU-2", 1)
     split = agent_container.merge_readings([whole, other], [mig(0), mig(1), other])
@@ -123,7 +123,7 @@ GOOD = {
 }
 
 
-def test_a_line_says_all_that_is_to_be_known() -> None:
+def test_agent_line_is_parsed_completely() -> None:
     """Every field of a line arrives."""
     found = agent_container.parse_agent_line(json.dumps(GOOD).encode() + b"\n")
     assert found is not None
@@ -137,7 +137,7 @@ def test_a_line_says_all_that_is_to_be_known() -> None:
 @pytest.mark.parametrize(
     "cut", [b"", b"\n", json.dumps(GOOD).encode()[:40], b"[]", b"null", b"Traceback", b"\xff", b"{}"]
 )
-def test_lines_cut_off_or_empty_are_no_reading(cut: bytes) -> None:
+def test_truncated_or_empty_lines_are_not_readings(cut: bytes) -> None:
     """Right after a rotation the log may end in the middle of a line."""
     assert agent_container.parse_agent_line(cut) is None
 
@@ -146,12 +146,12 @@ def test_lines_cut_off_or_empty_are_no_reading(cut: bytes) -> None:
     ("text", "expected"),
     [(b"", b""), (b"half", b""), (b"one\n", b"one"), (b"one\ntwo\n", b"two"), (b"one\ntw", b"one")],
 )
-def test_the_last_whole_line_counts(text: bytes, expected: bytes) -> None:
+def test_last_complete_line_is_used(text: bytes, expected: bytes) -> None:
     """Docker cuts a long line into pieces of 16 KiB; one that has no end yet is not read."""
     assert find_last_line(text) == expected
 
 
-def test_what_is_simulated_is_what_the_agent_says() -> None:
+def test_simulated_lines_match_the_agent_format() -> None:
     """The tests' nodes print lines as the agent does: GPUs, MIG devices, faults and processes."""
     node = SimulatedNode(name="rig1", cards=[("NVIDIA GeForce RTX 5090", 32607)] * 3)
     node.processes[0], node.ecc[0], node.gpu_errors[1] = [(7, 300)], 1, "GPU is lost"
@@ -163,7 +163,7 @@ def test_what_is_simulated_is_what_the_agent_says() -> None:
     assert [g.is_mig for g in found.gpus] == [False, False, True, True]
 
 
-def test_a_gpu_that_two_nodes_report_is_found() -> None:
+def test_gpu_reported_by_two_nodes_is_detected() -> None:
     """Two nodes that report one card have a problem, because a card cannot be in two machines."""
     inventory = build_inventory(build_cluster(), {"rig1": [gpu("a")]})
     inventory = inventory.with_node(NodeStatus(name="rig2", gpus=(gpu("a"), gpu("b", 1))))
@@ -171,7 +171,7 @@ def test_a_gpu_that_two_nodes_report_is_found() -> None:
     assert inventory.with_node(NodeStatus(name="rig2", gpus=(gpu("b", 1),))).duplicate_uuids == frozenset()
 
 
-def test_the_agent_runs_without_gpuhub_and_without_rights() -> None:
+def test_agent_runs_without_gpuhub_and_without_privileges() -> None:
     """The script imports only the standard library and pynvml, and its container has only read access."""
     script = agent_script()
     assert "gpuhub" not in script.replace("gpuhub.", "").split('"""', 2)[2]
@@ -183,7 +183,7 @@ def test_the_agent_runs_without_gpuhub_and_without_rights() -> None:
     assert agent.PERIOD_S < agent.HANG_S < STALE_S
 
 
-def test_the_agent_tells_that_nvml_hangs() -> None:
+def test_agent_reports_a_hanging_nvml() -> None:
     """Without a reading the line has an error, and the next reading is printed when it arrives."""
     waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     assert agent.next_reading(waiting, hang_s=0.01) == {"driver": None, "error": "NVML does not answer", "gpus": []}
@@ -191,14 +191,14 @@ def test_the_agent_tells_that_nvml_hangs() -> None:
     assert agent.next_reading(waiting, hang_s=0.01)["driver"] == "1"
 
 
-def test_the_boot_id_is_the_kernels(tmp_path: Any) -> None:
+def test_boot_id_is_read_from_the_kernel(tmp_path: Any) -> None:
     """Read from the kernel's file, and not known where there is none."""
     (tmp_path / "boot_id").write_text("0b4f\n")
     assert agent.read_boot_id(str(tmp_path / "boot_id")) == "0b4f"
     assert agent.read_boot_id(str(tmp_path / "none")) is None
 
 
-async def test_the_agent_is_replaced_when_its_image_changes(setting: Setting) -> None:
+async def test_agent_is_replaced_when_its_image_changes(setting: Setting) -> None:
     """An agent of another build is replaced; one of this build is kept."""
     node = setting.nodes["rig1"]
     node.run_container({"gpuhub.kind": "agent", "gpuhub.agent": "old"}, name="ghtest-agent")
@@ -209,7 +209,7 @@ async def test_the_agent_is_replaced_when_its_image_changes(setting: Setting) ->
         assert node.of_kind("agent") == [agent_container]
 
 
-async def test_a_node_without_the_toolkit_takes_notebooks_without_gpu(setting: Setting) -> None:
+async def test_node_without_container_toolkit_accepts_notebooks_without_gpu(setting: Setting) -> None:
     """The missing toolkit is reported; notebooks without GPU run there nevertheless."""
     for node in setting.nodes.values():
         node.has_toolkit = False
@@ -221,7 +221,7 @@ async def test_a_node_without_the_toolkit_takes_notebooks_without_gpu(setting: S
     )
 
 
-async def test_the_cluster_shows_what_is_free_and_who_holds_the_rest(setting: Setting) -> None:
+async def test_cluster_view_shows_free_gpus_and_holders(setting: Setting) -> None:
     """Profiles count what a new request could get now: not what is held, nor what others wait for."""
     async with asgi_broker(setting) as running:
         await ask(running, "ada")
@@ -241,14 +241,14 @@ async def test_the_cluster_shows_what_is_free_and_who_holds_the_rest(setting: Se
         await until(lambda: running.core.capacity.inventory.nodes["rig1"].line_number, "a line was read")
 
 
-def test_the_head_address_is_one_that_containers_reach() -> None:
+def test_head_node_address_is_the_setting_or_the_source_address() -> None:
     """A setting counts; a node on loopback does not reveal the address."""
     assert find_head_address(build_cluster(hub={"address": "10.1.2.3"})) == "10.1.2.3"
     assert find_source_address("127.0.0.1") == "127.0.0.1"
 
 
 @pytest.mark.parametrize(("number", "is_lost"), [(errno.EPERM, True), (errno.EACCES, False), (errno.ENOENT, False)])
-def test_devices_are_lost_when_the_kernel_refuses_them(
+def test_lost_devices_are_detected_by_refused_access(
     monkeypatch: pytest.MonkeyPatch, number: int, is_lost: bool
 ) -> None:
     """A file's mode, or a device that is not there, is another matter."""
@@ -261,7 +261,7 @@ def test_devices_are_lost_when_the_kernel_refuses_them(
     assert agent.has_lost_devices() is is_lost
 
 
-def test_a_card_that_was_moved_is_its_new_nodes_alone() -> None:
+def test_moved_gpu_belongs_only_to_its_new_node() -> None:
     """The old node keeps a GPU that it no longer reports as failed until another node reports it."""
     inventory = build_inventory(build_cluster(), {})
     for name in ("rig1", "rig2"):

@@ -45,7 +45,7 @@ THERE = {"n0": (BIG,), "n1": (SMALL, SMALL), "n2": (MIDDLE,)}
         ),
     ],
 )
-def test_the_impossible_is_named_with_what_there_is(request_: SchedulingRequest, text: str) -> None:
+def test_infeasible_request_is_explained_with_capacity(request_: SchedulingRequest, text: str) -> None:
     """What can never be granted is refused, whoever holds what now."""
     made = engine([NodeCapacity(name="n1", driver="570", memory_mib=64 * 1024)])
     if request_.memory_mib:
@@ -53,7 +53,7 @@ def test_the_impossible_is_named_with_what_there_is(request_: SchedulingRequest,
     assert (made.explain_infeasible(request_, THERE) or "").startswith(text)
 
 
-def test_what_is_possible_or_may_be_is_not_refused() -> None:
+def test_feasible_or_unknown_requests_are_not_refused() -> None:
     """Elastic requests by their least, and nodes not read yet by what they may have."""
     made = engine([])
     assert made.explain_infeasible(SchedulingRequest(id="a", owner="a", nodes=9, least_nodes=3), THERE) is None
@@ -63,7 +63,7 @@ def test_what_is_possible_or_may_be_is_not_refused() -> None:
     assert made.explain_infeasible(ask("a", nodes=2, same_model=True), {"n0": (BIG,), "n1": None, "n2": None}) is None
 
 
-def test_position_text_and_start_are_told() -> None:
+def test_pending_reason_has_position_holder_and_expected_start() -> None:
     """Who waits learns the place in line, who holds it, and when it will be free, in turn."""
     there = nodes([BIG], [SMALL])
     held = [
@@ -81,7 +81,7 @@ def test_position_text_and_start_are_told() -> None:
         made.explain_pending("x", NOW)
 
 
-def test_obstacles_name_the_demand_that_costs_most_first() -> None:
+def test_constraints_are_sorted_by_their_delay() -> None:
     """Each demand is left out in turn, and the start without it is told."""
     there = nodes([BIG], [SMALL], [SMALL])
     running = hold(ask("x", time_limit_s=3 * HOUR), slot(there, "n0-0"))
@@ -95,7 +95,7 @@ def test_obstacles_name_the_demand_that_costs_most_first() -> None:
     assert next(iter(found)) == "at least 30 GiB"
 
 
-def test_many_owners_are_named_in_part() -> None:
+def test_long_lists_of_owners_are_truncated() -> None:
     """A line stays a line."""
     there = nodes([SMALL] * 8)
     held = [hold(ask(f"x{number}"), slot(there, f"n0-{number}")) for number in range(8)]

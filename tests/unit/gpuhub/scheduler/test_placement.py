@@ -87,7 +87,7 @@ def fits(of: FreeCapacity, demand: NodeDemand) -> bool:
 
 
 @given(states(), demands(), st.sampled_from([(), MIXED]))
-def test_there_is_a_choice_exactly_when_it_fits_and_the_choice_fits(
+def test_placement_exists_exactly_when_the_demand_fits(
     of: FreeCapacity, demand: NodeDemand, workload: fragmentation.Workload
 ) -> None:
     choice = make_least_waste(workload).choose(of, demand)
@@ -99,14 +99,14 @@ def test_there_is_a_choice_exactly_when_it_fits_and_the_choice_fits(
 
 
 @given(states(), demands())
-def test_two_policies_made_alike_answer_alike(of: FreeCapacity, demand: NodeDemand) -> None:
+def test_equal_policies_make_equal_choices(of: FreeCapacity, demand: NodeDemand) -> None:
     policy = make_least_waste(MIXED)
     first = policy.choose(of, demand)
     assert policy.choose(replace(of), replace(demand)) == first == make_least_waste(MIXED).choose(of, demand)
 
 
 @given(st.lists(st.sampled_from(CARDS), min_size=1, max_size=6), st.integers(1, WHOLE), st.sampled_from([(), MIXED]))
-def test_any_card_will_do_then_the_least_capable_is_given(
+def test_least_capable_gpu_is_granted_for_any_model(
     cards: list[GpuSpec], milli: int, workload: fragmentation.Workload
 ) -> None:
     least = min(card.memory_mib for card in cards)
@@ -117,80 +117,80 @@ def test_any_card_will_do_then_the_least_capable_is_given(
     assert cards[best(NodeDemand(gpus=1, milli=milli), *apart, workload=workload)[0]].memory_mib == least
 
 
-def test_with_equal_memory_the_older_card_is_given() -> None:
+def test_older_gpu_is_granted_for_equal_memory() -> None:
     older = GpuSpec(model="RTX 3090", memory_mib=24576, capability=(8, 6))
     newer = GpuSpec(model="RTX 4090", memory_mib=24564, capability=(8, 9))
     assert best(NodeDemand(gpus=1), node(newer), node(older))[0] == 1
 
 
 @given(st.permutations(CARDS))
-def test_the_best_liked_card_is_given(liked: list[GpuSpec]) -> None:
+def test_preferred_model_is_granted(liked: list[GpuSpec]) -> None:
     demand = NodeDemand(gpus=1, cards=tuple(liked[:2]))
     assert best(demand, *(node(card) for card in CARDS))[0] == CARDS.index(liked[0])
     (at,) = best(demand, node(*CARDS))[1].gpus
     assert CARDS[at] == liked[0]
 
 
-def test_several_gpus_are_the_least_capable_of_the_node() -> None:
+def test_least_capable_gpus_of_a_node_are_granted() -> None:
     assert best(NodeDemand(gpus=2), node(BIG, SMALL, BIG, MIDDLE))[1].gpus == (1, 3)
 
 
 @pytest.mark.parametrize("workload", [(), MIXED])
-def test_among_equals_the_fuller_node_is_taken_and_whole_nodes_stay(workload: fragmentation.Workload) -> None:
+def test_fuller_node_is_preferred_and_empty_nodes_are_kept(workload: fragmentation.Workload) -> None:
     empty, half_full = node(SMALL, SMALL, SMALL, SMALL), node(SMALL, SMALL, SMALL, SMALL, free=(0, 0, WHOLE, WHOLE))
     for gpus in (1, 2):
         assert best(NodeDemand(gpus=gpus), empty, half_full, workload=workload)[0] == 1
 
 
-def test_among_equally_full_nodes_the_one_with_fewer_containers_is_taken() -> None:
+def test_node_with_fewer_containers_breaks_ties() -> None:
     assert best(NodeDemand(gpus=1), node(SMALL, load=2), node(SMALL, load=1))[0] == 1
 
 
-def test_a_notebook_without_gpu_goes_where_the_fewest_containers_are() -> None:
+def test_notebook_without_gpu_uses_the_node_with_fewest_containers() -> None:
     busy, idle = node(SMALL, SMALL, free=(0, 0), load=3), node(SMALL, SMALL, load=1)
     assert best(NodeDemand(gpus=0), busy, idle)[0] == 1
     assert best(NodeDemand(gpus=0), replace(busy, load=1), idle)[0] == 0
 
 
 @pytest.mark.parametrize("workload", [(), MIXED])
-def test_a_part_goes_to_a_gpu_in_use_rather_than_to_a_whole_one(workload: fragmentation.Workload) -> None:
+def test_gpu_share_prefers_a_gpu_that_is_already_shared(workload: fragmentation.Workload) -> None:
     in_use, whole = node(SMALL, free=(500,)), node(SMALL)
     assert best(NodeDemand(gpus=1, milli=500), whole, in_use, workload=workload)[0] == 1
 
 
-def test_without_a_workload_a_part_goes_where_least_is_left_over() -> None:
+def test_gpu_share_is_best_fit_without_a_workload() -> None:
     of = node(SMALL, SMALL, SMALL, free=(900, 520, 700))
     assert best(NodeDemand(gpus=1, milli=500), of)[1].gpus == (1,)
 
 
-def test_a_part_leaves_over_what_others_ask_for() -> None:
+def test_gpu_share_leaves_remainders_that_others_request() -> None:
     """A third is popular here and a fifth is not: 0.33 left over is worth more than 0.2."""
     workload = ((NodeDemand(gpus=1, milli=330), 1.0), (NodeDemand(gpus=1), 1.0))
     of = node(SMALL, SMALL, free=(700, 830))
     assert best(NodeDemand(gpus=1, milli=500), of, workload=workload)[1].gpus == (1,)
 
 
-def test_tasks_with_much_cpu_go_where_cpu_is_plenty() -> None:
+def test_cpu_heavy_requests_use_nodes_with_free_cpu() -> None:
     poor = node(SMALL, SMALL, SMALL, SMALL, cpu_milli=40000, memory_mib=UNLIMITED)
     rich = node(SMALL, SMALL, cpu_milli=100000, memory_mib=UNLIMITED)
     assert best(NodeDemand(gpus=1, cpu_milli=16000), poor, rich, workload=MIXED)[0] == 1
     assert best(NodeDemand(gpus=0, cpu_milli=16000), poor, rich, workload=MIXED)[0] == 1
 
 
-def test_cards_that_the_workload_does_not_want_are_given_first() -> None:
+def test_models_unpopular_in_the_workload_are_granted_first() -> None:
     other = replace(SMALL, model="RTX 4070")
     workload = ((NodeDemand(gpus=1, cards=(SMALL,)), 1.0),)
     assert best(NodeDemand(gpus=1), node(SMALL), node(other), workload=workload)[0] == 1
 
 
-def test_an_exclusive_demand_takes_the_node_that_it_wastes_least_of() -> None:
+def test_exclusive_demand_uses_the_node_with_least_waste() -> None:
     assert best(NodeDemand(gpus=2, exclusive=True), node(*[SMALL] * 4), node(*[SMALL] * 2), node(*[SMALL] * 3))[0] == 1
 
 
 # -- the waste expected of a free part ------------------------------------------------------------------------------
 
 
-def test_nothing_free_wastes_nothing_and_what_nobody_wants_is_wasted() -> None:
+def test_waste_is_zero_without_capacity_and_full_without_demand() -> None:
     filled = fragmentation.estimate_fills(((NodeDemand(gpus=1, milli=400), 1.0),), SMALL)
     assert len(filled) == WHOLE + 1
     assert filled[0] == fragmentation.FillEstimate()
@@ -199,7 +199,7 @@ def test_nothing_free_wastes_nothing_and_what_nobody_wants_is_wasted() -> None:
     assert 200 <= filled[1000].waste < 220
 
 
-def test_expected_waste_is_that_of_many_random_fillings() -> None:
+def test_expected_waste_matches_a_simulation() -> None:
     """Against the process that the equation describes, drawn at random."""
     workload = (
         (NodeDemand(gpus=1, milli=300, cpu_milli=2000), 2.0),
@@ -220,7 +220,7 @@ def test_expected_waste_is_that_of_many_random_fillings() -> None:
     assert sum(cpus) / len(cpus) == pytest.approx(expected.cpu, rel=0.05)
 
 
-def test_a_node_without_the_cpu_for_its_gpus_strands_a_like_part_of_them() -> None:
+def test_missing_cpu_strands_a_proportional_part_of_gpus() -> None:
     four = fragmentation.FillEstimate(used=4000.0, cpu=40000.0)
     assert fragmentation.estimate_stranded(four, 40000, UNLIMITED) == 0
     assert fragmentation.estimate_stranded(four, 30000, UNLIMITED) == 1000
@@ -229,7 +229,7 @@ def test_a_node_without_the_cpu_for_its_gpus_strands_a_like_part_of_them() -> No
 
 
 @given(st.floats(0, 1e5), st.floats(0, 1e9), st.integers(0, 200000))
-def test_more_cpu_never_strands_more(cpu: float, variance: float, free: int) -> None:
+def test_more_free_cpu_never_strands_more_gpus(cpu: float, variance: float, free: int) -> None:
     need = fragmentation.FillEstimate(used=1000.0, cpu=cpu, cpu_variance=variance)
     assert (
         fragmentation.estimate_stranded(need, free, UNLIMITED)

@@ -341,7 +341,7 @@ def step(broker: Broker, data: st.DataObject, number: int) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(brokers(), st.data())
-def test_an_engine_kept_up_to_date_equals_one_built_anew(broker: Broker, data: st.DataObject) -> None:
+def test_updated_scheduler_equals_a_rebuilt_one(broker: Broker, data: st.DataObject) -> None:
     """After any course of events it decides, orders and explains the same; what it decides is right."""
     for number in range(20, 20 + data.draw(st.integers(1, 8))):
         step(broker, data, number)
@@ -359,7 +359,7 @@ def test_an_engine_kept_up_to_date_equals_one_built_anew(broker: Broker, data: s
 
 @settings(max_examples=60, deadline=None)
 @given(brokers(), st.data())
-def test_asking_changes_nothing(broker: Broker, data: st.DataObject) -> None:
+def test_explanations_and_trials_do_not_change_state(broker: Broker, data: st.DataObject) -> None:
     """Explanations in full and trial requests leave the engine as it was, and a trial says what comes true."""
     trial = data.draw(requests("t99"))
     expected = broker.rebuilt().decide(broker.now)
@@ -376,7 +376,7 @@ def test_asking_changes_nothing(broker: Broker, data: st.DataObject) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(brokers(plain=True))
-def test_nothing_that_fits_is_left_waiting(broker: Broker) -> None:
+def test_no_request_that_fits_stays_pending(broker: Broker) -> None:
     """Who waits would not even be served alone, or only with what is kept for the protected before."""
     broker.decide()
     for request in list(broker.requests.values()):
@@ -395,7 +395,7 @@ def test_nothing_that_fits_is_left_waiting(broker: Broker) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(brokers(limited=True, plain=True), st.data())
-def test_backfill_never_delays_the_first_in_line(broker: Broker, data: st.DataObject) -> None:
+def test_backfill_never_delays_the_first_request(broker: Broker, data: st.DataObject) -> None:
     """With true time limits, the first in line starts by the moment it was told, however many pass it."""
     broker.engine = new_engine(replace(broker.rules, backfill=True, fair_share_s=0.0, preemption=False))
     broker.engine.rebuild(broker.world())
@@ -425,7 +425,7 @@ def test_backfill_never_delays_the_first_in_line(broker: Broker, data: st.DataOb
 
 @settings(max_examples=40, deadline=None)
 @given(brokers(plain=True), st.data())
-def test_nobody_starves(broker: Broker, data: st.DataObject) -> None:
+def test_no_request_starves(broker: Broker, data: st.DataObject) -> None:
     """Whatever comes later, every request that can be served is served within a bounded time."""
     broker.nodes = {name: replace(supply, takes_work=True) for name, supply in broker.nodes.items()}
     for supply in broker.nodes.values():

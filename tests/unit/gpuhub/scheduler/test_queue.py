@@ -41,7 +41,7 @@ def spent(owner: str, hours: float, ended_at: float = NOW, **parts: object) -> U
     return UsageRecord(**{**made, **parts, "owner": owner, "ended_at": ended_at})  # type: ignore[arg-type]
 
 
-def test_age_priority_and_watched_requests_decide_the_order() -> None:
+def test_queue_order_follows_age_priority_and_interactivity() -> None:
     """First come, first served; a point of priority counts as ten minutes, a watched request as four hours."""
     asks = [
         ask("a", created_at=NOW, batch=True),
@@ -53,7 +53,7 @@ def test_age_priority_and_watched_requests_decide_the_order() -> None:
     assert engine(nodes([BIG]), *asks).order_requests(NOW) == ["d", "c", "b", "a", "e"]
 
 
-def test_who_used_much_is_put_back_by_at_most_a_day() -> None:
+def test_fair_share_delays_heavy_users_by_at_most_a_day() -> None:
     """GPU-time counts half after a week, against that of all, and never for more than `fair_share_s`."""
     asks = [ask("ada", created_at=NOW - 2 * HOUR), ask("ben", created_at=NOW - HOUR)]
     used = [spent("ada", 20), spent("ben", 10)]
@@ -69,7 +69,7 @@ def test_who_used_much_is_put_back_by_at_most_a_day() -> None:
 
 
 @pytest.mark.parametrize("due", [0.01, 0.5, 1.0])
-def test_the_penalty_is_bounded_and_grows_with_use(due: float) -> None:
+def test_fair_share_penalty_is_bounded_and_grows_with_usage(due: float) -> None:
     """Nothing for who used nothing, all for who used all."""
     penalties = [
         compute_penalty(used, 10.0, due, SchedulingParameters(fair_share_s=1000.0)) for used in (0.0, 1.0, 5.0, 10.0)
@@ -78,7 +78,7 @@ def test_the_penalty_is_bounded_and_grows_with_use(due: float) -> None:
     assert (penalties[0], penalties[-1]) == (0.0, 1000.0)
 
 
-def test_running_use_parts_and_card_values_count() -> None:
+def test_usage_includes_running_leases_shares_and_gpu_weights() -> None:
     """A half GPU counts half, a dear card more, and what runs counts as it goes."""
     there = nodes([BIG, MIDDLE])
     part = hold(ask("ada", share=2), slot(there, "n0-1"))
@@ -90,7 +90,7 @@ def test_running_use_parts_and_card_values_count() -> None:
     assert (used["ada"].gpus, used["ada"].gpu_hours_week) == (1, 0.5)
 
 
-def test_weights_share_the_cluster_unevenly() -> None:
+def test_fair_share_weights_favour_users() -> None:
     """Of two who used as much, the one whose due is more goes first."""
     asks = [ask("ada", created_at=NOW - 60), ask("ben", created_at=NOW)]
     used = [spent("ada", 10), spent("ben", 10)]
@@ -98,7 +98,7 @@ def test_weights_share_the_cluster_unevenly() -> None:
     assert made.order_requests(NOW) == ["ben", "ada"]
 
 
-def test_a_short_request_passes_a_blocked_one_and_a_long_one_does_not() -> None:
+def test_only_short_requests_are_backfilled() -> None:
     """What the first in line counts on is free to those who end before its start."""
     there = nodes([BIG, BIG])
     running = hold(ask("x", time_limit_s=3 * HOUR), slot(there, "n0-0"))
@@ -112,7 +112,7 @@ def test_a_short_request_passes_a_blocked_one_and_a_long_one_does_not() -> None:
     assert made.explain_pending("a", NOW).expected_start == NOW + 2 * HOUR
 
 
-def test_where_the_start_is_unknown_what_is_needed_is_kept_and_the_rest_is_free() -> None:
+def test_needed_gpus_stay_reserved_when_the_start_is_unknown() -> None:
     """A holding without a time limit never lets others pass on the GPUs that the first in line counts on."""
     there = nodes([BIG, BIG], [SMALL])
     running = hold(ask("x"), slot(there, "n0-0"))
@@ -123,7 +123,7 @@ def test_where_the_start_is_unknown_what_is_needed_is_kept_and_the_rest_is_free(
     assert made.explain_pending("b", NOW).text == "1 × RTX 5090 on one node: held by x; requested earlier by others"
 
 
-def test_without_backfill_a_blocked_request_keeps_everything_it_could_use() -> None:
+def test_blocked_request_reserves_all_candidates_without_backfill() -> None:
     """Behind a waiter for the large card the small one is free, behind one for any card nothing is."""
     there = nodes([BIG], [SMALL])
     running = hold(ask("x", time_limit_s=9 * HOUR), slot(there, "n0-0"))
@@ -135,7 +135,7 @@ def test_without_backfill_a_blocked_request_keeps_everything_it_could_use() -> N
     assert gang.decide(NOW).grants == {}
 
 
-def test_the_first_in_line_of_every_pool_is_protected() -> None:
+def test_first_request_of_each_pool_is_protected() -> None:
     """Many waiters for one model leave the first waiter for another model its place."""
     there = nodes([BIG], [SMALL, SMALL])
     held = [hold(ask("x"), slot(there, "n0-0")), hold(ask("y", time_limit_s=3 * HOUR), slot(there, "n1-0"))]
@@ -146,7 +146,7 @@ def test_the_first_in_line_of_every_pool_is_protected() -> None:
     assert made.explain_pending("b", NOW).expected_start == NOW + 2 * HOUR
 
 
-def test_an_owner_at_the_limit_waits_and_delays_nobody() -> None:
+def test_owner_at_the_quota_waits_and_delays_no_request() -> None:
     """Who holds as many GPUs as allowed waits, is told so, and others pass; also within one decision."""
     there = nodes([BIG], [SMALL])
     rights = {"ada": Quota(per_user=QuotaLimits(max_gpus=1))}
@@ -159,7 +159,7 @@ def test_an_owner_at_the_limit_waits_and_delays_nobody() -> None:
     assert set(made.decide(NOW).grants) == {"b"}
 
 
-def test_a_group_has_a_limit_together() -> None:
+def test_group_quota_counts_all_members() -> None:
     """What members hold counts for all of them; an elastic request takes what is left."""
     there = nodes([BIG], [SMALL], [MIDDLE])
     team = frozenset({"team"})
@@ -172,7 +172,7 @@ def test_a_group_has_a_limit_together() -> None:
     assert made.explain_pending("b", NOW).text == "team holds 2 of at most 2 GPUs and ada asks for 1 more"
 
 
-def test_hours_of_a_week_free_when_they_leave_the_window() -> None:
+def test_weekly_gpu_hours_free_up_as_they_leave_the_window() -> None:
     """Who used them up waits, and the engine says when to look again."""
     made = engine(
         nodes([BIG]),
@@ -188,7 +188,7 @@ def test_hours_of_a_week_free_when_they_leave_the_window() -> None:
     assert set(made.decide(again_at or 0.0).grants) == {"a"}
 
 
-def test_reservations_keep_gpus_for_their_users() -> None:
+def test_reserved_gpus_are_granted_only_to_their_users() -> None:
     """Others may use them as long as they end before; within the window only the users may."""
     course = Reservation(
         id="v",
@@ -220,7 +220,7 @@ def scavenger(name: str, there: list[NodeCapacity], uuid: str, **parts: float) -
     return hold(ask(name, scavenge=True), slot(there, uuid), **parts)
 
 
-def test_scavenging_holdings_give_way_and_what_they_give_is_kept() -> None:
+def test_scavenging_job_is_preempted_and_its_gpu_is_reserved() -> None:
     """As few as needed, the youngest; the request gets what is given back, and nobody else."""
     there = nodes([BIG, BIG, BIG])
     held = [scavenger(name, there, f"n0-{n}", granted_at=NOW - HOUR + n) for n, name in enumerate("xyz")]
@@ -237,7 +237,7 @@ def test_scavenging_holdings_give_way_and_what_they_give_is_kept() -> None:
     assert set(made.decide(NOW + 1).grants) == {"a"}
 
 
-def test_nothing_is_preempted_without_the_rule_for_scavengers_or_in_vain() -> None:
+def test_preemption_needs_permission_and_must_help() -> None:
     """Preemption is off by default, not for scavenging requests, and not where it does not help."""
     there = nodes([BIG, BIG])
     held = scavenger("x", there, "n0-0")
@@ -250,7 +250,7 @@ def test_nothing_is_preempted_without_the_rule_for_scavengers_or_in_vain() -> No
     assert engine(there, ending, other, ask("a"), rules=on).decide(NOW).preemptions == ()
 
 
-def test_elastic_holdings_shrink_to_their_least() -> None:
+def test_elastic_allocation_shrinks_to_its_minimum() -> None:
     """A node is given up where it is needed, and no more than the holding can spare."""
     there = nodes([BIG], [BIG], [BIG])
     elastic = SchedulingRequest(id="x", owner="x", nodes=3, least_nodes=2)
@@ -265,7 +265,7 @@ def test_elastic_holdings_shrink_to_their_least() -> None:
     assert set(made.decide(NOW + 1).grants) == {"a"}
 
 
-def test_a_quarantined_holding_blocks_its_gpus_and_is_not_charged() -> None:
+def test_quarantined_allocation_blocks_gpus_and_is_not_charged() -> None:
     """The owner may have others, pays nothing for it, and it has no known end."""
     there = nodes([BIG])
     stuck = hold(ask("x", owner="ada", time_limit_s=HOUR), slot(there, "n0-0"), is_quarantined=True)

@@ -22,7 +22,7 @@ from tests.support.scheduler_snapshots import (
 )
 
 
-def test_the_least_capable_card_that_satisfies_is_given() -> None:
+def test_least_capable_sufficient_gpu_is_granted() -> None:
     """Who asks for any GPU gets the smallest, and leaves the large one for who needs it."""
     there = nodes([BIG], [MIDDLE], [SMALL])
     assert got(engine(there, ask("a")).decide(NOW), "a") == ["n2-0"]
@@ -30,7 +30,7 @@ def test_the_least_capable_card_that_satisfies_is_given() -> None:
     assert got(engine(there, ask("a", requirement=at_least)).decide(NOW), "a") == ["n1-0"]
 
 
-def test_models_are_tried_in_the_order_in_which_they_are_liked() -> None:
+def test_models_are_tried_in_order_of_preference() -> None:
     """The first model with a free GPU is given, though a later one would be smaller."""
     there = nodes([BIG], [MIDDLE], [SMALL])
     liked = GpuRequirement(models=("RTX 5090", "RTX 5060"))
@@ -38,7 +38,7 @@ def test_models_are_tried_in_the_order_in_which_they_are_liked() -> None:
     assert (got(decision, "a"), got(decision, "b")) == (["n0-0"], ["n2-0"])
 
 
-def test_old_drivers_and_old_cards_are_left_out() -> None:
+def test_nodes_with_old_drivers_or_gpus_are_excluded() -> None:
     """The least driver is the node's, the least compute capability the card's; what is not known is not enough."""
     there = [node("n0", BIG, driver="550.1"), node("n1", BIG), node("n2", SMALL, driver="575.2"), node("n3", MIDDLE)]
     newer = ask("a", requirement=GpuRequirement(least_driver="570"))
@@ -47,13 +47,13 @@ def test_old_drivers_and_old_cards_are_left_out() -> None:
     assert (got(decision, "a"), got(decision, "b")) == (["n2-0"], ["n3-0"])
 
 
-def test_among_equal_cards_the_fuller_node_is_used() -> None:
+def test_fuller_node_is_used_for_equal_gpus() -> None:
     """A node that is partly used is filled before a whole one is broken."""
     there = nodes([SMALL, SMALL], [SMALL, SMALL])
     assert got(engine(there, ask("a"), hold(ask("x"), slot(there, "n1-0"))).decide(NOW), "a") == ["n1-1"]
 
 
-def test_a_gang_gets_equal_cards_where_it_can() -> None:
+def test_gang_gets_equal_gpus_if_possible() -> None:
     """Two nodes with the same card rather than two with different ones; mixed cards are said."""
     there = nodes([SMALL], [MIDDLE], [BIG], [BIG])
     alike = engine(there, ask("a", nodes=2)).decide(NOW)
@@ -62,7 +62,7 @@ def test_a_gang_gets_equal_cards_where_it_can() -> None:
     assert mixed.grants["a"].note == "mixed cards: 1 × RTX 5070, 1 × RTX 5090; the slowest sets the pace"
 
 
-def test_the_same_model_may_be_asked_for() -> None:
+def test_same_model_can_be_requested() -> None:
     """Where no model has enough, the request waits rather than mixing."""
     there = nodes([SMALL], [MIDDLE], [BIG])
     assert engine(there, ask("a", nodes=2, same_model=True)).decide(NOW).grants == {}
@@ -70,19 +70,19 @@ def test_the_same_model_may_be_asked_for() -> None:
     assert got(twice, "a") == ["n2-0", "n3-0"]
 
 
-def test_several_gpus_of_one_node_are_equal_where_possible() -> None:
+def test_gpus_of_one_node_are_equal_if_possible() -> None:
     """On a mixed node two equal cards are taken before two different, smaller ones."""
     there = nodes([SMALL, MIDDLE, MIDDLE])
     assert got(engine(there, ask("a", gpus_per_node=2)).decide(NOW), "a") == ["n0-1", "n0-2"]
 
 
-def test_a_gang_gets_all_or_nothing() -> None:
+def test_gang_is_granted_as_a_whole_or_not_at_all() -> None:
     """With one of three nodes held, a gang of three takes none of the other two."""
     there = nodes([BIG], [MIDDLE], [SMALL])
     assert engine(there, ask("a", nodes=3), hold(ask("x"), slot(there, "n0-0"))).decide(NOW).grants == {}
 
 
-def test_a_gang_stays_on_one_switch_or_in_one_rack() -> None:
+def test_gang_prefers_one_switch_then_one_rack() -> None:
     """One switch before one rack, one rack before anywhere."""
     there = [
         node("n0", BIG, switch="s0", rack="r0"),
@@ -103,7 +103,7 @@ def test_a_spread_request_uses_the_fewest_nodes() -> None:
     assert engine(there, ask("a", spread=7)).decide(NOW).grants == {}
 
 
-def test_an_elastic_request_takes_what_there_is() -> None:
+def test_elastic_request_takes_the_free_nodes() -> None:
     """As many nodes as are free, if they are enough."""
     there = nodes([BIG], [BIG], [BIG])
     held = hold(ask("x"), slot(there, "n0-0"))
@@ -111,7 +111,7 @@ def test_an_elastic_request_takes_what_there_is() -> None:
     assert engine(there, ask("a", nodes=4, least_nodes=3), held).decide(NOW).grants == {}
 
 
-def test_a_notebook_without_gpu_goes_where_fewest_are() -> None:
+def test_notebooks_without_gpu_are_spread_over_nodes() -> None:
     """CPU-only notebooks spread over the nodes, also within one decision, and need no free GPU."""
     there = nodes([BIG], [SMALL])
     full = [hold(ask("x"), slot(there, "n0-0")), hold(ask("y"), slot(there, "n1-0"))]
@@ -119,7 +119,7 @@ def test_a_notebook_without_gpu_goes_where_fewest_are() -> None:
     assert [decision.grants[name].node_allocations[0].node for name in "abc"] == ["n0", "n1", "n0"]
 
 
-def test_cpu_and_memory_are_counted_where_the_node_says_so() -> None:
+def test_cpu_and_memory_limits_of_nodes_are_respected() -> None:
     """A node whose CPU or memory is promised takes no more, though GPUs are free."""
     there = [node("n0", BIG, BIG, BIG, cpu_milli=8000, memory_mib=64000)]
     asks = [ask("a", cpu_milli=6000, time_limit_s=HOUR), ask("b", cpu_milli=4000), ask("c", cpu_milli=2000)]
@@ -128,7 +128,7 @@ def test_cpu_and_memory_are_counted_where_the_node_says_so() -> None:
     assert made.explain_pending("b", NOW).text.endswith("too little CPU or memory is left on the nodes")
 
 
-def test_an_exclusive_request_shares_its_node_with_nobody() -> None:
+def test_exclusive_request_gets_an_empty_node_alone() -> None:
     """It takes only an empty node, and nothing comes beside it, not even a notebook without GPU."""
     there = nodes([BIG, BIG], [SMALL])
     made = engine(there, hold(ask("x", gpus_per_node=0), on=("n0",)), ask("a", exclusive=True))
@@ -138,7 +138,7 @@ def test_an_exclusive_request_shares_its_node_with_nobody() -> None:
     assert [share.node for share in made.decide(NOW).grants["b"].node_allocations] == ["n0"]
 
 
-def test_parts_go_to_a_divided_card_first() -> None:
+def test_gpu_shares_use_already_shared_gpus_first() -> None:
     """Up to so many parts of one GPU; other parts and whole requests go elsewhere."""
     there = nodes([SMALL], [BIG])
     half = [ask(name, share=2, requirement=WANTS_BIG if name == "a" else GpuRequirement()) for name in "abc"]
@@ -147,7 +147,7 @@ def test_parts_go_to_a_divided_card_first() -> None:
     assert set(decision.grants) == {"a", "b", "c"}
 
 
-def test_nothing_goes_to_a_node_that_takes_no_work_or_a_gpu_that_is_not_available() -> None:
+def test_unavailable_nodes_and_gpus_are_not_granted() -> None:
     """What is down or broken is not given, is named, and is not waited for at others' cost."""
     down: list[NodeCapacity] = [node("n0", BIG, takes_work=False, unavailable_reason="does not answer")]
     made = engine(down, ask("a"), ask("b", gpus_per_node=0))
@@ -162,7 +162,7 @@ def test_nothing_goes_to_a_node_that_takes_no_work_or_a_gpu_that_is_not_availabl
     assert set(passed.decide(NOW).grants) == {"b"}
 
 
-def test_candidates_are_all_gpus_that_could_ever_be_used() -> None:
+def test_candidates_include_all_usable_gpus() -> None:
     """Free or held, on nodes that have enough of them and are not left out."""
     there = nodes([BIG, BIG], [SMALL], [MIDDLE, SMALL])
     made = engine(there, hold(ask("x"), slot(there, "n0-0")))

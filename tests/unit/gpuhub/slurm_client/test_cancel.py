@@ -29,7 +29,7 @@ CANCELLED = job(SlurmJobState.CANCELLED)
         ([RUNNING] * 9, ["signal"] * 5),
     ],
 )
-async def test_what_is_done_follows_what_is_seen(
+async def test_job_is_cancelled_or_signalled_by_its_observed_state(
     monkeypatch: pytest.MonkeyPatch, seen: list[SlurmJob | None], done: list[str]
 ) -> None:
     monkeypatch.setattr(job_control, "_PAUSES_S", (0.0,) * 5)

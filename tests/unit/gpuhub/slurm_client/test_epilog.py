@@ -20,14 +20,14 @@ def run(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("job", ["", "12; reboot", "$(reboot)", "-1", "12 13", "１２"])
-def test_what_is_no_number_is_refused(tmp_path, job):
+def test_epilog_refuses_a_job_id_that_is_not_a_number(tmp_path, job):
     """Only slurmd runs it, with a job's number."""
     done = run(tmp_path, SLURM_JOB_ID=job)
     assert done.returncode == 1
     assert "SLURM_JOB_ID is not a number" in done.stderr
 
 
-def test_a_docker_that_does_not_answer_drains_the_node(tmp_path):
+def test_epilog_fails_when_docker_does_not_respond(tmp_path):
     """It fails, so that Slurm does not grant the GPUs: containers that it could not list may still run."""
     done = run(tmp_path, SLURM_JOB_ID="12")
     assert done.returncode == 1
@@ -35,7 +35,7 @@ def test_a_docker_that_does_not_answer_drains_the_node(tmp_path):
     assert "none.sock" in done.stderr
 
 
-def test_it_can_be_installed_as_it_is():
+def test_epilog_is_an_executable_script():
     """slurmd runs the file itself."""
     assert EPILOG.read_text().startswith("#!/bin/sh\n")
     assert EPILOG.stat().st_mode & stat.S_IXUSR

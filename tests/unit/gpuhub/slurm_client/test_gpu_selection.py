@@ -51,11 +51,11 @@ def request(**fields: Any) -> SchedulingRequest:
     return SchedulingRequest(id="l1", owner="ada", requirement=GpuRequirement(**wants), **fields)
 
 
-def test_any_card_is_asked_for_without_a_type() -> None:
+def test_any_gpu_is_requested_without_a_type() -> None:
     assert chosen(request()) == GpuSelection()
 
 
-def test_one_model_is_asked_for_by_its_type() -> None:
+def test_one_model_is_requested_by_its_type() -> None:
     assert chosen(request(models=("rtx 5090",))) == GpuSelection(gpu_type="rtx5090")
     assert chosen(request(models=("RTX 5070",))) == GpuSelection(gpu_type="rtx5070")
     table = SlurmSettings(gpu_types={"RTX 5090": "big"})
@@ -65,12 +65,12 @@ def test_one_model_is_asked_for_by_its_type() -> None:
     )
 
 
-def test_of_several_models_any_is_asked_for_without_the_nodes_that_have_others() -> None:
+def test_several_models_exclude_nodes_with_other_models() -> None:
     assert chosen(request(least_memory_mib=12000)) == GpuSelection(exclude=frozenset({"n3"}))
     assert chosen(request(models=("RTX 5090", "RTX 5070"))) == GpuSelection(exclude=frozenset({"n3"}))
 
 
-def test_where_that_cannot_serve_it_is_the_best_liked_type_that_can() -> None:
+def test_preferred_feasible_type_is_used_if_exclusion_is_not_feasible() -> None:
     cluster = {"n1": ("RTX 5090", "RTX 5060"), "n2": ("RTX 5070", "RTX 5070", "RTX 5060")}
     assert chosen(request(models=("RTX 5090", "RTX 5070")), cluster) == GpuSelection(gpu_type="rtx5090")
     assert chosen(request(models=("RTX 5090", "RTX 5070"), gpus_per_node=2), cluster) == GpuSelection(
@@ -79,7 +79,7 @@ def test_where_that_cannot_serve_it_is_the_best_liked_type_that_can() -> None:
     assert chosen(request(least_memory_mib=12000, spread=2), cluster) == GpuSelection(gpu_type="rtx5070")
 
 
-def test_of_ways_that_can_serve_it_is_the_first_of_which_enough_is_free() -> None:
+def test_first_feasible_type_with_enough_free_gpus_is_selected() -> None:
     cluster = {"n1": ("RTX 5090", "RTX 5060"), "n2": ("RTX 5070", "RTX 5070", "RTX 5060")}
     supplies = {name: supply(name, *models) for name, models in cluster.items()}
     either = request(models=("RTX 5090", "RTX 5070"))
@@ -103,7 +103,7 @@ def test_of_ways_that_can_serve_it_is_the_first_of_which_enough_is_free() -> Non
     assert chosen_type(request(models=("RTX 5090", "RTX 5070"), exclusive=True), {"rtx5060": 1}) == "rtx5070"
 
 
-def test_free_cards_beside_others_are_asked_for_by_their_type() -> None:
+def test_free_gpu_on_a_mixed_node_is_requested_by_type() -> None:
     """Any of both would leave out the node that has one free, for the sake of a third model there."""
     supplies = {name: supply(name, *models) for name, models in CLUSTER.items()}
     wanted = request(models=("RTX 5090", "RTX 5070"))
@@ -112,12 +112,12 @@ def test_free_cards_beside_others_are_asked_for_by_their_type() -> None:
     assert select_gpus(wanted, supplies, nodes, SlurmSettings()) == GpuSelection(gpu_type="rtx5070")
 
 
-def test_one_model_for_all_is_one_type() -> None:
+def test_same_model_requests_use_one_type() -> None:
     assert chosen(request(same_model=True, nodes=2, least_nodes=2)) == GpuSelection(gpu_type="rtx5070")
     assert chosen(request(same_model=True, models=("RTX 5060", "RTX 5070"))) == GpuSelection(gpu_type="rtx5060")
 
 
-def test_a_type_of_which_not_all_cards_will_do_is_left_out_where_that_is() -> None:
+def test_nodes_with_unsuitable_gpus_of_a_type_are_excluded() -> None:
     """Two cards of one name with different memory."""
     supplies = {"n1": supply("n1", "RTX 5060", memory_mib=16384), "n2": supply("n2", "RTX 5060")}
     nodes = [slurm_node(name, "RTX 5060") for name in supplies]
@@ -127,19 +127,19 @@ def test_a_type_of_which_not_all_cards_will_do_is_left_out_where_that_is() -> No
     )
 
 
-def test_without_types_in_gres_conf_nodes_with_other_cards_are_left_out() -> None:
+def test_nodes_with_other_models_are_excluded_without_gres_types() -> None:
     wanted = request(models=("RTX 5070",))
     assert chosen(wanted, is_typed=False) == GpuSelection(exclude=frozenset({"n1", "n3"}))
 
 
-def test_nodes_that_are_not_ours_or_not_wanted_are_left_out() -> None:
+def test_foreign_and_excluded_nodes_are_not_selected() -> None:
     wanted = request(exclude=frozenset({"n1"}))
     assert chosen(wanted, strangers=("big1", "big2")) == GpuSelection(exclude=frozenset({"n1", "big1", "big2"}))
     assert chosen(request(gpus_per_node=0), strangers=("big1",)) == GpuSelection(exclude=frozenset({"big1"}))
     assert chosen(request(least_driver="590")) is None
 
 
-def test_cards_that_are_not_known_yet_are_waited_for_unless_slurm_can_tell() -> None:
+def test_unread_gpus_delay_selection_unless_slurm_knows_their_type() -> None:
     unread: dict[str, tuple[str, ...]] = {"n1": ()}
     assert chosen(request(least_memory_mib=8192), unread) is None
     assert chosen(request(models=("RTX 5090",)), unread) == GpuSelection(gpu_type="rtx5090")
@@ -160,7 +160,7 @@ def submission(request: SchedulingRequest, **parts: Any) -> SlurmSubmission:
     )
 
 
-def test_a_gang_is_one_job_with_what_each_node_needs() -> None:
+def test_gang_is_submitted_as_one_job_with_resources_per_node() -> None:
     made = submission(
         request(
             nodes=4, least_nodes=2, gpus_per_node=2, cpu_milli=3500, memory_mib=2048, exclusive=True, priority=-3,
@@ -175,19 +175,19 @@ def test_a_gang_is_one_job_with_what_each_node_needs() -> None:
     )  # fmt: skip
 
 
-def test_gpus_anywhere_are_asked_for_in_all() -> None:
+def test_spread_gpus_are_requested_as_a_total() -> None:
     made = submission(request(spread=8))
     assert (made.spread, made.gpus_per_node, made.survives_nodes, made.time_limit_s) == (8, 0, False, None)
 
 
-def test_a_profile_says_more_than_the_settings() -> None:
+def test_profile_terms_override_the_slurm_settings() -> None:
     table = SlurmSettings(partition="main", account="lab", qos="normal")
     profile = ProfileSettings(name="p", title="P", partition="big", reservation="course")
     made = submission(request(), table=table, profile=profile)
     assert (made.partition, made.account, made.qos, made.reservation) == ("big", "lab", "normal", "course")
 
 
-def test_a_limit_stays_within_the_partitions() -> None:
+def test_job_time_limit_is_capped_by_the_partition() -> None:
     """Slurm would never start a job with a longer limit; the lease ends first in any case."""
 
     def limit(longest_s: int | None, partition: str | None = None) -> int | None:

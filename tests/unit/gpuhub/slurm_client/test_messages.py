@@ -44,11 +44,11 @@ def job(reason: str = "", state: SlurmJobState = SlurmJobState.PENDING) -> Slurm
         ("Nodes required for job are DOWN, DRAINED", "Slurm says: Nodes required for job are DOWN, DRAINED"),
     ],
 )
-def test_why_it_waits(reason: str, plain: str) -> None:
+def test_slurm_pending_reasons_are_explained(reason: str, plain: str) -> None:
     assert explain_pending(job(reason)) == plain
 
 
-def test_every_explanation_is_one_line_without_a_full_stop() -> None:
+def test_explanations_are_one_line_without_a_full_stop() -> None:
     for reason in _WAITING:
         said = explain_pending(job(reason))
         assert said
@@ -77,18 +77,18 @@ def test_every_explanation_is_one_line_without_a_full_stop() -> None:
         (SlurmJobState.OUT_OF_MEMORY, "OutOfMemory", "its Slurm job ran out of memory"),
     ],
 )
-def test_why_it_ended(state: SlurmJobState, reason: str, plain: str) -> None:
+def test_end_of_a_slurm_job_is_explained(state: SlurmJobState, reason: str, plain: str) -> None:
     assert explain_end(job(reason, state)) == plain
 
 
-def test_one_that_nobody_knows() -> None:
+def test_end_of_an_unknown_job_is_explained() -> None:
     assert explain_end(None) == "Slurm no longer knows its job"
 
 
 @pytest.mark.parametrize(
     "reason", ["PartitionTimeLimit", "BadConstraints", "InvalidQOS", "QOSMaxGRESPerJob", "QOSMinGRES"]
 )
-def test_hopeless(reason: str) -> None:
+def test_reasons_that_can_never_resolve(reason: str) -> None:
     assert can_never_start(job(reason))
     assert not can_never_start(job(reason, SlurmJobState.RUNNING))
 
@@ -97,5 +97,5 @@ def test_hopeless(reason: str) -> None:
     "reason",
     ["", "Resources", "Priority", "PartitionNodeLimit", "PartitionConfig", "QOSGrpGRES", "QOSMaxGRESPerUser", "New"],
 )
-def test_not_hopeless(reason: str) -> None:
+def test_reasons_that_can_resolve(reason: str) -> None:
     assert not can_never_start(job(reason))

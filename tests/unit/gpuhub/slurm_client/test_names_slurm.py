@@ -14,7 +14,7 @@ def job(**changes: Any) -> SlurmJob:
     return SlurmJob(**(values | changes))
 
 
-def test_a_job_is_known_by_name_and_user() -> None:
+def test_job_is_identified_by_name_and_user() -> None:
     """Other users may use the name, and an ended job no longer counts."""
     own = job(id=3, state=SlurmJobState.PENDING)
     others = [job(id=1, user_id=61002), job(id=2, state=SlurmJobState.FAILED), job(id=4, name="other")]
@@ -23,13 +23,13 @@ def test_a_job_is_known_by_name_and_user() -> None:
     assert find_lease_job([own], "gh-lease-l1", None) is None
 
 
-def test_of_several_the_oldest_counts_however_they_are_listed() -> None:
+def test_oldest_of_several_matching_jobs_is_used() -> None:
     """If a submission was repeated after a timeout, hub and broker choose the same job."""
     jobs = [job(id=9), job(id=8, state=SlurmJobState.PENDING), job(id=11)]
     assert find_lease_job(jobs, "gh-lease-l1", 61001) is jobs[1]
     assert find_lease_job(reversed(jobs), "gh-lease-l1", 61001) is jobs[1]
 
 
-def test_who_submits_is_told_by_numbers() -> None:
+def test_submitter_is_identified_by_uid_and_gids() -> None:
     who = UserIdentity(name="ada", uid=61001, gid=61002, groups=(5, 6), group_names=("a", "b", "c"))
     assert build_submitter(who) == Submitter(name="ada", uid=61001, gid=61002, groups=(5, 6))

@@ -59,12 +59,12 @@ def job(**further: Any) -> SlurmJob:
         ("a[1-2]-ib", ("a1-ib", "a2-ib")),
     ],
 )
-def test_hosts(text: str, hosts: tuple[str, ...]) -> None:
+def test_host_lists_are_expanded(text: str, hosts: tuple[str, ...]) -> None:
     assert expand_hosts(text) == hosts
 
 
 @pytest.mark.parametrize("text", ["sx[1-", "sx[a-b]", "sx1,,sx2", "sx[]", "[", "sx[1-2"])
-def test_no_hosts(text: str) -> None:
+def test_invalid_host_lists_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a"):
         expand_hosts(text)
 
@@ -89,11 +89,11 @@ def test_no_hosts(text: str) -> None:
         ("", ()),
     ],
 )
-def test_gpus(text: str, gpus: tuple[GresGpus, ...]) -> None:
+def test_gpu_resources_are_parsed(text: str, gpus: tuple[GresGpus, ...]) -> None:
     assert parse_gpus(text) == gpus
 
 
-def test_what_no_slurm_writes() -> None:
+def test_invalid_gpu_and_number_lists_are_refused() -> None:
     with pytest.raises(ValueError, match="is not a GPU resource"):
         parse_gpus("gpu:a:b:c")
     with pytest.raises(ValueError, match="is not a list of numbers"):
@@ -169,7 +169,7 @@ def test_states(said: Any, further: dict[str, Any], state: SlurmJobState, is_com
     assert (found.state, found.is_completing) == (state, is_completing)
 
 
-def test_one_whose_nodes_still_start_has_none_yet() -> None:
+def test_configuring_job_has_no_nodes_yet() -> None:
     found = job(job_state=["RUNNING", "CONFIGURING"], gres_detail=["gpu:1(IDX:0)"])
     assert (found.reason, found.nodes, found.gpus, found.started_at) == ("Configuring", (), {}, None)
 
@@ -178,7 +178,7 @@ def test_gpus_that_do_not_go_with_the_nodes_are_not_guessed() -> None:
     assert job(nodes="sx[1-2]", gres_detail=["gpu:1(IDX:0)"]).gpus == {}
 
 
-def test_nobody_is_no_name() -> None:
+def test_user_name_nobody_is_accepted_only_with_its_uid() -> None:
     assert job(user_name="nobody").user_name == ""
     assert job(user_name="nobody", user_id=65534).user_name == "nobody"
 
@@ -199,7 +199,7 @@ def test_nobody_is_no_name() -> None:
         ({"set": True, "infinite": True, "number": 0}, None),
     ],
 )
-def test_numbers(value: Any, meant: int | None) -> None:
+def test_numbers_of_slurm_are_read(value: Any, meant: int | None) -> None:
     assert read_number(value) == meant
 
 
@@ -217,7 +217,7 @@ def test_numbers(value: Any, meant: int | None) -> None:
         {"jobs": [{"job_id": 1, "user_id": 1, "job_state": "RUNNING", "time_limit": "soon"}]},
     ],
 )
-def test_documents_of_somebody_else(document: Any) -> None:
+def test_invalid_job_documents_are_refused(document: Any) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         parse_jobs(document)
 
@@ -248,18 +248,18 @@ def test_nodes_of_22_05() -> None:
         ("idle", ["MAINTENANCE"], "idle+maintenance", False),
     ],
 )
-def test_states_of_nodes(said: Any, flags: Any, shown: str, takes_work: bool) -> None:
+def test_node_states(said: Any, flags: Any, shown: str, takes_work: bool) -> None:
     node = parse_nodes({"nodes": [{"name": "sx1", "state": said, "state_flags": flags, "gres": "gpu:1"}]})[0]
     assert (node.state, node.takes_work, node.gpus) == (shown, takes_work, {"": 1})
 
 
-def test_no_nodes() -> None:
+def test_invalid_node_documents_are_refused() -> None:
     for document in ({}, {"nodes": [{}]}, {"nodes": [{"name": "a", "state": []}]}):
         with pytest.raises(ValueError, match=r"\w"):
             parse_nodes(document)
 
 
-def test_partitions_by_both_ways() -> None:
+def test_partitions_from_scontrol_and_rest_are_equal() -> None:
     partitions = parse_partition_lines((DATA / "partitions-22.05.txt").read_text())
     assert [(each.name, each.is_default, each.is_up) for each in partitions] == [
         ("all", True, True),
@@ -272,7 +272,7 @@ def test_partitions_by_both_ways() -> None:
     assert parse_partitions(sample("rest-partitions-22.05.json")) == partitions
 
 
-def test_a_partition_of_later_versions() -> None:
+def test_partition_of_later_versions() -> None:
     found = parse_partitions(
         {
             "partitions": [
@@ -294,11 +294,11 @@ def test_a_partition_of_later_versions() -> None:
     ("span", "seconds"),
     [("1-00:00:00", 86400), ("2-12", 216000), ("01:30:00", 5400), ("30:15", 1815), ("90", 5400), ("UNLIMITED", None)],
 )
-def test_spans(span: str, seconds: int | None) -> None:
+def test_partition_time_limits_are_parsed(span: str, seconds: int | None) -> None:
     assert parse_partition_lines(f"PartitionName=a MaxTime={span} Nodes=(null)")[0].max_time_s == seconds
 
 
-def test_lines_of_somebody_else() -> None:
+def test_scontrol_output_is_parsed_and_invalid_lines_are_refused() -> None:
     with pytest.raises(ValueError, match="is not a time span"):
         parse_partition_lines("PartitionName=a MaxTime=soon")
     assert parse_reservation_lines("No reservations in the system\n") == ()
@@ -326,12 +326,12 @@ def test_lines_of_somebody_else() -> None:
         (modern(None), None),
     ],
 )
-def test_exit_codes_as_a_shell_tells_them(said: Any, code: int | None) -> None:
+def test_exit_codes_follow_shell_conventions(said: Any, code: int | None) -> None:
     assert job(job_state="FAILED", exit_code=said).exit_code == code
     assert job(exit_code=said).exit_code is None
 
 
-def test_versions_and_complaints() -> None:
+def test_versions_and_errors_are_parsed() -> None:
     assert parse_version(sample("sinfo-22.05.json")) == (22, 5, 8)
     assert parse_version({"meta": {"slurm": {"version": {"major": "23", "minor": "11", "micro": "4"}}}}) == (23, 11, 4)
     for document in ({}, [], {"meta": {}}, {"meta": {"slurm": {"version": {"major": "23"}}}}):

@@ -61,7 +61,7 @@ def running(user_id: int = 61001) -> dict[str, Any]:
     return {"errors": [], "jobs": [{"job_id": 5, "name": "n", "user_id": user_id, "job_state": "RUNNING"}]}
 
 
-def test_tokens() -> None:
+def test_rest_token_is_a_signed_jwt() -> None:
     token = TokenKey(b"key").create_token("ada", 1000.7)
     head, claims, signature = token.split(".")
 
@@ -74,7 +74,7 @@ def test_tokens() -> None:
     assert "key" not in repr(TokenKey(b"key")).removeprefix("Key")
 
 
-def test_keys(tmp_path: Path) -> None:
+def test_jwt_key_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "jwt.key"
     with pytest.raises(SetupError, match="cannot be read"):
         TokenKey.read(path)
@@ -85,7 +85,7 @@ def test_keys(tmp_path: Path) -> None:
     assert TokenKey.read(path) == TokenKey(b"k")
 
 
-async def test_which_way(tmp_path: Path) -> None:
+async def test_client_is_chosen_by_the_api_setting(tmp_path: Path) -> None:
     path = tmp_path / "jwt.key"
     path.write_bytes(b"k")
     by_rest = make_client(SlurmSettings(api="rest", rest_url="unix:///run/slurmrestd.sock", rest_key=path))
@@ -96,7 +96,7 @@ async def test_which_way(tmp_path: Path) -> None:
     await by_commands.close()
 
 
-async def test_a_look_with_the_newest_version_that_both_know() -> None:
+async def test_snapshot_uses_the_newest_common_api_version() -> None:
     seen: list[httpx.Request] = []
     answers = {
         "GET jobs": (200, json.loads((DATA / "squeue-22.05.json").read_text())),
@@ -113,7 +113,7 @@ async def test_a_look_with_the_newest_version_that_both_know() -> None:
         await rest({}, version=36).read_snapshot()
 
 
-async def test_a_submission_is_its_submitters() -> None:
+async def test_job_is_submitted_as_its_owner() -> None:
     seen: list[httpx.Request] = []
     answers = {"POST job/submit": (200, {"errors": [], "job_id": 5}), "GET job/5": (200, running())}
     assert await rest(answers, seen=seen).submit(SUBMISSION) == 5
@@ -122,7 +122,7 @@ async def test_a_submission_is_its_submitters() -> None:
     assert json.loads(posted.content)["job"]["gres"] == "gpu:1"
 
 
-async def test_a_name_that_slurm_takes_for_somebody_else() -> None:
+async def test_job_submitted_under_another_uid_is_cancelled() -> None:
     seen: list[httpx.Request] = []
     answers = {
         "POST job/submit": (200, {"errors": [], "job_id": 5}),
@@ -147,12 +147,12 @@ async def test_a_name_that_slurm_takes_for_somebody_else() -> None:
         ((500, {"errors": []}), SlurmRefused, "without a message"),
     ],
 )
-async def test_poor_errors(answer: Answer, kind: type[Exception], word: str) -> None:
+async def test_rest_error_responses_are_classified(answer: Answer, kind: type[Exception], word: str) -> None:
     with pytest.raises(kind, match=word):
         await rest({"POST job/submit": answer}).submit(SUBMISSION)
 
 
-async def test_a_list_with_complaints_is_none() -> None:
+async def test_snapshot_with_errors_counts_as_unreachable() -> None:
     answers = {
         "GET jobs": (200, complaint(-1, "Unspecified error", jobs=[])),
         "GET nodes": (200, {"errors": [], "nodes": []}),
@@ -161,7 +161,7 @@ async def test_a_list_with_complaints_is_none() -> None:
         await rest(answers).read_snapshot()
 
 
-async def test_what_has_ended_is_not_missed() -> None:
+async def test_operations_on_ended_jobs_succeed() -> None:
     seen: list[httpx.Request] = []
     gone = (500, complaint(2017, "Invalid job id specified"))
     waits = (500, complaint(2020, "Job can not be altered now, try again later"))
@@ -178,7 +178,7 @@ async def test_what_has_ended_is_not_missed() -> None:
         await api.set_time_limit(5, 60)
 
 
-async def test_a_script_is_signalled_before_its_job_is_cancelled() -> None:
+async def test_script_is_signalled_before_its_job_is_cancelled() -> None:
     seen: list[httpx.Request] = []
     await rest({"GET job/5": (200, running()), "DELETE job/5": (200, {"errors": []})}, seen=seen).cancel(
         5, at_once=True
@@ -189,7 +189,7 @@ async def test_a_script_is_signalled_before_its_job_is_cancelled() -> None:
     assert queries[-1] == b""
 
 
-async def test_only_a_job_of_that_name_is_touched() -> None:
+async def test_only_a_job_of_the_same_name_is_changed() -> None:
     """A slurmctld that crashed gives numbers again."""
     seen: list[httpx.Request] = []
     api = rest({"GET job/5": (200, running())}, seen=seen)
@@ -223,7 +223,7 @@ async def test_a_site_without_accounts() -> None:
         await rest({"GET ping": (401, "no")}).read_site()
 
 
-async def test_over_a_unix_socket(tmp_path: Path) -> None:
+async def test_rest_client_connects_over_a_unix_socket(tmp_path: Path) -> None:
     body = json.dumps(running()).encode()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

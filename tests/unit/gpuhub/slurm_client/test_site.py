@@ -41,7 +41,7 @@ def site_cluster(slurm: dict[str, Any] | None = None, **profile: Any) -> Cluster
     return build_cluster(engine="slurm", slurm=slurm or {}, profiles=[{**PROFILE, **profile}])
 
 
-def test_a_site_that_fits_has_no_mistakes() -> None:
+def test_matching_site_has_no_mistakes() -> None:
     assert (
         check_site(site_cluster({"partition": "short", "account": "physics"}, time_limit="4h", qos="normal"), SITE)
         == []
@@ -99,7 +99,7 @@ def test_a_site_that_fits_has_no_mistakes() -> None:
         ),
     ],
 )
-def test_each_mistake(slurm: dict[str, Any], profile: dict[str, Any], expected: str) -> None:
+def test_each_site_mistake_is_reported(slurm: dict[str, Any], profile: dict[str, Any], expected: str) -> None:
     assert expected in check_site(site_cluster(slurm, **profile), SITE)
 
 
@@ -114,7 +114,7 @@ def test_more_gpus_than_a_node_has() -> None:
     ]
 
 
-def test_nodes_that_slurm_does_not_know() -> None:
+def test_nodes_unknown_to_slurm_are_reported() -> None:
     """Nodes are compared by Slurm's names; without one the text names the key to set."""
     cluster = site_cluster()
     nodes = (cluster.nodes[0].model_copy(update={"slurm": "sx9"}), *cluster.nodes[1:])
@@ -136,13 +136,13 @@ def test_a_site_without_a_default_partition() -> None:
     ]
 
 
-def test_without_accounting_accounts_are_not_judged() -> None:
+def test_accounts_are_not_checked_without_accounting() -> None:
     """slurmdbd may be away for a while; what slurmctld remembers goes on."""
     away = replace(SITE, has_accounting=False, accounts=(), qos=())
     assert check_site(site_cluster({"account": "chemistry", "qos": "high"}), away) == []
 
 
-def test_a_long_list_is_cut() -> None:
+def test_long_lists_are_truncated() -> None:
     """A list of a thousand partitions is cut."""
     many = replace(SITE, partitions=tuple(SlurmPartition(name=f"p{i}", nodes=("rig1",)) for i in range(1000)))
     assert "p11 and 988 more" in check_site(site_cluster({"partition": "x"}), many)[0]
@@ -164,13 +164,13 @@ def test_a_long_list_is_cut() -> None:
         (JobShape(time_limit_s=5 * HOUR, terms=SlurmTerms(partition="short")), "time_limit of 5 h: partition"),
     ],
 )
-def test_one_request(wish: JobShape, expected: str) -> None:
+def test_job_shape_is_checked_against_the_site(wish: JobShape, expected: str) -> None:
     """The same checks apply to a request; nodes that are not gpuhub's do not count."""
     found = check_job_shape(site_cluster(), SITE, wish)
     assert [line.startswith(expected) for line in found] == ([True] if expected else [])
 
 
-def test_a_profiles_terms_stand_instead_of_the_sites() -> None:
+def test_terms_of_a_profile_override_the_site() -> None:
     table = SlurmSettings(partition="all", account="physics")
     profile = site_cluster(partition="short").profiles[0]
     assert find_terms(table, profile) == SlurmTerms(partition="short", account="physics")

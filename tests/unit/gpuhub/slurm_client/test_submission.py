@@ -65,7 +65,7 @@ HOSTILE = [
 ]
 
 
-def test_command_lines() -> None:
+def test_sbatch_command_lines() -> None:
     assert format_sbatch(PLAIN) == [*ALWAYS, "--nodes=1-1", "--cpus-per-task=1", "--gres=gpu:1"]
     assert format_sbatch(FULL) == [
         *ALWAYS,
@@ -89,7 +89,7 @@ def test_command_lines() -> None:
     assert format_sbatch(replace(PLAIN, time_limit_s=60))[-1] == "--time=1"
 
 
-def test_documents_of_the_oldest_version() -> None:
+def test_submission_document_of_the_oldest_api_version() -> None:
     always = {
         "name": "gh-lease-l0123456789abcdef",
         "current_working_directory": "/",
@@ -127,7 +127,7 @@ def test_documents_of_the_oldest_version() -> None:
         format_rest(replace(PLAIN, spread=3))
 
 
-def test_documents_of_later_versions() -> None:
+def test_submission_documents_of_later_api_versions() -> None:
     job = format_rest(FULL, 40)["job"]
     assert job["environment"] == ["PATH=/usr/local/bin:/usr/bin:/bin"]
     assert (job["minimum_nodes"], job["maximum_nodes"], job["tres_per_node"]) == (2, 4, "gres/gpu:rtx5090:2")
@@ -137,7 +137,7 @@ def test_documents_of_later_versions() -> None:
     assert format_rest(replace(PLAIN, spread=3), 40)["job"]["tres_per_job"] == "gres/gpu:3"
 
 
-def test_nodes_that_a_job_keeps() -> None:
+def test_node_list_is_formatted_for_each_api_version() -> None:
     assert format_rest_nodes(("sx1", "sx3")) == {"nodelist": "sx1,sx3"}
     assert format_rest_nodes(("sx1", "sx3"), 40) == {"required_nodes": ["sx1", "sx3"]}
 
@@ -173,5 +173,5 @@ def test_impossible_numbers_and_scripts_are_refused(wrong: dict[str, object]) ->
 
 
 @pytest.mark.process
-def test_the_holder_is_a_script_of_any_shell() -> None:
+def test_holding_script_runs_in_any_shell() -> None:
     assert subprocess.run(["sh", "-n"], input=HOLDER_SCRIPT, text=True, check=True, capture_output=True).stderr == ""

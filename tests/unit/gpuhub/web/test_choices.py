@@ -59,13 +59,13 @@ def test_anything_but_one_known_profile_is_refused(cluster: ClusterSettings, opt
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "A", "-a", "a-", "a b", "a\n", "ä", "a" * 33, "a_b", "{x}"])
-def test_server_names_that_mean_something_elsewhere_are_refused(name: str) -> None:
+def test_server_names_with_special_meaning_are_refused(name: str) -> None:
     """They become part of a container's name and of a path."""
     with pytest.raises(InvalidRequest):
         check_server_name(name)
 
 
-def test_a_known_profile_is_taken(cluster: ClusterSettings) -> None:
+def test_known_profile_is_accepted(cluster: ClusterSettings) -> None:
     """The name leads to the profile."""
     assert choose_profile(cluster, {"profile": "small"}).gpu_model == "RTX 5070"
 
@@ -74,7 +74,7 @@ def change(known: LeaseView, **changes: object) -> LeaseView:
     return known.model_copy(update=changes)
 
 
-def test_the_furthest_live_lease_of_the_same_notebook_is_gone_on_with() -> None:
+def test_most_advanced_lease_of_the_notebook_is_continued() -> None:
     """After a restart, a running container's lease is found before a place in the queue; others are in the way."""
     active = change(lease("GPU-a"), id="active", state=LeaseState.ACTIVE)
     waiting = change(lease(), id="waiting", state=LeaseState.REQUESTED)
@@ -89,20 +89,20 @@ def test_the_furthest_live_lease_of_the_same_notebook_is_gone_on_with() -> None:
     assert in_the_way == [waiting]
 
 
-def test_the_first_place_in_the_queue_is_kept() -> None:
+def test_oldest_of_several_waiting_requests_is_kept() -> None:
     """Of two waiting requests the older one counts."""
     old = change(lease(), id="old", state=LeaseState.REQUESTED)
     new = change(old, id="new", created_at=NOW + timedelta(seconds=5))
     assert choose_lease([new, old], "ada", "", "big") == (old, [new])
 
 
-def test_a_lease_of_another_profile_is_in_the_way() -> None:
+def test_lease_of_another_profile_conflicts() -> None:
     """A user who chooses again leaves the queue of the first choice."""
     waiting = change(lease(), state=LeaseState.REQUESTED)
     assert choose_lease([waiting], "ada", "", "small") == (None, [waiting])
 
 
-def test_waiting_is_told_with_position_and_a_way_out() -> None:
+def test_waiting_message_has_position_and_cancel_button() -> None:
     """The text is plain, the button carries the lease."""
     soon = NOW.astimezone().replace(hour=14, minute=20) + timedelta(days=3)
     waiting = change(lease(), position=2, waiting_for="big is held by ben", expected_start=soon)
@@ -112,7 +112,7 @@ def test_waiting_is_told_with_position_and_a_way_out() -> None:
     assert describe_waiting(None)[1] == ""
 
 
-def test_placing_names_node_and_gpus() -> None:
+def test_placement_message_names_node_and_gpus() -> None:
     """Equal cards are counted."""
     assert describe_placing(lease("GPU-a", "GPU-b")) == "Placed on rig1: 2 × RTX 5090"
     assert describe_gpus(()) == "no GPU"
@@ -120,19 +120,19 @@ def test_placing_names_node_and_gpus() -> None:
     assert describe_placing(mixed) == "Placed on rig1: RTX 5090 (mixed cards: 1 × RTX 5090, 1 × RTX 5070)"
 
 
-def test_a_part_of_a_gpu_is_told_with_what_its_cap_is_worth() -> None:
+def test_gpu_share_is_described_with_its_memory_cap() -> None:
     """A promise is not called a wall."""
     part = lease("GPU-a").gpus[0].model_copy(update={"share": 4, "memory_cap_mib": 8151})
     assert describe_gpus([part]) == "1/4 of RTX 5090 (7.96 GiB cap: a promise, not a wall)"
 
 
-def test_a_quarantined_lease_is_in_nobodys_way() -> None:
+def test_quarantined_lease_does_not_conflict() -> None:
     """The user may request another lease at once; the quarantined GPUs stay blocked."""
     quarantined = change(lease("GPU-a"), state=LeaseState.QUARANTINED)
     assert choose_lease([quarantined], "ada", "", "big") == (None, [])
 
 
-async def test_nobody_waits_for_the_end_of_a_quarantined_lease(cluster: ClusterSettings) -> None:
+async def test_server_stop_does_not_wait_for_a_quarantined_lease(cluster: ClusterSettings) -> None:
     """Proof may take days: the stop of a server does not."""
     broker = FakeBroker(cluster)
     broker.known["lease-1"] = change(lease("GPU-a"), state=LeaseState.ACTIVE)
@@ -146,7 +146,7 @@ async def test_nobody_waits_for_the_end_of_a_quarantined_lease(cluster: ClusterS
     assert broker.known["lease-1"].state is LeaseState.ACTIVE
 
 
-async def test_the_owners_groups_go_with_the_request(cluster: ClusterSettings) -> None:
+async def test_lease_request_contains_the_groups_of_the_owner(cluster: ClusterSettings) -> None:
     """In order, and without names that no setting can have."""
     broker = FakeBroker(cluster)
     await claim_lease(broker, "ada", "", "big", ["ml", "lab", "", "x" * 65, "lab"])
@@ -192,7 +192,7 @@ def api_error(status: int, text: str, kind: type[docker.errors.APIError] = docke
         (docker.errors.DockerException("Error: http+docker://localhost"), GpuhubError),
     ],
 )
-def test_docker_errors_become_ours_without_addresses(error: Exception, kind: type[GpuhubError]) -> None:
+def test_docker_errors_are_translated_without_addresses(error: Exception, kind: type[GpuhubError]) -> None:
     """Each names its node, and none shows a daemon's URL."""
     ours = translate_docker_error("rig2", error)
     assert type(ours) is kind
@@ -200,7 +200,7 @@ def test_docker_errors_become_ours_without_addresses(error: Exception, kind: typ
     assert "://" not in str(ours)
 
 
-def test_a_failed_start_is_told_escaped() -> None:
+def test_start_failure_message_is_escaped() -> None:
     """JupyterHub's pages show the HTML text as it is, so it is escaped here."""
     failed = SpawnFailed.from_error(NodeUnreachable("node <rig1> & co"))
     assert failed.status_code == 503
@@ -222,14 +222,14 @@ def test_a_failed_start_is_told_escaped() -> None:
         b'{"lease": "l0a1", "owner": "ben"}',
     ],
 )
-def test_leaving_the_queue_takes_a_lease_id_only(body: bytes) -> None:
+def test_queue_cancellation_accepts_only_a_lease_id(body: bytes) -> None:
     """A value that becomes part of a path cannot lead elsewhere."""
     with pytest.raises(InvalidRequest, match="not a valid request of the page"):
         parse_leave_request(body)
     assert parse_leave_request(b'{"lease": "l0a1"}').lease == "l0a1"
 
 
-def test_published_address() -> None:
+def test_published_port_address_is_parsed() -> None:
     """Docker's answer for a port, and the silence of a container that has ended."""
     assert parse_published_address([{"HostIp": "10.0.0.1", "HostPort": "32768"}]) == ("10.0.0.1", 32768)
     with pytest.raises(GpuhubError, match="as soon as"):
@@ -251,7 +251,7 @@ def test_networks_separate_containers_and_leave_room_for_vxlan() -> None:
     assert (bridge["driver"], bridge["options"]["com.docker.network.bridge.name"]) == ("bridge", "gpuhub-u7xxeg")
 
 
-def test_ssh_gets_no_option_from_an_address() -> None:
+def test_ssh_address_cannot_inject_options() -> None:
     """Whatever stands in the URL, the host comes after the options' end, and nothing is asked of a person."""
     command = ssh.build_tunnel_command("ssh://root@node.lan:2222", Path("/run/x/ssh.sock"))
     assert command[-2:] == ["--", "node.lan"]

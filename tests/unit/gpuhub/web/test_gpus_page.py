@@ -57,7 +57,7 @@ async def view_of(cluster: ClusterSettings, **changes: Any) -> ClusterView:
     return (await FakeBroker(cluster).cluster()).model_copy(update=changes)
 
 
-async def test_everybody_sees_who_holds_what(cluster: ClusterSettings) -> None:
+async def test_all_users_see_the_holders_of_gpus(cluster: ClusterSettings) -> None:
     """Nodes with state and GPUs, held ones with their holder."""
     broker = FakeBroker(cluster)
     await broker.request_lease(ask("big", "ben"))
@@ -67,7 +67,7 @@ async def test_everybody_sees_who_holds_what(cluster: ClusterSettings) -> None:
     assert shown["nodes"].count("<article") == 3
 
 
-async def test_what_is_ones_own_comes_first(cluster: ClusterSettings) -> None:
+async def test_own_usage_and_leases_are_shown(cluster: ClusterSettings) -> None:
     """Usage with limits, leases with a way to more time, notes of the broker."""
     held = change(lease("GPU-a"), state=LeaseState.ACTIVE, expires_at=NOW + timedelta(hours=2), note="mixed cards")
     shown = parts(await view_of(cluster), leases=[held], usage=[USAGE])["own"]
@@ -80,7 +80,7 @@ async def test_what_is_ones_own_comes_first(cluster: ClusterSettings) -> None:
     assert "data-do" not in parts(await view_of(cluster), leases=[unlimited])["own"]
 
 
-async def test_a_request_of_ones_own_unfolds_why(cluster: ClusterSettings) -> None:
+async def test_own_request_shows_its_pending_reason(cluster: ClusterSettings) -> None:
     """Others' do so for administrators alone; what it waits for is public, its demands are not."""
     queue = (entry(1, "ben", expected_start=NOW), entry(2, "ada"))
     view = await view_of(cluster, queue=queue, waiting=2)
@@ -93,7 +93,7 @@ async def test_a_request_of_ones_own_unfolds_why(cluster: ClusterSettings) -> No
     assert "data-do" not in root
 
 
-async def test_ones_own_requests_are_shown_however_long_the_queue(cluster: ClusterSettings) -> None:
+async def test_own_requests_are_shown_in_a_long_queue(cluster: ClusterSettings) -> None:
     """The number of further entries is shown as well."""
     queue = tuple(entry(position, "ada" if position == 900 else "ben") for position in range(1, 1001))
     far = change(lease(), id="far", state=LeaseState.REQUESTED, position=9000, gpus=())
@@ -106,7 +106,7 @@ async def test_ones_own_requests_are_shown_however_long_the_queue(cluster: Clust
     assert f"and {10_000 - MAX_QUEUE_ENTRIES - 1:,} more" in shown
 
 
-def test_why_lists_each_demand_with_what_it_costs() -> None:
+def test_pending_reason_lists_each_demand_with_its_delay() -> None:
     """The constraint with the longest delay comes first; unknown times are shown as such."""
     obstacles = (
         ConstraintView(demand="3 nodes", would_start_at=NOW),
@@ -138,7 +138,7 @@ async def test_administrators_get_buttons_and_quarantined_leases(cluster: Cluste
     assert "cordoned by root: fans" in plain["nodes"]
 
 
-def test_what_runs_on_a_node_is_told_before_it_is_drained() -> None:
+def test_leases_of_a_node_are_shown_before_a_drain() -> None:
     """Owner, what it is, its GPUs there and until when; or that there is nothing."""
     job = change(lease("GPU-b"), owner="ben", purpose=Purpose.JOB, expires_at=NOW)
     html = " ".join(render_node_leases([lease("GPU-a"), job], "rig1").split())
@@ -147,7 +147,7 @@ def test_what_runs_on_a_node_is_told_before_it_is_drained() -> None:
     assert "Nothing runs on rig2" in render_node_leases([], "rig2")
 
 
-async def test_reservations_are_told(cluster: ClusterSettings) -> None:
+async def test_reservations_are_shown(cluster: ClusterSettings) -> None:
     """A reservation is shown with its nodes, users and end."""
     kept = ReservationView(
         id="r", name=NASTY, nodes=("rig1",), users=("ben",), groups=("ml",), starts_at=NOW, ends_at=NOW, created_by="root"
@@ -157,14 +157,14 @@ async def test_reservations_are_told(cluster: ClusterSettings) -> None:
     assert NASTY not in shown
 
 
-def test_a_silent_broker_is_told() -> None:
+def test_unreachable_broker_is_reported() -> None:
     """Nothing old is shown as if it were true."""
     shown = parts(None)
     assert "does not answer" in shown.pop("problem")
     assert set(shown.values()) == {""}
 
 
-async def test_a_thousand_nodes_come_page_by_page(cluster: ClusterSettings) -> None:
+async def test_many_nodes_are_paginated(cluster: ClusterSettings) -> None:
     """A match is found whatever its page would be; a page number that is too high gives the last page."""
     view = await view_of(cluster)
     nodes = [view.nodes[0].model_copy(update={"name": f"node{number:04}"}) for number in range(1000)]
@@ -176,7 +176,7 @@ async def test_a_thousand_nodes_come_page_by_page(cluster: ClusterSettings) -> N
     assert select_nodes(nodes, NodeFilter(show="mine"), "ada").nodes == []
 
 
-async def test_nodes_are_chosen_by_what_is_looked_for(cluster: ClusterSettings) -> None:
+async def test_nodes_are_filtered_by_the_query(cluster: ClusterSettings) -> None:
     """Nodes with free GPUs, with the user's own leases, and with problems."""
     broker = FakeBroker(cluster)
     await broker.request_lease(ask("big", "ada"))
@@ -202,12 +202,12 @@ async def test_nodes_are_chosen_by_what_is_looked_for(cluster: ClusterSettings) 
         ({"page": "9" * 20}, NodeFilter()),
     ],
 )
-def test_a_query_that_makes_no_sense_does_no_harm(query: dict[str, str], wish: NodeFilter) -> None:
+def test_invalid_query_parameters_are_ignored(query: dict[str, str], wish: NodeFilter) -> None:
     """Users can enter any address."""
     assert parse_node_filter(query) == wish
 
 
-def test_buttons_ask_for_what_they_say() -> None:
+def test_button_actions_are_parsed() -> None:
     """Each with its fields."""
     assert parse_action(b'{"do": "extend", "lease": "l0a1", "hours": 4}') == ExtendAction(
         do="extend", lease="l0a1", hours=4
@@ -232,13 +232,13 @@ def test_buttons_ask_for_what_they_say() -> None:
         b'{"do": "drain", "node": "rig1", "grace_s": -1}',
     ],
 )
-def test_what_no_button_asks_for_is_refused(body: bytes) -> None:
+def test_unknown_actions_are_refused(body: bytes) -> None:
     """Before the broker is asked."""
     with pytest.raises(InvalidRequest, match="not a valid request of the page"):
         parse_action(body)
 
 
-async def test_what_a_button_asks_for_reaches_the_broker() -> None:
+async def test_button_actions_are_sent_to_the_broker() -> None:
     """Hours become seconds, and no other value is sent."""
     asked: list[tuple[object, ...]] = []
 
@@ -274,7 +274,7 @@ class HubUser:
         return f"{self.name}-{len(self.made)}"
 
 
-def test_a_users_token_reaches_the_broker_alone_and_not_for_long() -> None:
+def test_user_token_is_scoped_to_the_broker_and_short_lived() -> None:
     """It is kept for some minutes, and another one is made before it is void; each user has their own."""
     now = [0.0]
     tokens, ada, ben = UserTokens(lambda: now[0]), HubUser("ada"), HubUser("ben")
@@ -286,7 +286,7 @@ def test_a_users_token_reaches_the_broker_alone_and_not_for_long() -> None:
     assert tokens.get(ada) == "ada-3"
 
 
-async def test_many_viewers_are_one_question(cluster: ClusterSettings) -> None:
+async def test_cluster_cache_shares_one_query_among_viewers(cluster: ClusterSettings) -> None:
     """A broker that does not answer is reported as such and called again later."""
     broker, asked = FakeBroker(cluster), []
 

@@ -90,7 +90,7 @@ def page(view: ClusterView, **more: Any) -> dict[str, str]:
     return {part: " ".join(html.split()) for part, html in found.items()}
 
 
-async def test_each_profile_tells_as_which_job_it_runs(slurm: ClusterSettings) -> None:
+async def test_each_profile_shows_its_slurm_terms(slurm: ClusterSettings) -> None:
     """The terms have partition, limits, account and QOS; without a limit the partition's default counts."""
     big, small, cpu = build_cards(slurm, await look_at(slurm), None)
     assert big.terms == "partition short (up to 4 h; 2 nodes at most) · account physics · QOS high"
@@ -101,20 +101,20 @@ async def test_each_profile_tells_as_which_job_it_runs(slurm: ClusterSettings) -
     assert (big.status_text, big.free_text) == ("waits in Slurm's queue", "0 of 1 free")
 
 
-async def test_a_partition_that_is_down_is_said(slurm: ClusterSettings) -> None:
+async def test_partition_that_is_down_is_shown(slurm: ClusterSettings) -> None:
     down = SHORT.model_copy(update={"is_up": False})
     big = build_cards(slurm, await look_at(slurm, partitions=(down,)), None)[0]
     assert big.status_text == "waits: its partition is down"
     assert "down: nothing starts there" in big.terms
 
 
-def test_while_the_broker_is_silent_the_settings_tell(slurm: ClusterSettings, cluster: ClusterSettings) -> None:
+def test_slurm_terms_come_from_settings_without_a_broker(slurm: ClusterSettings, cluster: ClusterSettings) -> None:
     """And without Slurm there is nothing of it."""
     assert build_cards(slurm, None, None)[0].terms == "partition short · account physics · QOS high"
     assert {card.terms for card in build_cards(cluster, None, None)} == {""}
 
 
-async def test_the_form_shows_plain_jobs_and_what_is_free_by_type(slurm: ClusterSettings) -> None:
+async def test_form_shows_external_jobs_and_free_gpus_by_type(slurm: ClusterSettings) -> None:
     """With user and end; and that others wait for GPUs in the same queue."""
     view = await look_at(slurm, queue=(entry(3, "ben"),), waiting=1, waiting_outside=2)
     parts = {name: " ".join(html.split()) for name, html in render_parts(slurm, view).items()}
@@ -128,7 +128,7 @@ async def test_the_form_shows_plain_jobs_and_what_is_free_by_type(slurm: Cluster
     assert all(text.strip() in html for text in render_parts(slurm, view).values())
 
 
-async def test_the_page_of_gpus_has_partitions_and_no_cordons(slurm: ClusterSettings) -> None:
+async def test_gpu_page_shows_partitions_and_no_cordon_buttons(slurm: ClusterSettings) -> None:
     """Nodes are drained in Slurm; a node to which Slurm gives no work is not shown as up."""
     view = await look_at(slurm, waiting_outside=1)
     away = view.nodes[1].model_copy(
@@ -153,7 +153,7 @@ async def test_without_slurm_there_are_no_partitions(cluster: ClusterSettings) -
     assert (shown["partitions"], "Free now" in shown["totals"]) == ("", False)
 
 
-async def test_plain_jobs_are_found_and_no_trouble(slurm: ClusterSettings) -> None:
+async def test_external_jobs_are_found_and_are_not_problems(slurm: ClusterSettings) -> None:
     """The filter finds the user's own nodes, and nodes by their holder's name."""
     view = await look_at(slurm)
     assert not needs_attention(view.nodes[0])
@@ -164,7 +164,7 @@ async def test_plain_jobs_are_found_and_no_trouble(slurm: ClusterSettings) -> No
     assert (totals.free, totals.held, totals.gpus_unusable) == (2, 1, 0)
 
 
-async def test_names_from_slurm_are_text(slurm: ClusterSettings) -> None:
+async def test_names_from_slurm_are_escaped(slurm: ClusterSettings) -> None:
     """Names and reasons from Slurm cannot insert HTML."""
     nasty = CAROL.model_copy(update={"owner": NASTY})
     view = await look_at(slurm, partitions=(GPU.model_copy(update={"name": NASTY}),))
@@ -175,7 +175,7 @@ async def test_names_from_slurm_are_text(slurm: ClusterSettings) -> None:
     assert html.count("&lt;script&gt;") == 3
 
 
-def test_who_waits_reads_slurms_place_and_reason() -> None:
+def test_waiting_user_sees_slurm_position_and_reason() -> None:
     """The job's number is what `squeue` and `scancel` take."""
     waiting = lease().model_copy(
         update={
@@ -203,5 +203,5 @@ def test_who_waits_reads_slurms_place_and_reason() -> None:
         ({"most_nodes": 1, "usual_s": None}, "up to 24 h; 1 node at most"),
     ],
 )
-def test_limits_in_words(changes: dict[str, object], text: str) -> None:
+def test_partition_limits_are_described(changes: dict[str, object], text: str) -> None:
     assert describe_partition(GPU.model_copy(update=changes)) == text

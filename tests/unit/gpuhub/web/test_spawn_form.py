@@ -14,14 +14,14 @@ from tests.support.clusters import build_cluster
 from tests.support.hub.fake_broker import NOW, FakeBroker
 
 
-async def test_the_users_last_choice_is_selected_when_it_starts_at_once(cluster: ClusterSettings) -> None:
+async def test_last_profile_is_selected_if_it_can_start_now(cluster: ClusterSettings) -> None:
     """The form shows the number of free GPUs."""
     cards = build_cards(cluster, await FakeBroker(cluster).cluster(), "small")
     assert [card.name for card in cards if card.is_chosen] == ["small"]
     assert cards[0].free_text == "1 of 1 free"
 
 
-async def test_a_held_profile_is_not_selected_and_tells_who_holds_it(cluster: ClusterSettings) -> None:
+async def test_occupied_profile_is_not_selected_and_shows_its_holder(cluster: ClusterSettings) -> None:
     """Otherwise the first that starts at once is selected, and the next position in the queue is shown."""
     broker = FakeBroker(cluster)
     await broker.request_lease(ask("big", "ben"))
@@ -35,7 +35,7 @@ async def test_a_held_profile_is_not_selected_and_tells_who_holds_it(cluster: Cl
     assert "<strong>cid</strong> waits for profile big" in html
 
 
-async def test_with_everything_held_the_last_choice_stays(cluster: ClusterSettings) -> None:
+async def test_last_profile_stays_selected_if_all_gpus_are_held(cluster: ClusterSettings) -> None:
     """There is nothing better to offer than what the user wanted."""
     only = cluster.model_copy(update={"profiles": cluster.profiles[:2]})
     broker = FakeBroker(only)
@@ -46,13 +46,13 @@ async def test_with_everything_held_the_last_choice_stays(cluster: ClusterSettin
 
 
 @pytest.mark.parametrize("last", [None, 5, "gone", {"a": 1}])
-async def test_a_strange_last_choice_does_no_harm(cluster: ClusterSettings, last: object) -> None:
+async def test_invalid_last_profile_is_ignored(cluster: ClusterSettings, last: object) -> None:
     """Old options may be anything: the REST API stores what it is given."""
     cards = build_cards(cluster, await FakeBroker(cluster).cluster(), last)
     assert [card.name for card in cards if card.is_chosen] == ["big"]
 
 
-def test_the_form_is_whole_while_the_broker_is_silent(cluster: ClusterSettings) -> None:
+def test_form_is_complete_without_the_broker(cluster: ClusterSettings) -> None:
     """Profiles come from the settings; the number of free GPUs is shown as unknown."""
     html = render_form(cluster, None, last_profile=None)
     assert html.count('type="radio"') == 3
@@ -70,7 +70,7 @@ async def test_text_from_settings_is_escaped() -> None:
     assert html.count("&lt;script&gt;") == 3
 
 
-async def test_the_form_and_its_refresh_show_the_same(cluster: ClusterSettings) -> None:
+async def test_form_and_its_refreshed_parts_are_equal(cluster: ClusterSettings) -> None:
     """Each part that is sent later stands in the page already."""
     view = await FakeBroker(cluster).cluster()
     html = render_form(cluster, view, last_profile=None)
@@ -81,7 +81,7 @@ async def test_the_form_and_its_refresh_show_the_same(cluster: ClusterSettings) 
         assert text.strip() in html
 
 
-async def test_what_is_wrong_with_a_gpu_stands_on_the_form(cluster: ClusterSettings) -> None:
+async def test_gpu_problems_are_shown_on_the_form(cluster: ClusterSettings) -> None:
     """The form shows why a GPU is unavailable: external use, failure, cordon, reservation or share."""
     view = await FakeBroker(cluster).cluster()
     strangers = (OutsideProcess(pid=4242, memory_mib=5222), OutsideProcess(pid=7, memory_mib=None))
@@ -105,7 +105,7 @@ async def test_what_is_wrong_with_a_gpu_stands_on_the_form(cluster: ClusterSetti
         assert text in " ".join(html.split()), html
 
 
-async def test_a_big_cluster_is_summed_up(cluster: ClusterSettings) -> None:
+async def test_form_summarizes_a_large_cluster(cluster: ClusterSettings) -> None:
     """A thousand nodes do not make a form of a thousand lines."""
     view = await FakeBroker(cluster).cluster()
     many = view.model_copy(update={"nodes": view.nodes[:1] * 1000})
@@ -114,7 +114,7 @@ async def test_a_big_cluster_is_summed_up(cluster: ClusterSettings) -> None:
     assert len(html) < 200
 
 
-def test_how_full_the_home_is_stands_on_the_form(cluster: ClusterSettings) -> None:
+def test_home_usage_is_shown_on_the_form(cluster: ClusterSettings) -> None:
     """The usage is shown only with a quota or little space, and never as HTML."""
     html = render_form(cluster, None, last_profile=None, home=HomeUsage(text="Home: 1 of <2>", warning="nearly full"))
     assert "Home: 1 of &lt;2&gt;" in html
@@ -122,7 +122,7 @@ def test_how_full_the_home_is_stands_on_the_form(cluster: ClusterSettings) -> No
     assert "Home:" not in render_form(cluster, None, last_profile=None)
 
 
-def test_a_part_of_a_gpu_is_promised_plainly() -> None:
+def test_gpu_share_profile_describes_its_memory_cap() -> None:
     """With the cap where the cards are known, and never as a wall."""
     profile = {"name": "quarter", "title": "A quarter", "gpu_share": 4, "gpu_model": "RTX 5090"}
     shared = build_cluster(profiles=[profile]).profiles[0]
@@ -132,14 +132,14 @@ def test_a_part_of_a_gpu_is_promised_plainly() -> None:
     assert "2 to 8 GiB cap" in describe_facts(shared, [8192, 12288, 32768])
 
 
-def test_facts_of_a_profile(cluster: ClusterSettings) -> None:
+def test_profile_facts_are_described_in_one_line(cluster: ClusterSettings) -> None:
     """GPU, CPUs, memory and limit in one line."""
     assert describe_facts(cluster.profiles[0]) == "1 × RTX 5090 · 4 CPUs · 16 GiB memory · up to 8 h"
     assert describe_facts(cluster.profiles[1]) == "1 × RTX 5070 · 1 CPU · 4 GiB memory"
 
 
 @pytest.mark.parametrize("fields", [{"profile": ["a", "b"]}, {"image": ["x"]}, {"profile": ["a"], "x_file": ["b"]}])
-def test_fields_that_the_form_does_not_have_are_refused(fields: dict[str, list[str]]) -> None:
+def test_unknown_form_fields_are_refused(fields: dict[str, list[str]]) -> None:
     """A form sends one profile."""
     with pytest.raises(SpawnFailed):
         parse_spawn_options(fields)
