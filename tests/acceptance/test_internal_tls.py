@@ -40,7 +40,7 @@ def test_clients_without_certificate_are_refused(product: Product, part: str) ->
         assert client.get(f"https://{address}{path}").status_code == (403 if part == "proxy" else 200)
 
 
-def test_the_hub_found_its_services(product: Product) -> None:
+def test_hub_finds_its_services(product: Product) -> None:
     """The hub's own check of its services cannot work with TLS and is replaced."""
     log = (product.paths.log / "hub.log").read_text(encoding="utf-8")
     last_start = log.rpartition("Running JupyterHub version")[2]

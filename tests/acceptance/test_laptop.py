@@ -147,7 +147,7 @@ def free(ada: User) -> bool:
     return not ada.holders()
 
 
-def test_a_job_over_three_nodes(product: Product, laptop: Laptop, ada: User):
+def test_job_on_three_nodes(product: Product, laptop: Laptop, ada: User):
     """The folder is sent, three ranks run with live output, and results are in the home, without a notebook."""
     output = laptop.run("run", "--nnodes", "3", "--env", "COLOUR=green", "train.py", "--epochs", "2")
     assert "sum 3.0 of helper --epochs 2 seen green" in output, output
@@ -165,7 +165,7 @@ def test_a_job_over_three_nodes(product: Product, laptop: Laptop, ada: User):
     assert (laptop.work / "fetched/out.txt").read_text() == "the result"
 
 
-def test_the_exit_status_and_the_failing_ranks_error(laptop: Laptop, ada: User):
+def test_exit_status_and_error_of_the_failing_rank(laptop: Laptop, ada: User):
     """The command has the job's exit status and shows the failing rank's traceback with the user's line."""
     laptop.write(
         "fail.py", "import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit(7)\nimport time\ntime.sleep(60)\n"
@@ -205,7 +205,7 @@ def test_a_detached_job_outlives_hub_and_broker(product: Product, laptop: Laptop
     wait_for(lambda: free(ada), "a cancelled job's GPU is free")
 
 
-def test_a_task_file_runs_unchanged(laptop: Laptop, ada: User):
+def test_skypilot_task_file_runs_unchanged(laptop: Laptop, ada: User):
     """SkyPilot's task YAML runs setup and run on two nodes with the variables it promises."""
     output = laptop.run("run", "task.yaml")
     assert "hello from 0 of 2 with 1" in output, output

@@ -154,7 +154,7 @@ def test_drained_node_is_emptied_and_undrained(ben: User):
 
 
 @builtin
-def test_a_part_of_a_gpu_is_shared_by_several(product: Product, ada: Notebook, ben: User):
+def test_gpu_is_shared_by_two_notebooks(product: Product, ada: Notebook, ben: User):
     """Two notebooks have a quarter of one GPU each, with a memory cap, and the whole GPU is not available."""
     ben.open_form()
     ben.choose("part")

@@ -55,7 +55,7 @@ def containers(text: str) -> list[str]:
     return sorted(line.partition(" in ")[2].strip() for line in text.splitlines() if " in rig" in line)
 
 
-def test_the_next_launch_runs_in_the_same_workers(notebook: Notebook):
+def test_next_launch_reuses_the_workers(notebook: Notebook):
     """Launches share the workers, also with torchrun itself; the output says that they stay, and they are released on
     request.
     """

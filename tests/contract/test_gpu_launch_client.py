@@ -56,7 +56,7 @@ def _until(client: BrokerClient, job: models.Job, state: str) -> models.Job:
     return job
 
 
-def test_the_cluster_is_read(running: Running, client: BrokerClient) -> None:
+def test_cluster_is_parsed(running: Running, client: BrokerClient) -> None:
     """Nodes, GPUs, models and leases' owners arrive as the broker has them."""
     held = running.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"}).json()
     cluster = client.get_cluster()
@@ -68,7 +68,7 @@ def test_the_cluster_is_read(running: Running, client: BrokerClient) -> None:
     assert gpu.memory_mib > free.memory_mib > 8000
 
 
-def test_a_jobs_whole_life(running: Running, client: BrokerClient) -> None:
+def test_job_lifecycle(running: Running, client: BrokerClient) -> None:
     """A job is requested, long-polled until it runs, renewed and stopped, and its GPUs are free at the end."""
     job = _create(client, exclude_nodes=("rig1",))
     again = _create(client, exclude_nodes=("rig1",))
@@ -168,13 +168,13 @@ def test_both_sides_name_the_same_states() -> None:
     assert WorkerState.EXITED.value == models.EXITED
 
 
-def test_every_demand_is_a_field_of_the_request() -> None:
+def test_every_launch_option_is_a_field_of_the_request() -> None:
     """Each option is a field of the request with the broker's default, which is therefore not sent."""
     for item in dataclasses.fields(GpuRequest):
         assert JobRequest.model_fields[item.name].default == getattr(GpuRequest(), item.name), item.name
 
 
-def test_every_demand_is_accepted(running: Running, client: BrokerClient) -> None:
+def test_all_launch_options_together_are_accepted(running: Running, client: BrokerClient) -> None:
     """All options together are accepted, and the job has the grant's note."""
     demand = GpuRequest(
         models=("RTX 5070", "RTX 5060"), least_memory_mib=8000, scavenge=True, priority=-3, time_limit_s=3600

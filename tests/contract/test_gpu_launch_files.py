@@ -98,7 +98,7 @@ def test_workers_join_a_pool(running: Running) -> None:
     assert [(spec.run_id, spec.run_index) for spec in running.workers.specs] == [(RUN, 0), (RUN, 1)]
 
 
-def test_large_files_pass_both_ways(running: Running) -> None:
+def test_large_files_are_uploaded_and_downloaded(running: Running) -> None:
     """Uploads are packed and downloads are not."""
     transfer = transfer_of(running)
     data = os.urandom(5 * 1024**2)
@@ -117,7 +117,7 @@ def test_large_files_pass_both_ways(running: Running) -> None:
     assert refused.value.status == 404
 
 
-def test_terminal(running: Running) -> None:
+def test_terminal_returns_the_exit_code(running: Running) -> None:
     """The exit code of a terminal arrives, and other users' jobs do not exist."""
     job = start(BrokerClient(running.url, "ada", patience_s=5.0), detached=True)
     shell = open_shell(hub_of(running), job.id, worker=0, command="exit 5")

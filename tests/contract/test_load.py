@@ -66,7 +66,7 @@ def _overlaps(running: Running) -> list[tuple[str, str, str]]:
         return raw.execute(query).fetchall()
 
 
-def test_two_hundred_at_once(tmp_path: Path) -> None:
+def test_two_hundred_concurrent_clients(tmp_path: Path) -> None:
     """No GPU has two active leases, and requests are granted in their order."""
     setting = Setting(tmp_path)
     setting.cluster, setting.nodes = build_cluster(SAME), simulated_nodes(SAME)

@@ -115,7 +115,7 @@ def process_of(testbed: FaultTestbed, node: str, inner: int) -> int:
 
 @pytest.mark.case("G4")
 @pytest.mark.parametrize("left", [((4242, 3000),), ()], ids=["process", "memory"])
-def test_something_is_left_on_a_gpu(testbed: FaultTestbed, left: tuple[tuple[int, int], ...]) -> None:
+def test_leftover_process_or_memory_on_a_gpu(testbed: FaultTestbed, left: tuple[tuple[int, int], ...]) -> None:
     """The GPU of an ended lease is not granted while a process or memory is left on it."""
     testbed.start("ada", "nb", "on2")
     practice_closet.set_gpu_load(

@@ -46,7 +46,7 @@ def test_docker_over_plain_tcp(testbed: FaultTestbed, tmp_path: Path) -> None:
 
 
 @pytest.mark.case("C2")
-def test_nobody_may_log_in(testbed: FaultTestbed, tmp_path: Path) -> None:
+def test_settings_without_allowed_users_are_refused(testbed: FaultTestbed, tmp_path: Path) -> None:
     """The settings are refused before anything starts, with the remedy."""
     answer = refusal(testbed, tmp_path, users={"login": "password", "allowed": [], "uid_first": 20000})
     assert "allowed" in answer
@@ -75,7 +75,7 @@ def test_one_gpu_on_two_nodes(testbed: FaultTestbed) -> None:
 
 @pytest.mark.case("C4")
 @pytest.mark.parametrize("whose", ["expired", "stranger"])
-def test_a_daemons_certificate_is_wrong(testbed: FaultTestbed, whose: str) -> None:
+def test_invalid_certificate_of_a_daemon(testbed: FaultTestbed, whose: str) -> None:
     """The node shows its certificate's error, other nodes are used, and it returns with the right certificate."""
     folder = testbed.relay_folder("rig2")
     testbed.stop_relay("rig2")
@@ -148,7 +148,7 @@ def test_unknown_options(testbed: FaultTestbed, options: dict[str, Any], names: 
     ("options", "names"),
     [({"profile": "light", "image": "evil:1"}, "image"), ({"profile": "gpuhub/light:other"}, "gpuhub/light:other")],
 )
-def test_an_image_of_ones_own(testbed: FaultTestbed, options: dict[str, Any], names: str) -> None:
+def test_image_chosen_by_a_user_is_refused(testbed: FaultTestbed, options: dict[str, Any], names: str) -> None:
     """The image is refused with status 400: only profiles name images."""
     _refused(testbed, options, names)
 
@@ -173,7 +173,7 @@ def test_invalid_numbers(testbed: FaultTestbed) -> None:
 
 
 @pytest.mark.case("U6")
-def test_home_that_is_a_link(testbed: FaultTestbed, tmp_path: Path) -> None:
+def test_home_that_is_a_symlink(testbed: FaultTestbed, tmp_path: Path) -> None:
     """The start is refused, and nothing is written where the link points."""
     elsewhere, home = tmp_path / "elsewhere", home_of(testbed, "eve")
     elsewhere.mkdir()

@@ -89,7 +89,7 @@ def test_server_with_an_invalid_version_does_not_stop_the_hub(testbed: FaultTest
 
 
 @pytest.mark.case("L2")
-def test_hub_restarts_with_many(testbed: FaultTestbed, figure: Figure) -> None:
+def test_hub_restart_with_many_servers(testbed: FaultTestbed, figure: Figure) -> None:
     """The hub answers within 5 s at every moment after its restart."""
     _resume(testbed, figure, 12)
 
@@ -224,7 +224,7 @@ def _old_epoch(testbed: FaultTestbed, lease: str) -> str:
 @pytest.mark.case("K8")
 @pytest.mark.fast
 @pytest.mark.parametrize("program", [BROKER, HUB])
-def test_a_second_one_is_refused(testbed: FaultTestbed, program: str) -> None:
+def test_second_instance_is_refused(testbed: FaultTestbed, program: str) -> None:
     """The same command again ends at once with a reason, and the first process keeps running."""
     seen = testbed.start("ada", "nb", "on1")
     process = testbed.paths.run / "supervisord.conf"

@@ -48,7 +48,7 @@ def test_killed_rank() -> None:
 
 
 @pytest.mark.case("N1")
-def test_a_new_boot_id() -> None:
+def test_new_boot_id_is_proof_of_release() -> None:
     """On simulated nodes a new boot id proves that everything from before has ended."""
     run_tests(
         "tests/unit/gpuhub/broker/controllers/test_node_controller.py::test_a_restart_of_the_machine_is_proof",
@@ -58,7 +58,7 @@ def test_a_new_boot_id() -> None:
 
 
 @pytest.mark.case("S1")
-def test_the_file_server_is_gone() -> None:
+def test_unreachable_file_server() -> None:
     """Starts fail in time with the reason and without a GPU when a server is silent or a mount hangs."""
     run_tests(
         "tests/integration/notebooks/test_storage.py::test_hung_server_fails_a_spawn_in_time_and_leases_no_gpu",
@@ -68,15 +68,15 @@ def test_the_file_server_is_gone() -> None:
 
 
 @pytest.mark.case("S2")
-def test_a_stale_handle() -> None:
+def test_stale_nfs_file_handle() -> None:
     """The file system's error is shown, and nothing is made or removed."""
     run_tests(
-        "tests/integration/gpuhub/storage/test_homes.py::test_what_the_file_system_says_is_told",
-        "tests/unit/gpuhub/docker/test_container_lifecycle.py::test_a_failed_mount_says_what_to_do",
+        "tests/integration/gpuhub/storage/test_homes.py::test_file_system_error_is_reported",
+        "tests/unit/gpuhub/docker/test_container_lifecycle.py::test_mount_failure_has_a_remedy",
     )
 
 
 @pytest.mark.case("V1")
-def test_stores_of_earlier_versions() -> None:
+def test_migration_of_stores_of_earlier_versions() -> None:
     """Leases and jobs in earlier versions' stores survive the upgrade and the downgrade."""
     run_tests("tests/unit/gpuhub/broker/db/test_migrations.py")

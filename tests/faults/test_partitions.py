@@ -34,7 +34,7 @@ def cut(testbed: FaultTestbed, node: str, figure: Figure) -> Iterator[float]:
 
 @pytest.mark.case("P1")
 @pytest.mark.fast
-def test_cut_off(testbed: FaultTestbed, figure: Figure) -> None:
+def test_node_is_partitioned(testbed: FaultTestbed, figure: Figure) -> None:
     """The lease stays, its GPU is not granted to a waiting user, and the same container serves after the repair."""
     seen = testbed.start("ada", "nb", "on2")
     lease = testbed.lease_of("ada", "nb")
@@ -51,7 +51,7 @@ def test_cut_off(testbed: FaultTestbed, figure: Figure) -> None:
 
 
 @pytest.mark.case("P2")
-def test_cut_off_while_the_hub_restarts(testbed: FaultTestbed, figure: Figure) -> None:
+def test_node_is_partitioned_while_the_hub_restarts(testbed: FaultTestbed, figure: Figure) -> None:
     """The restarted hub keeps the server, and serves it when the node returns."""
     seen = testbed.start("ada", "nb", "on2")
     with cut(testbed, "rig2", figure):
@@ -65,7 +65,7 @@ def test_cut_off_while_the_hub_restarts(testbed: FaultTestbed, figure: Figure) -
 
 @pytest.mark.case("P3")
 @pytest.mark.fast
-def test_cut_off_stopped_and_started_on_another_node(testbed: FaultTestbed, figure: Figure) -> None:
+def test_stop_on_a_partitioned_node_and_start_on_another(testbed: FaultTestbed, figure: Figure) -> None:
     """The old GPU is quarantined until its node proves that the container is gone; the new one is on another node."""
     old = testbed.start("ada", "nb", "on2")
     with cut(testbed, "rig2", figure):
@@ -84,7 +84,7 @@ def _states(testbed: FaultTestbed, name: str) -> list[str]:
 
 @pytest.mark.case("P4")
 @pytest.mark.parametrize("how", ["one-way", "lossy", "late"])
-def test_half_cut(testbed: FaultTestbed, figure: Figure, how: str) -> None:
+def test_unreliable_network_to_a_node(testbed: FaultTestbed, figure: Figure, how: str) -> None:
     """The node's state stays stable, its notebook stays, and another node starts one as fast as before."""
     seen = testbed.start("ada", "nb", "on2")
     usual = _start_s(testbed)
@@ -120,7 +120,7 @@ def _start_s(testbed: FaultTestbed) -> float:
 
 @pytest.mark.case("P5")
 @pytest.mark.parametrize("on", ["POST /containers/create", "POST /containers/[0-9a-f]+/start"], ids=["create", "start"])
-def test_response_is_lost(testbed: FaultTestbed, on: str) -> None:
+def test_lost_response_of_a_container_creation(testbed: FaultTestbed, on: str) -> None:
     """A container whose creation got no response is removed or adopted; the next start has one container."""
     with testbed.fault("rig1", on, "drop_response") as fault:
         testbed.ask_start("ada", "nb", "on1")

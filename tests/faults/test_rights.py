@@ -94,7 +94,7 @@ def _filled(path: str) -> str:
 
 
 @pytest.mark.case("A4")
-def test_a_worker_asks_the_hub(testbed: FaultTestbed) -> None:
+def test_worker_has_no_access_to_the_hub(testbed: FaultTestbed) -> None:
     """A worker's environment has no token, and without one the hub answers nothing."""
     testbed.submit_job("ada", 1)
     worker = next(seen for seen in testbed.observer.running() if seen.kind == "worker")
@@ -108,7 +108,7 @@ def test_a_worker_asks_the_hub(testbed: FaultTestbed) -> None:
 
 
 @pytest.mark.case("A6")
-def test_a_user_scans_another(testbed: FaultTestbed) -> None:
+def test_network_isolation_between_users(testbed: FaultTestbed) -> None:
     """From ben's container neither ada's ports nor Docker, SSH or metadata services answer."""
     ada, ben = testbed.start("ada", "nb", "on1"), testbed.start("ben", "nb", "on2")
     testbed.submit_job("ada", 1)
@@ -145,7 +145,7 @@ def _published(testbed: FaultTestbed, seen: Any) -> list[int]:
 
 
 @pytest.mark.case("A7")
-def test_other_gpus_device_and_other_users_home(testbed: FaultTestbed) -> None:
+def test_no_access_to_other_gpus_or_other_users_homes(testbed: FaultTestbed) -> None:
     """Another GPU's device can neither be created nor opened, and only the user's home is mounted."""
     testbed.start("ada", "nb", "on1")
     ben = testbed.start("ben", "nb", "light")
@@ -159,7 +159,7 @@ def test_other_gpus_device_and_other_users_home(testbed: FaultTestbed) -> None:
 
 
 @pytest.mark.case("A8")
-def test_the_same_request_again(testbed: FaultTestbed) -> None:
+def test_repeated_request_is_idempotent(testbed: FaultTestbed) -> None:
     """Twenty concurrent requests with one key, and one later, give one lease."""
     ben = testbed.clients["ben"]
     body = {"profile": "light", "server": "x", "key": uuid.uuid4().hex}
@@ -176,7 +176,7 @@ def test_the_same_request_again(testbed: FaultTestbed) -> None:
 
 
 @pytest.mark.case("A3")
-def test_the_spawners_token_is_the_spawners(testbed: FaultTestbed) -> None:
+def test_user_token_has_no_spawner_rights(testbed: FaultTestbed) -> None:
     """A user's token gets none of the spawner's rights."""
     ben = testbed.clients["ben"]
     status, answer = ben.ask(ben.hub, "POST", "/users/ben/tokens", {"scopes": ["custom:gpuhub:any-owner"]})

@@ -22,7 +22,7 @@ from tests.support.product import wait_for
 
 
 @pytest.mark.case("V1")
-def test_from_the_last_version_to_this_and_back(testbed: FaultTestbed) -> None:
+def test_downgrade_and_upgrade_by_one_migration(testbed: FaultTestbed) -> None:
     """The store is downgraded by one migration and upgraded again under a running server, whose lease continues."""
     seen = testbed.start("ada", "nb", "on1")
     lease = testbed.lease_of("ada", "nb")
@@ -77,7 +77,7 @@ def broker_with_own_time(testbed: FaultTestbed, file: Path) -> Iterator[None]:
 
 @pytest.mark.case("V3")
 @pytest.mark.parametrize("offset", ["+3600", "-3600"])
-def test_the_clock_is_set(testbed: FaultTestbed, tmp_path: Path, offset: str) -> None:
+def test_clock_jump(testbed: FaultTestbed, tmp_path: Path, offset: str) -> None:
     """When the clock is set by an hour no lease ends, no waiting request is granted, and the next grant is as usual."""
     file = tmp_path / "time"
     file.write_text("+0")

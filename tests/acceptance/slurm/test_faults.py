@@ -83,7 +83,7 @@ def test_hub_and_broker_are_killed_while_a_server_is_queued(product, observer, q
     stop(ben, "waiting")
 
 
-def test_a_node_is_lost(product, observer, queue, ada, ben, anchor):
+def test_node_loss_ends_only_its_server(product, observer, queue, ada, ben, anchor):
     """The node's server ends with a reason, others keep running, and the node takes work again when it returns."""
     lease = start(ben, "unlucky", "rtx5070")
     for name in ("slurmd-rig2", "rig2"):
