@@ -72,7 +72,7 @@ async def send(running: Running, token: str | None, method: str, path: str, body
         ("root", "POST", "/nodes/rig9/cordon", {}, ("root", "user", None, "failed", 404)),
     ],
 )  # fmt: skip
-async def test_what_is_told(
+async def test_audited_actions(
     guarded: Setting, lines: list[dict[str, Any]], token: str | None, method: str, path: str, body: Any, told: Any
 ) -> None:
     """One line: when, who, from where, what, on which thing, whose it is, and how it went."""
@@ -88,7 +88,7 @@ async def test_what_is_told(
     assert line["time"].endswith("+00:00")
 
 
-async def test_a_denied_terminal_is_told(guarded: Setting, lines: list[dict[str, Any]]) -> None:
+async def test_denied_terminal_is_audited(guarded: Setting, lines: list[dict[str, Any]]) -> None:
     """WebSockets are no way around."""
     async with asgi_broker(guarded) as running:
         async with running.client("ada") as client:
@@ -103,7 +103,7 @@ async def test_a_denied_terminal_is_told(guarded: Setting, lines: list[dict[str,
     assert {line["action"] for line in lines} == {"WEBSOCKET /jobs/{job_id}/shell"}
 
 
-async def test_what_is_ones_own_business_is_not_told(guarded: Setting, lines: list[dict[str, Any]]) -> None:
+async def test_own_actions_are_not_audited(guarded: Setting, lines: list[dict[str, Any]]) -> None:
     """Owners, the spawner at its work, looks at the cluster and mistakes leave no line."""
     async with asgi_broker(guarded) as running:
         lease = await ask(running, "spawner", owner="ada")
@@ -117,7 +117,7 @@ async def test_what_is_ones_own_business_is_not_told(guarded: Setting, lines: li
     assert lines == []
 
 
-async def test_no_token_is_ever_told(guarded: Setting, lines: list[dict[str, Any]]) -> None:
+async def test_audit_log_contains_no_tokens(guarded: Setting, lines: list[dict[str, Any]]) -> None:
     """Not even one that was sent where none belongs: only parts of known routes are written, and not much of them."""
     secret = "5ec8e7" * 11
     guarded.hub.models[secret] = None
@@ -132,7 +132,7 @@ async def test_no_token_is_ever_told(guarded: Setting, lines: list[dict[str, Any
 
 
 @pytest.mark.parametrize("status", [200, 201, 404, 409, 422, 429, 500, 503])
-def test_the_spawner_is_told_of_only_where_it_is_refused(status: int) -> None:
+def test_spawner_is_audited_only_if_refused(status: int) -> None:
     """What it does is in the events."""
     spawner = AuditRecord(name="gpuhub-spawner", kind="service", any_owner=True, owner="ada")
     assert classify_outcome(spawner, "DELETE /leases/{lease_id}", status) is None
@@ -150,7 +150,7 @@ def line(**parts: str) -> dict[str, Any]:
     } | parts
 
 
-def test_what_comes_again_is_counted(lines: list[dict[str, Any]]) -> None:
+def test_repeated_audit_records_are_counted(lines: list[dict[str, Any]]) -> None:
     """A long poll that is refused a thousand times is two lines: the first, and how often it came again."""
     clock = StillClock()
     log = AuditLog(clock)
@@ -163,7 +163,7 @@ def test_what_comes_again_is_counted(lines: list[dict[str, Any]]) -> None:
     assert [(one["object"], one.get("again")) for one in lines[2:]] == [("l1", 999), ("l3", None)]
 
 
-def test_a_flood_fills_no_disk_and_hides_nobody(lines: list[dict[str, Any]]) -> None:
+def test_audit_records_are_limited_for_each_caller(lines: list[dict[str, Any]]) -> None:
     """Strangers' objects count for nothing, each caller has a most of lines, and what was left out is said."""
     log = AuditLog(StillClock())
     for number in range(5000):
@@ -179,7 +179,7 @@ def test_a_flood_fills_no_disk_and_hides_nobody(lines: list[dict[str, Any]]) -> 
     ]
 
 
-def test_there_is_a_most_of_lines_about_everybody(lines: list[dict[str, Any]]) -> None:
+def test_audit_records_are_limited_in_total(lines: list[dict[str, Any]]) -> None:
     """However many callers there are, memory and log are bounded."""
     log = AuditLog(StillClock())
     for number in range(3 * audit.MAX_LINES):
@@ -189,7 +189,7 @@ def test_there_is_a_most_of_lines_about_everybody(lines: list[dict[str, Any]]) -
     assert len(lines) == 2 * audit.MAX_LINES
 
 
-def test_the_file_is_roots_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_file_is_private_and_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mode 0600 whatever the umask, turned over when it is full, and nothing of it goes to the broker's own log."""
     monkeypatch.setattr(audit, "_FILE_BYTES", 1000)
     handler = audit.open_log(tmp_path / "audit.log")

@@ -31,7 +31,7 @@ DETACHED = {"run_id": "run-000001", "detached": True, "name": "train.py"}
 # -- rules ------------------------------------------------------------------------------------------------------------
 
 
-def test_it_ends_with_worker_0_alone() -> None:
+def test_detached_job_ends_with_worker_0() -> None:
     """Others may come and go; its exit code is worker 0's."""
     job = under_way(3)[0].evolve(detached=True)
     job = job_states.record_worker_exit(job, 2, 1, "ended with exit code 1", 20.0)
@@ -45,7 +45,7 @@ def test_it_ends_with_worker_0_alone() -> None:
     assert job_states.stop(job, "stopped", 22.0).exit_code == 3
 
 
-def test_one_that_is_stopped_has_no_exit_code() -> None:
+def test_stopped_detached_job_has_no_exit_code() -> None:
     """What its worker ends with when it is removed says nothing of the job."""
     job = job_states.stop(under_way(1)[0].evolve(detached=True), "stopped", 20.0)
     job = job_states.record_worker_exit(job, 0, 137, "killed (exit code 137)", 21.0)
@@ -53,14 +53,14 @@ def test_one_that_is_stopped_has_no_exit_code() -> None:
 
 
 @pytest.mark.parametrize("code", [143, 0])
-def test_a_preempted_one_goes_on_later(code: int) -> None:
+def test_preempted_detached_job_is_requeued_despite_success(code: int) -> None:
     """Scripts that have written their checkpoint may end with success."""
     job = job_states.preempt(under_way(1)[0].evolve(detached=True), 60.0, 20.0)
     job = job_states.record_worker_exit(job, 0, code, "it ended", 21.0)
     assert (job.state, job.exit_code, job_states.is_checkpoint_done(job, 21.0)) == (JobState.PREEMPTING, None, True)
 
 
-def test_nobody_has_to_renew_it() -> None:
+def test_detached_job_needs_no_heartbeat() -> None:
     """However long nobody is heard of."""
     job, lease = under_way(1)
     cluster = build_cluster()
@@ -69,14 +69,14 @@ def test_nobody_has_to_renew_it() -> None:
         assert find_silent_jobs(snapshot, cluster, lambda _: 1e6) == silent
 
 
-def test_the_engine_leaves_it_its_leader() -> None:
+def test_scheduler_keeps_the_node_of_worker_0() -> None:
     """An elastic one may lose any node but worker 0's."""
     job, lease = under_way(2)
     assert build_allocation(lease, job).leader is None
     assert build_allocation(lease, job.evolve(detached=True)).leader == "rig1"
 
 
-def test_its_workers_are_told_of_each_other() -> None:
+def test_detached_workers_get_their_peers() -> None:
     """As the broker tells of workers, with the numbers and folder of the run."""
     job, lease = under_way(2)
     roster = json.loads(build_roster(job, lease))
@@ -111,7 +111,7 @@ def test_contradictions_are_refused(asked: dict[str, Any], text: str) -> None:
         validate.check_consistency(JobRequest(run_id="run-000001", **asked))
 
 
-def test_it_may_have_what_its_notebook_holds_now() -> None:
+def test_detached_job_may_use_the_quota_of_its_notebook() -> None:
     """The notebook can end while it waits; another launch waits with its notebook, and a joining one with its run."""
     draft = draft_of(*under_way(2), now=20.0)
     rights = Quota(per_user=QuotaLimits(max_gpus=2))
@@ -135,7 +135,7 @@ def worker_on(running: Running, node: str) -> dict[str, Any]:
     return found
 
 
-async def test_it_outlives_its_notebook_and_ends_by_itself(setting: Setting) -> None:
+async def test_detached_job_continues_after_its_notebook_ends(setting: Setting) -> None:
     """Its notebook ends: it runs on. Worker 0 ends: the others are removed, and how it went is told afterwards."""
     async with asgi_broker(setting) as running:
         notebook = await ask(running, "ada", profile="cpu")
@@ -157,7 +157,7 @@ async def test_it_outlives_its_notebook_and_ends_by_itself(setting: Setting) -> 
         assert told == ended
 
 
-async def test_it_runs_the_image_of_the_profile(tmp_path: Any) -> None:
+async def test_detached_job_runs_the_image_of_its_profile(tmp_path: Any) -> None:
     """The named one, else its server's, else the default; one that is not there is refused, with those that are."""
     profiles = [
         ProfileSettings(name="cpu", title="No GPU", gpu_count=0, image="lab/notebook:1"),
@@ -179,7 +179,7 @@ async def test_it_runs_the_image_of_the_profile(tmp_path: Any) -> None:
     assert {job.notebook_lease for job in jobs.values()} == {None}
 
 
-async def test_it_outlives_the_broker(setting: Setting) -> None:
+async def test_detached_job_survives_a_broker_restart(setting: Setting) -> None:
     """A new broker goes on with it, queued or running, and tells of it after its end."""
     async with asgi_broker(setting) as running:
         made = await post(running, "ada", "/jobs", {**DETACHED, "nnodes": 3}, 201)
@@ -201,7 +201,7 @@ async def test_it_outlives_the_broker(setting: Setting) -> None:
         assert len(await read(running, "root", "/jobs", ended=True)) == 2
 
 
-async def test_a_preempted_one_waits_again(tmp_path: Any) -> None:
+async def test_preempted_detached_job_is_queued_again(tmp_path: Any) -> None:
     """As others do, with its workers told how often that was."""
     setting = Setting(tmp_path, cluster=build_cluster(scheduling=SchedulingSettings(preemption=True)))
     async with asgi_broker(setting) as running:
@@ -218,7 +218,7 @@ async def test_a_preempted_one_waits_again(tmp_path: Any) -> None:
         assert {spec.preemptions for spec in running.workers.specs[-3:]} == {1}
 
 
-async def test_workers_join_a_run_and_end_with_it(setting: Setting) -> None:
+async def test_joining_workers_end_with_their_run(setting: Setting) -> None:
     """They read its folder and are numbered after its own; nobody else's run, and none that is over, can be joined."""
     joining = {"run_id": "run-000002", "joins": "run-000001", "first_worker": 1}
     async with asgi_broker(setting) as running:
@@ -240,7 +240,7 @@ async def test_workers_join_a_run_and_end_with_it(setting: Setting) -> None:
         assert ended["reason"] == "the run that it joined ended: run-000001"
 
 
-async def test_jobs_are_told_of_and_then_forgotten(tmp_path: Any) -> None:
+async def test_ended_jobs_are_listed_and_then_forgotten(tmp_path: Any) -> None:
     """Within `remember`; the newest at most; usage counts on."""
     clock = AheadClock()
     users = UserSettings(allowed=("ada",), max_waiting=1000)

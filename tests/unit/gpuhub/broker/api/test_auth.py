@@ -20,7 +20,7 @@ from tests.support.broker.in_process import ACCESS, Setting, StubHub, asgi_broke
 from tests.support.clocks import StillClock
 
 
-async def test_lists_show_ones_own_only(setting: Setting) -> None:
+async def test_lists_contain_only_own_leases(setting: Setting) -> None:
     """Ben sees nothing of ada's in the lists; an administrator and the spawner see all."""
     async with asgi_broker(setting) as running:
         await ask(running, "ada")
@@ -32,7 +32,7 @@ async def test_lists_show_ones_own_only(setting: Setting) -> None:
     assert owners == {"ada": ["ada"], "ben": ["ben"], "root": ["ada", "ben"], "spawner": ["ada", "ben"]}
 
 
-async def test_an_administrators_end_is_told(setting: Setting) -> None:
+async def test_lease_reason_names_the_administrator_who_ended_it(setting: Setting) -> None:
     """Whose lease an administrator ends can read who it was."""
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
@@ -42,7 +42,7 @@ async def test_an_administrators_end_is_told(setting: Setting) -> None:
     assert ended["reason"] == "ended by root"
 
 
-async def test_the_head_nodes_own_token_works_before_the_hub(setting: Setting) -> None:
+async def test_broker_token_works_without_the_hub(setting: Setting) -> None:
     """Who can read the broker's token file is root here: it may look while the hub is down."""
     setting.hub.is_down = True
     async with asgi_broker(setting) as running, running.client("own-token") as client:
@@ -54,7 +54,7 @@ async def test_the_head_nodes_own_token_works_before_the_hub(setting: Setting) -
     assert setting.hub.checked == 0
 
 
-async def test_known_callers_are_served_while_the_hub_is_away(setting: Setting) -> None:
+async def test_known_callers_are_served_during_a_hub_outage(setting: Setting) -> None:
     """A hub restart costs known users nothing; unknown ones are asked to come back."""
     async with asgi_broker(setting) as running:
         await ask(running, "ada")
@@ -68,7 +68,7 @@ async def test_known_callers_are_served_while_the_hub_is_away(setting: Setting) 
     assert refused.headers["Retry-After"] == "5"
 
 
-async def test_the_hub_is_asked_again_after_a_while() -> None:
+async def test_cached_identities_expire() -> None:
     """Good answers count for ten seconds, bad ones for five; in an outage a good one for ten minutes."""
     hub, clock = StubHub(), StillClock()
     identities = Authenticator(hub, clock)
@@ -95,7 +95,7 @@ async def test_the_hub_is_asked_again_after_a_while() -> None:
 
 
 @pytest.mark.parametrize("header", [None, "", "token", "token ", "basic abc", "token a\nb", "token " + "x" * 300])
-async def test_headers_that_are_no_token(header: str | None) -> None:
+async def test_invalid_authorization_headers_are_refused(header: str | None) -> None:
     """They are refused without asking the hub."""
     hub = StubHub()
     with pytest.raises(NotKnown):
@@ -104,7 +104,7 @@ async def test_headers_that_are_no_token(header: str | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["../etc", "Ada", "a b", "a" * 40, "", "ada\n"])
-def test_user_names_that_mean_something_elsewhere_are_refused(name: str) -> None:
+def test_user_names_with_special_meaning_are_refused(name: str) -> None:
     """The broker makes folder, container and network names of them."""
     with pytest.raises(NotAllowed):
         parse_identity({"kind": "user", "name": name, "scopes": [ACCESS]})
@@ -119,13 +119,13 @@ def test_a_service_is_never_an_administrator() -> None:
 @pytest.mark.parametrize(
     ("groups", "known"), [(["lab", "ml"], {"lab", "ml"}), (None, set()), ("lab", set()), ([1, None, "lab"], {"lab"})]
 )
-def test_a_users_groups_come_from_the_hub(groups: object, known: set[str]) -> None:
+def test_groups_of_a_user_come_from_the_hub(groups: object, known: set[str]) -> None:
     """Limits and reservations go by them; whatever else stands there is nobody's group."""
     who = parse_identity({"kind": "user", "name": "ada", "groups": groups, "scopes": [ACCESS]})
     assert who.groups == known
 
 
-def test_a_services_groups_count_for_nothing() -> None:
+def test_groups_of_services_are_ignored() -> None:
     """Groups are users'."""
     who = parse_identity({"kind": "service", "name": "s", "groups": ["lab"], "scopes": [ACCESS]})
     assert who.groups == frozenset()

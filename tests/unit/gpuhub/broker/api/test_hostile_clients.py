@@ -34,7 +34,7 @@ FORGED = {
 }
 
 
-async def test_only_the_token_says_who_asks(setting: Setting) -> None:
+async def test_only_the_token_identifies_the_caller(setting: Setting) -> None:
     """Headers that a proxy, or another product, would believe change nothing; nor does a token in a cookie or query."""
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
@@ -61,7 +61,7 @@ async def test_only_the_token_says_who_asks(setting: Setting) -> None:
         ("/jobs/arrays", {"job": {"run_id": "run-000001", "owner": "ada"}, "count": 2}),
     ],
 )
-async def test_there_is_no_other_place_for_an_owner(setting: Setting, path: str, body: Any) -> None:
+async def test_unknown_owner_fields_are_refused(setting: Setting, path: str, body: Any) -> None:
     """A field that the API does not have is refused by its name, and not ignored."""
     async with asgi_broker(setting) as running, running.client("ben") as client:
         answer = await client.post(f"/api/v1{path}", json=body)
@@ -70,7 +70,7 @@ async def test_there_is_no_other_place_for_an_owner(setting: Setting, path: str,
         assert await read(running, "root", "/leases") == []
 
 
-async def test_the_same_request_many_times_at_once_is_one(setting: Setting) -> None:
+async def test_concurrent_identical_requests_create_one_lease(setting: Setting) -> None:
     """Twenty replays of one creation, all on their way together: one lease, one job, one array."""
     asked = {
         "/leases": {"profile": "rtx5090", "key": "nb-1"},
@@ -88,7 +88,7 @@ async def test_the_same_request_many_times_at_once_is_one(setting: Setting) -> N
         assert len(await read(running, "ada", "/jobs")) == 3
 
 
-async def test_a_key_is_its_owners_own(setting: Setting) -> None:
+async def test_request_keys_are_scoped_to_their_owner(setting: Setting) -> None:
     """Ben, who guessed ada's key, gets a lease of his own and learns nothing of hers."""
     async with asgi_broker(setting) as running:
         first = await ask(running, "ada", profile="cpu", key="same")
@@ -161,13 +161,13 @@ async def test_reserved_names(setting: Setting, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != ""])
-def test_a_user_of_such_a_name_is_no_caller(name: str) -> None:
+def test_users_with_reserved_names_are_refused(name: str) -> None:
     """Should an authenticator let one in, the broker does not."""
     with pytest.raises(auth.NotAllowed, match="POSIX"):
         auth.parse_identity({"kind": "user", "name": name, "scopes": [ACCESS]})
 
 
-async def test_an_administrators_notebook_is_no_administrator() -> None:
+async def test_notebook_token_of_an_administrator_has_no_administrator_rights() -> None:
     """A server's own token, told by the scope of its server, has its owner's rights and no more."""
     model: dict[str, Any] = {"kind": "user", "name": "root", "admin": True}
     own = "access:servers!server=root/"
@@ -181,7 +181,7 @@ async def test_an_administrators_notebook_is_no_administrator() -> None:
      b"\xff\xfe" * 1000, b"1" * 1_000_000, b'{"profile": "cpu", "key": "' + b"k" * 1_000_000 + b'"}'],
     ids=["open", "objects", "closed", "nulls", "bytes", "digits", "long"],
 )  # fmt: skip
-async def test_bodies_made_to_break_a_parser(setting: Setting, body: bytes) -> None:
+async def test_malicious_bodies_are_refused(setting: Setting, body: bytes) -> None:
     """They are refused in few words, and the broker goes on."""
     async with asgi_broker(setting) as running, running.client("ada") as client:
         for path in ("/leases", "/jobs", "/jobs/arrays"):
@@ -191,7 +191,7 @@ async def test_bodies_made_to_break_a_parser(setting: Setting, body: bytes) -> N
         assert (await client.get("/api/v1/leases")).json() == []
 
 
-async def test_a_body_that_does_not_end_is_given_up(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_request_body_times_out(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends a byte now and then holds its connection for half a minute, and no longer."""
     monkeypatch.setattr(middleware, "RECEIVE_TIMEOUT_S", 0.2)
     begun = asyncio.Event()
@@ -212,7 +212,7 @@ async def test_a_body_that_does_not_end_is_given_up(setting: Setting, monkeypatc
     ["worker=-1", "worker=1e9", "worker=NaN", "worker=1;rm", "cols=0", "cols=1001", "rows=-5", "rows=99999999999999999999",
      "command=%00", "command=" + "a" * 9000, "worker=0&worker=-1"],
 )  # fmt: skip
-async def test_terminals_that_nobody_can_have(setting: Setting, asked: str) -> None:
+async def test_invalid_terminal_requests_are_refused(setting: Setting, asked: str) -> None:
     """Denied as any request would be, without a word to a container; so are ids that are none."""
     async with asgi_broker(setting) as running:
         async with running.client("ada") as client:
@@ -222,7 +222,7 @@ async def test_terminals_that_nobody_can_have(setting: Setting, asked: str) -> N
         assert all(not node.execs.running for node in setting.nodes.values())
 
 
-def test_huge_and_broken_requests_leave_the_broker_alive(setting: Setting) -> None:
+def test_broker_survives_oversized_and_malformed_requests(setting: Setting) -> None:
     """Over a real connection: headers without end, broken lines, smuggled lengths; every one is refused or cut off."""
     head = "GET /services/broker/api/v1/leases HTTP/1.1\r\nHost: x\r\n"
     broken = [
@@ -277,7 +277,7 @@ class Nobody:
         return {"kind": "user", "name": "ada", "scopes": [ACCESS]} if token == "ada" else None
 
 
-async def test_a_flood_of_unknown_tokens_does_not_reach_the_hub() -> None:
+async def test_unknown_tokens_are_rate_limited() -> None:
     """From one address a hundred at once and a few a second; others, and who is known, notice nothing."""
     now = [1000.0]
     hub = Nobody()
@@ -302,7 +302,7 @@ async def test_a_flood_of_unknown_tokens_does_not_reach_the_hub() -> None:
     assert again.count(NotKnown) == auth.WRONG_TOKENS.per_second
 
 
-async def test_unknown_tokens_drive_out_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unknown_tokens_do_not_evict_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there were, those that the hub knew are served while it is away; and memory is bounded."""
     monkeypatch.setattr(auth, "MAX_TOKENS", 50)
     hub = Nobody()
@@ -316,7 +316,7 @@ async def test_unknown_tokens_drive_out_nobody(monkeypatch: pytest.MonkeyPatch) 
     assert (await identities.identify("token ada")).name == "ada"
 
 
-async def test_a_hub_that_is_away_costs_nobody_a_guess() -> None:
+async def test_failed_checks_during_a_hub_outage_are_not_counted() -> None:
     """Tokens that could not be checked do not count as wrong."""
     hub = Nobody()
     identities = Authenticator(hub, Clock())
@@ -328,7 +328,7 @@ async def test_a_hub_that_is_away_costs_nobody_a_guess() -> None:
     assert (await identities.identify("token ada", "10.0.0.9")).name == "ada"
 
 
-def test_a_budget_fills_again_and_forgets_who_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_limiter_refills_and_forgets_idle_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many at once, then so many a second; and only so many callers are known of."""
     monkeypatch.setattr(auth, "MAX_CALLERS", 3)
     now = [0.0]
@@ -353,7 +353,7 @@ def test_a_budget_fills_again_and_forgets_who_is_away(monkeypatch: pytest.Monkey
     assert len(budget._left) == 3
 
 
-async def test_a_user_may_ask_so_often_and_no_more(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_of_a_user_are_rate_limited(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ada's loop is refused with a word when to come again; ben, administrators and the spawner are served."""
     monkeypatch.setattr(auth, "REQUESTS", auth.RateLimit(burst=20, per_second=0.001))
     async with asgi_broker(setting) as running:
@@ -367,7 +367,7 @@ async def test_a_user_may_ask_so_often_and_no_more(setting: Setting, monkeypatch
                 assert {(await client.get("/api/v1/leases")).status_code for _ in range(20)} == {200}
 
 
-async def test_one_user_waits_for_so_much_news_and_no_more(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_polls_of_a_user_are_limited(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long polls are bounded for each user, and come free again."""
     monkeypatch.setattr(access, "POLLS", access.StreamKind(description="polls", per_owner=3, total=10))
     async with asgi_broker(setting) as running:

@@ -25,7 +25,7 @@ from gpuhub.common.errors import (
 from tests.support.broker.in_process import Setting, asgi_broker
 
 
-async def test_a_spawners_way_through_a_lease(setting: Setting) -> None:
+async def test_spawner_client_handles_a_whole_lease(setting: Setting) -> None:
     """Asked for in an owner's name, found again, activated, released, with the cluster in view."""
     async with asgi_broker(setting) as running:
         client = AsyncBrokerClient(running.url, "spawner", transport=running.transport)
@@ -46,7 +46,7 @@ async def test_a_spawners_way_through_a_lease(setting: Setting) -> None:
         await client.close()
 
 
-async def test_silence_is_waited_out_then_told() -> None:
+async def test_client_retries_then_reports_an_unreachable_broker() -> None:
     """A broker that is restarting is tried again; one that stays silent is an error of its own."""
     answers: list[Callable[[], httpx.Response]] = [
         lambda: httpx.Response(502, text="bad gateway"),
@@ -80,7 +80,7 @@ async def test_silence_is_waited_out_then_told() -> None:
         HubUnreachable,
     ],
 )
-def test_an_error_arrives_as_it_was_raised(kind: type[GpuhubError]) -> None:
+def test_errors_survive_the_problem_document(kind: type[GpuhubError]) -> None:
     """Through the problem document and back, class and text stay."""
     status = http_status(kind("what, which and how"))
     assert CODES[kind.code] == status
@@ -93,7 +93,7 @@ def test_an_error_arrives_as_it_was_raised(kind: type[GpuhubError]) -> None:
     ("status", "body", "kind"),
     [(500, b"<html>", BrokerUnreachable), (404, b"", NotFound), (418, b"[]", GpuhubError), (429, b"1", TooManyWaiting)],
 )
-def test_what_is_no_problem_document_is_read_by_its_status(status: int, body: bytes, kind: type[GpuhubError]) -> None:
+def test_other_error_responses_are_classified_by_status(status: int, body: bytes, kind: type[GpuhubError]) -> None:
     """A proxy in between answers in its own way."""
     assert type(parse_problem(status, body)) is kind
 
@@ -125,7 +125,7 @@ async def test_servers_are_started_and_stopped_by_name() -> None:
 @pytest.mark.parametrize(
     ("status", "kind"), [(404, NotFound), (403, NotAllowed), (500, HubUnreachable), (503, HubUnreachable)]
 )
-async def test_the_hubs_refusals(status: int, kind: type[GpuhubError]) -> None:
+async def test_hub_errors_are_translated(status: int, kind: type[GpuhubError]) -> None:
     """Each is another thing to do: end the request, call the administrator, or come back."""
     api = hub(lambda _: httpx.Response(status))
     with pytest.raises(kind):
@@ -133,14 +133,14 @@ async def test_the_hubs_refusals(status: int, kind: type[GpuhubError]) -> None:
     await api.close()
 
 
-async def test_a_server_that_runs_already_is_fine() -> None:
+async def test_repeated_server_start_and_stop_succeed() -> None:
     """The hub says 400 to a start that is pending or done, and 404 to the stop of what does not run."""
     api = hub(lambda request: httpx.Response(400 if request.method == "POST" else 404))
     await asyncio.gather(api.start_server("ada", "", "cpu"), api.stop_server("ada", ""))
     await api.close()
 
 
-async def test_tokens_are_asked_for_with_the_callers_own_token() -> None:
+async def test_identity_is_requested_with_the_token_of_the_caller() -> None:
     """A model, no model, or no answer."""
     models = {"good": httpx.Response(200, json={"name": "ada"}), "bad": httpx.Response(403)}
     api = hub(lambda request: models.get(request.headers["Authorization"].split()[1], httpx.Response(502)))

@@ -19,7 +19,7 @@ async def test_a_free_gpu_is_granted_at_once(setting: Setting) -> None:
     assert lease["gpus"][0]["model"] == "RTX 5090"
 
 
-async def test_a_held_gpu_is_waited_for_and_handed_on(setting: Setting) -> None:
+async def test_held_gpu_is_granted_to_the_next_request(setting: Setting) -> None:
     """The second user waits at place 1, is told who holds the card, and gets it when the first stops."""
     async with asgi_broker(setting) as running:
         first = await ask(running, "ada")
@@ -91,7 +91,7 @@ async def test_an_unreachable_node_keeps_its_leases(setting: Setting) -> None:
         assert setting.nodes["rig1"].of_kind("notebook") == []
 
 
-async def test_a_stranger_container_is_removed_before_the_node_gets_work(setting: Setting) -> None:
+async def test_foreign_container_is_removed_before_the_node_takes_work(setting: Setting) -> None:
     """A container whose lease nobody knows may hold a GPU: the node gets work once it is gone."""
     node = setting.nodes["rig1"]
     node.run_container({names.LABEL_KIND: names.KIND_NOTEBOOK, names.LABEL_LEASE: "lost", names.LABEL_EPOCH: "1"})
@@ -136,7 +136,7 @@ async def test_a_job_ends_with_its_notebook(setting: Setting) -> None:
         assert [gpu["state"] for node in view["nodes"] for gpu in node["gpus"]] == ["free"] * 3
 
 
-async def test_a_worker_out_of_memory_is_told(setting: Setting) -> None:
+async def test_worker_out_of_memory_is_reported(setting: Setting) -> None:
     """The last worker's end ends the job, with what the daemon says of it and the limit."""
     async with asgi_broker(setting) as running:
         body = {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1}
@@ -161,7 +161,7 @@ async def test_a_worker_that_cannot_start_ends_the_job(setting: Setting) -> None
         assert [len(node.of_kind("worker")) for node in setting.nodes.values()] == [0, 0, 0]
 
 
-async def test_impossible_requests_are_refused_with_what_there_is(setting: Setting) -> None:
+async def test_infeasible_requests_are_refused_with_the_available_resources(setting: Setting) -> None:
     """More nodes than there are, no such model, no such profile: 422 in one line, and nothing is taken."""
     async with asgi_broker(setting) as running:
         for body, text in (

@@ -76,7 +76,7 @@ async def start_job(running: Running, **changes: Any) -> Any:
 
 @pytest.mark.usefixtures("_hanging")
 @pytest.mark.parametrize("how", ["is_hung", "is_reachable"])
-async def test_a_node_that_hangs_or_refuses_keeps_its_notebook(setting: Setting, how: str) -> None:
+async def test_notebook_survives_an_unreachable_node(setting: Setting, how: str) -> None:
     """It is unreachable soon, others go on meanwhile, and when it answers again all is as it was."""
     rig1 = setting.nodes["rig1"]
     async with asgi_broker(setting) as running:
@@ -93,7 +93,7 @@ async def test_a_node_that_hangs_or_refuses_keeps_its_notebook(setting: Setting,
     assert list(rig1.containers)[-1] == container or container in rig1.containers
 
 
-async def test_one_lost_answer_is_no_failure(setting: Setting) -> None:
+async def test_one_failed_probe_is_not_an_outage(setting: Setting) -> None:
     """The next look comes soon, and nothing is told."""
     rig1 = setting.nodes["rig1"]
     lost: list[str] = []
@@ -111,7 +111,7 @@ async def test_one_lost_answer_is_no_failure(setting: Setting) -> None:
         assert await told(running, "node.unreachable") == []
 
 
-async def test_a_container_that_cannot_be_inspected_is_no_failure_of_its_node(setting: Setting) -> None:
+async def test_uninspectable_container_does_not_fail_its_node(setting: Setting) -> None:
     """A dead file server hangs what is asked about one container; the node goes on."""
     rig1 = setting.nodes["rig1"]
 
@@ -136,7 +136,7 @@ def impatient(setting: Setting) -> None:
     setting.cluster = build_cluster(scheduling=SchedulingSettings(quarantine_after="1s", preempt_grace="1s"))
 
 
-async def test_a_lease_that_ends_on_a_silent_node_is_quarantined(setting: Setting) -> None:
+async def test_lease_that_ends_on_an_unreachable_node_is_quarantined(setting: Setting) -> None:
     """Its GPU stays blocked, everybody sees why, and the node's own word frees it when it comes back."""
     impatient(setting)
     rig1 = setting.nodes["rig1"]
@@ -164,7 +164,7 @@ def wipe(setting: Setting, boot_id: str | None = None) -> None:
     rig1.boot_id = boot_id or rig1.boot_id
 
 
-async def test_another_daemons_word_frees_nothing(setting: Setting) -> None:
+async def test_another_daemon_does_not_prove_a_release(setting: Setting) -> None:
     """The notebook is not given up, and when it is stopped its GPU stays blocked until an administrator frees it."""
     impatient(setting)
     async with asgi_broker(setting) as running:
@@ -184,7 +184,7 @@ async def test_another_daemons_word_frees_nothing(setting: Setting) -> None:
         assert len(await told(running, "node.suspect")) == 1
 
 
-async def test_a_restart_of_the_machine_is_proof(setting: Setting) -> None:
+async def test_machine_restart_proves_a_release(setting: Setting) -> None:
     """With another boot id nothing of the old lease can run, whichever daemon says that it is not there."""
     impatient(setting)
     rig1 = setting.nodes["rig1"]
@@ -200,7 +200,7 @@ async def test_a_restart_of_the_machine_is_proof(setting: Setting) -> None:
         await until(lambda: not node_of(running).is_suspect, "rig1 is no longer suspect")
 
 
-async def test_a_restart_before_the_container_was_made_proves_nothing_of_it(setting: Setting) -> None:
+async def test_restart_before_container_creation_is_not_proof(setting: Setting) -> None:
     """The lease outlives the restart, and its container was made after it: another daemon's word frees nothing."""
     rig1 = setting.nodes["rig1"]
     async with asgi_broker(setting) as running:
@@ -219,7 +219,7 @@ async def test_a_restart_before_the_container_was_made_proves_nothing_of_it(sett
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
 
 
-async def test_an_answer_from_before_the_daemon_was_another_proves_nothing(setting: Setting) -> None:
+async def test_daemon_identity_is_read_after_the_container_list(setting: Setting) -> None:
     """Who answers is asked after the list on which something rests, however lately it was asked before."""
     impatient(setting)
     rig1 = setting.nodes["rig1"]
@@ -242,7 +242,7 @@ async def test_an_answer_from_before_the_daemon_was_another_proves_nothing(setti
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_gpu_in_use_outside_is_not_given(setting: Setting) -> None:
+async def test_gpu_in_outside_use_is_not_granted(setting: Setting) -> None:
     """The page says what NVML tells; it is given when the processes are gone."""
     rig1 = setting.nodes["rig1"]
     rig1.processes[0], rig1.used_mib[0] = [(4711, 5000)], 5222
@@ -258,7 +258,7 @@ async def test_a_gpu_in_use_outside_is_not_given(setting: Setting) -> None:
         await reaches(running, f"/leases/{lease['id']}", "granted")
 
 
-async def test_memory_that_stays_after_a_lease_keeps_its_gpu(setting: Setting) -> None:
+async def test_gpu_with_memory_left_after_a_lease_is_not_granted(setting: Setting) -> None:
     """What a container used is its own; what is still there after it went is not given on."""
     rig1 = setting.nodes["rig1"]
     async with asgi_broker(setting) as running:
@@ -287,7 +287,7 @@ async def test_memory_that_stays_after_a_lease_keeps_its_gpu(setting: Setting) -
         (lambda node: node.cards.clear(), "the driver no longer reports it"),
     ],
 )
-async def test_a_broken_gpu_is_not_given(setting: Setting, break_gpu: Any, message: str) -> None:
+async def test_broken_gpu_is_not_granted(setting: Setting, break_gpu: Any, message: str) -> None:
     """The user is told which and why, and it is told once."""
     async with asgi_broker(setting) as running:
         break_gpu(setting.nodes["rig1"])
@@ -300,7 +300,7 @@ async def test_a_broken_gpu_is_not_given(setting: Setting, break_gpu: Any, messa
         assert len(await told(running, "gpu.failed")) == 1
 
 
-async def test_containers_that_lost_their_devices_are_told_of(setting: Setting) -> None:
+async def test_containers_that_lost_their_devices_are_reported(setting: Setting) -> None:
     """Whoever has a GPU there is told to restart; the agent is made anew, and nothing is given before it can read."""
     rig1 = setting.nodes["rig1"]
     async with asgi_broker(setting) as running:
@@ -322,7 +322,7 @@ async def test_containers_that_lost_their_devices_are_told_of(setting: Setting) 
         assert len(await told(running, "gpu.lost")) == 1
 
 
-async def test_mig_devices_are_given_one_by_one(setting: Setting) -> None:
+async def test_mig_devices_are_granted_individually(setting: Setting) -> None:
     """Each is a GPU of its own; the card they are parts of is not given."""
     setting.nodes["rig1"].mig[0] = [("NVIDIA GeForce RTX 5090 MIG 1g.8gb", 8192)] * 2
     setting.cluster = build_cluster(notice="")
@@ -337,7 +337,7 @@ async def test_mig_devices_are_given_one_by_one(setting: Setting) -> None:
 # -- containers --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_container_with_a_gpu_that_is_not_its_leases_is_removed(setting: Setting) -> None:
+async def test_container_with_a_gpu_outside_its_lease_is_removed(setting: Setting) -> None:
     """Whoever made it: its node gets no work until it is gone, and what was done is told."""
     rig1 = setting.nodes["rig1"]
     async with asgi_broker(setting) as running:
@@ -354,7 +354,7 @@ async def test_a_container_with_a_gpu_that_is_not_its_leases_is_removed(setting:
         )
 
 
-async def test_a_container_that_cannot_be_removed_is_told_once(setting: Setting) -> None:
+async def test_container_that_cannot_be_removed_is_reported_once(setting: Setting) -> None:
     """It is tried again at every look, and what blocks the GPU is said at its lease."""
     impatient(setting)
     rig1 = setting.nodes["rig1"]
@@ -382,7 +382,7 @@ def preempt(job: JobRow, now: float, *, grace_s: float) -> JobRow:
     return job_states.preempt(job, now + grace_s, now)
 
 
-async def test_preempted_workers_get_one_signal_and_end_in_their_own_time(setting: Setting) -> None:
+async def test_preempted_workers_get_one_signal_and_time_to_end(setting: Setting) -> None:
     """When the last has ended the GPUs are free, and the job waits again."""
     rig1 = setting.nodes["rig1"]
     async with asgi_broker(setting) as running:
@@ -400,7 +400,7 @@ async def test_preempted_workers_get_one_signal_and_end_in_their_own_time(settin
         assert again["lease"]["id"] != job["lease"]["id"]
 
 
-async def test_a_preempted_job_that_does_not_end_is_ended(setting: Setting) -> None:
+async def test_preempted_job_is_removed_after_the_grace(setting: Setting) -> None:
     """The grace is over: its containers are removed."""
     rig1 = setting.nodes["rig1"]
     async with asgi_broker(setting) as running:
@@ -412,7 +412,7 @@ async def test_a_preempted_job_that_does_not_end_is_ended(setting: Setting) -> N
 
 
 @pytest.mark.usefixtures("_hanging")
-async def test_a_broker_that_ends_gives_up_what_hangs(setting: Setting) -> None:
+async def test_broker_shutdown_cancels_hanging_calls(setting: Setting) -> None:
     """A removal on a node that hangs holds up no end of the broker; the next run takes it up."""
     rig1 = setting.nodes["rig1"]
     calls: list[str] = []
@@ -436,7 +436,7 @@ async def test_a_broker_that_ends_gives_up_what_hangs(setting: Setting) -> None:
     assert container not in rig1.containers
 
 
-async def test_a_node_without_its_packet_filter_takes_no_work_and_says_why(tmp_path: Path) -> None:
+async def test_node_without_its_firewall_takes_no_work(tmp_path: Path) -> None:
     """What runs there goes on; the other nodes are not held up; it is asked again until the filter is there."""
     troubled = {"rig1"}
 

@@ -47,7 +47,7 @@ def clock() -> Moment:
     return Moment()
 
 
-async def test_a_node_is_asked_now_and_then_and_soon_again_after_a_failure(clock: Moment) -> None:
+async def test_firewall_check_interval_is_shorter_after_a_failure(clock: Moment) -> None:
     """What is in place is not asked for at every look."""
     node = Node()
     watched = FirewallChecker(node.ensure, clock)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ async def test_a_node_is_asked_now_and_then_and_soon_again_after_a_failure(clock
     await watched.close()
 
 
-async def test_a_node_that_does_not_answer_has_failed_its_look(clock: Moment) -> None:
+async def test_unreachable_node_fails_the_firewall_check(clock: Moment) -> None:
     """And is asked at the next one."""
     node = Node()
     node.error = NodeUnreachable("node rig1: silent")
@@ -77,7 +77,7 @@ async def test_a_node_that_does_not_answer_has_failed_its_look(clock: Moment) ->
     await watched.close()
 
 
-async def test_a_slow_node_holds_up_no_look(clock: Moment, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_firewall_check_does_not_delay_probes(clock: Moment, monkeypatch: pytest.MonkeyPatch) -> None:
     """One question at a time; what it brings counts when it comes, and is given up at the end."""
     monkeypatch.setattr(node_probe, "FIREWALL_TIMEOUT_S", 0.01)
     node = Node()

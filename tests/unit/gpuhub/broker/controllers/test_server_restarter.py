@@ -10,7 +10,7 @@ from tests.support.broker.in_process import Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import CLOSET, build_cluster
 
 
-async def test_a_waiting_request_keeps_its_place(setting: Setting) -> None:
+async def test_waiting_request_keeps_its_position_after_a_restart(setting: Setting) -> None:
     """After a restart the queue is as it was, the running notebook untouched, and the next grant in order."""
     async with asgi_broker(setting) as running:
         first = await ask(running, "ada")
@@ -27,7 +27,7 @@ async def test_a_waiting_request_keeps_its_place(setting: Setting) -> None:
         assert (await read(running, "cleo", f"/leases/{queue[1]}"))["position"] == 1
 
 
-async def test_nothing_is_granted_before_a_node_was_looked_at(setting: Setting) -> None:
+async def test_nothing_is_granted_before_a_node_is_probed(setting: Setting) -> None:
     """What a node's GPUs were in an earlier run is known, and no reason to give them."""
     async with asgi_broker(setting) as running:
         await ask(running, "ada")
@@ -42,7 +42,7 @@ async def test_nothing_is_granted_before_a_node_was_looked_at(setting: Setting) 
         await reaches(running, f"/leases/{lease['id']}", "granted")
 
 
-async def test_workers_of_a_broker_that_died_are_known(setting: Setting) -> None:
+async def test_running_job_survives_a_broker_restart(setting: Setting) -> None:
     """A running job goes on over a restart, and its end frees everything."""
     async with asgi_broker(setting) as running:
         job = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 3, "nproc_per_node": 1}, 201)
@@ -56,7 +56,7 @@ async def test_workers_of_a_broker_that_died_are_known(setting: Setting) -> None
     assert [len(node.of_kind("worker")) for node in setting.nodes.values()] == [0, 0, 0]
 
 
-async def test_a_node_taken_out_of_the_settings_gives_its_leases_back(setting: Setting) -> None:
+async def test_leases_of_a_node_removed_from_the_settings_end(setting: Setting) -> None:
     """Its lease ends with the reason; when the node returns, what still runs there goes before it gets work, and it does
     get work: that it was cordoned is over.
     """
@@ -76,7 +76,7 @@ async def test_a_node_taken_out_of_the_settings_gives_its_leases_back(setting: S
         assert container not in setting.nodes["rig1"].containers
 
 
-async def test_versions_grow_over_a_restart(setting: Setting) -> None:
+async def test_versions_increase_across_a_restart(setting: Setting) -> None:
     """Who long-polls with a version from before gets an answer at once."""
     async with asgi_broker(setting) as running:
         await run_notebook(running, await ask(running, "ada"))
@@ -87,7 +87,7 @@ async def test_versions_grow_over_a_restart(setting: Setting) -> None:
         assert after["position"] == 1
 
 
-async def test_the_hub_is_asked_to_start_what_it_forgot(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forgotten_server_is_restarted_through_the_hub(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiting request that no spawner asks for gets one again; so does one that is granted meanwhile."""
     monkeypatch.setattr(server_restarter, "CHECK_PERIOD_S", 0.05)
     async with asgi_broker(setting) as running:
@@ -100,7 +100,9 @@ async def test_the_hub_is_asked_to_start_what_it_forgot(setting: Setting, monkey
         await until(lambda: len(running.core.ledger.snapshot.leases) == 1, "the request of an unknown user ends")
 
 
-async def test_a_spawner_that_asks_is_left_alone(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_with_a_polling_spawner_is_not_restarted(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While a long poll of the spawner is open, the hub is not asked."""
     monkeypatch.setattr(server_restarter, "POLL_TIMEOUT_S", 0.5)
     monkeypatch.setattr(server_restarter, "CHECK_PERIOD_S", 0.05)

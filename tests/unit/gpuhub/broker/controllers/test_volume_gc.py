@@ -50,7 +50,7 @@ def unneeded(volumes: list[Volume], storage: StorageSettings = NFS, **more: Any)
     return [one.volume.name for one in find_unneeded_volumes(volumes, storage=storage, instance=INSTANCE, **rest)]
 
 
-def test_volumes_of_other_settings_go_when_nobody_has_them() -> None:
+def test_unused_volumes_of_old_settings_are_removed() -> None:
     """Volumes of the current settings and users' data remain, however long they were idle."""
     now = parse_volumes(listed(NFS), INSTANCE)
     before = parse_volumes(listed(NFS.model_copy(update={"nfs_options": "nfsvers=3"})), INSTANCE)
@@ -62,7 +62,7 @@ def test_volumes_of_other_settings_go_when_nobody_has_them() -> None:
     assert unneeded(before, busy=("ada",)) == [name for name in old if "datasets" in name]
 
 
-def test_scratch_goes_after_its_time_and_never_while_it_may_be_used() -> None:
+def test_only_old_unused_scratch_volumes_are_removed() -> None:
     """Age is not enough: a container, running or not, keeps it, and so does an open lease."""
     (scratch,) = (volume for volume in parse_volumes(listed(NFS), INSTANCE) if volume.is_scratch)
     idle = {scratch.name: 15 * DAY}
@@ -74,7 +74,7 @@ def test_scratch_goes_after_its_time_and_never_while_it_may_be_used() -> None:
     assert unneeded([scratch], idle_s=idle, used=find_used_volumes(containers)) == []
 
 
-def test_strangers_volumes_are_not_ours() -> None:
+def test_foreign_volumes_are_not_removed() -> None:
     """Another instance's, and what has no labels at all."""
     found = listed(NFS)
     for raw in found["Volumes"]:
@@ -145,7 +145,7 @@ async def test_scratch_ages_from_the_last_lease_on_its_node(setting: Setting, cl
         assert where(setting) == []
 
 
-async def test_a_container_or_a_lease_keeps_scratch(setting: Setting, clock: AheadClock) -> None:
+async def test_scratch_is_kept_by_a_container_or_a_lease(setting: Setting, clock: AheadClock) -> None:
     """Also a container that has ended, and also when the lease's node is another: a start may be under way."""
     async with asgi_broker(setting) as running:
         volumes = keeper(running, setting)
@@ -166,7 +166,7 @@ async def test_a_container_or_a_lease_keeps_scratch(setting: Setting, clock: Ahe
         assert "rig3" in where(setting)
 
 
-async def test_a_clock_that_was_set_ages_nothing(setting: Setting, clock: AheadClock) -> None:
+async def test_clock_jump_does_not_age_scratch(setting: Setting, clock: AheadClock) -> None:
     """A jump of the clock by a month does not count as a month without use."""
     async with asgi_broker(setting) as running:
         await use(running, setting)
@@ -180,7 +180,7 @@ async def test_a_clock_that_was_set_ages_nothing(setting: Setting, clock: AheadC
         assert where(setting) == list(setting.nodes)
 
 
-async def test_a_silent_node_is_left_and_the_loop_goes_on(
+async def test_volume_cleanup_skips_unreachable_nodes(
     setting: Setting, clock: AheadClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop queries the nodes that answer."""

@@ -88,7 +88,7 @@ def old(tmp_path: Path) -> Path:
     return path
 
 
-def test_open_leases_and_jobs_live_through_the_upgrade(old: Path) -> None:
+def test_open_leases_and_jobs_survive_the_upgrade(old: Path) -> None:
     """All of it is there, with defaults for what is new, and the queue as it was."""
     store = Store.open_file(old)
     rows, jobs = store.load_open()
@@ -107,7 +107,7 @@ def test_open_leases_and_jobs_live_through_the_upgrade(old: Path) -> None:
     store.close()
 
 
-def test_what_was_held_before_the_upgrade_is_not_given_again(old: Path) -> None:
+def test_gpus_held_before_the_upgrade_stay_held(old: Path) -> None:
     """The guard tables have what open leases hold, and let it go with them."""
     store = Store.open_file(old)
     first = store.load_open()[0][0]
@@ -120,7 +120,7 @@ def test_what_was_held_before_the_upgrade_is_not_given_again(old: Path) -> None:
     store.close()
 
 
-def test_keys_that_came_twice_stay_with_the_newest(old: Path) -> None:
+def test_duplicate_keys_stay_with_the_newest_lease(old: Path) -> None:
     """From now on a key makes one lease; before it did not."""
     Store.open_file(old).close()
     with raw(old) as connection:
@@ -128,7 +128,7 @@ def test_keys_that_came_twice_stay_with_the_newest(old: Path) -> None:
     assert keys == {"l1": "old:l1", "l2": "k", "l3": "job:r", "l4": "k"}
 
 
-def test_back_and_forth_loses_nothing(old: Path) -> None:
+def test_downgrade_and_upgrade_lose_no_data(old: Path) -> None:
     """Where nothing new is in use the older version finds what it knows, and the newer one finds it again."""
     store = Store.open_file(old)
     before = store.load_open()
@@ -160,7 +160,7 @@ def test_back_and_forth_loses_nothing(old: Path) -> None:
     store.close()
 
 
-def test_jobs_of_the_second_version_live_through_the_upgrade(old: Path) -> None:
+def test_jobs_of_the_second_version_survive_the_upgrade(old: Path) -> None:
     """They are what they were: of a notebook, with nobody to join, and found among what somebody ran lately."""
     migrate(old, "0002")
     with raw(old) as connection:
@@ -177,7 +177,7 @@ def test_jobs_of_the_second_version_live_through_the_upgrade(old: Path) -> None:
     store.close()
 
 
-def test_a_detached_job_is_not_handed_to_the_second_version(old: Path) -> None:
+def test_downgrade_to_the_second_version_refuses_detached_jobs(old: Path) -> None:
     """It would end it, since nobody renews it; when it has ended, the way back is open."""
     store = Store.open_file(old)
     job = store.load_open()[1][0]
@@ -209,7 +209,7 @@ def test_leases_of_the_third_version_have_no_slurm_job(old: Path) -> None:
     store.close()
 
 
-def test_a_lease_that_is_a_slurm_job_is_not_handed_to_the_third_version(old: Path) -> None:
+def test_downgrade_to_the_third_version_refuses_slurm_leases(old: Path) -> None:
     """It would give the GPU without asking Slurm; when it has ended, the way back is open."""
     store = Store.open_file(old)
     waiting = store.load_open()[0][1]
@@ -231,7 +231,7 @@ def _quarantine(lease: LeaseRow) -> LeaseRow:
     return lease_states.quarantine(lease_states.release(lease, "stopped", 10.0), "node rig1 does not answer", 50.0)
 
 
-def test_the_older_version_is_refused_what_it_does_not_know(old: Path) -> None:
+def test_downgrade_refuses_unsupported_data(old: Path) -> None:
     """A request with a new demand, or a cordon, is in the way, and is named."""
     store = Store.open_file(old)
     waiting = store.load_open()[0][1]

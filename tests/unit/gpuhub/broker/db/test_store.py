@@ -54,7 +54,7 @@ def part(name: str, seq: int, of: int, number: int) -> LeaseRow:
     return lease_states.grant(asked, [NodeAllocation(node="rig1", slots=(slot,))], 2.5, parts={"GPU-1": number})
 
 
-def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
+def test_leases_and_jobs_survive_reopening_the_store(tmp_path: Path) -> None:
     """A lease and a job with workers come back equal, over a restart, in the order in which they came."""
     lease, later = granted("l1", 7), row("l0", 8)
     job = job_states.start(
@@ -90,7 +90,7 @@ def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_doubled_gpu_cannot_be_written(tmp_path: Path) -> None:
+def test_store_refuses_two_holders_of_a_gpu(tmp_path: Path) -> None:
     """The tables themselves refuse a second holder, in the same transaction or in a later one; nothing is written."""
     store = Store.open_file(tmp_path / "b.sqlite")
     store.save(Changes(leases=[(None, granted("l1", 1))]))
@@ -103,7 +103,7 @@ def test_a_doubled_gpu_cannot_be_written(tmp_path: Path) -> None:
     store.close()
 
 
-def test_parts_of_a_gpu_are_given_once_each_and_never_beside_a_whole_one(tmp_path: Path) -> None:
+def test_store_refuses_conflicting_gpu_shares(tmp_path: Path) -> None:
     """Parts of one kind share a GPU; a part given twice, one of another kind, and the whole GPU are refused."""
     store = Store.open_file(tmp_path / "b.sqlite")
     first, second = part("l1", 1, of=2, number=0), part("l2", 2, of=2, number=1)
@@ -124,7 +124,7 @@ def test_parts_of_a_gpu_are_given_once_each_and_never_beside_a_whole_one(tmp_pat
     store.close()
 
 
-def test_a_part_beyond_its_gpu_cannot_be_written(tmp_path: Path) -> None:
+def test_store_refuses_a_share_number_out_of_range(tmp_path: Path) -> None:
     """There is no third half."""
     store = Store.open_file(tmp_path / "b.sqlite")
     with pytest.raises(sa.exc.IntegrityError, match="CHECK constraint failed"):
@@ -132,7 +132,7 @@ def test_a_part_beyond_its_gpu_cannot_be_written(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_key_makes_one_lease(tmp_path: Path) -> None:
+def test_store_refuses_a_second_lease_with_the_same_key(tmp_path: Path) -> None:
     """A second lease of the same owner and key cannot be written; another owner's can."""
     store = Store.open_file(tmp_path / "b.sqlite")
     store.save(Changes(leases=[(None, row("l1", 1).evolve(key="same"))]))
@@ -143,7 +143,7 @@ def test_a_key_makes_one_lease(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_gpu_given_back_may_be_given_in_the_same_transaction(tmp_path: Path) -> None:
+def test_released_gpu_can_be_granted_in_the_same_transaction(tmp_path: Path) -> None:
     """Release and next grant are one step, in whatever order the leases stand."""
     store = Store.open_file(tmp_path / "b.sqlite")
     first = granted("l2", 1)
@@ -155,7 +155,7 @@ def test_a_gpu_given_back_may_be_given_in_the_same_transaction(tmp_path: Path) -
     store.close()
 
 
-def test_a_second_broker_on_the_same_store_refuses(tmp_path: Path) -> None:
+def test_second_broker_on_the_same_store_is_refused(tmp_path: Path) -> None:
     """Two brokers would each believe to be the only one."""
     store = Store.open_file(tmp_path / "b.sqlite")
     with pytest.raises(SetupError, match="another broker runs"):
@@ -164,7 +164,7 @@ def test_a_second_broker_on_the_same_store_refuses(tmp_path: Path) -> None:
     Store.open_file(tmp_path / "b.sqlite").close()
 
 
-def test_the_migrations_make_the_tables_of_the_model(tmp_path: Path) -> None:
+def test_migrations_create_the_tables_of_the_model(tmp_path: Path) -> None:
     """Alembic finds no difference between what it made and what the code expects."""
     Store.open_file(tmp_path / "b.sqlite").close()
     engine = sa.create_engine(f"sqlite:///{tmp_path / 'b.sqlite'}")
@@ -176,7 +176,7 @@ def test_the_migrations_make_the_tables_of_the_model(tmp_path: Path) -> None:
     assert version == "0004"
 
 
-def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+def test_error_for_an_unreadable_store_names_the_file(tmp_path: Path) -> None:
     """A file that is no database is refused with its path, and the lock is free again."""
     (tmp_path / "b.sqlite").write_text("this is not a database, it only has its name" * 50)
     for _ in range(2):
@@ -184,7 +184,7 @@ def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
             Store.open_file(tmp_path / "b.sqlite")
 
 
-def test_a_store_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_store_is_reported_as_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While another process keeps the file locked, a change is refused as unavailable, and nothing is written."""
     monkeypatch.setattr("gpuhub.broker.db.store.BUSY_TIMEOUT_S", 0.05)
     store = Store.open_file(tmp_path / "b.sqlite")
@@ -198,13 +198,13 @@ def test_a_store_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pyt
     store.close()
 
 
-def test_the_file_is_for_its_owner_only(tmp_path: Path) -> None:
+def test_store_file_is_private(tmp_path: Path) -> None:
     """Who holds what is nobody else's to read from the disk."""
     Store.open_file(tmp_path / "b.sqlite").close()
     assert (tmp_path / "b.sqlite").stat().st_mode & 0o077 == 0
 
 
-def test_gpus_as_last_seen_follow_their_node(tmp_path: Path) -> None:
+def test_last_seen_gpus_are_stored_by_node(tmp_path: Path) -> None:
     """A node's list is replaced as a whole, and a card that moved is taken from its old node."""
     store = Store.open_file(tmp_path / "b.sqlite")
 
@@ -221,7 +221,7 @@ def test_gpus_as_last_seen_follow_their_node(tmp_path: Path) -> None:
     store.close()
 
 
-def test_spent_time_ends_where_the_quarantine_began(tmp_path: Path) -> None:
+def test_usage_ends_at_release_or_quarantine(tmp_path: Path) -> None:
     """What counts for fair share: each GPU from the grant to its proof, or to the quarantine; nothing that is held."""
     store = Store.open_file(tmp_path / "b.sqlite")
     ended = lease_states.prove_released(lease_states.release(granted("l1", 1), "stopped", 3.0), "rig1", 10.0)
@@ -257,7 +257,7 @@ def test_the_newest_events_are_kept(tmp_path: Path) -> None:
     store.close()
 
 
-def test_events_of_changes_do_not_pile_up(tmp_path: Path) -> None:
+def test_events_of_changes_are_limited(tmp_path: Path) -> None:
     """What is told together with a change pushes out the oldest as well."""
     store = Store.open_file(tmp_path / "b.sqlite")
     told = [EventRow(at=1.0, kind="lease.granted", text=str(number)) for number in range(MAX_EVENTS + 5)]
@@ -266,7 +266,7 @@ def test_events_of_changes_do_not_pile_up(tmp_path: Path) -> None:
     store.close()
 
 
-def test_what_administrators_say_is_kept(tmp_path: Path) -> None:
+def test_cordons_and_reservations_are_stored(tmp_path: Path) -> None:
     """Cordons are replaced and taken away by node; reservations come back as they were."""
     store = Store.open_file(tmp_path / "b.sqlite")
     cordon = Cordon(node="rig1", by="root", reason="new fans", at=1.0)

@@ -27,7 +27,7 @@ def profile_of(view: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-async def test_a_shared_gpu_has_several_holders(tmp_path: Path) -> None:
+async def test_shared_gpu_shows_all_holders(tmp_path: Path) -> None:
     """Parts are counted as parts, each with its cap, and a whole card is not to be had there."""
     profiles = [
         ProfileSettings(name="half", title="Half", gpu_share=2, gpu_model="RTX 5090"),
@@ -47,7 +47,7 @@ async def test_a_shared_gpu_has_several_holders(tmp_path: Path) -> None:
         assert profile_of(view, "half")["free"] == 0
 
 
-async def test_a_cordoned_node_is_told_and_gets_no_work(setting: Setting) -> None:
+async def test_cordon_is_shown_and_blocks_new_work(setting: Setting) -> None:
     """Until it is uncordoned: then who waited is served."""
     async with asgi_broker(setting) as running:
         node = await post(running, "root", "/nodes/rig1/cordon", {"reason": "new fans"})
@@ -60,7 +60,7 @@ async def test_a_cordoned_node_is_told_and_gets_no_work(setting: Setting) -> Non
         await reaches(running, f"/leases/{waiting['id']}", "granted", "ada")
 
 
-async def test_a_reservation_is_told_on_its_gpus(setting: Setting) -> None:
+async def test_reservation_is_shown_on_its_gpus(setting: Setting) -> None:
     """Whoever is in it starts at once, others do not; what starts is told to each as it is for them."""
     window = {"starts_at": "2020-01-01T08:00:00Z", "ends_at": "2126-01-01T09:00:00Z"}
     async with asgi_broker(setting) as running:
@@ -79,7 +79,7 @@ async def test_a_reservation_is_told_on_its_gpus(setting: Setting) -> None:
         assert await read(running, "ben", "/reservations") == []
 
 
-async def test_a_forced_lease_is_over(setting: Setting) -> None:
+async def test_lease_ends_after_a_forced_release(setting: Setting) -> None:
     """Its node is silent: it stays releasing, until an administrator says that it is gone."""
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
@@ -95,7 +95,7 @@ async def test_a_forced_lease_is_over(setting: Setting) -> None:
         assert await read(running, "ben", "/events") == []
 
 
-async def test_named_jobs_are_told_by_name(setting: Setting) -> None:
+async def test_named_jobs_are_shown_by_name(setting: Setting) -> None:
     """Whoever holds a GPU with one, and what waits; a name cannot move a terminal's cursor."""
     async with asgi_broker(setting) as running:
         for number in (1, 2):
@@ -108,7 +108,7 @@ async def test_named_jobs_are_told_by_name(setting: Setting) -> None:
         assert refused["detail"].startswith("name: ")
 
 
-async def test_leases_are_narrowed_down(setting: Setting) -> None:
+async def test_leases_are_filtered(setting: Setting) -> None:
     """By owner, state and node; never beyond what the caller may see."""
     async with asgi_broker(setting) as running:
         await ask(running, "ada")
@@ -134,7 +134,7 @@ async def test_leases_are_narrowed_down(setting: Setting) -> None:
         assert refused["detail"] == "ovner: there is no such parameter; valid here: node, owner, state"
 
 
-async def test_a_long_queue_is_told_in_part(setting: Setting) -> None:
+async def test_long_queue_is_truncated(setting: Setting) -> None:
     """With how many wait in all, and with all of one's own."""
     job = {"models": ["RTX 5090"], "batch": True}
     async with asgi_broker(setting) as running:
@@ -161,7 +161,7 @@ async def test_a_long_queue_is_told_in_part(setting: Setting) -> None:
         ),
     ],
 )
-def test_what_a_job_wants_is_told_in_one_line(ask: ResourceRequest, text: str) -> None:
+def test_job_request_is_described_in_one_line(ask: ResourceRequest, text: str) -> None:
     """In the queue that everybody sees."""
     lease = LeaseRow(
         id="l", seq=1, key="k", owner="ada", purpose=Purpose.JOB, subject="j", profile=None, resources=ask, created_at=0, since=0

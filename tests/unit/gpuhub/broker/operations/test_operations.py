@@ -19,7 +19,7 @@ JOB = {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1}
 # -- more time --------------------------------------------------------------------------------------------------------
 
 
-async def test_more_time_while_nobody_waits(setting: Setting) -> None:
+async def test_lease_is_extended_if_no_request_waits(setting: Setting) -> None:
     """Within the profile's time and what one lease may last; a shorter time can always be had."""
     setting.cluster = build_cluster(
         profiles=[ProfileSettings(name="rtx5090", title="5090", gpu_model="RTX 5090", time_limit="2h")],
@@ -39,7 +39,7 @@ async def test_more_time_while_nobody_waits(setting: Setting) -> None:
         assert (await post(running, "ada", path, {"time_limit_s": 60}))["expires_at"] < more["expires_at"]
 
 
-async def test_no_lease_lasts_longer_than_one_may(setting: Setting) -> None:
+async def test_extensions_are_limited_in_total(setting: Setting) -> None:
     """All extensions together count from the grant."""
     setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), longest_lease="1h"))
     async with asgi_broker(setting) as running:
@@ -48,7 +48,7 @@ async def test_no_lease_lasts_longer_than_one_may(setting: Setting) -> None:
         assert refused["detail"].startswith("time_limit_s: one lease may last 1 h in all; ")
 
 
-async def test_others_who_wait_for_something_else_are_in_nobodys_way(setting: Setting) -> None:
+async def test_requests_for_other_gpus_do_not_block_an_extension(setting: Setting) -> None:
     """Nor is one's own request; a lease without a limit has no time to extend beyond."""
     setting.cluster = build_cluster(jobs=JobSettings(time_limit="1h"))
     async with asgi_broker(setting) as running:
@@ -66,7 +66,7 @@ async def test_others_who_wait_for_something_else_are_in_nobodys_way(setting: Se
 # -- why --------------------------------------------------------------------------------------------------------------
 
 
-async def test_why_a_request_waits(setting: Setting) -> None:
+async def test_pending_reason_of_a_request(setting: Setting) -> None:
     """What for, who holds it, and which of its own demands makes it wait; what does not wait has no why."""
     async with asgi_broker(setting) as running:
         first = await ask(running, "ada", key="1")
@@ -104,7 +104,7 @@ def hasty(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Setting:
     return setting
 
 
-async def test_a_lease_without_proof_blocks_its_gpu_until_there_is(hasty: Setting) -> None:
+async def test_unproven_lease_blocks_its_gpu_until_proof(hasty: Setting) -> None:
     """Over a restart as well; the node's own word ends it."""
     async with asgi_broker(hasty) as running:
         lease = await stuck_lease(running)
@@ -119,7 +119,7 @@ async def test_a_lease_without_proof_blocks_its_gpu_until_there_is(hasty: Settin
         assert hasty.nodes["rig1"].of_kind("notebook") == []
 
 
-async def test_an_administrator_answers_for_it(hasty: Setting) -> None:
+async def test_only_administrators_can_force_a_release(hasty: Setting) -> None:
     """Nobody else may; the lease is over, which is told with the name, and the container still goes."""
     async with asgi_broker(hasty) as running:
         lease = await stuck_lease(running)
@@ -181,7 +181,7 @@ async def test_a_drained_node_is_empty_after_the_grace(setting: Setting, monkeyp
         assert ended["reason"] == "node rig1 is draining by root: reboot"
 
 
-async def test_what_a_drain_was_to_end_gets_its_time_back(setting: Setting) -> None:
+async def test_uncordon_restores_the_time_limits(setting: Setting) -> None:
     """Its own limit, or none."""
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada", time_limit_s=7200)
@@ -196,7 +196,7 @@ async def test_what_a_drain_was_to_end_gets_its_time_back(setting: Setting) -> N
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_same_key_is_the_same_request(setting: Setting) -> None:
+async def test_requests_with_the_same_key_are_idempotent(setting: Setting) -> None:
     """Also when it has ended; another request with the same key is refused, another owner's is not the same."""
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada", key="once")
@@ -214,7 +214,7 @@ async def test_the_same_key_is_the_same_request(setting: Setting) -> None:
 # -- arrays -----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_array_is_many_jobs_of_one_request(setting: Setting) -> None:
+async def test_array_creates_many_jobs_from_one_request(setting: Setting) -> None:
     """As many run as there are GPUs; asked for again, they are the same; limits count it as one request."""
     setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), max_waiting=1, max_jobs=5))
     async with asgi_broker(setting) as running:
@@ -235,7 +235,7 @@ async def test_an_array_is_many_jobs_of_one_request(setting: Setting) -> None:
         await reaches(running, f"/jobs/{jobs[3]['id']}", "running")
 
 
-async def test_all_of_an_array_is_kept_or_nothing(setting: Setting) -> None:
+async def test_array_is_accepted_as_a_whole_or_not_at_all(setting: Setting) -> None:
     """One more than one may have refuses all; so does a job of it for more than one GPU, or a run id too long."""
     setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), max_jobs=3))
     async with asgi_broker(setting) as running:
@@ -264,7 +264,7 @@ async def test_contradictions_are_refused(setting: Setting, parts: dict[str, Any
         assert refused["detail"].startswith(text)
 
 
-async def test_gpus_on_any_nodes(setting: Setting) -> None:
+async def test_spread_request_uses_one_worker_per_node(setting: Setting) -> None:
     """A spread of three takes what there is, one worker a node."""
     async with asgi_broker(setting) as running:
         job = await post(running, "ada", "/jobs", {"run_id": "run-000001", "gpus": 3}, 201)
@@ -276,7 +276,7 @@ async def test_gpus_on_any_nodes(setting: Setting) -> None:
 # -- parts of a GPU ---------------------------------------------------------------------------------------------------
 
 
-async def test_parts_of_one_gpu_are_given_to_several(setting: Setting) -> None:
+async def test_gpu_shares_are_granted_to_several_users(setting: Setting) -> None:
     """Each with its cap; the whole GPU is given when the last part is back, and a part again before that."""
     half = ProfileSettings(name="half", title="Half", gpu_model="RTX 5090", gpu_share=2)
     whole = ProfileSettings(name="whole", title="Whole", gpu_model="RTX 5090")

@@ -24,7 +24,7 @@ def held(running: Running, who: Identity) -> list[str]:
     return [gpu["holder"]["owner"] for node in nodes for gpu in node["gpus"] if gpu["holder"]]
 
 
-async def test_a_small_cluster_is_never_old(tmp_path: Path) -> None:
+async def test_small_cluster_view_is_always_current(tmp_path: Path) -> None:
     """Everybody gets the same text while nothing changes, and another one at once when something does."""
     async with asgi_broker(Setting(tmp_path)) as running:
         broker = running.app.state.broker
@@ -34,7 +34,7 @@ async def test_a_small_cluster_is_never_old(tmp_path: Path) -> None:
         assert sorted(held(running, ADA)) == ["ada", "ben"]
 
 
-async def test_a_large_cluster_is_told_again_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_cluster_view_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where building takes long, a change waits; what an administrator decides does not."""
     monkeypatch.setattr(views, "FAST_BUILD_S", -1.0)
     monkeypatch.setattr(views, "AGE_PER_BUILD_TIME", 1e9)
@@ -47,7 +47,7 @@ async def test_a_large_cluster_is_told_again_for_a_while(tmp_path: Path, monkeyp
         assert held(running, BEN) == ["ada"]
 
 
-async def test_limits_are_ones_own(tmp_path: Path) -> None:
+async def test_cluster_view_applies_the_limits_of_the_caller(tmp_path: Path) -> None:
     """Who has reached a limit sees that nothing starts, whatever others see."""
     setting = Setting(tmp_path)
     setting.cluster = build_cluster(users=UserSettings(allowed=("ada", "ben"), max_gpus=1))

@@ -16,7 +16,7 @@ from tests.support.clocks import AheadClock
 from tests.support.docker.simulated_nodes import build_cluster
 
 
-async def test_a_job_that_nobody_renews_ends(setting: Setting) -> None:
+async def test_job_without_heartbeat_ends(setting: Setting) -> None:
     """A notebook that stops reporting loses its workers; one that reports keeps them."""
     setting.cluster = build_cluster(jobs=JobSettings(renew_within="4s"))
     async with asgi_broker(setting) as running:
@@ -63,7 +63,7 @@ async def test_an_overdue_job_ends(setting: Setting) -> None:
         assert ended["reason"] == "its time limit of 1 s was reached"
 
 
-async def test_a_request_does_not_wait_for_ever(setting: Setting) -> None:
+async def test_request_ends_at_the_queue_limit(setting: Setting) -> None:
     """After the queue limit it ends, and says so; as does one whose profile is no longer offered."""
     setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), queue_limit="1s"))
     async with asgi_broker(setting) as running:
@@ -81,7 +81,7 @@ async def test_a_request_does_not_wait_for_ever(setting: Setting) -> None:
         assert ended["reason"] == "the profile 'rtx5090' is no longer offered"
 
 
-async def test_nobody_has_more_waiting_requests_than_allowed(setting: Setting) -> None:
+async def test_number_of_waiting_requests_is_limited(setting: Setting) -> None:
     """The request beyond the limit is refused with 429, the limit, and when to come back."""
     setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), max_waiting=1))
     async with asgi_broker(setting) as running:
@@ -114,7 +114,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
-async def test_a_clock_that_is_set_ends_nothing(setting: Setting, jump_s: float) -> None:
+async def test_clock_jump_ends_no_lease(setting: Setting, jump_s: float) -> None:
     """A lease keeps the time it had left, told by the new clock; the jump is told; what waits keeps its place."""
     setting.clock = AheadClock()
     async with asgi_broker(setting) as running:
@@ -149,7 +149,7 @@ async def test_a_change_stored_together_with_a_jump_has_the_new_time(setting: Se
         await reaches(running, f"/leases/{lease['id']}", "released")
 
 
-async def test_a_list_during_which_the_clock_was_set_proves_nothing(setting: Setting) -> None:
+async def test_list_taken_during_a_clock_jump_is_not_proof(setting: Setting) -> None:
     """Whether a lease began to end before such a list cannot be told: its GPU waits for the next one."""
     setting.clock = AheadClock()
     lists = 0
@@ -173,7 +173,7 @@ async def test_a_list_during_which_the_clock_was_set_proves_nothing(setting: Set
         await reaches(running, f"/leases/{lease['id']}", "released")
 
 
-async def test_a_clock_that_was_set_between_two_runs_is_believed(setting: Setting) -> None:
+async def test_clock_set_forward_between_runs_ends_leases(setting: Setting) -> None:
     """What was to end by it ends; its GPU is given again on proof alone."""
     setting.clock = AheadClock()
     async with asgi_broker(setting) as running:
@@ -189,7 +189,7 @@ async def test_a_clock_that_was_set_between_two_runs_is_believed(setting: Settin
         assert (await ask(running, "ben", key="b"))["state"] == "granted"
 
 
-async def test_a_clock_that_was_set_back_between_two_runs_keeps_nothing_from_ending(setting: Setting) -> None:
+async def test_clock_set_back_between_runs_does_not_delay_releases(setting: Setting) -> None:
     """What began in what is now the future is proven gone at once, and keeps the time it had left."""
     setting.clock = AheadClock()
     async with asgi_broker(setting) as running:
@@ -208,7 +208,7 @@ async def test_a_clock_that_was_set_back_between_two_runs_keeps_nothing_from_end
         await reaches(running, f"/leases/{waiting['id']}", "granted")
 
 
-async def test_a_batch_job_is_not_ended_by_silence(setting: Setting) -> None:
+async def test_batch_job_needs_no_heartbeat(setting: Setting) -> None:
     """Nobody watches it, neither while it waits nor while it runs."""
     setting.cluster = build_cluster(jobs=JobSettings(renew_within="4s"))
     async with asgi_broker(setting) as running:
@@ -222,7 +222,7 @@ async def test_a_batch_job_is_not_ended_by_silence(setting: Setting) -> None:
         assert states == ["running", "waiting"]
 
 
-async def test_an_overdue_notebook_ends_without_its_node_and_without_the_hub(
+async def test_overdue_notebook_is_released_without_node_and_hub(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its time is over, its node does not answer: it is releasing, and its GPU stays blocked."""

@@ -34,7 +34,7 @@ def told(before: LeaseRow | None, after: LeaseRow) -> list[tuple[str, str, str |
     return [(event.kind, event.text, event.node) for event in list_lease_events(before, after, 9.0)]
 
 
-def test_a_leases_life_is_told_step_by_step() -> None:
+def test_each_step_of_a_lease_is_an_event() -> None:
     """Who, what and where; several steps that others see as one are told as what they came to."""
     asked = requested()
     granted = lease_states.grant(asked, [share("rig1")], 2.0, note="said")
@@ -54,7 +54,7 @@ def test_a_leases_life_is_told_step_by_step() -> None:
     assert [kind for kind, _, _ in told(None, over)] == ["lease.granted", "lease.released"]
 
 
-def test_parts_and_what_is_given_back_are_named() -> None:
+def test_events_name_shares_and_released_gpus() -> None:
     """Part numbers as people count, from 1."""
     asked = requested(resources=ResourceRequest(share=4))
     part = lease_states.grant(asked, [share("rig1")], 2.0, parts={"GPU-rig1": 1})
@@ -65,7 +65,7 @@ def test_parts_and_what_is_given_back_are_named() -> None:
     ]
 
 
-def test_a_jobs_preemption_and_end_are_told() -> None:
+def test_preemption_and_end_of_a_job_are_events() -> None:
     """Its other steps are those of its lease and its workers."""
     job, _ = under_way()
     preempting = job_states.preempt(job, 160.0, 100.0)
@@ -79,7 +79,7 @@ def test_a_jobs_preemption_and_end_are_told() -> None:
     assert list(list_job_events(None, job.evolve(state=JobState.WAITING), 9.0)) == []
 
 
-async def test_what_cannot_be_written_is_told_later() -> None:
+async def test_events_wait_for_a_working_store() -> None:
     """Events wait for a store that works, in their order, and are written together."""
     written: list[list[str]] = []
     failures = 2
@@ -100,7 +100,7 @@ async def test_what_cannot_be_written_is_told_later() -> None:
     assert written == [["first", "second"]]
 
 
-async def test_notes_are_written_by_themselves() -> None:
+async def test_events_are_written_without_a_request() -> None:
     """Nobody needs to ask for them."""
     written: list[EventRow] = []
     log = EventLog(written.extend)
@@ -112,7 +112,7 @@ async def test_notes_are_written_by_themselves() -> None:
     assert [event.text for event in written] == ["first", "second"]
 
 
-async def test_everybody_reads_their_own_events(setting: Setting) -> None:
+async def test_users_read_only_their_own_events(setting: Setting) -> None:
     """An administrator reads all; reading goes on where it stopped."""
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada", key="1")
@@ -131,7 +131,7 @@ async def test_everybody_reads_their_own_events(setting: Setting) -> None:
         assert [event["kind"] for event in later] == ["lease.releasing", "lease.released"]
 
 
-async def test_what_is_told_outlives_the_broker(setting: Setting) -> None:
+async def test_events_survive_a_broker_restart(setting: Setting) -> None:
     """A note of the last moment is written before the broker ends."""
     async with asgi_broker(setting) as running:
         await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1}, 201)

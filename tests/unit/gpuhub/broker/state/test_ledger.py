@@ -106,7 +106,7 @@ async def gathered(bench: Bench, *edits: Callable[[Transaction], Any]) -> list[A
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_changes_that_come_together_are_one_transaction(bench: Bench) -> None:
+async def test_concurrent_changes_share_one_transaction(bench: Bench) -> None:
     """Whoever comes while something is being written is written with the others who did, in their order."""
     rows = await gathered(bench, *(bench.add(f"l{number}") for number in range(5)))
     assert [row.id for row in rows] == ["l0", "l1", "l2", "l3", "l4"]
@@ -115,7 +115,7 @@ async def test_changes_that_come_together_are_one_transaction(bench: Bench) -> N
     assert bench.known() == ["l0", "l1", "l2", "l3", "l4"]
 
 
-async def test_a_change_that_raises_is_undone_alone(bench: Bench) -> None:
+async def test_failing_change_is_rolled_back_alone(bench: Bench) -> None:
     """Its caller hears of it; what it did before it raised is gone; the others' changes are kept."""
 
     def half(draft: Transaction) -> None:
@@ -132,7 +132,7 @@ async def test_a_change_that_raises_is_undone_alone(bench: Bench) -> None:
     assert bench.store.list_events(after=None, limit=10) == []
 
 
-async def test_a_caller_that_is_cancelled_cancels_nothing(bench: Bench) -> None:
+async def test_cancelled_caller_does_not_cancel_the_change(bench: Bench) -> None:
     """What is stored is always what is shown."""
     bench.store.is_held = True
     task = asyncio.ensure_future(bench.ledger.change(bench.add("l0")))
@@ -145,7 +145,7 @@ async def test_a_caller_that_is_cancelled_cancels_nothing(bench: Bench) -> None:
     assert bench.known() == ["l0", "l1"]
 
 
-async def test_what_cannot_be_written_did_not_happen(bench: Bench) -> None:
+async def test_failed_write_changes_nothing(bench: Bench) -> None:
     """Everybody of that transaction hears of it, nothing is changed, and the next change is as if it had not been."""
     await bench.ledger.change(bench.add("l0"))
     before = bench.ledger.snapshot
@@ -159,9 +159,7 @@ async def test_what_cannot_be_written_did_not_happen(bench: Bench) -> None:
     assert bench.known() == ["l0", "l4"]
 
 
-async def test_one_that_cannot_be_written_does_not_take_others_with_it(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_refused_row_does_not_fail_other_changes(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """A row that the tables refuse is refused alone, though it came together with others, and is no failure of ours."""
 
     def twice(draft: Transaction) -> None:
@@ -175,7 +173,7 @@ async def test_one_that_cannot_be_written_does_not_take_others_with_it(
     assert caplog.text == ""
 
 
-async def test_a_settling_that_fails_changes_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failing_transaction_hook_changes_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the engine does wrong, what is shown stays what is stored."""
 
     def break_down(draft: Transaction) -> None:
@@ -190,7 +188,7 @@ async def test_a_settling_that_fails_changes_nothing(bench: Bench, caplog: pytes
     assert "failed unexpectedly" in caplog.text
 
 
-async def test_only_those_who_watch_a_lease_are_woken_by_it(bench: Bench) -> None:
+async def test_only_watchers_of_a_lease_are_notified(bench: Bench) -> None:
     """By its id, or by the node that it is on; everybody who waits for any change is woken as well."""
     await bench.ledger.change(bench.add("l0"))
     await bench.ledger.change(bench.add("l1"))
@@ -211,7 +209,7 @@ async def test_only_those_who_watch_a_lease_are_woken_by_it(bench: Bench) -> Non
     assert woken == [False, True, True, False, True]
 
 
-async def test_what_is_noted_is_stored_with_the_change(bench: Bench) -> None:
+async def test_events_are_stored_with_their_change(bench: Bench) -> None:
     """And what is to be done afterwards is done when everybody sees the change."""
     seen: list[list[str]] = []
 
@@ -232,7 +230,9 @@ async def holds(running: Running) -> dict[str, list[str]]:
     return {gpu["uuid"]: [who["owner"] for who in gpu["holders"]] for node in view["nodes"] for gpu in node["gpus"]}
 
 
-async def test_a_grant_that_cannot_be_written_is_given_later(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grant_that_cannot_be_written_is_repeated_later(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The request is refused with what is wrong; the engine forgets the grant; the next request gets the GPU."""
     async with asgi_broker(setting) as running:
         save = running.store.save
@@ -279,7 +279,7 @@ async def test_a_release_that_cannot_be_written_keeps_the_gpu(
         assert (await holds(running))["GPU-rig1-0"] == ["ben"]
 
 
-async def test_a_reason_that_comes_while_a_decision_is_stored_is_not_forgotten(
+async def test_scheduling_requested_during_a_write_is_not_lost(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The queue is decided upon once more, and once for all reasons that came meanwhile."""

@@ -42,7 +42,7 @@ def test_a_preempted_job_has_time_for_its_checkpoint() -> None:
     assert draft.jobs["j1"].checkpoint_until == 160.0
 
 
-def test_it_ends_when_its_workers_have_or_the_time_is_over() -> None:
+def test_preempted_job_ends_with_its_workers_or_after_the_grace() -> None:
     """Whichever comes first; a worker's own end is no failure then."""
     job, _ = under_way()
     job = job_states.preempt(job, 160.0, 100.0)
@@ -53,7 +53,7 @@ def test_it_ends_when_its_workers_have_or_the_time_is_over() -> None:
     assert (job.state, job_states.is_checkpoint_done(job, 121.0)) == (JobState.PREEMPTING, True)
 
 
-def test_the_same_request_waits_again_as_old_as_before() -> None:
+def test_preempted_request_is_requeued_with_its_age() -> None:
     """A new lease with the old one's demands, groups and age, once the old one's GPUs are proven free."""
     job, lease = under_way(scavenge=True)
     draft = draft_of(job_states.preempt(job, 160.0, 100.0), lease, now=160.0)
@@ -73,7 +73,7 @@ def test_the_same_request_waits_again_as_old_as_before() -> None:
 
 
 @pytest.mark.parametrize("reason", ["stopped", "its time limit was reached"])
-def test_a_lease_that_ends_for_another_reason_ends_the_job(reason: str) -> None:
+def test_job_stopped_during_preemption_is_not_requeued(reason: str) -> None:
     """Who stops a job while it is preempted does not get it back."""
     job, lease = under_way()
     draft = draft_of(job_states.preempt(job, 160.0, 100.0), lease, now=120.0)
@@ -86,7 +86,7 @@ def test_a_lease_that_ends_for_another_reason_ends_the_job(reason: str) -> None:
     assert list(draft.leases) == ["l1"]
 
 
-def test_an_elastic_job_shrinks_and_goes_on() -> None:
+def test_elastic_job_continues_after_shrinking() -> None:
     """Its other workers keep their numbers; the GPUs stay with the lease until there is proof."""
     draft = draft_of(*under_way(nodes=3, least_nodes=1), now=100.0)
     decide(draft, "rig2", is_whole=False)
@@ -103,7 +103,7 @@ def test_an_elastic_job_shrinks_and_goes_on() -> None:
     assert (job.state, job.reason) == (JobState.STOPPING, "all workers ended")
 
 
-def test_an_elastic_job_gives_a_lost_workers_gpu_back_while_enough_go_on() -> None:
+def test_elastic_job_releases_the_gpu_of_a_lost_worker() -> None:
     """So that the launch can grow onto it again; one that is not elastic, or has too few left, keeps what it has."""
     job, lease = under_way(nodes=3, least_nodes=2)
     job = job.evolve(min_nnodes=2)
@@ -118,7 +118,7 @@ def test_an_elastic_job_gives_a_lost_workers_gpu_back_while_enough_go_on() -> No
     assert [job_states.find_idle_nodes(one) for one in (lost, two, rigid)] == [{"rig2"}, frozenset(), frozenset()]
 
 
-def test_a_job_that_was_starting_runs_when_the_missing_workers_node_is_given_up() -> None:
+def test_starting_job_runs_once_the_missing_node_is_released() -> None:
     """Nothing is waited for that will not come."""
     job, lease = under_way(nodes=2, least_nodes=1)
     starting = job_states.record_worker_start(job_states.start(job, lease, 10.0), 0, "c0", 11.0)
@@ -138,7 +138,7 @@ async def run_job(running: Running, **body: Any) -> Any:
     return await reaches(running, f"/jobs/{job['id']}", "running")
 
 
-async def test_a_scavenger_gives_way_and_comes_back(preempting: Setting) -> None:
+async def test_scavenging_job_is_preempted_and_restarted(preempting: Setting) -> None:
     """The notebook gets its GPU; the job waits again by itself, and runs when the GPU is free."""
     async with asgi_broker(preempting) as running:
         job = await run_job(running, nnodes=3, scavenge=True)
@@ -158,7 +158,7 @@ async def test_a_scavenger_gives_way_and_comes_back(preempting: Setting) -> None
         assert texts.index("job.preempting") < texts.index("job.requeued")
 
 
-async def test_a_preempted_job_is_known_after_a_restart(preempting: Setting) -> None:
+async def test_preemption_continues_after_a_broker_restart(preempting: Setting) -> None:
     """In the middle of it: the grace is over sooner or later, and the job waits again."""
     async with asgi_broker(preempting) as running:
         job = await run_job(running, nnodes=3, scavenge=True)
@@ -169,7 +169,7 @@ async def test_a_preempted_job_is_known_after_a_restart(preempting: Setting) -> 
         assert (await reaches(running, f"/jobs/{job['id']}", "waiting"))["preemptions"] == 1
 
 
-async def test_an_elastic_job_gives_one_node_up(preempting: Setting) -> None:
+async def test_elastic_job_releases_one_node(preempting: Setting) -> None:
     """The notebook gets the node that it needs; the job goes on with the others."""
     async with asgi_broker(preempting) as running:
         job = await run_job(running, nnodes=3, min_nnodes=1)
@@ -182,7 +182,7 @@ async def test_an_elastic_job_gives_one_node_up(preempting: Setting) -> None:
         await until(lambda: not preempting.nodes["rig1"].of_kind("worker"), "the worker on rig1 is gone")
 
 
-async def test_without_the_policy_nobody_gives_way(setting: Setting) -> None:
+async def test_nothing_is_preempted_without_the_policy(setting: Setting) -> None:
     """Preemption is the administrator's to allow."""
     async with asgi_broker(setting) as running:
         job = await run_job(running, nnodes=3, scavenge=True)
