@@ -133,7 +133,7 @@ async def granted(running: Running, backend: TestedBackend, owner: str = "ada", 
     return await reaches(running, f"/leases/{lease['id']}", "granted")
 
 
-def test_backends_with_jobs_say_so(backend: TestedBackend) -> None:
+def test_job_backends_match_the_capabilities(backend: TestedBackend) -> None:
     """`WITH_JOBS`, which limits tests to these backends, agrees with the capabilities."""
     assert backend.capabilities.external_jobs == (backend.cluster.engine in WITH_JOBS)
 
@@ -189,7 +189,7 @@ async def test_a_lease_that_ends_leaves_no_job(setting: Setting, backend: Tested
         await until(lambda: not backend.list_jobs(), "no job is left")
 
 
-async def test_more_time_is_granted(setting: Setting, backend: TestedBackend) -> None:
+async def test_extension_is_granted(setting: Setting, backend: TestedBackend) -> None:
     async with asgi_broker(setting) as running:
         lease = await granted(running, backend, time_limit_s=600)
         await run_notebook(running, lease)
@@ -220,7 +220,7 @@ async def test_a_lease_ends_with_its_job(setting: Setting, backend: TestedBacken
 
 
 @with_jobs
-async def test_nothing_starts_whose_job_has_ended(setting: Setting, backend: TestedBackend) -> None:
+async def test_nothing_starts_after_its_job_has_ended(setting: Setting, backend: TestedBackend) -> None:
     """Whether the broker has polled since or not."""
     async with asgi_broker(setting) as running:
         lease = await granted(running, backend)
@@ -229,7 +229,7 @@ async def test_nothing_starts_whose_job_has_ended(setting: Setting, backend: Tes
 
 
 @with_jobs
-async def test_while_it_is_unreachable_nothing_ends(setting: Setting, backend: TestedBackend) -> None:
+async def test_outage_ends_no_lease_and_is_reported_once(setting: Setting, backend: TestedBackend) -> None:
     """What runs continues, what waits keeps its place and is told why, and the change is an event once."""
     async with asgi_broker(setting) as running:
         lease = await granted(running, backend)
@@ -258,7 +258,7 @@ async def test_while_it_is_unreachable_nothing_ends(setting: Setting, backend: T
         await until(is_back, "it answers again")
 
 
-async def test_its_capabilities_are_shown_and_kept(setting: Setting, backend: TestedBackend) -> None:
+async def test_capabilities_are_shown_and_enforced(setting: Setting, backend: TestedBackend) -> None:
     async with asgi_broker(setting) as running:
         view = await read(running, "ada", "/cluster")
         assert view["engine"] == backend.cluster.engine

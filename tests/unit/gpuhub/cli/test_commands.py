@@ -75,7 +75,7 @@ async def lease_of(head: Head, owner: str) -> str:
     return next(lease.id for lease in await head.client.leases() if lease.owner == owner)
 
 
-async def test_lists(head: Head) -> None:
+async def test_list_commands(head: Head) -> None:
     """Nodes, leases with the queue, usage, reservations, events."""
     assert "rig1  up     0/1   RTX 5090" in await head.run("node list")
     leases = await head.run("lease list")
@@ -89,7 +89,7 @@ async def test_lists(head: Head) -> None:
     assert len((await head.run("events -n 1")).splitlines()) == 1
 
 
-async def test_a_drain_shows_what_runs_and_asks(head: Head) -> None:
+async def test_drain_lists_leases_and_asks_for_confirmation(head: Head) -> None:
     """Without a yes nothing changes, nor without a terminal to ask at."""
     with pytest.raises(InvalidRequest, match="nothing was changed"):
         await head.run("node drain rig1", "n\n")
@@ -103,7 +103,7 @@ async def test_a_drain_shows_what_runs_and_asks(head: Head) -> None:
     assert "rig1 is up" in await head.run("node undrain rig1")
 
 
-async def test_a_cordon_and_an_empty_node_ask_nothing(head: Head) -> None:
+async def test_cordon_and_empty_node_need_no_confirmation(head: Head) -> None:
     """No lease ends by them."""
     assert "rig1 is cordoned" in await head.run("node cordon rig1")
     assert "Nothing runs on rig2." in await head.run("node drain rig2")
@@ -111,7 +111,7 @@ async def test_a_cordon_and_an_empty_node_ask_nothing(head: Head) -> None:
         await head.run("node drain rig9")
 
 
-async def test_why_and_more_time(head: Head) -> None:
+async def test_explain_and_extend_commands(head: Head) -> None:
     """By the beginning of an id; the broker's refusal is passed on."""
     waiting, running = await lease_of(head, "ben"), await lease_of(head, "ada")
     assert "Position 1 of the queue" in await head.run(f"lease why {waiting[:8]}")
@@ -121,7 +121,7 @@ async def test_why_and_more_time(head: Head) -> None:
     assert "continues until" in await head.run(f"lease extend {running} 8h")
 
 
-async def test_an_end_is_confirmed_and_a_force_is_warned_of(head: Head) -> None:
+async def test_release_is_confirmed_and_force_has_a_warning(head: Head) -> None:
     """A running lease cannot be forced before it was ended, and the question follows the warning."""
     running = await lease_of(head, "ada")
     with pytest.raises(InvalidRequest, match="only a lease that was ended can be forced"):
@@ -134,7 +134,7 @@ async def test_an_end_is_confirmed_and_a_force_is_warned_of(head: Head) -> None:
     assert "is released" in output
 
 
-async def test_reservations_come_and_go(head: Head) -> None:
+async def test_reservations_are_created_and_cancelled(head: Head) -> None:
     """With the command that cancels them."""
     made = await head.run("reservation add course --nodes rig2 --users ben --groups ml --from 2126-01-01 --for 8h")
     assert "from 1 Jan 2126 00:00 to 1 Jan 2126 08:00" in made
@@ -145,7 +145,7 @@ async def test_reservations_come_and_go(head: Head) -> None:
 
 
 @pytest.mark.parametrize(("beginning", "kind"), [("", NotFound), ("x", NotFound), ("l01", InvalidRequest)])
-def test_beginnings_of_ids_that_are_not_one_leases(beginning: str, kind: type[Exception]) -> None:
+def test_unknown_and_ambiguous_id_prefixes_are_refused(beginning: str, kind: type[Exception]) -> None:
     """Neither none nor several are accepted."""
     leases = [held(id="l0123"), held(id="l0145")]
     with pytest.raises(kind):
@@ -153,7 +153,7 @@ def test_beginnings_of_ids_that_are_not_one_leases(beginning: str, kind: type[Ex
     assert find_lease([*leases, held(id="l01")], "l01").id == "l01"
 
 
-def test_times_as_administrators_write_them() -> None:
+def test_reservation_times_are_parsed() -> None:
     """Of today or of another day, by this machine's clock."""
     now = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
     assert parse_time("14:30", now) == datetime(2026, 11, 21, 14, 30).astimezone()
@@ -183,7 +183,7 @@ def test_usage_errors_show_the_usage(line: str, capsys: pytest.CaptureFixture[st
     assert "Usage: gpuhub" in capsys.readouterr().err
 
 
-def test_the_closets_commands_are_found_by_their_entry_points(capsys: pytest.CaptureFixture[str]) -> None:
+def test_practice_closet_commands_are_found_by_entry_point(capsys: pytest.CaptureFixture[str]) -> None:
     """`gpuhub` lists and runs them, and imports nothing of the closet itself."""
     with pytest.raises(SystemExit) as ended:
         main.main(["closet-node", "rig9"])
@@ -193,7 +193,7 @@ def test_the_closets_commands_are_found_by_their_entry_points(capsys: pytest.Cap
     assert "closet-slurm" in capsys.readouterr().out
 
 
-def test_a_command_needs_a_running_instance() -> None:
+def test_error_without_a_running_instance_has_a_remedy() -> None:
     """The error names the remedy instead of a refused connection."""
     with pytest.raises(SetupError, match="sudo make up"):
         connect_to_broker(Paths("ghnone"))

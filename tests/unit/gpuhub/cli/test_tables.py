@@ -69,7 +69,7 @@ def test_columns_fit_the_terminal() -> None:
     assert "a" * 60 in tables.format_table(("FIRST", "SECOND", "THIRD"), rows, None)
 
 
-def test_problems_are_below_their_node() -> None:
+def test_problems_are_listed_below_their_node() -> None:
     """The node's own problem, else those of its GPUs, each on a line below."""
     outside = gpu(1, GpuState.OUTSIDE, "in use outside gpuhub: 1 process, 5.1 GiB")
     text = tables.format_nodes(
@@ -128,7 +128,7 @@ def test_purpose_of_a_lease() -> None:
     assert tables.describe_purpose(held(purpose=Purpose.JOB, subject="j0123456789")) == "job j0123456"
 
 
-def test_why_lists_demands_with_their_costs() -> None:
+def test_pending_reason_lists_demands_with_their_delays() -> None:
     """The most expensive first, in the broker's order."""
     obstacles = (
         ConstraintView(demand="3 nodes", would_start_at=at(35)),

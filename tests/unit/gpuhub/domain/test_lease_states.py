@@ -18,7 +18,7 @@ def shares(*nodes: str) -> list[NodeAllocation]:
     return [NodeAllocation(node=n, slots=(GpuSlot(uuid=f"GPU-{n}", node=n, index=0, card=CARD),)) for n in nodes]
 
 
-def test_a_life_from_request_to_proof() -> None:
+def test_lease_lifecycle_from_request_to_proof() -> None:
     """Granted, active, releasing and released each carry what belongs to them."""
     granted = lease_states.grant(lease_row(time_limit_s=3600), shares("rig1"), 110.0)
     assert (granted.state, granted.epoch, granted.nodes) == (LeaseState.GRANTED, 1, ("rig1",))
@@ -32,7 +32,7 @@ def test_a_life_from_request_to_proof() -> None:
     assert released.reason == "stopped"
 
 
-def test_a_gang_is_released_node_by_node() -> None:
+def test_gang_is_released_one_node_at_a_time() -> None:
     """Each node's own proof frees its own GPUs; the last one ends the lease."""
     releasing = lease_states.release(lease_states.grant(lease_row(), shares("rig1", "rig2"), 1.0), "stopped", 2.0)
     assert lease_states.unproven_nodes(releasing) == ("rig1", "rig2")
@@ -57,7 +57,7 @@ def test_a_waiting_request_ends_at_once() -> None:
     assert (ended.state, ended.reason, ended.released_at) == (LeaseState.RELEASED, "left the queue", 101.0)
 
 
-def test_an_overdue_lease_says_so_whoever_ends_it() -> None:
+def test_overdue_lease_ends_with_the_time_limit_as_reason() -> None:
     """When the hub stops a notebook because its time is over, the reason is the time limit."""
     active = lease_states.activate(lease_states.grant(lease_row(time_limit_s=3600), shares("rig1"), 0.0), "c" * 64, 1.0)
     assert lease_states.release(active, "stopped", 3600.0).reason == "its time limit of 1 h was reached"
@@ -86,20 +86,20 @@ def test_only_a_waiting_request_is_granted(state: LeaseState) -> None:
 
 
 @pytest.mark.parametrize("state", [s for s in LeaseState if s not in lease_states.ENDING])
-def test_gpus_are_given_back_from_releasing_alone(state: LeaseState) -> None:
+def test_only_releasing_leases_release_gpus_by_proof(state: LeaseState) -> None:
     """A listing without containers frees nothing of a lease that nobody ended."""
     with pytest.raises(Conflict, match="not releasing"):
         lease_states.prove_released(lease_row(state=state), "rig1", 1.0)
 
 
 @pytest.mark.parametrize("state", [*lease_states.ENDING, LeaseState.RELEASED])
-def test_ending_twice_changes_nothing(state: LeaseState) -> None:
+def test_repeated_release_changes_nothing(state: LeaseState) -> None:
     """The first reason stays."""
     row = lease_row(state=state, reason="first")
     assert lease_states.release(row, "second", 5.0) is row
 
 
-def test_a_lease_without_proof_is_quarantined_until_there_is() -> None:
+def test_unproven_lease_is_quarantined_until_proof() -> None:
     """It keeps its GPUs, says why, and still ends by proof; what it holds from then on is not charged."""
     releasing = lease_states.release(lease_states.grant(lease_row(), shares("rig1"), 1.0), "stopped", 2.0)
     stuck = lease_states.quarantine(releasing, "node rig1 does not answer", 40.0)
@@ -119,7 +119,7 @@ def test_only_a_releasing_lease_is_quarantined(state: LeaseState) -> None:
 
 
 @pytest.mark.parametrize("state", sorted(lease_states.ENDING))
-def test_an_administrator_frees_an_ending_lease(state: LeaseState) -> None:
+def test_administrator_can_force_a_releasing_lease(state: LeaseState) -> None:
     """Without proof, and with the name of who answers for it; said again, nothing changes."""
     held = lease_states.grant(lease_row(), shares("rig1", "rig2"), 1.0).evolve(state=state, reason="stopped")
     freed = lease_states.force_release(held, "root", 9.0)
@@ -129,13 +129,13 @@ def test_an_administrator_frees_an_ending_lease(state: LeaseState) -> None:
 
 
 @pytest.mark.parametrize("state", [LeaseState.REQUESTED, LeaseState.GRANTED, LeaseState.ACTIVE])
-def test_nothing_that_goes_on_is_freed_by_force(state: LeaseState) -> None:
+def test_open_leases_cannot_be_forced(state: LeaseState) -> None:
     """It is to be ended first."""
     with pytest.raises(Conflict, match="end it first"):
         lease_states.force_release(lease_row(state=state), "root", 1.0)
 
 
-def test_an_elastic_lease_gives_a_node_back_and_goes_on() -> None:
+def test_elastic_lease_shrinks_by_one_node() -> None:
     """The GPUs are held until there is proof, which frees these alone; the other nodes' proof frees nothing."""
     active = lease_states.activate(lease_states.grant(lease_row(), shares("rig1", "rig2"), 1.0), None, 1.0)
     less = lease_states.shrink(active, {"rig2"}, 2.0)
@@ -157,7 +157,7 @@ def test_an_elastic_lease_gives_a_node_back_and_goes_on() -> None:
 
 
 @pytest.mark.parametrize("state", [s for s in LeaseState if s not in lease_states.LIVE])
-def test_only_what_goes_on_is_shrunk_or_extended(state: LeaseState) -> None:
+def test_only_running_leases_are_shrunk_or_extended(state: LeaseState) -> None:
     """A request has nothing to give back, and an ending lease gives everything."""
     with pytest.raises(Conflict, match="nothing to give back"):
         lease_states.shrink(lease_row(state=state), {"rig1"}, 1.0)
@@ -165,7 +165,7 @@ def test_only_what_goes_on_is_shrunk_or_extended(state: LeaseState) -> None:
         lease_states.extend(lease_row(state=state), 60, 1.0)
 
 
-def test_more_time() -> None:
+def test_extension_of_the_time_limit() -> None:
     """It counts from now; an overdue lease gets none."""
     granted = lease_states.grant(lease_row(time_limit_s=100), shares("rig1"), 0.0)
     more = lease_states.extend(granted, 100, 50.0)
@@ -174,7 +174,7 @@ def test_more_time() -> None:
         lease_states.extend(granted, 100, 100.0)
 
 
-def test_a_drain_cuts_time_short_and_its_end_gives_it_back() -> None:
+def test_drain_shortens_the_time_limit_and_uncordon_restores_it() -> None:
     """The lease says why it will end; it is not extended, and ends with that reason, or gets its own limit back."""
     granted = lease_states.grant(lease_row(time_limit_s=100), shares("rig1"), 0.0)
     short = lease_states.shorten(granted, 60.0, "node rig1 is draining by root")
@@ -189,7 +189,7 @@ def test_a_drain_cuts_time_short_and_its_end_gives_it_back() -> None:
     assert lease_states.restore_time(lease_states.shorten(unlimited, 60.0, "drained")) == unlimited
 
 
-def test_a_clock_that_was_set_moves_every_moment() -> None:
+def test_clock_jump_shifts_all_timestamps() -> None:
     """The time left is what it was."""
     granted = lease_states.grant(lease_row(time_limit_s=100), shares("rig1"), 110.0)
     moved = lease_states.shift_times(granted, 3600.0)

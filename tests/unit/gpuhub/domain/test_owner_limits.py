@@ -18,14 +18,14 @@ from tests.support.docker.simulated_nodes import build_cluster
 JOB = {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1}
 
 
-def test_groups_are_the_hubs_and_the_settings() -> None:
+def test_groups_come_from_hub_and_settings() -> None:
     """Whoever a group of the settings names is in it, whatever the hub says."""
     cluster = build_cluster(groups=(GroupSettings(name="lab", members=("ada",)), GroupSettings(name="guests")))
     assert list_groups(cluster, "ada", {"guests", "unknown"}) == {"lab", "guests", "unknown"}
     assert list_groups(cluster, "ben", ()) == frozenset()
 
 
-def test_the_most_generous_group_counts_and_what_no_group_says_is_the_users() -> None:
+def test_most_generous_group_limit_applies_with_user_defaults() -> None:
     """Each limit by itself; what a group may have together is a limit of its own."""
     cluster = build_cluster(
         users=UserSettings(allowed=("ada",), max_gpus=1, gpu_hours_per_week=10, max_waiting=5, longest_lease="1d"),
@@ -47,7 +47,7 @@ def test_the_most_generous_group_counts_and_what_no_group_says_is_the_users() ->
     )
 
 
-def test_the_least_of_all_limits_counts() -> None:
+def test_lowest_limit_applies() -> None:
     """What a group may have together is no more for one of them."""
     rights = Quota(
         per_user=QuotaLimits(max_gpus=8, longest_lease_s=60.0),
@@ -67,12 +67,14 @@ def test_the_least_of_all_limits_counts() -> None:
         (None, 100, 200.0, 100),
     ],
 )
-def test_a_notebooks_time(asked: int | None, usual: int | None, longest: float | None, chosen: int | None) -> None:
+def test_time_limit_of_a_notebook(
+    asked: int | None, usual: int | None, longest: float | None, chosen: int | None
+) -> None:
     """The least of what was asked for, what the profile has, and what one may have."""
     assert choose_time_limit(asked=asked, usual=usual, longest=longest) == chosen
 
 
-def test_more_time_than_one_may_have_is_refused_with_the_limit() -> None:
+def test_extension_beyond_the_limit_is_refused() -> None:
     """A job's own settings count as well when it asks for a time."""
     with pytest.raises(InvalidRequest, match="2 min were requested; the longest allowed time is 1 min"):
         choose_time_limit(asked=120, usual=None, longest=60.0)
@@ -80,7 +82,7 @@ def test_more_time_than_one_may_have_is_refused_with_the_limit() -> None:
         choose_time_limit(asked=120, usual=60, longest=None, is_usual_the_most=True)
 
 
-async def test_a_group_has_waiting_requests_and_jobs_together(setting: Setting) -> None:
+async def test_group_limits_on_waiting_requests_and_jobs(setting: Setting) -> None:
     """What one member asks for counts for the other; the refusal names the group and the limit."""
     group = GroupSettings(name="lab", members=("ada", "ben"), together=LimitSettings(max_waiting=1, max_jobs=2))
     setting.cluster = build_cluster(groups=(group,))
@@ -96,7 +98,7 @@ async def test_a_group_has_waiting_requests_and_jobs_together(setting: Setting) 
         assert refused["detail"].startswith("the group lab has 1 waiting requests; the limit is 1")
 
 
-async def test_the_hubs_groups_count(setting: Setting) -> None:
+async def test_groups_of_the_hub_apply_to_limits(setting: Setting) -> None:
     """The spawner says them for a notebook, and the notebook's jobs are of the same groups."""
     setting.cluster = build_cluster(
         users=UserSettings(allowed=("ada",), max_gpus=1),
@@ -134,7 +136,7 @@ async def test_time_limits_of_requests(setting: Setting) -> None:
         assert refused["detail"] == "time_limit_s: 3 h were requested; the longest allowed time is 2 h"
 
 
-async def test_only_administrators_hurry(setting: Setting) -> None:
+async def test_only_administrators_may_raise_priority(setting: Setting) -> None:
     """Anybody may step back."""
     async with asgi_broker(setting) as running:
         refused = await post(running, "ada", "/jobs", {**JOB, "priority": 1}, 403)
@@ -144,7 +146,7 @@ async def test_only_administrators_hurry(setting: Setting) -> None:
         assert job["lease"]["priority"] == 5
 
 
-async def test_usage_is_told_to_its_owner(setting: Setting) -> None:
+async def test_usage_is_visible_to_owner_and_administrators(setting: Setting) -> None:
     """With the limits; to an administrator of everybody, and to nobody else."""
     setting.cluster = build_cluster(
         users=UserSettings(allowed=("ada",), max_gpus=3, gpu_hours_per_week=40, max_waiting=9)

@@ -120,7 +120,7 @@ NONE: list[Action] = []
         (lease(LeaseState.REQUESTED, nodes=(), gpus=()), [], NONE),
     ],
 )
-def test_notebooks(row: LeaseRow, there: list[ObservedContainer], expected: list[Action]) -> None:
+def test_notebook_leases_are_reconciled(row: LeaseRow, there: list[ObservedContainer], expected: list[Action]) -> None:
     """One lease and what its node shows."""
     assert actions(*there, of=row) == expected
 
@@ -135,20 +135,20 @@ def test_notebooks(row: LeaseRow, there: list[ObservedContainer], expected: list
         ({"devices": frozenset({"all"})}, "it has GPU all, which is not in its lease l1"),
     ],
 )
-def test_strangers_are_removed(changes: dict[str, object], why: str) -> None:
+def test_foreign_containers_are_removed(changes: dict[str, object], why: str) -> None:
     """A container that belongs to no open lease is removed, and until then the node gets no work."""
     found = actions(container(id="stranger", **changes), container(), of=lease(LeaseState.ACTIVE))
     assert found == [RemoveContainer(container_id="stranger", reason=why, is_foreign=True)]
     assert not is_clean(found)
 
 
-def test_a_container_on_the_wrong_node_is_a_stranger() -> None:
+def test_container_on_the_wrong_node_is_foreign() -> None:
     """A lease's container belongs on the lease's nodes alone."""
     found = actions(container(), of=lease(LeaseState.ACTIVE, nodes=("rig2",)))
     assert [action.reason for action in found if isinstance(action, RemoveContainer)] == ["its lease l1 is for rig2"]
 
 
-def test_the_gpu_agent_is_left_alone() -> None:
+def test_gpu_agent_is_ignored() -> None:
     """The agent sees all GPUs and holds none."""
     found = actions(container(kind=names.KIND_AGENT, lease="", epoch=0), of=lease(LeaseState.RELEASING))
     assert found == [ProveReleased(lease_id="l1")]
@@ -187,7 +187,7 @@ def test_ended_and_lost_workers_are_found() -> None:
     ]
 
 
-def test_workers_that_are_being_made_are_not_judged() -> None:
+def test_workers_being_created_are_ignored() -> None:
     """While starts are under way a list may be older than what the ledger knows."""
     row = lease(LeaseState.ACTIVE, purpose=Purpose.JOB)
     running = job(JobState.RUNNING, WorkerState.RUNNING)
@@ -196,7 +196,7 @@ def test_workers_that_are_being_made_are_not_judged() -> None:
     assert actions(of=releasing, job=running, starting_leases=frozenset({"l1"})) == []
 
 
-def test_a_list_entry_is_read_from_its_labels() -> None:
+def test_container_is_parsed_from_its_labels() -> None:
     """Docker's own list carries all that is needed; labels of others do no harm."""
     raw = {
         "Id": "c1",
@@ -216,7 +216,7 @@ def test_a_list_entry_is_read_from_its_labels() -> None:
     assert odd == ObservedContainer(id="c2", kind="", lease="", epoch=0, worker=None, state="exited")
 
 
-def test_what_a_container_was_made_with_is_read_from_its_description() -> None:
+def test_container_gpus_are_parsed_from_the_inspection() -> None:
     """By UUID; a request without names is one for all; none is none."""
     asked = {"HostConfig": {"DeviceRequests": [{"DeviceIDs": ["GPU-1"]}, {"DeviceIDs": ["MIG-2"]}]}}
     assert parse_devices(asked) == {"GPU-1", "MIG-2"}
@@ -249,7 +249,7 @@ DOUBT = MarkUnproven(
         ((None, None), ("d2", "b2"), True),
     ],
 )
-def test_only_the_same_daemon_or_a_restart_of_the_machine_proves_anything(
+def test_proof_requires_the_same_daemon_or_a_machine_restart(
     then: NodeIdentity | None, now: NodeIdentity, is_proof: bool
 ) -> None:
     """A daemon with other data lists nothing of what the one before it still runs."""
@@ -271,7 +271,7 @@ def test_only_the_same_daemon_or_a_restart_of_the_machine_proves_anything(
         (("d1", "b1"), (None, "b2"), False),
     ],
 )
-def test_a_lease_that_outlives_a_restart_needs_a_later_one_as_proof(
+def test_lease_that_survives_a_restart_needs_a_later_restart(
     then: NodeIdentity | None, now: NodeIdentity, is_renewed: bool
 ) -> None:
     """A container that is made after the restart runs on when the daemon is wiped later."""
@@ -279,7 +279,7 @@ def test_a_lease_that_outlives_a_restart_needs_a_later_one_as_proof(
     assert (RefreshIdentity(lease_id="l1") in actions(of=row, identity=now)) is is_renewed
 
 
-def test_a_stranger_among_daemons_ends_nothing() -> None:
+def test_another_daemon_ends_no_lease() -> None:
     """A notebook and a worker that another daemon does not list may still run; what it lists is acted on."""
     active = lease(LeaseState.ACTIVE)
     assert actions(of=active, identity=OTHER_DAEMON) == [DOUBT]
@@ -302,7 +302,7 @@ def test_a_stranger_among_daemons_ends_nothing() -> None:
 # -- giving back -------------------------------------------------------------------------------------------------------
 
 
-def test_workers_of_a_preempted_job_are_told_once_and_watched() -> None:
+def test_workers_of_a_preempted_job_are_signalled_once() -> None:
     """Those that run get a signal, those that ended are asked why."""
     row = lease(LeaseState.ACTIVE, purpose=Purpose.JOB, gpus=(gpu(0), gpu(1)))
     running = job(JobState.PREEMPTING, WorkerState.RUNNING, WorkerState.RUNNING)
@@ -355,21 +355,19 @@ def shrinking(shed_at: float, **changes: float) -> LeaseRow:
         (shrinking(NOW - 90, released_at=NOW - 50), [], NONE),
     ],
 )
-def test_an_elastic_job_gives_a_node_back(
-    row: LeaseRow, there: list[ObservedContainer], expected: list[Action]
-) -> None:
+def test_elastic_job_releases_a_node(row: LeaseRow, there: list[ObservedContainer], expected: list[Action]) -> None:
     """Its workers there are told, removed after the grace, and when they are gone its GPUs there are free."""
     shrunk = job(JobState.RUNNING, WorkerState.RUNNING).evolve(workers=(WorkerRow(index=0, node="rig2"),))
     assert actions(*there, of=row, job=shrunk) == expected
 
 
-def test_another_daemons_word_frees_no_shed_gpu() -> None:
+def test_another_daemon_does_not_prove_a_shrink() -> None:
     """Shrinking needs proof as an end does."""
     row = shrinking(NOW - 5)
     shrunk = job(JobState.RUNNING, WorkerState.RUNNING).evolve(workers=(WorkerRow(index=0, node="rig2"),))
     assert actions(of=row, job=shrunk, identity=OTHER_DAEMON) == [DOUBT]
 
 
-def test_a_lease_whose_job_changes_at_this_moment_is_left_alone() -> None:
+def test_lease_of_a_job_is_not_treated_as_a_notebook() -> None:
     """A job's lease is never taken for a notebook's."""
     assert actions(of=lease(LeaseState.ACTIVE, purpose=Purpose.JOB)) == []

@@ -42,7 +42,7 @@ def build(**parts: Any) -> Any:
     return reservations.build_reservation(request, by="root", inventory=inventory(), now=NOW)
 
 
-def test_a_reservation_keeps_all_gpus_of_its_nodes_and_those_named() -> None:
+def test_reservation_includes_all_gpus_of_its_nodes() -> None:
     """As far as they are known; the engine admits whom it names."""
     row = build(nodes=["rig1"], gpus=["GPU-2"], groups=["lab"])
     kept = reservations.build_scheduler_reservation(row, inventory())
@@ -65,13 +65,13 @@ def test_a_reservation_keeps_all_gpus_of_its_nodes_and_those_named() -> None:
         (window(-20, -10), "in the future"),
     ],
 )
-def test_what_keeps_nothing_is_refused(parts: dict[str, Any], text: str) -> None:
+def test_invalid_reservations_are_refused(parts: dict[str, Any], text: str) -> None:
     """With what is wrong."""
     with pytest.raises(InvalidRequest, match=text):
         build(**parts)
 
 
-def test_a_gpu_is_kept_once_at_a_time() -> None:
+def test_overlapping_reservations_of_a_gpu_are_refused() -> None:
     """Another window, or other GPUs, are no overlap."""
     first = build()
     reservations.check_overlap(build(**window(20, 30)), [first], inventory())
@@ -80,7 +80,7 @@ def test_a_gpu_is_kept_once_at_a_time() -> None:
         reservations.check_overlap(build(nodes=[], gpus=["GPU-1"], **window(15, 30)), [first], inventory())
 
 
-async def test_what_is_reserved_is_given_to_its_users_only(setting: Setting) -> None:
+async def test_reserved_gpus_go_to_reservation_users_only(setting: Setting) -> None:
     """Over a restart as well; when it is cancelled, whoever waits is served."""
     async with asgi_broker(setting) as running:
         body = {"name": "course", "nodes": ["rig1"], "users": ["ada"]}
@@ -108,7 +108,7 @@ async def test_what_is_reserved_is_given_to_its_users_only(setting: Setting) -> 
         await reaches(running, f"/leases/{waiting['id']}", "granted")
 
 
-async def test_a_reservation_begins_and_ends_by_itself(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reservation_starts_and_ends_automatically(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody needs to ask for anything then: who waits is served when it ends, and it is forgotten."""
     monkeypatch.setattr(core_module, "HOUSEKEEPING_S", 0.05)
     async with asgi_broker(setting) as running:

@@ -52,7 +52,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rules_are_those_of_the_golden_file(case: str) -> None:
+def test_rules_match_the_golden_file(case: str) -> None:
     """Every rule is written down; run with GPUHUB_UPDATE_GOLDEN=1 to accept a change."""
     text, file = format_rules(CASES[case]()), GOLDEN / f"{case}.nft"
     if os.environ.get("GPUHUB_UPDATE_GOLDEN"):
@@ -60,7 +60,7 @@ def test_rules_are_those_of_the_golden_file(case: str) -> None:
     assert text == file.read_text(encoding="utf-8")
 
 
-def test_the_table_is_replaced_in_one_step_and_nothing_else_is_touched() -> None:
+def test_only_the_own_table_is_replaced_atomically() -> None:
     """nft applies a file whole or not at all; the first line makes the second one work in any case."""
     first, second, third, *_ = format_rules(plan(build_cluster())).splitlines()
     assert (first, second) == ("table inet gpuhub_gpuhub", "delete table inet gpuhub_gpuhub")
@@ -70,7 +70,7 @@ def test_the_table_is_replaced_in_one_step_and_nothing_else_is_touched() -> None
 
 
 @pytest.mark.parametrize("bad", ["rig1", "10.0.0.1; drop", "10.0.0.1/33", "10.0.0.1 }", "", "10.0.0.0/8"])
-def test_what_is_no_address_never_becomes_a_rule(bad: str) -> None:
+def test_invalid_addresses_never_become_rules(bad: str) -> None:
     """Rules are text that root's nft reads."""
     with pytest.raises(ValueError, match="appear"):
         plan(build_cluster(), bad)
@@ -79,7 +79,7 @@ def test_what_is_no_address_never_becomes_a_rule(bad: str) -> None:
             plan(build_cluster(), "10.0.0.1", bad)
 
 
-def test_nothing_private_is_internet() -> None:
+def test_private_address_ranges_are_blocked() -> None:
     """Python's own list of what is not global, but for documentation's and benchmarks' special cases, is shut."""
     # The last rules follow from the egress policy, one for each IP version.
     listed = [
@@ -108,7 +108,7 @@ def test_nothing_private_is_internet() -> None:
     assert [text for text in world if is_shut(text)] == []
 
 
-def test_metadata_and_nodes_are_shut_before_anything_is_let_through() -> None:
+def test_metadata_and_nodes_are_blocked_before_any_accept_rule() -> None:
     """This holds for any `reach` and `egress`."""
     cluster = build_cluster(network={"egress": "open", "reach": ["169.254.0.0/16", "192.168.1.0/24"]})
     lines = [line.strip() for line in format_rules(plan(cluster)).splitlines()]
@@ -117,7 +117,7 @@ def test_metadata_and_nodes_are_shut_before_anything_is_let_through() -> None:
     assert lines.index("ip daddr { 192.168.1.20, 192.168.1.21, 192.168.1.22, 192.168.1.23 } goto refused") < reached
 
 
-def test_interfaces_fit_the_kernel() -> None:
+def test_interface_names_fit_the_kernel_limit() -> None:
     """At most 15 characters, and no instance's pattern fits another's."""
     assert len(names.access_network_name("a" * 8)) == len(names.user_bridge_name("a" * 8, "ada.of-somewhere")) == 15
     bridge = names.user_bridge_name("gpuhub", "ada")
@@ -126,7 +126,7 @@ def test_interfaces_fit_the_kernel() -> None:
     assert not names.access_network_name("gpuhub").startswith(names.user_bridge_pattern("gpuhub").rstrip("*"))
 
 
-def test_what_an_administrator_reads() -> None:
+def test_rules_are_described_for_administrators() -> None:
     """A few lines in words, then the rules; and that they are off, where they are."""
     cluster = build_cluster(network={"reach": ["192.168.1.50"]})
     text = describe_rules(cluster, cluster.node("rig2"), plan(cluster))

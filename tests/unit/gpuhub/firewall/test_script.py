@@ -45,9 +45,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str]]:
     return [(line["state"], line["why"]) for line in lines]
 
 
-def test_a_table_is_made_once_and_mended_when_it_is_not_as_it_was(
-    kernel: Kernel, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_is_created_once_and_repaired_after_changes(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each change, and none while nothing happens."""
     keeper = TableKeeper("t", "rules")
     keeper.check_once()
@@ -61,7 +59,7 @@ def test_a_table_is_made_once_and_mended_when_it_is_not_as_it_was(
         assert kernel.tables == {"t": "listed rules"}
 
 
-def test_it_says_now_and_then_that_all_is_well(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unchanged_state_is_reported_periodically(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
     """The first line may count as one from before the container's start."""
     keeper = TableKeeper("t", "rules")
     for _ in range(2 * (script.MAX_UNREPORTED + 1) + 1):
@@ -69,14 +67,14 @@ def test_it_says_now_and_then_that_all_is_well(kernel: Kernel, capsys: pytest.Ca
     assert said(capsys) == [("ok", "applied"), *[("ok", "unchanged")] * 2]
 
 
-def test_what_is_there_at_its_start_is_replaced(kernel: Kernel) -> None:
+def test_existing_table_is_replaced_at_startup(kernel: Kernel) -> None:
     """A table that an earlier guard left may be of other rules."""
     kernel.tables["t"] = "listed old"
     TableKeeper("t", "rules").check_once()
     assert kernel.tables["t"] == "listed rules"
 
 
-def test_a_failure_is_told_once_and_tried_again(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_is_reported_once_and_retried(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
     """With nft's own words, until it goes well."""
     keeper = TableKeeper("t", "rules")
     kernel.trouble = "Operation not permitted"
@@ -88,7 +86,7 @@ def test_a_failure_is_told_once_and_tried_again(kernel: Kernel, capsys: pytest.C
     assert said(capsys) == [("ok", "applied")]
 
 
-def test_bridges_that_pass_no_filter_are_a_failure(
+def test_bridges_that_bypass_the_filter_are_a_failure(
     kernel: Kernel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The rules are applied all the same."""
@@ -115,7 +113,7 @@ def test_bridges_that_pass_no_filter_are_a_failure(
     assert said(capsys) == [("ok", "unchanged")]
 
 
-def test_removal_ends_with_its_outcome(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removal_exits_with_its_status(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
     """The remover's exit status is read."""
     assert script.main(["remove", "t", "away"]) == 0
     assert kernel.tables == {"t": "listed away"}
@@ -125,7 +123,7 @@ def test_removal_ends_with_its_outcome(kernel: Kernel, capsys: pytest.CaptureFix
 
 
 @pytest.mark.process
-def test_an_image_without_nft_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_image_without_nft_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As every image before this version."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FirewallFailed, match="the image has no nft"):
@@ -133,7 +131,7 @@ def test_an_image_without_nft_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.process
-def test_nft_s_own_words_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_error_contains_the_message_of_nft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The error has nft's first line or its exit status."""
     program = tmp_path / "nft"
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")

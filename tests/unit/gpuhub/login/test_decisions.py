@@ -55,7 +55,7 @@ def test_allowed_by_name_or_group_and_never_otherwise(cluster: Any) -> None:
         ("ada@uni.edu", ("uni.edu", "other.edu"), "ada_uni.edu"),
     ],
 )
-def test_names(value: str, domains: tuple[str, ...], name: str) -> None:
+def test_provider_names_become_user_names(value: str, domains: tuple[str, ...], name: str) -> None:
     """A provider's names become user names."""
     assert accounts.build_user_name(value, domains) == name
 
@@ -80,14 +80,14 @@ _ADDRESS = st.builds("{}@{}".format, st.from_regex(r"[a-z][a-z0-9._-]{0,5}", ful
 
 @settings(deadline=None)
 @given(first=_ADDRESS, other=_ADDRESS)
-def test_two_addresses_are_two_names(first: str, other: str) -> None:
+def test_different_addresses_get_different_names(first: str, other: str) -> None:
     """Without a configured domain, the name keeps all of the address."""
     assert (accounts.build_user_name(first) == accounts.build_user_name(other)) == (first == other)
 
 
 @settings(deadline=None)
 @given(st.text(min_size=1), st.lists(_DOMAIN, max_size=2))
-def test_every_name_is_valid(value: str, domains: list[str]) -> None:
+def test_any_provider_name_is_valid_or_refused(value: str, domains: list[str]) -> None:
     """For any text of a provider: a valid user name, or a refusal."""
     try:
         assert accounts.is_valid_name(accounts.build_user_name(value, domains))
@@ -95,7 +95,7 @@ def test_every_name_is_valid(value: str, domains: list[str]) -> None:
         assert not accounts.is_valid_name(value)
 
 
-def test_one_account_a_name(tmp_path: Path) -> None:
+def test_user_name_belongs_to_one_account(tmp_path: Path) -> None:
     """The first account keeps the name until the user is deleted; providers are independent of each other."""
     file = tmp_path / "accounts.json"
     here = AccountBindings(file, "github")
@@ -126,7 +126,9 @@ def test_one_account_a_name(tmp_path: Path) -> None:
         (lambda file: file.write_bytes(b"\xff\x00"), "is not ASCII text"),
     ],
 )
-def test_secret_files(cluster: Any, secret: Path, change: Any, message: str, capsys: Any, tmp_path: Path) -> None:
+def test_unsafe_secret_files_are_refused(
+    cluster: Any, secret: Path, change: Any, message: str, capsys: Any, tmp_path: Path
+) -> None:
     """Refused by `gpuhub check` with the remedy, and without their content."""
     settings = cluster("github", keys="SECRET")
     assert kinds.read_client_secret(secret) == "s3cret"
@@ -140,7 +142,7 @@ def test_secret_files(cluster: Any, secret: Path, change: Any, message: str, cap
     assert "s3cret" not in printed
 
 
-def test_authority_files(cluster: Any, tmp_path: Path) -> None:
+def test_authority_file_must_contain_a_certificate(cluster: Any, tmp_path: Path) -> None:
     """A file without a certificate is refused, a file with one is accepted."""
     settings = cluster("gitlab", keys=f'SECRET\nca = "{tmp_path / "ca.pem"}"')
     with pytest.raises(SettingsError, match=r"login\.ca: .* no such file"):
@@ -178,13 +180,13 @@ def test_authority_files(cluster: Any, tmp_path: Path) -> None:
         ("github", "", "SECRET", "no user could log in"),
     ],
 )  # fmt: skip
-def test_mistakes(cluster: Any, login: str, users: str, keys: str, message: str) -> None:
+def test_invalid_login_settings_are_refused(cluster: Any, login: str, users: str, keys: str, message: str) -> None:
     """Each error has its key and the remedy."""
     with pytest.raises(SettingsError, match=message):
         cluster(login, users, keys)
 
 
-def test_groups_have_the_providers_names(cluster: Any) -> None:
+def test_groups_with_limits_may_have_provider_names(cluster: Any) -> None:
     """A group with limits may have the provider's name."""
     settings = cluster("github", 'allowed_groups = ["lab:gpu-people"]\n[[groups]]\nname = "lab:gpu-people"', "SECRET")
     assert rules.build_rules(settings).known_groups == {"lab:gpu-people"}
@@ -220,13 +222,13 @@ def test_endpoints_are_parsed() -> None:
         (DOCUMENT | {"userinfo_endpoint": 7}, "names no userinfo_endpoint"),
     ],
 )
-def test_a_provider_that_cannot_be_used(document: Any, message: str) -> None:
+def test_unusable_provider_is_refused_with_the_reason(document: Any, message: str) -> None:
     """Refused with the reason."""
     with pytest.raises(SetupError, match=message):
         oidc_discovery.parse_endpoints(document, ISSUER)
 
 
-def test_a_provider_that_is_down(cluster: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_cached_endpoints_are_used_while_the_provider_is_down(cluster: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """The answer of an earlier start is used, and never that of another provider."""
     monkeypatch.setattr(Paths, "state", property(lambda _: tmp_path))
     away = "https://127.0.0.1:9/"

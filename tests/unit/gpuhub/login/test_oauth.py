@@ -188,7 +188,7 @@ def test_cilogon_of_another_identity_provider(build: Any) -> None:
 
 
 @pytest.mark.parametrize("login", ["github", "gitlab", "google", "cilogon"])
-def test_the_environment_changes_nothing(build: Any, monkeypatch: Any, login: str) -> None:
+def test_environment_variables_do_not_change_the_settings(build: Any, monkeypatch: Any, login: str) -> None:
     """oauthenticator reads much from the environment; gpuhub's values come from cluster.toml."""
     for name in ("OAUTH_CLIENT_SECRET", "OAUTH_CALLBACK_URL", "OAUTH_CLIENT_ID", f"{login.upper()}_CLIENT_SECRET"):
         monkeypatch.setenv(name, "from-the-environment")

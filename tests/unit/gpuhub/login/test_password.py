@@ -30,7 +30,9 @@ from gpuhub.login.password_forms import PasswordAuthenticator
         ("ada", "", None),
     ],
 )
-def test_passwords(cluster: Any, tmp_path: Path, monkeypatch: Any, name: str, which: str, admin: bool | None) -> None:
+def test_login_with_user_and_administrator_passwords(
+    cluster: Any, tmp_path: Path, monkeypatch: Any, name: str, which: str, admin: bool | None
+) -> None:
     """Users with their password, administrators with theirs; None means a refused login without an internal error."""
     monkeypatch.setattr(Paths, "state", property(lambda _: tmp_path))
     paths = Paths("ghunit")

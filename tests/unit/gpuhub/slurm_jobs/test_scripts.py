@@ -52,7 +52,7 @@ def notebook(of: ClusterSettings, **changes: Any) -> NotebookScriptSpec:
         ("apptainer-cpu", notebook(cluster(**APPTAINER, datasets=None), has_gpus=False)),
     ],
 )
-def test_the_script_is_as_it_was(name: str, made: NotebookScriptSpec) -> None:
+def test_notebook_script_matches_the_golden_file(name: str, made: NotebookScriptSpec) -> None:
     # Replace the node's program, which has separate tests, by a placeholder.
     text = build_notebook_script(made).replace(shlex.quote(ON_NODE.read_text()), "<node_main.py>")
     file = GOLDEN / f"{name}.sh"
@@ -63,7 +63,7 @@ def test_the_script_is_as_it_was(name: str, made: NotebookScriptSpec) -> None:
 
 @pytest.mark.parametrize("runtime", [PLAIN, APPTAINER], ids=["plain", "apptainer"])
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_nobodys_text_reaches_the_shell(runtime: dict[str, str], hostile: str, tmp_path: Path) -> None:
+def test_notebook_script_does_not_evaluate_user_text(runtime: dict[str, str], hostile: str, tmp_path: Path) -> None:
     """The real bash runs it, with a program in place of Python that writes down what it was given."""
     made = tmp_path / "made"
     text = hostile.format(made=made)
@@ -101,7 +101,7 @@ def test_nobodys_text_reaches_the_shell(runtime: dict[str, str], hostile: str, t
     assert (home / ".gpuhub" / build_log_name(text)).exists()
 
 
-def test_neither_arguments_nor_environment_have_the_token(tmp_path: Path) -> None:
+def test_token_is_not_in_arguments_or_environment(tmp_path: Path) -> None:
     """Others see the arguments of a user's processes; they must not see the token."""
     program = tmp_path / "python3"
     seen = tmp_path / "seen"
@@ -118,11 +118,11 @@ def test_neither_arguments_nor_environment_have_the_token(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("ends", "status"), [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", -signal.SIGKILL)])
-def test_it_ends_as_the_notebook_does(ends: str, status: int, tmp_path: Path) -> None:
+def test_notebook_script_returns_the_exit_code_of_the_notebook(ends: str, status: int, tmp_path: Path) -> None:
     assert run_with(f"#!/bin/bash\n{ends}\n", tmp_path).wait(30) == status
 
 
-def test_a_signal_reaches_the_notebook_which_says_how_it_ends(tmp_path: Path) -> None:
+def test_signal_is_forwarded_to_the_notebook(tmp_path: Path) -> None:
     program = f"#!/bin/bash\ntrap 'echo told; exit 7' TERM\ntouch {tmp_path}/ready\nwhile :; do sleep 0.05; done\n"
     running = run_with(program, tmp_path)
     while not (tmp_path / "ready").exists():
@@ -132,7 +132,7 @@ def test_a_signal_reaches_the_notebook_which_says_how_it_ends(tmp_path: Path) ->
     assert (tmp_path / "home" / ".gpuhub" / "notebook.log").read_text() == "told\n"
 
 
-def test_what_ignores_sigterm_is_ended_at_once_when_gpuhub_says_so(tmp_path: Path) -> None:
+def test_end_signal_stops_a_notebook_that_ignores_sigterm(tmp_path: Path) -> None:
     program = f"#!/bin/bash\ntrap '' TERM\ntouch {tmp_path}/ready\nwhile :; do sleep 0.05; done\n"
     running = run_with(program, tmp_path)
     while not (tmp_path / "ready").exists():
@@ -180,7 +180,7 @@ def made(of: ClusterSettings, **changes: Any) -> WorkerScriptSpec:
         ("apptainer-detached", made(cluster(**APPTAINER), is_detached=True, has_gpus=False)),
     ],
 )
-def test_the_workers_script_is_as_it_was(name: str, asked: WorkerScriptSpec) -> None:
+def test_worker_script_matches_the_golden_file(name: str, asked: WorkerScriptSpec) -> None:
     # Replace the node's program, which has separate tests, by a placeholder.
     program = ON_NODE.read_text()
     text = build_worker_script(asked)
@@ -258,7 +258,7 @@ class Node:
 @pytest.mark.parametrize("is_detached", [False, True])
 @pytest.mark.parametrize("runtime", [PLAIN, APPTAINER], ids=["plain", "apptainer"])
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_nobodys_text_reaches_the_shell_of_workers(
+def test_worker_script_does_not_evaluate_user_text(
     runtime: dict[str, str], hostile: str, is_detached: bool, tmp_path: Path
 ) -> None:
     """The real bash runs it."""
@@ -276,7 +276,7 @@ def test_nobodys_text_reaches_the_shell_of_workers(
     assert told["environment"]["GPU_LAUNCH_RUN"] == told["environment"]["USER"] == text
 
 
-def test_each_node_has_one_task_in_the_image_with_what_slurm_says_there(tmp_path: Path) -> None:
+def test_each_node_runs_one_task_with_its_slurm_environment(tmp_path: Path) -> None:
     node = Node(tmp_path, APPTAINER)
     assert node.run(build_worker_script(made(node.cluster))).returncode == 0
     assert node.given("srun")[:4] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=4"]
@@ -287,7 +287,7 @@ def test_each_node_has_one_task_in_the_image_with_what_slurm_says_there(tmp_path
     assert "APPTAINERENV_GPUHUB_JOB_NODES=sx1\nsx2" in given
 
 
-def test_the_first_worker_of_a_detached_job_is_the_job_itself(tmp_path: Path) -> None:
+def test_first_worker_of_a_detached_job_is_the_batch_script(tmp_path: Path) -> None:
     """Slurm ends the job with this process and reports its exit code; the other nodes have a step."""
     node = Node(tmp_path, PLAIN)
     program = tmp_path / "bin" / "python3"
@@ -300,13 +300,13 @@ def test_the_first_worker_of_a_detached_job_is_the_job_itself(tmp_path: Path) ->
     assert "--relative=1" in node.given("srun")
 
 
-def test_alone_it_needs_no_step(tmp_path: Path) -> None:
+def test_single_worker_needs_no_job_step(tmp_path: Path) -> None:
     node = Node(tmp_path, PLAIN)
     assert node.run(build_worker_script(made(node.cluster, is_detached=True)), nodes=1).returncode == 0
     assert not (tmp_path / "srun").exists()
 
 
-def test_without_the_runs_folder_nothing_is_started(tmp_path: Path) -> None:
+def test_worker_script_fails_without_the_run_folder(tmp_path: Path) -> None:
     node = Node(tmp_path, PLAIN)
     done = node.run(build_worker_script(made(node.cluster, run_id="run-2")))
     assert done.returncode == 1

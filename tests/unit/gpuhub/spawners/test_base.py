@@ -12,7 +12,7 @@ async def collect(log: ProgressLog) -> list[dict[str, Any]]:
     return [event async for event in log.follow()]
 
 
-async def test_who_looks_later_sees_the_same() -> None:
+async def test_later_viewers_see_earlier_events() -> None:
     """A page that is opened later gets the earlier events and then the new ones."""
     log = ProgressLog()
     early = asyncio.create_task(collect(log))
@@ -26,7 +26,7 @@ async def test_who_looks_later_sees_the_same() -> None:
     assert await early == await late
 
 
-async def test_the_same_said_again_is_no_event() -> None:
+async def test_repeated_message_is_not_a_new_event() -> None:
     """A long poll without news adds no event."""
     log = ProgressLog()
     for _ in range(3):
@@ -35,7 +35,7 @@ async def test_the_same_said_again_is_no_event() -> None:
     assert len(await collect(log)) == 1
 
 
-async def test_messages_are_escaped_and_additions_are_not() -> None:
+async def test_messages_are_escaped_and_html_additions_are_not() -> None:
     """JupyterHub shows the HTML as it comes."""
     log = ProgressLog()
     log.add("<b>", percent=1, more_html="<button>x</button>")
@@ -43,7 +43,7 @@ async def test_messages_are_escaped_and_additions_are_not() -> None:
     assert (await collect(log))[0]["html_message"] == "&lt;b&gt;<button>x</button>"
 
 
-async def test_a_long_wait_keeps_the_last_events_only() -> None:
+async def test_only_the_last_events_are_kept() -> None:
     """A queue may move for days."""
     log = ProgressLog()
     for number in range(MAX_EVENTS * 3):

@@ -33,14 +33,14 @@ async def never() -> bool:
 
 
 @pytest.mark.parametrize(("version", "left"), [("5.5.1", {"X-JupyterHub-Version": "5.5.1"}), ("nonsense", {})])
-async def test_a_version_that_is_none_is_left_out(version: str, left: dict[str, str]) -> None:
+async def test_invalid_version_header_is_removed(version: str, left: dict[str, str]) -> None:
     """JupyterHub would not start with it."""
     server = Server(Answer(version))
     readiness.limit_wait_up(server, never)
     assert (await server.wait_up()).headers == left
 
 
-async def test_anything_but_an_answer_is_silence() -> None:
+async def test_invalid_response_counts_as_a_timeout() -> None:
     """JupyterHub drops that one server, instead of giving up its own start."""
     server = Server(ValueError("no HTTP"))
     readiness.limit_wait_up(server, never)
@@ -48,7 +48,7 @@ async def test_anything_but_an_answer_is_silence() -> None:
         await server.wait_up()
 
 
-async def test_a_container_that_ends_is_not_waited_for() -> None:
+async def test_wait_ends_with_the_container() -> None:
     """The wait may be days long."""
 
     class Silent(Server):

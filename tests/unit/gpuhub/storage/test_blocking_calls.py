@@ -30,7 +30,7 @@ async def ask(patience: BlockingCallPool, work: object, place: str = "disk", lim
     return await patience.run(place, work, limit_s=limit_s, timeout_message=SILENT)  # type: ignore[arg-type]
 
 
-async def test_a_call_gives_what_it_returns_or_raises() -> None:
+async def test_blocking_call_returns_its_result_or_exception() -> None:
     """The work's own TimeoutError is not taken for the time limit."""
 
     def fail() -> None:
@@ -44,7 +44,7 @@ async def test_a_call_gives_what_it_returns_or_raises() -> None:
         await ask(patience, lambda: 1 // 0)
 
 
-async def test_a_hung_call_is_given_up_and_the_next_fails_at_once(released: threading.Event) -> None:
+async def test_calls_after_a_hanging_one_fail_at_once(released: threading.Event) -> None:
     """Until the hung one returns; other places are not touched."""
     patience = BlockingCallPool()
     with pytest.raises(StorageUnavailable, match="does not answer within 1 s"):
@@ -60,7 +60,7 @@ async def test_a_hung_call_is_given_up_and_the_next_fails_at_once(released: thre
     assert await ask(patience, lambda: 2) == 2
 
 
-async def test_threads_of_a_place_are_few(released: threading.Event) -> None:
+async def test_threads_of_each_path_are_limited(released: threading.Event) -> None:
     """Of many calls only the allowed number hangs, all fail in time, and calls that had not begun never run."""
     begun: list[int] = []
 
@@ -79,7 +79,7 @@ async def test_threads_of_a_place_are_few(released: threading.Event) -> None:
     assert len(begun) == 3
 
 
-async def test_a_start_that_is_stopped_leaves_the_place_usable(released: threading.Event) -> None:
+async def test_cancelled_call_does_not_count_as_hanging(released: threading.Event) -> None:
     """Cancelling does not count as hanging before the deadline."""
     patience = BlockingCallPool()
     task = asyncio.ensure_future(ask(patience, released.wait))
@@ -90,7 +90,7 @@ async def test_a_start_that_is_stopped_leaves_the_place_usable(released: threadi
     assert await ask(patience, lambda: 3) == 3
 
 
-async def test_a_file_that_blocks_holds_up_nothing_else(tmp_path: Path) -> None:
+async def test_blocking_file_does_not_delay_other_calls(tmp_path: Path) -> None:
     """A real blocking system call: a FIFO without a writer; the loop and asyncio's own threads go on."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -105,7 +105,7 @@ async def test_a_file_that_blocks_holds_up_nothing_else(tmp_path: Path) -> None:
     assert await ask(patience, lambda: 4) == 4
 
 
-def test_a_loop_that_is_gone_does_no_harm(released: threading.Event) -> None:
+def test_call_may_end_after_its_event_loop_is_closed(released: threading.Event) -> None:
     """A call may outlive who waited for it."""
     patience = BlockingCallPool()
     with pytest.raises(StorageUnavailable):

@@ -53,7 +53,7 @@ def nfs(folder: Path, port: int, **more: object) -> StorageSettings:
     return StorageSettings.model_validate(tables | more)
 
 
-async def test_a_user_gets_a_home_when_the_server_answers(tmp_path: Path) -> None:
+async def test_home_is_created_if_the_server_responds(tmp_path: Path) -> None:
     """The home is created if the head node sees homes."""
     with serving(accepted) as (port, asked):
         found = await homes.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")
@@ -61,7 +61,7 @@ async def test_a_user_gets_a_home_when_the_server_answers(tmp_path: Path) -> Non
     assert (tmp_path / "homes" / "ada").is_dir()
 
 
-async def test_a_silent_server_is_told_and_nothing_is_made(tmp_path: Path) -> None:
+async def test_unresponsive_server_is_reported_and_no_home_is_created(tmp_path: Path) -> None:
     """Within patience; the home may well be on that server."""
     began = time.monotonic()
     with serving(lambda _xid: None) as (port, _), pytest.raises(StorageUnavailable, match=r"file server 127\.0\.0\.1"):
@@ -70,7 +70,7 @@ async def test_a_silent_server_is_told_and_nothing_is_made(tmp_path: Path) -> No
     assert sorted(tmp_path.rglob("*")) == []  # noqa: ASYNC240
 
 
-async def test_datasets_count_where_they_are_mounted(tmp_path: Path) -> None:
+async def test_datasets_server_is_checked_only_if_mounted(tmp_path: Path) -> None:
     """A courier has none: files are read and written while the datasets' server is away."""
     with serving(lambda _xid: None) as (port, asked):
         away = nfs(tmp_path, port, home=f"{tmp_path}/homes/{{username}}", home_create=None)
@@ -81,7 +81,7 @@ async def test_datasets_count_where_they_are_mounted(tmp_path: Path) -> None:
             await homes.prepare_user(USERS, away, tmp_path, "ada")
 
 
-async def test_a_hung_folder_of_homes_is_named(
+async def test_hanging_home_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
 ) -> None:
     """The loop goes on; the next start is refused at once, and when the folder is back all is well."""
@@ -106,7 +106,7 @@ async def test_a_hung_folder_of_homes_is_named(
     assert (await homes.prepare_user(USERS, storage, tmp_path, "ben")).name == "ben"
 
 
-async def test_accounts_that_do_not_answer_are_told(
+async def test_hanging_account_lookup_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
 ) -> None:
     """A directory service may hang as a disk does."""
@@ -116,7 +116,7 @@ async def test_accounts_that_do_not_answer_are_told(
         await homes.prepare_user(USERS, storage, tmp_path, "ada")
 
 
-async def test_a_refusal_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_identity_error_is_raised_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As itself, also while a server is silent."""
 
     def refuse(*_: object) -> None:

@@ -20,7 +20,7 @@ def server(port: int, version: int = 4, host: str = "127.0.0.1") -> NfsServer:
     return NfsServer(host=host, port=port, version=version)
 
 
-def test_servers_are_found_once_with_their_port() -> None:
+def test_file_servers_are_listed_once_with_their_port() -> None:
     """Homes and datasets mostly have the same one; paths have none."""
     places = ("nfs://nas/home/{username}", "nfs://nas/data", "/srv", None)
     assert find_servers(places, "nfsvers=4.2,port=2050") == [NfsServer(host="nas", port=2050, version=4)]
@@ -28,7 +28,7 @@ def test_servers_are_found_once_with_their_port() -> None:
     assert find_servers(("nfs://[fd00::1]/x",), "")[0].host == "fd00::1"
 
 
-async def test_a_server_that_answers_is_asked_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_successful_server_probe_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the version of the mount; many starts at once do not become many questions."""
     prober = NfsProber(BlockingCallPool())
     with serving(accepted) as (port, asked):
@@ -40,7 +40,7 @@ async def test_a_server_that_answers_is_asked_once_in_a_while(monkeypatch: pytes
         assert asked == [4, 4]
 
 
-async def test_a_silent_server_is_told_within_the_deadline() -> None:
+async def test_unresponsive_server_is_reported_within_the_timeout() -> None:
     """The server accepts connections without a reply, like one whose disk hangs; the next caller fails at once."""
     prober = NfsProber(BlockingCallPool())
     with serving(lambda _xid: None) as (port, asked):
@@ -53,7 +53,7 @@ async def test_a_silent_server_is_told_within_the_deadline() -> None:
         assert len(asked) == 1
 
 
-async def test_a_server_that_is_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_that_recovers_is_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is remembered for a moment only."""
     monkeypatch.setattr(probe, "FAILURE_CACHE_S", 0.0)
     patience = BlockingCallPool()
@@ -67,7 +67,7 @@ async def test_a_server_that_is_back_is_found(monkeypatch: pytest.MonkeyPatch) -
         assert replies == []
 
 
-def test_what_is_wrong_is_said_with_what_to_do() -> None:
+def test_each_server_problem_has_its_message() -> None:
     """Each problem has a text as precise as the head node can determine."""
     with serving(lambda xid: record(xid, 1, 0, 0, 0, 2, 3, 3)) as (port, _):
         assert "serves NFS versions 3 to 3, and not 4: nfs_options" in str(probe.probe_server(server(port), 5))
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_said_with_what_to_do() -> None:
     assert "its name cannot be looked up" in str(probe.probe_server(server(1, host="nas.invalid"), 5))
 
 
-def test_an_answer_may_come_in_pieces() -> None:
+def test_fragmented_reply_is_accepted() -> None:
     """RPC allows it, and so does TCP."""
     whole = accepted(0)[4:]
 
@@ -97,7 +97,7 @@ def test_an_answer_may_come_in_pieces() -> None:
         assert probe.probe_server(server(port), 5) is None
 
 
-async def test_the_loop_goes_on_while_servers_are_silent() -> None:
+async def test_unresponsive_servers_do_not_block_the_event_loop() -> None:
     """Twenty waiting starts get the error, and another server's start is not delayed."""
     prober = NfsProber(BlockingCallPool())
     with serving(lambda _xid: None) as (dead, _), serving(accepted) as (alive, _):

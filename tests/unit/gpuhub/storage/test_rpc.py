@@ -15,13 +15,13 @@ def reply(*words: int) -> bytes:
     return struct.pack(f">{len(words)}I", *words)
 
 
-def test_the_call_is_that_of_the_standard() -> None:
+def test_rpc_null_call_matches_the_standard() -> None:
     """RFC 5531: one last piece of 40 bytes, a call of RPC 2, program, version, procedure 0, no credentials."""
     call = probe.build_call(7, probe.NFS_PROGRAM, 4)
     assert struct.unpack(">11I", call) == (0x80000028, 7, 0, 2, 100003, 4, 0, 0, 0, 0, 0)
 
 
-def test_answers_are_told_apart() -> None:
+def test_rpc_replies_are_parsed() -> None:
     """Served; other versions; another program; a server that requires credentials, or sends a verifier."""
     assert probe.parse_reply(7, reply(7, 1, 0, 0, 0, 0)) == probe.NullReply(serves=True)
     assert probe.parse_reply(7, reply(7, 1, 0, 0, 0, 2, 3, 3)) == probe.NullReply(serves=False, lowest=3, highest=3)
@@ -33,13 +33,13 @@ def test_answers_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"\0", reply(8, 1, 0), reply(7, 0, 0), reply(7, 1)])
-def test_other_answers_are_refused(body: bytes) -> None:
+def test_invalid_rpc_replies_are_refused(body: bytes) -> None:
     """The reply to another call, a call in place of a reply, or too few bytes."""
     with pytest.raises(ValueError, match="not an RPC reply"):
         probe.parse_reply(7, body)
 
 
-def test_a_web_server_is_no_nfs_server() -> None:
+def test_http_response_is_not_an_rpc_reply() -> None:
     """Its first four letters would mean a fragment of a gigabyte."""
     with pytest.raises(ValueError, match="not an RPC reply"):
         probe.parse_fragment_header(b"HTTP")
@@ -48,7 +48,7 @@ def test_a_web_server_is_no_nfs_server() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_whatever_comes_there_is_an_answer_or_a_refusal(body: bytes) -> None:
+def test_any_bytes_are_parsed_or_refused(body: bytes) -> None:
     """A server may send any bytes."""
     try:
         found = probe.parse_reply(7, body)

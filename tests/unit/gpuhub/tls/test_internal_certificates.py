@@ -131,7 +131,7 @@ def talk(server: ssl.SSLContext, one: ssl.SSLContext, address: str) -> bytes:
 
 
 @pytest.mark.process
-def test_whoever_works_together_understands_each_other(store: CertificateStore, notebook: Path) -> None:
+def test_all_peers_connect_with_their_certificates(store: CertificateStore, notebook: Path) -> None:
     """Every connection that there is, with the certificates that its two ends use."""
     assert talk(serve_notebook(notebook), store.build_notebook_context(), NODE) == b"hello"
     assert talk(serve_notebook(notebook), of_proxy(store), NODE) == b"hello"
@@ -145,7 +145,7 @@ def test_whoever_works_together_understands_each_other(store: CertificateStore, 
     )
 
 
-def test_another_users_notebook_is_refused(store: CertificateStore, notebook: Path, tmp_path: Path) -> None:
+def test_notebook_of_another_user_is_refused(store: CertificateStore, notebook: Path, tmp_path: Path) -> None:
     """A notebook's certificate is valid only for connections with hub and broker."""
     with tarfile.open(
         fileobj=io.BytesIO(
@@ -162,7 +162,7 @@ def test_another_users_notebook_is_refused(store: CertificateStore, notebook: Pa
         talk(serve_notebook(notebook), ben, NODE)
 
 
-def test_nobody_is_let_in_without_a_certificate(store: CertificateStore, notebook: Path) -> None:
+def test_connections_without_client_certificate_are_refused(store: CertificateStore, notebook: Path) -> None:
     """Neither by a notebook, nor by the hub, nor by the broker."""
     for server, authority, address in (
         (serve_notebook(notebook), internal_certificates.NOTEBOOKS_AUTHORITY, NODE),
@@ -173,7 +173,7 @@ def test_nobody_is_let_in_without_a_certificate(store: CertificateStore, noteboo
             talk(server, client(store.files(authority).certificate, None), address)
 
 
-def test_a_notebook_cannot_pass_for_hub_broker_or_a_notebook_elsewhere(store: CertificateStore, notebook: Path) -> None:
+def test_notebook_cannot_impersonate_hub_broker_or_other_notebooks(store: CertificateStore, notebook: Path) -> None:
     """Clients of hub and broker refuse the certificate, by its authority and by its address."""
     server = serve_notebook(notebook)
     for one, address, reason in (
@@ -191,7 +191,7 @@ def test_a_notebook_cannot_pass_for_hub_broker_or_a_notebook_elsewhere(store: Ce
             talk(server, one, address)
 
 
-def test_the_proxy_gets_jupyterhubs_own_options_and_trusts_the_broker_too(store: CertificateStore) -> None:
+def test_proxy_options_also_trust_the_broker(store: CertificateStore) -> None:
     """All but the bundle of whom it trusts."""
     pairs = {name: store.files(name) for name in (internal_certificates.PROXY_API, internal_certificates.PROXY_CLIENT)}
     app = SimpleNamespace(
@@ -215,7 +215,7 @@ def subjects(bundle: Path) -> list[str]:
     ]
 
 
-def test_a_notebooks_files_are_its_users_alone(store: CertificateStore) -> None:
+def test_notebook_certificate_files_are_private(store: CertificateStore) -> None:
     """Owner and mode of each; nothing else is put into the container."""
     issued = notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE)
     with tarfile.open(fileobj=io.BytesIO(issued.build_archive(1001, 1002))) as archive:
@@ -233,7 +233,7 @@ def test_a_notebooks_files_are_its_users_alone(store: CertificateStore) -> None:
     }
 
 
-def test_a_notebooks_certificate_names_its_node_and_ends_with_its_authority(store: CertificateStore) -> None:
+def test_notebook_certificate_has_node_name_and_authority_expiry(store: CertificateStore) -> None:
     """The container has no other files, and every start has a new key."""
     issued = notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE)
     certificate = x509.load_pem_x509_certificate(issued.certificate)
@@ -247,7 +247,7 @@ def test_a_notebooks_certificate_names_its_node_and_ends_with_its_authority(stor
     assert notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE).key != issued.key
 
 
-def test_missing_certificates_are_told(tmp_path: Path) -> None:
+def test_missing_certificates_are_reported(tmp_path: Path) -> None:
     """With what makes them."""
     for use in (
         CertificateStore(tmp_path).build_broker_context,
@@ -257,7 +257,7 @@ def test_missing_certificates_are_told(tmp_path: Path) -> None:
             use()
 
 
-def test_what_was_made_is_left_alone(store: CertificateStore) -> None:
+def test_existing_certificates_are_kept(store: CertificateStore) -> None:
     """Bringing it up again changes no file."""
     before = internal_certificates.hash_certificates(store.folder)
     assert (
@@ -267,7 +267,7 @@ def test_what_was_made_is_left_alone(store: CertificateStore) -> None:
     assert internal_certificates.hash_certificates(store.folder) == before
 
 
-def test_another_address_gets_other_certificates_of_the_same_authorities(
+def test_address_change_renews_certificates_and_keeps_authorities(
     store: CertificateStore, notebook: Path, tmp_path: Path
 ) -> None:
     """So notebooks that run go on."""
@@ -289,7 +289,7 @@ def test_another_address_gets_other_certificates_of_the_same_authorities(
 
 
 @pytest.mark.parametrize("harm", ["index", "key"])
-def test_what_a_kill_left_half_made_is_made_anew(store: CertificateStore, tmp_path: Path, harm: str) -> None:
+def test_incomplete_certificates_are_created_again(store: CertificateStore, tmp_path: Path, harm: str) -> None:
     """An index cut short, or an authority without its key."""
     broken = CertificateStore(tmp_path / "internal")
     shutil.copytree(store.folder, broken.folder)
@@ -340,7 +340,7 @@ def ending(left: timedelta) -> CertificateInfo:
         ),
     ],
 )
-def test_what_is_missing_or_ends_soon_is_made(
+def test_missing_or_expiring_certificates_are_renewed(
     changes: dict[str, CertificateInfo | None], renewal: RenewalScope, reason: str
 ) -> None:
     """New authorities are created only if necessary, because running notebooks do not trust them."""
@@ -348,7 +348,7 @@ def test_what_is_missing_or_ends_soon_is_made(
     assert (decision.scope, decision.reason) == (renewal, reason)
 
 
-def test_an_address_is_known_in_any_spelling() -> None:
+def test_ipv6_addresses_are_compared_in_normal_form() -> None:
     """Certificates hold the shortest one."""
     same = CertificateInfo(ends=LATER, names=frozenset({"IP:fd00::1"}))
     decision = decide_renewal(found(**{name.replace("-", "_"): same for name in CERTIFICATES}), "FD00:0::1", NOW)
@@ -356,7 +356,7 @@ def test_an_address_is_known_in_any_spelling() -> None:
 
 
 @pytest.mark.parametrize("address", ["10.77.0.2", "fd00::1"])
-def test_another_address_needs_other_certificates(address: str) -> None:
+def test_address_change_requires_new_certificates(address: str) -> None:
     """The authorities stay."""
     decision = decide_renewal(found(), address, NOW)
     assert (decision.scope, decision.reason) == (RenewalScope.CERTIFICATES, f"the head node's address is {address} now")

@@ -47,7 +47,7 @@ def hub(**settings: Any) -> HubSettings:
         ({"https": "local", "hostnames": ["gpuhub.lan"]}, "https://gpuhub.lan:8000", "same"),
     ],
 )
-def test_the_address_that_people_open(settings: dict[str, Any], url: str, canonical: str) -> None:
+def test_public_and_canonical_urls(settings: dict[str, Any], url: str, canonical: str) -> None:
     """Default ports are left out. Browsers are led to it only where the settings name it: tunnels have other ports."""
     assert public_access.build_public_url(hub(**settings), HEAD) == url
     assert public_access.build_canonical_url(hub(**settings), HEAD) == (url if canonical else "")
@@ -66,12 +66,12 @@ def test_the_address_that_people_open(settings: dict[str, Any], url: str, canoni
         ({"bind": "0.0.0.0", "subdomains": True, "hostnames": ["a.lan"], "url": "https://b.lan"}, "must be its name"),
     ],
 )
-def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
+def test_contradictory_https_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         hub(**settings)
 
 
-def test_what_the_certificate_is_for() -> None:
+def test_certificate_names() -> None:
     """Names in the settings come first, then all names and addresses of the machine."""
     found = hub(bind="0.0.0.0", hostnames=["gpuhub.lan"], subdomains=True, url="https://gpuhub.lan:8443")
     assert public_access.list_configured_names(found) == ["gpuhub.lan", "*.gpuhub.lan"]
@@ -84,7 +84,7 @@ def test_what_the_certificate_is_for() -> None:
     assert public_access.list_configured_names(hub(https="proxy", url="https://gpu.example.org")) == ["gpu.example.org"]
 
 
-def test_cookies() -> None:
+def test_cookie_attributes() -> None:
     """`Secure` needs HTTPS, and `__Host-` needs a separate name for each notebook."""
     assert public_access.build_cookie_options(hub()) == {"samesite": "Lax"}
     assert public_access.build_cookie_options(hub(bind="0.0.0.0")) == {"samesite": "Lax", "secure": True}
@@ -113,7 +113,7 @@ def test_cookies() -> None:
         ),
     ],
 )
-def test_https_for_good(settings: dict[str, Any], transport: str | None) -> None:
+def test_strict_transport_security_header(settings: dict[str, Any], transport: str | None) -> None:
     """Strict transport holds for all ports of a name: only for a name of the hub's own that browsers know."""
     assert public_access.build_headers(hub(**settings)).get("Strict-Transport-Security") == transport
 
@@ -158,7 +158,7 @@ def mode(file: Path) -> int:
     return stat.S_IMODE(file.stat().st_mode)
 
 
-def test_a_local_authority_is_made_once(paths: Paths) -> None:
+def test_local_authority_is_created_once(paths: Paths) -> None:
     """All users may read the certificate, which goes to the Macs; only root may read the keys."""
     ready = public_access.ensure_certificate(cluster(**LAN), paths, HEAD)
     assert ready is not None and ready.authority is not None
@@ -179,7 +179,7 @@ def test_a_local_authority_is_made_once(paths: Paths) -> None:
     assert sorted(file.name for file in paths.secrets.iterdir()) == ["authority.key", "https.pem"]
 
 
-def test_it_is_renewed_in_time(paths: Paths) -> None:
+def test_certificate_is_renewed_before_it_expires(paths: Paths) -> None:
     """Less than 30 days before its end, or with other names, the same authority signs a new one."""
     first = public_access.ensure_certificate(cluster(**LAN), paths, HEAD, NOW)
     assert first is not None
@@ -196,7 +196,7 @@ def test_it_is_renewed_in_time(paths: Paths) -> None:
     assert authority.is_valid_for(moved.certificate, "192.168.7.1")
 
 
-def test_an_authority_at_its_end_is_replaced(paths: Paths) -> None:
+def test_expiring_authority_is_replaced(paths: Paths) -> None:
     first = public_access.ensure_certificate(cluster(**LAN), paths, HEAD, NOW - timedelta(days=3625))
     now = public_access.ensure_certificate(cluster(**LAN), paths, HEAD, NOW)
     assert first is not None and now is not None
@@ -204,7 +204,7 @@ def test_an_authority_at_its_end_is_replaced(paths: Paths) -> None:
     assert any("browsers must be told to trust it" in news for news in now.news)
 
 
-def test_a_name_that_the_authority_was_not_made_for(paths: Paths) -> None:
+def test_names_outside_the_authority_constraints(paths: Paths) -> None:
     """A name on the internet that was added later is refused with a remedy; one of the machine's own is omitted."""
     public_access.ensure_certificate(cluster(**LAN), paths, HEAD)
     with pytest.raises(SetupError, match=r"'gpu\.example\.org': the authority in .* was made for other names.*Remove"):
@@ -219,7 +219,7 @@ def test_a_name_that_the_authority_was_not_made_for(paths: Paths) -> None:
 
 
 @pytest.mark.parametrize("gone", ["authority.pem", "secrets/authority.key"])
-def test_half_an_authority_is_refused(paths: Paths, gone: str) -> None:
+def test_incomplete_authority_is_refused(paths: Paths, gone: str) -> None:
     """A new one in silence would lock every browser out."""
     public_access.ensure_certificate(cluster(**LAN), paths, HEAD)
     (paths.state / gone).unlink()
@@ -227,7 +227,7 @@ def test_half_an_authority_is_refused(paths: Paths, gone: str) -> None:
         public_access.ensure_certificate(cluster(**LAN), paths, HEAD)
 
 
-def test_an_unreadable_authority_is_refused_and_a_certificate_made_anew(paths: Paths) -> None:
+def test_unreadable_authority_is_refused_and_certificate_recreated(paths: Paths) -> None:
     public_access.ensure_certificate(cluster(**LAN), paths, HEAD)
     (paths.secrets / "https.pem").write_text("spoilt")
     ready = public_access.ensure_certificate(cluster(**LAN), paths, HEAD)
@@ -237,7 +237,7 @@ def test_an_unreadable_authority_is_refused_and_a_certificate_made_anew(paths: P
         public_access.ensure_certificate(cluster(**LAN), paths, HEAD)
 
 
-def test_nothing_is_made_where_nothing_is_needed(paths: Paths) -> None:
+def test_no_certificate_is_created_where_none_is_needed(paths: Paths) -> None:
     """On loopback, and behind a reverse proxy."""
     assert public_access.ensure_certificate(cluster(), paths, HEAD) is None
     assert public_access.ensure_certificate(cluster(https="proxy", url="https://g.lan"), paths, HEAD) is None
@@ -269,7 +269,7 @@ def files(pair: CertificateFiles, **more: Any) -> ClusterSettings:
     return cluster(certificate=str(pair.certificate), key=str(pair.key), **(hub | more))
 
 
-def test_a_good_one_is_taken_as_it_is(paths: Paths, given: Callable[..., CertificateFiles]) -> None:
+def test_valid_given_certificate_is_used_unchanged(paths: Paths, given: Callable[..., CertificateFiles]) -> None:
     pair = given()
     ready = public_access.ensure_certificate(files(pair), paths, HEAD)
     assert ready is not None
@@ -327,7 +327,7 @@ def reverse_chain(pair: CertificateFiles) -> None:
         (("a.lan",), NOW, spoil_nothing, r"is not for gpu\.example\.org, \*\.gpu\.example\.org; it is for a\.lan"),
     ],
 )  # fmt: skip
-def test_a_bad_one_is_refused(
+def test_invalid_given_certificate_is_refused(
     paths: Paths,
     given: Callable[..., CertificateFiles],
     names: tuple[str, ...],
@@ -347,7 +347,7 @@ def test_a_bad_one_is_refused(
 # -- texts for users ------------------------------------------------------------------------------------------------
 
 
-def test_how_a_mac_comes_to_trust_it(paths: Paths) -> None:
+def test_instructions_to_trust_the_local_authority(paths: Paths) -> None:
     """Two commands to copy, and the fingerprint to compare."""
     settings = cluster(**LAN)
     ready = public_access.ensure_certificate(settings, paths, HEAD)
@@ -359,7 +359,7 @@ def test_how_a_mac_comes_to_trust_it(paths: Paths) -> None:
     assert lines[-1] == f"  SHA-256 {authority.format_fingerprint(ready.authority)}"
 
 
-def test_others_need_not_be_trusted(paths: Paths, given: Callable[..., CertificateFiles]) -> None:
+def test_no_trust_instructions_without_a_local_authority(paths: Paths, given: Callable[..., CertificateFiles]) -> None:
     settings = files(given())
     assert (
         len(

@@ -40,7 +40,7 @@ def hours(account: str, value: float) -> AccountHours:
     return AccountHours(account=account, gpu_hours_week=value)
 
 
-def test_slurms_count_stands_in_place_of_the_brokers():
+def test_slurm_usage_replaces_that_of_the_broker():
     """Hours are summed by account; who used nothing has none; the rest of a view stays."""
     assert put_times([view("ben"), view("ada")], TIMES, is_everybody=False) == [
         view(
@@ -53,13 +53,13 @@ def test_slurms_count_stands_in_place_of_the_brokers():
     ]
 
 
-def test_users_of_plain_sbatch_are_shown_to_who_sees_everybody():
+def test_users_without_leases_are_shown_only_to_administrators():
     """Somebody without a lease has a line there, and nowhere else."""
     views = put_times([view("ada")], TIMES, is_everybody=True)
     assert [(one.owner, one.gpus, one.gpu_hours_week) for one in views] == [("ada", 1, 1.75), ("eve", 0, 2.0)]
 
 
-def test_without_accounting_the_brokers_own_count_stays():
+def test_usage_of_the_broker_is_kept_without_accounting():
     """It only says that fair share does not go by it."""
     assert put_times([view("ada")], None, is_everybody=True) == [view("ada", counted_by=UsageSource.BROKER)]
 
@@ -93,7 +93,7 @@ class Accounting:
 @pytest.mark.parametrize(
     "error", [SlurmRefused("there is no accounting"), SlurmUnreachable("slurmdbd does not answer")]
 )
-async def test_slurmdbd_is_asked_now_and_then_and_may_be_silent(error: GpuhubError):
+async def test_slurmdbd_usage_is_cached_and_optional(error: GpuhubError):
     """One question serves everybody for a while; meanwhile, and while nobody answers, there is always an answer."""
     accounting, clock = Accounting(), SteppedClock()
     times = SlurmAccounting(accounting, clock)

@@ -22,7 +22,7 @@ def held_by(job: int) -> LeaseRow:
     return lease_row(state=LeaseState.ACTIVE, nodes=("rig1",), gpus=(gpu,), granted_at=100.0, slurm_job=job)
 
 
-def test_gpus_are_counted_type_by_type_as_slurm_does() -> None:
+def test_gpus_of_bare_nodes_are_numbered_by_type() -> None:
     """Models and memory are what the settings say of that type; a type that they do not name stands for itself."""
     node = SlurmNode(name="rig1", state="idle", takes_work=True, gpus={"rtx5090": 1, "gh200": 2})
     cluster = slurm_cluster()
@@ -40,7 +40,7 @@ def test_gpus_are_counted_type_by_type_as_slurm_does() -> None:
 
 
 @pytest.mark.parametrize("state", ["down*", "DOWN", "unknown", "fail"])
-def test_a_node_that_is_down_says_why_in_slurms_words(state: str) -> None:
+def test_node_that_is_down_has_the_reason_from_slurm(state: str) -> None:
     node = SlurmNode(name="rig1", state=state, takes_work=False, reason="fans")
     record = build_node(slurm_cluster(), NEVER_READ, node, 50.0)
     assert (record.is_up, record.unreachable_reason, record.down_since) == (False, f"Slurm reports {state}: fans", 50.0)
@@ -50,18 +50,18 @@ def test_a_node_that_is_down_says_why_in_slurms_words(state: str) -> None:
     assert (back.is_up, back.unreachable_reason, back.down_since) == (True, None, None)
 
 
-def test_a_drained_node_goes_on_with_what_it_has() -> None:
+def test_drained_node_stays_up_for_its_jobs() -> None:
     node = SlurmNode(name="rig1", state="mixed+drain", takes_work=False, reason="fans")
     assert build_node(slurm_cluster(), NEVER_READ, node, 50.0).is_up
 
 
-def test_a_node_that_slurm_does_not_know_is_away() -> None:
+def test_node_unknown_to_slurm_is_unavailable() -> None:
     record = build_node(slurm_cluster(), NEVER_READ, None, 50.0)
     assert (record.is_up, record.unreachable_reason) == (False, "Slurm does not know this node")
     assert build_node(slurm_cluster(), record, None, 70.0).down_since == 50.0
 
 
-def test_a_lease_is_gone_when_its_job_is_and_not_before() -> None:
+def test_release_is_proven_when_the_job_has_ended() -> None:
     lease = held_by(7)
     ending = lease_states.release(lease, "stopped", 200.0)
     assert find_clear_nodes(lease, set()) == ()
@@ -69,7 +69,7 @@ def test_a_lease_is_gone_when_its_job_is_and_not_before() -> None:
     assert find_clear_nodes(ending, {8}) == ("rig1",)
 
 
-def test_a_job_whose_nodes_are_still_cleaned_may_run() -> None:
+def test_completing_job_may_still_run() -> None:
     job = SlurmJob(id=7, name="x", user_id=1, state=SlurmJobState.RUNNING)
     assert may_run(job)
     assert may_run(SlurmJob(id=7, name="x", user_id=1, state=SlurmJobState.CANCELLED, is_completing=True))

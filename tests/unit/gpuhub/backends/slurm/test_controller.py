@@ -14,19 +14,19 @@ from gpuhub.domain import lease_states
 from gpuhub.slurm_client.models import SlurmJobState
 from tests.support.clocks import StillClock
 from tests.support.docker.simulated_nodes import build_cluster
-from tests.support.slurm.scripted_backend import INSTANCE, Site, slurm_cluster
+from tests.support.slurm.scripted_backend import INSTANCE, BrokerEnvironment, slurm_cluster
 from tests.support.slurm.scripted_slurm import UIDS, ScriptedSlurm
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
+def site(tmp_path: Path) -> BrokerEnvironment:
+    return BrokerEnvironment(tmp_path)
 
 
 # -- from a request to a grant ----------------------------------------------------------------------------------------
 
 
-async def test_a_request_is_a_job_of_its_owner_and_is_granted_what_that_has(site: Site) -> None:
+async def test_request_is_submitted_as_its_owner_and_granted_the_gpus(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.ask(profile="rtx5070", time_limit_s=600)
         await desk.controller.step()
@@ -48,13 +48,13 @@ async def test_a_request_is_a_job_of_its_owner_and_is_granted_what_that_has(site
         assert site.slurm.submitted == 1
 
 
-async def test_a_place_without_gpu_is_a_job_too(site: Site) -> None:
+async def test_request_without_gpus_is_a_job(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.settle(await desk.ask(profile="cpu"), site.slurm)
         assert (lease.state, lease.nodes, lease.gpus) == (LeaseState.GRANTED, ("rig1",), ())
 
 
-async def test_a_gang_is_one_job_with_a_worker_a_node(site: Site) -> None:
+async def test_gang_is_one_job_with_one_worker_per_node(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.settle(await desk.launch(nnodes=3), site.slurm)
         assert (lease.state, lease.nodes) == (LeaseState.ACTIVE, ("rig1", "rig2", "rig3"))
@@ -63,7 +63,7 @@ async def test_a_gang_is_one_job_with_a_worker_a_node(site: Site) -> None:
         assert lease.note.startswith("mixed cards")
 
 
-async def test_an_elastic_gang_takes_what_slurm_gives_and_lives_on_without_a_node(site: Site) -> None:
+async def test_elastic_gang_accepts_fewer_nodes_and_survives_a_loss(site: BrokerEnvironment) -> None:
     site.slurm.drained = {"rig3"}
     async with site.broker() as desk:
         lease = await desk.settle(await desk.launch(nnodes=3, min_nnodes=1), site.slurm)
@@ -76,7 +76,7 @@ async def test_an_elastic_gang_takes_what_slurm_gives_and_lives_on_without_a_nod
         assert (after.state, lease_states.live_nodes(after)) == (LeaseState.ACTIVE, ("rig1",))
 
 
-async def test_slurm_gets_the_node_back_that_an_elastic_gang_goes_on_without(site: Site) -> None:
+async def test_node_of_a_shrunk_gang_is_returned_to_slurm(site: BrokerEnvironment) -> None:
     """When its container is proven gone; all but the first one, where the job's script runs.
 
     What Slurm refuses is asked again, less and less often.
@@ -109,11 +109,11 @@ async def test_slurm_gets_the_node_back_that_an_elastic_gang_goes_on_without(sit
         assert (after.state, lease_states.live_nodes(after)) == (LeaseState.ACTIVE, ("rig2",))
 
 
-async def test_gpus_are_counted_as_slurm_does_type_by_type(tmp_path: Path) -> None:
+async def test_gpus_are_matched_to_slurm_numbers_by_type(tmp_path: Path) -> None:
     """The second card is the first type that Slurm's node names."""
     cards = {"rig1": [("NVIDIA GeForce RTX 5060", 8151), ("NVIDIA GeForce RTX 5090", 32607)]}
     slurm = ScriptedSlurm({"rig1": ("rtx5090", "rtx5060")})
-    site = Site(tmp_path, cluster=slurm_cluster(cards), cards=cards, slurm=slurm)
+    site = BrokerEnvironment(tmp_path, cluster=slurm_cluster(cards), cards=cards, slurm=slurm)
     async with site.broker() as desk:
         first = await desk.settle(await desk.ask(profile="rtx5090"), slurm)
         second = await desk.settle(await desk.ask(profile="rtx5060"), slurm)
@@ -122,7 +122,7 @@ async def test_gpus_are_counted_as_slurm_does_type_by_type(tmp_path: Path) -> No
         assert [gpu.uuid for gpu in second.held] == ["GPU-rig1-0"]
 
 
-async def test_a_gpu_that_another_lease_still_holds_is_waited_for(site: Site) -> None:
+async def test_grant_waits_for_a_gpu_that_another_lease_holds(site: BrokerEnvironment) -> None:
     """Slurm gives it on as soon as the job has ended; the container of before is being removed."""
     async with site.broker() as desk:
         first = await desk.settle(await desk.ask(), site.slurm)
@@ -140,7 +140,7 @@ async def test_a_gpu_that_another_lease_still_holds_is_waited_for(site: Site) ->
         assert desk.state(second.id) is LeaseState.GRANTED
 
 
-async def test_a_gpu_that_is_not_known_is_waited_for(site: Site) -> None:
+async def test_grant_waits_for_an_unknown_gpu(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.ask()
         await desk.core.observe(site.record("rig1", gpus=()))
@@ -151,7 +151,7 @@ async def test_a_gpu_that_is_not_known_is_waited_for(site: Site) -> None:
         assert desk.state(lease.id) is LeaseState.GRANTED
 
 
-async def test_what_slurm_gives_otherwise_than_asked_ends_the_lease(site: Site) -> None:
+async def test_allocation_that_differs_from_the_request_ends_the_lease(site: BrokerEnvironment) -> None:
     """Its owner may change a job that waits; or gres.conf calls cards what they are not."""
     async with site.broker() as desk:
         lease = await desk.ask(profile="rtx5090")
@@ -168,7 +168,7 @@ async def test_what_slurm_gives_otherwise_than_asked_ends_the_lease(site: Site) 
         assert site.slurm.live() == []
 
 
-async def test_what_slurm_refuses_ends_with_its_words(site: Site) -> None:
+async def test_refused_submission_ends_the_lease_with_the_reason(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         site.slurm.refusal = "Invalid account or account/partition combination specified"
         lease = await desk.ask()
@@ -176,7 +176,7 @@ async def test_what_slurm_refuses_ends_with_its_words(site: Site) -> None:
         assert desk.lease(lease.id).reason == f"Slurm refused it: {site.slurm.refusal}"
 
 
-async def test_somebody_without_an_account_is_told(site: Site) -> None:
+async def test_user_without_an_account_gets_an_error(site: BrokerEnvironment) -> None:
     site.cluster = slurm_cluster(users=build_cluster().users.model_copy(update={"allowed": ("zoe",)}))
     async with site.broker() as desk:
         lease = await desk.ask("zoe")
@@ -185,7 +185,7 @@ async def test_somebody_without_an_account_is_told(site: Site) -> None:
         assert site.slurm.jobs == {}
 
 
-async def test_a_job_that_can_never_start_ends_its_lease(site: Site) -> None:
+async def test_a_job_that_can_never_start_ends_its_lease(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.ask()
         await desk.controller.step()
@@ -198,7 +198,7 @@ async def test_a_job_that_can_never_start_ends_its_lease(site: Site) -> None:
 # -- the end, from either side ----------------------------------------------------------------------------------------
 
 
-async def test_who_gives_up_waiting_has_no_job_left(site: Site) -> None:
+async def test_cancelled_request_leaves_no_job(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.ask()
         await desk.controller.step()
@@ -207,7 +207,7 @@ async def test_who_gives_up_waiting_has_no_job_left(site: Site) -> None:
         assert site.slurm.live() == []
 
 
-async def test_a_lease_that_ends_keeps_its_job_until_nothing_of_it_is_left(site: Site) -> None:
+async def test_job_is_kept_until_the_release_is_proven(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.settle(await desk.ask(), site.slurm)
         await desk.core.ledger.change(mutations.end_leases({lease.id: "stopped"}))
@@ -229,7 +229,7 @@ async def test_a_lease_that_ends_keeps_its_job_until_nothing_of_it_is_left(site:
         SlurmJobState.COMPLETED,
     ],
 )
-async def test_a_lease_ends_with_its_job(site: Site, state: SlurmJobState) -> None:
+async def test_a_lease_ends_with_its_job(site: BrokerEnvironment, state: SlurmJobState) -> None:
     async with site.broker() as desk:
         held, waiting = await desk.settle(await desk.ask(), site.slurm), await desk.ask("ben")
         await desk.controller.step()
@@ -241,7 +241,7 @@ async def test_a_lease_ends_with_its_job(site: Site, state: SlurmJobState) -> No
         assert desk.lease(held.id).reason
 
 
-async def test_a_job_that_slurm_does_not_know_any_more_is_over(site: Site) -> None:
+async def test_job_unknown_to_slurm_has_ended(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.settle(await desk.ask(), site.slurm)
         del site.slurm.jobs[lease.slurm_job or 0]
@@ -249,7 +249,7 @@ async def test_a_job_that_slurm_does_not_know_any_more_is_over(site: Site) -> No
         assert desk.state(lease.id) is LeaseState.RELEASING
 
 
-async def test_a_job_that_is_put_back_into_the_queue_ends_its_lease(site: Site) -> None:
+async def test_requeued_job_ends_its_lease(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.settle(await desk.ask(), site.slurm)
         site.slurm.requeue(lease.slurm_job or 0)
@@ -258,7 +258,7 @@ async def test_a_job_that_is_put_back_into_the_queue_ends_its_lease(site: Site) 
         assert site.slurm.live() == []
 
 
-async def test_a_job_that_was_started_anew_between_two_looks_ends_its_lease(site: Site) -> None:
+async def test_job_restarted_between_two_polls_ends_its_lease(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.settle(await desk.ask(), site.slurm)
         site.slurm.requeue(lease.slurm_job or 0)
@@ -267,7 +267,7 @@ async def test_a_job_that_was_started_anew_between_two_looks_ends_its_lease(site
         assert desk.lease(lease.id).reason == "Slurm requeued its job and started it again"
 
 
-async def test_a_waiting_job_may_be_held_and_started_again(site: Site) -> None:
+async def test_pending_job_may_be_held_and_released(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.ask()
         await desk.controller.step()
@@ -280,7 +280,7 @@ async def test_a_waiting_job_may_be_held_and_started_again(site: Site) -> None:
         assert desk.state(lease.id) is LeaseState.REQUESTED
 
 
-async def test_a_suspended_job_keeps_its_lease_and_its_owner_is_told(site: Site) -> None:
+async def test_suspended_job_keeps_its_lease_and_is_reported(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.settle(await desk.ask(), site.slurm)
         site.slurm.change(lease.slurm_job or 0, state=SlurmJobState.SUSPENDED)
@@ -294,7 +294,7 @@ async def test_a_suspended_job_keeps_its_lease_and_its_owner_is_told(site: Site)
         assert desk.lease(lease.id).note is None
 
 
-async def test_the_end_of_a_lease_without_a_limit_is_slurms(site: Site) -> None:
+async def test_lease_without_time_limit_ends_with_its_job(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.settle(await desk.ask(), site.slurm)
         assert (lease.time_limit_s, site.slurm.jobs[lease.slurm_job or 0].time_limit_s) == (None, None)
@@ -303,7 +303,7 @@ async def test_the_end_of_a_lease_without_a_limit_is_slurms(site: Site) -> None:
         assert desk.lease(lease.id).expires_at == 5e9
 
 
-async def test_a_number_that_slurm_has_given_again_is_somebody_elses(site: Site) -> None:
+async def test_reused_job_number_is_not_touched(site: BrokerEnvironment) -> None:
     """slurmctld was killed before it stored the job: its number is another one's, who is left alone."""
     async with site.broker() as desk:
         lease = await desk.settle(await desk.ask(), site.slurm)

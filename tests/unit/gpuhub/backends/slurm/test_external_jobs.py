@@ -145,7 +145,7 @@ def gpu_of(view: ClusterView, node: str) -> GpuView:
     return next(one for one in view.nodes if one.name == node).gpus[0]
 
 
-def test_what_a_plain_job_has_is_not_free() -> None:
+def test_gpus_of_external_jobs_are_not_free() -> None:
     """Its user and when it ends are told, on the GPU and with the profile that would want it."""
     view = look(Beside(site=SITE, outside={"GPU-rig1": CAROL}))
     gpu = gpu_of(view, "rig1")
@@ -168,7 +168,7 @@ def test_what_a_plain_job_has_is_not_free() -> None:
     ]
 
 
-def test_a_lease_counts_before_the_job_that_goes() -> None:
+def test_lease_takes_precedence_over_a_completing_job() -> None:
     """Its own holder is told, by its Slurm job."""
     held = lease(
         "l1",
@@ -183,7 +183,7 @@ def test_a_lease_counts_before_the_job_that_goes() -> None:
     assert (gpu.holder.owner, gpu.holder.slurm_job, gpu.holder.is_outside) == ("ada", 12, False)
 
 
-def test_a_node_that_slurm_gives_no_work() -> None:
+def test_unavailable_node_has_the_reason_from_slurm() -> None:
     """Slurm's words stand on it and on its free GPUs; what a job has there still runs."""
     view = look(Beside(away={"rig1": "drained: fans", "rig2": "down*"}, outside={"GPU-rig1": CAROL}))
     rig1, rig2 = view.nodes[:2]
@@ -196,7 +196,7 @@ def test_a_node_that_slurm_gives_no_work() -> None:
     assert gpu_of(view, "rig3").state is GpuState.FREE
 
 
-def test_partitions_with_limits_and_what_is_free() -> None:
+def test_partitions_have_limits_and_free_gpus() -> None:
     """Those that have nodes of gpuhub's; profiles that name none are with the default."""
     view = look(Beside(site=SITE, outside={"GPU-rig1": CAROL}))
     gpu, small = view.partitions
@@ -208,7 +208,7 @@ def test_partitions_with_limits_and_what_is_free() -> None:
     assert look(Beside()).partitions == ()
 
 
-def test_the_queue_has_slurms_places() -> None:
+def test_queue_positions_include_external_jobs() -> None:
     """Jobs beside gpuhub's wait in the same queue and have theirs; those that want GPUs are counted."""
     engine = SlurmScheduler(instance="gh", node_names={name: name for name in CARDS})
     pending = [
@@ -245,16 +245,16 @@ def test_the_queue_has_slurms_places() -> None:
         ({"ends_at": None, "user_name": ""}, "Slurm job 17 of user 1007, without a time limit"),
     ],
 )
-def test_a_job_in_words(changes: dict[str, object], text: str) -> None:
+def test_external_job_is_described(changes: dict[str, object], text: str) -> None:
     assert describe_job(replace(CAROL, **changes), NOW) == text  # type: ignore[arg-type]
 
 
-def test_another_day_is_said() -> None:
+def test_description_names_the_day_of_a_later_end() -> None:
     """With the clock alone it would be today."""
     assert len(describe_job(replace(CAROL, ends_at=NOW + 48 * HOUR), NOW).split("until ")[1].split()) == 3
 
 
-def test_gpuhubs_own_engine_has_nothing_beside() -> None:
+def test_builtin_backend_has_no_external_usage() -> None:
     """And Slurm's has nothing before it was polled."""
     assert BuiltinBackend(SLURM).external_usage(NOW) == ExternalUsage()
     backend = build_backend(SLURM, ScriptedSlurm())

@@ -22,25 +22,25 @@ from gpuhub.config.slurm import SlurmSettings
 from gpuhub.domain.models import Identity, LeaseRow
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.models import SlurmJobState
-from tests.support.slurm.scripted_backend import Desk, Site, slurm_cluster
+from tests.support.slurm.scripted_backend import BrokerHarness, BrokerEnvironment, slurm_cluster
 
 ADA, ROOT = Identity(name="ada"), Identity(name="root", is_admin=True)
 CREATED = ActivationRequest(container_id="c" * 64)
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
+def site(tmp_path: Path) -> BrokerEnvironment:
+    return BrokerEnvironment(tmp_path)
 
 
-async def granted(desk: Desk, site: Site) -> LeaseRow:
+async def granted(desk: BrokerHarness, site: BrokerEnvironment) -> LeaseRow:
     return await desk.settle(await desk.ask(time_limit_s=600), site.slurm)
 
 
 # -- the start --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_container_may_start_while_its_job_runs(site: Site) -> None:
+async def test_a_container_may_start_while_its_job_runs(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await granted(desk, site)
         shown = await desk.broker.activate(ADA, lease.id, CREATED)
@@ -48,7 +48,7 @@ async def test_a_container_may_start_while_its_job_runs(site: Site) -> None:
 
 
 @pytest.mark.parametrize("what", ["cancelled", "gone", "requeued", "moved", "suspended"])
-async def test_no_container_starts_when_its_job_has_ended(site: Site, what: str) -> None:
+async def test_container_does_not_start_after_its_job_has_ended(site: BrokerEnvironment, what: str) -> None:
     """The broker has not looked since; whatever it was, Slurm may have given the GPU to somebody else by now."""
     async with site.broker() as desk:
         lease = await granted(desk, site)
@@ -68,7 +68,7 @@ async def test_no_container_starts_when_its_job_has_ended(site: Site, what: str)
         assert desk.state(lease.id) is LeaseState.GRANTED
 
 
-async def test_nothing_starts_while_nobody_can_tell(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_container_does_not_start_while_slurm_is_unreachable(site: BrokerEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     async with site.broker() as desk:
         lease = await granted(desk, site)
         site.slurm.is_silent = True
@@ -81,7 +81,7 @@ async def test_nothing_starts_while_nobody_can_tell(site: Site, monkeypatch: pyt
 # -- more time --------------------------------------------------------------------------------------------------------
 
 
-async def test_more_time_is_asked_of_slurm_first(site: Site) -> None:
+async def test_extension_is_requested_from_slurm_first(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await granted(desk, site)
         job = lease.slurm_job or 0
@@ -93,7 +93,7 @@ async def test_more_time_is_asked_of_slurm_first(site: Site) -> None:
         assert expires_at == pytest.approx(site.clock.now() + 3600, abs=5)
 
 
-async def test_slurms_refusal_of_more_time_is_the_answer(site: Site) -> None:
+async def test_extension_refused_by_slurm_is_refused(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await granted(desk, site)
         site.slurm.refusal = "Requested time limit is invalid (missing or exceeds some limit)"
@@ -102,7 +102,7 @@ async def test_slurms_refusal_of_more_time_is_the_answer(site: Site) -> None:
         assert desk.lease(lease.id) == lease
 
 
-async def test_what_gpuhub_refuses_is_not_asked_of_slurm(site: Site) -> None:
+async def test_extension_refused_by_gpuhub_is_not_sent_to_slurm(site: BrokerEnvironment) -> None:
     site.cluster = slurm_cluster(profiles=[ProfileSettings(name="short", title="Short", time_limit="10m")])
     async with site.broker() as desk:
         lease = await desk.settle(await desk.ask(profile="short"), site.slurm)
@@ -114,7 +114,7 @@ async def test_what_gpuhub_refuses_is_not_asked_of_slurm(site: Site) -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-async def test_who_wants_what_slurm_rules_is_told_where_it_is_said(site: Site) -> None:
+async def test_operations_of_slurm_are_refused_with_a_remedy(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         with pytest.raises(InvalidRequest, match="scontrol update nodename=rig1 state=drain"):
             await desk.broker.drain(ROOT, "rig1", CordonRequest())
@@ -136,7 +136,7 @@ async def test_who_wants_what_slurm_rules_is_told_where_it_is_said(site: Site) -
             await desk.broker.request_array(ADA, ArrayRequest(job=job, count=2))
 
 
-async def test_what_only_containers_can_do_is_refused_without_docker(site: Site) -> None:
+async def test_container_features_are_refused_without_docker(site: BrokerEnvironment) -> None:
     site.cluster = slurm_cluster(slurm=SlurmSettings(runtime="plain", command=Path("/opt/singleuser")))
     profile = site.cluster.profiles[0].model_copy(update={"name": "jax", "image": "lab/jax:1"})
     site.cluster = site.cluster.model_copy(update={"profiles": (*site.cluster.profiles, profile)})
@@ -150,7 +150,7 @@ async def test_what_only_containers_can_do_is_refused_without_docker(site: Site)
         await desk.launch(profile=site.cluster.profiles[0].name, nnodes=2)
 
 
-async def test_workers_reach_each_other_by_ipv4_alone(site: Site) -> None:
+async def test_nodes_without_ipv4_address_cannot_run_workers(site: BrokerEnvironment) -> None:
     cluster = slurm_cluster(slurm=SlurmSettings(runtime="plain", command=Path("/opt/singleuser")))
     node = cluster.nodes[1].model_copy(update={"address": "fd00::12"})
     site.cluster = cluster.model_copy(update={"nodes": (cluster.nodes[0], node, *cluster.nodes[2:])})
@@ -160,7 +160,7 @@ async def test_workers_reach_each_other_by_ipv4_alone(site: Site) -> None:
         await desk.launch(exclude_nodes=("rig2",))
 
 
-async def test_what_no_partition_allows_is_refused_at_once(site: Site) -> None:
+async def test_request_beyond_the_partition_limits_is_refused(site: BrokerEnvironment) -> None:
     """As soon as the site was asked."""
     async with site.broker() as desk:
         await desk.controller.step()
@@ -171,7 +171,7 @@ async def test_what_no_partition_allows_is_refused_at_once(site: Site) -> None:
         assert [job.time_limit_s for job in site.slurm.live()] == [86400]
 
 
-async def test_without_docker_the_spawner_submits(site: Site) -> None:
+async def test_spawner_submits_the_job_without_docker(site: BrokerEnvironment) -> None:
     site.cluster = slurm_cluster(slurm=SlurmSettings(runtime="plain", command=Path("/opt/singleuser")))
     async with site.broker() as desk:
         lease = await desk.ask()
@@ -180,7 +180,7 @@ async def test_without_docker_the_spawner_submits(site: Site) -> None:
         assert desk.scheduler.explain_pending(lease.id, 0.0).text == "Slurm: it is being submitted"
 
 
-async def test_hours_are_the_brokers_own_where_slurm_counts_none(site: Site) -> None:
+async def test_usage_is_counted_by_the_broker_without_accounting(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         await granted(desk, site)
         (usage,) = await desk.broker.usage(ADA, None)

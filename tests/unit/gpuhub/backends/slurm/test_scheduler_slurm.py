@@ -46,7 +46,7 @@ def used(gpus: int) -> tuple[SlurmNode, ...]:
     return (replace(NODES[0], used={"rtx5090": gpus}), *NODES[1:])
 
 
-def test_the_order_is_slurms_with_others_jobs_in_it() -> None:
+def test_queue_order_includes_external_jobs() -> None:
     engine = build(
         job(1, priority=10), job(2, priority=30), job(3, priority=10), job(4, priority=50, state=SlurmJobState.RUNNING)
     )
@@ -56,7 +56,7 @@ def test_the_order_is_slurms_with_others_jobs_in_it() -> None:
     assert engine.explain_pending("c", 0.0).position == 4
 
 
-def test_expected_starts_are_slurms() -> None:
+def test_expected_starts_come_from_slurm() -> None:
     engine = build(job(1, expected_start=500.0), job(2), job(3, expected_start=365 * 86400.0))
     for name, number in (("a", 1), ("b", 2), ("c", 3)):
         engine.put_request(request(name, number))
@@ -66,7 +66,7 @@ def test_expected_starts_are_slurms() -> None:
     assert engine.explain_pending("a", 0.0, with_constraints=True).constraints == ()
 
 
-def test_it_grants_what_runs_once() -> None:
+def test_running_job_is_granted_once() -> None:
     engine = build(job(7, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (1,)}))
     engine.put_request(request("a", 7))
     engine.put_request(request("b"))
@@ -78,7 +78,7 @@ def test_it_grants_what_runs_once() -> None:
     assert engine.report_usage(100.0)["ada"].gpus == 1
 
 
-def test_nothing_is_granted_where_no_container_can_start() -> None:
+def test_nothing_is_granted_on_unavailable_nodes() -> None:
     engine = build(job(7, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (0,)}))
     engine.put_node(
         NodeCapacity(name="rig1", slots=slots("rig1"), takes_work=False, unavailable_reason="it does not answer")
@@ -96,7 +96,7 @@ def test_a_suspended_job_is_not_granted() -> None:
     assert engine.decide(0.0).grants == {}
 
 
-def test_what_starts_at_once_is_what_slurm_has_free() -> None:
+def test_request_can_start_now_if_slurm_has_free_gpus() -> None:
     wants = GpuRequirement(models=("RTX 5090",))
     assert build().can_start_now(request("x", requirement=wants), 0.0)
     assert build(nodes=used(1)).can_start_now(request("x", requirement=wants), 0.0)
@@ -113,7 +113,7 @@ def test_what_starts_at_once_is_what_slurm_has_free() -> None:
     assert not build(nodes=drained).can_start_now(request("x", requirement=wants), 0.0)
 
 
-def test_gpus_of_others_jobs_are_told() -> None:
+def test_gpus_of_external_jobs_are_explained() -> None:
     others = job(1, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (1,)})
     mine = job(2, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (0,)})
     leaving = replace(job(3, SlurmJobState.RUNNING, nodes=("gpu-b",), gpus={"gpu-b": (0,)}), name="lab-lease-l1")
@@ -124,12 +124,12 @@ def test_gpus_of_others_jobs_are_told() -> None:
     assert engine.find_external_jobs() == {"rig1-1": others}
 
 
-def test_nodes_that_slurm_gives_no_work_are_told_in_its_words() -> None:
+def test_unavailable_nodes_are_explained_by_slurm() -> None:
     drained = replace(NODES[1], takes_work=False, state="idle+drain", reason="fans")
     assert build(nodes=(NODES[0], drained)).find_unavailable() == {"rig2": "idle+drain: fans"}
 
 
-def test_numbers_go_type_by_type_in_slurms_order() -> None:
+def test_gpus_are_numbered_by_type_in_slurm_order() -> None:
     cards = ("RTX 5060", "RTX 5090", "RTX 5060", "RTX 5090")
     there = [
         GpuSlot(uuid=f"u{index}", node="n", index=index, card=GpuSpec(model=model, memory_mib=1))
@@ -146,7 +146,7 @@ def test_numbers_go_type_by_type_in_slurms_order() -> None:
     assert numbered(rtx5090=3, rtx5060=2) == {3: "u0", 4: "u2"}
 
 
-def test_whoever_waits_is_told_that_slurm_is_silent_until_it_answers() -> None:
+def test_pending_reason_shows_that_slurm_is_unreachable() -> None:
     engine = build(job(1))
     engine.put_request(request("a", 1))
     before = engine.explain_pending("a", 0.0).text
@@ -158,7 +158,7 @@ def test_whoever_waits_is_told_that_slurm_is_silent_until_it_answers() -> None:
     assert engine.explain_pending("a", 0.0).text == before
 
 
-def test_what_no_known_node_can_serve_is_told() -> None:
+def test_request_that_no_node_can_serve_is_explained() -> None:
     engine = build()
     engine.put_request(request("a", requirement=GpuRequirement(least_driver="590")))
     engine.put_request(request("b"))

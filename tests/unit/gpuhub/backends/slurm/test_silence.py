@@ -12,20 +12,20 @@ from gpuhub.common import names
 from gpuhub.common.errors import StorageUnavailable
 from gpuhub.domain.models import EventRow
 from gpuhub.slurm_client.models import SlurmSubmission, Submitter
-from tests.support.slurm.scripted_backend import INSTANCE, Desk, Site, find_submitter
+from tests.support.slurm.scripted_backend import INSTANCE, BrokerHarness, BrokerEnvironment, find_submitter
 from tests.support.slurm.scripted_slurm import UIDS
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
+def site(tmp_path: Path) -> BrokerEnvironment:
+    return BrokerEnvironment(tmp_path)
 
 
-async def events(desk: Desk) -> list[EventRow]:
+async def events(desk: BrokerHarness) -> list[EventRow]:
     return await desk.core.read_events(None, 100, None)
 
 
-async def test_while_slurm_is_silent_nothing_changes_and_everybody_is_told_once(site: Site) -> None:
+async def test_slurm_outage_changes_nothing_and_is_reported_once(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         held, waiting = await desk.settle(await desk.ask(), site.slurm), await desk.ask("ben")
         await desk.controller.step()
@@ -44,7 +44,7 @@ async def test_while_slurm_is_silent_nothing_changes_and_everybody_is_told_once(
         assert told == ["slurm.unreachable", "slurm.answers"]
 
 
-async def test_a_submission_whose_answer_was_lost_is_found_by_its_name(site: Site) -> None:
+async def test_submission_with_a_lost_response_is_found_by_name(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         site.slurm.lost_answers = 1
         lease = await desk.ask()
@@ -55,7 +55,7 @@ async def test_a_submission_whose_answer_was_lost_is_found_by_its_name(site: Sit
         assert site.slurm.submitted == 1
 
 
-async def test_a_submission_that_goes_through_late_is_cancelled_as_the_second_one(site: Site) -> None:
+async def test_late_duplicate_submission_is_cancelled(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         site.slurm.late = 1
         lease = await desk.ask()
@@ -67,7 +67,7 @@ async def test_a_submission_that_goes_through_late_is_cancelled_as_the_second_on
         assert site.slurm.only().id == desk.lease(lease.id).slurm_job
 
 
-async def test_a_broker_that_died_before_it_stored_the_number_submits_nothing_twice(site: Site) -> None:
+async def test_broker_crash_before_storing_the_job_submits_nothing_twice(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.ask()
     name = names.slurm_job_name(INSTANCE, lease.id)
@@ -78,7 +78,7 @@ async def test_a_broker_that_died_before_it_stored_the_number_submits_nothing_tw
         assert site.slurm.submitted == 0
 
 
-async def test_a_job_of_somebody_else_is_not_taken_by_its_name(site: Site) -> None:
+async def test_job_of_another_user_is_not_adopted_by_name(site: BrokerEnvironment) -> None:
     async with site.broker() as desk:
         lease = await desk.ask()
         name = names.slurm_job_name(INSTANCE, lease.id)
@@ -89,7 +89,7 @@ async def test_a_job_of_somebody_else_is_not_taken_by_its_name(site: Site) -> No
         assert site.slurm.jobs[own or 0].user_id == UIDS["ada"]
 
 
-async def test_jobs_of_leases_that_ended_while_no_broker_ran_are_cancelled_and_others_are_not(site: Site) -> None:
+async def test_only_jobs_of_ended_leases_are_cancelled_at_startup(site: BrokerEnvironment) -> None:
     ada = Submitter(name="ada", uid=UIDS["ada"], gid=1)
     for name in (f"{INSTANCE}-lease-l{'0' * 16}", f"{INSTANCE}-lease-mine", "train", f"other-lease-l{'0' * 16}"):
         site.slurm.add(SlurmSubmission(name=name, submitter=ada, script=""))
@@ -100,7 +100,7 @@ async def test_jobs_of_leases_that_ended_while_no_broker_ran_are_cancelled_and_o
         ]  # fmt: skip
 
 
-async def test_a_store_that_does_not_work_makes_no_second_job(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failing_store_does_not_cause_a_second_job(site: BrokerEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     async with site.broker() as desk:
         lease = await desk.ask()
         save: Any = desk.core.store.save
@@ -118,7 +118,7 @@ async def test_a_store_that_does_not_work_makes_no_second_job(site: Site, monkey
         assert site.slurm.submitted == 1
 
 
-async def test_accounts_that_do_not_answer_hold_submissions_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hanging_account_lookup_delays_submissions(site: BrokerEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can tell whether a job of that name is the owner's: it might be submitted twice."""
 
     async def silent(_owner: str) -> Submitter:

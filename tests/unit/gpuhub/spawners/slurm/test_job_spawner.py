@@ -79,7 +79,7 @@ async def ask(of: ClusterSettings) -> SlurmSubmission:
     )
 
 
-async def test_a_notebook_asks_for_what_its_profile_says() -> None:
+async def test_notebook_job_has_the_resources_of_its_profile() -> None:
     asked = await ask(cluster(cpus=1.5, memory="3GiB", time_limit="30m", partition="gpu"))
     assert asked.submitter == Submitter(name="ada", uid=61001, gid=61001, groups=(2000,))
     assert (asked.name, asked.nodes, asked.gpus_per_node, asked.gpu_type) == ("gh-lease-l1", 1, 1, "rtx5090")
@@ -89,17 +89,17 @@ async def test_a_notebook_asks_for_what_its_profile_says() -> None:
     assert "stranger" in asked.exclude
 
 
-async def test_a_limit_is_not_beyond_the_partitions() -> None:
+async def test_time_limit_is_capped_by_the_partition() -> None:
     assert (await ask(cluster(time_limit="1h"))).time_limit_s == 3600
     assert (await ask(cluster())).time_limit_s is None
 
 
-async def test_a_notebook_without_a_gpu_asks_for_none() -> None:
+async def test_notebook_without_gpu_requests_none() -> None:
     asked = await ask(cluster(gpu_count=0, gpu_model=None))
     assert (asked.gpus_per_node, asked.gpu_type) == (0, None)
 
 
-async def test_what_no_node_has_is_refused() -> None:
+async def test_profile_that_no_node_can_serve_is_refused() -> None:
     of = cluster()
     profile = of.profiles[0].model_copy(update={"gpu_model": None, "gpu_memory": 1024**4})
     with pytest.raises(Conflict, match="choose another profile"):
@@ -125,11 +125,11 @@ def job(**changes: Any) -> SlurmJob:
         (None, 0),
     ],
 )
-def test_only_a_live_job_goes_on(found: SlurmJob | None, code: int | None) -> None:
+def test_exit_code_follows_the_job_state(found: SlurmJob | None, code: int | None) -> None:
     assert job_spawner.compute_exit_code(found) == code
 
 
-def test_a_record_is_roots_alone_and_goes(tmp_path: Path) -> None:
+def test_job_records_are_private_and_can_be_deleted(tmp_path: Path) -> None:
     records = JobRecordStore(tmp_path / "jobs")
     assert records.find("l1") is None
     records.save("l1", JobRecord(token="t"))
@@ -144,12 +144,12 @@ def test_a_record_is_roots_alone_and_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"job": 1}', '{"token": "t", "more": 1}'])
-def test_half_a_record_is_none(text: str, tmp_path: Path) -> None:
+def test_incomplete_job_record_is_ignored(text: str, tmp_path: Path) -> None:
     (tmp_path / "l1.json").write_text(text)
     assert JobRecordStore(tmp_path).find("l1") is None
 
 
 @pytest.mark.parametrize("lease", ["../l1", "", "a/b", "l1\n", ".hidden"])
-def test_a_lease_is_no_path(lease: str, tmp_path: Path) -> None:
+def test_lease_ids_with_path_characters_are_refused(lease: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest):
         JobRecordStore(tmp_path).find(lease)

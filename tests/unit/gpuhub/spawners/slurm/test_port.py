@@ -14,7 +14,7 @@ from gpuhub.spawners.slurm.port import find_spawner, parse_port
 
 
 @pytest.mark.parametrize(("body", "port"), [(b'{"port": 1024}', 1024), (b'{"port": 65535}', 65535)])
-def test_a_port_is_taken(body: bytes, port: int) -> None:
+def test_valid_port_is_accepted(body: bytes, port: int) -> None:
     assert parse_port(body) == port
 
 
@@ -44,12 +44,12 @@ def test_a_port_is_taken(body: bytes, port: int) -> None:
         b"[" * 60,
     ],
 )
-def test_nothing_else_is_taken(body: bytes) -> None:
+def test_invalid_port_documents_are_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="an integer from 1024 to 65535, and nothing else"):
         parse_port(body)
 
 
-def test_a_token_is_of_one_server_alone() -> None:
+def test_token_identifies_exactly_one_server() -> None:
     def set_port(port: int) -> None:
         raise AssertionError(port)
 
@@ -65,7 +65,7 @@ def test_a_token_is_of_one_server_alone() -> None:
         assert find_spawner(user, token) is None
 
 
-def test_batchspawners_own_handler_is_not_there() -> None:
+def test_batchspawner_handler_is_not_registered() -> None:
     """It lets a server's token set any attribute of its spawner."""
     assert job_spawner.SlurmSpawner is not None
     assert [handler for handler in default_handlers if "batchspawner" in handler[0]] == []
