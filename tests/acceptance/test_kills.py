@@ -101,7 +101,7 @@ def test_random_kills_under_load(product: Product, clients: list[Client], capsys
 def settle(clients: list[Client], observer: Observer) -> int:
     """Wait until containers match leases, and return the number of differences that remain."""
     end = time.monotonic() + SETTLE_S
-    while (remaining := differences(clients, observer)) and time.monotonic() < end:
+    while (remaining := find_differences(clients, observer)) and time.monotonic() < end:
         time.sleep(1)
     for line in remaining:
         print(line)
@@ -110,21 +110,21 @@ def settle(clients: list[Client], observer: Observer) -> int:
 
 def ensure_anchor(anchor: Anchor, observer: Observer, faults: FaultInjector) -> None:
     """Start the user's anchor if necessary, and remember where it runs."""
-    seen = wait_for(lambda: _started(anchor, observer), f"{anchor.client.name}'s own server runs", 150)
+    seen = wait_for(lambda: _ensure_started(anchor, observer), f"{anchor.client.name}'s own server runs", 150)
     anchor.node, anchor.container = seen.node, seen.id
     anchor.crashes = faults.crashes[seen.node]
 
 
-def _started(anchor: Anchor, observer: Observer) -> Any:
+def _ensure_started(anchor: Anchor, observer: Observer) -> Any:
     """Return the anchor's container when hub and node agree that it runs; start it when the hub has none."""
     servers = anchor.client.servers()
     if servers is not None and ANCHOR not in servers:
         anchor.client.start(ANCHOR, anchor.profile)
     is_ready = ((servers or {}).get(ANCHOR) or {}).get("ready")
-    return _own(anchor, observer) if is_ready else None
+    return _find_own_container(anchor, observer) if is_ready else None
 
 
-def _own(anchor: Anchor, observer: Observer) -> Any:
+def _find_own_container(anchor: Anchor, observer: Observer) -> Any:
     leases = {row["id"] for row in _leases(anchor.client) if row["subject"] == ANCHOR}
     return next((seen for seen in observer.running() if seen.lease in leases), None)
 
@@ -158,7 +158,7 @@ def _leases(client: Client) -> list[dict[str, Any]]:
     return rows if status == 200 else []
 
 
-def differences(clients: list[Client], observer: Observer) -> list[str]:
+def find_differences(clients: list[Client], observer: Observer) -> list[str]:
     """Return the differences between the broker's leases and the nodes' containers."""
     rows = {row["id"]: row for client in clients for row in _leases(client)}
     containers = observer.running()

@@ -142,7 +142,7 @@ def laptop(tmp_path_factory: pytest.TempPathFactory, product: Product, ada: User
     yield installed
 
 
-def free(ada: User) -> bool:
+def is_idle(ada: User) -> bool:
     """Return whether no GPU is leased."""
     return not ada.holders()
 
@@ -151,7 +151,7 @@ def test_job_on_three_nodes(product: Product, laptop: Laptop, ada: User):
     """The folder is sent, three ranks run with live output, and results are in the home, without a notebook."""
     output = laptop.run("run", "--nnodes", "3", "--env", "COLOUR=green", "train.py", "--epochs", "2")
     assert "sum 3.0 of helper --epochs 2 seen green" in output, output
-    wait_for(lambda: free(ada), "the GPUs are free")
+    wait_for(lambda: is_idle(ada), "the GPUs are free")
     listed = json.loads(laptop.run("ps", "-a", "--json"))
     jobs = listed["jobs"] if isinstance(listed, dict) else listed
     # The newest job comes first; jobs of earlier tests can follow.
@@ -173,7 +173,7 @@ def test_exit_status_and_error_of_the_failing_rank(laptop: Laptop, ada: User):
     output = laptop.run("run", "--nnodes", "2", "fail.py", code=7)
     assert "rank 1" in output
     laptop.run("run", "--nnodes", "9", "train.py", code=2)
-    wait_for(lambda: free(ada), "the GPUs are free")
+    wait_for(lambda: is_idle(ada), "the GPUs are free")
 
 
 def test_a_detached_job_outlives_hub_and_broker(product: Product, laptop: Laptop, ada: User):
@@ -198,11 +198,11 @@ def test_a_detached_job_outlives_hub_and_broker(product: Product, laptop: Laptop
         logs.wait("counted")
         logs.rest()
         assert process.returncode == 0
-    wait_for(lambda: free(ada), "the GPUs are free")
+    wait_for(lambda: is_idle(ada), "the GPUs are free")
     again = json.loads(laptop.run("run", "--detach", "--json", "count.py"))
     run = again.get("run_id") or again["job"]["run_id"]
     laptop.run("cancel", run)
-    wait_for(lambda: free(ada), "a cancelled job's GPU is free")
+    wait_for(lambda: is_idle(ada), "a cancelled job's GPU is free")
 
 
 def test_skypilot_task_file_runs_unchanged(laptop: Laptop, ada: User):
@@ -212,7 +212,7 @@ def test_skypilot_task_file_runs_unchanged(laptop: Laptop, ada: User):
     assert "hello from 1 of 2 with 1" in output, output
     laptop.write("bad.yaml", "name: x\nrun: echo\nfile_mounts:\n  /data: s3://bucket\n")
     assert "file_mounts" in laptop.run("run", "bad.yaml", code=2)
-    wait_for(lambda: free(ada), "the GPUs are free")
+    wait_for(lambda: is_idle(ada), "the GPUs are free")
 
 
 def test_detached_job_outlives_its_notebook(product: Product, laptop: Laptop, ada: User):
@@ -229,5 +229,5 @@ def test_detached_job_outlives_its_notebook(product: Product, laptop: Laptop, ad
         (notebook.home / "enough").touch()
         logs.wait("counted")
         logs.rest()
-    wait_for(lambda: free(ada), "the GPUs are free")
+    wait_for(lambda: is_idle(ada), "the GPUs are free")
     assert "count.py" in laptop.run("ps", "-a")

@@ -31,7 +31,7 @@ def notebook(product: Product, make_user: Callable[[str], User]) -> Iterator[Not
     started.stop()
 
 
-def own_only(notebook: Notebook) -> bool:
+def has_only_own_gpu(notebook: Notebook) -> bool:
     """Return whether the user has only the notebook's GPU."""
     return notebook.user.holders() == {"RTX 5070": "ada"}
 
@@ -83,7 +83,7 @@ def test_a_failing_ranks_own_traceback_comes_first(notebook: Notebook):
     assert "ValueError: rank one is unwell" in failure
     assert failure.index("fail.py") < failure.index("ValueError") < failure.index("were stopped")
     assert "torch/distributed" not in failure
-    wait_for(lambda: own_only(notebook), "the other GPUs are free")
+    wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_invalid_launch_is_refused_before_a_request(notebook: Notebook, words: s
     assert expected in output
     assert "gpu_launch/" not in output, "a traceback of ours"
     assert len([line for line in output.splitlines() if line.strip()]) <= 4, output
-    assert own_only(notebook)
+    assert has_only_own_gpu(notebook)
 
 
 def test_ipyparallel_engines_on_three_nodes(notebook: Notebook):
@@ -128,7 +128,7 @@ def test_ipyparallel_engines_on_three_nodes(notebook: Notebook):
         """
     )
     assert "NODES ['rig1', 'rig2', 'rig3']" in output
-    wait_for(lambda: own_only(notebook), "the other GPUs are free")
+    wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free")
 
 
 def test_killed_kernel_releases_its_gpus(notebook: Notebook):
@@ -144,7 +144,7 @@ def test_killed_kernel_releases_its_gpus(notebook: Notebook):
     assert len(notebook.user.holders()) == 3, seen
     notebook.kill("gpu_launch.run('sleep.py'")
     process.communicate(timeout=60)
-    wait_for(lambda: own_only(notebook), "the GPUs of the dead kernel are free", deadline_s=45)
+    wait_for(lambda: has_only_own_gpu(notebook), "the GPUs of the dead kernel are free", deadline_s=45)
 
 
 def test_a_launch_from_a_notebook_without_a_gpu(product: Product, make_user: Callable[[str], User], notebook: Notebook):
@@ -156,7 +156,7 @@ def test_a_launch_from_a_notebook_without_a_gpu(product: Product, make_user: Cal
         assert count_ranks(output, "sum 3.0") == 2, output
         assert "rig1" in output
         assert "rig3" in output
-        wait_for(lambda: own_only(notebook), "ben's GPUs are free")
+        wait_for(lambda: has_only_own_gpu(notebook), "ben's GPUs are free")
     finally:
         ben.user.click_stop()
         ben.user.page.wait_for_selector("#stop", state="hidden")

@@ -45,7 +45,7 @@ def notebook(product: Product, make_user: Callable[[str], User]) -> Iterator[Not
     started.stop()
 
 
-def own_only(notebook: Notebook) -> bool:
+def has_only_own_gpu(notebook: Notebook) -> bool:
     """Return whether the user has only the notebook's GPU."""
     return notebook.user.holders() == {"RTX 5070": "ada"}
 
@@ -72,7 +72,7 @@ def test_next_launch_reuses_the_workers(notebook: Notebook):
     assert "%gpu_release" in first
     assert "rig" in status
     assert release.strip()
-    wait_for(lambda: own_only(notebook), "the other GPUs are free")
+    wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free")
 
 
 def test_idle_workers_are_released_for_waiting_users(
@@ -86,7 +86,7 @@ def test_idle_workers_are_released_for_waiting_users(
         ben.stop()
         process.kill()
     notebook.kill("gpu_launch")
-    wait_for(lambda: own_only(notebook), "the other GPUs are free", deadline_s=60)
+    wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free", deadline_s=60)
 
 
 def test_an_interrupt_keeps_the_workers(notebook: Notebook):
@@ -105,7 +105,7 @@ def test_an_interrupt_keeps_the_workers(notebook: Notebook):
     assert "KeyboardInterrupt" in forever, forever
     assert containers(first) == containers(again), output
     assert len(containers(again)) == 3, output
-    wait_for(lambda: own_only(notebook), "the other GPUs are free")
+    wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free")
 
 
 def test_hundred_relaunches_leave_nothing(product: Product, notebook: Notebook):
@@ -146,14 +146,14 @@ def test_hundred_relaunches_leave_nothing(product: Product, notebook: Notebook):
     before, after = (eval(line.split(" ", 1)[1]) for line in outputs[5].splitlines()[:2])
     # A leak would be one for each launch; the number of open ones varies a little.
     assert all(after[name] < before[name] + 10 for name in before), (before, after)
-    for then, now in zip(remotes(outputs[2]), remotes(outputs[6]), strict=True):
+    for then, now in zip(inspect_containers(outputs[2]), inspect_containers(outputs[6]), strict=True):
         assert now[:2] == then[:2]
         assert now[2] < then[2] + 3, (then, now)
         assert now[3] < then[3] + 10, (then, now)
-    wait_for(lambda: own_only(notebook), "the other GPUs are free")
+    wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free")
 
 
-def remotes(text: str) -> list[tuple[str, int, int, int]]:
+def inspect_containers(text: str) -> list[tuple[str, int, int, int]]:
     """Return for each container its node, files in shared memory, our processes, and their open files."""
     containers = [json.loads(line.partition("REMOTE ")[2]) for line in text.splitlines() if "REMOTE " in line]
     assert len(containers) == 3, text
@@ -169,7 +169,7 @@ def test_rank_session_example_runs_to_its_end(notebook: Notebook):
     assert "I am rank 0 of 2" in output, output
     assert "I am rank 1 of 2" in output, output
     assert re.search(r"from \d+\.\d{3} to 0\.\d{3}", output), output
-    wait_for(lambda: own_only(notebook), "the other GPUs are free")
+    wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free")
 
 
 def test_lost_node_is_named_and_returns(product: Product, notebook: Notebook):
@@ -217,4 +217,4 @@ def test_lost_node_is_named_and_returns(product: Product, notebook: Notebook):
         text = output.rest()
     faults.heal()
     assert "done" in text, text
-    wait_for(lambda: own_only(notebook), "the other GPUs are free", deadline_s=90)
+    wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free", deadline_s=90)

@@ -64,7 +64,7 @@ def measure() -> Iterator[tuple[str, float, str]]:
         notebook = _start_notebook(product, clients)
         for name, text in {**scripts.ALL, "bench_kernel.py": _KERNEL.read_text(encoding="utf-8")}.items():
             (home / name).write_text(text, encoding="utf-8")
-        workers = _by_hand_containers(stack, product, clients, notebook)
+        workers = _start_manual_containers(stack, product, clients, notebook)
         kernel = stack.enter_context(_kernel(product, notebook))
         yield from _hello(kernel, workers)
         yield from _steps(kernel, workers)
@@ -79,7 +79,7 @@ def _hello(kernel: Kernel, workers: list[tuple[Any, str]]) -> Iterator[tuple[str
         round_results = {
             "first": kernel.run("bench_hello.py", fresh=True),
             "again": kernel.run("bench_hello.py"),
-            "cold": _by_hand(workers, "bench_hello.py"),
+            "cold": _run_torchrun(workers, "bench_hello.py"),
         }
         print_progress(", ".join(f"{name} {result['seconds']:.2f} s" for name, result in round_results.items()))
         if number:
@@ -97,7 +97,7 @@ def _steps(kernel: Kernel, workers: list[tuple[Any, str]]) -> Iterator[tuple[str
     ours, theirs = [], []
     for number in range(STEP_PAIRS + 1):
         turns = [lambda: ours.append(_median_ms(kernel.run("bench_steps.py", *_STEPS)["text"]))]
-        turns.append(lambda: theirs.append(_median_ms(_by_hand(workers, "bench_steps.py", *_STEPS)["text"])))
+        turns.append(lambda: theirs.append(_median_ms(_run_torchrun(workers, "bench_steps.py", *_STEPS)["text"])))
         for turn in turns if number % 2 else reversed(turns):
             turn()
         print_progress(f"step: gpuhub {ours[-1]:.2f} ms, torchrun {theirs[-1]:.2f} ms")
@@ -117,7 +117,7 @@ def _lines(kernel: Kernel, workers: list[tuple[Any, str]], seconds: Path) -> Ite
     for _ in range(3):
         ours = kernel.run("bench_flood.py", str(LINES))
         took = float(seconds.read_text(encoding="utf-8"))
-        _by_hand(workers, "bench_flood.py", str(LINES), redirect=True)
+        _run_torchrun(workers, "bench_flood.py", str(LINES), redirect=True)
         rates.append(LINES / took)
         ratios.append(took / float(seconds.read_text(encoding="utf-8")))
         shares.append(ours["cpu_s"] / ours["seconds"])
@@ -182,7 +182,7 @@ def _xsrf(web: httpx.Client) -> str:
     return next(cookie.value or "" for cookie in web.cookies.jar if cookie.name == "_xsrf" and cookie.path == "/hub/")
 
 
-def _by_hand_containers(
+def _start_manual_containers(
     stack: ExitStack, product: Product, clients: dict[str, docker.DockerClient], notebook: Any
 ) -> list[tuple[Any, str]]:
     """Start a container on each node in ada's network, as a user without gpuhub would, and return each with its
@@ -218,7 +218,9 @@ def _threads(notebook: Any) -> dict[str, str]:
     return {name: pairs[name] for name in ("OMP_NUM_THREADS",) if name in pairs}
 
 
-def _by_hand(workers: list[tuple[Any, str]], script: str, *arguments: str, redirect: bool = False) -> dict[str, Any]:
+def _run_torchrun(
+    workers: list[tuple[Any, str]], script: str, *arguments: str, redirect: bool = False
+) -> dict[str, Any]:
     """Run the script with torchrun, one command in each container; with `redirect` the ranks write to files."""
     texts = [""] * 3
     begin = time.monotonic()

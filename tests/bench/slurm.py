@@ -88,7 +88,7 @@ class Starts:
 
 
 @contextmanager
-def _watching(url: str) -> Iterator[Starts]:
+def _watch_starts(url: str) -> Iterator[Starts]:
     starts = Starts()
     with closing(docker.APIClient(base_url=url, version="auto")) as client:
         stream = client.events(decode=True, filters={"type": "container", "event": "start"})
@@ -109,7 +109,7 @@ def _watching(url: str) -> Iterator[Starts]:
 
 
 def _measure_submissions() -> Iterator[tuple[str, float, str]]:
-    with running("slurm") as product, _watching(node_paths(product.paths, NODE).docker_url) as starts:
+    with running("slurm") as product, _watch_starts(node_paths(product.paths, NODE).docker_url) as starts:
         client = log_in_for_api(product.address, "ada", product.password)
         pairs = []
         for number in range(PAIRS + 1):

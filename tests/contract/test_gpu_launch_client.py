@@ -47,7 +47,7 @@ def _create(client: BrokerClient, *, run_id: str = RUN, nnodes: int = 2, **parts
     return client.create_job(run_id=run_id, nnodes=nnodes, **arguments)  # type: ignore[arg-type]
 
 
-def _until(client: BrokerClient, job: models.Job, state: str) -> models.Job:
+def _wait_state(client: BrokerClient, job: models.Job, state: str) -> models.Job:
     """Long-poll until the job is in that state."""
     deadline = time.monotonic() + 10
     while job.state != state and time.monotonic() < deadline:
@@ -73,14 +73,14 @@ def test_job_lifecycle(running: Running, client: BrokerClient) -> None:
     job = _create(client, exclude_nodes=("rig1",))
     again = _create(client, exclude_nodes=("rig1",))
     assert again.id == job.id
-    ready = _until(client, job, models.RUNNING)
+    ready = _wait_state(client, job, models.RUNNING)
     assert [worker.index for worker in ready.workers] == [0, 1]
     assert sorted(worker.node for worker in ready.workers) == ["rig2", "rig3"]
     assert all(len(worker.gpus) == 1 and worker.state == "running" for worker in ready.workers)
     assert (ready.run_id, ready.position, ready.renew_within_s) == (RUN, None, 25.0)
     client.renew_job(job.id)
     stopped = client.delete_job(job.id)
-    ended = _until(client, stopped, models.ENDED)
+    ended = _wait_state(client, stopped, models.ENDED)
     assert ended.reason == "stopped"
     assert all(worker.state == models.EXITED for worker in ended.workers)
     assert all(gpu.holder == "" for node in client.get_cluster().nodes for gpu in node.gpus)
@@ -93,16 +93,16 @@ def test_waiting_job_has_position_and_reason(running: Running, client: BrokerCli
     assert (job.state, job.position) == (models.WAITING, 1)
     assert job.waiting_for == "1 × any GPU on each of 3 nodes: held by ben"
     running.send("DELETE", f"/api/v1/leases/{held['id']}", "ben")
-    assert len(_until(client, job, models.RUNNING).workers) == 3
-    assert _until(client, client.delete_job(job.id), models.ENDED).reason == "stopped"
+    assert len(_wait_state(client, job, models.RUNNING).workers) == 3
+    assert _wait_state(client, client.delete_job(job.id), models.ENDED).reason == "stopped"
 
 
 def test_workers_end_is_reported(running: Running, client: BrokerClient) -> None:
     """The exit code and message of a worker reach the notebook."""
-    job = _until(client, _create(client, nnodes=1), models.RUNNING)
+    job = _wait_state(client, _create(client, nnodes=1), models.RUNNING)
     node = running.setting.nodes[job.workers[0].node]
     node.end_container(node.of_kind("worker")[0]["Id"], code=3)
-    ended = _until(client, job, models.ENDED)
+    ended = _wait_state(client, job, models.ENDED)
     assert (ended.workers[0].exit_code, ended.workers[0].message) == (3, "ended with exit code 3")
 
 
@@ -150,7 +150,7 @@ def test_client_survives_a_restart_of_the_broker(setting: Setting) -> None:
     with served_broker(setting) as first:
         port = int(first.url.split(":")[2].split("/")[0])
         client = BrokerClient(first.url, "ada", patience_s=20.0)
-        job = _until(client, _create(client), models.RUNNING)
+        job = _wait_state(client, _create(client), models.RUNNING)
     answers: list[models.Job] = []
     asking = threading.Thread(target=lambda: answers.append(client.get_job(job.id)))
     asking.start()
@@ -158,7 +158,7 @@ def test_client_survives_a_restart_of_the_broker(setting: Setting) -> None:
         asking.join(20)
         assert [answer.state for answer in answers] == [models.RUNNING]
         client.renew_job(job.id)
-        _until(client, client.delete_job(job.id), models.ENDED)
+        _wait_state(client, client.delete_job(job.id), models.ENDED)
 
 
 def test_both_sides_name_the_same_states() -> None:
@@ -179,7 +179,7 @@ def test_all_launch_options_together_are_accepted(running: Running, client: Brok
     demand = GpuRequest(
         models=("RTX 5070", "RTX 5060"), least_memory_mib=8000, scavenge=True, priority=-3, time_limit_s=3600
     )
-    job = _until(client, _create(client, demand=demand, exclude_nodes=("rig1",)), models.RUNNING)
+    job = _wait_state(client, _create(client, demand=demand, exclude_nodes=("rig1",)), models.RUNNING)
     assert [gpu.model for worker in job.workers for gpu in worker.gpus] == ["RTX 5070", "RTX 5060"]
     assert job.note == "mixed cards: 1 × RTX 5070, 1 × RTX 5060; the slowest sets the pace"
 
@@ -187,7 +187,7 @@ def test_all_launch_options_together_are_accepted(running: Running, client: Brok
 def test_an_elastic_job_starts_with_what_is_free(running: Running, client: BrokerClient) -> None:
     """The job has as many workers as were granted."""
     running.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"})
-    job = _until(client, _create(client, nnodes=3, min_nnodes=1), models.RUNNING)
+    job = _wait_state(client, _create(client, nnodes=3, min_nnodes=1), models.RUNNING)
     assert sorted(worker.node for worker in job.workers) == ["rig2", "rig3"]
 
 
@@ -203,24 +203,24 @@ def preempting(tmp_path: Path) -> Iterator[Running]:
 def test_a_scavenging_job_is_preempted_and_waits_again(preempting: Running) -> None:
     """The job has a deadline for checkpoints; without its workers it waits, and runs again in its turn."""
     client = BrokerClient(preempting.url, "ada", patience_s=5.0)
-    job = _until(client, _create(client, nnodes=3, demand=GpuRequest(scavenge=True)), models.RUNNING)
+    job = _wait_state(client, _create(client, nnodes=3, demand=GpuRequest(scavenge=True)), models.RUNNING)
     held = preempting.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"}).json()
-    preempted = _until(client, job, models.PREEMPTING)
+    preempted = _wait_state(client, job, models.PREEMPTING)
     assert preempted.checkpoint_until is not None
     assert 0 < (preempted.checkpoint_until - datetime.now(UTC)).total_seconds() <= 60
     for node in preempting.setting.nodes.values():
         node.end_container(node.of_kind("worker")[0]["Id"], code=143)
-    waiting = _until(client, preempted, models.WAITING)
+    waiting = _wait_state(client, preempted, models.WAITING)
     assert (waiting.preemptions, waiting.checkpoint_until, waiting.workers) == (1, None, ())
     assert (waiting.position, "ben" in (waiting.waiting_for or "")) == (1, True)
     preempting.send("DELETE", f"/api/v1/leases/{held['id']}", "ben")
-    assert len(_until(client, waiting, models.RUNNING).workers) == 3
+    assert len(_wait_state(client, waiting, models.RUNNING).workers) == 3
 
 
 def test_an_elastic_job_is_shrunk(preempting: Running) -> None:
     """A released worker is no longer in the job, and the others keep their numbers."""
     client = BrokerClient(preempting.url, "ada", patience_s=5.0)
-    job = _until(client, _create(client, nnodes=3, min_nnodes=1), models.RUNNING)
+    job = _wait_state(client, _create(client, nnodes=3, min_nnodes=1), models.RUNNING)
     going = next(worker.index for worker in job.workers if worker.node == "rig1")
     preempting.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"})
     wait_until(lambda: len(client.get_job(job.id).workers) == 2, "the job is shrunk")
@@ -231,7 +231,7 @@ def test_an_elastic_job_is_shrunk(preempting: Running) -> None:
 
 def test_long_poll_returns_at_a_change(running: Running, client: BrokerClient) -> None:
     """A long poll returns when the state changes, well before its end."""
-    job = _until(client, _create(client), models.RUNNING)
+    job = _wait_state(client, _create(client), models.RUNNING)
     stop = threading.Timer(0.3, lambda: BrokerClient(running.url, "ada").delete_job(job.id))
     began = time.monotonic()
     stop.start()

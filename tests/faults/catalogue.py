@@ -107,7 +107,7 @@ NOT_RUN = (
     NotRun("K4", "A Docker daemon is killed with live-restore on", "a simulated node is a process namespace that ends with its daemon, so no container can outlive it; P1 and S1 have a daemon that stops answering while its containers run"),
     NotRun("K9", "Slurm's controller is down", "run with `engine = \"slurm\"` in a separate practice closet: slurmctld, slurmd and munged killed, a node lost, hub and broker killed, in `tests/acceptance/slurm/test_faults.py`"),
     NotRun("V2", "Docker and the toolkit are upgraded while the node runs", "only one version of Docker is installed here, and the toolkit is simulated"),
-    NotRun("N1", "A new boot id", "simulated nodes share one kernel and its boot id; unit tests cover the decision (`test_a_restart_of_the_machine_is_proof`)"),
+    NotRun("N1", "A new boot id", "simulated nodes share one kernel and its boot id; unit tests cover the decision (`test_machine_restart_proves_a_release`)"),
     NotRun("P4", "Delay on the link", "this kernel has no netem; the relay in front of the daemon delays responses instead"),
     NotRun("G1", "DCGM's error injection", "there is no real GPU here; the simulated driver injects faults"),
 )  # fmt: skip

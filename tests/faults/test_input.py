@@ -140,7 +140,7 @@ def test_server_names_that_differ_in_case(testbed: FaultTestbed) -> None:
 )
 def test_unknown_options(testbed: FaultTestbed, options: dict[str, Any], names: str) -> None:
     """The option is refused with status 400 and the field's name, and no server is made."""
-    _refused(testbed, options, names)
+    _check_refused(testbed, options, names)
 
 
 @pytest.mark.case("U4")
@@ -150,10 +150,10 @@ def test_unknown_options(testbed: FaultTestbed, options: dict[str, Any], names: 
 )
 def test_image_chosen_by_a_user_is_refused(testbed: FaultTestbed, options: dict[str, Any], names: str) -> None:
     """The image is refused with status 400: only profiles name images."""
-    _refused(testbed, options, names)
+    _check_refused(testbed, options, names)
 
 
-def _refused(testbed: FaultTestbed, options: dict[str, Any], names: str) -> None:
+def _check_refused(testbed: FaultTestbed, options: dict[str, Any], names: str) -> None:
     client = testbed.clients["ada"]
     status, answer = client.ask(client.hub, "POST", "/users/ada/servers/nb", options)
     assert status == 400, answer

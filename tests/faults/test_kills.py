@@ -50,12 +50,12 @@ def test_hub_killed_in_a_start(testbed: FaultTestbed, on: str, do: str) -> None:
         fault.wait_matched()
         old = testbed.kill(HUB)
     testbed.wait_renewed(HUB, old)
-    wait_for(lambda: _ready_or_again(testbed, "ada", "nb", "on1"), "ada's server runs in the end", 150, every_s=1)
+    wait_for(lambda: _is_ready_or_restart(testbed, "ada", "nb", "on1"), "ada's server runs in the end", 150, every_s=1)
     own = [seen for seen in testbed.observer.running() if seen.owner == "ada"]
     assert len(own) == 1, own
 
 
-def _ready_or_again(testbed: FaultTestbed, name: str, server: str, profile: str) -> bool:
+def _is_ready_or_restart(testbed: FaultTestbed, name: str, server: str, profile: str) -> bool:
     """Return whether the server is ready; start it again when the hub has none."""
     client = testbed.clients[name]
     servers = client.servers()
@@ -129,7 +129,10 @@ def test_broker_killed_in_a_grant_and_a_release(testbed: FaultTestbed, figure: F
             wait_for(lambda server=server: testbed.lease_of("ada", server), "the request is known", every_s=0.01)
         figure("broker_back_s", testbed.kill_and_wait(BROKER))
         wait_for(
-            lambda server=server: _ready_or_again(testbed, "ada", server, "on1"), "ada's server runs", 120, every_s=1
+            lambda server=server: _is_ready_or_restart(testbed, "ada", server, "on1"),
+            "ada's server runs",
+            120,
+            every_s=1,
         )
         testbed.clients["ada"].ask(testbed.clients["ada"].hub, "DELETE", f"/users/ada/servers/{server}")
         if number:
@@ -152,7 +155,7 @@ def test_daemon_killed(testbed: FaultTestbed, figure: Figure) -> None:
     wait_for(lambda: not testbed.lease_of("ada", "nb"), "ada's lease ends", 90)
     figure("freed_s", time.monotonic() - began)
     assert testbed.container("ben", "nb") == other
-    wait_for(lambda: _ready_or_again(testbed, "ada", "nb", "on2"), "ada's server runs again", 120, every_s=1)
+    wait_for(lambda: _is_ready_or_restart(testbed, "ada", "nb", "on2"), "ada's server runs again", 120, every_s=1)
     figure("granted_again_s", time.monotonic() - began)
 
 
@@ -175,7 +178,7 @@ def test_worker_killed(testbed: FaultTestbed, figure: Figure) -> None:
     began = time.monotonic()
     testbed.execute(worker, "sh", "-c", "kill -9 -1")
     wait_for(
-        lambda: testbed.find_job("ada", job["id"]).get("state") == "ended" or _one_left(testbed, job),
+        lambda: testbed.find_job("ada", job["id"]).get("state") == "ended" or _has_exited_worker(testbed, job),
         "it is noticed",
         60,
     )
@@ -187,7 +190,7 @@ def test_worker_killed(testbed: FaultTestbed, figure: Figure) -> None:
     wait_for(testbed.are_all_free, "both GPUs are free", 60)
 
 
-def _one_left(testbed: FaultTestbed, job: dict[str, object]) -> bool:
+def _has_exited_worker(testbed: FaultTestbed, job: dict[str, object]) -> bool:
     workers = testbed.find_job("ada", str(job["id"])).get("workers", ())
     return any(worker["state"] == "exited" for worker in workers)
 
@@ -198,7 +201,7 @@ def test_broker_is_suspended(testbed: FaultTestbed) -> None:
     seen = testbed.start("ada", "nb", "on1")
     job = testbed.submit_job("ben", 1)
     testbed.kill(BROKER, signal.SIGSTOP)
-    stranger = _old_epoch(testbed, seen.lease)
+    stranger = _create_container_of_old_epoch(testbed, seen.lease)
     time.sleep(45)
     testbed.kill(BROKER, signal.SIGCONT)
     wait_for(testbed.is_live, "the broker answers", 30)
@@ -211,7 +214,7 @@ def test_broker_is_suspended(testbed: FaultTestbed) -> None:
     assert testbed.find_job("ben", job["id"])["state"] == "running"
 
 
-def _old_epoch(testbed: FaultTestbed, lease: str) -> str:
+def _create_container_of_old_epoch(testbed: FaultTestbed, lease: str) -> str:
     """Create a container of the lease with an epoch before the first, with its GPU, and return its id."""
     with testbed.client_of("rig1") as client:
         labels = {"gpuhub.instance": testbed.paths.instance, "gpuhub.kind": "notebook", "gpuhub.lease": lease}
@@ -228,7 +231,7 @@ def test_second_instance_is_refused(testbed: FaultTestbed, program: str) -> None
     """The same command again ends at once with a reason, and the first process keeps running."""
     seen = testbed.start("ada", "nb", "on1")
     process = testbed.paths.run / "supervisord.conf"
-    command, environment = _program(process.read_text(), program)
+    command, environment = _read_program(process.read_text(), program)
     done = subprocess.run(
         command, env={**environment}, cwd=testbed.paths.state, capture_output=True, text=True, timeout=60, check=False
     )
@@ -238,7 +241,7 @@ def test_second_instance_is_refused(testbed: FaultTestbed, program: str) -> None
     assert testbed.container("ada", "nb") == seen
 
 
-def _program(text: str, program: str) -> tuple[list[str], dict[str, str]]:
+def _read_program(text: str, program: str) -> tuple[list[str], dict[str, str]]:
     """Return a program's command and environment as supervisord has them."""
     import os
     import shlex

@@ -105,7 +105,7 @@ async def test_ten_thousand_leases(tmp_path: Path, figure: Figure) -> None:
         # As many at once as later, so that the store has opened its connections.
         await cycles(range(200))
         gc.collect()
-        before = _counts(setting)
+        before = _count_resources(setting)
         began = time.monotonic()
         await cycles(range(200, 200 + CYCLES))
         figure("cycles", CYCLES)
@@ -114,7 +114,7 @@ async def test_ten_thousand_leases(tmp_path: Path, figure: Figure) -> None:
             while running.core.ledger.snapshot.leases:  # noqa: ASYNC110 - the keeper gives no sign of its own
                 await asyncio.sleep(0.1)
         gc.collect()
-        after = _counts(setting)
+        after = _count_resources(setting)
         engine = running.store._engine
         with engine.connect() as connection:
             held = connection.execute(sa.select(sa.func.count()).select_from(tables.held_gpus)).scalar_one()
@@ -128,7 +128,7 @@ async def test_ten_thousand_leases(tmp_path: Path, figure: Figure) -> None:
     assert after["tasks"] <= before["tasks"] + 5
 
 
-def _counts(setting: Setting) -> dict[str, int]:
+def _count_resources(setting: Setting) -> dict[str, int]:
     return {
         "files": len(list(Path("/proc/self/fd").iterdir())),
         "containers": sum(len(node.containers) for node in setting.nodes.values()),

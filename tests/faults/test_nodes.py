@@ -21,7 +21,7 @@ Figure = Callable[[str, float], None]
 
 
 @contextmanager
-def off(testbed: FaultTestbed, node: str) -> Iterator[None]:
+def power_off(testbed: FaultTestbed, node: str) -> Iterator[None]:
     """Power off the node, and start it at the end."""
     testbed.signal_daemon(node, signal.SIGKILL)
     testbed.supervisor.stop(node)
@@ -38,7 +38,7 @@ def test_a_node_dies_and_returns(testbed: FaultTestbed, figure: Figure) -> None:
     """The lease stays while the node is away; when it returns the container has ended, and the GPU is granted."""
     testbed.start("ada", "nb", "on2")
     other = testbed.start("ben", "nb", "on3")
-    with off(testbed, "rig2"):
+    with power_off(testbed, "rig2"):
         began = time.monotonic()
         wait_for(lambda: testbed.node("rig2").get("state") == "unreachable", "rig2 is unreachable", 60)
         figure("detected_s", time.monotonic() - began)
@@ -59,7 +59,7 @@ def test_a_node_returns_with_fewer_gpus(testbed: FaultTestbed) -> None:
     """Of two GPUs the missing one is failed and named, and the other one is granted."""
     folder = node_paths(testbed.paths, "rig2").gpus
     second = folder / "1"
-    with off(testbed, "rig2"):
+    with power_off(testbed, "rig2"):
         shutil.copytree(folder / "0", second)
         card = gpu_state.format_gpu(
             testbed.plan.node("rig2").gpus[0], index=1, uuid=gpu_uuid(testbed.plan.instance, "rig2", 1)
@@ -69,7 +69,7 @@ def test_a_node_returns_with_fewer_gpus(testbed: FaultTestbed) -> None:
         wait_for(
             lambda: [gpu["state"] for gpu in testbed.node("rig2")["gpus"]] == ["free", "free"], "both are free", 60
         )
-        with off(testbed, "rig2"):
+        with power_off(testbed, "rig2"):
             shutil.rmtree(second)
         wait_for(
             lambda: [gpu["state"] for gpu in testbed.node("rig2")["gpus"]] == ["free", "failed"], testbed.describe, 60

@@ -20,7 +20,7 @@ UNREACHABLE = {"unreachable", "down"}
 
 
 @contextmanager
-def cut(testbed: FaultTestbed, node: str, figure: Figure) -> Iterator[float]:
+def partition(testbed: FaultTestbed, node: str, figure: Figure) -> Iterator[float]:
     """Drop all packets; enters when the node counts as unreachable, and leaves when it is used again."""
     with testbed.dropped(node):
         began = time.monotonic()
@@ -38,7 +38,7 @@ def test_node_is_partitioned(testbed: FaultTestbed, figure: Figure) -> None:
     """The lease stays, its GPU is not granted to a waiting user, and the same container serves after the repair."""
     seen = testbed.start("ada", "nb", "on2")
     lease = testbed.lease_of("ada", "nb")
-    with cut(testbed, "rig2", figure) as began:
+    with partition(testbed, "rig2", figure) as began:
         testbed.ask_start("ben", "nb", "on2")
         while time.monotonic() < began + LONG_S:
             assert testbed.lease_of("ada", "nb")["state"] == "active"
@@ -54,7 +54,7 @@ def test_node_is_partitioned(testbed: FaultTestbed, figure: Figure) -> None:
 def test_node_is_partitioned_while_the_hub_restarts(testbed: FaultTestbed, figure: Figure) -> None:
     """The restarted hub keeps the server, and serves it when the node returns."""
     seen = testbed.start("ada", "nb", "on2")
-    with cut(testbed, "rig2", figure):
+    with partition(testbed, "rig2", figure):
         testbed.kill_and_wait(HUB)
         time.sleep(5)
         assert testbed.lease_of("ada", "nb")["state"] == "active"
@@ -68,7 +68,7 @@ def test_node_is_partitioned_while_the_hub_restarts(testbed: FaultTestbed, figur
 def test_stop_on_a_partitioned_node_and_start_on_another(testbed: FaultTestbed, figure: Figure) -> None:
     """The old GPU is quarantined until its node proves that the container is gone; the new one is on another node."""
     old = testbed.start("ada", "nb", "on2")
-    with cut(testbed, "rig2", figure):
+    with partition(testbed, "rig2", figure):
         testbed.stop("ada", "nb")
         wait_for(lambda: _states(testbed, "ada") == ["quarantined"], "the old lease is quarantined", 60)
         new = testbed.start("ada", "nb", "anygpu")
@@ -87,7 +87,7 @@ def _states(testbed: FaultTestbed, name: str) -> list[str]:
 def test_unreliable_network_to_a_node(testbed: FaultTestbed, figure: Figure, how: str) -> None:
     """The node's state stays stable, its notebook stays, and another node starts one as fast as before."""
     seen = testbed.start("ada", "nb", "on2")
-    usual = _start_s(testbed)
+    usual = _measure_start_s(testbed)
     first = testbed.last_event()
     loss = ("-m", "statistic", "--mode", "random", "--probability", "0.3")
     ways = {
@@ -96,7 +96,7 @@ def test_unreliable_network_to_a_node(testbed: FaultTestbed, figure: Figure, how
         "late": lambda: testbed.fault("rig2", ".", "delay", seconds=5.0),
     }
     with ways[how]():
-        slowest = max(_start_s(testbed) for _ in range(4))
+        slowest = max(_measure_start_s(testbed) for _ in range(4))
         time.sleep(LONG_S)
         assert testbed.lease_of("ada", "nb")["state"] == "active"
     turns = [event for event in testbed.events("node.unreachable", "node.up", after=first) if event["node"] == "rig2"]
@@ -109,7 +109,7 @@ def test_unreliable_network_to_a_node(testbed: FaultTestbed, figure: Figure, how
     assert testbed.container("ada", "nb") == seen
 
 
-def _start_s(testbed: FaultTestbed) -> float:
+def _measure_start_s(testbed: FaultTestbed) -> float:
     """Return the seconds that a start on another node takes."""
     began = time.monotonic()
     testbed.start("ben", "other", "on3")

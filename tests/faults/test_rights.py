@@ -79,12 +79,12 @@ def test_wrong_tokens(testbed: FaultTestbed) -> None:
         for path, method in routes:
             for token, statuses in wrong.items():
                 headers = {"Authorization": f"token {token}"} if token else {}
-                answer = web.request(method, _filled(path), headers=headers)
+                answer = web.request(method, _fill_path(path), headers=headers)
                 assert answer.status_code in statuses, (method, path, token[:4], answer.text[:200])
     revoked.close()
 
 
-def _filled(path: str) -> str:
+def _fill_path(path: str) -> str:
     return (
         path.replace("{name}", "rig1")
         .replace("{lease_id}", "x")

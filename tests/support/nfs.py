@@ -86,18 +86,18 @@ def serving_nfs(state: Path, host: str = "127.0.0.1", squash: str = "No_root_squ
             process.wait(20)
 
 
-def accepted(xid: int) -> bytes:
+def encode_accepted_reply(xid: int) -> bytes:
     """Return the reply that the program supports the version."""
-    return record(xid, 1, 0, 0, 0, 0)
+    return encode_record(xid, 1, 0, 0, 0, 0)
 
 
-def record(*words: int) -> bytes:
+def encode_record(*words: int) -> bytes:
     """Return words as one record."""
     return struct.pack(f">{len(words) + 1}I", 0x80000000 | 4 * len(words), *words)
 
 
 @contextmanager
-def serving(reply: Reply) -> Iterator[tuple[int, list[int]]]:
+def serve_reply(reply: Reply) -> Iterator[tuple[int, list[int]]]:
     """Yield a server's port, and the list of the versions in its calls."""
     asked: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -60,7 +60,7 @@ def hold(request: SchedulingRequest, *slots: GpuSlot, on: tuple[str, ...] = (), 
     )
 
 
-def engine(
+def build_scheduler(
     capacities: list[NodeCapacity],
     *entries: SchedulingRequest | Allocation,
     rules: SchedulingParameters | None = None,
@@ -79,7 +79,7 @@ def engine(
     return scheduler
 
 
-def got(decision: SchedulingDecision, name: str) -> list[str]:
+def granted_gpus(decision: SchedulingDecision, name: str) -> list[str]:
     """Return the GPUs that a request was granted."""
     return [slot.uuid for share in decision.grants[name].node_allocations for slot in share.slots]
 
@@ -89,7 +89,7 @@ def slot(capacities: list[NodeCapacity], uuid: str) -> GpuSlot:
     return next(each for supply in capacities for each in supply.slots if each.uuid == uuid)
 
 
-def without(supply: NodeCapacity, uuid: str, trouble: str) -> NodeCapacity:
+def with_unavailable_gpu(supply: NodeCapacity, uuid: str, trouble: str) -> NodeCapacity:
     """Return the node with one GPU unavailable."""
     slots = tuple(
         replace(s, available=False, unavailable_reason=trouble) if s.uuid == uuid else s for s in supply.slots

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gpuhub.common import names
 from gpuhub_closet.slurm_setup import build_slurm_config
 from gpuhub_closet.topology import ClosetPlan, build_practice_plan
-from tests.support.closet.observer import Observer, doubles
+from tests.support.closet.observer import Observer, find_shared_gpus
 from tests.support.hub.browser import Product
 from tests.support.slurm.daemons import wait_saved
 
@@ -118,7 +118,7 @@ class SlurmObserver(Observer):
             held = {}  # slurmctld is restarting
         after = self.running()
         self.most = max(self.most[0], len(held)), max(self.most[1], sum(bool(seen.uuids) for seen in after))
-        return doubles(after) | {
+        return find_shared_gpus(after) | {
             f"{uuid}: {seen.owner}'s {seen.kind} {seen.id[:12]}, and Slurm's job {held[uuid]}"
             for seen in after
             if seen.id in before

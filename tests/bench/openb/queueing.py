@@ -100,7 +100,7 @@ def measure() -> Iterator[tuple[str, float, str]]:
             yield "broker.utilisation_over_bound", sum(delivered(setting, outcome).values()) / bound, "ratio"
         yield f"broker.wait_mean_s_{name}", statistics.fmean(waits), "s"
         yield f"broker.wait_p95_s_{name}", waits[int(0.95 * (len(waits) - 1))], "s"
-        yield f"broker.jain_{name}", jain(setting, outcome), "index"
+        yield f"broker.jain_{name}", jain_index(setting, outcome), "index"
         yield f"broker.use_while_waiting_{name}", outcome.used_while_waiting / outcome.there_while_waiting, "ratio"
         yield f"broker.use_until_done_{name}", asked / (setting.gpus * outcome.makespan_s), "ratio"
 
@@ -116,7 +116,7 @@ def build_scheduler() -> Scheduler:
 def shrink(of: Trace, load: float = LOAD) -> Setting:
     """Return the trace's busiest week on the number of its nodes that makes the offered load about `load`."""
     tasks = [replace(task, demand=in_parts(task.demand), runs_s=min(task.runs_s, LONGEST_S)) for task in of.tasks]
-    week = _busiest(tasks)
+    week = _find_busiest_week(tasks)
     wanted = sum(inflate.size(task.demand) * task.runs_s for task in week) / WHOLE / WINDOW_S / load
     by_size = sorted(of.nodes, key=lambda node: (-len(node.cards), node.cards[0].model))
     samples = [tuple(by_size[step // 2 :: step]) for step in range(1, len(by_size) + 1)]
@@ -133,7 +133,7 @@ def gpus_of(job: Job) -> float:
     return inflate.size(job.demand) / WHOLE
 
 
-def _busiest(tasks: Sequence[Task]) -> list[Task]:
+def _find_busiest_week(tasks: Sequence[Task]) -> list[Task]:
     """Return the tasks of the window, beginning with a task, in which most GPU-time is requested."""
     best: tuple[float, int, int] = (-1.0, 0, 0)
     work, first = 0.0, 0
@@ -227,18 +227,18 @@ def delivered(setting: Setting, outcome: Outcome) -> dict[str, float]:
     return dict(got)
 
 
-def jain(setting: Setting, outcome: Outcome) -> float:
+def jain_index(setting: Setting, outcome: Outcome) -> float:
     """Return Jain's index of the users' GPU-time over their due."""
     asked: defaultdict[str, float] = defaultdict(float)
     for job in setting.jobs:
         asked[job.owner] += gpus_of(job) * min(job.runs_s, setting.ends_at - job.arrives_at)
-    due = max_min(asked, setting.gpus * setting.ends_at)
+    due = max_min_fair_shares(asked, setting.gpus * setting.ends_at)
     got = delivered(setting, outcome)
     parts = [got[user] / due[user] for user in due if due[user] > 0]
     return sum(parts) ** 2 / (len(parts) * sum(part * part for part in parts))
 
 
-def max_min(asked: Mapping[str, float], there: float) -> dict[str, float]:
+def max_min_fair_shares(asked: Mapping[str, float], there: float) -> dict[str, float]:
     """Return the max-min fair parts: no user gets more than requested, and the others share the rest."""
     due: dict[str, float] = {}
     for left, user in zip(itertools.count(len(asked), -1), sorted(asked, key=lambda user: asked[user]), strict=False):

@@ -98,7 +98,7 @@ class BuiltinQueue:
         self._engine = engine
         self._waiting: dict[str, SchedulingRequest] = {}
         self._next_wakeup: float | None = None
-        engine.rebuild(SchedulerSnapshot(nodes=[_supply(at, node) for at, node in enumerate(nodes)]))
+        engine.rebuild(SchedulerSnapshot(nodes=[_node_capacity(at, node) for at, node in enumerate(nodes)]))
 
     def arrive(self, job: Job) -> None:
         request = _request(job, seq=len(self._waiting))
@@ -123,7 +123,7 @@ class BuiltinQueue:
         return self._next_wakeup
 
 
-def _supply(at: int, node: FreeCapacity) -> NodeCapacity:
+def _node_capacity(at: int, node: FreeCapacity) -> NodeCapacity:
     name = f"node{at:04}"
     return NodeCapacity(
         name=name,

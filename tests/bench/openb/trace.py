@@ -73,7 +73,10 @@ def read(folder: Path) -> Trace:
     Raises:
         FileNotFoundError: The folder lacks one of the two files, or has several.
     """
-    with _only(folder, _NODES).open(newline="") as nodes, _only(folder, _PODS).open(newline="") as pods:
+    with (
+        _find_only_file(folder, _NODES).open(newline="") as nodes,
+        _find_only_file(folder, _PODS).open(newline="") as pods,
+    ):
         return parse(str(folder), csv.DictReader(nodes), csv.DictReader(pods))
 
 
@@ -98,7 +101,7 @@ def typical(tasks: Iterable[Task], share: float = 0.95) -> tuple[tuple[NodeDeman
     return tuple(chosen)
 
 
-def _only(folder: Path, pattern: str) -> Path:
+def _find_only_file(folder: Path, pattern: str) -> Path:
     files = sorted(folder.glob(pattern))
     if len(files) != 1:
         raise FileNotFoundError(
@@ -111,14 +114,14 @@ def _only(folder: Path, pattern: str) -> Path:
 def _node(row: Mapping[str, str]) -> FreeCapacity:
     gpus = int(row["gpu"])
     return FreeCapacity(
-        cards=(_card(row["model"]),) * gpus,
+        cards=(_gpu_spec(row["model"]),) * gpus,
         free=(WHOLE,) * gpus,
         cpu_milli=int(row["cpu_milli"]),
         memory_mib=int(row["memory_mib"]),
     )
 
 
-def _card(model: str) -> GpuSpec:
+def _gpu_spec(model: str) -> GpuSpec:
     return GpuSpec(model=model, memory_mib=0)
 
 
@@ -129,7 +132,7 @@ def _task(row: Mapping[str, str], models: Iterable[str]) -> Task:
     return Task(
         demand=NodeDemand(
             gpus=gpus,
-            cards=None if wanted is None else tuple(_card(model) for model in wanted),
+            cards=None if wanted is None else tuple(_gpu_spec(model) for model in wanted),
             milli=int(row["gpu_milli"]) if gpus == 1 else WHOLE,
             cpu_milli=int(row["cpu_milli"]),
             memory_mib=int(row["memory_mib"]),

@@ -13,7 +13,7 @@ import httpx
 
 from gpuhub.ops.deploy.programs import Supervisor
 from tests.faults.testbed.node_access import NodeAccess
-from tests.support.closet.observer import Observer, Seen
+from tests.support.closet.observer import Observer, SeenContainer
 from tests.support.hub.users import Client
 from tests.support.product import wait_for
 
@@ -100,7 +100,7 @@ class UserActions(NodeAccess):
 
     # -- users' doings --------------------------------------------------------------------------------------------
 
-    def start(self, name: str, server: str, profile: str = "light", deadline_s: float = 60) -> Seen:
+    def start(self, name: str, server: str, profile: str = "light", deadline_s: float = 60) -> SeenContainer:
         """Start a server and return its container when it is ready."""
         self.ask_start(name, server, profile)
         return self.wait_ready(name, server, deadline_s)
@@ -109,7 +109,7 @@ class UserActions(NodeAccess):
         """Request a server."""
         self.clients[name].start(server, profile)
 
-    def wait_ready(self, name: str, server: str, deadline_s: float = 60) -> Seen:
+    def wait_ready(self, name: str, server: str, deadline_s: float = 60) -> SeenContainer:
         """Return a server's container when the hub calls the server ready."""
         client = self.clients[name]
         wait_for(
@@ -119,7 +119,7 @@ class UserActions(NodeAccess):
         )
         return wait_for(lambda: self.container(name, server), f"{name}'s {server} has a container")
 
-    def container(self, name: str, server: str) -> Seen | None:
+    def container(self, name: str, server: str) -> SeenContainer | None:
         """Return the running container of a user's server."""
         lease = self.lease_of(name, server)
         return next((seen for seen in self.observer.running() if seen.lease == lease.get("id")), None)
@@ -196,7 +196,7 @@ class UserActions(NodeAccess):
         status, answer = self.clients[name].ask(self.clients[name].broker, "GET", f"/jobs/{job}")
         return answer if status == 200 else {}
 
-    def execute(self, seen: Seen, *command: str) -> tuple[int, str]:
+    def execute(self, seen: SeenContainer, *command: str) -> tuple[int, str]:
         """Run a command in a container as its user; return exit status and output."""
         with closing(self.client_of(seen.node)) as client:
             created = client.exec_create(seen.id, list(command))

@@ -61,7 +61,7 @@ def home(head: HeadNode) -> Path:
     return Path(head.cluster.storage.home.replace("{username}", OWNER))
 
 
-async def talk(head: HeadNode, container: str, *words: str) -> CourierClient:
+async def start_courier_client(head: HeadNode, container: str, *words: str) -> CourierClient:
     return CourierClient(await start_exec(head.daemons, "rig2", container, (*COMMAND, *words)))
 
 
@@ -100,13 +100,13 @@ async def test_files_are_transferred_completely(head: HeadNode, container: str) 
         entry = tarfile.TarInfo("large")
         entry.size = len(content)
         tar.addfile(entry, io.BytesIO(content))
-    async with await talk(head, container, "put", f"--limit={2**30}", "--", "sent") as putting:
+    async with await start_courier_client(head, container, "put", f"--limit={2**30}", "--", "sent") as putting:
         await putting.send(packed.getvalue())
         await putting.end_input()
         assert await putting.wait_result() == {"files": 1, "bytes": len(content)}
     file = home(head) / "sent" / "large"
     assert (file.read_bytes() == content, file.stat().st_uid) == (True, home(head).stat().st_uid)
-    async with await talk(head, container, "get", f"--limit={2**30}", "--", "sent/large") as getting:
+    async with await start_courier_client(head, container, "get", f"--limit={2**30}", "--", "sent/large") as getting:
         got = b"".join([part async for part in getting.read_output(limit_s=60)])
     with tarfile.open(fileobj=io.BytesIO(got)) as tar:
         assert tar.extractfile("large").read() == content  # type: ignore[union-attr]
@@ -115,12 +115,12 @@ async def test_files_are_transferred_completely(head: HeadNode, container: str) 
 async def test_refused_transfer_names_the_reason(head: HeadNode, container: str) -> None:
     """A transfer is refused with the reason, before or during it."""
     with pytest.raises(NotFound, match="there is no 'nothing' in the home"):
-        async with await talk(head, container, "get", "--limit=9", "--", "nothing"):
+        async with await start_courier_client(head, container, "get", "--limit=9", "--", "nothing"):
             pass
     with pytest.raises(SizeLimitExceeded):
-        async with await talk(head, container, "get", "--limit=9", "--", CODE):
+        async with await start_courier_client(head, container, "get", "--limit=9", "--", CODE):
             pass
-    async with await talk(head, container, "put", "--limit=9", "--", "sent") as putting:
+    async with await start_courier_client(head, container, "put", "--limit=9", "--", "sent") as putting:
         with suppress(Conflict):
             await putting.send(b"no tar" * 1000)
             await putting.end_input()
@@ -130,9 +130,9 @@ async def test_refused_transfer_names_the_reason(head: HeadNode, container: str)
 
 async def test_program_ends_when_its_client_disconnects(head: HeadNode, container: str) -> None:
     """A program ends when its client disconnects: its input ends, while Docker leaves programs running."""
-    following = await talk(head, container, "logs", "--follow", "--", "run-000001")
+    following = await start_courier_client(head, container, "logs", "--follow", "--", "run-000001")
     await following.__aenter__()
-    getting = await talk(head, container, "put", f"--limit={2**30}", "--", "sent")
+    getting = await start_courier_client(head, container, "put", f"--limit={2**30}", "--", "sent")
     await getting.__aenter__()
     assert len(programs(head, container)) == 2
     await following.__aexit__(None, None, None)
@@ -142,13 +142,13 @@ async def test_program_ends_when_its_client_disconnects(head: HeadNode, containe
 
 async def test_a_terminal_ends_with_its_client(head: HeadNode, container: str) -> None:
     """A terminal's shell ends with its client, and processes that ignore SIGHUP are killed."""
-    async with await talk(head, container, "shell", "--columns=97", "--rows=31", "--run=") as terminal:
+    async with await start_courier_client(head, container, "shell", "--columns=97", "--rows=31", "--run=") as terminal:
         await terminal.send(b"echo sum-$((40+2)); trap '' HUP; (trap '' HUP; sleep 1000) &\n")
         shown = await read_until(terminal, b"sum-42")
         assert b"sum-42" in shown
         await until(lambda: any("sleep 1000" in line for line in programs(head, container)))
     await until(lambda: programs(head, container) == [])
-    async with await talk(head, container, "shell", "--run=exit 7") as terminal:
+    async with await start_courier_client(head, container, "shell", "--run=exit 7") as terminal:
         assert await terminal.wait_result() == {"exit": 7}
 
 

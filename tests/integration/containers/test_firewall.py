@@ -138,7 +138,7 @@ def world(closet: Closet) -> Iterator[None]:
     cluster = settings.load(closet.cluster_file)
     head = str(closet.plan.head)
     with ExitStack() as stack:
-        stack.enter_context(user_containers.outside(closet.plan))
+        stack.enter_context(user_containers.outside_hosts(closet.plan))
         ports = (22, cluster.hub.api_port, cluster.hub.broker_port)
         stack.enter_context(user_containers.listening(None, [f"{head}:{port}" for port in ports]))
         for node in closet.plan.nodes:

@@ -91,7 +91,7 @@ def ada(hub: ServedHub, browser: Browser, set_cookies: list[str]) -> Iterator[Br
 
     page.on("response", keep)
     page.goto(f"{url(hub)}/hub/login")
-    picture(page, "https-login")
+    save_screenshot(page, "https-login")
     page.fill("input[name=username]", "ada")
     page.fill("input[name=password]", hub.password)
     page.click("#login_submit")
@@ -110,19 +110,19 @@ def url(hub: ServedHub) -> str:
     return f"https://{NAME}:{hub.port}"
 
 
-def picture(page: Page, name: str) -> None:
+def save_screenshot(page: Page, name: str) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=PICTURES / f"{name}.png")
 
 
-def trusting(hub: ServedHub) -> ssl.SSLContext:
+def build_tls_context(hub: ServedHub) -> ssl.SSLContext:
     """Return a context that trusts only the authority's file, with every check that Python has."""
     context = ssl.create_default_context(cafile=str(hub.paths.authority))
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     return context
 
 
-def shake_hands(hub: ServedHub, context: ssl.SSLContext, name: str) -> tuple[str | None, x509.Certificate]:
+def open_tls(hub: ServedHub, context: ssl.SSLContext, name: str) -> tuple[str | None, x509.Certificate]:
     """Return the protocol version and the server's certificate."""
     with (
         socket.create_connection(("127.0.0.1", hub.port), timeout=10) as plain,
@@ -133,9 +133,9 @@ def shake_hands(hub: ServedHub, context: ssl.SSLContext, name: str) -> tuple[str
         return tls.version(), x509.load_der_x509_certificate(shown)
 
 
-def ask(hub: ServedHub, path: str, *, method: str = "GET", **headers: str) -> httpx.Response:
+def send_request(hub: ServedHub, path: str, *, method: str = "GET", **headers: str) -> httpx.Response:
     """Send a request to the hub by its name and return the response without following redirects."""
-    with httpx.Client(verify=trusting(hub), trust_env=False) as client:
+    with httpx.Client(verify=build_tls_context(hub), trust_env=False) as client:
         request = client.build_request(
             method,
             f"https://127.0.0.1:{hub.port}{path}",
@@ -154,16 +154,16 @@ def ask(hub: ServedHub, path: str, *, method: str = "GET", **headers: str) -> ht
 @pytest.mark.parametrize("name", [NAME, f"ada.{NAME}", f"broker--service.{NAME}", "localhost", "127.0.0.1"])
 def test_the_authority_alone_is_enough(hub: ServedHub, name: str) -> None:
     """Python verifies the chain and the name."""
-    version, _ = shake_hands(hub, trusting(hub), name)
+    version, _ = open_tls(hub, build_tls_context(hub), name)
     assert version in {"TLSv1.2", "TLSv1.3"}
 
 
 def test_certificate_is_not_trusted_without_the_authority(hub: ServedHub) -> None:
     """The system's authorities do not verify the certificate, and it is valid for no other name."""
     with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer certificate"):
-        shake_hands(hub, ssl.create_default_context(), NAME)
+        open_tls(hub, ssl.create_default_context(), NAME)
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
-        shake_hands(hub, trusting(hub), f"a.b.{NAME}")
+        open_tls(hub, build_tls_context(hub), f"a.b.{NAME}")
 
 
 def test_old_protocols_are_refused(hub: ServedHub) -> None:
@@ -180,14 +180,14 @@ def test_old_protocols_are_refused(hub: ServedHub) -> None:
 
 def test_renewed_certificate_is_used_without_a_restart(hub: ServedHub) -> None:
     """A renewed certificate is used without a restart, and open transfers complete."""
-    _, old = shake_hands(hub, trusting(hub), NAME)
+    _, old = open_tls(hub, build_tls_context(hub), NAME)
     renewed = authority.load_authority(
         hub.paths.authority.read_bytes(), (hub.paths.secrets / "authority.key").read_bytes()
     )
     file = hub.paths.secrets / "https.pem"
     with (
         socket.create_connection(("127.0.0.1", hub.port), timeout=30) as plain,
-        trusting(hub).wrap_socket(plain, server_hostname=NAME) as open_all_the_time,
+        build_tls_context(hub).wrap_socket(plain, server_hostname=NAME) as open_all_the_time,
     ):
         open_all_the_time.sendall(f"GET /hub/health HTTP/1.1\r\nHost: {NAME}\r\n".encode())
         new = file.with_suffix(".new")
@@ -196,7 +196,7 @@ def test_renewed_certificate_is_used_without_a_restart(hub: ServedHub) -> None:
         )
         new.chmod(0o600)
         new.replace(file)
-        wait_for(lambda: shake_hands(hub, trusting(hub), NAME)[1] != old, "the new certificate")
+        wait_for(lambda: open_tls(hub, build_tls_context(hub), NAME)[1] != old, "the new certificate")
         open_all_the_time.sendall(b"Connection: close\r\n\r\n")
         assert open_all_the_time.recv(100).startswith(b"HTTP/1.1 200")
 
@@ -249,9 +249,9 @@ def test_security_headers(hub: ServedHub, ada: BrowserContext, path: str, who: s
     """Every response, allowed or refused, forbids frames, type guessing, caching and other origins."""
     if who == "ada":
         cookies = "; ".join(f"{cookie['name']}={cookie['value']}" for cookie in ada.cookies(f"{url(hub)}/hub/"))
-        answer = ask(hub, path, Cookie=cookies, Origin="https://evil.example")
+        answer = send_request(hub, path, Cookie=cookies, Origin="https://evil.example")
     else:
-        answer = ask(hub, path, Origin="https://evil.example")
+        answer = send_request(hub, path, Origin="https://evil.example")
     headers = answer.headers
     assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
     assert headers["X-Content-Type-Options"] == "nosniff"
@@ -266,7 +266,9 @@ def test_security_headers(hub: ServedHub, ada: BrowserContext, path: str, who: s
 @pytest.mark.parametrize("path", ["/hub/api/users", "/hub/gpuhub/act", "/services/broker/api/v1/leases"])
 def test_no_other_origin_is_allowed(hub: ServedHub, path: str) -> None:
     """The response to a CORS preflight request allows no other origin."""
-    answer = ask(hub, path, method="OPTIONS", Origin="https://evil.example", Access_Control_Request_Method="POST")
+    answer = send_request(
+        hub, path, method="OPTIONS", Origin="https://evil.example", Access_Control_Request_Method="POST"
+    )
     assert "Access-Control-Allow-Origin" not in answer.headers
 
 
@@ -304,16 +306,16 @@ def test_token_in_a_url_is_ignored(hub: ServedHub, ada: BrowserContext) -> None:
     page.click("#request-token-form button[type=submit]")
     shown = page.wait_for_function("document.getElementById('token-result').innerText.trim()")
     token = shown.json_value()
-    picture(page, "https-token")
+    save_screenshot(page, "https-token")
     page.close()
-    assert ask(hub, "/hub/api/user", Authorization=f"token {token}").json()["name"] == "ada"
+    assert send_request(hub, "/hub/api/user", Authorization=f"token {token}").json()["name"] == "ada"
     assert token not in hub.log("hub") + hub.log("proxy") + hub.log("broker")
-    assert ask(hub, f"/hub/api/user?token={token}").status_code == 403
-    refused = ask(hub, f"/hub/home?token={token}")
+    assert send_request(hub, f"/hub/api/user?token={token}").status_code == 403
+    refused = send_request(hub, f"/hub/home?token={token}")
     assert (refused.status_code, refused.headers["Location"].split("?")[0]) == (302, "/hub/login")
     assert "Set-Cookie" not in refused.headers
-    assert ask(hub, "/services/broker/api/v1/usage", Authorization=f"token {token}").status_code == 200
-    assert ask(hub, f"/services/broker/api/v1/usage?token={token}").status_code == 401
+    assert send_request(hub, "/services/broker/api/v1/usage", Authorization=f"token {token}").status_code == 200
+    assert send_request(hub, f"/services/broker/api/v1/usage?token={token}").status_code == 401
 
 
 # -- in the browser -----------------------------------------------------------------------------------------------------
@@ -339,7 +341,7 @@ def test_pages_work_under_the_hubs_name(hub: ServedHub, ada: BrowserContext) -> 
     assert refreshed.value.ok
     page.wait_for_selector("[data-gpuhub-part=nodes]")
     assert page.evaluate("window.isSecureContext")
-    picture(page, "https-gpus")
+    save_screenshot(page, "https-gpus")
     page.close()
     assert problems == []
 

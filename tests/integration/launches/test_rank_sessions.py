@@ -39,7 +39,7 @@ TWO_NODES = "--nnodes 2"
 
 
 @dataclass(frozen=True)
-class Shown:
+class CellOutput:
     """The output of a cell, and its error's type and message."""
 
     text: str
@@ -95,19 +95,19 @@ class Kernel:
     def shows_both(self, wanted: str) -> None:
         """Wait until both ranks have printed this."""
         shown = ""
-        while not says_on_both(wanted, shown):
+        while not is_printed_by_both(wanted, shown):
             shown += self.line()
             assert "=== " not in shown, shown
 
-    def end(self) -> Shown:
+    def end(self) -> CellOutput:
         """Wait for the cell's end."""
         text = ""
         while not (line := self.line()).startswith("=== "):
             text += line
         error = json.loads(line[4:])
-        return Shown(text, *(error or ("", "")))
+        return CellOutput(text, *(error or ("", "")))
 
-    def run(self, cell: str) -> Shown:
+    def run(self, cell: str) -> CellOutput:
         """Run a cell and return its output."""
         self.begin(cell)
         return self.end()
@@ -138,7 +138,7 @@ def kernel(notebook: Notebook) -> Iterator[Kernel]:
         yield started
 
 
-def says_on_both(line: str, shown: str) -> bool:
+def is_printed_by_both(line: str, shown: str) -> bool:
     """Return whether both ranks printed it, in one line or in two."""
     apart = all(f"[rank {rank} · rig{rank + 1}] {line}\n" in shown for rank in (0, 1))
     return apart or f"[ranks 0-1 ×2] {line}\n" in shown
@@ -151,7 +151,7 @@ def test_the_documented_example_runs(kernel: Kernel) -> None:
     assert "There is no rank session" in kernel.good("%gpu_ranks")
     shown = kernel.good(first)
     assert "gpu_launch: 2 ranks run on rig1 RTX 5090, rig2 RTX 5070, and hold their GPUs until" in shown
-    assert says_on_both("2", shown)
+    assert is_printed_by_both("2", shown)
     assert re.search(r"loss \d+\.\d\d at first, 0\.0\d+ now\n", kernel.good(train))
     kernel.good(look)
     shown = kernel.good(weight)
@@ -211,7 +211,7 @@ def test_group_restarts_when_ranks_wait_for_a_failed_one(kernel: Kernel) -> None
     )
     assert "rank 0: did not return from the interrupt and was killed\n" in failed.error
     assert "all their variables are gone" in failed.error
-    assert says_on_both("False", kernel.good("%%gpu_ranks\n'x' in globals()"))
+    assert is_printed_by_both("False", kernel.good("%%gpu_ranks\n'x' in globals()"))
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "os._exit(3)", "os._exit(0)"])
@@ -222,7 +222,7 @@ def test_group_restarts_when_a_rank_dies_in_a_cell(kernel: Kernel, how: str) -> 
     assert failed.kind == "LaunchFailed"
     assert "rank 1 on rig2" in failed.error
     assert "all their variables are gone" in failed.error
-    assert says_on_both("2", kernel.good("%%gpu_ranks\nworld_size"))
+    assert is_printed_by_both("2", kernel.good("%%gpu_ranks\nworld_size"))
 
 
 def test_rank_lost_between_cells_is_reported_at_once_and_with_the_next_cell(kernel: Kernel) -> None:
@@ -236,7 +236,7 @@ def test_rank_lost_between_cells_is_reported_at_once_and_with_the_next_cell(kern
     assert "rank 1 on rig2 failed: SIGKILL" in failed.error
     assert "all their variables are gone" in failed.error
     assert "] ran\n" not in failed.text
-    assert says_on_both("2", kernel.good("%%gpu_ranks\nworld_size"))
+    assert is_printed_by_both("2", kernel.good("%%gpu_ranks\nworld_size"))
 
 
 def test_a_node_lost_between_cells_is_named(kernel: Kernel) -> None:
@@ -248,7 +248,7 @@ def test_a_node_lost_between_cells_is_named(kernel: Kernel) -> None:
     failed = kernel.run("%%gpu_ranks\nx")
     assert "rig2" in failed.error.splitlines()[0]
     assert "all their variables are gone" in failed.error
-    assert says_on_both("2", kernel.good("%%gpu_ranks\nworld_size"))
+    assert is_printed_by_both("2", kernel.good("%%gpu_ranks\nworld_size"))
 
 
 def test_interrupt_stops_the_cell_and_keeps_variables(kernel: Kernel) -> None:
@@ -262,7 +262,7 @@ def test_interrupt_stops_the_cell_and_keeps_variables(kernel: Kernel) -> None:
     assert time.monotonic() - began < 60
     assert stopped.kind == "LaunchInterrupted"
     assert "and all variables are kept" in stopped.error
-    assert says_on_both("1", kernel.good("%%gpu_ranks\nx"))
+    assert is_printed_by_both("1", kernel.good("%%gpu_ranks\nx"))
     kernel.begin("%%gpu_ranks\nprint('waits')\ndist.all_reduce(torch.ones(1)) if rank else time.sleep(100)")
     kernel.shows_both("waits")
     kernel.process.send_signal(signal.SIGINT)
@@ -270,7 +270,7 @@ def test_interrupt_stops_the_cell_and_keeps_variables(kernel: Kernel) -> None:
     assert stopped.kind == "LaunchInterrupted"
     assert "rank 1: did not return from the interrupt and was killed" in stopped.error
     assert "all their variables are gone" in stopped.error
-    assert says_on_both("2", kernel.good("%%gpu_ranks\nworld_size"))
+    assert is_printed_by_both("2", kernel.good("%%gpu_ranks\nworld_size"))
 
 
 def test_all_output_of_a_cell_is_shown_before_it_ends(kernel: Kernel) -> None:
@@ -280,9 +280,9 @@ def test_all_output_of_a_cell_is_shown_before_it_ends(kernel: Kernel) -> None:
         shown = kernel.good(
             f"%%gpu_ranks\nfor i in range(2000): print('line', i)\nprint('end {number}', file=sys.stderr)\nprint('last', end='')"
         )
-        assert says_on_both("line 1999", shown)
-        assert says_on_both(f"end {number}", shown)
-        assert says_on_both("last", shown)
+        assert is_printed_by_both("line 1999", shown)
+        assert is_printed_by_both(f"end {number}", shown)
+        assert is_printed_by_both("last", shown)
 
 
 def test_ranks_end_with_their_kernel(kernel: Kernel) -> None:

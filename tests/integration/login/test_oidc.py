@@ -262,15 +262,15 @@ def test_up_refuses_invalid_oidc_settings_before_start(provider: Provider, tmp_p
     secret.chmod(0o644)
     settings = SETTINGS.format(issuer=provider.issuer, secret=secret, admin_groups="[]")
     with login_hub("ghoiup", settings, start=False) as hub:
-        assert "can be read by other users (mode 0644): chmod 600" in failing_up(hub)
+        assert "can be read by other users (mode 0644): chmod 600" in run_failing_up(hub)
         secret.chmod(0o600)
         away = "https://127.0.0.1:9"
         hub.write(settings.replace(provider.issuer, away))
-        assert f"login.issuer = '{away}' cannot be used: {away}/.well-known/openid-configuration" in failing_up(hub)
+        assert f"login.issuer = '{away}' cannot be used: {away}/.well-known/openid-configuration" in run_failing_up(hub)
         assert not Supervisor(hub.paths).is_running()
 
 
-def failing_up(hub: LoginHub) -> str:
+def run_failing_up(hub: LoginHub) -> str:
     """Return the error of a failing `gpuhub up`."""
     command = [str(Path(sys.executable).with_name("gpuhub")), "up"]
     options = ["--instance", hub.paths.instance, "--cluster-file", str(hub.file)]

@@ -169,16 +169,16 @@ def test_the_key_reaches_dockers_socket_and_nothing_else(head: Head, rig3: Machi
     with subprocess.Popen([*ssh, "-N", *places, *destination], stderr=subprocess.DEVNULL) as forwarding:
         try:
             wait(lambda: all((tmp_path / name).exists() for name in ways), "the tunnel")
-            assert ask(tmp_path / "docker").startswith(b"HTTP/1.0 200")
-            assert ask(tmp_path / "other") == b""
-            assert ask(tmp_path / "port") == b""
+            assert ping_docker(tmp_path / "docker").startswith(b"HTTP/1.0 200")
+            assert ping_docker(tmp_path / "other") == b""
+            assert ping_docker(tmp_path / "port") == b""
         finally:
             forwarding.kill()
     assert f"connect to path {ways['other']}, but the request was denied" in rig3.log
     assert f"connect to host {rig3.address} port 22, but the request was denied" in rig3.log
 
 
-def ask(socket_file: Path) -> bytes:
+def ping_docker(socket_file: Path) -> bytes:
     """Return the response to a ping of Docker's API on a socket; empty when the socket is closed."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(10)
@@ -255,7 +255,7 @@ def stop_dockerd(closet: Closet, node: ClosetNode) -> None:
 
 
 @contextmanager
-def started_with(closet: Closet, node: ClosetNode, flags: list[str]) -> Iterator[None]:
+def dockerd_with_flags(closet: Closet, node: ClosetNode, flags: list[str]) -> Iterator[None]:
     """Run the node's dockerd with further flags, and restore it afterwards."""
     stop_dockerd(closet, node)
     command = ["setsid", "--fork", *daemons.build_foreground_command(closet.plan, node, closet.paths), *flags]
@@ -282,7 +282,7 @@ def test_a_daemon_over_mutual_tls(head: Head, closet: Closet, rig3: Machine):
     assert {file.name: stat.S_IMODE(file.stat().st_mode) for file in here.iterdir()} == dict.fromkeys(
         ("ca.pem", "server.pem", "server-key.pem"), 0o600
     )
-    with started_with(closet, node, flags[0].replace("/etc/gpuhub/docker", str(here)).split()):
+    with dockerd_with_flags(closet, node, flags[0].replace("/etc/gpuhub/docker", str(here)).split()):
         assert "answers over TLS, only to gpuhub's certificate" in head.gpuhub(*add)
         added = settings.load(head.file).node("rig3")
         assert added.docker == f"tcp://{node.address}:2376"
@@ -337,7 +337,7 @@ def test_an_expired_certificate_is_named(head: Head, closet: Closet, rig3: Machi
     )
     head.file.write_text(cluster_file.put_node(head.file.read_text(), node_settings))
     flags = node_access.build_dockerd_flags(str(node.address)).replace("/etc/gpuhub/docker", str(here)).split()
-    with started_with(closet, node, flags):
+    with dockerd_with_flags(closet, node, flags):
         with pytest.raises(
             NodeUnreachable, match=r"node rig3: unauthenticated: .* has expired: `gpuhub node add --tls`"
         ):

@@ -53,12 +53,12 @@ def store(tmp_path_factory: pytest.TempPathFactory, closet: Any) -> CertificateS
 @pytest.fixture
 def secured(users: Any, store: CertificateStore) -> Any:
     """The factory `users` in a hub with internal TLS."""
-    turn_on(users, store)
+    enable_internal_tls(users, store)
     users().settings["config"].GpuDockerSpawner.cmd = ["python3", "-c", NOTEBOOK]
     return users
 
 
-def turn_on(users: Any, store: CertificateStore) -> None:
+def enable_internal_tls(users: Any, store: CertificateStore) -> None:
     """Set what JupyterHub passes to users and spawners with `internal_ssl`."""
     hub = store.files(internal_certificates.HUB)
     users().settings.update(
@@ -87,7 +87,9 @@ def client_context(store: CertificateStore, own: internal_certificates.Certifica
     return context
 
 
-def in_files(folder: Path, issued: notebook_certificate.NotebookCertificate) -> internal_certificates.CertificateFiles:
+def write_certificate(
+    folder: Path, issued: notebook_certificate.NotebookCertificate
+) -> internal_certificates.CertificateFiles:
     pair = internal_certificates.CertificateFiles(folder / "certificate.pem", folder / "key.pem")
     pair.certificate.write_bytes(issued.certificate)
     pair.key.write_bytes(issued.key)
@@ -103,7 +105,9 @@ async def test_notebook_accepts_only_hub_and_proxy(
     user = secured()
     await user.spawn(options={"profile": "cpu"})
     spawner = user.spawner
-    bens = in_files(tmp_path, notebook_certificate.issue_notebook_certificate(store.folder, "ben", spawner.server.ip))
+    bens = write_certificate(
+        tmp_path, notebook_certificate.issue_notebook_certificate(store.folder, "ben", spawner.server.ip)
+    )
     assert spawner.server.proto == "https"
     assert ask(user, client_context(store, store.files(internal_certificates.HUB))) == 200
     assert ask(user, client_context(store, store.files(internal_certificates.PROXY_CLIENT))) == 200
@@ -164,7 +168,7 @@ async def test_a_notebook_started_without_tls_is_still_found(
     before = users()
     await before.spawn(options={"profile": "cpu"})
     url = before.spawner.server.url
-    turn_on(users, store)
+    enable_internal_tls(users, store)
     after = users()
     assert await after.spawner.poll() is None
     assert await after.spawner.get_url() == url

@@ -102,7 +102,7 @@ async def work(head: HeadNode, image: str, node: str = "rig1", owner: str = OWNE
     return await start_worker(head.daemons, head.cluster, head.closet.paths, given)
 
 
-def inside(head: HeadNode, node: str, container: str, command: str) -> str:
+def run_in_container(head: HeadNode, node: str, container: str, command: str) -> str:
     """Run a shell command in a container as its user and return its output."""
     with closing(head.closet.client(node)) as client:
         running = client.containers.get(container)
@@ -111,7 +111,7 @@ def inside(head: HeadNode, node: str, container: str, command: str) -> str:
         ).strip()
 
 
-def on_nfs(head: HeadNode, server: RunningNfsServer, **options: Any) -> HeadNode:
+def with_nfs_homes(head: HeadNode, server: RunningNfsServer, **options: Any) -> HeadNode:
     """Return the closet with homes on the server."""
     tables = {
         "home": f"nfs://{server.host}/export/home/{{username}}",
@@ -128,16 +128,19 @@ def on_nfs(head: HeadNode, server: RunningNfsServer, **options: Any) -> HeadNode
 async def test_scratch_is_private_and_persistent(clean: HeadNode, tiny_image: str) -> None:
     """A new volume is given to the user, shared by the user's containers on that node, and by no others."""
     first = await work(clean, tiny_image)
-    uid = inside(clean, "rig1", first, "id -u")
-    assert inside(clean, "rig1", first, "ls -ldn /scratch").split()[:4] == ["drwx------", "2", uid, uid]
-    assert inside(clean, "rig1", first, "echo kept > /scratch/file && cat /scratch/file") == "kept"
+    uid = run_in_container(clean, "rig1", first, "id -u")
+    assert run_in_container(clean, "rig1", first, "ls -ldn /scratch").split()[:4] == ["drwx------", "2", uid, uid]
+    assert run_in_container(clean, "rig1", first, "echo kept > /scratch/file && cat /scratch/file") == "kept"
     await container_lifecycle.remove_container(clean.daemons, "rig1", first)
     again = await work(clean, tiny_image, number=1)
-    assert inside(clean, "rig1", again, "cat /scratch/file") == "kept"
+    assert run_in_container(clean, "rig1", again, "cat /scratch/file") == "kept"
     elsewhere = await work(clean, tiny_image, "rig2", number=2)
-    assert inside(clean, "rig2", elsewhere, "ls -A /scratch") == ""
+    assert run_in_container(clean, "rig2", elsewhere, "ls -A /scratch") == ""
     ben = await work(clean, tiny_image, owner="ben")
-    assert inside(clean, "rig1", ben, "ls -A /scratch; id -u; ls -ldn /scratch").split()[:2] != [uid, "drwx------"]
+    assert run_in_container(clean, "rig1", ben, "ls -A /scratch; id -u; ls -ldn /scratch").split()[:2] != [
+        uid,
+        "drwx------",
+    ]
     assert sorted(volumes(clean, "rig1")) == [names.scratch_volume_name(INSTANCE, owner) for owner in ("ada", "ben")]
     courier = await start_courier(
         clean.daemons, clean.cluster, clean.closet.paths, CourierSpec(owner=OWNER, node="rig1", image=tiny_image)
@@ -170,7 +173,7 @@ async def test_home_created_by_the_head_node_belongs_to_its_user_over_nfs(
     clean: HeadNode, nfs: RunningNfsServer
 ) -> None:
     """As libnfs shows, the owner may write, and other users and unprivileged root may not even read."""
-    head_on_nfs = on_nfs(clean, nfs)
+    head_on_nfs = with_nfs_homes(clean, nfs)
     identity = await homes.prepare_user(
         head_on_nfs.cluster.users, head_on_nfs.cluster.storage, head_on_nfs.closet.paths.state, OWNER
     )
@@ -190,7 +193,7 @@ async def test_kernel_without_nfs_is_distinguished_from_a_failed_server(
     clean: HeadNode, nfs: RunningNfsServer, tiny_image: str
 ) -> None:
     """When the server answers, Docker's error is translated, and the container can be removed."""
-    head_on_nfs = on_nfs(clean, nfs)
+    head_on_nfs = with_nfs_homes(clean, nfs)
     with pytest.raises(StorageUnavailable, match=r"cannot mount the home of ada .*no NFS client.*nfs-common"):
         await work(head_on_nfs, tiny_image)
     name = names.worker_container_name(INSTANCE, f"job-{OWNER}-0", 0)
@@ -207,7 +210,7 @@ async def test_hung_server_fails_a_spawn_in_time_and_leases_no_gpu(
     clean: HeadNode, nfs: RunningNfsServer, broker: FakeBroker, users: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user reads the server's name; no lease is requested, no container made, and the event loop keeps running."""
-    head_on_nfs = on_nfs(clean, nfs)
+    head_on_nfs = with_nfs_homes(clean, nfs)
     user = users()
     user.spawner.cluster = head_on_nfs.cluster
     nfs.signal(signal.SIGSTOP)
@@ -239,7 +242,7 @@ async def test_hung_server_fails_a_spawn_in_time_and_leases_no_gpu(
     assert clean.containers(names.KIND_NOTEBOOK) == []
 
 
-async def at_last(start: Callable[[], Awaitable[str]]) -> str:
+async def retry_start(start: Callable[[], Awaitable[str]]) -> str:
     """Return a start's result once the daemon has finished an earlier one."""
     async with asyncio.timeout(60):
         while True:
@@ -249,7 +252,9 @@ async def at_last(start: Callable[[], Awaitable[str]]) -> str:
 
 
 @contextlib.contextmanager
-def over(folder: Path, target: Path, *options: str, daemon: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def mount_user_file_system(
+    folder: Path, target: Path, *options: str, daemon: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """Mount `folder` at `target` by a user-space file system; stopping its process hangs it as a dead server does.
 
     `daemon`: Mount it only in that process's namespace.
@@ -274,7 +279,7 @@ async def test_hanging_mount_on_the_head_node_is_reported_in_time(clean: HeadNod
     homes_folder, state = tmp_path / "homes", clean.closet.paths.state
     storage = StorageSettings.model_validate({"home": f"{homes_folder}/{{username}}", "patience": "1s"})
     (tmp_path / "disk").mkdir()
-    with over(tmp_path / "disk", homes_folder) as server:
+    with mount_user_file_system(tmp_path / "disk", homes_folder) as server:
         server.send_signal(signal.SIGSTOP)
         for reason in ("does not answer within 1 s", "an earlier request to it has not ended"):
             with pytest.raises(
@@ -293,7 +298,10 @@ async def test_export_that_squashes_root_is_reported(clean: HeadNode, tmp_path: 
     homes_folder = tmp_path / "homes"
     storage = StorageSettings.model_validate({"home": f"{homes_folder}/{{username}}"})
     (tmp_path / "disk").mkdir()
-    with over(tmp_path / "disk", homes_folder, "--chown-deny"), pytest.raises(SetupError, match="no_root_squash"):
+    with (
+        mount_user_file_system(tmp_path / "disk", homes_folder, "--chown-deny"),
+        pytest.raises(SetupError, match="no_root_squash"),
+    ):
         await homes.prepare_user(clean.cluster.users, storage, clean.closet.paths.state, OWNER)
     assert list((tmp_path / "disk").iterdir()) == []
 
@@ -313,11 +321,11 @@ async def test_hanging_mount_does_not_fail_the_node(clean: HeadNode, tiny_image:
     (rig1,) = (node for node in plan.nodes if node.name == "rig1")
     (daemon,) = (pid for pid, name in closet_daemons.find_processes(plan, rig1).items() if name == "dockerd")
     try:
-        with over(tmp_path / "homes", homes_folder, daemon=daemon) as server:
+        with mount_user_file_system(tmp_path / "homes", homes_folder, daemon=daemon) as server:
             server.send_signal(signal.SIGSTOP)
             starting = asyncio.gather(work(impatient, tiny_image), return_exceptions=True)
             elsewhere = await work(clean, tiny_image, "rig2", number=1)
-            assert inside(clean, "rig2", elsewhere, "echo well") == "well"
+            assert run_in_container(clean, "rig2", elsewhere, "echo well") == "well"
             assert isinstance(await daemons.call("rig1", "containers", all=True), list)
             (error,) = await starting
             assert isinstance(error, StorageUnavailable)
@@ -325,8 +333,8 @@ async def test_hanging_mount_does_not_fail_the_node(clean: HeadNode, tiny_image:
             assert f"its storage hangs there, {homes_folder}/{OWNER}" in str(error)
             server.send_signal(signal.SIGCONT)
             # Whatever became of the first request, the same lease has one container.
-            again = await at_last(lambda: work(clean, tiny_image))
-            assert inside(clean, "rig1", again, "id -u") == str(identity.uid)
+            again = await retry_start(lambda: work(clean, tiny_image))
+            assert run_in_container(clean, "rig1", again, "id -u") == str(identity.uid)
             await container_lifecycle.remove_container(daemons, "rig1", again)
     finally:
         daemons.close()

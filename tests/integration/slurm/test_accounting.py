@@ -53,7 +53,7 @@ def cluster_of(site: SlurmSite, profiles: tuple[ProfileSettings, ...]) -> Cluste
 
 
 @asynccontextmanager
-async def broker_on(site: SlurmSite, folder: Path, profiles: tuple[ProfileSettings, ...]) -> AsyncIterator[Running]:
+async def run_broker(site: SlurmSite, folder: Path, profiles: tuple[ProfileSettings, ...]) -> AsyncIterator[Running]:
     """Run a broker with this Slurm as its backend."""
 
     async def find_submitter(owner: str) -> Submitter:
@@ -78,7 +78,7 @@ async def asking(site: SlurmSite, way: str = "cli") -> AsyncIterator[SlurmClient
         await api.close()
 
 
-async def counted(api: SlurmClient, since: float) -> dict[tuple[str, str], float]:
+async def read_gpu_seconds(api: SlurmClient, since: float) -> dict[tuple[str, str], float]:
     """Return GPU-seconds since that time, by user and account."""
     return {(row.user, row.account): row.gpu_seconds for row in await api.read_gpu_time(since, time.time())}
 
@@ -111,7 +111,7 @@ async def start_lease(running: Running, owner: str, profile: str) -> str:
         created = await client.post("/api/v1/leases", json=body)
         assert created.status_code == httpx.codes.CREATED, created.text
         path = f"/api/v1/leases/{created.json()['id']}"
-        lease = await reach(client, path, "granted")
+        lease = await wait_for_lease_state(client, path, "granted")
         labels = {
             names.LABEL_KIND: names.KIND_NOTEBOOK,
             names.LABEL_LEASE: lease["id"],
@@ -128,10 +128,10 @@ async def end_lease(running: Running, path: str) -> None:
     """End a lease and wait until its GPUs are proven free."""
     async with running.client("spawner") as client:
         assert (await client.delete(path)).status_code == httpx.codes.OK
-        await reach(client, path, "released")
+        await wait_for_lease_state(client, path, "released")
 
 
-async def reach(client: httpx.AsyncClient, path: str, state: str) -> dict[str, Any]:
+async def wait_for_lease_state(client: httpx.AsyncClient, path: str, state: str) -> dict[str, Any]:
     """Return a lease once it has reached a state."""
     lease: dict[str, Any] = {}
 
@@ -157,13 +157,13 @@ async def test_usage_of_slurm_and_of_the_broker_agree(site: SlurmSite, tmp_path:
     """
     began = time.time()
     async with (
-        broker_on(site, tmp_path, (PAIR, SINGLE)) as running,
+        run_broker(site, tmp_path, (PAIR, SINGLE)) as running,
         asking(site) as api,
     ):
         paths = [await start_lease(running, "ada", "pair"), await start_lease(running, "ben", "single")]
         # The leases last longer than the difference between both counts, so that one GPU and two are distinguishable.
         await asyncio.sleep(HELD_S)
-        live = await counted(api, began)
+        live = await read_gpu_seconds(api, began)
         assert 2 * HELD_S <= live["ada", "lab"] <= 2 * (time.time() - began)
         ending_at = time.time()
         for path in paths:
@@ -176,7 +176,7 @@ async def test_usage_of_slurm_and_of_the_broker_agree(site: SlurmSite, tmp_path:
             owner: 3600 * usage.gpu_hours_week
             for owner, usage in running.core.scheduler.report_usage(running.core.clock.now()).items()
         }
-        theirs = await counted(api, began)
+        theirs = await read_gpu_seconds(api, began)
         assert theirs.keys() == {("ada", "lab"), ("ben", "course")}
         assert own["ada"] >= 2 * HELD_S
         # A job that lasted 12.9 s is 12 s to Slurm if it began early in a second: one second for each GPU.
@@ -189,9 +189,9 @@ async def test_usage_of_slurm_and_of_the_broker_agree(site: SlurmSite, tmp_path:
         # On a busy machine Slurm needs a while to start and to end a job.
         plain_s = time.time() - submitted_at
         await until(lambda: are_recorded(site), lambda: "slurmdbd knows that the job has ended")
-        theirs = await counted(api, began)
+        theirs = await read_gpu_seconds(api, began)
         async with asking(site, "rest") as other:
-            assert await counted(other, began) == theirs
+            assert await read_gpu_seconds(other, began) == theirs
         usage = await read(running, "root")
     assert 3 <= theirs["ben", "lab"] <= plain_s + 1
     for owner, accounts in {"ada": ["lab"], "ben": ["course", "lab"]}.items():
@@ -203,7 +203,7 @@ async def test_usage_of_slurm_and_of_the_broker_agree(site: SlurmSite, tmp_path:
 async def test_without_slurmdbd_the_broker_counts(tmp_path: Path):
     """`/usage` shows the hours of the broker's own store and names it as the source."""
     with slurm_site(port=PORT + 10, nodes=TYPES) as site:
-        async with broker_on(site, tmp_path, (PAIR,)) as running:
+        async with run_broker(site, tmp_path, (PAIR,)) as running:
             path = await start_lease(running, "ada", "pair")
             await asyncio.sleep(3)
             await end_lease(running, path)

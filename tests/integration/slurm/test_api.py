@@ -64,7 +64,7 @@ async def api(slurm: SlurmSite, request: pytest.FixtureRequest) -> AsyncIterator
     slurm.wait_for_nodes(deadline_s=KILL_WAIT_S + 60)
 
 
-def ask(slurm: SlurmSite, user: str = "ada", **further: object) -> SlurmSubmission:
+def build_submission(slurm: SlurmSite, user: str = "ada", **further: object) -> SlurmSubmission:
     defaults: dict[str, object] = {
         "name": "gh-lease-1",
         "submitter": slurm.submitter(user),
@@ -94,7 +94,7 @@ async def running(api: SlurmClient, submission: SlurmSubmission) -> SlurmJob:
 
 async def test_placeholder_job_runs_and_is_ended_at_once(slurm: SlurmSite, api: SlurmClient) -> None:
     began = time.time()
-    job = await running(api, ask(slurm, time_limit_s=630, account="lab"))
+    job = await running(api, build_submission(slurm, time_limit_s=630, account="lab"))
     assert (job.name, job.user_id, job.account, job.partition) == ("gh-lease-1", 61001, "lab", "all")
     # The head node does not know this user; slurmrestd's machine does.
     assert job.user_name == ("" if isinstance(api, SlurmCliClient) else "ada")
@@ -138,9 +138,9 @@ async def test_placeholder_job_runs_and_is_ended_at_once(slurm: SlurmSite, api: 
 
 
 async def test_gpu_indices(slurm: SlurmSite, api: SlurmClient) -> None:
-    first = await running(api, ask(slurm, gpu_type="rtx5090", partition="short"))
-    second = await running(api, ask(slurm, "ben", gpu_type="rtx5090", partition="short"))
-    typed = await running(api, ask(slurm, gpu_type="rtx5070"))
+    first = await running(api, build_submission(slurm, gpu_type="rtx5090", partition="short"))
+    second = await running(api, build_submission(slurm, "ben", gpu_type="rtx5090", partition="short"))
+    typed = await running(api, build_submission(slurm, gpu_type="rtx5070"))
     assert {**first.gpus, "user": first.user_id} == {"sx1": (0,), "user": 61001}
     assert {**second.gpus, "user": second.user_id} == {"sx1": (1,), "user": 61002}
     assert typed.gpus == {"sx2": (1,)}
@@ -152,12 +152,12 @@ async def test_gpu_indices(slurm: SlurmSite, api: SlurmClient) -> None:
 
 
 async def test_gang_and_spread_placement(slurm: SlurmSite, api: SlurmClient) -> None:
-    gang = await running(api, ask(slurm, nodes=4, min_nodes=2, gpu_type="rtx5090", survives_nodes=True))
+    gang = await running(api, build_submission(slurm, nodes=4, min_nodes=2, gpu_type="rtx5090", survives_nodes=True))
     assert gang.gpus == {"sx1": (0,), "sx3": (0,)}
     assert gang.wants == "2 nodes × gpu:rtx5090:1"
     await api.cancel(gang.id, at_once=True)
     slurm.wait_for_nodes()
-    spread = await running(api, ask(slurm, spread=3, gpu_type="rtx5090"))
+    spread = await running(api, build_submission(slurm, spread=3, gpu_type="rtx5090"))
     assert spread.gpus == {"sx1": (0, 1), "sx3": (0,)}
     assert spread.wants == "gpu:rtx5090:3 in all"
 
@@ -174,7 +174,7 @@ def test_host_lists_match_scontrol(slurm: SlurmSite, text: str) -> None:
 async def test_job_reports_its_exit_code(
     slurm: SlurmSite, api: SlurmClient, script: str, state: SlurmJobState, code: int
 ) -> None:
-    number = await api.submit(ask(slurm, script=f"#!/bin/sh\n{script}\n"))
+    number = await api.submit(build_submission(slurm, script=f"#!/bin/sh\n{script}\n"))
     is_over = {*SlurmJobState} - {*LIVE_STATES, SlurmJobState.COMPLETING}
     job = await until(lambda: api.find_job(number), lambda job: job is not None and job.state in is_over)
     assert job is not None
@@ -182,34 +182,34 @@ async def test_job_reports_its_exit_code(
 
 
 async def test_nodes_are_excluded(slurm: SlurmSite, api: SlurmClient) -> None:
-    job = await running(api, ask(slurm, gpu_type="rtx5090", exclude=("sx1",)))
+    job = await running(api, build_submission(slurm, gpu_type="rtx5090", exclude=("sx1",)))
     assert job.nodes == ("sx3",)
 
 
 async def test_job_releases_a_node(slurm: SlurmSite, api: SlurmClient) -> None:
-    job = await running(api, ask(slurm, nodes=3, min_nodes=2, survives_nodes=True))
+    job = await running(api, build_submission(slurm, nodes=3, min_nodes=2, survives_nodes=True))
     assert job.nodes == ("sx1", "sx2", "sx3")
     await api.shrink(job.id, ["sx1", "sx3"], name=job.name)
     seen = await until(lambda: api.find_job(job.id), lambda job: job is not None and len(job.nodes) < 3)
     assert seen is not None
     assert (seen.state, seen.nodes, list(seen.gpus)) == (SlurmJobState.RUNNING, ("sx1", "sx3"), ["sx1", "sx3"])
-    assert (await running(api, ask(slurm, "ben", gpu_type="rtx5070", name="gh-lease-2"))).nodes == ("sx2",)
+    assert (await running(api, build_submission(slurm, "ben", gpu_type="rtx5070", name="gh-lease-2"))).nodes == ("sx2",)
     await api.cancel(job.id, at_once=True)
     with pytest.raises(SlurmRefused):
         await api.shrink(job.id, ["sx1"])
 
 
 async def test_exclusive_has_every_gpu_of_its_node(slurm: SlurmSite, api: SlurmClient) -> None:
-    job = await running(api, ask(slurm, gpu_type="rtx5060", exclusive=True))
+    job = await running(api, build_submission(slurm, gpu_type="rtx5060", exclusive=True))
     assert job.nodes == ("sx2",)
     assert job.gpus["sx2"]
-    waiting = await api.submit(ask(slurm, "ben", gpu_type="rtx5070", name="gh-lease-2"))
+    waiting = await api.submit(build_submission(slurm, "ben", gpu_type="rtx5070", name="gh-lease-2"))
     await until(lambda: api.find_job(waiting), lambda job: job is not None and job.reason == "Resources")
 
 
 async def test_waiting_job(slurm: SlurmSite, api: SlurmClient) -> None:
-    job = await running(api, ask(slurm, gpu_type="rtx5060", time_limit_s=1200))
-    number = await api.submit(ask(slurm, "ben", gpu_type="rtx5060", time_limit_s=600))
+    job = await running(api, build_submission(slurm, gpu_type="rtx5060", time_limit_s=1200))
+    number = await api.submit(build_submission(slurm, "ben", gpu_type="rtx5060", time_limit_s=600))
     waiting = await until(
         lambda: api.find_job(number),
         lambda job: job is not None and job.reason == "Resources" and job.expected_start is not None,
@@ -230,7 +230,7 @@ async def test_waiting_job(slurm: SlurmSite, api: SlurmClient) -> None:
 
 
 async def test_placeholder_job_survives_scancel_until_slurm_kills_it(slurm: SlurmSite, api: SlurmClient) -> None:
-    job = await running(api, ask(slurm))
+    job = await running(api, build_submission(slurm))
     # The job counts as running before its script has set its trap.
     wait(lambda: any(b"sleep" in command for _, command in _processes(job.id)), "it sleeps")
     slurm.ask("scancel", str(job.id), user="ada")
@@ -276,15 +276,17 @@ REFUSALS = {
 async def test_refusals_quote_slurm(slurm: SlurmSite, api: SlurmClient, wrong: str) -> None:
     asked, word = REFUSALS[wrong]
     with pytest.raises(SlurmRefused, match=word):
-        await api.submit(ask(slurm, **asked))
+        await api.submit(build_submission(slurm, **asked))
     assert not [job for job in (await api.read_snapshot()).jobs if job.state in LIVE_STATES]
 
 
 async def test_unknown_user_gets_no_job(slurm: SlurmSite, api: SlurmClient) -> None:
     with pytest.raises(SlurmRefused):
-        await api.submit(ask(slurm, submitter=GHOST))
+        await api.submit(build_submission(slurm, submitter=GHOST))
     with pytest.raises(SlurmRefused):
-        await api.submit(ask(slurm, submitter=replace(slurm.submitter("ada"), uid=GHOST.uid, gid=GHOST.gid)))
+        await api.submit(
+            build_submission(slurm, submitter=replace(slurm.submitter("ada"), uid=GHOST.uid, gid=GHOST.gid))
+        )
     assert not [job for job in (await api.read_snapshot()).jobs if job.state in LIVE_STATES]
 
 
@@ -316,7 +318,7 @@ async def test_read_site(slurm: SlurmSite, api: SlurmClient) -> None:
 
 async def test_gpu_time(slurm: SlurmSite, api: SlurmClient) -> None:
     since = time.time()
-    job = await running(api, ask(slurm, "ben", nodes=2, min_nodes=2, gpu_type="rtx5090"))
+    job = await running(api, build_submission(slurm, "ben", nodes=2, min_nodes=2, gpu_type="rtx5090"))
     assert job.started_at is not None
     until_ = job.started_at + 20
 
@@ -333,7 +335,7 @@ async def test_gpu_time(slurm: SlurmSite, api: SlurmClient) -> None:
     assert not await api.read_gpu_time(since - 7200, since - 3600)
 
 
-async def answered(api: SlurmClient, job_id: int) -> SlurmJob:
+async def find_job_when_reachable(api: SlurmClient, job_id: int) -> SlurmJob:
     """Return a job as soon as Slurm answers again."""
 
     async def ask_again() -> SlurmJob | None:
@@ -348,7 +350,7 @@ async def answered(api: SlurmClient, job_id: int) -> SlurmJob:
 
 
 async def test_slurmctld_is_killed_and_returns(slurm: SlurmSite, api: SlurmClient) -> None:
-    job = await running(api, ask(slurm))
+    job = await running(api, build_submission(slurm))
     await api.persist_job(job.id)
     wait_saved(slurm.ask, slurm.files.state, job.id)
     slurm.daemons.kill("slurmctld")
@@ -356,7 +358,7 @@ async def test_slurmctld_is_killed_and_returns(slurm: SlurmSite, api: SlurmClien
         answers = await asyncio.gather(
             api.read_snapshot(),
             api.find_job(job.id),
-            api.submit(ask(slurm)),
+            api.submit(build_submission(slurm)),
             api.cancel(job.id),
             api.cancel(job.id, at_once=True),
             api.persist_job(job.id),
@@ -368,19 +370,19 @@ async def test_slurmctld_is_killed_and_returns(slurm: SlurmSite, api: SlurmClien
         slurm.daemons.start("slurmctld")
     assert [type(answer) for answer in answers] == [SlurmUnreachable] * 8, answers
 
-    back = await answered(api, job.id)
+    back = await find_job_when_reachable(api, job.id)
     assert (back.state, back.gpus) == (SlurmJobState.RUNNING, job.gpus)
 
 
 async def test_munged_is_killed_and_returns(slurm: SlurmSite) -> None:
     api, hasty = SlurmCliClient(conf=slurm.files.conf), SlurmCliClient(conf=slurm.files.conf, patience_s=3)
-    job = await running(api, ask(slurm))
+    job = await running(api, build_submission(slurm))
     slurm.daemons.kill("munged")
     try:
         answers = await asyncio.gather(
             hasty.read_snapshot(),
             hasty.find_job(job.id),
-            hasty.submit(ask(slurm)),
+            hasty.submit(build_submission(slurm)),
             hasty.cancel(job.id),
             return_exceptions=True,
         )
@@ -389,7 +391,7 @@ async def test_munged_is_killed_and_returns(slurm: SlurmSite) -> None:
         await hasty.close()
     assert [type(answer) for answer in answers] == [SlurmUnreachable] * 4, answers
 
-    back = await answered(api, job.id)
+    back = await find_job_when_reachable(api, job.id)
     assert back.state is SlurmJobState.RUNNING
     await api.cancel(job.id, at_once=True)
     await api.close()
@@ -406,7 +408,7 @@ async def test_wrong_rest_key_and_unreachable_server(slurm: SlurmSite) -> None:
 
 async def test_a_time_limit_ends_a_job(slurm: SlurmSite) -> None:
     api = make_client(slurm.table())
-    job = await running(api, ask(slurm, time_limit_s=20))
+    job = await running(api, build_submission(slurm, time_limit_s=20))
     assert job.time_limit_s == 60
     deadline = time.monotonic() + 240
     seen: SlurmJob | None = job

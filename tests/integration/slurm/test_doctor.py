@@ -41,7 +41,7 @@ def cluster_of(site: SlurmSite, **changes: object) -> ClusterSettings:
     return base.model_copy(update={"nodes": nodes, "slurm": site.table(**base.slurm.model_dump(exclude_unset=True))})
 
 
-def troubles(findings: Iterable[Finding]) -> dict[str, Severity]:
+def collect_problems(findings: Iterable[Finding]) -> dict[str, Severity]:
     return {finding.check: finding.severity for finding in findings if finding.severity is not Severity.OK}
 
 
@@ -53,7 +53,7 @@ async def test_suitable_site_passes(site: SlurmSite) -> None:
     assert abs(facts.ahead_s) <= facts.within_s
     assert sorted(facts.slurmds) == ["sx1", "sx2", "sx3"]
     assert facts.munge == ""
-    assert troubles(check_slurm(facts, site.table())) == {
+    assert collect_problems(check_slurm(facts, site.table())) == {
         "epilog": Severity.FAILED,
         "devices": Severity.WARNING,
         "limits": Severity.WARNING,
@@ -118,6 +118,6 @@ async def test_silent_site_is_reported(site: SlurmSite) -> None:
         site.daemons.start("slurmctld")
         site.wait_for_nodes()
     findings = list(check_slurm(facts, site.table()))
-    assert troubles(findings) == {"slurm": Severity.FAILED}
+    assert collect_problems(findings) == {"slurm": Severity.FAILED}
     assert "scontrol ping" in findings[-1].advice
     assert check_munge(str(site.folder / "nobody.socket"))

@@ -88,7 +88,7 @@ async def run_notebook(running: Running, lease: Any) -> str:
     return container
 
 
-async def reaches(running: Running, path: str, state: str, token: str = "root") -> Any:
+async def wait_for_state(running: Running, path: str, state: str, token: str = "root") -> Any:
     async def look() -> Any:
         found = await read(running, token, path)
         return found if found["state"] == state else None

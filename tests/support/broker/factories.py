@@ -75,7 +75,7 @@ def entry(position: int, owner: str, **more: Any) -> QueueEntry:
     )
 
 
-def under_way(nodes: int = 2, **ask: Any) -> tuple[JobRow, LeaseRow]:
+def build_running_job(nodes: int = 2, **ask: Any) -> tuple[JobRow, LeaseRow]:
     """Return a running job and its lease."""
     asked = LeaseRow(
         id="l1", seq=1, key="job:l1", owner="ada", groups=("lab",), purpose=Purpose.JOB, subject="j1", profile=None,
@@ -94,7 +94,7 @@ def under_way(nodes: int = 2, **ask: Any) -> tuple[JobRow, LeaseRow]:
     return job, lease
 
 
-def draft_of(job: JobRow, lease: LeaseRow, now: float) -> Transaction:
+def build_transaction(job: JobRow, lease: LeaseRow, now: float) -> Transaction:
     index = RowIndex()
     index.replace_lease(None, lease)
     index.replace_job(None, job)

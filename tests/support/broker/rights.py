@@ -123,10 +123,10 @@ def render() -> str:
     """Return the table for the documentation."""
     head = ["", *CALLERS]
     lines = [head, ["---"] * len(head)]
-    lines += [[f"`{row.route}`", *(_WORDS[cell] for cell in _told(row))] for row in MATRIX.values()]
+    lines += [[f"`{row.route}`", *(_WORDS[cell] for cell in _shown_cells(row))] for row in MATRIX.values()]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _told(row: Row) -> tuple[str, ...]:
+def _shown_cells(row: Row) -> tuple[str, ...]:
     """No caller to whom a route is refused may succeed with it."""
     return tuple("N" if cell == "Y" and row.success == 403 else cell for cell in row.cells)

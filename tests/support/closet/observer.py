@@ -23,7 +23,7 @@ LOOK_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenContainer:
     """A running container of gpuhub, other than its agents."""
 
     node: str
@@ -56,7 +56,7 @@ class Observer:
         if self._thread is not None:
             self._thread.join(60)
 
-    def running(self) -> list[Seen]:
+    def running(self) -> list[SeenContainer]:
         """Return every running container on every daemon that answers."""
         return [seen for node in self.plan.nodes for seen in self._look(node)]
 
@@ -70,9 +70,9 @@ class Observer:
 
     def find(self) -> set[str]:
         """Return the GPUs that two containers use now."""
-        return doubles(self.running())
+        return find_shared_gpus(self.running())
 
-    def _look(self, node: ClosetNode) -> list[Seen]:
+    def _look(self, node: ClosetNode) -> list[SeenContainer]:
         """Return nothing for a daemon that does not answer in time, or is killed in the meantime."""
         label = json.dumps({"label": [f"{names.LABEL_INSTANCE}={self.paths.instance}"]})
         try:
@@ -110,11 +110,11 @@ class _Unix(HTTPConnection):
         return json.loads(text)
 
 
-def parse(node: str, found: dict[str, Any]) -> Seen:
+def parse(node: str, found: dict[str, Any]) -> SeenContainer:
     """Parse an inspected container."""
     labels = found["Config"]["Labels"]
     wanted = found["HostConfig"].get("DeviceRequests") or []
-    return Seen(
+    return SeenContainer(
         node=node,
         id=found["Id"],
         kind=labels.get(names.LABEL_KIND, ""),
@@ -124,7 +124,7 @@ def parse(node: str, found: dict[str, Any]) -> Seen:
     )
 
 
-def doubles(containers: list[Seen]) -> set[str]:
+def find_shared_gpus(containers: list[SeenContainer]) -> set[str]:
     """Return the GPUs that are in more than one running container, with these containers."""
     users: defaultdict[str, set[str]] = defaultdict(set)
     for seen in containers:

@@ -160,7 +160,7 @@ class SimulatedClient:
         return [
             dict(container)
             for container in list(self._node.containers.values())
-            if (all or container["State"] == "running") and all_in(wanted, container["Labels"])
+            if (all or container["State"] == "running") and has_labels(wanted, container["Labels"])
         ]
 
     def inspect_image(self, image: str) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class SimulatedClient:
 
     def volumes(self, filters: dict[str, Any] | None = None) -> dict[str, Any]:
         wanted = dict(label.split("=", 1) for label in (filters or {}).get("label", ()))
-        found = [dict(one) for one in self._node.volumes.values() if all_in(wanted, one["Labels"])]
+        found = [dict(one) for one in self._node.volumes.values() if has_labels(wanted, one["Labels"])]
         return {"Volumes": found or None, "Warnings": None}
 
     def remove_volume(self, name: str) -> None:
@@ -243,7 +243,7 @@ class SimulatedClient:
         return found
 
 
-def all_in(wanted: dict[str, str], labels: dict[str, str]) -> bool:
+def has_labels(wanted: dict[str, str], labels: dict[str, str]) -> bool:
     """Return whether the container has every wanted label."""
     return all(labels.get(key) == value for key, value in wanted.items())
 
@@ -263,10 +263,10 @@ class SimulatedDaemons(DockerClients):
             await asyncio.sleep(0.01)
         if found.is_hung or not found.is_reachable:
             raise NodeUnreachable(f"node {node}: its Docker daemon cannot be reached")
-        return work(_Telling(SimulatedClient(found), found))
+        return work(_RecordingClient(SimulatedClient(found), found))
 
 
-class _Telling:
+class _RecordingClient:
     """A Docker client that reports each called method to the node."""
 
     def __init__(self, client: SimulatedClient, node: SimulatedNode) -> None:

@@ -194,7 +194,7 @@ def listening(namespace: str | None, addresses: Sequence[str]) -> Iterator[None]
 
 
 @contextmanager
-def outside(plan: ClosetPlan) -> Iterator[str]:
+def outside_hosts(plan: ClosetPlan) -> Iterator[str]:
     """Add the hosts beyond the closet, reached by the nodes' default route; yield their address on the LAN."""
     address = str(plan.subnet.network_address + 99)
     shell.run_command(("ip", "netns", "add", OUTSIDE))

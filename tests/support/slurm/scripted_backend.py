@@ -50,7 +50,7 @@ def build_backend(cluster: ClusterSettings, slurm: SlurmClient) -> SlurmBackend:
 
 
 @dataclass(slots=True)
-class Desk:
+class BrokerHarness:
     """One broker process, called as users and the node controller would."""
 
     core: BrokerState
@@ -100,7 +100,7 @@ class Desk:
 
 
 @dataclass(slots=True)
-class Site:
+class BrokerEnvironment:
     """The parts that outlive brokers."""
 
     folder: Path
@@ -109,7 +109,7 @@ class Site:
     slurm: ScriptedSlurm = field(default_factory=ScriptedSlurm)
     clock: Clock = field(default_factory=Clock)
 
-    async def start(self, store: Store | None = None) -> Desk:
+    async def start(self, store: Store | None = None) -> BrokerHarness:
         """Start a broker on the existing store, without its controllers, on probed nodes."""
         backend = build_backend(self.cluster, self.slurm)
         store = store or Store.open_file(self.folder / "broker.sqlite")
@@ -119,7 +119,7 @@ class Site:
         )
         await backend.setup(CoreHost(core))
         await core.start()
-        desk = Desk(core, backend, BackendController(core, backend), BrokerOperations(core, backend))
+        desk = BrokerHarness(core, backend, BackendController(core, backend), BrokerOperations(core, backend))
         for node in self.cluster.nodes:
             await core.observe(self.record(node.name))
         return desk
@@ -142,7 +142,7 @@ class Site:
         ).evolve(**changes)
 
     @asynccontextmanager
-    async def broker(self) -> AsyncIterator[Desk]:
+    async def broker(self) -> AsyncIterator[BrokerHarness]:
         """Yield a broker and stop it afterwards."""
         desk = await self.start()
         try:
@@ -150,7 +150,7 @@ class Site:
         finally:
             await self.stop(desk)
 
-    async def stop(self, desk: Desk) -> None:
+    async def stop(self, desk: BrokerHarness) -> None:
         """Stop the broker."""
         await desk.core.close()
         desk.core.store.close()

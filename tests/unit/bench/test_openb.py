@@ -35,7 +35,7 @@ def rows(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def small() -> Trace:
+def small_trace() -> Trace:
     """A part of the generated trace's cluster with all of its tasks."""
     nodes = list(generated.node_rows())
     return trace.parse("small", nodes[::4], list(generated.pod_rows()))
@@ -85,14 +85,14 @@ def test_generated_trace_is_deterministic() -> None:
 
 
 def test_tasks_are_drawn_up_to_the_requested_number_of_gpus() -> None:
-    of = small()
+    of = small_trace()
     drawn = inflate.draw(of, seed=3, ratio=1.0)
     sizes = [inflate.size(task.demand) for task in drawn]
     assert sum(sizes) - sizes[-1] < of.gpus * WHOLE <= sum(sizes)
     assert drawn == inflate.draw(of, seed=3, ratio=1.0) != inflate.draw(of, seed=4, ratio=1.0)
 
 
-class Remembering:
+class CountingPolicy:
     """A policy that keeps what it was asked of the policy under it."""
 
     def __init__(self, under: baselines.FirstFit) -> None:
@@ -106,7 +106,7 @@ class Remembering:
 
 def test_only_changed_nodes_are_ranked_again() -> None:
     of = trace.parse("t", rows(NODES), rows(PODS))
-    policy = Remembering(baselines.FirstFit())
+    policy = CountingPolicy(baselines.FirstFit())
     cluster = inflate.Cluster(of.nodes, policy)
     assert [cluster.put(of.tasks[2].demand, None) for _ in range(3)] == [True] * 3
     assert policy.asked == len(of.nodes) + 2
@@ -115,7 +115,7 @@ def test_only_changed_nodes_are_ranked_again() -> None:
 
 @pytest.mark.parametrize("name", placement.MAKERS)
 def test_filled_cluster_allocates_nothing_twice(name: str) -> None:
-    of = small()
+    of = small_trace()
     filled = placement.fill_one(of, placement.MAKERS[name](of), seed=0, ties_at_random=name == "random")
     for before, after in zip(of.nodes, filled.nodes, strict=True):
         assert all(0 <= free <= WHOLE for free in after.free)
@@ -165,7 +165,7 @@ def test_fgd_follows_the_steepest_descent_of_its_paper() -> None:
 
 
 def test_our_policy_leaves_fewer_unallocated_gpus_than_fgd() -> None:
-    of = small()
+    of = small_trace()
     ours, fgd = (
         [placement.fill_one(of, placement.MAKERS[name](of), seed).unallocated_when_full for seed in range(3)]
         for name in ("ours", "fgd")
@@ -223,15 +223,15 @@ def test_bound_is_reached_without_contention() -> None:
 
 
 def test_max_min_fair_shares() -> None:
-    assert queueing.max_min({"ann": 10, "bob": 100, "eve": 70}, 100) == {"ann": 10, "eve": 45, "bob": 45}
-    assert queueing.max_min({"ann": 10, "bob": 20}, 100) == {"ann": 10, "bob": 20}
+    assert queueing.max_min_fair_shares({"ann": 10, "bob": 100, "eve": 70}, 100) == {"ann": 10, "eve": 45, "bob": 45}
+    assert queueing.max_min_fair_shares({"ann": 10, "bob": 20}, 100) == {"ann": 10, "bob": 20}
 
 
 def test_jain_index_of_equal_and_unequal_shares() -> None:
     jobs = [job("a", 0, 200, owner="ann"), job("b", 0, 200, owner="bob")]
     both, one = setting(*jobs), setting(*jobs, gpus=1)
-    assert queueing.jain(both, queueing.run(both, FifoQueue(both.nodes))) == pytest.approx(1)
-    assert queueing.jain(one, queueing.run(one, FifoQueue(one.nodes))) == pytest.approx(0.5)
+    assert queueing.jain_index(both, queueing.run(both, FifoQueue(both.nodes))) == pytest.approx(1)
+    assert queueing.jain_index(one, queueing.run(one, FifoQueue(one.nodes))) == pytest.approx(0.5)
 
 
 def test_gpu_share_is_rounded_up_to_equal_parts() -> None:

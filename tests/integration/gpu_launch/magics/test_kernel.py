@@ -24,7 +24,7 @@ def kernel(tmp_path_factory):
     manager.cleanup_resources()
 
 
-def said(kernel, code):
+def run_cell(kernel, code):
     """Return a cell's output and its error's text."""
     messages = []
     answer = kernel.execute_interactive(code, timeout=DEADLINE_S, output_hook=messages.append)
@@ -55,16 +55,16 @@ def test_inspector_shows_the_help(kernel):
 
 def test_traceback_names_the_cell_by_its_prompt_number(kernel):
     """Tracebacks have the number of the cell's prompt, and lines are counted from the magic's line."""
-    said(kernel, "a = 1")
+    run_cell(kernel, "a = 1")
     number = kernel.execute_interactive("a", timeout=DEADLINE_S)["content"]["execution_count"]
-    _, error = said(kernel, "%%gpu_launch\nx = 1\nprint(")
+    _, error = run_cell(kernel, "%%gpu_launch\nx = 1\nprint(")
     assert error == f"UsageError: Cell In[{number + 1}], line 3: '(' was never closed\n    print("
 
 
 def test_functions_of_cells_are_labelled_by_their_cell(kernel):
     """The label does not depend on the kernel's name for the cell's file."""
     number = kernel.execute_interactive("def train():\n    pass", timeout=DEADLINE_S)["content"]["execution_count"]
-    text, _ = said(
+    text, _ = run_cell(
         kernel, "from gpu_launch.magics import magics\nprint(magics.labels_here()(train.__code__.co_filename))"
     )
     assert text == f"Cell In[{number}]\n"
@@ -72,7 +72,7 @@ def test_functions_of_cells_are_labelled_by_their_cell(kernel):
 
 def test_dry_run_shows_the_own_gpu_without_a_broker(kernel):
     """Without a broker, the dry run shows the notebook's own GPU."""
-    text, error = said(kernel, "%gpu_launch --dry-run train.py --epochs 2")
+    text, error = run_cell(kernel, "%gpu_launch --dry-run train.py --epochs 2")
     assert error == ""
     assert text.startswith("The broker would not be asked")
     assert "train.py --epochs 2\n" in text

@@ -37,7 +37,7 @@ def is_alive(pid):
         return False
 
 
-def until_gone(*pids):
+def wait_gone(*pids):
     """Wait for processes to end."""
     deadline = time.monotonic() + 60
     while any(map(is_alive, pids)):
@@ -129,14 +129,14 @@ def test_kill_ends_processes_that_ignore_signals(node, way, tmp_path):
     child = int((tmp_path / "pid").read_text())
     assert is_alive(pid)
     agent.kill_ranks(node.run.run_id)
-    until_gone(pid, child)
+    wait_gone(pid, child)
     assert node.end()["code"] not in (0, None)
 
 
 def test_finish_ends_leftover_processes(node, tmp_path):
     """This also happens after a successful end; the fork server stays."""
     assert node.launch(node.script(DEFIANT), tmp_path / "pid")["code"] == 0
-    until_gone(int((tmp_path / "pid").read_text()))
+    wait_gone(int((tmp_path / "pid").read_text()))
     assert node.server.is_alive()
 
 
@@ -150,7 +150,7 @@ def test_successful_rank_and_hanging_rank(node):
     """)
     first = node.start(script, nproc=2)
     node.until(lambda: node.text().count("ready") == 2)
-    until_gone(first)
+    wait_gone(first)
     assert not node.of("exit")
     with pytest.raises(RuntimeError, match="still run here"):
         node.start(script, again=True)
@@ -220,7 +220,7 @@ def test_dead_fork_server_ends_its_ranks_and_is_replaced(node):
     message = node.end()
     assert message["code"] == 1
     assert message["said"].startswith("The fork server has ended")
-    until_gone(pid)
+    wait_gone(pid)
     assert node.launch(node.script("print('again')"))["code"] == 0
 
 
@@ -334,7 +334,7 @@ sys.exit(main.supervise(arguments, mark="none/0", log=Path({str(tmp_path / "log"
         (engine,) = [pid for pid in processes.find_descendants(main.pid) if "engine.py" in cmdline(pid)]
         assert all(map(is_alive, (server, rank, child)))
         os.kill(engine, signal.SIGKILL)
-        until_gone(engine, server, rank, child)
+        wait_gone(engine, server, rank, child)
         assert main.wait(60) == 137
     finally:
         main.kill()

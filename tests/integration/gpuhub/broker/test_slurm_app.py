@@ -11,7 +11,7 @@ import pytest
 from gpuhub.common import names
 from gpuhub.config.slurm import SlurmSettings
 from gpuhub.slurm_client.models import SlurmJobState, SlurmSubmission
-from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.slurm.scripted_backend import build_backend, find_submitter, slurm_cluster
 from tests.support.slurm.scripted_slurm import ScriptedSlurm
@@ -27,7 +27,7 @@ def setting(tmp_path: Path, slurm: ScriptedSlurm) -> Setting:
     return Setting(tmp_path, cluster=slurm_cluster(), build_backend=lambda cluster: build_backend(cluster, slurm))
 
 
-async def submitted(slurm: ScriptedSlurm) -> int:
+async def wait_submitted(slurm: ScriptedSlurm) -> int:
     found: int = await until(lambda: next((job.id for job in slurm.live()), None), "it is submitted")
     return found
 
@@ -42,13 +42,13 @@ async def test_notebook_starts_and_ends_with_its_slurm_job(setting: Setting, slu
         lease = await ask(running, "ada")
         path = f"/leases/{lease['id']}"
         assert lease["state"] == "requested"
-        job = await submitted(slurm)
+        job = await wait_submitted(slurm)
         slurm.start(job)
-        granted = await reaches(running, path, "granted")
+        granted = await wait_for_state(running, path, "granted")
         assert granted["slurm_job"] == job
         container = await run_notebook(running, granted)
         slurm.scancel(job)
-        ended = await reaches(running, path, "released")
+        ended = await wait_for_state(running, path, "released")
         assert container not in setting.nodes["rig1"].containers
         assert "cancelled" in ended["reason"]
 
@@ -58,8 +58,8 @@ async def test_stopped_notebook_cancels_its_slurm_job_after_its_container(
 ) -> None:
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
-        slurm.start(await submitted(slurm))
-        container = await run_notebook(running, await reaches(running, f"/leases/{lease['id']}", "granted"))
+        slurm.start(await wait_submitted(slurm))
+        container = await run_notebook(running, await wait_for_state(running, f"/leases/{lease['id']}", "granted"))
         seen: list[bool] = []
         cancel = slurm.cancel
 
@@ -77,13 +77,13 @@ async def test_stopped_notebook_cancels_its_slurm_job_after_its_container(
 async def test_workers_are_labelled_and_end_with_their_slurm_job(setting: Setting, slurm: ScriptedSlurm) -> None:
     async with asgi_broker(setting) as running:
         path = f"/jobs/{await launch(running, 3)}"
-        job = await submitted(slurm)
+        job = await wait_submitted(slurm)
         slurm.start(job)
-        await reaches(running, path, "running")
+        await wait_for_state(running, path, "running")
         workers = [one for node in setting.nodes.values() for one in node.of_kind(names.KIND_WORKER)]
         assert [one["Labels"][names.LABEL_SLURM_JOB] for one in workers] == [str(job)] * 3
         slurm.end(job, SlurmJobState.PREEMPTED)
-        ended = await reaches(running, path, "ended")
+        ended = await wait_for_state(running, path, "ended")
         assert ended["reason"] == "Slurm preempted its job for one with a higher priority"
         assert not any(node.of_kind(names.KIND_WORKER) for node in setting.nodes.values())
 
@@ -92,12 +92,12 @@ async def test_no_worker_starts_if_its_slurm_job_ended_during_creation(setting: 
     async with asgi_broker(setting) as running:
         running.workers.held = asyncio.Event()
         path = f"/jobs/{await launch(running)}"
-        job = await submitted(slurm)
+        job = await wait_submitted(slurm)
         slurm.start(job)
         await until(lambda: running.workers.specs, "the worker is being made")
         slurm.scancel(job)
         running.workers.held.set()
-        await reaches(running, path, "ended")
+        await wait_for_state(running, path, "ended")
         assert not any(node.of_kind(names.KIND_WORKER) for node in setting.nodes.values())
         assert running.workers.specs[0].slurm_job == job
 
@@ -105,9 +105,9 @@ async def test_no_worker_starts_if_its_slurm_job_ended_during_creation(setting: 
 async def test_restarted_broker_resumes_running_leases(setting: Setting, slurm: ScriptedSlurm) -> None:
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
-        job = await submitted(slurm)
+        job = await wait_submitted(slurm)
         slurm.start(job)
-        await run_notebook(running, await reaches(running, f"/leases/{lease['id']}", "granted"))
+        await run_notebook(running, await wait_for_state(running, f"/leases/{lease['id']}", "granted"))
     async with asgi_broker(setting) as running:
         await until(lambda: slurm.kept.count(job) == 2, "the new broker has polled Slurm")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
@@ -133,7 +133,7 @@ async def test_without_docker_the_notebook_runs_in_the_slurm_job(plain: Setting,
         job = slurm.add(SlurmSubmission(name=name, submitter=ada, script="", gpus_per_node=1, gpu_type="rtx5090"))
         slurm.start(job)
         path = f"/leases/{lease['id']}"
-        granted = await reaches(running, path, "granted")
+        granted = await wait_for_state(running, path, "granted")
         assert (granted["slurm_job"], len(granted["gpus"])) == (job, 1)
         await post(running, "spawner", f"{path}/activate", {"container_id": f"{job:012x}"})
         await delete(running, "ada", path)
@@ -141,27 +141,27 @@ async def test_without_docker_the_notebook_runs_in_the_slurm_job(plain: Setting,
         assert slurm.cancelled[-1] == (job, False)
         assert (await read(running, "ada", path))["state"] == "releasing"
         slurm.clean(job)
-        await reaches(running, path, "released")
+        await wait_for_state(running, path, "released")
 
 
-async def launch_plainly(running: Running, slurm: ScriptedSlurm, **body: Any) -> tuple[str, int]:
+async def launch_without_docker(running: Running, slurm: ScriptedSlurm, **body: Any) -> tuple[str, int]:
     """Launch a job and return its path and its running Slurm job."""
     await until(lambda: slurm.looks > 0, "Slurm was asked")
     made = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 2, **body}, status=201)
-    job = await submitted(slurm)
+    job = await wait_submitted(slurm)
     slurm.start(job)
     return str(made["id"]), job
 
 
 async def test_without_docker_the_slurm_job_runs_the_workers(plain: Setting, slurm: ScriptedSlurm) -> None:
     async with asgi_broker(plain, wait=False) as running:
-        path, job = await launch_plainly(running, slurm)
+        path, job = await launch_without_docker(running, slurm)
         path = f"/jobs/{path}"
         script = slurm.asked[job].script
         assert "exec srun" in script
         assert '"GPU_LAUNCH_RUN": "run-000001"' in script
         assert slurm.asked[job].nodes == slurm.asked[job].min_nodes == 2
-        found = await reaches(running, path, "running")
+        found = await wait_for_state(running, path, "running")
         assert [(one["index"], one["node"], one["state"]) for one in found["workers"]] == [
             (0, "rig1", "running"),
             (1, "rig2", "running"),
@@ -172,26 +172,26 @@ async def test_without_docker_the_slurm_job_runs_the_workers(plain: Setting, slu
         assert slurm.cancelled[-1] == (job, False)
         assert (await read(running, "ada", path))["state"] == "stopping"
         slurm.clean(job)
-        await reaches(running, path, "ended")
+        await wait_for_state(running, path, "ended")
 
 
 async def test_without_docker_scancel_of_a_launch_is_reported(plain: Setting, slurm: ScriptedSlurm) -> None:
     async with asgi_broker(plain, wait=False) as running:
-        path, job = await launch_plainly(running, slurm)
-        await reaches(running, f"/jobs/{path}", "running")
+        path, job = await launch_without_docker(running, slurm)
+        await wait_for_state(running, f"/jobs/{path}", "running")
         slurm.scancel(job)
         slurm.clean(job)
-        ended = await reaches(running, f"/jobs/{path}", "ended")
+        ended = await wait_for_state(running, f"/jobs/{path}", "ended")
         assert ended["reason"] == "its Slurm job was cancelled"
         assert ended["exit_code"] is None
 
 
 async def test_without_docker_a_failed_launch_names_its_log_file(plain: Setting, slurm: ScriptedSlurm) -> None:
     async with asgi_broker(plain, wait=False) as running:
-        path, job = await launch_plainly(running, slurm)
+        path, job = await launch_without_docker(running, slurm)
         slurm.end(job, SlurmJobState.FAILED)
         slurm.clean(job)
-        ended = await reaches(running, f"/jobs/{path}", "ended")
+        ended = await wait_for_state(running, f"/jobs/{path}", "ended")
         said = f"its Slurm job failed; its output is in ~/.gpu_launch/jobs/run-000001/logs/slurm-{job}.log"
         assert ended["reason"] == said
 
@@ -206,9 +206,9 @@ async def test_without_docker_a_detached_job_ends_as_its_slurm_job_does(
 ) -> None:
     """The Slurm job may end before the broker has seen it run."""
     async with asgi_broker(plain, wait=False) as running:
-        path, job = await launch_plainly(running, slurm, detached=True)
+        path, job = await launch_without_docker(running, slurm, detached=True)
         if is_seen:
-            await reaches(running, f"/jobs/{path}", "running")
+            await wait_for_state(running, f"/jobs/{path}", "running")
         assert "exec srun" not in slurm.asked[job].script
         # The state that Slurm 22.05 reports until its nodes are clean.
         slurm.change(job, state=SlurmJobState.COMPLETING, is_completing=True)
@@ -218,6 +218,6 @@ async def test_without_docker_a_detached_job_ends_as_its_slurm_job_does(
             assert (await read(running, "ada", f"/jobs/{path}"))["state"] == "running"
         slurm.held.pop(job)
         slurm.change(job, state=state, exit_code=code, is_completing=False)
-        ended = await reaches(running, f"/jobs/{path}", "ended")
+        ended = await wait_for_state(running, f"/jobs/{path}", "ended")
         assert ended["exit_code"] == code
         assert reason in ended["reason"]

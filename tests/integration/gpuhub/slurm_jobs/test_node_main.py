@@ -84,7 +84,7 @@ def told(hub_port: int, command: list[str], **changes: Any) -> str:
     )
 
 
-def begin(text: str, folder: Path, node: str = "sx1") -> subprocess.Popen[bytes]:
+def start_node_main(text: str, folder: Path, node: str = "sx1") -> subprocess.Popen[bytes]:
     program = Path(node_main.__file__).read_text()
     running = subprocess.Popen(
         [sys.executable, "-I", "-c", program],
@@ -108,7 +108,7 @@ def test_notebook_gets_a_port_and_hub_is_notified_when_it_listens(hub: http.serv
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     for name in ("go", "end"):
         os.mkfifo(tmp_path / name)
-    running = begin(told(hub.server_port, [sys.executable, "notebook.py", "a b"]), tmp_path)
+    running = start_node_main(told(hub.server_port, [sys.executable, "notebook.py", "a b"]), tmp_path)
     assert running.stderr is not None
     go = (tmp_path / "go").open("w")
     seen = json.loads((tmp_path / "seen").read_text())
@@ -139,7 +139,7 @@ def test_unreachable_hub_is_retried(tmp_path: Path) -> None:
     """The notebook starts only when the hub answers."""
     with closing(node_main.reserve_port("127.0.0.1")) as holder:
         port = holder.getsockname()[1]
-        running = begin(told(port, ["touch", str(tmp_path / "started")]), tmp_path)
+        running = start_node_main(told(port, ["touch", str(tmp_path / "started")]), tmp_path)
         assert running.stderr is not None
         assert b"gpuhub: the hub does not answer yet" in running.stderr.readline()
         assert not (tmp_path / "started").exists()
@@ -154,7 +154,7 @@ def test_unreachable_hub_is_retried(tmp_path: Path) -> None:
 
 
 def test_node_missing_in_the_settings_is_refused(tmp_path: Path) -> None:
-    running = begin(told(1, ["true"]), tmp_path, node="other")
+    running = start_node_main(told(1, ["true"]), tmp_path, node="other")
     assert running.stderr is not None
     with running.stderr as output:
         said = output.read()
@@ -162,7 +162,7 @@ def test_node_missing_in_the_settings_is_refused(tmp_path: Path) -> None:
     assert b"'other', which is not in cluster.toml" in said
 
 
-def tell_worker(folder: Path, **changes: Any) -> str:
+def worker_instructions(folder: Path, **changes: Any) -> str:
     show = "import json, os; open('seen', 'w').write(json.dumps(dict(os.environ)))"
     told = {
         "addresses": {"sx1": "127.0.0.2", "sx2": "10.0.0.12"},
@@ -189,7 +189,7 @@ def run_worker(text: str, folder: Path, **environment: str) -> tuple[dict[str, s
 def test_worker_index_follows_the_jobs_node_list(tmp_path: Path) -> None:
     """The broker uses the same order; Slurm's own numbers may have another one."""
     given = {"SLURMD_NODENAME": "sx2", "GPUHUB_JOB_NODES": "sx1\nsx2", "SLURM_NODEID": "0", "SLURM_JOB_GPUS": "7"}
-    seen, said = run_worker(tell_worker(tmp_path), tmp_path, SLURM_STEP_GPUS="0,2-3", **given)
+    seen, said = run_worker(worker_instructions(tmp_path), tmp_path, SLURM_STEP_GPUS="0,2-3", **given)
     assert said == ""
     assert (seen["GPU_LAUNCH_RUN"], seen["GPU_LAUNCH_WORKER"], seen["GPUHUB_NODE"]) == ("run-1", "4", "rig2")
     assert seen["GPUHUB_NETWORK_SUBNET"] == "10.0.0.12/32"
@@ -203,7 +203,7 @@ def test_launch_on_an_ipv6_only_node_uses_the_loopback() -> None:
 
 def test_first_worker_of_a_detached_job_gets_the_worker_list(tmp_path: Path) -> None:
     given = {"SLURMD_NODENAME": "sx1", "GPUHUB_JOB_NODES": "sx1\nsx2"}
-    seen, _ = run_worker(tell_worker(tmp_path, first_worker=0, is_detached=True), tmp_path, **given)
+    seen, _ = run_worker(worker_instructions(tmp_path, first_worker=0, is_detached=True), tmp_path, **given)
     assert seen["GPU_LAUNCH_WORKER"] == "0"
     assert json.loads(seen["GPU_LAUNCH_ROSTER"]) == [
         {"index": 0, "node": "rig1", "state": "running"},
@@ -214,13 +214,13 @@ def test_first_worker_of_a_detached_job_gets_the_worker_list(tmp_path: Path) -> 
 
 
 def test_missing_program_is_reported(tmp_path: Path) -> None:
-    text = tell_worker(tmp_path, command=["/opt/gpu-launch-worker"])
+    text = worker_instructions(tmp_path, command=["/opt/gpu-launch-worker"])
     _, said = run_worker(text, tmp_path, SLURMD_NODENAME="sx2", GPUHUB_JOB_NODES="sx2")
     assert said == "gpuhub: /opt/gpu-launch-worker cannot be started on sx2: No such file or directory\n"
 
 
 def test_worker_on_a_node_outside_the_job_is_refused(tmp_path: Path) -> None:
-    seen, said = run_worker(tell_worker(tmp_path), tmp_path, SLURMD_NODENAME="sx2", GPUHUB_JOB_NODES="sx1")
+    seen, said = run_worker(worker_instructions(tmp_path), tmp_path, SLURMD_NODENAME="sx2", GPUHUB_JOB_NODES="sx1")
     assert (seen, said) == ({}, "gpuhub: node 'sx2' is not one of the job's: sx1\n")
 
 

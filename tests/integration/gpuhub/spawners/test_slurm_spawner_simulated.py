@@ -279,7 +279,7 @@ async def test_failed_start_names_the_notebooks_log_file(world: World) -> None:
     assert await world.broker.leases() == []
 
 
-async def leave(world: World, user: User, start: asyncio.Task[Any]) -> User:
+async def restart_hub(world: World, user: User, start: asyncio.Task[Any]) -> User:
     """Simulate a killed hub, which undoes nothing, and return the user in the next hub after its first poll."""
     user.spawner._undo = lambda: asyncio.sleep(0)
     user.stop = lambda *_: asyncio.sleep(0)
@@ -296,7 +296,7 @@ async def test_restarted_hub_resumes_a_waiting_job(world: World) -> None:
     start = asyncio.create_task(before.spawn(options=OPTIONS))
     lease = await world.until_waiting()
     token = before.spawner.api_token
-    after = await leave(world, before, start)
+    after = await restart_hub(world, before, start)
     assert world.slurm.cancelled == []
     again = asyncio.create_task(after.spawn(options=OPTIONS))
     await until(lambda: after.spawner.job_id == "100", "the job is found")
@@ -318,7 +318,7 @@ async def test_restarted_hub_knows_a_port_reported_before(world: World) -> None:
     before.spawner.set_port(world.port)
     before.spawner.notebook_port = 0
     before.spawner.save_state()
-    after = await leave(world, before, start)
+    after = await restart_hub(world, before, start)
     again = asyncio.create_task(after.spawn(options=OPTIONS))
     await world.broker.grant(lease)
     await again
@@ -331,7 +331,7 @@ async def test_job_with_a_lost_token_is_replaced(world: World, tmp_path: Path) -
     start = asyncio.create_task(before.spawn(options=OPTIONS))
     lease = await world.until_waiting()
     await world.broker._change(lease, slurm_job=100)
-    after = await leave(world, before, start)
+    after = await restart_hub(world, before, start)
     (tmp_path / "slurm-notebooks" / f"{lease}.json").unlink()
     again = asyncio.create_task(after.spawn(options=OPTIONS))
     await until(lambda: len(world.slurm.submitted) == 2, "another job is submitted")
@@ -347,7 +347,7 @@ async def test_unreachable_slurm_does_not_lose_the_queue_position(world: World) 
     before = world.make_user()
     start = asyncio.create_task(before.spawn(options=OPTIONS))
     lease = await world.until_waiting()
-    after = await leave(world, before, start)
+    after = await restart_hub(world, before, start)
     world.slurm.trouble = SlurmUnreachable("slurmctld is away")
     with pytest.raises(SpawnFailed, match="slurmctld is away") as failure:
         await after.spawn(options=OPTIONS)

@@ -16,7 +16,7 @@ from gpuhub.storage import homes
 from gpuhub.storage.homes import ensure_home, find_home
 
 
-def me(name: str = "ada") -> UserIdentity:
+def current_user(name: str = "ada") -> UserIdentity:
     return UserIdentity(name=name, uid=os.getuid(), gid=os.getgid(), group_names=(name,))
 
 
@@ -24,7 +24,7 @@ def storage(folder: Path) -> StorageSettings:
     return StorageSettings(home=f"{folder}/homes/{{username}}")
 
 
-def refuse(number: int) -> object:
+def build_failing_mkdir(number: int) -> object:
     def call(*_arguments: object, **_more: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -35,8 +35,8 @@ def test_missing_home_is_created_for_its_user_only(tmp_path: Path) -> None:
     """The mode is 0700 whatever the umask is, parent folders are readable, and a second call changes nothing."""
     before = os.umask(0o077)
     try:
-        ensure_home(storage(tmp_path), me())
-        ensure_home(storage(tmp_path), me())
+        ensure_home(storage(tmp_path), current_user())
+        ensure_home(storage(tmp_path), current_user())
     finally:
         os.umask(before)
     home = tmp_path / "homes" / "ada"
@@ -47,7 +47,7 @@ def test_missing_home_is_created_for_its_user_only(tmp_path: Path) -> None:
 
 def test_a_home_may_lie_in_a_folder_of_the_user(tmp_path: Path) -> None:
     """Only the home itself belongs to the user."""
-    ensure_home(StorageSettings(home=f"{tmp_path}/homes/{{username}}/gpuhub"), me())
+    ensure_home(StorageSettings(home=f"{tmp_path}/homes/{{username}}/gpuhub"), current_user())
     modes = [(tmp_path / "homes" / part).stat().st_mode & 0o777 for part in ("ada", "ada/gpuhub")]
     assert modes == [0o755, 0o700]
 
@@ -68,14 +68,14 @@ def test_home_that_is_a_symlink_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "homes" / "ada").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SetupError, match="outside"):
-        ensure_home(storage(tmp_path), me())
+        ensure_home(storage(tmp_path), current_user())
 
 
 def test_folder_of_homes_may_be_a_symlink(tmp_path: Path) -> None:
     """An administrator may link `/home` to another disk."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "homes").symlink_to(tmp_path / "disk")
-    ensure_home(storage(tmp_path), me())
+    ensure_home(storage(tmp_path), current_user())
     assert (tmp_path / "disk" / "ada").is_dir()
 
 
@@ -88,7 +88,7 @@ def test_symlink_race_is_not_followed(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "homes" / "ada").symlink_to(elsewhere)
     monkeypatch.setattr(homes.os.path, "realpath", os.fspath)  # as if it had not existed at that time
     with pytest.raises(SetupError, match="symbolic link"):
-        ensure_home(StorageSettings(home=f"{tmp_path}/homes/{template}"), me())
+        ensure_home(StorageSettings(home=f"{tmp_path}/homes/{template}"), current_user())
     assert list(elsewhere.iterdir()) == []
     assert elsewhere.stat().st_mode & 0o777 == 0o711
 
@@ -118,24 +118,24 @@ def test_a_home_that_is_a_file_is_refused(tmp_path: Path) -> None:
     """Docker would mount it without an error."""
     (tmp_path / "ada").write_text("x")
     with pytest.raises(SetupError, match="is not a folder"):
-        ensure_home(StorageSettings(home=f"{tmp_path}/{{username}}"), me())
+        ensure_home(StorageSettings(home=f"{tmp_path}/{{username}}"), current_user())
 
 
 def test_homes_on_nfs_without_home_create_are_not_created(tmp_path: Path) -> None:
     """Without home_create the NFS server's homes exist already."""
-    ensure_home(StorageSettings(home="nfs://nas/home/{username}"), me())
+    ensure_home(StorageSettings(home="nfs://nas/home/{username}"), current_user())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_export_that_squashes_root_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder whose owner cannot be changed is removed."""
-    monkeypatch.setattr(homes.os, "fchown", refuse(errno.EPERM))
+    monkeypatch.setattr(homes.os, "fchown", build_failing_mkdir(errno.EPERM))
     with pytest.raises(SetupError, match=r"root as nobody.*no_root_squash"):
-        ensure_home(storage(tmp_path), me())
+        ensure_home(storage(tmp_path), current_user())
     assert list((tmp_path / "homes").iterdir()) == []
-    monkeypatch.setattr(homes.os, "mkdir", refuse(errno.EACCES))
+    monkeypatch.setattr(homes.os, "mkdir", build_failing_mkdir(errno.EACCES))
     with pytest.raises(SetupError, match=r"cannot be created or checked.*no_root_squash"):
-        ensure_home(storage(tmp_path), me())
+        ensure_home(storage(tmp_path), current_user())
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,6 @@ def test_export_that_squashes_root_is_reported(tmp_path: Path, monkeypatch: pyte
 def test_file_system_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str) -> None:
     """It is reported as a temporary error that the user did not cause."""
     (tmp_path / "homes").mkdir()
-    monkeypatch.setattr(homes.os, "mkdir", refuse(number))
+    monkeypatch.setattr(homes.os, "mkdir", build_failing_mkdir(number))
     with pytest.raises(StorageUnavailable, match=f"homes/ada cannot be used: .*{says}"):
-        ensure_home(storage(tmp_path), me())
+        ensure_home(storage(tmp_path), current_user())

@@ -18,7 +18,7 @@ from gpu_launch.errors import BrokerError
 from tests.support.tls import make_certificate
 
 
-class _Answers(http.server.BaseHTTPRequestHandler):
+class _EmptyJsonHandler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.send_header("Content-Length", "2")
@@ -36,7 +36,7 @@ def container(tmp_path: Path) -> Iterator[dict[str, str]]:
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificate)
     tls.load_cert_chain(certificate, key)
     tls.verify_mode = ssl.CERT_REQUIRED
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _EmptyJsonHandler) as server:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

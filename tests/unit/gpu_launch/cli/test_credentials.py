@@ -173,7 +173,7 @@ def test_certificates(tmp_path: Path, token_file: str, capsys: pytest.CaptureFix
         assert "does not speak TLS" in capsys.readouterr().err
 
 
-def _keep(path: Path, **tokens: str) -> None:
+def _save_hubs(path: Path, **tokens: str) -> None:
     known = credentials.KnownHubs()
     for name, token in tokens.items():
         url = f"https://{name}.example.org"
@@ -185,7 +185,7 @@ def _keep(path: Path, **tokens: str) -> None:
 
 def test_choice_of_the_hub(laptop: Path) -> None:
     """The last one logged in to; another by name; the environment's before all; a notebook's own in its container."""
-    _keep(laptop, one="t1", two="t2")
+    _save_hubs(laptop, one="t1", two="t2")
     assert credentials.choose_hub(None, {}).token == "t2"
     assert credentials.choose_hub("https://one.example.org/", {}).token == "t1"
     assert credentials.choose_hub(None, {"GPUHUB_URL": "https://one.example.org"}).token == "t1"
@@ -208,7 +208,7 @@ def test_hub_without_credentials_is_refused(
     laptop: Path, wanted: str | None, environ: dict[str, str], said: str
 ) -> None:
     """A kept token goes to its own hub alone."""
-    _keep(laptop, one="t1")
+    _save_hubs(laptop, one="t1")
     with pytest.raises(UsageError, match=said):
         credentials.choose_hub(wanted, environ)
 

@@ -70,14 +70,14 @@ def in_thread() -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
     assert errors == []
 
 
-def until(condition: Callable[[], object], *, seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], *, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
         time.sleep(0.01)
 
 
-def looks(hub: FakeHub) -> list[str]:
+def list_job_polls(hub: FakeHub) -> list[str]:
     """Questions about the job."""
     return [line for line in hub.requests if line.startswith("GET /jobs/job-") and line.count("/") == 2]
 
@@ -88,11 +88,11 @@ def test_run_returns_the_scripts_exit_status(
     """The folder is sent, the job waits with its place, its output comes to stdout, its exit status goes on."""
 
     def cluster() -> None:
-        until(lambda: hub.asked)
-        until(lambda: len(looks(hub)) >= 2)
+        wait_until(lambda: hub.asked)
+        wait_until(lambda: len(list_job_polls(hub)) >= 2)
         hub.run()
-        before = len(looks(hub))
-        until(lambda: len(looks(hub)) > before)
+        before = len(list_job_polls(hub))
+        wait_until(lambda: len(list_job_polls(hub)) > before)
         hub.write("step 1 ä\n")
         hub.write("step 2\n")
         hub.end(3)
@@ -131,7 +131,7 @@ def test_json_prints_only_the_job_to_stdout(
     """Output goes to stderr, the ended job to stdout."""
 
     def cluster() -> None:
-        until(lambda: hub.asked)
+        wait_until(lambda: hub.asked)
         hub.run()
         hub.write("loss 1\n")
         hub.end(0)
@@ -174,7 +174,7 @@ def test_output_survives_outages_and_broken_streams(
     hub.breaks_after = 1000
 
     def cluster() -> None:
-        until(lambda: hub.asked)
+        wait_until(lambda: hub.asked)
         hub.run()
         for number in range(300):
             hub.write(f"line {number:04}\n")
@@ -217,7 +217,7 @@ def test_attach_follows_to_the_end(
     hub.write("".join(f"{number}\n" for number in range(100)))
 
     def cluster() -> None:
-        until(lambda: sum(line.endswith("/logs") for line in hub.requests) >= 2)
+        wait_until(lambda: sum(line.endswith("/logs") for line in hub.requests) >= 2)
         hub.write("last\n")
         hub.end(139)
 
@@ -241,7 +241,7 @@ def _start(words: list[str], folder: Path) -> subprocess.Popen[str]:
 def test_an_interrupted_run_is_cancelled(hub: FakeHub, project: Path) -> None:
     """Ctrl-C ends what `run` started, and says so."""
     with _start(["run", "train.py"], project) as command:
-        until(lambda: hub.asked)
+        wait_until(lambda: hub.asked)
         hub.run()
         hub.write("begun\n")
         assert command.stdout is not None
@@ -263,7 +263,7 @@ def test_an_interrupted_attach_leaves_the_job(hub: FakeHub, project: Path, words
     with _start(words, project) as command:
         assert command.stdout is not None
         assert command.stdout.readline() == "begun\n"
-        until(lambda: sum(line.endswith("/logs") for line in hub.requests) >= 1)
+        wait_until(lambda: sum(line.endswith("/logs") for line in hub.requests) >= 1)
         command.send_signal(signal.SIGINT)
         assert command.wait(20) == 130
     assert hub.job()["state"] == "running"
@@ -275,7 +275,7 @@ def test_a_job_that_the_broker_ended_fails_with_its_reason(
     """No exit status of its own: 1, and why."""
 
     def cluster() -> None:
-        until(lambda: hub.asked)
+        wait_until(lambda: hub.asked)
         hub.end(None, reason="its time limit is over")
 
     in_thread(cluster)

@@ -98,7 +98,7 @@ def test_keys_are_sent_raw_and_exit_status_is_returned(hub: FakeHub) -> None:
     assert (hub.shells[0]["cols"], hub.shells[0]["rows"], hub.shells[0]["worker"]) == ("100", "30", "0")
 
 
-def _piped(words: list[str], given: bytes) -> subprocess.CompletedProcess[bytes]:
+def _run_piped(words: list[str], given: bytes) -> subprocess.CompletedProcess[bytes]:
     environ = {**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])}
     command = [sys.executable, "-m", "gpu_launch.cli.main", *words]
     return subprocess.run(command, input=given, capture_output=True, env=environ, timeout=60, check=False)
@@ -106,9 +106,9 @@ def _piped(words: list[str], given: bytes) -> subprocess.CompletedProcess[bytes]
 
 def test_command_with_piped_stdin(hub: FakeHub) -> None:
     """Words are quoted for the shell there; the end of stdin is said as a terminal says it."""
-    done = _piped(["shell", "train", "--worker", "0", "--", "echo", "a b", "$x"], b"")
+    done = _run_piped(["shell", "train", "--worker", "0", "--", "echo", "a b", "$x"], b"")
     assert (done.returncode, done.stdout) == (3, b"ran echo 'a b' '$x'\r\n")
-    done = _piped(["shell", "abc"], b"hello")
+    done = _run_piped(["shell", "abc"], b"hello")
     assert (done.returncode, done.stdout) == (4, b"HELLO")
 
 

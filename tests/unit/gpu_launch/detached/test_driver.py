@@ -22,16 +22,16 @@ from gpu_launch.options.definition import LaunchOptions
 ENV = environment.read({"HOME": "/home/ada", "GPUHUB_NODE": "rig1", "GPU_LAUNCH_PREEMPTIONS": "1"})
 
 
-def roster(nodes: int) -> str:
+def format_worker_list(nodes: int) -> str:
     """GPU_LAUNCH_ROSTER, in no order."""
     gpu = {"uuid": "GPU-1", "node": "rig1", "model": "RTX 5090", "memory_mib": 32_607}
     workers = [{"index": at, "node": f"rig{at + 1}", "gpus": [gpu], "state": "running"} for at in range(nodes)]
     return json.dumps(workers[::-1])
 
 
-def gang(tmp_path: Path, nodes: int, *given: str) -> StaticWorkerGroup:
+def build_worker_group(tmp_path: Path, nodes: int, *given: str) -> StaticWorkerGroup:
     """The containers of a job with these words."""
-    workers = parse_workers(roster(nodes))
+    workers = parse_workers(format_worker_list(nodes))
     run = run_folder.RunFolder(root=tmp_path)
     chosen = build_options(job_manifest.JobManifest(name="x", words=(*given, "--", "train.py")), run, nodes)
     return StaticWorkerGroup(build_plan(chosen, workers), run, others=workers[1:], env=ENV)
@@ -46,7 +46,7 @@ def test_invalid_worker_list_is_refused(text):
 
 def test_the_driver_is_node_0_and_the_others_follow(tmp_path):
     """With the preemptions that the workers were started with; nobody is waited for."""
-    given = gang(tmp_path, 3, "--nnodes=2:3")
+    given = build_worker_group(tmp_path, 3, "--nnodes=2:3")
     assert given.plan.is_elastic and given.is_started() and not given.is_notebook_only
     found = given.membership()
     assert (found.participants, found.nodes, found.preemptions) == ((None, 1, 2), ("rig2", "rig3"), 1)
@@ -57,13 +57,13 @@ def test_the_driver_is_node_0_and_the_others_follow(tmp_path):
 
 def test_granted_number_of_nodes_is_used(tmp_path):
     """`--nnodes 2:4` on two nodes has none to lose."""
-    plan = gang(tmp_path, 2, "--nnodes=2:4").plan
+    plan = build_worker_group(tmp_path, 2, "--nnodes=2:4").plan
     assert (plan.nnodes, plan.least_nnodes, plan.is_elastic) == (2, 2, False)
 
 
 def test_sigterm_is_forwarded_to_ranks_without_restart(tmp_path):
     """Nothing is started again here, and whoever sent SIGTERM sets the limit."""
-    given = gang(tmp_path, 2)
+    given = build_worker_group(tmp_path, 2)
     found = given.membership()
     assert membership.find_change(given.job, found, given.plan, workers=given.workers(), leaving=[]) is None
     # Another container of the job learns of it sooner.
@@ -77,7 +77,7 @@ def test_sigterm_is_forwarded_to_ranks_without_restart(tmp_path):
 
 def test_elastic_job_releases_a_single_worker(tmp_path):
     """That one of its containers is told to end is no end."""
-    given = gang(tmp_path, 3, "--nnodes=1:3")
+    given = build_worker_group(tmp_path, 3, "--nnodes=1:3")
     found = membership.find_change(given.job, given.membership(), given.plan, workers=given.workers(), leaving=[2])
     assert found == membership.MembershipChange(is_complete=False, leaving=frozenset({2}))
 
@@ -143,4 +143,4 @@ def test_folders_are_relative_to_the_home(tmp_path):
 
 def test_worker_states_use_the_brokers_names():
     """The roster has the broker's own names."""
-    assert parse_workers(roster(1))[0].state == models.RUNNING
+    assert parse_workers(format_worker_list(1))[0].state == models.RUNNING

@@ -27,7 +27,7 @@ PLAN = LaunchPlan(
 ELASTIC = replace(PLAN, least_nnodes=1)
 
 
-class Desk(BrokerClient):
+class GrantingBroker(BrokerClient):
     """A broker that grants what is free, at once."""
 
     def __init__(self, *free):
@@ -69,7 +69,7 @@ class Desk(BrokerClient):
 @pytest.fixture
 def desk():
     """With three free nodes."""
-    desk = Desk("rig1", "rig2", "rig3")
+    desk = GrantingBroker("rig1", "rig2", "rig3")
     yield desk
     desk.over.set()
 
@@ -82,7 +82,7 @@ def run(tmp_path):
     return folder
 
 
-def begun(plan, run, desk):
+def start_group(plan, run, desk):
     """A gang that has asked."""
     group = BrokerWorkerGroup(plan, run, env=ENV, broker=desk)
     group.start(settings={})
@@ -105,12 +105,12 @@ def begun(plan, run, desk):
 )
 def test_pool_serves_launches_of_the_same_or_smaller_size(wanted, fits, run, desk):
     """Of nodes only: everything else is equal."""
-    assert WorkerPool(begun(PLAN, run, desk), address="127.0.0.1").matches(wanted) is fits
+    assert WorkerPool(start_group(PLAN, run, desk), address="127.0.0.1").matches(wanted) is fits
 
 
 def test_complete_elastic_pool_serves_launches_of_the_same_range(run, desk):
     """Less would be all that a launch gets that could have more."""
-    group = begun(ELASTIC, run, desk)
+    group = start_group(ELASTIC, run, desk)
     pool = WorkerPool(group, address="127.0.0.1")
     assert pool.matches(ELASTIC)
     assert not pool.matches(replace(ELASTIC, least_nnodes=2))
@@ -121,7 +121,7 @@ def test_complete_elastic_pool_serves_launches_of_the_same_range(run, desk):
 def test_pool_past_half_of_its_time_limit_is_not_reused(run, desk, monkeypatch):
     """Who asks for two hours has at least one."""
     limited = replace(PLAN, demand=GpuRequest(time_limit_s=7200))
-    pool = WorkerPool(begun(limited, run, desk), address="127.0.0.1")
+    pool = WorkerPool(start_group(limited, run, desk), address="127.0.0.1")
     assert pool.matches(limited)
     now = pool.created_at + 3601
     monkeypatch.setattr("time.monotonic", lambda: now)
@@ -130,7 +130,7 @@ def test_pool_past_half_of_its_time_limit_is_not_reused(run, desk, monkeypatch):
 
 def test_smaller_launch_uses_the_first_nodes_of_the_pool(run, desk):
     """In the order of the crew, with the own container first where it takes part."""
-    pool = WorkerPool(begun(PLAN, run, desk), address="127.0.0.1")
+    pool = WorkerPool(start_group(PLAN, run, desk), address="127.0.0.1")
     assert pool.membership(replace(PLAN, nnodes=2)).nodes == ("rig1", "rig2")
     membership = Membership(includes_notebook=True, workers=(0, 1), nodes=("rig2", "rig3"), nproc_per_node=1)
     assert membership.limited_to(2).participants == (None, 0)
@@ -148,7 +148,7 @@ def test_unknown_or_busy_pool_is_not_released(run, desk):
 def test_worker_group_grows_by_free_nodes(run, desk):
     """New workers have numbers of their own; the second job says whom it joins, and is freed with the first."""
     desk.free = ["rig1"]
-    group = begun(ELASTIC, run, desk)
+    group = start_group(ELASTIC, run, desk)
     assert group.membership().nodes == ("rig1",)
     desk.free = ["rig3"]
     assert group.scale_up()
@@ -171,7 +171,7 @@ def test_worker_group_grows_by_free_nodes(run, desk):
 def test_with_slurm_free_nodes_are_awaited_briefly(run, desk):
     """There every request goes through another queue first."""
     desk.free, desk.looks = ["rig1"], 0
-    group = begun(ELASTIC, run, desk)
+    group = start_group(ELASTIC, run, desk)
     desk.free, desk.looks = ["rig3"], 3
     assert group.scale_up()
     assert group.membership().nodes == ("rig1", "rig3")
@@ -182,10 +182,10 @@ def test_with_slurm_launch_with_own_gpus_starts_with_free_nodes(run, desk, monke
     monkeypatch.setattr("gpu_launch.launch.worker_group.start_local_worker", lambda _: None)
     own = replace(ELASTIC, includes_notebook=True, exclude_nodes=("rig1",))
     desk.free, desk.looks = ["rig2"], 3
-    group = begun(own, run, desk)
+    group = start_group(own, run, desk)
     assert group.membership().nodes == ("rig2",)
     desk.free, desk.looks = [], 3
-    alone = begun(own, run, desk)
+    alone = start_group(own, run, desk)
     assert alone.is_notebook_only
     assert desk.looks == 3
     assert [job["state"] for job in desk.jobs_by_id.values()] == ["running", "ended"]
@@ -195,7 +195,7 @@ def test_with_slurm_launch_with_own_gpus_starts_with_free_nodes(run, desk, monke
 def test_worker_group_does_not_grow_when_growth_is_unwanted(run, desk, reason):
     """Nobody is kept waiting for what comes on top."""
     desk.free = ["rig1", "rig2", "rig3"] if "whole" in reason else ["rig1"]
-    group = begun(ELASTIC, run, desk)
+    group = start_group(ELASTIC, run, desk)
     desk.waiting = int("wait" in reason)
     desk.free = [] if "nothing" in reason else ["rig2"]
     assert not group.scale_up()
@@ -205,7 +205,7 @@ def test_worker_group_does_not_grow_when_growth_is_unwanted(run, desk, reason):
 def test_ungranted_growth_request_is_withdrawn(run, desk):
     """It was free a moment ago."""
     desk.free = ["rig1"]
-    group = begun(ELASTIC, run, desk)
+    group = start_group(ELASTIC, run, desk)
     desk.free = ["rig2"]
     taken = desk.get_cluster
 

@@ -36,7 +36,7 @@ def shell(tmp_path, monkeypatch):
     made.history_manager.end_session()
 
 
-class Launched:
+class RecordedLaunch:
     """Stands for `launch.launch`: two ranks, one after another, as torchrun's workers."""
 
     def __init__(self, folder):
@@ -72,7 +72,7 @@ class Launched:
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    found = Launched(tmp_path)
+    found = RecordedLaunch(tmp_path)
     monkeypatch.setattr(launch, "launch", found)
     return found
 

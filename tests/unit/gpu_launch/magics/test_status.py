@@ -84,7 +84,7 @@ def broker(monkeypatch, tmp_path):
     server.server_close()
 
 
-def paper(line: str, *, cell: str | None = None, **more: object) -> dry_run.DryRunReport:
+def build_dry_run(line: str, *, cell: str | None = None, **more: object) -> dry_run.DryRunReport:
     """What a line would do."""
     before = {name: value for name, value in os.environ.items() if name != "MY_SETTING"}
     options = command.parse(line, cell=cell is not None)
@@ -95,7 +95,7 @@ def paper(line: str, *, cell: str | None = None, **more: object) -> dry_run.DryR
 def test_a_dry_run_shows_the_request_and_a_command_for_each_node(broker, monkeypatch):
     """Nothing is asked for; what the notebook set is there, and why each setting is."""
     monkeypatch.setenv("MY_SETTING", "5")
-    text = dry_run.format_report(paper("--nnodes 3 --time-limit 2h train.py --epochs 2"))
+    text = dry_run.format_report(build_dry_run("--nnodes 3 --time-limit 2h train.py --epochs 2"))
     assert {method for method, _, _ in broker.asked} == {"GET"}
     body = json.loads(text[text.index("{") : text.index("\n}") + 2])
     assert body == {
@@ -115,7 +115,7 @@ def test_a_dry_run_shows_the_request_and_a_command_for_each_node(broker, monkeyp
 def test_dry_run_shows_the_request_that_is_sent(broker, tmp_path):
     """Whatever the flags."""
     for line in ("--nnodes 3", "--nnodes 2:3 --scavenge", "--nnodes 2 --exclusive --model rtx5070 --priority -3"):
-        shown = paper(f"{line} train.py")
+        shown = build_dry_run(f"{line} train.py")
         made = worker_group.BrokerWorkerGroup(
             shown.plan,
             run_folder.create_run(tmp_path),
@@ -140,13 +140,13 @@ def test_dry_run_shows_the_queue(broker, states, waiting, said):
     """As far as the cluster tells."""
     broker.states |= states
     broker.waiting = waiting
-    assert said in dry_run.format_report(paper("--nnodes 3 train.py"))
+    assert said in dry_run.format_report(build_dry_run("--nnodes 3 train.py"))
 
 
 def test_a_dry_run_of_the_notebooks_own_gpu(broker):
     """The broker would not be asked; a cell's files are named."""
     cell = exchange.CellSource(label="Cell In[1]", source="%%gpu_launch\npass", skipped=1)
-    found = paper("", cell="pass\n", exchange=exchange.build_exchange(returns=["x"], cell=cell))
+    found = build_dry_run("", cell="pass\n", exchange=exchange.build_exchange(returns=["x"], cell=cell))
     text = dry_run.format_report(found)
     assert text.startswith("The broker would not be asked")
     assert "--module gpu_launch.worker.rank_main --exchange " in text
@@ -155,7 +155,7 @@ def test_a_dry_run_of_the_notebooks_own_gpu(broker):
 
 def test_dry_run_of_a_detached_job_shows_its_manifest(broker):
     """All nodes are asked for, and the notebook's own takes no part."""
-    found = paper("--detach --nnodes 2 train.py --a")
+    found = build_dry_run("--detach --nnodes 2 train.py --a")
     assert (found.body["detached"], found.body["nnodes"], found.body["name"]) == (True, 2, "train.py")
     assert job_manifest.parse_manifest(job_manifest.dump_json(found.manifest)).words[-2:] == ("train.py", "--a")
     text = dry_run.format_report(found)
@@ -167,16 +167,16 @@ def test_dry_run_of_a_detached_job_shows_its_manifest(broker):
 def test_a_dry_run_refuses_what_a_launch_refuses(broker):
     """In the same words."""
     with pytest.raises(UsageError, match=r"There is no script trian\.py"):
-        paper("trian.py")
+        build_dry_run("trian.py")
     with pytest.raises(UsageError, match="--nnodes 4 is more than the cluster has"):
-        paper("--nnodes 4 train.py")
+        build_dry_run("--nnodes 4 train.py")
 
 
 def test_warnings_of_the_container_are_shown(broker, monkeypatch):
     """Such as a small /dev/shm."""
     facts = nccl_env.ContainerFacts(interface="eth1", shm_mib=64)
     monkeypatch.setattr(nccl_env, "inspect_container", lambda interface, with_path_mtu: facts)
-    assert "Note: /dev/shm has 64 MiB" in dry_run.format_report(paper("train.py"))
+    assert "Note: /dev/shm has 64 MiB" in dry_run.format_report(build_dry_run("train.py"))
 
 
 def test_status_shows_jobs_with_queue_position_and_time(broker):

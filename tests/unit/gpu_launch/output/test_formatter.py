@@ -282,7 +282,7 @@ def test_mute_shows_nothing_and_reset_loses_nothing():
     assert shown(formatter, now=0.3, last=True) == ""
 
 
-def said(*parts):
+def output_lines(*parts):
     """(ranks, line) as the fold gives them."""
     return [OutputLine(ranks, "stdout", line) for ranks, line in parts]
 
@@ -292,7 +292,7 @@ def test_line_of_all_ranks_is_shown_once_without_delay():
     fold = LineDeduplicator()
     for rank in ALL:
         fold.feed(rank, "stdout", ["step 1", "step 2"], 0.0)
-    assert fold.drain(ALL, 0.0) == said(((0, 1, 2), "step 1"), ((0, 1, 2), "step 2"))
+    assert fold.drain(ALL, 0.0) == output_lines(((0, 1, 2), "step 1"), ((0, 1, 2), "step 2"))
 
 
 def test_line_waits_briefly_for_duplicates_of_other_ranks():
@@ -301,20 +301,20 @@ def test_line_waits_briefly_for_duplicates_of_other_ranks():
     fold.feed(0, "stdout", ["step 1"], 0.0)
     assert fold.drain(ALL, MAX_WAIT_S / 2) == []
     fold.feed(2, "stdout", ["step 1"], MAX_WAIT_S / 2)
-    assert fold.drain(ALL, MAX_WAIT_S) == said(((0, 2), "step 1"))
+    assert fold.drain(ALL, MAX_WAIT_S) == output_lines(((0, 2), "step 1"))
     fold.feed(1, "stdout", ["step 1"], MAX_WAIT_S)
-    assert fold.drain(ALL, 2 * MAX_WAIT_S) == said(((1,), "step 1"))
+    assert fold.drain(ALL, 2 * MAX_WAIT_S) == output_lines(((1,), "step 1"))
 
 
 def test_single_rank_is_not_delayed():
     """Nor do ranks whose peers have ended, or are not shown."""
     fold = LineDeduplicator()
     fold.feed(0, "stdout", ["a"], 0.0)
-    assert fold.drain(frozenset({0}), 0.0) == said(((0,), "a"))
+    assert fold.drain(frozenset({0}), 0.0) == output_lines(((0,), "a"))
     fold.feed(1, "stdout", ["b"], 0.0)
-    assert fold.drain(frozenset({1}), 0.0) == said(((1,), "b"))
+    assert fold.drain(frozenset({1}), 0.0) == output_lines(((1,), "b"))
     fold.feed(0, "stdout", ["c"], 0.0)
-    assert fold.drain(frozenset(), 0.0) == said(((0,), "c"))
+    assert fold.drain(frozenset(), 0.0) == output_lines(((0,), "c"))
 
 
 def test_line_of_one_rank_does_not_split_common_lines():
@@ -323,7 +323,7 @@ def test_line_of_one_rank_does_not_split_common_lines():
     fold.feed(0, "stdout", ["saved", "step 1"], 0.0)
     for rank in (1, 2):
         fold.feed(rank, "stdout", ["step 1"], 0.0)
-    assert fold.drain(ALL, MAX_WAIT_S) == said(((0,), "saved"), ((0, 1, 2), "step 1"))
+    assert fold.drain(ALL, MAX_WAIT_S) == output_lines(((0,), "saved"), ((0, 1, 2), "step 1"))
 
 
 def test_a_block_of_one_rank_stays_together():

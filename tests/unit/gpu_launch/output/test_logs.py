@@ -44,7 +44,7 @@ class Screen:
         return "".join(text for name, text in self.texts if name == stream)
 
 
-def shown(home, *words):
+def show_logs(home, *words):
     screen = Screen()
     logs.show_logs(logs.parse_arguments(list(words)), home=home, write=screen)
     return screen
@@ -63,7 +63,7 @@ TWO_NODES = [
 def test_tail_of_every_rank_has_its_number(home):
     """Across nodes; a last line without its end too."""
     make(home, "run-20260101-000000-aaaaaa", TWO_NODES)
-    screen = shown(home, "-n", "2")
+    screen = show_logs(home, "-n", "2")
     assert screen.all() == "[rank 0] b\n[rank 0] c\n[rank 1] d\n[rank 2] e\n"
     assert screen.all("stderr") == "[rank 1] bad\n[rank 2] \ufffd\n"
 
@@ -71,10 +71,10 @@ def test_tail_of_every_rank_has_its_number(home):
 def test_one_rank_has_no_prefix(home):
     """And all of its lines where they are wanted."""
     make(home, "run-20260101-000000-aaaaaa", TWO_NODES)
-    assert shown(home, "--rank", "0", "-n", "0").all() == "a\nb\nc\n"
-    assert shown(home, "--rank=2").all() == "e\n"
+    assert show_logs(home, "--rank", "0", "-n", "0").all() == "a\nb\nc\n"
+    assert show_logs(home, "--rank=2").all() == "e\n"
     with pytest.raises(UsageError, match="has ranks 0 to 2"):
-        shown(home, "--rank", "3")
+        show_logs(home, "--rank", "3")
 
 
 def test_logs_are_of_the_latest_start(home):
@@ -82,15 +82,15 @@ def test_logs_are_of_the_latest_start(home):
     make(
         home, "run-20260101-000000-aaaaaa", [("node0", 0, "stdout", "old\n"), ("node0-restart1", 0, "stdout", "new\n")]
     )
-    assert shown(home).all() == "[rank 0] new\n"
+    assert show_logs(home).all() == "[rank 0] new\n"
 
 
 def test_a_detached_jobs_whole_output_is_one_file(home):
     """As it is shown on a laptop."""
     run = make(home, "run-20260101-000000-aaaaaa", TWO_NODES)
     run.output.write_text("one\ntwo\n")
-    assert shown(home).all() == "one\ntwo\n"
-    assert shown(home, "--rank", "1").all() == "d\n"
+    assert show_logs(home).all() == "one\ntwo\n"
+    assert show_logs(home, "--rank", "1").all() == "d\n"
 
 
 def test_many_lines_are_read_from_the_end(home, monkeypatch):
@@ -99,8 +99,8 @@ def test_many_lines_are_read_from_the_end(home, monkeypatch):
     make(home, "run-20260101-000000-aaaaaa", [("node0", 0, "stdout", text)])
     for size in (7, 64, 1 << 20):
         monkeypatch.setattr(logs, "_CHUNK", size)
-        assert shown(home, "--rank", "0", "-n", "3").all() == "line 997\nline 998\nline 999\n"
-        assert shown(home, "--rank", "0", "-n", "0").all() == text
+        assert show_logs(home, "--rank", "0", "-n", "3").all() == "line 997\nline 998\nline 999\n"
+        assert show_logs(home, "--rank", "0", "-n", "0").all() == text
 
 
 def test_follow_shows_new_output_until_the_run_ends(home):
@@ -156,14 +156,14 @@ def test_follow_of_a_notebooks_launch_ends_with_its_heartbeat(home):
     assert not logs.is_over(run)
     run.heartbeat.unlink()
     assert logs.is_over(run)
-    assert shown(home, "-f").all() == "[rank 0] begun\n"
+    assert show_logs(home, "-f").all() == "[rank 0] begun\n"
 
 
 def test_run_without_output_shows_its_state(home):
     """With what it does at present."""
     state = job_manifest.JobStatus(state="starting", text="waits for 2 GPUs")
     run = make(home, "run-20260101-000000-aaaaaa", state=state)
-    assert shown(home).all() == f"{run.run_id} has no output (waits for 2 GPUs)\n"
+    assert show_logs(home).all() == f"{run.run_id} has no output (waits for 2 GPUs)\n"
 
 
 def test_runs_are_found_by_any_unique_part_of_the_id(home):

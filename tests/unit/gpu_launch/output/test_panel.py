@@ -141,7 +141,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def drawn(text):
+def render_terminal(text):
     """The lines that a terminal shows in the end."""
     return [line.split("\r\x1b[K")[-1] for line in text.split("\n")]
 
@@ -157,14 +157,14 @@ def test_a_terminals_line_stays_below_the_ranks_lines():
     screen.flush()
     clock.now = 2.0
     screen.show_panel(VIEW)
-    assert drawn(out.getvalue())[:2] == ["[rank 0 · rig1] a", "[rank 0 · rig1] b"]
-    assert drawn(out.getvalue())[2].startswith("gpu_launch: running · 2 s · train 45 of 100")
+    assert render_terminal(out.getvalue())[:2] == ["[rank 0 · rig1] a", "[rank 0 · rig1] b"]
+    assert render_terminal(out.getvalue())[2].startswith("gpu_launch: running · 2 s · train 45 of 100")
     screen.show_progress("freeing the GPUs")
     screen.show_panel(CLOSING)
     screen.show_progress("done in 3.1 s")
     screen.show_panel(CLOSING)
     screen.show_panel(CLOSING)
-    assert drawn(out.getvalue())[2:] == ["gpu_launch: freeing the GPUs", "gpu_launch: done in 3.1 s", ""]
+    assert render_terminal(out.getvalue())[2:] == ["gpu_launch: freeing the GPUs", "gpu_launch: done in 3.1 s", ""]
 
 
 def test_a_line_is_no_longer_than_the_terminal(monkeypatch):
@@ -174,7 +174,7 @@ def test_a_line_is_no_longer_than_the_terminal(monkeypatch):
     screen = TextScreen(out, out, _Clock())
     screen.show_progress("x" * 100)
     screen.show_panel(VIEW)
-    assert all(len(line) == 29 and line.endswith("…") for line in drawn(out.getvalue()))
+    assert all(len(line) == 29 and line.endswith("…") for line in render_terminal(out.getvalue()))
 
 
 def test_output_file_gets_one_line_per_change():

@@ -20,7 +20,7 @@ from gpuhub.broker_api.schemas import Capabilities
 from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
-from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.broker.memory_backend import installed_memory_backend
 from tests.support.docker.simulated_nodes import build_cluster
@@ -130,7 +130,7 @@ async def granted(running: Running, backend: TestedBackend, owner: str = "ada", 
     if backend.capabilities.external_jobs:
         await until(lambda: lease["id"] in backend.list_jobs(), "it is submitted")
     backend.start()
-    return await reaches(running, f"/leases/{lease['id']}", "granted")
+    return await wait_for_state(running, f"/leases/{lease['id']}", "granted")
 
 
 def test_job_backends_match_the_capabilities(backend: TestedBackend) -> None:
@@ -158,7 +158,7 @@ async def test_no_gpu_is_granted_twice(setting: Setting, backend: TestedBackend)
         assert waiting["position"] >= 1
         assert waiting["waiting_for"]
         await delete(running, "ada", f"/leases/{first['id']}")
-        await reaches(running, f"/leases/{first['id']}", "released")
+        await wait_for_state(running, f"/leases/{first['id']}", "released")
         assert container not in setting.nodes["rig1"].containers
 
         async def is_granted() -> bool:
@@ -174,7 +174,7 @@ async def test_a_job_of_several_nodes_is_granted_as_a_whole(setting: Setting, ba
         if backend.capabilities.external_jobs:
             await until(lambda: job["lease"]["id"] in backend.list_jobs(), "it is submitted")
         backend.start()
-        started = await reaches(running, f"/jobs/{job['id']}", "running")
+        started = await wait_for_state(running, f"/jobs/{job['id']}", "running")
         assert sorted(worker["node"] for worker in started["workers"]) == ["rig1", "rig2", "rig3"]
 
 
@@ -185,7 +185,7 @@ async def test_a_lease_that_ends_leaves_no_job(setting: Setting, backend: Tested
         waiting = await ask(running, "ben")
         for owner, lease in (("ben", waiting), ("ada", held)):
             await delete(running, owner, f"/leases/{lease['id']}")
-            await reaches(running, f"/leases/{lease['id']}", "released")
+            await wait_for_state(running, f"/leases/{lease['id']}", "released")
         await until(lambda: not backend.list_jobs(), "no job is left")
 
 
@@ -214,7 +214,7 @@ async def test_a_lease_ends_with_its_job(setting: Setting, backend: TestedBacken
         lease = await granted(running, backend)
         container = await run_notebook(running, lease)
         backend.end_job(lease["id"])
-        ended = await reaches(running, f"/leases/{lease['id']}", "released")
+        ended = await wait_for_state(running, f"/leases/{lease['id']}", "released")
         assert ended["reason"]
         assert container not in setting.nodes["rig1"].containers
 

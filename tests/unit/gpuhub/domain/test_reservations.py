@@ -12,7 +12,7 @@ from gpuhub.broker_api.schemas import ReservationRequest
 from gpuhub.common.errors import Conflict, InvalidRequest
 from gpuhub.domain import reservations
 from gpuhub.nodes.inventory import GpuReading, Inventory, build_inventory
-from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import build_cluster
 
@@ -100,12 +100,12 @@ async def test_reserved_gpus_go_to_reservation_users_only(setting: Setting) -> N
         assert lease["state"] == "granted"
         await run_notebook(running, lease)
         await delete(running, "ada", f"/leases/{lease['id']}")
-        await reaches(running, f"/leases/{lease['id']}", "released")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
         assert (await read(running, "ben", f"/leases/{waiting['id']}"))["state"] == "requested"
         async with running.client("root") as client:
             assert (await client.delete(f"/api/v1/reservations/{made['id']}")).status_code == 204
             assert (await client.delete(f"/api/v1/reservations/{made['id']}")).status_code == 404
-        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
 
 
 async def test_reservation_starts_and_ends_automatically(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +118,6 @@ async def test_reservation_starts_and_ends_automatically(setting: Setting, monke
         )
         waiting = await ask(running, "ben")
         assert waiting["state"] == "requested"
-        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
         await until(lambda: running.store.load_reservations() == [], "it is forgotten")
         assert await read(running, "ben", "/reservations") == []

@@ -6,7 +6,19 @@ import pytest
 
 from gpuhub.common.gpu import GpuRequirement
 from gpuhub.scheduler.interface import NodeCapacity, SchedulingRequest
-from tests.support.scheduler_snapshots import BIG, HOUR, MIDDLE, NOW, SMALL, WANTS_BIG, ask, engine, hold, nodes, slot
+from tests.support.scheduler_snapshots import (
+    BIG,
+    HOUR,
+    MIDDLE,
+    NOW,
+    SMALL,
+    WANTS_BIG,
+    ask,
+    build_scheduler,
+    hold,
+    nodes,
+    slot,
+)
 
 THERE = {"n0": (BIG,), "n1": (SMALL, SMALL), "n2": (MIDDLE,)}
 
@@ -47,7 +59,7 @@ THERE = {"n0": (BIG,), "n1": (SMALL, SMALL), "n2": (MIDDLE,)}
 )
 def test_infeasible_request_is_explained_with_capacity(request_: SchedulingRequest, text: str) -> None:
     """What can never be granted is refused, whoever holds what now."""
-    made = engine([NodeCapacity(name="n1", driver="570", memory_mib=64 * 1024)])
+    made = build_scheduler([NodeCapacity(name="n1", driver="570", memory_mib=64 * 1024)])
     if request_.memory_mib:
         request_ = ask("a", nodes=3, memory_mib=request_.memory_mib)
     assert (made.explain_infeasible(request_, THERE) or "").startswith(text)
@@ -55,7 +67,7 @@ def test_infeasible_request_is_explained_with_capacity(request_: SchedulingReque
 
 def test_feasible_or_unknown_requests_are_not_refused() -> None:
     """Elastic requests by their least, and nodes not read yet by what they may have."""
-    made = engine([])
+    made = build_scheduler([])
     assert made.explain_infeasible(SchedulingRequest(id="a", owner="a", nodes=9, least_nodes=3), THERE) is None
     wants = ask("a", requirement=GpuRequirement(models=("H200",)))
     assert made.explain_infeasible(wants, {"n0": (BIG,), "n1": None}) is None
@@ -70,7 +82,7 @@ def test_pending_reason_has_position_holder_and_expected_start() -> None:
         hold(ask("x", time_limit_s=3 * HOUR), slot(there, "n0-0")),
         hold(ask("y", time_limit_s=2 * HOUR), slot(there, "n1-0")),
     ]
-    made = engine(there, *held, ask("a", time_limit_s=HOUR), ask("b"), ask("c", requirement=WANTS_BIG))
+    made = build_scheduler(there, *held, ask("a", time_limit_s=HOUR), ask("b"), ask("c", requirement=WANTS_BIG))
     made.decide(NOW)
     whys = [made.explain_pending(name, NOW) for name in "abc"]
     assert [why.position for why in whys] == [1, 2, 3]
@@ -86,7 +98,7 @@ def test_constraints_are_sorted_by_their_delay() -> None:
     there = nodes([BIG], [SMALL], [SMALL])
     running = hold(ask("x", time_limit_s=3 * HOUR), slot(there, "n0-0"))
     asked = ask("a", nodes=2, requirement=GpuRequirement(least_memory_mib=30 * 1024), time_limit_s=9 * HOUR)
-    made = engine(there, running, asked)
+    made = build_scheduler(there, running, asked)
     found = {
         each.requirement: each.would_start_at
         for each in made.explain_pending("a", NOW, with_constraints=True).constraints
@@ -99,5 +111,5 @@ def test_long_lists_of_owners_are_truncated() -> None:
     """A line stays a line."""
     there = nodes([SMALL] * 8)
     held = [hold(ask(f"x{number}"), slot(there, f"n0-{number}")) for number in range(8)]
-    text = engine(there, *held, ask("a")).explain_pending("a", NOW).text
+    text = build_scheduler(there, *held, ask("a")).explain_pending("a", NOW).text
     assert text == "1 × any GPU on one node: held by x0, x1, x2, x3 and 4 others"

@@ -25,8 +25,8 @@ from tests.support.scheduler_snapshots import (
     SMALL,
     WANTS_BIG,
     ask,
-    engine,
-    got,
+    build_scheduler,
+    granted_gpus,
     hold,
     nodes,
     slot,
@@ -50,14 +50,14 @@ def test_queue_order_follows_age_priority_and_interactivity() -> None:
         ask("d", created_at=NOW + 3 * HOUR),
         ask("e", created_at=NOW, batch=True, seq=1),
     ]
-    assert engine(nodes([BIG]), *asks).order_requests(NOW) == ["d", "c", "b", "a", "e"]
+    assert build_scheduler(nodes([BIG]), *asks).order_requests(NOW) == ["d", "c", "b", "a", "e"]
 
 
 def test_fair_share_delays_heavy_users_by_at_most_a_day() -> None:
     """GPU-time counts half after a week, against that of all, and never for more than `fair_share_s`."""
     asks = [ask("ada", created_at=NOW - 2 * HOUR), ask("ben", created_at=NOW - HOUR)]
     used = [spent("ada", 20), spent("ben", 10)]
-    made = engine(nodes([BIG]), *asks, usage_records=used)
+    made = build_scheduler(nodes([BIG]), *asks, usage_records=used)
     assert made.order_requests(NOW) == ["ben", "ada"]
     usage = made.report_usage(NOW)
     assert 0 < usage["ben"].penalty_s < usage["ada"].penalty_s < DAY
@@ -65,7 +65,10 @@ def test_fair_share_delays_heavy_users_by_at_most_a_day() -> None:
         usage["ada"].decayed_gpu_hours / 2
     )
     old = replace(asks[0], created_at=NOW - DAY - 2 * HOUR)
-    assert engine(nodes([BIG]), old, asks[1], usage_records=[spent("ada", 1000)]).order_requests(NOW) == ["ada", "ben"]
+    assert build_scheduler(nodes([BIG]), old, asks[1], usage_records=[spent("ada", 1000)]).order_requests(NOW) == [
+        "ada",
+        "ben",
+    ]
 
 
 @pytest.mark.parametrize("due", [0.01, 0.5, 1.0])
@@ -84,7 +87,7 @@ def test_usage_includes_running_leases_shares_and_gpu_weights() -> None:
     part = hold(ask("ada", share=2), slot(there, "n0-1"))
     whole = hold(ask("ben"), slot(there, "n0-0"))
     rules = SchedulingParameters(card_values={"RTX 5090": 4.0, "RTX 5070": 1.0})
-    used = engine(there, part, whole, rules=rules).report_usage(NOW)
+    used = build_scheduler(there, part, whole, rules=rules).report_usage(NOW)
     assert used["ben"].decayed_gpu_hours == pytest.approx(4.0, rel=0.01)
     assert used["ada"].decayed_gpu_hours == pytest.approx(0.5, rel=0.01)
     assert (used["ada"].gpus, used["ada"].gpu_hours_week) == (1, 0.5)
@@ -94,7 +97,7 @@ def test_fair_share_weights_favour_users() -> None:
     """Of two who used as much, the one whose due is more goes first."""
     asks = [ask("ada", created_at=NOW - 60), ask("ben", created_at=NOW)]
     used = [spent("ada", 10), spent("ben", 10)]
-    made = engine(nodes([BIG]), *asks, usage_records=used, quotas={"ben": Quota(weight=3.0)})
+    made = build_scheduler(nodes([BIG]), *asks, usage_records=used, quotas={"ben": Quota(weight=3.0)})
     assert made.order_requests(NOW) == ["ben", "ada"]
 
 
@@ -104,7 +107,7 @@ def test_only_short_requests_are_backfilled() -> None:
     running = hold(ask("x", time_limit_s=3 * HOUR), slot(there, "n0-0"))
     both = ask("a", gpus_per_node=2)
     short, long = ask("b", time_limit_s=2 * HOUR), ask("c", time_limit_s=2 * HOUR + 1)
-    made = engine(there, running, both, long)
+    made = build_scheduler(there, running, both, long)
     assert made.decide(NOW).grants == {}
     assert made.explain_pending("a", NOW).expected_start == NOW + 2 * HOUR
     made.put_request(short)
@@ -117,7 +120,7 @@ def test_needed_gpus_stay_reserved_when_the_start_is_unknown() -> None:
     there = nodes([BIG, BIG], [SMALL])
     running = hold(ask("x"), slot(there, "n0-0"))
     both = ask("a", gpus_per_node=2)
-    made = engine(there, running, both, ask("b", time_limit_s=60.0, requirement=WANTS_BIG), ask("c"))
+    made = build_scheduler(there, running, both, ask("b", time_limit_s=60.0, requirement=WANTS_BIG), ask("c"))
     assert set(made.decide(NOW).grants) == {"c"}
     assert made.explain_pending("a", NOW).expected_start is None
     assert made.explain_pending("b", NOW).text == "1 × RTX 5090 on one node: held by x; requested earlier by others"
@@ -129,9 +132,9 @@ def test_blocked_request_reserves_all_candidates_without_backfill() -> None:
     running = hold(ask("x", time_limit_s=9 * HOUR), slot(there, "n0-0"))
     strict = SchedulingParameters(backfill=False)
     short = ask("b", time_limit_s=60.0)
-    large = engine(there, running, ask("a", requirement=WANTS_BIG), short, rules=strict)
+    large = build_scheduler(there, running, ask("a", requirement=WANTS_BIG), short, rules=strict)
     assert set(large.decide(NOW).grants) == {"b"}
-    gang = engine(there, running, ask("a", nodes=2), short, rules=strict)
+    gang = build_scheduler(there, running, ask("a", nodes=2), short, rules=strict)
     assert gang.decide(NOW).grants == {}
 
 
@@ -141,7 +144,7 @@ def test_first_request_of_each_pool_is_protected() -> None:
     held = [hold(ask("x"), slot(there, "n0-0")), hold(ask("y", time_limit_s=3 * HOUR), slot(there, "n1-0"))]
     large = [ask(f"a{number}", requirement=WANTS_BIG) for number in range(6)]
     small = ask("b", gpus_per_node=2, requirement=replace(WANTS_BIG, models=("RTX 5060",)))
-    made = engine(there, *held, *large, small, ask("c"), rules=SchedulingParameters(protected=2))
+    made = build_scheduler(there, *held, *large, small, ask("c"), rules=SchedulingParameters(protected=2))
     assert made.decide(NOW).grants == {}
     assert made.explain_pending("b", NOW).expected_start == NOW + 2 * HOUR
 
@@ -151,7 +154,7 @@ def test_owner_at_the_quota_waits_and_delays_no_request() -> None:
     there = nodes([BIG], [SMALL])
     rights = {"ada": Quota(per_user=QuotaLimits(max_gpus=1))}
     asks = [ask("a", owner="ada"), ask("b", owner="ada"), ask("c", owner="ben")]
-    made = engine(there, *asks, quotas=rights)
+    made = build_scheduler(there, *asks, quotas=rights)
     assert set(made.decide(NOW).grants) == {"a", "c"}
     assert made.explain_pending("b", NOW).text == "ada holds 1 of at most 1 GPUs and asks for 1 more"
     made.put_quota("ada", Quota(per_user=QuotaLimits(max_gpus=2)))
@@ -166,15 +169,15 @@ def test_group_quota_counts_all_members() -> None:
     rights = dict.fromkeys(("ada", "ben"), Quota(per_group={"team": QuotaLimits(max_gpus=2)}))
     held = hold(ask("x", owner="ada", groups=team), slot(there, "n0-0"))
     elastic = SchedulingRequest(id="a", owner="ben", groups=team, nodes=3, least_nodes=1)
-    made = engine(there, held, elastic, quotas=rights)
-    assert len(got(made.decide(NOW), "a")) == 1
+    made = build_scheduler(there, held, elastic, quotas=rights)
+    assert len(granted_gpus(made.decide(NOW), "a")) == 1
     made.put_request(ask("b", owner="ada", groups=team))
     assert made.explain_pending("b", NOW).text == "team holds 2 of at most 2 GPUs and ada asks for 1 more"
 
 
 def test_weekly_gpu_hours_free_up_as_they_leave_the_window() -> None:
     """Who used them up waits, and the engine says when to look again."""
-    made = engine(
+    made = build_scheduler(
         nodes([BIG]),
         ask("a", owner="ada"),
         usage_records=[spent("ada", 10, NOW - DAY)],
@@ -201,7 +204,7 @@ def test_reserved_gpus_are_granted_only_to_their_users() -> None:
     )
     student = ask("s", groups=frozenset({"students"}))
     asks = [ask("a"), ask("b", time_limit_s=3 * HOUR)]
-    made = engine(nodes([BIG]), *asks, reservations=[course])
+    made = build_scheduler(nodes([BIG]), *asks, reservations=[course])
     decision = made.decide(NOW)
     assert (decision.grants, decision.decide_again_at) == ({}, NOW + 2 * HOUR)
     assert (
@@ -224,7 +227,7 @@ def test_scavenging_job_is_preempted_and_its_gpu_is_reserved() -> None:
     """As few as needed, the youngest; the request gets what is given back, and nobody else."""
     there = nodes([BIG, BIG, BIG])
     held = [scavenger(name, there, f"n0-{n}", granted_at=NOW - HOUR + n) for n, name in enumerate("xyz")]
-    made = engine(there, *held, ask("a"), rules=SchedulingParameters(preemption=True))
+    made = build_scheduler(there, *held, ask("a"), rules=SchedulingParameters(preemption=True))
     (taken,) = made.decide(NOW).preemptions
     assert (taken.allocation_id, taken.is_whole, taken.for_request) == ("z", True, "a")
     assert made.explain_pending("a", NOW).text.startswith(
@@ -243,11 +246,11 @@ def test_preemption_needs_permission_and_must_help() -> None:
     held = scavenger("x", there, "n0-0")
     other = hold(ask("y"), slot(there, "n0-1"))
     on = SchedulingParameters(preemption=True)
-    assert engine(there, held, other, ask("a")).decide(NOW).preemptions == ()
-    assert engine(there, held, other, ask("a", scavenge=True), rules=on).decide(NOW).preemptions == ()
-    assert engine(there, held, other, ask("a", gpus_per_node=2), rules=on).decide(NOW).preemptions == ()
+    assert build_scheduler(there, held, other, ask("a")).decide(NOW).preemptions == ()
+    assert build_scheduler(there, held, other, ask("a", scavenge=True), rules=on).decide(NOW).preemptions == ()
+    assert build_scheduler(there, held, other, ask("a", gpus_per_node=2), rules=on).decide(NOW).preemptions == ()
     ending = replace(held, is_ending=True)
-    assert engine(there, ending, other, ask("a"), rules=on).decide(NOW).preemptions == ()
+    assert build_scheduler(there, ending, other, ask("a"), rules=on).decide(NOW).preemptions == ()
 
 
 def test_elastic_allocation_shrinks_to_its_minimum() -> None:
@@ -255,7 +258,7 @@ def test_elastic_allocation_shrinks_to_its_minimum() -> None:
     there = nodes([BIG], [BIG], [BIG])
     elastic = SchedulingRequest(id="x", owner="x", nodes=3, least_nodes=2)
     held = hold(elastic, *(slot(there, f"n{number}-0") for number in range(3)))
-    made = engine(there, held, ask("a"), ask("b"), rules=SchedulingParameters(preemption=True))
+    made = build_scheduler(there, held, ask("a"), ask("b"), rules=SchedulingParameters(preemption=True))
     (taken,) = made.decide(NOW).preemptions
     assert (taken.allocation_id, taken.is_whole, len(taken.nodes)) == ("x", False, 1)
     assert made.decide(NOW + 1).preemptions == ()
@@ -269,7 +272,7 @@ def test_quarantined_allocation_blocks_gpus_and_is_not_charged() -> None:
     """The owner may have others, pays nothing for it, and it has no known end."""
     there = nodes([BIG])
     stuck = hold(ask("x", owner="ada", time_limit_s=HOUR), slot(there, "n0-0"), is_quarantined=True)
-    made = engine(there, stuck, ask("a", owner="ada"), quotas={"ada": Quota(per_user=QuotaLimits(max_gpus=1))})
+    made = build_scheduler(there, stuck, ask("a", owner="ada"), quotas={"ada": Quota(per_user=QuotaLimits(max_gpus=1))})
     assert made.decide(NOW).grants == {}
     assert made.explain_pending("a", NOW).expected_start is None
     assert made.report_usage(NOW)["ada"].gpus == 0

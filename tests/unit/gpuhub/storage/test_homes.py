@@ -18,7 +18,7 @@ from gpuhub.storage import homes
 from gpuhub.storage.blocking_calls import BlockingCallPool
 from gpuhub.storage.probe import NfsProber
 from tests.support.broker.in_process import until
-from tests.support.nfs import accepted, serving
+from tests.support.nfs import encode_accepted_reply, serve_reply
 
 USERS = UserSettings(allowed=("ada",), uid_first=1_900_000_000)
 
@@ -55,7 +55,7 @@ def nfs(folder: Path, port: int, **more: object) -> StorageSettings:
 
 async def test_home_is_created_if_the_server_responds(tmp_path: Path) -> None:
     """The home is created if the head node sees homes."""
-    with serving(accepted) as (port, asked):
+    with serve_reply(encode_accepted_reply) as (port, asked):
         found = await homes.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")
     assert (found.name, asked) == ("ada", [4])
     assert (tmp_path / "homes" / "ada").is_dir()
@@ -64,7 +64,10 @@ async def test_home_is_created_if_the_server_responds(tmp_path: Path) -> None:
 async def test_unresponsive_server_is_reported_and_no_home_is_created(tmp_path: Path) -> None:
     """Within patience; the home may well be on that server."""
     began = time.monotonic()
-    with serving(lambda _xid: None) as (port, _), pytest.raises(StorageUnavailable, match=r"file server 127\.0\.0\.1"):
+    with (
+        serve_reply(lambda _xid: None) as (port, _),
+        pytest.raises(StorageUnavailable, match=r"file server 127\.0\.0\.1"),
+    ):
         await homes.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")
     assert time.monotonic() - began < 10
     assert sorted(tmp_path.rglob("*")) == []  # noqa: ASYNC240
@@ -72,7 +75,7 @@ async def test_unresponsive_server_is_reported_and_no_home_is_created(tmp_path: 
 
 async def test_datasets_server_is_checked_only_if_mounted(tmp_path: Path) -> None:
     """A courier has none: files are read and written while the datasets' server is away."""
-    with serving(lambda _xid: None) as (port, asked):
+    with serve_reply(lambda _xid: None) as (port, asked):
         away = nfs(tmp_path, port, home=f"{tmp_path}/homes/{{username}}", home_create=None)
         away = away.model_copy(update={"datasets": "nfs://127.0.0.1/data"})
         await homes.prepare_user(USERS, away, tmp_path, "ada", datasets=False)
@@ -123,5 +126,5 @@ async def test_identity_error_is_raised_unchanged(tmp_path: Path, monkeypatch: p
         raise NotAllowed("no account")
 
     monkeypatch.setattr(homes, "find_identity", refuse)
-    with serving(lambda _xid: None) as (port, _), pytest.raises(NotAllowed, match="no account"):
+    with serve_reply(lambda _xid: None) as (port, _), pytest.raises(NotAllowed, match="no account"):
         await homes.prepare_user(USERS, nfs(tmp_path, port), tmp_path, "ada")

@@ -13,7 +13,7 @@ from gpuhub.storage import probe
 from gpuhub.storage.blocking_calls import BlockingCallPool
 from gpuhub.storage.probe import NfsProber, NfsServer, find_servers
 from tests.support.broker.in_process import until
-from tests.support.nfs import accepted, record, serving
+from tests.support.nfs import encode_accepted_reply, encode_record, serve_reply
 
 
 def server(port: int, version: int = 4, host: str = "127.0.0.1") -> NfsServer:
@@ -31,7 +31,7 @@ def test_file_servers_are_listed_once_with_their_port() -> None:
 async def test_successful_server_probe_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the version of the mount; many starts at once do not become many questions."""
     prober = NfsProber(BlockingCallPool())
-    with serving(accepted) as (port, asked):
+    with serve_reply(encode_accepted_reply) as (port, asked):
         await prober.ensure_answers(server(port), 10)
         await prober.ensure_answers(server(port), 10)
         assert asked == [4]
@@ -43,7 +43,7 @@ async def test_successful_server_probe_is_cached(monkeypatch: pytest.MonkeyPatch
 async def test_unresponsive_server_is_reported_within_the_timeout() -> None:
     """The server accepts connections without a reply, like one whose disk hangs; the next caller fails at once."""
     prober = NfsProber(BlockingCallPool())
-    with serving(lambda _xid: None) as (port, asked):
+    with serve_reply(lambda _xid: None) as (port, asked):
         began = time.monotonic()
         with pytest.raises(StorageUnavailable, match=rf"file server 127\.0\.0\.1 \(port {port}\) does not answer"):
             await prober.ensure_answers(server(port), 1)
@@ -58,8 +58,8 @@ async def test_server_that_recovers_is_probed_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(probe, "FAILURE_CACHE_S", 0.0)
     patience = BlockingCallPool()
     prober = NfsProber(patience)
-    replies = [None, accepted]
-    with serving(lambda xid: reply(xid) if (reply := replies.pop(0)) else None) as (port, _):
+    replies = [None, encode_accepted_reply]
+    with serve_reply(lambda xid: reply(xid) if (reply := replies.pop(0)) else None) as (port, _):
         with pytest.raises(StorageUnavailable):
             await prober.ensure_answers(server(port), 0.2)
         await until(lambda: not patience.count_overdue(server(port).target), "the silent question is over")
@@ -69,13 +69,13 @@ async def test_server_that_recovers_is_probed_again(monkeypatch: pytest.MonkeyPa
 
 def test_each_server_problem_has_its_message() -> None:
     """Each problem has a text as precise as the head node can determine."""
-    with serving(lambda xid: record(xid, 1, 0, 0, 0, 2, 3, 3)) as (port, _):
+    with serve_reply(lambda xid: encode_record(xid, 1, 0, 0, 0, 2, 3, 3)) as (port, _):
         assert "serves NFS versions 3 to 3, and not 4: nfs_options" in str(probe.probe_server(server(port), 5))
-    with serving(lambda xid: record(xid, 1, 0, 0, 0, 1)) as (port, _):
+    with serve_reply(lambda xid: encode_record(xid, 1, 0, 0, 0, 1)) as (port, _):
         assert "does not serve NFS on port" in str(probe.probe_server(server(port), 5))
-    with serving(lambda _xid: b"HTTP/1.1 400 Bad Request\r\n\r\n") as (port, _):
+    with serve_reply(lambda _xid: b"HTTP/1.1 400 Bad Request\r\n\r\n") as (port, _):
         assert "not as an NFS server does" in str(probe.probe_server(server(port), 5))
-    with serving(lambda _xid: b"") as (port, _):
+    with serve_reply(lambda _xid: b"") as (port, _):
         assert "cannot be reached from the head node: it closes the connection" in str(
             probe.probe_server(server(port), 5)
         )
@@ -87,20 +87,20 @@ def test_each_server_problem_has_its_message() -> None:
 
 def test_fragmented_reply_is_accepted() -> None:
     """RPC allows it, and so does TCP."""
-    whole = accepted(0)[4:]
+    whole = encode_accepted_reply(0)[4:]
 
     def in_pieces(xid: int) -> bytes:
         body = xid.to_bytes(4, "big") + whole[4:]
         return (8).to_bytes(4, "big") + body[:8] + (0x80000000 | len(body) - 8).to_bytes(4, "big") + body[8:]
 
-    with serving(in_pieces) as (port, _):
+    with serve_reply(in_pieces) as (port, _):
         assert probe.probe_server(server(port), 5) is None
 
 
 async def test_unresponsive_servers_do_not_block_the_event_loop() -> None:
     """Twenty waiting starts get the error, and another server's start is not delayed."""
     prober = NfsProber(BlockingCallPool())
-    with serving(lambda _xid: None) as (dead, _), serving(accepted) as (alive, _):
+    with serve_reply(lambda _xid: None) as (dead, _), serve_reply(encode_accepted_reply) as (alive, _):
         waiting = [asyncio.ensure_future(prober.ensure_answers(server(dead), 3)) for _ in range(20)]
         await prober.ensure_answers(server(alive), 10)
         assert not any(one.done() for one in waiting)

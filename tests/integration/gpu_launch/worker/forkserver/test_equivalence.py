@@ -70,7 +70,7 @@ PROBE = """
 OWN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "GPU_LAUNCH_PROGRESS", "GPU_LAUNCH_RANKS")
 
 
-def both_ways(node, script, *, nproc=2, **parts):
+def run_forked_and_torchrun(node, script, *, nproc=2, **parts):
     """Return the probe's results by rank, forked and under torchrun."""
     found = []
     for way in (StartMethod.FORK, StartMethod.TORCHRUN):
@@ -81,7 +81,7 @@ def both_ways(node, script, *, nproc=2, **parts):
     return found
 
 
-def equal_parts(found):
+def drop_varying_parts(found):
     """Return a probe's results without the parts that differ between starts."""
     environ = dict(found["environ"])
     assert environ.pop("TORCHELASTIC_ERROR_FILE").endswith("error.json")
@@ -106,7 +106,7 @@ def deaf():
 @pytest.fixture(scope="module")
 def plain(node):
     """The probe's results with default settings."""
-    return both_ways(node, node.script(PROBE))
+    return run_forked_and_torchrun(node, node.script(PROBE))
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def plain(node):
 )
 def test_forked_rank_has_the_environment_of_torchrun(node, plain, parts):
     """Environment, arguments, paths, files, signals, limits, threads and seeds are equal."""
-    forked, cold = plain if parts is None else both_ways(node, node.script(PROBE), **parts)
+    forked, cold = plain if parts is None else run_forked_and_torchrun(node, node.script(PROBE), **parts)
     for (one, _), (other, _) in zip(forked, cold, strict=True):
-        assert equal_parts(one) == equal_parts(other)
+        assert drop_varying_parts(one) == drop_varying_parts(other)
 
 
 def test_forked_ranks_have_separate_random_states(plain):

@@ -137,7 +137,7 @@ def is_open(port):
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def counts(node):
+def count_resources(node):
     """Return everything that may leak: threads, files of both processes, processes and shared memory."""
     server = node.server._process.pid
     return {
@@ -169,16 +169,16 @@ def test_fifty_launches_leave_nothing(node):
         node.launch(script, node.crew.run_id, nproc=2)
     # Processes of earlier tests may not have been waited for yet.
     deadline = time.monotonic() + 60
-    while counts(node)["zombies"] and time.monotonic() < deadline:
+    while count_resources(node)["zombies"] and time.monotonic() < deadline:
         time.sleep(0.01)
-    before, own = counts(node), len(list(Path("/proc/self/fd").iterdir()))
+    before, own = count_resources(node), len(list(Path("/proc/self/fd").iterdir()))
     assert before["zombies"] == []
     for _ in range(50):
         assert node.launch(script, node.crew.run_id)["code"] == 0, node.text("stderr")
     deadline = time.monotonic() + 60
-    while counts(node) != before and time.monotonic() < deadline:
+    while count_resources(node) != before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert counts(node) == before
+    assert count_resources(node) == before
     assert len(list(Path("/proc/self/fd").iterdir())) == own
 
 

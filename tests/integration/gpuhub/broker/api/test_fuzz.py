@@ -23,7 +23,7 @@ PATHS = {"lease_id": "lease", "job_id": "job", "reservation_id": "reservation"}
 
 
 @schemathesis.serializer(routes.TAR)
-def send_as_it_is(_context: Any, value: Any) -> bytes:
+def send_unchanged(_context: Any, value: Any) -> bytes:
     """Send generated tar content unchanged."""
     return bytes(value.data) if hasattr(value, "data") else str(value).encode()
 

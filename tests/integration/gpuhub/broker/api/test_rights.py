@@ -14,7 +14,7 @@ from gpuhub.broker.api import routes
 from gpuhub.broker.app import PREFIX
 from gpuhub.common import names
 from gpuhub.config.settings import ProfileSettings
-from tests.support.broker.calls import ask, open_socket, post, reaches
+from tests.support.broker.calls import ask, open_socket, post, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker
 from tests.support.broker.rights import CALLERS, MATRIX, MEANINGS, MODELS, PUBLIC, STRANGERS, render
 from tests.support.docker.simulated_nodes import build_cluster
@@ -150,7 +150,7 @@ async def test_refused_requests_change_nothing(guarded: Setting) -> None:
 
     async with asgi_broker(guarded) as running:
         known = await build_world(running)
-        await reaches(running, f"/jobs/{known['job']}", "running")
+        await wait_for_state(running, f"/jobs/{known['job']}", "running")
         before = await look(running)
         refused = 0
         for route, row in MATRIX.items():

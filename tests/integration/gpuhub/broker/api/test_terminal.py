@@ -127,12 +127,12 @@ def test_disconnect_ends_the_terminals_processes(tmp_path: Path, running: Runnin
     terminal = connect(running, job, command=stubborn)
     wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2, "both run")
     terminal.shutdown()
-    wait_until(lambda: not [pid for pid in pids.read_text().split() if _lives(int(pid))], "both have ended")
+    wait_until(lambda: not [pid for pid in pids.read_text().split() if _is_running(int(pid))], "both have ended")
     user_files: UserFiles = running.app.state.user_files
     wait_until(lambda: not user_files.streams._open, "the place is free")
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -149,10 +149,10 @@ def test_third_terminal_is_refused(running: Running, job: str) -> None:
         first.send_binary(b"exit\n")
         read_all(first)
         first.shutdown()
-        wait_until(lambda: _opens(running, job), "another may open")
+        wait_until(lambda: _can_open(running, job), "another may open")
 
 
-def _opens(running: Running, job: str) -> bool:
+def _can_open(running: Running, job: str) -> bool:
     try:
         connect(running, job, command="true").shutdown()
     except websocket.WebSocketBadStatusException:

@@ -20,7 +20,7 @@ from tests.integration.gpuhub.broker.stateful.virtual import VirtualLoop
 
 
 @dataclass(slots=True)
-class Life:
+class BrokerProcess:
     """One process of the broker, from start to death."""
 
     loop: VirtualLoop
@@ -46,7 +46,7 @@ class Life:
 class GatedStore:
     """The store of a process that may die before or after each call."""
 
-    def __init__(self, store: Store, life: Life) -> None:
+    def __init__(self, store: Store, life: BrokerProcess) -> None:
         self._store = store
         self._life = life
 
@@ -85,7 +85,7 @@ class ModelHub:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class ContainerSpecStub:
     """The part of a container's specification that `ensure_created` needs."""
 
     name: str
@@ -99,7 +99,7 @@ class Made:
 
 async def start_container(daemons: DockerClients, spec: WorkerSpec) -> str:
     """Start a worker's container by the product's own steps, without the user's network and account."""
-    made = Made(
+    made = ContainerSpecStub(
         name=names.worker_container_name(spec.instance, spec.job_id, spec.index),
         labels={
             names.LABEL_INSTANCE: spec.instance,

@@ -22,8 +22,8 @@ from gpuhub.docker import container_lifecycle
 from gpuhub.domain.models import Identity
 from gpuhub.spawners.docker.spawner import GpuDockerSpawner
 from tests.integration.gpuhub.broker.stateful.boxes import UUIDS, Link
-from tests.integration.gpuhub.broker.stateful.life import Made
-from tests.integration.gpuhub.broker.stateful.world import ADMIN, SPAWNER, Lost, World
+from tests.integration.gpuhub.broker.stateful.life import ContainerSpecStub
+from tests.integration.gpuhub.broker.stateful.world import ADMIN, SPAWNER, NoResponse, World
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class People:
 
     def create_for(self, notebook: Notebook, lease: LeaseView) -> None:
         """Create the container as `create` does, from an old view of the lease."""
-        made = Made(
+        made = ContainerSpecStub(
             name=names.notebook_container_name("ghtest", notebook.owner, notebook.server),
             labels={
                 names.LABEL_INSTANCE: "ghtest",
@@ -299,7 +299,7 @@ class People:
             return None
         try:
             return self.world.call(ask(self.world.broker))
-        except (GpuhubError, Lost):
+        except (GpuhubError, NoResponse):
             return None
         except Exception as error:  # noqa: BLE001 - the client sees an HTTP status 500, and goes on
             self.wrong.append(f"the broker failed: {error!r}")

@@ -9,7 +9,7 @@ from gpuhub.common import names
 from gpuhub.domain.models import LeaseRow
 from tests.integration.gpuhub.broker.stateful.people import Notebook, People
 from tests.integration.gpuhub.broker.stateful.slurm_system import PREFIX
-from tests.integration.gpuhub.broker.stateful.truth import running
+from tests.integration.gpuhub.broker.stateful.truth import running_containers
 from tests.integration.gpuhub.broker.stateful.world import ADMIN, World
 
 #: Longer than any wait of the broker with the limits in `conftest`, seconds.
@@ -43,12 +43,19 @@ def heal(world: World, people: People) -> None:
 def settle(world: World, people: People, check: Callable[[], list[str]]) -> list[str]:
     """Heal, wait, and return what did not become correct; then let all users finish, and return what is left."""
     heal(world, people)
-    pass_time(world, people, SETTLE_S)
-    found = [*check(), *_leaked(world), *_lost(people, world), *_stuck(world), *_forgotten(world), *_unmatched(world)]
-    return found or [*finish(world, people), *check()]
+    advance_with_hub(world, people, SETTLE_S)
+    found = [
+        *check(),
+        *_find_leaked_containers(world),
+        *_find_lost_notebooks(people, world),
+        *_find_stuck_leases(world),
+        *_find_starving_request(world),
+        *_find_unmatched_slurm_jobs(world),
+    ]
+    return found or [*finish_all_work(world, people), *check()]
 
 
-def pass_time(world: World, people: People, seconds: float) -> None:
+def advance_with_hub(world: World, people: People, seconds: float) -> None:
     """Let time pass with a hub that polls and does what it is asked to."""
     end = world.loop.time() + seconds
     while world.loop.time() < end:
@@ -57,7 +64,7 @@ def pass_time(world: World, people: People, seconds: float) -> None:
         people.hub_polls(is_restored=False)
 
 
-def finish(world: World, people: People) -> list[str]:
+def finish_all_work(world: World, people: People) -> list[str]:
     """Serve all waiting users in turn until they have worked and ended; then nothing may be left."""
     # Also leases whose client never got a response.
     for job in list(world.core.ledger.snapshot.jobs):
@@ -73,7 +80,7 @@ def finish(world: World, people: People) -> list[str]:
     world.advance(10.0)
     left = [f"{row.id} of {row.owner} is {row.state}" for row in world.core.ledger.snapshot.leases.values()]
     left += [f"job {row.id} is {row.state}" for row in world.core.ledger.snapshot.jobs.values()]
-    left += [f"container {one.id[-6:]} of {one.lease} still runs" for one in running(world)]
+    left += [f"container {one.id[-6:]} of {one.lease} still runs" for one in running_containers(world)]
     if world.slurm is not None:
         left += [f"job {job.id} of {job.name} is left" for job in world.slurm.own_jobs()]
     cluster = world.broker.cluster_view(ADMIN)
@@ -81,7 +88,7 @@ def finish(world: World, people: People) -> list[str]:
     return left + [f"{uuid} is {state}: {why}" for uuid, (state, why) in states.items() if state is not GpuState.FREE]
 
 
-def _leaked(world: World) -> list[str]:
+def _find_leaked_containers(world: World) -> list[str]:
     """Return containers on nodes that belong to no open lease there."""
     leases = world.core.ledger.snapshot.leases
     return [
@@ -89,36 +96,38 @@ def _leaked(world: World) -> list[str]:
         for box in world.boxes.values()
         for found in box.node.containers.values()
         if found["Labels"].get(names.LABEL_KIND) != names.KIND_AGENT
-        and not _belongs(found["Labels"], leases.get(lease := found["Labels"].get(names.LABEL_LEASE, "")), box.name)
+        and not _belongs_to_lease(
+            found["Labels"], leases.get(lease := found["Labels"].get(names.LABEL_LEASE, "")), box.name
+        )
     ]
 
 
-def _belongs(labels: Mapping[str, str], lease: LeaseRow | None, node: str) -> bool:
+def _belongs_to_lease(labels: Mapping[str, str], lease: LeaseRow | None, node: str) -> bool:
     return lease is not None and node in lease.nodes and labels.get(names.LABEL_EPOCH) == str(lease.epoch)
 
 
-def _lost(people: People, world: World) -> list[str]:
+def _find_lost_notebooks(people: People, world: World) -> list[str]:
     """Return notebooks that ended without a cause."""
-    alive = {one.id for one in running(world)}
+    alive = {one.id for one in running_containers(world)}
     return [
         f"the notebook {one.owner}/{one.server} of lease {one.lease} does not run, although nothing ended it"
         for one in people.notebooks
-        if one.is_started and not one.excuses and not _is_over(one) and one.container not in alive
+        if one.is_started and not one.excuses and not _is_past_time_limit(one) and one.container not in alive
     ]
 
 
-def _is_over(notebook: Notebook) -> bool:
+def _is_past_time_limit(notebook: Notebook) -> bool:
     """Return whether the notebook's time limit has passed."""
     return notebook.profile == "short"
 
 
-def _stuck(world: World) -> list[str]:
+def _find_stuck_leases(world: World) -> list[str]:
     """Return leases that are still ending although every node could prove their end."""
     leases = world.core.ledger.snapshot.leases.values()
     return [f"lease {row.id} is still {row.state}: {row.reason}" for row in leases if row.state in _ENDING]
 
 
-def _unmatched(world: World) -> list[str]:
+def _find_unmatched_slurm_jobs(world: World) -> list[str]:
     """Return leases without their Slurm job, and Slurm jobs without their lease."""
     if world.slurm is None:
         return []
@@ -127,7 +136,7 @@ def _unmatched(world: World) -> list[str]:
     return [] if sorted(jobs) == sorted(leases) else [f"the jobs {sorted(jobs)} are not those of {sorted(leases)}"]
 
 
-def _forgotten(world: World) -> list[str]:
+def _find_starving_request(world: World) -> list[str]:
     """Return the first waiting request if a suitable GPU is free."""
     core = world.core
     order = [one for one in core.scheduler.order_requests(core.clock.now()) if one in core.ledger.snapshot.leases]

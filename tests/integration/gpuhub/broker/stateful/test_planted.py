@@ -33,24 +33,24 @@ Patch = pytest.MonkeyPatch
 Scenario = Callable[[World, People], None]
 
 
-def expiry_frees(patch: Patch) -> None:
+def treat_expiry_as_proof(patch: Patch) -> None:
     """The time limit is taken for a proof that nothing runs."""
     real = lease_states.release
 
     def release(lease: Any, reason: str, now: float) -> Any:
         ended = real(lease, reason, now)
-        return _freed(ended, now) if lease_states.is_expired(lease, now) else ended
+        return _mark_released(ended, now) if lease_states.is_expired(lease, now) else ended
 
     patch.setattr(lease_states, "release", release)
 
 
-def hub_state_frees(patch: Patch) -> None:
+def treat_hub_state_as_proof(patch: Patch) -> None:
     """A server that the hub reports as stopped is taken for gone."""
     real = lease_states.release
-    patch.setattr(lease_states, "release", lambda lease, reason, now: _freed(real(lease, reason, now), now))
+    patch.setattr(lease_states, "release", lambda lease, reason, now: _mark_released(real(lease, reason, now), now))
 
 
-def unreachable_is_gone(patch: Patch) -> None:
+def treat_unreachable_node_as_empty(patch: Patch) -> None:
     """An unreachable node is taken for one that lists no containers."""
     real = node_controller.NodeProbe.list_containers
 
@@ -73,12 +73,12 @@ def unreachable_is_gone(patch: Patch) -> None:
     patch.setattr(node_controller, "relies_on_absence", lambda actions: False)
 
 
-def a_wiped_daemon_is_believed(patch: Patch) -> None:
+def trust_wiped_daemon(patch: Patch) -> None:
     """The list of any daemon is taken for a proof."""
     patch.setattr(reconcile, "explain_missing_proof", lambda lease, listing: None)
 
 
-def stale_epochs_are_accepted(patch: Patch) -> None:
+def accept_stale_epochs(patch: Patch) -> None:
     """The epoch on a container is not compared."""
     real = reconcile._explain_foreign
 
@@ -88,20 +88,20 @@ def stale_epochs_are_accepted(patch: Patch) -> None:
     patch.setattr(reconcile, "_explain_foreign", why_foreign)
 
 
-def a_worker_is_started_twice(patch: Patch) -> None:
+def allow_duplicate_workers(patch: Patch) -> None:
     """The name of a worker's container does not prevent a second one."""
     real, count = names.worker_container_name, itertools.count()
     patch.setattr(names, "worker_container_name", lambda *of: f"{real(*of)}-{next(count)}")
 
 
-def keys_are_forgotten(patch: Patch) -> None:
+def ignore_request_keys(patch: Patch) -> None:
     """A repeated request is taken for a new one."""
     real = RowIndex.find_one
     patch.setattr(RowIndex, "find_one", lambda self, *tag: None if tag[0] == "key" else real(self, *tag))
     patch.setattr(Store, "find_lease_by_key", lambda self, owner, key: None)
 
 
-def silence_is_an_end(patch: Patch) -> None:
+def treat_silence_as_stopped(patch: Patch) -> None:
     """A server that cannot be polled is taken for one that has stopped, as JupyterHub does at a restart."""
 
     async def poll(self: Any) -> int | None:
@@ -114,7 +114,7 @@ def silence_is_an_end(patch: Patch) -> None:
     patch.setattr(GpuDockerSpawner, "poll", poll)
 
 
-def intent_is_kept_later(patch: Patch) -> None:
+def store_changes_late(patch: Patch) -> None:
     """A change is stored only with the next change, after its response was sent."""
     real, waiting = Store.save, []
 
@@ -126,13 +126,13 @@ def intent_is_kept_later(patch: Patch) -> None:
     patch.setattr(Store, "save", save)
 
 
-def strangers_are_left_alone(patch: Patch) -> None:
+def ignore_unknown_containers(patch: Patch) -> None:
     """The reconciler ignores containers of unknown leases."""
     real = reconcile._explain_foreign
     patch.setattr(reconcile, "_explain_foreign", lambda one, node, lease, job: lease and real(one, node, lease, job))
 
 
-def ended_leases_are_activated(patch: Patch) -> None:
+def activate_ended_leases(patch: Patch) -> None:
     """A lease holder that slept past its lease's end may continue."""
     real = BrokerOperations.activate
 
@@ -145,7 +145,7 @@ def ended_leases_are_activated(patch: Patch) -> None:
     patch.setattr(BrokerOperations, "activate", activate)
 
 
-def what_is_shed_is_free_at_once(patch: Patch) -> None:
+def free_shrinking_gpus_at_once(patch: Patch) -> None:
     """GPUs of an elastic job are granted again as soon as it was asked to release them."""
     real = lease_states.shrink
 
@@ -157,7 +157,7 @@ def what_is_shed_is_free_at_once(patch: Patch) -> None:
     patch.setattr(lease_states, "shrink", shrink)
 
 
-def _freed(lease: Any, now: float) -> Any:
+def _mark_released(lease: Any, now: float) -> Any:
     if lease.state is not LeaseState.RELEASING:
         return lease
     gpus = tuple(replace(gpu, released_at=now) for gpu in lease.gpus)
@@ -165,28 +165,28 @@ def _freed(lease: Any, now: float) -> Any:
 
 
 TRAPS: list[tuple[Callable[[Patch], None], Scenario]] = [
-    (expiry_frees, scenarios.a_time_limit_passes_while_the_node_is_cut_off),
-    (hub_state_frees, scenarios.a_notebook_is_stopped_while_its_node_is_cut_off),
-    (unreachable_is_gone, scenarios.a_notebook_is_stopped_while_its_node_is_cut_off),
-    (a_wiped_daemon_is_believed, scenarios.a_daemon_comes_back_with_empty_data),
-    (stale_epochs_are_accepted, scenarios.a_container_of_an_earlier_epoch_appears),
-    (a_worker_is_started_twice, scenarios.the_broker_dies_while_it_starts_workers),
-    (keys_are_forgotten, scenarios.a_request_is_repeated_after_its_lease_ended),
-    (silence_is_an_end, scenarios.the_hub_is_restarted_while_a_node_is_cut_off),
-    (intent_is_kept_later, scenarios.the_broker_dies_after_every_answer),
-    (strangers_are_left_alone, scenarios.a_container_of_an_ended_lease_appears),
-    (ended_leases_are_activated, scenarios.a_holder_wakes_after_its_lease_was_given_on),
-    (what_is_shed_is_free_at_once, scenarios.an_elastic_job_shrinks),
+    (treat_expiry_as_proof, scenarios.time_limit_expires_during_partition),
+    (treat_hub_state_as_proof, scenarios.notebook_is_stopped_during_partition),
+    (treat_unreachable_node_as_empty, scenarios.notebook_is_stopped_during_partition),
+    (trust_wiped_daemon, scenarios.daemon_returns_with_empty_data),
+    (accept_stale_epochs, scenarios.container_of_an_earlier_epoch_appears),
+    (allow_duplicate_workers, scenarios.broker_dies_while_starting_workers),
+    (ignore_request_keys, scenarios.request_is_repeated_after_its_lease_ended),
+    (treat_silence_as_stopped, scenarios.hub_restarts_during_partition),
+    (store_changes_late, scenarios.broker_dies_after_every_response),
+    (ignore_unknown_containers, scenarios.container_of_an_ended_lease_appears),
+    (activate_ended_leases, scenarios.holder_resumes_after_its_lease_was_reassigned),
+    (free_shrinking_gpus_at_once, scenarios.elastic_job_shrinks),
 ]
 ALONE: list[Scenario] = [
-    scenarios.a_wiped_daemon_after_a_reboot,
-    scenarios.the_clock_is_set_back_while_no_broker_runs,
-    scenarios.a_daemon_is_wiped_while_no_broker_runs,
+    scenarios.daemon_is_wiped_after_a_reboot,
+    scenarios.clock_is_set_back_while_the_broker_is_down,
+    scenarios.daemon_is_wiped_while_the_broker_is_down,
 ]
 
 
 #: These run with the builtin scheduler only: Slurm's own preemption ends whole jobs.
-OF_BUILTIN = {scenarios.an_elastic_job_shrinks}
+OF_BUILTIN = {scenarios.elastic_job_shrinks}
 
 
 def _backends_of(scenario: Scenario) -> list[str]:
@@ -236,7 +236,7 @@ def test_scenario_fails_with_a_bug(
         scenario(world, People(world))
 
 
-class _Hanging:
+class _HangingClient:
     """A daemon's client; the first node's client responds only when it is released."""
 
     def __init__(self, node: str, go_on: threading.Event) -> None:
@@ -252,10 +252,10 @@ class _Hanging:
         return
 
 
-async def _ask_beside_a_hung_node(folder: Path, patch: Patch, *, deadline_s: float) -> bool:
+async def _query_next_to_a_hung_node(folder: Path, patch: Patch, *, deadline_s: float) -> bool:
     """Return whether another node answers while the first one hangs."""
     go_on = threading.Event()
-    patch.setattr(daemons_module, "_build_client", lambda node, _tunnel, _timeout: _Hanging(node.name, go_on))
+    patch.setattr(daemons_module, "_build_client", lambda node, _tunnel, _timeout: _HangingClient(node.name, go_on))
     daemons = DockerClients(build_cluster().nodes, instance="ghtest", run_dir=folder)
     hung = [asyncio.ensure_future(daemons.call("rig1", "info")) for _ in range(8)]
     try:
@@ -272,11 +272,11 @@ async def _ask_beside_a_hung_node(folder: Path, patch: Patch, *, deadline_s: flo
 
 async def test_hung_node_does_not_block_other_nodes(tmp_path: Path, monkeypatch: Patch) -> None:
     """While eight calls to one node hang, another node answers."""
-    assert await _ask_beside_a_hung_node(tmp_path, monkeypatch, deadline_s=30)
+    assert await _query_next_to_a_hung_node(tmp_path, monkeypatch, deadline_s=30)
 
 
 async def test_scenario_fails_with_one_thread_for_all_nodes(tmp_path: Path, monkeypatch: Patch) -> None:
     """The same scenario fails with one thread for all nodes, as in DockerSpawner."""
     shared = ThreadPoolExecutor(1)
     monkeypatch.setattr(daemons_module, "ThreadPoolExecutor", lambda *_args, **_kwargs: shared)
-    assert not await _ask_beside_a_hung_node(tmp_path, monkeypatch, deadline_s=3)
+    assert not await _query_next_to_a_hung_node(tmp_path, monkeypatch, deadline_s=3)

@@ -22,20 +22,20 @@ _HOLDING = frozenset({LeaseState.GRANTED, LeaseState.ACTIVE, LeaseState.RELEASIN
 def wrongs(world: World, people: People) -> list[str]:
     """Return all violations at this moment."""
     stored = read_leases(world)
-    found = [*people.wrong, *world.faults, *_doubled(world, stored, people.forced)]
-    found += _unproven(world, stored, people.forced)
-    found += _two_of_one(world)
-    found += _held_rows(world, stored)
-    found += _ended_with_notebooks(world)
+    found = [*people.wrong, *world.faults, *_find_double_use(world, stored, people.forced)]
+    found += _find_containers_of_released_leases(world, stored, people.forced)
+    found += _find_duplicate_workers(world)
+    found += _compare_held_gpus(world, stored)
+    found += _find_detached_jobs_ended_by_clients(world)
     if world.slurm is not None:
-        found += _unallocated(world, world.slurm)
+        found += _find_gpus_outside_slurm_jobs(world, world.slurm)
     if world.is_alive:
-        found += _tables_differ(world, stored)
-        found += _scheduler_differs(world)
+        found += _compare_snapshot_with_store(world, stored)
+        found += _compare_scheduler_after_commits(world)
     return found
 
 
-def _ended_with_notebooks(world: World) -> list[str]:
+def _find_detached_jobs_ended_by_clients(world: World) -> list[str]:
     """Return detached jobs that ended with a notebook or because a client stopped reporting."""
     if not (world.folder / "broker.sqlite").exists():
         return []
@@ -44,7 +44,7 @@ def _ended_with_notebooks(world: World) -> list[str]:
     return [f"detached job {job} ended: {reason}" for job, reason in rows]
 
 
-def running(world: World) -> Iterator[Running]:
+def running_containers(world: World) -> Iterator[Running]:
     """Yield every running container that has a lease."""
     for box in world.boxes.values():
         yield from box.running()
@@ -62,11 +62,13 @@ def read_leases(world: World) -> dict[str, tuple[str, dict[str, tuple[int, int]]
         return {lease: (state, held[lease]) for lease, state in raw.execute("SELECT id, state FROM leases")}
 
 
-def _doubled(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]], forced: set[str]) -> list[str]:
+def _find_double_use(
+    world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]], forced: set[str]
+) -> list[str]:
     """Return GPUs that two leases use, or that are granted while an earlier holder still runs."""
     found = []
     users: defaultdict[str, set[str]] = defaultdict(set)
-    for container in running(world):
+    for container in running_containers(world):
         if container.lease not in forced:
             for uuid in container.uuids:
                 users[uuid].add(container.lease)
@@ -88,7 +90,7 @@ def _doubled(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, 
     return found
 
 
-def _unallocated(world: World, slurm: SlurmSystem) -> list[str]:
+def _find_gpus_outside_slurm_jobs(world: World, slurm: SlurmSystem) -> list[str]:
     """Return containers that use GPUs which the Slurm job in their label does not have."""
     found = []
     for box in world.boxes.values():
@@ -103,22 +105,22 @@ def _unallocated(world: World, slurm: SlurmSystem) -> list[str]:
     return found
 
 
-def _unproven(
+def _find_containers_of_released_leases(
     world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]], forced: set[str]
 ) -> list[str]:
     """Return leases that have ended while one of their containers runs."""
     return [
         f"lease {one.lease} is released, but its container {one.id[-6:]} runs"
-        for one in running(world)
+        for one in running_containers(world)
         if one.lease in stored and stored[one.lease][0] == LeaseState.RELEASED.value and one.lease not in forced
     ]
 
 
-def _two_of_one(world: World) -> list[str]:
+def _find_duplicate_workers(world: World) -> list[str]:
     """Return workers with two running containers."""
     seen: set[tuple[str, str]] = set()
     found = []
-    for one in running(world):
+    for one in running_containers(world):
         if one.kind == names.KIND_WORKER:
             if (one.lease, one.worker) in seen:
                 found.append(f"worker {one.worker} of lease {one.lease} runs twice")
@@ -126,7 +128,7 @@ def _two_of_one(world: World) -> list[str]:
     return found
 
 
-def _held_rows(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]]) -> list[str]:
+def _compare_held_gpus(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]]) -> list[str]:
     """Compare the table that prevents a second holder with the leases."""
     if not stored:
         return []
@@ -138,10 +140,12 @@ def _held_rows(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int
     return found if rows == expected else [*found, f"held_gpus: {sorted(rows ^ expected)} differ from the leases"]
 
 
-def _tables_differ(world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]]) -> list[str]:
+def _compare_snapshot_with_store(
+    world: World, stored: Mapping[str, tuple[str, dict[str, tuple[int, int]]]]
+) -> list[str]:
     """Compare the broker's snapshot with the file; they may differ while a commit is in progress."""
     for _ in range(50):
-        shown = {row.id: (row.state.value, _parts(row)) for row in world.core.ledger.snapshot.leases.values()}
+        shown = {row.id: (row.state.value, _held_shares(row)) for row in world.core.ledger.snapshot.leases.values()}
         kept = {lease: row for lease, row in stored.items() if row[0] != LeaseState.RELEASED.value}
         if shown == kept:
             return []
@@ -152,7 +156,7 @@ def _tables_differ(world: World, stored: Mapping[str, tuple[str, dict[str, tuple
     return [f"the broker shows {shown}, the file has {kept}"]
 
 
-def _scheduler_differs(world: World) -> list[str]:
+def _compare_scheduler_after_commits(world: World) -> list[str]:
     """Compare the scheduler with the ledger; they may differ during a commit, because the scheduler is informed before
     it.
     """
@@ -186,5 +190,5 @@ def _compare_scheduler(world: World) -> list[str]:
     return found
 
 
-def _parts(row: LeaseRow) -> dict[str, tuple[int, int]]:
+def _held_shares(row: LeaseRow) -> dict[str, tuple[int, int]]:
     return {gpu.uuid: (gpu.share, gpu.part) for gpu in row.held}

@@ -30,7 +30,7 @@ from gpuhub.docker.user_containers import CourierSpec, WorkerSpec
 from gpuhub.domain import models
 from gpuhub.domain.models import Identity
 from tests.integration.gpuhub.broker.stateful.boxes import Box, BoxDaemons, Killed
-from tests.integration.gpuhub.broker.stateful.life import GatedStore, Life, ModelHub, start_container
+from tests.integration.gpuhub.broker.stateful.life import BrokerProcess, GatedStore, ModelHub, start_container
 from tests.integration.gpuhub.broker.stateful.slurm_system import SlurmSystem, find_submitter
 from tests.integration.gpuhub.broker.stateful.virtual import EPOCH, VirtualClock, VirtualLoop
 from tests.support.docker.simulated_nodes import build_cluster, simulated_nodes
@@ -72,7 +72,7 @@ ADMIN = Identity(name="root", is_admin=True)
 BEAT_S = 5.0
 
 
-class Lost(Exception):
+class NoResponse(Exception):
     """There is no response: the broker died or took too long."""
 
 
@@ -87,7 +87,7 @@ class World:
     loop: VirtualLoop = field(init=False)
     #: The offset of the head node's clock, seconds.
     skew: float = 0.0
-    life: Life = field(init=False)
+    life: BrokerProcess = field(init=False)
     #: Present with Slurm as the backend.
     slurm: SlurmSystem | None = None
     hub: ModelHub = field(default_factory=ModelHub)
@@ -105,7 +105,7 @@ class World:
         asyncio.set_event_loop(self.loop)
         self.boxes = {name: Box(node) for name, node in simulated_nodes(CARDS).items()}
         self.hub_daemons = BoxDaemons(self.cluster, self.boxes, self.folder, self.loop, lambda: None)
-        self.life = Life(self.loop, is_dead=True)
+        self.life = BrokerProcess(self.loop, is_dead=True)
         if self.cluster.engine == "slurm":
             self.slurm = SlurmSystem(self.loop, self.boxes)
 
@@ -123,7 +123,7 @@ class World:
 
     def start(self, steps: int | None = None) -> None:
         """Start a broker on the existing store; it may die within its first steps."""
-        life = self.life = Life(self.loop, steps_left=steps)
+        life = self.life = BrokerProcess(self.loop, steps_left=steps)
         life.store = Store.open_file(self.folder / "broker.sqlite")
         try:
             self._build(life, life.store)
@@ -131,11 +131,11 @@ class World:
             self._bury()
             return
         life.running = self.app.router.lifespan_context(self.app)
-        self._run(_first(life.running.__aenter__(), life.ended.wait(), limit_s=30))
+        self._run(_wait_first(life.running.__aenter__(), life.ended.wait(), limit_s=30))
         if life.is_dead:
             self._bury()
 
-    def _build(self, life: Life, store: Store) -> None:
+    def _build(self, life: BrokerProcess, store: Store) -> None:
         daemons = BoxDaemons(self.cluster, self.boxes, self.folder, self.loop, life.gate)
 
         async def start_worker(spec: WorkerSpec) -> str:
@@ -155,7 +155,7 @@ class World:
             clock=VirtualClock(self.loop, lambda: self.skew),
         )
 
-    def _build_backend(self, life: Life) -> SchedulingBackend | None:
+    def _build_backend(self, life: BrokerProcess) -> SchedulingBackend | None:
         if self.slurm is None:
             return None
         return SlurmBackend(
@@ -220,7 +220,7 @@ class World:
 
         self._run(cancel_all())
         if self.life.running is not None:
-            self._run(_first(leave(), limit_s=30))
+            self._run(_wait_first(leave(), limit_s=30))
             self._run(cancel_all())
             self.life.running = None
         if self.life.store is not None:
@@ -233,7 +233,7 @@ class World:
         """Let time pass; waiting clients and spawners send heartbeats, and the hub does what it was asked to."""
         end = self.loop.time() + seconds
         while (left := end - self.loop.time()) > 0:
-            self._run(_first(asyncio.sleep(min(left, BEAT_S)), self.life.ended.wait(), limit_s=BEAT_S))
+            self._run(_wait_first(asyncio.sleep(min(left, BEAT_S)), self.life.ended.wait(), limit_s=BEAT_S))
             if self.life.is_dead:
                 self._bury()
                 self._run(asyncio.sleep(left))
@@ -245,22 +245,22 @@ class World:
 
         Raises:
             GpuhubError: The broker's error response.
-            Lost: There is no response; the request may have been executed.
+            NoResponse: There is no response; the request may have been executed.
         """
         task = self.loop.create_task(made)
-        self._run(_first(_quiet(task), self.life.ended.wait(), limit_s=60))
+        self._run(_wait_first(_wait_ignoring_result(task), self.life.ended.wait(), limit_s=60))
         if self.life.is_dead:
             self._bury()
         if not task.done() or task.cancelled() or isinstance(task.exception(), Killed):
             task.cancel()
-            raise Lost
+            raise NoResponse
         return task.result()
 
     def try_call(self, made: Coroutine[Any, Any, Any]) -> Any:
         """Send a request as `call` does; return None for a refusal or a lost response."""
         try:
             return self.call(made)
-        except (GpuhubError, Lost):
+        except (GpuhubError, NoResponse):
             return None
 
     def outside(self, made: Coroutine[Any, Any, Any]) -> Any:
@@ -290,7 +290,7 @@ class World:
             self.faults.append(f"{context.get('message')}: {context.get('exception')!r}")
 
 
-async def _first(*made: Coroutine[Any, Any, Any], limit_s: float) -> None:
+async def _wait_first(*made: Coroutine[Any, Any, Any], limit_s: float) -> None:
     """Wait until one of them is done."""
     tasks = [asyncio.ensure_future(one) for one in made]
     await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -299,6 +299,6 @@ async def _first(*made: Coroutine[Any, Any, Any], limit_s: float) -> None:
     await asyncio.wait(tasks)
 
 
-async def _quiet(task: asyncio.Task[Any]) -> None:
+async def _wait_ignoring_result(task: asyncio.Task[Any]) -> None:
     """Wait until it is done, and ignore its result."""
     await asyncio.wait([task])

@@ -22,7 +22,7 @@ from gpuhub.config.slurm import SlurmSettings
 from gpuhub.domain.models import Identity, LeaseRow
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.models import SlurmJobState
-from tests.support.slurm.scripted_backend import BrokerHarness, BrokerEnvironment, slurm_cluster
+from tests.support.slurm.scripted_backend import BrokerEnvironment, BrokerHarness, slurm_cluster
 
 ADA, ROOT = Identity(name="ada"), Identity(name="root", is_admin=True)
 CREATED = ActivationRequest(container_id="c" * 64)
@@ -68,7 +68,9 @@ async def test_container_does_not_start_after_its_job_has_ended(site: BrokerEnvi
         assert desk.state(lease.id) is LeaseState.GRANTED
 
 
-async def test_container_does_not_start_while_slurm_is_unreachable(site: BrokerEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_container_does_not_start_while_slurm_is_unreachable(
+    site: BrokerEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with site.broker() as desk:
         lease = await granted(desk, site)
         site.slurm.is_silent = True

@@ -12,7 +12,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import StorageUnavailable
 from gpuhub.domain.models import EventRow
 from gpuhub.slurm_client.models import SlurmSubmission, Submitter
-from tests.support.slurm.scripted_backend import INSTANCE, BrokerHarness, BrokerEnvironment, find_submitter
+from tests.support.slurm.scripted_backend import INSTANCE, BrokerEnvironment, BrokerHarness, find_submitter
 from tests.support.slurm.scripted_slurm import UIDS
 
 
@@ -100,7 +100,9 @@ async def test_only_jobs_of_ended_leases_are_cancelled_at_startup(site: BrokerEn
         ]  # fmt: skip
 
 
-async def test_failing_store_does_not_cause_a_second_job(site: BrokerEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failing_store_does_not_cause_a_second_job(
+    site: BrokerEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with site.broker() as desk:
         lease = await desk.ask()
         save: Any = desk.core.store.save
@@ -118,7 +120,9 @@ async def test_failing_store_does_not_cause_a_second_job(site: BrokerEnvironment
         assert site.slurm.submitted == 1
 
 
-async def test_hanging_account_lookup_delays_submissions(site: BrokerEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hanging_account_lookup_delays_submissions(
+    site: BrokerEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody can tell whether a job of that name is the owner's: it might be submitted twice."""
 
     async def silent(_owner: str) -> Submitter:

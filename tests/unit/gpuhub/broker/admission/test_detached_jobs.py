@@ -19,8 +19,8 @@ from gpuhub.domain import job_states
 from gpuhub.domain.models import LedgerSnapshot
 from gpuhub.domain.scheduler_input import build_allocation
 from gpuhub.scheduler.interface import Quota, QuotaLimits
-from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.broker.factories import draft_of, under_way
+from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
+from tests.support.broker.factories import build_running_job, build_transaction
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.clocks import AheadClock
 from tests.support.docker.simulated_nodes import build_cluster
@@ -33,7 +33,7 @@ DETACHED = {"run_id": "run-000001", "detached": True, "name": "train.py"}
 
 def test_detached_job_ends_with_worker_0() -> None:
     """Others may come and go; its exit code is worker 0's."""
-    job = under_way(3)[0].evolve(detached=True)
+    job = build_running_job(3)[0].evolve(detached=True)
     job = job_states.record_worker_exit(job, 2, 1, "ended with exit code 1", 20.0)
     assert (job.state, job.exit_code) == (JobState.RUNNING, None)
     job = job_states.record_worker_exit(job, 0, 3, "ended with exit code 3", 21.0)
@@ -47,7 +47,7 @@ def test_detached_job_ends_with_worker_0() -> None:
 
 def test_stopped_detached_job_has_no_exit_code() -> None:
     """What its worker ends with when it is removed says nothing of the job."""
-    job = job_states.stop(under_way(1)[0].evolve(detached=True), "stopped", 20.0)
+    job = job_states.stop(build_running_job(1)[0].evolve(detached=True), "stopped", 20.0)
     job = job_states.record_worker_exit(job, 0, 137, "killed (exit code 137)", 21.0)
     assert (job.state, job.reason, job.exit_code) == (JobState.STOPPING, "stopped", None)
 
@@ -55,14 +55,14 @@ def test_stopped_detached_job_has_no_exit_code() -> None:
 @pytest.mark.parametrize("code", [143, 0])
 def test_preempted_detached_job_is_requeued_despite_success(code: int) -> None:
     """Scripts that have written their checkpoint may end with success."""
-    job = job_states.preempt(under_way(1)[0].evolve(detached=True), 60.0, 20.0)
+    job = job_states.preempt(build_running_job(1)[0].evolve(detached=True), 60.0, 20.0)
     job = job_states.record_worker_exit(job, 0, code, "it ended", 21.0)
     assert (job.state, job.exit_code, job_states.is_checkpoint_done(job, 21.0)) == (JobState.PREEMPTING, None, True)
 
 
 def test_detached_job_needs_no_heartbeat() -> None:
     """However long nobody is heard of."""
-    job, lease = under_way(1)
+    job, lease = build_running_job(1)
     cluster = build_cluster()
     for is_detached, silent in ((False, ["j1"]), (True, [])):
         snapshot = LedgerSnapshot(leases={"l1": lease}, jobs={"j1": job.evolve(detached=is_detached)})
@@ -71,14 +71,14 @@ def test_detached_job_needs_no_heartbeat() -> None:
 
 def test_scheduler_keeps_the_node_of_worker_0() -> None:
     """An elastic one may lose any node but worker 0's."""
-    job, lease = under_way(2)
+    job, lease = build_running_job(2)
     assert build_allocation(lease, job).leader is None
     assert build_allocation(lease, job.evolve(detached=True)).leader == "rig1"
 
 
 def test_detached_workers_get_their_peers() -> None:
     """As the broker tells of workers, with the numbers and folder of the run."""
-    job, lease = under_way(2)
+    job, lease = build_running_job(2)
     roster = json.loads(build_roster(job, lease))
     assert [(one["index"], one["node"], one["state"]) for one in roster] == [
         (0, "rig1", "running"),
@@ -113,7 +113,7 @@ def test_contradictions_are_refused(asked: dict[str, Any], text: str) -> None:
 
 def test_detached_job_may_use_the_quota_of_its_notebook() -> None:
     """The notebook can end while it waits; another launch waits with its notebook, and a joining one with its run."""
-    draft = draft_of(*under_way(2), now=20.0)
+    draft = build_transaction(*build_running_job(2), now=20.0)
     rights = Quota(per_user=QuotaLimits(max_gpus=2))
     asker = Requester(owner="ada", groups=frozenset(), quota=rights)
     request = JobRequest(run_id="run-000002", nnodes=2)
@@ -141,15 +141,15 @@ async def test_detached_job_continues_after_its_notebook_ends(setting: Setting) 
         notebook = await ask(running, "ada", profile="cpu")
         await run_notebook(running, notebook)
         made = await post(running, "ada", "/jobs", {**DETACHED, "nnodes": 3}, 201)
-        job = await reaches(running, f"/jobs/{made['id']}", "running", "ada")
+        job = await wait_for_state(running, f"/jobs/{made['id']}", "running", "ada")
         assert (job["detached"], job["name"], job["exit_code"]) == (True, "train.py", None)
         assert job["created_at"] <= job["started_at"]
         await delete(running, "ada", f"/leases/{notebook['id']}")
-        await reaches(running, f"/leases/{notebook['id']}", "released", "ada")
+        await wait_for_state(running, f"/leases/{notebook['id']}", "released", "ada")
         assert (await read(running, "ada", f"/jobs/{made['id']}"))["state"] == "running"
         first = job["workers"][0]["node"]
         setting.nodes[first].end_container(worker_on(running, first)["Id"], code=7)
-        ended = await reaches(running, f"/jobs/{made['id']}", "ended", "ada")
+        ended = await wait_for_state(running, f"/jobs/{made['id']}", "ended", "ada")
         assert (ended["exit_code"], ended["reason"]) == (7, f"worker 0 on {first}: ended with exit code 7")
         assert [node.of_kind("worker") for node in setting.nodes.values()] == [[], [], []]
         assert await read(running, "ada", "/jobs") == []
@@ -183,7 +183,7 @@ async def test_detached_job_survives_a_broker_restart(setting: Setting) -> None:
     """A new broker goes on with it, queued or running, and tells of it after its end."""
     async with asgi_broker(setting) as running:
         made = await post(running, "ada", "/jobs", {**DETACHED, "nnodes": 3}, 201)
-        await reaches(running, f"/jobs/{made['id']}", "running", "ada")
+        await wait_for_state(running, f"/jobs/{made['id']}", "running", "ada")
         waits = await post(running, "ada", "/jobs", {**DETACHED, "run_id": "run-000002"}, 201)
         assert (waits["state"], waits["lease"]["position"]) == ("waiting", 1)
     async with asgi_broker(setting) as running:
@@ -191,9 +191,9 @@ async def test_detached_job_survives_a_broker_restart(setting: Setting) -> None:
         assert (job["state"], job["name"]) == ("running", "train.py")
         first = job["workers"][0]["node"]
         setting.nodes[first].end_container(worker_on(running, first)["Id"])
-        ended = await reaches(running, f"/jobs/{made['id']}", "ended", "ada")
+        ended = await wait_for_state(running, f"/jobs/{made['id']}", "ended", "ada")
         assert (ended["exit_code"], ended["reason"]) == (0, "done")
-        await reaches(running, f"/jobs/{waits['id']}", "running", "ada")
+        await wait_for_state(running, f"/jobs/{waits['id']}", "running", "ada")
     async with asgi_broker(setting) as running:
         told = await read(running, "ada", "/jobs", ended=True)
         assert [(job["run_id"], job["state"]) for job in told] == [("run-000002", "running"), ("run-000001", "ended")]
@@ -206,15 +206,15 @@ async def test_preempted_detached_job_is_queued_again(tmp_path: Any) -> None:
     setting = Setting(tmp_path, cluster=build_cluster(scheduling=SchedulingSettings(preemption=True)))
     async with asgi_broker(setting) as running:
         made = await post(running, "ada", "/jobs", {**DETACHED, "nnodes": 3, "scavenge": True}, 201)
-        await reaches(running, f"/jobs/{made['id']}", "running", "ada")
+        await wait_for_state(running, f"/jobs/{made['id']}", "running", "ada")
         held = await ask(running, "ben", profile="rtx5090")
-        await reaches(running, f"/jobs/{made['id']}", "preempting", "ada")
+        await wait_for_state(running, f"/jobs/{made['id']}", "preempting", "ada")
         for node in setting.nodes.values():
             node.end_container(node.of_kind("worker")[0]["Id"], code=143)
-        waiting = await reaches(running, f"/jobs/{made['id']}", "waiting", "ada")
+        waiting = await wait_for_state(running, f"/jobs/{made['id']}", "waiting", "ada")
         assert (waiting["preemptions"], waiting["started_at"], waiting["exit_code"]) == (1, None, None)
         await delete(running, "ben", f"/leases/{held['id']}")
-        await reaches(running, f"/jobs/{made['id']}", "running", "ada")
+        await wait_for_state(running, f"/jobs/{made['id']}", "running", "ada")
         assert {spec.preemptions for spec in running.workers.specs[-3:]} == {1}
 
 
@@ -227,7 +227,7 @@ async def test_joining_workers_end_with_their_run(setting: Setting) -> None:
         base = await post(running, "ada", "/jobs", {"run_id": "run-000001"}, 201)
         assert (await post(running, "ben", "/jobs", joining, 422))["code"] == "invalid-request"
         made = await post(running, "ada", "/jobs", joining, 201)
-        job = await reaches(running, f"/jobs/{made['id']}", "running", "ada")
+        job = await wait_for_state(running, f"/jobs/{made['id']}", "running", "ada")
         assert (job["joins"], [worker["index"] for worker in job["workers"]]) == ("run-000001", [0])
         assert [(spec.run_id, spec.run_index) for spec in running.workers.specs] == [
             ("run-000001", 0),
@@ -236,7 +236,7 @@ async def test_joining_workers_end_with_their_run(setting: Setting) -> None:
         chained = await post(running, "ada", "/jobs", {**joining, "run_id": "run-000003", "joins": "run-000002"}, 422)
         assert chained["detail"] == "joins: run-000002 has itself joined run-000001: name that one"
         await delete(running, "ada", f"/jobs/{base['id']}")
-        ended = await reaches(running, f"/jobs/{made['id']}", "ended", "ada")
+        ended = await wait_for_state(running, f"/jobs/{made['id']}", "ended", "ada")
         assert ended["reason"] == "the run that it joined ended: run-000001"
 
 
@@ -247,9 +247,9 @@ async def test_ended_jobs_are_listed_and_then_forgotten(tmp_path: Any) -> None:
     setting = Setting(tmp_path, cluster=build_cluster(jobs=JobSettings(remember="1h"), users=users), clock=clock)
     async with asgi_broker(setting) as running:
         made = await post(running, "ada", "/jobs", DETACHED, 201)
-        await reaches(running, f"/jobs/{made['id']}", "running", "ada")
+        await wait_for_state(running, f"/jobs/{made['id']}", "running", "ada")
         await delete(running, "ada", f"/jobs/{made['id']}")
-        await reaches(running, f"/jobs/{made['id']}", "ended", "ada")
+        await wait_for_state(running, f"/jobs/{made['id']}", "ended", "ada")
         array = {"job": {**DETACHED, "run_id": "run-00000a", "models": ["RTX 5090"]}, "count": 250}
         await post(running, "ada", "/jobs/arrays", array, 201)
         told = await read(running, "ada", "/jobs", ended=True)

@@ -15,7 +15,7 @@ from gpuhub.broker.api.auth import (
 from gpuhub.broker_api.errors import HubUnreachable, NotKnown
 from gpuhub.common.errors import NotAllowed
 from gpuhub.domain.clock import Clock
-from tests.support.broker.calls import ask, reaches
+from tests.support.broker.calls import ask, wait_for_state
 from tests.support.broker.in_process import ACCESS, Setting, StubHub, asgi_broker
 from tests.support.clocks import StillClock
 
@@ -38,7 +38,7 @@ async def test_lease_reason_names_the_administrator_who_ended_it(setting: Settin
         lease = await ask(running, "ada")
         async with running.client("root") as client:
             await client.delete(f"/api/v1/leases/{lease['id']}")
-        ended = await reaches(running, f"/leases/{lease['id']}", "released", "ada")
+        ended = await wait_for_state(running, f"/leases/{lease['id']}", "released", "ada")
     assert ended["reason"] == "ended by root"
 
 

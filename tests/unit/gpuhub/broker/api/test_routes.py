@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from gpuhub.common import names
-from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import API, Setting, asgi_broker, until
 
 
@@ -67,7 +67,7 @@ async def test_a_notebook_that_ends_frees_its_gpu(setting: Setting) -> None:
         lease = await ask(running, "ada")
         container = await run_notebook(running, lease)
         setting.nodes["rig1"].end_container(container)
-        ended = await reaches(running, f"/leases/{lease['id']}", "released")
+        ended = await wait_for_state(running, f"/leases/{lease['id']}", "released")
         assert ended["reason"] == "its container ended"
         assert setting.nodes["rig1"].of_kind("notebook") == []
 
@@ -87,7 +87,7 @@ async def test_an_unreachable_node_keeps_its_leases(setting: Setting) -> None:
         assert view["nodes"][0]["state"] == "unreachable"
         assert view["nodes"][0]["gpus"][0]["state"] == "unavailable"
         setting.nodes["rig1"].is_reachable = True
-        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
         assert setting.nodes["rig1"].of_kind("notebook") == []
 
 
@@ -98,7 +98,7 @@ async def test_foreign_container_is_removed_before_the_node_takes_work(setting: 
     states: list[int] = []
     async with asgi_broker(setting, wait=False) as running:
         asked = await ask(running, "ada")
-        await reaches(running, f"/leases/{asked['id']}", "granted")
+        await wait_for_state(running, f"/leases/{asked['id']}", "granted")
         states.append(len(node.of_kind("notebook")))
     assert states == [0]
 
@@ -109,13 +109,13 @@ async def test_a_job_runs_on_distinct_nodes_and_ends(setting: Setting) -> None:
         await run_notebook(running, await ask(running, "ada"))
         body = {"run_id": "run-000001", "nnodes": 2, "nproc_per_node": 1, "exclude_nodes": ["rig1"]}
         job = await post(running, "ada", "/jobs", body, 201)
-        ready = await reaches(running, f"/jobs/{job['id']}", "running")
+        ready = await wait_for_state(running, f"/jobs/{job['id']}", "running")
         assert sorted(worker["node"] for worker in ready["workers"]) == ["rig2", "rig3"]
         assert all(len(worker["gpus"]) == 1 for worker in ready["workers"])
         assert {spec.image for spec in running.workers.specs} == {"gpuhub/notebook:latest"}
         assert (await post(running, "ada", "/jobs", body, 201))["id"] == job["id"]
         await delete(running, "ada", f"/jobs/{job['id']}")
-        ended = await reaches(running, f"/jobs/{job['id']}", "ended")
+        ended = await wait_for_state(running, f"/jobs/{job['id']}", "ended")
         assert ended["lease"]["state"] == "released"
         assert [len(node.of_kind("worker")) for node in setting.nodes.values()] == [0, 0, 0]
 
@@ -127,11 +127,11 @@ async def test_a_job_ends_with_its_notebook(setting: Setting) -> None:
         await run_notebook(running, notebook)
         body = {"run_id": "run-000001", "nnodes": 2, "nproc_per_node": 1, "exclude_nodes": ["rig1"]}
         job = await post(running, "ada", "/jobs", body, 201)
-        await reaches(running, f"/jobs/{job['id']}", "running")
+        await wait_for_state(running, f"/jobs/{job['id']}", "running")
         await delete(running, "ada", f"/leases/{notebook['id']}")
-        ended = await reaches(running, f"/jobs/{job['id']}", "ended")
+        ended = await wait_for_state(running, f"/jobs/{job['id']}", "ended")
         assert ended["reason"] == "the notebook that asked for it ended"
-        await reaches(running, f"/leases/{notebook['id']}", "released")
+        await wait_for_state(running, f"/leases/{notebook['id']}", "released")
         view = await read(running, "ada", "/cluster")
         assert [gpu["state"] for node in view["nodes"] for gpu in node["gpus"]] == ["free"] * 3
 
@@ -141,10 +141,10 @@ async def test_worker_out_of_memory_is_reported(setting: Setting) -> None:
     async with asgi_broker(setting) as running:
         body = {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1}
         job = await post(running, "ada", "/jobs", body, 201)
-        ready = await reaches(running, f"/jobs/{job['id']}", "running")
+        ready = await wait_for_state(running, f"/jobs/{job['id']}", "running")
         node = setting.nodes[ready["workers"][0]["node"]]
         node.end_container(node.of_kind("worker")[0]["Id"], code=137, oom=True)
-        ended = await reaches(running, f"/jobs/{job['id']}", "ended")
+        ended = await wait_for_state(running, f"/jobs/{job['id']}", "ended")
         assert ended["workers"][0]["message"] == "out of memory (limit 16 GiB)"
         assert ended["workers"][0]["exit_code"] == 137
         assert ended["reason"] == f"worker 0 on {node.name}: out of memory (limit 16 GiB)"
@@ -156,7 +156,7 @@ async def test_a_worker_that_cannot_start_ends_the_job(setting: Setting) -> None
         running.workers.failing["rig3"] = "node rig3: no such image: gpuhub/notebook:latest"
         body = {"run_id": "run-000001", "nnodes": 3, "nproc_per_node": 1}
         job = await post(running, "ada", "/jobs", body, 201)
-        ended = await reaches(running, f"/jobs/{job['id']}", "ended")
+        ended = await wait_for_state(running, f"/jobs/{job['id']}", "ended")
         assert ended["reason"].endswith("on rig3: node rig3: no such image: gpuhub/notebook:latest")
         assert [len(node.of_kind("worker")) for node in setting.nodes.values()] == [0, 0, 0]
 

@@ -16,7 +16,7 @@ from gpuhub.config.settings import SchedulingSettings
 from gpuhub.domain import job_states
 from gpuhub.domain.models import JobRow
 from gpuhub.nodes.agent import DEVICES_LOST
-from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import build_cluster
 
@@ -68,7 +68,7 @@ async def becomes(running: Running, state: str, name: str = "rig1") -> Any:
 async def start_job(running: Running, **changes: Any) -> Any:
     body = {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1, "models": ["RTX 5090"], "batch": True}
     job = await post(running, "ada", "/jobs", {**body, **changes}, 201)
-    return await reaches(running, f"/jobs/{job['id']}", "running")
+    return await wait_for_state(running, f"/jobs/{job['id']}", "running")
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
@@ -147,11 +147,11 @@ async def test_lease_that_ends_on_an_unreachable_node_is_quarantined(setting: Se
         await until(lambda: not node_of(running).is_up, "rig1 is unreachable")
         await delete(running, "ada", f"/leases/{lease['id']}")
         waiting = await ask(running, "ben", key="b")
-        ended = await reaches(running, f"/leases/{lease['id']}", "quarantined")
+        ended = await wait_for_state(running, f"/leases/{lease['id']}", "quarantined")
         assert "node rig1 does not answer, so what ran there may still run" in ended["note"]
         assert (await becomes(running, "quarantined"))["holder"]["owner"] == "ada"
         rig1.is_reachable = True
-        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "released"
         assert container not in rig1.containers
 
@@ -175,12 +175,12 @@ async def test_another_daemon_does_not_prove_a_release(setting: Setting) -> None
         await until(lambda: node_of(running).is_suspect, "rig1 is suspect")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
         await delete(running, "ada", f"/leases/{lease['id']}")
-        ended = await reaches(running, f"/leases/{lease['id']}", "quarantined")
+        ended = await wait_for_state(running, f"/leases/{lease['id']}", "quarantined")
         assert "another Docker daemon" in ended["note"]
         waiting = await ask(running, "ben", key="b")
         assert waiting["state"] == "requested"
         await running.core.ledger.change(mutations.force_release(lease["id"], "root"))
-        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
         assert len(await told(running, "node.suspect")) == 1
 
 
@@ -195,7 +195,7 @@ async def test_machine_restart_proves_a_release(setting: Setting) -> None:
         await until(lambda: not node_of(running).is_up, "rig1 is unreachable")
         wipe(setting)
         rig1.start("boot-2")
-        ended = await reaches(running, f"/leases/{lease['id']}", "released")
+        ended = await wait_for_state(running, f"/leases/{lease['id']}", "released")
         assert ended["reason"] == "its container is gone"
         await until(lambda: not node_of(running).is_suspect, "rig1 is no longer suspect")
 
@@ -255,7 +255,7 @@ async def test_gpu_in_outside_use_is_not_granted(setting: Setting) -> None:
         assert "in use outside gpuhub" in await is_told(running, "gpu.outside")
         rig1.processes.clear()
         rig1.used_mib.clear()
-        await reaches(running, f"/leases/{lease['id']}", "granted")
+        await wait_for_state(running, f"/leases/{lease['id']}", "granted")
 
 
 async def test_gpu_with_memory_left_after_a_lease_is_not_granted(setting: Setting) -> None:
@@ -269,12 +269,12 @@ async def test_gpu_with_memory_left_after_a_lease_is_not_granted(setting: Settin
         assert (await gpu_of(running))["state"] == "held"
         waiting = await ask(running, "ben", key="b")
         await delete(running, "ada", f"/leases/{lease['id']}")
-        await reaches(running, f"/leases/{lease['id']}", "released")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
         await becomes(running, "outside")
         assert (await read(running, "ben", f"/leases/{waiting['id']}"))["state"] == "requested"
         rig1.processes.clear()
         rig1.used_mib.clear()
-        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
 
 
 @pytest.mark.parametrize(
@@ -371,11 +371,11 @@ async def test_container_that_cannot_be_removed_is_reported_once(setting: Settin
         rig1.on_call = refuse
         await delete(running, "ada", f"/leases/{lease['id']}")
         await until(lambda: len(tries) > 2, "it is tried again")
-        ended = await reaches(running, f"/leases/{lease['id']}", "quarantined")
+        ended = await wait_for_state(running, f"/leases/{lease['id']}", "quarantined")
         assert "its containers on rig1 are not gone yet" in ended["note"]
         assert len(await told(running, "container.removed")) == 1
         rig1.on_call = lambda method: None
-        await reaches(running, f"/leases/{lease['id']}", "released")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
 
 
 def preempt(job: JobRow, now: float, *, grace_s: float) -> JobRow:
@@ -395,7 +395,7 @@ async def test_preempted_workers_get_one_signal_and_time_to_end(setting: Setting
         assert rig1.signals == [(worker["Id"], "SIGTERM")]
         assert (await read(running, "ada", f"/jobs/{job['id']}"))["state"] == "preempting"
         rig1.end_container(worker["Id"])
-        again = await reaches(running, f"/jobs/{job['id']}", "running")
+        again = await wait_for_state(running, f"/jobs/{job['id']}", "running")
         assert again["preemptions"] == 1
         assert again["lease"]["id"] != job["lease"]["id"]
 
@@ -408,7 +408,7 @@ async def test_preempted_job_is_removed_after_the_grace(setting: Setting) -> Non
         (worker,) = rig1.of_kind(names.KIND_WORKER)
         await running.core.ledger.change(mutations.change_jobs([(job["id"], partial(preempt, grace_s=0.3))]))
         await until(lambda: worker["Id"] not in rig1.containers, "the worker is removed")
-        assert (await reaches(running, f"/jobs/{job['id']}", "running"))["preemptions"] == 1
+        assert (await wait_for_state(running, f"/jobs/{job['id']}", "running"))["preemptions"] == 1
 
 
 @pytest.mark.usefixtures("_hanging")
@@ -432,7 +432,7 @@ async def test_broker_shutdown_cancels_hanging_calls(setting: Setting) -> None:
         assert "stop" not in calls
     rig1.is_hung, rig1.on_call = False, lambda method: None
     async with asgi_broker(setting) as running:
-        await reaches(running, f"/leases/{lease['id']}", "released")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
     assert container not in rig1.containers
 
 

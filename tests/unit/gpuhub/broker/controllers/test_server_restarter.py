@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuhub.broker.controllers import server_restarter
-from tests.support.broker.calls import ask, post, reaches, read, run_notebook
+from tests.support.broker.calls import ask, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import CLOSET, build_cluster
 
@@ -23,7 +23,7 @@ async def test_waiting_request_keeps_its_position_after_a_restart(setting: Setti
         assert container in setting.nodes["rig1"].containers
         assert (await read(running, "ada", f"/leases/{first['id']}"))["state"] == "active"
         setting.nodes["rig1"].end_container(container)
-        await reaches(running, f"/leases/{queue[0]}", "granted")
+        await wait_for_state(running, f"/leases/{queue[0]}", "granted")
         assert (await read(running, "cleo", f"/leases/{queue[1]}"))["position"] == 1
 
 
@@ -39,20 +39,20 @@ async def test_nothing_is_granted_before_a_node_is_probed(setting: Setting) -> N
         assert "currently not available: rig2" in lease["waiting_for"]
         await ask(running, "ben", profile="any", server="second", key="second")
         setting.nodes["rig2"].is_reachable = True
-        await reaches(running, f"/leases/{lease['id']}", "granted")
+        await wait_for_state(running, f"/leases/{lease['id']}", "granted")
 
 
 async def test_running_job_survives_a_broker_restart(setting: Setting) -> None:
     """A running job goes on over a restart, and its end frees everything."""
     async with asgi_broker(setting) as running:
         job = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 3, "nproc_per_node": 1}, 201)
-        await reaches(running, f"/jobs/{job['id']}", "running")
+        await wait_for_state(running, f"/jobs/{job['id']}", "running")
     async with asgi_broker(setting) as running:
         assert (await read(running, "ada", f"/jobs/{job['id']}"))["state"] == "running"
         assert running.workers.specs == []
         async with running.client("ada") as client:
             await client.delete(f"/api/v1/jobs/{job['id']}")
-        await reaches(running, f"/jobs/{job['id']}", "ended")
+        await wait_for_state(running, f"/jobs/{job['id']}", "ended")
     assert [len(node.of_kind("worker")) for node in setting.nodes.values()] == [0, 0, 0]
 
 
@@ -72,7 +72,7 @@ async def test_leases_of_a_node_removed_from_the_settings_end(setting: Setting) 
     setting.cluster = whole
     async with asgi_broker(setting, wait=False) as running:
         again = await ask(running, "ben")
-        await reaches(running, f"/leases/{again['id']}", "granted")
+        await wait_for_state(running, f"/leases/{again['id']}", "granted")
         assert container not in setting.nodes["rig1"].containers
 
 

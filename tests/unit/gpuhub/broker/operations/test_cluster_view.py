@@ -12,7 +12,7 @@ from gpuhub.broker.operations.serializers import describe_request
 from gpuhub.broker_api.schemas import Purpose
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.domain.models import LeaseRow, ResourceRequest
-from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Setting, asgi_broker
 from tests.support.docker.simulated_nodes import build_cluster
 
@@ -57,7 +57,7 @@ async def test_cordon_is_shown_and_blocks_new_work(setting: Setting) -> None:
         view = await read(running, "ada", "/cluster")
         assert (view["waiting"], view["queue"][0]["lease"]) == (1, waiting["id"])
         assert (await post(running, "root", "/nodes/rig1/undrain"))["state"] == "up"
-        await reaches(running, f"/leases/{waiting['id']}", "granted", "ada")
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted", "ada")
 
 
 async def test_reservation_is_shown_on_its_gpus(setting: Setting) -> None:

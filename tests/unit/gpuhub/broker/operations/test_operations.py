@@ -9,7 +9,7 @@ import pytest
 from gpuhub.broker.controllers import deadlines, node_controller, server_restarter
 from gpuhub.config.settings import JobSettings, ProfileSettings, SchedulingSettings, UserSettings
 from gpuhub.domain import reconcile
-from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import CLOSET, build_cluster
 
@@ -91,7 +91,7 @@ async def stuck_lease(running: Running) -> Any:
     running.setting.nodes["rig1"].is_reachable = False
     await until(lambda: not running.core.capacity.inventory.nodes["rig1"].is_up, "rig1 is unreachable", 15)
     await delete(running, "ada", f"/leases/{lease['id']}")
-    return await reaches(running, f"/leases/{lease['id']}", "quarantined")
+    return await wait_for_state(running, f"/leases/{lease['id']}", "quarantined")
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ async def test_unproven_lease_blocks_its_gpu_until_proof(hasty: Setting) -> None
     async with asgi_broker(hasty, wait=False) as running:
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "quarantined"
         hasty.nodes["rig1"].is_reachable = True
-        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "released"
         assert hasty.nodes["rig1"].of_kind("notebook") == []
 
@@ -133,7 +133,7 @@ async def test_only_administrators_can_force_a_release(hasty: Setting) -> None:
         waiting = await ask(running, "ben", key="b")
         assert waiting["state"] == "requested"
         hasty.nodes["rig1"].is_reachable = True
-        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
         assert hasty.nodes["rig1"].of_kind("notebook") == []
         await post(running, "root", f"/leases/{waiting['id']}/force", status=409)
 
@@ -154,13 +154,13 @@ async def test_a_cordoned_node_takes_no_new_work(setting: Setting) -> None:
         assert (view["state"], view["leases"]) == ("cordoned", 1)
         assert "cordoned by root: new fans" in view["message"]
         await delete(running, "ada", f"/leases/{lease['id']}")
-        await reaches(running, f"/leases/{lease['id']}", "released")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
         waiting = await ask(running, "ben", key="b")
         assert waiting["state"] == "requested"
     async with asgi_broker(setting) as running:
         assert (await read(running, "ben", "/cluster"))["nodes"][0]["state"] == "cordoned"
         assert (await post(running, "root", "/nodes/rig1/undrain"))["state"] == "up"
-        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
 
 
 async def test_a_drained_node_is_empty_after_the_grace(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ async def test_a_drained_node_is_empty_after_the_grace(setting: Setting, monkeyp
         short = await read(running, "ada", f"/leases/{lease['id']}")
         assert (short["state"], short["reason"]) == ("active", "node rig1 is draining by root: reboot")
         assert short["expires_at"] is not None
-        ended = await reaches(running, f"/leases/{lease['id']}", "released")
+        ended = await wait_for_state(running, f"/leases/{lease['id']}", "released")
         assert setting.hub.stopped == [("ada", "")]
         assert ended["reason"] == "node rig1 is draining by root: reboot"
 
@@ -201,7 +201,7 @@ async def test_requests_with_the_same_key_are_idempotent(setting: Setting) -> No
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada", key="once")
         await delete(running, "ada", f"/leases/{lease['id']}")
-        await reaches(running, f"/leases/{lease['id']}", "released")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
         again = await ask(running, "ada", key="once")
         assert (again["id"], again["state"]) == (lease["id"], "released")
         refused = await ask(running, "ada", key="once", profile="rtx5070", status=409)
@@ -232,7 +232,7 @@ async def test_array_creates_many_jobs_from_one_request(setting: Setting) -> Non
         assert refused["code"] == "too-many-waiting"
         ended = await delete(running, "ada", f"/jobs/{jobs[0]['id']}")
         assert ended["state"] in {"stopping", "ended"}
-        await reaches(running, f"/jobs/{jobs[3]['id']}", "running")
+        await wait_for_state(running, f"/jobs/{jobs[3]['id']}", "running")
 
 
 async def test_array_is_accepted_as_a_whole_or_not_at_all(setting: Setting) -> None:
@@ -268,7 +268,7 @@ async def test_spread_request_uses_one_worker_per_node(setting: Setting) -> None
     """A spread of three takes what there is, one worker a node."""
     async with asgi_broker(setting) as running:
         job = await post(running, "ada", "/jobs", {"run_id": "run-000001", "gpus": 3}, 201)
-        ready = await reaches(running, f"/jobs/{job['id']}", "running")
+        ready = await wait_for_state(running, f"/jobs/{job['id']}", "running")
         assert sorted(worker["node"] for worker in ready["workers"]) == ["rig1", "rig2", "rig3"]
         assert (ready["gpus"], len(ready["lease"]["gpus"])) == (3, 3)
 
@@ -294,11 +294,11 @@ async def test_gpu_shares_are_granted_to_several_users(setting: Setting) -> None
         third = await ask(running, "cleo", profile="half", key="3")
         assert third["state"] == "requested"
         await delete(running, "ada", f"/leases/{first['id']}")
-        granted = await reaches(running, f"/leases/{third['id']}", "granted")
+        granted = await wait_for_state(running, f"/leases/{third['id']}", "granted")
         assert running.core.ledger.snapshot.leases[granted["id"]].gpus[0].part == 0
         await run_notebook(running, granted)
         fourth = await ask(running, "dora", profile="whole", key="4")
         for lease, owner in ((second, "ben"), (third, "cleo")):
             assert (await read(running, "dora", f"/leases/{fourth['id']}"))["state"] == "requested"
             await delete(running, owner, f"/leases/{lease['id']}")
-        await reaches(running, f"/leases/{fourth['id']}", "granted")
+        await wait_for_state(running, f"/leases/{fourth['id']}", "granted")

@@ -10,7 +10,7 @@ from gpuhub.broker.controllers import deadlines, server_restarter
 from gpuhub.broker.state import broker_state, mutations
 from gpuhub.config.settings import JobSettings, ProfileSettings, UserSettings
 from gpuhub.domain import reconcile
-from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
+from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Setting, asgi_broker, until
 from tests.support.clocks import AheadClock
 from tests.support.docker.simulated_nodes import build_cluster
@@ -50,7 +50,7 @@ async def test_an_overdue_notebook_is_stopped_by_the_hub_first(
         await until(lambda: setting.hub.stopped == [("ada", "")], "the hub is asked to stop it")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
         monkeypatch.setattr(reconcile, "HUB_GRACE_S", 1.0)
-        ended = await reaches(running, f"/leases/{lease['id']}", "released")
+        ended = await wait_for_state(running, f"/leases/{lease['id']}", "released")
         assert ended["reason"] == "its time limit of 1 s was reached"
 
 
@@ -59,7 +59,7 @@ async def test_an_overdue_job_ends(setting: Setting) -> None:
     setting.cluster = build_cluster(jobs=JobSettings(time_limit="1s"))
     async with asgi_broker(setting) as running:
         job = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 1, "nproc_per_node": 1}, 201)
-        ended = await reaches(running, f"/jobs/{job['id']}", "ended")
+        ended = await wait_for_state(running, f"/jobs/{job['id']}", "ended")
         assert ended["reason"] == "its time limit of 1 s was reached"
 
 
@@ -69,7 +69,7 @@ async def test_request_ends_at_the_queue_limit(setting: Setting) -> None:
     async with asgi_broker(setting) as running:
         await run_notebook(running, await ask(running, "ada"))
         waiting = await ask(running, "ben")
-        ended = await reaches(running, f"/leases/{waiting['id']}", "released")
+        ended = await wait_for_state(running, f"/leases/{waiting['id']}", "released")
         assert ended["reason"] == "it waited longer than 1 s"
     setting.cluster = build_cluster()
     async with asgi_broker(setting) as running:
@@ -77,7 +77,7 @@ async def test_request_ends_at_the_queue_limit(setting: Setting) -> None:
         assert waiting["state"] == "requested"
     setting.cluster = build_cluster(profiles=[ProfileSettings(name="other", title="Other")])
     async with asgi_broker(setting) as running:
-        ended = await reaches(running, f"/leases/{waiting['id']}", "released")
+        ended = await wait_for_state(running, f"/leases/{waiting['id']}", "released")
         assert ended["reason"] == "the profile 'rtx5090' is no longer offered"
 
 
@@ -131,7 +131,7 @@ async def test_clock_jump_ends_no_lease(setting: Setting, jump_s: float) -> None
         assert event["text"] == f"the head node's clock was set by {jump_s:+.0f} s: leases keep the time they had left"
         assert setting.hub.stopped == []
         setting.nodes["rig1"].end_container(container)
-        await reaches(running, f"/leases/{queue[0]}", "granted")
+        await wait_for_state(running, f"/leases/{queue[0]}", "granted")
         assert (await read(running, "cleo", f"/leases/{queue[1]}"))["position"] == 1
 
 
@@ -146,7 +146,7 @@ async def test_a_change_stored_together_with_a_jump_has_the_new_time(setting: Se
         await asyncio.gather(running.core.apply_clock_jump(), end)
         row = running.core.ledger.snapshot.leases[lease["id"]]
         assert row.since == pytest.approx(running.core.clock.now(), abs=60)
-        await reaches(running, f"/leases/{lease['id']}", "released")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
 
 
 async def test_list_taken_during_a_clock_jump_is_not_proof(setting: Setting) -> None:
@@ -170,7 +170,7 @@ async def test_list_taken_during_a_clock_jump_is_not_proof(setting: Setting) -> 
         await until(lambda: lists >= 2, "the node is looked at again")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "releasing"
         setting.nodes["rig1"].on_call = lambda method: None
-        await reaches(running, f"/leases/{lease['id']}", "released")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
 
 
 async def test_clock_set_forward_between_runs_ends_leases(setting: Setting) -> None:
@@ -183,7 +183,7 @@ async def test_clock_set_forward_between_runs_ends_leases(setting: Setting) -> N
     setting.clock.jump_s = 7200.0
     setting.clock.apply_jump(7200.0)
     async with asgi_broker(setting) as running:
-        ended = await reaches(running, f"/leases/{lease['id']}", "released")
+        ended = await wait_for_state(running, f"/leases/{lease['id']}", "released")
         assert ended["reason"] == "its time limit of 1 h was reached"
         assert setting.nodes["rig1"].of_kind("notebook") == []
         assert (await ask(running, "ben", key="b"))["state"] == "granted"
@@ -205,7 +205,7 @@ async def test_clock_set_back_between_runs_does_not_delay_releases(setting: Sett
         assert row.since <= now
         assert (row.expires_at or 0) - now == pytest.approx(3600, abs=60)
         setting.nodes["rig1"].end_container(container)
-        await reaches(running, f"/leases/{waiting['id']}", "granted")
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
 
 
 async def test_batch_job_needs_no_heartbeat(setting: Setting) -> None:
@@ -217,7 +217,7 @@ async def test_batch_job_needs_no_heartbeat(setting: Setting) -> None:
             await post(running, "ada", "/jobs", {"run_id": f"run-00000{n}", **body, "batch": True}, 201) for n in (1, 2)
         ]
         watched = await post(running, "ada", "/jobs", {"run_id": "run-000003", **body}, 201)
-        await reaches(running, f"/jobs/{watched['id']}", "ended")
+        await wait_for_state(running, f"/jobs/{watched['id']}", "ended")
         states = [(await read(running, "ada", f"/jobs/{job['id']}"))["state"] for job in batch]
         assert states == ["running", "waiting"]
 
@@ -232,6 +232,6 @@ async def test_overdue_notebook_is_released_without_node_and_hub(
         lease = await ask(running, "ada", profile="short", key="1")
         await run_notebook(running, lease)
         setting.nodes[lease["nodes"][0]].is_reachable = False
-        ended = await reaches(running, f"/leases/{lease['id']}", "releasing")
+        ended = await wait_for_state(running, f"/leases/{lease['id']}", "releasing")
         assert ended["reason"] == "its time limit of 1 s was reached"
         assert [gpu.uuid for gpu in running.core.ledger.snapshot.leases[lease["id"]].held] == [lease["gpus"][0]["uuid"]]

@@ -11,8 +11,8 @@ from gpuhub.common.gpu import GpuSpec
 from gpuhub.domain import job_states, lease_states
 from gpuhub.domain.models import EventRow, LeaseRow, ResourceRequest
 from gpuhub.scheduler.interface import GpuSlot, NodeAllocation
-from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.broker.factories import under_way
+from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
+from tests.support.broker.factories import build_running_job
 from tests.support.broker.in_process import Setting, asgi_broker, until
 
 CARD = GpuSpec(model="RTX 5090", memory_mib=32607)
@@ -67,7 +67,7 @@ def test_events_name_shares_and_released_gpus() -> None:
 
 def test_preemption_and_end_of_a_job_are_events() -> None:
     """Its other steps are those of its lease and its workers."""
-    job, _ = under_way()
+    job, _ = build_running_job()
     preempting = job_states.preempt(job, 160.0, 100.0)
     again = job_states.requeue(preempting, "l2", 200.0)
     over = job_states.end(job_states.stop(job, "stopped", 300.0), 301.0)
@@ -126,7 +126,7 @@ async def test_users_read_only_their_own_events(setting: Setting) -> None:
         everything = await read(running, "root", "/events", limit=2)
         assert [event["kind"] for event in everything] == ["lease.granted", "node.unreachable"]
         await delete(running, "ada", f"/leases/{lease['id']}")
-        await reaches(running, f"/leases/{lease['id']}", "released")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
         later = await read(running, "ada", "/events", after=mine[-1]["seq"])
         assert [event["kind"] for event in later] == ["lease.releasing", "lease.released"]
 

@@ -21,7 +21,7 @@ from gpuhub.domain import lease_states
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import EventRow, LeaseRow, LedgerSnapshot, ResourceRequest
 from gpuhub.scheduler.interface import GpuSlot, NodeAllocation
-from tests.support.broker.calls import ask, reaches, read, run_notebook
+from tests.support.broker.calls import ask, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 
 
@@ -275,7 +275,7 @@ async def test_a_release_that_cannot_be_written_keeps_the_gpu(
         assert (await read(running, "ben", f"/leases/{second['id']}"))["state"] == "requested"
         assert (await holds(running))["GPU-rig1-0"] == ["ada"]
         monkeypatch.setattr(running.store, "save", save)
-        await reaches(running, f"/leases/{second['id']}", "granted")
+        await wait_for_state(running, f"/leases/{second['id']}", "granted")
         assert (await holds(running))["GPU-rig1-0"] == ["ben"]
 
 

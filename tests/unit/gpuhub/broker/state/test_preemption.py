@@ -14,8 +14,8 @@ from gpuhub.domain import job_states, lease_states
 from gpuhub.domain.job_states import PREEMPTED
 from gpuhub.domain.scheduler_input import build_allocation
 from gpuhub.scheduler.interface import Preemption, SchedulingDecision
-from tests.support.broker.calls import ask, delete, post, reaches, read, run_notebook
-from tests.support.broker.factories import draft_of, under_way
+from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
+from tests.support.broker.factories import build_running_job, build_transaction
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import build_cluster
 
@@ -31,7 +31,7 @@ def decide(draft: Transaction, *nodes: str, is_whole: bool) -> None:
 
 def test_a_preempted_job_has_time_for_its_checkpoint() -> None:
     """Its lease goes on meanwhile, and the engine knows that it is ending; said again, the time does not begin anew."""
-    draft = draft_of(*under_way(), now=100.0)
+    draft = build_transaction(*build_running_job(), now=100.0)
     decide(draft, "rig1", "rig2", is_whole=True)
     job, lease = draft.jobs["j1"], draft.leases["l1"]
     assert (job.state, job.checkpoint_until, lease.state) == (JobState.PREEMPTING, 160.0, LeaseState.ACTIVE)
@@ -44,7 +44,7 @@ def test_a_preempted_job_has_time_for_its_checkpoint() -> None:
 
 def test_preempted_job_ends_with_its_workers_or_after_the_grace() -> None:
     """Whichever comes first; a worker's own end is no failure then."""
-    job, _ = under_way()
+    job, _ = build_running_job()
     job = job_states.preempt(job, 160.0, 100.0)
     assert not job_states.is_checkpoint_done(job, 159.0)
     assert job_states.is_checkpoint_done(job, 160.0)
@@ -55,8 +55,8 @@ def test_preempted_job_ends_with_its_workers_or_after_the_grace() -> None:
 
 def test_preempted_request_is_requeued_with_its_age() -> None:
     """A new lease with the old one's demands, groups and age, once the old one's GPUs are proven free."""
-    job, lease = under_way(scavenge=True)
-    draft = draft_of(job_states.preempt(job, 160.0, 100.0), lease, now=160.0)
+    job, lease = build_running_job(scavenge=True)
+    draft = build_transaction(job_states.preempt(job, 160.0, 100.0), lease, now=160.0)
     draft.put_lease(lease_states.release(lease, PREEMPTED, draft.now))
     step = propagate(draft, 0)
     assert draft.jobs["j1"].state is JobState.PREEMPTING
@@ -75,8 +75,8 @@ def test_preempted_request_is_requeued_with_its_age() -> None:
 @pytest.mark.parametrize("reason", ["stopped", "its time limit was reached"])
 def test_job_stopped_during_preemption_is_not_requeued(reason: str) -> None:
     """Who stops a job while it is preempted does not get it back."""
-    job, lease = under_way()
-    draft = draft_of(job_states.preempt(job, 160.0, 100.0), lease, now=120.0)
+    job, lease = build_running_job()
+    draft = build_transaction(job_states.preempt(job, 160.0, 100.0), lease, now=120.0)
     released = lease_states.release(lease, reason, draft.now)
     for node in ("rig1", "rig2"):
         released = lease_states.prove_released(released, node, draft.now)
@@ -88,7 +88,7 @@ def test_job_stopped_during_preemption_is_not_requeued(reason: str) -> None:
 
 def test_elastic_job_continues_after_shrinking() -> None:
     """Its other workers keep their numbers; the GPUs stay with the lease until there is proof."""
-    draft = draft_of(*under_way(nodes=3, least_nodes=1), now=100.0)
+    draft = build_transaction(*build_running_job(nodes=3, least_nodes=1), now=100.0)
     decide(draft, "rig2", is_whole=False)
     job, lease = draft.jobs["j1"], draft.leases["l1"]
     assert (job.state, [worker.index for worker in job.workers]) == (JobState.RUNNING, [0, 2])
@@ -105,10 +105,10 @@ def test_elastic_job_continues_after_shrinking() -> None:
 
 def test_elastic_job_releases_the_gpu_of_a_lost_worker() -> None:
     """So that the launch can grow onto it again; one that is not elastic, or has too few left, keeps what it has."""
-    job, lease = under_way(nodes=3, least_nodes=2)
+    job, lease = build_running_job(nodes=3, least_nodes=2)
     job = job.evolve(min_nnodes=2)
     lost = job_states.record_worker_exit(job, 1, 137, "killed", 100.0)
-    draft = draft_of(job, lease, now=100.0)
+    draft = build_transaction(job, lease, now=100.0)
     draft.put_job(lost)
     propagate(draft, 0)
     assert [gpu.node for gpu in draft.leases["l1"].gpus if gpu.shrink_requested_at == 100.0] == ["rig2"]
@@ -120,7 +120,7 @@ def test_elastic_job_releases_the_gpu_of_a_lost_worker() -> None:
 
 def test_starting_job_runs_once_the_missing_node_is_released() -> None:
     """Nothing is waited for that will not come."""
-    job, lease = under_way(nodes=2, least_nodes=1)
+    job, lease = build_running_job(nodes=2, least_nodes=1)
     starting = job_states.record_worker_start(job_states.start(job, lease, 10.0), 0, "c0", 11.0)
     assert starting.state is JobState.STARTING
     assert job_states.shrink(starting, {"rig2"}, 12.0).state is JobState.RUNNING
@@ -135,7 +135,7 @@ def preempting(setting: Setting) -> Setting:
 
 async def run_job(running: Running, **body: Any) -> Any:
     job = await post(running, "ada", "/jobs", {**JOB, **body}, 201)
-    return await reaches(running, f"/jobs/{job['id']}", "running")
+    return await wait_for_state(running, f"/jobs/{job['id']}", "running")
 
 
 async def test_scavenging_job_is_preempted_and_restarted(preempting: Setting) -> None:
@@ -145,14 +145,14 @@ async def test_scavenging_job_is_preempted_and_restarted(preempting: Setting) ->
         lease = await ask(running, "ben")
         assert lease["state"] == "requested"
         assert (await read(running, "ada", f"/jobs/{job['id']}"))["state"] == "preempting"
-        granted = await reaches(running, f"/leases/{lease['id']}", "granted")
+        granted = await wait_for_state(running, f"/leases/{lease['id']}", "granted")
         assert granted["nodes"] == ["rig1"]
-        waiting = await reaches(running, f"/jobs/{job['id']}", "waiting")
+        waiting = await wait_for_state(running, f"/jobs/{job['id']}", "waiting")
         assert (waiting["preemptions"], waiting["workers"]) == (1, [])
         assert waiting["lease"]["id"] != job["lease"]["id"]
         await run_notebook(running, granted)
         await delete(running, "ben", f"/leases/{lease['id']}")
-        again = await reaches(running, f"/jobs/{job['id']}", "running")
+        again = await wait_for_state(running, f"/jobs/{job['id']}", "running")
         assert len(again["workers"]) == 3
         texts = [event["kind"] for event in await read(running, "ada", "/events")]
         assert texts.index("job.preempting") < texts.index("job.requeued")
@@ -165,8 +165,8 @@ async def test_preemption_continues_after_a_broker_restart(preempting: Setting) 
         lease = await ask(running, "ben")
         assert (await read(running, "ada", f"/jobs/{job['id']}"))["state"] == "preempting"
     async with asgi_broker(preempting) as running:
-        await reaches(running, f"/leases/{lease['id']}", "granted")
-        assert (await reaches(running, f"/jobs/{job['id']}", "waiting"))["preemptions"] == 1
+        await wait_for_state(running, f"/leases/{lease['id']}", "granted")
+        assert (await wait_for_state(running, f"/jobs/{job['id']}", "waiting"))["preemptions"] == 1
 
 
 async def test_elastic_job_releases_one_node(preempting: Setting) -> None:
@@ -174,7 +174,7 @@ async def test_elastic_job_releases_one_node(preempting: Setting) -> None:
     async with asgi_broker(preempting) as running:
         job = await run_job(running, nnodes=3, min_nnodes=1)
         lease = await ask(running, "ben")
-        granted = await reaches(running, f"/leases/{lease['id']}", "granted")
+        granted = await wait_for_state(running, f"/leases/{lease['id']}", "granted")
         assert granted["nodes"] == ["rig1"]
         less = await read(running, "ada", f"/jobs/{job['id']}")
         assert (less["state"], sorted(worker["node"] for worker in less["workers"])) == ("running", ["rig2", "rig3"])
