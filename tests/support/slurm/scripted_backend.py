@@ -63,7 +63,7 @@ class BrokerHarness:
         """The scheduler that grants leases."""
         return self.backend.scheduler
 
-    async def ask(self, owner: str = "ada", profile: str = "rtx5090", **parts: Any) -> LeaseRow:
+    async def request_lease(self, owner: str = "ada", profile: str = "rtx5090", **parts: Any) -> LeaseRow:
         """Request a notebook's lease for a new server."""
         key = f"key-{next(_keys)}"
         parts.setdefault("server", key)
@@ -86,7 +86,7 @@ class BrokerHarness:
         """Return the lease's state."""
         return self.lease(lease_id).state
 
-    async def settle(self, lease: LeaseRow, slurm: ScriptedSlurm) -> LeaseRow:
+    async def submit_and_grant(self, lease: LeaseRow, slurm: ScriptedSlurm) -> LeaseRow:
         """Submit, start and grant the lease."""
         await self.controller.step()
         slurm.start(self.lease(lease.id).slurm_job)
@@ -119,10 +119,10 @@ class BrokerEnvironment:
         )
         await backend.setup(CoreHost(core))
         await core.start()
-        desk = BrokerHarness(core, backend, BackendController(core, backend), BrokerOperations(core, backend))
+        harness = BrokerHarness(core, backend, BackendController(core, backend), BrokerOperations(core, backend))
         for node in self.cluster.nodes:
             await core.observe(self.record(node.name))
-        return desk
+        return harness
 
     def record(self, name: str, **changes: Any) -> NodeStatus:
         """Return the record of a node that answers."""
@@ -144,13 +144,13 @@ class BrokerEnvironment:
     @asynccontextmanager
     async def broker(self) -> AsyncIterator[BrokerHarness]:
         """Yield a broker and stop it afterwards."""
-        desk = await self.start()
+        harness = await self.start()
         try:
-            yield desk
+            yield harness
         finally:
-            await self.stop(desk)
+            await self.stop(harness)
 
-    async def stop(self, desk: BrokerHarness) -> None:
+    async def stop(self, harness: BrokerHarness) -> None:
         """Stop the broker."""
-        await desk.core.close()
-        desk.core.store.close()
+        await harness.core.close()
+        harness.core.store.close()

@@ -64,7 +64,7 @@ def hub() -> Iterator[http.server.HTTPServer]:
         thread.join()
 
 
-def told(hub_port: int, command: list[str], **changes: Any) -> str:
+def notebook_instructions(hub_port: int, command: list[str], **changes: Any) -> str:
     return json.dumps(
         {
             "addresses": {"sx1": "127.0.0.2"},
@@ -108,7 +108,7 @@ def test_notebook_gets_a_port_and_hub_is_notified_when_it_listens(hub: http.serv
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     for name in ("go", "end"):
         os.mkfifo(tmp_path / name)
-    running = start_node_main(told(hub.server_port, [sys.executable, "notebook.py", "a b"]), tmp_path)
+    running = start_node_main(notebook_instructions(hub.server_port, [sys.executable, "notebook.py", "a b"]), tmp_path)
     assert running.stderr is not None
     go = (tmp_path / "go").open("w")
     seen = json.loads((tmp_path / "seen").read_text())
@@ -139,7 +139,7 @@ def test_unreachable_hub_is_retried(tmp_path: Path) -> None:
     """The notebook starts only when the hub answers."""
     with closing(node_main.reserve_port("127.0.0.1")) as holder:
         port = holder.getsockname()[1]
-        running = start_node_main(told(port, ["touch", str(tmp_path / "started")]), tmp_path)
+        running = start_node_main(notebook_instructions(port, ["touch", str(tmp_path / "started")]), tmp_path)
         assert running.stderr is not None
         assert b"gpuhub: the hub does not answer yet" in running.stderr.readline()
         assert not (tmp_path / "started").exists()
@@ -154,7 +154,7 @@ def test_unreachable_hub_is_retried(tmp_path: Path) -> None:
 
 
 def test_node_missing_in_the_settings_is_refused(tmp_path: Path) -> None:
-    running = start_node_main(told(1, ["true"]), tmp_path, node="other")
+    running = start_node_main(notebook_instructions(1, ["true"]), tmp_path, node="other")
     assert running.stderr is not None
     with running.stderr as output:
         said = output.read()
@@ -164,7 +164,7 @@ def test_node_missing_in_the_settings_is_refused(tmp_path: Path) -> None:
 
 def worker_instructions(folder: Path, **changes: Any) -> str:
     show = "import json, os; open('seen', 'w').write(json.dumps(dict(os.environ)))"
-    told = {
+    instructions = {
         "addresses": {"sx1": "127.0.0.2", "sx2": "10.0.0.12"},
         "names": {"sx1": "rig1", "sx2": "rig2"},
         "first_worker": 3,
@@ -172,7 +172,7 @@ def worker_instructions(folder: Path, **changes: Any) -> str:
         "command": [sys.executable, "-c", show],
         "environment": {"GPU_LAUNCH_RUN": "run-1", "HOME": str(folder)},
     }
-    return json.dumps(told | changes)
+    return json.dumps(instructions | changes)
 
 
 def run_worker(text: str, folder: Path, **environment: str) -> tuple[dict[str, str], str]:

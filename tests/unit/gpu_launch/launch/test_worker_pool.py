@@ -32,10 +32,10 @@ class GrantingBroker(BrokerClient):
 
     def __init__(self, *free):
         super().__init__("http://nowhere", "token")
-        self.free, self.waiting, self.asked = list(free), 0, []
+        self.free, self.waiting, self.requests = list(free), 0, []
         self.jobs_by_id, self.over = {}, threading.Event()
         #: How often a job with Slurm is asked for until it is granted; None: nothing is granted later.
-        self.looks: int | None = None
+        self.polls_until_granted: int | None = None
 
     def _request(self, method, path, *, body=None, **_):
         if path == "/cluster":
@@ -43,23 +43,27 @@ class GrantingBroker(BrokerClient):
                 {"name": node, "gpus": [{"uuid": node, "node": node, "model": "RTX 5090", "state": "free"}]}
                 for node in self.free
             ]
-            return {"nodes": nodes, "waiting": self.waiting, "engine": "builtin" if self.looks is None else "slurm"}
+            return {
+                "nodes": nodes,
+                "waiting": self.waiting,
+                "engine": "builtin" if self.polls_until_granted is None else "slurm",
+            }
         if (method, path) == ("POST", "/jobs"):
-            self.asked.append(body)
+            self.requests.append(body)
             nodes = [node for node in self.free if node not in body["exclude_nodes"]][: body["nnodes"]]
-            self.free = [node for node in self.free if self.looks or node not in nodes]
-            job = {"id": f"j{len(self.asked)}", "run_id": body["run_id"], "version": 1, "renew_within_s": 60}
+            self.free = [node for node in self.free if self.polls_until_granted or node not in nodes]
+            job = {"id": f"j{len(self.requests)}", "run_id": body["run_id"], "version": 1, "renew_within_s": 60}
             job |= {"state": "running" if nodes else "waiting"}
             job |= {"workers": [{"index": index, "node": node, "state": "running"} for index, node in enumerate(nodes)]}
-            if self.looks:
+            if self.polls_until_granted:
                 job["state"] = "waiting"
             return self.jobs_by_id.setdefault(job["id"], job)
         job = self.jobs_by_id[path.split("/")[2].partition("?")[0]]
         if method == "DELETE":
             job["state"] = "ended"
-        elif self.looks:
-            self.looks -= 1
-            job["state"] = "waiting" if self.looks or not job["workers"] else "running"
+        elif self.polls_until_granted:
+            self.polls_until_granted -= 1
+            job["state"] = "waiting" if self.polls_until_granted or not job["workers"] else "running"
         elif "version=" in path and job["state"] != "ended":
             self.over.wait(20)
             return job | {"state": "ended"}
@@ -67,11 +71,11 @@ class GrantingBroker(BrokerClient):
 
 
 @pytest.fixture
-def desk():
+def broker():
     """With three free nodes."""
-    desk = GrantingBroker("rig1", "rig2", "rig3")
-    yield desk
-    desk.over.set()
+    broker = GrantingBroker("rig1", "rig2", "rig3")
+    yield broker
+    broker.over.set()
 
 
 @pytest.fixture
@@ -82,9 +86,9 @@ def run(tmp_path):
     return folder
 
 
-def start_group(plan, run, desk):
+def start_group(plan, run, broker):
     """A gang that has asked."""
-    group = BrokerWorkerGroup(plan, run, env=ENV, broker=desk)
+    group = BrokerWorkerGroup(plan, run, env=ENV, broker=broker)
     group.start(settings={})
     return group
 
@@ -103,14 +107,14 @@ def start_group(plan, run, desk):
     ],
     ids=["same", "less", "more", "more a node", "own part", "elsewhere", "other demands", "elastic"],
 )
-def test_pool_serves_launches_of_the_same_or_smaller_size(wanted, fits, run, desk):
+def test_pool_serves_launches_of_the_same_or_smaller_size(wanted, fits, run, broker):
     """Of nodes only: everything else is equal."""
-    assert WorkerPool(start_group(PLAN, run, desk), address="127.0.0.1").matches(wanted) is fits
+    assert WorkerPool(start_group(PLAN, run, broker), address="127.0.0.1").matches(wanted) is fits
 
 
-def test_complete_elastic_pool_serves_launches_of_the_same_range(run, desk):
+def test_complete_elastic_pool_serves_launches_of_the_same_range(run, broker):
     """Less would be all that a launch gets that could have more."""
-    group = start_group(ELASTIC, run, desk)
+    group = start_group(ELASTIC, run, broker)
     pool = WorkerPool(group, address="127.0.0.1")
     assert pool.matches(ELASTIC)
     assert not pool.matches(replace(ELASTIC, least_nnodes=2))
@@ -118,26 +122,26 @@ def test_complete_elastic_pool_serves_launches_of_the_same_range(run, desk):
     assert not pool.matches(ELASTIC)
 
 
-def test_pool_past_half_of_its_time_limit_is_not_reused(run, desk, monkeypatch):
+def test_pool_past_half_of_its_time_limit_is_not_reused(run, broker, monkeypatch):
     """Who asks for two hours has at least one."""
     limited = replace(PLAN, demand=GpuRequest(time_limit_s=7200))
-    pool = WorkerPool(start_group(limited, run, desk), address="127.0.0.1")
+    pool = WorkerPool(start_group(limited, run, broker), address="127.0.0.1")
     assert pool.matches(limited)
     now = pool.created_at + 3601
     monkeypatch.setattr("time.monotonic", lambda: now)
     assert not pool.matches(limited)
 
 
-def test_smaller_launch_uses_the_first_nodes_of_the_pool(run, desk):
+def test_smaller_launch_uses_the_first_nodes_of_the_pool(run, broker):
     """In the order of the crew, with the own container first where it takes part."""
-    pool = WorkerPool(start_group(PLAN, run, desk), address="127.0.0.1")
+    pool = WorkerPool(start_group(PLAN, run, broker), address="127.0.0.1")
     assert pool.membership(replace(PLAN, nnodes=2)).nodes == ("rig1", "rig2")
     membership = Membership(includes_notebook=True, workers=(0, 1), nodes=("rig2", "rig3"), nproc_per_node=1)
     assert membership.limited_to(2).participants == (None, 0)
     assert membership.limited_to(1).participants == (None,)
 
 
-def test_unknown_or_busy_pool_is_not_released(run, desk):
+def test_unknown_or_busy_pool_is_not_released(run, broker):
     """And is named."""
     pools = WorkerPools()
     with pytest.raises(UsageError, match="no workers called run-x"):
@@ -145,14 +149,14 @@ def test_unknown_or_busy_pool_is_not_released(run, desk):
     assert pools.free_idle() == []
 
 
-def test_worker_group_grows_by_free_nodes(run, desk):
+def test_worker_group_grows_by_free_nodes(run, broker):
     """New workers have numbers of their own; the second job says whom it joins, and is freed with the first."""
-    desk.free = ["rig1"]
-    group = start_group(ELASTIC, run, desk)
+    broker.free = ["rig1"]
+    group = start_group(ELASTIC, run, broker)
     assert group.membership().nodes == ("rig1",)
-    desk.free = ["rig3"]
+    broker.free = ["rig3"]
     assert group.scale_up()
-    assert desk.asked[1] | {"run_id": ""} == {
+    assert broker.requests[1] | {"run_id": ""} == {
         "run_id": "", "nnodes": 2, "min_nnodes": 1, "nproc_per_node": 1, "server": "", "exclude_nodes": ["rig1"],
         "joins": run.run_id, "first_worker": 3,
     }  # fmt: skip
@@ -160,63 +164,63 @@ def test_worker_group_grows_by_free_nodes(run, desk):
     assert group.job_ids == ("j1", "j2")
     group.drop_workers([3])
     assert group.membership().workers == (0,)
-    assert desk.jobs_by_id["j2"]["state"] == "ended"
-    desk.free = ["rig2"]
+    assert broker.jobs_by_id["j2"]["state"] == "ended"
+    broker.free = ["rig2"]
     assert group.scale_up()
-    assert desk.asked[2]["first_worker"] == 5
+    assert broker.requests[2]["first_worker"] == 5
     group.stop()
-    assert {job["state"] for job in desk.jobs_by_id.values()} == {"ended"}
+    assert {job["state"] for job in broker.jobs_by_id.values()} == {"ended"}
 
 
-def test_with_slurm_free_nodes_are_awaited_briefly(run, desk):
+def test_with_slurm_free_nodes_are_awaited_briefly(run, broker):
     """There every request goes through another queue first."""
-    desk.free, desk.looks = ["rig1"], 0
-    group = start_group(ELASTIC, run, desk)
-    desk.free, desk.looks = ["rig3"], 3
+    broker.free, broker.polls_until_granted = ["rig1"], 0
+    group = start_group(ELASTIC, run, broker)
+    broker.free, broker.polls_until_granted = ["rig3"], 3
     assert group.scale_up()
     assert group.membership().nodes == ("rig1", "rig3")
 
 
-def test_with_slurm_launch_with_own_gpus_starts_with_free_nodes(run, desk, monkeypatch):
+def test_with_slurm_launch_with_own_gpus_starts_with_free_nodes(run, broker, monkeypatch):
     """And alone where nothing is: nobody waits for more."""
     monkeypatch.setattr("gpu_launch.launch.worker_group.start_local_worker", lambda _: None)
     own = replace(ELASTIC, includes_notebook=True, exclude_nodes=("rig1",))
-    desk.free, desk.looks = ["rig2"], 3
-    group = start_group(own, run, desk)
+    broker.free, broker.polls_until_granted = ["rig2"], 3
+    group = start_group(own, run, broker)
     assert group.membership().nodes == ("rig2",)
-    desk.free, desk.looks = [], 3
-    alone = start_group(own, run, desk)
+    broker.free, broker.polls_until_granted = [], 3
+    alone = start_group(own, run, broker)
     assert alone.is_notebook_only
-    assert desk.looks == 3
-    assert [job["state"] for job in desk.jobs_by_id.values()] == ["running", "ended"]
+    assert broker.polls_until_granted == 3
+    assert [job["state"] for job in broker.jobs_by_id.values()] == ["running", "ended"]
 
 
 @pytest.mark.parametrize("reason", ["others wait", "nothing is free", "it is whole"])
-def test_worker_group_does_not_grow_when_growth_is_unwanted(run, desk, reason):
+def test_worker_group_does_not_grow_when_growth_is_unwanted(run, broker, reason):
     """Nobody is kept waiting for what comes on top."""
-    desk.free = ["rig1", "rig2", "rig3"] if "whole" in reason else ["rig1"]
-    group = start_group(ELASTIC, run, desk)
-    desk.waiting = int("wait" in reason)
-    desk.free = [] if "nothing" in reason else ["rig2"]
+    broker.free = ["rig1", "rig2", "rig3"] if "whole" in reason else ["rig1"]
+    group = start_group(ELASTIC, run, broker)
+    broker.waiting = int("wait" in reason)
+    broker.free = [] if "nothing" in reason else ["rig2"]
     assert not group.scale_up()
-    assert len(desk.asked) == 1
+    assert len(broker.requests) == 1
 
 
-def test_ungranted_growth_request_is_withdrawn(run, desk):
+def test_ungranted_growth_request_is_withdrawn(run, broker):
     """It was free a moment ago."""
-    desk.free = ["rig1"]
-    group = start_group(ELASTIC, run, desk)
-    desk.free = ["rig2"]
-    taken = desk.get_cluster
+    broker.free = ["rig1"]
+    group = start_group(ELASTIC, run, broker)
+    broker.free = ["rig2"]
+    taken = broker.get_cluster
 
     def cluster():
         seen = taken()
-        desk.free = []
+        broker.free = []
         return seen
 
-    desk.get_cluster = cluster
+    broker.get_cluster = cluster
     assert not group.scale_up()
-    assert desk.jobs_by_id["j2"]["state"] == "ended"
+    assert broker.jobs_by_id["j2"]["state"] == "ended"
 
 
 @pytest.mark.parametrize(

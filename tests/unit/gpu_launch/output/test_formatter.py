@@ -33,7 +33,7 @@ def make_formatter():
     return OutputFormatter(ProgressTracker())
 
 
-def shown(formatter, active_ranks=ONE, now=0.0, **options):
+def flush_text(formatter, active_ranks=ONE, now=0.0, **options):
     """All the text that is shown now."""
     return "".join(text for _, text in formatter.drain(active_ranks, now, **options))
 
@@ -111,7 +111,7 @@ def test_excess_output_is_truncated_and_its_tail_is_shown():
     formatter = make_formatter()
     number = 2 * CAP_BURST_BYTES // 30
     formatter.feed(0, "rig1", "stdout", "".join(f"line {index}\n" for index in range(number)) + "done\n", 0.0)
-    text = shown(formatter, last=True)
+    text = flush_text(formatter, last=True)
     assert text.startswith("[rank 0 · rig1] line 0\n[rank 0 · rig1] line 1\n")
     assert text.endswith("[rank 0 · rig1] done\n")
     lines = text.splitlines()
@@ -127,14 +127,14 @@ def test_output_of_a_detached_job_is_not_truncated():
     formatter = OutputFormatter(ProgressTracker(), shows_all=True)
     lines = 3 * CAP_BURST_BYTES // 100
     formatter.feed(0, "rig1", "stdout", f"{'x' * 99}\n" * lines, 0.0)
-    assert shown(formatter, last=True).count("\n") == lines
+    assert flush_text(formatter, last=True).count("\n") == lines
 
 
 def test_traceback_after_a_progress_bar_is_withheld():
     """tqdm does not end its line before the traceback is written."""
     formatter = make_formatter()
     formatter.feed(0, "rig1", "stderr", f"\r 45%|##  | 45/100 [00:12<00:15, 3.6it/s]{TRACEBACK}", 0.0)
-    assert shown(formatter, now=0.1) == ""
+    assert flush_text(formatter, now=0.1) == ""
 
 
 def test_truncation_notices_are_rate_limited():
@@ -143,7 +143,7 @@ def test_truncation_notices_are_rate_limited():
     chunk = "x" * 100 + "\n"
     for tick in range(90):
         formatter.feed(0, "rig1", "stdout", chunk * 20_000, tick * 0.05)
-        told += [tick * 0.05] if "not shown here" in shown(formatter, now=tick * 0.05) else []
+        told += [tick * 0.05] if "not shown here" in flush_text(formatter, now=tick * 0.05) else []
     assert len(told) == 3
     assert told[1] - told[0] == pytest.approx(NOTE_PERIOD_S)
 
@@ -154,7 +154,7 @@ def test_lines_common_to_all_ranks_count_once():
     for tick in range(40):
         for rank in ranks:
             formatter.feed(rank, "rig1", "stdout", f"{tick} {'x' * 1000}\n" * 8, tick * 0.05)
-        assert shown(formatter, ranks, tick * 0.05).count("×8]") == 8
+        assert flush_text(formatter, ranks, tick * 0.05).count("×8]") == 8
 
 
 def test_skipped_text_is_reported_and_not_joined():
@@ -163,7 +163,7 @@ def test_skipped_text_is_reported_and_not_joined():
     formatter.feed(0, "rig1", "stdout", "beginning of", 0.0)
     formatter.skip(0, "stdout", 5_000_000)
     formatter.feed(0, "rig1", "stdout", "end\n", 0.0)
-    assert shown(formatter, last=True) == (
+    assert flush_text(formatter, last=True) == (
         "[rank 0 · rig1] end\n[gpu_launch] 5.0 MB not shown here; the log files have all of it\n"
     )
 
@@ -175,24 +175,24 @@ def test_progress_bars_are_not_output_lines():
     formatter.feed(0, "rig1", "stderr", "\r  0%|     | 0/9 [00:00<?, ?it/s]", 0.0)
     formatter.feed(0, "rig1", "stderr", "\r 33%|#    | 3/9 [00:01<00:02,  3.00it/s]", 0.1)
     assert [bar.step for bar in steps.bars()] == [3.0]
-    assert shown(formatter, now=9.0) == ""
+    assert flush_text(formatter, now=9.0) == ""
     formatter.feed(0, "rig1", "stderr", "\r100%|#####| 9/9 [00:03<00:00,  3.00it/s]\nwarning\n", 9.1)
-    assert shown(formatter, now=9.1) == "[rank 0 · rig1] warning\n"
+    assert flush_text(formatter, now=9.1) == "[rank 0 · rig1] warning\n"
     formatter.feed(0, "rig1", "stderr", "\r 50%|##   | 1/2 [00:01<00:01,  1.00it/s]x.py:3: UserWarning: odd\n", 9.2)
     formatter.feed(0, "rig1", "stderr", "\n\rin:   0%|   | 0/2 [00:00<?, ?it/s]\x1b[A\n", 9.2)
-    assert shown(formatter, now=9.2) == "[rank 0 · rig1] x.py:3: UserWarning: odd\n[rank 0 · rig1] \n"
+    assert flush_text(formatter, now=9.2) == "[rank 0 · rig1] x.py:3: UserWarning: odd\n[rank 0 · rig1] \n"
 
 
 def test_traceback_of_a_failing_rank_is_withheld():
     """The failure itself shows it; nor are those of the ranks that it takes with it."""
     formatter = make_formatter()
     formatter.feed(0, "rig1", "stderr", f"careful\n{TRACEBACK}", 0.0)
-    assert shown(formatter, frozenset({0, 1}), 0.5) == "[rank 0 · rig1] careful\n"
+    assert flush_text(formatter, frozenset({0, 1}), 0.5) == "[rank 0 · rig1] careful\n"
     formatter.end_rank(0, well=False, now=0.6)
     peers = TRACEBACK.replace("\n", "\n[rank1]:").replace("ValueError", "RuntimeError: Connection closed by peer")
     formatter.feed(1, "rig2", "stderr", f"[rank1]:{peers}\n[rank1]:[W1121 12:00:00.1 Proc.cpp:15] warn\nother\n", 0.7)
     formatter.feed(1, "rig2", "stderr", "[rank1]:[E1121 12:00:00.9 Proc.cpp:15] watchdog\n", 0.9)
-    assert "Traceback" not in (text := shown(formatter, frozenset({1}), 9.0, last=True))
+    assert "Traceback" not in (text := flush_text(formatter, frozenset({1}), 9.0, last=True))
     assert "watchdog" not in text
 
 
@@ -219,34 +219,34 @@ def test_watchdog_message_about_a_lost_peer_is_withheld():
         formatter.feed(0, "rig1", "stderr", TRACEBACK, 0.6)
         formatter.end_rank(0, well=False, now=0.7)
         formatter.end_rank(1, well=False, now=1.5)
-        assert shown(formatter, frozenset({1}), 9.0, last=True) == ""
+        assert flush_text(formatter, frozenset({1}), 9.0, last=True) == ""
 
 
 def test_watchdog_message_of_a_rank_that_continues_is_shown():
     """Or is not heard of for a while."""
     formatter = make_formatter()
     formatter.feed(1, "rig2", "stderr", WATCHDOG, 0.0)
-    assert shown(formatter, frozenset({1}), 0.1) == ""
+    assert flush_text(formatter, frozenset({1}), 0.1) == ""
     formatter.feed(1, "rig2", "stdout", "step 2\n", 1.0)
-    assert shown(formatter, frozenset({1}), 1.0).replace("[rank 1 · rig2] ", "") == f"{WATCHDOG}step 2\n"
+    assert flush_text(formatter, frozenset({1}), 1.0).replace("[rank 1 · rig2] ", "") == f"{WATCHDOG}step 2\n"
     formatter.feed(1, "rig2", "stderr", WATCHDOG, 2.0)
-    assert shown(formatter, frozenset({1}), 2.0 + MAX_HOLD_S).replace("[rank 1 · rig2] ", "") == WATCHDOG
+    assert flush_text(formatter, frozenset({1}), 2.0 + MAX_HOLD_S).replace("[rank 1 · rig2] ", "") == WATCHDOG
 
 
 def test_logged_traceback_is_shown():
     """As soon as it goes on, when it ends well, or after a while; in its place."""
     formatter = make_formatter()
     formatter.feed(0, "rig1", "stderr", TRACEBACK, 0.0)
-    assert shown(formatter, now=0.1) == ""
+    assert flush_text(formatter, now=0.1) == ""
     formatter.feed(0, "rig1", "stderr", "going on\n", 1.0)
-    assert shown(formatter, now=1.0).replace("[rank 0 · rig1] ", "") == f"{TRACEBACK}going on\n"
+    assert flush_text(formatter, now=1.0).replace("[rank 0 · rig1] ", "") == f"{TRACEBACK}going on\n"
     formatter.feed(0, "rig1", "stderr", TRACEBACK, 2.0)
-    assert shown(formatter, now=2.0 + MAX_HOLD_S).replace("[rank 0 · rig1] ", "") == TRACEBACK
+    assert flush_text(formatter, now=2.0 + MAX_HOLD_S).replace("[rank 0 · rig1] ", "") == TRACEBACK
     formatter.feed(0, "rig1", "stderr", TRACEBACK, 9.0)
     formatter.end_rank(0, well=True, now=9.1)
-    assert shown(formatter, now=9.1).replace("[rank 0 · rig1] ", "") == TRACEBACK
+    assert flush_text(formatter, now=9.1).replace("[rank 0 · rig1] ", "") == TRACEBACK
     formatter.feed(0, "rig1", "stderr", TRACEBACK, 10.0)
-    assert shown(formatter, now=10.0, last=True).replace("[rank 0 · rig1] ", "") == TRACEBACK
+    assert flush_text(formatter, now=10.0, last=True).replace("[rank 0 · rig1] ", "") == TRACEBACK
 
 
 @pytest.mark.parametrize(
@@ -257,9 +257,9 @@ def test_further_output_shows_that_a_rank_continues(stream, text):
     formatter = make_formatter()
     formatter.feed(0, "rig1", "stderr", TRACEBACK, 0.0)
     formatter.feed(0, "rig1", "stdout", "flushed at the end\n", 0.1)
-    assert shown(formatter, now=0.1) == "[rank 0 · rig1] flushed at the end\n"
+    assert flush_text(formatter, now=0.1) == "[rank 0 · rig1] flushed at the end\n"
     formatter.feed(0, "rig1", stream, text, 1.0)
-    assert shown(formatter, now=1.0).replace("[rank 0 · rig1] ", "").startswith(TRACEBACK)
+    assert flush_text(formatter, now=1.0).replace("[rank 0 · rig1] ", "").startswith(TRACEBACK)
 
 
 def test_chained_traceback_is_withheld_as_a_whole():
@@ -267,7 +267,7 @@ def test_chained_traceback_is_withheld_as_a_whole():
     formatter = make_formatter()
     chained = f"{TRACEBACK}\nThe above exception was the direct cause of the following exception:\n\n{TRACEBACK}more\n"
     formatter.feed(0, "rig1", "stderr", chained, 0.0)
-    assert shown(formatter, now=0.1) == ""
+    assert flush_text(formatter, now=0.1) == ""
 
 
 def test_mute_shows_nothing_and_reset_loses_nothing():
@@ -276,10 +276,10 @@ def test_mute_shows_nothing_and_reset_loses_nothing():
     formatter.feed(0, "rig1", "stdout", "unended", 0.0)
     formatter.restart("rank 0 failed", 0.1)
     formatter.feed(0, "rig1", "stdout", "again\n", 0.2)
-    assert shown(formatter, now=0.2) == "[rank 0 · rig1] unended\nrank 0 failed\n[rank 0 · rig1] again\n"
+    assert flush_text(formatter, now=0.2) == "[rank 0 · rig1] unended\nrank 0 failed\n[rank 0 · rig1] again\n"
     formatter.mute()
     formatter.feed(0, "rig1", "stdout", "more\n", 0.3)
-    assert shown(formatter, now=0.3, last=True) == ""
+    assert flush_text(formatter, now=0.3, last=True) == ""
 
 
 def output_lines(*parts):

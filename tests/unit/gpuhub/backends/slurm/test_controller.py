@@ -27,19 +27,19 @@ def site(tmp_path: Path) -> BrokerEnvironment:
 
 
 async def test_request_is_submitted_as_its_owner_and_granted_the_gpus(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.ask(profile="rtx5070", time_limit_s=600)
-        await desk.controller.step()
+    async with site.broker() as harness:
+        lease = await harness.request_lease(profile="rtx5070", time_limit_s=600)
+        await harness.controller.step()
         job = site.slurm.only()
         assert (job.name, job.user_id) == (names.slurm_job_name(INSTANCE, lease.id), UIDS["ada"])
-        assert desk.lease(lease.id).slurm_job == job.id
+        assert harness.lease(lease.id).slurm_job == job.id
         asked = site.slurm.asked[job.id]
         assert (asked.gpu_type, asked.gpus_per_node, asked.nodes, asked.time_limit_s) == ("rtx5070", 1, 1, 720)
-        await desk.controller.step()
-        assert desk.state(lease.id) is LeaseState.REQUESTED
+        await harness.controller.step()
+        assert harness.state(lease.id) is LeaseState.REQUESTED
         site.slurm.start()
-        await desk.controller.step()
-        granted = desk.lease(lease.id)
+        await harness.controller.step()
+        granted = harness.lease(lease.id)
         assert granted.state is LeaseState.GRANTED
         assert [(gpu.uuid, gpu.node) for gpu in granted.held] == [("GPU-rig2-0", "rig2")]
         assert granted.expires_at is not None
@@ -49,14 +49,14 @@ async def test_request_is_submitted_as_its_owner_and_granted_the_gpus(site: Brok
 
 
 async def test_request_without_gpus_is_a_job(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.settle(await desk.ask(profile="cpu"), site.slurm)
+    async with site.broker() as harness:
+        lease = await harness.submit_and_grant(await harness.request_lease(profile="cpu"), site.slurm)
         assert (lease.state, lease.nodes, lease.gpus) == (LeaseState.GRANTED, ("rig1",), ())
 
 
 async def test_gang_is_one_job_with_one_worker_per_node(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.settle(await desk.launch(nnodes=3), site.slurm)
+    async with site.broker() as harness:
+        lease = await harness.submit_and_grant(await harness.launch(nnodes=3), site.slurm)
         assert (lease.state, lease.nodes) == (LeaseState.ACTIVE, ("rig1", "rig2", "rig3"))
         assert len(site.slurm.jobs) == 1
         assert lease.note is not None
@@ -65,14 +65,14 @@ async def test_gang_is_one_job_with_one_worker_per_node(site: BrokerEnvironment)
 
 async def test_elastic_gang_accepts_fewer_nodes_and_survives_a_loss(site: BrokerEnvironment) -> None:
     site.slurm.drained = {"rig3"}
-    async with site.broker() as desk:
-        lease = await desk.settle(await desk.launch(nnodes=3, min_nnodes=1), site.slurm)
+    async with site.broker() as harness:
+        lease = await harness.submit_and_grant(await harness.launch(nnodes=3, min_nnodes=1), site.slurm)
         assert lease.nodes == ("rig1", "rig2")
         assert lease.slurm_job is not None
         assert site.slurm.asked[lease.slurm_job].survives_nodes
         site.slurm.change(lease.slurm_job, nodes=("rig1",), gpus={"rig1": (0,)})
-        await desk.controller.step()
-        after = desk.lease(lease.id)
+        await harness.controller.step()
+        after = harness.lease(lease.id)
         assert (after.state, lease_states.live_nodes(after)) == (LeaseState.ACTIVE, ("rig1",))
 
 
@@ -82,30 +82,30 @@ async def test_node_of_a_shrunk_gang_is_returned_to_slurm(site: BrokerEnvironmen
     What Slurm refuses is asked again, less and less often.
     """
     clock = site.clock = StillClock()
-    async with site.broker() as desk:
-        lease = await desk.settle(await desk.launch(nnodes=3, min_nnodes=1), site.slurm)
+    async with site.broker() as harness:
+        lease = await harness.submit_and_grant(await harness.launch(nnodes=3, min_nnodes=1), site.slurm)
         assert lease.slurm_job is not None
-        await desk.core.ledger.change(mutations.shrink(lease.id, ["rig3"]))
+        await harness.core.ledger.change(mutations.shrink(lease.id, ["rig3"]))
         site.slurm.refusal = "the DB index is being set"
-        await desk.controller.step()
-        await desk.core.ledger.change(mutations.prove_released([lease.id], "rig3"))
+        await harness.controller.step()
+        await harness.core.ledger.change(mutations.prove_released([lease.id], "rig3"))
         for seconds, refused in ((0.0, 1), (0.4, 1), (0.2, 2), (0.9, 2), (0.2, 3)):
             clock.at += seconds
-            await desk.controller.step()
+            await harness.controller.step()
             assert site.slurm.jobs[lease.slurm_job].nodes == ("rig1", "rig2", "rig3")
             assert site.slurm.refused == refused
         site.slurm.refusal = None
         clock.at += 2.1
-        await desk.controller.step()
+        await harness.controller.step()
         assert site.slurm.jobs[lease.slurm_job].nodes == ("rig1", "rig2")
-        await desk.core.ledger.change(mutations.shrink(lease.id, ["rig1"]))
-        await desk.core.ledger.change(mutations.prove_released([lease.id], "rig1"))
-        await desk.controller.step()
+        await harness.core.ledger.change(mutations.shrink(lease.id, ["rig1"]))
+        await harness.core.ledger.change(mutations.prove_released([lease.id], "rig1"))
+        await harness.controller.step()
         assert site.slurm.jobs[lease.slurm_job].nodes == ("rig1", "rig2")
-        assert desk.scheduler.find_external_jobs().keys() == {"GPU-rig1-0"}, (
+        assert harness.scheduler.find_external_jobs().keys() == {"GPU-rig1-0"}, (
             "it is not free, as Slurm does not give it to anybody"
         )
-        after = desk.lease(lease.id)
+        after = harness.lease(lease.id)
         assert (after.state, lease_states.live_nodes(after)) == (LeaseState.ACTIVE, ("rig2",))
 
 
@@ -114,9 +114,9 @@ async def test_gpus_are_matched_to_slurm_numbers_by_type(tmp_path: Path) -> None
     cards = {"rig1": [("NVIDIA GeForce RTX 5060", 8151), ("NVIDIA GeForce RTX 5090", 32607)]}
     slurm = ScriptedSlurm({"rig1": ("rtx5090", "rtx5060")})
     site = BrokerEnvironment(tmp_path, cluster=slurm_cluster(cards), cards=cards, slurm=slurm)
-    async with site.broker() as desk:
-        first = await desk.settle(await desk.ask(profile="rtx5090"), slurm)
-        second = await desk.settle(await desk.ask(profile="rtx5060"), slurm)
+    async with site.broker() as harness:
+        first = await harness.submit_and_grant(await harness.request_lease(profile="rtx5090"), slurm)
+        second = await harness.submit_and_grant(await harness.request_lease(profile="rtx5060"), slurm)
         assert slurm.jobs[first.slurm_job or 0].gpus == {"rig1": (0,)}
         assert [gpu.uuid for gpu in first.held] == ["GPU-rig1-1"]
         assert [gpu.uuid for gpu in second.held] == ["GPU-rig1-0"]
@@ -124,74 +124,74 @@ async def test_gpus_are_matched_to_slurm_numbers_by_type(tmp_path: Path) -> None
 
 async def test_grant_waits_for_a_gpu_that_another_lease_holds(site: BrokerEnvironment) -> None:
     """Slurm gives it on as soon as the job has ended; the container of before is being removed."""
-    async with site.broker() as desk:
-        first = await desk.settle(await desk.ask(), site.slurm)
-        second = await desk.ask("ben")
-        await desk.controller.step()
+    async with site.broker() as harness:
+        first = await harness.submit_and_grant(await harness.request_lease(), site.slurm)
+        second = await harness.request_lease("ben")
+        await harness.controller.step()
         site.slurm.scancel(first.slurm_job or 0)
         site.slurm.clean(first.slurm_job or 0)
         site.slurm.start()
-        await desk.controller.step()
-        assert desk.state(first.id) is LeaseState.RELEASING
-        assert desk.state(second.id) is LeaseState.REQUESTED
-        why = desk.scheduler.explain_pending(second.id, site.clock.now())
+        await harness.controller.step()
+        assert harness.state(first.id) is LeaseState.RELEASING
+        assert harness.state(second.id) is LeaseState.REQUESTED
+        why = harness.scheduler.explain_pending(second.id, site.clock.now())
         assert why.text == "Slurm: it was allocated GPU 0 of rig1; what ran there before is still being removed"
-        await desk.prove_gone(first.id)
-        assert desk.state(second.id) is LeaseState.GRANTED
+        await harness.prove_gone(first.id)
+        assert harness.state(second.id) is LeaseState.GRANTED
 
 
 async def test_grant_waits_for_an_unknown_gpu(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.ask()
-        await desk.core.observe(site.record("rig1", gpus=()))
-        await desk.settle(lease, site.slurm)
-        assert desk.state(lease.id) is LeaseState.REQUESTED
-        assert "GPU agent has not reported yet" in desk.scheduler.explain_pending(lease.id, site.clock.now()).text
-        await desk.core.observe(site.record("rig1"))
-        assert desk.state(lease.id) is LeaseState.GRANTED
+    async with site.broker() as harness:
+        lease = await harness.request_lease()
+        await harness.core.observe(site.record("rig1", gpus=()))
+        await harness.submit_and_grant(lease, site.slurm)
+        assert harness.state(lease.id) is LeaseState.REQUESTED
+        assert "GPU agent has not reported yet" in harness.scheduler.explain_pending(lease.id, site.clock.now()).text
+        await harness.core.observe(site.record("rig1"))
+        assert harness.state(lease.id) is LeaseState.GRANTED
 
 
 async def test_allocation_that_differs_from_the_request_ends_the_lease(site: BrokerEnvironment) -> None:
     """Its owner may change a job that waits; or gres.conf calls cards what they are not."""
-    async with site.broker() as desk:
-        lease = await desk.ask(profile="rtx5090")
-        await desk.controller.step()
+    async with site.broker() as harness:
+        lease = await harness.request_lease(profile="rtx5090")
+        await harness.controller.step()
         job = site.slurm.only().id
         site.slurm.change(job, state=SlurmJobState.RUNNING, nodes=("rig2",), gpus={"rig2": (0,)}, started_at=1.0)
-        await desk.controller.step()
-        assert desk.lease(lease.id).reason == "Slurm allocated it RTX 5070 on rig2, which does not meet its request"
-        other = await desk.ask(profile="cpu")
-        await desk.controller.step()
-        site.slurm.change(desk.lease(other.id).slurm_job or 0, state=SlurmJobState.RUNNING, nodes=("elsewhere",))
-        await desk.controller.step()
-        assert desk.lease(other.id).reason == "Slurm allocated it elsewhere, which cluster.toml does not name"
+        await harness.controller.step()
+        assert harness.lease(lease.id).reason == "Slurm allocated it RTX 5070 on rig2, which does not meet its request"
+        other = await harness.request_lease(profile="cpu")
+        await harness.controller.step()
+        site.slurm.change(harness.lease(other.id).slurm_job or 0, state=SlurmJobState.RUNNING, nodes=("elsewhere",))
+        await harness.controller.step()
+        assert harness.lease(other.id).reason == "Slurm allocated it elsewhere, which cluster.toml does not name"
         assert site.slurm.live() == []
 
 
 async def test_refused_submission_ends_the_lease_with_the_reason(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
+    async with site.broker() as harness:
         site.slurm.refusal = "Invalid account or account/partition combination specified"
-        lease = await desk.ask()
-        await desk.controller.step()
-        assert desk.lease(lease.id).reason == f"Slurm refused it: {site.slurm.refusal}"
+        lease = await harness.request_lease()
+        await harness.controller.step()
+        assert harness.lease(lease.id).reason == f"Slurm refused it: {site.slurm.refusal}"
 
 
 async def test_user_without_an_account_gets_an_error(site: BrokerEnvironment) -> None:
     site.cluster = slurm_cluster(users=build_cluster().users.model_copy(update={"allowed": ("zoe",)}))
-    async with site.broker() as desk:
-        lease = await desk.ask("zoe")
-        await desk.controller.step()
-        assert desk.lease(lease.id).reason == "user 'zoe' has no account on the head node"
+    async with site.broker() as harness:
+        lease = await harness.request_lease("zoe")
+        await harness.controller.step()
+        assert harness.lease(lease.id).reason == "user 'zoe' has no account on the head node"
         assert site.slurm.jobs == {}
 
 
 async def test_a_job_that_can_never_start_ends_its_lease(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.ask()
-        await desk.controller.step()
+    async with site.broker() as harness:
+        lease = await harness.request_lease()
+        await harness.controller.step()
         site.slurm.change(site.slurm.only().id, reason="PartitionTimeLimit")
-        await desk.controller.step()
-        assert desk.state(lease.id) is LeaseState.RELEASED
+        await harness.controller.step()
+        assert harness.state(lease.id) is LeaseState.RELEASED
         assert site.slurm.live() == []
 
 
@@ -199,22 +199,22 @@ async def test_a_job_that_can_never_start_ends_its_lease(site: BrokerEnvironment
 
 
 async def test_cancelled_request_leaves_no_job(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.ask()
-        await desk.controller.step()
-        await desk.core.ledger.change(mutations.end_leases({lease.id: "stopped"}))
-        await desk.controller.step()
+    async with site.broker() as harness:
+        lease = await harness.request_lease()
+        await harness.controller.step()
+        await harness.core.ledger.change(mutations.end_leases({lease.id: "stopped"}))
+        await harness.controller.step()
         assert site.slurm.live() == []
 
 
 async def test_job_is_kept_until_the_release_is_proven(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.settle(await desk.ask(), site.slurm)
-        await desk.core.ledger.change(mutations.end_leases({lease.id: "stopped"}))
-        await desk.controller.step()
+    async with site.broker() as harness:
+        lease = await harness.submit_and_grant(await harness.request_lease(), site.slurm)
+        await harness.core.ledger.change(mutations.end_leases({lease.id: "stopped"}))
+        await harness.controller.step()
         assert [job.state for job in site.slurm.live()] == [SlurmJobState.RUNNING]
-        await desk.prove_gone(lease.id)
-        await desk.controller.step()
+        await harness.prove_gone(lease.id)
+        await harness.controller.step()
         assert site.slurm.live() == []
         assert site.slurm.cancelled == [(lease.slurm_job, True)]
 
@@ -230,90 +230,93 @@ async def test_job_is_kept_until_the_release_is_proven(site: BrokerEnvironment) 
     ],
 )
 async def test_a_lease_ends_with_its_job(site: BrokerEnvironment, state: SlurmJobState) -> None:
-    async with site.broker() as desk:
-        held, waiting = await desk.settle(await desk.ask(), site.slurm), await desk.ask("ben")
-        await desk.controller.step()
+    async with site.broker() as harness:
+        held, waiting = (
+            await harness.submit_and_grant(await harness.request_lease(), site.slurm),
+            await harness.request_lease("ben"),
+        )
+        await harness.controller.step()
         for lease in (held, waiting):
-            site.slurm.end(desk.lease(lease.id).slurm_job or 0, state)
-        await desk.controller.step()
-        assert desk.state(held.id) is LeaseState.RELEASING
-        assert desk.state(waiting.id) is LeaseState.RELEASED
-        assert desk.lease(held.id).reason
+            site.slurm.end(harness.lease(lease.id).slurm_job or 0, state)
+        await harness.controller.step()
+        assert harness.state(held.id) is LeaseState.RELEASING
+        assert harness.state(waiting.id) is LeaseState.RELEASED
+        assert harness.lease(held.id).reason
 
 
 async def test_job_unknown_to_slurm_has_ended(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.settle(await desk.ask(), site.slurm)
+    async with site.broker() as harness:
+        lease = await harness.submit_and_grant(await harness.request_lease(), site.slurm)
         del site.slurm.jobs[lease.slurm_job or 0]
-        await desk.controller.step()
-        assert desk.state(lease.id) is LeaseState.RELEASING
+        await harness.controller.step()
+        assert harness.state(lease.id) is LeaseState.RELEASING
 
 
 async def test_requeued_job_ends_its_lease(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.settle(await desk.ask(), site.slurm)
+    async with site.broker() as harness:
+        lease = await harness.submit_and_grant(await harness.request_lease(), site.slurm)
         site.slurm.requeue(lease.slurm_job or 0)
-        await desk.controller.step()
-        assert desk.lease(lease.id).reason == "Slurm requeued its job"
+        await harness.controller.step()
+        assert harness.lease(lease.id).reason == "Slurm requeued its job"
         assert site.slurm.live() == []
 
 
 async def test_job_restarted_between_two_polls_ends_its_lease(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.settle(await desk.ask(), site.slurm)
+    async with site.broker() as harness:
+        lease = await harness.submit_and_grant(await harness.request_lease(), site.slurm)
         site.slurm.requeue(lease.slurm_job or 0)
         site.slurm.start()
-        await desk.controller.step()
-        assert desk.lease(lease.id).reason == "Slurm requeued its job and started it again"
+        await harness.controller.step()
+        assert harness.lease(lease.id).reason == "Slurm requeued its job and started it again"
 
 
 async def test_pending_job_may_be_held_and_released(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.ask()
-        await desk.controller.step()
+    async with site.broker() as harness:
+        lease = await harness.request_lease()
+        await harness.controller.step()
         site.slurm.change(site.slurm.only().id, reason="JobHeldAdmin", priority=0)
-        await desk.controller.step()
-        assert desk.state(lease.id) is LeaseState.REQUESTED
+        await harness.controller.step()
+        assert harness.state(lease.id) is LeaseState.REQUESTED
         site.slurm.start()
         site.slurm.requeue(site.slurm.only().id)
-        await desk.controller.step()
-        assert desk.state(lease.id) is LeaseState.REQUESTED
+        await harness.controller.step()
+        assert harness.state(lease.id) is LeaseState.REQUESTED
 
 
 async def test_suspended_job_keeps_its_lease_and_is_reported(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.settle(await desk.ask(), site.slurm)
+    async with site.broker() as harness:
+        lease = await harness.submit_and_grant(await harness.request_lease(), site.slurm)
         site.slurm.change(lease.slurm_job or 0, state=SlurmJobState.SUSPENDED)
-        await desk.controller.step()
-        after = desk.lease(lease.id)
+        await harness.controller.step()
+        after = harness.lease(lease.id)
         assert after.state is LeaseState.GRANTED
         assert after.note is not None
         assert after.note.startswith("Slurm suspended its job")
         site.slurm.change(lease.slurm_job or 0, state=SlurmJobState.RUNNING)
-        await desk.controller.step()
-        assert desk.lease(lease.id).note is None
+        await harness.controller.step()
+        assert harness.lease(lease.id).note is None
 
 
 async def test_lease_without_time_limit_ends_with_its_job(site: BrokerEnvironment) -> None:
-    async with site.broker() as desk:
-        lease = await desk.settle(await desk.ask(), site.slurm)
+    async with site.broker() as harness:
+        lease = await harness.submit_and_grant(await harness.request_lease(), site.slurm)
         assert (lease.time_limit_s, site.slurm.jobs[lease.slurm_job or 0].time_limit_s) == (None, None)
         site.slurm.change(lease.slurm_job or 0, ends_at=5e9)
-        await desk.controller.step()
-        assert desk.lease(lease.id).expires_at == 5e9
+        await harness.controller.step()
+        assert harness.lease(lease.id).expires_at == 5e9
 
 
 async def test_reused_job_number_is_not_touched(site: BrokerEnvironment) -> None:
     """slurmctld was killed before it stored the job: its number is another one's, who is left alone."""
-    async with site.broker() as desk:
-        lease = await desk.settle(await desk.ask(), site.slurm)
+    async with site.broker() as harness:
+        lease = await harness.submit_and_grant(await harness.request_lease(), site.slurm)
         assert lease.slurm_job is not None
         site.slurm.change(lease.slurm_job, name="train", user_id=UIDS["eve"], user_name="eve")
         with pytest.raises(Conflict, match="cannot start anything"):
-            await desk.backend.confirm(lease)
-        await desk.controller.step()
-        assert desk.state(lease.id) is LeaseState.RELEASING
-        await desk.prove_gone(lease.id)
-        await desk.controller.step()
-        assert desk.state(lease.id) is LeaseState.RELEASED
+            await harness.backend.confirm(lease)
+        await harness.controller.step()
+        assert harness.state(lease.id) is LeaseState.RELEASING
+        await harness.prove_gone(lease.id)
+        await harness.controller.step()
+        assert harness.state(lease.id) is LeaseState.RELEASED
         assert [job.name for job in site.slurm.live()] == ["train"]
