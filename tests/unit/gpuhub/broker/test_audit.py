@@ -24,11 +24,11 @@ def lines() -> Iterator[list[dict[str, Any]]]:
     """What was written, parsed."""
     told: list[dict[str, Any]] = []
 
-    class Keep(logging.Handler):
+    class ListHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             told.append(json.loads(record.getMessage()))
 
-    keep = Keep()
+    keep = ListHandler()
     audit.log.addHandler(keep)
     before = audit.log.level
     audit.log.setLevel(logging.INFO)
@@ -38,7 +38,7 @@ def lines() -> Iterator[list[dict[str, Any]]]:
 
 
 @pytest.fixture
-def guarded(setting: Setting) -> Setting:
+def audited(setting: Setting) -> Setting:
     """The hub knows all callers of the table of rights."""
     setting.own_token = "head"
     setting.hub.models |= MODELS
@@ -73,10 +73,10 @@ async def send(running: Running, token: str | None, method: str, path: str, body
     ],
 )  # fmt: skip
 async def test_audited_actions(
-    guarded: Setting, lines: list[dict[str, Any]], token: str | None, method: str, path: str, body: Any, told: Any
+    audited: Setting, lines: list[dict[str, Any]], token: str | None, method: str, path: str, body: Any, told: Any
 ) -> None:
     """One line: when, who, from where, what, on which thing, whose it is, and how it went."""
-    async with asgi_broker(guarded) as running:
+    async with asgi_broker(audited) as running:
         lease = await ask(running, "ada")
         assert lines == []
         await send(running, token, method, path.format(**lease), body)
@@ -88,9 +88,9 @@ async def test_audited_actions(
     assert line["time"].endswith("+00:00")
 
 
-async def test_denied_terminal_is_audited(guarded: Setting, lines: list[dict[str, Any]]) -> None:
+async def test_denied_terminal_is_audited(audited: Setting, lines: list[dict[str, Any]]) -> None:
     """WebSockets are no way around."""
-    async with asgi_broker(guarded) as running:
+    async with asgi_broker(audited) as running:
         async with running.client("ada") as client:
             job = (await client.post("/api/v1/jobs", json={"run_id": "run-000001"})).json()
         for token in ("ben", "root", None):
@@ -103,9 +103,9 @@ async def test_denied_terminal_is_audited(guarded: Setting, lines: list[dict[str
     assert {line["action"] for line in lines} == {"WEBSOCKET /jobs/{job_id}/shell"}
 
 
-async def test_own_actions_are_not_audited(guarded: Setting, lines: list[dict[str, Any]]) -> None:
+async def test_own_actions_are_not_audited(audited: Setting, lines: list[dict[str, Any]]) -> None:
     """Owners, the spawner at its work, looks at the cluster and mistakes leave no line."""
-    async with asgi_broker(guarded) as running:
+    async with asgi_broker(audited) as running:
         lease = await ask(running, "spawner", owner="ada")
         await send(running, "spawner", "GET", f"/leases/{lease['id']}")
         for token in ("ada", "ada-nb", "root"):
@@ -117,11 +117,11 @@ async def test_own_actions_are_not_audited(guarded: Setting, lines: list[dict[st
     assert lines == []
 
 
-async def test_audit_log_contains_no_tokens(guarded: Setting, lines: list[dict[str, Any]]) -> None:
+async def test_audit_log_contains_no_tokens(audited: Setting, lines: list[dict[str, Any]]) -> None:
     """Not even one that was sent where none belongs: only parts of known routes are written, and not much of them."""
     secret = "5ec8e7" * 11
-    guarded.hub.models[secret] = None
-    async with asgi_broker(guarded) as running, running.client(secret) as client:
+    audited.hub.models[secret] = None
+    async with asgi_broker(audited) as running, running.client(secret) as client:
         await client.get(f"{API}/leases/l1", params={"token": secret})
         await client.get("/api/v1/leases/l1", params={"token": secret})
         await client.get("/api/v1/leases", headers={"X-Token": secret})

@@ -29,7 +29,7 @@ NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 WIDE = 80
 
 
-def at(minutes: float) -> datetime:
+def minutes_later(minutes: float) -> datetime:
     return NOW + timedelta(minutes=minutes)
 
 
@@ -53,9 +53,14 @@ def node(name: str = "rig1", state: NodeState = NodeState.UP, message: str | Non
     return NodeView(name=name, state=state, message=message, gpus=gpus, driver="570.86.15", leases=2)
 
 
-def entry(**changes: object) -> QueueEntry:
+def build_queue_entry(**changes: object) -> QueueEntry:
     made = QueueEntry(
-        lease="l9876543210", position=1, owner="ben", purpose=Purpose.JOB, wants="3 nodes × 1 GPU", since=at(-5)
+        lease="l9876543210",
+        position=1,
+        owner="ben",
+        purpose=Purpose.JOB,
+        wants="3 nodes × 1 GPU",
+        since=minutes_later(-5),
     )
     return made.model_copy(update=changes)
 
@@ -94,7 +99,9 @@ def test_long_problems_are_wrapped() -> None:
 
 def test_leases_and_the_queue_below() -> None:
     """Leases with their end, then waiting requests; ids are shortened."""
-    text = tables.format_leases([held(expires_at=at(100))], [entry(expected_start=at(100))], NOW, WIDE)
+    text = tables.format_leases(
+        [held(expires_at=minutes_later(100))], [build_queue_entry(expected_start=minutes_later(100))], NOW, WIDE
+    )
     assert text.splitlines() == [
         "LEASE     OWNER  WHAT      STATE   GPUS      ON    UNTIL",
         "l0123456  ada    notebook  active  RTX 5090  rig1  13:40",
@@ -103,7 +110,7 @@ def test_leases_and_the_queue_below() -> None:
         "1  l9876543  ben    3 nodes × 1 GPU  11:55  13:40",
     ]
     assert tables.format_leases([], [], NOW, WIDE) == "No leases."
-    assert "not known" in tables.format_leases([], [entry()], NOW, WIDE)
+    assert "not known" in tables.format_leases([], [build_queue_entry()], NOW, WIDE)
 
 
 def test_a_gpu_share_is_not_shown_as_a_whole_gpu() -> None:
@@ -131,10 +138,12 @@ def test_purpose_of_a_lease() -> None:
 def test_pending_reason_lists_demands_with_their_delays() -> None:
     """The most expensive first, in the broker's order."""
     obstacles = (
-        ConstraintView(demand="3 nodes", would_start_at=at(35)),
+        ConstraintView(demand="3 nodes", would_start_at=minutes_later(35)),
         ConstraintView(demand="batch", would_start_at=None),
     )
-    why = PendingReasonView(lease="l", position=2, waits_for="held by ben", expected_start=at(90), obstacles=obstacles)
+    why = PendingReasonView(
+        lease="l", position=2, waits_for="held by ben", expected_start=minutes_later(90), obstacles=obstacles
+    )
     assert tables.format_why(why, NOW).splitlines() == [
         "Position 2 of the queue; expected start: 13:30 (in 1 h 30 min).",
         "Waits for: held by ben",
@@ -153,8 +162,8 @@ def test_reservations() -> None:
         nodes=("rig1",),
         users=("ada",),
         groups=("ml",),
-        starts_at=at(0),
-        ends_at=at(3000),
+        starts_at=minutes_later(0),
+        ends_at=minutes_later(3000),
         created_by="root",
     )
     assert tables.format_reservations([kept], NOW, WIDE).splitlines()[1] == (
@@ -207,7 +216,9 @@ def test_usage_under_slurm() -> None:
 @pytest.mark.parametrize(("width", "lines"), [(None, 1), (WIDE, 2), (20, 1)])
 def test_long_events_are_wrapped_below_their_text(width: int | None, lines: int) -> None:
     """If the terminal is wide enough for that."""
-    event = EventView(seq=1, at=at(-1500), kind="lease.granted", text="notebook lease of ada: GPU 0 of rig1, " * 2)
+    event = EventView(
+        seq=1, at=minutes_later(-1500), kind="lease.granted", text="notebook lease of ada: GPU 0 of rig1, " * 2
+    )
     text = tables.format_event(event, NOW, width).splitlines()
     assert len(text) == lines
     assert text[0].startswith("20 Nov 11:00:00  lease.granted")
@@ -216,8 +227,8 @@ def test_long_events_are_wrapped_below_their_text(width: int | None, lines: int)
 
 def test_times_of_other_days_and_years() -> None:
     """As short as possible, but unique."""
-    assert tables.format_clock(at(60), NOW) == "13:00"
-    assert tables.format_clock(at(1440), NOW) == "22 Nov 12:00"
+    assert tables.format_clock(minutes_later(60), NOW) == "13:00"
+    assert tables.format_clock(minutes_later(1440), NOW) == "22 Nov 12:00"
     assert tables.format_clock(NOW.replace(year=2027, month=1, day=1), NOW) == "1 Jan 2027 12:00"
-    assert tables.format_when(at(-5), NOW, none="?") == "11:55"
+    assert tables.format_when(minutes_later(-5), NOW, none="?") == "11:55"
     assert tables.format_when(None, NOW, none="?") == "?"

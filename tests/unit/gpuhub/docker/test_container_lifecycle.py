@@ -78,7 +78,7 @@ async def test_unreachable_node_is_not_a_storage_error() -> None:
 async def test_name_reserved_by_a_hung_creation_is_reported() -> None:
     """The daemon refuses the name, and knows no such container yet."""
 
-    class Busy:
+    class NameConflictDaemon:
         async def run(self, *_arguments: Any, **_more: Any) -> str:
             raise Conflict("node rig1: name in use")
 
@@ -86,34 +86,34 @@ async def test_name_reserved_by_a_hung_creation_is_reported() -> None:
             raise NotFound("node rig1: no such container")
 
     with pytest.raises(StorageUnavailable, match="still creating an earlier container"):
-        await ensure_created(Busy(), "rig1", worker(build_cluster()), adopt=True)  # type: ignore[arg-type]
+        await ensure_created(NameConflictDaemon(), "rig1", worker(build_cluster()), adopt=True)  # type: ignore[arg-type]
 
 
 async def test_container_of_an_earlier_request_is_adopted() -> None:
     """The daemon is through with it between two of the questions: whichever they are, there is one container."""
     spec = worker(build_cluster())
 
-    class Late:
+    class LateListingDaemon:
         """The daemon lists the container after the given number of calls."""
 
         def __init__(self, made_after: int) -> None:
             self.left = made_after
 
-        def there(self) -> bool:
+        def is_listed(self) -> bool:
             self.left -= 1
             return self.left < 0
 
         async def run(self, *_arguments: Any, **_more: Any) -> str:
-            self.there()
+            self.is_listed()
             raise Conflict("node rig1: name in use")
 
         async def call(self, *_arguments: Any) -> Any:
-            if not self.there():
+            if not self.is_listed():
                 raise NotFound("node rig1: no such container")
             return {"Id": "c1", "State": {"Running": False}, "Config": {"Labels": spec.labels}}
 
     for questions in range(5):
-        made = await ensure_created(Late(questions), "rig1", spec, adopt=True)  # type: ignore[arg-type]
+        made = await ensure_created(LateListingDaemon(questions), "rig1", spec, adopt=True)  # type: ignore[arg-type]
         assert (made.id, made.is_running) == ("c1", False)
 
 

@@ -12,7 +12,7 @@ from gpuhub.docker.networks import Route, build_user_network, choose_mtu, find_m
 from tests.support.docker.simulated_nodes import build_cluster
 
 
-def way(interface: str, mtu: int | None) -> Route:
+def build_route(interface: str, mtu: int | None) -> Route:
     return Route(address="10.0.0.7", interface=interface, mtu=mtu)
 
 
@@ -20,12 +20,12 @@ def way(interface: str, mtu: int | None) -> Route:
     ("ways", "mtu"),
     [
         ([], 1500),
-        ([way("lo", 65536)], 1500),
-        ([way("eth0", 1500), way("wg0", 1420), way("lo", 65536)], 1420),
-        ([way("tailscale0", 1280), way("wg0", 1420)], 1280),
-        ([way("eth0", 9000)], 1500),
-        ([way("eth0", None)], 1500),
-        ([way("tun0", 626)], 626),
+        ([build_route("lo", 65536)], 1500),
+        ([build_route("eth0", 1500), build_route("wg0", 1420), build_route("lo", 65536)], 1420),
+        ([build_route("tailscale0", 1280), build_route("wg0", 1420)], 1280),
+        ([build_route("eth0", 9000)], 1500),
+        ([build_route("eth0", None)], 1500),
+        ([build_route("tun0", 626)], 626),
     ],
 )
 def test_smallest_route_mtu_is_used(ways: list[Route], mtu: int) -> None:
@@ -36,16 +36,16 @@ def test_smallest_route_mtu_is_used(ways: list[Route], mtu: int) -> None:
 def test_too_small_route_mtu_is_an_error() -> None:
     """The error has the needed value and the setting that overrides it."""
     with pytest.raises(SetupError, match=r"10\.0\.0\.7 over tun0 has an MTU of 600 bytes.*626 at least.*network\.mtu"):
-        choose_mtu([way("eth0", 1500), way("tun0", 600)])
+        choose_mtu([build_route("eth0", 1500), build_route("tun0", 600)])
 
 
 @pytest.mark.parametrize(
     ("route", "found"),
     [
-        ({"dst": "10.0.0.7", "dev": "wg0"}, way("wg0", 1420)),
-        ({"dst": "10.0.0.7", "dev": "wg0", "metrics": [{"rtt": 5}, {"mtu": 1300}]}, way("wg0", 1300)),
-        ({"dst": "10.0.0.7", "dev": "eth9"}, way("eth9", None)),
-        ({"type": "local", "dst": "10.0.0.7", "dev": "wg0"}, way("lo", None)),
+        ({"dst": "10.0.0.7", "dev": "wg0"}, build_route("wg0", 1420)),
+        ({"dst": "10.0.0.7", "dev": "wg0", "metrics": [{"rtt": 5}, {"mtu": 1300}]}, build_route("wg0", 1300)),
+        ({"dst": "10.0.0.7", "dev": "eth9"}, build_route("eth9", None)),
+        ({"type": "local", "dst": "10.0.0.7", "dev": "wg0"}, build_route("lo", None)),
         ({}, None),
     ],
 )

@@ -17,7 +17,7 @@ from tests.support.clusters import build_cluster
 GOLDEN = Path(__file__).with_name("golden")
 
 
-def plan(cluster: ClusterSettings, head: str = "192.168.1.20", *callers: str) -> FirewallPolicy:
+def make_policy(cluster: ClusterSettings, head: str = "192.168.1.20", *callers: str) -> FirewallPolicy:
     return build_policy(cluster, "gpuhub", head=head, callers=callers)
 
 
@@ -29,15 +29,15 @@ def single(**network: Any) -> ClusterSettings:
 
 
 CASES = {
-    "three-nodes": lambda: plan(build_cluster()),
-    "one-machine": lambda: plan(single(), "192.168.1.21", "127.0.0.1"),
-    "open": lambda: plan(single(egress="open"), "192.168.1.21"),
-    "none-but-reached": lambda: plan(
+    "three-nodes": lambda: make_policy(build_cluster()),
+    "one-machine": lambda: make_policy(single(), "192.168.1.21", "127.0.0.1"),
+    "open": lambda: make_policy(single(egress="open"), "192.168.1.21"),
+    "none-but-reached": lambda: make_policy(
         build_cluster(network={"egress": "none", "reach": ["192.168.1.50", "10.9.0.0/16", "10.9.1.0/24", "fd12::/48"]}),
         "192.168.1.20",
         "10.8.0.1",
     ),
-    "ipv6": lambda: plan(
+    "ipv6": lambda: make_policy(
         build_cluster().model_copy(
             update={
                 "nodes": tuple(
@@ -62,21 +62,21 @@ def test_rules_match_the_golden_file(case: str) -> None:
 
 def test_only_the_own_table_is_replaced_atomically() -> None:
     """nft applies a file whole or not at all; the first line makes the second one work in any case."""
-    first, second, third, *_ = format_rules(plan(build_cluster())).splitlines()
+    first, second, third, *_ = format_rules(make_policy(build_cluster())).splitlines()
     assert (first, second) == ("table inet gpuhub_gpuhub", "delete table inet gpuhub_gpuhub")
     assert third == "table inet gpuhub_gpuhub {"
     assert format_removal("gpuhub") == f"{first}\n{second}\n"
-    assert "flush ruleset" not in format_rules(plan(build_cluster()))
+    assert "flush ruleset" not in format_rules(make_policy(build_cluster()))
 
 
 @pytest.mark.parametrize("bad", ["rig1", "10.0.0.1; drop", "10.0.0.1/33", "10.0.0.1 }", "", "10.0.0.0/8"])
 def test_invalid_addresses_never_become_rules(bad: str) -> None:
     """Rules are text that root's nft reads."""
     with pytest.raises(ValueError, match="appear"):
-        plan(build_cluster(), bad)
+        make_policy(build_cluster(), bad)
     if "/8" not in bad:
         with pytest.raises(ValueError, match="appear"):
-            plan(build_cluster(), "10.0.0.1", bad)
+            make_policy(build_cluster(), "10.0.0.1", bad)
 
 
 def test_private_address_ranges_are_blocked() -> None:
@@ -84,7 +84,7 @@ def test_private_address_ranges_are_blocked() -> None:
     # The last rules follow from the egress policy, one for each IP version.
     listed = [
         ipaddress.ip_network(text)
-        for line in format_rules(plan(build_cluster())).splitlines()
+        for line in format_rules(make_policy(build_cluster())).splitlines()
         if "goto refused" in line and "{" in line
         for text in line.partition("{")[2].partition("}")[0].replace(" ", "").split(",")
     ]
@@ -111,7 +111,7 @@ def test_private_address_ranges_are_blocked() -> None:
 def test_metadata_and_nodes_are_blocked_before_any_accept_rule() -> None:
     """This holds for any `reach` and `egress`."""
     cluster = build_cluster(network={"egress": "open", "reach": ["169.254.0.0/16", "192.168.1.0/24"]})
-    lines = [line.strip() for line in format_rules(plan(cluster)).splitlines()]
+    lines = [line.strip() for line in format_rules(make_policy(cluster)).splitlines()]
     reached = lines.index("ip daddr { 169.254.0.0/16, 192.168.1.0/24 } accept")
     assert lines.index("ip daddr { 169.254.0.0/16 } goto refused") < reached
     assert lines.index("ip daddr { 192.168.1.20, 192.168.1.21, 192.168.1.22, 192.168.1.23 } goto refused") < reached
@@ -129,9 +129,9 @@ def test_interface_names_fit_the_kernel_limit() -> None:
 def test_rules_are_described_for_administrators() -> None:
     """A few lines in words, then the rules; and that they are off, where they are."""
     cluster = build_cluster(network={"reach": ["192.168.1.50"]})
-    text = describe_rules(cluster, cluster.node("rig2"), plan(cluster))
+    text = describe_rules(cluster, cluster.node("rig2"), make_policy(cluster))
     assert text.startswith("# Node rig2 (192.168.1.22), instance gpuhub.\n")
     assert "192.168.1.50; and all except private addresses." in text
-    assert text.endswith(format_rules(plan(cluster)))
+    assert text.endswith(format_rules(make_policy(cluster)))
     off = cluster.model_copy(update={"network": cluster.network.model_copy(update={"guard": False})})
-    assert "these rules are NOT on the node" in describe_rules(off, off.node("rig2"), plan(off))
+    assert "these rules are NOT on the node" in describe_rules(off, off.node("rig2"), make_policy(off))

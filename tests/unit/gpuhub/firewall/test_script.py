@@ -40,7 +40,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return kernel
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str]]:
+def read_status_lines(capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str]]:
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return [(line["state"], line["why"]) for line in lines]
 
@@ -50,12 +50,12 @@ def test_table_is_created_once_and_repaired_after_changes(kernel: Kernel, capsys
     keeper = TableKeeper("t", "rules")
     keeper.check_once()
     keeper.check_once()
-    assert (kernel.applied, said(capsys)) == (1, [("ok", "applied")])
+    assert (kernel.applied, read_status_lines(capsys)) == (1, [("ok", "applied")])
     for change, told in (({}, "gone"), ({"t": "listed something else"}, "changed"), ({}, "gone")):
         kernel.tables = dict(change)
         keeper.check_once()
         keeper.check_once()
-        assert said(capsys) == [("ok", f"applied again: the table was {told}")]
+        assert read_status_lines(capsys) == [("ok", f"applied again: the table was {told}")]
         assert kernel.tables == {"t": "listed rules"}
 
 
@@ -64,7 +64,7 @@ def test_unchanged_state_is_reported_periodically(kernel: Kernel, capsys: pytest
     keeper = TableKeeper("t", "rules")
     for _ in range(2 * (script.MAX_UNREPORTED + 1) + 1):
         keeper.check_once()
-    assert said(capsys) == [("ok", "applied"), *[("ok", "unchanged")] * 2]
+    assert read_status_lines(capsys) == [("ok", "applied"), *[("ok", "unchanged")] * 2]
 
 
 def test_existing_table_is_replaced_at_startup(kernel: Kernel) -> None:
@@ -80,10 +80,10 @@ def test_failure_is_reported_once_and_retried(kernel: Kernel, capsys: pytest.Cap
     kernel.trouble = "Operation not permitted"
     keeper.check_once()
     keeper.check_once()
-    assert said(capsys) == [("failed", "nft: Operation not permitted")]
+    assert read_status_lines(capsys) == [("failed", "nft: Operation not permitted")]
     kernel.trouble = ""
     keeper.check_once()
-    assert said(capsys) == [("ok", "applied")]
+    assert read_status_lines(capsys) == [("ok", "applied")]
 
 
 def test_bridges_that_bypass_the_filter_are_a_failure(
@@ -107,10 +107,10 @@ def test_bridges_that_bypass_the_filter_are_a_failure(
     monkeypatch.setattr(script, "check_bridges", fail)
     keeper = TableKeeper("t", "rules")
     keeper.check_once()
-    assert (kernel.applied, said(capsys)) == (1, [("failed", "bridged")])
+    assert (kernel.applied, read_status_lines(capsys)) == (1, [("failed", "bridged")])
     monkeypatch.setattr(script, "check_bridges", lambda: None)
     keeper.check_once()
-    assert said(capsys) == [("ok", "unchanged")]
+    assert read_status_lines(capsys) == [("ok", "unchanged")]
 
 
 def test_removal_exits_with_its_status(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_removal_exits_with_its_status(kernel: Kernel, capsys: pytest.CaptureFix
     assert kernel.tables == {"t": "listed away"}
     kernel.trouble = "Operation not permitted"
     assert script.main(["remove", "t", "away"]) == 1
-    assert said(capsys) == [("failed", "nft: Operation not permitted")]
+    assert read_status_lines(capsys) == [("failed", "nft: Operation not permitted")]
 
 
 @pytest.mark.process

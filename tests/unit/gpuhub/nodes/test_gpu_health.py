@@ -30,13 +30,13 @@ def gpu(uuid: str = "GPU-1", index: int = 0, **changes: Any) -> GpuReading:
     return GpuReading(**{**known, **changes})
 
 
-def up(*gpus: GpuReading, name: str = "rig1", **changes: Any) -> NodeStatus:
+def build_up_node(*gpus: GpuReading, name: str = "rig1", **changes: Any) -> NodeStatus:
     node = NodeStatus(name=name, daemon_id="d1", is_reconciled=True, polled_at=NOW - 2)
     reading = AgentReading(line_number=1, error=None, gpus=gpus, boot_id="b1", driver="580.95.05")
     return agent_container.record_agent_reading(status.record_answer(node, NOW), reading, NOW).evolve(**changes)
 
 
-def of(*records: NodeStatus) -> Inventory:
+def build_inventory_of(*records: NodeStatus) -> Inventory:
     inventory = build_inventory(build_cluster(), {})
     for record in records:
         inventory = inventory.with_node(record)
@@ -48,16 +48,20 @@ def supply(
 ) -> Any:
     statuses = {reading.uuid: lease_status for reading in node.gpus} if lease_status is not None else {}
     return gpu_health.build_node_capacity(
-        of(node), node.name, cordon=cordon, lease_statuses=statuses, monotonic=at, scheduling=SCHEDULING
+        build_inventory_of(node), node.name, cordon=cordon, lease_statuses=statuses, monotonic=at, scheduling=SCHEDULING
     )
 
 
-def state(node: NodeStatus, *, at: float = NOW, **about: Any) -> gpu_health.GpuCondition:
-    return gpu_health.assess_gpu(of(node), node.name, node.gpus[0], monotonic=at, scheduling=SCHEDULING, **about)
+def assess_gpu(node: NodeStatus, *, at: float = NOW, **about: Any) -> gpu_health.GpuCondition:
+    return gpu_health.assess_gpu(
+        build_inventory_of(node), node.name, node.gpus[0], monotonic=at, scheduling=SCHEDULING, **about
+    )
 
 
-def condition(node: NodeStatus, *, at: float = NOW, cordon: Cordon | None = None) -> gpu_health.NodeCondition:
-    return gpu_health.assess_node(of(node), node.name, cordon=cordon, monotonic=at, scheduling=SCHEDULING)
+def assess_node(node: NodeStatus, *, at: float = NOW, cordon: Cordon | None = None) -> gpu_health.NodeCondition:
+    return gpu_health.assess_node(
+        build_inventory_of(node), node.name, cordon=cordon, monotonic=at, scheduling=SCHEDULING
+    )
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
@@ -65,15 +69,15 @@ def condition(node: NodeStatus, *, at: float = NOW, cordon: Cordon | None = None
 
 def test_two_failures_make_a_node_unreachable_and_two_successes_up() -> None:
     """One lost packet does not make a node unreachable, and one answer does not bring it back."""
-    node = status.record_failure(up(gpu()), "no answer", NOW)
+    node = status.record_failure(build_up_node(gpu()), "no answer", NOW)
     assert node.can_take_work()
     node = status.record_failure(node, "no answer", NOW + 1)
     assert (node.is_up, node.can_take_work(), node.down_since) == (False, False, NOW + 1)
     assert (node.daemon_id, node.boot_id) == (None, None)
-    assert condition(node, at=NOW + 2) == gpu_health.NodeCondition(state=NodeState.UNREACHABLE, message="no answer")
+    assert assess_node(node, at=NOW + 2) == gpu_health.NodeCondition(state=NodeState.UNREACHABLE, message="no answer")
     node = status.record_answer(node, NOW + 3)
     assert not node.is_up
-    assert "1 more successful polls" in (condition(node).message or "")
+    assert "1 more successful polls" in (assess_node(node).message or "")
     assert status.record_answer(node, NOW + 5).is_up
 
 
@@ -84,12 +88,12 @@ def test_node_that_never_failed_is_up_after_one_probe() -> None:
 
 def test_node_that_misses_probes_for_long_is_down() -> None:
     """The node is up without further polls."""
-    node = status.record_failure(status.record_failure(up(gpu()), "no answer", NOW), "no answer", NOW)
-    assert condition(node, at=NOW + 599).state is NodeState.UNREACHABLE
-    assert condition(node, at=NOW + 600).state is NodeState.DOWN
+    node = status.record_failure(status.record_failure(build_up_node(gpu()), "no answer", NOW), "no answer", NOW)
+    assert assess_node(node, at=NOW + 599).state is NodeState.UNREACHABLE
+    assert assess_node(node, at=NOW + 600).state is NodeState.DOWN
 
 
-def flap(node: NodeStatus, at: float) -> NodeStatus:
+def go_down_and_up(node: NodeStatus, at: float) -> NodeStatus:
     """Down and up again, as fast as can be."""
     for _ in range(status.FAILURES_UNTIL_DOWN):
         node = status.record_failure(node, "no answer", at)
@@ -100,7 +104,7 @@ def flap(node: NodeStatus, at: float) -> NodeStatus:
 
 def test_flapping_node_needs_more_successful_probes() -> None:
     """After the third time within ten minutes; when that is long ago, no more."""
-    node = flap(flap(up(gpu()), NOW), NOW + 60)
+    node = go_down_and_up(go_down_and_up(build_up_node(gpu()), NOW), NOW + 60)
     for _ in range(2):
         node = status.record_failure(node, "no answer", NOW + 120)
     assert status.required_polls(node, NOW + 121) == 5
@@ -112,7 +116,7 @@ def test_flapping_node_needs_more_successful_probes() -> None:
 @given(st.lists(st.booleans(), max_size=60))
 def test_a_node_never_flaps(looks: list[bool]) -> None:
     """For any sequence of polls, down means two failures in a row, and up means enough successes in a row."""
-    node, run = up(gpu()), 0
+    node, run = build_up_node(gpu()), 0
     for step, is_good in enumerate(looks):
         before, at = node, NOW + step
         needed = status.required_polls(node, at)
@@ -131,19 +135,19 @@ def test_a_node_never_flaps(looks: list[bool]) -> None:
 def test_cordoned_node_is_shown_and_takes_no_new_work() -> None:
     """Leases there are still shown; a missing answer comes before the cordon."""
     cordon = Cordon(node="rig1", by="root", reason="new fans", at=1.0)
-    node = up(gpu())
+    node = build_up_node(gpu())
     found = supply(node, cordon=cordon)
     assert (found.takes_work, found.unavailable_reason) == (False, "cordoned by root: new fans")
     assert not found.slots[0].available
-    assert condition(node, cordon=cordon).state is NodeState.CORDONED
+    assert assess_node(node, cordon=cordon).state is NodeState.CORDONED
     draining = Cordon(node="rig1", state="draining", by="root", at=1.0, grace_s=60)
-    assert condition(node, cordon=draining) == gpu_health.NodeCondition(
+    assert assess_node(node, cordon=draining) == gpu_health.NodeCondition(
         state=NodeState.DRAINING, message="draining by root"
     )
-    assert state(node, cordon=cordon).state is GpuState.UNAVAILABLE
-    assert state(node, cordon=cordon, is_held=True).state is GpuState.HELD
+    assert assess_gpu(node, cordon=cordon).state is GpuState.UNAVAILABLE
+    assert assess_gpu(node, cordon=cordon, is_held=True).state is GpuState.HELD
     gone = status.record_failure(status.record_failure(node, "no answer", NOW), "no answer", NOW)
-    assert condition(gone, cordon=cordon).message == "no answer; cordoned by root: new fans"
+    assert assess_node(gone, cordon=cordon).message == "no answer; cordoned by root: new fans"
 
 
 def test_node_capacity_combines_settings_and_readings() -> None:
@@ -153,7 +157,7 @@ def test_node_capacity_combines_settings_and_readings() -> None:
         name="rig1", address="127.0.1.1", docker="unix:///x", switch="s1", rack="r1", cpus=8, memory="32G"
     )
     cluster = cluster.model_copy(update={"nodes": (rig1, *cluster.nodes[1:])})
-    inventory = build_inventory(cluster, {}).with_node(up(gpu()))
+    inventory = build_inventory(cluster, {}).with_node(build_up_node(gpu()))
     every = gpu_health.build_node_capacities(
         inventory, cordons={}, lease_statuses={}, monotonic=NOW, scheduling=SCHEDULING
     )
@@ -166,7 +170,10 @@ def test_node_capacity_combines_settings_and_readings() -> None:
 
 def test_node_without_a_daemon_id_takes_no_work() -> None:
     """The daemon's id is stored with a new lease, so it must be known."""
-    assert supply(up(gpu(), daemon_id=None)).unavailable_reason == "its Docker daemon has not been identified yet"
+    assert (
+        supply(build_up_node(gpu(), daemon_id=None)).unavailable_reason
+        == "its Docker daemon has not been identified yet"
+    )
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -191,38 +198,38 @@ def test_node_without_a_daemon_id_takes_no_work() -> None:
 )
 def test_broken_gpu_is_failed_with_the_reason(changes: dict[str, Any], why: str) -> None:
     """The failure is shown whether the GPU is held or not; the GPU is available after the next reading without it."""
-    node = up(gpu())
+    node = build_up_node(gpu())
     broken = node.evolve(gpus=(gpu(**changes),))
-    assert state(broken) == gpu_health.GpuCondition(state=GpuState.FAILED, message=why)
-    assert state(broken, is_held=True).state is GpuState.FAILED
+    assert assess_gpu(broken) == gpu_health.GpuCondition(state=GpuState.FAILED, message=why)
+    assert assess_gpu(broken, is_held=True).state is GpuState.FAILED
     assert (supply(broken).slots[0].available, supply(broken).slots[0].unavailable_reason) == (False, why)
-    assert condition(broken).message == f"GPU 0: {why}"
+    assert assess_node(broken).message == f"GPU 0: {why}"
     mended = agent_container.record_agent_reading(
         broken, AgentReading(line_number=2, error=None, gpus=(gpu(),)), NOW + 2
     )
-    assert state(mended, at=NOW + 2).state is GpuState.FREE
+    assert assess_gpu(mended, at=NOW + 2).state is GpuState.FREE
 
 
 def test_zero_error_counters_are_not_a_fault() -> None:
     """Counters at zero, and sensors that there are not."""
-    assert state(up(gpu(ecc_uncorrected=0, remap_failed=False))).state is GpuState.FREE
+    assert assess_gpu(build_up_node(gpu(ecc_uncorrected=0, remap_failed=False))).state is GpuState.FREE
 
 
 def test_gpus_of_a_silent_agent_are_failed() -> None:
     """Fifteen seconds without a new line: nothing is given there."""
-    node = up(gpu())
+    node = build_up_node(gpu())
     assert supply(node, at=NOW + 15).slots[0].available
     silent = supply(node, at=NOW + 15.1).slots[0]
     assert (silent.available, silent.unavailable_reason) == (False, "its GPU agent is silent")
-    assert state(node, at=NOW + 15.1) == gpu_health.GpuCondition(
+    assert assess_gpu(node, at=NOW + 15.1) == gpu_health.GpuCondition(
         state=GpuState.FAILED, message="its GPU agent is silent"
     )
-    assert condition(node, at=NOW + 15.1).message == "its GPU agent is silent"
+    assert assess_node(node, at=NOW + 15.1).message == "its GPU agent is silent"
 
 
 def test_gpu_reported_by_two_nodes_is_unavailable_on_both() -> None:
     """The GPU is listed once, and both nodes' pages report the conflict."""
-    inventory = of(up(gpu("a")), up(gpu("a"), gpu("b", 1), name="rig2"))
+    inventory = build_inventory_of(build_up_node(gpu("a")), build_up_node(gpu("a"), gpu("b", 1), name="rig2"))
     every = gpu_health.build_node_capacities(
         inventory, cordons={}, lease_statuses={}, monotonic=NOW, scheduling=SCHEDULING
     )
@@ -245,13 +252,13 @@ def test_gpu_reported_by_two_nodes_is_unavailable_on_both() -> None:
 )
 def test_outside_use_of_a_gpu_is_detected(changes: dict[str, Any], why: str | None) -> None:
     """Processes count, and memory above that of an idle GPU; the text has NVML's data."""
-    node = up(gpu(**changes))
+    node = build_up_node(gpu(**changes))
     slot = supply(node).slots[0]
     assert (slot.available, slot.unavailable_reason) == (why is None, why)
-    found = state(node)
+    found = assess_gpu(node)
     assert found.state is (GpuState.FREE if why is None else GpuState.OUTSIDE)
     assert found.outside_processes == ((changes["processes"] or ()) if why is not None else ())
-    assert state(node, is_held=True, lease_status=GpuLeaseStatus(leased=True)).state is GpuState.HELD
+    assert assess_gpu(node, is_held=True, lease_status=GpuLeaseStatus(leased=True)).state is GpuState.HELD
     assert supply(node, lease_status=GpuLeaseStatus(leased=True)).slots[0].available
 
 
@@ -265,7 +272,7 @@ def test_used_gpu_is_available_only_after_a_clean_reading(
     in_use: bool, leased: bool, freed_at: float | None, printed_after: float | None
 ) -> None:
     """A clean reading gives it at once; one in use never does, and is held against outsiders only if it is new enough."""
-    node = up(gpu(processes=BUSY if in_use else ()), printed_after=printed_after)
+    node = build_up_node(gpu(processes=BUSY if in_use else ()), printed_after=printed_after)
     lease_status = GpuLeaseStatus(leased=leased, freed_at=freed_at)
     slot = supply(node, lease_status=lease_status).slots[0]
     is_later = freed_at is None or (printed_after is not None and printed_after >= freed_at)
@@ -275,7 +282,7 @@ def test_used_gpu_is_available_only_after_a_clean_reading(
     else:
         assert not slot.available
         assert ("outside" in (slot.unavailable_reason or "")) is is_later
-        assert (state(node, lease_status=lease_status).state is GpuState.OUTSIDE) is is_later
+        assert (assess_gpu(node, lease_status=lease_status).state is GpuState.OUTSIDE) is is_later
         awaits = gpu_health.is_awaiting_reading(node, lease_statuses={"GPU-1": lease_status}, scheduling=SCHEDULING)
         assert awaits is not is_later
 
@@ -284,22 +291,25 @@ def test_ended_lease_is_not_reported_as_outside_use() -> None:
     """After a lease a GPU is unavailable until a reading shows it empty or used by others."""
     guards = GpuLeaseFlags()
     guards.mark_held("GPU-1", "l1")
-    node = up(gpu(processes=BUSY))
+    node = build_up_node(gpu(processes=BUSY))
     guards.mark_freed("GPU-1", "l1", NOW + 1)
     kept = supply(node, at=NOW + 1, lease_status=guards.get_status("GPU-1")).slots[0]
     assert kept.unavailable_reason == "its last lease ended a moment ago; a reading must show first that it is empty"
 
-    def then(n: int, at: float, *processes: GpuProcess) -> NodeStatus:
+    def read_again(n: int, at: float, *processes: GpuProcess) -> NodeStatus:
         return agent_container.record_agent_reading(
             node, AgentReading(line_number=n, error=None, gpus=(gpu(processes=processes),)), at
         )
 
     # The first new line may have been printed before the proof; the one after it was not.
-    node = then(2, NOW + 2, *BUSY)
+    node = read_again(2, NOW + 2, *BUSY)
     assert not supply(node, at=NOW + 2, lease_status=guards.get_status("GPU-1")).slots[0].available
-    assert state(node, at=NOW + 2, lease_status=guards.get_status("GPU-1")).state is GpuState.UNAVAILABLE
-    assert supply(then(3, NOW + 4), at=NOW + 4, lease_status=guards.get_status("GPU-1")).slots[0].available
-    assert state(then(3, NOW + 4, *BUSY), at=NOW + 4, lease_status=guards.get_status("GPU-1")).state is GpuState.OUTSIDE
+    assert assess_gpu(node, at=NOW + 2, lease_status=guards.get_status("GPU-1")).state is GpuState.UNAVAILABLE
+    assert supply(read_again(3, NOW + 4), at=NOW + 4, lease_status=guards.get_status("GPU-1")).slots[0].available
+    assert (
+        assess_gpu(read_again(3, NOW + 4, *BUSY), at=NOW + 4, lease_status=guards.get_status("GPU-1")).state
+        is GpuState.OUTSIDE
+    )
 
 
 def test_shared_gpu_is_free_after_its_last_lease() -> None:
@@ -318,16 +328,16 @@ def test_shared_gpu_is_free_after_its_last_lease() -> None:
 
 def test_gpu_problems_are_shown_by_precedence() -> None:
     """An unreachable node hides all but a quarantine; a fault comes before the holder."""
-    node = up(gpu())
+    node = build_up_node(gpu())
     gone = status.record_failure(status.record_failure(node, "no answer", NOW), "no answer", NOW)
-    assert state(gone, is_held=True) == gpu_health.GpuCondition(state=GpuState.UNAVAILABLE, message="no answer")
-    assert state(gone, is_held=True, is_quarantined=True).state is GpuState.QUARANTINED
-    assert state(node, is_held=True, is_quarantined=True).state is GpuState.QUARANTINED
+    assert assess_gpu(gone, is_held=True) == gpu_health.GpuCondition(state=GpuState.UNAVAILABLE, message="no answer")
+    assert assess_gpu(gone, is_held=True, is_quarantined=True).state is GpuState.QUARANTINED
+    assert assess_gpu(node, is_held=True, is_quarantined=True).state is GpuState.QUARANTINED
     unread = NodeStatus(name="rig1", is_up=True, is_reconciled=True, daemon_id="d1", gpus=(gpu(),))
-    assert state(unread).message == "its GPUs have not been read yet"
-    unsettled = up(gpu(), is_reconciled=False)
-    assert state(unsettled).message == "containers that belong to no lease are being removed"
-    assert condition(up(gpu(), is_suspect=True)).message == (
+    assert assess_gpu(unread).message == "its GPUs have not been read yet"
+    unsettled = build_up_node(gpu(), is_reconciled=False)
+    assert assess_gpu(unsettled).message == "containers that belong to no lease are being removed"
+    assert assess_node(build_up_node(gpu(), is_suspect=True)).message == (
         "another Docker daemon answers than when leases there began"
     )
 
@@ -335,25 +345,27 @@ def test_gpu_problems_are_shown_by_precedence() -> None:
 # -- reports of changes -------------------------------------------------------------------------------------------
 
 
-def news(conditions: ConditionReporter, node: NodeStatus, at: float = NOW) -> list[tuple[str, str]]:
-    return conditions.report_changes(of(node), node.name, lease_statuses={}, monotonic=at, scheduling=SCHEDULING)
+def report_changes(conditions: ConditionReporter, node: NodeStatus, at: float = NOW) -> list[tuple[str, str]]:
+    return conditions.report_changes(
+        build_inventory_of(node), node.name, lease_statuses={}, monotonic=at, scheduling=SCHEDULING
+    )
 
 
 def test_each_condition_change_is_reported_once() -> None:
     """Changes of nodes and GPUs are reported once; a healthy start and a waiting node are not."""
-    conditions, node = ConditionReporter(), up(gpu())
-    assert news(conditions, node) == []
+    conditions, node = ConditionReporter(), build_up_node(gpu())
+    assert report_changes(conditions, node) == []
     broken = node.evolve(gpus=(gpu(error="GPU is lost"),))
-    assert news(conditions, broken) == [("gpu.failed", "GPU 0 (RTX 5090) of rig1: GPU is lost")]
-    assert news(conditions, broken) == []
+    assert report_changes(conditions, broken) == [("gpu.failed", "GPU 0 (RTX 5090) of rig1: GPU is lost")]
+    assert report_changes(conditions, broken) == []
     gone = status.record_failure(status.record_failure(broken, "no answer", NOW), "no answer", NOW)
-    assert news(conditions, gone) == [("node.unreachable", "node rig1 is unreachable: no answer")]
-    assert news(conditions, gone, NOW + 600) == [("node.down", "node rig1 is down: no answer")]
-    assert news(conditions, node) == [
+    assert report_changes(conditions, gone) == [("node.unreachable", "node rig1 is unreachable: no answer")]
+    assert report_changes(conditions, gone, NOW + 600) == [("node.down", "node rig1 is down: no answer")]
+    assert report_changes(conditions, node) == [
         ("node.up", "node rig1 answers again"),
         ("gpu.healthy", "GPU 0 (RTX 5090) of rig1: can be used again"),
     ]
-    assert news(conditions, node.evolve(gpus=(gpu(processes=BUSY),))) == [
+    assert report_changes(conditions, node.evolve(gpus=(gpu(processes=BUSY),))) == [
         ("gpu.outside", "GPU 0 (RTX 5090) of rig1: in use outside gpuhub: 1 process, 4 MiB")
     ]
 
@@ -371,8 +383,10 @@ def releasing(*nodes: str) -> LeaseRow:
 
 def test_leases_long_without_proof_are_found_with_reasons() -> None:
     """A silent node, a doubtful one and a slow one are each named."""
-    gone = status.record_failure(status.record_failure(up(gpu(), name="rig2"), "no answer", NOW), "no answer", NOW)
-    inventory = of(up(gpu()), gone, up(gpu(), name="rig3"))
+    gone = status.record_failure(
+        status.record_failure(build_up_node(gpu(), name="rig2"), "no answer", NOW), "no answer", NOW
+    )
+    inventory = build_inventory_of(build_up_node(gpu()), gone, build_up_node(gpu(), name="rig3"))
     snapshot = LedgerSnapshot(leases={"l1": releasing("rig1", "rig2", "rig3")})
     doubts = {("l1", "rig3"): "another daemon"}
     assert find_overdue_proofs(snapshot, inventory, doubts, now=129.9, limit_s=30) == {}

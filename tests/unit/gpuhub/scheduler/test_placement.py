@@ -36,7 +36,7 @@ def node(*cards: GpuSpec, free: tuple[int, ...] = (), **other: int) -> FreeCapac
     return FreeCapacity(cards=cards, free=free or (WHOLE,) * len(cards), **other)
 
 
-def best(
+def choose_best(
     demand: NodeDemand, *nodes: FreeCapacity, workload: fragmentation.Workload = ()
 ) -> tuple[int, PlacementChoice]:
     """Which node, and its choice; the first of equals."""
@@ -47,7 +47,7 @@ def best(
 
 
 @st.composite
-def states(draw: st.DrawFn) -> FreeCapacity:
+def node_capacities(draw: st.DrawFn) -> FreeCapacity:
     cards = tuple(draw(st.lists(st.sampled_from(CARDS), max_size=8)))
     milli = st.one_of(st.sampled_from((0, 190, 350, 530, WHOLE)), st.integers(0, WHOLE))
     return FreeCapacity(
@@ -72,7 +72,7 @@ def demands(draw: st.DrawFn) -> NodeDemand:
     )
 
 
-def fits(of: FreeCapacity, demand: NodeDemand) -> bool:
+def is_feasible(of: FreeCapacity, demand: NodeDemand) -> bool:
     """Said once more, independently of the policy."""
     usable = [
         free >= demand.milli and (demand.cards is None or card in demand.cards)
@@ -86,19 +86,19 @@ def fits(of: FreeCapacity, demand: NodeDemand) -> bool:
     )
 
 
-@given(states(), demands(), st.sampled_from([(), MIXED]))
+@given(node_capacities(), demands(), st.sampled_from([(), MIXED]))
 def test_placement_exists_exactly_when_the_demand_fits(
     of: FreeCapacity, demand: NodeDemand, workload: fragmentation.Workload
 ) -> None:
     choice = make_least_waste(workload).choose(of, demand)
-    assert (choice is not None) == fits(of, demand)
+    assert (choice is not None) == is_feasible(of, demand)
     if choice is not None:
         assert len(choice.gpus) == len(set(choice.gpus)) == demand.gpus
         assert all(of.free[at] >= demand.milli for at in choice.gpus)
         assert demand.cards is None or {of.cards[at] for at in choice.gpus} <= set(demand.cards)
 
 
-@given(states(), demands())
+@given(node_capacities(), demands())
 def test_equal_policies_make_equal_choices(of: FreeCapacity, demand: NodeDemand) -> None:
     policy = make_least_waste(MIXED)
     first = policy.choose(of, demand)
@@ -111,80 +111,83 @@ def test_least_capable_gpu_is_granted_for_any_model(
 ) -> None:
     least = min(card.memory_mib for card in cards)
     together = node(*cards)
-    (at,) = best(NodeDemand(gpus=1, milli=milli), together, workload=workload)[1].gpus
+    (at,) = choose_best(NodeDemand(gpus=1, milli=milli), together, workload=workload)[1].gpus
     assert cards[at].memory_mib == least
     apart = [node(card) for card in cards]
-    assert cards[best(NodeDemand(gpus=1, milli=milli), *apart, workload=workload)[0]].memory_mib == least
+    assert cards[choose_best(NodeDemand(gpus=1, milli=milli), *apart, workload=workload)[0]].memory_mib == least
 
 
 def test_older_gpu_is_granted_for_equal_memory() -> None:
     older = GpuSpec(model="RTX 3090", memory_mib=24576, capability=(8, 6))
     newer = GpuSpec(model="RTX 4090", memory_mib=24564, capability=(8, 9))
-    assert best(NodeDemand(gpus=1), node(newer), node(older))[0] == 1
+    assert choose_best(NodeDemand(gpus=1), node(newer), node(older))[0] == 1
 
 
 @given(st.permutations(CARDS))
 def test_preferred_model_is_granted(liked: list[GpuSpec]) -> None:
     demand = NodeDemand(gpus=1, cards=tuple(liked[:2]))
-    assert best(demand, *(node(card) for card in CARDS))[0] == CARDS.index(liked[0])
-    (at,) = best(demand, node(*CARDS))[1].gpus
+    assert choose_best(demand, *(node(card) for card in CARDS))[0] == CARDS.index(liked[0])
+    (at,) = choose_best(demand, node(*CARDS))[1].gpus
     assert CARDS[at] == liked[0]
 
 
 def test_least_capable_gpus_of_a_node_are_granted() -> None:
-    assert best(NodeDemand(gpus=2), node(BIG, SMALL, BIG, MIDDLE))[1].gpus == (1, 3)
+    assert choose_best(NodeDemand(gpus=2), node(BIG, SMALL, BIG, MIDDLE))[1].gpus == (1, 3)
 
 
 @pytest.mark.parametrize("workload", [(), MIXED])
 def test_fuller_node_is_preferred_and_empty_nodes_are_kept(workload: fragmentation.Workload) -> None:
     empty, half_full = node(SMALL, SMALL, SMALL, SMALL), node(SMALL, SMALL, SMALL, SMALL, free=(0, 0, WHOLE, WHOLE))
     for gpus in (1, 2):
-        assert best(NodeDemand(gpus=gpus), empty, half_full, workload=workload)[0] == 1
+        assert choose_best(NodeDemand(gpus=gpus), empty, half_full, workload=workload)[0] == 1
 
 
 def test_node_with_fewer_containers_breaks_ties() -> None:
-    assert best(NodeDemand(gpus=1), node(SMALL, load=2), node(SMALL, load=1))[0] == 1
+    assert choose_best(NodeDemand(gpus=1), node(SMALL, load=2), node(SMALL, load=1))[0] == 1
 
 
 def test_notebook_without_gpu_uses_the_node_with_fewest_containers() -> None:
     busy, idle = node(SMALL, SMALL, free=(0, 0), load=3), node(SMALL, SMALL, load=1)
-    assert best(NodeDemand(gpus=0), busy, idle)[0] == 1
-    assert best(NodeDemand(gpus=0), replace(busy, load=1), idle)[0] == 0
+    assert choose_best(NodeDemand(gpus=0), busy, idle)[0] == 1
+    assert choose_best(NodeDemand(gpus=0), replace(busy, load=1), idle)[0] == 0
 
 
 @pytest.mark.parametrize("workload", [(), MIXED])
 def test_gpu_share_prefers_a_gpu_that_is_already_shared(workload: fragmentation.Workload) -> None:
     in_use, whole = node(SMALL, free=(500,)), node(SMALL)
-    assert best(NodeDemand(gpus=1, milli=500), whole, in_use, workload=workload)[0] == 1
+    assert choose_best(NodeDemand(gpus=1, milli=500), whole, in_use, workload=workload)[0] == 1
 
 
 def test_gpu_share_is_best_fit_without_a_workload() -> None:
     of = node(SMALL, SMALL, SMALL, free=(900, 520, 700))
-    assert best(NodeDemand(gpus=1, milli=500), of)[1].gpus == (1,)
+    assert choose_best(NodeDemand(gpus=1, milli=500), of)[1].gpus == (1,)
 
 
 def test_gpu_share_leaves_remainders_that_others_request() -> None:
     """A third is popular here and a fifth is not: 0.33 left over is worth more than 0.2."""
     workload = ((NodeDemand(gpus=1, milli=330), 1.0), (NodeDemand(gpus=1), 1.0))
     of = node(SMALL, SMALL, free=(700, 830))
-    assert best(NodeDemand(gpus=1, milli=500), of, workload=workload)[1].gpus == (1,)
+    assert choose_best(NodeDemand(gpus=1, milli=500), of, workload=workload)[1].gpus == (1,)
 
 
 def test_cpu_heavy_requests_use_nodes_with_free_cpu() -> None:
     poor = node(SMALL, SMALL, SMALL, SMALL, cpu_milli=40000, memory_mib=UNLIMITED)
     rich = node(SMALL, SMALL, cpu_milli=100000, memory_mib=UNLIMITED)
-    assert best(NodeDemand(gpus=1, cpu_milli=16000), poor, rich, workload=MIXED)[0] == 1
-    assert best(NodeDemand(gpus=0, cpu_milli=16000), poor, rich, workload=MIXED)[0] == 1
+    assert choose_best(NodeDemand(gpus=1, cpu_milli=16000), poor, rich, workload=MIXED)[0] == 1
+    assert choose_best(NodeDemand(gpus=0, cpu_milli=16000), poor, rich, workload=MIXED)[0] == 1
 
 
 def test_models_unpopular_in_the_workload_are_granted_first() -> None:
     other = replace(SMALL, model="RTX 4070")
     workload = ((NodeDemand(gpus=1, cards=(SMALL,)), 1.0),)
-    assert best(NodeDemand(gpus=1), node(SMALL), node(other), workload=workload)[0] == 1
+    assert choose_best(NodeDemand(gpus=1), node(SMALL), node(other), workload=workload)[0] == 1
 
 
 def test_exclusive_demand_uses_the_node_with_least_waste() -> None:
-    assert best(NodeDemand(gpus=2, exclusive=True), node(*[SMALL] * 4), node(*[SMALL] * 2), node(*[SMALL] * 3))[0] == 1
+    assert (
+        choose_best(NodeDemand(gpus=2, exclusive=True), node(*[SMALL] * 4), node(*[SMALL] * 2), node(*[SMALL] * 3))[0]
+        == 1
+    )
 
 
 # -- the waste expected of a free part ------------------------------------------------------------------------------

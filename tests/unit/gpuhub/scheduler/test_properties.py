@@ -54,8 +54,8 @@ class FirstFit:
         return PlacementChoice(rank=rank, gpus=tuple(sorted(chosen))) if len(chosen) == demand.gpus else None
 
 
-def new_engine(rules: SchedulingParameters) -> BuiltinScheduler:
-    return BuiltinScheduler(rules, lambda workload: FirstFit())
+def new_scheduler(parameters: SchedulingParameters) -> BuiltinScheduler:
+    return BuiltinScheduler(parameters, lambda workload: FirstFit())
 
 
 @st.composite
@@ -115,7 +115,7 @@ def requests(draw: st.DrawFn, name: str, *, limited: bool = False) -> Scheduling
 
 
 @st.composite
-def rules(draw: st.DrawFn) -> SchedulingParameters:
+def parameters(draw: st.DrawFn) -> SchedulingParameters:
     return SchedulingParameters(
         protected=draw(st.sampled_from([1, 4])),
         backfill=draw(st.integers(0, 3)) > 0,
@@ -125,7 +125,7 @@ def rules(draw: st.DrawFn) -> SchedulingParameters:
 
 
 @st.composite
-def rights(draw: st.DrawFn) -> dict[str, Quota]:
+def quotas(draw: st.DrawFn) -> dict[str, Quota]:
     found = {}
     for owner in draw(st.sets(st.sampled_from("xyz"))):
         each = QuotaLimits(
@@ -157,108 +157,110 @@ def reservations(draw: st.DrawFn, there: list[NodeCapacity]) -> tuple[Reservatio
 
 
 @dataclass
-class Broker:
-    """What a broker does with an engine: stores, tells, and carries out what is decided."""
+class SimulatedBroker:
+    """A broker as the scheduler sees it: it stores changes, reports them and carries out decisions."""
 
-    engine: BuiltinScheduler
-    rules: SchedulingParameters
+    scheduler: BuiltinScheduler
+    parameters: SchedulingParameters
     nodes: dict[str, NodeCapacity]
-    rights: dict[str, Quota] = field(default_factory=dict)
+    quotas: dict[str, Quota] = field(default_factory=dict)
     reservations: tuple[Reservation, ...] = ()
     requests: dict[str, SchedulingRequest] = field(default_factory=dict)
-    holdings: dict[str, Allocation] = field(default_factory=dict)
-    spent: list[UsageRecord] = field(default_factory=list)
+    allocations: dict[str, Allocation] = field(default_factory=dict)
+    usage_records: list[UsageRecord] = field(default_factory=list)
     now: float = NOW
 
-    def world(self) -> SchedulerSnapshot:
+    def take_snapshot(self) -> SchedulerSnapshot:
         return SchedulerSnapshot(
             nodes=list(self.nodes.values()),
             requests=list(self.requests.values()),
-            allocations=list(self.holdings.values()),
+            allocations=list(self.allocations.values()),
             reservations=self.reservations,
-            usage_records=self.spent,
-            quotas=self.rights,
+            usage_records=self.usage_records,
+            quotas=self.quotas,
         )
 
-    def rebuilt(self) -> BuiltinScheduler:
-        made = new_engine(self.rules)
-        made.rebuild(self.world())
+    def build_fresh_scheduler(self) -> BuiltinScheduler:
+        made = new_scheduler(self.parameters)
+        made.rebuild(self.take_snapshot())
         return made
 
-    def ask(self, request: SchedulingRequest) -> None:
+    def add_request(self, request: SchedulingRequest) -> None:
         self.requests[request.id] = request
-        self.engine.put_request(request)
+        self.scheduler.put_request(request)
 
-    def end(self, name: str) -> None:
+    def end_request(self, name: str) -> None:
         self.requests.pop(name, None)
-        holding = self.holdings.pop(name, None)
-        for share in holding.node_allocations if holding and not holding.is_quarantined else ():
+        allocation = self.allocations.pop(name, None)
+        for share in allocation.node_allocations if allocation and not allocation.is_quarantined else ():
             for slot in share.slots:
-                request = holding.request
-                self.spent.append(
+                request = allocation.request
+                self.usage_records.append(
                     UsageRecord(
                         owner=request.owner,
                         groups=request.groups,
                         card=slot.card,
                         share=request.share,
-                        started_at=holding.granted_at,
+                        started_at=allocation.granted_at,
                         ended_at=self.now,
                     )
                 )
-        self.engine.remove(name, self.now)
+        self.scheduler.remove(name, self.now)
 
-    def put(self, holding: Allocation) -> None:
-        self.holdings[holding.request.id] = holding
-        self.engine.put_allocation(holding)
+    def set_allocation(self, allocation: Allocation) -> None:
+        self.allocations[allocation.request.id] = allocation
+        self.scheduler.put_allocation(allocation)
 
     def decide(self) -> SchedulingDecision:
-        decision = self.engine.decide(self.now)
+        decision = self.scheduler.decide(self.now)
         for name, grant in decision.grants.items():
             self.grant(self.requests.pop(name), grant)
         for preemption in decision.preemptions:
-            holding = self.holdings[preemption.allocation_id]
+            allocation = self.allocations[preemption.allocation_id]
             if preemption.is_whole:
-                self.put(replace(holding, is_ending=True))
+                self.set_allocation(replace(allocation, is_ending=True))
             else:
-                self.put(replace(holding, shrinking=holding.shrinking | preemption.nodes))
+                self.set_allocation(replace(allocation, shrinking=allocation.shrinking | preemption.nodes))
         return decision
 
     def grant(self, request: SchedulingRequest, grant: Grant) -> None:
         ends_at = None if request.time_limit_s is None else self.now + request.time_limit_s
-        self.put(
+        self.set_allocation(
             Allocation(request=request, node_allocations=grant.node_allocations, granted_at=self.now, ends_at=ends_at)
         )
 
-    def give_up(self, name: str) -> None:
-        """The nodes that a holding was asked for are free."""
-        holding = self.holdings[name]
-        if holding.is_ending:
-            self.end(name)
-        elif holding.shrinking:
-            kept = tuple(share for share in holding.node_allocations if share.node not in holding.shrinking)
-            self.put(replace(holding, node_allocations=kept, shrinking=frozenset()))
+    def complete_release(self, name: str) -> None:
+        """Free the nodes that an allocation was asked to release."""
+        allocation = self.allocations[name]
+        if allocation.is_ending:
+            self.end_request(name)
+        elif allocation.shrinking:
+            kept = tuple(share for share in allocation.node_allocations if share.node not in allocation.shrinking)
+            self.set_allocation(replace(allocation, node_allocations=kept, shrinking=frozenset()))
 
-    def check(self, decision: SchedulingDecision) -> None:
+    def check_decision(self, decision: SchedulingDecision) -> None:
         """No GPU twice, and everything that the granted ones asked for."""
         for name, grant in decision.grants.items():
-            check_grant(self, self.holdings[name].request, grant)
+            check_grant(self, self.allocations[name].request, grant)
         for supply in self.nodes.values():
             for slot in supply.slots:
                 shares = [
-                    holding.request.share
-                    for holding in self.holdings.values()
-                    for share in holding.node_allocations
+                    allocation.request.share
+                    for allocation in self.allocations.values()
+                    for share in allocation.node_allocations
                     if slot in share.slots
                 ]
                 assert len(set(shares)) <= 1
                 assert len(shares) <= (shares[0] if shares else 0)
-            here = [h for h in self.holdings.values() if any(share.node == supply.name for share in h.node_allocations)]
+            here = [
+                h for h in self.allocations.values() if any(share.node == supply.name for share in h.node_allocations)
+            ]
             assert not any(h.request.exclusive for h in here) or len(here) == 1
             if supply.cpu_milli is not None:
                 assert sum(h.request.cpu_milli for h in here) <= supply.cpu_milli
 
 
-def check_grant(broker: Broker, request: SchedulingRequest, grant: Grant) -> None:
+def check_grant(broker: SimulatedBroker, request: SchedulingRequest, grant: Grant) -> None:
     """What a grant promises to the one who asked."""
     slots = [slot for share in grant.node_allocations for slot in share.slots]
     assert len({share.node for share in grant.node_allocations}) == len(grant.node_allocations)
@@ -283,91 +285,91 @@ def check_grant(broker: Broker, request: SchedulingRequest, grant: Grant) -> Non
     check_limits(broker, request, slots)
 
 
-def check_limits(broker: Broker, request: SchedulingRequest, slots: list[Any]) -> None:
+def check_limits(broker: SimulatedBroker, request: SchedulingRequest, slots: list[Any]) -> None:
     if not slots:
         return
-    rights_ = broker.rights.get(request.owner, Quota())
+    quota = broker.quotas.get(request.owner, Quota())
     held: Counter[str] = Counter()
-    for holding in broker.holdings.values():
-        if not holding.is_quarantined:
-            count = sum(len(share.slots) for share in holding.node_allocations)
-            held[holding.request.owner] += count
-            held.update(dict.fromkeys(holding.request.groups, count))
-    assert rights_.per_user.max_gpus is None or held[request.owner] <= rights_.per_user.max_gpus
-    for group, limits in rights_.per_group.items():
+    for allocation in broker.allocations.values():
+        if not allocation.is_quarantined:
+            count = sum(len(share.slots) for share in allocation.node_allocations)
+            held[allocation.request.owner] += count
+            held.update(dict.fromkeys(allocation.request.groups, count))
+    assert quota.per_user.max_gpus is None or held[request.owner] <= quota.per_user.max_gpus
+    for group, limits in quota.per_group.items():
         assert limits.max_gpus is None or held[group] <= limits.max_gpus
 
 
 @st.composite
-def brokers(draw: st.DrawFn, *, limited: bool = False, plain: bool = False) -> Broker:
+def brokers(draw: st.DrawFn, *, limited: bool = False, plain: bool = False) -> SimulatedBroker:
     """A broker with a cluster; `plain` without limits and reservations."""
     there = draw(clusters())
-    chosen = draw(rules())
-    broker = Broker(
-        engine=new_engine(chosen),
-        rules=chosen,
+    chosen = draw(parameters())
+    broker = SimulatedBroker(
+        scheduler=new_scheduler(chosen),
+        parameters=chosen,
         nodes={supply.name: supply for supply in there},
-        rights={} if plain else draw(rights()),
+        quotas={} if plain else draw(quotas()),
         reservations=() if plain else draw(reservations(there)),
     )
-    broker.engine.rebuild(broker.world())
+    broker.scheduler.rebuild(broker.take_snapshot())
     for number in range(draw(st.integers(1, 8))):
-        broker.ask(draw(requests(f"r{number}", limited=limited)))
+        broker.add_request(draw(requests(f"r{number}", limited=limited)))
     return broker
 
 
-def step(broker: Broker, data: st.DataObject, number: int) -> None:
+def step(broker: SimulatedBroker, data: st.DataObject, number: int) -> None:
     """Something happens."""
-    what = data.draw(st.sampled_from(["ask", "end", "wait", "node", "quarantine", "give_up", "rights"]))
+    what = data.draw(st.sampled_from(["ask", "end", "wait", "node", "quarantine", "release", "quota"]))
     if what == "ask":
-        broker.ask(data.draw(requests(f"r{number}")))
-    elif what == "end" and broker.holdings:
-        broker.end(data.draw(st.sampled_from(sorted(broker.holdings))))
+        broker.add_request(data.draw(requests(f"r{number}")))
+    elif what == "end" and broker.allocations:
+        broker.end_request(data.draw(st.sampled_from(sorted(broker.allocations))))
     elif what == "wait":
         broker.now += data.draw(st.sampled_from([60.0, HOUR, 30 * HOUR]))
     elif what == "node":
         supply = data.draw(st.sampled_from(list(broker.nodes.values())))
         broker.nodes[supply.name] = replace(supply, takes_work=not supply.takes_work)
-        broker.engine.put_node(broker.nodes[supply.name])
-    elif what == "quarantine" and broker.holdings:
-        name = data.draw(st.sampled_from(sorted(broker.holdings)))
-        broker.put(replace(broker.holdings[name], is_quarantined=True))
-    elif what == "give_up" and broker.holdings:
-        broker.give_up(data.draw(st.sampled_from(sorted(broker.holdings))))
-    elif what == "rights":
-        broker.rights["y"] = Quota(per_user=QuotaLimits(max_gpus=data.draw(st.integers(0, 3))))
-        broker.engine.put_quota("y", broker.rights["y"])
+        broker.scheduler.put_node(broker.nodes[supply.name])
+    elif what == "quarantine" and broker.allocations:
+        name = data.draw(st.sampled_from(sorted(broker.allocations)))
+        broker.set_allocation(replace(broker.allocations[name], is_quarantined=True))
+    elif what == "release" and broker.allocations:
+        broker.complete_release(data.draw(st.sampled_from(sorted(broker.allocations))))
+    elif what == "quota":
+        broker.quotas["y"] = Quota(per_user=QuotaLimits(max_gpus=data.draw(st.integers(0, 3))))
+        broker.scheduler.put_quota("y", broker.quotas["y"])
 
 
 @settings(max_examples=150, deadline=None)
 @given(brokers(), st.data())
-def test_updated_scheduler_equals_a_rebuilt_one(broker: Broker, data: st.DataObject) -> None:
+def test_updated_scheduler_equals_a_rebuilt_one(broker: SimulatedBroker, data: st.DataObject) -> None:
     """After any course of events it decides, orders and explains the same; what it decides is right."""
     for number in range(20, 20 + data.draw(st.integers(1, 8))):
         step(broker, data, number)
-        anew = broker.rebuilt()
-        assert broker.engine.order_requests(broker.now) == anew.order_requests(broker.now)
+        anew = broker.build_fresh_scheduler()
+        assert broker.scheduler.order_requests(broker.now) == anew.order_requests(broker.now)
         for name in broker.requests:
-            assert broker.engine.explain_pending(name, broker.now) == anew.explain_pending(name, broker.now)
+            assert broker.scheduler.explain_pending(name, broker.now) == anew.explain_pending(name, broker.now)
         expected = anew.decide(broker.now)
         decision = broker.decide()
         assert decision == expected
-        broker.check(decision)
-        again = broker.engine.decide(broker.now)
+        broker.check_decision(decision)
+        again = broker.scheduler.decide(broker.now)
         assert (again.grants, again.preemptions) == ({}, ())
 
 
 @settings(max_examples=60, deadline=None)
 @given(brokers(), st.data())
-def test_explanations_and_trials_do_not_change_state(broker: Broker, data: st.DataObject) -> None:
-    """Explanations in full and trial requests leave the engine as it was, and a trial says what comes true."""
+def test_explanations_and_trials_do_not_change_state(broker: SimulatedBroker, data: st.DataObject) -> None:
+    """Explanations in full and trial requests leave the scheduler as it was, and a trial says what comes true."""
     trial = data.draw(requests("t99"))
-    expected = broker.rebuilt().decide(broker.now)
+    expected = broker.build_fresh_scheduler().decide(broker.now)
     for name in broker.requests:
-        broker.engine.explain_pending(name, broker.now, with_constraints=True)
-    starts = broker.engine.can_start_now(trial, broker.now)
+        broker.scheduler.explain_pending(name, broker.now, with_constraints=True)
+    starts = broker.scheduler.can_start_now(trial, broker.now)
     assert broker.decide() == expected
-    other = broker.rebuilt()
+    other = broker.build_fresh_scheduler()
     assert other.can_start_now(trial, broker.now) == (
         other.put_request(trial) or trial.id in other.decide(broker.now).grants
     )
@@ -376,74 +378,74 @@ def test_explanations_and_trials_do_not_change_state(broker: Broker, data: st.Da
 
 @settings(max_examples=100, deadline=None)
 @given(brokers(plain=True))
-def test_no_request_that_fits_stays_pending(broker: Broker) -> None:
+def test_no_request_that_fits_stays_pending(broker: SimulatedBroker) -> None:
     """Who waits would not even be served alone, or only with what is kept for the protected before."""
     broker.decide()
     for request in list(broker.requests.values()):
-        alone = replace(broker.world(), requests=[request])
-        made = new_engine(replace(broker.rules, preemption=False))
+        alone = replace(broker.take_snapshot(), requests=[request])
+        made = new_scheduler(replace(broker.parameters, preemption=False))
         made.rebuild(alone)
         if request.id in made.decide(broker.now).grants:
-            text = broker.engine.explain_pending(request.id, broker.now).text
+            text = broker.scheduler.explain_pending(request.id, broker.now).text
             assert "requested earlier by others" in text or request.size == 0 or request.cpu_milli
             assert any(
-                broker.engine.order_requests(broker.now).index(other)
-                < broker.engine.order_requests(broker.now).index(request.id)
+                broker.scheduler.order_requests(broker.now).index(other)
+                < broker.scheduler.order_requests(broker.now).index(request.id)
                 for other in broker.requests
             )
 
 
 @settings(max_examples=150, deadline=None)
 @given(brokers(limited=True, plain=True), st.data())
-def test_backfill_never_delays_the_first_request(broker: Broker, data: st.DataObject) -> None:
+def test_backfill_never_delays_the_first_request(broker: SimulatedBroker, data: st.DataObject) -> None:
     """With true time limits, the first in line starts by the moment it was told, however many pass it."""
-    broker.engine = new_engine(replace(broker.rules, backfill=True, fair_share_s=0.0, preemption=False))
-    broker.engine.rebuild(broker.world())
+    broker.scheduler = new_scheduler(replace(broker.parameters, backfill=True, fair_share_s=0.0, preemption=False))
+    broker.scheduler.rebuild(broker.take_snapshot())
     broker.decide()
-    order = broker.engine.order_requests(broker.now)
-    told = {name: broker.engine.explain_pending(name, broker.now).expected_start for name in order}
+    order = broker.scheduler.order_requests(broker.now)
+    told = {name: broker.scheduler.explain_pending(name, broker.now).expected_start for name in order}
     first = next((name for name in order if told[name] is not None), None)
     if first is None or first != order[0]:
         return
     for number in range(30, 30 + data.draw(st.integers(2, 9))):
         late = data.draw(requests(f"r{number}", limited=True))
-        broker.ask(replace(late, created_at=NOW + number, priority=0, batch=True))
+        broker.add_request(replace(late, created_at=NOW + number, priority=0, batch=True))
     while first in broker.requests:
         broker.decide()
         if first not in broker.requests:
             break
-        ends = sorted((holding.ends_at or 0.0, name) for name, holding in broker.holdings.items())
+        ends = sorted((allocation.ends_at or 0.0, name) for name, allocation in broker.allocations.items())
         assert ends
         broker.now = max(broker.now, ends[0][0])
         assert broker.now <= (told[first] or 0.0)
-        broker.end(ends[0][1])
+        broker.end_request(ends[0][1])
         for moment, name in ends[1:]:
             if moment <= broker.now:
-                broker.end(name)
+                broker.end_request(name)
     assert broker.now <= (told[first] or 0.0)
 
 
 @settings(max_examples=40, deadline=None)
 @given(brokers(plain=True), st.data())
-def test_no_request_starves(broker: Broker, data: st.DataObject) -> None:
+def test_no_request_starves(broker: SimulatedBroker, data: st.DataObject) -> None:
     """Whatever comes later, every request that can be served is served within a bounded time."""
     broker.nodes = {name: replace(supply, takes_work=True) for name, supply in broker.nodes.items()}
     for supply in broker.nodes.values():
-        broker.engine.put_node(supply)
+        broker.scheduler.put_node(supply)
     possible = {}
     for request in broker.requests.values():
-        alone = new_engine(broker.rules)
+        alone = new_scheduler(broker.parameters)
         alone.rebuild(SchedulerSnapshot(nodes=list(broker.nodes.values()), requests=[request]))
         if alone.decide(broker.now).grants:
             possible[request.id] = request
     for number in range(30, 190):
         if number < 50:
-            broker.ask(
+            broker.add_request(
                 replace(data.draw(requests("r1", limited=True)), id=f"r{number}", seq=number, created_at=broker.now)
             )
         broker.now += 2 * HOUR
-        for name, holding in list(broker.holdings.items()):
-            if broker.now >= holding.granted_at + (holding.request.time_limit_s or 3 * HOUR):
-                broker.end(name)
+        for name, allocation in list(broker.allocations.items()):
+            if broker.now >= allocation.granted_at + (allocation.request.time_limit_s or 3 * HOUR):
+                broker.end_request(name)
         broker.decide()
     assert not set(possible) & set(broker.requests)

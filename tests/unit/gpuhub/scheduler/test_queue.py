@@ -35,7 +35,7 @@ from tests.support.scheduler_snapshots import (
 DAY = 24 * HOUR
 
 
-def spent(owner: str, hours: float, ended_at: float = NOW, **parts: object) -> UsageRecord:
+def build_usage(owner: str, hours: float, ended_at: float = NOW, **parts: object) -> UsageRecord:
     """GPU-time on the middle card."""
     made = {"groups": frozenset(), "card": MIDDLE, "share": 1, "started_at": ended_at - hours * HOUR}
     return UsageRecord(**{**made, **parts, "owner": owner, "ended_at": ended_at})  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_queue_order_follows_age_priority_and_interactivity() -> None:
 def test_fair_share_delays_heavy_users_by_at_most_a_day() -> None:
     """GPU-time counts half after a week, against that of all, and never for more than `fair_share_s`."""
     asks = [ask("ada", created_at=NOW - 2 * HOUR), ask("ben", created_at=NOW - HOUR)]
-    used = [spent("ada", 20), spent("ben", 10)]
+    used = [build_usage("ada", 20), build_usage("ben", 10)]
     made = build_scheduler(nodes([BIG]), *asks, usage_records=used)
     assert made.order_requests(NOW) == ["ben", "ada"]
     usage = made.report_usage(NOW)
@@ -65,7 +65,9 @@ def test_fair_share_delays_heavy_users_by_at_most_a_day() -> None:
         usage["ada"].decayed_gpu_hours / 2
     )
     old = replace(asks[0], created_at=NOW - DAY - 2 * HOUR)
-    assert build_scheduler(nodes([BIG]), old, asks[1], usage_records=[spent("ada", 1000)]).order_requests(NOW) == [
+    assert build_scheduler(nodes([BIG]), old, asks[1], usage_records=[build_usage("ada", 1000)]).order_requests(
+        NOW
+    ) == [
         "ada",
         "ben",
     ]
@@ -96,7 +98,7 @@ def test_usage_includes_running_leases_shares_and_gpu_weights() -> None:
 def test_fair_share_weights_favour_users() -> None:
     """Of two who used as much, the one whose due is more goes first."""
     asks = [ask("ada", created_at=NOW - 60), ask("ben", created_at=NOW)]
-    used = [spent("ada", 10), spent("ben", 10)]
+    used = [build_usage("ada", 10), build_usage("ben", 10)]
     made = build_scheduler(nodes([BIG]), *asks, usage_records=used, quotas={"ben": Quota(weight=3.0)})
     assert made.order_requests(NOW) == ["ben", "ada"]
 
@@ -180,7 +182,7 @@ def test_weekly_gpu_hours_free_up_as_they_leave_the_window() -> None:
     made = build_scheduler(
         nodes([BIG]),
         ask("a", owner="ada"),
-        usage_records=[spent("ada", 10, NOW - DAY)],
+        usage_records=[build_usage("ada", 10, NOW - DAY)],
         quotas={"ada": Quota(per_user=QuotaLimits(gpu_hours_per_week=8.0))},
     )
     decision = made.decide(NOW)
@@ -276,5 +278,5 @@ def test_quarantined_allocation_blocks_gpus_and_is_not_charged() -> None:
     assert made.decide(NOW).grants == {}
     assert made.explain_pending("a", NOW).expected_start is None
     assert made.report_usage(NOW)["ada"].gpus == 0
-    made.record_usage(spent("ada", 2))
+    made.record_usage(build_usage("ada", 2))
     assert made.report_usage(NOW)["ada"].gpu_hours_week == pytest.approx(2)

@@ -35,7 +35,7 @@ async def test_job_is_cancelled_or_signalled_by_its_observed_state(
     monkeypatch.setattr(job_control, "_PAUSES_S", (0.0,) * 5)
     looks, acts = iter(seen), []
 
-    async def look() -> SlurmJob | None:
+    async def find_job() -> SlurmJob | None:
         return next(looks)
 
     async def signal() -> None:
@@ -44,5 +44,5 @@ async def test_job_is_cancelled_or_signalled_by_its_observed_state(
     async def withdraw() -> None:
         acts.append("withdraw")
 
-    await job_control.signal_until_ended(look, signal, withdraw)
+    await job_control.signal_until_ended(find_job, signal, withdraw)
     assert acts == done

@@ -32,7 +32,7 @@ def slurm_node(name: str, *models: str, is_typed: bool = True, **further: Any) -
 CLUSTER = {"n1": ("RTX 5090",), "n2": ("RTX 5070",), "n3": ("RTX 5060", "RTX 5070")}
 
 
-def chosen(
+def select(
     request: SchedulingRequest,
     cluster: dict[str, tuple[str, ...]] = CLUSTER,
     *,
@@ -52,12 +52,12 @@ def request(**fields: Any) -> SchedulingRequest:
 
 
 def test_any_gpu_is_requested_without_a_type() -> None:
-    assert chosen(request()) == GpuSelection()
+    assert select(request()) == GpuSelection()
 
 
 def test_one_model_is_requested_by_its_type() -> None:
-    assert chosen(request(models=("rtx 5090",))) == GpuSelection(gpu_type="rtx5090")
-    assert chosen(request(models=("RTX 5070",))) == GpuSelection(gpu_type="rtx5070")
+    assert select(request(models=("rtx 5090",))) == GpuSelection(gpu_type="rtx5090")
+    assert select(request(models=("RTX 5070",))) == GpuSelection(gpu_type="rtx5070")
     table = SlurmSettings(gpu_types={"RTX 5090": "big"})
     typed = [SlurmNode(name="n1", state="idle", takes_work=True, gpus={"big": 1})]
     assert select_gpus(request(models=("RTX 5090",)), {"n1": supply("n1", "RTX 5090")}, typed, table) == GpuSelection(
@@ -66,17 +66,17 @@ def test_one_model_is_requested_by_its_type() -> None:
 
 
 def test_several_models_exclude_nodes_with_other_models() -> None:
-    assert chosen(request(least_memory_mib=12000)) == GpuSelection(exclude=frozenset({"n3"}))
-    assert chosen(request(models=("RTX 5090", "RTX 5070"))) == GpuSelection(exclude=frozenset({"n3"}))
+    assert select(request(least_memory_mib=12000)) == GpuSelection(exclude=frozenset({"n3"}))
+    assert select(request(models=("RTX 5090", "RTX 5070"))) == GpuSelection(exclude=frozenset({"n3"}))
 
 
 def test_preferred_feasible_type_is_used_if_exclusion_is_not_feasible() -> None:
     cluster = {"n1": ("RTX 5090", "RTX 5060"), "n2": ("RTX 5070", "RTX 5070", "RTX 5060")}
-    assert chosen(request(models=("RTX 5090", "RTX 5070")), cluster) == GpuSelection(gpu_type="rtx5090")
-    assert chosen(request(models=("RTX 5090", "RTX 5070"), gpus_per_node=2), cluster) == GpuSelection(
+    assert select(request(models=("RTX 5090", "RTX 5070")), cluster) == GpuSelection(gpu_type="rtx5090")
+    assert select(request(models=("RTX 5090", "RTX 5070"), gpus_per_node=2), cluster) == GpuSelection(
         gpu_type="rtx5070"
     )
-    assert chosen(request(least_memory_mib=12000, spread=2), cluster) == GpuSelection(gpu_type="rtx5070")
+    assert select(request(least_memory_mib=12000, spread=2), cluster) == GpuSelection(gpu_type="rtx5070")
 
 
 def test_first_feasible_type_with_enough_free_gpus_is_selected() -> None:
@@ -84,23 +84,23 @@ def test_first_feasible_type_with_enough_free_gpus_is_selected() -> None:
     supplies = {name: supply(name, *models) for name, models in cluster.items()}
     either = request(models=("RTX 5090", "RTX 5070"))
 
-    def chosen_type(wanted: SchedulingRequest, first: dict[str, int], **second: Any) -> str | None:
+    def select_type(wanted: SchedulingRequest, first: dict[str, int], **second: Any) -> str | None:
         nodes = [slurm_node("n1", *cluster["n1"], used=first), slurm_node("n2", *cluster["n2"], **second)]
         found = select_gpus(wanted, supplies, nodes, SlurmSettings())
         assert found is not None
         return found.gpu_type
 
-    assert chosen_type(either, {}) == "rtx5090"
-    assert chosen_type(either, {"rtx5060": 1}) == "rtx5090"
-    assert chosen_type(either, {"rtx5090": 1}) == "rtx5070"
-    assert chosen_type(either, {"rtx5090": 1}, used={"rtx5070": 1}) == "rtx5070"
+    assert select_type(either, {}) == "rtx5090"
+    assert select_type(either, {"rtx5060": 1}) == "rtx5090"
+    assert select_type(either, {"rtx5090": 1}) == "rtx5070"
+    assert select_type(either, {"rtx5090": 1}, used={"rtx5070": 1}) == "rtx5070"
     # Where none is free, the best liked one is waited for.
-    assert chosen_type(either, {"rtx5090": 1}, used={"rtx5070": 2}) == "rtx5090"
-    assert chosen_type(either, {"rtx5090": 1}, takes_work=False) == "rtx5090"
+    assert select_type(either, {"rtx5090": 1}, used={"rtx5070": 2}) == "rtx5090"
+    assert select_type(either, {"rtx5090": 1}, takes_work=False) == "rtx5090"
     # The best liked one of which there is enough; one card of it would never do.
     pair = request(models=("RTX 5090", "RTX 5070"), gpus_per_node=2)
-    assert chosen_type(pair, {}, used={"rtx5070": 2}) == "rtx5070"
-    assert chosen_type(request(models=("RTX 5090", "RTX 5070"), exclusive=True), {"rtx5060": 1}) == "rtx5070"
+    assert select_type(pair, {}, used={"rtx5070": 2}) == "rtx5070"
+    assert select_type(request(models=("RTX 5090", "RTX 5070"), exclusive=True), {"rtx5060": 1}) == "rtx5070"
 
 
 def test_free_gpu_on_a_mixed_node_is_requested_by_type() -> None:
@@ -113,8 +113,8 @@ def test_free_gpu_on_a_mixed_node_is_requested_by_type() -> None:
 
 
 def test_same_model_requests_use_one_type() -> None:
-    assert chosen(request(same_model=True, nodes=2, least_nodes=2)) == GpuSelection(gpu_type="rtx5070")
-    assert chosen(request(same_model=True, models=("RTX 5060", "RTX 5070"))) == GpuSelection(gpu_type="rtx5060")
+    assert select(request(same_model=True, nodes=2, least_nodes=2)) == GpuSelection(gpu_type="rtx5070")
+    assert select(request(same_model=True, models=("RTX 5060", "RTX 5070"))) == GpuSelection(gpu_type="rtx5060")
 
 
 def test_nodes_with_unsuitable_gpus_of_a_type_are_excluded() -> None:
@@ -129,21 +129,21 @@ def test_nodes_with_unsuitable_gpus_of_a_type_are_excluded() -> None:
 
 def test_nodes_with_other_models_are_excluded_without_gres_types() -> None:
     wanted = request(models=("RTX 5070",))
-    assert chosen(wanted, is_typed=False) == GpuSelection(exclude=frozenset({"n1", "n3"}))
+    assert select(wanted, is_typed=False) == GpuSelection(exclude=frozenset({"n1", "n3"}))
 
 
 def test_foreign_and_excluded_nodes_are_not_selected() -> None:
     wanted = request(exclude=frozenset({"n1"}))
-    assert chosen(wanted, strangers=("big1", "big2")) == GpuSelection(exclude=frozenset({"n1", "big1", "big2"}))
-    assert chosen(request(gpus_per_node=0), strangers=("big1",)) == GpuSelection(exclude=frozenset({"big1"}))
-    assert chosen(request(least_driver="590")) is None
+    assert select(wanted, strangers=("big1", "big2")) == GpuSelection(exclude=frozenset({"n1", "big1", "big2"}))
+    assert select(request(gpus_per_node=0), strangers=("big1",)) == GpuSelection(exclude=frozenset({"big1"}))
+    assert select(request(least_driver="590")) is None
 
 
 def test_unread_gpus_delay_selection_unless_slurm_knows_their_type() -> None:
     unread: dict[str, tuple[str, ...]] = {"n1": ()}
-    assert chosen(request(least_memory_mib=8192), unread) is None
-    assert chosen(request(models=("RTX 5090",)), unread) == GpuSelection(gpu_type="rtx5090")
-    assert chosen(request(), unread) == GpuSelection()
+    assert select(request(least_memory_mib=8192), unread) is None
+    assert select(request(models=("RTX 5090",)), unread) == GpuSelection(gpu_type="rtx5090")
+    assert select(request(), unread) == GpuSelection()
 
 
 # -- the submission ---------------------------------------------------------------------------------------------------

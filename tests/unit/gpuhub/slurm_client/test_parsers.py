@@ -32,11 +32,11 @@ from gpuhub.slurm_client.parsers import (
 DATA = Path(__file__).parent / "data"
 
 
-def sample(name: str) -> Any:
+def read_sample(name: str) -> Any:
     return json.loads((DATA / name).read_text())
 
 
-def modern(value: int | None) -> dict[str, Any]:
+def build_number(value: int | None) -> dict[str, Any]:
     """A number as Slurm 23.02 and later write it."""
     return {"set": value is not None, "infinite": False, "number": value or 0}
 
@@ -101,7 +101,7 @@ def test_invalid_gpu_and_number_lists_are_refused() -> None:
 
 
 def test_jobs_of_22_05() -> None:
-    jobs = {each.id: each for each in parse_jobs(sample("squeue-22.05.json"))}
+    jobs = {each.id: each for each in parse_jobs(read_sample("squeue-22.05.json"))}
     gang = jobs[37]
     assert (gang.name, gang.state, gang.reason, gang.time_limit_s) == ("gh-lease-a", SlurmJobState.RUNNING, "", 600)
     assert (gang.nodes, gang.gpus) == (("sx1", "sx2"), {"sx1": (0,), "sx2": (0,)})
@@ -127,13 +127,13 @@ def test_a_job_of_later_versions() -> None:
         user_name="ada",
         nodes="sx[1-2]",
         gres_detail=["gpu:rtx5090:1(IDX:1)", "gpu:rtx5090:1(IDX:0)"],
-        node_count=modern(2),
+        node_count=build_number(2),
         tres_per_node="gres/gpu:rtx5090:1",
-        time_limit=modern(10),
-        priority=modern(4294901750),
-        start_time=modern(1000),
-        end_time=modern(1600),
-        submit_time=modern(900),
+        time_limit=build_number(10),
+        priority=build_number(4294901750),
+        start_time=build_number(1000),
+        end_time=build_number(1600),
+        submit_time=build_number(900),
     )
     assert (found.state, found.user_name, found.priority) == (SlurmJobState.RUNNING, "ada", 4294901750)
     assert found.gpus == {"sx1": (1,), "sx2": (0,)}
@@ -194,8 +194,8 @@ def test_user_name_nobody_is_accepted_only_with_its_uid() -> None:
         (0xFFFFFFFF, None),
         (0xFFFFFFFFFFFFFFFF, None),
         (6090260465, 6090260465),
-        (modern(3), 3),
-        (modern(None), None),
+        (build_number(3), 3),
+        (build_number(None), None),
         ({"set": True, "infinite": True, "number": 0}, None),
     ],
 )
@@ -223,7 +223,7 @@ def test_invalid_job_documents_are_refused(document: Any) -> None:
 
 
 def test_nodes_of_22_05() -> None:
-    nodes = {node.name: node for node in parse_nodes(sample("sinfo-22.05.json"))}
+    nodes = {node.name: node for node in parse_nodes(read_sample("sinfo-22.05.json"))}
     assert (nodes["sx1"].state, nodes["sx1"].takes_work) == ("mixed", True)
     assert (nodes["sx1"].gpus, nodes["sx1"].used) == ({"rtx5090": 2}, {"rtx5090": 1})
     assert (nodes["sx1"].cpus, nodes["sx1"].memory_mib, nodes["sx1"].partitions) == (8, 4000, ("all", "short"))
@@ -269,7 +269,7 @@ def test_partitions_from_scontrol_and_rest_are_equal() -> None:
     short = partitions[1]
     assert (short.max_time_s, short.default_time_s, short.max_nodes, short.nodes) == (3600, 600, 1, ("sx1", "sx2"))
     assert (partitions[0].max_time_s, partitions[0].default_time_s, partitions[0].max_nodes) == (None, None, None)
-    assert parse_partitions(sample("rest-partitions-22.05.json")) == partitions
+    assert parse_partitions(read_sample("rest-partitions-22.05.json")) == partitions
 
 
 def test_partition_of_later_versions() -> None:
@@ -279,8 +279,8 @@ def test_partition_of_later_versions() -> None:
                 {
                     "name": "gpu",
                     "nodes": {"configured": "sx[1-2]"},
-                    "maximums": {"nodes": modern(2), "time": modern(60)},
-                    "defaults": {"time": modern(None)},
+                    "maximums": {"nodes": build_number(2), "time": build_number(60)},
+                    "defaults": {"time": build_number(None)},
                     "partition": {"state": ["UP"]},
                 }
             ]
@@ -319,11 +319,18 @@ def test_scontrol_output_is_parsed_and_invalid_lines_are_refused() -> None:
         (3 << 8, 3),
         (9, 137),
         ({"status": "ERROR", "return_code": 3}, 3),
-        ({"status": ["SUCCESS"], "return_code": modern(0)}, 0),
-        ({"status": ["ERROR"], "return_code": modern(3), "signal": {"id": modern(None), "name": ""}}, 3),
-        ({"status": ["SIGNALED"], "return_code": modern(0), "signal": {"id": modern(15), "name": "TERM"}}, 143),
+        ({"status": ["SUCCESS"], "return_code": build_number(0)}, 0),
+        ({"status": ["ERROR"], "return_code": build_number(3), "signal": {"id": build_number(None), "name": ""}}, 3),
+        (
+            {
+                "status": ["SIGNALED"],
+                "return_code": build_number(0),
+                "signal": {"id": build_number(15), "name": "TERM"},
+            },
+            143,
+        ),
         (None, None),
-        (modern(None), None),
+        (build_number(None), None),
     ],
 )
 def test_exit_codes_follow_shell_conventions(said: Any, code: int | None) -> None:
@@ -332,7 +339,7 @@ def test_exit_codes_follow_shell_conventions(said: Any, code: int | None) -> Non
 
 
 def test_versions_and_errors_are_parsed() -> None:
-    assert parse_version(sample("sinfo-22.05.json")) == (22, 5, 8)
+    assert parse_version(read_sample("sinfo-22.05.json")) == (22, 5, 8)
     assert parse_version({"meta": {"slurm": {"version": {"major": "23", "minor": "11", "micro": "4"}}}}) == (23, 11, 4)
     for document in ({}, [], {"meta": {}}, {"meta": {"slurm": {"version": {"major": "23"}}}}):
         with pytest.raises(ValueError, match="no version"):

@@ -49,15 +49,15 @@ def server(
     return answer
 
 
-def rest(answers: dict[str, Answer], **further: Any) -> SlurmRestClient:
+def build_client(answers: dict[str, Answer], **further: Any) -> SlurmRestClient:
     return SlurmRestClient("http://slurm", TokenKey(b"key"), transport=httpx.MockTransport(server(answers, **further)))
 
 
-def complaint(number: int, error: str, **further: Any) -> dict[str, Any]:
+def build_error(number: int, error: str, **further: Any) -> dict[str, Any]:
     return {"meta": META, "errors": [{"error_number": number, "error": error}], **further}
 
 
-def running(user_id: int = 61001) -> dict[str, Any]:
+def build_running_job(user_id: int = 61001) -> dict[str, Any]:
     return {"errors": [], "jobs": [{"job_id": 5, "name": "n", "user_id": user_id, "job_state": "RUNNING"}]}
 
 
@@ -102,7 +102,7 @@ async def test_snapshot_uses_the_newest_common_api_version() -> None:
         "GET jobs": (200, json.loads((DATA / "squeue-22.05.json").read_text())),
         "GET nodes": (200, json.loads((DATA / "sinfo-22.05.json").read_text())),
     }
-    api = rest(answers, seen=seen, version=40)
+    api = build_client(answers, seen=seen, version=40)
     look = await api.read_snapshot()
     assert (len(look.jobs), len(look.nodes)) == (9, 3)
     assert {request.headers["X-SLURM-USER-NAME"] for request in seen} == {"root"}
@@ -110,13 +110,13 @@ async def test_snapshot_uses_the_newest_common_api_version() -> None:
     await api.read_snapshot()
     assert sorted(request.url.path for request in seen) == ["/slurm/v0.0.40/jobs", "/slurm/v0.0.40/nodes"]
     with pytest.raises(SlurmRefused, match="supports none"):
-        await rest({}, version=36).read_snapshot()
+        await build_client({}, version=36).read_snapshot()
 
 
 async def test_job_is_submitted_as_its_owner() -> None:
     seen: list[httpx.Request] = []
-    answers = {"POST job/submit": (200, {"errors": [], "job_id": 5}), "GET job/5": (200, running())}
-    assert await rest(answers, seen=seen).submit(SUBMISSION) == 5
+    answers = {"POST job/submit": (200, {"errors": [], "job_id": 5}), "GET job/5": (200, build_running_job())}
+    assert await build_client(answers, seen=seen).submit(SUBMISSION) == 5
     posted = next(request for request in seen if request.method == "POST")
     assert posted.headers["X-SLURM-USER-NAME"] == "ada"
     assert json.loads(posted.content)["job"]["gres"] == "gpu:1"
@@ -126,21 +126,21 @@ async def test_job_submitted_under_another_uid_is_cancelled() -> None:
     seen: list[httpx.Request] = []
     answers = {
         "POST job/submit": (200, {"errors": [], "job_id": 5}),
-        "GET job/5": (200, running(99)),
+        "GET job/5": (200, build_running_job(99)),
         "DELETE job/5": (200, {"errors": []}),
     }
     with pytest.raises(SlurmRefused, match="to user 99"):
-        await rest(answers, seen=seen).submit(SUBMISSION)
+        await build_client(answers, seen=seen).submit(SUBMISSION)
     assert seen[-1].method == "DELETE"
 
 
 @pytest.mark.parametrize(
     ("answer", "kind", "word"),
     [
-        ((500, complaint(2000, "Invalid partition name specified")), SlurmRefused, "Invalid partition"),
+        ((500, build_error(2000, "Invalid partition name specified")), SlurmRefused, "Invalid partition"),
         ((400, {"errors": [{"error_code": 9001, "error": "Failure during parsing"}]}), SlurmRefused, "parsing"),
-        ((500, complaint(1800, "Unable to contact slurm controller (connect failure)")), SlurmUnreachable, "contact"),
-        ((500, complaint(-1, "Unspecified error")), SlurmUnreachable, "refuses the token"),
+        ((500, build_error(1800, "Unable to contact slurm controller (connect failure)")), SlurmUnreachable, "contact"),
+        ((500, build_error(-1, "Unspecified error")), SlurmUnreachable, "refuses the token"),
         ((401, "Authentication failure"), SlurmRefused, "refuses the token"),
         ((500, "oops"), SlurmUnreachable, "an unknown form"),
         ((200, []), SlurmUnreachable, "an unknown form"),
@@ -149,23 +149,23 @@ async def test_job_submitted_under_another_uid_is_cancelled() -> None:
 )
 async def test_rest_error_responses_are_classified(answer: Answer, kind: type[Exception], word: str) -> None:
     with pytest.raises(kind, match=word):
-        await rest({"POST job/submit": answer}).submit(SUBMISSION)
+        await build_client({"POST job/submit": answer}).submit(SUBMISSION)
 
 
 async def test_snapshot_with_errors_counts_as_unreachable() -> None:
     answers = {
-        "GET jobs": (200, complaint(-1, "Unspecified error", jobs=[])),
+        "GET jobs": (200, build_error(-1, "Unspecified error", jobs=[])),
         "GET nodes": (200, {"errors": [], "nodes": []}),
     }
     with pytest.raises(SlurmUnreachable):
-        await rest(answers).read_snapshot()
+        await build_client(answers).read_snapshot()
 
 
 async def test_operations_on_ended_jobs_succeed() -> None:
     seen: list[httpx.Request] = []
-    gone = (500, complaint(2017, "Invalid job id specified"))
-    waits = (500, complaint(2020, "Job can not be altered now, try again later"))
-    api = rest({"DELETE job/5": gone, "DELETE job/6": waits, "GET job/5": gone, "POST job/5": gone}, seen=seen)
+    gone = (500, build_error(2017, "Invalid job id specified"))
+    waits = (500, build_error(2020, "Job can not be altered now, try again later"))
+    api = build_client({"DELETE job/5": gone, "DELETE job/6": waits, "GET job/5": gone, "POST job/5": gone}, seen=seen)
     assert await api.find_job(5) is None
     await api.cancel(5, at_once=True)
     await api.cancel(6)
@@ -180,9 +180,9 @@ async def test_operations_on_ended_jobs_succeed() -> None:
 
 async def test_script_is_signalled_before_its_job_is_cancelled() -> None:
     seen: list[httpx.Request] = []
-    await rest({"GET job/5": (200, running()), "DELETE job/5": (200, {"errors": []})}, seen=seen).cancel(
-        5, at_once=True
-    )
+    await build_client(
+        {"GET job/5": (200, build_running_job()), "DELETE job/5": (200, {"errors": []})}, seen=seen
+    ).cancel(5, at_once=True)
     queries = [request.url.query for request in seen if request.method == "DELETE"]
     assert len(queries) > 2
     assert set(queries[:-1]) == {b"signal=USR1"}
@@ -192,7 +192,7 @@ async def test_script_is_signalled_before_its_job_is_cancelled() -> None:
 async def test_only_a_job_of_the_same_name_is_changed() -> None:
     """A slurmctld that crashed gives numbers again."""
     seen: list[httpx.Request] = []
-    api = rest({"GET job/5": (200, running())}, seen=seen)
+    api = build_client({"GET job/5": (200, build_running_job())}, seen=seen)
     await api.cancel(5, name="another", at_once=True)
     await api.persist_job(5, name="another")
     with pytest.raises(SlurmRefused, match="Invalid job id"):
@@ -210,7 +210,7 @@ async def test_a_site_without_accounts() -> None:
         "GET jobs": (200, {"errors": [], "jobs": [{"cluster": "lab"}]}),
         "GET reservations": (200, {"errors": [], "reservations": [{"name": "course"}]}),
     }
-    api = rest(answers)
+    api = build_client(answers)
     site = await api.read_site()
     assert (site.version, site.cluster, site.reservations) == ((22, 5, 8), "lab", ("course",))
     assert (site.has_accounting, site.accounts, site.qos) == (False, (), ())
@@ -218,13 +218,13 @@ async def test_a_site_without_accounts() -> None:
         await api.read_gpu_time(0, 1)
     old = {"meta": {"Slurm": {"version": {"major": 21, "minor": 8, "micro": 8}}}, "errors": []}
     with pytest.raises(SetupError, match="too old"):
-        await rest({**answers, "GET ping": (200, old)}).read_site()
+        await build_client({**answers, "GET ping": (200, old)}).read_site()
     with pytest.raises(SetupError, match="cannot be used"):
-        await rest({"GET ping": (401, "no")}).read_site()
+        await build_client({"GET ping": (401, "no")}).read_site()
 
 
 async def test_rest_client_connects_over_a_unix_socket(tmp_path: Path) -> None:
-    body = json.dumps(running()).encode()
+    body = json.dumps(build_running_job()).encode()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -45,16 +45,16 @@ def notebook(of: ClusterSettings, **changes: Any) -> NotebookScriptSpec:
 
 
 @pytest.mark.parametrize(
-    ("name", "made"),
+    ("name", "spec"),
     [
         ("plain", notebook(cluster(**PLAIN))),
         ("apptainer", notebook(cluster(**APPTAINER), server="work", certificates=TLS)),
         ("apptainer-cpu", notebook(cluster(**APPTAINER, datasets=None), has_gpus=False)),
     ],
 )
-def test_notebook_script_matches_the_golden_file(name: str, made: NotebookScriptSpec) -> None:
+def test_notebook_script_matches_the_golden_file(name: str, spec: NotebookScriptSpec) -> None:
     # Replace the node's program, which has separate tests, by a placeholder.
-    text = build_notebook_script(made).replace(shlex.quote(ON_NODE.read_text()), "<node_main.py>")
+    text = build_notebook_script(spec).replace(shlex.quote(ON_NODE.read_text()), "<node_main.py>")
     file = GOLDEN / f"{name}.sh"
     if os.environ.get("GPUHUB_UPDATE_GOLDEN"):
         file.write_text(text, encoding="utf-8")
@@ -109,10 +109,10 @@ def test_token_is_not_in_arguments_or_environment(tmp_path: Path) -> None:
     program.chmod(0o755)
     home = tmp_path / "home"
     home.mkdir()
-    made = build_notebook_script(
+    script = build_notebook_script(
         notebook(cluster(home=str(home), runtime="plain", command=str(tmp_path / "jupyterhub-singleuser")))
     )
-    subprocess.run(["bash"], input=made, text=True, check=True, timeout=30)
+    subprocess.run(["bash"], input=script, text=True, check=True, timeout=30)
     assert "secret-token" not in seen.read_text()
     assert "secret-token" not in (home / ".gpuhub" / "notebook.log").read_text()
 
@@ -148,15 +148,15 @@ def run_with(program: str, tmp_path: Path) -> subprocess.Popen[bytes]:
     (tmp_path / "python3").write_text(program)
     (tmp_path / "python3").chmod(0o755)
     (tmp_path / "home").mkdir()
-    made = build_notebook_script(
+    script = build_notebook_script(
         notebook(cluster(home=str(tmp_path / "home"), runtime="plain", command=str(tmp_path / "jupyterhub-singleuser")))
     )
     file = tmp_path / "script"
-    file.write_text(made)
+    file.write_text(script)
     return subprocess.Popen(["bash", str(file)])
 
 
-def made(of: ClusterSettings, **changes: Any) -> WorkerScriptSpec:
+def build_spec(of: ClusterSettings, **changes: Any) -> WorkerScriptSpec:
     values: dict[str, Any] = {
         "cluster": of,
         "user": "ada",
@@ -173,11 +173,11 @@ def made(of: ClusterSettings, **changes: Any) -> WorkerScriptSpec:
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
-        ("plain", made(cluster(**PLAIN))),
-        ("plain-elastic", made(cluster(**PLAIN, commands="/opt/slurm/bin"), survives_nodes=True, first_worker=2)),
-        ("plain-detached", made(cluster(**PLAIN), is_detached=True)),
-        ("apptainer", made(cluster(**APPTAINER))),
-        ("apptainer-detached", made(cluster(**APPTAINER), is_detached=True, has_gpus=False)),
+        ("plain", build_spec(cluster(**PLAIN))),
+        ("plain-elastic", build_spec(cluster(**PLAIN, commands="/opt/slurm/bin"), survives_nodes=True, first_worker=2)),
+        ("plain-detached", build_spec(cluster(**PLAIN), is_detached=True)),
+        ("apptainer", build_spec(cluster(**APPTAINER))),
+        ("apptainer-detached", build_spec(cluster(**APPTAINER), is_detached=True, has_gpus=False)),
     ],
 )
 def test_worker_script_matches_the_golden_file(name: str, asked: WorkerScriptSpec) -> None:
@@ -250,7 +250,7 @@ class Node:
             env=environment,
         )
 
-    def given(self, name: str) -> list[str]:
+    def read_arguments(self, name: str) -> list[str]:
         """The arguments and the environment of a program that ran."""
         return (self.folder / name).read_text().split("\0")
 
@@ -266,7 +266,7 @@ def test_worker_script_does_not_evaluate_user_text(
     node = Node(tmp_path, runtime, f"home {text}".replace("/", "_"))
     logs = scripts._WORKER_LOGS.format(run=text)
     (node.home / logs).mkdir(parents=True)
-    asked = made(node.cluster, user=text, run_id=text, is_detached=is_detached)
+    asked = build_spec(node.cluster, user=text, run_id=text, is_detached=is_detached)
     done = node.run(build_worker_script(asked))
     log = node.home / logs / "slurm-7.log"
     assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), done
@@ -278,9 +278,9 @@ def test_worker_script_does_not_evaluate_user_text(
 
 def test_each_node_runs_one_task_with_its_slurm_environment(tmp_path: Path) -> None:
     node = Node(tmp_path, APPTAINER)
-    assert node.run(build_worker_script(made(node.cluster))).returncode == 0
-    assert node.given("srun")[:4] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=4"]
-    given = node.given("apptainer")
+    assert node.run(build_worker_script(build_spec(node.cluster))).returncode == 0
+    assert node.read_arguments("srun")[:4] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=4"]
+    given = node.read_arguments("apptainer")
     assert given[:3] == ["--quiet", "exec", "--containall"]
     # Of the node of the task, not of that on which the script runs.
     assert "APPTAINERENV_SLURMD_NODENAME=sx2" in given
@@ -295,20 +295,20 @@ def test_first_worker_of_a_detached_job_is_the_batch_script(tmp_path: Path) -> N
         f"#!/bin/bash\n[ $SLURMD_NODENAME = sx2 ] && exec touch {tmp_path}/other\n"
         f"while [ ! -e {tmp_path}/other ]; do sleep 0.05; done; exit 3\n"
     )
-    assert node.run(build_worker_script(made(node.cluster, is_detached=True))).returncode == 3
-    assert node.given("srun")[:2] == ["--nodes=1", "--ntasks=1"]
-    assert "--relative=1" in node.given("srun")
+    assert node.run(build_worker_script(build_spec(node.cluster, is_detached=True))).returncode == 3
+    assert node.read_arguments("srun")[:2] == ["--nodes=1", "--ntasks=1"]
+    assert "--relative=1" in node.read_arguments("srun")
 
 
 def test_single_worker_needs_no_job_step(tmp_path: Path) -> None:
     node = Node(tmp_path, PLAIN)
-    assert node.run(build_worker_script(made(node.cluster, is_detached=True)), nodes=1).returncode == 0
+    assert node.run(build_worker_script(build_spec(node.cluster, is_detached=True)), nodes=1).returncode == 0
     assert not (tmp_path / "srun").exists()
 
 
 def test_worker_script_fails_without_the_run_folder(tmp_path: Path) -> None:
     node = Node(tmp_path, PLAIN)
-    done = node.run(build_worker_script(made(node.cluster, run_id="run-2")))
+    done = node.run(build_worker_script(build_spec(node.cluster, run_id="run-2")))
     assert done.returncode == 1
     assert "run-2/logs" in done.stderr
     assert not (tmp_path / "srun").exists()

@@ -28,7 +28,7 @@ class Server:
         return self._answer
 
 
-async def never() -> bool:
+async def has_not_ended() -> bool:
     return False
 
 
@@ -36,14 +36,14 @@ async def never() -> bool:
 async def test_invalid_version_header_is_removed(version: str, left: dict[str, str]) -> None:
     """JupyterHub would not start with it."""
     server = Server(Answer(version))
-    readiness.limit_wait_up(server, never)
+    readiness.limit_wait_up(server, has_not_ended)
     assert (await server.wait_up()).headers == left
 
 
 async def test_invalid_response_counts_as_a_timeout() -> None:
     """JupyterHub drops that one server, instead of giving up its own start."""
     server = Server(ValueError("no HTTP"))
-    readiness.limit_wait_up(server, never)
+    readiness.limit_wait_up(server, has_not_ended)
     with pytest.raises(TimeoutError, match="no HTTP"):
         await server.wait_up()
 
@@ -55,10 +55,10 @@ async def test_wait_ends_with_the_container() -> None:
         async def wait_up(self) -> Any:
             await asyncio.sleep(3600)
 
-    async def over() -> bool:
+    async def has_ended() -> bool:
         return True
 
     server = Silent(None)
-    readiness.limit_wait_up(server, over)
+    readiness.limit_wait_up(server, has_ended)
     with pytest.raises(TimeoutError, match="has ended"):
         await server.wait_up()

@@ -24,14 +24,14 @@ USERS = UserSettings(allowed=("ada",), uid_first=1_900_000_000)
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def _new_blocking_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     patience = BlockingCallPool()
     monkeypatch.setattr(homes, "BLOCKING_CALLS", patience)
     monkeypatch.setattr(homes, "PROBER", NfsProber(patience))
-    monkeypatch.setattr(homes, "find_identity", lambda _users, _state, name: me(name))
+    monkeypatch.setattr(homes, "find_identity", lambda _users, _state, name: build_identity(name))
 
 
-def me(name: str) -> UserIdentity:
+def build_identity(name: str) -> UserIdentity:
     return UserIdentity(name=name, uid=os.getuid(), gid=os.getgid(), group_names=(name,))
 
 

@@ -89,11 +89,11 @@ def test_fragmented_reply_is_accepted() -> None:
     """RPC allows it, and so does TCP."""
     whole = encode_accepted_reply(0)[4:]
 
-    def in_pieces(xid: int) -> bytes:
+    def answer_in_fragments(xid: int) -> bytes:
         body = xid.to_bytes(4, "big") + whole[4:]
         return (8).to_bytes(4, "big") + body[:8] + (0x80000000 | len(body) - 8).to_bytes(4, "big") + body[8:]
 
-    with serve_reply(in_pieces) as (port, _):
+    with serve_reply(answer_in_fragments) as (port, _):
         assert probe.probe_server(server(port), 5) is None
 
 

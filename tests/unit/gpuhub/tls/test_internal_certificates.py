@@ -56,7 +56,7 @@ def notebook(store: CertificateStore, tmp_path_factory: pytest.TempPathFactory) 
     return root
 
 
-def inside(root: Path, file: str) -> Path:
+def map_container_path(root: Path, file: str) -> Path:
     return root / file.lstrip("/")
 
 
@@ -64,9 +64,9 @@ def serve_notebook(root: Path) -> ssl.SSLContext:
     """As jupyter_server does with the files that its environment names."""
     return ssl_options_to_context(
         {
-            "certfile": str(inside(root, internal_certificates.NOTEBOOK_CERTIFICATE)),
-            "keyfile": str(inside(root, internal_certificates.NOTEBOOK_KEY)),
-            "ca_certs": str(inside(root, internal_certificates.NOTEBOOK_TRUST)),
+            "certfile": str(map_container_path(root, internal_certificates.NOTEBOOK_CERTIFICATE)),
+            "keyfile": str(map_container_path(root, internal_certificates.NOTEBOOK_KEY)),
+            "ca_certs": str(map_container_path(root, internal_certificates.NOTEBOOK_TRUST)),
             "cert_reqs": ssl.CERT_REQUIRED,
         },
         server_side=True,
@@ -101,18 +101,19 @@ def client(trusted: Path, own: CertificateFiles | None) -> ssl.SSLContext:
     return context
 
 
-def of_notebook(root: Path, trusted: str) -> ssl.SSLContext:
+def build_notebook_context(root: Path, trusted: str) -> ssl.SSLContext:
     own = CertificateFiles(
-        inside(root, internal_certificates.NOTEBOOK_CERTIFICATE), inside(root, internal_certificates.NOTEBOOK_KEY)
+        map_container_path(root, internal_certificates.NOTEBOOK_CERTIFICATE),
+        map_container_path(root, internal_certificates.NOTEBOOK_KEY),
     )
-    return client(inside(root, trusted), own)
+    return client(map_container_path(root, trusted), own)
 
 
-def of_proxy(store: CertificateStore) -> ssl.SSLContext:
+def build_proxy_context(store: CertificateStore) -> ssl.SSLContext:
     return client(store.bundle("proxy-targets"), store.files(internal_certificates.PROXY_CLIENT))
 
 
-def talk(server: ssl.SSLContext, one: ssl.SSLContext, address: str) -> bytes:
+def exchange_hello(server: ssl.SSLContext, one: ssl.SSLContext, address: str) -> bytes:
     """Return the answer over a connection in memory; raise an error of either side."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     there = server.wrap_bio(to_server, to_client, server_side=True)
@@ -133,15 +134,21 @@ def talk(server: ssl.SSLContext, one: ssl.SSLContext, address: str) -> bytes:
 @pytest.mark.process
 def test_all_peers_connect_with_their_certificates(store: CertificateStore, notebook: Path) -> None:
     """Every connection that there is, with the certificates that its two ends use."""
-    assert talk(serve_notebook(notebook), store.build_notebook_context(), NODE) == b"hello"
-    assert talk(serve_notebook(notebook), of_proxy(store), NODE) == b"hello"
-    assert talk(serve_hub(store), of_proxy(store), HEAD) == b"hello"
-    assert talk(serve_hub(store), store.build_hub_context(), HEAD) == b"hello"
-    assert talk(serve_hub(store), of_notebook(notebook, internal_certificates.NOTEBOOK_TRUST), HEAD) == b"hello"
-    assert talk(serve_broker(store), of_proxy(store), HEAD) == b"hello"
-    assert talk(serve_broker(store), store.build_broker_context(), HEAD) == b"hello"
+    assert exchange_hello(serve_notebook(notebook), store.build_notebook_context(), NODE) == b"hello"
+    assert exchange_hello(serve_notebook(notebook), build_proxy_context(store), NODE) == b"hello"
+    assert exchange_hello(serve_hub(store), build_proxy_context(store), HEAD) == b"hello"
+    assert exchange_hello(serve_hub(store), store.build_hub_context(), HEAD) == b"hello"
     assert (
-        talk(serve_broker(store), of_notebook(notebook, internal_certificates.NOTEBOOK_BROKER_TRUST), HEAD) == b"hello"
+        exchange_hello(serve_hub(store), build_notebook_context(notebook, internal_certificates.NOTEBOOK_TRUST), HEAD)
+        == b"hello"
+    )
+    assert exchange_hello(serve_broker(store), build_proxy_context(store), HEAD) == b"hello"
+    assert exchange_hello(serve_broker(store), store.build_broker_context(), HEAD) == b"hello"
+    assert (
+        exchange_hello(
+            serve_broker(store), build_notebook_context(notebook, internal_certificates.NOTEBOOK_BROKER_TRUST), HEAD
+        )
+        == b"hello"
     )
 
 
@@ -154,12 +161,12 @@ def test_notebook_of_another_user_is_refused(store: CertificateStore, notebook: 
     ) as archive:
         archive.extractall(tmp_path)
     own = CertificateFiles(
-        inside(tmp_path, internal_certificates.NOTEBOOK_CERTIFICATE),
-        inside(tmp_path, internal_certificates.NOTEBOOK_KEY),
+        map_container_path(tmp_path, internal_certificates.NOTEBOOK_CERTIFICATE),
+        map_container_path(tmp_path, internal_certificates.NOTEBOOK_KEY),
     )
     ben = client(store.files(internal_certificates.NOTEBOOKS_AUTHORITY).certificate, own)
     with pytest.raises(ssl.SSLError, match="certificate verify failed"):
-        talk(serve_notebook(notebook), ben, NODE)
+        exchange_hello(serve_notebook(notebook), ben, NODE)
 
 
 def test_connections_without_client_certificate_are_refused(store: CertificateStore, notebook: Path) -> None:
@@ -170,25 +177,29 @@ def test_connections_without_client_certificate_are_refused(store: CertificateSt
         (serve_broker(store), internal_certificates.SERVICES_AUTHORITY, HEAD),
     ):
         with pytest.raises(ssl.SSLError, match="peer did not return a certificate"):
-            talk(server, client(store.files(authority).certificate, None), address)
+            exchange_hello(server, client(store.files(authority).certificate, None), address)
 
 
 def test_notebook_cannot_impersonate_hub_broker_or_other_notebooks(store: CertificateStore, notebook: Path) -> None:
     """Clients of hub and broker refuse the certificate, by its authority and by its address."""
     server = serve_notebook(notebook)
     for one, address, reason in (
-        (of_notebook(notebook, internal_certificates.NOTEBOOK_TRUST), NODE, "unable to get local issuer certificate"),
         (
-            of_notebook(notebook, internal_certificates.NOTEBOOK_BROKER_TRUST),
+            build_notebook_context(notebook, internal_certificates.NOTEBOOK_TRUST),
+            NODE,
+            "unable to get local issuer certificate",
+        ),
+        (
+            build_notebook_context(notebook, internal_certificates.NOTEBOOK_BROKER_TRUST),
             NODE,
             "unable to get local issuer certificate",
         ),
         (store.build_broker_context(), NODE, "unable to get local issuer certificate"),
-        (of_proxy(store), HEAD, "IP address mismatch"),
-        (of_proxy(store), "10.77.0.12", "IP address mismatch"),
+        (build_proxy_context(store), HEAD, "IP address mismatch"),
+        (build_proxy_context(store), "10.77.0.12", "IP address mismatch"),
     ):
         with pytest.raises(ssl.SSLCertVerificationError, match=reason):
-            talk(server, one, address)
+            exchange_hello(server, one, address)
 
 
 def test_proxy_options_also_trust_the_broker(store: CertificateStore) -> None:
@@ -280,12 +291,21 @@ def test_address_change_renews_certificates_and_keeps_authorities(
     assert internal_certificates.hash_certificates(moved.folder) != internal_certificates.hash_certificates(
         store.folder
     )
-    assert talk(serve_hub(moved), of_notebook(notebook, internal_certificates.NOTEBOOK_TRUST), "10.77.0.2") == b"hello"
     assert (
-        talk(serve_broker(moved), of_notebook(notebook, internal_certificates.NOTEBOOK_BROKER_TRUST), "10.77.0.2")
+        exchange_hello(
+            serve_hub(moved), build_notebook_context(notebook, internal_certificates.NOTEBOOK_TRUST), "10.77.0.2"
+        )
         == b"hello"
     )
-    assert talk(serve_notebook(notebook), moved.build_notebook_context(), NODE) == b"hello"
+    assert (
+        exchange_hello(
+            serve_broker(moved),
+            build_notebook_context(notebook, internal_certificates.NOTEBOOK_BROKER_TRUST),
+            "10.77.0.2",
+        )
+        == b"hello"
+    )
+    assert exchange_hello(serve_notebook(notebook), moved.build_notebook_context(), NODE) == b"hello"
 
 
 @pytest.mark.parametrize("harm", ["index", "key"])
@@ -305,17 +325,17 @@ def test_incomplete_certificates_are_created_again(store: CertificateStore, tmp_
         internal_certificates.ensure_internal_certificates(broken.folder, HEAD).scope
         is internal_certificates.RenewalScope.NOTHING
     )
-    assert talk(serve_broker(broken), broken.build_broker_context(), HEAD) == b"hello"
+    assert exchange_hello(serve_broker(broken), broken.build_broker_context(), HEAD) == b"hello"
 
 
-def found(**changes: CertificateInfo | None) -> dict[str, CertificateInfo | None]:
+def build_certificates(**changes: CertificateInfo | None) -> dict[str, CertificateInfo | None]:
     """Return valid certificates of a head node at 10.77.0.1, except for `changes` (with _ for -)."""
     good: dict[str, CertificateInfo | None] = dict.fromkeys(AUTHORITIES, CertificateInfo(ends=LATER))
     good |= dict.fromkeys(CERTIFICATES, CertificateInfo(ends=LATER, names=frozenset({"IP:10.77.0.1", "IP:127.0.0.1"})))
     return good | {name.replace("_", "-"): one for name, one in changes.items()}
 
 
-def ending(left: timedelta) -> CertificateInfo:
+def build_expiring_certificate(left: timedelta) -> CertificateInfo:
     return CertificateInfo(ends=NOW + left, names=frozenset({"IP:10.77.0.1"}))
 
 
@@ -330,11 +350,19 @@ def ending(left: timedelta) -> CertificateInfo:
         ),
         ({"hub_ca": None}, RenewalScope.EVERYTHING, "hub-ca is missing"),
         ({"broker": None}, RenewalScope.CERTIFICATES, "broker is missing"),
-        ({"broker": ending(RENEW_BEFORE)}, RenewalScope.NOTHING, ""),
-        ({"broker": ending(RENEW_BEFORE - timedelta(days=1))}, RenewalScope.CERTIFICATES, "broker ends on 2026-12-20"),
-        ({"services_ca": ending(timedelta(days=-1))}, RenewalScope.EVERYTHING, "services-ca ends on 2026-11-20"),
+        ({"broker": build_expiring_certificate(RENEW_BEFORE)}, RenewalScope.NOTHING, ""),
         (
-            {"broker": None, "notebooks_ca": ending(timedelta(days=3))},
+            {"broker": build_expiring_certificate(RENEW_BEFORE - timedelta(days=1))},
+            RenewalScope.CERTIFICATES,
+            "broker ends on 2026-12-20",
+        ),
+        (
+            {"services_ca": build_expiring_certificate(timedelta(days=-1))},
+            RenewalScope.EVERYTHING,
+            "services-ca ends on 2026-11-20",
+        ),
+        (
+            {"broker": None, "notebooks_ca": build_expiring_certificate(timedelta(days=3))},
             RenewalScope.EVERYTHING,
             "notebooks-ca ends on 2026-11-24",
         ),
@@ -344,19 +372,21 @@ def test_missing_or_expiring_certificates_are_renewed(
     changes: dict[str, CertificateInfo | None], renewal: RenewalScope, reason: str
 ) -> None:
     """New authorities are created only if necessary, because running notebooks do not trust them."""
-    decision = decide_renewal(found(**changes), "10.77.0.1", NOW)
+    decision = decide_renewal(build_certificates(**changes), "10.77.0.1", NOW)
     assert (decision.scope, decision.reason) == (renewal, reason)
 
 
 def test_ipv6_addresses_are_compared_in_normal_form() -> None:
     """Certificates hold the shortest one."""
     same = CertificateInfo(ends=LATER, names=frozenset({"IP:fd00::1"}))
-    decision = decide_renewal(found(**{name.replace("-", "_"): same for name in CERTIFICATES}), "FD00:0::1", NOW)
+    decision = decide_renewal(
+        build_certificates(**{name.replace("-", "_"): same for name in CERTIFICATES}), "FD00:0::1", NOW
+    )
     assert decision.scope is RenewalScope.NOTHING
 
 
 @pytest.mark.parametrize("address", ["10.77.0.2", "fd00::1"])
 def test_address_change_requires_new_certificates(address: str) -> None:
     """The authorities stay."""
-    decision = decide_renewal(found(), address, NOW)
+    decision = decide_renewal(build_certificates(), address, NOW)
     assert (decision.scope, decision.reason) == (RenewalScope.CERTIFICATES, f"the head node's address is {address} now")

@@ -119,7 +119,7 @@ def test_strict_transport_security_header(settings: dict[str, Any], transport: s
 
 
 @dataclass(frozen=True, slots=True)
-class Here(Paths):
+class FolderPaths(Paths):
     """An instance below a folder of the test's."""
 
     folder: Path = Path()
@@ -131,7 +131,7 @@ class Here(Paths):
 
 @pytest.fixture
 def paths(tmp_path: Path) -> Paths:
-    return Here("ghunit", tmp_path)
+    return FolderPaths("ghunit", tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -248,11 +248,11 @@ def test_no_certificate_is_created_where_none_is_needed(paths: Paths) -> None:
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> Callable[..., CertificateFiles]:
+def write_certificate(tmp_path: Path) -> Callable[..., CertificateFiles]:
     """A certificate with its key as an administrator has them."""
     made = authority.create_authority(["gpu.example.org"], "ca", NOW)
 
-    def give(*names: str, at: datetime = NOW) -> CertificateFiles:
+    def write_pair(*names: str, at: datetime = NOW) -> CertificateFiles:
         pem = authority.issue_server_certificate(made, names or ("gpu.example.org", "*.gpu.example.org"), at)
         key, found, certificate = pem.partition(b"-----BEGIN CERTIFICATE-----")
         pair = CertificateFiles(tmp_path / "fullchain.pem", tmp_path / "key.pem")
@@ -261,7 +261,7 @@ def given(tmp_path: Path) -> Callable[..., CertificateFiles]:
         pair.key.chmod(0o600)
         return pair
 
-    return give
+    return write_pair
 
 
 def files(pair: CertificateFiles, **more: Any) -> ClusterSettings:
@@ -269,26 +269,28 @@ def files(pair: CertificateFiles, **more: Any) -> ClusterSettings:
     return cluster(certificate=str(pair.certificate), key=str(pair.key), **(hub | more))
 
 
-def test_valid_given_certificate_is_used_unchanged(paths: Paths, given: Callable[..., CertificateFiles]) -> None:
-    pair = given()
+def test_valid_given_certificate_is_used_unchanged(
+    paths: Paths, write_certificate: Callable[..., CertificateFiles]
+) -> None:
+    pair = write_certificate()
     ready = public_access.ensure_certificate(files(pair), paths, HEAD)
     assert ready is not None
     assert (ready.files, ready.authority, ready.news) == (pair, None, ())
     assert not paths.authority.exists()
 
 
-def spoil_nothing(_pair: CertificateFiles) -> None:
+def keep_unchanged(_pair: CertificateFiles) -> None:
     """It is wrong as it was made."""
 
 
-def lock(pair: CertificateFiles) -> None:
+def encrypt_key(pair: CertificateFiles) -> None:
     key = serialization.load_pem_private_key(pair.key.read_bytes(), password=None)
     secret = serialization.BestAvailableEncryption(b"secret")
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, secret)
     pair.key.write_bytes(pem)
 
 
-def make_a_clients(pair: CertificateFiles) -> None:
+def make_client_certificate(pair: CertificateFiles) -> None:
     """The same names, for a client."""
     old = x509.load_pem_x509_certificate(pair.certificate.read_bytes())
     key = serialization.load_pem_private_key(pair.key.read_bytes(), password=None)
@@ -318,25 +320,25 @@ def reverse_chain(pair: CertificateFiles) -> None:
         ((), NOW, lambda pair: pair.certificate.write_text("x"), "holds no certificate in PEM form"),
         ((), NOW, lambda pair: pair.key.write_text("x"), "holds no private key in PEM form"),
         ((), NOW, lambda pair: pair.key.chmod(0o644), r"all users of this machine can read .*: sudo chmod o="),
-        ((), NOW, lock, "has a passphrase"),
+        ((), NOW, encrypt_key, "has a passphrase"),
         ((), NOW, reverse_chain, "is not the key of .*, whose first certificate must be the hub's own"),
-        ((), NOW, make_a_clients, "is not a server's: its extended key usage lacks serverAuth"),
-        ((), NOW - timedelta(days=500), spoil_nothing, "ended on .*: renew it"),
-        ((), NOW + timedelta(days=30), spoil_nothing, "begins on .* check the clock"),
-        (("gpu.example.org",), NOW, spoil_nothing, r"is not for \*\.gpu\.example\.org; it is for gpu\.example\.org"),
-        (("a.lan",), NOW, spoil_nothing, r"is not for gpu\.example\.org, \*\.gpu\.example\.org; it is for a\.lan"),
+        ((), NOW, make_client_certificate, "is not a server's: its extended key usage lacks serverAuth"),
+        ((), NOW - timedelta(days=500), keep_unchanged, "ended on .*: renew it"),
+        ((), NOW + timedelta(days=30), keep_unchanged, "begins on .* check the clock"),
+        (("gpu.example.org",), NOW, keep_unchanged, r"is not for \*\.gpu\.example\.org; it is for gpu\.example\.org"),
+        (("a.lan",), NOW, keep_unchanged, r"is not for gpu\.example\.org, \*\.gpu\.example\.org; it is for a\.lan"),
     ],
 )  # fmt: skip
 def test_invalid_given_certificate_is_refused(
     paths: Paths,
-    given: Callable[..., CertificateFiles],
+    write_certificate: Callable[..., CertificateFiles],
     names: tuple[str, ...],
     at: datetime,
     spoil: Callable[[CertificateFiles], Any],
     message: str,
 ) -> None:
     """With the setting, the file, what is wrong and what would be right; the key's text is never shown."""
-    pair = given(*names, at=at)
+    pair = write_certificate(*names, at=at)
     spoil(pair)
     with pytest.raises(SetupError) as caught:
         public_access.ensure_certificate(files(pair), paths, HEAD)
@@ -359,8 +361,10 @@ def test_instructions_to_trust_the_local_authority(paths: Paths) -> None:
     assert lines[-1] == f"  SHA-256 {authority.format_fingerprint(ready.authority)}"
 
 
-def test_no_trust_instructions_without_a_local_authority(paths: Paths, given: Callable[..., CertificateFiles]) -> None:
-    settings = files(given())
+def test_no_trust_instructions_without_a_local_authority(
+    paths: Paths, write_certificate: Callable[..., CertificateFiles]
+) -> None:
+    settings = files(write_certificate())
     assert (
         len(
             public_access.describe_certificate(

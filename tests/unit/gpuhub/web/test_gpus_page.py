@@ -48,12 +48,12 @@ def change(known: LeaseView, **changes: object) -> LeaseView:
     return known.model_copy(update=changes)
 
 
-def parts(view: ClusterView | None, *, name: str = "ada", is_admin: bool = False, **more: Any) -> dict[str, str]:
+def render(view: ClusterView | None, *, name: str = "ada", is_admin: bool = False, **more: Any) -> dict[str, str]:
     found = render_parts(GpusPageData(name=name, is_admin=is_admin, view=view, **more), NodeFilter())
     return {part: " ".join(html.split()) for part, html in found.items()}
 
 
-async def view_of(cluster: ClusterSettings, **changes: Any) -> ClusterView:
+async def build_view(cluster: ClusterSettings, **changes: Any) -> ClusterView:
     return (await FakeBroker(cluster).cluster()).model_copy(update=changes)
 
 
@@ -61,7 +61,7 @@ async def test_all_users_see_the_holders_of_gpus(cluster: ClusterSettings) -> No
     """Nodes with state and GPUs, held ones with their holder."""
     broker = FakeBroker(cluster)
     await broker.request_lease(ask("big", "ben"))
-    shown = parts(await broker.cluster())
+    shown = render(await broker.cluster())
     assert "2 of 3 GPUs free on 3 nodes" in shown["totals"]
     assert "held by <strong>ben</strong>" in shown["nodes"]
     assert shown["nodes"].count("<article") == 3
@@ -70,25 +70,25 @@ async def test_all_users_see_the_holders_of_gpus(cluster: ClusterSettings) -> No
 async def test_own_usage_and_leases_are_shown(cluster: ClusterSettings) -> None:
     """Usage with limits, leases with a way to more time, notes of the broker."""
     held = change(lease("GPU-a"), state=LeaseState.ACTIVE, expires_at=NOW + timedelta(hours=2), note="mixed cards")
-    shown = parts(await view_of(cluster), leases=[held], usage=[USAGE])["own"]
+    shown = render(await build_view(cluster), leases=[held], usage=[USAGE])["own"]
     assert "<dd>2 of 4</dd>" in shown
     assert "<dd>13.2</dd>" in shown
     assert "delayed by 12 min" in shown
     assert 'data-do="extend" data-lease="lease-1"' in shown
     assert "mixed cards" in shown
     unlimited = change(held, expires_at=None)
-    assert "data-do" not in parts(await view_of(cluster), leases=[unlimited])["own"]
+    assert "data-do" not in render(await build_view(cluster), leases=[unlimited])["own"]
 
 
 async def test_own_request_shows_its_pending_reason(cluster: ClusterSettings) -> None:
     """Others' do so for administrators alone; what it waits for is public, its demands are not."""
     queue = (entry(1, "ben", expected_start=NOW), entry(2, "ada"))
-    view = await view_of(cluster, queue=queue, waiting=2)
-    own = parts(view)["queue"]
+    view = await build_view(cluster, queue=queue, waiting=2)
+    own = render(view)["queue"]
     assert ('data-why="l1"' in own, 'data-why="l2"' in own) == (False, True)
     assert ('data-do="leave" data-lease="l1"' in own, 'data-do="leave" data-lease="l2"' in own) == (False, True)
     assert "expected at <time" in own
-    root = parts(view, name="root", is_admin=True)["queue"]
+    root = render(view, name="root", is_admin=True)["queue"]
     assert 'data-why="l1"' in root
     assert "data-do" not in root
 
@@ -97,9 +97,9 @@ async def test_own_requests_are_shown_in_a_long_queue(cluster: ClusterSettings) 
     """The number of further entries is shown as well."""
     queue = tuple(entry(position, "ada" if position == 900 else "ben") for position in range(1, 1001))
     far = change(lease(), id="far", state=LeaseState.REQUESTED, position=9000, gpus=())
-    view = await view_of(cluster, queue=queue, waiting=10_000)
-    assert 'data-why="far"' in parts(view, leases=[far])["queue"]
-    shown = parts(view)["queue"]
+    view = await build_view(cluster, queue=queue, waiting=10_000)
+    assert 'data-why="far"' in render(view, leases=[far])["queue"]
+    shown = render(view)["queue"]
     assert shown.count("waits for") == MAX_QUEUE_ENTRIES + 1
     assert 'data-why="l900"' in shown
     assert "10,000 waiting" in shown
@@ -121,18 +121,18 @@ def test_pending_reason_lists_each_demand_with_its_delay() -> None:
 
 async def test_administrators_get_buttons_and_quarantined_leases(cluster: ClusterSettings) -> None:
     """A node that is up has Cordon and Drain, a cordoned one Uncordon; only administrators see buttons."""
-    view = await view_of(cluster)
+    view = await build_view(cluster)
     cordoned = view.nodes[0].model_copy(update={"state": NodeState.CORDONED, "message": "cordoned by root: fans"})
     view = view.model_copy(update={"nodes": (cordoned, *view.nodes[1:])})
     quarantined = change(lease("GPU-a"), id="q", owner="ben", state=LeaseState.QUARANTINED, note="rig1 is silent")
-    shown = parts(view, name="root", is_admin=True, quarantined=[quarantined], usage=[USAGE, USAGE])
+    shown = render(view, name="root", is_admin=True, quarantined=[quarantined], usage=[USAGE, USAGE])
     assert shown["nodes"].count('data-do="undrain"') == 1
     assert shown["nodes"].count('data-do="cordon"') == 2
     assert shown["nodes"].count('data-do="drain"') == 3
     assert 'data-do="force" data-lease="q"' in shown["admin"]
     assert "rig1 is silent" in shown["admin"]
     assert "Usage of all users" in shown["admin"]
-    plain = parts(view)
+    plain = render(view)
     assert plain["admin"] == ""
     assert "data-do" not in plain["nodes"]
     assert "cordoned by root: fans" in plain["nodes"]
@@ -152,21 +152,21 @@ async def test_reservations_are_shown(cluster: ClusterSettings) -> None:
     kept = ReservationView(
         id="r", name=NASTY, nodes=("rig1",), users=("ben",), groups=("ml",), starts_at=NOW, ends_at=NOW, created_by="root"
     )  # fmt: skip
-    shown = parts(await view_of(cluster, reservations=(kept,)))["reservations"]
+    shown = render(await build_view(cluster, reservations=(kept,)))["reservations"]
     assert "reserves rig1 for ben, ml" in shown
     assert NASTY not in shown
 
 
 def test_unreachable_broker_is_reported() -> None:
     """Nothing old is shown as if it were true."""
-    shown = parts(None)
+    shown = render(None)
     assert "does not answer" in shown.pop("problem")
     assert set(shown.values()) == {""}
 
 
 async def test_many_nodes_are_paginated(cluster: ClusterSettings) -> None:
     """A match is found whatever its page would be; a page number that is too high gives the last page."""
-    view = await view_of(cluster)
+    view = await build_view(cluster)
     nodes = [view.nodes[0].model_copy(update={"name": f"node{number:04}"}) for number in range(1000)]
     first = select_nodes(nodes, NodeFilter(), "ada")
     assert (len(first.nodes), first.page, first.pages) == (NODES_PER_PAGE, 1, 1000 // NODES_PER_PAGE)
@@ -290,13 +290,13 @@ async def test_cluster_cache_shares_one_query_among_viewers(cluster: ClusterSett
     """A broker that does not answer is reported as such and called again later."""
     broker, asked = FakeBroker(cluster), []
 
-    async def look() -> ClusterView:
+    async def fetch_cluster() -> ClusterView:
         asked.append(1)
         if len(asked) == 2:
             raise BrokerUnreachable("silent")
         return await broker.cluster()
 
-    glance = ClusterCache(look)
+    glance = ClusterCache(fetch_cluster)
     first, second = await glance.get(), await glance.get()
     assert first is second is not None
     assert len(asked) == 1

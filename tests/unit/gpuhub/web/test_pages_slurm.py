@@ -69,7 +69,7 @@ def slurm() -> ClusterSettings:
     return build_cluster(engine="slurm", slurm={"account": "physics"}, profiles=profiles)
 
 
-async def look_at(cluster: ClusterSettings, **changes: Any) -> ClusterView:
+async def build_view(cluster: ClusterSettings, **changes: Any) -> ClusterView:
     """rig1's GPU is carol's by a plain job."""
     view = await FakeBroker(cluster).cluster()
     taken = (
@@ -85,14 +85,14 @@ async def look_at(cluster: ClusterSettings, **changes: Any) -> ClusterView:
     return view.model_copy(update={**told, **changes})
 
 
-def page(view: ClusterView, **more: Any) -> dict[str, str]:
+def render(view: ClusterView, **more: Any) -> dict[str, str]:
     found = build_page(GpusPageData(**{"name": "ada", "is_admin": False, "view": view, **more}), NodeFilter())
     return {part: " ".join(html.split()) for part, html in found.items()}
 
 
 async def test_each_profile_shows_its_slurm_terms(slurm: ClusterSettings) -> None:
     """The terms have partition, limits, account and QOS; without a limit the partition's default counts."""
-    big, small, cpu = build_cards(slurm, await look_at(slurm), None)
+    big, small, cpu = build_cards(slurm, await build_view(slurm), None)
     assert big.terms == "partition short (up to 4 h; 2 nodes at most) · account physics · QOS high"
     assert big.facts.endswith("up to 4 h")
     assert small.terms == "partition gpu (up to 24 h, 1 h by default) · account physics"
@@ -103,7 +103,7 @@ async def test_each_profile_shows_its_slurm_terms(slurm: ClusterSettings) -> Non
 
 async def test_partition_that_is_down_is_shown(slurm: ClusterSettings) -> None:
     down = SHORT.model_copy(update={"is_up": False})
-    big = build_cards(slurm, await look_at(slurm, partitions=(down,)), None)[0]
+    big = build_cards(slurm, await build_view(slurm, partitions=(down,)), None)[0]
     assert big.status_text == "waits: its partition is down"
     assert "down: nothing starts there" in big.terms
 
@@ -116,7 +116,7 @@ def test_slurm_terms_come_from_settings_without_a_broker(slurm: ClusterSettings,
 
 async def test_form_shows_external_jobs_and_free_gpus_by_type(slurm: ClusterSettings) -> None:
     """With user and end; and that others wait for GPUs in the same queue."""
-    view = await look_at(slurm, queue=(entry(3, "ben"),), waiting=1, waiting_outside=2)
+    view = await build_view(slurm, queue=(entry(3, "ben"),), waiting=1, waiting_outside=2)
     parts = {name: " ".join(html.split()) for name, html in render_parts(slurm, view).items()}
     assert "held by <strong>carol</strong> (Slurm job 17) since <time" in parts["nodes"]
     assert "Free now: 1 of 1 RTX 5060 · 1 of 1 RTX 5070 · 0 of 1 RTX 5090" in parts["nodes"]
@@ -130,12 +130,12 @@ async def test_form_shows_external_jobs_and_free_gpus_by_type(slurm: ClusterSett
 
 async def test_gpu_page_shows_partitions_and_no_cordon_buttons(slurm: ClusterSettings) -> None:
     """Nodes are drained in Slurm; a node to which Slurm gives no work is not shown as up."""
-    view = await look_at(slurm, waiting_outside=1)
+    view = await build_view(slurm, waiting_outside=1)
     away = view.nodes[1].model_copy(
         update={"state": NodeState.CORDONED, "message": "Slurm starts no jobs on this node: drained"}
     )
     view = view.model_copy(update={"nodes": (view.nodes[0], away, view.nodes[2])})
-    shown = page(view, is_admin=True, usage=[USAGE, USAGE])
+    shown = render(view, is_admin=True, usage=[USAGE, USAGE])
     assert '<strong class="gpuhub-name">gpu</strong> <span class="gpuhub-quiet">default</span>' in shown["partitions"]
     assert "up to 24 h, 1 h by default" in shown["partitions"]
     assert "free now: 1 of 1 RTX 5070 · 0 of 1 RTX 5090" in shown["partitions"]
@@ -149,13 +149,13 @@ async def test_gpu_page_shows_partitions_and_no_cordon_buttons(slurm: ClusterSet
 
 
 async def test_without_slurm_there_are_no_partitions(cluster: ClusterSettings) -> None:
-    shown = page(await FakeBroker(cluster).cluster())
+    shown = render(await FakeBroker(cluster).cluster())
     assert (shown["partitions"], "Free now" in shown["totals"]) == ("", False)
 
 
 async def test_external_jobs_are_found_and_are_not_problems(slurm: ClusterSettings) -> None:
     """The filter finds the user's own nodes, and nodes by their holder's name."""
-    view = await look_at(slurm)
+    view = await build_view(slurm)
     assert not needs_attention(view.nodes[0])
     assert [node.name for node in select_nodes(view.nodes, NodeFilter(show="mine"), "carol").nodes] == ["rig1"]
     assert [node.name for node in select_nodes(view.nodes, NodeFilter(find="carol"), "ada").nodes] == ["rig1"]
@@ -167,10 +167,10 @@ async def test_external_jobs_are_found_and_are_not_problems(slurm: ClusterSettin
 async def test_names_from_slurm_are_escaped(slurm: ClusterSettings) -> None:
     """Names and reasons from Slurm cannot insert HTML."""
     nasty = CAROL.model_copy(update={"owner": NASTY})
-    view = await look_at(slurm, partitions=(GPU.model_copy(update={"name": NASTY}),))
+    view = await build_view(slurm, partitions=(GPU.model_copy(update={"name": NASTY}),))
     gpu = view.nodes[0].gpus[0].model_copy(update={"holder": nasty, "holders": (nasty,)})
     node = view.nodes[0].model_copy(update={"gpus": (gpu,), "message": NASTY})
-    html = "".join(page(view.model_copy(update={"nodes": (node,)})).values())
+    html = "".join(render(view.model_copy(update={"nodes": (node,)})).values())
     assert NASTY not in html
     assert html.count("&lt;script&gt;") == 3
 

@@ -17,7 +17,7 @@ from tests.support.slurm.scripted_backend import slurm_cluster
 NEVER_READ = NodeStatus(name="rig1")
 
 
-def held_by(job: int) -> LeaseRow:
+def build_job_lease(job: int) -> LeaseRow:
     gpu = LeasedGpu(uuid="SLURM-rig1-0", node="rig1", index=0, model="RTX 5090", memory_mib=32607, worker=0)
     return lease_row(state=LeaseState.ACTIVE, nodes=("rig1",), gpus=(gpu,), granted_at=100.0, slurm_job=job)
 
@@ -62,7 +62,7 @@ def test_node_unknown_to_slurm_is_unavailable() -> None:
 
 
 def test_release_is_proven_when_the_job_has_ended() -> None:
-    lease = held_by(7)
+    lease = build_job_lease(7)
     ending = lease_states.release(lease, "stopped", 200.0)
     assert find_clear_nodes(lease, set()) == ()
     assert find_clear_nodes(ending, {7}) == ()

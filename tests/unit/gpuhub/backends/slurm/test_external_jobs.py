@@ -71,7 +71,7 @@ def read_inventory() -> Inventory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class FakeExternalScheduler:
     """What Slurm reports of others, and of its partitions."""
 
     site: SlurmSite | None = None
@@ -89,8 +89,11 @@ class Beside:
         return self.waiting
 
 
-def look(
-    beside: Beside, *leases: LeaseRow, engine: BaseScheduler | None = None, scheduler: SlurmScheduler | None = None
+def build_view(
+    beside: FakeExternalScheduler,
+    *leases: LeaseRow,
+    engine: BaseScheduler | None = None,
+    scheduler: SlurmScheduler | None = None,
 ) -> ClusterView:
     """The cluster, with these leases and waiting requests, and what Slurm says besides; `scheduler` instead of both."""
     engine = engine or scheduler
@@ -147,7 +150,7 @@ def gpu_of(view: ClusterView, node: str) -> GpuView:
 
 def test_gpus_of_external_jobs_are_not_free() -> None:
     """Its user and when it ends are told, on the GPU and with the profile that would want it."""
-    view = look(Beside(site=SITE, outside={"GPU-rig1": CAROL}))
+    view = build_view(FakeExternalScheduler(site=SITE, outside={"GPU-rig1": CAROL}))
     gpu = gpu_of(view, "rig1")
     assert gpu.state is GpuState.OUTSIDE
     assert gpu.message is not None
@@ -177,7 +180,7 @@ def test_lease_takes_precedence_over_a_completing_job() -> None:
         slurm_job=12,
         gpus=(LeasedGpu(uuid="GPU-rig1", node="rig1", index=0, model="RTX 5090", memory_mib=32607, worker=0),),
     )
-    gpu = gpu_of(look(Beside(outside={"GPU-rig1": CAROL}), held), "rig1")
+    gpu = gpu_of(build_view(FakeExternalScheduler(outside={"GPU-rig1": CAROL}), held), "rig1")
     assert gpu.state is GpuState.HELD
     assert gpu.holder is not None
     assert (gpu.holder.owner, gpu.holder.slurm_job, gpu.holder.is_outside) == ("ada", 12, False)
@@ -185,7 +188,9 @@ def test_lease_takes_precedence_over_a_completing_job() -> None:
 
 def test_unavailable_node_has_the_reason_from_slurm() -> None:
     """Slurm's words stand on it and on its free GPUs; what a job has there still runs."""
-    view = look(Beside(away={"rig1": "drained: fans", "rig2": "down*"}, outside={"GPU-rig1": CAROL}))
+    view = build_view(
+        FakeExternalScheduler(away={"rig1": "drained: fans", "rig2": "down*"}, outside={"GPU-rig1": CAROL})
+    )
     rig1, rig2 = view.nodes[:2]
     assert (rig1.state, rig1.message) == (NodeState.CORDONED, "Slurm starts no jobs on this node: drained: fans")
     assert rig1.gpus[0].state is GpuState.OUTSIDE
@@ -198,14 +203,14 @@ def test_unavailable_node_has_the_reason_from_slurm() -> None:
 
 def test_partitions_have_limits_and_free_gpus() -> None:
     """Those that have nodes of gpuhub's; profiles that name none are with the default."""
-    view = look(Beside(site=SITE, outside={"GPU-rig1": CAROL}))
+    view = build_view(FakeExternalScheduler(site=SITE, outside={"GPU-rig1": CAROL}))
     gpu, small = view.partitions
     assert (gpu.name, gpu.is_default, gpu.longest_s, gpu.usual_s, gpu.nodes) == ("gpu", True, 28800, 3600, 2)
     assert [(kind.model, kind.free, kind.total) for kind in gpu.gpus] == [("RTX 5070", 1, 1), ("RTX 5090", 0, 1)]
     assert gpu.profiles == ("big", "small", "cpu")
     assert (small.name, small.is_up, small.most_nodes, small.profiles) == ("small", False, 1, ())
     assert view.engine == "slurm"
-    assert look(Beside()).partitions == ()
+    assert build_view(FakeExternalScheduler()).partitions == ()
 
 
 def test_queue_positions_include_external_jobs() -> None:
@@ -232,8 +237,8 @@ def test_queue_positions_include_external_jobs() -> None:
     ]
     engine.observe(SlurmSnapshot(jobs=tuple(pending), nodes=()))
     row = lease("l1", slurm_job=22)
-    look(Beside(), row, engine=engine)
-    view = look(Beside(), row, scheduler=engine)
+    build_view(FakeExternalScheduler(), row, engine=engine)
+    view = build_view(FakeExternalScheduler(), row, scheduler=engine)
     assert [(entry.lease, entry.position) for entry in view.queue] == [("l1", 2)]
     assert (view.waiting, view.waiting_outside) == (1, 2)
 
@@ -260,4 +265,7 @@ def test_builtin_backend_has_no_external_usage() -> None:
     backend = build_backend(SLURM, ScriptedSlurm())
     backend.site = SITE
     assert backend.external_usage(NOW) == ExternalUsage()
-    assert backend.build_partitions(look(Beside()).nodes) == look(Beside(site=SITE)).partitions
+    assert (
+        backend.build_partitions(build_view(FakeExternalScheduler()).nodes)
+        == build_view(FakeExternalScheduler(site=SITE)).partitions
+    )

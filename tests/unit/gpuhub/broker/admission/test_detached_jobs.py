@@ -105,7 +105,7 @@ def test_detached_workers_get_their_peers() -> None:
         ({"detached": True, "nnodes": 1024}, "a detached job may have 512 GPUs at most"),
     ],
 )
-def test_contradictions_are_refused(asked: dict[str, Any], text: str) -> None:
+def test_contradictory_job_options_are_refused(asked: dict[str, Any], text: str) -> None:
     """With what would be right."""
     with pytest.raises(InvalidRequest, match=text):
         validate.check_consistency(JobRequest(run_id="run-000001", **asked))

@@ -196,13 +196,13 @@ async def test_slow_request_body_times_out(setting: Setting, monkeypatch: pytest
     monkeypatch.setattr(middleware, "RECEIVE_TIMEOUT_S", 0.2)
     begun = asyncio.Event()
 
-    async def dribble() -> Any:
+    async def send_slowly() -> Any:
         yield b'{"profile": '
         begun.set()
         await asyncio.Event().wait()
 
     async with asgi_broker(setting) as running, running.client("ada") as client:
-        answer = await client.post("/api/v1/leases", content=dribble())
+        answer = await client.post("/api/v1/leases", content=send_slowly())
     assert begun.is_set()
     assert (answer.status_code, answer.json()["code"]) == (408, "too-slow")
 
@@ -239,13 +239,13 @@ def test_broker_survives_oversized_and_malformed_requests(setting: Setting) -> N
         port = int(running.url.split(":")[2].split("/")[0])
         for request in broken:
             with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-                first = exchange(connection, request.encode())
+                first = send_raw(connection, request.encode())
                 assert first.startswith((b"HTTP/1.1 4", b"")), first
                 assert not first.startswith((b"HTTP/1.1 2", b"HTTP/1.1 5")), (request[:80], first[:200])
         assert running.send("GET", "/api/v1/leases").status_code == 200
 
 
-def exchange(connection: socket.socket, request: bytes) -> bytes:
+def send_raw(connection: socket.socket, request: bytes) -> bytes:
     """What comes back first; nothing when the connection is cut."""
     try:
         connection.sendall(request)
@@ -258,7 +258,7 @@ def exchange(connection: socket.socket, request: bytes) -> bytes:
 # -- too much ---------------------------------------------------------------------------------------------------------
 
 
-class Nobody:
+class CountingHub:
     """A hub that knows one token, and counts what it is asked."""
 
     def __init__(self) -> None:
@@ -280,17 +280,17 @@ class Nobody:
 async def test_unknown_tokens_are_rate_limited() -> None:
     """From one address a hundred at once and a few a second; others, and who is known, notice nothing."""
     now = [1000.0]
-    hub = Nobody()
+    hub = CountingHub()
     identities = Authenticator(hub, Clock())
     identities._wrong = auth.RateLimiter(auth.WRONG_TOKENS, lambda: now[0])
     assert (await identities.identify("token ada", "10.0.0.9")).name == "ada"
 
-    async def guess(number: int) -> type[BaseException]:
+    async def try_token(number: int) -> type[BaseException]:
         with pytest.raises((NotKnown, TooManyRequests)) as refused:
             await identities.identify(f"token guess{number}", "10.0.0.9")
         return refused.type
 
-    found = await asyncio.gather(*(guess(number) for number in range(10_000)))
+    found = await asyncio.gather(*(try_token(number) for number in range(10_000)))
     assert found.count(NotKnown) == auth.WRONG_TOKENS.burst
     assert hub.asked == 1 + auth.WRONG_TOKENS.burst
     assert hub.most_at_once <= auth._MAX_CHECKS
@@ -298,14 +298,14 @@ async def test_unknown_tokens_are_rate_limited() -> None:
     with pytest.raises(NotKnown):
         await identities.identify("token other", "10.0.0.10")
     now[0] += 1
-    again = [await guess(number) for number in range(20_000, 20_010)]
+    again = [await try_token(number) for number in range(20_000, 20_010)]
     assert again.count(NotKnown) == auth.WRONG_TOKENS.per_second
 
 
 async def test_unknown_tokens_do_not_evict_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there were, those that the hub knew are served while it is away; and memory is bounded."""
     monkeypatch.setattr(auth, "MAX_TOKENS", 50)
-    hub = Nobody()
+    hub = CountingHub()
     identities = Authenticator(hub, Clock())
     await identities.identify("token ada")
     for number in range(200):
@@ -318,7 +318,7 @@ async def test_unknown_tokens_do_not_evict_known_ones(monkeypatch: pytest.Monkey
 
 async def test_failed_checks_during_a_hub_outage_are_not_counted() -> None:
     """Tokens that could not be checked do not count as wrong."""
-    hub = Nobody()
+    hub = CountingHub()
     identities = Authenticator(hub, Clock())
     hub.is_down = True
     for number in range(int(auth.WRONG_TOKENS.burst) * 2):

@@ -20,11 +20,11 @@ from tests.support.broker.calls import ask, delete, post, read, run_notebook, wa
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import build_cluster
 
-pytestmark = pytest.mark.usefixtures("_quick")
+pytestmark = pytest.mark.usefixtures("_short_periods")
 
 
 @pytest.fixture
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks in quick succession."""
     monkeypatch.setattr(node_controller, "POLL_PERIOD_S", 0.05)
     monkeypatch.setattr(node_controller, "RETRY_POLL_PERIOD_S", 0.05)
@@ -32,37 +32,37 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon that hangs is soon given up."""
     monkeypatch.setattr(node_probe, "PROBE_TIMEOUT_S", 0.2)
 
 
-async def told(running: Running, kind: str) -> list[str]:
+async def list_event_texts(running: Running, kind: str) -> list[str]:
     """The texts of all events of a kind."""
     return [event.text for event in await running.core.read_events(None, 1000, None) if event.kind == kind]
 
 
-async def is_told(running: Running, kind: str) -> str:
+async def wait_for_event(running: Running, kind: str) -> str:
     """The first such event, as soon as there is one."""
-    found: list[str] = await until(partial(told, running, kind), f"{kind} is told")
+    found: list[str] = await until(partial(list_event_texts, running, kind), f"{kind} is told")
     return found[0]
 
 
-def node_of(running: Running, name: str = "rig1") -> Any:
+def get_node_status(running: Running, name: str = "rig1") -> Any:
     return running.core.capacity.inventory.nodes[name]
 
 
-async def gpu_of(running: Running, name: str = "rig1") -> Any:
+async def read_gpu(running: Running, name: str = "rig1") -> Any:
     view = await read(running, "root", "/cluster")
     return next(node for node in view["nodes"] if node["name"] == name)["gpus"][0]
 
 
-async def becomes(running: Running, state: str, name: str = "rig1") -> Any:
-    async def look() -> Any:
-        found = await gpu_of(running, name)
+async def wait_for_gpu_state(running: Running, state: str, name: str = "rig1") -> Any:
+    async def read_gpu_in_state() -> Any:
+        found = await read_gpu(running, name)
         return found if found["state"] == state else None
 
-    return await until(look, f"the GPU of {name} is {state}")
+    return await until(read_gpu_in_state, f"the GPU of {name} is {state}")
 
 
 async def start_job(running: Running, **changes: Any) -> Any:
@@ -74,7 +74,7 @@ async def start_job(running: Running, **changes: Any) -> Any:
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_hanging")
+@pytest.mark.usefixtures("_short_probe_timeout")
 @pytest.mark.parametrize("how", ["is_hung", "is_reachable"])
 async def test_notebook_survives_an_unreachable_node(setting: Setting, how: str) -> None:
     """It is unreachable soon, others go on meanwhile, and when it answers again all is as it was."""
@@ -83,12 +83,12 @@ async def test_notebook_survives_an_unreachable_node(setting: Setting, how: str)
         lease = await ask(running, "ada")
         container = await run_notebook(running, lease)
         setattr(rig1, how, how == "is_hung")
-        await until(lambda: not node_of(running).is_up, "rig1 is unreachable")
+        await until(lambda: not get_node_status(running).is_up, "rig1 is unreachable")
         assert (await ask(running, "ben", profile="rtx5070", key="b"))["state"] == "granted"
-        assert "rig1 is unreachable" in await is_told(running, "node.unreachable")
+        assert "rig1 is unreachable" in await wait_for_event(running, "node.unreachable")
         setattr(rig1, how, how != "is_hung")
-        await until(lambda: node_of(running).is_up, "rig1 answers")
-        assert "rig1 answers again" in await is_told(running, "node.up")
+        await until(lambda: get_node_status(running).is_up, "rig1 answers")
+        assert "rig1 answers again" in await wait_for_event(running, "node.up")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
     assert list(rig1.containers)[-1] == container or container in rig1.containers
 
@@ -98,17 +98,17 @@ async def test_one_failed_probe_is_not_an_outage(setting: Setting) -> None:
     rig1 = setting.nodes["rig1"]
     lost: list[str] = []
 
-    def lose(method: str) -> None:
+    def fail_once(method: str) -> None:
         if method == "containers" and not lost:
             lost.append(method)
             raise NodeUnreachable("node rig1: its Docker daemon cannot be reached")
 
     async with asgi_broker(setting) as running:
-        line = node_of(running).line_number
-        rig1.on_call = lose
-        await until(lambda: lost and node_of(running).line_number > line + 1, "rig1 is read again")
-        assert node_of(running).is_up
-        assert await told(running, "node.unreachable") == []
+        line = get_node_status(running).line_number
+        rig1.on_call = fail_once
+        await until(lambda: lost and get_node_status(running).line_number > line + 1, "rig1 is read again")
+        assert get_node_status(running).is_up
+        assert await list_event_texts(running, "node.unreachable") == []
 
 
 async def test_uninspectable_container_does_not_fail_its_node(setting: Setting) -> None:
@@ -123,40 +123,40 @@ async def test_uninspectable_container_does_not_fail_its_node(setting: Setting) 
         rig1.on_call = hang
         lease = await ask(running, "ada")
         await run_notebook(running, lease)
-        line = node_of(running).line_number
-        await until(lambda: node_of(running).line_number > line + 2, "rig1 is read again")
-        assert node_of(running).is_up
+        line = get_node_status(running).line_number
+        await until(lambda: get_node_status(running).line_number > line + 2, "rig1 is read again")
+        assert get_node_status(running).is_up
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
 
 
 # -- proof -------------------------------------------------------------------------------------------------------------
 
 
-def impatient(setting: Setting) -> None:
+def shorten_timeouts(setting: Setting) -> None:
     setting.cluster = build_cluster(scheduling=SchedulingSettings(quarantine_after="1s", preempt_grace="1s"))
 
 
 async def test_lease_that_ends_on_an_unreachable_node_is_quarantined(setting: Setting) -> None:
     """Its GPU stays blocked, everybody sees why, and the node's own word frees it when it comes back."""
-    impatient(setting)
+    shorten_timeouts(setting)
     rig1 = setting.nodes["rig1"]
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
         container = await run_notebook(running, lease)
         rig1.is_reachable = False
-        await until(lambda: not node_of(running).is_up, "rig1 is unreachable")
+        await until(lambda: not get_node_status(running).is_up, "rig1 is unreachable")
         await delete(running, "ada", f"/leases/{lease['id']}")
         waiting = await ask(running, "ben", key="b")
         ended = await wait_for_state(running, f"/leases/{lease['id']}", "quarantined")
         assert "node rig1 does not answer, so what ran there may still run" in ended["note"]
-        assert (await becomes(running, "quarantined"))["holder"]["owner"] == "ada"
+        assert (await wait_for_gpu_state(running, "quarantined"))["holder"]["owner"] == "ada"
         rig1.is_reachable = True
         await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "released"
         assert container not in rig1.containers
 
 
-def wipe(setting: Setting, boot_id: str | None = None) -> None:
+def replace_daemon(setting: Setting, boot_id: str | None = None) -> None:
     """rig1's daemon comes back with other data: it knows nothing of what ran."""
     rig1 = setting.nodes["rig1"]
     rig1.containers.clear()
@@ -166,13 +166,13 @@ def wipe(setting: Setting, boot_id: str | None = None) -> None:
 
 async def test_another_daemon_does_not_prove_a_release(setting: Setting) -> None:
     """The notebook is not given up, and when it is stopped its GPU stays blocked until an administrator frees it."""
-    impatient(setting)
+    shorten_timeouts(setting)
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
         await run_notebook(running, lease)
-        wipe(setting)
-        assert "another Docker daemon answers on rig1" in await is_told(running, "node.suspect")
-        await until(lambda: node_of(running).is_suspect, "rig1 is suspect")
+        replace_daemon(setting)
+        assert "another Docker daemon answers on rig1" in await wait_for_event(running, "node.suspect")
+        await until(lambda: get_node_status(running).is_suspect, "rig1 is suspect")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
         await delete(running, "ada", f"/leases/{lease['id']}")
         ended = await wait_for_state(running, f"/leases/{lease['id']}", "quarantined")
@@ -181,23 +181,23 @@ async def test_another_daemon_does_not_prove_a_release(setting: Setting) -> None
         assert waiting["state"] == "requested"
         await running.core.ledger.change(mutations.force_release(lease["id"], "root"))
         await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
-        assert len(await told(running, "node.suspect")) == 1
+        assert len(await list_event_texts(running, "node.suspect")) == 1
 
 
 async def test_machine_restart_proves_a_release(setting: Setting) -> None:
     """With another boot id nothing of the old lease can run, whichever daemon says that it is not there."""
-    impatient(setting)
+    shorten_timeouts(setting)
     rig1 = setting.nodes["rig1"]
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
         await run_notebook(running, lease)
         rig1.kill()
-        await until(lambda: not node_of(running).is_up, "rig1 is unreachable")
-        wipe(setting)
+        await until(lambda: not get_node_status(running).is_up, "rig1 is unreachable")
+        replace_daemon(setting)
         rig1.start("boot-2")
         ended = await wait_for_state(running, f"/leases/{lease['id']}", "released")
         assert ended["reason"] == "its container is gone"
-        await until(lambda: not node_of(running).is_suspect, "rig1 is no longer suspect")
+        await until(lambda: not get_node_status(running).is_suspect, "rig1 is no longer suspect")
 
 
 async def test_restart_before_container_creation_is_not_proof(setting: Setting) -> None:
@@ -206,7 +206,7 @@ async def test_restart_before_container_creation_is_not_proof(setting: Setting) 
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
         rig1.kill()
-        await until(lambda: not node_of(running).is_up, "rig1 is unreachable")
+        await until(lambda: not get_node_status(running).is_up, "rig1 is unreachable")
         rig1.start("boot-2")
 
         def stored() -> tuple[str | None, str | None]:
@@ -214,27 +214,27 @@ async def test_restart_before_container_creation_is_not_proof(setting: Setting) 
 
         await until(lambda: stored() == (rig1.daemon_id, "boot-2"), "the restart is stored with the lease")
         await run_notebook(running, lease)
-        wipe(setting)
-        await is_told(running, "node.suspect")
+        replace_daemon(setting)
+        await wait_for_event(running, "node.suspect")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
 
 
 async def test_daemon_identity_is_read_after_the_container_list(setting: Setting) -> None:
     """Who answers is asked after the list on which something rests, however lately it was asked before."""
-    impatient(setting)
+    shorten_timeouts(setting)
     rig1 = setting.nodes["rig1"]
     asked: list[str] = []
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
         await run_notebook(running, lease)
-        line = node_of(running).line_number
-        await until(lambda: node_of(running).line_number > line + 2, "rig1 is read again")
+        line = get_node_status(running).line_number
+        await until(lambda: get_node_status(running).line_number > line + 2, "rig1 is read again")
         agent = rig1.of_kind(names.KIND_AGENT)[0]
         rig1.on_call = asked.append
         rig1.containers.clear()
         rig1.containers[agent["Id"]] = agent
         rig1.daemon_id = "another"
-        await is_told(running, "node.suspect")
+        await wait_for_event(running, "node.suspect")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
     assert asked[asked.index("info") - 1] == "containers"
 
@@ -249,10 +249,10 @@ async def test_gpu_in_outside_use_is_not_granted(setting: Setting) -> None:
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
         assert lease["state"] == "requested"
-        found = await becomes(running, "outside")
+        found = await wait_for_gpu_state(running, "outside")
         assert found["message"] == "in use outside gpuhub: 1 process, 5.1 GiB"
         assert found["outside"] == [{"pid": 4711, "memory_mib": 5000}]
-        assert "in use outside gpuhub" in await is_told(running, "gpu.outside")
+        assert "in use outside gpuhub" in await wait_for_event(running, "gpu.outside")
         rig1.processes.clear()
         rig1.used_mib.clear()
         await wait_for_state(running, f"/leases/{lease['id']}", "granted")
@@ -265,12 +265,12 @@ async def test_gpu_with_memory_left_after_a_lease_is_not_granted(setting: Settin
         lease = await ask(running, "ada")
         await run_notebook(running, lease)
         rig1.processes[0], rig1.used_mib[0] = [(4711, 5000)], 5222
-        await until(lambda: node_of(running).gpus[0].processes, "the notebook's process is seen")
-        assert (await gpu_of(running))["state"] == "held"
+        await until(lambda: get_node_status(running).gpus[0].processes, "the notebook's process is seen")
+        assert (await read_gpu(running))["state"] == "held"
         waiting = await ask(running, "ben", key="b")
         await delete(running, "ada", f"/leases/{lease['id']}")
         await wait_for_state(running, f"/leases/{lease['id']}", "released")
-        await becomes(running, "outside")
+        await wait_for_gpu_state(running, "outside")
         assert (await read(running, "ben", f"/leases/{waiting['id']}"))["state"] == "requested"
         rig1.processes.clear()
         rig1.used_mib.clear()
@@ -291,13 +291,13 @@ async def test_broken_gpu_is_not_granted(setting: Setting, break_gpu: Any, messa
     """The user is told which and why, and it is told once."""
     async with asgi_broker(setting) as running:
         break_gpu(setting.nodes["rig1"])
-        found = await becomes(running, "failed")
+        found = await wait_for_gpu_state(running, "failed")
         assert message in found["message"]
         assert (await ask(running, "ada"))["state"] == "requested"
-        assert message in await is_told(running, "gpu.failed")
-        line = node_of(running).line_number
-        await until(lambda: node_of(running).line_number > line + 1, "rig1 is read again")
-        assert len(await told(running, "gpu.failed")) == 1
+        assert message in await wait_for_event(running, "gpu.failed")
+        line = get_node_status(running).line_number
+        await until(lambda: get_node_status(running).line_number > line + 1, "rig1 is read again")
+        assert len(await list_event_texts(running, "gpu.failed")) == 1
 
 
 async def test_containers_that_lost_their_devices_are_reported(setting: Setting) -> None:
@@ -316,10 +316,10 @@ async def test_containers_that_lost_their_devices_are_reported(setting: Setting)
             "active",
             "its container on rig1 has lost its GPU, as when systemd is reloaded there: restart your server",
         )
-        assert "restart your server" in await is_told(running, "gpu.lost")
+        assert "restart your server" in await wait_for_event(running, "gpu.lost")
         assert (await read(running, "ben", f"/leases/{other['id']}"))["note"] is None
-        await until(lambda: node_of(running).gpu_error is None, "the new agent reads")
-        assert len(await told(running, "gpu.lost")) == 1
+        await until(lambda: get_node_status(running).gpu_error is None, "the new agent reads")
+        assert len(await list_event_texts(running, "gpu.lost")) == 1
 
 
 async def test_mig_devices_are_granted_individually(setting: Setting) -> None:
@@ -349,14 +349,14 @@ async def test_container_with_a_gpu_outside_its_lease_is_removed(setting: Settin
         }
         stray = setting.nodes[lease["nodes"][0]].run_container(labels, devices=["GPU-rig1-0"])
         await until(lambda: stray not in rig1.containers, "the container is removed")
-        assert f"it has GPU GPU-rig1-0, which is not in its lease {lease['id']}" in await is_told(
+        assert f"it has GPU GPU-rig1-0, which is not in its lease {lease['id']}" in await wait_for_event(
             running, "container.removed"
         )
 
 
 async def test_container_that_cannot_be_removed_is_reported_once(setting: Setting) -> None:
     """It is tried again at every look, and what blocks the GPU is said at its lease."""
-    impatient(setting)
+    shorten_timeouts(setting)
     rig1 = setting.nodes["rig1"]
     tries: list[str] = []
 
@@ -373,7 +373,7 @@ async def test_container_that_cannot_be_removed_is_reported_once(setting: Settin
         await until(lambda: len(tries) > 2, "it is tried again")
         ended = await wait_for_state(running, f"/leases/{lease['id']}", "quarantined")
         assert "its containers on rig1 are not gone yet" in ended["note"]
-        assert len(await told(running, "container.removed")) == 1
+        assert len(await list_event_texts(running, "container.removed")) == 1
         rig1.on_call = lambda method: None
         await wait_for_state(running, f"/leases/{lease['id']}", "released")
 
@@ -390,8 +390,8 @@ async def test_preempted_workers_get_one_signal_and_time_to_end(setting: Setting
         (worker,) = rig1.of_kind(names.KIND_WORKER)
         await running.core.ledger.change(mutations.change_jobs([(job["id"], partial(preempt, grace_s=600.0))]))
         await until(lambda: rig1.signals, "the worker gets a signal")
-        line = node_of(running).line_number
-        await until(lambda: node_of(running).line_number > line + 2, "rig1 is read again")
+        line = get_node_status(running).line_number
+        await until(lambda: get_node_status(running).line_number > line + 2, "rig1 is read again")
         assert rig1.signals == [(worker["Id"], "SIGTERM")]
         assert (await read(running, "ada", f"/jobs/{job['id']}"))["state"] == "preempting"
         rig1.end_container(worker["Id"])
@@ -411,7 +411,7 @@ async def test_preempted_job_is_removed_after_the_grace(setting: Setting) -> Non
         assert (await wait_for_state(running, f"/jobs/{job['id']}", "running"))["preemptions"] == 1
 
 
-@pytest.mark.usefixtures("_hanging")
+@pytest.mark.usefixtures("_short_probe_timeout")
 async def test_broker_shutdown_cancels_hanging_calls(setting: Setting) -> None:
     """A removal on a node that hangs holds up no end of the broker; the next run takes it up."""
     rig1 = setting.nodes["rig1"]
@@ -424,11 +424,11 @@ async def test_broker_shutdown_cancels_hanging_calls(setting: Setting) -> None:
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
         container = await run_notebook(running, lease)
-        line = node_of(running).line_number
-        await until(lambda: node_of(running).line_number > line + 1, "the container was seen")
+        line = get_node_status(running).line_number
+        await until(lambda: get_node_status(running).line_number > line + 1, "the container was seen")
         rig1.on_call = hang
         await delete(running, "ada", f"/leases/{lease['id']}")
-        await until(lambda: not node_of(running).is_up, "rig1 is unreachable")
+        await until(lambda: not get_node_status(running).is_up, "rig1 is unreachable")
         assert "stop" not in calls
     rig1.is_hung, rig1.on_call = False, lambda method: None
     async with asgi_broker(setting) as running:
@@ -445,12 +445,12 @@ async def test_node_without_its_firewall_takes_no_work(tmp_path: Path) -> None:
             raise GpuhubError(f"node {node}: its firewall is not in place: nft: no")
 
     async with asgi_broker(Setting(tmp_path, ensure_filter=ensure)) as running:
-        assert await is_told(running, "node.unguarded") == "its firewall is not in place: nft: no"
-        found = await becomes(running, "unavailable")
+        assert await wait_for_event(running, "node.unguarded") == "its firewall is not in place: nft: no"
+        found = await wait_for_gpu_state(running, "unavailable")
         assert found["message"] == "its firewall is not in place: nft: no"
-        assert (await gpu_of(running, "rig2"))["state"] == "free"
+        assert (await read_gpu(running, "rig2"))["state"] == "free"
         (node, *_) = (await read(running, "root", "/cluster"))["nodes"]
         assert node["message"] == found["message"]
         troubled.clear()
-        await becomes(running, "free")
-        assert await told(running, "node.guarded") == ["its firewall is in place again"]
+        await wait_for_gpu_state(running, "free")
+        assert await list_event_texts(running, "node.guarded") == ["its firewall is in place again"]

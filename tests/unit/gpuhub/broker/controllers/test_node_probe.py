@@ -15,7 +15,7 @@ from gpuhub.nodes.status import NodeStatus
 UP = NodeStatus(name="rig1", is_up=True, is_reconciled=True, daemon_id="d")
 
 
-class Moment:
+class FakeClock:
     """A clock that tests set."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Moment:
         return self.now_s
 
 
-class Node:
+class FakeNode:
     """What asking a node brings."""
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class Node:
 
 
 @pytest.fixture
-def clock() -> Moment:
-    return Moment()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
-async def test_firewall_check_interval_is_shorter_after_a_failure(clock: Moment) -> None:
+async def test_firewall_check_interval_is_shorter_after_a_failure(clock: FakeClock) -> None:
     """What is in place is not asked for at every look."""
-    node = Node()
+    node = FakeNode()
     watched = FirewallChecker(node.ensure, clock)  # type: ignore[arg-type]
     record = await watched.check(UP)
     record = await watched.check(record)
@@ -65,9 +65,9 @@ async def test_firewall_check_interval_is_shorter_after_a_failure(clock: Moment)
     await watched.close()
 
 
-async def test_unreachable_node_fails_the_firewall_check(clock: Moment) -> None:
+async def test_unreachable_node_fails_the_firewall_check(clock: FakeClock) -> None:
     """And is asked at the next one."""
-    node = Node()
+    node = FakeNode()
     node.error = NodeUnreachable("node rig1: silent")
     watched = FirewallChecker(node.ensure, clock)  # type: ignore[arg-type]
     for asked in (1, 2):
@@ -77,10 +77,10 @@ async def test_unreachable_node_fails_the_firewall_check(clock: Moment) -> None:
     await watched.close()
 
 
-async def test_slow_firewall_check_does_not_delay_probes(clock: Moment, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_firewall_check_does_not_delay_probes(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """One question at a time; what it brings counts when it comes, and is given up at the end."""
     monkeypatch.setattr(node_probe, "FIREWALL_TIMEOUT_S", 0.01)
-    node = Node()
+    node = FakeNode()
     node.gate.clear()
     node.error = GpuhubError("node rig1: no")
     watched = FirewallChecker(node.ensure, clock)  # type: ignore[arg-type]

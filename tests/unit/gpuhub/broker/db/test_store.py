@@ -243,15 +243,15 @@ def test_the_newest_events_are_kept(tmp_path: Path) -> None:
     """Read from the newest back, or on from a number; older ones than are kept are gone; numbers come once."""
     store = Store.open_file(tmp_path / "b.sqlite")
 
-    def told(text: str, owner: str | None = None) -> EventRow:
+    def build_event(text: str, owner: str | None = None) -> EventRow:
         return EventRow(at=1.0, kind="lease.granted", text=text, owner=owner)
 
-    store.save_events([told(str(number), "ada" if number % 2 else None) for number in range(MAX_EVENTS)])
+    store.save_events([build_event(str(number), "ada" if number % 2 else None) for number in range(MAX_EVENTS)])
     newest = store.list_events(after=None, limit=2)
     assert [event.text for event in newest] == [str(MAX_EVENTS - 2), str(MAX_EVENTS - 1)]
     assert store.list_events(after=newest[0].seq, limit=10) == newest[1:]
     assert [event.owner for event in store.list_events(after=None, limit=2, owner="ada")] == ["ada", "ada"]
-    store.save_events([told("last")])
+    store.save_events([build_event("last")])
     assert store.list_events(after=None, limit=1)[0].seq == newest[-1].seq + 1
     assert store.list_events(after=0, limit=1)[0].text == "1"
     store.close()
@@ -260,8 +260,8 @@ def test_the_newest_events_are_kept(tmp_path: Path) -> None:
 def test_events_of_changes_are_limited(tmp_path: Path) -> None:
     """What is told together with a change pushes out the oldest as well."""
     store = Store.open_file(tmp_path / "b.sqlite")
-    told = [EventRow(at=1.0, kind="lease.granted", text=str(number)) for number in range(MAX_EVENTS + 5)]
-    store.save(Changes(events=told))
+    events = [EventRow(at=1.0, kind="lease.granted", text=str(number)) for number in range(MAX_EVENTS + 5)]
+    store.save(Changes(events=events))
     assert store.list_events(after=0, limit=1)[0].text == "5"
     store.close()
 

@@ -95,7 +95,7 @@ async def stuck_lease(running: Running) -> Any:
 
 
 @pytest.fixture
-def hasty(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Setting:
+def quick_quarantine(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Setting:
     """Quarantine after a second."""
     monkeypatch.setattr(node_controller, "POLL_PERIOD_S", 0.2)
     monkeypatch.setattr(node_controller, "RETRY_POLL_PERIOD_S", 0.1)
@@ -104,24 +104,24 @@ def hasty(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Setting:
     return setting
 
 
-async def test_unproven_lease_blocks_its_gpu_until_proof(hasty: Setting) -> None:
+async def test_unproven_lease_blocks_its_gpu_until_proof(quick_quarantine: Setting) -> None:
     """Over a restart as well; the node's own word ends it."""
-    async with asgi_broker(hasty) as running:
+    async with asgi_broker(quick_quarantine) as running:
         lease = await stuck_lease(running)
         assert "rig1" in lease["note"]
         waiting = await ask(running, "ben", key="b")
         assert waiting["state"] == "requested"
-    async with asgi_broker(hasty, wait=False) as running:
+    async with asgi_broker(quick_quarantine, wait=False) as running:
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "quarantined"
-        hasty.nodes["rig1"].is_reachable = True
+        quick_quarantine.nodes["rig1"].is_reachable = True
         await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "released"
-        assert hasty.nodes["rig1"].of_kind("notebook") == []
+        assert quick_quarantine.nodes["rig1"].of_kind("notebook") == []
 
 
-async def test_only_administrators_can_force_a_release(hasty: Setting) -> None:
+async def test_only_administrators_can_force_a_release(quick_quarantine: Setting) -> None:
     """Nobody else may; the lease is over, which is told with the name, and the container still goes."""
-    async with asgi_broker(hasty) as running:
+    async with asgi_broker(quick_quarantine) as running:
         lease = await stuck_lease(running)
         path = f"/leases/{lease['id']}/force"
         refused = await post(running, "ada", path, status=403)
@@ -132,9 +132,9 @@ async def test_only_administrators_can_force_a_release(hasty: Setting) -> None:
         assert kinds[-2:] == ["lease.forced", "lease.released"]
         waiting = await ask(running, "ben", key="b")
         assert waiting["state"] == "requested"
-        hasty.nodes["rig1"].is_reachable = True
+        quick_quarantine.nodes["rig1"].is_reachable = True
         await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
-        assert hasty.nodes["rig1"].of_kind("notebook") == []
+        assert quick_quarantine.nodes["rig1"].of_kind("notebook") == []
         await post(running, "root", f"/leases/{waiting['id']}/force", status=409)
 
 
@@ -257,7 +257,7 @@ async def test_array_is_accepted_as_a_whole_or_not_at_all(setting: Setting) -> N
         ({"nnodes": 1, "min_nnodes": 2}, "min_nnodes: 2 is more than nnodes, 1"),
     ],
 )
-async def test_contradictions_are_refused(setting: Setting, parts: dict[str, Any], text: str) -> None:
+async def test_contradictory_request_keys_are_refused(setting: Setting, parts: dict[str, Any], text: str) -> None:
     """With the keys that contradict each other."""
     async with asgi_broker(setting) as running:
         refused = await post(running, "ada", "/jobs", {**JOB, **parts}, 422)

@@ -19,7 +19,7 @@ ADA, BEN = Identity(name="ada"), Identity(name="ben")
 ROOT = Identity(name="root", is_admin=True)
 
 
-def held(running: Running, who: Identity) -> list[str]:
+def list_holders(running: Running, who: Identity) -> list[str]:
     nodes: list[dict[str, Any]] = json.loads(running.app.state.broker.cluster_json(who))["nodes"]
     return [gpu["holder"]["owner"] for node in nodes for gpu in node["gpus"] if gpu["holder"]]
 
@@ -29,9 +29,9 @@ async def test_small_cluster_view_is_always_current(tmp_path: Path) -> None:
     async with asgi_broker(Setting(tmp_path)) as running:
         broker = running.app.state.broker
         await broker.request_lease(ADA, LeaseRequest(profile="rtx5090", key="k1"))
-        assert held(running, BEN) == ["ada"]
+        assert list_holders(running, BEN) == ["ada"]
         await broker.request_lease(BEN, LeaseRequest(profile="rtx5070", key="k1"))
-        assert sorted(held(running, ADA)) == ["ada", "ben"]
+        assert sorted(list_holders(running, ADA)) == ["ada", "ben"]
 
 
 async def test_large_cluster_view_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,11 +40,11 @@ async def test_large_cluster_view_is_cached(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(views, "AGE_PER_BUILD_TIME", 1e9)
     async with asgi_broker(Setting(tmp_path)) as running:
         broker = running.app.state.broker
-        assert held(running, BEN) == []
+        assert list_holders(running, BEN) == []
         await broker.request_lease(ADA, LeaseRequest(profile="rtx5090", key="k1"))
-        assert held(running, BEN) == []
+        assert list_holders(running, BEN) == []
         await broker.cordon(ROOT, "rig2", CordonRequest())
-        assert held(running, BEN) == ["ada"]
+        assert list_holders(running, BEN) == ["ada"]
 
 
 async def test_cluster_view_applies_the_limits_of_the_caller(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ async def test_cluster_view_applies_the_limits_of_the_caller(tmp_path: Path) -> 
         broker = running.app.state.broker
         await broker.request_lease(ADA, LeaseRequest(profile="rtx5090", key="k1"))
 
-        def starts(who: Identity) -> bool:
+        def can_start_now(who: Identity) -> bool:
             profiles = json.loads(broker.cluster_json(who))["profiles"]
             return next(bool(one["starts_now"]) for one in profiles if one["name"] == "rtx5060")
 
-        assert (starts(ADA), starts(BEN)) == (False, True)
+        assert (can_start_now(ADA), can_start_now(BEN)) == (False, True)

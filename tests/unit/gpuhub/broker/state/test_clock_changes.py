@@ -25,11 +25,11 @@ async def test_job_without_heartbeat_ends(setting: Setting) -> None:
             for n in range(2)
         ]
 
-        async def one_ended() -> bool:
+        async def has_second_job_ended() -> bool:
             await post(running, "ada", f"/jobs/{jobs[0]['id']}/renew", status=204)
             return bool((await read(running, "ada", f"/jobs/{jobs[1]['id']}"))["state"] == "ended")
 
-        await until(one_ended, "the job without renewals ends")
+        await until(has_second_job_ended, "the job without renewals ends")
         assert (await read(running, "ada", f"/jobs/{jobs[1]['id']}"))["reason"] == "the notebook stopped reporting"
         assert (await read(running, "ada", f"/jobs/{jobs[0]['id']}"))["state"] == "running"
         assert (await read(running, "ada", f"/jobs/{jobs[0]['id']}"))["renew_within_s"] == 4.0
@@ -104,7 +104,7 @@ async def test_a_notebook_and_its_job_count_together(setting: Setting) -> None:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_check_period(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is looked at often."""
     monkeypatch.setattr(broker_state, "HOUSEKEEPING_S", 0.05)
     monkeypatch.setattr(deadlines, "CHECK_PERIOD_S", 0.05)
@@ -112,7 +112,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_restarter, "CHECK_PERIOD_S", 0.05)
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("short_check_period")
 @pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
 async def test_clock_jump_ends_no_lease(setting: Setting, jump_s: float) -> None:
     """A lease keeps the time it had left, told by the new clock; the jump is told; what waits keeps its place."""

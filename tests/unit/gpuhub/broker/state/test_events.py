@@ -26,41 +26,43 @@ def requested(**changes: object) -> LeaseRow:
     return row.evolve(**changes)
 
 
-def share(node: str) -> NodeAllocation:
+def build_node_allocation(node: str) -> NodeAllocation:
     return NodeAllocation(node=node, slots=(GpuSlot(uuid=f"GPU-{node}", node=node, index=0, card=CARD),))
 
 
-def told(before: LeaseRow | None, after: LeaseRow) -> list[tuple[str, str, str | None]]:
+def list_events(before: LeaseRow | None, after: LeaseRow) -> list[tuple[str, str, str | None]]:
     return [(event.kind, event.text, event.node) for event in list_lease_events(before, after, 9.0)]
 
 
 def test_each_step_of_a_lease_is_an_event() -> None:
     """Who, what and where; several steps that others see as one are told as what they came to."""
     asked = requested()
-    granted = lease_states.grant(asked, [share("rig1")], 2.0, note="said")
+    granted = lease_states.grant(asked, [build_node_allocation("rig1")], 2.0, note="said")
     releasing = lease_states.release(granted, "stopped", 3.0)
     stuck = lease_states.quarantine(releasing, "node rig1 does not answer", 4.0)
     over = lease_states.prove_released(stuck, "rig1", 5.0)
-    assert told(None, asked) == []
-    assert told(asked, granted) == [("lease.granted", "notebook lease of ada: GPU 0 of rig1 (said)", "rig1")]
-    assert told(granted, lease_states.activate(granted, "c", 2.5)) == []
-    assert told(granted, releasing) == [("lease.releasing", "notebook lease of ada ends: stopped", "rig1")]
+    assert list_events(None, asked) == []
+    assert list_events(asked, granted) == [("lease.granted", "notebook lease of ada: GPU 0 of rig1 (said)", "rig1")]
+    assert list_events(granted, lease_states.activate(granted, "c", 2.5)) == []
+    assert list_events(granted, releasing) == [("lease.releasing", "notebook lease of ada ends: stopped", "rig1")]
     text = "notebook lease of ada ends without proof, its GPUs stay blocked: quarantined: node rig1 does not answer"
-    assert told(releasing, stuck) == [("lease.quarantined", text, "rig1")]
-    assert told(stuck, over) == [("lease.released", "notebook lease of ada is over: stopped", "rig1")]
-    assert told(asked, lease_states.release(asked, "left", 3.0)) == [
+    assert list_events(releasing, stuck) == [("lease.quarantined", text, "rig1")]
+    assert list_events(stuck, over) == [("lease.released", "notebook lease of ada is over: stopped", "rig1")]
+    assert list_events(asked, lease_states.release(asked, "left", 3.0)) == [
         ("lease.released", "notebook lease of ada is over: left", None)
     ]
-    assert [kind for kind, _, _ in told(None, over)] == ["lease.granted", "lease.released"]
+    assert [kind for kind, _, _ in list_events(None, over)] == ["lease.granted", "lease.released"]
 
 
 def test_events_name_shares_and_released_gpus() -> None:
     """Part numbers as people count, from 1."""
     asked = requested(resources=ResourceRequest(share=4))
-    part = lease_states.grant(asked, [share("rig1")], 2.0, parts={"GPU-rig1": 1})
-    assert told(asked, part)[0][1] == "notebook lease of ada: part 2 of 4 of GPU 0 of rig1"
-    gang = lease_states.activate(lease_states.grant(requested(), [share("rig1"), share("rig2")], 2.0), None, 2.0)
-    assert told(gang, lease_states.shrink(gang, {"rig2"}, 3.0)) == [
+    part = lease_states.grant(asked, [build_node_allocation("rig1")], 2.0, parts={"GPU-rig1": 1})
+    assert list_events(asked, part)[0][1] == "notebook lease of ada: part 2 of 4 of GPU 0 of rig1"
+    gang = lease_states.activate(
+        lease_states.grant(requested(), [build_node_allocation("rig1"), build_node_allocation("rig2")], 2.0), None, 2.0
+    )
+    assert list_events(gang, lease_states.shrink(gang, {"rig2"}, 3.0)) == [
         ("lease.shed", "notebook lease of ada gives back GPU 0 of rig2", None)
     ]
 

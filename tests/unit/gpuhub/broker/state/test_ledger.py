@@ -25,7 +25,7 @@ from tests.support.broker.calls import ask, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 
 
-class Gate(Store):
+class BlockingStore(Store):
     """A store whose writes wait while `is_held`, fail with `error`, and are counted."""
 
     is_held = False
@@ -59,11 +59,11 @@ class CountingHook:
         self.rollbacks += 1
 
 
-class Bench:
+class LedgerFixture:
     """A ledger on a real file."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = Gate.open_file(folder / "broker.sqlite")
+        self.store = BlockingStore.open_file(folder / "broker.sqlite")
         self.store.saved = []
         self.hook = CountingHook()
         self.ledger = Ledger(self.store, self.hook, Clock())
@@ -80,7 +80,7 @@ class Bench:
 
         return edit
 
-    def known(self) -> list[str]:
+    def list_lease_ids(self) -> list[str]:
         """What everybody sees, and what is stored: they are the same."""
         shown = sorted(self.ledger.snapshot.leases)
         assert shown == sorted(lease.id for lease in self.store.load_open()[0])
@@ -90,12 +90,12 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Any:
-    made = Bench(tmp_path)
+    made = LedgerFixture(tmp_path)
     yield made
     made.store.close()
 
 
-async def gathered(bench: Bench, *edits: Callable[[Transaction], Any]) -> list[Any]:
+async def change_together(bench: LedgerFixture, *edits: Callable[[Transaction], Any]) -> list[Any]:
     """The edits' results, all but the first made on one draft: they come while the first is being written."""
     bench.store.is_held = True
     tasks = [asyncio.ensure_future(bench.ledger.change(edits[0]))]
@@ -106,33 +106,33 @@ async def gathered(bench: Bench, *edits: Callable[[Transaction], Any]) -> list[A
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_concurrent_changes_share_one_transaction(bench: Bench) -> None:
+async def test_concurrent_changes_share_one_transaction(bench: LedgerFixture) -> None:
     """Whoever comes while something is being written is written with the others who did, in their order."""
-    rows = await gathered(bench, *(bench.add(f"l{number}") for number in range(5)))
+    rows = await change_together(bench, *(bench.add(f"l{number}") for number in range(5)))
     assert [row.id for row in rows] == ["l0", "l1", "l2", "l3", "l4"]
     assert [row.seq for row in rows] == [1, 2, 3, 4, 5]
     assert [len(changes.leases) for changes in bench.store.saved] == [1, 4]
-    assert bench.known() == ["l0", "l1", "l2", "l3", "l4"]
+    assert bench.list_lease_ids() == ["l0", "l1", "l2", "l3", "l4"]
 
 
-async def test_failing_change_is_rolled_back_alone(bench: Bench) -> None:
+async def test_failing_change_is_rolled_back_alone(bench: LedgerFixture) -> None:
     """Its caller hears of it; what it did before it raised is gone; the others' changes are kept."""
 
-    def half(draft: Transaction) -> None:
+    def fail_halfway(draft: Transaction) -> None:
         bench.add("half")(draft)
         draft.put_lease(lease_states.release(draft.leases["l1"], "by mistake", 2.0))
         draft.add_event("lease.extended", "by mistake")
         raise Conflict("no")
 
-    results = await gathered(bench, bench.add("l0"), bench.add("l1"), half, bench.add("l2", "ben"))
+    results = await change_together(bench, bench.add("l0"), bench.add("l1"), fail_halfway, bench.add("l2", "ben"))
     assert isinstance(results[2], Conflict)
     assert results[3].seq == 3
-    assert bench.known() == ["l0", "l1", "l2"]
+    assert bench.list_lease_ids() == ["l0", "l1", "l2"]
     assert bench.ledger.snapshot.leases["l1"].state is LeaseState.REQUESTED
     assert bench.store.list_events(after=None, limit=10) == []
 
 
-async def test_cancelled_caller_does_not_cancel_the_change(bench: Bench) -> None:
+async def test_cancelled_caller_does_not_cancel_the_change(bench: LedgerFixture) -> None:
     """What is stored is always what is shown."""
     bench.store.is_held = True
     task = asyncio.ensure_future(bench.ledger.change(bench.add("l0")))
@@ -142,53 +142,53 @@ async def test_cancelled_caller_does_not_cancel_the_change(bench: Bench) -> None
         await task
     bench.store.is_held = False
     await bench.ledger.change(bench.add("l1"))
-    assert bench.known() == ["l0", "l1"]
+    assert bench.list_lease_ids() == ["l0", "l1"]
 
 
-async def test_failed_write_changes_nothing(bench: Bench) -> None:
+async def test_failed_write_changes_nothing(bench: LedgerFixture) -> None:
     """Everybody of that transaction hears of it, nothing is changed, and the next change is as if it had not been."""
     await bench.ledger.change(bench.add("l0"))
     before = bench.ledger.snapshot
     bench.store.error = Unavailable("the disk is full")
-    results = await gathered(bench, bench.add("l1"), bench.add("l2"), bench.add("l3"))
+    results = await change_together(bench, bench.add("l1"), bench.add("l2"), bench.add("l3"))
     assert [type(result) for result in results] == [Unavailable] * 3
     assert bench.ledger.snapshot is before
     assert bench.hook.rollbacks == 2
     bench.store.error = None
     assert (await bench.ledger.change(bench.add("l4"))).seq == 2
-    assert bench.known() == ["l0", "l4"]
+    assert bench.list_lease_ids() == ["l0", "l4"]
 
 
-async def test_refused_row_does_not_fail_other_changes(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_refused_row_does_not_fail_other_changes(bench: LedgerFixture, caplog: pytest.LogCaptureFixture) -> None:
     """A row that the tables refuse is refused alone, though it came together with others, and is no failure of ours."""
 
-    def twice(draft: Transaction) -> None:
+    def write_duplicate(draft: Transaction) -> None:
         row = bench.add("l9")(draft)
         draft.put_lease(row.evolve(id="l8", seq=draft.next_seq()))
 
-    results = await gathered(bench, bench.add("l0"), bench.add("l1"), twice, bench.add("l2"))
+    results = await change_together(bench, bench.add("l0"), bench.add("l1"), write_duplicate, bench.add("l2"))
     assert isinstance(results[2], Conflict)
     assert [type(result) for result in (results[1], results[3])] == [LeaseRow, LeaseRow]
-    assert bench.known() == ["l0", "l1", "l2"]
+    assert bench.list_lease_ids() == ["l0", "l1", "l2"]
     assert caplog.text == ""
 
 
-async def test_failing_transaction_hook_changes_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failing_transaction_hook_changes_nothing(bench: LedgerFixture, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the engine does wrong, what is shown stays what is stored."""
 
-    def break_down(draft: Transaction) -> None:
+    def fail_hook(draft: Transaction) -> None:
         draft.put_lease(lease_states.release(draft.leases["l0"], "settled", 2.0))
         raise RuntimeError("the engine broke")
 
     await bench.ledger.change(bench.add("l0"))
-    bench.hook.more_effects = break_down
+    bench.hook.more_effects = fail_hook
     with pytest.raises(RuntimeError, match="the engine broke"):
         await bench.ledger.change(bench.add("l1"))
-    assert (bench.known(), bench.hook.rollbacks) == (["l0"], 1)
+    assert (bench.list_lease_ids(), bench.hook.rollbacks) == (["l0"], 1)
     assert "failed unexpectedly" in caplog.text
 
 
-async def test_only_watchers_of_a_lease_are_notified(bench: Bench) -> None:
+async def test_only_watchers_of_a_lease_are_notified(bench: LedgerFixture) -> None:
     """By its id, or by the node that it is on; everybody who waits for any change is woken as well."""
     await bench.ledger.change(bench.add("l0"))
     await bench.ledger.change(bench.add("l1"))
@@ -209,7 +209,7 @@ async def test_only_watchers_of_a_lease_are_notified(bench: Bench) -> None:
     assert woken == [False, True, True, False, True]
 
 
-async def test_events_are_stored_with_their_change(bench: Bench) -> None:
+async def test_events_are_stored_with_their_change(bench: LedgerFixture) -> None:
     """And what is to be done afterwards is done when everybody sees the change."""
     seen: list[list[str]] = []
 
@@ -224,7 +224,7 @@ async def test_events_are_stored_with_their_change(bench: Bench) -> None:
     assert event == EventRow(at=event.at, kind="lease.forced", text="root did", owner="ada", lease="l0", seq=1)
 
 
-async def holds(running: Running) -> dict[str, list[str]]:
+async def read_holders(running: Running) -> dict[str, list[str]]:
     """Who holds what, by the cluster's own view."""
     view = await read(running, "root", "/cluster")
     return {gpu["uuid"]: [who["owner"] for who in gpu["holders"]] for node in view["nodes"] for gpu in node["gpus"]}
@@ -244,10 +244,10 @@ async def test_grant_that_cannot_be_written_is_repeated_later(
         refused = await ask(running, "ada", key="1", status=503)
         assert refused["detail"] == "the disk is full"
         monkeypatch.setattr(running.store, "save", save)
-        assert await holds(running) == {"GPU-rig1-0": [], "GPU-rig2-0": [], "GPU-rig3-0": []}
+        assert await read_holders(running) == {"GPU-rig1-0": [], "GPU-rig2-0": [], "GPU-rig3-0": []}
         lease = await ask(running, "ben", key="2")
         assert lease["state"] == "granted"
-        assert (await holds(running))["GPU-rig1-0"] == ["ben"]
+        assert (await read_holders(running))["GPU-rig1-0"] == ["ben"]
 
 
 async def test_a_release_that_cannot_be_written_keeps_the_gpu(
@@ -273,10 +273,10 @@ async def test_a_release_that_cannot_be_written_keeps_the_gpu(
             await client.delete(f"/api/v1/leases/{first['id']}")
         await until(lambda: refused >= 2, "the release is refused twice")
         assert (await read(running, "ben", f"/leases/{second['id']}"))["state"] == "requested"
-        assert (await holds(running))["GPU-rig1-0"] == ["ada"]
+        assert (await read_holders(running))["GPU-rig1-0"] == ["ada"]
         monkeypatch.setattr(running.store, "save", save)
         await wait_for_state(running, f"/leases/{second['id']}", "granted")
-        assert (await holds(running))["GPU-rig1-0"] == ["ben"]
+        assert (await read_holders(running))["GPU-rig1-0"] == ["ben"]
 
 
 async def test_scheduling_requested_during_a_write_is_not_lost(

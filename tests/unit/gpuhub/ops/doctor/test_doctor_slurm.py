@@ -64,12 +64,14 @@ def levels(findings: Iterable[Finding]) -> dict[str, Severity]:
     return {finding.check: finding.severity for finding in findings if finding.severity is not Severity.OK}
 
 
-def at_node(facts: SlurmFacts = FACTS, host: HostFacts = HOST, table: SlurmSettings | None = None) -> list[Finding]:
+def find_node_problems(
+    facts: SlurmFacts = FACTS, host: HostFacts = HOST, table: SlurmSettings | None = None
+) -> list[Finding]:
     return list(check_slurm_node(NODE, host, facts, table or SlurmSettings(), NUMBERS))
 
 
 def test_a_good_site_has_no_problems() -> None:
-    findings = [*check_slurm(FACTS, SlurmSettings()), *at_node()]
+    findings = [*check_slurm(FACTS, SlurmSettings()), *find_node_problems()]
     assert levels(findings) == {}
     assert "22.05.8, cluster lab" in [finding.value for finding in findings]
     assert {"slurm", "munge", "clock", "accounting", "epilog", "settings", "slurmd", "gres", "devices", "users"} == {
@@ -103,7 +105,7 @@ def test_without_containers_only_slurm_isolates_jobs() -> None:
     plain = SlurmSettings(runtime="plain", command=Path("/opt/lab"))
     config = {**FACTS.config, "taskplugin": "task/none", "epilog": "(null)"}
     assert levels(check_slurm(replace(FACTS, config=config), plain)) == {"devices": Severity.FAILED}
-    assert [finding.check for finding in at_node(table=plain)] == ["slurmd", "gres"]
+    assert [finding.check for finding in find_node_problems(table=plain)] == ["slurmd", "gres"]
 
 
 async def test_nodes_without_docker_are_checked_through_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +115,10 @@ async def test_nodes_without_docker_are_checked_through_slurm(monkeypatch: pytes
     )
     bare = cluster.model_copy(update={"nodes": tuple(node.model_copy(update={"docker": ""}) for node in cluster.nodes)})
 
-    async def look(_: ClusterSettings) -> SlurmFacts:
+    async def read_facts(_: ClusterSettings) -> SlurmFacts:
         return FACTS
 
-    monkeypatch.setattr(slurm_queries, "read_slurm_facts", look)
+    monkeypatch.setattr(slurm_queries, "read_slurm_facts", read_facts)
     monkeypatch.setattr(diagnosis, "read_head_facts", lambda *_: HeadFacts(now=datetime.now(UTC), jupyterhub="6.1.1"))
     (rig1, findings), (rig2, missing) = await diagnosis.diagnose(bare, Paths("ghnone"), ["rig1", "rig2"])
     assert (rig1, rig2) == ("rig1", "rig2")
@@ -152,7 +154,7 @@ def test_slurmrestd_is_checked_by_its_answers() -> None:
     ],
 )
 def test_each_problem_of_a_node(host: dict[str, object], check: str, level: Severity) -> None:
-    assert levels(at_node(host=replace(HOST, **host))) == {check: level}  # type: ignore[arg-type]
+    assert levels(find_node_problems(host=replace(HOST, **host))) == {check: level}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -165,21 +167,23 @@ def test_each_problem_of_a_node(host: dict[str, object], check: str, level: Seve
 )
 def test_each_problem_that_slurm_reports_of_a_node(node: dict[str, object], check: str, level: Severity) -> None:
     site = replace(SITE, nodes=(replace(RIG1, **node),))  # type: ignore[arg-type]
-    assert levels(at_node(replace(FACTS, site=site))) == {check: level}
+    assert levels(find_node_problems(replace(FACTS, site=site))) == {check: level}
 
 
 def test_gpus_of_slurm_and_of_the_driver_are_compared() -> None:
-    fewer = next(finding for finding in at_node(host=replace(HOST, gpus=CARDS[1:])) if finding.check == "gres")
+    fewer = next(
+        finding for finding in find_node_problems(host=replace(HOST, gpus=CARDS[1:])) if finding.check == "gres"
+    )
     assert fewer.value == "Slurm has 1 × rtx5060, 2 × rtx5090, and the driver 1 × rtx5060, 1 × rtx5090"
 
 
 def test_a_slurmd_of_another_release_is_reported() -> None:
-    assert levels(at_node(replace(FACTS, slurmds={"rig1": "21.08.8"}))) == {"slurmd": Severity.WARNING}
+    assert levels(find_node_problems(replace(FACTS, slurmds={"rig1": "21.08.8"}))) == {"slurmd": Severity.WARNING}
 
 
 def test_nodes_are_not_checked_without_site_information() -> None:
     """The head node's findings have the reason."""
-    assert at_node(SlurmFacts(trouble="silent")) == []
+    assert find_node_problems(SlurmFacts(trouble="silent")) == []
 
 
 def test_slurm_responses_are_parsed() -> None:

@@ -397,7 +397,7 @@ async def test_node_with_leases_is_removed_only_by_force(running: Running, tmp_p
     node = next(node for node in build_cluster().nodes if node.name in held.nodes)
     output = io.StringIO()
 
-    async def states() -> set[str]:
+    async def list_lease_states() -> set[str]:
         return {view.state.value for view in await client.nodes()}
 
     async def stop_as_the_hub_does() -> None:
@@ -411,11 +411,11 @@ async def test_node_with_leases_is_removed_only_by_force(running: Running, tmp_p
         assert "ada" in output.getvalue()
         with pytest.raises(InvalidRequest, match="no terminal to confirm it"):
             await drain_node(replace(request, force=True, yes=False), node, client, AdminConsole(output, io.StringIO()))
-        assert await states() == {"up"}
+        assert await list_lease_states() == {"up"}
         forced = replace(request, force=True)
         await asyncio.gather(drain_node(forced, node, client, AdminConsole(output)), stop_as_the_hub_does())
         assert await client.leases() == []
-        assert await states() == {"up", "draining"}
+        assert await list_lease_states() == {"up", "draining"}
     finally:
         await client.close()
 

@@ -64,7 +64,7 @@ def cluster(**profile: Any) -> ClusterSettings:
     )
 
 
-async def ask(of: ClusterSettings) -> SlurmSubmission:
+async def submit(of: ClusterSettings) -> SlurmSubmission:
     broker = FakeBroker(of)
     lease = await broker.request_lease(LeaseRequest(profile="p", key="nb-1234567890", owner="ada"))
     return job_spawner.build_notebook_submission(
@@ -80,7 +80,7 @@ async def ask(of: ClusterSettings) -> SlurmSubmission:
 
 
 async def test_notebook_job_has_the_resources_of_its_profile() -> None:
-    asked = await ask(cluster(cpus=1.5, memory="3GiB", time_limit="30m", partition="gpu"))
+    asked = await submit(cluster(cpus=1.5, memory="3GiB", time_limit="30m", partition="gpu"))
     assert asked.submitter == Submitter(name="ada", uid=61001, gid=61001, groups=(2000,))
     assert (asked.name, asked.nodes, asked.gpus_per_node, asked.gpu_type) == ("gh-lease-l1", 1, 1, "rtx5090")
     assert (asked.cpus, asked.memory_mib, asked.time_limit_s) == (2, 3072, 1920)
@@ -90,12 +90,12 @@ async def test_notebook_job_has_the_resources_of_its_profile() -> None:
 
 
 async def test_time_limit_is_capped_by_the_partition() -> None:
-    assert (await ask(cluster(time_limit="1h"))).time_limit_s == 3600
-    assert (await ask(cluster())).time_limit_s is None
+    assert (await submit(cluster(time_limit="1h"))).time_limit_s == 3600
+    assert (await submit(cluster())).time_limit_s is None
 
 
 async def test_notebook_without_gpu_requests_none() -> None:
-    asked = await ask(cluster(gpu_count=0, gpu_model=None))
+    asked = await submit(cluster(gpu_count=0, gpu_model=None))
     assert (asked.gpus_per_node, asked.gpu_type) == (0, None)
 
 
@@ -103,7 +103,7 @@ async def test_profile_that_no_node_can_serve_is_refused() -> None:
     of = cluster()
     profile = of.profiles[0].model_copy(update={"gpu_model": None, "gpu_memory": 1024**4})
     with pytest.raises(Conflict, match="choose another profile"):
-        await ask(of.model_copy(update={"profiles": (profile,)}))
+        await submit(of.model_copy(update={"profiles": (profile,)}))
 
 
 def job(**changes: Any) -> SlurmJob:
