@@ -92,7 +92,7 @@ def test_random_kills_under_load(product: Product, clients: list[Client], capsys
         observer.end()
     with capsys.disabled():
         counts = f"{len(set(observer.double))} double leases, {leaks} leaks"
-        print(f"\nfaults: {MOMENTS} moments, {counts} ({dict(faults.done)}, {load.done}, {observer.looks} looks)")
+        print(f"\nfaults: {MOMENTS} moments, {counts} ({dict(faults.done)}, {load.done}, {observer.polls} polls)")
     assert observer.double == []
     assert leaks == 0
     assert load.failures == []

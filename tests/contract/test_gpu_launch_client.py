@@ -184,7 +184,7 @@ def test_all_launch_options_together_are_accepted(running: Running, client: Brok
     assert job.note == "mixed cards: 1 × RTX 5070, 1 × RTX 5060; the slowest sets the pace"
 
 
-def test_an_elastic_job_starts_with_what_is_free(running: Running, client: BrokerClient) -> None:
+def test_elastic_job_starts_with_the_free_nodes(running: Running, client: BrokerClient) -> None:
     """The job has as many workers as were granted."""
     running.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"})
     job = _wait_state(client, _create(client, nnodes=3, min_nnodes=1), models.RUNNING)

@@ -144,7 +144,7 @@ def is_printed_by_both(line: str, shown: str) -> bool:
     return apart or f"[ranks 0-1 ×2] {line}\n" in shown
 
 
-def test_the_documented_example_runs(kernel: Kernel) -> None:
+def test_documented_session_example_runs(kernel: Kernel) -> None:
     """The cells of docs/launch.md build a DDP model one after the other."""
     section = DOCS.read_text().split("## Ranks that stay")[1].split("\n## ")[0]
     first, train, look, weight, stop = re.findall(r"```python\n(.*?)```", section, re.DOTALL)

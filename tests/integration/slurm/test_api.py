@@ -137,7 +137,7 @@ async def test_placeholder_job_runs_and_is_ended_at_once(slurm: SlurmSite, api: 
     assert await api.find_job(999_999) is None
 
 
-async def test_gpu_indices(slurm: SlurmSite, api: SlurmClient) -> None:
+async def test_gpu_indices_of_a_job(slurm: SlurmSite, api: SlurmClient) -> None:
     first = await running(api, build_submission(slurm, gpu_type="rtx5090", partition="short"))
     second = await running(api, build_submission(slurm, "ben", gpu_type="rtx5090", partition="short"))
     typed = await running(api, build_submission(slurm, gpu_type="rtx5070"))
@@ -207,7 +207,7 @@ async def test_exclusive_has_every_gpu_of_its_node(slurm: SlurmSite, api: SlurmC
     await until(lambda: api.find_job(waiting), lambda job: job is not None and job.reason == "Resources")
 
 
-async def test_waiting_job(slurm: SlurmSite, api: SlurmClient) -> None:
+async def test_waiting_job_has_reason_and_estimate(slurm: SlurmSite, api: SlurmClient) -> None:
     job = await running(api, build_submission(slurm, gpu_type="rtx5060", time_limit_s=1200))
     number = await api.submit(build_submission(slurm, "ben", gpu_type="rtx5060", time_limit_s=600))
     waiting = await until(
@@ -316,7 +316,7 @@ async def test_read_site(slurm: SlurmSite, api: SlurmClient) -> None:
     assert (site.nodes[0].cpus, site.nodes[0].memory_mib) == (8, 16000)
 
 
-async def test_gpu_time(slurm: SlurmSite, api: SlurmClient) -> None:
+async def test_read_gpu_time(slurm: SlurmSite, api: SlurmClient) -> None:
     since = time.time()
     job = await running(api, build_submission(slurm, "ben", nodes=2, min_nodes=2, gpu_type="rtx5090"))
     assert job.started_at is not None

@@ -198,7 +198,7 @@ def test_notebook_that_starts_without_the_hub_is_found(cluster: Cluster) -> None
     assert answers(cluster, cluster.ben)
 
 
-def test_a_server_is_lost_only_when_slurm_says_so(cluster: Cluster) -> None:
+def test_server_is_lost_only_if_slurm_reports_it(cluster: Cluster) -> None:
     job = start(cluster, cluster.ada)
     wait_saved(cluster.site.ask, cluster.site.files.state, job)
     cluster.site.daemons.kill("slurmctld")

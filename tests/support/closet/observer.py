@@ -41,7 +41,7 @@ class Observer:
     plan: ClosetPlan
     paths: Paths
     double: list[str] = field(default_factory=list)
-    looks: int = 0
+    polls: int = 0
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -58,11 +58,11 @@ class Observer:
 
     def running(self) -> list[SeenContainer]:
         """Return every running container on every daemon that answers."""
-        return [seen for node in self.plan.nodes for seen in self._look(node)]
+        return [seen for node in self.plan.nodes for seen in self._list_containers(node)]
 
     def _keep_on(self) -> None:
         while not self._over.wait(0.5):
-            self.looks += 1
+            self.polls += 1
             # A container may have ended before a later daemon was polled, so only a repeated finding counts.
             first = self.find()
             if first:
@@ -72,7 +72,7 @@ class Observer:
         """Return the GPUs that two containers use now."""
         return find_shared_gpus(self.running())
 
-    def _look(self, node: ClosetNode) -> list[SeenContainer]:
+    def _list_containers(self, node: ClosetNode) -> list[SeenContainer]:
         """Return nothing for a daemon that does not answer in time, or is killed in the meantime."""
         label = json.dumps({"label": [f"{names.LABEL_INSTANCE}={self.paths.instance}"]})
         try:

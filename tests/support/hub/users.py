@@ -40,12 +40,12 @@ class Client:
     def start(self, server: str, profile: str) -> None:
         """Request a server until the hub accepts it."""
         path = f"/users/{self.name}/servers/{server}"
-        self._until_heard(lambda: self.ask(self.hub, "POST", path, {"profile": profile}))
+        self._retry_while_unreachable(lambda: self.ask(self.hub, "POST", path, {"profile": profile}))
 
     def stop(self, server: str) -> None:
         """Request that the server stops until the hub accepts it; its name no longer counts."""
         path = f"/users/{self.name}/servers/{server}"
-        self._until_heard(lambda: self.ask(self.hub, "DELETE", path, {"remove": True}))
+        self._retry_while_unreachable(lambda: self.ask(self.hub, "DELETE", path, {"remove": True}))
 
     def stopped(self) -> list[str]:
         """Return stopped servers, whose names count towards the user's limit."""
@@ -61,7 +61,7 @@ class Client:
         self.hub.close()
         self.broker.close()
 
-    def _until_heard(self, ask: Callable[[], tuple[int, Any]], deadline_s: float = 120.0) -> None:
+    def _retry_while_unreachable(self, ask: Callable[[], tuple[int, Any]], deadline_s: float = 120.0) -> None:
         end = time.monotonic() + deadline_s
         while ask()[0] in AWAY:
             assert time.monotonic() < end, f"the hub did not answer {self.name} for {deadline_s:.0f} s"

@@ -50,7 +50,7 @@ class ScriptedSlurm:
         self.limits: dict[int, int] = {}
         self.kept: list[int] = []
         self.cancelled: list[tuple[int, bool]] = []
-        self.looks = 0
+        self.polls = 0
         self.submitted = 0
         self._ids = itertools.count(101)
         self._moments = itertools.count(1000)
@@ -60,7 +60,7 @@ class ScriptedSlurm:
     async def read_snapshot(self) -> SlurmSnapshot:
         """Return all jobs and nodes."""
         self._answer()
-        self.looks += 1
+        self.polls += 1
         return SlurmSnapshot(jobs=tuple(self.jobs.values()), nodes=tuple(self._nodes()))
 
     async def find_job(self, job_id: int, *, name: str | None = None) -> SlurmJob | None:
@@ -223,7 +223,7 @@ class ScriptedSlurm:
     def _nodes(self) -> Iterator[SlurmNode]:
         for name, types in self.nodes.items():
             has = {kind: types.count(kind) for kind in types}
-            taken = [self._kinds(name)[number] for number in self._taken(name)]
+            taken = [self._kinds(name)[number] for number in self._used_gpus(name)]
             is_drained = name in self.drained
             yield SlurmNode(
                 name=name,
@@ -242,11 +242,11 @@ class ScriptedSlurm:
         types = self.nodes[name]
         return [kind for kind in dict.fromkeys(types) for _ in range(types.count(kind))]
 
-    def _taken(self, name: str) -> set[int]:
+    def _used_gpus(self, name: str) -> set[int]:
         return {number for places in self.held.values() for number in places.get(name, ())}
 
     def _free(self, name: str, kind: str | None) -> list[int]:
-        taken = self._taken(name)
+        taken = self._used_gpus(name)
         return [at for at, one in enumerate(self._kinds(name)) if at not in taken and kind in {None, one}]
 
     def _place(self, asked: SlurmSubmission) -> dict[str, tuple[int, ...]] | None:

@@ -60,7 +60,7 @@ class Ranks:
                 stderr=err,
             )
 
-    def tell(self, kind: str, *, ranks=(0, 1), frames=(), **content) -> None:
+    def send(self, kind: str, *, ranks=(0, 1), frames=(), **content) -> None:
         """Send a message to ranks."""
         for rank in ranks:
             assert self.control.send(ControlMessage(rank=rank, header={"kind": kind, **content}, frames=tuple(frames)))
@@ -70,7 +70,7 @@ class Ranks:
         found: dict[int, ControlMessage] = {}
         deadline = time.monotonic() + DEADLINE_S
         while found.keys() < set(ranks):
-            assert time.monotonic() < deadline, f"no {kind} from all: {self.said()}"
+            assert time.monotonic() < deadline, f"no {kind} from all: {self.read_output()}"
             for message in self.control.receive(100):
                 if message.header["kind"] == kind:
                     found[message.rank] = message
@@ -79,7 +79,7 @@ class Ranks:
     def cell(self, body: str, *, ranks=(0, 1), send=None, returns=()) -> None:
         """Send a cell to ranks."""
         self.number += 1
-        self.tell(
+        self.send(
             "cell", ranks=ranks, frames=() if send is None else (exchange.dump_value(send, "sent"),), cell=self.number,
             body=textwrap.dedent(body), label=f"Cell In[{self.number}]", source=textwrap.dedent(body), skipped=0,
             sources={}, returns=list(returns),
@@ -92,10 +92,10 @@ class Ranks:
 
     def check(self) -> list[str]:
         """Return the result of the ranks' check of their process group."""
-        self.tell("check", number=self.number, limit_s=2.0)
+        self.send("check", number=self.number, limit_s=2.0)
         return [message.header["problem"] for message in self.collect("checked")]
 
-    def said(self) -> list[str]:
+    def read_output(self) -> list[str]:
         """Return everything that the ranks printed."""
         return [path.read_text() for path in sorted(self.logs.glob("*.out")) + sorted(self.logs.glob("*.err"))]
 
@@ -121,7 +121,7 @@ def test_cells_share_state_and_ranks_exit_cleanly(ranks: Ranks) -> None:
         "total = torch.tensor([float(rank + 1)], device=device)\ndist.all_reduce(total)\nprint('héllo')\ntotal.item()"
     )
     assert [message.header["how"] for message in first] == ["done", "done"]
-    assert ranks.said()[:2] == ["héllo\n3.0\n"] * 2
+    assert ranks.read_output()[:2] == ["héllo\n3.0\n"] * 2
     assert [message.header["written"][0] for message in first] == [len("héllo\n3.0\n".encode())] * 2
     ended = ranks.run(
         "assert world_size == 2 and local_rank == rank\nmine = (total.item(), factor * rank)\nlock = __import__('threading').Lock()",
@@ -142,7 +142,7 @@ def test_cells_share_state_and_ranks_exit_cleanly(ranks: Ranks) -> None:
     ranks.run("x = 1", ranks=(1,))
     assert "NameError" in ranks.run("x", ranks=(0,))[0].header["error"]
     assert ranks.check() == ["", ""]
-    ranks.tell("end")
+    ranks.send("end")
     assert [process.wait(DEADLINE_S) for process in ranks.processes] == [0, 0]
 
 
@@ -154,9 +154,9 @@ def test_rank_survives_errors_and_interrupts_of_a_cell(ranks: Ranks) -> None:
     assert failed[1].header["at_ns"] > 0
     ranks.cell("import time\nprint('sleeps', flush=True)\ntime.sleep(60)")
     deadline = time.monotonic() + DEADLINE_S
-    while not all(text.endswith("sleeps\n") for text in ranks.said()[:2]):
+    while not all(text.endswith("sleeps\n") for text in ranks.read_output()[:2]):
         assert time.monotonic() < deadline
-    ranks.tell("interrupt", cell=ranks.number)
+    ranks.send("interrupt", cell=ranks.number)
     assert [message.header["how"] for message in ranks.collect("ended")] == ["interrupted", "interrupted"]
     assert ranks.check() == ["", ""]
     # Rank 0 is one collective ahead: the check provides the collective that it waits for.
@@ -176,14 +176,14 @@ def test_destroyed_process_group_is_reported(ranks: Ranks) -> None:
 
 def test_value_that_cannot_be_unpickled_fails_the_cell(ranks: Ranks) -> None:
     """The error has the value's origin, and the cell does not run."""
-    ranks.tell(
+    ranks.send(
         "cell", frames=(b"no pickle",), cell=1, body="print('ran')", label="Cell In[1]", source="", skipped=0,
         sources={"Cell In[9]": "def f(): pass"}, returns=[],
     )  # fmt: skip
     ended = ranks.collect("ended")
     assert ended[0].header["how"] == "failed"
     assert "what --send gave cannot be read in the rank" in ended[0].header["error"]
-    assert ranks.said()[0] == ""
+    assert ranks.read_output()[0] == ""
 
 
 def test_clients_without_the_key_cannot_connect(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def plain(setting: Setting) -> Setting:
 async def test_without_docker_the_notebook_runs_in_the_slurm_job(plain: Setting, slurm: ScriptedSlurm) -> None:
     """The hub's spawner submits the job; missing daemons are not queried, and Slurm proves the end."""
     async with asgi_broker(plain, wait=False) as running:
-        await until(lambda: slurm.looks > 0, "Slurm was asked")
+        await until(lambda: slurm.polls > 0, "Slurm was asked")
         lease = await ask(running, "ada")
         name = names.slurm_job_name("ghtest", lease["id"])
         ada = await find_submitter("ada")
@@ -146,7 +146,7 @@ async def test_without_docker_the_notebook_runs_in_the_slurm_job(plain: Setting,
 
 async def launch_without_docker(running: Running, slurm: ScriptedSlurm, **body: Any) -> tuple[str, int]:
     """Launch a job and return its path and its running Slurm job."""
-    await until(lambda: slurm.looks > 0, "Slurm was asked")
+    await until(lambda: slurm.polls > 0, "Slurm was asked")
     made = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 2, **body}, status=201)
     job = await wait_submitted(slurm)
     slurm.start(job)
@@ -213,8 +213,8 @@ async def test_without_docker_a_detached_job_ends_as_its_slurm_job_does(
         # The state that Slurm 22.05 reports until its nodes are clean.
         slurm.change(job, state=SlurmJobState.COMPLETING, is_completing=True)
         if is_seen:
-            looks = slurm.looks
-            await until(lambda: slurm.looks > looks + 1, "Slurm was asked again")
+            polls = slurm.polls
+            await until(lambda: slurm.polls > polls + 1, "Slurm was asked again")
             assert (await read(running, "ada", f"/jobs/{path}"))["state"] == "running"
         slurm.held.pop(job)
         slurm.change(job, state=state, exit_code=code, is_completing=False)

@@ -31,9 +31,9 @@ class Commands:
         self.folder = folder
         self.log = folder / "log"
         for program in ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "sacct", "sacctmgr"):
-            self.say(program)
+            self.respond(program)
 
-    def say(self, program: str, out: str = "", *, err: str = "", status: int = 0, first: str = "") -> None:
+    def respond(self, program: str, out: str = "", *, err: str = "", status: int = 0, first: str = "") -> None:
         for kind, text in (("out", out), ("err", err)):
             (self.folder / f"{program}.{kind}").write_text(text)
         at = self.folder
@@ -44,7 +44,7 @@ class Commands:
         )
         script.chmod(0o755)
 
-    def called(self) -> list[str]:
+    def read_calls(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
     def environment(self, program: str) -> dict[str, str]:
@@ -68,11 +68,11 @@ def submission(uid: int) -> SlurmSubmission:
 
 
 async def test_read_snapshot_runs_squeue_and_sinfo(api: SlurmCliClient, commands: Commands) -> None:
-    commands.say("squeue", (DATA / "squeue-22.05.json").read_text())
-    commands.say("sinfo", (DATA / "sinfo-22.05.json").read_text())
+    commands.respond("squeue", (DATA / "squeue-22.05.json").read_text())
+    commands.respond("sinfo", (DATA / "sinfo-22.05.json").read_text())
     look = await api.read_snapshot()
     assert (len(look.jobs), len(look.nodes)) == (9, 3)
-    assert sorted(commands.called()) == ["sinfo --json --all", "squeue --json --all --states=all"]
+    assert sorted(commands.read_calls()) == ["sinfo --json --all", "squeue --json --all --states=all"]
     job = await api.find_job(37)
     assert job is not None
     assert job.state is SlurmJobState.RUNNING
@@ -83,16 +83,18 @@ async def test_submit_runs_sbatch_with_a_clean_environment(
     api: SlurmCliClient, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "secret")
-    commands.say("sbatch", "42;lab\n")
+    commands.respond("sbatch", "42;lab\n")
     assert await api.submit(submission(os.geteuid())) == 42
     assert (commands.folder / "sbatch.in").read_text() == HOLDER_SCRIPT
     assert set(commands.environment("sbatch")) - {"PWD", "SHLVL", "_", "OLDPWD"} == {
         "PATH", "LANG", "LC_ALL", "SLURM_TIME_FORMAT",
     }  # fmt: skip
-    commands.say("sbatch", "well\n")
+    commands.respond("sbatch", "well\n")
     with pytest.raises(SlurmUnreachable, match="no job number"):
         await api.submit(submission(os.geteuid()))
-    commands.say("sbatch", "", err="sbatch: error: Batch job submission failed: Invalid qos specification\n", status=1)
+    commands.respond(
+        "sbatch", "", err="sbatch: error: Batch job submission failed: Invalid qos specification\n", status=1
+    )
     with pytest.raises(SlurmRefused, match=r"^Slurm says: Batch job submission failed: Invalid qos specification$"):
         await api.submit(submission(os.geteuid()))
 
@@ -107,7 +109,7 @@ def open_commands() -> Iterator[Commands]:
 
 async def test_sbatch_runs_as_the_submitter(open_commands: Commands) -> None:
     assert os.geteuid() == 0, "only root can run commands as the submitter: run this test as root"
-    open_commands.say("sbatch", "7\n")
+    open_commands.respond("sbatch", "7\n")
     assert await SlurmCliClient(commands=open_commands.folder, patience_s=10).submit(submission(61077)) == 7
     assert (open_commands.folder / "sbatch.uid").read_text().strip() == "61077"
 
@@ -125,20 +127,20 @@ def test_sudo_is_used_if_not_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_json_errors_with_exit_status_0_mean_unreachable(api: SlurmCliClient, commands: Commands) -> None:
     empty = {"errors": [{"error": "Unspecified error", "description": "Failed while looking for jobs"}], "jobs": []}
-    commands.say("squeue", json.dumps(empty))
-    commands.say("sinfo", json.dumps({"errors": [], "nodes": []}))
+    commands.respond("squeue", json.dumps(empty))
+    commands.respond("sinfo", json.dumps({"errors": [], "nodes": []}))
     with pytest.raises(SlurmUnreachable, match="Failed while looking for jobs"):
         await api.read_snapshot()
     with pytest.raises(SlurmUnreachable):
         await api.find_job(1)
     for words in ("", "[]", "{", '{"jobs": 3}'):
-        commands.say("squeue", words)
+        commands.respond("squeue", words)
         with pytest.raises(SlurmUnreachable, match="answer has an unknown form"):
             await api.read_snapshot()
 
 
 async def test_hanging_or_missing_command_means_unreachable(commands: Commands) -> None:
-    commands.say("squeue", first="echo 'squeue: error: cannot stat file' >&2; exec sleep 60")
+    commands.respond("squeue", first="echo 'squeue: error: cannot stat file' >&2; exec sleep 60")
     hasty = SlurmCliClient(commands=commands.folder, patience_s=0.5)
     with pytest.raises(SlurmUnreachable, match="more than"):
         await hasty.find_job(1)
@@ -153,39 +155,39 @@ async def test_hanging_or_missing_command_means_unreachable(commands: Commands) 
 
 
 async def test_cancel_of_an_ended_job_is_not_an_error(api: SlurmCliClient, commands: Commands) -> None:
-    commands.say("squeue", (DATA / "squeue-22.05.json").read_text())
+    commands.respond("squeue", (DATA / "squeue-22.05.json").read_text())
     await api.cancel(7)
     await api.cancel(8, at_once=True)  # it is pending according to Slurm, so it is not signalled
-    first, *others, last = [call for call in commands.called() if "scancel" in call]
+    first, *others, last = [call for call in commands.read_calls() if "scancel" in call]
     assert (first, set(others), last) == ("scancel 7", {"scancel --state=PENDING 8"}, "scancel 8")
     await api.cancel(37, at_once=True)  # it keeps running
-    signals = [call for call in commands.called() if "--signal" in call]
+    signals = [call for call in commands.read_calls() if "--signal" in call]
     assert len(signals) > 1
     assert set(signals) == {"scancel --state=RUNNING --batch --signal=USR1 37"}
-    assert commands.called()[-1] == "scancel 37"
-    commands.say("scancel", err="scancel: error: Kill job error on job id 7: Invalid job id specified", status=1)
+    assert commands.read_calls()[-1] == "scancel 37"
+    commands.respond("scancel", err="scancel: error: Kill job error on job id 7: Invalid job id specified", status=1)
     await api.cancel(7, at_once=True)
-    commands.say("scancel", err="scancel: error: Kill job error on job id 7: Access/permission denied", status=1)
+    commands.respond("scancel", err="scancel: error: Kill job error on job id 7: Access/permission denied", status=1)
     with pytest.raises(SlurmRefused, match="permission denied"):
         await api.cancel(7)
-    commands.say("scancel", err="scancel: error: Unable to contact slurm controller (connect failure)", status=1)
+    commands.respond("scancel", err="scancel: error: Unable to contact slurm controller (connect failure)", status=1)
     with pytest.raises(SlurmUnreachable):
         await api.cancel(7)
-    commands.say("scontrol", err="Job has already finished for job 7", status=1)
+    commands.respond("scontrol", err="Job has already finished for job 7", status=1)
     await api.persist_job(7)
     with pytest.raises(SlurmRefused, match="already finished"):
         await api.set_time_limit(7, 61)
-    assert commands.called()[-1] == "scontrol update JobId=7 TimeLimit=2"
+    assert commands.read_calls()[-1] == "scontrol update JobId=7 TimeLimit=2"
     setting = "Job update not available right now, the DB index is being set, try again in a bit for job 7"
-    commands.say("scontrol", err=setting, status=1)
+    commands.respond("scontrol", err=setting, status=1)
     with pytest.raises(SlurmRefused, match="DB index"):
         await api.shrink(7, ["sx1", "sx3"])
-    assert commands.called()[-1] == "scontrol update JobId=7 NodeList=sx1,sx3"
+    assert commands.read_calls()[-1] == "scontrol update JobId=7 NodeList=sx1,sx3"
 
 
 async def test_only_a_job_with_the_expected_name_is_changed(api: SlurmCliClient, commands: Commands) -> None:
     """A slurmctld that crashed assigns job numbers again."""
-    commands.say("squeue", (DATA / "squeue-22.05.json").read_text())
+    commands.respond("squeue", (DATA / "squeue-22.05.json").read_text())
     job = await api.find_job(37)
     assert job is not None
     assert await api.find_job(37, name=job.name) == job
@@ -196,15 +198,15 @@ async def test_only_a_job_with_the_expected_name_is_changed(api: SlurmCliClient,
         await api.set_time_limit(37, 60, name="another")
     with pytest.raises(SlurmRefused, match="Invalid job id"):
         await api.shrink(37, ["sx1"], name="another")
-    asked = [call for call in commands.called() if not call.startswith("squeue")]
+    asked = [call for call in commands.read_calls() if not call.startswith("squeue")]
     assert asked == ["scancel --name=another 37"]
     await api.persist_job(37, name=job.name)
-    assert commands.called()[-1].startswith("scontrol update JobId=37 ")
+    assert commands.read_calls()[-1].startswith("scontrol update JobId=37 ")
 
 
-async def test_versions(api: SlurmCliClient, commands: Commands) -> None:
+async def test_unsupported_slurm_versions_are_refused(api: SlurmCliClient, commands: Commands) -> None:
     for said, word in (("slurm 21.08.8", "too old"), ("slurm 20.02.7", "too old"), ("hello", "version is not in")):
-        commands.say("sbatch", said)
+        commands.respond("sbatch", said)
         with pytest.raises(SetupError, match=word):
             await api.read_site()
     with pytest.raises(SetupError, match="there is no /nowhere"):
@@ -213,8 +215,8 @@ async def test_versions(api: SlurmCliClient, commands: Commands) -> None:
     require_version((22, 5))
 
 
-async def test_concurrent_queries(api: SlurmCliClient, commands: Commands) -> None:
-    commands.say("squeue", (DATA / "squeue-22.05.json").read_text())
+async def test_concurrent_job_queries(api: SlurmCliClient, commands: Commands) -> None:
+    commands.respond("squeue", (DATA / "squeue-22.05.json").read_text())
     jobs = await asyncio.gather(*(api.find_job(37) for _ in range(20)))
     assert {job.id for job in jobs if job is not None} == {37}
 
@@ -230,7 +232,7 @@ async def test_concurrent_queries(api: SlurmCliClient, commands: Commands) -> No
         "squeue: fatal: Unable to process configuration file",
     ],
 )
-def test_silence(said: str) -> None:
+def test_connection_errors_mean_unreachable(said: str) -> None:
     assert isinstance(parse_refusal(said), SlurmUnreachable)
 
 

@@ -212,7 +212,7 @@ async def test_notebook_is_submitted_polled_and_cancelled(world: World, tmp_path
     assert list((tmp_path / "slurm-notebooks").iterdir()) == []
 
 
-async def test_a_server_is_lost_only_when_slurm_says_so(world: World) -> None:
+async def test_server_is_lost_only_if_slurm_reports_it(world: World) -> None:
     user = await world.started()
     spawner = user.spawner
     [lease] = world.broker.known

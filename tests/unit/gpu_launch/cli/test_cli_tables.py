@@ -33,7 +33,7 @@ def _job(run: str = "run-20261121-120000-abc123", **values: Any) -> Job:
         ({"state": "ended", "reason": "its time limit is over"}, "ended"),
     ],
 )
-def test_states(values: dict[str, Any], state: str) -> None:
+def test_format_job_state(values: dict[str, Any], state: str) -> None:
     """One word for how it is, or how it ended."""
     assert tables.derive_state(_job(**values)) == state
 
@@ -51,7 +51,7 @@ def test_states(values: dict[str, Any], state: str) -> None:
         ({"state": "starting"}, "-"),
     ],
 )
-def test_times(values: dict[str, Any], text: str) -> None:
+def test_format_job_times(values: dict[str, Any], text: str) -> None:
     """Place and wait of what waits, else how long it runs or ran."""
     assert tables.build_job_row(_job(**values), NOW)[5] == text
 
@@ -158,7 +158,7 @@ def _cluster(**nodes: str) -> Cluster:
         (5, _cluster(one="aaa", two="aaa"), GpuRequest(), None),
     ],
 )
-def test_shapes(gpus: int, cluster: Cluster, demand: GpuRequest, found: tuple[int, int] | None) -> None:
+def test_list_available_shapes(gpus: int, cluster: Cluster, demand: GpuRequest, found: tuple[int, int] | None) -> None:
     """What is free on the fewest nodes, else what there can be on the fewest; never what cannot be."""
     if found is not None:
         assert submission.choose_layout(gpus, cluster, demand) == found

@@ -151,7 +151,9 @@ def test_unreachable_hub_is_reported_in_one_line(token_file: str, capsys: pytest
     assert capsys.readouterr().err == f"gpu-launch: {url} cannot be reached: connection refused. Check the URL.\n"
 
 
-def test_certificates(tmp_path: Path, token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_untrusted_certificate_is_refused_without_ca(
+    tmp_path: Path, token_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One that nobody trusts is refused with what to do; with --ca it is trusted, and stays so for other commands."""
     files = make_certificate(tmp_path)
     with served(FakeHub(home=tmp_path / "home"), ssl_files=files) as hub:

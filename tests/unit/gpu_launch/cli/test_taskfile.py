@@ -83,7 +83,7 @@ run: env
 """
 
 
-def test_hello() -> None:
+def test_parse_hello_task() -> None:
     """The first file of a tutorial."""
     read = taskfile.parse_task_file(HELLO)
     assert (read.workdir, read.nnodes, read.accelerators) == (".", 1, Accelerators(models=("A100",), count=8))
@@ -91,7 +91,7 @@ def test_hello() -> None:
     assert (read.name, read.notes) == ("", ())
 
 
-def test_distributed() -> None:
+def test_parse_distributed_task() -> None:
     """Several nodes, several models, variables of all kinds, one of them to be given."""
     read = taskfile.parse_task_file(DISTRIBUTED)
     assert (read.name, read.nnodes) == ("two-node-training", 2)
@@ -108,7 +108,7 @@ def test_distributed() -> None:
     assert given == {"EPOCHS": "1", "LEARNING_RATE": "1e-4", "USE_AMP": "True", "WANDB_API_KEY": "k", "MORE": "2"}
 
 
-def test_fine_tuning() -> None:
+def test_parse_fine_tuning_task() -> None:
     """A secret that must be given, a mapping of GPUs, a workdir elsewhere."""
     read = taskfile.parse_task_file(FINE_TUNING)
     assert read.accelerators == Accelerators(models=("A100-80GB",), count=8)
@@ -121,7 +121,7 @@ def test_fine_tuning() -> None:
     }
 
 
-def test_minimal_and_anchors() -> None:
+def test_parse_minimal_task_and_yaml_anchors() -> None:
     """Nothing but `run`; YAML's own ways of not repeating oneself."""
     assert taskfile.parse_task_file(MINIMAL).accelerators is None
     assert taskfile.parse_task_file(ANCHORS).secrets == {"A": "1", "B": "2"}

@@ -196,6 +196,6 @@ def test_file_that_changes_during_the_upload(tmp_path: Path) -> None:
         (2000 * 1024**3, "2000.0 GiB"),
     ],
 )
-def test_sizes(size: int, text: str) -> None:
+def test_format_upload_sizes(size: int, text: str) -> None:
     """As people read them."""
     assert upload.format_size(size) == text

@@ -10,7 +10,7 @@ import pytest
 from gpu_launch.detached import task_main
 
 
-def test_variables() -> None:
+def test_task_has_skypilot_variables() -> None:
     """All that SkyPilot documents for `setup` and `run`, the head node's address first."""
     found = task_main.build_variables(
         rank=1, ips=["10.0.0.2", "10.0.0.3"], gpus_per_node=4, task_id="sky-1_x_1", cluster="lab", user="ada"

@@ -125,7 +125,7 @@ def test_one_node_with_own_gpus_needs_no_broker():
     assert (made.includes_notebook, made.workers) == (True, 0)
 
 
-def test_an_elastic_launch_counts_its_own_node():
+def test_elastic_launch_includes_its_own_node():
     """1:3 with a GPU of its own: up to two workers, none of them needed."""
     made = make("GPU-1", least=1)
     assert (made.workers, made.least_workers, made.is_elastic) == (2, 0, True)

@@ -86,7 +86,7 @@ def test_free_port_is_outside_the_ephemeral_range(monkeypatch, tmp_path):
         assert network.find_free_port() != taken
 
 
-def test_torchruns_command_line():
+def test_build_torchrun_command():
     """Golden: static rendezvous, all streams to files, the script's words as they are."""
     assert torchrun.build_arguments(SPEC, node_rank=1, local_addr="10.0.1.3") == [
         "--nnodes=3",
@@ -136,7 +136,7 @@ def test_manual_command_is_quoted_for_a_shell():
     assert "'it'\"'\"'s; a train.py' --epochs 2\n" in text
 
 
-def test_ranks_environment():
+def test_build_rank_environment():
     """The node's settings, the user's last, no credentials; a cell's folder to import from."""
     base = {"PATH": "/bin", "JUPYTERHUB_API_TOKEN": "t", "IPP_CONNECTION_INFO": "{}", "PYTHONPATH": "/x"}
     environ = build_node_environ(

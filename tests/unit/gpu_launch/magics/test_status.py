@@ -164,7 +164,7 @@ def test_dry_run_of_a_detached_job_shows_its_manifest(broker):
     assert {method for method, _, _ in broker.asked} == {"GET"}
 
 
-def test_a_dry_run_refuses_what_a_launch_refuses(broker):
+def test_dry_run_refuses_invalid_launches(broker):
     """In the same words."""
     with pytest.raises(UsageError, match=r"There is no script trian\.py"):
         build_dry_run("trian.py")

@@ -96,7 +96,7 @@ def test_refused_flag_has_a_reason(name):
         ("--shutdown-timeout 5 x.py", {"torchrun_flags": ("--shutdown-timeout=5",)}),
     ],
 )
-def test_flags_and_what_they_set(line, expected):
+def test_flags_set_options(line, expected):
     """One by one."""
     wanted = command.parse(line)
     assert {name: getattr(wanted, name) for name in expected} == expected
@@ -287,7 +287,7 @@ def test_function_accepts_the_same_options_as_the_magic(monkeypatch, values, rig
         gpu_launch.run("train.py", **values)
 
 
-def test_the_functions_keywords_are_those_of_the_definition():
+def test_keywords_of_the_function_match_the_options():
     """With the defaults of the value, so that none is forgotten and none differs."""
     parameters = inspect.signature(gpu_launch.run).parameters
     own = {"script", "arguments", "kwargs"}
@@ -310,6 +310,6 @@ def test_formatted_flags_can_be_parsed_again():
 
 
 @pytest.mark.parametrize("line", ["-t=3 x.py", "-t 3 x.py", "--tee=3 x.py"])
-def test_short_flags_take_their_value_in_both_ways(line):
+def test_short_flags_accept_attached_and_separate_values(line):
     """As torchrun's own."""
     assert command.parse(line).tee == "3"

@@ -170,7 +170,7 @@ def test_parse_memory_figures_of_torch(error, figures):
         ("", ""),
     ],
 )
-def test_gpu_name(told, name):
+def test_format_gpu_name(told, name):
     """Model and a short UUID, as far as they are told."""
     assert format_gpu_name(told) == name
 

@@ -121,7 +121,7 @@ def make_content(route: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("route", MATRIX)
-async def test_every_route_for_every_caller(guarded: Setting, route: str) -> None:
+async def test_status_of_every_route_for_every_caller(guarded: Setting, route: str) -> None:
     """The status of each cell matches the table, and refused callers get a problem document with a code."""
     found = {}
     async with asgi_broker(guarded) as running:

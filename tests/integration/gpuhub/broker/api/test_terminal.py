@@ -211,6 +211,6 @@ def test_cross_origin_requests_are_refused() -> None:
     [('{"resize": [120, 40]}', (120, 40)), ('{"resize": [0, 40]}', None), ('{"resize": [true, 40]}', None),
      ('{"resize": [1, 2, 3]}', None), ("[]", None), ("", None), ('{"resize": [10000, 40]}', None)],
 )  # fmt: skip
-def test_sizes(text: str, size: tuple[int, int] | None) -> None:
+def test_invalid_terminal_sizes_are_ignored(text: str, size: tuple[int, int] | None) -> None:
     """Invalid sizes are ignored."""
     assert parse_resize(text) == size

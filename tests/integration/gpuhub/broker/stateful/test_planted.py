@@ -164,7 +164,7 @@ def _mark_released(lease: Any, now: float) -> Any:
     return lease.evolve(state=LeaseState.RELEASED, gpus=gpus, released_at=now)
 
 
-TRAPS: list[tuple[Callable[[Patch], None], Scenario]] = [
+BUGS: list[tuple[Callable[[Patch], None], Scenario]] = [
     (treat_expiry_as_proof, scenarios.time_limit_expires_during_partition),
     (treat_hub_state_as_proof, scenarios.notebook_is_stopped_during_partition),
     (treat_unreachable_node_as_empty, scenarios.notebook_is_stopped_during_partition),
@@ -178,7 +178,7 @@ TRAPS: list[tuple[Callable[[Patch], None], Scenario]] = [
     (activate_ended_leases, scenarios.holder_resumes_after_its_lease_was_reassigned),
     (free_shrinking_gpus_at_once, scenarios.elastic_job_shrinks),
 ]
-ALONE: list[Scenario] = [
+SCENARIOS_WITHOUT_A_BUG: list[Scenario] = [
     scenarios.daemon_is_wiped_after_a_reboot,
     scenarios.clock_is_set_back_while_the_broker_is_down,
     scenarios.daemon_is_wiped_while_the_broker_is_down,
@@ -186,11 +186,11 @@ ALONE: list[Scenario] = [
 
 
 #: These run with the builtin scheduler only: Slurm's own preemption ends whole jobs.
-OF_BUILTIN = {scenarios.elastic_job_shrinks}
+BUILTIN_ONLY = {scenarios.elastic_job_shrinks}
 
 
 def _backends_of(scenario: Scenario) -> list[str]:
-    return ["builtin"] if scenario in OF_BUILTIN else sorted(CLUSTERS)
+    return ["builtin"] if scenario in BUILTIN_ONLY else sorted(CLUSTERS)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     ("world", "scenario"),
     [
         pytest.param(backend, scenario, id=f"{backend}-{scenario.__name__}")
-        for scenario in [*dict.fromkeys(scenario for _, scenario in TRAPS), *ALONE]
+        for scenario in [*dict.fromkeys(scenario for _, scenario in BUGS), *SCENARIOS_WITHOUT_A_BUG]
         for backend in _backends_of(scenario)
     ],
     indirect=["world"],
@@ -222,7 +222,7 @@ def test_scenario_passes_without_a_bug(world: World, scenario: Scenario) -> None
     ("world", "trap", "scenario"),
     [
         pytest.param(backend, trap, scenario, id=f"{backend}-{trap.__name__}")
-        for trap, scenario in TRAPS
+        for trap, scenario in BUGS
         for backend in _backends_of(scenario)
     ],
     indirect=["world"],
