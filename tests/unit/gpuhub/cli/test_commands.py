@@ -42,7 +42,7 @@ class CapturingRunner(BrokerRunner):
         self.action = action
 
 
-class Head:
+class HeadNodeCli:
     """The command line of root on the head node."""
 
     def __init__(self, running: Running) -> None:
@@ -60,22 +60,22 @@ class Head:
 
 
 @pytest.fixture
-async def head(tmp_path: Path) -> AsyncIterator[Head]:
+async def head(tmp_path: Path) -> AsyncIterator[HeadNodeCli]:
     """Ada has rig1's card for eight hours, and ben waits for it."""
     profile = ProfileSettings(name="rtx5090", title="RTX 5090", gpu_model="RTX 5090", time_limit="8h")
     async with asgi_broker(Setting(tmp_path, cluster=build_cluster(profiles=[profile]))) as running:
         await run_notebook(running, await ask(running, "ada"))
         await ask(running, "ben")
-        head = Head(running)
+        head = HeadNodeCli(running)
         yield head
         await head.client.close()
 
 
-async def lease_of(head: Head, owner: str) -> str:
+async def lease_of(head: HeadNodeCli, owner: str) -> str:
     return next(lease.id for lease in await head.client.leases() if lease.owner == owner)
 
 
-async def test_list_commands(head: Head) -> None:
+async def test_list_commands(head: HeadNodeCli) -> None:
     """Nodes, leases with the queue, usage, reservations, events."""
     assert "rig1  up     0/1   RTX 5090" in await head.run("node list")
     leases = await head.run("lease list")
@@ -89,7 +89,7 @@ async def test_list_commands(head: Head) -> None:
     assert len((await head.run("events -n 1")).splitlines()) == 1
 
 
-async def test_drain_lists_leases_and_asks_for_confirmation(head: Head) -> None:
+async def test_drain_lists_leases_and_asks_for_confirmation(head: HeadNodeCli) -> None:
     """Without a yes nothing changes, nor without a terminal to ask at."""
     with pytest.raises(InvalidRequest, match="nothing was changed"):
         await head.run("node drain rig1", "n\n")
@@ -103,7 +103,7 @@ async def test_drain_lists_leases_and_asks_for_confirmation(head: Head) -> None:
     assert "rig1 is up" in await head.run("node undrain rig1")
 
 
-async def test_cordon_and_empty_node_need_no_confirmation(head: Head) -> None:
+async def test_cordon_and_empty_node_need_no_confirmation(head: HeadNodeCli) -> None:
     """No lease ends by them."""
     assert "rig1 is cordoned" in await head.run("node cordon rig1")
     assert "Nothing runs on rig2." in await head.run("node drain rig2")
@@ -111,7 +111,7 @@ async def test_cordon_and_empty_node_need_no_confirmation(head: Head) -> None:
         await head.run("node drain rig9")
 
 
-async def test_explain_and_extend_commands(head: Head) -> None:
+async def test_explain_and_extend_commands(head: HeadNodeCli) -> None:
     """By the beginning of an id; the broker's refusal is passed on."""
     waiting, running = await lease_of(head, "ben"), await lease_of(head, "ada")
     assert "Position 1 of the queue" in await head.run(f"lease why {waiting[:8]}")
@@ -121,7 +121,7 @@ async def test_explain_and_extend_commands(head: Head) -> None:
     assert "continues until" in await head.run(f"lease extend {running} 8h")
 
 
-async def test_release_is_confirmed_and_force_has_a_warning(head: Head) -> None:
+async def test_release_is_confirmed_and_force_has_a_warning(head: HeadNodeCli) -> None:
     """A running lease cannot be forced before it was ended, and the question follows the warning."""
     running = await lease_of(head, "ada")
     with pytest.raises(InvalidRequest, match="only a lease that was ended can be forced"):
@@ -134,7 +134,7 @@ async def test_release_is_confirmed_and_force_has_a_warning(head: Head) -> None:
     assert "is released" in output
 
 
-async def test_reservations_are_created_and_cancelled(head: Head) -> None:
+async def test_reservations_are_created_and_cancelled(head: HeadNodeCli) -> None:
     """With the command that cancels them."""
     made = await head.run("reservation add course --nodes rig2 --users ben --groups ml --from 2126-01-01 --for 8h")
     assert "from 1 Jan 2126 00:00 to 1 Jan 2126 08:00" in made

@@ -36,7 +36,7 @@ VOLUME = (
 BIND = 'node rig1: invalid mount config for type "bind": '
 
 
-class Daemon:
+class FakeDaemon:
     """Answers `/_ping` or raises; stands for `Daemons`."""
 
     def __init__(self, ping: Any) -> None:
@@ -50,7 +50,7 @@ class Daemon:
 
 
 async def fail(error: Exception, ping: Any = "OK") -> None:
-    async with translate_mount_errors(Daemon(ping), "rig1", STORAGE, "ada"):  # type: ignore[arg-type]
+    async with translate_mount_errors(FakeDaemon(ping), "rig1", STORAGE, "ada"):  # type: ignore[arg-type]
         raise error
 
 

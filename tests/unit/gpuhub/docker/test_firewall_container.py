@@ -21,7 +21,7 @@ T = TypeVar("T")
 NAME = "gpuhub-guard"
 
 
-class Docker:
+class FakeDocker:
     """One daemon; the output of its firewall containers is in `lines`."""
 
     def __init__(self) -> None:
@@ -89,10 +89,10 @@ def answer(status: int) -> requests.Response:
     return response
 
 
-class Nodes:
+class FakeDaemons:
     """`Daemons` over it."""
 
-    def __init__(self, client: Docker) -> None:
+    def __init__(self, client: FakeDocker) -> None:
         self.client = client
 
     async def run(self, node: str, work: Callable[[Any], T], *, mounting: bool = False) -> T:
@@ -106,17 +106,17 @@ class Nodes:
 
 
 @pytest.fixture
-def client() -> Docker:
-    return Docker()
+def client() -> FakeDocker:
+    return FakeDocker()
 
 
-async def ensure(client: Docker, cluster: ClusterSettings | None = None) -> None:
+async def ensure(client: FakeDocker, cluster: ClusterSettings | None = None) -> None:
     await firewall_container.ensure_firewall(
-        cast(DockerClients, Nodes(client)), cluster or build_cluster(), "gpuhub", "rig1"
+        cast(DockerClients, FakeDaemons(client)), cluster or build_cluster(), "gpuhub", "rig1"
     )
 
 
-async def test_firewall_container_is_created_once(client: Docker) -> None:
+async def test_firewall_container_is_created_once(client: FakeDocker) -> None:
     """A firewall that is in place is not changed."""
     client.lines = [{}, {"state": "starting", "why": ""}, {"state": "ok", "why": "applied"}]
     await ensure(client)
@@ -125,7 +125,7 @@ async def test_firewall_container_is_created_once(client: Docker) -> None:
     assert client.there[NAME]["labels"][names.LABEL_KIND] == names.KIND_FIREWALL
 
 
-async def test_firewall_container_has_one_capability_and_restarts(client: Docker) -> None:
+async def test_firewall_container_has_one_capability_and_restarts(client: FakeDocker) -> None:
     """No GPU, no file of the node, no other right; Docker starts it with the machine."""
     await ensure(client)
     made = client.there[NAME]
@@ -138,7 +138,7 @@ async def test_firewall_container_has_one_capability_and_restarts(client: Docker
 
 
 @pytest.mark.parametrize("change", ["image", "settings", "stopped"])
-async def test_changed_image_or_rules_replace_the_firewall_container(client: Docker, change: str) -> None:
+async def test_changed_image_or_rules_replace_the_firewall_container(client: FakeDocker, change: str) -> None:
     """A stopped container is replaced as well."""
     await ensure(client)
     cluster = build_cluster()
@@ -154,7 +154,7 @@ async def test_changed_image_or_rules_replace_the_firewall_container(client: Doc
 
 
 async def test_missing_packet_filter_is_reported_with_the_reason(
-    client: Docker, monkeypatch: pytest.MonkeyPatch
+    client: FakeDocker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the node and has the script's or Docker's text; a container without output times out."""
     client.lines = [{"state": "failed", "why": "nft: Operation not permitted"}]
@@ -174,7 +174,7 @@ async def test_missing_packet_filter_is_reported_with_the_reason(
         await ensure(client)
 
 
-async def test_disabled_firewall_has_no_container(client: Docker) -> None:
+async def test_disabled_firewall_has_no_container(client: FakeDocker) -> None:
     """The table is taken away before the last container of the kind is."""
     off = build_cluster(network={"guard": False})
     await ensure(client, off)
@@ -184,16 +184,16 @@ async def test_disabled_firewall_has_no_container(client: Docker) -> None:
     assert (client.created, client.there) == ([NAME, f"{NAME}-off"], {})
 
 
-async def test_interrupted_firewall_removal_is_repeated(client: Docker) -> None:
+async def test_interrupted_firewall_removal_is_repeated(client: FakeDocker) -> None:
     """While the table may exist, a container on the node shows it."""
     await ensure(client)
     client.exit_code = 1
     client.lines = [{"state": "failed", "why": "nft: busy"}]
     with pytest.raises(GpuhubError, match="node rig1: its firewall could not be removed: nft: busy"):
-        await firewall_container.remove_firewall(cast(DockerClients, Nodes(client)), "gpuhub", "rig1")
+        await firewall_container.remove_firewall(cast(DockerClients, FakeDaemons(client)), "gpuhub", "rig1")
     assert list(client.there) == [f"{NAME}-off"]
     client.exit_code = 0
-    await firewall_container.remove_firewall(cast(DockerClients, Nodes(client)), "gpuhub", "rig1")
+    await firewall_container.remove_firewall(cast(DockerClients, FakeDaemons(client)), "gpuhub", "rig1")
     assert client.there == {}
 
 

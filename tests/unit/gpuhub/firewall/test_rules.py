@@ -21,7 +21,7 @@ def make_policy(cluster: ClusterSettings, head: str = "192.168.1.20", *callers: 
     return build_policy(cluster, "gpuhub", head=head, callers=callers)
 
 
-def single(**network: Any) -> ClusterSettings:
+def build_single_machine(**network: Any) -> ClusterSettings:
     """Build the policy of a machine that is both head node and node."""
     hub = {"address": "192.168.1.21", "bind": "0.0.0.0", "https": "local"}
     cluster = build_cluster(network=network, hub=hub)
@@ -30,8 +30,8 @@ def single(**network: Any) -> ClusterSettings:
 
 CASES = {
     "three-nodes": lambda: make_policy(build_cluster()),
-    "one-machine": lambda: make_policy(single(), "192.168.1.21", "127.0.0.1"),
-    "open": lambda: make_policy(single(egress="open"), "192.168.1.21"),
+    "one-machine": lambda: make_policy(build_single_machine(), "192.168.1.21", "127.0.0.1"),
+    "open": lambda: make_policy(build_single_machine(egress="open"), "192.168.1.21"),
     "none-but-reached": lambda: make_policy(
         build_cluster(network={"egress": "none", "reach": ["192.168.1.50", "10.9.0.0/16", "10.9.1.0/24", "fd12::/48"]}),
         "192.168.1.20",

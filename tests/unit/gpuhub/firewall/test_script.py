@@ -11,7 +11,7 @@ from gpuhub.firewall import script
 from gpuhub.firewall.script import FirewallFailed, TableKeeper
 
 
-class Kernel:
+class FakeKernel:
     """Tables by name, as `nft` would list them."""
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Kernel:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    kernel = Kernel()
+def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+    kernel = FakeKernel()
     monkeypatch.setattr(script, "run_nft", kernel.nft)
     monkeypatch.setattr(script, "check_bridges", lambda: None)
     return kernel
@@ -45,7 +45,9 @@ def read_status_lines(capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str
     return [(line["state"], line["why"]) for line in lines]
 
 
-def test_table_is_created_once_and_repaired_after_changes(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_created_once_and_repaired_after_changes(
+    kernel: FakeKernel, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A line for each change, and none while nothing happens."""
     keeper = TableKeeper("t", "rules")
     keeper.check_once()
@@ -59,7 +61,7 @@ def test_table_is_created_once_and_repaired_after_changes(kernel: Kernel, capsys
         assert kernel.tables == {"t": "listed rules"}
 
 
-def test_unchanged_state_is_reported_periodically(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unchanged_state_is_reported_periodically(kernel: FakeKernel, capsys: pytest.CaptureFixture[str]) -> None:
     """The first line may count as one from before the container's start."""
     keeper = TableKeeper("t", "rules")
     for _ in range(2 * (script.MAX_UNREPORTED + 1) + 1):
@@ -67,14 +69,14 @@ def test_unchanged_state_is_reported_periodically(kernel: Kernel, capsys: pytest
     assert read_status_lines(capsys) == [("ok", "applied"), *[("ok", "unchanged")] * 2]
 
 
-def test_existing_table_is_replaced_at_startup(kernel: Kernel) -> None:
+def test_existing_table_is_replaced_at_startup(kernel: FakeKernel) -> None:
     """A table that an earlier guard left may be of other rules."""
     kernel.tables["t"] = "listed old"
     TableKeeper("t", "rules").check_once()
     assert kernel.tables["t"] == "listed rules"
 
 
-def test_failure_is_reported_once_and_retried(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_is_reported_once_and_retried(kernel: FakeKernel, capsys: pytest.CaptureFixture[str]) -> None:
     """With nft's own words, until it goes well."""
     keeper = TableKeeper("t", "rules")
     kernel.trouble = "Operation not permitted"
@@ -87,7 +89,7 @@ def test_failure_is_reported_once_and_retried(kernel: Kernel, capsys: pytest.Cap
 
 
 def test_bridges_that_bypass_the_filter_are_a_failure(
-    kernel: Kernel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kernel: FakeKernel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The rules are applied all the same."""
     switch = tmp_path / "bridge-nf-call-iptables"
@@ -113,7 +115,7 @@ def test_bridges_that_bypass_the_filter_are_a_failure(
     assert read_status_lines(capsys) == [("ok", "unchanged")]
 
 
-def test_removal_exits_with_its_status(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removal_exits_with_its_status(kernel: FakeKernel, capsys: pytest.CaptureFixture[str]) -> None:
     """The remover's exit status is read."""
     assert script.main(["remove", "t", "away"]) == 0
     assert kernel.tables == {"t": "listed away"}

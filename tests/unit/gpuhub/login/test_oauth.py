@@ -60,7 +60,7 @@ def log_in(authenticator: Any) -> dict[str, Any]:
     return {key: model[key] for key in ("name", "admin", "groups")}
 
 
-def refused(authenticator: Any) -> str:
+def get_refusal(authenticator: Any) -> str:
     """Return the reason of a refused login."""
     with pytest.raises(LoginRefused) as error:
         log_in(authenticator)
@@ -88,7 +88,7 @@ def test_github_by_name_and_by_organisation(build: Any) -> None:
     answers["orgs/lab/teams/chiefs/memberships/Ada-L"] = (404, {})
     assert log_in(build("github", users, "SECRET", answers))["admin"] is False
     answers["user/memberships/orgs/lab"] = (200, {"state": "pending", "role": "member"})
-    assert "ada-l may not use this hub" in refused(build("github", users, "SECRET", answers))
+    assert "ada-l may not use this hub" in get_refusal(build("github", users, "SECRET", answers))
     answers["user/memberships/orgs/lab"] = (502, {})
     with pytest.raises(HTTPError, match="503"):
         log_in(build("github", users, "SECRET", answers))
@@ -99,7 +99,7 @@ def test_github_name_that_changed_hands(build: Any) -> None:
     answers = {"user": (200, GITHUB)}
     assert log_in(build("github", 'allowed = ["ada-l"]', "SECRET", answers))["name"] == "ada-l"
     answers["user"] = (200, GITHUB | {"id": 7})
-    assert "belongs to another account" in refused(build("github", 'allowed = ["ada-l"]', "SECRET", answers))
+    assert "belongs to another account" in get_refusal(build("github", 'allowed = ["ada-l"]', "SECRET", answers))
 
 
 @pytest.mark.parametrize("issuer", ["", 'issuer = "https://git.example.org/"'])
@@ -146,7 +146,7 @@ def test_google(build: Any, person: Any, keys: str, users: str, name: str) -> No
 def test_google_refuses(build: Any, person: Any, message: str) -> None:
     """Accounts of other domains, and accounts without a verified domain."""
     keys = 'SECRET\ndomains = ["example.org"]'
-    assert message in refused(build("google", 'allowed = ["ada"]', keys, {"oauth2/v1/userinfo": (200, person)}))
+    assert message in get_refusal(build("google", 'allowed = ["ada"]', keys, {"oauth2/v1/userinfo": (200, person)}))
 
 
 CILOGON = {"sub": "http://cilogon.org/serverA/users/1", "idp": IDP, "eppn": "ada@uni.edu"}
@@ -178,7 +178,7 @@ def test_cilogon(build: Any) -> None:
 )
 def test_cilogon_refuses(build: Any, person: Any, keys: str, message: str) -> None:
     """Names that accounts of several providers may have."""
-    assert message in refused(cilogon(build, person, keys, 'allowed = ["ada"]'))
+    assert message in get_refusal(cilogon(build, person, keys, 'allowed = ["ada"]'))
 
 
 def test_cilogon_of_another_identity_provider(build: Any) -> None:

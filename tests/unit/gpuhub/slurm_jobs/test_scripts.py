@@ -207,7 +207,7 @@ cat >{folder}/told-$SLURMD_NODENAME
 """
 
 
-class Node:
+class ScriptNode:
     """A folder with programs in place of Slurm's and of the job's own."""
 
     def __init__(self, folder: Path, runtime: dict[str, str], home: str = "home") -> None:
@@ -263,7 +263,7 @@ def test_worker_script_does_not_evaluate_user_text(
 ) -> None:
     """The real bash runs it."""
     text = hostile.format(made=tmp_path / "made")
-    node = Node(tmp_path, runtime, f"home {text}".replace("/", "_"))
+    node = ScriptNode(tmp_path, runtime, f"home {text}".replace("/", "_"))
     logs = scripts._WORKER_LOGS.format(run=text)
     (node.home / logs).mkdir(parents=True)
     asked = build_spec(node.cluster, user=text, run_id=text, is_detached=is_detached)
@@ -277,7 +277,7 @@ def test_worker_script_does_not_evaluate_user_text(
 
 
 def test_each_node_runs_one_task_with_its_slurm_environment(tmp_path: Path) -> None:
-    node = Node(tmp_path, APPTAINER)
+    node = ScriptNode(tmp_path, APPTAINER)
     assert node.run(build_worker_script(build_spec(node.cluster))).returncode == 0
     assert node.read_arguments("srun")[:4] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=4"]
     given = node.read_arguments("apptainer")
@@ -289,7 +289,7 @@ def test_each_node_runs_one_task_with_its_slurm_environment(tmp_path: Path) -> N
 
 def test_first_worker_of_a_detached_job_is_the_batch_script(tmp_path: Path) -> None:
     """Slurm ends the job with this process and reports its exit code; the other nodes have a step."""
-    node = Node(tmp_path, PLAIN)
+    node = ScriptNode(tmp_path, PLAIN)
     program = tmp_path / "bin" / "python3"
     program.write_text(
         f"#!/bin/bash\n[ $SLURMD_NODENAME = sx2 ] && exec touch {tmp_path}/other\n"
@@ -301,13 +301,13 @@ def test_first_worker_of_a_detached_job_is_the_batch_script(tmp_path: Path) -> N
 
 
 def test_single_worker_needs_no_job_step(tmp_path: Path) -> None:
-    node = Node(tmp_path, PLAIN)
+    node = ScriptNode(tmp_path, PLAIN)
     assert node.run(build_worker_script(build_spec(node.cluster, is_detached=True)), nodes=1).returncode == 0
     assert not (tmp_path / "srun").exists()
 
 
 def test_worker_script_fails_without_the_run_folder(tmp_path: Path) -> None:
-    node = Node(tmp_path, PLAIN)
+    node = ScriptNode(tmp_path, PLAIN)
     done = node.run(build_worker_script(build_spec(node.cluster, run_id="run-2")))
     assert done.returncode == 1
     assert "run-2/logs" in done.stderr

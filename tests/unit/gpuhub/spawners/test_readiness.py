@@ -11,14 +11,14 @@ import pytest
 from gpuhub.spawners import readiness
 
 
-class Answer:
+class FakeResponse:
     """Its headers cannot be changed, like those of the client that JupyterHub uses."""
 
     def __init__(self, version: str) -> None:
         self.headers = MappingProxyType({"X-JupyterHub-Version": version})
 
 
-class Server:
+class FakeServer:
     def __init__(self, answer: Any) -> None:
         self._answer = answer
 
@@ -35,14 +35,14 @@ async def has_not_ended() -> bool:
 @pytest.mark.parametrize(("version", "left"), [("5.5.1", {"X-JupyterHub-Version": "5.5.1"}), ("nonsense", {})])
 async def test_invalid_version_header_is_removed(version: str, left: dict[str, str]) -> None:
     """JupyterHub would not start with it."""
-    server = Server(Answer(version))
+    server = FakeServer(FakeResponse(version))
     readiness.limit_wait_up(server, has_not_ended)
     assert (await server.wait_up()).headers == left
 
 
 async def test_invalid_response_counts_as_a_timeout() -> None:
     """JupyterHub drops that one server, instead of giving up its own start."""
-    server = Server(ValueError("no HTTP"))
+    server = FakeServer(ValueError("no HTTP"))
     readiness.limit_wait_up(server, has_not_ended)
     with pytest.raises(TimeoutError, match="no HTTP"):
         await server.wait_up()
@@ -51,14 +51,14 @@ async def test_invalid_response_counts_as_a_timeout() -> None:
 async def test_wait_ends_with_the_container() -> None:
     """The wait may be days long."""
 
-    class Silent(Server):
+    class HangingServer(FakeServer):
         async def wait_up(self) -> Any:
             await asyncio.sleep(3600)
 
     async def has_ended() -> bool:
         return True
 
-    server = Silent(None)
+    server = HangingServer(None)
     readiness.limit_wait_up(server, has_ended)
     with pytest.raises(TimeoutError, match="has ended"):
         await server.wait_up()

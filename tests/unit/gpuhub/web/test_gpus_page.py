@@ -242,7 +242,7 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
     """Hours become seconds, and no other value is sent."""
     asked: list[tuple[object, ...]] = []
 
-    class Recording:
+    class RecordingClient:
         async def extend(self, *arguments: object) -> None:
             asked.append(("extend", *arguments))
 
@@ -258,11 +258,11 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         b'{"do": "cordon", "node": "rig1", "reason": "fans"}',
         b'{"do": "undrain", "node": "rig1"}',
     ):
-        await perform_action(Recording(), parse_action(body))
+        await perform_action(RecordingClient(), parse_action(body))
     assert asked == [("extend", "l", 14400), ("force", "l"), ("cordon", "rig1", ("fans", 0)), ("undrain", "rig1", None)]
 
 
-class HubUser:
+class FakeHubUser:
     """The hub's user, as far as tokens go."""
 
     def __init__(self, name: str) -> None:
@@ -277,7 +277,7 @@ class HubUser:
 def test_user_token_is_scoped_to_the_broker_and_short_lived() -> None:
     """It is kept for some minutes, and another one is made before it is void; each user has their own."""
     now = [0.0]
-    tokens, ada, ben = UserTokens(lambda: now[0]), HubUser("ada"), HubUser("ben")
+    tokens, ada, ben = UserTokens(lambda: now[0]), FakeHubUser("ada"), FakeHubUser("ben")
     assert [tokens.get(ada), tokens.get(ada), tokens.get(ben)] == ["ada-1", "ada-1", "ben-1"]
     assert ada.made == [{"note": PAGE_NOTE, "expires_in": 2 * TOKEN_RENEW_AFTER_S, "scopes": [BROKER_SCOPE]}]
     now[0] = TOKEN_RENEW_AFTER_S

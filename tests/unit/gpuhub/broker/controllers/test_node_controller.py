@@ -115,12 +115,12 @@ async def test_uninspectable_container_does_not_fail_its_node(setting: Setting) 
     """A dead file server hangs what is asked about one container; the node goes on."""
     rig1 = setting.nodes["rig1"]
 
-    def hang(method: str) -> None:
+    def hang_call(method: str) -> None:
         if method == "inspect_container":
             raise NodeUnreachable("node rig1: its Docker daemon does not answer in time")
 
     async with asgi_broker(setting) as running:
-        rig1.on_call = hang
+        rig1.on_call = hang_call
         lease = await ask(running, "ada")
         await run_notebook(running, lease)
         line = get_node_status(running).line_number
@@ -417,7 +417,7 @@ async def test_broker_shutdown_cancels_hanging_calls(setting: Setting) -> None:
     rig1 = setting.nodes["rig1"]
     calls: list[str] = []
 
-    def hang(method: str) -> None:
+    def hang_call(method: str) -> None:
         calls.append(method)
         rig1.is_hung = method == "containers"
 
@@ -426,7 +426,7 @@ async def test_broker_shutdown_cancels_hanging_calls(setting: Setting) -> None:
         container = await run_notebook(running, lease)
         line = get_node_status(running).line_number
         await until(lambda: get_node_status(running).line_number > line + 1, "the container was seen")
-        rig1.on_call = hang
+        rig1.on_call = hang_call
         await delete(running, "ada", f"/leases/{lease['id']}")
         await until(lambda: not get_node_status(running).is_up, "rig1 is unreachable")
         assert "stop" not in calls

@@ -63,7 +63,7 @@ def insert(connection: sqlite3.Connection, table: str, **values: Any) -> None:
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> Path:
+def first_version_store(tmp_path: Path) -> Path:
     """A store of the first version: a running notebook, a waiting one, a job that runs, and one that ended."""
     path = tmp_path / "broker.sqlite"
     migrate(path, "0001")
@@ -88,9 +88,9 @@ def old(tmp_path: Path) -> Path:
     return path
 
 
-def test_open_leases_and_jobs_survive_the_upgrade(old: Path) -> None:
+def test_open_leases_and_jobs_survive_the_upgrade(first_version_store: Path) -> None:
     """All of it is there, with defaults for what is new, and the queue as it was."""
-    store = Store.open_file(old)
+    store = Store.open_file(first_version_store)
     rows, jobs = store.load_open()
     running, waiting, of_job = rows
     assert (running.id, running.state, running.container_id, running.nodes) == ("l1", "active", "c" * 64, ("rig1",))
@@ -107,9 +107,9 @@ def test_open_leases_and_jobs_survive_the_upgrade(old: Path) -> None:
     store.close()
 
 
-def test_gpus_held_before_the_upgrade_stay_held(old: Path) -> None:
+def test_gpus_held_before_the_upgrade_stay_held(first_version_store: Path) -> None:
     """The guard tables have what open leases hold, and let it go with them."""
-    store = Store.open_file(old)
+    store = Store.open_file(first_version_store)
     first = store.load_open()[0][0]
     second = first.evolve(id="l9", seq=9, key="other")
     with pytest.raises(sa.exc.IntegrityError, match=r"held_gpus\.gpu_uuid"):
@@ -120,23 +120,23 @@ def test_gpus_held_before_the_upgrade_stay_held(old: Path) -> None:
     store.close()
 
 
-def test_duplicate_keys_stay_with_the_newest_lease(old: Path) -> None:
+def test_duplicate_keys_stay_with_the_newest_lease(first_version_store: Path) -> None:
     """From now on a key makes one lease; before it did not."""
-    Store.open_file(old).close()
-    with raw(old) as connection:
+    Store.open_file(first_version_store).close()
+    with raw(first_version_store) as connection:
         keys = {row["id"]: row["key"] for row in connection.execute("SELECT id, key FROM leases")}
     assert keys == {"l1": "old:l1", "l2": "k", "l3": "job:r", "l4": "k"}
 
 
-def test_downgrade_and_upgrade_lose_no_data(old: Path) -> None:
+def test_downgrade_and_upgrade_lose_no_data(first_version_store: Path) -> None:
     """Where nothing new is in use the older version finds what it knows, and the newer one finds it again."""
-    store = Store.open_file(old)
+    store = Store.open_file(first_version_store)
     before = store.load_open()
     quarantined = _quarantine(before[0][0])
     store.save(Changes(leases=[(before[0][0], quarantined)]))
     store.close()
-    migrate(old, "0001")
-    with raw(old) as connection:
+    migrate(first_version_store, "0001")
+    with raw(first_version_store) as connection:
         rows = {row["id"]: dict(row) for row in connection.execute("SELECT * FROM leases")}
         tables = {
             row["name"]
@@ -152,7 +152,7 @@ def test_downgrade_and_upgrade_lose_no_data(old: Path) -> None:
     assert json.loads(rows["l2"]["ask"]) == OLD_ASK
     assert set(rows["l1"]) == {*OLD_LEASE, "id", "released_at", "reason"}
     assert tables == {"alembic_version", "leases", "lease_gpus", "jobs", "workers", "gpus"}
-    store = Store.open_file(old)
+    store = Store.open_file(first_version_store)
     leases_after, jobs_after = store.load_open()
     assert leases_after[1:] == before[0][1:]
     assert leases_after[0] == quarantined.evolve(state=LeaseState.RELEASING, note=None, quarantined_at=None)
@@ -160,14 +160,14 @@ def test_downgrade_and_upgrade_lose_no_data(old: Path) -> None:
     store.close()
 
 
-def test_jobs_of_the_second_version_survive_the_upgrade(old: Path) -> None:
+def test_jobs_of_the_second_version_survive_the_upgrade(first_version_store: Path) -> None:
     """They are what they were: of a notebook, with nobody to join, and found among what somebody ran lately."""
-    migrate(old, "0002")
-    with raw(old) as connection:
+    migrate(first_version_store, "0002")
+    with raw(first_version_store) as connection:
         connection.execute("UPDATE jobs SET preemptions = 2, array = 'runs'")
         ended = {**dict(connection.execute("SELECT * FROM jobs").fetchone()), "id": "j2", "run_id": "run-000002"}
         insert(connection, "jobs", **ended | {"state": "ended", "ended_at": 9.0, "reason": "done"})
-    store = Store.open_file(old)
+    store = Store.open_file(first_version_store)
     (job,) = store.load_open()[1]
     assert (job.preemptions, job.array, job.state) == (2, "runs", JobState.RUNNING)
     new = (job.detached, job.name, job.joins, job.first_worker, job.started_at, job.exit_code)
@@ -177,53 +177,53 @@ def test_jobs_of_the_second_version_survive_the_upgrade(old: Path) -> None:
     store.close()
 
 
-def test_downgrade_to_the_second_version_refuses_detached_jobs(old: Path) -> None:
+def test_downgrade_to_the_second_version_refuses_detached_jobs(first_version_store: Path) -> None:
     """It would end it, since nobody renews it; when it has ended, the way back is open."""
-    store = Store.open_file(old)
+    store = Store.open_file(first_version_store)
     job = store.load_open()[1][0]
     store.save(Changes(jobs=[(job, job.evolve(detached=True, name="train.py"))]))
     store.close()
     with pytest.raises(RuntimeError, match="does not know: a detached job"):
-        migrate(old, "0002")
-    store = Store.open_file(old)
+        migrate(first_version_store, "0002")
+    store = Store.open_file(first_version_store)
     detached = store.load_open()[1][0]
     store.save(Changes(jobs=[(detached, detached.evolve(state=JobState.ENDED, ended_at=9.0))]))
     store.close()
-    migrate(old, "0002")
-    with raw(old) as connection:
+    migrate(first_version_store, "0002")
+    with raw(first_version_store) as connection:
         assert "detached" not in dict(connection.execute("SELECT * FROM jobs").fetchone())
 
 
-def test_leases_of_the_third_version_have_no_slurm_job(old: Path) -> None:
+def test_leases_of_the_third_version_have_no_slurm_job(first_version_store: Path) -> None:
     """They are gpuhub's own; from then on a lease may have one, and keeps it when it is read again."""
-    migrate(old, "0003")
-    store = Store.open_file(old)
+    migrate(first_version_store, "0003")
+    store = Store.open_file(first_version_store)
     running, waiting, of_job = store.load_open()[0]
     assert [lease.slurm_job for lease in (running, waiting, of_job)] == [None, None, None]
     # A federation's numbers are beyond 32 bits.
     submitted = waiting.evolve(slurm_job=(1 << 40) + 7)
     store.save(Changes(leases=[(waiting, submitted)]))
     store.close()
-    store = Store.open_file(old)
+    store = Store.open_file(first_version_store)
     assert store.load_open()[0] == [running, submitted, of_job]
     store.close()
 
 
-def test_downgrade_to_the_third_version_refuses_slurm_leases(old: Path) -> None:
+def test_downgrade_to_the_third_version_refuses_slurm_leases(first_version_store: Path) -> None:
     """It would give the GPU without asking Slurm; when it has ended, the way back is open."""
-    store = Store.open_file(old)
+    store = Store.open_file(first_version_store)
     waiting = store.load_open()[0][1]
     submitted = waiting.evolve(slurm_job=4711)
     store.save(Changes(leases=[(waiting, submitted)]))
     store.close()
     with pytest.raises(RuntimeError, match="does not know: a lease that is a Slurm job"):
-        migrate(old, "0003")
-    store = Store.open_file(old)
+        migrate(first_version_store, "0003")
+    store = Store.open_file(first_version_store)
     store.save(Changes(leases=[(submitted, lease_states.release(submitted, "stopped", 10.0))]))
     assert store.get_lease("l2") is not None
     store.close()
-    migrate(old, "0003")
-    with raw(old) as connection:
+    migrate(first_version_store, "0003")
+    with raw(first_version_store) as connection:
         assert "slurm_job" not in dict(connection.execute("SELECT * FROM leases").fetchone())
 
 
@@ -231,14 +231,14 @@ def _quarantine(lease: LeaseRow) -> LeaseRow:
     return lease_states.quarantine(lease_states.release(lease, "stopped", 10.0), "node rig1 does not answer", 50.0)
 
 
-def test_downgrade_refuses_unsupported_data(old: Path) -> None:
+def test_downgrade_refuses_unsupported_data(first_version_store: Path) -> None:
     """A request with a new demand, or a cordon, is in the way, and is named."""
-    store = Store.open_file(old)
+    store = Store.open_file(first_version_store)
     waiting = store.load_open()[0][1]
     store.save(Changes(leases=[(waiting, waiting.evolve(resources=ResourceRequest(share=2)))]))
     store.close()
     with pytest.raises(RuntimeError, match="the older version does not know: a part of a GPU"):
-        migrate(old, "0001")
-    store = Store.open_file(old)
+        migrate(first_version_store, "0001")
+    store = Store.open_file(first_version_store)
     assert store.load_open()[0][1].resources == ResourceRequest(share=2)
     store.close()

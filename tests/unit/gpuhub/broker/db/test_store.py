@@ -24,7 +24,7 @@ from gpuhub.scheduler.interface import GpuSlot, NodeAllocation
 CARD = GpuSpec(model="RTX 5090", memory_mib=32607)
 
 
-def row(name: str, seq: int) -> LeaseRow:
+def build_request(name: str, seq: int) -> LeaseRow:
     return LeaseRow(
         id=name,
         seq=seq,
@@ -40,23 +40,23 @@ def row(name: str, seq: int) -> LeaseRow:
     )
 
 
-def granted(name: str, seq: int, uuid: str = "GPU-1") -> LeaseRow:
+def build_granted_lease(name: str, seq: int, uuid: str = "GPU-1") -> LeaseRow:
     slot = GpuSlot(uuid=uuid, node="rig1", index=0, card=CARD)
     identities = {"rig1": ("daemon", None)}
     return lease_states.grant(
-        row(name, seq), [NodeAllocation(node="rig1", slots=(slot,))], 2.5, note="said", identities=identities
+        build_request(name, seq), [NodeAllocation(node="rig1", slots=(slot,))], 2.5, note="said", identities=identities
     )
 
 
-def part(name: str, seq: int, of: int, number: int) -> LeaseRow:
+def build_share_lease(name: str, seq: int, of: int, number: int) -> LeaseRow:
     slot = GpuSlot(uuid="GPU-1", node="rig1", index=0, card=CARD)
-    asked = row(name, seq).evolve(resources=ResourceRequest(share=of))
+    asked = build_request(name, seq).evolve(resources=ResourceRequest(share=of))
     return lease_states.grant(asked, [NodeAllocation(node="rig1", slots=(slot,))], 2.5, parts={"GPU-1": number})
 
 
 def test_leases_and_jobs_survive_reopening_the_store(tmp_path: Path) -> None:
     """A lease and a job with workers come back equal, over a restart, in the order in which they came."""
-    lease, later = granted("l1", 7), row("l0", 8)
+    lease, later = build_granted_lease("l1", 7), build_request("l0", 8)
     job = job_states.start(
         JobRow(
             id="j1",
@@ -93,12 +93,16 @@ def test_leases_and_jobs_survive_reopening_the_store(tmp_path: Path) -> None:
 def test_store_refuses_two_holders_of_a_gpu(tmp_path: Path) -> None:
     """The tables themselves refuse a second holder, in the same transaction or in a later one; nothing is written."""
     store = Store.open_file(tmp_path / "b.sqlite")
-    store.save(Changes(leases=[(None, granted("l1", 1))]))
+    store.save(Changes(leases=[(None, build_granted_lease("l1", 1))]))
     with pytest.raises(sa.exc.IntegrityError, match=r"held_gpus\.gpu_uuid"):
-        store.save(Changes(leases=[(None, granted("l2", 2))]))
+        store.save(Changes(leases=[(None, build_granted_lease("l2", 2))]))
     assert store.get_lease("l2") is None
     with pytest.raises(sa.exc.IntegrityError, match=r"held_gpus\.gpu_uuid"):
-        store.save(Changes(leases=[(None, granted("l3", 3, "GPU-2")), (None, granted("l4", 4, "GPU-2"))]))
+        store.save(
+            Changes(
+                leases=[(None, build_granted_lease("l3", 3, "GPU-2")), (None, build_granted_lease("l4", 4, "GPU-2"))]
+            )
+        )
     assert store.get_lease("l3") is None
     store.close()
 
@@ -106,9 +110,13 @@ def test_store_refuses_two_holders_of_a_gpu(tmp_path: Path) -> None:
 def test_store_refuses_conflicting_gpu_shares(tmp_path: Path) -> None:
     """Parts of one kind share a GPU; a part given twice, one of another kind, and the whole GPU are refused."""
     store = Store.open_file(tmp_path / "b.sqlite")
-    first, second = part("l1", 1, of=2, number=0), part("l2", 2, of=2, number=1)
+    first, second = build_share_lease("l1", 1, of=2, number=0), build_share_lease("l2", 2, of=2, number=1)
     store.save(Changes(leases=[(None, first), (None, second)]))
-    for refused in (part("l3", 3, of=2, number=1), part("l3", 3, of=3, number=2), granted("l3", 3)):
+    for refused in (
+        build_share_lease("l3", 3, of=2, number=1),
+        build_share_lease("l3", 3, of=3, number=2),
+        build_granted_lease("l3", 3),
+    ):
         with pytest.raises(sa.exc.IntegrityError):
             store.save(Changes(leases=[(None, refused)]))
     assert [lease.id for lease in store.load_open()[0]] == ["l1", "l2"]
@@ -118,8 +126,8 @@ def test_store_refuses_conflicting_gpu_shares(tmp_path: Path) -> None:
 
     store.save(Changes(leases=[(first, gone(first))]))
     with pytest.raises(sa.exc.IntegrityError):
-        store.save(Changes(leases=[(None, granted("l3", 3))]))
-    store.save(Changes(leases=[(second, gone(second)), (None, granted("l3", 3))]))
+        store.save(Changes(leases=[(None, build_granted_lease("l3", 3))]))
+    store.save(Changes(leases=[(second, gone(second)), (None, build_granted_lease("l3", 3))]))
     assert [lease.id for lease in store.load_open()[0]] == ["l3"]
     store.close()
 
@@ -128,17 +136,17 @@ def test_store_refuses_a_share_number_out_of_range(tmp_path: Path) -> None:
     """There is no third half."""
     store = Store.open_file(tmp_path / "b.sqlite")
     with pytest.raises(sa.exc.IntegrityError, match="CHECK constraint failed"):
-        store.save(Changes(leases=[(None, part("l1", 1, of=2, number=2))]))
+        store.save(Changes(leases=[(None, build_share_lease("l1", 1, of=2, number=2))]))
     store.close()
 
 
 def test_store_refuses_a_second_lease_with_the_same_key(tmp_path: Path) -> None:
     """A second lease of the same owner and key cannot be written; another owner's can."""
     store = Store.open_file(tmp_path / "b.sqlite")
-    store.save(Changes(leases=[(None, row("l1", 1).evolve(key="same"))]))
+    store.save(Changes(leases=[(None, build_request("l1", 1).evolve(key="same"))]))
     with pytest.raises(Conflict, match="arrived twice at the same moment"):
-        store.save(Changes(leases=[(None, row("l2", 2).evolve(key="same"))]))
-    store.save(Changes(leases=[(None, row("l3", 3).evolve(key="same", owner="ben"))]))
+        store.save(Changes(leases=[(None, build_request("l2", 2).evolve(key="same"))]))
+    store.save(Changes(leases=[(None, build_request("l3", 3).evolve(key="same", owner="ben"))]))
     assert [lease.id for lease in store.load_open()[0]] == ["l1", "l3"]
     store.close()
 
@@ -146,10 +154,10 @@ def test_store_refuses_a_second_lease_with_the_same_key(tmp_path: Path) -> None:
 def test_released_gpu_can_be_granted_in_the_same_transaction(tmp_path: Path) -> None:
     """Release and next grant are one step, in whatever order the leases stand."""
     store = Store.open_file(tmp_path / "b.sqlite")
-    first = granted("l2", 1)
+    first = build_granted_lease("l2", 1)
     store.save(Changes(leases=[(None, first)]))
     released = lease_states.prove_released(lease_states.release(first, "stopped", 3.0), "rig1", 4.0)
-    store.save(Changes(leases=[(None, granted("l1", 2)), (first, released)]))
+    store.save(Changes(leases=[(None, build_granted_lease("l1", 2)), (first, released)]))
     assert [lease.id for lease in store.load_open()[0]] == ["l1"]
     assert store.get_lease("l2") == released
     store.close()
@@ -191,7 +199,7 @@ def test_locked_store_is_reported_as_unavailable(tmp_path: Path, monkeypatch: py
     blocker = sqlite3.connect(tmp_path / "b.sqlite", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
     with pytest.raises(Unavailable, match="database is locked"):
-        store.save(Changes(leases=[(None, row("l1", 1))]))
+        store.save(Changes(leases=[(None, build_request("l1", 1))]))
     blocker.execute("ROLLBACK")
     blocker.close()
     assert store.load_open() == ([], [])
@@ -224,11 +232,17 @@ def test_last_seen_gpus_are_stored_by_node(tmp_path: Path) -> None:
 def test_usage_ends_at_release_or_quarantine(tmp_path: Path) -> None:
     """What counts for fair share: each GPU from the grant to its proof, or to the quarantine; nothing that is held."""
     store = Store.open_file(tmp_path / "b.sqlite")
-    ended = lease_states.prove_released(lease_states.release(granted("l1", 1), "stopped", 3.0), "rig1", 10.0)
-    stuck = lease_states.quarantine(lease_states.release(granted("l2", 2, "GPU-2"), "stopped", 3.0), "no answer", 5.0)
+    ended = lease_states.prove_released(
+        lease_states.release(build_granted_lease("l1", 1), "stopped", 3.0), "rig1", 10.0
+    )
+    stuck = lease_states.quarantine(
+        lease_states.release(build_granted_lease("l2", 2, "GPU-2"), "stopped", 3.0), "no answer", 5.0
+    )
     forced = lease_states.force_release(stuck, "root", 11.0)
-    held = granted("l3", 3, "GPU-3")
-    still = lease_states.quarantine(lease_states.release(granted("l4", 4, "GPU-4"), "stopped", 3.0), "no answer", 6.0)
+    held = build_granted_lease("l3", 3, "GPU-3")
+    still = lease_states.quarantine(
+        lease_states.release(build_granted_lease("l4", 4, "GPU-4"), "stopped", 3.0), "no answer", 6.0
+    )
     store.save(Changes(leases=[(None, ended), (None, forced), (None, held), (None, still)]))
     assert [(s.owner, s.groups, s.card, s.started_at, s.ended_at) for s in store.load_usage(0.0)] == [
         ("ada", frozenset({"lab"}), CARD, 2.5, 10.0),

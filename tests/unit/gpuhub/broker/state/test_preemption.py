@@ -127,7 +127,7 @@ def test_starting_job_runs_once_the_missing_node_is_released() -> None:
 
 
 @pytest.fixture
-def preempting(setting: Setting) -> Setting:
+def preemption_setting(setting: Setting) -> Setting:
     """Scavengers give way, with a second for a checkpoint."""
     setting.cluster = build_cluster(scheduling=SchedulingSettings(preemption=True, preempt_grace="1s", fair_share="0s"))
     return setting
@@ -138,9 +138,9 @@ async def run_job(running: Running, **body: Any) -> Any:
     return await wait_for_state(running, f"/jobs/{job['id']}", "running")
 
 
-async def test_scavenging_job_is_preempted_and_restarted(preempting: Setting) -> None:
+async def test_scavenging_job_is_preempted_and_restarted(preemption_setting: Setting) -> None:
     """The notebook gets its GPU; the job waits again by itself, and runs when the GPU is free."""
-    async with asgi_broker(preempting) as running:
+    async with asgi_broker(preemption_setting) as running:
         job = await run_job(running, nnodes=3, scavenge=True)
         lease = await ask(running, "ben")
         assert lease["state"] == "requested"
@@ -158,20 +158,20 @@ async def test_scavenging_job_is_preempted_and_restarted(preempting: Setting) ->
         assert texts.index("job.preempting") < texts.index("job.requeued")
 
 
-async def test_preemption_continues_after_a_broker_restart(preempting: Setting) -> None:
+async def test_preemption_continues_after_a_broker_restart(preemption_setting: Setting) -> None:
     """In the middle of it: the grace is over sooner or later, and the job waits again."""
-    async with asgi_broker(preempting) as running:
+    async with asgi_broker(preemption_setting) as running:
         job = await run_job(running, nnodes=3, scavenge=True)
         lease = await ask(running, "ben")
         assert (await read(running, "ada", f"/jobs/{job['id']}"))["state"] == "preempting"
-    async with asgi_broker(preempting) as running:
+    async with asgi_broker(preemption_setting) as running:
         await wait_for_state(running, f"/leases/{lease['id']}", "granted")
         assert (await wait_for_state(running, f"/jobs/{job['id']}", "waiting"))["preemptions"] == 1
 
 
-async def test_elastic_job_releases_one_node(preempting: Setting) -> None:
+async def test_elastic_job_releases_one_node(preemption_setting: Setting) -> None:
     """The notebook gets the node that it needs; the job goes on with the others."""
-    async with asgi_broker(preempting) as running:
+    async with asgi_broker(preemption_setting) as running:
         job = await run_job(running, nnodes=3, min_nnodes=1)
         lease = await ask(running, "ben")
         granted = await wait_for_state(running, f"/leases/{lease['id']}", "granted")
@@ -179,7 +179,7 @@ async def test_elastic_job_releases_one_node(preempting: Setting) -> None:
         less = await read(running, "ada", f"/jobs/{job['id']}")
         assert (less["state"], sorted(worker["node"] for worker in less["workers"])) == ("running", ["rig2", "rig3"])
         assert all(worker["state"] == WorkerState.RUNNING for worker in less["workers"])
-        await until(lambda: not preempting.nodes["rig1"].of_kind("worker"), "the worker on rig1 is gone")
+        await until(lambda: not preemption_setting.nodes["rig1"].of_kind("worker"), "the worker on rig1 is gone")
 
 
 async def test_nothing_is_preempted_without_the_policy(setting: Setting) -> None:

@@ -12,18 +12,18 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.images import distribution
 
 
-class _Client:
+class _ImagelessClient:
     """A daemon without images."""
 
     def inspect_image(self, name: str) -> dict[str, Any]:
         raise docker.errors.ImageNotFound(name)
 
 
-class _Daemons:
+class _ImagelessDaemons:
     """Two nodes that have no image."""
 
     async def run(self, node: str, work: Any, *, long: bool = False) -> Any:
-        return work(_Client())
+        return work(_ImagelessClient())
 
 
 def build(image: str) -> ClusterSettings:
@@ -48,4 +48,4 @@ def test_only_foreign_images_are_listed():
 async def test_a_missing_image_is_named():
     """The error has the image, the node that lacks it, and the remedy."""
     with pytest.raises(SetupError, match=r"lab/mine:1, and node rig1 does not have it: build or load it there"):
-        await distribution.send_foreign_images(_Daemons(), ["lab/mine:1"], "rig1", lambda _step: None)
+        await distribution.send_foreign_images(_ImagelessDaemons(), ["lab/mine:1"], "rig1", lambda _step: None)
