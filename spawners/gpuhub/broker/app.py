@@ -56,9 +56,9 @@ from gpuhub.tls import internal_certificates
 log = logging.getLogger(__name__)
 
 PREFIX = "/services/broker"
-#: Between two looks for networks that nobody uses, seconds.
+#: Seconds between removals of unused networks.
 NETWORKS_PERIOD_S = 30.0
-#: Long polls are cut short when the broker stops, seconds; their clients ask again.
+#: Seconds for long polls when the broker stops; their clients ask again.
 _SHUTDOWN_S = 2
 
 

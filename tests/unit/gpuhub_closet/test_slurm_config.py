@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,9 @@ from gpuhub_closet.slurm_config import (
     format_slurm_conf,
     format_slurmdbd_conf,
 )
+from tests.support.golden import check_golden
+
+GOLDEN = Path(__file__).with_name("golden")
 
 FILES = SlurmConfig(
     cluster="lab",
@@ -36,48 +38,9 @@ FILES = SlurmConfig(
 )
 
 
-def text(value: str) -> str:
-    return textwrap.dedent(value).lstrip("\n")
-
-
 def test_slurm_conf():
     """The whole file of a cluster without accounting."""
-    assert format_slurm_conf(FILES) == text("""
-        ClusterName=lab
-        SlurmctldHost=localhost(10.0.0.1)
-        SlurmUser=root
-        SlurmdUser=root
-        AuthType=auth/munge
-        AuthInfo=socket=/srv/slurm/munge.socket
-        CredType=cred/munge
-        SlurmctldPort=6817
-        SlurmctldPidFile=/srv/slurm/slurmctld.pid
-        SlurmctldLogFile=/srv/slurm/slurmctld.log
-        StateSaveLocation=/srv/slurm/state
-        SlurmdPidFile=/srv/slurm/%n.pid
-        SlurmdSpoolDir=/srv/slurm/spool/%n
-        SlurmdLogFile=/srv/slurm/%n.log
-        ProctrackType=proctrack/linuxproc
-        TaskPlugin=task/none
-        AccountingStorageType=accounting_storage/none
-        SelectType=select/cons_tres
-        SelectTypeParameters=CR_Core_Memory
-        DefMemPerCPU=100
-        SchedulerType=sched/backfill
-        SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
-        SlurmdParameters=config_overrides
-        ReturnToService=2
-        GresTypes=gpu
-        KillWait=30
-        MinJobAge=300
-        SlurmdTimeout=300
-        MaxArraySize=100001
-        MaxJobCount=200000
-        NodeName=rig1 NodeHostname=rig1 NodeAddr=10.0.0.11 Port=6818 CPUs=8 RealMemory=64000 Gres=gpu:rtx5090:2,gpu:rtx5070:1
-        NodeName=rig2 NodeHostname=localhost NodeAddr=10.0.0.12 Port=7001 CPUs=1 RealMemory=1000 Gres=gpu:1
-        NodeName=cpu1 NodeHostname=cpu1 NodeAddr=10.0.0.13 Port=6818 CPUs=1 RealMemory=1000
-        PartitionName=all Nodes=ALL State=UP Default=YES
-    """)
+    check_golden(format_slurm_conf(FILES), GOLDEN / "slurm.conf")
 
 
 def test_optional_settings():
@@ -109,34 +72,14 @@ def test_optional_settings():
         "PriorityType=priority/multifactor",
         "PriorityWeightFairshare=100000",
     ]
-    assert format_slurmdbd_conf(extended) == text("""
-        AuthType=auth/munge
-        AuthInfo=socket=/srv/slurm/munge.socket
-        AuthAltTypes=auth/jwt
-        AuthAltParameters=jwt_key=/srv/slurm/jwt.key
-        DbdHost=localhost
-        DbdAddr=127.0.0.1
-        DbdPort=7100
-        SlurmUser=root
-        PidFile=/srv/slurm/slurmdbd.pid
-        LogFile=/srv/slurm/slurmdbd.log
-        StorageType=accounting_storage/mysql
-        StorageHost=localhost
-        StorageLoc=slurm_acct
-        StorageUser=root
-    """)
+    check_golden(format_slurmdbd_conf(extended), GOLDEN / "slurmdbd.conf")
     with pytest.raises(SettingsError, match="for a cluster with accounting"):
         format_slurmdbd_conf(FILES)
 
 
 def test_gres_conf_has_a_line_for_each_gpu():
     """Each GPU has its own file, and a type if it is known."""
-    assert format_gres_conf(FILES) == text("""
-        NodeName=rig1 Name=gpu Type=rtx5090 File=/srv/slurm/dev/rig1/nvidia0
-        NodeName=rig1 Name=gpu Type=rtx5090 File=/srv/slurm/dev/rig1/nvidia1
-        NodeName=rig1 Name=gpu Type=rtx5070 File=/srv/slurm/dev/rig1/nvidia2
-        NodeName=rig2 Name=gpu File=/srv/slurm/dev/rig2/nvidia0
-    """)
+    check_golden(format_gres_conf(FILES), GOLDEN / "gres.conf")
     assert [str(path.relative_to("/srv/slurm/dev")) for path in FILES.devices] == [
         "rig1/nvidia0",
         "rig1/nvidia1",

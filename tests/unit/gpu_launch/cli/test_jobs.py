@@ -11,7 +11,10 @@ import pytest
 
 from gpu_launch.cli import credentials, job_lookup, main
 from gpu_launch.common import job_manifest
+from tests.support.golden import check_golden
 from tests.support.hub.fake_hub import TOKEN, FakeHub, served
+
+GOLDEN = Path(__file__).with_name("golden")
 
 TASK = """\
 name: hello
@@ -94,14 +97,7 @@ def test_status(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     """Nodes, cards, what is free and who has the rest."""
     hub.held = {"GPU-rig1-0": "ben"}
     assert main.run_command(["status"]) == 0
-    assert capsys.readouterr().out == (
-        "NODE  STATE  GPUS                     FREE  HELD BY\n"
-        "rig1  up     2 × RTX 5090 (31.8 GiB)     1  ben\n"
-        "rig2  up     1 × RTX 5070 (11.9 GiB)     1  -\n"
-        "rig3  up     1 × RTX 5070 (11.9 GiB)     1  -\n"
-        "\n"
-        "3 of 4 GPUs free, 0 waiting\n"
-    )
+    check_golden(capsys.readouterr().out, GOLDEN / "status.txt")
     assert main.run_command(["status", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [node["free"] for node in told["nodes"]] == [1, 1, 1]

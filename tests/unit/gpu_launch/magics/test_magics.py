@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -18,6 +19,9 @@ from gpu_launch.launch import launch, request
 from gpu_launch.launch.state import LaunchResult
 from gpu_launch.magics import magics
 from gpu_launch.options import command
+from tests.support.golden import check_golden
+
+GOLDEN = Path(__file__).with_name("golden")
 
 
 @pytest.fixture
@@ -225,10 +229,7 @@ def test_status_and_release_without_jobs(shell, capsys, monkeypatch):
     monkeypatch.delenv("GPUHUB_BROKER_URL", raising=False)
     assert run(shell, "%gpu_status") is None
     assert run(shell, "%gpu_release") is None
-    assert capsys.readouterr().out == (
-        "Workers of this notebook\n  None.\n\nYour jobs\n  This server has no broker.\n\n"
-        "Last runs\n  None yet.\nThis notebook has no idle workers.\n"
-    )
+    check_golden(capsys.readouterr().out, GOLDEN / "status-without-jobs.txt")
 
 
 def test_detach_submits_cell_and_variable_names(shell, monkeypatch, capsys):

@@ -23,6 +23,9 @@ from gpu_launch.launch.worker_pool import WorkerPoolView
 from gpu_launch.magics import status
 from gpu_launch.options import command
 from gpu_launch.worker import nccl_env
+from tests.support.golden import check_golden
+
+GOLDEN = Path(__file__).with_name("golden")
 
 NOW = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 MODELS = {"rig1": "RTX 5090", "rig2": "RTX 5070", "rig3": "RTX 5070"}
@@ -213,13 +216,7 @@ def test_tables_are_text_and_html():
         WorkerPoolView(run_id="run-2", nodes="rig2", jobs=(), is_busy=True, remaining_s=None),
     ]
     tables = [status.build_pool_table(views), status.build_pool_table([])]
-    assert status.format_text(tables) == (
-        "Workers of this notebook\n"
-        "  workers  nodes          time left        jobs\n"
-        "  run-<b>  rig1 RTX 5090  stay 5 min more  j1\n"
-        "  run-2    rig2           in use\n\n"
-        "Workers of this notebook\n  None.\n"
-    )
+    check_golden(status.format_text(tables), GOLDEN / "worker-tables.txt")
     text = status.format_html(tables)
     assert "run-&lt;b&gt;" in text
     assert "<p>None.</p>" in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from gpuhub.docker.container_spec import (
 from gpuhub.docker.security import build_device_requests
 from tests.support.broker.factories import lease
 from tests.support.clusters import ADA, place, worker
+from tests.support.golden import check_golden
 
 GOLDEN = Path(__file__).with_name("golden")
 NFS = StorageSettings(
@@ -66,10 +66,7 @@ def test_container_arguments_match_the_golden_file(cluster: ClusterSettings, cas
         "worker": lambda: worker(cluster, "GPU-ccc"),
         "courier": lambda: courier(nfs),
     }[case]()
-    file = GOLDEN / f"{case}.json"
-    if os.environ.get("GPUHUB_UPDATE_GOLDEN"):
-        file.write_text(as_text(spec), encoding="utf-8")
-    assert as_text(spec) == file.read_text(encoding="utf-8")
+    check_golden(as_text(spec), GOLDEN / f"{case}.json")
 
 
 @pytest.mark.parametrize("make", [notebook, worker, courier])

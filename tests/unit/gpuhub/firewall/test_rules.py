@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from gpuhub.common import names
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.firewall.rules import FirewallPolicy, build_policy, describe_rules, format_removal, format_rules
 from tests.support.clusters import build_cluster
+from tests.support.golden import check_golden
 
 GOLDEN = Path(__file__).with_name("golden")
 
@@ -54,10 +54,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_rules_match_the_golden_file(case: str) -> None:
     """Every rule is written down; run with GPUHUB_UPDATE_GOLDEN=1 to accept a change."""
-    text, file = format_rules(CASES[case]()), GOLDEN / f"{case}.nft"
-    if os.environ.get("GPUHUB_UPDATE_GOLDEN"):
-        file.write_text(text, encoding="utf-8")
-    assert text == file.read_text(encoding="utf-8")
+    check_golden(format_rules(CASES[case]()), GOLDEN / f"{case}.nft")
 
 
 def test_only_the_own_table_is_replaced_atomically() -> None:

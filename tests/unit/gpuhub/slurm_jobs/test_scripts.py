@@ -23,6 +23,7 @@ from gpuhub.slurm_jobs.scripts import (
     build_worker_script,
 )
 from gpuhub.tls.notebook_certificate import NotebookCertificate
+from tests.support.golden import check_golden
 from tests.support.slurm.job_scripts import APPTAINER, HOSTILE, ON_NODE, PLAIN, cluster
 
 pytestmark = pytest.mark.process
@@ -55,10 +56,7 @@ def notebook(of: ClusterSettings, **changes: Any) -> NotebookScriptSpec:
 def test_notebook_script_matches_the_golden_file(name: str, spec: NotebookScriptSpec) -> None:
     # Replace the node's program, which has separate tests, by a placeholder.
     text = build_notebook_script(spec).replace(shlex.quote(ON_NODE.read_text()), "<node_main.py>")
-    file = GOLDEN / f"{name}.sh"
-    if os.environ.get("GPUHUB_UPDATE_GOLDEN"):
-        file.write_text(text, encoding="utf-8")
-    assert text == file.read_text(encoding="utf-8")
+    check_golden(text, GOLDEN / f"{name}.sh")
 
 
 @pytest.mark.parametrize("runtime", [PLAIN, APPTAINER], ids=["plain", "apptainer"])
@@ -187,10 +185,7 @@ def test_worker_script_matches_the_golden_file(name: str, asked: WorkerScriptSpe
     text = text.replace(shlex.quote(program), "<node_main.py>")
     # In a script within the script it is quoted twice.
     text = text.replace(shlex.quote(shlex.quote(program))[1:-1], "<node_main.py>")
-    file = GOLDEN / f"workers-{name}.sh"
-    if os.environ.get("GPUHUB_UPDATE_GOLDEN"):
-        file.write_text(text, encoding="utf-8")
-    assert text == file.read_text(encoding="utf-8")
+    check_golden(text, GOLDEN / f"workers-{name}.sh")
 
 
 SRUN = """#!/bin/bash

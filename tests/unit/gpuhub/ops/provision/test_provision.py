@@ -33,6 +33,7 @@ from gpuhub.ops.provision.ssh_session import SshTarget, build_ssh_url, parse_res
 from tests.support.broker.calls import ask, run_notebook
 from tests.support.broker.in_process import Running, Setting, asgi_broker
 from tests.support.docker.simulated_nodes import build_cluster, wait_until
+from tests.support.golden import check_golden
 
 EXAMPLE = Path(__file__).parents[5] / "cluster.example.toml"
 GOLDEN = Path(__file__).with_name("golden")
@@ -223,7 +224,7 @@ def test_scripts_equal_the_golden_file() -> None:
         node_access.REMOVE_TLS_SCRIPT,
     ]
     sent = "\n----\n".join(parts)
-    assert sent == (GOLDEN / "sent.txt").read_text()
+    check_golden(sent, GOLDEN / "sent.txt")
     assert "CLIENT" not in sent
 
 
