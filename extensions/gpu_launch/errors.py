@@ -20,7 +20,7 @@ class GpuLaunchError(Exception):
 
 
 class UsageError(GpuLaunchError):
-    """The command line is wrong; nothing was asked for and nothing started."""
+    """The command line is wrong; nothing was requested or started."""
 
 
 class BrokerError(GpuLaunchError):

@@ -311,7 +311,7 @@ def format_size(size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSubmission:
-    """A job that is checked and not yet asked for."""
+    """A job that is checked and not yet requested."""
 
     manifest: job_manifest.JobManifest
     nnodes: int

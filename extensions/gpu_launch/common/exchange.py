@@ -269,7 +269,7 @@ def load_result(data: bytes | None, what: str, problems: list[str]) -> Any:
         return None
     try:
         return load_value(data)
-    except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
+    except Exception as error:  # noqa: BLE001 - unpickling runs code of others
         problems.append(
             f"{what} cannot be read here ({type(error).__name__}: {error}); "
             "return plain values, arrays or a state_dict instead"
@@ -313,7 +313,7 @@ def _find_culprit(value: Any, name: str, error: BaseException, depth: int) -> tu
                 _pickler(_LimitedBuffer(), None).dump(child)
             except TooLarge:
                 continue
-            except Exception as child_error:  # noqa: BLE001 - pickling runs anybody's code
+            except Exception as child_error:  # noqa: BLE001 - pickling runs code of others
                 return _find_culprit(child, part, child_error, depth - 1)
     return name, error
 

@@ -1,1 +1,1 @@
-"""Jobs that go on without the notebook or the laptop that asked for them."""
+"""Jobs that continue without the notebook or the laptop that requested them."""

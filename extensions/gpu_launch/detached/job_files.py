@@ -1,4 +1,4 @@
-"""The files of a detached job's run folder that are there before the job is asked for.
+"""The files of a detached job's run folder that exist before the job is requested.
 
 A notebook writes them into `~/.gpu_launch/jobs/RUN/` itself (`submit`). A laptop sends them as a tar to
 `PUT /files?path=.gpu_launch/jobs/RUN`, in this order, each with mode 0600:

@@ -38,7 +38,7 @@ class AgentClient:
         self._client: Any = None
         self._lock, self._life_cycle = threading.RLock(), threading.Lock()
         self._is_stopped = False
-        #: Engines that were asked for their description, and the calls of those that have not answered yet.
+        #: Engines whose description was requested, and the calls of those that have not answered yet.
         self._known: set[int] = set()
         self._asked: dict[int, Any] = {}
         self._views: dict[int | None, Any] = {}

@@ -1,4 +1,4 @@
-"""`--dry-run`: the request and the commands of a launch, with nothing asked for and nothing started."""
+"""`--dry-run`: the request and the commands of a launch, with nothing requested and nothing started."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class Launch:
         """Return the result of a launch that ended well.
 
         Raises:
-            LaunchFailed: where a value that was asked for did not come back.
+            LaunchFailed: where a requested value did not come back.
         """
         results: list[Any] = []
         returned: dict[str, list[Any]] = {}

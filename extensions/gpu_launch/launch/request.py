@@ -1,4 +1,4 @@
-"""From the request of a user to the spec of a start: every check that comes before anything is asked for."""
+"""From the request of a user to the spec of a start: every check that comes before anything is requested."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class ValidatedRequest:
 def validate(
     request: LaunchRequest, broker: BrokerClient | None, *, cluster: Cluster | None = None
 ) -> ValidatedRequest:
-    """Return the checked request. The broker is asked for the cluster only where that is needed and not given.
+    """Return the checked request. The broker is queried for the cluster only where that is needed and not given.
 
     Raises:
         UsageError: for a request that can never be granted.

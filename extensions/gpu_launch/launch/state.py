@@ -77,7 +77,7 @@ class LaunchResult:
     logs: Path
     #: What the function returned, by rank; empty for a script or a cell.
     results: list[Any] = field(default_factory=list)
-    #: The ranks' variables that were asked for, by name, then rank.
+    #: The requested variables of the ranks, by name, then rank.
     returned: dict[str, list[Any]] = field(default_factory=dict)
 
 

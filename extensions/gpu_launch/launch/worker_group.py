@@ -236,7 +236,7 @@ class BrokerWorkerGroup:
         return True
 
     def attach(self, job_id: str) -> None:
-        """Take over a job that an earlier kernel asked for."""
+        """Take over a job that an earlier kernel requested."""
         if self._broker is not None:
             self._first_job = JobWatcher(self._broker, self._broker.get_job(job_id), on_change=self._handle_change)
 

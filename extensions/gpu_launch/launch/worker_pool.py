@@ -117,7 +117,7 @@ class WorkerPool:
         return is_same and mine.nnodes >= plan.nnodes
 
     def is_complete(self) -> bool:
-        """Return whether it has the most nodes that were asked for."""
+        """Return whether it has the largest requested number of nodes."""
         membership = self.group.membership()
         return membership is not None and membership.nnodes >= self.plan.nnodes
 

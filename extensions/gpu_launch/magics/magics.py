@@ -61,7 +61,7 @@ class GpuRanksMagics(Magics):
             sys.stdout.write(rank_session.NO_SESSION if self._group is None else self._group.describe())
 
     def _ensure(self, asked: RankSessionOptions) -> SessionManager:
-        """Return the running ranks, after starting them where there are none or others are asked for."""
+        """Return the running ranks, after starting them where there are none or others are requested."""
         from gpu_launch.sessions.session_manager import SessionManager
 
         group = self._group
@@ -237,7 +237,7 @@ def cell_text(shell: Any, line: str, cell: str) -> exchange.CellSource:
 
 
 def check_syntax(cell: str, text: exchange.CellSource) -> None:
-    """Refuse a cell that is not Python before any GPU is asked for."""
+    """Refuse a cell that is not Python before any GPU is requested."""
     lines = text.source.splitlines(keepends=True)
     linecache.cache[text.label] = (len(text.source), None, lines, text.label)
     request.check_syntax("\n" * text.skipped + cell, text.label, shown=text.label)

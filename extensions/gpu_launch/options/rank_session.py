@@ -93,7 +93,7 @@ class RankSessionOptions:
 
     @property
     def has_start_flags(self) -> bool:
-        """Return whether the user asked for certain ranks."""
+        """Return whether the user chose certain ranks."""
         return bool(self.start_values or self.options.torchrun_flags)
 
 

@@ -225,7 +225,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
         SetupError: another broker runs, the token is missing, or the store or the address cannot be used.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # Each long poll and each look at a node would be a line.
+    # Each long poll and each poll of a node would be a line.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     cluster = settings.load(cluster_file)
     address = find_head_address(cluster)
@@ -261,7 +261,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
             log_config=None,
             timeout_graceful_shutdown=_SHUTDOWN_S,
             server_header=False,
-            # Who asks is told by a token alone: forwarded headers mean nothing here.
+            # Only a token identifies a caller: forwarded headers mean nothing here.
             proxy_headers=False,
             **({} if certificates is None else certificates.broker_options()),
         )

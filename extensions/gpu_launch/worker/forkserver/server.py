@@ -58,7 +58,7 @@ class ForkServer:
                 break
             try:
                 importlib.import_module(name)
-            except BaseException as error:  # noqa: BLE001 - user code: whatever it raises is said, and nothing is forked
+            except BaseException as error:  # noqa: BLE001 - user code: whatever it raises is reported, and nothing is forked
                 label = "PyTorch" if name in _IMPORTS else name
                 self._problem = f"{label} cannot be imported with {sys.executable}: {type(error).__name__}: {error}"
                 traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Jobs beside gpuhub's on the same GPUs, and the partitions that they share with gpuhub's."""
+"""Jobs on the same GPUs that are not gpuhub's, and the partitions that they share with gpuhub's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_YET = frozenset({"BeginTime", "Dependency", "DependencyNeverSatisfied", "Jo
 
 
 def build_usage(scheduler: SlurmScheduler, now: float) -> ExternalUsage:
-    """Return what jobs beside gpuhub's have at this moment."""
+    """Return what jobs that are not gpuhub's hold now."""
     pending = scheduler.list_external_pending()
     return ExternalUsage(
         gpus={uuid: _build_job(job, now) for uuid, job in scheduler.find_external_jobs().items()},

@@ -253,7 +253,7 @@ class CourierPool:
             listed: the containers of the node, as its daemon lists them.
         """
         couriers = {str(raw["Id"]): raw for raw in listed if _labels(raw).get(names.LABEL_KIND) == names.KIND_COURIER}
-        # A courier that was created after the list is missing in it as well; its recent use tells it from a lost one.
+        # The list lacks a courier that was created after it as well; its recent use distinguishes it from a lost one.
         missing = [
             container
             for container, courier in self._running.items()

@@ -201,7 +201,7 @@ def _run_edit(transaction: Transaction, edit: Callable[[Transaction], Any]) -> t
     savepoint = transaction.savepoint()
     try:
         return edit(transaction), None
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is its caller's, and nobody else's
+    except Exception as error:  # noqa: BLE001 - whatever it is, it concerns its caller alone
         transaction.rollback_to(savepoint)
         return None, error
 
