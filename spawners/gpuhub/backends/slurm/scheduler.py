@@ -138,7 +138,7 @@ class SlurmScheduler(ExternalScheduler):
         return None
 
     def find_external_jobs(self) -> Mapping[str, SlurmJob]:
-        """Return by UUID the GPUs of other jobs than gpuhub's, and those that a lease released and its job still has."""
+        """Return by UUID the GPUs of other jobs than gpuhub's, and those that a lease released but its job has."""
         waiting = {request.slurm_job for request in self._state.requests.values()}
         held = {
             allocation.request.slurm_job: {slot.uuid for node in allocation.node_allocations for slot in node.slots}
