@@ -3,7 +3,7 @@
 from gpuhub import hub_config
 from gpuhub.login import kinds as login
 from gpuhub.tls import public_access
-from gpuhub.web.templating import TEMPLATES
+from gpuhub.web.template_loader import TEMPLATES
 
 c = get_config()
 paths = hub_config.paths()

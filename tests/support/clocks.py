@@ -16,7 +16,7 @@ class StillClock(Clock):
 
 
 class AheadClock(Clock):
-    """A clock with both times ahead by `ahead_s` seconds; `jump_s` is by how much the machine's clock was set."""
+    """A clock with both times ahead by `ahead_s` seconds; `jump_s` is the change of the machine's clock."""
 
     ahead_s = 0.0
     jump_s = 0.0

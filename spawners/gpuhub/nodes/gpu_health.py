@@ -38,28 +38,6 @@ class GpuCondition:
 # -- for the scheduler -------------------------------------------------------------------------------------------------
 
 
-def build_node_capacities(
-    inventory: Inventory,
-    *,
-    cordons: Mapping[str, Cordon],
-    lease_statuses: Mapping[str, GpuLeaseStatus],
-    monotonic: float,
-    scheduling: SchedulingSettings,
-) -> tuple[NodeCapacity, ...]:
-    """Return every node of the settings with its GPUs, whether leases hold them or not."""
-    return tuple(
-        build_node_capacity(
-            inventory,
-            name,
-            cordon=cordons.get(name),
-            lease_statuses=lease_statuses,
-            monotonic=monotonic,
-            scheduling=scheduling,
-        )
-        for name in inventory.nodes
-    )
-
-
 def build_node_capacity(
     inventory: Inventory,
     name: str,

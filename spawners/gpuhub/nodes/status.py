@@ -125,10 +125,6 @@ class NodeStatus:
         """Return the identity that is stored with a lease that begins on the node now."""
         return self.daemon_id, self.boot_id
 
-    def can_take_work(self) -> bool:
-        """Return whether the node can run new containers, cordons aside."""
-        return self.is_up and self.is_reconciled
-
     def is_fresh(self, now: float) -> bool:
         """Return whether the last GPU reading is recent enough."""
         return self.read_at is not None and now - self.read_at <= STALE_S

@@ -35,7 +35,7 @@ from gpuhub.common.errors import (
     Unavailable,
 )
 from gpuhub.web.handlers import BROKER_SCOPE, BROKER_TIMEOUT_S, GpuhubHandler
-from gpuhub.web.templating import load_macros, read_asset, read_style
+from gpuhub.web.template_loader import load_macros, read_asset, read_style
 from gpuhub.web.text import count_totals, is_held_by_external_job
 
 #: Nodes on one page, and number of nodes up to which the page has no filter.

@@ -19,7 +19,7 @@ from gpuhub.common.units import format_size, format_span
 from gpuhub.config.profiles import gpu_requirement
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.storage.home_usage import HomeUsage, read_home_usage
-from gpuhub.web.templating import build_environment, load_macros, read_asset, read_style
+from gpuhub.web.template_loader import build_environment, load_macros, read_asset, read_style
 from gpuhub.web.text import build_card, count_totals, describe_gib, describe_partition
 
 #: Time limit for the figures, seconds; after it the form is shown without them.

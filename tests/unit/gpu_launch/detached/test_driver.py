@@ -45,7 +45,7 @@ def test_invalid_worker_list_is_refused(text):
 
 
 def test_the_driver_is_node_0_and_the_others_follow(tmp_path):
-    """With the preemptions that the workers were started with; nobody is waited for."""
+    """It has the number of preemptions with which the workers were started, and waits for no worker."""
     given = build_worker_group(tmp_path, 3, "--nnodes=2:3")
     assert given.plan.is_elastic and given.is_started() and not given.is_notebook_only
     found = given.membership()
@@ -62,7 +62,7 @@ def test_granted_number_of_nodes_is_used(tmp_path):
 
 
 def test_sigterm_is_forwarded_to_ranks_without_restart(tmp_path):
-    """Nothing is started again here, and whoever sent SIGTERM sets the limit."""
+    """Nothing is started again here, and the sender of SIGTERM sets the limit."""
     given = build_worker_group(tmp_path, 2)
     found = given.membership()
     assert membership.find_change(given.job, found, given.plan, workers=given.workers(), leaving=[]) is None

@@ -1,4 +1,4 @@
-"""Whether nodes and GPUs can be given: pure decisions over agent_container, leases and time."""
+"""Whether nodes and GPUs can be granted: decisions from readings, leases and time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gpuhub.domain.models import LeasedGpu, LeaseRow, LedgerSnapshot
 from gpuhub.nodes import agent_container, gpu_health, status
 from gpuhub.nodes.inventory import Inventory, build_inventory
 from gpuhub.nodes.status import AgentReading, Cordon, GpuLeaseStatus, GpuProcess, GpuReading, NodeStatus
+from gpuhub.scheduler.interface import NodeCapacity
 from tests.support.broker.factories import lease_row
 from tests.support.docker.simulated_nodes import build_cluster
 
@@ -58,6 +59,15 @@ def assess_gpu(node: NodeStatus, *, at: float = NOW, **about: Any) -> gpu_health
     )
 
 
+def build_capacities(inventory: Inventory) -> list[NodeCapacity]:
+    return [
+        gpu_health.build_node_capacity(
+            inventory, name, cordon=None, lease_statuses={}, monotonic=NOW, scheduling=SCHEDULING
+        )
+        for name in inventory.nodes
+    ]
+
+
 def assess_node(node: NodeStatus, *, at: float = NOW, cordon: Cordon | None = None) -> gpu_health.NodeCondition:
     return gpu_health.assess_node(
         build_inventory_of(node), node.name, cordon=cordon, monotonic=at, scheduling=SCHEDULING
@@ -70,9 +80,10 @@ def assess_node(node: NodeStatus, *, at: float = NOW, cordon: Cordon | None = No
 def test_two_failures_make_a_node_unreachable_and_two_successes_up() -> None:
     """One lost packet does not make a node unreachable, and one answer does not bring it back."""
     node = status.record_failure(build_up_node(gpu()), "no answer", NOW)
-    assert node.can_take_work()
+    assert gpu_health.explain_node_unavailable(node, None) is None
     node = status.record_failure(node, "no answer", NOW + 1)
-    assert (node.is_up, node.can_take_work(), node.down_since) == (False, False, NOW + 1)
+    assert (node.is_up, node.down_since) == (False, NOW + 1)
+    assert gpu_health.explain_node_unavailable(node, None) == "no answer"
     assert (node.daemon_id, node.boot_id) == (None, None)
     assert assess_node(node, at=NOW + 2) == gpu_health.NodeCondition(state=NodeState.UNREACHABLE, message="no answer")
     node = status.record_answer(node, NOW + 3)
@@ -128,7 +139,7 @@ def test_a_node_never_flaps(looks: list[bool]) -> None:
         if node.is_up and not before.is_up:
             assert is_good
             assert run >= needed >= status.POLLS_UNTIL_UP
-        assert node.is_up or not node.can_take_work()
+        assert node.is_up or gpu_health.explain_node_unavailable(node, None) is not None
         assert len(node.flaps) <= step + 1
 
 
@@ -158,9 +169,7 @@ def test_node_capacity_combines_settings_and_readings() -> None:
     )
     cluster = cluster.model_copy(update={"nodes": (rig1, *cluster.nodes[1:])})
     inventory = build_inventory(cluster, {}).with_node(build_up_node(gpu()))
-    every = gpu_health.build_node_capacities(
-        inventory, cordons={}, lease_statuses={}, monotonic=NOW, scheduling=SCHEDULING
-    )
+    every = build_capacities(inventory)
     assert [node.name for node in every] == ["rig1", "rig2", "rig3"]
     first = every[0]
     assert (first.switch, first.rack, first.cpu_milli, first.memory_mib) == ("s1", "r1", 8000, 32768)
@@ -230,9 +239,7 @@ def test_gpus_of_a_silent_agent_are_failed() -> None:
 def test_gpu_reported_by_two_nodes_is_unavailable_on_both() -> None:
     """The GPU is listed once, and both nodes' pages report the conflict."""
     inventory = build_inventory_of(build_up_node(gpu("a")), build_up_node(gpu("a"), gpu("b", 1), name="rig2"))
-    every = gpu_health.build_node_capacities(
-        inventory, cordons={}, lease_statuses={}, monotonic=NOW, scheduling=SCHEDULING
-    )
+    every = build_capacities(inventory)
     assert [(slot.uuid, slot.node, slot.available) for node in every for slot in node.slots] == [
         ("a", "rig1", False),
         ("b", "rig2", True),
