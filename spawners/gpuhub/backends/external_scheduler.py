@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 from gpuhub.scheduler.gang_placement import build_note
 from gpuhub.scheduler.interface import (
     Allocation,
+    Constraint,
     Grant,
     NodeAllocation,
     PendingReason,
@@ -62,8 +64,7 @@ class ExternalScheduler(BaseScheduler, ABC):
     def order_requests(self, now: float) -> list[str]:
         return [request.id for request in self.list_waiting()]
 
-    def explain_pending(self, request_id: str, now: float, *, with_constraints: bool = False) -> PendingReason:
-        """Return why a request waits, without constraints: the other system does not report their effects."""
+    def explain_pending(self, request_id: str, now: float) -> PendingReason:
         request = self._state.requests[request_id]
         text = self.explain(request)
         if self._unreachable is not None:
@@ -73,6 +74,10 @@ class ExternalScheduler(BaseScheduler, ABC):
             text=f"{self.title}: {text}",
             expected_start=self.predict_start(request, now),
         )
+
+    def find_constraints(self, request_id: str, now: float) -> Iterator[Constraint]:
+        """Yield nothing: the other system does not report the effects of requirements."""
+        return iter(())
 
     def can_start_now(self, request: SchedulingRequest, now: float) -> bool:
         """Return whether what a request needs is free; requests that wait may still get it."""

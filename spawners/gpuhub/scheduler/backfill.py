@@ -57,9 +57,17 @@ class ProtectionTable:
             _protect_reservation(reservation, capacity) for reservation in reservations if reservation.ends_at > now
         ]
         self._masks: dict[tuple[int, ...], CapacityMask] = {}
+        #: Number of GPUs on the nodes of each protection, summed, and of these nodes: what a plan has to look at.
+        self.size = 0
+        for protection in self._protections:
+            self._count(protection)
 
     def add(self, protection: ProtectedCapacity) -> None:
         self._protections.append(protection)
+        self._count(protection)
+
+    def _count(self, protection: ProtectedCapacity) -> None:
+        self.size += sum(1 + len(self._capacity.nodes[name].cards) for name in protection.masks)
 
     def build_mask(
         self, time_limit_s: float | None, admitted: Set[str], before: str | None = None

@@ -36,6 +36,8 @@ class SchedulingCycle:
         self.preemptions: list[Preemption] = []
         #: Planned starts of blocked requests, in their order.
         self.planned_starts: dict[str, PlannedStart] = {}
+        #: GPUs of nodes with protected capacity that `run_to` had to look at, summed over its steps.
+        self.work = 0
         self.protections = ProtectionTable(state.capacity, now, state.reservations)
         self.headroom = QuotaHeadroom(state.usage, state.quotas, now)
         self._state = state
@@ -56,20 +58,26 @@ class SchedulingCycle:
 
     def run(self) -> None:
         """Serve the queue until nothing more follows: a grant may change the plans of other requests."""
-        self._serve_queue(None)
+        self._serve_queue()
         change_count = 0
         while len(self.grants) + len(self.preemptions) > change_count:
             change_count = len(self.grants) + len(self.preemptions)
             self._previous_starts = dict(self.planned_starts)
             self._start_round()
-            self._serve_queue(None)
+            self._serve_queue()
 
-    def run_to(self, request_id: str) -> None:
-        """Serve the queue once, up to and including a request."""
-        self._serve_queue(request_id)
+    def run_to(self, request_id: str, max_work: int) -> None:
+        """Serve the queue once, up to and including a request, or until that has cost more than `max_work`.
 
-    def _serve_queue(self, until: str | None) -> None:
+        Each plan looks at what earlier ones protect, so that the work grows with the square of their number.
+        """
+        self._serve_queue(request_id, max_work)
+
+    def _serve_queue(self, until: str | None = None, max_work: int | None = None) -> None:
         for group, request_id in self._queue:
+            self.work += self.protections.size
+            if max_work is not None and self.work > max_work:
+                return
             request = self._state.requests[request_id]
             if request_id in self.grants:
                 self._queue.mark_done(group, request.owner)

@@ -20,6 +20,8 @@ from gpuhub.scheduler.state import SchedulerState
 _MAX_NAMED = 4
 #: Starts beyond the protected ones are computed while nodes × earlier requests stay below this.
 _MAX_STEPS = 8192
+#: Work of the forecasts of one request, and of those without each of its requirements together; see `SchedulingCycle`.
+FORECAST_WORK, CONSTRAINTS_WORK = 16_384, 49_152
 #: A time limit that lets a request be backfilled before others, seconds.
 _SHORT_S = 3600.0
 
@@ -173,43 +175,48 @@ def format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def estimate_start(state: SchedulerState, cycle: SchedulingCycle, request_id: str, position: int) -> float | None:
-    """Return the start according to time limits; None if it is not known. `cycle` has run and is undone."""
+def estimate_start(
+    state: SchedulerState, cycle: SchedulingCycle, request_id: str, position: int, max_work: int = FORECAST_WORK
+) -> tuple[float | None, int]:
+    """Return the start according to time limits, and the work to find it. `cycle` has run and is undone.
+
+    The start is None if it is not known, or not found with at most `max_work`.
+    """
     if request_id in cycle.grants:
-        return cycle.now
-    planned = cycle.planned_starts.get(request_id)
-    if planned is None and position * len(state.capacity.nodes) <= _MAX_STEPS:
+        return cycle.now, 0
+    planned, work = cycle.planned_starts.get(request_id), 0
+    if planned is None and max_work > 0 and position * len(state.capacity.nodes) <= _MAX_STEPS:
         forecast = SchedulingCycle(state, cycle.now, protects_all=True)
-        forecast.run_to(request_id)
+        forecast.run_to(request_id, max_work)
         forecast.undo()
+        work = forecast.work
         if request_id in forecast.grants:
-            return cycle.now
+            return cycle.now, work
         planned = forecast.planned_starts.get(request_id)
     if planned is None or planned.starts_at == UNKNOWN_TIME:
-        return None
-    return max(planned.starts_at, cycle.now)
+        return None, work
+    return max(planned.starts_at, cycle.now), work
 
 
 def find_constraints(
     state: SchedulerState, request: SchedulingRequest, now: float, position: int
-) -> tuple[Constraint, ...]:
-    """Return the request's own requirements, the one without which it would start first before the others."""
-    constraints = []
+) -> Iterator[Constraint]:
+    """Yield the request's own requirements, each with the start without it.
+
+    Between two of them the state may change; it is as before at each yield.
+    """
+    left = CONSTRAINTS_WORK
     for text, variant in relax_demands(request):
+        if state.requests.get(request.id) is not request:
+            return
         state.put_request(variant)
         cycle = SchedulingCycle(state, now)
         cycle.run()
         cycle.undo()
-        constraints.append(
-            Constraint(requirement=text, would_start_at=estimate_start(state, cycle, request.id, position))
-        )
-    state.put_request(request)
-    return tuple(
-        sorted(
-            constraints,
-            key=lambda constraint: UNKNOWN_TIME if constraint.would_start_at is None else constraint.would_start_at,
-        )
-    )
+        would_start_at, work = estimate_start(state, cycle, request.id, position, min(left, FORECAST_WORK))
+        left -= work
+        state.put_request(request)
+        yield Constraint(requirement=text, would_start_at=would_start_at)
 
 
 def relax_demands(request: SchedulingRequest) -> Iterator[tuple[str, SchedulingRequest]]:

@@ -8,7 +8,7 @@ are seconds since 1970.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -269,7 +269,7 @@ class Constraint:
 
     #: For people, such as `model RTX 5090`, `3 nodes`, `2 GPUs on one node`, `same model`, `exclusive node`.
     requirement: str
-    #: None if it is not known even then.
+    #: None if it is not known even then, or too much waits before it to compute it.
     would_start_at: float | None
 
 
@@ -281,10 +281,8 @@ class PendingReason:
     position: int
     #: One line for people: what the request waits for, and which owners hold it.
     text: str
-    #: Computed from time limits; None if what it needs has no known end.
+    #: Computed from time limits; None if what it needs has no known end, or too much waits before it to compute it.
     expected_start: float | None
-    #: The request's own requirements, the one that delays it most first; empty unless asked for.
-    constraints: tuple[Constraint, ...] = ()
 
 
 class Scheduler(Protocol):
@@ -338,11 +336,18 @@ class Scheduler(Protocol):
         """Return all waiting requests in the order in which they are served."""
         ...
 
-    def explain_pending(self, request_id: str, now: float, *, with_constraints: bool = False) -> PendingReason:
-        """Return why a request waits; `with_constraints` computes its constraints as well.
+    def explain_pending(self, request_id: str, now: float) -> PendingReason:
+        """Return why a request waits.
 
         Raises:
             KeyError: The request does not wait.
+        """
+        ...
+
+    def find_constraints(self, request_id: str, now: float) -> Iterator[Constraint]:
+        """Yield the request's own requirements, each computed when it is asked for.
+
+        The scheduler may change in between; nothing more follows when the request has changed or no longer waits.
         """
         ...
 

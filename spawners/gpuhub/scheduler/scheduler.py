@@ -13,7 +13,7 @@ decision reads what changed and not the whole cluster:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.scheduler import explain, feasibility
@@ -21,6 +21,7 @@ from gpuhub.scheduler.cycle import SchedulingCycle
 from gpuhub.scheduler.feasibility import find_candidate_slots
 from gpuhub.scheduler.interface import (
     Allocation,
+    Constraint,
     NodeCapacity,
     OwnerUsage,
     PendingReason,
@@ -116,7 +117,7 @@ class BuiltinScheduler(BaseScheduler):
             queue += [(made_at + penalty, seq, request_id) for made_at, seq, request_id in entries]
         return [request_id for _, _, request_id in sorted(queue)]
 
-    def explain_pending(self, request_id: str, now: float, *, with_constraints: bool = False) -> PendingReason:
+    def explain_pending(self, request_id: str, now: float) -> PendingReason:
         state = self._state
         request = state.requests[request_id]
         position = self._find_position(request, now)
@@ -124,12 +125,13 @@ class BuiltinScheduler(BaseScheduler):
         cycle.run()
         text = explain.describe_wait(request, state.group_of[request_id], cycle, state)
         cycle.undo()
-        return PendingReason(
-            position=position,
-            text=text,
-            expected_start=explain.estimate_start(state, cycle, request_id, position),
-            constraints=explain.find_constraints(state, request, now, position) if with_constraints else (),
-        )
+        expected_start, _ = explain.estimate_start(state, cycle, request_id, position)
+        return PendingReason(position=position, text=text, expected_start=expected_start)
+
+    def find_constraints(self, request_id: str, now: float) -> Iterator[Constraint]:
+        request = self._state.requests.get(request_id)
+        if request is not None:
+            yield from explain.find_constraints(self._state, request, now, self._find_position(request, now))
 
     def can_start_now(self, request: SchedulingRequest, now: float) -> bool:
         existing = self._state.requests.get(request.id)

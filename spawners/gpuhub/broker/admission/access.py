@@ -70,6 +70,7 @@ TRANSFERS = StreamKind(description="files being sent or fetched", per_owner=2, t
 LOGS = StreamKind(description="logs being read", per_owner=4, total=256)
 STATES = StreamKind(description="states being read", per_owner=4, total=64)
 SHELLS = StreamKind(description="terminals", per_owner=2, total=64)
+EXPLANATIONS = StreamKind(description="explanations being computed", per_owner=16, total=256)
 POLLS = StreamKind(description="requests that wait for changes", per_owner=128, total=8192)
 
 

@@ -5,18 +5,21 @@ Owners alone reach their files, logs and job states.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse, StreamingResponse
 from fastapi.security import APIKeyHeader
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from gpuhub.broker.api.auth import Authenticator, client_address
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.files.user_files import FileStream, UserFiles
+from gpuhub.broker.operations import slices
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
@@ -87,6 +90,12 @@ async def refuse_unknown_query(request: Request) -> None:
         raise RequestValidationError([{"loc": ("query", unknown[0][:64]), "msg": text}])
 
 
+async def render_list(views: Sequence[BaseModel], status: int = 200) -> Response:
+    """Return views as JSON; FastAPI would check and convert all of them at once, which takes long for thousands."""
+    texts = await slices.collect(view.model_dump_json() for view in views)
+    return Response(f"[{','.join(texts)}]", status, media_type="application/json")
+
+
 Caller = Annotated[Identity, Depends(identify)]
 Operations = Annotated[BrokerOperations, Depends(get_broker)]
 Files = Annotated[UserFiles, Depends(get_user_files)]
@@ -135,18 +144,12 @@ async def post_lease(body: LeaseRequest, caller: Caller, broker: Operations) -> 
     return await broker.request_lease(caller, body)
 
 
-@api.get("/leases", tags=["leases"], responses=document_problems(422))
+@api.get("/leases", tags=["leases"], response_model=list[LeaseView], responses=document_problems(422))
 async def get_leases(
     caller: Caller, broker: Operations, owner: Owner = None, state: State = None, node: OnNode = None
-) -> list[LeaseView]:
+) -> Response:
     """Return leases that have not ended: the caller's own, or all for an administrator."""
-    return [
-        lease
-        for lease in broker.leases(caller)
-        if (owner is None or lease.owner == owner)
-        and (state is None or lease.state is state)
-        and (node is None or node in lease.nodes)
-    ]
+    return await render_list(await broker.leases(caller, owner=owner, state=state, node=node))
 
 
 @api.get("/leases/{lease_id}", tags=["leases"], responses=document_problems(404, 422))
@@ -196,16 +199,22 @@ async def post_job(body: JobRequest, caller: Caller, broker: Operations) -> JobV
     return await broker.request_job(caller, body)
 
 
-@api.get("/jobs", tags=["jobs"], responses=document_problems(422))
-async def get_jobs(caller: Caller, broker: Operations, ended: Ended = False) -> list[JobView]:
+@api.get("/jobs", tags=["jobs"], response_model=list[JobView], responses=document_problems(422))
+async def get_jobs(caller: Caller, broker: Operations, ended: Ended = False) -> Response:
     """Return jobs that have not ended, with `ended` also recent ones: the caller's own, or all for an administrator."""
-    return await broker.jobs(caller, ended=ended)
+    return await render_list(await broker.jobs(caller, ended=ended))
 
 
-@api.post("/jobs/arrays", status_code=201, tags=["jobs"], responses=document_problems(409, 413, 422, 429))
-async def post_array(body: ArrayRequest, caller: Caller, broker: Operations) -> list[JobView]:
+@api.post(
+    "/jobs/arrays",
+    status_code=201,
+    tags=["jobs"],
+    response_model=list[JobView],
+    responses=document_problems(409, 413, 422, 429),
+)
+async def post_array(body: ArrayRequest, caller: Caller, broker: Operations) -> Response:
     """Request an array of jobs with one GPU each; all are accepted, or none."""
-    return await broker.request_array(caller, body)
+    return await render_list(await broker.request_array(caller, body), status=201)
 
 
 @api.get("/jobs/{job_id}", tags=["jobs"], responses=document_problems(404, 422))
@@ -256,9 +265,9 @@ async def get_events(caller: Caller, broker: Operations, after: After = None, li
 
 
 @api.get("/nodes", tags=["nodes"], responses=document_problems(422))
-async def get_nodes(caller: Caller, broker: Operations) -> list[NodeView]:
+async def get_nodes(broker: Operations) -> list[NodeView]:
     """Return every node with its GPUs."""
-    return list(broker.cluster_view(caller).nodes)
+    return list(broker.nodes())
 
 
 @api.post("/nodes/{name}/cordon", tags=["nodes"], responses=document_problems(404, 413, 422))

@@ -103,8 +103,7 @@ def build_cluster(inputs: ClusterViewInput) -> ClusterView:
         (position, inputs.leases[lease_id]) for position, lease_id in enumerate(order, 1) if lease_id in inputs.leases
     ]
     demand = _count_demand(inputs.engine, [lease for _, lease in queue], gpus)
-    nodes_of = Counter(node for lease in inputs.leases.values() for node in lease.nodes)
-    nodes = tuple(build_node(inputs, record, gpus, nodes_of[record.name]) for record in inputs.inventory.nodes.values())
+    nodes = _build_nodes(inputs, gpus)
     return ClusterView(
         nodes=nodes,
         profiles=tuple(_build_profile(inputs, profile, gpus, demand) for profile in inputs.cluster.profiles),
@@ -132,6 +131,16 @@ def _build_entry(inputs: ClusterViewInput, lease: LeaseRow, position: int, numbe
     place = inputs.places.get(lease.id) if is_near else None
     expected_start = None if place is None else place.expected_start
     return serializers.build_queue_entry(lease, position, expected_start, inputs.job_names.get(lease.id, ""))
+
+
+def build_nodes(inputs: ClusterViewInput) -> tuple[NodeView, ...]:
+    """Return the views of all nodes."""
+    return _build_nodes(inputs, _summarise_gpus(inputs))
+
+
+def _build_nodes(inputs: ClusterViewInput, gpus: _GpuSummary) -> tuple[NodeView, ...]:
+    nodes_of = Counter(node for lease in inputs.leases.values() for node in lease.nodes)
+    return tuple(build_node(inputs, record, gpus, nodes_of[record.name]) for record in inputs.inventory.nodes.values())
 
 
 def build_one_node(inputs: ClusterViewInput, name: str) -> NodeView:

@@ -5,7 +5,7 @@ A long poll answers as soon as its lease or job changes, without waking the clie
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -13,7 +13,8 @@ from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.admission import access
 from gpuhub.broker.admission import extend as extensions
 from gpuhub.broker.admission.submit import AdmissionController
-from gpuhub.broker.operations import admin, serializers, views
+from gpuhub.broker.operations import admin, slices, views
+from gpuhub.broker.operations.explanations import PendingExplainer
 from gpuhub.broker.operations.views import ClusterViewCache
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
@@ -22,7 +23,6 @@ from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ArrayRequest,
-    ClusterView,
     CordonRequest,
     EventView,
     ExtensionRequest,
@@ -63,6 +63,7 @@ class BrokerOperations:
         self._admission = AdmissionController(core, backend.admit)
         self._cluster_views = ClusterViewCache(core, backend)
         self._streams = access.ConcurrencyLimiter()
+        self._explainer = PendingExplainer(core)
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -105,12 +106,22 @@ class BrokerOperations:
         await self._poll(caller, lease_id, read_version, version, wait_s)
         return await self.lease(caller, lease_id)
 
-    def leases(self, caller: Identity) -> list[LeaseView]:
-        """Return leases that have not ended: the caller's own, or all for an administrator."""
+    async def leases(
+        self, caller: Identity, *, owner: str | None = None, state: LeaseState | None = None, node: str | None = None
+    ) -> list[LeaseView]:
+        """Return leases that have not ended: the caller's own, or all for an administrator.
+
+        With `owner`, `state` or `node` only those of this owner, in this state, or with containers on this node.
+        """
         rows = self._core.ledger.snapshot.leases
         ids = rows if caller.sees_all else self._core.ledger.index.find("owner", caller.name)
-        leases = sorted((rows[lease_id] for lease_id in ids if lease_id in rows), key=lambda row: row.seq)
-        return [views.view_lease(self._core, lease) for lease in leases]
+        found = (
+            row
+            for row in (rows[lease_id] for lease_id in ids if lease_id in rows)
+            if owner in (None, row.owner) and state in (None, row.state) and (node is None or node in row.nodes)
+        )
+        leases = sorted(found, key=lambda row: row.seq)
+        return await slices.collect(views.view_lease(self._core, lease) for lease in leases)
 
     async def activate(self, caller: Identity, lease_id: str, activation: ActivationRequest) -> LeaseView:
         """Record the notebook's container, which may be started after this succeeds.
@@ -162,15 +173,13 @@ class BrokerOperations:
         Raises:
             NotFound: the lease does not exist.
             Conflict: it does not wait.
+            TooManyStreams: the caller waits for too many explanations.
         """
         lease = await access.find_lease(self._core, caller, lease_id)
         if lease.state is not LeaseState.REQUESTED:
             raise Conflict(f"lease {lease_id} is {lease.state}: it does not wait")
-        try:
-            why = self._core.scheduler.explain_pending(lease_id, self._core.clock.now(), with_constraints=True)
-        except KeyError:
-            raise Conflict(f"lease {lease_id} is just being granted") from None
-        return serializers.build_why(lease, why)
+        with self._streams.acquire(access.EXPLANATIONS, caller.name):
+            return await self._explainer.explain(caller.name, lease)
 
     async def force(self, caller: Identity, lease_id: str) -> LeaseView:
         """Free the GPUs of an ending lease without proof that its containers are gone.
@@ -204,6 +213,8 @@ class BrokerOperations:
         """
         self._backend.validate_request(request.job)
         rows = await self._admission.submit_array(caller, request)
+        if all(row.id in self._core.ledger.snapshot.jobs for row in rows):
+            return await self._view_jobs([row.id for row in rows])
         return [await self.job(caller, row.id) for row in rows]
 
     async def job(self, caller: Identity, job_id: str) -> JobView:
@@ -239,12 +250,18 @@ class BrokerOperations:
             (rows[job_id] for job_id in ids if job_id in rows), key=lambda row: (row.created_at, row.run_id)
         )
         if not ended:
-            return [await self.job(caller, row.id) for row in open_rows]
-        shown = [await self.job(caller, row.id) for row in reversed(open_rows[-MAX_JOBS:])]
+            return await self._view_jobs([row.id for row in open_rows])
+        shown = await self._view_jobs([row.id for row in reversed(open_rows[-MAX_JOBS:])])
         ended_jobs = await views.view_ended_jobs(self._core, caller, MAX_JOBS - len(shown))
         shown_ids = {job.id for job in shown}
         all_jobs = [*shown, *(job for job in ended_jobs if job.id not in shown_ids)]
         return sorted(all_jobs, key=lambda job: (job.created_at, job.run_id), reverse=True)
+
+    async def _view_jobs(self, ids: Sequence[str]) -> list[JobView]:
+        """Return open jobs, as they are at the moment of the call."""
+        snapshot = self._core.ledger.snapshot
+        rows = ((job, snapshot.leases[job.lease_id]) for job in (snapshot.jobs[job_id] for job_id in ids))
+        return await slices.collect(views.build_job(self._core, job, lease) for job, lease in rows)
 
     async def renew(self, caller: Identity, job_id: str) -> None:
         """Record a heartbeat of the job's notebook.
@@ -272,9 +289,9 @@ class BrokerOperations:
 
     # -- the cluster ----------------------------------------------------------------------------------------------
 
-    def cluster_view(self, caller: Identity | None = None) -> ClusterView:
-        """Return the whole cluster, as shown to the caller."""
-        return views.view_cluster(self._core, self._backend, caller)
+    def nodes(self) -> tuple[NodeView, ...]:
+        """Return all nodes with their GPUs."""
+        return views.view_nodes(self._core, self._backend)
 
     def cluster_json(self, caller: Identity) -> bytes:
         """Return the whole cluster as JSON, which may be some moments old in a large cluster."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -130,7 +130,9 @@ def build_job(job: JobRow, lease: LeaseRow, version: int, place: QueuePlace | No
     )
 
 
-def build_why(lease: LeaseRow, why: interface.PendingReason) -> PendingReasonView:
+def build_why(
+    lease: LeaseRow, why: interface.PendingReason, constraints: Iterable[interface.Constraint]
+) -> PendingReasonView:
     """Return all reasons why a request waits."""
     return PendingReasonView(
         lease=lease.id,
@@ -141,7 +143,7 @@ def build_why(lease: LeaseRow, why: interface.PendingReason) -> PendingReasonVie
             ConstraintView(
                 demand=constraint.requirement, would_start_at=to_optional_datetime(constraint.would_start_at)
             )
-            for constraint in why.constraints
+            for constraint in constraints
         ),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from gpuhub.backends.interface import SchedulingBackend
@@ -35,6 +36,8 @@ MAX_VIEW_AGE_S = 1.0
 FAST_BUILD_S = 0.01
 #: Maximum age of another view after a change, as a multiple of the time that it took to build.
 AGE_PER_BUILD_TIME = 5
+#: Maximum number of views that are kept.
+MAX_VIEWS = 64
 
 
 def view_lease(core: BrokerState, lease: LeaseRow) -> LeaseView:
@@ -55,7 +58,7 @@ async def view_job(core: BrokerState, job: JobRow) -> JobView:
         lease = await asyncio.to_thread(core.store.get_lease, job.lease_id)
     if lease is None:
         raise NotFound(f"there is no job {job.id!r}")
-    return _build_job(core, job, lease)
+    return build_job(core, job, lease)
 
 
 async def view_ended_jobs(core: BrokerState, caller: Identity, limit: int) -> list[JobView]:
@@ -63,10 +66,11 @@ async def view_ended_jobs(core: BrokerState, caller: Identity, limit: int) -> li
     since = core.clock.now() - core.cluster.jobs.remember
     owner = None if caller.sees_all else caller.name
     rows = await asyncio.to_thread(core.store.list_ended_jobs, owner, since, limit)
-    return [_build_job(core, job, lease) for job, lease in rows]
+    return [build_job(core, job, lease) for job, lease in rows]
 
 
-def _build_job(core: BrokerState, job: JobRow, lease: LeaseRow) -> JobView:
+def build_job(core: BrokerState, job: JobRow, lease: LeaseRow) -> JobView:
+    """Return a job with its lease, as shown to its owner."""
     version = max(job.version, core.queue_positions.find_version(lease))
     place = core.queue_positions.refresh().get(lease.id)
     return serializers.build_job(job, lease, version, place, float(core.cluster.jobs.renew_within))
@@ -75,6 +79,11 @@ def _build_job(core: BrokerState, job: JobRow, lease: LeaseRow) -> JobView:
 def view_cluster(core: BrokerState, backend: SchedulingBackend, caller: Identity | None) -> ClusterView:
     """Return the whole cluster, as shown to the caller, or to all users where that is None."""
     return cluster_view.build_cluster(_collect_inputs(core, backend, caller))
+
+
+def view_nodes(core: BrokerState, backend: SchedulingBackend) -> tuple[NodeView, ...]:
+    """Return all nodes, as shown to all users."""
+    return cluster_view.build_nodes(_collect_inputs(core, backend, None))
 
 
 def view_node(core: BrokerState, backend: SchedulingBackend, node: str) -> NodeView:
@@ -156,25 +165,28 @@ class _CachedView:
 
 
 class ClusterViewCache:
-    """Keeps the last view that was built for all users."""
+    """Keeps the last view that was built for all users, and those of the last callers who see another one."""
 
     def __init__(self, core: BrokerState, backend: SchedulingBackend) -> None:
         self._core = core
         self._backend = backend
-        self._built: _CachedView | None = None
+        #: By caller, the most recent last; None for all users.
+        self._built: OrderedDict[Identity | None, _CachedView] = OrderedDict()
 
     def render(self, caller: Identity) -> bytes:
         """Return the cluster as JSON, as shown to the caller."""
-        if not self._sees_common_view(caller):
-            return self._build(caller)
+        viewer = None if self._sees_common_view(caller) else caller
         core, now = self._core, self._core.clock.monotonic()
         inputs = (core.ledger.snapshot, core.capacity.inventory, core.capacity.cordons, core.capacity.reservations)
-        built = self._built
+        built = self._built.get(viewer)
         if built is None or not self._is_current(built, inputs, now):
             began = time.thread_time()
-            text = self._build(None)
+            text = self._build(viewer)
             built = _CachedView(text=text, inputs=inputs, built_at=now, build_s=time.thread_time() - began)
-            self._built = built
+            self._built[viewer] = built
+            self._built.move_to_end(viewer)
+            while len(self._built) > MAX_VIEWS:
+                self._built.popitem(last=False)
         return built.text
 
     def _sees_common_view(self, caller: Identity) -> bool:

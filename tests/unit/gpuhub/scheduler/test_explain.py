@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from gpuhub.common.gpu import GpuRequirement
+from gpuhub.scheduler.cycle import SchedulingCycle
+from gpuhub.scheduler.explain import CONSTRAINTS_WORK, FORECAST_WORK
 from gpuhub.scheduler.interface import NodeCapacity, SchedulingRequest
 from tests.support.scheduler_snapshots import (
     BIG,
@@ -88,23 +93,63 @@ def test_pending_reason_has_position_holder_and_expected_start() -> None:
     assert [why.position for why in whys] == [1, 2, 3]
     assert [why.expected_start for why in whys] == [NOW + HOUR, NOW + 2 * HOUR, None]
     assert whys[0].text == "1 × any GPU on one node: held by x, y"
-    assert whys[0].constraints == ()
     with pytest.raises(KeyError):
         made.explain_pending("x", NOW)
+    assert list(made.find_constraints("x", NOW)) == []
 
 
-def test_constraints_are_sorted_by_their_delay() -> None:
+def test_each_constraint_has_the_start_without_it() -> None:
     """Each demand is left out in turn, and the start without it is told."""
     there = nodes([BIG], [SMALL], [SMALL])
     running = hold(ask("x", time_limit_s=3 * HOUR), slot(there, "n0-0"))
     asked = ask("a", nodes=2, requirement=GpuRequirement(least_memory_mib=30 * 1024), time_limit_s=9 * HOUR)
     made = build_scheduler(there, running, asked)
-    found = {
-        each.requirement: each.would_start_at
-        for each in made.explain_pending("a", NOW, with_constraints=True).constraints
-    }
+    found = {each.requirement: each.would_start_at for each in made.find_constraints("a", NOW)}
     assert found == {"at least 30 GiB": NOW, "2 nodes": NOW + 2 * HOUR, "time limit of 9 h": None}
-    assert next(iter(found)) == "at least 30 GiB"
+
+
+def test_constraints_end_when_the_request_changes() -> None:
+    """Between two constraints others may be served; what follows would be about a request that is no more."""
+    there = nodes([SMALL], [SMALL])
+    asked = ask("a", nodes=2, requirement=GpuRequirement(least_memory_mib=30 * 1024), time_limit_s=9 * HOUR)
+    made = build_scheduler(there, asked)
+    constraints = made.find_constraints("a", NOW)
+    assert next(constraints).requirement == "at least 30 GiB"
+    made.put_request(replace(asked, nodes=1))
+    assert list(constraints) == []
+    constraints = made.find_constraints("a", NOW)
+    next(constraints)
+    made.remove("a", NOW)
+    assert list(constraints) == []
+
+
+def test_the_work_of_an_explanation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests come first, a forecast looks at so much; where that is too little, no start is told."""
+    worked: list[int] = []
+    run_to = SchedulingCycle.run_to
+
+    def count(cycle: SchedulingCycle, request_id: str, max_work: int) -> None:
+        run_to(cycle, request_id, max_work)
+        worked.append(cycle.work)
+
+    monkeypatch.setattr(SchedulingCycle, "run_to", count)
+    requirement = GpuRequirement(models=("RTX 5090",), least_memory_mib=1024, least_capability=(8, 0))
+    demands: dict[str, Any] = {"requirement": requirement, "exclusive": True, "cpu_milli": 1, "memory_mib": 1}
+    queue = [
+        replace(ask(f"r{number}", time_limit_s=2 * HOUR + number % 16, **demands), seq=number, created_at=NOW + number)
+        for number in range(1000)
+    ]
+    made = build_scheduler(nodes([BIG], [BIG], [BIG]), *queue)
+    made.decide(NOW + 1000)
+    order = made.order_requests(NOW + 1000)
+    assert made.explain_pending(order[50], NOW + 1000).expected_start is not None
+    assert made.explain_pending(order[-1], NOW + 1000).expected_start is None
+    # One more step may be taken, of three nodes' worth for each protected request.
+    assert max(worked) <= FORECAST_WORK + 2 * 1000
+    worked.clear()
+    assert {each.would_start_at for each in made.find_constraints(order[-1], NOW + 1000)} == {None}
+    assert sum(worked) <= CONSTRAINTS_WORK + 2 * 1000 * len(worked)
+    assert worked
 
 
 def test_long_lists_of_owners_are_truncated() -> None:

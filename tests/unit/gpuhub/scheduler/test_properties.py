@@ -366,7 +366,8 @@ def test_explanations_and_trials_do_not_change_state(broker: SimulatedBroker, da
     trial = data.draw(requests("t99"))
     expected = broker.build_fresh_scheduler().decide(broker.now)
     for name in broker.requests:
-        broker.scheduler.explain_pending(name, broker.now, with_constraints=True)
+        broker.scheduler.explain_pending(name, broker.now)
+        list(broker.scheduler.find_constraints(name, broker.now))
     starts = broker.scheduler.can_start_now(trial, broker.now)
     assert broker.decide() == expected
     other = broker.build_fresh_scheduler()

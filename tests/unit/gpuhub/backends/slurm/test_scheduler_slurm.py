@@ -63,7 +63,7 @@ def test_expected_starts_come_from_slurm() -> None:
     assert engine.explain_pending("c", 0.0).expected_start is None
     assert engine.explain_pending("a", 0.0).expected_start == 500.0
     assert engine.explain_pending("b", 0.0).expected_start is None
-    assert engine.explain_pending("a", 0.0, with_constraints=True).constraints == ()
+    assert list(engine.find_constraints("a", 0.0)) == []
 
 
 def test_running_job_is_granted_once() -> None:
