@@ -22,7 +22,7 @@ class LimitSettings(SettingsTable):
     max_gpus: Annotated[int, Field(ge=1)] | None = None
     #: GPU-hours in any seven days.
     gpu_hours_per_week: Annotated[Number, Field(gt=0)] | None = None
-    #: Number of waiting requests.
+    #: Number of waiting requests, counted as in [users].
     max_waiting: Annotated[int, Field(ge=1, le=10_000)] | None = None
     #: Number of jobs that have not ended.
     max_jobs: Annotated[int, Field(ge=1)] | None = None
@@ -97,9 +97,9 @@ class UserSettings(SettingsTable):
     gpu_hours_per_week: Annotated[Number, Field(gt=0)] | None = None
     #: Longest duration of a lease, extensions included, seconds; None for no limit.
     longest_lease: Span | None = None
-    #: Jobs of one user that have not ended; None for no limit.
-    max_jobs: Annotated[int, Field(ge=1)] | None = None
-    #: Waiting requests of one user.
+    #: Jobs of one user that have not ended. Every job in the queue costs the broker time.
+    max_jobs: Annotated[int, Field(ge=1)] = 1000
+    #: Waiting requests of one user; an array counts as one for each 100 of its jobs that wait, or part of that.
     max_waiting: Annotated[int, Field(ge=1, le=1000)] = 16
     #: Time that a notebook's request may wait in the queue, seconds.
     queue_limit: Span = 7 * 86400

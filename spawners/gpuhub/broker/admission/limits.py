@@ -6,6 +6,7 @@ A limit of GPUs refuses only what it could never permit; `scheduler.quota` lets 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from gpuhub.broker.admission.validate import Requester
@@ -16,7 +17,8 @@ from gpuhub.domain import owner_limits, scheduler_input
 from gpuhub.domain.models import JobRow, LeaseRow
 from gpuhub.scheduler.interface import Quota, QuotaLimits
 
-# -- limits -----------------------------------------------------------------------------------------------------------
+#: Jobs of an array that count as one waiting request.
+ARRAY_JOBS_PER_REQUEST = 100
 
 
 def check_gpu_limit(lease: LeaseRow, rights: Quota, *, notebook: int = 0, joined: int = 0) -> None:
@@ -37,7 +39,7 @@ def check_gpu_limit(lease: LeaseRow, rights: Quota, *, notebook: int = 0, joined
 
 
 def check_count_limits(transaction: Transaction, requester: Requester, *, jobs: int = 0) -> None:
-    """Check that the owner may have one more request, with `jobs` jobs; an array counts as one request.
+    """Check that the owner may have one more request, for a notebook or with `jobs` jobs.
 
     Raises:
         TooManyWaiting, TooManyJobs: With the limit.
@@ -54,10 +56,12 @@ def _check_count_limit(
 ) -> None:
     if limits.max_waiting is not None:
         waits = count_requests(transaction.index, transaction.jobs, f"waiting {tag}", name)
-        if waits >= limits.max_waiting:
+        added = count_array(jobs)
+        if waits + added > limits.max_waiting:
+            array = f", and an array of {jobs} jobs counts as {added}" if added > 1 else ""
             raise TooManyWaiting(
-                f"{who} has {waits} waiting requests; the limit is {limits.max_waiting}. "
-                "Cancel one, or wait until one is granted."
+                f"{who} has {waits} waiting requests{array}; the limit is {limits.max_waiting}. "
+                f"{'Request fewer jobs, cancel a request' if array else 'Cancel one'}, or wait until one is granted."
             )
     if limits.max_jobs is not None and jobs:
         has = len(transaction.index.find(f"jobs {tag}", name))
@@ -70,8 +74,13 @@ def _check_count_limit(
 
 def count_requests(index: RowIndex, jobs: Mapping[str, JobRow], tag: str, name: str) -> int:
     """Return the number of waiting requests for limits; `tag` is `waiting of` an owner or `waiting in` a group."""
-    found: set[str] = set()
+    found: Counter[tuple[str, str]] = Counter()
     for lease_id in index.find(tag, name):
         job = jobs.get(index.find_one("job of lease", lease_id) or "")
-        found.add((None if job is None else job.array) or lease_id)
-    return len(found)
+        found[(job.owner, job.array) if job is not None and job.array is not None else ("", lease_id)] += 1
+    return sum(map(count_array, found.values()))
+
+
+def count_array(jobs: int) -> int:
+    """Return the number of requests as which an array with this many waiting jobs counts; any other counts as one."""
+    return max(1, -(-jobs // ARRAY_JOBS_PER_REQUEST))

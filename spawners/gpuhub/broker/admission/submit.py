@@ -118,7 +118,8 @@ class AdmissionController:
             }
             present = {**existing, **opened}
             new = [request for request in requests if request.run_id not in present]
-            limits.check_count_limits(transaction, requester, jobs=len(new))
+            if new:
+                limits.check_count_limits(transaction, requester, jobs=len(new))
             added = {
                 request_item.run_id: self._add_job(transaction, requester, request_item, notebook, array)
                 for request_item in new

@@ -43,7 +43,7 @@ def test_most_generous_group_limit_applies_with_user_defaults() -> None:
         weight=3.0,
     )
     assert build_quota(cluster, "ben", ()).per_user == QuotaLimits(
-        max_gpus=1, gpu_hours_per_week=10.0, max_waiting=5, longest_lease_s=86400
+        max_gpus=1, gpu_hours_per_week=10.0, max_waiting=5, max_jobs=1000, longest_lease_s=86400
     )
 
 

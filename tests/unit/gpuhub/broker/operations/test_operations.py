@@ -8,6 +8,7 @@ import pytest
 
 from gpuhub.broker.controllers import deadlines, node_controller, server_restarter
 from gpuhub.config.settings import JobSettings, ProfileSettings, SchedulingSettings, UserSettings
+from gpuhub.config.users import GroupSettings, LimitSettings
 from gpuhub.domain import reconcile
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
@@ -233,6 +234,45 @@ async def test_array_creates_many_jobs_from_one_request(setting: Setting) -> Non
         ended = await delete(running, "ada", f"/jobs/{jobs[0]['id']}")
         assert ended["state"] in {"stopping", "ended"}
         await wait_for_state(running, f"/jobs/{jobs[3]['id']}", "running")
+
+
+async def test_large_arrays_count_by_their_size(setting: Setting) -> None:
+    """Each hundred waiting jobs of an array, or part of that, is one waiting request; the refusal says so."""
+    setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), max_waiting=4))
+    async with asgi_broker(setting) as running:
+        body = {"job": {**JOB, "batch": True}, "count": 253}
+        jobs = await post(running, "ada", "/jobs/arrays", body, 201)
+        assert (await read(running, "ada", "/usage"))[0]["waiting"] == 3
+        more = {"job": {**JOB, "run_id": "run-000002"}, "count": 101}
+        refused = await post(running, "ada", "/jobs/arrays", more, 429)
+        assert (refused["code"], refused["detail"]) == (
+            "too-many-waiting",
+            "ada has 3 waiting requests, and an array of 101 jobs counts as 2; the limit is 4. Request fewer jobs, cancel a "
+            "request, or wait until one is granted.",
+        )
+        assert len(await post(running, "ada", "/jobs/arrays", {**more, "count": 100}, 201)) == 100
+        # The same array once more is no new request.
+        again = await post(running, "ada", "/jobs/arrays", body, 201)
+        assert [job["id"] for job in again] == [job["id"] for job in jobs]
+
+
+async def test_arrays_of_two_members_count_apart(setting: Setting) -> None:
+    """Arrays of the same name are two requests of their group."""
+    group = GroupSettings(name="lab", members=("ada", "ben"), together=LimitSettings(max_waiting=2))
+    setting.cluster = build_cluster(groups=(group,))
+    async with asgi_broker(setting) as running:
+        for name in ("ada", "ben"):
+            await post(running, name, "/jobs/arrays", {"job": JOB, "count": 4}, 201)
+        refused = await post(running, "ben", "/jobs", {**JOB, "run_id": "run-000003"}, 429)
+        assert refused["detail"].startswith("the group lab has 2 waiting requests; the limit is 2")
+
+
+async def test_the_number_of_jobs_is_limited_by_default(setting: Setting) -> None:
+    """A user without limits in cluster.toml may have 1,000 jobs."""
+    async with asgi_broker(setting) as running:
+        await post(running, "ada", "/jobs/arrays", {"job": JOB, "count": 1000}, 201)
+        refused = await post(running, "ada", "/jobs", {**JOB, "run_id": "run-000002"}, 429)
+        assert refused["detail"].startswith("ada has 1000 jobs and requests 1 more; the limit is 1000")
 
 
 async def test_array_is_accepted_as_a_whole_or_not_at_all(setting: Setting) -> None:
