@@ -50,6 +50,10 @@ cmp -s "$fresh" "$file" || cat "$fresh" >"$file"
 """
 
 
+#: Kinds of host keys, the preferred one first.
+_PREFERRED_KINDS = ("ssh-ed25519", "ecdsa-sha2-")
+
+
 @dataclass(frozen=True, slots=True)
 class SshFiles:
     """gpuhub's SSH key and the host keys that one instance trusts, in a folder that only root can enter."""
@@ -68,6 +72,11 @@ class SshFiles:
     def known_hosts(self, node: str) -> Path:
         """Return the path of the node's host keys; `gpuhub node add` writes them once a person has compared them."""
         return self.folder / f"{node}.known_hosts"
+
+    def read_host_keys(self, node: str) -> list[HostKey]:
+        """Return the node's stored host keys; none for a node that `gpuhub node add` did not set up."""
+        file = self.known_hosts(node)
+        return parse_keys(file.read_text(encoding="ascii")) if file.exists() else []
 
     def options(self, node: str) -> list[str]:
         """Return ssh's options for a node that `gpuhub node add` set up; other nodes use root's own keys."""
@@ -172,21 +181,34 @@ def find_known_keys(host: str, port: int, files: Iterable[str]) -> list[HostKey]
     return keys
 
 
-def is_known(shown: Sequence[HostKey], known: Sequence[HostKey], host: str) -> bool:
-    """Return whether the machine shows a known key; False if no key of it is known.
+def select_known_keys(
+    shown: Sequence[HostKey], known: Sequence[HostKey], host: str, stored: Path | None = None
+) -> list[HostKey]:
+    """Return the shown keys that are known; none if no key of the machine is known.
+
+    A known key does not vouch for the others: `ssh-keyscan` asks for each kind on a separate connection, and verifies
+    nothing, so each of them may come from another machine.
+
+    Args:
+        stored: gpuhub's own file of known keys, for the remedy.
 
     Raises:
-        SetupError: It shows other keys than the known ones.
+        SetupError: The machine shows other keys than the known ones.
     """
-    if not known:
-        return False
-    if set(shown) & set(known):
-        return True
+    keys = [key for key in shown if key in known]
+    if keys or not known:
+        return keys
     raise SetupError(
         f"{host} shows another host key than before ({', '.join(key.fingerprint for key in shown)}): either it was "
         "installed again, or another machine intercepts the connection. Nothing was sent. Compare on the machine: "
-        f"`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`; then `ssh-keygen -R {host}` here"
+        f"`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`. If they are right, `ssh-keygen -R {host}` here"
+        + (f", and remove {stored}" if stored is not None and stored.exists() else "")
     )
+
+
+def choose_key(shown: Sequence[HostKey]) -> HostKey:
+    """Return the one key of a new machine that a person compares: of the kind that ssh prefers."""
+    return min(shown, key=lambda key: (*(not key.kind.startswith(kind) for kind in _PREFERRED_KINDS), key))
 
 
 def format_known_hosts(name: str, keys: Iterable[HostKey]) -> str:

@@ -88,6 +88,24 @@ def ssh_machine(netns: str, address: str, docker_folder: Path, folder: Path, adm
 
 
 @contextmanager
+def loopback_sshd(folder: Path, port: int, *host_keys: Path) -> Iterator[None]:
+    """Run an SSH server with these host keys on this machine's loopback, at which nobody can log in."""
+    lines = [*(f"HostKey {key}" for key in host_keys), "AuthorizedKeysFile none", "PasswordAuthentication no"]
+    config = folder / f"sshd-{port}.conf"
+    config.write_text("\n".join([f"ListenAddress 127.0.0.1:{port}", *lines, "UsePAM no", "PidFile none"]) + "\n")
+    boot = 'mount -t tmpfs -o mode=755 machine /run; mkdir /run/sshd; exec /usr/sbin/sshd -D -e -f "$1"'
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-euc", boot, "sh", str(config)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait(lambda: _answers("127.0.0.1", port) or process.poll() is not None, f"sshd at port {port}")
+        assert process.poll() is None, "sshd has ended"
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
 def ssh_agent(key: Path, user: str = "root") -> Iterator[str]:
     """Start an agent of this user with the key; yield SSH_AUTH_SOCK."""
     own = ["runuser", "-u", user, "--"]
@@ -102,8 +120,8 @@ def ssh_agent(key: Path, user: str = "root") -> Iterator[str]:
         subprocess.run([*own, "ssh-agent", "-k"], check=True, env=environment, capture_output=True)
 
 
-def make_key(file: Path) -> None:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(file)], check=True, capture_output=True)
+def make_key(file: Path, kind: str = "ed25519") -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-f", str(file)], check=True, capture_output=True)
 
 
 def wait(condition: Callable[[], object], expected: str, deadline_s: float = 60.0) -> None:
@@ -113,9 +131,9 @@ def wait(condition: Callable[[], object], expected: str, deadline_s: float = 60.
         time.sleep(0.05)
 
 
-def _answers(address: str) -> bool:
+def _answers(address: str, port: int = 22) -> bool:
     try:
-        with socket.create_connection((address, 22), 1):
+        with socket.create_connection((address, port), 1):
             return True
     except OSError:
         return False

@@ -61,6 +61,7 @@ class JoinPlan:
     #: The node is in the settings already.
     is_known: bool
     resolved: ResolvedTarget
+    #: The host keys that were known or confirmed.
     host_keys: list[ssh.HostKey]
 
 
@@ -227,16 +228,14 @@ def build_join_plan(request: JoinRequest, paths: Paths, console: OperatorConsole
     )
     node = _build_node(request, paths, resolved, name, address)
     settings_text = cluster_file.put_node(text, node)
-    plan = JoinPlan(
+    return JoinPlan(
         node=node,
         cluster=cluster_file.check_text(settings_text, request.cluster_file),
         settings_text=settings_text,
         is_known=existing is not None,
         resolved=resolved,
-        host_keys=ssh.scan_host_keys(resolved.host, resolved.port),
+        host_keys=verify_host_keys(resolved, ssh_files(paths.instance), name, console, is_confirmed=request.yes),
     )
-    _compare_host_keys(plan, request, console)
-    return plan
 
 
 def _read_settings(file: Path) -> str:
@@ -277,17 +276,33 @@ def _build_node(request: JoinRequest, paths: Paths, resolved: ResolvedTarget, na
         raise InvalidRequest("\n".join(describe_mistakes(error, NodeSettings))) from None
 
 
-def _compare_host_keys(plan: JoinPlan, request: JoinRequest, console: OperatorConsole) -> None:
-    host = plan.resolved.host
-    known_keys = ssh.find_known_keys(host, plan.resolved.port, plan.resolved.known_hosts)
-    if ssh.is_known(plan.host_keys, known_keys, host):
-        return
-    shown = "\n".join(f"  {key.kind}  {key.fingerprint}" for key in plan.host_keys)
-    console.write(f"{host} is new to ssh. Its host keys:\n{shown}")
-    if not request.yes:
-        console.confirm(
-            "Are these the keys of the machine (`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there shows one)?"
-        )
+def verify_host_keys(
+    resolved: ResolvedTarget, files: ssh.SshFiles, name: str, console: OperatorConsole, *, is_confirmed: bool
+) -> list[ssh.HostKey]:
+    """Return the machine's keys that ssh or gpuhub knows; of a new machine one key, which the administrator compares.
+
+    Keys of other kinds are left out, since nothing shows that they are the same machine's.
+
+    Raises:
+        SetupError: The machine shows other keys than the known ones, or no SSH server answers.
+    """
+    host = resolved.host
+    shown = ssh.scan_host_keys(host, resolved.port)
+    known_keys = files.read_host_keys(name) + ssh.find_known_keys(host, resolved.port, resolved.known_hosts)
+    trusted_keys = ssh.select_known_keys(shown, known_keys, host, files.known_hosts(name))
+    if not trusted_keys:
+        key = ssh.choose_key(shown)
+        console.write(f"{host} is new to ssh. Its host key:\n  {key.kind}  {key.fingerprint}")
+        if not is_confirmed:
+            console.confirm(
+                "Is this a key of the machine (`for key in /etc/ssh/ssh_host_*_key.pub; do ssh-keygen -lf $key; done` "
+                "there shows all of them)?"
+            )
+        trusted_keys = [key]
+    unknown = ", ".join(f"{key.kind} {key.fingerprint}" for key in shown if key not in trusted_keys)
+    if unknown:
+        console.write(f"Host keys that {host} also shows, and that were not compared, are not trusted: {unknown}")
+    return trusted_keys
 
 
 def describe_firewall(cluster: ClusterSettings, node: NodeSettings, paths: Paths) -> str:

@@ -244,9 +244,10 @@ def _revoke_access(request: RemovalRequest, node: NodeSettings, paths: Paths, co
 def _open_session(target: SshTarget, node: NodeSettings, paths: Paths) -> SshSession:
     resolved = resolve_target(target)
     shown = ssh.scan_host_keys(resolved.host, resolved.port)
-    stored = ssh_files(paths.instance).known_hosts(node.name)
-    known_keys = ssh.parse_keys(stored.read_text(encoding="ascii")) if stored.exists() else []
+    files = ssh_files(paths.instance)
+    known_keys = files.read_host_keys(node.name)
     known_keys += ssh.find_known_keys(resolved.host, resolved.port, resolved.known_hosts)
-    if not ssh.is_known(shown, known_keys, resolved.host):
+    trusted_keys = ssh.select_known_keys(shown, known_keys, resolved.host, files.known_hosts(node.name))
+    if not trusted_keys:
         raise InvalidRequest(f"{resolved.host} is new to ssh: run `ssh {resolved.host}` first")
-    return SshSession(target, shown)
+    return SshSession(target, trusted_keys)

@@ -123,14 +123,18 @@ def test_names_and_addresses_of_nodes_must_be_unique() -> None:
 # -- host keys and our own ---------------------------------------------------------------------------------------------
 
 
-def test_host_keys_are_compared() -> None:
-    """A known key is accepted, a machine without known keys needs a question, and a changed key is refused."""
-    shown = ssh.parse_keys("# rig2:22 SSH-2.0\nrig2 ssh-ed25519 AAAA\nrig2 ssh-rsa BBBB\n@revoked rig2 ssh-rsa CCCC\n")
-    assert shown == [HostKey("ssh-ed25519", "AAAA"), HostKey("ssh-rsa", "BBBB")]
-    assert not ssh.is_known(shown, [], "rig2")
-    assert ssh.is_known(shown, [HostKey("ssh-rsa", "BBBB")], "rig2")
+def test_each_host_key_is_compared() -> None:
+    """Only known keys are kept, of a machine without known keys one is compared, and a changed key is refused."""
+    shown = ssh.parse_keys("# rig2:22 SSH-2.0\nrig2 ssh-rsa BBBB\nrig2 ssh-ed25519 AAAA\n@revoked rig2 ssh-rsa CCCC\n")
+    ed25519, rsa = HostKey("ssh-ed25519", "AAAA"), HostKey("ssh-rsa", "BBBB")
+    assert shown == [ed25519, rsa]
+    assert ssh.select_known_keys(shown, [], "rig2") == []
+    assert ssh.select_known_keys(shown, [rsa], "rig2") == [rsa]
+    assert ssh.select_known_keys(shown, [ed25519, HostKey("ssh-rsa", "DDDD")], "rig2") == [ed25519]
     with pytest.raises(SetupError, match="another host key than before"):
-        ssh.is_known(shown, [HostKey("ssh-rsa", "DDDD")], "rig2")
+        ssh.select_known_keys(shown, [HostKey("ssh-rsa", "DDDD")], "rig2")
+    ecdsa = HostKey("ecdsa-sha2-nistp256", "EEEE")
+    assert [ssh.choose_key(keys) for keys in ([rsa, ecdsa, ed25519], [rsa, ecdsa], [rsa])] == [ed25519, ecdsa, rsa]
     assert ssh.format_known_hosts("gpuhub-rig2", shown[:1]) == "gpuhub-rig2 ssh-ed25519 AAAA\n"
 
 
