@@ -151,7 +151,7 @@ def create_app(
     app.state.core = core
     app.state.broker = broker
     app.state.authenticator = Authenticator(hub, clock, own_token)
-    app.state.user_files = UserFiles(core, couriers)
+    app.state.user_files = UserFiles(core, couriers, has_containers=capabilities.containers)
     app.state.daemons = daemons
     app.state.hub_page = hub_page
     for router in (routes.public, routes.api, terminal.api):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -47,9 +48,10 @@ class SlurmSettings(SettingsTable):
     commands: Path | None = None
     #: Path of slurm.conf; None: the default of Slurm's commands.
     conf: Path | None = None
-    #: Address of slurmrestd: `unix:///run/slurmrestd.sock` or `http://127.0.0.1:6820`.
+    #: Address of slurmrestd: `unix:///run/slurmrestd.sock`, `http://127.0.0.1:6820` (http on loopback only), or
+    #: `https://` with a certificate that this machine trusts.
     rest_url: str | None = None
-    #: File of the JWT key, as in slurm.conf (`AuthAltParameters=jwt_key=…`).
+    #: File of the JWT key, as in slurm.conf (`AuthAltParameters=jwt_key=…`), with mode 0600.
     rest_key: Path | None = None
     #: User as whom gpuhub queries all jobs through slurmrestd: SlurmUser, or an operator.
     rest_user: SlurmName = "root"
@@ -94,6 +96,11 @@ class SlurmSettings(SettingsTable):
             is_http = url.scheme in {"http", "https"} and url.hostname and url.path in {"", "/"}
             if not is_socket and not is_http:
                 raise ValueError(f'{value!r}: write "unix:///run/slurmrestd.sock" or "http://127.0.0.1:6820"')
+            if url.scheme == "http" and not _is_loopback(url.hostname or ""):
+                raise ValueError(
+                    f"{value!r}: http is for loopback only, because others on the network could read tokens, which can "
+                    'stand for any user of Slurm: write "https://HOST:PORT"'
+                )
             return value.rstrip("/")
         return value
 
@@ -112,6 +119,13 @@ class SlurmSettings(SettingsTable):
         wanted = shorten_model(model).casefold()
         configured = (gpu_type for name, gpu_type in self.gpu_types.items() if shorten_model(name).casefold() == wanted)
         return next(configured, "".join(wanted.split()))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def find_missing_docker(cluster: ClusterSettings) -> Iterator[str]:

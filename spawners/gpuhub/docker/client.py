@@ -174,7 +174,13 @@ class DockerClients:
 
 
 def _build_client(node: NodeSettings, tunnel: SshTunnel | None, timeout_s: float) -> Any:
-    """Build a client that uses the daemon's own API version."""
+    """Build a client that uses the daemon's own API version.
+
+    Raises:
+        NodeUnreachable: The node has no Docker. docker-py would use this machine's own daemon in place of an empty URL.
+    """
+    if not node.docker:
+        raise NodeUnreachable(f"node {node.name}: cluster.toml gives it no docker address, so it has no containers")
     tls = None
     if node.tls is not None:
         tls = docker.tls.TLSConfig(

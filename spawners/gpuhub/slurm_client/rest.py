@@ -12,6 +12,9 @@ import hashlib
 import hmac
 import json
 import math
+import os
+import ssl
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,18 +45,31 @@ class TokenKey:
     secret: bytes = field(repr=False)
 
     @classmethod
-    def read(cls, path: Path) -> TokenKey:
-        """Read the key from a file.
+    def read(cls, path: Path, *owners: str) -> TokenKey:
+        """Read the key from a file that nobody else can read: whoever knows it can act as any user of Slurm.
+
+        Args:
+            owners: Names of users who may own the file, in addition to root and the user of this process.
 
         Raises:
-            SetupError: The file cannot be read or is empty.
+            SetupError: The file cannot be read, is empty, or is not private.
         """
         try:
-            secret = path.read_bytes()
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                secret = file.read()
         except OSError as error:
             raise SetupError(f"the key of Slurm's tokens cannot be read: {path}: {error.strerror}") from error
         if not secret:
             raise SetupError(f"the key of Slurm's tokens is empty: {path}")
+        mode, owner = stat.S_IMODE(status.st_mode), find_account_name(status.st_uid)
+        if mode & 0o077:
+            raise SetupError(f"the key of Slurm's tokens has mode {mode:04o}, so others may read it: chmod 600 {path}")
+        if status.st_uid not in {0, os.geteuid()} and owner not in owners:
+            raise SetupError(
+                f"the key of Slurm's tokens, {path}, belongs to {owner or status.st_uid}, who can act as any user of "
+                f"Slurm with it: it must belong to {', '.join(dict.fromkeys(('root', *owners)))}"
+            )
         return cls(secret)
 
     def create_token(self, user: str, now: float) -> str:
@@ -83,7 +99,7 @@ _NO_JOB_ERRORS = frozenset({2017, 2021})
 
 
 class SlurmRestClient:
-    """A `SlurmClient` that uses slurmrestd at a URL, `unix:///…` or `http://…`."""
+    """A `SlurmClient` that uses slurmrestd at a URL, `unix:///…`, `https://…`, or `http://…` on loopback."""
 
     def __init__(
         self,
@@ -111,6 +127,8 @@ class SlurmRestClient:
         self._client = httpx.AsyncClient(
             base_url="http://localhost" if socket != url else url,
             timeout=patience_s,
+            # The machine's own authorities, to which a site can add one.
+            verify=ssl.create_default_context(),
             # The environment's proxy variables are for the internet.
             trust_env=False,
             transport=transport,

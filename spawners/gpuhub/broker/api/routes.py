@@ -333,7 +333,7 @@ class FileStreamResponse(StreamingResponse):
     "/files",
     tags=["files"],
     response_model=UploadResult,
-    responses=document_problems(413, 422, 429, 500, 507),
+    responses=document_problems(409, 413, 422, 429, 500, 507),
     openapi_extra={
         "requestBody": {"required": True, "content": {TAR: {"schema": {"type": "string", "format": "binary"}}}}
     },
@@ -350,7 +350,7 @@ async def put_files(path: RelativePath, caller: Caller, files: Files, request: R
     "/files",
     tags=["files"],
     response_class=Response,
-    responses={200: {"content": {TAR: {}}}, **document_problems(404, 413, 422, 429, 500)},
+    responses={200: {"content": {TAR: {}}}, **document_problems(404, 409, 413, 422, 429, 500)},
 )
 async def get_files(path: RelativePath, caller: Caller, files: Files) -> Response:
     """Return a file or folder of the caller's home as a tar, with names relative to its parent folder."""

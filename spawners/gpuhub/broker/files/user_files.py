@@ -23,6 +23,11 @@ SILENCE_TIMEOUT_S = 120.0
 #: Time for which the rest of a refused upload is still received, so that the client reads the error, seconds.
 DRAIN_TIMEOUT_S = 10.0
 
+_NO_CONTAINERS = (
+    "files, logs and terminals need Docker on the nodes, and this cluster's nodes have none: use JupyterLab's own file "
+    "browser and terminal"
+)
+
 
 class FileStream:
     """A stream of bytes; the caller must close it in any case."""
@@ -39,9 +44,10 @@ class FileStream:
 class UserFiles:
     """Operations on the files of callers' homes."""
 
-    def __init__(self, core: BrokerState, couriers: CourierPool) -> None:
+    def __init__(self, core: BrokerState, couriers: CourierPool, *, has_containers: bool) -> None:
         self._core = core
         self._couriers = couriers
+        self._has_containers = has_containers
         #: Limits of concurrent transfers, logs and terminals.
         self.streams = access.ConcurrencyLimiter()
 
@@ -52,7 +58,7 @@ class UserFiles:
             NotAllowed: the caller is a service, which has no home.
             InvalidRequest, SizeLimitExceeded, NoSpace, TooManyStreams, Unavailable: the upload failed.
         """
-        owner, limit = _require_user(caller), self._core.cluster.jobs.upload_limit
+        owner, limit = self._require_user(caller), self._core.cluster.jobs.upload_limit
         check_relative_path(path)
         arguments = ("put", f"--limit={limit}", "--", path)
         try:
@@ -71,7 +77,7 @@ class UserFiles:
         """
         check_relative_path(path)
         arguments = ("get", f"--limit={self._core.cluster.jobs.upload_limit}", "--", path)
-        stack, client = await self._open(access.TRANSFERS, _require_user(caller), arguments)
+        stack, client = await self._open(access.TRANSFERS, self._require_user(caller), arguments)
         return FileStream(client.read_output(limit_s=SILENCE_TIMEOUT_S), stack)
 
     async def read_logs(
@@ -117,9 +123,16 @@ class UserFiles:
             NotAllowed: it belongs to another user, and the caller is an administrator.
         """
         job = await access.find_job(self._core, caller, job_id)
-        if job.owner != _require_user(caller):
+        if job.owner != self._require_user(caller):
             raise NotAllowed(f"only {job.owner} may use files, logs and terminals of {job.owner}'s jobs")
         return job
+
+    def _require_user(self, caller: Identity) -> str:
+        if not caller.is_user:
+            raise NotAllowed(f"{caller.name} is not a user: only owners may use files, logs and terminals")
+        if not self._has_containers:
+            raise Conflict(_NO_CONTAINERS)
+        return caller.name
 
     async def _find_detached_job(self, caller: Identity, job_id: str) -> JobRow:
         job = await self.find_own_job(caller, job_id)
@@ -157,12 +170,6 @@ def check_relative_path(path: str) -> None:
     """
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
         raise InvalidRequest(f"path: {path!r} is not below the home; write one such as work/train.py")
-
-
-def _require_user(caller: Identity) -> str:
-    if not caller.is_user:
-        raise NotAllowed(f"{caller.name} is not a user: only owners may use files, logs and terminals")
-    return caller.name
 
 
 async def _send_all(client: CourierClient, body: AsyncIterator[bytes], limit: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from gpuhub.common import names
 from gpuhub.config.slurm import SlurmSettings
 from gpuhub.slurm_client.models import SlurmJobState, SlurmSubmission
-from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
+from tests.support.broker.calls import ask, delete, open_socket, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.slurm.scripted_backend import build_backend, find_submitter, slurm_cluster
 from tests.support.slurm.scripted_slurm import ScriptedSlurm
@@ -221,3 +221,23 @@ async def test_without_docker_a_detached_job_ends_as_its_slurm_job_does(
         ended = await wait_for_state(running, f"/jobs/{path}", "ended")
         assert ended["exit_code"] == code
         assert reason in ended["reason"]
+
+
+async def test_cluster_without_containers_refuses_files_logs_and_terminals(
+    tmp_path: Path, slurm: ScriptedSlurm
+) -> None:
+    """Nothing is sent to any Docker daemon: nodes without an address would otherwise be this machine."""
+    table = SlurmSettings(runtime="plain", command=Path("/opt/gpuhub/bin/jupyterhub-singleuser"))
+    setting = Setting(
+        tmp_path, cluster=slurm_cluster(slurm=table), build_backend=lambda cluster: build_backend(cluster, slurm)
+    )
+    async with asgi_broker(setting, wait=False) as running:
+        body = {"run_id": "run-000001", "nnodes": 1, "detached": True}
+        job = str((await post(running, "ada", "/jobs", body, status=201))["id"])
+        async with running.client("ada") as client:
+            for path in ("/files?path=a", f"/jobs/{job}/logs", f"/jobs/{job}/state"):
+                refusal = await client.get(f"/api/v1{path}")
+                assert refusal.status_code == 409, path
+                assert "files, logs and terminals need Docker on the nodes" in refusal.json()["detail"]
+        assert await open_socket(running, f"/api/v1/jobs/{job}/shell", "ada") == 409
+    assert all(not node.containers for node in setting.nodes.values())

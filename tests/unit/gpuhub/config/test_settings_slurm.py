@@ -61,6 +61,14 @@ def test_slurm_gpu_types_are_derived_from_models():
 
 
 @pytest.mark.parametrize(
+    "url",
+    ["unix:///run/rest.sock", "http://127.0.0.1:6820", "http://[::1]:6820", "http://localhost:6820", "https://s:6820"],
+)
+def test_slurmrestd_is_reached_without_plain_http_on_the_network(url: str) -> None:
+    assert SlurmSettings(rest_url=url).rest_url == url
+
+
+@pytest.mark.parametrize(
     ("change", "expected"),
     [
         (('partition = "gpu"', 'partition = "gpu;id"'), r"slurm\.partition: 'gpu;id'"),
@@ -70,6 +78,11 @@ def test_slurm_gpu_types_are_derived_from_models():
         (('partition = "gpu"', "partitions = 1"), r"slurm\.partitions: there is no such key; did you mean 'partition'"),
         (('partition = "gpu"', 'api = "rest"'), r'slurm: api = "rest" needs rest_url and rest_key'),
         (('partition = "gpu"', 'rest_url = "http://h/x"'), r"slurm\.rest_url: 'http://h/x': write \"unix:"),
+        (
+            ('partition = "gpu"', 'rest_url = "http://10.0.0.5:6820"'),
+            r"slurm\.rest_url: 'http://10\.0\.0\.5:6820': http is for loopback only",
+        ),
+        (('partition = "gpu"', 'rest_url = "http://localhost.lab"'), r"slurm\.rest_url: .*http is for loopback only"),
         (('partition = "gpu"', 'conf = "etc/slurm.conf"'), r"slurm\.conf: 'etc/slurm\.conf': an absolute path"),
         (('partition = "gpu"', 'conf = "/etc/a b"'), r"slurm\.conf: '/etc/a b': an absolute path of letters"),
         (('partition = "gpu"', 'runtime = "apptainer"'), r'runtime = "apptainer" needs image'),

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import hmac
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from gpuhub.common.errors import SetupError
 from gpuhub.config.slurm import SlurmSettings
+from gpuhub.slurm_client import rest
 from gpuhub.slurm_client.cli import SlurmCliClient
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
@@ -82,12 +84,35 @@ def test_jwt_key_file_is_read(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="is empty"):
         TokenKey.read(path)
     path.write_bytes(b"k")
+    path.chmod(0o600)
     assert TokenKey.read(path) == TokenKey(b"k")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_jwt_key_file_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "jwt.key"
+    path.write_bytes(b"k")
+    path.chmod(mode)
+    with pytest.raises(SetupError, match=f"mode {mode:04o}, so others may read it: chmod 600 {path}"):
+        TokenKey.read(path)
+
+
+def test_jwt_key_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "jwt.key"
+    path.write_bytes(b"k")
+    path.chmod(0o600)
+    status = os.stat_result((*path.stat()[:4], 61001, *path.stat()[5:]))
+    monkeypatch.setattr(os, "fstat", lambda _file: status)
+    monkeypatch.setattr(rest, "find_account_name", lambda _uid: "ada")
+    with pytest.raises(SetupError, match=r"belongs to ada, .* it must belong to root, slurm"):
+        TokenKey.read(path, "root", "slurm")
+    assert TokenKey.read(path, "ada") == TokenKey(b"k")
 
 
 async def test_client_is_chosen_by_the_api_setting(tmp_path: Path) -> None:
     path = tmp_path / "jwt.key"
     path.write_bytes(b"k")
+    path.chmod(0o600)
     by_rest = make_client(SlurmSettings(api="rest", rest_url="unix:///run/slurmrestd.sock", rest_key=path))
     by_commands = make_client(SlurmSettings())
     assert isinstance(by_rest, SlurmRestClient)
