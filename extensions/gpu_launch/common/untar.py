@@ -1,12 +1,14 @@
 """Unpacks members of an untrusted tar into one folder, with the standard library alone.
 
-Python has tarfile's own filters only from 3.11.4 on.
+Python has tarfile's own filters only from 3.11.4 on, and those of several later versions can be led out of the folder
+(CVE-2025-4330, CVE-2025-4517).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 import shutil
 import stat
 import tarfile
@@ -58,9 +60,9 @@ def unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, root: Path, tar
         return
     target.parent.mkdir(mode=mode, parents=True, exist_ok=True)
     if member.issym():
-        _check_link(root, target, member, follow_links=is_home)
+        text = _check_link(root, target, member, follow_links=is_home)
         target.unlink(missing_ok=True)
-        target.symlink_to(member.linkname)
+        target.symlink_to(text)
     elif member.islnk() and is_home:
         source = root / member.linkname
         _check_folder(root, source, member, follow_links=True)
@@ -86,16 +88,21 @@ def _check_folder(root: Path, folder: Path, member: tarfile.TarInfo, *, follow_l
             raise UnsafeMember(f"{above} is a symbolic link, and {member.name} would be unpacked through it")
 
 
-def _check_link(root: Path, target: Path, member: tarfile.TarInfo, *, follow_links: bool) -> None:
-    destination = target.parent / member.linkname
-    if follow_links:
-        is_inside = destination.resolve().is_relative_to(root.resolve())
-    else:
-        # By its text alone, because other members may still change the folders that it leads through.
-        is_absolute = Path(member.linkname).is_absolute()
+def _check_link(root: Path, target: Path, member: tarfile.TarInfo, *, follow_links: bool) -> str:
+    """Return the text of a link that does not lead out of `root`.
+
+    Without `follow_links`, no link that other members make can change where it leads: its own folder is none, and `..`
+    never follows a name.
+    """
+    text = member.linkname if follow_links else posixpath.normpath(member.linkname)
+    destination = target.parent / text
+    is_inside = "\0" not in text and destination.resolve().is_relative_to(root.resolve())
+    if is_inside and not follow_links:
+        is_absolute = Path(text).is_absolute() or text.startswith("/")
         is_inside = not is_absolute and Path(os.path.normpath(destination)).is_relative_to(os.path.normpath(root))
     if not is_inside:
-        raise UnsafeMember(f"{member.name} is a link to {member.linkname}, which leads out of the folder")
+        raise UnsafeMember(f"{member.name} is a link to {member.linkname!r}, which leads out of the folder")
+    return text
 
 
 def _write_file(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, *, is_private: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import json
 import tarfile
 from collections.abc import Iterator
@@ -168,6 +170,48 @@ def test_malicious_tar_cannot_write_outside_the_target(
         cp.unpack(tar, target, into=into)
     written = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
     assert written == []
+
+
+_CHAIN = (("top/b", "."), ("top/a", "b/.."), ("top/c", "a/outside"))
+_DEEP_CHAIN = (("top/b", "sub/deep"), ("top/sub/deep", "../.."), ("top/a", "b/../.."), ("top/c", "a/outside"))
+
+
+@pytest.mark.parametrize("into", [True, False])
+@pytest.mark.parametrize(
+    "links", [*itertools.permutations(_CHAIN), *itertools.permutations(_DEEP_CHAIN)], ids=lambda links: links[0][0]
+)
+def test_no_chain_of_links_leads_out_of_the_folder(
+    tmp_path: Path, links: tuple[tuple[str, str], ...], into: bool
+) -> None:
+    """A link may change where another one leads, before it or after it; nothing outside can be read through them."""
+    (tmp_path / "a").mkdir()
+    target = tmp_path / "a" / "target"
+    target.mkdir()
+    for folder in (tmp_path, tmp_path / "a", *([] if into else [target.parent])):
+        (folder / "outside").write_text("secret")
+    with (
+        _tar(("top/sub", tarfile.DIRTYPE, ""), *((name, tarfile.SYMTYPE, link) for name, link in links)) as tar,
+        contextlib.suppress(GpuLaunchError),
+    ):
+        cp.unpack(tar, target, into=into)
+    for path in target.rglob("*"):
+        assert path.resolve().is_relative_to(target.resolve()), f"{path} leads to {path.resolve()}"
+
+
+def test_link_through_a_link_of_the_user_is_refused(tmp_path: Path) -> None:
+    """The user's own link in the target folder leads out; a member that uses it would as well."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "data").symlink_to(tmp_path)
+    with _tar(("x", tarfile.SYMTYPE, "data/outside")) as tar, pytest.raises(GpuLaunchError, match="leads out"):
+        cp.unpack(tar, tmp_path / "target", into=True)
+
+
+def test_links_with_detours_are_written_without_them(tmp_path: Path) -> None:
+    """They lead to the same file."""
+    with _tar(("sub/x", tarfile.REGTYPE, ""), ("sub/link", tarfile.SYMTYPE, "../sub/./gone/../x")) as tar:
+        cp.unpack(tar, tmp_path, into=True)
+    assert (tmp_path / "sub" / "link").readlink() == Path("../sub/x")
+    assert (tmp_path / "sub" / "link").read_text() == "x"
 
 
 def test_relative_links_within_the_folder_are_downloaded(tmp_path: Path) -> None:
