@@ -27,7 +27,7 @@ from gpuhub.common.errors import (
 from gpuhub.common.paths import Paths
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
-from gpuhub.spawners import notebook_lease
+from gpuhub.spawners import notebook_lease, readiness
 from gpuhub.storage.homes import prepare_user
 from gpuhub.web.spawn_form import build_spawn_form
 from gpuhub.web.text import describe_waiting
@@ -205,7 +205,7 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
         self.http_timeout = self._default_http_timeout
         self._is_restored = self._keeps_lease = False
         try:
-            return await self._start()
+            origin = await self._start()
         except asyncio.CancelledError:
             # The start was stopped, or took too long. The hub does not wait for the cleanup, but `stop` does.
             self._undo_task = asyncio.create_task(self._undo())
@@ -214,6 +214,10 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
             raise await self._fail(group.exceptions[0]) from group
         except Exception as error:
             raise await self._fail(error) from error
+        else:
+            # JupyterHub's own wait follows.
+            readiness.limit_wait_up(self.server, self._has_ended)
+            return origin
         finally:
             self._progress_log.close()
 
@@ -224,6 +228,10 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
     @abstractmethod
     async def _start(self) -> str:
         """Perform the steps of a start and return the origin of the notebook's URL."""
+
+    @abstractmethod
+    async def _has_ended(self) -> bool:
+        """Return whether the notebook is known to have ended."""
 
     @abstractmethod
     async def _remove(self, *, grace_s: int) -> None:

@@ -4,8 +4,10 @@ JupyterHub waits for a restored notebook to answer without checking whether it s
 node may be unreachable for days), so a container that ends in the meantime would leave a server that can be neither
 used nor stopped.
 
-The program that answers belongs to the user, and its answer must not keep the hub from starting: JupyterHub fails on
-any error except a timeout, and on an invalid version.
+The program that answers belongs to the user, and its answer must neither fill the hub's memory nor keep the hub from
+starting: JupyterHub fails on any error except a timeout, and on an invalid version. So only the headers of an answer
+are read, by a client that has a limit for them, keeps no cookies, and neither decompresses a body nor follows a
+redirect.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+from jupyterhub.utils import url_path_join
 from packaging.version import InvalidVersion, Version
 
 from gpuhub.broker_api.schemas import LeaseState
@@ -30,6 +33,10 @@ _ATTEMPT_PERIOD_S = 0.025
 #: Time between two checks whether a notebook still runs, seconds: at a start, and after a restart of the hub.
 _CHECK_PERIOD_S = 1.0
 RECOVERY_CHECK_PERIOD_S = 3.0
+#: Longest attempt, seconds.
+_ATTEMPT_TIMEOUT_S = 5.0
+#: Longest version that is passed on to JupyterHub, which parses it, characters.
+_MAX_VERSION = 64
 _VERSION_HEADER = "X-JupyterHub-Version"
 
 
@@ -54,22 +61,43 @@ async def wait_until_ready(
     Args:
         check_running: Called at intervals; raises when the notebook has ended.
     """
+    await _poll(url, lambda headers: _VERSION_HEADER in headers, check_running, period_s=_CHECK_PERIOD_S, tls=tls)
+
+
+async def _poll(
+    url: str,
+    is_expected: Callable[[httpx.Headers], bool],
+    check_running: Callable[[], Awaitable[None]],
+    *,
+    period_s: float,
+    tls: ssl.SSLContext | None,
+) -> httpx.Headers:
+    """Return the headers of the first answer that is expected; call `check_running` every `period_s` until then."""
     loop = asyncio.get_running_loop()
-    next_check = loop.time() + _CHECK_PERIOD_S
-    async with httpx.AsyncClient(trust_env=False, timeout=2.0, verify=tls or True) as client:
-        while not await _is_answering(client, url):
+    next_check = loop.time() + period_s
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncHTTPTransport(trust_env=False, verify=tls or True, limits=limits) as transport:
+        while True:
+            headers = await _read_headers(transport, url)
+            if headers is not None and is_expected(headers):
+                return headers
             if loop.time() > next_check:
                 await check_running()
-                next_check = loop.time() + _CHECK_PERIOD_S
+                next_check = loop.time() + period_s
             await asyncio.sleep(_ATTEMPT_PERIOD_S)
 
 
-async def _is_answering(client: httpx.AsyncClient, url: str) -> bool:
+async def _read_headers(transport: httpx.AsyncHTTPTransport, url: str) -> httpx.Headers | None:
+    """Return the headers of an answer, without its body; None if there is no answer, or one of a failing server."""
+    # Not a client of httpx, which keeps cookies and examines redirects.
+    request = httpx.Request("GET", url, headers={"Accept-Encoding": "identity"})
     try:
-        response = await client.get(url)
-    except httpx.TransportError:
-        return False
-    return response.status_code < 500 and _VERSION_HEADER in response.headers
+        async with asyncio.timeout(_ATTEMPT_TIMEOUT_S):
+            response = await transport.handle_async_request(request)
+            await response.aclose()
+    except (httpx.TransportError, TimeoutError):
+        return None
+    return response.headers if response.status_code < 500 else None
 
 
 async def _check_running(daemons: DockerClients, node: str, container: str) -> None:
@@ -106,46 +134,39 @@ async def activate_granted(broker: LeaseBroker, lease_id: str, container_id: str
 
 
 def limit_wait_up(server: Any, has_ended: Callable[[], Awaitable[bool]]) -> None:
-    """Make `server.wait_up` (of a `jupyterhub.objects.Server`) raise TimeoutError once `has_ended` returns True.
+    """Replace `server.wait_up` (of a `jupyterhub.objects.Server`) by a wait that reads headers alone.
 
-    Whatever the notebook answers, `wait_up` raises no other error.
+    It raises TimeoutError when there is no answer in time or `has_ended` returns True, and no other error, whatever the
+    notebook answers.
     """
-    wait_up = server.wait_up
 
-    async def wait(**arguments: Any) -> Any:
-        up = asyncio.ensure_future(wait_up(**arguments))
-        over = asyncio.ensure_future(_wait_until(has_ended))
-        try:
-            await asyncio.wait({up, over}, return_when=asyncio.FIRST_COMPLETED)
-            if up.done():
-                return _drop_invalid_version(_read_result(up))
+    async def check_running() -> None:
+        if await has_ended():
             raise TimeoutError("its container has ended")
-        finally:
-            for task in (up, over):
-                task.cancel()
-            await asyncio.gather(up, over, return_exceptions=True)
+
+    async def wait(
+        *,
+        timeout: float,  # noqa: ASYNC109 - JupyterHub names it
+        ssl_context: ssl.SSLContext | None = None,
+        extra_path: str = "",
+        **_others: Any,
+    ) -> SimpleNamespace:
+        url = url_path_join(server.url, extra_path)
+        async with asyncio.timeout(timeout):
+            headers = await _poll(
+                url, lambda _headers: True, check_running, period_s=RECOVERY_CHECK_PERIOD_S, tls=ssl_context
+            )
+        version = headers.get(_VERSION_HEADER)
+        return SimpleNamespace(headers={_VERSION_HEADER: version} if _is_version(version) else {})
 
     server.wait_up = wait
 
 
-def _read_result(up: asyncio.Future[Any]) -> Any:
+def _is_version(text: str | None) -> bool:
+    if text is None or len(text) > _MAX_VERSION:
+        return False
     try:
-        return up.result()
-    except TimeoutError:
-        raise
-    except Exception as error:
-        raise TimeoutError(f"its notebook gave an invalid answer: {error!r}") from error
-
-
-def _drop_invalid_version(answer: Any) -> Any:
-    """Return the part of the answer that JupyterHub reads, without an invalid version."""
-    try:
-        Version(answer.headers.get(_VERSION_HEADER, "0"))
+        Version(text)
     except InvalidVersion:
-        return SimpleNamespace(headers={})
-    return answer
-
-
-async def _wait_until(has_ended: Callable[[], Awaitable[bool]]) -> None:
-    while not await has_ended():  # noqa: ASYNC110 - Docker has no event that survives a lost connection
-        await asyncio.sleep(RECOVERY_CHECK_PERIOD_S)
+        return False
+    return True

@@ -14,6 +14,7 @@ from traitlets import default
 from gpuhub.broker_api.schemas import LeaseState, LeaseView
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, NodeUnreachable
+from gpuhub.common.log_text import escape_output
 from gpuhub.config import head_address
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ProfileSettings
@@ -95,7 +96,7 @@ class NodeSpawner(LeasedSpawner, DockerSpawner):
             text = await read_log_tail(self.daemons, self.node, self.object_id)
         except GpuhubError as error:
             text = f"(its output cannot be read: {error})"
-        self.log.warning("Last output of the container of %s:\n%s", self._log_name, text)
+        self.log.warning("Last output of the container of %s:\n%s", self._log_name, escape_output(text))
 
 
 #: After a restart the hub stops a notebook that does not answer within this time, seconds. It is long if the container
@@ -215,7 +216,6 @@ class GpuDockerSpawner(NodeSpawner):
         return code
 
     async def _has_ended(self) -> bool:
-        """Return whether the container is known to have ended."""
         try:
             return await container_lifecycle.read_exit_code(self.daemons, self.node, self.object_id) is not None
         except GpuhubError:

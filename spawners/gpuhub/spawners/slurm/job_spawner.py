@@ -228,7 +228,6 @@ class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are 
         return await self.slurm.find_job(int(self.job_id), name=self._job_name(self.lease_id))
 
     async def _has_ended(self) -> bool:
-        """Return whether the job is known to have ended."""
         return await self._query_exit_code() is not None
 
     async def _recover_lease(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,29 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     db.close()
     # JupyterHub has one HTTP client for each event loop.
     await JupyterHubHTTPClient.loop_instance().close()
+
+
+async def test_endless_answer_of_a_notebook_is_not_read(world: World) -> None:
+    """Neither by the spawner nor by the wait of JupyterHub that follows it: both read headers alone."""
+    sent: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ANSWER.partition("Content-Length")[0].encode() + b"X-JupyterHub-Version: 5.0.0\r\n\r\n")
+        number = len(sent)
+        sent.append(0)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(bytes(65536))
+                await writer.drain()
+                sent[number] += 65536
+        writer.close()
+
+    async with asyncio.timeout(60), await asyncio.start_server(answer, "127.0.0.1", 0) as notebook:
+        user = await replace(world, port=notebook.sockets[0].getsockname()[1]).started()
+        await until(lambda: len(sent) == 2, "both have asked")
+        assert user.spawner._jupyterhub_version == "5.0.0"
+    assert max(sent) < 16 * 1024**2
 
 
 async def test_notebook_is_submitted_polled_and_cancelled(world: World, tmp_path: Path) -> None:
