@@ -18,6 +18,8 @@ _BLOCK = 256 * 1024
 _GZIP = b"\x1f\x8b"
 #: Seconds between polls of a growing log.
 _LOG_POLL_S = 0.25
+#: Largest status of a job, bytes; its driver writes less.
+MAX_STATUS = 256 * 1024
 
 
 def resolve_path(home: Path, path: str) -> Path:
@@ -203,9 +205,15 @@ def read_state(folder: Path) -> bytes:
     """Return the status of a detached job.
 
     Raises:
-        CourierError: The job has not written it yet.
+        CourierError: The job has not written it yet, or it is larger than `MAX_STATUS`.
     """
     try:
-        return (folder / "state.json").read_bytes()
+        with (folder / "state.json").open("rb") as file:
+            state = file.read(MAX_STATUS + 1)
     except FileNotFoundError:
         raise CourierError("not-found", "the job has not written its status yet") from None
+    if len(state) > MAX_STATUS:
+        raise CourierError(
+            "too-large", f"the job's status is larger than {MAX_STATUS} bytes: another program changed the file"
+        )
+    return state

@@ -18,6 +18,8 @@ from gpu_launch.output.panel import PanelView, build_line
 _TEXT_S, _BEAT_S = 2.0, 10.0
 #: Size of a file that is removed when the disk is full, so that the last line can be written.
 _SPARE_BYTES = 64 * 1024
+#: Most characters of the status's error and text, so that the file stays below `courier.files.MAX_STATUS`.
+_MAX_ERROR, _MAX_TEXT = 12_000, 1000
 
 
 class Journal:
@@ -91,7 +93,8 @@ class Journal:
             self._output = None
 
     def _write_status(self) -> None:
-        write_private(self._run.status, job_manifest.dump_json(self.state).encode())
+        state = replace(self.state, error=_shorten(self.state.error), text=self.state.text[:_MAX_TEXT])
+        write_private(self._run.status, job_manifest.dump_json(state).encode())
 
     @contextlib.contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
@@ -102,6 +105,14 @@ class Journal:
             raise LaunchFailed(
                 f"{what} of this job cannot be written in {self._run.root}: {error.strerror or error}."
             ) from None
+
+
+def _shorten(error: str) -> str:
+    """Return begin and end of a long error; the output has all of it."""
+    if len(error) <= _MAX_ERROR:
+        return error
+    left_out = f"\n[{len(error) - _MAX_ERROR} characters are left out; output.log has them]\n"
+    return f"{error[: _MAX_ERROR // 2]}{left_out}{error[-_MAX_ERROR // 2 :]}"
 
 
 class JournalScreen:

@@ -40,6 +40,7 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import Problem
 from gpuhub.common.errors import GpuhubError
+from gpuhub.common.log_text import EscapingFormatter
 from gpuhub.common.paths import Paths
 from gpuhub.common.secrets import BROKER_TOKEN, read_secret
 from gpuhub.config import settings
@@ -224,7 +225,9 @@ def run(cluster_file: Path, paths: Paths) -> None:
         SettingsError: cluster.toml is wrong.
         SetupError: another broker runs, the token is missing, or the store or the address cannot be used.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     # Each long poll and each poll of a node would be a line.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     cluster = settings.load(cluster_file)

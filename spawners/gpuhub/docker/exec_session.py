@@ -69,6 +69,8 @@ class ExecSession:
 
     async def read(self) -> tuple[int, bytes] | None:
         """Return the next part as stream and data; None at the end, also when the connection is lost."""
+        # A program that always has output would otherwise leave no turn for other tasks.
+        await asyncio.sleep(0)
         while not self._parts:
             data = await self._when_ready(lambda: self._socket.recv(_BLOCK), self._add_reader)
             if not data:
@@ -84,6 +86,7 @@ class ExecSession:
         """
         rest = memoryview(data)
         while rest:
+            await asyncio.sleep(0)
             sent = await self._when_ready(lambda: self._socket.send(rest[:_BLOCK]), self._add_writer)  # noqa: B023
             if not sent:
                 raise NodeUnreachable(f"node {self._node}: the connection to the container was lost")

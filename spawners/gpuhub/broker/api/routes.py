@@ -372,7 +372,12 @@ async def get_logs(
     )
 
 
-@api.get("/jobs/{job_id}/state", tags=["files"], responses=document_problems(404, 409, 422, 429, 500))
-async def get_state(job_id: ResourceId, caller: Caller, files: Files) -> Any:
+@api.get(
+    "/jobs/{job_id}/state",
+    tags=["files"],
+    response_class=Response,
+    responses={200: {"content": {"application/json": {}}}, **document_problems(404, 409, 413, 422, 429, 500)},
+)
+async def get_state(job_id: ResourceId, caller: Caller, files: Files) -> Response:
     """Return the status that one of the caller's detached jobs reported last."""
-    return await files.read_state(caller, job_id)
+    return Response(await files.read_state(caller, job_id), media_type="application/json")

@@ -30,6 +30,8 @@ from gpuhub.domain.models import JobRow, WorkerRow
 #: Exit code that is reported for a terminal that failed.
 BROKEN_EXIT_CODE = 255
 _MAX_CELLS = 1000
+#: Longest message about the size, characters; a longer one is not parsed.
+_MAX_RESIZE_CHARACTERS = 100
 
 Cells = Annotated[int, Query(ge=1, le=_MAX_CELLS)]
 
@@ -124,7 +126,8 @@ async def _pass_output(websocket: WebSocket, client: CourierClient) -> None:
     try:
         async for data in client.read_output():
             await websocket.send_bytes(data)
-        last = {"exit": client.result["exit"]}
+        code = client.result.get("exit")
+        last: dict[str, object] = {"exit": code if type(code) is int else BROKEN_EXIT_CODE}
     except GpuhubError as error:
         last = {"exit": BROKEN_EXIT_CODE, "error": str(error)}
     with suppress(WebSocketDisconnect, RuntimeError):
@@ -134,6 +137,8 @@ async def _pass_output(websocket: WebSocket, client: CourierClient) -> None:
 
 def parse_resize(text: str) -> tuple[int, int] | None:
     """Return columns and rows of `{"resize": [120, 40]}`; None for any other text."""
+    if len(text) > _MAX_RESIZE_CHARACTERS:
+        return None
     try:
         columns, rows = json.loads(text)["resize"]
     except (ValueError, KeyError, TypeError):

@@ -9,12 +9,14 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import PurePosixPath
 from typing import Any
 
+from pydantic import ValidationError
+
 from gpuhub.broker.admission import access
 from gpuhub.broker.files.couriers import CourierClient, CourierPool
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import SizeLimitExceeded
 from gpuhub.broker_api.schemas import UploadResult
-from gpuhub.common.errors import Conflict, InvalidRequest, NodeUnreachable, NotAllowed, Unavailable
+from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NodeUnreachable, NotAllowed, Unavailable
 from gpuhub.common.units import format_size
 from gpuhub.domain.models import Identity, JobRow
 
@@ -22,6 +24,8 @@ from gpuhub.domain.models import Identity, JobRow
 SILENCE_TIMEOUT_S = 120.0
 #: Time for which the rest of a refused upload is still received, so that the client reads the error, seconds.
 DRAIN_TIMEOUT_S = 10.0
+#: Largest status of a detached job, bytes. It is a file of the user, so it may have any size.
+MAX_STATE = 256 * 1024
 
 _NO_CONTAINERS = (
     "files, logs and terminals need Docker on the nodes, and this cluster's nodes have none: use JupyterLab's own file "
@@ -64,7 +68,7 @@ class UserFiles:
         try:
             with self.streams.acquire(access.TRANSFERS, owner):
                 async with self._couriers.connect(owner, arguments) as client:
-                    return UploadResult(**await _send_all(client, body, limit))
+                    return _parse_upload_result(await _send_all(client, body, limit))
         except (InvalidRequest, NodeUnreachable):
             await _drain(body)
             raise
@@ -99,21 +103,30 @@ class UserFiles:
             stack.callback(watch.cancel)
         return FileStream(client.read_output(limit_s=None if follow else SILENCE_TIMEOUT_S), stack)
 
-    async def read_state(self, caller: Identity, job_id: str) -> Any:
-        """Return the status that a detached job's driver wrote last.
+    async def read_state(self, caller: Identity, job_id: str) -> bytes:
+        """Return the status that a detached job's driver wrote last, as JSON.
 
         Raises:
             NotFound: the job does not exist, or its driver has not written a status.
+            SizeLimitExceeded: the status is larger than any driver writes.
             NotAllowed, Conflict, TooManyStreams, Unavailable: the status cannot be read.
         """
         job = await self._find_detached_job(caller, job_id)
         with self.streams.acquire(access.STATES, job.owner):
             async with self._couriers.connect(job.owner, ("state", "--", job.run_id)) as client:
-                text = b"".join([part async for part in client.read_output(limit_s=SILENCE_TIMEOUT_S)])
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise Conflict(f"the state of {job.run_id} is not JSON: another program changed the file") from None
+                text = bytearray()
+                async for part in client.read_output(limit_s=SILENCE_TIMEOUT_S):
+                    text += part
+                    if len(text) > MAX_STATE:
+                        raise SizeLimitExceeded(
+                            f"the state of {job.run_id} is larger than {format_size(MAX_STATE)}: another program "
+                            "changed the file"
+                        )
+            # In a thread: the event loop serves all users. The parsed value is not used, so that it is not built again
+            # as text.
+            if not await asyncio.to_thread(_is_json, text):
+                raise Conflict(f"the state of {job.run_id} is not JSON: another program changed the file")
+        return bytes(text)
 
     async def find_own_job(self, caller: Identity, job_id: str) -> JobRow:
         """Return a job of the caller, ended or not.
@@ -170,6 +183,26 @@ def check_relative_path(path: str) -> None:
     """
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
         raise InvalidRequest(f"path: {path!r} is not below the home; write one such as work/train.py")
+
+
+def _is_json(text: bytearray) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _parse_upload_result(result: dict[str, Any]) -> UploadResult:
+    """Return the result of an upload as the courier reported it.
+
+    Raises:
+        GpuhubError: it is not one.
+    """
+    try:
+        return UploadResult.model_validate(result)
+    except ValidationError:
+        raise GpuhubError("the courier on the node reported no numbers of files and bytes") from None
 
 
 async def _send_all(client: CourierClient, body: AsyncIterator[bytes], limit: int) -> dict[str, Any]:

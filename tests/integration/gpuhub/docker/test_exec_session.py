@@ -126,3 +126,31 @@ async def test_close_ends_a_pending_read_on_both_sides(pair: tuple[Any, Any]) ->
     theirs.settimeout(30)
     with suppress(ssl.SSLEOFError):  # the same, as reported by TLS
         assert theirs.recv(1) == b""
+
+
+async def test_endless_output_leaves_turns_for_other_tasks() -> None:
+    """A program that always has output does not keep the event loop for itself, nor does one that reads all input."""
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1024**2)
+    theirs.sendall(frame(STDOUT, b"x") * 1000)
+    one = ExecSession("rig1", ours)
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.ensure_future(count_turns())
+    for _ in range(1000):
+        await one.read()
+    assert turns >= 1000
+    turns = 0
+    for _ in range(1000):
+        await one.send(b"x")
+    assert turns >= 1000
+    other.cancel()
+    one.close()
+    theirs.close()

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from gpu_launch.common import job_manifest, run_folder
+from gpu_launch.courier import files
+from gpu_launch.courier.files import MAX_STATUS
 from gpu_launch.detached import job_files
 from gpu_launch.detached.journal import Journal, JournalScreen
 from gpu_launch.errors import LaunchFailed, UsageError
@@ -108,6 +110,19 @@ def test_only_changes_of_the_state_are_written(run):
     journal.update(attempt=1)
     told = job_manifest.parse_status(run.status.read_text())
     assert told.attempt == 1 and told.text.startswith("step 99")
+
+
+@pytest.mark.parametrize("character", ["x", "\0", "\U0001f600"])
+def test_status_is_below_the_limit_of_the_courier(run, character):
+    """A traceback of any length: its begin and its end are kept, and the output has all of it."""
+    error = f"first {character * MAX_STATUS} last"
+    journal = Journal(run)
+    journal.open()
+    journal.close(error, state="failed", error=error, text=character * MAX_STATUS)
+    found = job_manifest.parse_status(files.read_state(run.root).decode())
+    assert found.error.startswith("first ") and found.error.endswith(" last")
+    assert "characters are left out; output.log has them" in found.error
+    assert run.output.read_text() == error
 
 
 def test_full_disk_is_reported_once(run):

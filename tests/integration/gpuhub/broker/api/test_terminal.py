@@ -209,7 +209,8 @@ def test_cross_origin_requests_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "size"),
     [('{"resize": [120, 40]}', (120, 40)), ('{"resize": [0, 40]}', None), ('{"resize": [true, 40]}', None),
-     ('{"resize": [1, 2, 3]}', None), ("[]", None), ("", None), ('{"resize": [10000, 40]}', None)],
+     ('{"resize": [1, 2, 3]}', None), ("[]", None), ("", None), ('{"resize": [10000, 40]}', None),
+     ('{"resize": [120, 40], "x": "%s"}' % ("x" * 100), None), ("[" * 100_000, None)],
 )  # fmt: skip
 def test_invalid_terminal_sizes_are_ignored(text: str, size: tuple[int, int] | None) -> None:
     """Invalid sizes are ignored."""

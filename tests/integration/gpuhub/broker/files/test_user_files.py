@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gpuhub.broker.files.user_files import UserFiles
+from gpuhub.broker.files.user_files import MAX_STATE, UserFiles
 from gpuhub.config.settings import JobSettings
 from tests.support.broker.in_process import Running, Setting, served_broker
 from tests.support.docker.simulated_nodes import build_cluster, wait_until
@@ -65,6 +65,27 @@ def put(running: Running, path: str, content: Any, token: str = "ada") -> httpx.
 
 def get(running: Running, path: str, token: str = "ada") -> httpx.Response:
     return running.send("GET", FILES, token, params={"path": path})
+
+
+#: Reports and sends what the user wants, as any module of the user's does that Python imports at its start.
+ENDLESS_COURIER = """
+import os, sys
+if "gpu_launch.courier" in sys.orig_argv:
+    if "put" in sys.orig_argv:
+        os.write(2, b'{"ready": true, "done": {"files": "many"}}\\n')
+        os._exit(0)
+    os.write(2, b'{"ready": true}\\n')
+    while True:
+        os.write(1, bytes(65536))
+"""
+
+
+def replace_courier(setting: Setting, code: str) -> Path:
+    """Write code that runs in place of the courier; return the folder of its module."""
+    folder = setting.folder / "user-site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(code)
+    return folder
 
 
 def names_in(answer: httpx.Response) -> dict[str, bytes | None]:
@@ -338,6 +359,42 @@ def test_status_of_a_job_is_returned(setting: Setting, running: Running) -> None
     assert running.send("GET", path).json() == state
     (run_folder(setting) / "state.json").write_text("{")
     assert running.send("GET", path).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        pytest.param(b'"%s"' % (b"x" * (MAX_STATE - 1)), 413, id="one byte too many"),
+        pytest.param(b"[[]" + b",[]" * 4 * 1024**2 + b"]", 413, id="many small values"),
+        pytest.param(b"[" * 200_000, 409, id="deeply nested"),
+        pytest.param(b"\xff", 409, id="not text"),
+    ],
+)
+def test_status_of_any_size_is_refused_or_passed_on(
+    setting: Setting, running: Running, content: bytes, status: int
+) -> None:
+    """The file is the user's own: the courier reads no more than a driver writes, and the broker takes no more."""
+    job = launch(running)
+    path = f"/api/v1/jobs/{job['id']}/state"
+    (run_folder(setting) / "state.json").write_bytes(content)
+    refused = running.send("GET", path)
+    assert (refused.status_code, len(refused.content) < 1000) == (status, True), refused.text
+    assert "another program changed the file" in refused.json()["detail"]
+
+
+def test_courier_that_sends_a_status_without_end_is_left(
+    setting: Setting, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker does not rely on the courier's own limit, nor on the shape of what it reports."""
+    job = launch(running)
+    monkeypatch.setenv("PYTHONPATH", str(replace_courier(setting, ENDLESS_COURIER)), prepend=os.pathsep)
+    refused = running.send("GET", f"/api/v1/jobs/{job['id']}/state")
+    assert (refused.status_code, refused.json()["code"]) == (413, "too-large")
+    odd = put(running, "work", tar_of({}))
+    assert (odd.status_code, odd.json()["detail"]) == (
+        500,
+        "the courier on the node reported no numbers of files and bytes",
+    )
 
 
 def test_follow_of_a_notebooks_job_ends_at_once(running: Running) -> None:
