@@ -184,7 +184,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecord:
-    """GPU time of an ended lease; fair share and weekly limits are computed from these."""
+    """GPU time of ended leases; fair share and weekly limits are computed from these."""
 
     owner: str
     groups: frozenset[str]
@@ -193,6 +193,8 @@ class UsageRecord:
     share: int
     started_at: float
     ended_at: float
+    #: Number of such GPUs; a fraction for an average over the time.
+    gpus: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,9 +118,10 @@ class UsageLedger:
                     )
 
     def record(self, record: UsageRecord) -> None:
-        rate = self._card_weight(record.card) / record.share
+        rate = self._card_weight(record.card) * record.gpus / record.share
         used = rate * (self._power(record.ended_at) - self._power(record.started_at))
-        span = UsageSpan(started_at=record.started_at, ended_at=record.ended_at, gpus=1 / record.share)
+        gpus = record.gpus / record.share
+        span = UsageSpan(started_at=record.started_at, ended_at=record.ended_at, gpus=gpus)
         for account in self._accounts_of(record.owner, record.groups):
             account.ended += used
             if account is not self._all:

@@ -15,7 +15,7 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import event, exc
 
-from gpuhub.broker.db import tables, writer
+from gpuhub.broker.db import retention, tables, writer
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker_api.schemas import JobState, LeaseState
 from gpuhub.common import gpu as gpus
@@ -32,8 +32,6 @@ _MAX_IN_VALUES = 500
 BUSY_TIMEOUT_S = 5
 #: PostgreSQL's number for the lock of one broker per database.
 _ADVISORY_LOCK = 0x677075687562
-#: Events that are kept; older ones are deleted.
-MAX_EVENTS = 10_000
 #: Error texts for a second request with the same key: SQLite names the columns, PostgreSQL the constraint.
 _DUPLICATE_KEYS = ("leases.owner, leases.key", "jobs.owner, jobs.run_id", "ux_leases_owner_key", "uq_jobs_owner_run_id")
 
@@ -154,13 +152,21 @@ class Store:
         return [(job, leases[job.lease_id]) for job in reversed(rows)]
 
     def delete_ended_jobs(self, before: float) -> int:
-        """Delete jobs that ended before a time, and return their number; their leases stay, since usage is computed
-        from them.
-        """
-        old = sa.select(tables.jobs.c.id).where(tables.jobs.c.ended_at < before)
+        """Delete some of the jobs that ended before a time, and return their number; 0 when none is left."""
         with self._transaction() as connection:
-            connection.execute(sa.delete(tables.workers).where(tables.workers.c.job_id.in_(old.scalar_subquery())))
-            return connection.execute(sa.delete(tables.jobs).where(tables.jobs.c.ended_at < before)).rowcount
+            return retention.delete_ended_jobs(connection, before)
+
+    def delete_released_leases(self, before: float) -> int:
+        """Delete some of the leases that were released before a time and have no job, and return their number; 0 when
+        none is left. Their usage stays.
+        """
+        with self._transaction() as connection:
+            return retention.delete_released_leases(connection, before)
+
+    def delete_old_usage(self, before: float) -> None:
+        """Delete the usage of deleted leases from before a time."""
+        with self._transaction() as connection:
+            retention.delete_old_usage(connection, before)
 
     def find_last_lease_ends(self) -> dict[tuple[str, str], float]:
         """Return when the last lease of each owner on each node ended."""
@@ -168,8 +174,8 @@ class Store:
         # Compare as text: PostgreSQL does not compare JSON.
         nodes = sa.cast(lease.nodes, sa.Text)
         query = sa.select(lease.owner, nodes, sa.func.max(lease.released_at)).group_by(lease.owner, nodes)
-        ends: dict[tuple[str, str], float] = {}
         with self._transaction() as connection:
+            ends = retention.load_lease_ends(connection)
             for owner, on, at in connection.execute(query.where(lease.released_at.is_not(None))):
                 for node in json.loads(on):
                     ends[owner, node] = max(at, ends.get((owner, node), at))
@@ -188,7 +194,8 @@ class Store:
             .where(is_over, lease.granted_at.is_not(None))
         )  # fmt: skip
         with self._transaction() as connection:
-            return [_parse_usage_record(dict(row)) for row in connection.execute(query).mappings()]
+            rows = connection.execute(query).mappings()
+            return [*retention.load_usage(connection, since), *(_parse_usage_record(dict(row)) for row in rows)]
 
     def save(self, changes: Changes) -> None:
         """Write all changes or none.
@@ -200,8 +207,7 @@ class Store:
         try:
             with self._transaction() as connection:
                 writer.write_changes(connection, changes)
-                if changes.events:
-                    _prune_events(connection)
+                retention.prune_events(connection, {event.owner for event in changes.events})
         except exc.IntegrityError as error:
             if any(key in _error_text(error) for key in _DUPLICATE_KEYS):
                 raise Conflict(
@@ -258,10 +264,15 @@ class Store:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def save_events(self, events: Sequence[EventRow]) -> None:
-        """Add events, and delete the oldest ones."""
+        """Add events, and delete the oldest ones of the same owners."""
         with self._transaction() as connection:
             writer.insert_rows(connection, tables.events, [writer.build_event_record(event) for event in events])
-            _prune_events(connection)
+            retention.prune_events(connection, {event.owner for event in events})
+
+    def delete_old_events(self, before: float) -> int:
+        """Delete some of the events from before a time, and return their number; 0 when none is left."""
+        with self._transaction() as connection:
+            return retention.delete_old_events(connection, before)
 
     def list_events(self, *, after: int | None, limit: int, owner: str | None = None) -> list[EventRow]:
         """Return the next `limit` events after a number, or the newest ones; of one owner, or all; oldest first."""
@@ -336,11 +347,6 @@ def _seen_record(gpu: SeenGpu) -> dict[str, Any]:
         "is_mig": gpu.is_mig,
         "seen_at": gpu.seen_at,
     }
-
-
-def _prune_events(connection: sa.Connection) -> None:
-    newest = sa.select(sa.func.max(tables.events.c.seq)).scalar_subquery()
-    connection.execute(sa.delete(tables.events).where(tables.events.c.seq <= newest - MAX_EVENTS))
 
 
 def take_advisory_lock(engine: sa.Engine) -> sa.Connection | None:

@@ -50,7 +50,7 @@ leases = Table(
     Column("created_at", Float, nullable=False),
     Column("granted_at", Float),
     Column("expires_at", Float),
-    Column("released_at", Float),
+    Column("released_at", Float, index=True),
     Column("reason", Text),
     Column("note", Text),
     Column("quarantined_at", Float),
@@ -110,7 +110,7 @@ jobs = Table(
     Column("owner", String(64), nullable=False),
     Column("server", String(64), nullable=False),
     Column("notebook_lease", String(40)),
-    Column("lease_id", String(40), ForeignKey("leases.id"), nullable=False),
+    Column("lease_id", String(40), ForeignKey("leases.id"), nullable=False, index=True),
     Column("image", String(255), nullable=False),
     Column("nnodes", Integer, nullable=False),
     Column("min_nnodes", Integer, nullable=False, server_default="1"),
@@ -127,7 +127,7 @@ jobs = Table(
     Column("since", Float, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("started_at", Float),
-    Column("ended_at", Float),
+    Column("ended_at", Float, index=True),
     Column("exit_code", Integer),
     Column("reason", Text),
     Column("version", BigInteger, nullable=False),
@@ -189,7 +189,27 @@ reservations = Table(
     Column("created_by", String(64), nullable=False),
 )
 
-#: The newest events.
+#: GPU time of deleted leases: of each owner by day (since 1970, UTC) and by card, in seconds of a whole GPU.
+usage_days = Table(
+    "usage_days",
+    metadata,
+    Column("owner", String(64), primary_key=True),
+    Column("day", Integer, primary_key=True, autoincrement=False),
+    Column("model", String(80), primary_key=True),
+    Column("memory_mib", Integer, primary_key=True, autoincrement=False),
+    Column("gpu_s", Float, nullable=False),
+)
+
+#: When the last deleted lease of each owner on each node ended.
+lease_ends = Table(
+    "lease_ends",
+    metadata,
+    Column("owner", String(64), primary_key=True),
+    Column("node", String(64), primary_key=True),
+    Column("at", Float, nullable=False),
+)
+
+#: The newest events of each owner.
 events = Table(
     "events",
     metadata,
@@ -197,10 +217,11 @@ events = Table(
     Column("at", Float, nullable=False),
     Column("kind", String(64), nullable=False),
     Column("text", Text, nullable=False),
-    Column("owner", String(64), index=True),
+    Column("owner", String(64)),
     Column("lease", String(40)),
     Column("job", String(40)),
     Column("node", String(64)),
     # A number is never used twice, even after the newest events were deleted.
     sqlite_autoincrement=True,
 )
+Index("ix_events_owner_seq", events.c.owner, events.c.seq)

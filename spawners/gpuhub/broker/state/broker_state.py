@@ -11,7 +11,7 @@ from gpuhub.broker.state.capacity import Capacity
 from gpuhub.broker.state.events import EventLog
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker.state.queue_positions import QueuePositions
-from gpuhub.broker.state.scheduler_sync import SchedulerSync
+from gpuhub.broker.state.scheduler_sync import SchedulerSync, find_usage_start
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.common.errors import GpuhubError
 from gpuhub.config.settings import ClusterSettings
@@ -23,10 +23,12 @@ from gpuhub.scheduler.interface import Scheduler
 
 log = logging.getLogger(__name__)
 
-#: Interval of the housekeeping (clock, old jobs, ended reservations), seconds.
+#: Interval of the housekeeping (clock, ended reservations), seconds.
 HOUSEKEEPING_S = 1.0
-#: Interval at which jobs that ended long ago are removed, seconds.
+#: Interval at which jobs and leases that ended long ago, and old events, are removed, seconds.
 FORGET_S = 3600.0
+#: Ended leases are kept at least this long, since weekly limits count their GPU-hours exactly; events this long.
+LEASES_KEPT_S, EVENTS_KEPT_S = 8 * 86400.0, 90 * 86400.0
 
 
 class Heartbeats:
@@ -87,7 +89,7 @@ class BrokerState:
         self.queue_positions = QueuePositions(self.ledger, scheduler, self.clock)
         self.heartbeats = Heartbeats(self.clock)
         self._events = EventLog(store.save_events)
-        self._housekeeping: asyncio.Task[None] | None = None
+        self._housekeeping: list[asyncio.Task[None]] = []
         self._scheduling: asyncio.Task[None] | None = None
         self._needs_scheduling = False
 
@@ -104,11 +106,14 @@ class BrokerState:
         for node in self.capacity.cordons.keys() - self.capacity.inventory.nodes.keys():
             # The node was drained to be removed from the settings: if it is added again, it should take work.
             await self.capacity.set_cordon(node, None)
-        self._housekeeping = asyncio.ensure_future(self._run_housekeeping())
+        self._housekeeping = [
+            asyncio.ensure_future(self._run_housekeeping()),
+            asyncio.ensure_future(self._run_forgetting()),
+        ]
 
     async def close(self) -> None:
         """Stop all tasks, and write the events that are still in memory."""
-        tasks = [task for task in (self._housekeeping, self._scheduling) if task is not None]
+        tasks = [task for task in (*self._housekeeping, self._scheduling) if task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -118,14 +123,10 @@ class BrokerState:
         await self._events.close()
 
     async def _run_housekeeping(self) -> None:
-        forget_at = self.clock.monotonic() + FORGET_S
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             try:
                 await self.apply_clock_jump()
-                if self.clock.monotonic() >= forget_at:
-                    forget_at += FORGET_S
-                    await self.forget_jobs()
                 if await self.capacity.remove_ended_reservations():
                     self.scheduler_sync.update_reservations()
             except GpuhubError as error:
@@ -133,11 +134,33 @@ class BrokerState:
             except Exception:
                 log.exception("Housekeeping failed unexpectedly")
 
-    async def forget_jobs(self) -> None:
-        """Remove jobs that ended longer ago than `[jobs] remember`."""
-        before = self.clock.now() - self.cluster.jobs.remember
-        if count := await asyncio.to_thread(self.store.delete_ended_jobs, before):
-            log.info("%s jobs that ended long ago are removed", count)
+    async def _run_forgetting(self) -> None:
+        while True:
+            await asyncio.sleep(FORGET_S)
+            try:
+                await self.forget_ended()
+            except GpuhubError as error:
+                log.warning("What ended long ago is removed later: %s", error)
+            except Exception:
+                log.exception("Removal of what ended long ago failed unexpectedly")
+
+    async def forget_ended(self) -> None:
+        """Remove jobs and leases that ended longer ago than `[jobs] remember`, and old events."""
+        now, store = self.clock.now(), self.store
+        remembered_s = self.cluster.jobs.remember
+        # Jobs first, since their leases are removed with the last of them.
+        for what, delete, kept_s in (
+            ("jobs", store.delete_ended_jobs, remembered_s),
+            ("leases", store.delete_released_leases, max(remembered_s, LEASES_KEPT_S)),
+            ("events", store.delete_old_events, EVENTS_KEPT_S),
+        ):
+            count = 0
+            # In batches, between which the ledger can be written.
+            while deleted := await asyncio.to_thread(delete, now - kept_s):
+                count += deleted
+            if count:
+                log.info("%s %s from long ago are removed", count, what)
+        await asyncio.to_thread(store.delete_old_usage, find_usage_start(self.cluster.scheduling, now))
 
     async def apply_clock_jump(self) -> None:
         """Move all times of open leases and jobs by a jump of the machine's clock, so that none of them ends by it."""

@@ -264,6 +264,6 @@ async def test_ended_jobs_are_listed_and_then_forgotten(tmp_path: Any) -> None:
         clock.ahead_s = 3700.0
         assert await read(running, "ada", "/jobs", ended=True) == []
         spent = running.store.load_usage(0.0)
-        await running.core.forget_jobs()
+        await running.core.forget_ended()
         await read(running, "ada", f"/jobs/{made['id']}", 404)
         assert running.store.load_usage(0.0) == spent != []

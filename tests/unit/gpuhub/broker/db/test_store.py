@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from gpuhub.broker.db import tables
-from gpuhub.broker.db.store import MAX_EVENTS, SeenGpu, Store
+from gpuhub.broker.db.retention import MAX_OWNER_EVENTS, MAX_UNOWNED_EVENTS
+from gpuhub.broker.db.store import SeenGpu, Store
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker_api.schemas import JobState, Purpose
 from gpuhub.common.errors import Conflict, SetupError, Unavailable
@@ -181,7 +183,7 @@ def test_migrations_create_the_tables_of_the_model(tmp_path: Path) -> None:
         version = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one()
     engine.dispose()
     assert differences == []
-    assert version == "0004"
+    assert version == "0005"
 
 
 def test_error_for_an_unreadable_store_names_the_file(tmp_path: Path) -> None:
@@ -255,26 +257,56 @@ def test_usage_ends_at_release_or_quarantine(tmp_path: Path) -> None:
 
 def test_the_newest_events_are_kept(tmp_path: Path) -> None:
     """Read from the newest back, or on from a number; older ones than are kept are gone; numbers come once."""
+    kept = MAX_UNOWNED_EVENTS
     store = Store.open_file(tmp_path / "b.sqlite")
 
     def build_event(text: str, owner: str | None = None) -> EventRow:
         return EventRow(at=1.0, kind="lease.granted", text=text, owner=owner)
 
-    store.save_events([build_event(str(number), "ada" if number % 2 else None) for number in range(MAX_EVENTS)])
+    store.save_events([build_event(str(number), "ada" if number % 2 else None) for number in range(2 * kept)])
     newest = store.list_events(after=None, limit=2)
-    assert [event.text for event in newest] == [str(MAX_EVENTS - 2), str(MAX_EVENTS - 1)]
+    assert [event.text for event in newest] == [str(2 * kept - 2), str(2 * kept - 1)]
     assert store.list_events(after=newest[0].seq, limit=10) == newest[1:]
     assert [event.owner for event in store.list_events(after=None, limit=2, owner="ada")] == ["ada", "ada"]
     store.save_events([build_event("last")])
     assert store.list_events(after=None, limit=1)[0].seq == newest[-1].seq + 1
-    assert store.list_events(after=0, limit=1)[0].text == "1"
+    assert store.list_events(after=0, limit=1)[0].text == "2"
+    store.close()
+
+
+def test_events_are_shared_fairly(tmp_path: Path) -> None:
+    """However many events one owner causes, those of others and those of no owner stay, and so do the owner's newest."""
+    store = Store.open_file(tmp_path / "b.sqlite")
+
+    def build_events(owner: str | None, count: int) -> list[EventRow]:
+        return [EventRow(at=1.0, kind="lease.granted", text=str(number), owner=owner) for number in range(count)]
+
+    store.save_events([*build_events("ben", 300), *build_events(None, 40)])
+    flood = build_events("ada", 20_000)
+    for first in range(0, len(flood), 1000):
+        store.save(Changes(events=flood[first : first + 1000]))
+    everything = store.list_events(after=0, limit=30_000)
+    assert Counter(event.owner for event in everything) == {"ada": MAX_OWNER_EVENTS, "ben": 300, None: 40}
+    assert store.list_events(after=0, limit=1, owner="ada")[0].text == str(20_000 - MAX_OWNER_EVENTS)
+    store.close()
+
+
+def test_old_events_are_deleted(tmp_path: Path) -> None:
+    """In batches, until none from before the time is left."""
+    store = Store.open_file(tmp_path / "b.sqlite")
+    store.save_events([EventRow(at=float(number), kind="k", text=str(number)) for number in range(1300)])
+    deleted = []
+    while count := store.delete_old_events(1200.0):
+        deleted.append(count)
+    assert (sum(deleted), max(deleted)) == (1200, 500)
+    assert store.list_events(after=0, limit=1)[0].text == "1200"
     store.close()
 
 
 def test_events_of_changes_are_limited(tmp_path: Path) -> None:
     """What is told together with a change pushes out the oldest as well."""
     store = Store.open_file(tmp_path / "b.sqlite")
-    events = [EventRow(at=1.0, kind="lease.granted", text=str(number)) for number in range(MAX_EVENTS + 5)]
+    events = [EventRow(at=1.0, kind="lease.granted", text=str(number)) for number in range(MAX_UNOWNED_EVENTS + 5)]
     store.save(Changes(events=events))
     assert store.list_events(after=0, limit=1)[0].text == "5"
     store.close()
