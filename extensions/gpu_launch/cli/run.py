@@ -53,7 +53,12 @@ def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @launch_options
 @click.option("-e", "--env", multiple=True, metavar="NAME[=VALUE]", help="Set a variable; NAME alone takes yours.")
-@click.option("--secret", multiple=True, metavar="NAME[=VALUE]", help="The same, for a task file's secrets.")
+@click.option(
+    "--secret",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="The same; its value is removed from the job's folder when the job has ended.",
+)
 @click.option("--name", default="", metavar="NAME", help="The job's name (the script's).")
 @click.option("--profile", metavar="NAME", help="The profile whose image the job runs in.")
 @click.option("--workdir", metavar="DIR", help="The folder that is sent (the current one).")

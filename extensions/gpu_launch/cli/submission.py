@@ -116,6 +116,7 @@ def from_script(context: Context, asked: RunArguments) -> JobSubmission:
         words=command.format_words(options),
         folder=build_folder(name) if load is not None else "",
         environ=asked.envs | asked.secrets,
+        secret_names=tuple(sorted(asked.secrets)),
     )
     return _build_submission(asked, manifest, options, load)
 
@@ -152,6 +153,7 @@ def from_task(context: Context, asked: RunArguments) -> JobSubmission:
         task=job_manifest.TaskCommands(setup=file.setup, run=file.run),
         folder="" if asked.no_workdir else build_folder(name),
         environ=environ,
+        secret_names=tuple(sorted(file.secrets.keys() | asked.secrets.keys())),
     )
     return _build_submission(asked, manifest, options, load)
 
@@ -308,6 +310,7 @@ def _plan_json(job: JobSubmission, *, batch: bool) -> dict[str, Any]:
         "folder": job.manifest.folder,
         "words": list(job.manifest.words),
         "environ": sorted(job.manifest.environ),
+        "secrets": list(job.manifest.secret_names),
         "nnodes": job.nnodes,
         "min_nnodes": job.least_nnodes,
         "nproc_per_node": job.nproc_per_node,
@@ -333,7 +336,10 @@ def _plan_text(job: JobSubmission) -> str:
     else:
         lines.append("and run:    the task's commands on every node")
     if job.manifest.environ:
-        lines.append(f"with:       {', '.join(sorted(job.manifest.environ))}")
+        names = [
+            f"{name} (secret)" if name in job.manifest.secret_names else name for name in sorted(job.manifest.environ)
+        ]
+        lines.append(f"with:       {', '.join(names)}")
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ the home: `JobManifest.folder` is relative to it, and the job creates missing fo
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from gpu_launch.errors import UsageError
@@ -39,6 +39,8 @@ class JobManifest:
     folder: str = ""
     #: Additional variables of the ranks.
     environ: dict[str, str] = field(default_factory=dict)
+    #: Names of those that are secrets: their values are removed when the job has ended. An older driver ignores this.
+    secret_names: tuple[str, ...] = ()
     #: The body of a cell; None for a script.
     cell: str | None = None
     version: int = VERSION
@@ -68,6 +70,12 @@ def dump_json(value: JobManifest | JobStatus) -> str:
     return json.dumps(asdict(value), indent=1)
 
 
+def remove_secrets(manifest: JobManifest) -> JobManifest:
+    """Return the manifest without the values of secrets; their names remain."""
+    environ = {name: value for name, value in manifest.environ.items() if name not in manifest.secret_names}
+    return replace(manifest, environ=environ)
+
+
 def parse_manifest(text: str) -> JobManifest:
     """Parse a job manifest.
 
@@ -82,7 +90,8 @@ def parse_manifest(text: str) -> JobManifest:
         )
     task = data.pop("task", None)
     fields_by_name = _known_fields(JobManifest, data)
-    fields_by_name["words"] = tuple(fields_by_name.get("words") or ())
+    for name in ("words", "secret_names"):
+        fields_by_name[name] = tuple(fields_by_name.get(name) or ())
     try:
         return JobManifest(**fields_by_name, task=None if task is None else TaskCommands(**task))
     except TypeError as error:

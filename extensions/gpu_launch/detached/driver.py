@@ -209,10 +209,25 @@ class Driver:
             state, f"failed with exit code {code} after {span}"
         )
         reason = f"{error.rstrip()}\n" if error else ""
+        if state in job_manifest.FINAL_STATES:
+            reason += self._remove_secrets()
         self._journal.close(
             f"{reason}gpu_launch: {text}\n", state=state, ended_at=time.time(), exit_code=code, error=error, text=text
         )
         return code
+
+    def _remove_secrets(self) -> str:
+        """Remove the values of secrets from the manifest: the job never starts again. Return a line if that fails."""
+        try:
+            manifest = job_manifest.parse_manifest(self._run.manifest.read_text())
+            if manifest.secret_names:
+                text = job_manifest.dump_json(job_manifest.remove_secrets(manifest))
+                run_folder.write_private(self._run.manifest, text.encode())
+        except UsageError:
+            return ""  # the job has failed because of it
+        except OSError as failure:
+            return f"gpu_launch: the secrets in {self._run.manifest} could not be removed: {failure.strerror}\n"
+        return ""
 
     def _write_line(self, text: str) -> None:
         self._journal.write(f"gpu_launch: {text}\n")

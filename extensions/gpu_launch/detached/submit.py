@@ -122,6 +122,8 @@ def build_manifest(validated: ValidatedRequest) -> job_manifest.JobManifest:
         words=command.format_words(options),
         folder=below_home(request.cwd, request.env.home),
         environ=dict(request.environ),
+        # Any variable that was set in the notebook may be a token.
+        secret_names=tuple(sorted(request.environ)),
         cell=request.cell,
     )
 

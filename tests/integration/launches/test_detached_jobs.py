@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_launch.common import exchange
+from gpu_launch.common import exchange, job_manifest
 from gpu_launch.common.job_manifest import TaskCommands
 from tests.support.launch.detached_jobs import Job
 from tests.support.launch.rank_scripts import CHECKPOINTED, count_ranks
@@ -167,6 +167,25 @@ def test_preempted_job_continues_from_its_checkpoint(make_job):
     )]  # fmt: skip
     assert order_of == sorted(order_of)
     assert (job.state.state, job.state.attempt, job.state.started_at) == ("done", 1, began)
+
+
+def test_secrets_are_removed_when_the_job_has_ended(make_job):
+    """A preempted job still needs them; afterwards their names alone remain, and other variables."""
+    job = make_job(1)
+    again = job.work / "again"
+    task = TaskCommands(run=f'echo "size $SIZE, token $TOKEN"; [ -f {again} ] && exit 3; touch {again}; sleep 600')
+    job.send(task=task, secret_names=("TOKEN",), SIZE="large", TOKEN="0x5ec7e7")
+    job.start()
+    job.until(again.exists, "the first start")
+    assert job.stop() == 143
+    assert "0x5ec7e7" in job.run.manifest.read_text()
+    job.preemptions += 1
+    job.start()
+    assert job.end() == 3, job.output
+    assert count_ranks(job.output, "size large, token 0x5ec7e7") == 2
+    manifest = job_manifest.parse_manifest(job.run.manifest.read_text())
+    assert (manifest.environ, manifest.secret_names, manifest.task) == ({"SIZE": "large"}, ("TOKEN",), task)
+    assert job.run.manifest.stat().st_mode & 0o777 == 0o600
 
 
 def test_cell_has_the_notebooks_variables(make_job):

@@ -37,11 +37,16 @@ class Job:
         (self.work / name).write_text(textwrap.dedent(source))
 
     def send(
-        self, *words: str, task: job_manifest.TaskCommands | None = None, cell: str | None = None, **more: str
+        self,
+        *words: str,
+        task: job_manifest.TaskCommands | None = None,
+        cell: str | None = None,
+        secret_names: tuple[str, ...] = (),
+        **more: str,
     ) -> None:
         """Write the job's folder as a laptop does."""
         given = job_manifest.JobManifest(
-            name="train.py", words=words, task=task, cell=cell, folder="work", environ=more
+            name="train.py", words=words, task=task, cell=cell, folder="work", environ=more, secret_names=secret_names
         )
         self.run.root.mkdir(parents=True)
         for name, data in job_files.build_files(given).items():

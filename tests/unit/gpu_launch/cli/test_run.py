@@ -336,11 +336,25 @@ def test_dry_run_sends_no_request(hub: FakeHub, project: Path, capsys: pytest.Ca
     assert main.run_command(["run", "--dry-run", "--gpus", "2", "train.py"]) == 0
     assert "1 file, 15 B" in (text := capsys.readouterr().out)
     assert "2 GPUs on each of 1 node" in text
-    assert main.run_command(["run", "--dry-run", "--json", "-e", "A=secret", "train.py"]) == 0
+    assert main.run_command(["run", "--dry-run", "--json", "-e", "A=hidden", "--secret", "B=hidden", "train.py"]) == 0
     told = json.loads(text := capsys.readouterr().out)
-    assert (told["files"], told["nnodes"], told["environ"]) == (["train.py"], 1, ["A"])
-    assert "secret" not in text
+    assert (told["files"], told["nnodes"], told["environ"]) == (["train.py"], 1, ["A", "B"])
+    assert told["secrets"] == ["B"]
+    assert "hidden" not in text
+    assert main.run_command(["run", "--dry-run", "-e", "A=hidden", "--secret", "B=hidden", "train.py"]) == 0
+    assert "with:       A, B (secret)\n" in capsys.readouterr().out
     assert hub.asked == []
+
+
+def test_secrets_of_a_task_file_are_known_as_such(
+    hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However their values are given."""
+    (project / "task.yaml").write_text("envs: {A: a, B: b}\nsecrets: {C: null, D: d}\nrun: ./train\n")
+    words = ["run", "--dry-run", "--json", "-e", "C=c", "--secret", "A=a", "task.yaml"]
+    assert main.run_command(words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["environ"], told["secrets"]) == (["A", "B", "C", "D"], ["A", "C", "D"])
 
 
 def test_an_array_has_a_task_for_each_index(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:

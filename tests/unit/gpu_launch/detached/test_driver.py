@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,14 @@ from gpu_launch import environment
 from gpu_launch.broker import models
 from gpu_launch.common import job_manifest, run_folder
 from gpu_launch.detached import submit
-from gpu_launch.detached.driver import StaticWorkerGroup, build_options, build_plan, find_exchange, parse_workers
+from gpu_launch.detached.driver import (
+    Driver,
+    StaticWorkerGroup,
+    build_options,
+    build_plan,
+    find_exchange,
+    parse_workers,
+)
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import membership
 from gpu_launch.options import command
@@ -35,6 +43,24 @@ def build_worker_group(tmp_path: Path, nodes: int, *given: str) -> StaticWorkerG
     run = run_folder.RunFolder(root=tmp_path)
     chosen = build_options(job_manifest.JobManifest(name="x", words=(*given, "--", "train.py")), run, nodes)
     return StaticWorkerGroup(build_plan(chosen, workers), run, others=workers[1:], env=ENV)
+
+
+def test_secrets_of_a_job_that_cannot_begin_are_removed(tmp_path):
+    """Its manifest is complete, but its folder does not exist."""
+    run = run_folder.RunFolder(root=tmp_path / "run")
+    run.root.mkdir()
+    order = job_manifest.JobManifest(
+        name="x", words=("--", "x.py"), folder="gone", environ={"A": "a", "B": "b"}, secret_names=("B", "C")
+    )
+    run.manifest.write_text(job_manifest.dump_json(order))
+    env = environment.read({"HOME": str(tmp_path), "GPU_LAUNCH_ROSTER": format_worker_list(1)})
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert Driver(run, env).run() == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "does not exist" in run.output.read_text()
+    assert job_manifest.parse_manifest(run.manifest.read_text()) == replace(order, environ={"A": "a"})
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"index": 1, "node": "rig2", "state": "running"}]', "null"])
