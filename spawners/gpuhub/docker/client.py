@@ -234,8 +234,16 @@ _TLS_REFUSALS: tuple[tuple[str, str], ...] = (
     ("ALERT_UNKNOWN_CA", "its Docker daemon does not accept tls.cert: it trusts another authority"),
 )
 
+#: Docker's text where a container is listed and inspected still, but its output is gone; the status is 409 or 500.
+_REMOVAL_SIGN = "dead or marked for removal"
+
 #: With TLS 1.3 a certificate is refused after the first request, which then may find the connection gone.
 _CONNECTION_RESETS = ("Connection reset by peer", "Broken pipe", "EOF occurred in violation of protocol")
+
+
+def is_being_removed(error: Exception) -> bool:
+    """Return whether Docker refused to read a container's output because the container is being removed."""
+    return isinstance(error, docker.errors.APIError) and _REMOVAL_SIGN in str(error)
 
 
 def translate_docker_error(node: str, error: Exception, *, is_tls: bool = False) -> GpuhubError:
@@ -245,7 +253,8 @@ def translate_docker_error(node: str, error: Exception, *, is_tls: bool = False)
         kinds: dict[int, type[GpuhubError]] = {404: NotFound, 409: Conflict}
         if isinstance(error, docker.errors.ImageNotFound):
             return ImageMissing(f"node {node}: {explanation}")
-        return kinds.get(error.status_code or 0, GpuhubError)(f"node {node}: {explanation}")
+        kind = NotFound if is_being_removed(error) else kinds.get(error.status_code or 0, GpuhubError)
+        return kind(f"node {node}: {explanation}")
     refusal = next((text for sign, text in _TLS_REFUSALS if sign in str(error)), None)
     if refusal is not None and isinstance(error, requests.exceptions.RequestException | OSError):
         return NodeUnreachable(f"node {node}: unauthenticated: {refusal}")

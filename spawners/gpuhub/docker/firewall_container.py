@@ -24,7 +24,7 @@ from gpuhub.common.errors import Conflict, GpuhubError, NotFound
 from gpuhub.config.head_address import find_head_address, find_source_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import container_lifecycle
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import DockerClients, is_being_removed
 from gpuhub.docker.container_spec import BASE_IMAGE
 from gpuhub.firewall import script
 from gpuhub.firewall.rules import FirewallPolicy, build_policy, format_removal, format_rules
@@ -187,9 +187,7 @@ def _inspect_firewall(client: Any, instance: str, rules: str) -> tuple[str, Fire
     build = build_hash(rules, str(client.inspect_image(BASE_IMAGE)["Id"]))
     try:
         raw = client.inspect_container(names.firewall_container_name(instance))
-        # Lines from before the last restart of the container do not count.
-        since = datetime.fromisoformat(raw["State"]["StartedAt"]).timestamp()
-        output = b"" if since < 0 else client.logs(raw["Id"], stdout=True, stderr=False, tail=1, since=since)
+        output = _read_output(client, raw)
     except docker.errors.NotFound:
         return build, None
     state, why = parse_status_line(output)
@@ -197,6 +195,21 @@ def _inspect_firewall(client: Any, instance: str, rules: str) -> tuple[str, Fire
     return build, FirewallStatus(
         id=str(raw["Id"]), build=labels.get(LABEL_BUILD, ""), status=str(raw["State"]["Status"]), state=state, why=why
     )
+
+
+def _read_output(client: Any, raw: Mapping[str, Any]) -> bytes:
+    # Lines from before the last restart of the container do not count.
+    since = datetime.fromisoformat(raw["State"]["StartedAt"]).timestamp()
+    if since < 0:
+        return b""
+    try:
+        output: bytes = client.logs(raw["Id"], stdout=True, stderr=False, tail=1, since=since)
+    except docker.errors.APIError as error:
+        if not is_being_removed(error):
+            raise
+        # Another call replaces it; the caller inspects again until the new one runs.
+        return b""
+    return output
 
 
 async def _replace(

@@ -31,6 +31,8 @@ class FakeDocker:
         self.lines = [{"state": "ok", "why": "applied"}]
         self.exit_code = 0
         self.start_error = ""
+        #: Called before output is read.
+        self.on_logs: Callable[[], None] = lambda: None
 
     def inspect_image(self, name: str) -> dict[str, Any]:
         if not self.image:
@@ -61,6 +63,7 @@ class FakeDocker:
         return {"Id": found["id"], "State": state, "Config": {"Labels": found["labels"]}}
 
     def logs(self, name: str, **asked: Any) -> bytes:
+        self.on_logs()
         assert asked.get("since", 1795280400.123456) == 1795280400.123456
         line = self.lines.pop(0) if len(self.lines) > 1 else self.lines[0]
         return json.dumps(line).encode() + b"\n" if line else b""
@@ -135,6 +138,28 @@ async def test_firewall_container_has_one_capability_and_restarts(client: FakeDo
     assert host["security_opt"] == ["no-new-privileges:true"]
     assert not {"mounts", "binds", "devices", "device_requests", "privileged", "pid_mode"} & set(host)
     assert made["environment"] == {"NVIDIA_VISIBLE_DEVICES": "void"}
+
+
+@pytest.mark.parametrize("status", [409, 500])
+async def test_container_that_another_call_replaces_is_waited_for(client: FakeDocker, status: int) -> None:
+    """It is listed and inspected still, while its output can no longer be read."""
+    await ensure(client)
+    reads = 0
+
+    def remove() -> None:
+        nonlocal reads
+        reads += 1
+        if reads == 1:
+            text = "can not get logs from container which is dead or marked for removal"
+            raise docker.errors.APIError("refused", response=answer(status), explanation=text)
+        if reads == 2:
+            client.there.clear()
+            raise docker.errors.NotFound("no such container", response=answer(404))
+
+    client.on_logs = remove
+    await ensure(client)
+    assert client.created == [NAME, NAME]
+    assert client.there[NAME]["status"] == "running"
 
 
 @pytest.mark.parametrize("change", ["image", "settings", "stopped"])
