@@ -154,6 +154,18 @@ def count_resources(node):
     }
 
 
+def count_settled(node, is_expected=lambda counted: True):
+    """Return the first count without zombies that is as expected and stays for half a second; the last after 60 s."""
+    deadline = time.monotonic() + 60
+    counted, since = count_resources(node), time.monotonic()
+    while time.monotonic() < min(deadline, since + 0.5):
+        time.sleep(0.01)
+        before, counted = counted, count_resources(node)
+        if counted != before or counted["zombies"] or not is_expected(counted):
+            since = time.monotonic()
+    return counted
+
+
 SHARING = """
     import os, sys, torch
     tensor = torch.ones(10).share_memory_()
@@ -167,18 +179,12 @@ def test_fifty_launches_leave_nothing(node):
     assert agent.prepare_forking((), {}) == ""
     for _ in range(2):
         node.launch(script, node.crew.run_id, nproc=2)
-    # Processes of earlier tests may not have been waited for yet.
-    deadline = time.monotonic() + 60
-    while count_resources(node)["zombies"] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    before, own = count_resources(node), len(list(Path("/proc/self/fd").iterdir()))
+    # Processes of earlier tests may not have been waited for yet, and a rank's process may be just ending.
+    before, own = count_settled(node), len(list(Path("/proc/self/fd").iterdir()))
     assert before["zombies"] == []
     for _ in range(50):
         assert node.launch(script, node.crew.run_id)["code"] == 0, node.text("stderr")
-    deadline = time.monotonic() + 60
-    while count_resources(node) != before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert count_resources(node) == before
+    assert count_settled(node, lambda counted: counted == before) == before
     assert len(list(Path("/proc/self/fd").iterdir())) == own
 
 
