@@ -26,16 +26,23 @@ _PING_TIMEOUT_S = 5.0
 _LOG_LINES = 15
 # Run inside the node's namespaces. Files of a killed daemon are removed, because the process ids in them may belong to
 # other processes by now. The two folders hold sockets whose place Docker does not let us choose, so each node gets its
-# own folders, which vanish with it.
+# own folders, which vanish with it. /etc/docker has the key from which Docker up to 24 takes its identity, at a place
+# that cannot be chosen either: each node has its own, and only registries' certificates are the machine's.
 _START = """\
 hostname "$1"
 for folder in /run/docker /run/containerd; do
     mkdir -p "$folder"
     mount -t tmpfs -o mode=711 closet "$folder"
 done
+if [ -d /etc/docker/certs.d ]; then
+    mkdir -p "$6/certs.d"
+    mount --bind /etc/docker/certs.d "$6/certs.d"
+fi
+mkdir -p /etc/docker
+mount --rbind "$6" /etc/docker
 rm -rf -- "$2" "$3" "$4"
 PATH="$5:$PATH"
-shift 5
+shift 6
 exec "$@"
 """
 
@@ -77,7 +84,7 @@ def build_node_command(plan: ClosetPlan, node: ClosetNode, files: NodePaths) -> 
         "nsenter", f"--net=/run/netns/{plan.netns_name(node)}",
         "unshare", "--uts", "--mount", "--propagation", "slave",
         "--pid", "--fork", "--kill-child=KILL", "--mount-proc",
-        *start, *removed, str(files.toolkit),
+        *start, *removed, str(files.toolkit), str(files.docker_settings),
         "docker-init", "--", *build_dockerd(plan, node, files),
     )  # fmt: skip
 

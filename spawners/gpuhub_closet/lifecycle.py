@@ -54,7 +54,7 @@ def prepare_closet(plan: ClosetPlan, paths: Paths) -> None:
     for node in plan.nodes:
         files = node_paths(paths, node)
         files.run.mkdir(parents=True, exist_ok=True)
-        files.state.mkdir(parents=True, exist_ok=True)
+        files.docker_settings.mkdir(mode=0o700, parents=True, exist_ok=True)
         files.daemon_file.write_text(json.dumps({"dns": [str(plan.head)]}) + "\n")
         gpu_state.ensure_gpus(plan, node, paths)
         driver.install_hook(files, compiled)

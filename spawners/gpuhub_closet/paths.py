@@ -33,6 +33,11 @@ class NodePaths:
         return self.state / "daemon.json"
 
     @property
+    def docker_settings(self) -> Path:
+        """The node's /etc/docker, with the key that is the identity of its daemon."""
+        return self.state / "etc-docker"
+
+    @property
     def exec_root(self) -> Path:
         """Docker's run-time files."""
         return self.run / "exec"

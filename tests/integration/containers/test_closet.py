@@ -286,6 +286,32 @@ def test_links_have_the_planned_speed(closet):
         assert "rate 2500Mbit" in inside
 
 
+def read_identities(closet) -> dict[str, str]:
+    identities = {}
+    for node in closet.plan.nodes:
+        with closing(closet.client(node)) as client:
+            identities[node.name] = client.info()["ID"]
+    return identities
+
+
+def test_each_daemon_has_an_identity_of_its_own(closet):
+    """Without any file of an earlier start, as on a new machine, and the same one after a restart."""
+    docker_daemons.stop_daemons(closet.plan, closet.plan.nodes)
+    for node in closet.plan.nodes:
+        files = node_paths(closet.paths, node)
+        for file in (*files.docker_settings.iterdir(), files.data_root / "engine-id"):
+            file.unlink(missing_ok=True)
+    machine = Path("/etc/docker/key.json")
+    machine_key = machine.read_bytes() if machine.exists() else None
+    practice_closet.ensure_up(closet.plan, closet.paths)
+    first = read_identities(closet)
+    assert len(set(first.values())) == 3
+    docker_daemons.stop_daemons(closet.plan, closet.plan.nodes)
+    practice_closet.ensure_up(closet.plan, closet.paths)
+    assert read_identities(closet) == first
+    assert (machine.read_bytes() if machine.exists() else None) == machine_key
+
+
 def test_down_leaves_nothing_even_of_killed_nodes(closet, tiny_image):
     """Taking down ends containers, swarm and network of nodes that answer and of one that was killed; images stay."""
     with closing(closet.client("rig1")) as one, closing(closet.client("rig2")) as two:
