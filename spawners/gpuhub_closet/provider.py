@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from gpuhub.broker.db.stopped_nodes import keep_broker_stopped, record_stopped_nodes
+from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.console import StepReport
@@ -41,6 +44,7 @@ class PracticeCloset:
         queue = _prepare_slurm(closet, paths, cluster) if cluster.engine == "slurm" else []
         with report.step(f"Practice closet: {len(nodes)} nodes, each with its own Docker daemon"):
             lifecycle.prepare_closet(closet, paths)
+            _record_stopped_nodes(closet, paths)
             supervisor.start([*daemons, *queue, *services])
             for program in daemons:
                 supervisor.ensure_started(program.name)
@@ -56,6 +60,14 @@ class PracticeCloset:
 
     def find_leftovers(self, paths: Paths) -> list[str]:
         return lifecycle.find_leftovers(topology.build_practice_plan(paths.instance), paths)
+
+
+def _record_stopped_nodes(closet: topology.ClosetPlan, paths: Paths) -> None:
+    """Let the next broker know which nodes have no process, hence no container, before their daemons start."""
+    # A broker that runs reconciles the nodes itself.
+    with suppress(SetupError), keep_broker_stopped(paths):
+        stopped = [node.name for node in closet.nodes if not docker_daemons.find_processes(closet, node)]
+        record_stopped_nodes(paths, dict.fromkeys(stopped))
 
 
 def _prepare_slurm(closet: topology.ClosetPlan, paths: Paths, cluster: ClusterSettings) -> list[Program]:

@@ -30,6 +30,7 @@ from gpuhub.broker.controllers.hub_client import HubClient, ServerApi
 from gpuhub.broker.controllers.node_controller import NodeController
 from gpuhub.broker.controllers.node_probe import EnsureFirewall, FirewallChecker
 from gpuhub.broker.controllers.server_restarter import ServerRestarter
+from gpuhub.broker.controllers.stopped_nodes import end_stopped_work
 from gpuhub.broker.controllers.volume_gc import VolumeCollector
 from gpuhub.broker.controllers.worker_launcher import StartWorker, WorkerLauncher
 from gpuhub.broker.db.store import Store
@@ -81,13 +82,15 @@ def create_app(
     start_courier: StartCourier,
     ensure_filter: EnsureFirewall | None = None,
     backend: SchedulingBackend | None = None,
+    stopped_nodes: Path | None = None,
     clock: Clock | None = None,
     own_token: str = "",
     hub_page: str = "/hub/gpus",
 ) -> FastAPI:
     """Return the application; its loops run while it does. The caller closes store and daemons afterwards.
 
-    `backend` decides which lease gets which GPUs: the builtin one where none is given.
+    `backend` decides which lease gets which GPUs: the builtin one where none is given. `stopped_nodes` is the file of
+    nodes that `gpuhub down` has stopped.
     """
     clock = clock or Clock()
     backend = backend or BuiltinBackend(cluster)
@@ -108,6 +111,8 @@ def create_app(
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await backend.setup(CoreHost(core))
         await core.start()
+        if stopped_nodes is not None:
+            await end_stopped_work(core, stopped_nodes)
         launcher = WorkerLauncher(
             core=core,
             instance=daemons.instance,
@@ -254,6 +259,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
             start_courier=partial(start_courier, daemons, cluster, paths),
             ensure_filter=partial(ensure_firewall, daemons, cluster, paths.instance),
             backend=find_plugin(cluster).build(cluster, paths),
+            stopped_nodes=paths.stopped_nodes,
             own_token=token,
         )
         uvicorn.run(

@@ -64,6 +64,11 @@ class Paths:
         return self.state / "broker.sqlite"
 
     @property
+    def stopped_nodes(self) -> Path:
+        """The nodes on which `gpuhub down` has removed everything; the next broker reads and removes the file."""
+        return self.state / "stopped-nodes.json"
+
+    @property
     def closet(self) -> Path:
         """Folder of the practice closet: its cluster.toml, simulated driver and nodes' data."""
         return self.state / "closet"

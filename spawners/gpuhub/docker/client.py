@@ -253,7 +253,7 @@ def translate_docker_error(node: str, error: Exception, *, is_tls: bool = False)
         kinds: dict[int, type[GpuhubError]] = {404: NotFound, 409: Conflict}
         if isinstance(error, docker.errors.ImageNotFound):
             return ImageMissing(f"node {node}: {explanation}")
-        kind = NotFound if is_being_removed(error) else kinds.get(error.status_code or 0, GpuhubError)
+        kind = kinds.get(404 if is_being_removed(error) else error.status_code or 0, GpuhubError)
         return kind(f"node {node}: {explanation}")
     refusal = next((text for sign, text in _TLS_REFUSALS if sign in str(error)), None)
     if refusal is not None and isinstance(error, requests.exceptions.RequestException | OSError):

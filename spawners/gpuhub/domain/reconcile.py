@@ -60,6 +60,8 @@ class ObservedNode:
     observed_at: float
     #: Leases for which the broker was creating containers during the query.
     starting_leases: frozenset[str] = frozenset()
+    #: Every process of the node had ended, so that no daemon has to confirm the list.
+    has_stopped: bool = False
 
 
 def parse_container(raw: Mapping[str, Any], devices: frozenset[str] | None = None) -> ObservedContainer:
@@ -187,6 +189,8 @@ def reconcile_node(
 
 def explain_missing_proof(lease: LeaseRow, observed_node: ObservedNode) -> str | None:
     """Return why a missing container of the lease proves nothing; None if it proves that the container is gone."""
+    if observed_node.has_stopped:
+        return None
     return explain_identity_change(lease, observed_node.node, observed_node.identity)
 
 

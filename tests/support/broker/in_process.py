@@ -150,6 +150,11 @@ class Setting:
         for node in self.nodes.values():
             node.homes = self.folder / "homes"
 
+    @property
+    def stopped_nodes(self) -> Path:
+        """The file of nodes that `gpuhub down` has stopped."""
+        return self.folder / "stopped-nodes.json"
+
     def home(self, owner: str) -> Path:
         """Return a user's home, which is the same on every node."""
         home = self.folder / "homes" / owner
@@ -167,6 +172,7 @@ class Setting:
             start_courier=self.couriers,
             ensure_filter=self.ensure_filter,
             backend=None if self.build_backend is None else self.build_backend(self.cluster),
+            stopped_nodes=self.stopped_nodes,
             own_token=self.own_token,
             clock=self.clock,
         )

@@ -98,6 +98,7 @@ class NodeController:
 
     async def run(self) -> None:
         try:
+            await self._probe.identify(self._nodes)
             async with asyncio.TaskGroup() as group:
                 for node in self._nodes:
                     group.create_task(self._poll_repeatedly(node))
@@ -176,9 +177,11 @@ class NodeController:
         clock = self._core.clock
         began, follows = clock.monotonic(), clock.jump_count
         listed = await self._probe.list_containers(record.name)
+        daemon_id = await self._probe.find_daemon_id(record, listed)
+        self._probe.check_identity(record.name)
         listing = ObservedNode(
             node=record.name,
-            identity=(await self._probe.find_daemon_id(record, listed), record.boot_id),
+            identity=(daemon_id, record.boot_id),
             containers=await self._probe.inspect_containers(record.name, listed),
             observed_at=listed_at if clock.jump_count == follows else _NEVER,
         )
@@ -186,6 +189,7 @@ class NodeController:
         if relies_on_absence(actions):
             # Since the last query of the daemon's id, another daemon may have replaced it and made the list.
             identity = await self._probe.query_daemon_id(record.name), record.boot_id
+            self._probe.check_identity(record.name)
             listing = replace(
                 listing, identity=identity, observed_at=listed_at if clock.jump_count == follows else _NEVER
             )

@@ -21,6 +21,7 @@ from gpuhub.domain.clock import Clock
 from gpuhub.domain.reconcile import ObservedContainer, parse_container, parse_devices
 from gpuhub.nodes import agent_container, gpu_health
 from gpuhub.nodes.agent_container import ensure_agent, read_last_line
+from gpuhub.nodes.daemon_identity import describe_shared_identity
 from gpuhub.nodes.inventory import Inventory
 from gpuhub.nodes.status import GpuLeaseStatus, GpuReading, NodeStatus
 
@@ -29,6 +30,11 @@ log = logging.getLogger(__name__)
 #: Ensures that the firewall is in place on a node; raises GpuhubError where it is not.
 EnsureFirewall = Callable[[str], Awaitable[None]]
 T = TypeVar("T")
+
+
+class SharedIdentity(GpuhubError):
+    """The Docker daemons of several nodes have the same id."""
+
 
 #: Time limit of one query, seconds.
 PROBE_TIMEOUT_S = 4.0
@@ -60,6 +66,8 @@ class NodeProbe:
         self._daemons = daemons
         self._clock = clock
         self._caches: dict[str, _NodeCache] = {}
+        #: The last known id of each node's daemon; kept while the node does not answer.
+        self._daemon_ids: dict[str, str] = {}
 
     async def close(self) -> None:
         """Cancel running readings."""
@@ -67,6 +75,21 @@ class NodeProbe:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def identify(self, nodes: Sequence[str]) -> None:
+        """Query the ids of all daemons, so that they are compared before the first node is reconciled."""
+        await asyncio.gather(*(self.query_daemon_id(node) for node in nodes), return_exceptions=True)
+
+    def check_identity(self, node: str) -> None:
+        """Check that no other node's daemon has the same id: it could be the other one that answers here.
+
+        Raises:
+            SharedIdentity: Another one has.
+        """
+        daemon_id = self._daemon_ids.get(node)
+        sharing = [name for name, known in self._daemon_ids.items() if known == daemon_id]
+        if daemon_id is not None and len(sharing) > 1:
+            raise SharedIdentity(describe_shared_identity(sharing, daemon_id))
 
     async def list_containers(self, node: str) -> list[Mapping[str, Any]]:
         """Return every container of this instance on the node, as the daemon lists it.
@@ -105,7 +128,8 @@ class NodeProbe:
         """
         info: Mapping[str, Any] = await self._query(node, lambda client: client.info())
         self._cache_of(node).daemon_asked_at = self._clock.monotonic()
-        return str(info["ID"])
+        daemon_id = self._daemon_ids[node] = str(info["ID"])
+        return daemon_id
 
     async def inspect_containers(self, node: str, listed: Sequence[Mapping[str, Any]]) -> tuple[ObservedContainer, ...]:
         """Return the listed containers, with the GPUs that they were created with where the daemon reports them."""

@@ -50,6 +50,11 @@ class SeenGpu:
     seen_at: float
 
 
+def lock_path(store: Path) -> Path:
+    """Return the file that a broker locks while it runs on this store."""
+    return store.with_suffix(".lock")
+
+
 class Store:
     """The open database."""
 
@@ -86,7 +91,7 @@ class Store:
         """Open the SQLite file at `path`; a missing file is created, readable by its owner only."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600, exist_ok=True)
-        return cls.open(f"sqlite:///{path}", path.with_suffix(".lock"))
+        return cls.open(f"sqlite:///{path}", lock_path(path))
 
     def close(self) -> None:
         """Close the database and release the lock."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gpuhub.broker.state.transaction import Transaction
+from gpuhub.broker_api.schemas import WorkerState
 from gpuhub.domain import job_states, lease_states
 from gpuhub.domain.models import JobRow, LeaseRow
+from gpuhub.domain.reconcile import ObservedNode, explain_missing_proof
 
 Edit = Callable[[Transaction], None]
 
@@ -43,6 +45,40 @@ def prove_released(lease_ids: Sequence[str], node: str) -> Edit:
                 transaction.put_lease(lease_states.prove_released(lease, node, transaction.now))
 
     return edit
+
+
+def end_stopped_work(observed_node: ObservedNode) -> Edit:
+    """End the notebooks and workers of a node without containers; those for which that proves nothing do not change."""
+    reason = f"`gpuhub down` has ended it on {observed_node.node}"
+
+    def edit(transaction: Transaction) -> None:
+        for lease in _list_provable(transaction, observed_node):
+            job_id = transaction.index.find_one("job of lease", lease.id)
+            if job_id is None:
+                transaction.put_lease(lease_states.release(lease, reason, transaction.now))
+                continue
+            for worker in transaction.jobs[job_id].workers:
+                if worker.node == observed_node.node and worker.state is WorkerState.RUNNING:
+                    job = transaction.jobs[job_id]
+                    transaction.put_job(job_states.record_worker_exit(job, worker.index, None, reason, transaction.now))
+
+    return edit
+
+
+def prove_stopped(observed_node: ObservedNode) -> Edit:
+    """Prove that a node without containers is clear of the leases that end, or of what they release there."""
+
+    def edit(transaction: Transaction) -> None:
+        proven = [lease.id for lease in _list_provable(transaction, observed_node)]
+        prove_released(proven, observed_node.node)(transaction)
+
+    return edit
+
+
+def _list_provable(transaction: Transaction, observed_node: ObservedNode) -> list[LeaseRow]:
+    """Return the open leases of a node for which a missing container proves something."""
+    leases = (transaction.leases[lease_id] for lease_id in transaction.index.find("node", observed_node.node))
+    return [lease for lease in leases if lease.is_open and explain_missing_proof(lease, observed_node) is None]
 
 
 def set_slurm_jobs(jobs: Mapping[str, int]) -> Edit:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from contextlib import ExitStack
 
 from gpuhub.backends.plugin import BackendPlugin, find_plugin
+from gpuhub.broker.db.stopped_nodes import StoppedNodes, keep_broker_stopped, record_stopped_nodes
+from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
@@ -13,6 +16,7 @@ from gpuhub.docker import swarm
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_lifecycle import remove_instance_objects, remove_nfs_volumes
 from gpuhub.docker.firewall_container import remove_firewall
+from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import programs
 from gpuhub.ops.deploy.cluster_choice import find_provider
@@ -57,8 +61,17 @@ def stop_hub(paths: Paths, report: StepReport, *, purge: bool = False) -> None:
 def _clean_nodes(paths: Paths, cluster: settings.ClusterSettings, report: StepReport) -> None:
     daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
     try:
-        with report.step("Containers and networks on every node"):
-            failures = asyncio.run(_clean_all(daemons, cluster, paths.instance))
+        with report.step("Containers and networks on every node"), ExitStack() as stack:
+            orphan = None
+            try:
+                stack.enter_context(keep_broker_stopped(paths))
+            except SetupError as error:
+                orphan = str(error)
+            failures, stopped = asyncio.run(_clean_all(daemons, cluster, paths.instance))
+            if orphan is None:
+                record_stopped_nodes(paths, stopped)
+            else:
+                failures.append(orphan)
     finally:
         daemons.close()
     for failure in failures:
@@ -78,12 +91,20 @@ def _cancel_jobs(paths: Paths, cluster: settings.ClusterSettings, backend: Backe
         report.note(f"  not cancelled: {failure}")
 
 
-async def _clean_all(daemons: DockerClients, cluster: settings.ClusterSettings, instance: str) -> list[str]:
-    """Clean every node that answers, and return a line for each one that does not."""
-    results = await asyncio.gather(
+async def _clean_all(
+    daemons: DockerClients, cluster: settings.ClusterSettings, instance: str
+) -> tuple[list[str], StoppedNodes]:
+    """Clean every node that answers; return a line for each one that does not, and the nodes that are proven clean."""
+    removals = await asyncio.gather(
         *(_remove_containers(daemons, node.name, instance) for node in cluster.nodes), return_exceptions=True
     )
-    failures = [str(result) for result in results if isinstance(result, BaseException)]
+    failures = [str(result) for result in removals if isinstance(result, BaseException)]
+    stopped: StoppedNodes = {
+        node.name: result for node, result in zip(cluster.nodes, removals, strict=True) if isinstance(result, str)
+    }
+    if describe_shared_identities(stopped):
+        # One daemon may have answered for two nodes, which proves nothing.
+        stopped = {}
     # The firewall goes after the containers that it protects.
     results = await asyncio.gather(
         *(remove_firewall(daemons, instance, node.name) for node in cluster.nodes), return_exceptions=True
@@ -97,10 +118,23 @@ async def _clean_all(daemons: DockerClients, cluster: settings.ClusterSettings, 
             failures.append(str(error))
     if cluster.has_overlay and not failures:
         failures += await swarm.leave_swarm(daemons, cluster)
-    return failures
+    return failures, stopped
 
 
-async def _remove_containers(daemons: DockerClients, node: str, instance: str) -> None:
-    """Remove the containers and the definitions of their NFS volumes; users' scratch stays."""
+async def _remove_containers(daemons: DockerClients, node: str, instance: str) -> str:
+    """Remove the containers and the definitions of their NFS volumes; users' scratch stays.
+
+    Returns the id of the daemon, which lists no container of the instance any more.
+
+    Raises:
+        GpuhubError: Something could not be removed.
+    """
     await remove_instance_objects(daemons, node, instance, "container")
+    filters = {"label": [f"{names.LABEL_INSTANCE}={instance}"]}
+    left = await daemons.call(node, "containers", all=True, filters=filters)
+    # The id is asked after the list, as another daemon may have replaced the one that was asked before.
+    info = await daemons.call(node, "info")
     await remove_nfs_volumes(daemons, node, instance)
+    if still_there := [raw for raw in left if raw["Labels"].get(names.LABEL_KIND) not in names.KINDS_WITHOUT_LEASE]:
+        raise GpuhubError(f"node {node}: {len(still_there)} containers of users are still there")
+    return str(info["ID"])

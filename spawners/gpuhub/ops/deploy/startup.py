@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import ssl
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from gpuhub.docker import networks, swarm
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.firewall_container import ensure_firewall
 from gpuhub.login import kinds as login
+from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import cluster_choice, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
@@ -124,7 +126,10 @@ async def _prepare_nodes(
     daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
     try:
         with report.step(f"Docker answers on {len(cluster.nodes)} node{'s' * (len(cluster.nodes) > 1)}"):
-            await asyncio.gather(*(daemons.call(node.name, "version") for node in cluster.nodes))
+            answers = await asyncio.gather(*(daemons.call(node.name, "info") for node in cluster.nodes))
+            check_unique_daemons(
+                {node.name: str(info["ID"]) for node, info in zip(cluster.nodes, answers, strict=True)}
+            )
         await distribution.ensure_images(daemons, cluster, paths, options.source, report)
         with report.step("Networks"):
             await swarm.ensure_swarm(daemons, cluster)
@@ -138,6 +143,17 @@ async def _prepare_nodes(
             )
     finally:
         daemons.close()
+
+
+def check_unique_daemons(ids: Mapping[str, str]) -> None:
+    """Check that the nodes' Docker daemons have different ids.
+
+    Raises:
+        SetupError: A line for each id that several nodes have, with their names and the remedy.
+    """
+    shared = describe_shared_identities(ids)
+    if shared:
+        raise SetupError("\n".join(shared))
 
 
 def _start_services(

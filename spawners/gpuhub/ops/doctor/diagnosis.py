@@ -64,13 +64,14 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
     daemons = DockerClients(docker_nodes, instance=paths.instance, run_dir=paths.run)
     try:
         head = asyncio.create_task(asyncio.to_thread(read_head_facts, cluster, paths))
-        node_gpus, members, backend = await asyncio.gather(
+        node_gpus, daemon_ids, members, backend = await asyncio.gather(
             asyncio.gather(*(node_queries.read_gpus(daemons, node.name) for node in docker_nodes)),
+            node_queries.read_daemon_ids(daemons, [node.name for node in docker_nodes]),
             _read_members(daemons, cluster),
             read_backend(cluster, paths),
         )
         gpus = dict(zip((node.name for node in docker_nodes), node_gpus, strict=True))
-        facts = _ClusterFacts(gpus=gpus, swarm_members=members, backend=backend)
+        facts = _ClusterFacts(gpus=gpus, daemon_ids=daemon_ids, swarm_members=members, backend=backend)
         chosen = [node for node in cluster.nodes if not names or node.name in names]
         findings = await asyncio.gather(*(_diagnose_node(daemons, cluster, node, facts) for node in chosen))
         site_findings = () if backend is None else backend.check_site()
@@ -91,6 +92,8 @@ class _ClusterFacts:
 
     #: Node → its GPUs.
     gpus: Mapping[str, tuple[GpuFacts, ...]]
+    #: Node → the id of its Docker daemon; nodes that do not answer are not in it.
+    daemon_ids: Mapping[str, str]
     swarm_members: frozenset[str] | None
     backend: BackendChecks | None
 
@@ -113,6 +116,7 @@ async def _diagnose_node(
         swarm_members=facts.swarm_members,
         firewall_status=await node_queries.read_firewall_status(daemons, node.name),
         other_gpus={gpu.uuid: name for name, gpus in facts.gpus.items() if name != node.name for gpu in gpus},
+        other_daemons={daemon_id: name for name, daemon_id in facts.daemon_ids.items() if name != node.name},
     )
     if backend is not None:
         environment = backend.extend_environment(environment)
@@ -137,6 +141,7 @@ def check_docker_facts(docker: DockerFacts, environment: node_checks.NodeEnviron
     """Check the facts that the daemon reported."""
     return [
         *node_checks.check_docker(docker),
+        *node_checks.check_identity(docker, environment),
         node_checks.check_clock(docker),
         *node_checks.check_swarm(docker, environment),
     ]

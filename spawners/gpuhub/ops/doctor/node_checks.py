@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuhub.docker.networks import ETHERNET_MTU, MIN_MTU, VXLAN_OVERHEAD
+from gpuhub.nodes.daemon_identity import SHARED_IDENTITY_REMEDY
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
 from gpuhub.ops.doctor.node_facts import DockerFacts, GpuFacts, HostFacts
 
@@ -48,6 +49,8 @@ class NodeEnvironment:
     accounts: Mapping[str, int] = field(default_factory=dict)
     #: GPUs of other nodes: UUID → node.
     other_gpus: Mapping[str, str] = field(default_factory=dict)
+    #: Ids of the other nodes' Docker daemons: id → node.
+    other_daemons: Mapping[str, str] = field(default_factory=dict)
     #: The MTU that users' networks are built for, and the one that was measured (None without an answer), bytes.
     mtu: int = ETHERNET_MTU
     measured_mtu: int | None = None
@@ -109,6 +112,13 @@ def check_docker(docker: DockerFacts) -> Iterator[Finding]:
             f"version {docker.cgroup_version}",
             "it works, but Docker will drop it: boot with systemd.unified_cgroup_hierarchy=1",
         )
+
+
+def check_identity(docker: DockerFacts, environment: NodeEnvironment) -> Iterator[Finding]:
+    """Check that no other node's daemon has the same id: proofs of what runs where rely on it."""
+    if docker.id in environment.other_daemons:
+        other = environment.other_daemons[docker.id]
+        yield failed("identity", f"Docker there has the identity of {other}'s: {docker.id}", SHARED_IDENTITY_REMEDY)
 
 
 def check_clock(docker: DockerFacts) -> Finding:

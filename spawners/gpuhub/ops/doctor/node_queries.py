@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import pwd
 import re
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from gpuhub.common import names
@@ -115,6 +116,16 @@ async def read_gpus(daemons: DockerClients, node: str) -> tuple[GpuFacts, ...]:
     except GpuhubError:
         return ()
     return () if reading is None else build_gpu_facts(reading.driver, [gpu for gpu in reading.gpus if gpu.uuid])
+
+
+async def read_daemon_ids(daemons: DockerClients, nodes: Sequence[str]) -> dict[str, str]:
+    """Return the ids of the Docker daemons of the nodes that answer."""
+    answers = await asyncio.gather(*(daemons.call(node, "info") for node in nodes), return_exceptions=True)
+    return {
+        node: str(answer["ID"])
+        for node, answer in zip(nodes, answers, strict=True)
+        if not isinstance(answer, BaseException)
+    }
 
 
 async def read_firewall_status(daemons: DockerClients, node: str) -> tuple[str, str]:

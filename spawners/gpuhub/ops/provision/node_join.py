@@ -116,11 +116,12 @@ def _check_machine(
 ) -> tuple[DockerFacts | None, HostFacts]:
     """Check everything that can be checked before a change, and return the facts of its Docker and of itself."""
     console.write(f"{plan.node.name} ({plan.node.address}):")
-    gpus, members = asyncio.run(node_access.query_other_nodes(plan.cluster, paths, plan.node.name))
+    gpus, daemon_ids, members = asyncio.run(node_access.query_other_nodes(plan.cluster, paths, plan.node.name))
     environment = replace(
         node_queries.read_environment(plan.cluster, plan.node.address, is_new=not plan.is_known),
         swarm_members=members,
         other_gpus={gpu.uuid: name for name, node_gpus in gpus.items() for gpu in node_gpus},
+        other_daemons={daemon_id: name for name, daemon_id in daemon_ids.items()},
     )
     docker, trouble = _query_docker(session, plan, paths)
     root = "/var/lib/docker" if docker is None else docker.root

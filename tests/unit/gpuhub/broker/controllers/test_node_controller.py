@@ -239,6 +239,41 @@ async def test_daemon_identity_is_read_after_the_container_list(setting: Setting
     assert asked[asked.index("info") - 1] == "containers"
 
 
+async def test_nodes_with_one_daemon_identity_take_no_work(setting: Setting) -> None:
+    """Neither is believed, so that no container there counts as foreign; both return when the identities differ."""
+    rig1, rig2 = setting.nodes["rig1"], setting.nodes["rig2"]
+    rig1.daemon_id = rig2.daemon_id = "copied"
+    leased = {names.LABEL_KIND: names.KIND_NOTEBOOK, names.LABEL_LEASE: "another", "uuids": ""}
+    container = rig1.run_container(leased, name="somebody")
+    async with asgi_broker(setting, wait=False) as running:
+        reason = "the Docker daemons of rig1 and rig2 have the same identity copied"
+        for name in ("rig1", "rig2"):
+            await until(lambda name=name: reason in get_node_status(running, name).unreachable_reason, "it is refused")
+        await until(lambda: get_node_status(running, "rig3").is_up, "rig3 is up")
+        assert not get_node_status(running).is_up
+        assert not get_node_status(running, "rig2").is_up
+        assert container in rig1.containers
+        rig2.daemon_id = "new"
+        for name in ("rig1", "rig2"):
+            await until(lambda name=name: get_node_status(running, name).is_up, "it is up again")
+        await until(lambda: container not in rig1.containers, "a container without a lease is removed")
+
+
+async def test_identity_that_becomes_shared_takes_both_nodes_out(setting: Setting) -> None:
+    """A running notebook is kept, and its lease stays."""
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        container = await run_notebook(running, lease)
+        setting.nodes["rig2"].is_reachable = False
+        await until(lambda: not get_node_status(running, "rig2").is_up, "rig2 is unreachable")
+        setting.nodes["rig2"].daemon_id = setting.nodes["rig1"].daemon_id
+        setting.nodes["rig2"].is_reachable = True
+        await until(lambda: not get_node_status(running).is_up, "rig1 is taken out")
+        assert "rig1 and rig2 have the same identity" in get_node_status(running).unreachable_reason
+        assert container in setting.nodes["rig1"].containers
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
+
+
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 

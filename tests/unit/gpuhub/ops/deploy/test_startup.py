@@ -9,7 +9,7 @@ import pytest
 from gpuhub.broker_api.schemas import ClusterView, GpuState, GpuView, NodeState, NodeView
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.ops.deploy import cluster_choice, startup
-from gpuhub.ops.deploy.startup import check_unique_gpus
+from gpuhub.ops.deploy.startup import check_unique_daemons, check_unique_gpus
 
 
 def node(name: str, *uuids: str) -> NodeView:
@@ -40,6 +40,15 @@ def test_nodes_with_different_gpus_are_accepted() -> None:
     nodes = view(node("rig1", "GPU-a"), node("rig2", "GPU-b", "GPU-c"))
     check_unique_gpus(nodes)
     assert len(nodes.nodes) == 2
+
+
+def test_daemons_with_one_identity_are_refused() -> None:
+    """The error names the nodes, the identity and the remedy."""
+    with pytest.raises(SetupError, match="daemons of rig1 and rig3 have the same identity AAAA") as refused:
+        check_unique_daemons({"rig1": "AAAA", "rig2": "BBBB", "rig3": "AAAA"})
+    assert "rig2" not in str(refused.value)
+    assert "remove /etc/docker/key.json" in str(refused.value)
+    check_unique_daemons({"rig1": "AAAA", "rig2": "BBBB"})
 
 
 def test_the_practice_closet_is_found_by_its_entry_point() -> None:

@@ -163,6 +163,10 @@ def test_environment_checks() -> None:
     """A machine under a second name, ports without a listener, a tunnel by its name."""
     twice = check_node(GOOD_DOCKER, GOOD_HOST, replace(AROUND, other_gpus={"GPU-1": "rig1"}))
     assert [finding.value for finding in twice if finding.severity is Severity.FAILED] == ["GPU-1 is on node rig1 too"]
+    copied = check_node(GOOD_DOCKER, GOOD_HOST, replace(AROUND, other_daemons={GOOD_DOCKER.id: "rig1"}))
+    (identity,) = [finding for finding in copied if finding.severity is Severity.FAILED]
+    assert identity.value == "Docker there has the identity of rig1's: daemon"
+    assert "remove /etc/docker/key.json" in identity.advice
     shut = replace(GOOD_HOST, reach={**GOOD_HOST.reach, f"{HEAD}:8081": False, f"{HEAD}:8010": False})
     assert levels(check_node(GOOD_DOCKER, shut, replace(AROUND, listening_ports=frozenset()))) == {
         "hub": Severity.WARNING,
