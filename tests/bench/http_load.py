@@ -12,7 +12,7 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,6 @@ SECONDS = 30.0
 POLL_S = 2
 #: Reads of the cluster before a client releases its lease: 500 clients on 400 GPUs wait for each other.
 CLUSTER_READS = 2
-#: Tokens that are sent for the first time at once. The broker counts a token as unknown until the hub has confirmed it,
-#: and refuses an address that sends more than 100 unknown ones at once.
-NEW_TOKENS_AT_ONCE = 50
 
 
 @dataclass(slots=True)
@@ -126,19 +123,9 @@ def measure() -> Iterator[tuple[str, float, str]]:
 async def _load(served: Served) -> Tally:
     names = [f"user{number}" for number in range(CLIENTS)]
     connections = [await Connection.open(served.host, served.port, prefix=API, token=name) for name in names]
-    await _introduce(connections)
     begin = time.monotonic() + WARM_UP_S
     tally = Tally(begin=begin, end=begin + SECONDS)
     users = [User(name=name, connection=c, tally=tally) for name, c in zip(names, connections, strict=True)]
     await asyncio.gather(*(user.cycle_leases() for user in users))
     await asyncio.gather(*(connection.close() for connection in connections))
     return tally
-
-
-async def _introduce(connections: Sequence[Connection]) -> None:
-    """Send each token once, few at a time, so that none exceeds the broker's limit on unknown tokens."""
-    for first in range(0, len(connections), NEW_TOKENS_AT_ONCE):
-        group = connections[first : first + NEW_TOKENS_AT_ONCE]
-        responses = await asyncio.gather(*(connection.send("GET", "/cluster") for connection in group))
-        if statuses := sorted({status for status, _ in responses if status != 200}):
-            raise RuntimeError(f"the broker refused the tokens of the benchmark's clients with status {statuses}")

@@ -23,6 +23,7 @@ from typing import Any, Self
 import httpx
 import uvicorn
 
+from gpuhub.broker.api.server import build_server_config
 from gpuhub.broker.db.store import Store
 from tests.support.broker.in_process import API, Setting, Workers
 from tests.support.docker.simulated_nodes import build_cluster, simulated_nodes
@@ -86,15 +87,7 @@ def serve(folder: Path, nodes: int, gpus: int) -> None:
     setting.cluster, setting.nodes = build_cluster(cards), simulated_nodes(cards)
     store = Store.open_file(folder / "broker.sqlite")
     app = setting.build(store, Workers(setting.nodes))
-    config = uvicorn.Config(
-        app,
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=1,
-        backlog=BACKLOG,
-    )
+    config = build_server_config(app, backlog=BACKLOG)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(BACKLOG)
