@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gpuhub.backends.plugin import find_capabilities, find_plugin
-from gpuhub.broker.api.auth import ANY_OWNER_SCOPE
+from gpuhub.broker.api.auth import ADMIN_SCOPE, ANY_OWNER_SCOPE, SPAWNER_SERVICE
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.common import names
 from gpuhub.common.errors import SettingsError
@@ -37,7 +37,6 @@ from gpuhub.web.gpus_page import (
 from gpuhub.web.handlers import BROKER_SCOPE, ClusterCache, ClusterHandler, LaptopWheelHandler, UserTokens
 
 BROKER_SERVICE = "broker"
-SPAWNER_SERVICE = "gpuhub-spawner"
 BROKER_ACCESS_SCOPE = BROKER_SCOPE
 #: JupyterHub anchors a pattern at its beginning only.
 ANCHORED_USERNAME_PATTERN = rf"(?:{names.USERNAME_PATTERN})\Z"
@@ -209,7 +208,10 @@ def roles() -> list[dict[str, Any]]:
 
 def custom_scopes() -> dict[str, dict[str, str]]:
     """Return the scopes that gpuhub defines."""
-    return {ANY_OWNER_SCOPE: {"description": "Ask for leases of any owner, see and end all of them"}}
+    return {
+        ANY_OWNER_SCOPE: {"description": "Ask for leases of any owner, see and end all of them"},
+        ADMIN_SCOPE: {"description": "Administer the GPU broker: all leases, nodes and reservations"},
+    }
 
 
 def handlers() -> list[tuple[str, type, dict[str, Any]]]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +22,7 @@ from gpuhub.broker import audit
 from gpuhub.broker.api import problems, routes, terminal
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
 from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
+from gpuhub.broker.api.server import build_server_config
 from gpuhub.broker.audit import AuditLog, AuditMiddleware
 from gpuhub.broker.controllers import loop
 from gpuhub.broker.controllers.backend_controller import BackendController, CoreHost
@@ -40,10 +41,10 @@ from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import Problem
-from gpuhub.common.errors import GpuhubError
+from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.log_text import EscapingFormatter
 from gpuhub.common.paths import Paths
-from gpuhub.common.secrets import BROKER_TOKEN, read_secret
+from gpuhub.common.secrets import BROKER_TOKEN, SPAWNER_TOKEN, read_secret
 from gpuhub.config import settings
 from gpuhub.config.head_address import build_hub_origin, find_head_address
 from gpuhub.config.settings import ClusterSettings
@@ -60,8 +61,6 @@ log = logging.getLogger(__name__)
 PREFIX = "/services/broker"
 #: Seconds between removals of unused networks.
 NETWORKS_PERIOD_S = 30.0
-#: Seconds for long polls when the broker stops; their clients ask again.
-_SHUTDOWN_S = 2
 
 
 class HubApi(TokenChecker, ServerApi, Protocol):
@@ -85,6 +84,7 @@ def create_app(
     stopped_nodes: Path | None = None,
     clock: Clock | None = None,
     own_token: str = "",
+    spawner_token: str = "",
     hub_page: str = "/hub/gpus",
 ) -> FastAPI:
     """Return the application; its loops run while it does. The caller closes store and daemons afterwards.
@@ -156,7 +156,7 @@ def create_app(
     )
     app.state.core = core
     app.state.broker = broker
-    app.state.authenticator = Authenticator(hub, clock, own_token)
+    app.state.authenticator = Authenticator(hub, clock, own_token, spawner_token)
     app.state.user_files = UserFiles(core, couriers, has_containers=capabilities.containers)
     app.state.daemons = daemons
     app.state.hub_page = hub_page
@@ -261,19 +261,14 @@ def run(cluster_file: Path, paths: Paths) -> None:
             backend=find_plugin(cluster).build(cluster, paths),
             stopped_nodes=paths.stopped_nodes,
             own_token=token,
+            spawner_token=read_secret(paths, SPAWNER_TOKEN),
         )
-        uvicorn.run(
-            app,
-            host=address,
-            port=cluster.hub.broker_port,
-            access_log=False,
-            log_config=None,
-            timeout_graceful_shutdown=_SHUTDOWN_S,
-            server_header=False,
-            # Only a token identifies a caller: forwarded headers mean nothing here.
-            proxy_headers=False,
-            **({} if certificates is None else certificates.broker_options()),
-        )
+        tls = {} if certificates is None else certificates.broker_options()
+        server = uvicorn.Server(build_server_config(app, host=address, port=cluster.hub.broker_port, **tls))
+        with suppress(KeyboardInterrupt):
+            server.run()
+        if not server.started:
+            raise SetupError("the broker did not start; the lines above have the reason")
     finally:
         daemons.close()
         store.close()

@@ -15,6 +15,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpuhub.domain.clock import Clock
@@ -86,6 +87,15 @@ def note_owner(owner: str) -> None:
     """Record the owner of the requested object, also where the caller may not know that it exists."""
     if (record := _current_record.get()) is not None:
         record.owner = owner
+
+
+def client_address(scope: Scope) -> str:
+    """Return the address of the client; for a request through the head node's proxy, that of the proxy's client.
+
+    `server` removes the header from the requests of all other clients.
+    """
+    client = scope.get("client") or ("",)
+    return Headers(scope=scope).get("x-forwarded-for") or str(client[0])
 
 
 def classify_outcome(record: AuditRecord, action: str, status: int) -> str | None:
@@ -190,7 +200,7 @@ class AuditMiddleware:
             {
                 "who": record.name or UNKNOWN,
                 "kind": record.kind,
-                "from": (scope.get("client") or ("",))[0],
+                "from": client_address(scope),
                 "action": action,
                 "object": ",".join(map(str, scope.get("path_params", {}).values()))[:_MAX_CHARACTERS],
                 "owner": record.owner,

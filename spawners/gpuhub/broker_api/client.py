@@ -208,7 +208,7 @@ class AsyncBrokerClient:
         params: dict[str, str] | None = None,
         limit_s: float = _ANSWER_S,
     ) -> bytes:
-        """Return the answer; repeat the call while the broker does not answer, since every call is idempotent.
+        """Return the answer; repeat the call, which is idempotent, while the broker does not answer or is busy.
 
         Raises:
             BrokerUnreachable: there was no answer within the client's patience.
@@ -219,7 +219,7 @@ class AsyncBrokerClient:
         while True:
             try:
                 return await self._send_once(method, path, json, params, limit_s)
-            except (errors.BrokerUnreachable, refusals.HubUnreachable):
+            except (errors.BrokerUnreachable, refusals.HubUnreachable, refusals.TooManyRequests):
                 if loop.time() + _RETRY_S > deadline:
                     raise
             await asyncio.sleep(_RETRY_S)

@@ -5,7 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gpuhub.broker.api.auth import ADMIN_SCOPE
 from gpuhub.config.settings import ClusterSettings
+
+#: Scopes of JupyterHub's role `admin` here: the admin page, starting and stopping servers, deleting users, groups, and
+#: the broker's administration. Not JupyterHub's own: no access to users' servers, no tokens of other users, no users
+#: created or renamed, no changes of the proxy.
+ADMINISTRATOR_SCOPES = (
+    "admin-ui",
+    "list:users",
+    "read:users",
+    "delete:users",
+    "servers",
+    "admin:groups",
+    "list:services",
+    "read:services",
+    "read:hub",
+    "read:metrics",
+    ADMIN_SCOPE,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from jupyterhub.traitlets import Callable as CallableTrait
 from sqlalchemy.orm import object_session
 from traitlets import Instance, Unicode, default
 
+from gpuhub.broker_api.errors import TooManyRequests
 from gpuhub.broker_api.schemas import LeaseView
 from gpuhub.common.errors import (
     BrokerUnreachable,
@@ -81,6 +82,7 @@ class ProgressLog:
 
 
 _HTTP_STATUSES: tuple[tuple[type[GpuhubError], int], ...] = (
+    (TooManyRequests, 503),
     (InvalidRequest, 400),
     (NotAllowed, 403),
     (NotFound, 404),

@@ -286,7 +286,7 @@ class BrokerUserHandler(GpuhubHandler):
             return GpusPageData(name=user.name, is_admin=user.admin, view=None)
         try:
             return await self._load_user_data(user, view)
-        except Unavailable:
+        except (Unavailable, TooManyRequests):
             return GpusPageData(name=user.name, is_admin=user.admin, view=None)
 
     async def _load_user_data(self, user: Any, view: ClusterView) -> GpusPageData:
@@ -435,5 +435,5 @@ async def perform_action(broker: Any, action: PageAction) -> None:
 
 
 def _http_status(error: GpuhubError) -> int:
-    kinds = ((Unavailable, 503), (TooManyRequests, 429), (NotAllowed, 403), (InvalidRequest, 400), (NotFound, 404))
+    kinds = ((Unavailable, 503), (TooManyRequests, 503), (NotAllowed, 403), (InvalidRequest, 400), (NotFound, 404))
     return next((status for kind, status in kinds if isinstance(error, kind)), 409)

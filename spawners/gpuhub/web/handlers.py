@@ -11,6 +11,8 @@ from typing import Any
 from jupyterhub.handlers.base import BaseHandler
 from tornado import web
 
+from gpuhub.broker.api.auth import ADMIN_SCOPE
+from gpuhub.broker_api.errors import TooManyRequests
 from gpuhub.broker_api.schemas import ClusterView
 from gpuhub.common.errors import Unavailable
 from gpuhub.config.settings import ClusterSettings
@@ -41,7 +43,7 @@ class ClusterCache:
         try:
             async with asyncio.timeout(BROKER_TIMEOUT_S):
                 self._view = await asyncio.shield(self._fetch_task)
-        except (Unavailable, TimeoutError):
+        except (Unavailable, TooManyRequests, TimeoutError):
             self._view = None
         self._fetched_at = loop.time()
         return self._view
@@ -68,7 +70,8 @@ class UserTokens:
         if cached and now - created_at < TOKEN_RENEW_AFTER_S:
             return cached
         self._tokens = {name: entry for name, entry in self._tokens.items() if now - entry[1] < TOKEN_RENEW_AFTER_S}
-        token: str = user.new_api_token(note=PAGE_NOTE, expires_in=2 * TOKEN_RENEW_AFTER_S, scopes=[BROKER_SCOPE])
+        scopes = [BROKER_SCOPE, *([ADMIN_SCOPE] if user.admin else [])]
+        token: str = user.new_api_token(note=PAGE_NOTE, expires_in=2 * TOKEN_RENEW_AFTER_S, scopes=scopes)
         self._tokens[user.name] = (token, now)
         return token
 

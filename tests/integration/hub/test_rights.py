@@ -373,7 +373,7 @@ HOSTILE = ["..", ".", "~root", "$(id)", "a;b", "-rf", "\u00e4da", "a b", "a\nb",
 
 
 def test_reserved_user_names_are_refused(head: Head, tokens: dict[str, str], browsers: dict[str, httpx.Client]) -> None:
-    """Reserved names cannot log in or be created, leave nothing behind, and keep the log short."""
+    """Reserved names cannot log in, leave nothing behind, and keep the log short; administrators create no users."""
     log = head.paths.log / "hub.log"
     before = log.stat().st_size
     password = secrets.read_secret(head.paths, secrets.USER_PASSWORD)
@@ -384,7 +384,7 @@ def test_reserved_user_names_are_refused(head: Head, tokens: dict[str, str], bro
             form = {"username": name, "password": password, "_xsrf": browser.cookies["_xsrf"]}
             assert browser.post("/login", data=form).status_code == 403, name
     statuses = {name: browsers["rita"].post("/api/users", json={"usernames": [name]}).status_code for name in HOSTILE}
-    assert statuses == dict.fromkeys(HOSTILE, 400)
+    assert statuses == dict.fromkeys(HOSTILE, 403)
     users = {user["name"] for user in browsers["rita"].get("/api/users").json()}
     assert users == {"ada", "ben", "rita"}
     # Of all users that had a server.

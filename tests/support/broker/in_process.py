@@ -16,6 +16,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from gpuhub.backends.interface import SchedulingBackend
+from gpuhub.broker.api.auth import ADMIN_SCOPE
+from gpuhub.broker.api.server import build_server_config
 from gpuhub.broker.app import PREFIX, create_app
 from gpuhub.broker.controllers.node_probe import EnsureFirewall
 from gpuhub.broker.db.store import Store
@@ -56,7 +58,7 @@ class StubHub:
         if token in self.models:
             return self.models[token]
         if token == "root":
-            return {"kind": "user", "name": "root", "admin": True, "scopes": [ACCESS]}
+            return {"kind": "user", "name": "root", "admin": True, "scopes": [ACCESS, ADMIN_SCOPE]}
         if token == "spawner":
             return {"kind": "service", "name": "gpuhub-spawner", "scopes": ["custom:gpuhub:any-owner", ACCESS]}
         if token == "narrow":
@@ -138,6 +140,7 @@ class Setting:
     nodes: dict[str, SimulatedNode] = field(default_factory=simulated_nodes)
     hub: StubHub = field(default_factory=StubHub)
     own_token: str = "own-token"
+    spawner_token: str = ""
     clock: Clock | None = None
     couriers: Couriers = field(init=False)
     #: None: nodes have no packet filter and need none.
@@ -174,6 +177,7 @@ class Setting:
             backend=None if self.build_backend is None else self.build_backend(self.cluster),
             stopped_nodes=self.stopped_nodes,
             own_token=self.own_token,
+            spawner_token=self.spawner_token,
             clock=self.clock,
         )
 
@@ -246,8 +250,7 @@ def served_broker(setting: Setting, *, wait: bool = True, port: int = 0) -> Iter
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", port))
-        config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1, lifespan="on")
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(build_server_config(app, lifespan="on"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="broker")
         thread.start()
         try:

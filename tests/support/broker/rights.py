@@ -23,7 +23,7 @@ MEANINGS = {
     "ada-nb": "the owner's notebook, with its own token",
     "root-nb": "an administrator's notebook, with its own token: the same rights as any other user's notebook",
     "spawner": "the hub's spawner",
-    "root": "an administrator",
+    "root": "an administrator, with a token that has the scope `custom:gpuhub:admin`",
     "head": "root on the head node, with the broker's own token",
 }
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
+import ipaddress
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-from starlette.requests import HTTPConnection
 
 from gpuhub.broker import audit
 from gpuhub.broker_api.errors import HubUnreachable, NotKnown, TooManyRequests
@@ -29,8 +27,10 @@ from gpuhub.domain.models import Identity
 ACCESS_SCOPES = frozenset({"access:services", "access:services!service=broker"})
 #: Scope of a service that may act for every user.
 ANY_OWNER_SCOPE = "custom:gpuhub:any-owner"
-#: Scope that only the own token of a notebook has.
-_OWN_SERVER_SCOPE = "access:servers!server="
+#: Scope of administrators, which JupyterHub's role `admin` has here; the own token of a notebook never has it.
+ADMIN_SCOPE = "custom:gpuhub:admin"
+#: Name of the hub's spawner, which is the service's name in the hub.
+SPAWNER_SERVICE = "gpuhub-spawner"
 #: Name of a caller with the broker's own token, which only root on the head node can read; no user can have this name.
 HEAD_NODE = "the head node's administrator"
 #: Time for which the hub's answer about a known token is kept, seconds.
@@ -41,6 +41,8 @@ UNKNOWN_TOKEN_S = 5.0
 OUTAGE_S = 600.0
 #: Maximum number of known tokens that are kept, and of unknown ones.
 MAX_TOKENS = 4096
+#: Length of the prefix of an IPv6 network that one machine can use all addresses of.
+_IPV6_PREFIX = 64
 #: Maximum number of concurrent checks by the hub.
 _MAX_CHECKS = 16
 
@@ -59,6 +61,8 @@ class RateLimit:
 REQUESTS = RateLimit(burst=400, per_second=50)
 #: Unknown tokens from one address, since the hub has to check each of them.
 WRONG_TOKENS = RateLimit(burst=100, per_second=5)
+#: Unconfirmed tokens from one address that wait for the result of others before they are checked or refused.
+MAX_WAITING_TOKENS = 1000
 #: Maximum number of callers that are tracked; the full burst is available again to a caller that was dropped.
 MAX_CALLERS = 4096
 
@@ -100,6 +104,59 @@ class RateLimiter:
             self._left.popitem(last=False)
 
 
+class UnknownTokenLimiter:
+    """Limits the wrong tokens from one address; tokens that turn out right cost nothing.
+
+    While the limit is reached only because of tokens that are being checked, further ones wait for the results, so that
+    any number of users with right tokens can come back at once.
+    """
+
+    def __init__(self, rate: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limiter = RateLimiter(rate, clock)
+        #: Number of tokens that are being checked, by address.
+        self._checking: Counter[str] = Counter()
+        self._waiting: defaultdict[str, deque[asyncio.Future[None]]] = defaultdict(deque)
+
+    async def acquire(self, address: str) -> None:
+        """Count one token, perhaps after the results of others; `settle` must follow.
+
+        Raises:
+            TooManyRequests: too many tokens from this address were wrong.
+        """
+        while True:
+            try:
+                self._limiter.acquire(address)
+            except TooManyRequests:
+                if not self._checking[address] or len(self._waiting[address]) >= MAX_WAITING_TOKENS:
+                    self._drop_idle(address)
+                    raise
+            else:
+                self._checking[address] += 1
+                return
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting[address].append(turn)
+            await turn
+
+    def settle(self, address: str, *, is_wrong: bool) -> None:
+        """Record the result of a check."""
+        self._checking[address] -= 1
+        if not is_wrong:
+            self._limiter.refund(address)
+        waiting = self._waiting[address]
+        # One takes the place of a right token; nothing is left to wait for after the last check.
+        number = len(waiting) if not self._checking[address] else 0 if is_wrong else 1
+        while number and waiting:
+            turn = waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                number -= 1
+        self._drop_idle(address)
+
+    def _drop_idle(self, address: str) -> None:
+        if not self._checking[address] and not self._waiting[address]:
+            del self._checking[address], self._waiting[address]
+
+
 class TokenChecker(Protocol):
     """The part of the hub's API that checks tokens."""
 
@@ -112,9 +169,13 @@ class TokenChecker(Protocol):
         ...
 
 
-def client_address(connection: HTTPConnection) -> str:
-    """Return the address of the client, which is the proxy's for requests through it; headers do not count."""
-    return connection.client.host if connection.client is not None else ""
+def rate_limit_key(address: str) -> str:
+    """Return the address by which unknown tokens are counted: one network of IPv6 counts as one address."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return address if parsed.version == 4 else str(ipaddress.ip_network((parsed, _IPV6_PREFIX), strict=False))
 
 
 def parse_identity(model: Mapping[str, Any]) -> Identity:
@@ -135,10 +196,8 @@ def parse_identity(model: Mapping[str, Any]) -> Identity:
     return Identity(
         name=name,
         is_user=is_user,
-        # A program in an administrator's notebook does not get the rights of an administrator.
-        is_admin=is_user
-        and model.get("admin") is True
-        and not any(scope.startswith(_OWN_SERVER_SCOPE) for scope in scopes),
+        # Not the hub's flag for the user: a token with fewer scopes, as an administrator's notebook has, is none.
+        is_admin=is_user and ADMIN_SCOPE in scopes,
         any_owner=any_owner,
         groups=_parse_groups(model.get("groups")) if is_user else frozenset(),
     )
@@ -157,16 +216,30 @@ class _TokenRecord:
 class Authenticator:
     """Identifies callers through the hub, with at most one check at a time for each token."""
 
-    def __init__(self, checker: TokenChecker, clock: Clock, own_token: str = "") -> None:
-        """A caller with `own_token`, the broker's own, has the rights of an administrator, also while no hub runs."""
+    def __init__(self, checker: TokenChecker, clock: Clock, own_token: str = "", spawner_token: str = "") -> None:
+        """The tokens of the head node's own services are known without the hub, and so are never limited.
+
+        Args:
+            checker: checks all other tokens.
+            clock: the clock of the cache.
+            own_token: the broker's own token, whose callers have the rights of an administrator.
+            spawner_token: the token of the hub's spawner.
+        """
         self._checker = checker
-        self._own = hashlib.sha256(own_token.encode()).digest() if own_token else b""
+        self._services = {
+            _digest(token): identity
+            for token, identity in (
+                (own_token, Identity(name=HEAD_NODE, is_user=False, is_admin=True)),
+                (spawner_token, Identity(name=SPAWNER_SERVICE, is_user=False, any_owner=True)),
+            )
+            if token
+        }
         self._clock = clock
         # By digest, so that a memory dump has no tokens. Unknown tokens are separate, so that a flood evicts no known
         # one.
         self._known: OrderedDict[bytes, _TokenRecord] = OrderedDict()
         self._unknown: OrderedDict[bytes, _TokenRecord] = OrderedDict()
-        self._wrong = RateLimiter(WRONG_TOKENS)
+        self._wrong = UnknownTokenLimiter(WRONG_TOKENS)
         self._requests = RateLimiter(REQUESTS)
         self._check_slots = asyncio.Semaphore(_MAX_CHECKS)
         self._checks: dict[bytes, asyncio.Task[_TokenRecord]] = {}
@@ -184,18 +257,19 @@ class Authenticator:
             TooManyRequests: from this user, or with unknown tokens from this address.
             HubUnreachable: the hub does not answer, and has not confirmed the token in the last `OUTAGE_S`.
         """
-        caller = await self._identify(authorization, address)
+        caller = await self.confirm(authorization, address)
         audit.note_caller(caller.name, is_user=caller.is_user, is_admin=caller.is_admin, any_owner=caller.any_owner)
         if not caller.sees_all:
             self._requests.acquire(caller.name)
         return caller
 
-    async def _identify(self, authorization: str | None, address: str) -> Identity:
+    async def confirm(self, authorization: str | None, address: str = "") -> Identity:
+        """Return the caller as `identify` does, without counting a request: for streams, which are checked again."""
         token = _parse_header(authorization)
-        key = hashlib.sha256(token.encode()).digest()
-        if hmac.compare_digest(key, self._own):
-            return Identity(name=HEAD_NODE, is_user=False, is_admin=True)
-        model = (await self._look_up(key, token, address)).model
+        key = _digest(token)
+        if (service := self._services.get(key)) is not None:
+            return service
+        model = (await self._look_up(key, token, rate_limit_key(address))).model
         if model is None:
             raise NotKnown("the hub does not know this token: it may have been revoked, or its server stopped")
         audit.note_name(str(model.get("name") or "")[:64])
@@ -209,8 +283,6 @@ class Authenticator:
         if task is None:
             # Only tokens that the hub has not confirmed before count towards the limit.
             is_unconfirmed = known is None or known.model is None
-            if is_unconfirmed:
-                self._wrong.acquire(address)
             task = asyncio.ensure_future(self._check(key, token, address if is_unconfirmed else None))
             self._checks[key] = task
             task.add_done_callback(lambda _: self._checks.pop(key, None))
@@ -223,13 +295,15 @@ class Authenticator:
 
     async def _check(self, key: bytes, token: str, charged_to: str | None) -> _TokenRecord:
         is_wrong = False
+        if charged_to is not None:
+            await self._wrong.acquire(charged_to)
         try:
             async with self._check_slots:
                 model = await self._checker.fetch_token_model(token)
             is_wrong = model is None
         finally:
-            if charged_to is not None and not is_wrong:
-                self._wrong.refund(charged_to)
+            if charged_to is not None:
+                self._wrong.settle(charged_to, is_wrong=is_wrong)
         answer = _TokenRecord(model, self._clock.monotonic())
         records, others = (self._known, self._unknown) if model is not None else (self._unknown, self._known)
         others.pop(key, None)
@@ -238,6 +312,10 @@ class Authenticator:
         while len(records) > MAX_TOKENS:
             records.popitem(last=False)
         return answer
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
 
 
 def _lifetime(answer: _TokenRecord) -> float:

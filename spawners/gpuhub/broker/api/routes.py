@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from gpuhub.broker.api.auth import Authenticator, client_address
+from gpuhub.broker import audit
+from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.files.user_files import FileStream, UserFiles
 from gpuhub.broker.operations import slices
@@ -64,7 +65,7 @@ _header = APIKeyHeader(
 async def identify(request: Request, authorization: Annotated[str | None, Depends(_header)]) -> Identity:
     """Return the caller of a request."""
     authenticator = cast("Authenticator", request.app.state.authenticator)
-    return await authenticator.identify(authorization, client_address(request))
+    return await authenticator.identify(authorization, audit.client_address(request.scope))
 
 
 async def get_broker(request: Request) -> BrokerOperations:

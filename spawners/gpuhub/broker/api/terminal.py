@@ -15,9 +15,10 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Query
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from gpuhub.broker import audit
 from gpuhub.broker.admission import access
 from gpuhub.broker.api import problems
-from gpuhub.broker.api.auth import Authenticator, client_address
+from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.files.couriers import CourierClient
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker_api.schemas import WorkerState
@@ -54,7 +55,9 @@ async def shell(
     try:
         check_origin(websocket.headers.get("origin"), websocket.headers.get("host", ""))
         authenticator = cast("Authenticator", websocket.app.state.authenticator)
-        caller = await authenticator.identify(websocket.headers.get("authorization"), client_address(websocket))
+        caller = await authenticator.identify(
+            websocket.headers.get("authorization"), audit.client_address(websocket.scope)
+        )
         job = await files.find_own_job(caller, job_id)
         worker_row = find_running_worker(job, worker)
         if "\0" in command:

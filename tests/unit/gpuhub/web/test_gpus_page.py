@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from gpuhub.broker.api.auth import ADMIN_SCOPE
 from gpuhub.broker_api.client import AsyncBrokerClient
+from gpuhub.broker_api.errors import TooManyRequests
 from gpuhub.broker_api.schemas import (
     ClusterView,
     ConstraintView,
@@ -24,6 +27,7 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.web.gpus_page import (
     MAX_QUEUE_ENTRIES,
     NODES_PER_PAGE,
+    BrokerUserHandler,
     ChangeNodeAction,
     ExtendAction,
     ForceAction,
@@ -265,8 +269,9 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
 class FakeHubUser:
     """The hub's user, as far as tokens go."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, admin: bool = False) -> None:
         self.name = name
+        self.admin = admin
         self.made: list[dict[str, Any]] = []
 
     def new_api_token(self, **options: Any) -> str:
@@ -284,6 +289,34 @@ def test_user_token_is_scoped_to_the_broker_and_short_lived() -> None:
     assert tokens.get(ada) == "ada-2"
     tokens.forget(ada)
     assert tokens.get(ada) == "ada-3"
+    rita = FakeHubUser("rita", admin=True)
+    tokens.get(rita)
+    assert rita.made[0]["scopes"] == [BROKER_SCOPE, ADMIN_SCOPE]
+
+
+async def test_page_is_shown_while_the_broker_refuses_tokens() -> None:
+    """A flood of unknown tokens elsewhere is no failure of the page: it shows that there is no answer, and asks again."""
+
+    async def refuse(*_: object) -> None:
+        raise TooManyRequests("too many requests")
+
+    async def get_view() -> object:
+        return object()
+
+    handler = SimpleNamespace(cluster_cache=SimpleNamespace(get=get_view), _load_user_data=refuse)
+    data = await BrokerUserHandler.load_page_data(handler, FakeHubUser("ada"))  # type: ignore[arg-type]
+    assert data == GpusPageData(name="ada", is_admin=False, view=None)
+    assert await ClusterCache(refuse).get() is None  # type: ignore[arg-type]
+
+
+async def test_hub_asks_again_while_the_broker_refuses_its_token() -> None:
+    """The spawner waits for the broker as it does while the broker is restarted."""
+    answers = iter(
+        [httpx.Response(429, json={"code": "too-many-requests", "detail": "x"}), httpx.Response(200, json=[])]
+    )
+    hub = AsyncBrokerClient("http://broker", "hub", transport=httpx.MockTransport(lambda _: next(answers)))
+    assert await hub.leases() == []
+    assert next(answers, None) is None
 
 
 async def test_cluster_cache_shares_one_query_among_viewers(cluster: ClusterSettings) -> None:

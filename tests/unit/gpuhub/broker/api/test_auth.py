@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
 from gpuhub.broker.api.auth import (
+    ADMIN_SCOPE,
     HEAD_NODE,
     KNOWN_TOKEN_S,
     OUTAGE_S,
+    SPAWNER_SERVICE,
     UNKNOWN_TOKEN_S,
+    WRONG_TOKENS,
     Authenticator,
     parse_identity,
 )
-from gpuhub.broker_api.errors import HubUnreachable, NotKnown
+from gpuhub.broker_api.errors import HubUnreachable, NotKnown, TooManyRequests
 from gpuhub.common.errors import NotAllowed
 from gpuhub.domain.clock import Clock
 from tests.support.broker.calls import ask, wait_for_state
@@ -112,7 +119,7 @@ def test_user_names_with_special_meaning_are_refused(name: str) -> None:
 
 def test_a_service_is_never_an_administrator() -> None:
     """Only users are; a service has scopes."""
-    who = parse_identity({"kind": "service", "name": "s", "admin": True, "scopes": [ACCESS]})
+    who = parse_identity({"kind": "service", "name": "s", "admin": True, "scopes": [ACCESS, ADMIN_SCOPE]})
     assert (who.is_user, who.is_admin, who.any_owner, who.sees_all) == (False, False, False, False)
 
 
@@ -129,3 +136,51 @@ def test_groups_of_services_are_ignored() -> None:
     """Groups are users'."""
     who = parse_identity({"kind": "service", "name": "s", "groups": ["lab"], "scopes": [ACCESS]})
     assert who.groups == frozenset()
+
+
+class GatedHub(StubHub):
+    """A hub that answers only when its gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def fetch_token_model(self, token: str) -> Mapping[str, Any] | None:
+        await self.gate.wait()
+        return None if token.startswith("wrong") else await super().fetch_token_model(token)
+
+
+async def test_all_users_can_come_back_at_once() -> None:
+    """Five hundred right tokens that the broker does not know yet, from one address, are all accepted."""
+    hub = GatedHub()
+    authenticator = Authenticator(hub, Clock())
+    asked = [asyncio.ensure_future(authenticator.identify(f"token user{number}", "10.0.0.9")) for number in range(500)]
+    await asyncio.sleep(0)
+    hub.gate.set()
+    assert [caller.name for caller in await asyncio.gather(*asked)] == [f"user{number}" for number in range(500)]
+    assert not authenticator._wrong._waiting
+    assert not authenticator._wrong._checking
+
+
+async def test_wrong_tokens_do_not_stop_right_ones_from_other_addresses() -> None:
+    """A flood uses up the limit of its own address; all addresses of one IPv6 network are one."""
+    hub = GatedHub()
+    hub.gate.set()
+    authenticator = Authenticator(hub, Clock(), "own", "spawner-secret")
+    flood = [authenticator.identify(f"token wrong{number}", f"2001:db8::{number:x}") for number in range(1000)]
+    refusals = [type(refusal) for refusal in await asyncio.gather(*flood, return_exceptions=True)]
+    assert refusals.count(NotKnown) <= WRONG_TOKENS.burst + 5
+    assert refusals.count(TooManyRequests) + refusals.count(NotKnown) == 1000
+    assert (await authenticator.identify("token ada", "2001:db8:0:1::1")).name == "ada"
+
+
+async def test_own_services_are_known_without_the_hub() -> None:
+    """The spawner works at once after a restart of the broker, whatever others send and whether the hub answers."""
+    hub = StubHub(is_down=True)
+    authenticator = Authenticator(hub, Clock(), "own", "spawner-secret")
+    spawner = await authenticator.identify("token spawner-secret", "10.0.0.9")
+    assert (spawner.name, spawner.any_owner, spawner.is_admin, spawner.is_user) == (SPAWNER_SERVICE, True, False, False)
+    assert hub.checked == 0
+    without = Authenticator(StubHub(models={"": None}), Clock())
+    with pytest.raises(NotKnown):
+        await without.identify("token ", "10.0.0.9")

@@ -168,11 +168,12 @@ def test_users_with_reserved_names_are_refused(name: str) -> None:
 
 
 async def test_notebook_token_of_an_administrator_has_no_administrator_rights() -> None:
-    """A server's own token, told by the scope of its server, has its owner's rights and no more."""
+    """The scope decides, which a server's own token does not have, and not JupyterHub's flag for the user."""
     model: dict[str, Any] = {"kind": "user", "name": "root", "admin": True}
     own = "access:servers!server=root/"
     assert not auth.parse_identity({**model, "scopes": [ACCESS, own]}).is_admin
-    assert auth.parse_identity({**model, "scopes": [ACCESS, "access:servers", "access:servers!user=root"]}).is_admin
+    assert not auth.parse_identity({**model, "scopes": [ACCESS, "access:servers", "admin:users"]}).is_admin
+    assert auth.parse_identity({**model, "scopes": [ACCESS, auth.ADMIN_SCOPE, "access:servers!user=root"]}).is_admin
 
 
 @pytest.mark.parametrize(
@@ -223,7 +224,10 @@ async def test_invalid_terminal_requests_are_refused(setting: Setting, asked: st
 
 
 def test_broker_survives_oversized_and_malformed_requests(setting: Setting) -> None:
-    """Over a real connection: headers without end, broken lines, smuggled lengths; every one is refused or cut off."""
+    """Over a real connection: long headers, broken lines, smuggled lengths; every one is refused or cut off.
+
+    Headers without end are in test_server.py.
+    """
     head = "GET /services/broker/api/v1/leases HTTP/1.1\r\nHost: x\r\n"
     broken = [
         head + "X: " + "a" * 1_000_000 + "\r\n\r\n",
@@ -282,7 +286,7 @@ async def test_unknown_tokens_are_rate_limited() -> None:
     now = [1000.0]
     hub = CountingHub()
     identities = Authenticator(hub, Clock())
-    identities._wrong = auth.RateLimiter(auth.WRONG_TOKENS, lambda: now[0])
+    identities._wrong = auth.UnknownTokenLimiter(auth.WRONG_TOKENS, lambda: now[0])
     assert (await identities.identify("token ada", "10.0.0.9")).name == "ada"
 
     async def try_token(number: int) -> type[BaseException]:
