@@ -24,11 +24,15 @@ class UsageError(GpuLaunchError):
 
 
 class BrokerError(GpuLaunchError):
-    """The broker refused, or cannot be reached. `status` is the HTTP status, None without a response."""
+    """The broker refused, or cannot be reached. `status` is the HTTP status, None without a response.
 
-    def __init__(self, text: str, *, status: int | None = None) -> None:
+    `retry_after_s` is the time after which a request that came too soon is accepted, None for any other.
+    """
+
+    def __init__(self, text: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(text)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class NetworkError(GpuLaunchError):

@@ -15,8 +15,10 @@ from gpu_launch.broker import models
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.broker.models import GpuRequest
 from gpu_launch.errors import BrokerError
+from gpuhub.broker.admission import submit
 from gpuhub.broker_api.schemas import JobRequest, JobState, WorkerState
 from gpuhub.config.settings import SchedulingSettings
+from gpuhub.domain.rate_limit import RateLimit
 from tests.support.broker.in_process import Running, Setting, served_broker
 from tests.support.docker.simulated_nodes import build_cluster, wait_until
 
@@ -133,6 +135,27 @@ def test_refusals_have_readable_messages(
         _create(BrokerClient(running.url, token, patience_s=30.0), **parts)
     assert (caught.value.status, str(caught.value)[: len(text)]) == (status, text)
     assert time.monotonic() - began < 10
+
+
+def test_client_waits_until_it_may_create_again(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that comes too soon after others says so, and starts when it may; nobody waits in vain for long."""
+    monkeypatch.setattr(submit, "CREATIONS", RateLimit(burst=2, per_second=1, what="leases and jobs created"))
+    told: list[str] = []
+    with served_broker(setting) as running:
+        client = BrokerClient(running.url, "ada", patience_s=20.0, on_retry=told.append)
+        for number in range(2):
+            _create(client, run_id=f"run-00000{number}", nnodes=1)
+        assert _create(client, run_id="run-000002", nnodes=1).run_id == "run-000002"
+        assert [text.partition(":")[0] for text in told] == ["too many leases and jobs created"]
+        hasty = BrokerClient(running.url, "ada", patience_s=0.5)
+        with pytest.raises(BrokerError, match=r"at most 1 per second are allowed, and 2 at once; try again in 1 s"):
+            for number in range(3, 9):
+                _create(hasty, run_id=f"run-00000{number}", nnodes=1)
+        cancelled = threading.Event()
+        cancelled.set()
+        with pytest.raises(BrokerError, match="try again in"):
+            for number in range(3, 9):
+                _create(client, run_id=f"run-00000{number}", nnodes=1, cancelled=cancelled)
 
 
 def test_other_users_jobs_do_not_exist(running: Running, client: BrokerClient) -> None:

@@ -168,15 +168,19 @@ class BrokerClient:
     ) -> Any:
         deadline = time.monotonic() + self._patience_s
         while True:
+            pause_s, reason = _RETRY_S, "the broker does not answer; trying again"
             try:
                 return self._send(method, path, body, answer_s)
             except BrokerError as error:
-                if error.status is not None and error.status not in _RESTARTING:
+                if error.retry_after_s is not None:
+                    pause_s, reason = error.retry_after_s, str(error)
+                elif error.status is not None and error.status not in _RESTARTING:
                     raise
-                if time.monotonic() + _RETRY_S > deadline or (given_up is not None and given_up.is_set()):
+                if time.monotonic() + pause_s > deadline or (given_up is not None and given_up.is_set()):
                     raise
-                self._on_retry("the broker does not answer; trying again")
-            time.sleep(_RETRY_S)
+                self._on_retry(reason)
+                if (given_up or threading.Event()).wait(pause_s):
+                    raise
 
     def _send(self, method: str, path: str, body: Any, answer_s: float) -> Any:
         request = urllib.request.Request(  # noqa: S310 - the URL comes from the container's own environment
@@ -190,7 +194,11 @@ class BrokerClient:
                 text = response.read()
         except urllib.error.HTTPError as error:
             with error:
-                raise BrokerError(parse_problem(error.code, error.read()), status=error.code) from None
+                text = error.read()
+                retry_after_s = _parse_retry_after(text, error.headers.get("Retry-After"))
+                raise BrokerError(
+                    parse_problem(error.code, text), status=error.code, retry_after_s=retry_after_s
+                ) from None
         except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise BrokerError(f"The broker at {self._base} cannot be reached: {reason}.") from None
@@ -227,6 +235,15 @@ def parse_problem(status: int, body: bytes) -> str:
     except (ValueError, KeyError, TypeError):
         return f"The broker answered with HTTP status {status}."
     return str(detail)
+
+
+def _parse_retry_after(body: bytes, header: str | None) -> float | None:
+    """Return when a request that came too soon is accepted, seconds; None if it was refused for another reason."""
+    try:
+        is_too_soon = json.loads(body)["code"] == "too-many-requests"
+    except (ValueError, KeyError, TypeError):
+        is_too_soon = False
+    return float(header) if is_too_soon and header is not None and header.isdecimal() else None
 
 
 def load_client_tls(ca: str, certificate: str, key: str) -> ssl.SSLContext:

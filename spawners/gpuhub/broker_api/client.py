@@ -76,8 +76,11 @@ _BY_STATUS: dict[int, type[errors.GpuhubError]] = {
 }
 
 
-def parse_problem(status: int, body: bytes) -> errors.GpuhubError:
-    """Return the error of a problem document; an error page of a gateway counts as an unreachable broker."""
+def parse_problem(status: int, body: bytes, retry_after: str | None = None) -> errors.GpuhubError:
+    """Return the error of a problem document; an error page of a gateway counts as an unreachable broker.
+
+    `retry_after` is the header of that name.
+    """
     try:
         problem = httpx.Response(status, content=body).json()
         code, detail = str(problem["code"]), str(problem["detail"])
@@ -85,6 +88,9 @@ def parse_problem(status: int, body: bytes) -> errors.GpuhubError:
         code, detail = "", f"the broker answered with HTTP status {status}"
     fallback = errors.BrokerUnreachable if status >= 500 else errors.GpuhubError
     kind = _BY_CODE.get(code) or _BY_STATUS.get(status, fallback)
+    if kind is refusals.TooManyRequests:
+        is_known = retry_after is not None and retry_after.isdecimal()
+        return refusals.TooManyRequests(detail, retry_after_s=float(retry_after or 0) if is_known else None)
     return kind(detail)
 
 
@@ -210,19 +216,25 @@ class AsyncBrokerClient:
     ) -> bytes:
         """Return the answer; repeat the call, which is idempotent, while the broker does not answer or is busy.
 
+        A call that is refused because of too many requests is repeated when it is allowed again.
+
         Raises:
             BrokerUnreachable: there was no answer within the client's patience.
+            TooManyRequests: the call is allowed only after the client's patience.
             GpuhubError: the broker refused the call.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience_s
         while True:
+            pause_s = _RETRY_S
             try:
                 return await self._send_once(method, path, json, params, limit_s)
-            except (errors.BrokerUnreachable, refusals.HubUnreachable, refusals.TooManyRequests):
-                if loop.time() + _RETRY_S > deadline:
+            except (errors.BrokerUnreachable, refusals.HubUnreachable, refusals.TooManyRequests) as error:
+                if isinstance(error, refusals.TooManyRequests):
+                    pause_s = error.retry_after_s or pause_s
+                if loop.time() + pause_s > deadline:
                     raise
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(pause_s)
 
     async def _send_once(
         self, method: str, path: str, json: Any, params: dict[str, str] | None, limit_s: float
@@ -242,7 +254,7 @@ class AsyncBrokerClient:
             if answer.content and answer.headers.get("Content-Type") != "application/json":
                 raise errors.BrokerUnreachable("The answer is not from the GPU broker.")
             return answer.content
-        raise parse_problem(answer.status_code, answer.content)
+        raise parse_problem(answer.status_code, answer.content, answer.headers.get("Retry-After"))
 
 
 def _read(kind: TypeAdapter[T], content: bytes) -> T:

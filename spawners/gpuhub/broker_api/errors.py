@@ -30,9 +30,14 @@ class TooManyStreams(NotAllowed):
 
 
 class TooManyRequests(NotAllowed):
-    """The caller sends more requests per second than allowed."""
+    """The caller sends more requests per second than allowed, or creates more leases and jobs."""
 
     code = "too-many-requests"
+
+    def __init__(self, text: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(text)
+        #: Time until it is allowed again, seconds; None if it is not known.
+        self.retry_after_s = retry_after_s
 
 
 class TooSlow(InvalidRequest):

@@ -84,6 +84,7 @@ class ProgressLog:
 _HTTP_STATUSES: tuple[tuple[type[GpuhubError], int], ...] = (
     (TooManyRequests, 503),
     (InvalidRequest, 400),
+    (TooManyRequests, 429),
     (NotAllowed, 403),
     (NotFound, 404),
     (Conflict, 409),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from gpuhub.broker import audit
 from gpuhub.broker.admission import limits, validate
@@ -13,10 +14,14 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import ArrayRequest, JobRequest, LeaseRequest, LeaseState
 from gpuhub.common import names
-from gpuhub.common.errors import Conflict, InvalidRequest, NotAllowed
+from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NotAllowed
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.domain import lease_states, owner_limits, scheduler_input
 from gpuhub.domain.models import Identity, JobRow, LeaseRow, ResourceRequest
+from gpuhub.domain.rate_limit import RateLimit, RateLimiter
+
+#: Leases and jobs of one owner, which stay in the store for days; each job of an array counts.
+CREATIONS = RateLimit(burst=2000, per_second=1, what="leases and jobs created")
 
 
 class AdmissionController:
@@ -26,6 +31,7 @@ class AdmissionController:
         """`refuse` raises for leases that the backend can never grant."""
         self._core = core
         self._refuse = refuse
+        self._creations = RateLimiter(CREATIONS, core.clock.monotonic)
         #: Refusals of resources that can never be granted, valid while the cluster has these GPUs.
         self._cards: Mapping[str, tuple[GpuSpec, ...] | None] = {}
         self._refusals: dict[ResourceRequest, str | None] = {}
@@ -56,6 +62,7 @@ class AdmissionController:
     async def submit_array(self, who: Identity, request: ArrayRequest) -> list[JobRow]:
         """Submit the jobs of an array; see `BrokerOperations.request_array`."""
         _check_is_user(who)
+        self._creations.check(who.name)
         requests = split_array(request)
         existing = await asyncio.to_thread(
             self._core.store.find_jobs_by_run, who.name, [request_item.run_id for request_item in requests]
@@ -96,6 +103,7 @@ class AdmissionController:
             cluster=self._core.cluster, transaction=transaction, requester=requester, request=request
         )
         self._check_feasible(lease, requester)
+        self._creations.acquire(requester.owner)
         if existing is not None:
             transaction.put_lease(
                 lease_states.release(existing, f"{request.profile} was chosen instead", transaction.now)
@@ -118,15 +126,26 @@ class AdmissionController:
             }
             present = {**existing, **opened}
             new = [request for request in requests if request.run_id not in present]
-            if new:
-                limits.check_count_limits(transaction, requester, jobs=len(new))
-            added = {
-                request_item.run_id: self._add_job(transaction, requester, request_item, notebook, array)
-                for request_item in new
-            }
+            with self._count_creations(who.name, len(new)):
+                if new:
+                    limits.check_count_limits(transaction, requester, jobs=len(new))
+                added = {
+                    request_item.run_id: self._add_job(transaction, requester, request_item, notebook, array)
+                    for request_item in new
+                }
             return [present.get(run) or added[run] for run in _runs(requests)]
 
         return await self._core.ledger.change(edit)
+
+    @contextmanager
+    def _count_creations(self, owner: str, count: int) -> Iterator[None]:
+        """Count created jobs; of refused ones only as many as the requests that they would count as."""
+        self._creations.acquire(owner, count)
+        try:
+            yield
+        except GpuhubError:
+            self._creations.refund(owner, count - limits.count_array(count))
+            raise
 
     def _add_job(
         self,

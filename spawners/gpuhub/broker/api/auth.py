@@ -22,6 +22,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import NotAllowed
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import Identity
+from gpuhub.domain.rate_limit import RateLimit, RateLimiter
 
 #: Scopes of which a token needs one to use the broker.
 ACCESS_SCOPES = frozenset({"access:services", "access:services!service=broker"})
@@ -47,61 +48,12 @@ _IPV6_PREFIX = 64
 _MAX_CHECKS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RateLimit:
-    """A rate with bursts, as a token bucket has them."""
-
-    #: Requests at once.
-    burst: float
-    #: Requests per second in the long run.
-    per_second: float
-
-
 #: Requests of one user; a notebook that launches, or a command that polls, sends a few per second.
 REQUESTS = RateLimit(burst=400, per_second=50)
 #: Unknown tokens from one address, since the hub has to check each of them.
 WRONG_TOKENS = RateLimit(burst=100, per_second=5)
 #: Unconfirmed tokens from one address that wait for the result of others before they are checked or refused.
 MAX_WAITING_TOKENS = 1000
-#: Maximum number of callers that are tracked; the full burst is available again to a caller that was dropped.
-MAX_CALLERS = 4096
-
-
-class RateLimiter:
-    """A token bucket for each caller."""
-
-    def __init__(self, rate: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate = rate
-        self._clock = clock
-        #: Requests that each caller had left, and when; the most recent caller is last.
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    def acquire(self, caller: str) -> None:
-        """Count one request.
-
-        Raises:
-            TooManyRequests: the caller has none left.
-        """
-        left = self._now_left(caller)
-        if left < 1:
-            raise TooManyRequests(
-                f"too many requests: at most {self._rate.per_second:g} per second are allowed; try again later"
-            )
-        self._keep(caller, left - 1)
-
-    def refund(self, caller: str) -> None:
-        """Cancel the count of one request."""
-        self._keep(caller, min(self._now_left(caller) + 1, self._rate.burst))
-
-    def _now_left(self, caller: str) -> float:
-        left, at = self._left.get(caller, (self._rate.burst, 0.0))
-        return min(left + (self._clock() - at) * self._rate.per_second, self._rate.burst)
-
-    def _keep(self, caller: str, left: float) -> None:
-        self._left[caller] = (left, self._clock())
-        self._left.move_to_end(caller)
-        while len(self._left) > MAX_CALLERS:
-            self._left.popitem(last=False)
 
 
 class UnknownTokenLimiter:

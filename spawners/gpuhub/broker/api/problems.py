@@ -6,6 +6,7 @@ The field `code` is stable, for programs; `detail` is a text for people. `CODES`
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -88,12 +89,18 @@ def build_response(status: int, detail: str, code: str, more: Mapping[str, str] 
     """Return the problem document as a response, with the headers of its status."""
     headers = dict(more or {})
     if status in {429, 503}:
-        headers["Retry-After"] = str(_RETRY_AFTER_S)
+        headers.setdefault("Retry-After", str(_RETRY_AFTER_S))
     if status == 401:
         headers["WWW-Authenticate"] = "token"
     return JSONResponse(
         build_problem(status, detail, code).model_dump(), status, headers=headers, media_type=MEDIA_TYPE
     )
+
+
+def _build_headers(error: errors.GpuhubError) -> dict[str, str]:
+    if isinstance(error, refusals.TooManyRequests) and error.retry_after_s is not None:
+        return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+    return {}
 
 
 def describe_validation(mistakes: Sequence[Any]) -> str:
@@ -124,7 +131,7 @@ def install(app: FastAPI) -> None:
         status = http_status(error)
         if status >= 500:
             log.warning("%s %s: %s", request.method, request.url.path, error)
-        return build_response(status, str(error), error.code)
+        return build_response(status, str(error), error.code, _build_headers(error))
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_request: Request, error: RequestValidationError) -> JSONResponse:

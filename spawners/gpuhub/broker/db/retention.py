@@ -57,12 +57,13 @@ def delete_released_leases(connection: sa.Connection, before: float) -> int:
     lease = tables.leases.c
     has_job = sa.exists().where(tables.jobs.c.lease_id == lease.id)
     is_old = (lease.state == LeaseState.RELEASED.value) & (lease.released_at < before)
-    rows = connection.execute(sa.select(tables.leases).where(is_old, ~has_job).limit(BATCH)).mappings().all()
+    found = connection.execute(sa.select(tables.leases).where(is_old, ~has_job).limit(BATCH)).mappings()
+    rows: list[Mapping[str, Any]] = [dict(row) for row in found]
     if not rows:
         return 0
     ids = [row["id"] for row in rows]
     gpus = connection.execute(sa.select(tables.lease_gpus).where(tables.lease_gpus.c.lease_id.in_(ids))).mappings()
-    _keep_usage(connection, {row["id"]: row for row in rows}, gpus)
+    _keep_usage(connection, {row["id"]: row for row in rows}, [dict(gpu) for gpu in gpus])
     _keep_ends(connection, rows)
     _delete(connection, tables.lease_gpus, tables.lease_gpus.c.lease_id, ids)
     return _delete(connection, tables.leases, lease.id, ids)

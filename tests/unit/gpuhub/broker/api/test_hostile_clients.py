@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import socket
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from gpuhub.broker.api import auth, middleware
 from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker_api.errors import HubUnreachable, NotKnown, TooManyRequests
 from gpuhub.domain.clock import Clock
+from gpuhub.domain.rate_limit import RateLimit
 from tests.support.broker.calls import ask, open_socket, read
 from tests.support.broker.in_process import ACCESS, Setting, asgi_broker, served_broker, until
 
@@ -332,34 +332,9 @@ async def test_failed_checks_during_a_hub_outage_are_not_counted() -> None:
     assert (await identities.identify("token ada", "10.0.0.9")).name == "ada"
 
 
-def test_rate_limiter_refills_and_forgets_idle_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many at once, then so many a second; and only so many callers are known of."""
-    monkeypatch.setattr(auth, "MAX_CALLERS", 3)
-    now = [0.0]
-    budget = auth.RateLimiter(auth.RateLimit(burst=2, per_second=1), lambda: now[0])
-
-    def count() -> int:
-        for number in itertools.count():
-            try:
-                budget.acquire("ada")
-            except TooManyRequests:
-                return number
-        raise AssertionError
-
-    assert count() == 2
-    now[0] += 1.0
-    assert count() == 1
-    now[0] += 100.0
-    assert count() == 2
-    for other in ("ben", "cid", "dan"):
-        budget.acquire(other)
-    assert count() == 2
-    assert len(budget._left) == 3
-
-
 async def test_requests_of_a_user_are_rate_limited(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ada's loop is refused with a word when to come again; ben, administrators and the spawner are served."""
-    monkeypatch.setattr(auth, "REQUESTS", auth.RateLimit(burst=20, per_second=0.001))
+    monkeypatch.setattr(auth, "REQUESTS", RateLimit(burst=20, per_second=0.001))
     async with asgi_broker(setting) as running:
         async with running.client("ada") as client:
             answers = [await client.get("/api/v1/leases") for _ in range(30)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from gpuhub.broker.api.problems import CODES, build_problem, http_status
 from gpuhub.broker.controllers.hub_client import HubClient
 from gpuhub.broker_api.client import AsyncBrokerClient, parse_problem
-from gpuhub.broker_api.errors import HubUnreachable, NotKnown, TooManyJobs, TooManyWaiting
+from gpuhub.broker_api.errors import HubUnreachable, NotKnown, TooManyJobs, TooManyRequests, TooManyWaiting
 from gpuhub.broker_api.schemas import LeaseRequest, LeaseState
 from gpuhub.common.errors import (
     BrokerUnreachable,
@@ -87,6 +88,36 @@ def test_errors_survive_the_problem_document(kind: type[GpuhubError]) -> None:
     back = parse_problem(status, build_problem(status, "what, which and how", kind.code).model_dump_json().encode())
     assert type(back) is kind
     assert str(back) == "what, which and how"
+
+
+@pytest.mark.parametrize(("header", "expected"), [("7", 7.0), (None, None), ("Fri, 31 Dec 1999 23:59:59 GMT", None)])
+def test_the_time_to_try_again_survives_the_problem_document(header: str | None, expected: float | None) -> None:
+    """In seconds, as the broker sends it."""
+    body = build_problem(429, "too soon", TooManyRequests.code).model_dump_json().encode()
+    error = parse_problem(429, body, header)
+    assert isinstance(error, TooManyRequests)
+    assert error.retry_after_s == expected
+
+
+async def test_the_client_comes_again_when_it_may() -> None:
+    """Who asked too often waits as long as the broker says, if that is within the client's patience."""
+    answers = [
+        httpx.Response(
+            429,
+            content=build_problem(429, "too soon", TooManyRequests.code).model_dump_json(),
+            headers={"Retry-After": after},
+        )
+        for after in ("1", "60")
+    ]
+    sent = iter([answers[0], httpx.Response(200, json=[]), answers[1]])
+    client = AsyncBrokerClient("http://broker", "t", transport=httpx.MockTransport(lambda _: next(sent)), patience_s=30)
+    began = time.monotonic()
+    assert await client.nodes() == []
+    assert time.monotonic() - began >= 1
+    with pytest.raises(TooManyRequests, match="too soon"):
+        await client.nodes()
+    assert next(sent, None) is None
+    await client.close()
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from gpuhub.broker.admission import submit
 from gpuhub.broker.controllers import deadlines, node_controller, server_restarter
 from gpuhub.config.settings import JobSettings, ProfileSettings, SchedulingSettings, UserSettings
 from gpuhub.config.users import GroupSettings, LimitSettings
 from gpuhub.domain import reconcile
+from gpuhub.domain.rate_limit import RateLimit
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import CLOSET, build_cluster
@@ -273,6 +275,38 @@ async def test_the_number_of_jobs_is_limited_by_default(setting: Setting) -> Non
         await post(running, "ada", "/jobs/arrays", {"job": JOB, "count": 1000}, 201)
         refused = await post(running, "ada", "/jobs", {**JOB, "run_id": "run-000002"}, 429)
         assert refused["detail"].startswith("ada has 1000 jobs and requests 1 more; the limit is 1000")
+
+
+async def test_creations_of_an_owner_are_rate_limited(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each job of an array counts, and a notebook, whoever asks for it; what exists and other owners do not."""
+    monkeypatch.setattr(submit, "CREATIONS", RateLimit(burst=10, per_second=0.1, what="leases and jobs created"))
+    async with asgi_broker(setting) as running, running.client("spawner") as spawner:
+        array = {"job": {**JOB, "batch": True}, "count": 9}
+        await post(running, "ada", "/jobs/arrays", array, 201)
+        await ask(running, "spawner", owner="ada", profile="any", key="1")
+        body = {"owner": "ada", "profile": "any", "server": "other", "key": "2"}
+        refused = await spawner.post("/api/v1/leases", json=body)
+        assert (refused.status_code, refused.json()["code"]) == (429, "too-many-requests")
+        assert refused.json()["detail"].startswith(
+            "too many leases and jobs created: at most 0.1 per second are allowed"
+        )
+        assert 5 <= int(refused.headers["Retry-After"]) <= 10
+        await post(running, "ada", "/jobs", {**JOB, "run_id": "run-000002"}, 429)
+        # What it created stays in reach.
+        await ask(running, "spawner", owner="ada", profile="any", key="1")
+        await delete(running, "ada", "/jobs/" + (await read(running, "ada", "/jobs"))[0]["id"])
+        await ask(running, "spawner", owner="ben", profile="any", key="1")
+
+
+async def test_refused_arrays_count_little(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They create nothing, and cost the broker some work each."""
+    monkeypatch.setattr(submit, "CREATIONS", RateLimit(burst=300, per_second=0.001))
+    setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), max_jobs=10))
+    async with asgi_broker(setting) as running:
+        for _ in range(4):
+            refused = await post(running, "ada", "/jobs/arrays", {"job": JOB, "count": 200}, 429)
+            assert refused["code"] == "too-many-jobs"
+        await post(running, "ada", "/jobs/arrays", {"job": JOB, "count": 10}, 201)
 
 
 async def test_array_is_accepted_as_a_whole_or_not_at_all(setting: Setting) -> None:
