@@ -9,11 +9,14 @@ INSTANCE ?= gpuhub
 BENCH ?= all
 TRACE ?=
 REPEATS ?= 1
+# Processes that inject faults side by side, each into a product of its own.
+LANES ?= 3
+HOURS ?= 2
 VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
 .PHONY: help up down purge status check-cluster setup setup-dev dev lint test test-unit test-integration test-acceptance test-slurm \
-  test-faults coverage bench references dist lock
+  test-faults soak coverage bench references dist lock
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 20
@@ -60,10 +63,13 @@ test-acceptance: setup-dev ## Pass the tests of the whole product in a browser
 test-slurm: setup-dev ## Pass the tests of the whole product with Slurm as the scheduling backend
 	@tests/run slurm
 
-test-faults: setup-dev ## Inject every fault of the catalogue (docs/reliability.md; REPEATS=3: each as often)
-	@python -m pytest tests/faults --repeats $(REPEATS)
+test-faults: setup-dev ## Inject every fault of the catalogue (docs/reliability.md; REPEATS=3: each as often; LANES=1: one after the other)
+	@PYTHONHASHSEED=0 python -m pytest tests/faults --repeats $(REPEATS) --numprocesses $(LANES) --dist worksteal --durations 15
 
-test: setup-dev ## Pass every check and test (about 40 minutes on 2 cores)
+soak: setup-dev ## Use and break the practice closet for HOURS=2, and say whether memory, files, threads or logs grow
+	@python -m tests.soak --hours $(HOURS)
+
+test: setup-dev ## Pass every check and test, except the slow fault cases and soak (about 40 minutes on 2 cores)
 	@tests/run
 
 coverage: dev ## Show which lines the unit tests reach

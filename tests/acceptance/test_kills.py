@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from gpuhub_closet.topology import build_practice_plan
 from tests.acceptance.random_faults import FaultInjector, schedule_faults
+from tests.acceptance.settling import list_leases, settle
 from tests.acceptance.user_load import UserLoad
 from tests.support.closet.observer import Observer
 from tests.support.hub.browser import Product
@@ -24,8 +24,6 @@ SEED = 20261121
 MOMENTS = int(os.environ.get("GPUHUB_KILLS", "15"))
 #: FaultInjector between two checks of the whole state.
 BURST = 5
-#: From the last fault's end until leases and containers must agree, seconds.
-SETTLE_S = 90.0
 #: Each user's server that must live as long as its node does.
 ANCHOR = "anchor"
 USERS = {"ada": "rtx5090", "ben": "cpu"}
@@ -92,20 +90,12 @@ def test_random_kills_under_load(product: Product, clients: list[Client], capsys
         observer.end()
     with capsys.disabled():
         counts = f"{len(set(observer.double))} double leases, {leaks} leaks"
-        print(f"\nfaults: {MOMENTS} moments, {counts} ({dict(faults.done)}, {load.done}, {observer.polls} polls)")
+        looks = f"looks at the daemons: {dict(observer.answers)}"
+        print(f"\nfaults: {MOMENTS} moments, {counts} ({dict(faults.done)}, {load.done}, {looks})")
     assert observer.double == []
+    assert set(observer.answers) == {node.name for node in plan.nodes}
     assert leaks == 0
     assert load.failures == []
-
-
-def settle(clients: list[Client], observer: Observer) -> int:
-    """Wait until containers match leases, and return the number of differences that remain."""
-    end = time.monotonic() + SETTLE_S
-    while (remaining := find_differences(clients, observer)) and time.monotonic() < end:
-        time.sleep(1)
-    for line in remaining:
-        print(line)
-    return len(remaining)
 
 
 def ensure_anchor(anchor: Anchor, observer: Observer, faults: FaultInjector) -> None:
@@ -125,7 +115,7 @@ def _ensure_started(anchor: Anchor, observer: Observer) -> Any:
 
 
 def _find_own_container(anchor: Anchor, observer: Observer) -> Any:
-    leases = {row["id"] for row in _leases(anchor.client) if row["subject"] == ANCHOR}
+    leases = {row["id"] for row in list_leases(anchor.client) if row["subject"] == ANCHOR}
     return next((seen for seen in observer.running() if seen.lease in leases), None)
 
 
@@ -150,23 +140,3 @@ def _answers(url: str) -> Callable[[], bool]:
             return False
 
     return look
-
-
-def _leases(client: Client) -> list[dict[str, Any]]:
-    """Return the user's open leases; none while the broker does not answer."""
-    status, rows = client.ask(client.broker, "GET", "/leases")
-    return rows if status == 200 else []
-
-
-def find_differences(clients: list[Client], observer: Observer) -> list[str]:
-    """Return the differences between the broker's leases and the nodes' containers."""
-    rows = {row["id"]: row for client in clients for row in _leases(client)}
-    containers = observer.running()
-    texts = [
-        f"{container.kind} {container.id[:12]} on {container.node} has no open lease"
-        for container in containers
-        if container.lease not in rows
-    ]
-    texts += [f"lease {row['id']} is {row['state']}" for row in rows.values() if row["state"] != "active"]
-    with_container = {container.lease for container in containers}
-    return texts + [f"lease {lease} has no container" for lease in rows if lease not in with_container]

@@ -16,6 +16,8 @@ class Case:
     title: str
     how: str
     expect: str
+    #: What the fault is injected into: the running product, or parts of it in tests of other folders.
+    where: str = "product"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,9 @@ IDS = (
     *("V1", "V2", "V3"),
 )
 
+PARTS = "parts"
+BOTH = "product and parts"
+
 CASES = (
     # -- bad settings
     Case("C1", "Docker over plain TCP", "`tcp://…:2375` without tls in cluster.toml", "refused before anything starts; the node is named"),
@@ -58,27 +63,27 @@ CASES = (
     Case("A1", "Another user's lease and job", "a user's token reads, extends, forces and ends another user's lease and job", "404 or 403; both continue"),
     Case("A2", "An owner in the body or a header", "`owner` in the request, `X-Forwarded-User` and similar headers", "403 or ignored: the owner is the token's"),
     Case("A3", "Wrong tokens", "no token, garbage, a revoked token, one without the scope, on every route", "401 or 403"),
-    Case("A4", "A worker calls the hub", "from inside a worker's container, with what its environment contains", "it has no token; without a token 403 or 401"),
+    Case("A4", "A worker calls the hub", "requests from inside a worker's container to the hub's own port, the proxy and the broker", "it has no token; each request is refused"),
     Case("A6", "A user scans another user", "connections from a container to another user's notebook and workers, Docker, SSH, metadata", "none is answered"),
-    Case("A7", "Another user's GPU device and home", "mknod and open in a container; another user's home by path", "refused; only the user's own are present"),
+    Case("A7", "Another user's GPU device and home", "on the same node: mknod in a container, and open of a device that was left in the home; a file of another user's home by path", "refused; only the user's own home is present"),
     Case("A8", "The same request again", "the same key twice, at once and later", "one lease"),
     # -- kills
     Case("K1", "The hub is killed during a start", "SIGKILL while the request waits, and while Docker's create, start and network calls are held or their responses lost", "the container is adopted or removed, once; the user can start again"),
     Case("K2", "The hub is killed with servers up", "SIGKILL with 8 servers on three nodes", "all servers resume: same containers, same GPUs"),
     Case("K3", "The broker is killed during a grant or a release", "SIGKILL right after the request was sent, 3 times each", "one outcome, the same in the database and for containers"),
     Case("K4", "A Docker daemon is killed", "SIGKILL of dockerd, which ends its containers (live-restore off)", "the lease ends after proof; the GPU is granted again"),
-    Case("K5", "A notebook's process or an ipyparallel engine is killed", "SIGKILL of the container's first process; of an engine during a launch", "the lease ends; the launch names the lost engine"),
-    Case("K6", "One of several ranks is killed", "SIGKILL of one worker's container of a job; of one rank during a launch", "the job fails in time; all GPUs are released"),
+    Case("K5", "A notebook's process or an ipyparallel engine is killed", "SIGKILL of the container's first process; of an engine during a launch", "the lease ends; the launch names the lost engine", BOTH),
+    Case("K6", "One of several ranks is killed", "SIGKILL of one worker's container of a job; of one rank during a launch", "the job shows the lost worker and runs on with the other; when it is deleted, both GPUs are free; the launch ends and names the rank", BOTH),
     Case("K7", "The broker is suspended", "SIGSTOP for longer than any timeout; a container of an old epoch appears in the meantime", "nothing runs twice; the old epoch's container is removed"),
     Case("K8", "A second broker or hub", "the same commands again while they run", "refused: the store or the hub is locked"),
     # -- partitions
     Case("P1", "A node is cut off", "iptables DROP in the node's namespace, both directions", "unreachable; its lease is kept; its GPU is not granted; back after the link is restored"),
     Case("P2", "Cut off while the hub restarts", "P1, and SIGKILL of the hub", "the server is kept, and usable again when the link is restored"),
     Case("P3", "Cut off, stopped and started elsewhere", "P1; the user stops the server and starts another", "the old GPU is quarantined until its node proves the release; the new GPU is on another node"),
-    Case("P4", "Link cut in one direction, lossy, slow", "DROP of one direction; `statistic` DROP of 30 %; Docker's responses 5 s late", "no flapping; servers on other nodes start as quickly"),
+    Case("P4", "Link cut in one direction, lossy, slow", "DROP of one direction; `statistic` DROP of 30 %; Docker's responses 5 s late", "the node's state changes at most three times; a server on another node starts in at most three times the usual time and 5 s"),
     Case("P5", "Docker's response is lost", "the relay drops the response after the container was created", "removed or adopted, never two containers"),
     # -- nodes
-    Case("N1", "A node dies and returns", "SIGKILL of all its processes; the daemon starts again", "its containers count as ended; its GPU is read, then granted"),
+    Case("N1", "A node dies and returns", "SIGKILL of all its processes; the daemon starts again", "its containers count as ended; its GPU is read, then granted", BOTH),
     Case("N2", "A node returns with fewer GPUs", "as N1, and a simulated GPU removed", "the missing GPU is failed, and named"),
     # -- GPUs
     Case("G1", "A GPU fails", "simulated driver: lost, fallen off the bus, ECC, failed row remap", "not granted; the page names the GPU and the fault; its user keeps the lease"),
@@ -87,18 +92,18 @@ CASES = (
     Case("G4", "A process or memory is left on a GPU", "simulated driver: a process, and memory, after the lease has ended", "not granted until it is gone"),
     Case("G5", "The driver is upgraded while the node runs", "simulated driver: library and kernel module differ", "the node's GPUs are not granted: reboot needed"),
     # -- storage
-    Case("S1", "The file server is gone", "the home's folder hangs", "the start fails with the reason; others start"),
-    Case("S2", "A stale file handle", "the home's folder answers ESTALE", "a clear error; nothing is deleted"),
+    Case("S1", "The file server is gone", "a silent NFS server; a mount of the home's folder that hangs", "the start fails with the reason; others start", PARTS),
+    Case("S2", "A stale file handle", "making the home, and Docker's mount of it, fail with ESTALE", "a clear error; nothing is made, changed or deleted", PARTS),
     Case("S3", "No space left", "a full file system below Docker's containers; below the broker's store", "an error with the reason, and no GPU held; 503, and no lease recorded"),
-    Case("S4", "The store is locked or truncated", "another process holds a write transaction; a killed broker's WAL is cut in the middle", "503, then normal service; committed data is present"),
+    Case("S4", "The store is locked or truncated", "another process holds a write transaction; a killed broker's write-ahead log is cut within its last frame", "503, then normal service; the cut transaction is absent as a whole, everything before it is present"),
     Case("S5", "An image is missing", "a profile whose image no node has", "the error names the node and the missing image; no GPU is held"),
-    Case("S6", "A container exhausts its resources", "in a container: fork bomb, memory, shared memory, a flood of log messages", "only this container is affected"),
+    Case("S6", "A container exhausts its resources", "in a container, for 8 s: fork bomb, memory, shared memory, a flood of log messages", "meanwhile the hub, the broker and another container on the node answer within 10 s"),
     # -- load
     Case("L1", "All users at once", "100 requests at once to the broker for three GPUs; 10 starts at once through the hub", "three are granted, the others wait; above the limit 429 with Retry-After"),
     Case("L2", "The hub restarts with many servers", "as K2, with 12 servers", "the hub answers within the limit while it resumes them"),
     Case("L3", "10,000 leases", "10,000 leases start and end at a real broker on simulated nodes", "no more files, rows or containers than before"),
     # -- upgrades
-    Case("V1", "Upgrade from the previous version, and downgrade", "the store is downgraded by one migration under a running server, and upgraded again", "the server and its lease continue"),
+    Case("V1", "The store of the previous version", "the store is downgraded by one migration while a server runs and the broker is stopped; this version's broker upgrades it (no older code runs)", "the server and its lease continue", BOTH),
     Case("V3", "The clock is set", "the broker's clock is set forward and back by an hour", "no lease ends; nothing is granted twice"),
 )  # fmt: skip
 

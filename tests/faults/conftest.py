@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,16 +20,31 @@ from tests.support.product import ROOT
 RESULTS = Path(os.environ.get("GPUHUB_FAULTS_RESULTS", ROOT / ".cache" / "faults" / "results.json"))
 FAILURES = RESULTS.with_name("failures.txt")
 
+#: Names of a test's properties: its case, figures, and violations of the invariants.
+CASE, FIGURE, DOUBLE_LEASES, LEAKS = "case", "figure.", "double_leases", "leaks"
+
 
 @dataclass(slots=True)
 class Results:
     """The results of the session's cases."""
 
-    invariants: InvariantChecker | None = None
     #: By test that has ended, invariants included: the case's id, and whether it passed.
     tests: dict[str, tuple[str, bool]] = field(default_factory=dict)
     _failed: set[str] = field(default_factory=set)
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
+    double_leases: int = 0
+    leaks: int = 0
+
+    def add_properties(self, case: str, properties: Iterable[tuple[str, Any]]) -> None:
+        """Add what a test recorded: figures, of which the largest counts, and violations of the invariants."""
+        for name, value in properties:
+            if name == DOUBLE_LEASES:
+                self.double_leases += value
+            elif name == LEAKS:
+                self.leaks += value
+            elif name.startswith(FIGURE):
+                figures, figure = self.figures.setdefault(case, {}), name.removeprefix(FIGURE)
+                figures[figure] = round(max(value, figures.get(figure, value)), 2)
 
     def note(self, test: str, case: str, phase: str, *, passed: bool) -> None:
         """Record the end of a test's phase; an interrupted test has no teardown and does not count."""
@@ -65,7 +80,9 @@ _KEY = pytest.StashKey[Results]()
 def pytest_configure(config: pytest.Config) -> None:
     """Start with empty results."""
     config.stash[_KEY] = Results()
-    FAILURES.unlink(missing_ok=True)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_Recorder(config.stash[_KEY]))
+        FAILURES.unlink(missing_ok=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -86,14 +103,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("repeat", range(repeats))
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Record each phase of a case's test; set-up and invariants count as well."""
-    outcome: Any = yield
-    report = outcome.get_result()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let the reports of a test name its case: with pytest-xdist they are all that leaves the test's process."""
     marker = item.get_closest_marker("case")
     if marker is not None:
-        item.config.stash[_KEY].note(item.nodeid, marker.args[0], report.when, passed=report.passed)
+        item.user_properties.append((CASE, marker.args[0]))
+
+
+class _Recorder:
+    """Records each phase of a case's test; set-up and invariants count as well."""
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        cases = [str(value) for name, value in report.user_properties if name == CASE]
+        if not cases:
+            return
+        case = cases[0]
+        self._results.note(report.nodeid, case, report.when or "", passed=report.passed)
+        if report.when == "teardown":
+            self._results.add_properties(case, report.user_properties)
         if report.failed:
             # A run takes long: failures are written at once for those who watch it.
             FAILURES.parent.mkdir(parents=True, exist_ok=True)
@@ -107,10 +138,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not results.tests:
         return
     results.write()
-    invariants = results.invariants
     terminalreporter.write_line(f"faults.cases_run {len(results.ids())} cases")
-    terminalreporter.write_line(f"faults.double_leases {invariants.double_leases if invariants else 0} leases")
-    terminalreporter.write_line(f"faults.leaks {invariants.leaks if invariants else 0} objects")
+    terminalreporter.write_line(f"faults.double_leases {results.double_leases} leases")
+    terminalreporter.write_line(f"faults.leaks {results.leaks} objects")
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +155,7 @@ def running_testbed() -> Iterator[FaultTestbed]:
 
 
 @pytest.fixture(scope="session")
-def invariants(running_testbed: FaultTestbed, request: pytest.FixtureRequest) -> InvariantChecker:
+def invariants(running_testbed: FaultTestbed) -> InvariantChecker:
     """The invariants' checker, which watches once every user has a home with a file in it."""
     running_testbed.heal()
     running_testbed.clear()
@@ -136,30 +166,38 @@ def invariants(running_testbed: FaultTestbed, request: pytest.FixtureRequest) ->
     running_testbed.clear()
     invariants = InvariantChecker(running_testbed)
     invariants.begin()
-    request.config.stash[_KEY].invariants = invariants
     return invariants
 
 
+@pytest.fixture(scope="module")
+def networks(invariants: InvariantChecker) -> Iterator[None]:
+    """Checks after a module's last test, because the broker takes half a minute to remove them, users' networks."""
+    yield
+    assert invariants.check_networks() == []
+
+
 @pytest.fixture
-def testbed(running_testbed: FaultTestbed, invariants: InvariantChecker) -> Iterator[FaultTestbed]:
+def testbed(
+    running_testbed: FaultTestbed, invariants: InvariantChecker, networks: None, request: pytest.FixtureRequest
+) -> Iterator[FaultTestbed]:
     """The product without servers or leases; after the case every fault is ended, and the invariants are checked."""
     yield running_testbed
-    running_testbed.heal()
-    wrong = invariants.check_leases()
-    running_testbed.clear()
-    wrong += invariants.check_empty()
+    try:
+        running_testbed.heal()
+        wrong = invariants.check_leases()
+        running_testbed.clear()
+        wrong += invariants.check_empty()
+    finally:
+        request.node.user_properties += [(DOUBLE_LEASES, invariants.double_leases), (LEAKS, invariants.leaks)]
+        invariants.double_leases = invariants.leaks = 0
     assert wrong == []
 
 
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Callable[[str, float], None]:
-    """Return a function that records a figure of the case, such as seconds to detection; the largest of all repeats
-    counts.
-    """
-    marker = request.node.get_closest_marker("case")
-    figures = request.config.stash[_KEY].figures.setdefault(marker.args[0], {})
+    """Return a function that records a figure of the case, such as seconds to detection."""
 
     def note(name: str, value: float) -> None:
-        figures[name] = round(max(value, figures.get(name, value)), 2)
+        request.node.user_properties.append((FIGURE + name, float(value)))
 
     return note

@@ -25,11 +25,12 @@ def main() -> None:
 def build(results: dict[str, dict[str, Any]]) -> str:
     """Build the table in Markdown, in the catalogue's order."""
     lines = [
-        "| case | fault | how it is injected | expected result | outcome | date | repeats |",
-        "|---|---|---|---|---|---|---|",
+        "| case | fault | how it is injected | where | expected result | outcome | date | repeats |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {case.id} | {case.title} | {_cell(case.how)} | {_cell(case.expect)} | {_outcome(results.get(case.id))} |"
+        f"| {case.id} | {case.title} | {_cell(case.how)} | {case.where} | {_cell(case.expect)} | "
+        f"{_outcome(results.get(case.id))} |"
         for case in CASES
     ]
     lines += ["", "Not run, or only in part:", "", "| case | fault | why |", "|---|---|---|"]

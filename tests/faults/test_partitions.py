@@ -85,7 +85,7 @@ def _states(testbed: FaultTestbed, name: str) -> list[str]:
 @pytest.mark.case("P4")
 @pytest.mark.parametrize("how", ["one-way", "lossy", "late"])
 def test_unreliable_network_to_a_node(testbed: FaultTestbed, figure: Figure, how: str) -> None:
-    """The node's state stays stable, its notebook stays, and another node starts one as fast as before."""
+    """The node's state changes rarely, its notebook stays, and another node starts one within a bound."""
     seen = testbed.start("ada", "nb", "on2")
     usual = _measure_start_s(testbed)
     first = testbed.last_event()

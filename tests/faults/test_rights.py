@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -12,8 +14,9 @@ import httpx
 import pytest
 
 from gpuhub.common import secrets
+from gpuhub.config import head_address, settings
 from tests.faults.testbed.node_access import PORT
-from tests.faults.testbed.testbed import FaultTestbed, home_of
+from tests.faults.testbed.testbed import KEPT, FaultTestbed, home_of
 from tests.support.hub.users import log_in, with_token
 from tests.support.product import wait_for
 
@@ -95,16 +98,43 @@ def _fill_path(path: str) -> str:
 
 @pytest.mark.case("A4")
 def test_worker_has_no_access_to_the_hub(testbed: FaultTestbed) -> None:
-    """A worker's environment has no token, and without one the hub answers nothing."""
+    """A worker's environment has no token, and whatever it asks the hub or the broker is refused."""
     testbed.submit_job("ada", 1)
     worker = next(seen for seen in testbed.observer.running() if seen.kind == "worker")
     _, environment = testbed.execute(worker, "env")
     for secret in secrets.BROKER_TOKEN, secrets.SPAWNER_TOKEN, secrets.PROXY_TOKEN:
         assert secrets.read_secret(testbed.paths, secret) not in environment
     assert "TOKEN" not in environment
-    for path in ("/hub/api/users", "/hub/api/proxy", "/hub/api/services"):
-        answer = httpx.get(f"{testbed.address}{path}", trust_env=False, timeout=10)
-        assert answer.status_code in {401, 403}
+    cluster = settings.load(testbed.paths.closet_cluster_file)
+    head = str(testbed.plan.head)
+    hub, broker = head_address.build_hub_origin(cluster, head), head_address.build_broker_url(cluster, head)
+    urls = [f"{hub}/hub/api/{path}" for path in ("users", "proxy", "services")]
+    urls += [f"{broker}/api/v1/{path}" for path in ("leases", "jobs", "events")]
+    urls += [f"http://{head}:{cluster.hub.port}/hub/api/users"]
+    status, answers = testbed.execute(worker, "python3", "-c", _REQUESTS, json.dumps([f"{broker}/health", *urls]))
+    assert status == 0, answers
+    # The first answer shows that requests do leave the container.
+    health, *refused = json.loads(answers)
+    assert health == 200, answers
+    assert all(one in {401, 403, "refused"} for one in refused), answers
+    assert refused.count(401) + refused.count(403) >= 3, answers
+
+
+#: In a container: the status of each request, or `refused` where no HTTP answer came. What is refused is not the
+#: server's certificate, which nobody checks here.
+_REQUESTS = """
+import json, ssl, sys, urllib.error, urllib.request
+context = ssl._create_unverified_context()
+answers = []
+for url in json.loads(sys.argv[1]):
+    try:
+        answers.append(urllib.request.urlopen(url, timeout=5, context=context).status)
+    except urllib.error.HTTPError as error:
+        answers.append(error.code)
+    except OSError:
+        answers.append("refused")
+print(json.dumps(answers))
+"""
 
 
 @pytest.mark.case("A6")
@@ -146,14 +176,25 @@ def _published(testbed: FaultTestbed, seen: Any) -> list[int]:
 
 @pytest.mark.case("A7")
 def test_no_access_to_other_gpus_or_other_users_homes(testbed: FaultTestbed) -> None:
-    """Another GPU's device can neither be created nor opened, and only the user's home is mounted."""
-    testbed.start("ada", "nb", "on1")
-    ben = testbed.start("ben", "nb", "light")
+    """On the other user's node the GPU's device can neither be made nor opened, and only the user's home is mounted."""
+    ben = testbed.start_beside("ben", testbed.start("ada", "nb", "on1"))
     status, answer = testbed.execute(ben, "sh", "-c", "mknod /tmp/card c 195 0 || mknod ~/card c 195 0")
     assert status != 0
     assert "ermitted" in answer or "denied" in answer
     assert testbed.execute(ben, "sh", "-c", "ls /dev/nvidia*")[0] != 0
-    assert testbed.execute(ben, "cat", f"/home/ada/{home_of(testbed, 'ada').name}")[0] != 0
+    left = home_of(testbed, "ben") / "card"
+    os.mknod(left, stat.S_IFCHR | 0o666, os.makedev(195, 0))
+    try:
+        left.chmod(0o666)
+        status, answer = testbed.execute(ben, "sh", "-c", ": <> ~/card")
+    finally:
+        left.unlink()
+    # No driver has this number here: without a rule against it the answer would be "No such device".
+    assert status != 0
+    assert "ermitted" in answer or "denied" in answer
+    assert (home_of(testbed, "ada") / KEPT).is_file()
+    assert testbed.execute(ben, "cat", f"/home/ben/{KEPT}")[0] == 0
+    assert testbed.execute(ben, "cat", f"/home/ada/{KEPT}")[0] != 0
     _, listed = testbed.execute(ben, "ls", "/home")
     assert listed.split() == ["ben"]
 

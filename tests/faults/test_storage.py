@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -141,18 +144,49 @@ def test_the_store_is_locked(testbed: FaultTestbed, figure: Figure) -> None:
             ben.ask(ben.broker, "DELETE", f"/leases/{row['id']}")
 
 
+#: Sizes in SQLite's write-ahead log, bytes: its header, and the header of each frame before its page.
+_WAL_HEADER, _FRAME_HEADER = 32, 24
+
+
+def cut_last_frame(store: Path) -> None:
+    """Cut the store's write-ahead log in the middle of its last frame that counts.
+
+    Frames of an earlier round of the log, with other salts than the header's, may follow it and count no more.
+    """
+    wal = store.with_name(f"{store.name}-wal")
+    content = wal.read_bytes()
+    page_bytes = int.from_bytes(content[8:12])
+    salts = content[16:24]
+    size = _FRAME_HEADER + page_bytes
+    begins = [
+        begin for begin in range(_WAL_HEADER, len(content) - size + 1, size) if content[begin + 8 : begin + 16] == salts
+    ]
+    assert len(begins) > 1, f"{wal} has {len(begins)} frames: nothing would remain"
+    os.truncate(wal, begins[-1] + size // 2)
+
+
 @pytest.mark.case("S4")
 def test_store_is_truncated(testbed: FaultTestbed) -> None:
-    """When the end of the write-ahead log is cut at the broker's death, committed data is present."""
+    """The write-ahead log is cut within its last frame: that transaction is gone, and everything before it is present."""
     seen = testbed.start("ada", "nb", "on1")
     lease = testbed.lease_of("ada", "nb")
-    wal = testbed.paths.store.with_name(testbed.paths.store.name + "-wal")
-    testbed.kill(BROKER)
-    testbed.supervisor.stop(BROKER)
-    with wal.open("ab") as file:
-        file.write(b"\x37\x7f\x06\x82" * 700)
+    # Stopped and then killed: supervisord must not start another broker, whose recovery would rewrite the log.
+    body = {"profile": "on1", "server": "nb", "key": f"cut-{time.time_ns()}"}
+    ben = testbed.clients["ben"]
+    assert ben.ask(ben.broker, "POST", "/leases", body)[0] == 201
+    pid = testbed.kill(BROKER, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(testbed.supervisor.stop, BROKER)
+        wait_for(lambda: testbed.supervisor.state(BROKER) == "STOPPING", "supervisord stops the broker", 10)
+        os.kill(pid, signal.SIGKILL)
+        stopping.result(60)
+    cut_last_frame(testbed.paths.store)
     testbed.supervisor.ensure_started(BROKER)
     wait_for(testbed.is_live, "the broker answers", 60)
+    with closing(sqlite3.connect(testbed.paths.store)) as store:
+        assert store.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert ben.ask(ben.broker, "POST", "/leases", body)[0] in {200, 201}
+    assert [row["state"] for row in testbed.leases() or () if row["owner"] == "ben"] == ["requested"]
     assert testbed.lease_of("ada", "nb")["id"] == lease["id"]
     assert testbed.container("ada", "nb") == seen
     testbed.start("ben", "nb", "on2")
@@ -169,29 +203,61 @@ def test_an_image_is_missing(testbed: FaultTestbed) -> None:
     assert not testbed.events("lease.granted", after=first)
 
 
+#: Programs that exceed a limit for 8 s again and again, and end with 9 if the limit stopped them at least once.
 _WILD = {
-    "fork bomb": "import os,time\nend=time.time()+4\nwhile time.time()<end:\n  try: os.fork()\n  except OSError: time.sleep(.01)\n",
-    "memory": "held=[]\nwhile True: held.append(bytearray(1<<20))\n",
-    "shared memory": "open('/dev/shm/x','wb').write(b'0'*(64<<20))\n",
-    "log": "out=open('/proc/1/fd/1','wb',0)\nfor _ in range(800): out.write(b'x'*65535+b'\\n')\n",
+    "fork bomb": """
+while time.time() < end:
+    try: os.fork()
+    except OSError:
+        hit = True
+        time.sleep(.01)
+if os.getpid() != first: os._exit(0)
+""",
+    "memory": """
+while time.time() < end:
+    child = os.fork()
+    if not child:
+        held = []
+        while True: held.append(bytearray(1 << 20))
+    hit = os.waitpid(child, 0)[1] != 0 or hit
+""",
+    "shared memory": """
+while time.time() < end:
+    try: open("/dev/shm/x", "wb").write(b"0" * (64 << 20))
+    except OSError: hit = True
+""",
+    "log": """
+out = open("/proc/1/fd/1", "wb", 0)
+while time.time() < end: out.write(b"x" * 65535 + b"\\n")
+hit = True
+""",
 }
+_FRAME = "import os, sys, time\nfirst, end, hit = os.getpid(), time.time() + 8, False\n{}\nsys.exit(9 if hit else 0)\n"
+#: Ended by its limit, or killed together with what it started.
+_LIMITED = {9, 137}
+#: The longest that hub, broker or a neighbour may take to answer in the meantime, seconds.
+_ANSWER_S = 10.0
 
 
 @pytest.mark.case("S6")
 @pytest.mark.parametrize("how", list(_WILD))
 def test_container_exhausts_its_resources(testbed: FaultTestbed, figure: Figure, how: str) -> None:
-    """Other containers on the node and the product answer as before, and the log stays within its limits."""
-    wild, other = testbed.start("ada", "nb", "light"), None
-    for number in range(8):
-        other = testbed.start("ben", f"s{number}", "light")
-        if other.node == wild.node:
-            break
-    assert other is not None
-    status, _ = testbed.execute(wild, "timeout", "15", "python3", "-c", _WILD[how])
-    assert status != 0 or how in {"log", "fork bomb"}
-    began = time.monotonic()
-    assert testbed.is_live()
-    figure("slowest_answer_s", time.monotonic() - began)
-    assert testbed.execute(other, "true")[0] == 0
+    """In the meantime another container on the node and the product answer, and the log stays within its limits."""
+    wild, other = testbed.start("ada", "nb", "half1"), testbed.start("ben", "nb", "half1")
+    assert other.node == wild.node
+    took: list[float] = []
+    with ThreadPoolExecutor(1) as pool:
+        storm = pool.submit(testbed.execute, wild, "timeout", "30", "python3", "-c", _FRAME.format(_WILD[how]))
+        while not storm.done():
+            began = time.monotonic()
+            assert testbed.is_live(_ANSWER_S)
+            assert testbed.execute(other, "true")[0] == 0
+            took.append(time.monotonic() - began)
+        status, output = storm.result()
+    assert status in _LIMITED, (status, output[-500:])
+    assert len(took) >= 2, took
+    figure("slowest_answer_s", max(took))
+    assert max(took) < _ANSWER_S
+    assert testbed.container("ben", "nb") == other
     logs = (node_paths(testbed.paths, wild.node).data_root / "containers" / wild.id).glob("*-json.log*")
     assert sum(file.stat().st_size for file in logs) < 35 << 20

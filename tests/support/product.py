@@ -15,6 +15,14 @@ ROOT = Path(__file__).parents[2]
 ENGINE = os.environ.get("GPUHUB_TEST_ENGINE", "builtin")
 
 
+def build_instance(base: str, process: str) -> str:
+    """Return the instance of one of pytest-xdist's processes, such as `gw1`; the base itself without one.
+
+    An instance has at most eight characters, and the last one is left to tests that start a second instance.
+    """
+    return f"{base[: 7 - len(process[2:])]}{process[2:]}" if process else base
+
+
 def run_make(instance: str, target: str) -> str:
     """Run a make target as README describes it and return its output."""
     done = subprocess.run(

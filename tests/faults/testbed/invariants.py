@@ -8,17 +8,20 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, field
 
+from gpuhub.broker.app import NETWORKS_PERIOD_S
 from gpuhub.common import names
 from tests.faults.testbed.testbed import KEPT, USERS, FaultTestbed, home_of, label_filter
 from tests.support.closet.observer import find_shared_gpus
 
 #: From the end of a case until leases and containers must agree and nothing may be left over, seconds.
 SETTLE_S = 60.0
+#: The broker removes unused networks of users at this interval; the last case may have just joined one.
+NETWORKS_SETTLE_S = 2 * NETWORKS_PERIOD_S + SETTLE_S
 
 
 @dataclass(slots=True)
 class InvariantChecker:
-    """Checks the invariants and counts violations over the session."""
+    """Checks the invariants and counts violations since the counts were last read."""
 
     testbed: FaultTestbed
     double_leases: int = 0
@@ -54,6 +57,13 @@ class InvariantChecker:
         self.leaks += len(remaining)
         live = [] if self.testbed.is_live() else ["hub or broker does not answer"]
         return self._find_doubled() + remaining + self._find_changed_homes() + live
+
+    def check_networks(self) -> list[str]:
+        """Return users' networks that remain although nobody has had a lease for longer than the broker keeps them."""
+        end = time.monotonic() + NETWORKS_SETTLE_S
+        while (remaining := self._find_networks()) and time.monotonic() < end:
+            time.sleep(1)
+        return remaining
 
     def _find_doubled(self) -> list[str]:
         """Return GPUs that were or are in two running containers."""
@@ -98,19 +108,23 @@ class InvariantChecker:
                 for item in client.containers(all=True, filters=wanted):
                     if item["Labels"].get(names.LABEL_KIND) not in names.KINDS_WITHOUT_LEASE:
                         leftovers.append(f"container {item['Names']} on {node.name} ({item['State']})")
-                for item in client.networks(filters=wanted):
-                    owner = (item["Labels"] or {}).get(names.LABEL_OWNER)
-                    if owner is not None and owner not in USERS:
-                        leftovers.append(f"network {item['Name']} on {node.name}")
             extra = self._list_volumes(node.name) - self._volumes.get(node.name, set())
             leftovers += [f"volume {name} on {node.name}" for name in sorted(extra)]
         return leftovers
 
+    def _find_networks(self) -> list[str]:
+        found: list[str] = []
+        wanted = {"label": [*label_filter(self.testbed)["label"], names.LABEL_OWNER]}
+        for node in self.testbed.plan.nodes:
+            with closing(self.testbed.client_of(node.name)) as client:
+                found += [f"network {item['Name']} on {node.name}" for item in client.networks(filters=wanted)]
+        return found
+
     def _list_volumes(self, node: str) -> set[str]:
-        """Return a node's volumes except those that users keep."""
+        """Return a node's volumes except users' scratch, which they keep."""
+        scratch = {names.scratch_volume_name(self.testbed.paths.instance, name) for name in USERS}
         with closing(self.testbed.client_of(node)) as client:
-            listed = client.volumes()["Volumes"] or []
-        return {volume["Name"] for volume in listed if not (volume.get("Labels") or {}).get(names.LABEL_INSTANCE)}
+            return {volume["Name"] for volume in client.volumes()["Volumes"] or ()} - scratch
 
     def _find_changed_homes(self) -> list[str]:
         return [

@@ -23,9 +23,10 @@ from tests.faults.testbed.user_actions import UserActions
 from tests.support.closet import practice_closet
 from tests.support.closet.observer import Observer
 from tests.support.hub.users import log_in, with_token
-from tests.support.product import run_make, wait_for
+from tests.support.product import build_instance, run_make, wait_for
 
-INSTANCE = os.environ.get("GPUHUB_TEST_INSTANCE", "ghtest")
+#: Processes of pytest-xdist inject cases side by side, each into a product of its own.
+INSTANCE = build_instance(os.environ.get("GPUHUB_TEST_INSTANCE", "ghtest"), os.environ.get("PYTEST_XDIST_WORKER", ""))
 #: Leaves the product running at the end and reuses it at the next start, for authors of cases.
 KEEP = bool(os.environ.get("GPUHUB_FAULTS_KEEP"))
 USERS = ("ada", "ben", "cyd", "dee", "eve")
@@ -195,6 +196,7 @@ _PROFILES: dict[str, dict[str, Any]] = {
     "light": {"gpu_count": 0},
     "anygpu": {"gpu_count": 1},
     "on1": {"gpu_model": "RTX 5090"},
+    "half1": {"gpu_model": "RTX 5090", "gpu_share": 2},
     "on2": {"gpu_model": "RTX 5070"},
     "on3": {"gpu_model": "RTX 5060"},
     "absent": {"gpu_model": "RTX 5060", "image": "gpuhub/absent:1"},

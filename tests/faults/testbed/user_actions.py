@@ -34,11 +34,11 @@ class UserActions(NodeAccess):
         assert self.all_owners is not None
         return self.all_owners
 
-    def is_live(self) -> bool:
-        """Return whether hub and broker answer."""
+    def is_live(self, timeout_s: float = 5) -> bool:
+        """Return whether hub and broker answer, each within the timeout."""
         try:
-            hub = httpx.get(f"{self.address}/hub/api/", trust_env=False, timeout=5)
-            broker = httpx.get(f"{self.address}/services/broker/health", trust_env=False, timeout=5)
+            hub = httpx.get(f"{self.address}/hub/api/", trust_env=False, timeout=timeout_s)
+            broker = httpx.get(f"{self.address}/services/broker/health", trust_env=False, timeout=timeout_s)
         except httpx.TransportError:
             return False
         return hub.status_code == broker.status_code == 200
@@ -104,6 +104,14 @@ class UserActions(NodeAccess):
         """Start a server and return its container when it is ready."""
         self.ask_start(name, server, profile)
         return self.wait_ready(name, server, deadline_s)
+
+    def start_beside(self, name: str, other: SeenContainer) -> SeenContainer:
+        """Start servers without a GPU until one is on the node of that container, and return it."""
+        for number in range(8):
+            seen = self.start(name, f"s{number}", "light")
+            if seen.node == other.node:
+                return seen
+        raise AssertionError(f"none of {name}'s 8 servers is on {other.node}")
 
     def ask_start(self, name: str, server: str, profile: str = "light") -> None:
         """Request a server."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
@@ -42,6 +42,8 @@ class Observer:
     paths: Paths
     double: list[str] = field(default_factory=list)
     polls: int = 0
+    #: Polls that a daemon answered, by node: while it is stopped, nothing is seen there.
+    answers: Counter[str] = field(default_factory=Counter)
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -81,6 +83,7 @@ class Observer:
                 found = [seen for one in listed if (seen := daemon.get(f"/containers/{one['Id']}/json")) is not None]
         except (OSError, HTTPException, ValueError):
             return []
+        self.answers[node.name] += 1
         return [parse(node.name, one) for one in found if (one["Config"]["Labels"] or {}).get(names.LABEL_LEASE)]
 
 

@@ -151,8 +151,14 @@ def test_export_that_squashes_root_is_reported(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_file_system_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str) -> None:
-    """It is reported as a temporary error that the user did not cause."""
-    (tmp_path / "homes").mkdir()
+    """It is reported as a temporary error that the user did not cause; nothing is made, changed or deleted."""
+    other = tmp_path / "homes" / "ben"
+    other.mkdir(parents=True)
+    (other / "kept").write_text("as before")
     monkeypatch.setattr(homes.os, "mkdir", build_failing_mkdir(number))
     with pytest.raises(StorageUnavailable, match=f"homes/ada cannot be used: .*{says}"):
         ensure_home(storage(tmp_path), current_user())
+    assert {file: file.is_file() and file.read_text() for file in (tmp_path / "homes").rglob("*")} == {
+        other: False,
+        other / "kept": "as before",
+    }
