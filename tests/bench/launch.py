@@ -7,9 +7,10 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -73,14 +74,17 @@ def measure() -> Iterator[tuple[str, float, str]]:
 
 
 def _hello(kernel: Kernel, workers: list[tuple[Any, str]]) -> Iterator[tuple[str, float, str]]:
-    """Measure whole runs of one all-reduce: the first launch, the next, and torchrun, one after the other."""
+    """Measure whole runs of one all-reduce: the first launch and the next, and torchrun after or before them."""
     rounds = []
     for number in range(PAIRS + 1):
-        round_results = {
-            "first": kernel.run("bench_hello.py", fresh=True),
-            "again": kernel.run("bench_hello.py"),
-            "cold": _run_torchrun(workers, "bench_hello.py"),
+        turns: dict[str, Callable[[], dict[str, Any]]] = {
+            "first": partial(kernel.run, "bench_hello.py", fresh=True),
+            "again": partial(kernel.run, "bench_hello.py"),
+            "cold": partial(_run_torchrun, workers, "bench_hello.py"),
         }
+        # Torchrun's turn is last and first by turns; the second launch always follows the first.
+        order = ("first", "again", "cold") if number % 2 else ("cold", "first", "again")
+        round_results = {name: turns[name]() for name in order}
         print_progress(", ".join(f"{name} {result['seconds']:.2f} s" for name, result in round_results.items()))
         if number:
             rounds.append(round_results)
@@ -106,13 +110,14 @@ def _steps(kernel: Kernel, workers: list[tuple[Any, str]]) -> Iterator[tuple[str
 
 def _interrupt(kernel: Kernel) -> Iterator[tuple[str, float, str]]:
     """Measure the longest time from SIGINT in the kernel until the launch has returned and all ranks have ended."""
-    durations = [kernel.run("bench_forever.py", interrupt_after_s=1.0)["interrupt_s"] for _ in range(PAIRS)]
-    print_progress(f"interrupts: {', '.join(f'{seconds:.2f}' for seconds in durations)} s")
-    yield "launch.interrupt_s", max(durations), "s"
+    for name, script in (("interrupt_s", "bench_forever.py"), ("interrupt_ignored_s", "bench_ignoring.py")):
+        durations = [kernel.run(script, interrupt_after_s=1.0)["interrupt_s"] for _ in range(PAIRS)]
+        print_progress(f"{script} interrupted: {', '.join(f'{seconds:.2f}' for seconds in durations)} s")
+        yield f"launch.{name}", max(durations), "s"
 
 
 def _lines(kernel: Kernel, workers: list[tuple[Any, str]], seconds: Path) -> Iterator[tuple[str, float, str]]:
-    """Measure how fast ranks write lines while the notebook shows them, and with torchrun writing them to files."""
+    """Measure how fast ranks write lines while the notebook follows them, and with torchrun writing them to files."""
     rates, ratios, shares = [], [], []
     for _ in range(3):
         ours = kernel.run("bench_flood.py", str(LINES))

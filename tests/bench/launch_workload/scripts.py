@@ -75,6 +75,16 @@ while True:
     time.sleep(1)
 """
 
+#: Runs until it is killed: no signal that can be ignored ends it.
+IGNORING = """
+import signal, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+print("going on", flush=True)
+while True:
+    time.sleep(1)
+"""
+
 #: The last rank allocates a number of GiB of its GPU while the others wait for it.
 GREEDY = """
 import os, sys, torch, torch.distributed as dist
@@ -91,5 +101,6 @@ ALL = {
     "bench_steps.py": STEPS,
     "bench_flood.py": FLOOD,
     "bench_forever.py": FOREVER,
+    "bench_ignoring.py": IGNORING,
     "bench_greedy.py": GREEDY,
 }

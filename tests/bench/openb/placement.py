@@ -36,6 +36,11 @@ MAKERS: dict[str, Callable[[Trace], PlacementPolicy]] = {
 def measure(seeds: int = SEEDS) -> Iterator[tuple[str, float, str]]:
     """Yield figures as name, value and unit; means over the seeds."""
     loaded = trace.load()
+    for name, value, unit in _measure(loaded, seeds):
+        yield name + loaded.suffix, value, unit
+
+
+def _measure(loaded: Trace, seeds: int) -> Iterator[tuple[str, float, str]]:
     print(
         f"placement: trace {loaded.name}: {len(loaded.nodes)} nodes, {loaded.gpus} GPUs, {len(loaded.tasks)} tasks",
         file=sys.stderr,

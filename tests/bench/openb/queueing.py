@@ -80,6 +80,11 @@ class Outcome:
 def measure() -> Iterator[tuple[str, float, str]]:
     """Yield figures as name, value and unit."""
     loaded = trace.load()
+    for name, value, unit in _measure(loaded):
+        yield name + loaded.suffix, value, unit
+
+
+def _measure(loaded: Trace) -> Iterator[tuple[str, float, str]]:
     setting = shrink(loaded)
     print(
         f"queueing: trace {loaded.name}: {len(setting.jobs)} tasks of {setting.ends_at / 86400:.3g} days on "

@@ -43,6 +43,8 @@ class Trace:
 
     name: str
     nodes: tuple[FreeCapacity, ...]
+    #: What the names of its figures end with, so that those of different traces cannot be confused.
+    suffix: str
     #: By arrival.
     tasks: tuple[Task, ...]
 
@@ -64,7 +66,7 @@ def load() -> Trace:
         f"{PUBLISHED}: put its files *node_list_gpu_node.csv and *pod_list_default.csv into one folder.",
         file=sys.stderr,
     )
-    return parse("generated", generated.node_rows(), generated.pod_rows())
+    return parse("generated", generated.node_rows(), generated.pod_rows(), suffix="_generated")
 
 
 def read(folder: Path) -> Trace:
@@ -80,12 +82,14 @@ def read(folder: Path) -> Trace:
         return parse(str(folder), csv.DictReader(nodes), csv.DictReader(pods))
 
 
-def parse(name: str, nodes: Iterable[Mapping[str, str]], pods: Iterable[Mapping[str, str]]) -> Trace:
+def parse(
+    name: str, nodes: Iterable[Mapping[str, str]], pods: Iterable[Mapping[str, str]], *, suffix: str = ""
+) -> Trace:
     """Build a trace from rows by column name."""
     states = tuple(_node(row) for row in nodes)
     models = sorted({card.model for state in states for card in state.cards})
     tasks = sorted((_task(row, models) for row in pods), key=lambda task: task.created_at)
-    return Trace(name=name, nodes=states, tasks=tuple(tasks))
+    return Trace(name=name, nodes=states, suffix=suffix, tasks=tuple(tasks))
 
 
 def typical(tasks: Iterable[Task], share: float = 0.95) -> tuple[tuple[NodeDemand, float], ...]:

@@ -158,7 +158,10 @@ def measure_interrupts(bench: Bench, tag: str) -> None:
     """Measure the longest time from SIGINT until all ranks have ended."""
     scripts = ("bench_steps.py", "4096", "1000000"), ("bench_forever.py",)
     answers = [bench.ours(*script, interrupt_after_s=1.0, may_fail=True) for script in scripts for _ in range(3)]
-    print_figure(f"{tag}.interrupt_s", max(answer["interrupt_s"] for answer in answers if answer["interrupt_s"]), "s")
+    assert all(answer["interrupt_s"] is not None for answer in answers), (
+        f"a launch ended before its interrupt: {answers}"
+    )
+    print_figure(f"{tag}.interrupt_s", max(answer["interrupt_s"] for answer in answers), "s")
 
 
 def measure_losses(bench: Bench, tag: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 
 import pytest
 
@@ -20,6 +21,13 @@ IGNORES = """
     while True:
         time.sleep(600)
 """
+#: Python notices a signal only when this call returns, which takes years.
+COMPUTES = """
+    print("sleeping", flush=True)
+    sum(range(10**16))
+"""
+#: From SIGINT to the error in the notebook, seconds. The aim is 2 on a machine that has nothing else to do.
+INTERRUPTED_S = 15
 #: Launches, is interrupted, and launches again at once.
 TWICE = """
 import time, gpu_launch
@@ -32,7 +40,7 @@ print("BOTH", flush=True)
 """
 
 
-@pytest.mark.parametrize("script", [SLEEPS, IGNORES], ids=["ends", "ignores it"])
+@pytest.mark.parametrize("script", [SLEEPS, IGNORES, COMPUTES], ids=["ends", "ignores it", "is in native code"])
 def test_an_interrupt_stops_every_rank_and_the_next_launch_starts_at_once(either: Notebook, script: str) -> None:
     """The second launch reuses the workers and sends no request to the broker."""
     either.keep_s = 60
@@ -42,9 +50,11 @@ def test_an_interrupt_stops_every_rank_and_the_next_launch_starts_at_once(either
     process = either.start(code)
     lines_until(process, "] sleeping")
     process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    lines_until(process, "INTERRUPTED LaunchInterrupted")
+    assert time.monotonic() - began < INTERRUPTED_S
     out, err = process.communicate(timeout=DEADLINE_S)
-    assert "INTERRUPTED LaunchInterrupted" in out, out + err
-    assert "sum 3.0 of 2" in out.partition("INTERRUPTED")[2]
+    assert "sum 3.0 of 2" in out, out + err
     assert "BOTH" in out
     assert either.broker.calls.count("POST /jobs") == 1
     until(lambda: not either.left(), "no process left")

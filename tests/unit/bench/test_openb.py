@@ -7,6 +7,7 @@ import io
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -247,3 +248,14 @@ def test_the_cluster_is_shrunk_until_it_queues() -> None:
     assert len(of.nodes) < 60
     assert all(0 <= job.arrives_at <= of.ends_at and job.runs_s <= job.limit_s for job in of.jobs)
     assert len({job.owner for job in of.jobs}) > queueing.USERS / 2
+
+
+@pytest.mark.parametrize("part", [placement, queueing])
+def test_figures_of_the_generated_trace_have_names_of_their_own(
+    part: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They cannot be taken for those of the published trace."""
+    monkeypatch.delenv("TRACE", raising=False)
+    monkeypatch.setattr(trace, "DEFAULT_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(part, "_measure", lambda *_: iter([("broker.figure", 1.0, "ratio")]))
+    assert list(part.measure()) == [("broker.figure_generated", 1.0, "ratio")]
