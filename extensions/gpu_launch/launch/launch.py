@@ -345,7 +345,7 @@ class Launch:
 
     def _check(self) -> None:
         """Raise the failure of a start, a worker or the request, unless a change of members explains it."""
-        for note in self._starter.pop_notes():
+        for note in (*self._starter.pop_notes(), *self._scale_up.pop_notes()):
             self._view.print_line(note)
         try:
             self._starter.raise_error()

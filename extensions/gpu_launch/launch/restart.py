@@ -214,6 +214,13 @@ class ScaleUp:
         self._thread: threading.Thread | None = None
         self._every_s = _REQUEST_S
         self._due_at = time.monotonic() + _REQUEST_S
+        self._failure = ""
+        self._notes: list[str] = []
+
+    def pop_notes(self) -> list[str]:
+        """Return why requests failed, each reason once in succession, since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def poll(self) -> None:
         """Request nodes when it is time and some are missing."""
@@ -234,7 +241,10 @@ class ScaleUp:
     def _request(self, group: BrokerWorkerGroup) -> None:
         try:
             has_grown = group.scale_up()
-        except GpuLaunchError:
-            # The launch continues with the nodes that it has.
+            self._failure = ""
+        except GpuLaunchError as error:
             has_grown = False
+            if str(error) != self._failure:
+                self._failure = str(error)
+                self._notes.append(f"the missing nodes could not be requested, the launch goes on without: {error}")
         self._every_s = _REQUEST_S if has_grown else min(_MAX_REQUEST_S, 1.5 * self._every_s)

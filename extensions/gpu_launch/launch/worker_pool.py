@@ -5,6 +5,7 @@ idle ones are kept.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import threading
@@ -25,6 +26,8 @@ from gpu_launch.launch.worker_group import BrokerWorkerGroup, WorkerGroup
 from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text
 from gpu_launch.units import format_span
+
+log = logging.getLogger(__name__)
 
 _CLEAN_S = 0.5  # seconds between checks of the idle pools
 _POLL_S = 5.0  # seconds between polls whether others wait
@@ -127,7 +130,8 @@ class WorkerPool:
             return False
         try:
             self.group.check()
-        except GpuLaunchError:
+        except GpuLaunchError as error:
+            log.info("the workers that stayed cannot be used again: %s", error)
             return False
         job, membership = self.group.job, self.group.membership()
         is_running = self.group.is_notebook_only or job is None or job.state == RUNNING

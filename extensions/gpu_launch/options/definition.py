@@ -159,7 +159,7 @@ OPTIONS: tuple[LaunchOption, ...] = (
     LaunchOption(
         "--nproc-per-node",
         section=_PARTS,
-        type=types.number(1, types.MAX_PROCESSES),
+        type=types.PROCESSES,
         metavar="N",
         help="ranks, and GPUs, a node (1)",
     ),

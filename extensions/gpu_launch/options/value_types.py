@@ -21,6 +21,7 @@ MIN_TIME_LIMIT_S, MAX_TIME_LIMIT_S = 60, 366 * 86400
 MAX_KEEP_S = 86400
 #: As in torch.numa.binding.
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
+_COUNTED_BY_TORCHRUN = frozenset({"auto", "gpu", "cpu", "xpu"})
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 _SECONDS = re.compile(r"(?=.*[1-9])\d{1,7}(\.\d{1,3})?")
 _RANKS = re.compile(r"\d{1,6}(,\d{1,6})*")
@@ -61,6 +62,15 @@ def parse_number(flag: str, value: str, *, least: int, most: int) -> int:
 def number(least: int, most: int) -> OptionType:
     """Return the type of whole numbers between two limits."""
     return OptionType("number", lambda flag, value: parse_number(flag, value, least=least, most=most))
+
+
+def _read_processes(flag: str, value: str) -> int:
+    if value in _COUNTED_BY_TORCHRUN:
+        raise UsageError(
+            f"{flag} {value}: torchrun counts what a machine has, but here this is the number of GPUs to request on "
+            f"each node, so that it must be known before. Give a whole number from 1 to {MAX_PROCESSES}."
+        )
+    return parse_number(flag, value, least=1, most=MAX_PROCESSES)
 
 
 def span(least_s: int, most_s: int) -> OptionType:
@@ -155,6 +165,7 @@ def _read_signals(flag: str, value: str) -> str:
 
 
 _STREAMS_RIGHT = "0, 1 (stdout), 2 (stderr), 3 (both) or 0:3,1:1"
+PROCESSES = OptionType("number", _read_processes)
 NODES = OptionType("nodes", _read_nodes, _write_nodes)
 MODELS = OptionType("models", _read_models, ",".join, lists=True)
 MEMORY = OptionType("memory", units.parse_memory, units.write_memory)
