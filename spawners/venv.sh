@@ -26,12 +26,15 @@ fi
 
 . "$here/spawners/stamps.sh"
 pip=("$here/.venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+# Only files that a lock has the hash of, and no source distributions, whose build would run code as this user.
+locked=(--require-hashes --only-binary :all:)
 
 sum=$(cat "$here"/spawners/requirements.lock "$here"/*/pyproject.toml "$here/spawners/venv.sh" | sha256sum)
 if changed run "$sum"; then
   echo "Installing Python packages …"
-  "${pip[@]}" -r "$here/spawners/requirements.lock"
-  "${pip[@]}" --no-deps -e "$here/spawners" -e "$here/extensions"
+  "${pip[@]}" "${locked[@]}" -r "$here/spawners/requirements.lock"
+  # With the locked setuptools: an isolated build would download one that no lock names.
+  "${pip[@]}" --no-deps --no-build-isolation -e "$here/spawners" -e "$here/extensions"
   stamp run "$sum"
 fi
 [ "$mode" != run ] || exit 0
@@ -39,7 +42,7 @@ fi
 sum=$(sha256sum <"$here/tests/requirements.lock")
 if changed dev "$sum"; then
   echo "Installing Python packages for tests and checks …"
-  "${pip[@]}" -r "$here/tests/requirements.lock"
+  "${pip[@]}" "${locked[@]}" -r "$here/tests/requirements.lock"
   stamp dev "$sum"
 fi
 [ "$mode" != dev ] || exit 0
@@ -48,6 +51,6 @@ fi
 torch=$("$here/.venv/bin/python" -c 'from gpuhub.config.images import ImageSettings; print(ImageSettings().torch)')
 if changed torch "$torch"; then
   echo "Installing torch $torch …"
-  "${pip[@]}" "torch==$torch"
+  "${pip[@]}" --only-binary :all: "torch==$torch"
   stamp torch "$torch"
 fi

@@ -47,9 +47,12 @@ def ensure_wheels(
         partial.mkdir(parents=True)
         lock_file = partial / "requirements.lock"
         lock_file.write_bytes(lock)
+        constraints = lock_file.with_suffix(".constraints")
+        constraints.write_text(build_constraints(lock.decode()), encoding="utf-8")
         for command in build_download_commands(find_pip(), lock_file, settings, machine):
             run_with_progress(command, label=_LABEL, report=report, deadline_s=_DEADLINE_S)
         lock_file.unlink()
+        constraints.unlink()
         check_torch(partial, settings)
         partial.rename(wheels)
         size = sum(wheel.stat().st_size for wheel in wheels.iterdir())
@@ -71,16 +74,27 @@ def find_pip() -> list[str]:
 
 
 def build_download_commands(pip: Sequence[str], lock: Path, settings: ImageSettings, machine: str) -> list[list[str]]:
-    """Return the commands that download into the lock's folder: its packages, then torch with NVIDIA's libraries.
+    """Return the commands that download into the lock's folder: its packages, torch, then NVIDIA's libraries for torch.
 
-    The lock also pins the other dependencies of torch.
+    The lock has a hash for each file, and pins the other dependencies of torch. Another index for torch replaces pip's
+    own index and provides nothing else: with both, any package of the same name in either could be chosen.
     """
-    index = ["--extra-index-url", settings.torch_index] if settings.torch_index else []
-    download = [*pip, "download", "--progress-bar", "off", "--dest", str(lock.parent), *build_platform_options(machine)]
+    folder = str(lock.parent)
+    index = ["--index-url", settings.torch_index] if settings.torch_index else []
+    download = [*pip, "download", "--progress-bar", "off", "--dest", folder, *build_platform_options(machine)]
+    torch = f"torch=={settings.torch}"
+    versions = lock.with_suffix(".constraints")
     return [
-        [*download, "--no-deps", "--requirement", str(lock)],
-        [*download, *index, "--constraint", str(lock), f"torch=={settings.torch}"],
+        [*download, "--no-deps", "--require-hashes", "--requirement", str(lock)],
+        [*download, "--no-deps", *index, torch],
+        # The torch of the folder, because pip prefers a local version such as 2.13.0+cpu, and local files to an index.
+        [*download, "--find-links", folder, "--constraint", str(versions), torch],
     ]
+
+
+def build_constraints(lock: str) -> str:
+    """Return the lock's versions without hashes: with hashes, pip would require them of NVIDIA's libraries too."""
+    return "".join(f"{line.split()[0]}\n" for line in lock.splitlines() if "==" in line)
 
 
 def build_platform_options(machine: str) -> list[str]:
@@ -150,7 +164,9 @@ def ensure_laptop_wheel(source: Path, folder: Path, report: ProgressCallback) ->
     # A copy: setuptools writes into the tree that it builds.
     copy = folder / "build"
     shutil.copytree(distribution, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
-    command = [*find_pip(), "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(copy)]
+    # With the locked setuptools: an isolated build would download one that no lock names.
+    command = [*find_pip(), "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    command += ["--wheel-dir", str(folder), str(copy)]
     run_with_progress(command, label=_LAPTOP_LABEL, report=report, deadline_s=_LAPTOP_BUILD_S)
     shutil.rmtree(copy)
     (folder / _LAPTOP_DIGEST).write_text(digest, encoding="utf-8")

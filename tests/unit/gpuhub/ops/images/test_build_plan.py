@@ -8,7 +8,7 @@ import pytest
 
 from gpuhub.common.errors import SetupError
 from gpuhub.config.images import ImageSettings
-from gpuhub.ops.images import build_plan, builder, lock, wheels
+from gpuhub.ops.images import build_plan, builder, wheels
 
 SOURCES = build_plan.ImageSources(
     base={"packages": b"git\n"},
@@ -72,17 +72,32 @@ def test_only_a_source_tree_has_sources(tmp_path: Path):
 
 def test_wheels_match_bookworm_on_any_head_node():
     """A newer C library or Python on the head node must not choose the image's wheels."""
-    first, second = wheels.build_download_commands(
-        ["pip"], Path("/w/lock"), ImageSettings(torch_index="https://i.example"), "x86_64"
-    )
-    for command in (first, second):
+    for command in _download_commands():
         assert command[command.index("--python-version") + 1] == "3.11"
         assert "manylinux_2_36_x86_64" in command
         assert "manylinux_2_39_x86_64" not in command
-    assert "--no-deps" in first
-    assert "torch==2.13.0" in second
-    assert "https://i.example" not in first
-    assert second[second.index("--extra-index-url") + 1] == "https://i.example"
+
+
+def test_locked_packages_are_downloaded_by_hash_and_torch_from_its_index_alone():
+    """An index for torch cannot replace another package, and pip's own index cannot replace torch."""
+    locked, torch, libraries = _download_commands()
+    assert "--require-hashes" in locked
+    assert "https://i.example" not in locked + libraries
+    assert torch[torch.index("--index-url") + 1] == "https://i.example"
+    assert "--no-deps" in torch
+    assert torch[-1] == libraries[-1] == "torch==2.13.0"
+    assert not [option for option in locked + torch + libraries if "extra-index" in option]
+
+
+def _download_commands() -> list[list[str]]:
+    settings = ImageSettings(torch_index="https://i.example")
+    return wheels.build_download_commands(["pip"], Path("/w/lock"), settings, "x86_64")
+
+
+def test_constraints_are_the_versions_of_the_lock():
+    """pip would ask for hashes of every package if a constraint had one."""
+    lock = "# A comment\nnumpy==2.4.6 \\\n    --hash=sha256:12 \\\n    --hash=sha256:34\nclick==8.1\n"
+    assert wheels.build_constraints(lock) == "numpy==2.4.6\nclick==8.1\n"
 
 
 @pytest.mark.parametrize(
@@ -157,10 +172,3 @@ def test_build_context_is_a_tar_stream_of_plain_files(tmp_path: Path):
         read = {entry.name: archive.extractfile(entry).read() for entry in archive}
         assert {entry.mode for entry in archive} == {0o644}
     assert read == {**files, "large": large.read_bytes()}
-
-
-def test_the_lock_pins_everything_except_excluded_packages():
-    """Names are normalised, so that a renamed file changes nothing."""
-    packages = [("Jinja2", "3.1"), ("typing_extensions", "4"), ("rfc3987-syntax", "1"), ("lark", "1")]
-    report = {"install": [{"metadata": {"name": name, "version": version}} for name, version in packages]}
-    assert lock.build_lock(report).splitlines()[1:] == ["jinja2==3.1", "typing-extensions==4"]

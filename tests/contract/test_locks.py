@@ -1,0 +1,44 @@
+"""Locks: each package has one version, and each of its files a hash."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LOCKS = ("spawners/requirements.lock", "tests/requirements.lock", "images/python/requirements.lock")
+_PIN = re.compile(r"[a-z0-9._-]+(\[[a-z0-9,_-]+\])?==[^ ;]+( ; [^\\]+)?( --hash=sha256:[0-9a-f]{64})+")
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_each_line_of_a_lock_has_a_version_and_hashes(lock: str) -> None:
+    """pip would install a line without a hash from any file that an index serves under the name."""
+    text = (ROOT / lock).read_text(encoding="utf-8").replace(" \\\n   ", "")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert len(lines) > 50
+    assert [line for line in lines if not _PIN.fullmatch(line)] == []
+
+
+def test_the_lock_of_the_images_has_no_conditions() -> None:
+    """pip would compare them with the head node's Python instead of the images'."""
+    assert ";" not in (ROOT / LOCKS[2]).read_text(encoding="utf-8")
+
+
+def test_each_package_of_the_proxy_has_its_integrity() -> None:
+    """`npm ci` refuses another file; the entry without a name is the project itself."""
+    lock = json.loads((ROOT / "spawners/proxy/package-lock.json").read_text(encoding="utf-8"))
+    assert [name for name, entry in lock["packages"].items() if name and "integrity" not in entry] == []
+    assert "npm ci" in (ROOT / "spawners/setup.sh").read_text(encoding="utf-8")
+
+
+def test_installations_accept_nothing_but_the_locks() -> None:
+    """Each installation from a lock asks for hashes and refuses source distributions."""
+    script = (ROOT / "spawners/venv.sh").read_text(encoding="utf-8")
+    assert "locked=(--require-hashes --only-binary :all:)" in script
+    installations = [line for line in script.splitlines() if "requirements.lock" in line and "pip[@]" in line]
+    assert len(installations) == 2
+    assert all('"${locked[@]}"' in line for line in installations)
+    assert "--require-hashes" in (ROOT / "images/python/Dockerfile").read_text(encoding="utf-8")
