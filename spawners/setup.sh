@@ -11,7 +11,7 @@ export DEBIAN_FRONTEND=noninteractive
 command -v apt-get >/dev/null || { echo "Debian or Ubuntu is needed: there is no apt-get here." >&2; exit 1; }
 
 # command → package that has it
-wanted=(dockerd:docker.io debootstrap:debootstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils hostname:hostname dnsmasq:dnsmasq-base flock:util-linux ssh-keygen:openssh-client)
+wanted=(dockerd:docker.io mmdebstrap:mmdebstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils hostname:hostname dnsmasq:dnsmasq-base flock:util-linux ssh-keygen:openssh-client)
 for_tests=(ping:iputils-ping faketime:faketime ganesha.nfsd:nfs-ganesha-vfs nfs-ls:libnfs-utils bindfs:bindfs sshd:openssh-server wireguard-go:wireguard-go wg:wireguard-tools chromium:chromium certutil:libnss3-tools slapd:slapd ldapwhoami:ldap-utils objdump:binutils nft:nftables slurmdbd:slurmdbd mariadbd:mariadb-server slurmrestd:slurmrestd)
 for_slurm=(slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge)
 missing=()

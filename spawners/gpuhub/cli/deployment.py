@@ -26,12 +26,15 @@ from gpuhub.config.settings import ClusterSettings, find_backends
     type=click.Choice(list(find_backends())),
     help="Scheduling backend of the practice closet; default: the one that runs, else builtin.",
 )
-def up(paths: Paths, cluster_file: Path, hub_config: Path, engine: str | None) -> None:
+@click.option("--refresh", is_flag=True, help="Build all images again, with Debian's current packages.")
+def up(paths: Paths, cluster_file: Path, hub_config: Path, engine: str | None, refresh: bool) -> None:
     """Start everything; safe to call again."""
-    start_instance(paths, cluster_file, hub_config, engine)
+    start_instance(paths, cluster_file, hub_config, engine, refresh=refresh)
 
 
-def start_instance(paths: Paths, cluster_file: Path, hub_config: Path, engine: str | None = None) -> None:
+def start_instance(
+    paths: Paths, cluster_file: Path, hub_config: Path, engine: str | None = None, *, refresh: bool = False
+) -> None:
     """Start the instance, as `gpuhub up` does."""
     from gpuhub.ops.console import StepReport
     from gpuhub.ops.deploy import startup
@@ -44,6 +47,7 @@ def start_instance(paths: Paths, cluster_file: Path, hub_config: Path, engine: s
         hub_config=hub_config.resolve(),
         source=hub_config.resolve().parent,
         engine=engine,
+        refresh=refresh,
     )
     startup.start_hub(paths, options, StepReport())
 

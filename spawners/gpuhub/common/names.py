@@ -36,6 +36,7 @@ LABEL_OWNER = "gpuhub.owner"
 LABEL_JOB = "gpuhub.job"
 LABEL_WORKER = "gpuhub.worker"
 LABEL_SLURM_JOB = "gpuhub.slurm-job"  # the Slurm job that holds the container's GPUs; the Epilog searches for it
+LABEL_DEBIAN = "gpuhub.debian"  # of an image: the date of its Debian packages
 LABEL_SHARE = "gpuhub.gpu_share"  # number of shares of the GPU, of which the container has one
 
 KIND_NOTEBOOK = "notebook"

@@ -5,6 +5,7 @@ import json
 import tarfile
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ PACKAGES = (
 )
 FACTS = f"""
 import importlib, importlib.util, json, os, pathlib, shutil, stat, torch.distributed
-facts = {{"missing": [], "setuid": [], "wheels": [], "uid": os.getuid()}}
+facts = {{"missing": [], "setuid": [], "wheels": [], "writable": [], "uid": os.getuid()}}
 for name in {PACKAGES!r}:
     try:
         importlib.import_module(name)
@@ -45,13 +46,17 @@ facts["gpuhub"] = importlib.util.find_spec("gpuhub") is not None
 facts["compilers"] = [name for name in ("cc", "gcc", "g++", "clang", "make") if shutil.which(name)]
 facts["torch"] = torch.__version__
 for folder, folders, files in os.walk("/"):
-    folders[:] = [name for name in folders if os.path.join(folder, name) not in ("/proc", "/sys", "/dev")]
+    folders[:] = [name for name in folders if os.path.join(folder, name) not in ("/proc", "/sys", "/dev", {HOME!r})]
+    facts["writable"] += [folder] if os.access(folder, os.W_OK) else []
     for name in files:
         path = pathlib.Path(folder, name)
         if path.suffix == ".whl" and "ensurepip" not in folder and "python-wheels" not in folder:
             facts["wheels"].append(str(path))
         if path.lstat().st_mode & (stat.S_ISUID | stat.S_ISGID):
             facts["setuid"].append(str(path))
+        if not path.is_symlink() and os.access(path, os.W_OK):
+            facts["writable"].append(str(path))
+facts["suites"] = [line.split()[3] for line in open("/etc/apt/sources.list") if line.startswith("deb ")]
 print(json.dumps(facts))
 """
 PROJECT = '[project]\\nname = "mine"\\nversion = "1"\\n[tool.setuptools]\\npy-modules = ["mine"]\\n'
@@ -152,6 +157,20 @@ def test_image_has_no_setuid_program_and_no_leftovers(facts: dict[str, Any]):
     assert facts["compilers"] == []
     assert facts["wheels"] == []
     assert not facts["gpuhub"]
+
+
+def test_users_can_write_in_two_folders_of_the_image(facts: dict[str, Any]):
+    """Containers get a file system of limited size there, so that nobody can fill Docker's disk."""
+    assert facts["writable"] == ["/tmp", "/var/tmp"]
+
+
+def test_debian_has_its_security_updates(closet: Any, facts: dict[str, Any], built: list[BuiltImage]):
+    """The image states the date, from which `gpuhub doctor` knows its age."""
+    assert facts["suites"] == ["bookworm", "bookworm-updates", "bookworm-security"]
+    with closing(_client(closet, "rig1")) as client:
+        for image in built:
+            labels = client.inspect_image(image.id)["Config"]["Labels"]
+            assert abs((date.fromisoformat(labels["gpuhub.debian"]) - datetime.now(UTC).date()).days) < 3
 
 
 def test_user_has_an_account_name(container: Any):

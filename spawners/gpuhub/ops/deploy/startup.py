@@ -49,6 +49,8 @@ class StartupOptions:
     source: Path
     #: Scheduling backend of the provider's nodes; None for the one that runs or the default.
     engine: str | None = None
+    #: Build all images again, with Debian's current packages.
+    refresh: bool = False
 
 
 def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None:
@@ -130,7 +132,7 @@ async def _prepare_nodes(
             check_unique_daemons(
                 {node.name: str(info["ID"]) for node, info in zip(cluster.nodes, answers, strict=True)}
             )
-        await distribution.ensure_images(daemons, cluster, paths, options.source, report)
+        await distribution.ensure_images(daemons, cluster, paths, options.source, report, refresh=options.refresh)
         with report.step("Networks"):
             await swarm.ensure_swarm(daemons, cluster)
             await asyncio.gather(

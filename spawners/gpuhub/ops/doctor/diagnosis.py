@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from typing import Protocol
 
@@ -115,6 +116,7 @@ async def _diagnose_node(
         await asyncio.to_thread(node_queries.read_environment, cluster, node.address),
         swarm_members=facts.swarm_members,
         firewall_status=await node_queries.read_firewall_status(daemons, node.name),
+        image_dates=await node_queries.read_image_dates(daemons, cluster, node.name),
         other_gpus={gpu.uuid: name for name, gpus in facts.gpus.items() if name != node.name for gpu in gpus},
         other_daemons={daemon_id: name for name, daemon_id in facts.daemon_ids.items() if name != node.name},
     )
@@ -144,6 +146,7 @@ def check_docker_facts(docker: DockerFacts, environment: node_checks.NodeEnviron
         *node_checks.check_identity(docker, environment),
         node_checks.check_clock(docker),
         *node_checks.check_swarm(docker, environment),
+        *node_checks.check_images(environment, datetime.now(UTC).date()),
     ]
 
 

@@ -11,9 +11,10 @@ import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from datetime import date
 
 from gpuhub.common import names
-from gpuhub.common.errors import GpuhubError, NotFound
+from gpuhub.common.errors import GpuhubError, ImageMissing, NotFound
 from gpuhub.config.head_address import find_head_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import networks
@@ -99,6 +100,23 @@ async def probe_node(daemons: DockerClients, node: str, arguments: list[str]) ->
         with suppress(NotFound):
             await daemons.call(node, "remove_container", container["Id"], force=True, v=True)
     return parse_probe(text.decode("utf-8", "replace"))
+
+
+async def read_image_dates(daemons: DockerClients, cluster: ClusterSettings, node: str) -> dict[str, date | None]:
+    """Return the date of the Debian packages in each image that the settings name, where the node has the image.
+
+    Images that are based on gpuhub's have its label. None where an image has none, or another text in it.
+    """
+    dates: dict[str, date | None] = {}
+    for name in sorted({BASE_IMAGE, *(profile.image for profile in cluster.profiles)}):
+        with suppress(NotFound, ImageMissing):
+            description = await daemons.call(node, "inspect_image", name)
+            dates[name] = None
+            with suppress(ValueError):
+                dates[name] = date.fromisoformat(
+                    (description["Config"].get("Labels") or {}).get(names.LABEL_DEBIAN, "")
+                )
+    return dates
 
 
 async def _remove_leftovers(daemons: DockerClients, node: str) -> None:

@@ -20,7 +20,7 @@ PYTHON = "gpuhub/python"
 NOTEBOOK = "gpuhub/notebook"
 
 #: Must be increased when the code that makes the base image's file system changes its result.
-_BASE_RECIPE = 1
+_BASE_RECIPE = 2
 
 #: Path of a source file below its root → content.
 SourceFiles = Mapping[str, bytes]
@@ -57,13 +57,17 @@ class ImagePlan:
         return f"{NOTEBOOK}:{self.notebook}", f"{BASE}:{self.base}"
 
 
-def build_plan(sources: ImageSources, settings: ImageSettings, machine: str) -> ImagePlan:
-    """Build the plan for a machine type such as `x86_64`."""
+def build_plan(sources: ImageSources, settings: ImageSettings, machine: str, *, refreshed: str = "") -> ImagePlan:
+    """Build the plan for a machine type such as `x86_64`.
+
+    Args:
+        refreshed: When the administrator last asked for Debian's current packages; empty for never.
+    """
     torch = [settings.torch, settings.torch_build, settings.torch_index, machine]
     lock = sources.python["requirements.lock"].decode()
     wheels = hash_parts(lock, torch)
-    driver = [line for line in lock.splitlines() if line.startswith("nvidia-ml-py==")]
-    base = hash_parts(_BASE_RECIPE, settings.debian_suite, machine, driver, sources.base)
+    driver = [line.split()[0] for line in lock.splitlines() if line.startswith("nvidia-ml-py==")]
+    base = hash_parts(_BASE_RECIPE, settings.debian_suite, machine, driver, sources.base, refreshed)
     python = hash_parts(base, wheels, sources.python)
     return ImagePlan(
         base=base,

@@ -1,6 +1,6 @@
 """The build of the three images on one Docker daemon, with its classic builder instead of BuildKit.
 
-The base image is Debian's root file system: made once by debootstrap, and kept as a small tar file.
+The base image is Debian's root file system with all updates: made by mmdebstrap, and kept as a small tar file.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import docker.errors
 
 from gpuhub.common.errors import SetupError
+from gpuhub.common.names import LABEL_DEBIAN
 from gpuhub.config.images import ImageSettings
 from gpuhub.ops.images import build_plan
 from gpuhub.ops.images.build_plan import ImagePlan, ImageSources, parse_packages
@@ -52,7 +54,10 @@ _EMPTIED = (
 _EXCLUDED = {"etc/hostname", "etc/resolv.conf", "etc/machine-id", "var/lib/dbus/machine-id"}
 _SETUID_SETGID = 0o6000
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-_DEBOOTSTRAP_S = 1800.0
+#: Debian's own servers, for a head node whose apt does not use the suite.
+_MIRROR = "http://deb.debian.org/debian"
+_SECURITY_MIRROR = "http://deb.debian.org/debian-security"
+_DEBIAN_DEADLINE_S = 1800.0
 _DEBIAN_LABEL = "Debian packages"
 #: Lists apt's package lists, also if they were never downloaded.
 _APT_TARGETS = (
@@ -72,7 +77,13 @@ class BuiltImage:
 
 
 def build_images(
-    client: Any, folder: Path, sources: ImageSources, settings: ImageSettings, report: ProgressCallback
+    client: Any,
+    folder: Path,
+    sources: ImageSources,
+    settings: ImageSettings,
+    report: ProgressCallback,
+    *,
+    refreshed: str = "",
 ) -> list[BuiltImage]:
     """Build the images that nodes need where they are missing, and return them with the notebook's first.
 
@@ -81,11 +92,12 @@ def build_images(
     Args:
         client: A docker.APIClient of the daemon that builds.
         folder: A folder on the head node that keeps packages for the next build.
+        refreshed: When Debian's packages were last to be downloaded again; another value builds all images again.
 
     Raises:
         SetupError: A step failed; the text has its last lines.
     """
-    plan = build_plan.build_plan(sources, settings, platform.machine())
+    plan = build_plan.build_plan(sources, settings, platform.machine(), refreshed=refreshed)
     notebook, base = plan.node_images
     if find_image(client, base) is None:
         wheels = _wheels(folder, plan, sources, settings, report)
@@ -140,11 +152,18 @@ def _import_base(client: Any, name: str, root: Path, report: ProgressCallback) -
     repository, _, tag = name.partition(":")
     with root.open("rb") as stream:
         client.import_image_from_data(
-            stream, repository=repository, tag=tag, changes=["ENV LANG=C.UTF-8", 'CMD ["bash"]']
+            stream,
+            repository=repository,
+            tag=tag,
+            changes=["ENV LANG=C.UTF-8", 'CMD ["bash"]', f"LABEL {LABEL_DEBIAN}={_format_date(root)}"],
         )
     if find_image(client, name) is None:
         raise SetupError(f"{name}: Docker imported the file system but does not have the image")
     report(ProgressStep(label=name, is_finished=True))
+
+
+def _format_date(file: Path) -> str:
+    return datetime.fromtimestamp(file.stat().st_mtime, UTC).date().isoformat()
 
 
 def _python_context(sources: ImageSources, wheels: Path) -> dict[str, bytes | Path]:
@@ -224,7 +243,7 @@ def ensure_root_tar(
     """Return the tar file of the base image's file system for a tag, and remove the files of other tags.
 
     Raises:
-        SetupError: debootstrap or Debian's keys are not installed, or a download failed.
+        SetupError: mmdebstrap or Debian's keys are not installed, or a download failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     finished = folder / f"{tag}.tar"
@@ -232,7 +251,7 @@ def ensure_root_tar(
         partial = folder / f"{tag}.partial"
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             root = Path(scratch) / "root"
-            _debootstrap(root, suite, parse_packages(sources.base["packages"].decode()), report)
+            _install_debian(root, suite, parse_packages(sources.base["packages"].decode()), report)
             write_root_tar(root, build_extra_files(sources, pynvml), partial)
         partial.rename(finished)
         report(ProgressStep(label=_DEBIAN_LABEL, done=finished.stat().st_size, is_finished=True))
@@ -249,21 +268,33 @@ def build_extra_files(sources: ImageSources, pynvml: bytes) -> dict[str, bytes]:
     return {**files, "usr/lib/python3/dist-packages/pynvml.py": pynvml}
 
 
-def _debootstrap(root: Path, suite: str, packages: Sequence[str], report: ProgressCallback) -> None:
-    missing = "debootstrap" if shutil.which("debootstrap") is None else ""
+def _install_debian(root: Path, suite: str, packages: Sequence[str], report: ProgressCallback) -> None:
+    missing = "" if shutil.which("mmdebstrap") else "mmdebstrap"
     if not _KEYRING.exists():
         missing += " debian-archive-keyring"
     if missing:
         raise SetupError(f"the base image needs Debian packages that this machine lacks: apt-get install {missing}")
-    mirror = find_mirror(read_output(_APT_TARGETS), suite)
-    command = build_debootstrap_command(root, suite, packages, mirror)
-    run_with_progress(command, label=_DEBIAN_LABEL, report=report, deadline_s=_DEBOOTSTRAP_S, env={"LC_ALL": "C.UTF-8"})
+    command = build_mmdebstrap_command(root, suite, packages, read_output(_APT_TARGETS))
+    run_with_progress(
+        command, label=_DEBIAN_LABEL, report=report, deadline_s=_DEBIAN_DEADLINE_S, env={"LC_ALL": "C.UTF-8"}
+    )
 
 
-def build_debootstrap_command(root: Path, suite: str, packages: Sequence[str], mirror: str | None) -> list[str]:
-    """Return the command; without a mirror debootstrap uses its default. Signatures are always checked."""
-    options = ["--variant=minbase", "--force-check-gpg", f"--keyring={_KEYRING}", f"--include={','.join(packages)}"]
-    return ["debootstrap", *options, suite, str(root), *([mirror] if mirror else [])]
+def build_mmdebstrap_command(root: Path, suite: str, packages: Sequence[str], apt_targets: str) -> list[str]:
+    """Return the command that installs a suite with its updates and its security updates.
+
+    Every source is checked with Debian's keys, whatever keys and sources the head node's apt has.
+    """
+    sources = (
+        f"deb [signed-by={_KEYRING}] {find_mirror(apt_targets, release) or default} {release} main"
+        for release, default in (
+            (suite, _MIRROR),
+            (f"{suite}-updates", _MIRROR),
+            (f"{suite}-security", _SECURITY_MIRROR),
+        )
+    )
+    options = ["--mode=root", "--variant=minbase", "--format=directory", f"--include={','.join(packages)}"]
+    return ["mmdebstrap", *options, suite, str(root), *sources]
 
 
 def find_mirror(apt_targets: str, suite: str) -> str | None:

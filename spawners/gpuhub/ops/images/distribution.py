@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from gpuhub.ops.images.builder import build_images, find_image, tag_latest
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, ProgressTerminal
 
 _CHUNK_BYTES = 1 << 20
+#: In the folder of the images: when `gpuhub up --refresh` was last done.
+_REFRESH_FILE = "refreshed"
 
 
 async def ensure_images(
@@ -27,12 +30,14 @@ async def ensure_images(
     source: Path,
     report: StepReport,
     *,
+    refresh: bool = False,
     progress: ProgressCallback | None = None,
 ) -> None:
     """Build missing images on one node, and send them to every node that lacks them.
 
     Args:
         source: The root of gpuhub's source tree.
+        refresh: Build all images again, with Debian's current packages.
 
     Raises:
         GpuhubError: A step failed; the text names what to install or repair.
@@ -40,13 +45,24 @@ async def ensure_images(
     progress = progress or ProgressTerminal()
     sources = read_sources(source)
     builder = choose_builder(cluster)
+    refreshed = f"{datetime.now(UTC):%Y-%m-%dT%H:%M}" if refresh else read_refresh(paths.images)
     images = await daemons.run(
-        builder, lambda client: build_images(client, paths.images, sources, cluster.images, progress), long=True
+        builder,
+        lambda client: build_images(client, paths.images, sources, cluster.images, progress, refreshed=refreshed),
+        long=True,
     )
+    # Only now: after a failed refresh the images of before are still the current ones.
+    (paths.images / _REFRESH_FILE).write_text(refreshed, encoding="utf-8")
     await send_images(daemons, [image.name for image in images], builder, progress)
     await send_foreign_images(daemons, list_foreign_images(cluster), builder, progress)
     sizes = ", ".join(f"{image.name} {image.size / 1e9:.1f} GB" for image in images)
     report.note(f"  ✓ Images on every node: {sizes}")
+
+
+def read_refresh(folder: Path) -> str:
+    """Return when the images were last refreshed; empty for never."""
+    file = folder / _REFRESH_FILE
+    return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
 async def send_images(daemons: DockerClients, names: Sequence[str], builder: str, progress: ProgressCallback) -> None:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -147,6 +147,15 @@ def test_the_firewall_containers_status_decides() -> None:
     assert levels(
         check_node(GOOD_DOCKER, GOOD_HOST, replace(AROUND, firewall_status=("failed", "nft: no such file")))
     ) == {"filter": Severity.FAILED}
+
+
+def test_old_images_get_a_warning() -> None:
+    """Also those of a lab that are based on gpuhub's, and those whose age nobody can tell."""
+    today = date(2026, 11, 22)
+    dates = {"a": today - timedelta(days=60), "b": today - timedelta(days=61), "c": None}
+    found = list(node_checks.check_images(NodeEnvironment(head="10.0.0.1", image_dates=dates), today))
+    assert [finding.severity for finding in found] == [Severity.OK, Severity.WARNING, Severity.WARNING]
+    assert "61 days old" in found[1].value
 
 
 def test_gpus_without_container_toolkit_are_an_error() -> None:

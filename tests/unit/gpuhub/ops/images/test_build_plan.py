@@ -127,12 +127,27 @@ def test_the_mirror_is_the_one_apt_uses(targets: str, mirror: str | None):
     assert builder.find_mirror(targets, "bookworm") == mirror
 
 
-def test_debootstrap_always_checks_signatures():
-    """Also on hosts where debootstrap would continue without keys."""
-    command = builder.build_debootstrap_command(Path("/r"), "bookworm", ["git", "curl"], None)
-    assert "--force-check-gpg" in command
+def test_debian_comes_with_its_updates_checked_with_its_own_keys():
+    """Also on hosts whose apt trusts other keys, or has no such suite."""
+    mirrors = "http://a.example/debian/ bookworm\nhttp://a.example/security/ bookworm-security\n"
+    command = builder.build_mmdebstrap_command(Path("/r"), "bookworm", ["git", "curl"], mirrors)
     assert "--include=git,curl" in command
-    assert command[-1] == "/r"
+    keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
+    assert command[-3:] == [
+        f"deb [signed-by={keyring}] http://a.example/debian/ bookworm main",
+        f"deb [signed-by={keyring}] http://deb.debian.org/debian bookworm-updates main",
+        f"deb [signed-by={keyring}] http://a.example/security/ bookworm-security main",
+    ]
+
+
+def test_a_refresh_builds_every_image_again():
+    """Debian's packages are downloaded again, and the other images are based on them; wheels are kept."""
+    refreshed = build_plan.build_plan(SOURCES, ImageSettings(), "x86_64", refreshed="2026-11-22T21:00")
+    before = _plan()
+    assert {refreshed.base, refreshed.python, refreshed.notebook}.isdisjoint(
+        {before.base, before.python, before.notebook}
+    )
+    assert refreshed.wheels == before.wheels
 
 
 @pytest.mark.parametrize(
