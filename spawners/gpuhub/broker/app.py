@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -85,6 +86,7 @@ def create_app(
     clock: Clock | None = None,
     own_token: str = "",
     spawner_token: str = "",
+    read_head_free: Callable[[], int] | None = None,
     hub_page: str = "/hub/gpus",
 ) -> FastAPI:
     """Return the application; its loops run while it does. The caller closes store and daemons afterwards.
@@ -128,7 +130,13 @@ def create_app(
         if capabilities.containers:
             firewall = None if ensure_filter is None else FirewallChecker(ensure_filter, clock)
             nodes = NodeController(
-                core=core, daemons=daemons, launcher=launcher, couriers=couriers, unproven=unproven, firewall=firewall
+                core=core,
+                daemons=daemons,
+                launcher=launcher,
+                couriers=couriers,
+                unproven=unproven,
+                firewall=firewall,
+                read_head_free=read_head_free,
             )
             runs["node controller"] = nodes.run
             runs["volumes"] = VolumeCollector(core=core, daemons=daemons).run
@@ -262,6 +270,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
             stopped_nodes=paths.stopped_nodes,
             own_token=token,
             spawner_token=read_secret(paths, SPAWNER_TOKEN),
+            read_head_free=lambda: shutil.disk_usage(paths.state).free,
         )
         tls = {} if certificates is None else certificates.broker_options()
         server = uvicorn.Server(build_server_config(app, host=address, port=cluster.hub.broker_port, **tls))

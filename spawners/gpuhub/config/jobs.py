@@ -27,6 +27,8 @@ class JobSettings(SettingsTable):
     #: Maximum data that a worker may write outside home, scratch and datasets, bytes; None for no limit. It needs XFS
     #: with project quotas, as a profile's `disk` does.
     disk: Size | None = None
+    #: Size of /tmp and of /var/tmp in a worker, bytes, as a profile's `tmp`.
+    tmp: Size | None = None
     #: Time limit of a job, seconds from its grant; None for no limit.
     time_limit: Span | None = None
     #: Time without a heartbeat from the notebook after which a launch ends and its GPUs are released, seconds.

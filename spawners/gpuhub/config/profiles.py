@@ -60,6 +60,9 @@ class ProfileSettings(SettingsTable):
     #: Maximum data that the container may write outside home, scratch and datasets, bytes; None for no limit. Docker
     #: supports it where its data is on XFS with project quotas, and refuses the container elsewhere.
     disk: Size | None = None
+    #: Size of /tmp and of /var/tmp, bytes. They are in memory and count in `memory`. None for half of `memory` or, with
+    #: `disk`, for folders on the node's disk.
+    tmp: Size | None = None
     #: Time limit of the lease, seconds from its grant; None for no limit.
     time_limit: Span | None = None
     #: Slurm partition, with `engine = "slurm"`; None: the one of `[slurm]`.

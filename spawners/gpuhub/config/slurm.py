@@ -191,3 +191,5 @@ def _without_docker(cluster: ClusterSettings) -> Iterator[str]:
     for profile in cluster.profiles:
         if profile.disk is not None:
             yield f"profiles: {profile.name!r}: disk: {why} that limit cannot be enforced: remove it"
+        if profile.tmp is not None:
+            yield f"profiles: {profile.name!r}: tmp: {why} /tmp is the node's: remove it"

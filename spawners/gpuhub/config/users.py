@@ -67,6 +67,9 @@ class SchedulingSettings(SettingsTable):
     card_values: dict[Text, Annotated[Number, Field(gt=0)]] = {}
     #: Memory in use above which a GPU without a lease counts as used by processes outside gpuhub, bytes.
     outside_memory: Size = 1024**3
+    #: Free space below which a node takes no work, on its Docker disk and on the head node's disk with gpuhub's data,
+    #: bytes; "0G": nodes take work until a disk is full.
+    min_free_disk: Size = 5 * 1024**3
     #: Time after which a lease that ends on a silent node is quarantined, seconds.
     quarantine_after: Span = 30
     #: Time without an answer after which a node counts as down, seconds.

@@ -24,6 +24,7 @@ from gpuhub.docker.security import (
     build_job_limits,
     build_profile_limits,
     build_security_options,
+    build_tmpfs,
     refuse_gpu_variables,
 )
 from gpuhub.tls import internal_certificates
@@ -328,6 +329,7 @@ def _host_config(context: ContainerContext, identity: UserIdentity, limits: Cont
         "network_mode": names.access_network_name(context.instance),
         "device_requests": build_device_requests(context.gpu_uuids),
         "mounts": build_mounts(context.cluster.storage, context.instance, identity),
+        "tmpfs": build_tmpfs(limits),
         # No memlock: the driver pins CUDA's memory itself, only RDMA would need it, and a daemon that may not raise
         # limits (in a virtual machine, for example) would refuse to start the container.
         "ulimits": [NO_CORE_DUMPS, Ulimit(name="stack", soft=_STACK_BYTES, hard=_STACK_BYTES)],

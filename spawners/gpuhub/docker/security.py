@@ -26,6 +26,8 @@ _DISABLED_DEVICES = {
     "NVIDIA_MOFED": "disabled",
     "NVIDIA_NVSWITCH": "disabled",
 }
+#: The only folders of gpuhub's images that every user can write.
+TEMPORARY_FOLDERS = ("/tmp", "/var/tmp")  # noqa: S108  inside of containers
 #: The node never stores the memory of its users' programs.
 NO_CORE_DUMPS = Ulimit(name="core", soft=0, hard=0)
 
@@ -40,17 +42,31 @@ class ContainerLimits:
     pids: int
     #: Bytes written outside mounts; None means no limit.
     disk: int | None = None
+    #: Bytes in each of the folders for temporary files, as configured.
+    tmp: int | None = None
+
+    @property
+    def tmpfs(self) -> int | None:
+        """Return the size of each file system for temporary files; None where `disk` limits them."""
+        return self.memory // 2 if self.tmp is None and self.disk is None else self.tmp
 
 
 def build_profile_limits(profile: ProfileSettings) -> ContainerLimits:
     return ContainerLimits(
-        cpus=profile.cpus, memory=profile.memory, shm=profile.shm, pids=profile.pids, disk=profile.disk
+        cpus=profile.cpus,
+        memory=profile.memory,
+        shm=profile.shm,
+        pids=profile.pids,
+        disk=profile.disk,
+        tmp=profile.tmp,
     )
 
 
 def build_job_limits(cluster: ClusterSettings) -> ContainerLimits:
     jobs = cluster.jobs
-    return ContainerLimits(cpus=jobs.cpus, memory=jobs.memory, shm=jobs.shm, pids=jobs.pids, disk=jobs.disk)
+    return ContainerLimits(
+        cpus=jobs.cpus, memory=jobs.memory, shm=jobs.shm, pids=jobs.pids, disk=jobs.disk, tmp=jobs.tmp
+    )
 
 
 def build_device_requests(gpu_uuids: Sequence[str]) -> list[DeviceRequest]:
@@ -74,6 +90,18 @@ def build_gpu_environment(gpu_uuids: Sequence[str]) -> dict[str, str]:
         "NVIDIA_VISIBLE_DEVICES": ",".join(gpu_uuids),
         "NVIDIA_DRIVER_CAPABILITIES": ",".join(_DRIVER_PARTS),
     }
+
+
+def build_tmpfs(limits: ContainerLimits) -> dict[str, str]:
+    """Build the file systems in memory for all folders of the image that every user can write.
+
+    Otherwise a user could fill Docker's disk there, which all users of the node share. Programs run from there: torch
+    loads what it has compiled.
+    """
+    if limits.tmpfs is None:
+        return {}
+    options = f"rw,exec,nosuid,nodev,mode=1777,size={limits.tmpfs}"
+    return dict.fromkeys(TEMPORARY_FOLDERS, options)
 
 
 def build_security_options(identity: UserIdentity, limits: ContainerLimits) -> dict[str, Any]:

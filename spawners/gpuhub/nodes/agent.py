@@ -1,14 +1,15 @@
 """The GPU agent's script, which runs in one container on each node with Python's standard library and pynvml alone.
 
 Every two seconds it prints one line of JSON, here with line breaks:
-`{"n": 7, "boot_id": "0b4f…", "driver": "580.95.05", "error": null, "gpus": [{"uuid": "GPU-…", "index": 0,
+`{"n": 7, "boot_id": "0b4f…", "driver": "580.95.05", "disk_free": 81604378624,
+"error": null, "gpus": [{"uuid": "GPU-…", "index": 0,
 "name": "NVIDIA GeForce RTX 5090", "memory_total_mib": 32607, "memory_used_mib": 4, "utilisation_percent": 0,
 "power_w": 12.5, "temperature_c": 31, "processes": [{"pid": 4711, "memory_mib": 300}], "capability": [12, 0],
 "mig": false, "parent": null, "ecc_uncorrected": null, "remap_failed": null, "error": null}]}`.
 `n` grows by one per line, so that a reader sees without comparing clocks that the agent is alive. `boot_id` is the
 machine's, from the kernel. A value that the GPU does not report is null; `error` is NVML's text when a GPU, or NVML
 itself, fails. For a GPU in MIG mode its MIG devices are listed instead, with its index, and with its UUID as `parent`.
-Process ids are the machine's own, at most 32 for each GPU.
+Process ids are the machine's own, at most 32 for each GPU. `disk_free` is the free space for Docker's data, in bytes.
 A separate thread reads NVML: if a call does not return, the agent still prints lines, with an error.
 On some machines a container loses the right to open its GPUs' devices when systemd is reloaded. Open devices keep
 working, this agent's too, so it opens one again for each reading: a right that it has lost, users' containers have lost
@@ -33,6 +34,8 @@ PERIOD_S = 2.0
 HANG_S = 6.0
 #: Most processes that are reported for a GPU.
 MAX_PROCESSES = 32
+#: On Docker's disks: the container's layers, and a file that Docker mounts from its own folder.
+DISKS = ("/", "/etc/hostname")
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 #: The driver's own device, which every container with a GPU has; opening it does not wake GPUs.
 CONTROL_DEVICE = "/dev/nvidiactl"
@@ -153,6 +156,12 @@ def read_node() -> dict[str, Any]:
         return build_failure(f"NVML: {error}")
 
 
+def read_disk_free(paths: tuple[str, ...] = DISKS) -> int:
+    """Return the free space on the fuller one of Docker's disks, without what is reserved for root, in bytes."""
+    spaces = [os.statvfs(path) for path in paths]
+    return min(space.f_bavail * space.f_frsize for space in spaces)
+
+
 def has_lost_devices(path: str = CONTROL_DEVICE) -> bool:
     """Return whether the kernel's control group refuses the device. Its file mode concerns only this agent's user."""
     try:
@@ -182,7 +191,7 @@ def read_repeatedly(readings: queue.SimpleQueue[dict[str, Any]], period_s: float
     """Put a reading into the queue periodically; a hanging call of NVML blocks only this thread."""
     while True:
         began = time.monotonic()
-        readings.put(read_node())
+        readings.put({"disk_free": read_disk_free(), **read_node()})
         time.sleep(max(0.1, period_s - (time.monotonic() - began)))
 
 

@@ -147,6 +147,8 @@ def record_agent_reading(node: NodeStatus, reading: AgentReading, now: float) ->
     node = node.evolve(line_number=reading.line_number, read_at=now, printed_after=polled_at, gpu_error=reading.error)
     if reading.boot_id is not None:
         node = node.evolve(boot_id=reading.boot_id)
+    if reading.disk_free is not None:
+        node = node.evolve(disk_free=reading.disk_free)
     if reading.error is not None:
         return node.evolve(gpus=tuple(replace(gpu, error=reading.error) for gpu in node.gpus))
     return node.evolve(gpus=merge_readings(node.gpus, reading.gpus), has_readings=True, driver=reading.driver)
@@ -164,6 +166,7 @@ def parse_agent_line(line: bytes) -> AgentReading | None:
             gpus=tuple(_parse_gpu(gpu) for gpu in raw["gpus"]),
             boot_id=raw["boot_id"],
             driver=raw["driver"],
+            disk_free=raw.get("disk_free"),
         )
     except (ValueError, KeyError, TypeError):
         return None

@@ -87,6 +87,8 @@ def explain_node_unavailable(node: NodeStatus, cordon: Cordon | None) -> str | N
         return "its Docker daemon has not been identified yet"
     if node.firewall_error is not None:
         return node.firewall_error
+    if node.disk_error is not None:
+        return node.disk_error
     return None if node.is_reconciled else "containers that belong to no lease are being removed"
 
 
@@ -255,6 +257,8 @@ def _list_node_problems(inventory: Inventory, node: NodeStatus, monotonic: float
     problems = ["another Docker daemon answers than when leases there began"] if node.is_suspect else []
     if node.firewall_error is not None:
         problems.append(node.firewall_error)
+    if node.disk_error is not None:
+        problems.append(node.disk_error)
     if node.gpu_error is not None:
         return [*problems, add_advice(node.gpu_error)]
     broken = [

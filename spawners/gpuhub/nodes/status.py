@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from gpuhub.common.gpu import GpuSpec
+from gpuhub.common.units import format_size
 
 #: A GPU reading older than this cannot be the base of a grant, seconds.
 STALE_S = 15.0
@@ -72,6 +73,8 @@ class AgentReading:
     gpus: tuple[GpuReading, ...]
     boot_id: str | None = None
     driver: str | None = None
+    #: Free space for Docker's data, bytes; None where NVML hangs, which the agent waits for.
+    disk_free: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +118,10 @@ class NodeStatus:
     gpu_error: str | None = None
     #: Why its firewall is not in place, for users.
     firewall_error: str | None = None
+    #: Free space for Docker's data, bytes; None before the first reading.
+    disk_free: int | None = None
+    #: Why a full disk keeps it from taking work, for users.
+    disk_error: str | None = None
 
     def evolve(self, **changes: Any) -> Self:
         """Return a copy with changes."""
@@ -202,6 +209,22 @@ def record_failure(node: NodeStatus, reason: str, now: float) -> NodeStatus:
         daemon_id=None,
         boot_id=None,
     )
+
+
+def record_disks(node: NodeStatus, *, head_free: int | None, floor: int) -> NodeStatus:
+    """Return the status with the error of a full disk, if any; it ends when clearly more than the floor is free.
+
+    Args:
+        head_free: Free space for gpuhub's own data on the head node, bytes; None where it is not known.
+        floor: Free space below which a node takes no work, bytes.
+    """
+    for free, disk in ((node.disk_free, "of Docker there"), (head_free, "with gpuhub's data on the head node")):
+        error = f"disk full: less than {format_size(floor)} are free on the disk {disk}"
+        # Without a distance, a node on the border would come and go.
+        needed = floor + floor // 10 if node.disk_error == error else floor
+        if free is not None and free < needed:
+            return node.evolve(disk_error=error)
+    return node.evolve(disk_error=None)
 
 
 def required_polls(node: NodeStatus, now: float) -> int:

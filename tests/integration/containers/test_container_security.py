@@ -61,6 +61,26 @@ print(json.dumps({
 }))
 """
 
+#: Writes until it is refused; prints bytes and reason for each folder, and what a program that is stored there returns.
+FILL = """
+import errno, json, os, shutil, subprocess
+def fill(folder):
+    written = 0
+    try:
+        with open(folder + "/file", "wb", buffering=0) as file:
+            while written < 64 << 20:
+                written += file.write(b"x" * 65536)
+    except OSError as error:
+        return [written, errno.errorcode[error.errno]]
+    finally:
+        if os.path.exists(folder + "/file"):
+            os.unlink(folder + "/file")
+    return [written, "done"]
+filled = {folder: fill(folder) for folder in ("/", "/etc", "/usr", "/run", "/var/lib", "/tmp", "/var/tmp")}
+shutil.copy("/usr/bin/sh", "/tmp/sh")
+print(json.dumps({**filled, "program": subprocess.run(["/tmp/sh", "-c", "exit 7"]).returncode}))
+"""
+
 
 @pytest.fixture
 async def daemons(closet: Closet) -> AsyncIterator[DockerClients]:
@@ -140,7 +160,7 @@ def build(cluster: ClusterSettings, image: str, uuids: tuple[str, ...]) -> Conta
 
 
 async def run_probe(
-    closet: Closet, daemons: DockerClients, cluster: ClusterSettings, spec: ContainerSpec
+    closet: Closet, daemons: DockerClients, cluster: ClusterSettings, spec: ContainerSpec, probe: str = PROBE
 ) -> dict[str, object]:
     """Run a container as the product does, return what its probe prints, and remove it."""
     await networks.ensure_access_network(daemons, cluster, INSTANCE, NODE)
@@ -150,7 +170,7 @@ async def run_probe(
         try:
             await container_lifecycle.inject_identity(daemons, NODE, container.id, ADA, cluster.storage)
             await daemons.call(NODE, "start", container.id)
-            done = client.containers.get(container.id).exec_run(["python3", "-c", PROBE])
+            done = client.containers.get(container.id).exec_run(["python3", "-c", probe])
             assert done.exit_code == 0, done.output
             return dict(json.loads(done.output))
         finally:
@@ -216,3 +236,16 @@ async def test_disk_limit_that_cannot_be_set_is_refused(
     await networks.ensure_access_network(daemons, cluster, INSTANCE, NODE)
     with pytest.raises(GpuhubError, match=r"node rig3: its Docker cannot limit what a container writes.*pquota"):
         await container_lifecycle.ensure_created(daemons, NODE, build(limited, tiny_image, ()), adopt=False)
+
+
+async def test_users_cannot_fill_the_disk_of_docker(
+    closet: Closet, daemons: DockerClients, cluster: ClusterSettings, tiny_image: str
+) -> None:
+    """Outside of mounts, a user can write into two folders, which end at their size; programs run from there."""
+    limited = cluster.model_copy(update={"jobs": cluster.jobs.model_copy(update={"tmp": 4 << 20})})
+    found = await run_probe(closet, daemons, limited, build(limited, tiny_image, ()), FILL)
+    assert found == {
+        **{folder: [0, "EACCES"] for folder in ("/", "/etc", "/usr", "/run", "/var/lib")},
+        **{folder: [4 << 20, "ENOSPC"] for folder in ("/tmp", "/var/tmp")},
+        "program": 7,
+    }

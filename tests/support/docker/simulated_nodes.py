@@ -48,6 +48,8 @@ class SimulatedNode:
     is_silent: bool = False
     daemon_id: str = ""
     boot_id: str | None = ""
+    #: Free space for Docker's data, bytes.
+    disk_free: int = 100 * 1024**3
     driver: str = "580.95.05"
     #: By index, where it is not as on an idle, healthy GPU: pid and MiB of each process, MiB in use, NVML's error,
     #: uncorrectable errors, failed row remaps, and the name and MiB of each MIG device.
@@ -88,6 +90,7 @@ class SimulatedNode:
         if not self.is_silent or not self.last_line:
             gpus = [] if self.nvml_error else [gpu for index in range(len(self.cards)) for gpu in self._readings(index)]
             line = {"n": next(self.lines), "boot_id": self.boot_id, "driver": self.driver, "error": self.nvml_error}
+            line["disk_free"] = self.disk_free
             self.last_line = json.dumps({**line, "gpus": gpus}).encode() + b"\n"
         return self.last_line
 

@@ -79,14 +79,21 @@ class NodeController:
         couriers: CourierPool,
         unproven: UnprovenLeases,
         firewall: FirewallChecker | None = None,
+        read_head_free: Callable[[], int] | None = None,
     ) -> None:
-        """`unproven` collects why nodes give no proof for leases; the deadline controller reads it."""
+        """Create the controller.
+
+        Args:
+            unproven: Collects why nodes give no proof for leases; the deadline controller reads it.
+            read_head_free: Returns the free bytes on the disk with the broker's own data.
+        """
         self._core = core
         self._daemons = daemons
         self._launcher = launcher
         self._nodes = tuple(core.capacity.inventory.nodes)
         self._couriers = couriers
         self._firewall = firewall
+        self._read_head_free = read_head_free
         self._probe = NodeProbe(daemons=daemons, clock=core.clock)
         self._actions = ContainerActions(daemons=daemons, on_removed=self.request_poll)
         self._conditions = ConditionReporter()
@@ -156,6 +163,14 @@ class NodeController:
                 self._actions.remove(node, courier)
             seen = _build_record(record, listing, actions, core.clock.monotonic())
             seen = await self._probe.read_agent(seen, listed)
+            seen = status.record_disks(
+                seen,
+                head_free=None if self._read_head_free is None else self._read_head_free(),
+                floor=core.cluster.scheduling.min_free_disk,
+            )
+            if seen.disk_error != record.disk_error:
+                text = f"node {node}: {seen.disk_error or 'there is enough free disk space again'}"
+                self._record_event("node.disk", text, node)
             if seen.gpu_error == DEVICES_LOST and record.gpu_error != DEVICES_LOST:
                 await self._note_lost_devices(node, listed)
             if self._firewall is not None:

@@ -401,3 +401,31 @@ def test_leases_long_without_proof_are_found_with_reasons() -> None:
         "l1": "its containers on rig1 are not gone yet; "
         "node rig2 does not answer, so what ran there may still run; another daemon"
     }
+
+
+# -- disks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("was_full", "node_free", "head_free", "disk"),
+    [
+        (False, 100, 100, None),
+        (False, 99, 100, "of Docker there"),
+        (False, 100, 99, "with gpuhub's data on the head node"),
+        (False, None, None, None),
+        (True, 109, 100, "of Docker there"),
+        (True, 110, 100, None),
+        (True, 110, 99, "with gpuhub's data on the head node"),
+    ],
+)
+def test_a_full_disk_keeps_a_node_from_taking_work(
+    was_full: bool, node_free: int | None, head_free: int | None, disk: str | None
+) -> None:
+    """The head node's disk counts for every node, and a disk on the border does not come and go."""
+    node = build_up_node(gpu(), disk_free=0)
+    before = status.record_disks(node, head_free=None, floor=100) if was_full else node
+    after = status.record_disks(before.evolve(disk_free=node_free), head_free=head_free, floor=100)
+    reason = None if disk is None else f"disk full: less than 100 B are free on the disk {disk}"
+    assert gpu_health.explain_node_unavailable(after, None) == reason
+    assert assess_node(after) == gpu_health.NodeCondition(state=NodeState.UP, message=reason)
+    assert supply(after).takes_work == (reason is None)

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import queue
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +108,7 @@ GOOD = {
     "n": 3,
     "boot_id": "b1",
     "driver": "580.95.05",
+    "disk_free": 7,
     "error": None,
     "gpus": [
         {
@@ -123,11 +126,23 @@ GOOD = {
 }
 
 
+def test_free_space_is_that_of_the_fuller_disk(tmp_path: Path) -> None:
+    """What is reserved for root does not count as free."""
+    space = os.statvfs(tmp_path)
+    assert agent.read_disk_free((str(tmp_path), "/proc")) == 0
+    assert 0 < agent.read_disk_free((str(tmp_path),)) <= space.f_blocks * space.f_frsize
+    readings: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=agent.read_repeatedly, args=(readings, 60), daemon=True).start()
+    assert readings.get(timeout=60)["disk_free"] > 0
+
+
 def test_agent_line_is_parsed_completely() -> None:
     """Every field of a line arrives."""
     found = agent_container.parse_agent_line(json.dumps(GOOD).encode() + b"\n")
     assert found is not None
     assert (found.line_number, found.boot_id, found.driver) == (3, "b1", "580.95.05")
+    assert found.disk_free == 7
+    assert agent_container.record_agent_reading(NodeStatus(name="rig1"), found, 1.0).disk_free == 7
     (card,) = found.gpus
     assert (card.model, card.memory_mib, card.capability, card.is_mig) == ("RTX 5090", 32607, (12, 0), False)
     assert card.processes == (GpuProcess(pid=7, memory_mib=300), GpuProcess(pid=8, memory_mib=None))

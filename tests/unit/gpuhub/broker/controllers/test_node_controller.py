@@ -20,6 +20,8 @@ from tests.support.broker.calls import ask, delete, post, read, run_notebook, wa
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import build_cluster
 
+GIB = 1024**3
+
 pytestmark = pytest.mark.usefixtures("_short_periods")
 
 
@@ -72,6 +74,27 @@ async def start_job(running: Running, **changes: Any) -> Any:
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+async def test_node_with_a_full_disk_takes_no_work_and_comes_back(setting: Setting) -> None:
+    """What runs there continues; a request that waits starts as soon as clearly more than the floor is free."""
+    rig2 = setting.nodes["rig2"]
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", profile="rtx5070")
+        await run_notebook(running, lease)
+        rig2.disk_free = 5 * GIB - 1
+        text = await wait_for_event(running, "node.disk")
+        assert text == "node rig2: disk full: less than 5 GiB are free on the disk of Docker there"
+        assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
+        waiting = await ask(running, "ben", profile="rtx5070")
+        rig2.disk_free = 5 * GIB + 1
+        await until(lambda: get_node_status(running, "rig2").disk_free == rig2.disk_free, "the border is read")
+        assert (await read(running, "ben", f"/leases/{waiting['id']}"))["state"] == "requested"
+        rig2.disk_free = 6 * GIB
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted", token="ben")
+        assert len(await list_event_texts(running, "node.disk")) == 2
 
 
 @pytest.mark.usefixtures("_short_probe_timeout")
