@@ -39,7 +39,7 @@ class ProgressWriter:
         }
         try:
             draft = Path(f"{self._path}.{self._process}")
-            draft.write_text(json.dumps(progress))
+            draft.write_text(json.dumps(progress), encoding="utf-8")
             draft.replace(self._path)
         except OSError:
             # A full disk or a removed folder must not end a training.

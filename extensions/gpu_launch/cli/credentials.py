@@ -116,7 +116,7 @@ def load_hubs(path: Path) -> KnownHubs:
         GpuLaunchError: The file cannot be read or has another format.
     """
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
         hubs = tuple(
             Hub(
                 url=url,

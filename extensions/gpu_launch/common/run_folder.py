@@ -160,7 +160,7 @@ def _may_be_needed(run: RunFolder) -> bool:
 def _is_over(run: RunFolder) -> bool:
     """Return whether a detached job has reported its end. A cancelled job may start again."""
     try:
-        return job_manifest.parse_status(run.status.read_text()).state in job_manifest.FINAL_STATES
+        return job_manifest.parse_status(run.status.read_text(encoding="utf-8")).state in job_manifest.FINAL_STATES
     except (OSError, UsageError):
         return False
 
