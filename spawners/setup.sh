@@ -10,10 +10,17 @@ export DEBIAN_FRONTEND=noninteractive
 [ "$(id -u)" -eq 0 ] || { echo "This needs root, for Docker and for packages: run it with sudo." >&2; exit 1; }
 command -v apt-get >/dev/null || { echo "Debian or Ubuntu is needed: there is no apt-get here." >&2; exit 1; }
 
-# command → package that has it
-wanted=(dockerd:docker.io mmdebstrap:mmdebstrap node:nodejs npm:npm ip:iproute2 iptables:iptables nsenter:util-linux gcc:gcc xz:xz-utils hostname:hostname dnsmasq:dnsmasq-base flock:util-linux ssh-keygen:openssh-client)
-for_tests=(ping:iputils-ping faketime:faketime ganesha.nfsd:nfs-ganesha-vfs nfs-ls:libnfs-utils bindfs:bindfs sshd:openssh-server wireguard-go:wireguard-go wg:wireguard-tools chromium:chromium certutil:libnss3-tools slapd:slapd ldapwhoami:ldap-utils objdump:binutils nft:nftables slurmdbd:slurmdbd mariadbd:mariadb-server slurmrestd:slurmrestd)
-for_slurm=(slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge)
+# command:package for each of these places in the list of programs
+programs_of() {
+  local where
+  for where in "$@"; do
+    sed -nE "s/^$where +([^ ]+) +([^ ]+)\$/\1:\2/p" "$here/spawners/gpuhub/common/programs.txt"
+  done
+}
+mapfile -t wanted < <(programs_of head closet)
+mapfile -t for_slurm < <(programs_of slurm)
+mapfile -t for_tests < <(programs_of rest)
+for_tests+=(faketime:faketime ganesha.nfsd:nfs-ganesha-vfs nfs-ls:libnfs-utils bindfs:bindfs sshd:openssh-server wireguard-go:wireguard-go wg:wireguard-tools chromium:chromium certutil:libnss3-tools slapd:slapd ldapwhoami:ldap-utils objdump:binutils nft:nftables slurmdbd:slurmdbd mariadbd:mariadb-server)
 missing=()
 # $@: command:package …; adds to `missing`
 look_for() {

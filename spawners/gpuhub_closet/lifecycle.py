@@ -15,6 +15,7 @@ import requests
 
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
+from gpuhub.common.required_programs import find_missing_packages
 from gpuhub_closet import (
     docker_daemons,
     driver,
@@ -27,20 +28,6 @@ from gpuhub_closet.topology import ClosetNode, ClosetPlan
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MOUNTS = Path("/proc/self/mountinfo")
-#: Program → the Debian package that brings it.
-_PROGRAMS = {
-    "dockerd": "docker.io",
-    "dnsmasq": "dnsmasq-base",
-    "docker-init": "docker.io",
-    "ip": "iproute2",
-    "tc": "iproute2",
-    "iptables": "iptables",
-    "nsenter": "util-linux",
-    "unshare": "util-linux",
-    "setpriv": "util-linux",
-    "flock": "util-linux",
-    "hostname": "hostname",
-}
 
 
 def prepare_closet(plan: ClosetPlan, paths: Paths) -> None:
@@ -90,7 +77,7 @@ def ensure_down(plan: ClosetPlan, paths: Paths, *, purge: bool = False) -> None:
 def _check_machine() -> None:
     if os.geteuid() != 0:
         raise SetupError("the practice closet makes network namespaces and needs root: run it with sudo")
-    missing = sorted({package for program, package in _PROGRAMS.items() if shutil.which(program) is None})
+    missing = find_missing_packages({"closet"})
     if missing:
         raise SetupError(f"the practice closet needs programs that are missing: apt-get install {' '.join(missing)}")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
+from gpuhub.common.required_programs import find_missing_packages
 from gpuhub.config import identity
 from gpuhub.config.slurm import SlurmSettings
 from gpuhub.config.users import UserSettings
@@ -34,16 +35,6 @@ NODE_MEMORY_MIB = 32768
 #: Short, so that the loss of a node can be observed, seconds.
 SLURMD_TIMEOUT_S = 30
 EPILOG = Path(__file__).parents[1] / "gpuhub" / "slurm_client" / "epilog.sh"
-#: Program → the Debian package that brings it.
-PROGRAMS = {
-    "munged": "munge",
-    "slurmctld": "slurmctld",
-    "slurmd": "slurmd",
-    "sbatch": "slurm-client",
-    "docker": "docker-cli or docker.io",
-}
-#: For tests only.
-REST_PROGRAMS = {"slurmrestd": "slurmrestd"}
 #: The user of slurmrestd, which refuses to run as root or as Slurm's own user.
 REST_USER = SlurmAccount(name="slurmrest", uid=61099, home=Path("/nonexistent"))
 
@@ -98,8 +89,9 @@ def prepare_slurm(plan: ClosetPlan, paths: Paths, users: UserSettings, *, has_re
     Raises:
         SetupError: A program is not installed.
     """
-    programs = PROGRAMS | (REST_PROGRAMS if has_rest else {})
-    missing = sorted({package for program, package in programs.items() if shutil.which(program) is None})
+    missing = find_missing_packages({"slurm", *(["rest"] if has_rest else [])})
+    if shutil.which("docker") is None:
+        missing.append("docker-cli")
     if missing:
         raise SetupError(f"the practice closet's Slurm needs programs that are missing: {', '.join(missing)}")
     files = build_slurm_config(plan, paths)

@@ -15,6 +15,7 @@ from pathlib import Path
 from cryptography import x509
 
 from gpuhub.common.paths import Paths
+from gpuhub.common.required_programs import find_missing_packages
 from gpuhub.config.head_address import find_head_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.deploy import programs
@@ -51,6 +52,8 @@ class HeadFacts:
     storage: Mapping[str, str | None] = field(default_factory=dict)
     #: A line for each conflict in `uids.json`.
     uid_conflicts: tuple[str, ...] = ()
+    #: Debian packages of programs that gpuhub starts here and that are missing.
+    missing_packages: tuple[str, ...] = ()
     #: Folders of secrets that other users than root can read.
     exposed_secrets: tuple[str, ...] = ()
 
@@ -70,6 +73,7 @@ def read_head_facts(cluster: ClusterSettings, paths: Paths) -> HeadFacts:
             for server in find_nfs_servers(cluster)
         },
         uid_conflicts=tuple(find_uid_conflicts(paths.state / "uids.json")),
+        missing_packages=tuple(find_missing_packages({"head"})),
         exposed_secrets=tuple(find_exposed_secrets(paths.secrets)),
     )
 
@@ -155,6 +159,7 @@ def find_exposed_secrets(folder: Path, *, owner: int = 0) -> Iterator[str]:
 def check_head(head: HeadFacts) -> Iterator[Finding]:
     """Check all facts about the head node."""
     yield from _check_versions(head)
+    yield _check_programs(head)
     yield from _check_running(head)
     for folder, free in head.free.items():
         gib = free / 1024**3
@@ -210,6 +215,17 @@ def _check_versions(head: HeadFacts) -> Iterator[Finding]:
         yield failed("jupyterhub", head.jupyterhub or "not installed", f"{floor} or newer is needed: `sudo make up`")
     else:
         yield ok("jupyterhub", head.jupyterhub)
+
+
+def _check_programs(head: HeadFacts) -> Finding:
+    if head.missing_packages:
+        packages = " ".join(head.missing_packages)
+        return failed(
+            "programs",
+            f"gpuhub starts programs that are missing here, of the packages {packages}",
+            f"apt-get install {packages}",
+        )
+    return ok("programs", "everything that gpuhub starts is installed")
 
 
 def _check_running(head: HeadFacts) -> Iterator[Finding]:

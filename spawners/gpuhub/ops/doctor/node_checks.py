@@ -57,6 +57,8 @@ class NodeEnvironment:
     #: The MTU that users' networks are built for, and the one that was measured (None without an answer), bytes.
     mtu: int = ETHERNET_MTU
     measured_mtu: int | None = None
+    #: The head node can measure: it has ping.
+    can_measure_mtu: bool = True
     #: `host:port` of the Swarm's manager, which is the first node; None on that node itself.
     swarm_manager: str | None = None
     #: Ids of the members of gpuhub's Swarm; None where there is none, or it is unknown.
@@ -263,6 +265,8 @@ def check_network(host: HostFacts, environment: NodeEnvironment) -> Iterator[Fin
     kind = "WireGuard" if host.device_kind == "wireguard" else next(tunnels, None)
     mtu = min((size for size in (host.mtu, environment.measured_mtu) if size is not None), default=None)
     route = f"{host.device}{f' ({kind})' if kind else ''}" if host.device else "the route to it"
+    if not environment.can_measure_mtu:
+        yield warning("mtu", "not measured: the head node has no ping", "apt-get install iputils-ping there")
     if mtu is None:
         yield warning("mtu", "unknown", f"{environment.mtu} is assumed: set network.mtu if it is less")
     elif mtu < MIN_MTU + VXLAN_OVERHEAD:

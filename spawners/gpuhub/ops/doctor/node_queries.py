@@ -200,6 +200,7 @@ def read_environment(cluster: ClusterSettings, address: str, *, is_new: bool = F
         accounts=find_accounts((*cluster.users.allowed, *cluster.users.admins)),
         mtu=networks.find_mtu(cluster),
         measured_mtu=measure_mtu(address),
+        can_measure_mtu=shutil.which("ping") is not None,
         swarm_manager=f"{first}:{SWARM_PORT}" if cluster.has_overlay and first != address else None,
         is_new=is_new,
         has_overlay=cluster.has_overlay,

@@ -183,6 +183,9 @@ def test_environment_checks() -> None:
     }
     behind = check_node(GOOD_DOCKER, replace(GOOD_HOST, mtu=1420, device="wg0"), replace(AROUND, mtu=1420))
     assert "1420 bytes over wg0 (WireGuard); users' networks get 1370" in [finding.value for finding in behind]
+    unmeasured = check_node(GOOD_DOCKER, GOOD_HOST, replace(AROUND, can_measure_mtu=False))
+    assert "not measured: the head node has no ping" in [finding.value for finding in unmeasured]
+    assert levels(unmeasured) == {"mtu": Severity.WARNING}
     new = replace(GOOD_DOCKER, swarm_state="inactive", swarm_node=None)
     assert levels(check_node(new, GOOD_HOST, replace(AROUND, is_new=True, swarm_members=None))) == {}
     assert levels(check_node(GOOD_DOCKER, GOOD_HOST, replace(AROUND, swarm_members=None))) == {
@@ -324,6 +327,7 @@ GOOD_HEAD = HeadFacts(
 @pytest.mark.parametrize(
     ("facts", "check", "level"),
     [
+        ({"missing_packages": ("iputils-ping",)}, "programs", Severity.FAILED),
         ({"jupyterhub": "5.5.0"}, "jupyterhub", Severity.FAILED),
         ({"jupyterhub": ""}, "jupyterhub", Severity.FAILED),
         ({"programs": {}}, "services", Severity.WARNING),
