@@ -86,10 +86,13 @@ def status(paths: Paths, cluster_file: Path) -> None:
 def check(paths: Paths, cluster_file: Path) -> None:
     """Check cluster.toml without starting anything."""
     from gpuhub.login import kinds
+    from gpuhub.login.local_accounts import check_accounts
 
-    cluster = settings.load(cluster_file)
+    console, cluster = AdminConsole(), settings.load(cluster_file)
     kinds.check_files(cluster)
-    AdminConsole().write(f"{cluster_file} is valid: {len(cluster.nodes)} nodes, {len(cluster.profiles)} profiles")
+    for note in check_accounts(cluster, paths):
+        console.write(f"{note}.")
+    console.write(f"{cluster_file} is valid: {len(cluster.nodes)} nodes, {len(cluster.profiles)} profiles")
 
 
 @click.command(short_help="Make or renew the hub's certificate, or check the given one.")

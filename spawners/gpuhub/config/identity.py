@@ -1,4 +1,8 @@
-"""Users' identities on files: UID, GID and groups, from accounts of the head node or allocated by gpuhub."""
+"""Users' identities on files: UID, GID and groups, from accounts of the head node or allocated by gpuhub.
+
+A name at a login provider says nothing about the account of that name on the head node: many providers let anyone
+choose a free name. So a user gets an account only if the login proves it (`pam`, `ldap`) or cluster.toml says so.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import os
 import pwd
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +26,18 @@ from gpuhub.config.users import UserSettings
 #: First UID and GID of ordinary accounts. Those below belong to the system (`docker`, `disk`, `shadow` …), and their
 #: rights must not reach into containers.
 FIRST_ORDINARY_ID = 1000
+#: UIDs and GIDs that distributions and systemd assign to services, and `nobody`, to which file servers map strangers.
+RESERVED_IDS = range(60_000, 65_536)
+#: The group `users`, which some distributions give to ordinary accounts as their primary one. It has no rights.
+_USERS_GID = 100
+_PASSWD = Path("/etc/passwd")
 #: Folder in which the archive of `build_identity_archive` is unpacked.
 ARCHIVE_ROOT = "/"
 #: Folder that libnss-extrausers in our images reads.
 _ARCHIVE_FOLDER = "var/lib/extrausers"
 _SHELL = "/bin/bash"
 _LAST_UID = 2_000_100_000
+_LAST_ORDINARY_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,39 +58,143 @@ class UserIdentity:
         return f"/home/{self.name}"
 
 
-def find_identity(users: UserSettings, state: Path, name: str) -> UserIdentity:
-    """Return the user's identity: that of the account on the head node, or a permanent UID from gpuhub. It may block.
+def find_identity(users: UserSettings, state: Path, name: str, *, sees_home: bool = True) -> UserIdentity:
+    """Return the user's identity: that of an account on the head node, or a permanent UID from gpuhub. It may block.
+
+    Args:
+        users: The settings, which decide whether the user has an account.
+        state: The folder with `uids.json`.
+        name: The user's name.
+        sees_home: Whether `storage.homes` checks the owner of the home. If it cannot, a user who may have had an
+            account under an earlier version is refused, because a different UID would not be noticed.
 
     Raises:
         InvalidRequest: the name has characters that are not permitted.
-        NotAllowed: it is a system account, or there is no account and gpuhub allocates no UIDs.
+        NotAllowed: it is a system account, or there is no account and gpuhub allocates no UIDs, or cluster.toml must
+            say whether the user has the account of that name.
     """
     if not re.fullmatch(names.USERNAME_PATTERN, name):
         raise InvalidRequest(
             f"user name {name!r}: a lower-case letter, then at most 31 of a-z, 0-9, '.', '-' and '_' is needed"
         )
-    try:
-        account = pwd.getpwnam(name)
-    except KeyError:
-        if users.uid_first is None:
+    account_name = find_own_account(users, name)
+    account = _find_account(account_name) if account_name else None
+    if account is not None:
+        return _from_account(name, account)
+    if account_name and not users.has_own_accounts:
+        raise NotAllowed(f"users.accounts gives {name} the account {account_name}, which the head node does not have")
+    if users.accounts.get(name) is not False and (other := _find_account(name)) is not None:
+        if not is_ordinary_id(other.pw_uid):
             raise NotAllowed(
-                f"user {name!r} has no account on the head node: `adduser {name}` there, "
-                "or set users.uid_first in cluster.toml"
-            ) from None
-        uid = allocate_uid(state, users.uid_first, name)
-        return UserIdentity(name=name, uid=uid, gid=uid, group_names=(name,))
-    return _from_account(account)
+                f"user {name!r} has the name of a system account of the head node (UID {other.pw_uid}): another name "
+                f"is needed, or `{_toml_key(name)} = false` below [users.accounts] in cluster.toml"
+            )
+        if not sees_home:
+            raise NotAllowed(describe_undecided(name, other.pw_uid))
+    if users.uid_first is None:
+        remedy = f"`adduser {name}` there, or set users.uid_first" if users.has_own_accounts else "set users.uid_first"
+        raise NotAllowed(f"user {name!r} has no account on the head node: {remedy} in cluster.toml")
+    uid = allocate_uid(state, users.uid_first, name)
+    return UserIdentity(name=name, uid=uid, gid=uid, group_names=(name,))
 
 
-def _from_account(account: pwd.struct_passwd) -> UserIdentity:
-    name, uid, gid = account.pw_name, account.pw_uid, account.pw_gid
-    if uid < FIRST_ORDINARY_ID:
+def find_own_account(users: UserSettings, name: str) -> str | None:
+    """Return the name of the account that the user has if it exists; None if the user has none. It may block."""
+    if users.has_own_accounts:
+        return name
+    if name in users.accounts:
+        return users.accounts[name] or None
+    return name if users.directory_accounts and _is_in_directory(name) else None
+
+
+def describe_undecided(name: str, uid: int) -> str:
+    """Return which lines of cluster.toml say whether a user has the head node's account of that name."""
+    key = _toml_key(name)
+    return (
+        f"the head node has an account {name} (UID {uid}), and this login does not prove that the user {name} owns it. "
+        f'Only if both are the same person, write `{key} = "{name}"` below [users.accounts] in cluster.toml: the user '
+        f"has this UID and the home then, as before. Otherwise write `{key} = false`: the user has a UID of gpuhub's "
+        "then, and needs a home that does not belong to the account"
+    )
+
+
+def _toml_key(name: str) -> str:
+    return f'"{name}"' if "." in name else name
+
+
+def is_ordinary_id(number: int) -> bool:
+    """Return whether the UID or GID can be that of a person or of a group of persons."""
+    return FIRST_ORDINARY_ID <= number <= _LAST_ORDINARY_ID and number not in RESERVED_IDS
+
+
+def find_ordinary_accounts(users: Iterable[str] | None = None) -> dict[str, int]:
+    """Return the UIDs of the head node's ordinary accounts by name. It may block.
+
+    Args:
+        users: The names to look up; None for all accounts that the system lists, without those of most directories.
+    """
+    found = pwd.getpwall() if users is None else [account for name in users if (account := _find_account(name))]
+    return {account.pw_name: account.pw_uid for account in found if is_ordinary_id(account.pw_uid)}
+
+
+def find_known_uids(users: UserSettings, state: Path) -> dict[str, int]:
+    """Return the UIDs of all users that are known without a login, by the names that machines know. It may block.
+
+    Members of groups are known if their groups are those of the system, or if gpuhub has chosen their UIDs.
+    """
+    uids = {name: uid for name, uid in read_uids(state).items() if re.fullmatch(names.USERNAME_PATTERN, name)}
+    known = {*users.allowed, *users.admins, *users.accounts, *uids}
+    if users.has_own_accounts:
+        known |= _find_members((*users.allowed_groups, *users.admin_groups))
+    for name in known:
+        account = _find_account(find_own_account(users, name) or "")
+        if account is not None:
+            uids.pop(name, None)
+            uids[account.pw_name] = account.pw_uid
+    return uids
+
+
+def _find_members(groups: Sequence[str]) -> set[str]:
+    """Return the ordinary accounts that are in one of the system's groups, also as their primary group."""
+    members: set[str] = set()
+    for name in groups:
+        try:
+            group = grp.getgrnam(name)
+        except KeyError:
+            continue  # a group of the LDAP server that the system does not know
+        primary = {account.pw_name for account in pwd.getpwall() if account.pw_gid == group.gr_gid}
+        members |= find_ordinary_accounts({*group.gr_mem, *primary}).keys()
+    return members
+
+
+def _find_account(name: str) -> pwd.struct_passwd | None:
+    try:
+        return pwd.getpwnam(name)
+    except KeyError:
+        return None
+
+
+def _is_in_directory(name: str) -> bool:
+    """Return whether an account comes from a directory: it exists, and /etc/passwd does not have it."""
+    lines = _PASSWD.read_text(encoding="utf-8", errors="replace").splitlines()
+    return _find_account(name) is not None and not any(line.startswith(f"{name}:") for line in lines)
+
+
+def _from_account(name: str, account: pwd.struct_passwd) -> UserIdentity:
+    uid, gid = account.pw_uid, account.pw_gid
+    if not is_ordinary_id(uid):
         raise NotAllowed(
-            f"user {name!r} is a system account (UID {uid}): only accounts from {FIRST_ORDINARY_ID} on get a notebook"
+            f"user {name!r} has a system account (UID {uid}): only accounts from {FIRST_ORDINARY_ID} on get a "
+            f"notebook, without {RESERVED_IDS.start} to {RESERVED_IDS.stop - 1}, which belong to services"
         )
-    if gid == 0:
-        raise NotAllowed(f"user {name!r} has root's group as the primary one: give the account a group of its own")
-    groups = tuple(sorted(group for group in os.getgrouplist(name, gid) if group != gid and group >= FIRST_ORDINARY_ID))
+    if not is_ordinary_id(gid) and gid != _USERS_GID:
+        raise NotAllowed(
+            f"user {name!r} has a system group ({_group_name(gid)}, GID {gid}) as the primary one: give the account a "
+            "group of its own"
+        )
+    groups = tuple(
+        sorted(group for group in os.getgrouplist(account.pw_name, gid) if group != gid and is_ordinary_id(group))
+    )
     return UserIdentity(
         name=name, uid=uid, gid=gid, groups=groups, group_names=tuple(_group_name(g) for g in (gid, *groups))
     )
@@ -97,7 +211,7 @@ def allocate_uid(state: Path, first: int, name: str) -> int:
     """Return the UID of `name` in `uids.json`; the first call chooses the lowest free one from `first` on."""
     file = _uids_file(state)
     with _locked(state / "uids.lock"):
-        known = _read_uids(state)
+        known = read_uids(state)
         if name not in known:
             known[name] = choose_uid(known, first, _is_taken)
             temporary = file.with_suffix(".new")
@@ -110,11 +224,11 @@ def allocate_uid(state: Path, first: int, name: str) -> int:
 
 
 def find_user_name(state: Path, uid: int) -> str | None:
-    """Return the name of the user with this UID, by account or as allocated by gpuhub, else None. It may block."""
+    """Return the name of the user with this UID for messages: the account's, or that of gpuhub's user. It may block."""
     account = find_account_name(uid)
     if account is not None:
         return account
-    return next((name for name, allocated in _read_uids(state).items() if allocated == uid), None)
+    return next((name for name, allocated in read_uids(state).items() if allocated == uid), None)
 
 
 def find_account_name(uid: int) -> str | None:
@@ -125,7 +239,7 @@ def find_account_name(uid: int) -> str | None:
         return None
 
 
-def _read_uids(state: Path) -> dict[str, int]:
+def read_uids(state: Path) -> dict[str, int]:
     """Return the UIDs that gpuhub has allocated, by user name."""
     file = _uids_file(state)
     known: dict[str, int] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -140,7 +254,7 @@ def choose_uid(known: Mapping[str, int], first: int, is_taken: Callable[[int], b
     """Return the lowest UID from `first` on that is neither in `known` nor taken by an account or group elsewhere."""
     used = set(known.values())
     for number in range(first, _LAST_UID):
-        if number not in used and not is_taken(number):
+        if number not in used and number not in RESERVED_IDS and not is_taken(number):
             return number
     raise SetupError(f"no UID is free from {first} on")
 

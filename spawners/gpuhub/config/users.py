@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, PlainValidator, StringConstraints, model_validator
 
 from gpuhub.common.units import Size, Span, Span0
 from gpuhub.config.base import ListOf, Number, SettingsTable, Text, UserName
@@ -13,6 +14,18 @@ from gpuhub.config.base import ListOf, Number, SettingsTable, Text, UserName
 GroupName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 #: How users prove who they are.
 LoginKind = Literal["password", "first-use", "pam", "ldap", "oidc", "github", "gitlab", "google", "cilogon"]
+#: Logins that accept only the password of the account with the user's name, on the head node or in its directory.
+LOGINS_WITH_ACCOUNTS: frozenset[LoginKind] = frozenset({"pam", "ldap"})
+
+
+def _check_account(value: object) -> object:
+    if value is False or (isinstance(value, str) and re.fullmatch(r"[^:\s]{1,256}", value)):
+        return value
+    raise ValueError(f"{value!r} is neither the name of an account in quotes nor false")
+
+
+#: Name of an account of the head node, or False for none.
+AccountName = Annotated[str | Literal[False], PlainValidator(_check_account)]
 
 
 class LimitSettings(SettingsTable):
@@ -94,6 +107,12 @@ class UserSettings(SettingsTable):
     admin_groups: ListOf[GroupName] = ()
     #: First UID for users without an account on the head node; None: every user needs an account.
     uid_first: Annotated[int, Field(ge=1000, le=2_000_000_000)] | None = None
+    #: User → the head node's account with whose UID and groups the user works; false for none. With `pam` and `ldap`,
+    #: users have the account with their own name.
+    accounts: dict[UserName, AccountName] = {}
+    #: Whether users have the account with their own name if the head node takes it from a directory (LDAP, SSSD), not
+    #: from /etc/passwd. Only for a provider whose names are those of that directory.
+    directory_accounts: bool = False
     #: GPUs of one user at once, notebooks and jobs together; a GPU share counts as one. None for no limit.
     max_gpus: Annotated[int, Field(ge=1)] | None = None
     #: GPU-hours of one user in any seven days; None for no limit.
@@ -115,3 +134,31 @@ class UserSettings(SettingsTable):
         if groups and self.login in {"password", "first-use"}:
             raise ValueError(f'login = "{self.login}" has no groups: remove allowed_groups and admin_groups')
         return self
+
+    @model_validator(mode="after")
+    def _names_accounts_once(self) -> Self:
+        if self.login in LOGINS_WITH_ACCOUNTS and (self.accounts or self.directory_accounts):
+            raise ValueError(
+                f'login = "{self.login}" gives each user the account with the same name: remove accounts and '
+                "directory_accounts"
+            )
+        if self.login in {"password", "first-use", "github"} and self.directory_accounts:
+            raise ValueError(
+                f'directory_accounts: with login = "{self.login}", any person can have any name: remove it, and name '
+                "users and their accounts in accounts"
+            )
+        owners: dict[str, str] = {}
+        for user, account in self.accounts.items():
+            if account and account in owners:
+                raise ValueError(
+                    f"accounts: {owners[account]} and {user} both have the account {account}, so each would own the "
+                    "other's files: give each user a different account"
+                )
+            if account:
+                owners[account] = user
+        return self
+
+    @property
+    def has_own_accounts(self) -> bool:
+        """Whether the login itself proves that the user owns the account of that name."""
+        return self.login in LOGINS_WITH_ACCOUNTS

@@ -36,6 +36,10 @@ class AccountBindings:
         self._file = file
         self._provider = provider
 
+    def names(self) -> frozenset[str]:
+        """Return the names that belong to accounts of the provider."""
+        return frozenset(self._read().get(self._provider, ()))
+
     def bind(self, name: str, account: str) -> None:
         """Bind the name to the account.
 

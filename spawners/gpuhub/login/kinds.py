@@ -20,6 +20,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.config.users import LoginKind
 from gpuhub.login import oidc_discovery, rules
+from gpuhub.login.accounts import AccountBindings
 
 #: Logins without groups: JupyterHub's administrators manage the hub's groups there.
 _WITHOUT_GROUPS: frozenset[LoginKind] = frozenset({"password", "first-use"})
@@ -142,7 +143,7 @@ def _oauth(cluster: ClusterSettings, paths: Paths, hub_url: str) -> dict[str, An
         "validate_server_cert": True,
         "http_request_kwargs": request,
         "provider": build_provider_name(cluster),
-        "accounts_file": str(paths.state / "login-accounts.json"),
+        "accounts_file": str(find_bindings_file(paths)),
         "domains": list(login.domains),
     }
 
@@ -197,6 +198,24 @@ def build_provider_name(cluster: ClusterSettings) -> str:
     """Return the name of the provider in the file of account bindings."""
     issuer = cluster.login.issuer
     return cluster.users.login if issuer is None else f"{cluster.users.login} {issuer.rstrip('/')}"
+
+
+def has_provider(cluster: ClusterSettings) -> bool:
+    """Return whether users log in at a provider, whose accounts have numbers."""
+    return cluster.users.login not in _WITHOUT_GROUPS and not cluster.users.has_own_accounts
+
+
+def find_bindings_file(paths: Paths) -> Path:
+    """Return the file that keeps which account of a provider has which name."""
+    return paths.state / "login-accounts.json"
+
+
+def find_bound_names(cluster: ClusterSettings, paths: Paths) -> frozenset[str]:
+    """Return the names that belong to accounts of the provider; none where only root can read them."""
+    file = find_bindings_file(paths)
+    if not has_provider(cluster) or not os.access(file, os.R_OK):
+        return frozenset()
+    return AccountBindings(file, build_provider_name(cluster)).names()
 
 
 def find_provider_cache(paths: Paths) -> Path:

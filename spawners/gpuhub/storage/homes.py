@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuhub.common.errors import SetupError, StorageUnavailable
-from gpuhub.config.identity import UserIdentity, find_identity
+from gpuhub.config.identity import UserIdentity, describe_undecided, find_identity, find_ordinary_accounts
 from gpuhub.config.settings import StorageSettings, UserSettings
 from gpuhub.storage.blocking_calls import BlockingCallPool
 from gpuhub.storage.probe import NfsProber, find_servers
@@ -44,7 +44,7 @@ async def resolve_identity(users: UserSettings, storage: StorageSettings, state:
     """
     return await BLOCKING_CALLS.run(
         _ACCOUNTS_TARGET,
-        lambda: find_identity(users, state, name),
+        lambda: find_identity(users, state, name, sees_home=find_home(storage, name) is not None),
         limit_s=storage.patience,
         timeout_message="The head node's accounts (files, LDAP) do not answer",
     )
@@ -189,6 +189,12 @@ def _check_home(status: os.stat_result, path: Path, identity: UserIdentity) -> N
     if kind != 0o040000:
         raise SetupError(f"the home {path} of {identity.name} is not a folder")
     if status.st_uid != identity.uid:
+        # Never advise to give an account's home to a user who has only its name.
+        if status.st_uid == find_ordinary_accounts([identity.name]).get(identity.name):
+            raise SetupError(
+                f"the home {path} belongs to the head node's account {identity.name}, and not to the user "
+                f"{identity.name} of this login: {describe_undecided(identity.name, status.st_uid)}"
+            )
         raise SetupError(
             f"the home {path} belongs to UID {status.st_uid}, not to {identity.name} (UID {identity.uid}): "
             f"`chown -R {identity.uid}:{identity.gid} {path}`, or give {identity.name} that UID"

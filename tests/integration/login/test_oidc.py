@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import json
+import pwd
 import re
 import subprocess
 import sys
@@ -14,7 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
+from gpuhub.common.errors import SetupError
+from gpuhub.config import settings
+from gpuhub.config.identity import find_identity
 from gpuhub.ops.deploy.programs import Supervisor
+from gpuhub.storage.homes import prepare_user
 from tests.support.hub.login_hub import ROOT, LoginHub, find_user, free_ports, login_hub
 from tests.support.product import wait_for
 
@@ -35,6 +41,9 @@ client_secret_file = "{secret}"
 name = "students"
 each = {{ max_gpus = 1 }}
 """
+#: A local account's name, which is free at the provider.
+LOCAL = "ghtestadmin"
+UID_FIRST = 1_900_000_000
 STRANGE = ["../x", "$(id)", "ädä", "\N{KELVIN SIGN}ate", "a" * 5000, "-rf", "", "ada\n", "root:x"]
 
 
@@ -80,8 +89,8 @@ def hub(provider: Provider, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     secret = tmp_path_factory.mktemp("login") / "secret"
     secret.write_text(SECRET)
     secret.chmod(0o600)
-    settings = SETTINGS.format(issuer=provider.issuer, secret=secret, admin_groups='["chiefs"]')
-    with login_hub(INSTANCE, settings) as running:
+    text = SETTINGS.format(issuer=provider.issuer, secret=secret, admin_groups='["chiefs"]')
+    with login_hub(INSTANCE, text) as running:
         yield running
         assert SECRET not in running.log
         assert "Traceback" not in running.log, running.log[running.log.index("Traceback") - 500 :]
@@ -227,6 +236,40 @@ def test_deleting_a_user_frees_the_name(hub: LoginHub, provider: Provider) -> No
     assert (hub.paths.state / "login-accounts.json").stat().st_mode & 0o077 == 0
 
 
+@pytest.fixture
+def account() -> Iterator[pwd.struct_passwd]:
+    """An account of this machine with a home and a group that a stranger would like to have."""
+    subprocess.run(["useradd", "--create-home", LOCAL], check=True)
+    try:
+        yield pwd.getpwnam(LOCAL)
+    finally:
+        subprocess.run(["userdel", "--remove", LOCAL], check=False, capture_output=True)
+
+
+def test_name_at_the_provider_is_not_the_account_of_that_name(
+    hub: LoginHub, provider: Provider, account: pwd.struct_passwd
+) -> None:
+    """A member of the group takes the free name of a local account, logs in, and gets neither its UID nor its home."""
+    provider.has("8001", LOCAL, groups=["lab people"])
+    browser, page = sign_in(hub, "8001")
+    assert (page.status_code, find_user(browser)) == (200, LOCAL)
+    hub.file.write_text(hub.file.read_text().replace("[login]", f"uid_first = {UID_FIRST}\n[login]", 1))
+    cluster = settings.load(hub.file)
+    assert cluster.storage.home == "/home/{username}"
+    identity = find_identity(cluster.users, hub.paths.state, LOCAL)
+    assert (identity.uid >= UID_FIRST, identity.groups) == (True, ())
+    with pytest.raises(SetupError, match="belongs to the head node's account"):
+        asyncio.run(prepare_user(cluster.users, cluster.storage, hub.paths.state, LOCAL))
+    assert Path(account.pw_dir).stat().st_uid == account.pw_uid
+    line = f'`{LOCAL} = "{LOCAL}"` below [users.accounts]'
+    assert line in run_failing_up(hub)
+    assert not Supervisor(hub.paths).is_running()
+    hub.file.write_text(hub.file.read_text().replace("[login]", f'[users.accounts]\n{LOCAL} = "{LOCAL}"\n[login]', 1))
+    cluster = settings.load(hub.file)
+    named = asyncio.run(prepare_user(cluster.users, cluster.storage, hub.paths.state, LOCAL))
+    assert (named.uid, named.gid) == (account.pw_uid, account.pw_gid)
+
+
 def test_hub_restarts_with_new_settings_and_unreachable_provider(
     hub: LoginHub, provider: Provider, tmp_path: Path
 ) -> None:
@@ -260,12 +303,12 @@ def test_up_refuses_invalid_oidc_settings_before_start(provider: Provider, tmp_p
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     secret.chmod(0o644)
-    settings = SETTINGS.format(issuer=provider.issuer, secret=secret, admin_groups="[]")
-    with login_hub("ghoiup", settings, start=False) as hub:
+    text = SETTINGS.format(issuer=provider.issuer, secret=secret, admin_groups="[]")
+    with login_hub("ghoiup", text, start=False) as hub:
         assert "can be read by other users (mode 0644): chmod 600" in run_failing_up(hub)
         secret.chmod(0o600)
         away = "https://127.0.0.1:9"
-        hub.write(settings.replace(provider.issuer, away))
+        hub.write(text.replace(provider.issuer, away))
         assert f"login.issuer = '{away}' cannot be used: {away}/.well-known/openid-configuration" in run_failing_up(hub)
         assert not Supervisor(hub.paths).is_running()
 

@@ -25,6 +25,7 @@ from gpuhub.docker import networks, swarm
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.firewall_container import ensure_firewall
 from gpuhub.login import kinds as login
+from gpuhub.login.local_accounts import check_accounts
 from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import cluster_choice, programs
@@ -73,7 +74,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     cluster = settings.load(chosen.cluster_file)
     cluster_choice.check_requested_engine(chosen, cluster.engine, options.engine)
     _announce(chosen, provider, cluster, report)
-    for note in login.check_login(cluster, paths):
+    for note in (*login.check_login(cluster, paths), *check_accounts(cluster, paths)):
         report.note(f"  {note}.")
     secrets.ensure_secrets(paths)
     https = public_access.ensure_certificate(cluster, paths, find_head_address(cluster))

@@ -21,7 +21,7 @@ from gpuhub.ops.doctor import node_checks, node_queries
 from gpuhub.ops.doctor.findings import Finding, failed, warning
 from gpuhub.ops.doctor.head_node import check_head, read_head_facts
 from gpuhub.ops.doctor.node_checks import NodeEnvironment
-from gpuhub.ops.doctor.node_facts import DockerFacts, GpuFacts, HostFacts
+from gpuhub.ops.doctor.node_facts import DockerFacts, GpuReport, HostFacts
 
 #: Each entry point is a `BackendReader`; a backend without one has nothing to check.
 ENTRY_POINTS = "gpuhub.backend_checks"
@@ -65,19 +65,23 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
     daemons = DockerClients(docker_nodes, instance=paths.instance, run_dir=paths.run)
     try:
         head = asyncio.create_task(asyncio.to_thread(read_head_facts, cluster, paths))
-        node_gpus, daemon_ids, members, backend = await asyncio.gather(
-            asyncio.gather(*(node_queries.read_gpus(daemons, node.name) for node in docker_nodes)),
+        reports, daemon_ids, members, backend = await asyncio.gather(
+            asyncio.gather(*(node_queries.read_gpu_report(daemons, node.name) for node in docker_nodes)),
             node_queries.read_daemon_ids(daemons, [node.name for node in docker_nodes]),
             _read_members(daemons, cluster),
             read_backend(cluster, paths),
         )
-        gpus = dict(zip((node.name for node in docker_nodes), node_gpus, strict=True))
-        facts = _ClusterFacts(gpus=gpus, daemon_ids=daemon_ids, swarm_members=members, backend=backend)
+        facts = _ClusterFacts(
+            gpu_reports=dict(zip((node.name for node in docker_nodes), reports, strict=True)),
+            is_running=bool((await head).programs),
+            daemon_ids=daemon_ids,
+            swarm_members=members,
+            backend=backend,
+        )
         chosen = [node for node in cluster.nodes if not names or node.name in names]
-        findings = await asyncio.gather(*(_diagnose_node(daemons, cluster, node, facts) for node in chosen))
+        findings = await asyncio.gather(*(_diagnose_node(daemons, cluster, paths, node, facts) for node in chosen))
         site_findings = () if backend is None else backend.check_site()
         machines = [] if names else [(HEAD, [*check_head(await head), *site_findings])]
-        await head
         return [*machines, *zip((node.name for node in chosen), findings, strict=True)]
     finally:
         daemons.close()
@@ -91,8 +95,10 @@ async def _read_members(daemons: DockerClients, cluster: ClusterSettings) -> fro
 class _ClusterFacts:
     """Facts about the cluster as a whole."""
 
-    #: Node → its GPUs.
-    gpus: Mapping[str, tuple[GpuFacts, ...]]
+    #: Node → the report of its GPU agent.
+    gpu_reports: Mapping[str, GpuReport]
+    #: Whether gpuhub runs, and with it an agent on each node.
+    is_running: bool
     #: Node → the id of its Docker daemon; nodes that do not answer are not in it.
     daemon_ids: Mapping[str, str]
     swarm_members: frozenset[str] | None
@@ -102,6 +108,7 @@ class _ClusterFacts:
 async def _diagnose_node(
     daemons: DockerClients,
     cluster: ClusterSettings,
+    paths: Paths,
     node: NodeSettings,
     facts: _ClusterFacts,
 ) -> list[Finding]:
@@ -113,11 +120,13 @@ async def _diagnose_node(
     except GpuhubError as error:
         return [failed("docker", _without_name(str(error), node.name), _advise(node, error))]
     environment = replace(
-        await asyncio.to_thread(node_queries.read_environment, cluster, node.address),
+        await asyncio.to_thread(node_queries.read_environment, cluster, paths, node.address),
         swarm_members=facts.swarm_members,
         firewall_status=await node_queries.read_firewall_status(daemons, node.name),
         image_dates=await node_queries.read_image_dates(daemons, cluster, node.name),
-        other_gpus={gpu.uuid: name for name, gpus in facts.gpus.items() if name != node.name for gpu in gpus},
+        other_gpus={
+            gpu.uuid: name for name, report in facts.gpu_reports.items() if name != node.name for gpu in report.gpus
+        },
         other_daemons={daemon_id: name for name, daemon_id in facts.daemon_ids.items() if name != node.name},
     )
     if backend is not None:
@@ -129,14 +138,24 @@ async def _diagnose_node(
         advice = "`sudo make up` sends it" if isinstance(error, ImageMissing) else "`gpuhub doctor` again"
         not_probed = warning("inside", f"not checked: {_without_name(str(error), node.name)}", advice)
         return [*check_docker_facts(docker, environment), not_probed]
-    gpus = facts.gpus[node.name]
-    toolkit = host.toolkit if host.toolkit is not None or not gpus else ""
-    # nvidia-smi finds no GPU in a container without any; the GPU agent's reading is used instead.
-    host = replace(host, gpus=gpus, gpu_error="", toolkit=toolkit)
+    host = add_gpu_report(host, facts.gpu_reports[node.name], is_running=facts.is_running)
     findings = check_node(docker, host, environment)
     if backend is not None:
         findings += backend.check_node(node, host)
     return findings
+
+
+def add_gpu_report(host: HostFacts, report: GpuReport, *, is_running: bool) -> HostFacts:
+    """Add what the GPU agent says: nvidia-smi finds no GPU in the container of the probe, which has none."""
+    return replace(
+        host,
+        gpus=report.gpus,
+        gpu_error=report.error,
+        gpu_advice=report.advice,
+        failed_gpus=report.failed_gpus,
+        is_unread=not (report.has_agent or is_running),
+        toolkit="" if host.toolkit is None and report.has_agent else host.toolkit,
+    )
 
 
 def check_docker_facts(docker: DockerFacts, environment: node_checks.NodeEnvironment) -> list[Finding]:

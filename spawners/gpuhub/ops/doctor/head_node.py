@@ -14,10 +14,12 @@ from pathlib import Path
 
 from cryptography import x509
 
+from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import Paths
 from gpuhub.common.required_programs import find_missing_packages
 from gpuhub.config.head_address import find_head_address
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.login.local_accounts import check_accounts
 from gpuhub.ops.deploy import programs
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.doctor import node_checks
@@ -54,6 +56,9 @@ class HeadFacts:
     uid_conflicts: tuple[str, ...] = ()
     #: Debian packages of programs that gpuhub starts here and that are missing.
     missing_packages: tuple[str, ...] = ()
+    #: Users for whom cluster.toml must name an account, and notes on names that are accounts of this machine as well.
+    account_mistakes: tuple[str, ...] = ()
+    account_notes: tuple[str, ...] = ()
     #: Folders of secrets that other users than root can read.
     exposed_secrets: tuple[str, ...] = ()
 
@@ -61,6 +66,7 @@ class HeadFacts:
 def read_head_facts(cluster: ClusterSettings, paths: Paths) -> HeadFacts:
     """Read all facts about the head node; blocks for some seconds at most."""
     states = _states(paths)
+    account_mistakes, account_notes = _check_accounts(cluster, paths)
     return HeadFacts(
         now=datetime.now(UTC),
         jupyterhub=_version("jupyterhub"),
@@ -74,8 +80,17 @@ def read_head_facts(cluster: ClusterSettings, paths: Paths) -> HeadFacts:
         },
         uid_conflicts=tuple(find_uid_conflicts(paths.state / "uids.json")),
         missing_packages=tuple(find_missing_packages({"head"})),
+        account_mistakes=account_mistakes,
+        account_notes=account_notes,
         exposed_secrets=tuple(find_exposed_secrets(paths.secrets)),
     )
+
+
+def _check_accounts(cluster: ClusterSettings, paths: Paths) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    try:
+        return (), tuple(check_accounts(cluster, paths))
+    except SettingsError as error:
+        return tuple(str(error).splitlines()), ()
 
 
 def _version(package: str) -> str:
@@ -181,6 +196,16 @@ def check_head(head: HeadFacts) -> Iterator[Finding]:
                 trouble,
                 "start it, or let it through its firewall; users cannot start notebooks until it answers",
             )
+    yield from _check_users(head)
+    if head.exposed_secrets:
+        yield failed(
+            "secrets", f"other users than root can read {', '.join(head.exposed_secrets)}", "chmod 600, and chown root"
+        )
+    else:
+        yield ok("secrets", "only root can read them")
+
+
+def _check_users(head: HeadFacts) -> Iterator[Finding]:
     if head.uid_conflicts:
         yield failed(
             "accounts",
@@ -189,12 +214,10 @@ def check_head(head: HeadFacts) -> Iterator[Finding]:
         )
     else:
         yield ok("accounts", "every user has a different number")
-    if head.exposed_secrets:
-        yield failed(
-            "secrets", f"other users than root can read {', '.join(head.exposed_secrets)}", "chmod 600, and chown root"
-        )
-    else:
-        yield ok("secrets", "only root can read them")
+    for mistake in head.account_mistakes:
+        yield failed("names", mistake, "until then, this user cannot start anything")
+    for note in head.account_notes:
+        yield warning("names", note, "see *Names and accounts* in docs/login.md")
 
 
 def check_certificate(file: str, end: datetime | str, now: datetime) -> Finding:

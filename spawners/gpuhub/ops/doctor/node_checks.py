@@ -23,10 +23,13 @@ MAX_IMAGE_AGE = timedelta(days=60)
 _GOOD_DRIVERS = frozenset({"overlay2", "overlayfs", "btrfs", "zfs"})
 #: Prefixes of tunnels' interfaces; the kernel reports no kind for user-space WireGuard.
 _TUNNELS = {"wg": "WireGuard", "tailscale": "Tailscale", "utun": "a tunnel", "tun": "a tunnel"}
+#: Docker's names of its own profile: `default` up to version 20.10, `builtin` since 23.0.
+_SECCOMP_PROFILES = frozenset({"default", "builtin"})
 #: A version's numbers.
 Version = tuple[int, ...]
-#: The oldest Docker Engine that gpuhub supports.
+#: The oldest Docker Engine that gpuhub supports, and the only one that its tests ran with.
 MIN_DOCKER: Version = (20, 10)
+TESTED_DOCKER = "20.10.24"
 #: Docker Engine: the first version without each vulnerability.
 DOCKER_FLOORS: tuple[tuple[Version, str], ...] = (
     ((28, 3, 3), "a reload of firewalld opens containers' ports (CVE-2025-54388, CVE-2025-54410)"),
@@ -86,7 +89,8 @@ def check_docker(docker: DockerFacts) -> Iterator[Finding]:
         yield warning(
             "docker",
             f"{docker.version}: by its number, {'; '.join(vulnerabilities)}",
-            f"update to {floor} or newer; distributions patch older versions too, and gpuhub uses neither",
+            f"Docker {floor} mends them, and distributions patch older versions too; gpuhub uses neither. It was run "
+            f"with {TESTED_DOCKER} only: try a newer one on one node first",
         )
     else:
         yield ok("docker", docker.version)
@@ -98,6 +102,7 @@ def check_docker(docker: DockerFacts) -> Iterator[Finding]:
             "userns-remap is on: files of users have other numbers in containers",
             "turn it off in daemon.json",
         )
+    yield from _check_confinement(docker)
     if docker.runc:
         if is_patched_runc(docker.runc):
             yield ok("runc", docker.runc)
@@ -126,6 +131,27 @@ def check_identity(docker: DockerFacts, environment: NodeEnvironment) -> Iterato
     if docker.id in environment.other_daemons:
         other = environment.other_daemons[docker.id]
         yield failed("identity", f"Docker there has the identity of {other}'s: {docker.id}", SHARED_IDENTITY_REMEDY)
+
+
+def _check_confinement(docker: DockerFacts) -> Iterator[Finding]:
+    """Check what the daemon adds to gpuhub's own limits: gpuhub's containers keep the daemon's profiles."""
+    if docker.seccomp in _SECCOMP_PROFILES:
+        yield ok("seccomp", "Docker's own profile")
+    else:
+        yield failed(
+            "seccomp",
+            f"the profile {docker.seccomp} is the default" if docker.seccomp else "off",
+            'containers may use system calls that Docker forbids: remove "seccomp-profile" from daemon.json, boot a '
+            "kernel with CONFIG_SECCOMP_FILTER, and restart Docker",
+        )
+    if docker.access_control:
+        yield ok("access control", docker.access_control)
+    else:
+        yield warning(
+            "access control",
+            "neither AppArmor nor SELinux: only namespaces, capabilities and seccomp confine containers",
+            "turn on the distribution's own, and restart Docker",
+        )
 
 
 def check_clock(docker: DockerFacts) -> Finding:
@@ -170,17 +196,17 @@ def check_images(environment: NodeEnvironment, today: date) -> Iterator[Finding]
 
 def check_gpus(host: HostFacts, docker: DockerFacts | None, environment: NodeEnvironment) -> Iterator[Finding]:
     """Check NVIDIA's driver, its GPUs, and the toolkit that passes them to containers."""
-    if host.gpu_error:
-        yield failed(
-            "gpus",
-            f"nvidia-smi fails: {host.gpu_error}",
-            "reboot after an update of the driver, or install the driver again",
-        )
-    elif not host.gpus:
+    if host.is_unread:
+        yield warning("gpus", f"not checked: {host.gpu_error}", "`sudo make up` starts it")
+    elif host.gpu_error:
+        yield failed("gpus", host.gpu_error, host.gpu_advice)
+    elif not (host.gpus or host.failed_gpus):
         yield warning("gpus", "NVIDIA's driver reports none", "install NVIDIA's driver, if the machine has a GPU")
-    else:
+    elif host.gpus:
         names = ", ".join(f"{gpu.model} ({round(gpu.memory_mib / 1024)} GB)" for gpu in host.gpus)
         yield ok("gpus", f"{names}; driver {host.gpus[0].driver or 'unknown'}")
+    for line in host.failed_gpus:
+        yield failed("gpus", line, "it gets no work until it is repaired; `nvidia-smi -q` and dmesg there have more")
     yield from check_duplicates(host.gpus, environment)
     floor = format_version(TOOLKIT_FLOOR)
     if host.toolkit:
@@ -196,7 +222,9 @@ def check_gpus(host: HostFacts, docker: DockerFacts | None, environment: NodeEnv
     elif host.toolkit is not None or (docker is not None and docker.has_nvidia):
         yield ok("toolkit", "installed")
     else:
-        build_finding: Callable[[str, str, str], Finding] = failed if host.gpus else warning
+        build_finding: Callable[[str, str, str], Finding] = (
+            failed if host.gpus or (host.gpu_error and not host.is_unread) else warning
+        )
         yield build_finding(
             "toolkit",
             "NVIDIA's container toolkit is not installed",

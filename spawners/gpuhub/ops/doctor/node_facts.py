@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import resources
@@ -12,8 +12,13 @@ from typing import Any
 from gpuhub.common import gpu as gpus
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError
+from gpuhub.nodes.gpu_health import add_advice, find_gpu_failure
+from gpuhub.nodes.status import AgentReading
 
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9/._-]*")
+#: Docker's names of the kernel's access controls that it confines containers with.
+_ACCESS_CONTROLS = {"apparmor": "AppArmor", "selinux": "SELinux"}
+_DRIVER_ADVICE = "reboot after an update of the driver, or install the driver again"
 _ADDRESS = re.compile(r"[0-9A-Za-z.:-]{1,253}")
 
 
@@ -34,6 +39,10 @@ class DockerFacts:
     has_nvidia: bool
     is_rootless: bool
     has_userns: bool
+    #: The profile of system calls of its containers; empty where it does not filter them.
+    seccomp: str
+    #: `AppArmor`, `SELinux`, or empty.
+    access_control: str
     live_restore: bool
     swarm_state: str
     swarm_node: str | None
@@ -50,6 +59,20 @@ class GpuFacts:
     model: str
     memory_mib: int
     driver: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReport:
+    """What a node's GPU agent says about its GPUs."""
+
+    gpus: tuple[GpuFacts, ...] = ()
+    #: Why the GPUs are not known, with the remedy; empty where they are.
+    error: str = ""
+    advice: str = ""
+    #: A line for each GPU that fails.
+    failed_gpus: tuple[str, ...] = ()
+    #: Whether an agent runs, which needs the driver and the toolkit.
+    has_agent: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +100,13 @@ class HostFacts:
     #: Version of NVIDIA's container toolkit: empty where it is unknown, None where the toolkit is missing.
     toolkit: str | None = None
     gpus: tuple[GpuFacts, ...] = ()
-    #: The error of nvidia-smi when it fails.
+    #: Why the GPUs cannot be read, with the remedy.
     gpu_error: str = ""
+    gpu_advice: str = _DRIVER_ADVICE
+    #: A line for each GPU that fails.
+    failed_gpus: tuple[str, ...] = ()
+    #: Whether GPUs may be unknown because gpuhub has not been started yet.
+    is_unread: bool = False
     #: `host:port` → it can be reached from there; None where no program there could try.
     reach: Mapping[str, bool | None] = field(default_factory=dict)
     #: Account → its number on the machine.
@@ -151,7 +179,7 @@ def parse_probe(text: str) -> HostFacts:
         nf_tables=_truth(last_of.get("nf_tables", "")),
         toolkit=last_of.get("toolkit"),
         gpus=tuple(gpu for line in values.get("gpu", ()) if (gpu := _parse_gpu(line)) is not None),
-        gpu_error=last_of.get("gpu_error", ""),
+        gpu_error=f"nvidia-smi fails: {last_of['gpu_error']}" if last_of.get("gpu_error") else "",
         reach={
             address: _truth(answer) for answer, _, address in (line.partition(" ") for line in values.get("reach", ()))
         },
@@ -170,7 +198,12 @@ def build_docker_facts(
 ) -> DockerFacts:
     """Build the facts from `/info` and `/version`; `/info` was requested between these two times of the head node."""
     components = {component["Name"]: component.get("Version", "") for component in version.get("Components") or ()}
-    options = " ".join(info.get("SecurityOptions") or ())
+    # Before version 1.25 of the API, Docker listed names alone.
+    options = {
+        fields.pop("name", str(option)): fields
+        for option in info.get("SecurityOptions") or ()
+        for fields in [dict(field.split("=", 1) for field in str(option).split(",") if "=" in field)]
+    }
     devices = join_words(info.get("DiscoveredDevices"))
     swarm = info.get("Swarm") or {}
     return DockerFacts(
@@ -183,8 +216,10 @@ def build_docker_facts(
         root=str(info.get("DockerRootDir") or "/var/lib/docker"),
         runc=str(components.get("runc") or ""),
         has_nvidia="nvidia" in join_words(list(info.get("Runtimes") or {})) or "nvidia.com" in devices,
-        is_rootless="name=rootless" in options,
-        has_userns="name=userns" in options,
+        is_rootless="rootless" in options,
+        has_userns="userns" in options,
+        seccomp=options.get("seccomp", {}).get("profile", ""),
+        access_control=next((title for name, title in _ACCESS_CONTROLS.items() if name in options), ""),
         live_restore=bool(info.get("LiveRestoreEnabled")),
         swarm_state=str(swarm.get("LocalNodeState") or "inactive"),
         swarm_node=swarm.get("NodeID") or None,
@@ -198,10 +233,18 @@ def join_words(value: Any) -> str:
     return str(value or "").lower()
 
 
-def build_gpu_facts(driver: str | None, cards: Sequence[Any]) -> tuple[GpuFacts, ...]:
-    """Build the facts from the readings of the GPU agent (`GpuReading`)."""
-    return tuple(
-        GpuFacts(uuid=card.uuid, model=card.model, memory_mib=card.memory_mib, driver=driver or "") for card in cards
+def build_gpu_report(reading: AgentReading) -> GpuReport:
+    """Build the report from a line of the GPU agent."""
+    failures = ((gpu.uuid or f"GPU {gpu.index}", find_gpu_failure(gpu)) for gpu in reading.gpus)
+    return GpuReport(
+        gpus=tuple(
+            GpuFacts(uuid=gpu.uuid, model=gpu.model, memory_mib=gpu.memory_mib, driver=reading.driver or "")
+            for gpu in reading.gpus
+            if gpu.uuid
+        ),
+        error="" if reading.error is None else f"NVIDIA's driver fails: {add_advice(reading.error)}",
+        advice=_DRIVER_ADVICE,
+        failed_gpus=tuple(f"{name} fails: {failure}" for name, failure in failures if failure is not None),
     )
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import pwd
 import re
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import date
 
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, ImageMissing, NotFound
+from gpuhub.common.paths import Paths
 from gpuhub.config.head_address import find_head_address
+from gpuhub.config.identity import find_known_uids
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
@@ -23,13 +24,15 @@ from gpuhub.docker.container_spec import BASE_IMAGE
 from gpuhub.docker.firewall_container import parse_status_line
 from gpuhub.docker.swarm import SWARM_PORT, manager_node
 from gpuhub.nodes.agent_container import parse_agent_line, read_last_line
+from gpuhub.nodes.status import STALE_S, AgentReading
 from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import (
     DockerFacts,
     GpuFacts,
+    GpuReport,
     HostFacts,
     build_docker_facts,
-    build_gpu_facts,
+    build_gpu_report,
     build_script_arguments,
     parse_probe,
     read_probe_script,
@@ -41,6 +44,7 @@ LABEL_DOCTOR = "gpuhub.doctor"
 #: Longest run of `probe.sh`, which tries each address for three seconds at most; seconds.
 _PROBE_S = 60
 _CONNECT_S = 1.0
+_AGENT_POLL_S = 0.5
 _PING_S = 2
 #: Headers of an ICMP packet over IPv4, bytes.
 _PING_HEADERS = 28
@@ -128,12 +132,36 @@ async def _remove_leftovers(daemons: DockerClients, node: str) -> None:
 
 
 async def read_gpus(daemons: DockerClients, node: str) -> tuple[GpuFacts, ...]:
-    """Return the GPUs in the last reading of the node's GPU agent; none where no agent runs."""
+    """Return the GPUs in the last line of the node's GPU agent; none where there is none."""
     try:
-        reading = parse_agent_line(await read_last_line(daemons, node, names.agent_container_name(daemons.instance)))
+        reading = await _read_agent(daemons, node)
     except GpuhubError:
         return ()
-    return () if reading is None else build_gpu_facts(reading.driver, [gpu for gpu in reading.gpus if gpu.uuid])
+    return () if reading is None else build_gpu_report(reading).gpus
+
+
+async def read_gpu_report(daemons: DockerClients, node: str, *, stale_s: float = STALE_S) -> GpuReport:
+    """Return the report of the node's GPU agent, once it has written another line than the one that is there now."""
+    container = names.agent_container_name(daemons.instance)
+    advice = f"see `docker logs {container}` there and broker.log here, then `sudo make up`"
+    end = time.monotonic() + stale_s
+    first: AgentReading | None = None
+    try:
+        while time.monotonic() < end:
+            reading = await _read_agent(daemons, node)
+            if reading is not None and first is not None and reading.line_number != first.line_number:
+                return build_gpu_report(reading)
+            first = first or reading
+            await asyncio.sleep(_AGENT_POLL_S)
+    except NotFound:
+        return GpuReport(error="no GPU agent runs there", advice=advice, has_agent=False)
+    except GpuhubError as error:
+        return GpuReport(error=f"its GPU agent cannot be read: {error}", advice=advice)
+    return GpuReport(error=f"its GPU agent has written nothing for {stale_s:.0f} s", advice=advice)
+
+
+async def _read_agent(daemons: DockerClients, node: str) -> AgentReading | None:
+    return parse_agent_line(await read_last_line(daemons, node, names.agent_container_name(daemons.instance)))
 
 
 async def read_daemon_ids(daemons: DockerClients, nodes: Sequence[str]) -> dict[str, str]:
@@ -187,7 +215,7 @@ def find_nfs_servers(cluster: ClusterSettings) -> list[NfsServer]:
     return find_servers((cluster.storage.home, cluster.storage.datasets), cluster.storage.nfs_options)
 
 
-def read_environment(cluster: ClusterSettings, address: str, *, is_new: bool = False) -> NodeEnvironment:
+def read_environment(cluster: ClusterSettings, paths: Paths, address: str, *, is_new: bool = False) -> NodeEnvironment:
     """Read what the head node knows about a node at this address; blocks for some seconds at most."""
     head = find_head_address(cluster)
     ports = {"hub": cluster.hub.api_port, "broker": cluster.hub.broker_port}
@@ -197,7 +225,7 @@ def read_environment(cluster: ClusterSettings, address: str, *, is_new: bool = F
         head_ports=ports,
         listening_ports=frozenset(port for port in ports.values() if is_listening(head, port)),
         nfs_servers=tuple(f"{server.host}:{server.port}" for server in find_nfs_servers(cluster)),
-        accounts=find_accounts((*cluster.users.allowed, *cluster.users.admins)),
+        accounts=find_known_uids(cluster.users, paths.state),
         mtu=networks.find_mtu(cluster),
         measured_mtu=measure_mtu(address),
         can_measure_mtu=shutil.which("ping") is not None,
@@ -206,15 +234,6 @@ def read_environment(cluster: ClusterSettings, address: str, *, is_new: bool = F
         has_overlay=cluster.has_overlay,
         has_firewall=cluster.network.guard,
     )
-
-
-def find_accounts(users: Iterable[str]) -> dict[str, int]:
-    """Return the numbers of the users who have an account on this machine."""
-    numbers = {}
-    for user in users:
-        with suppress(KeyError):
-            numbers[user] = pwd.getpwnam(user).pw_uid
-    return numbers
 
 
 def is_listening(host: str, port: int) -> bool:

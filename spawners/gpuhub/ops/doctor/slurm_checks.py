@@ -106,6 +106,8 @@ def check_slurm(facts: SlurmFacts, table: SlurmSettings) -> Iterator[Finding]:
     yield from _check_accounting(facts.site)
     if facts.config:
         yield from _check_config(facts, table)
+    if table.runtime != "docker":
+        yield _check_shared_devices(facts.config.get("constraindevices", ""))
     if facts.settings_errors:
         for line in facts.settings_errors:
             yield failed("settings", line, "change cluster.toml, or Slurm's configuration")
@@ -179,6 +181,16 @@ def _check_config(facts: SlurmFacts, table: SlurmSettings) -> Iterator[Finding]:
             "EnforcePartLimits is NO: Slurm accepts jobs that it will never start",
             "set EnforcePartLimits=ALL in slurm.conf",
         )
+
+
+def _check_shared_devices(setting: str) -> Finding:
+    """Check what confines jobs to their GPUs where nothing but Slurm does."""
+    advice = "set ConstrainDevices=yes in cgroup.conf on every node: a notebook can use other users' GPUs without it"
+    if setting.lower() == "yes":
+        return ok("devices", "ConstrainDevices is on in slurmctld's cgroup.conf; the nodes' own files were not read")
+    if setting:
+        return failed("devices", "ConstrainDevices is off in slurmctld's cgroup.conf", advice)
+    return warning("devices", "whether ConstrainDevices is on was not looked at: slurmctld does not report it", advice)
 
 
 # -- on a node --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import subprocess
@@ -14,12 +13,12 @@ from pathlib import Path
 
 from gpuhub.common.errors import GpuhubError
 from gpuhub.common.paths import Paths
+from gpuhub.config.identity import find_known_uids
 from gpuhub.config.settings import ClusterSettings, NodeSettings, SlurmSettings
 from gpuhub.ops.doctor import slurm_checks
 from gpuhub.ops.doctor.findings import Finding
 from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import HostFacts
-from gpuhub.ops.doctor.node_queries import find_accounts
 from gpuhub.ops.doctor.slurm_checks import SlurmFacts, parse_clock, parse_config, parse_slurmds
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.models import SlurmSite
@@ -58,7 +57,7 @@ async def read_slurm(cluster: ClusterSettings, paths: Paths) -> SlurmSiteChecks:
     return SlurmSiteChecks(
         settings=cluster.slurm,
         facts=await read_slurm_facts(cluster),
-        numbers=find_user_numbers(cluster, paths),
+        numbers=find_known_uids(cluster.users, paths.state),
     )
 
 
@@ -140,14 +139,6 @@ def check_munge(socket: str = "") -> str | None:
         return ""
     errors = (signed.stderr or read.stderr).decode("utf-8", "replace").strip().splitlines()
     return errors[0] if errors else "it fails without a message"
-
-
-def find_user_numbers(cluster: ClusterSettings, paths: Paths) -> dict[str, int]:
-    """Return the users' numbers: those of their accounts here, else those that gpuhub chose."""
-    users = (*cluster.users.allowed, *cluster.users.admins)
-    file = paths.state / "uids.json"
-    chosen: dict[str, int] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return {**chosen, **find_accounts({*users, *chosen})}
 
 
 def find_node_paths(table: SlurmSettings, facts: SlurmFacts) -> dict[str, str]:

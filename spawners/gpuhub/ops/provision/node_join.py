@@ -118,7 +118,7 @@ def _check_machine(
     console.write(f"{plan.node.name} ({plan.node.address}):")
     gpus, daemon_ids, members = asyncio.run(node_access.query_other_nodes(plan.cluster, paths, plan.node.name))
     environment = replace(
-        node_queries.read_environment(plan.cluster, plan.node.address, is_new=not plan.is_known),
+        node_queries.read_environment(plan.cluster, paths, plan.node.address, is_new=not plan.is_known),
         swarm_members=members,
         other_gpus={gpu.uuid: name for name, node_gpus in gpus.items() for gpu in node_gpus},
         other_daemons={daemon_id: name for name, daemon_id in daemon_ids.items()},

@@ -114,6 +114,18 @@ def test_home_of_another_owner_is_refused(tmp_path: Path) -> None:
         ensure_home(StorageSettings(home=f"{tmp_path}/{{username}}"), stranger)
 
 
+def test_home_of_the_account_of_that_name_is_never_given_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advice is not to change its owner, but to say in cluster.toml whose it is."""
+    (tmp_path / "ada").mkdir()
+    monkeypatch.setattr(homes, "find_ordinary_accounts", lambda names: dict.fromkeys(names, os.getuid()))
+    stranger = UserIdentity(name="ada", uid=os.getuid() + 1, gid=5000, group_names=("ada",))
+    with pytest.raises(SetupError) as refusal:
+        ensure_home(StorageSettings(home=f"{tmp_path}/{{username}}"), stranger)
+    assert "belongs to the head node's account ada" in str(refusal.value)
+    assert '`ada = "ada"` below [users.accounts]' in str(refusal.value)
+    assert "chown" not in str(refusal.value)
+
+
 def test_a_home_that_is_a_file_is_refused(tmp_path: Path) -> None:
     """Docker would mount it without an error."""
     (tmp_path / "ada").write_text("x")

@@ -28,7 +28,7 @@ def _new_blocking_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     patience = BlockingCallPool()
     monkeypatch.setattr(homes, "BLOCKING_CALLS", patience)
     monkeypatch.setattr(homes, "PROBER", NfsProber(patience))
-    monkeypatch.setattr(homes, "find_identity", lambda _users, _state, name: build_identity(name))
+    monkeypatch.setattr(homes, "find_identity", lambda _users, _state, name, **_options: build_identity(name))
 
 
 def build_identity(name: str) -> UserIdentity:
@@ -113,7 +113,7 @@ async def test_hanging_account_lookup_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
 ) -> None:
     """A directory service may hang as a disk does."""
-    monkeypatch.setattr(homes, "find_identity", lambda *_: released.wait())
+    monkeypatch.setattr(homes, "find_identity", lambda *_, **_options: released.wait())
     storage = StorageSettings.model_validate({"home": f"{tmp_path}/{{username}}", "patience": "1s"})
     with pytest.raises(StorageUnavailable, match="accounts"):
         await homes.prepare_user(USERS, storage, tmp_path, "ada")
@@ -122,7 +122,7 @@ async def test_hanging_account_lookup_is_reported(
 async def test_identity_error_is_raised_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As itself, also while a server is silent."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **_options: object) -> None:
         raise NotAllowed("no account")
 
     monkeypatch.setattr(homes, "find_identity", refuse)

@@ -10,13 +10,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from gpuhub.common.errors import GpuhubError
+from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound
 from gpuhub.config.settings import ClusterSettings, StorageSettings
-from gpuhub.ops.doctor import head_node, node_checks
-from gpuhub.ops.doctor.diagnosis import check_node
+from gpuhub.docker.client import DockerClients
+from gpuhub.ops.doctor import head_node, node_checks, node_queries
+from gpuhub.ops.doctor.diagnosis import add_gpu_report, check_node
 from gpuhub.ops.doctor.findings import Finding, Severity, build_json, format_findings, has_failed
 from gpuhub.ops.doctor.head_node import HeadFacts, check_head
 from gpuhub.ops.doctor.node_checks import NodeEnvironment
@@ -31,6 +33,7 @@ from gpuhub.ops.doctor.node_facts import (
 )
 from tests.support.docker.simulated_nodes import build_cluster
 
+RECORDED = json.loads((Path(__file__).parent / "recorded/docker-20.10.24-info.json").read_text())
 CARD = GpuFacts(uuid="GPU-1", model="RTX 5090", memory_mib=32607, driver="580.95.05")
 HEAD = "192.168.1.20"
 GOOD_HOST = HostFacts(
@@ -60,6 +63,8 @@ GOOD_DOCKER = DockerFacts(
     has_nvidia=True,
     is_rootless=False,
     has_userns=False,
+    seccomp="builtin",
+    access_control="AppArmor",
     live_restore=False,
     swarm_state="active",
     swarm_node="n1",
@@ -98,6 +103,10 @@ def test_a_good_node_has_no_problems() -> None:
         ({"version": "28.5.1"}, "docker", Severity.WARNING),
         ({"is_rootless": True}, "docker", Severity.FAILED),
         ({"has_userns": True}, "docker", Severity.WARNING),
+        ({"seccomp": ""}, "seccomp", Severity.FAILED),
+        ({"seccomp": "unconfined"}, "seccomp", Severity.FAILED),
+        ({"seccomp": "/etc/docker/lab.json"}, "seccomp", Severity.FAILED),
+        ({"access_control": ""}, "access control", Severity.WARNING),
         ({"runc": "1.1.5+ds1"}, "runc", Severity.WARNING),
         ({"runc": "1.3.2"}, "runc", Severity.WARNING),
         ({"storage_driver": "vfs"}, "layers", Severity.WARNING),
@@ -122,6 +131,9 @@ def test_each_problem_of_a_daemon(docker: dict[str, object], check: str, level: 
         ({"free_kib": 10 * 1024**2}, "disk", Severity.WARNING),
         ({"free_kib": None}, "disk", Severity.WARNING),
         ({"gpu_error": "Failed to initialize NVML"}, "gpus", Severity.FAILED),
+        ({"gpu_error": "no GPU agent runs there", "is_unread": True}, "gpus", Severity.WARNING),
+        ({"failed_gpus": ("GPU 1 fails: GPU is lost",)}, "gpus", Severity.FAILED),
+        ({"gpus": (), "failed_gpus": ("GPU 0 fails: GPU is lost",)}, "gpus", Severity.FAILED),
         ({"gpus": ()}, "gpus", Severity.WARNING),
         ({"toolkit": "1.17.7"}, "toolkit", Severity.WARNING),
         ({"mtu": 1420, "device": "wg0"}, "mtu", Severity.WARNING),
@@ -247,6 +259,93 @@ def test_docker_information_is_parsed(tmp_path: Path) -> None:
     assert (facts.has_nvidia, facts.is_rootless, facts.has_userns, facts.swarm_node) == (True, True, False, None)
 
 
+@pytest.mark.parametrize(
+    ("options", "seccomp", "access_control"),
+    [
+        (["name=apparmor", "name=seccomp,profile=builtin", "name=cgroupns"], "builtin", "AppArmor"),
+        (["name=seccomp,profile=unconfined", "name=selinux"], "unconfined", "SELinux"),
+        (["name=apparmor"], "", "AppArmor"),
+        (None, "", ""),
+    ],
+)
+def test_confinement_by_the_daemon_is_parsed(options: list[str] | None, seccomp: str, access_control: str) -> None:
+    facts = build_docker_facts(RECORDED | {"SecurityOptions": options}, {}, before=0, after=1)
+    assert (facts.seccomp, facts.access_control) == (seccomp, access_control)
+
+
+def test_recorded_answer_of_docker_is_parsed() -> None:
+    """What Docker 20.10.24 of Debian 12 answered, on a kernel without AppArmor."""
+    facts = build_docker_facts(RECORDED, {}, before=0, after=1)
+    assert (facts.version, facts.seccomp, facts.access_control) == ("20.10.24+dfsg1", "default", "")
+    assert levels(node_checks.check_docker(facts)) == {
+        "docker": Severity.WARNING,
+        "cgroups": Severity.WARNING,
+        "access control": Severity.WARNING,
+    }
+
+
+def test_advice_about_docker_says_what_was_run() -> None:
+    """The newer version without the vulnerabilities is named, and that gpuhub was not run with it."""
+    finding = next(iter(node_checks.check_docker(replace(GOOD_DOCKER, version="28.3.2"))))
+    assert "Docker 29.3.1 mends them" in finding.advice
+    assert "It was run with 20.10.24 only" in finding.advice
+
+
+class ScriptedAgent:
+    """The log of a GPU agent's container, with another last line at each request."""
+
+    instance = "ghtest"
+
+    def __init__(self, *lines: dict[str, object] | GpuhubError) -> None:
+        self._lines = list(lines)
+
+    async def call(self, _node: str, method: str, container: str, **_options: object) -> bytes:
+        assert (method, container) == ("logs", "ghtest-agent")
+        line = self._lines.pop(0) if len(self._lines) > 1 else self._lines[0]
+        if isinstance(line, GpuhubError):
+            raise line
+        return json.dumps({"boot_id": None, "driver": "580", "error": None, "gpus": [], **line}).encode() + b"\n"
+
+
+def _card(**values: object) -> dict[str, object]:
+    return {"uuid": "GPU-1", "index": 0, "name": "RTX 5090", "memory_total_mib": 32607, "error": None, **values}
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_running", "level", "text"),
+    [
+        ([{"n": 1}, {"n": 2, "gpus": [_card()]}], True, None, ""),
+        ([{"n": 1}, {"n": 2, "error": "Driver/library version mismatch"}], True, Severity.FAILED, "reboot needed"),
+        ([{"n": 7, "gpus": [_card()]}], True, Severity.FAILED, "has written nothing for"),
+        (
+            [{"n": 1}, {"n": 2, "gpus": [_card(), _card(uuid=None, index=1, error="GPU is lost")]}],
+            True,
+            Severity.FAILED,
+            "GPU 1 fails: GPU is lost",
+        ),
+        (
+            [{"n": 1}, {"n": 2, "gpus": [_card(ecc_uncorrected=3)]}],
+            True,
+            Severity.FAILED,
+            "GPU-1 fails: 3 uncorrectable",
+        ),
+        ([NotFound("no such container")], True, Severity.FAILED, "no GPU agent runs there"),
+        ([NotFound("no such container")], False, Severity.WARNING, "no GPU agent runs there"),
+        ([NodeUnreachable("node rig1: silent")], True, Severity.FAILED, "cannot be read: node rig1: silent"),
+    ],
+)
+async def test_each_problem_that_the_gpu_agent_reports(
+    lines: list[dict[str, object] | GpuhubError], is_running: bool, level: Severity | None, text: str
+) -> None:
+    """What nvidia-smi says in the probe's container, which has no GPU, does not count."""
+    report = await node_queries.read_gpu_report(cast("DockerClients", ScriptedAgent(*lines)), "rig1", stale_s=1.2)
+    probed = replace(GOOD_HOST, gpus=(), gpu_error="nvidia-smi fails: no devices", toolkit=None)
+    host = add_gpu_report(probed, report, is_running=is_running)
+    findings = [finding for finding in node_checks.check_gpus(host, GOOD_DOCKER, AROUND) if finding.check == "gpus"]
+    assert levels(findings) == ({} if level is None else {"gpus": level})
+    assert any(text in finding.value for finding in findings)
+
+
 @pytest.mark.process
 def test_the_probe_runs_in_a_plain_shell(tmp_path: Path) -> None:
     """POSIX sh on this machine; its output is parsed, and it distinguishes open from closed ports."""
@@ -340,6 +439,8 @@ GOOD_HEAD = HeadFacts(
         ({"certificates": {"/a.pem": NOW + timedelta(days=29)}}, "certificate", Severity.WARNING),
         ({"storage": {"x": "The file server x does not answer within 10 s"}}, "storage", Severity.FAILED),
         ({"uid_conflicts": ("ada and ben have 20000",)}, "accounts", Severity.FAILED),
+        ({"account_mistakes": ("user ada: the head node does not see the home",)}, "names", Severity.FAILED),
+        ({"account_notes": ("Accounts of this machine: ada (UID 1001)",)}, "names", Severity.WARNING),
         ({"exposed_secrets": ("/var/lib/gpuhub/secrets",)}, "secrets", Severity.FAILED),
     ],
 )

@@ -34,6 +34,7 @@ Epilog                  = /etc/slurm/gpuhub-epilog.sh
 TaskPlugin              = task/cgroup,task/affinity
 
 Cgroup Support Configuration:
+ConstrainDevices        = yes
 TaskPlugin              = none
 """
 RIG1 = SlurmNode(name="rig1", state="idle", takes_work=True, gpus={"rtx5090": 2, "rtx5060": 1})
@@ -195,6 +196,26 @@ def test_slurm_responses_are_parsed() -> None:
     assert SlurmFacts(config={"authinfo": "ttl=60,socket=/run/m.socket"}).munge_socket == "/run/m.socket"
     assert FACTS.munge_socket == ""
     assert parse_slurmds("rig1 22.05.8\nrig2 N/A\n\nrig3 23.11.4 x\n") == {"rig1": "22.05.8"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "level"),
+    [({"constraindevices": "yes"}, Severity.OK), ({"constraindevices": "no"}, Severity.FAILED), ({}, Severity.WARNING)],
+)
+def test_device_limits_matter_most_without_containers(setting: dict[str, str], level: Severity) -> None:
+    """They are read from slurmctld, and a site that does not report them gets a warning, also behind slurmrestd."""
+    config = {key: value for key, value in FACTS.config.items() if key != "constraindevices"} | setting
+    plain = SlurmSettings(runtime="plain", command=Path("/opt/lab"))
+    expected = {} if level is Severity.OK else {"devices": level}
+    assert levels(check_slurm(replace(FACTS, config=config), plain)) == expected
+    rest = SlurmSettings(
+        api="rest",
+        rest_url="http://127.0.0.1:6820",
+        rest_key=Path("/etc/slurm/jwt.key"),
+        runtime="plain",
+        command=Path("/opt/lab"),
+    )
+    assert levels(check_slurm(SlurmFacts(site=SITE), rest)) == {"devices": Severity.WARNING}
 
 
 @pytest.mark.process
