@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,10 @@ import pytest
 from gpuhub.common import names, secrets
 from gpuhub.common.paths import Paths
 from gpuhub.ops.deploy.programs import Supervisor
+from gpuhub_closet import docker_daemons
+from gpuhub_closet.gpu_state import GpuFault
 from gpuhub_closet.paths import node_paths
+from tests.support.closet import practice_closet
 from tests.support.closet.ssh_machines import Machine
 from tests.support.hub.users import Client, log_in
 from tests.support.product import wait_for
@@ -115,6 +119,81 @@ def test_up_and_down_on_existing_nodes(closet: Any, tmp_path: Path, cleared: Non
             assert client.containers.list(all=True, filters=mine) == []
             assert client.networks.list(filters=mine) == []
             assert client.info()["Swarm"]["LocalNodeState"] == "inactive"
+
+
+@pytest.fixture
+def faultless(closet: Any) -> Iterator[None]:
+    """Repair the GPUs at the end."""
+    yield
+    for node in closet.plan.nodes:
+        practice_closet.set_fault(closet.paths, node, 0, GpuFault.NONE)
+
+
+def find_failures(file: Path) -> dict[str, list[str]]:
+    """Return the values of the doctor's failed findings by node; its status must say whether there are any."""
+    done = gpuhub("doctor", "--json", file)
+    machines = json.loads(done.stdout)
+    failures = {
+        machine["machine"]: [finding["value"] for finding in machine["findings"] if finding["level"] == "failed"]
+        for machine in machines
+    }
+    assert done.returncode == int(any(failures.values())), done.stderr
+    return failures
+
+
+def test_doctor_fails_for_broken_drivers_and_gpus(closet: Any, tmp_path: Path, cleared: None, faultless: None):
+    """A driver that does not start, a lost GPU and a missing or silent agent each fail the doctor on their node."""
+    file = write(closet, tmp_path)
+    done = gpuhub("up", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert find_failures(file) == {"head node": [], "rig1": [], "rig2": [], "rig3": []}
+    practice_closet.set_fault(closet.paths, "rig1", 0, GpuFault.DRIVER_MISMATCH)
+    practice_closet.set_fault(closet.paths, "rig2", 0, GpuFault.LOST)
+    with closing(closet.client("rig3")) as client:
+        client.containers.get(names.agent_container_name(INSTANCE)).pause()
+
+    def find_all() -> dict[str, list[str]] | None:
+        failures = find_failures(file)
+        return failures if failures["rig1"] and failures["rig2"] and failures["rig3"] else None
+
+    failures = wait_for(find_all, "the agents' next readings", 120)
+    assert failures["head node"] == []
+    assert ["version mismatch" in value and "reboot needed" in value for value in failures["rig1"]] == [True]
+    assert [value.endswith("fails: GPU is lost") for value in failures["rig2"]] == [True]
+    assert failures["rig3"] == ["its GPU agent has written nothing for 15 s"]
+
+
+def test_down_names_nodes_that_do_not_answer(closet: Any, tmp_path: Path, cleared: None):
+    """`down` fails with the node in its last line, and the remedy in its text cleans the node."""
+    file = write(closet, tmp_path)
+    done = gpuhub("up", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    mine = {"label": f"{names.LABEL_INSTANCE}={INSTANCE}"}
+    dockerd = [
+        pid
+        for pid, name in docker_daemons.find_processes(closet.plan, closet.plan.node("rig2")).items()
+        if name == "dockerd"
+    ]
+    for pid in dockerd:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        done = gpuhub("down", file)
+    finally:
+        for pid in dockerd:
+            os.kill(pid, signal.SIGCONT)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "Not cleaned: rig2"
+    assert "Stopped." not in done.stdout
+    assert not Paths(INSTANCE).run.exists()
+    with closing(closet.client("rig2")) as client:
+        assert client.containers.list(all=True, filters=mine) != []
+    for command in ("up", "down"):
+        done = gpuhub(command, file)
+        assert done.returncode == 0, done.stdout + done.stderr
+    for node in closet.plan.nodes:
+        with closing(closet.client(node)) as client:
+            assert client.containers.list(all=True, filters=mine) == []
+            assert client.networks.list(filters=mine) == []
 
 
 def test_a_profile_that_no_node_has_is_refused(closet: Any, tmp_path: Path, cleared: None):

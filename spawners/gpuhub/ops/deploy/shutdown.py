@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from gpuhub.backends.plugin import BackendPlugin, find_plugin
 from gpuhub.broker.db.stopped_nodes import StoppedNodes, keep_broker_stopped, record_stopped_nodes
@@ -29,7 +31,7 @@ def stop_hub(paths: Paths, report: StepReport, *, purge: bool = False) -> None:
     `purge` removes the images that are kept for the next start as well; homes, the database and secrets always stay.
 
     Raises:
-        SetupError: Something is still there; each thing is named.
+        SetupError: Something is still there; each thing, and each node that could not be cleaned, is named.
     """
     supervisor = Supervisor(paths)
     if supervisor.is_running():
@@ -37,11 +39,12 @@ def stop_hub(paths: Paths, report: StepReport, *, purge: bool = False) -> None:
             # The hub first: it would take the notebooks that are removed below for crashed ones.
             for name in (programs.HUB, programs.BROKER, programs.PROXY):
                 supervisor.stop(name)
+    uncleaned: list[str] = []
     if paths.used_cluster_file.exists():
         cluster = settings.load(paths.used_cluster_file)
         backend = find_plugin(cluster)
         if backend.capabilities(cluster).containers:
-            _clean_nodes(paths, cluster, report)
+            uncleaned = _clean_nodes(paths, cluster, report)
         if backend.capabilities(cluster).external_jobs:
             _cancel_jobs(paths, cluster, backend, report)
     provider = find_provider()
@@ -55,27 +58,34 @@ def stop_hub(paths: Paths, report: StepReport, *, purge: bool = False) -> None:
     leftovers = [] if provider is None else provider.find_leftovers(paths)
     if leftovers:
         raise SetupError("\n".join(["still there after `gpuhub down`:", *leftovers]))
+    if uncleaned:
+        nodes = ", ".join(uncleaned)
+        raise SetupError(
+            f"this machine is stopped, but containers, networks or packet filters may still be on {nodes}. Once they "
+            "answer, `sudo make up` and then `sudo make down` remove them.\n"
+            f"Not cleaned: {nodes}"
+        )
     report.note("Stopped. Homes, datasets and images stay; `sudo make up` is quick now.")
 
 
-def _clean_nodes(paths: Paths, cluster: settings.ClusterSettings, report: StepReport) -> None:
+def _clean_nodes(paths: Paths, cluster: settings.ClusterSettings, report: StepReport) -> list[str]:
+    """Clean every node that answers, and return the names of the others."""
     daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
     try:
         with report.step("Containers and networks on every node"), ExitStack() as stack:
-            orphan = None
+            orphan = []
             try:
                 stack.enter_context(keep_broker_stopped(paths))
             except SetupError as error:
-                orphan = str(error)
-            failures, stopped = asyncio.run(_clean_all(daemons, cluster, paths.instance))
-            if orphan is None:
-                record_stopped_nodes(paths, stopped)
-            else:
-                failures.append(orphan)
+                orphan.append(str(error))
+            cleanup = asyncio.run(clean_nodes(daemons, cluster, paths.instance))
+            if not orphan:
+                record_stopped_nodes(paths, cleanup.stopped)
     finally:
         daemons.close()
-    for failure in failures:
-        report.note(f"  not cleaned: {failure}")
+    for text in (*cleanup.failures.values(), *cleanup.warnings, *orphan):
+        report.note(f"  not cleaned: {text}")
+    return list(cleanup.failures)
 
 
 def _cancel_jobs(paths: Paths, cluster: settings.ClusterSettings, backend: BackendPlugin, report: StepReport) -> None:
@@ -91,34 +101,56 @@ def _cancel_jobs(paths: Paths, cluster: settings.ClusterSettings, backend: Backe
         report.note(f"  not cancelled: {failure}")
 
 
-async def _clean_all(
-    daemons: DockerClients, cluster: settings.ClusterSettings, instance: str
-) -> tuple[list[str], StoppedNodes]:
-    """Clean every node that answers; return a line for each one that does not, and the nodes that are proven clean."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCleanup:
+    """What `gpuhub down` did on the nodes."""
+
+    #: Node → why it is not clean.
+    failures: Mapping[str, str]
+    #: Nodes that are proven clean.
+    stopped: StoppedNodes
+    #: Problems that leave nothing of users on a node.
+    warnings: Sequence[str] = ()
+
+
+async def clean_nodes(daemons: DockerClients, cluster: settings.ClusterSettings, instance: str) -> NodeCleanup:
+    """Clean every node that answers."""
+    nodes = [node.name for node in cluster.nodes]
     removals = await asyncio.gather(
-        *(_remove_containers(daemons, node.name, instance) for node in cluster.nodes), return_exceptions=True
+        *(_remove_containers(daemons, node, instance) for node in nodes), return_exceptions=True
     )
-    failures = [str(result) for result in removals if isinstance(result, BaseException)]
+    failures = _find_failures(nodes, removals)
     stopped: StoppedNodes = {
-        node.name: result for node, result in zip(cluster.nodes, removals, strict=True) if isinstance(result, str)
+        node: result for node, result in zip(nodes, removals, strict=True) if isinstance(result, str)
     }
     if describe_shared_identities(stopped):
         # One daemon may have answered for two nodes, which proves nothing.
         stopped = {}
     # The firewall goes after the containers that it protects.
-    results = await asyncio.gather(
-        *(remove_firewall(daemons, instance, node.name) for node in cluster.nodes), return_exceptions=True
+    firewalls = await asyncio.gather(
+        *(remove_firewall(daemons, instance, node) for node in nodes), return_exceptions=True
     )
-    failures += [str(result) for result in results if isinstance(result, BaseException)]
+    failures = _find_failures(nodes, firewalls) | failures
     # The manager of the Swarm (the first node) is last: it holds the definitions of the overlay networks.
-    for node in reversed(cluster.nodes):
+    for node in reversed(nodes):
         try:
-            await remove_instance_objects(daemons, node.name, instance, "network")
+            await remove_instance_objects(daemons, node, instance, "network")
         except GpuhubError as error:
-            failures.append(str(error))
-    if cluster.has_overlay and not failures:
-        failures += await swarm.leave_swarm(daemons, cluster)
-    return failures, stopped
+            failures.setdefault(node, str(error))
+    warnings = await swarm.leave_swarm(daemons, cluster) if cluster.has_overlay and not failures else []
+    in_order = {node: failures[node] for node in nodes if node in failures}
+    return NodeCleanup(failures=in_order, stopped=stopped, warnings=warnings)
+
+
+def _find_failures(nodes: Sequence[str], results: Sequence[object]) -> dict[str, str]:
+    """Return the errors of the nodes; one that gpuhub does not know is raised."""
+    failures = {}
+    for node, result in zip(nodes, results, strict=True):
+        if isinstance(result, GpuhubError):
+            failures[node] = str(result)
+        elif isinstance(result, BaseException):
+            raise result
+    return failures
 
 
 async def _remove_containers(daemons: DockerClients, node: str, instance: str) -> str:
