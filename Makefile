@@ -16,7 +16,7 @@ VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
 .PHONY: help up down purge status check-cluster setup setup-dev dev lint test test-unit test-integration test-acceptance test-slurm \
-  test-faults soak coverage bench references dist lock
+  test-faults soak coverage bench references dist sbom lock
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 20
@@ -85,6 +85,9 @@ dist: dev ## Build source distributions and wheels of both sides into dist/
 	@uv build --quiet --out-dir dist spawners
 	@uv build --quiet --out-dir dist extensions
 	@ls -1 dist
+
+sbom: dev ## Write CycloneDX bills of materials of locks and of INSTANCE's images into dist/
+	@python -m tests.support.sbom dist $(INSTANCE)
 
 lock: dev ## Resolve the pinned versions again
 	@spawners/lock.sh
