@@ -21,7 +21,7 @@ _MAX_NAMED = 4
 #: Starts beyond the protected ones are computed while nodes × earlier requests stay below this.
 _MAX_STEPS = 8192
 #: Work of the forecasts of one request, and of those without each of its requirements together; see `SchedulingCycle`.
-FORECAST_WORK, CONSTRAINTS_WORK = 16_384, 49_152
+FORECAST_WORK, CONSTRAINTS_WORK = 12_288, 24_576
 #: A time limit that lets a request be backfilled before others, seconds.
 _SHORT_S = 3600.0
 

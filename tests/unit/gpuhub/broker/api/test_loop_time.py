@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import httpx
@@ -19,22 +18,13 @@ import pytest
 
 from gpuhub.broker.app import PREFIX
 from gpuhub.config.settings import UserSettings
-from tests.support.broker.calls import post, read
-from tests.support.broker.in_process import Running, Setting, asgi_broker
+from tests.support.broker.calls import post
+from tests.support.broker.full_queue import DEAR_JOB, full_queue
+from tests.support.broker.in_process import Setting, asgi_broker
 from tests.support.docker.simulated_nodes import build_cluster
 
 #: Longest single step, during which nothing else is served, and all steps of one request; seconds of processor time.
 MAX_STEP_S, MAX_REQUEST_S = 0.1, 0.2
-#: A job that asks for everything that can be asked for, so that its explanation has the most parts.
-DEAR_JOB = {
-    "models": ["RTX 5090", "RTX 5070"],
-    "least_memory_mib": 1024,
-    "least_driver": "500",
-    "least_capability": "8.0",
-    "exclude_nodes": ["rig3"],
-    "exclusive": True,
-    "batch": True,
-}
 
 
 @dataclass(slots=True)
@@ -76,20 +66,6 @@ async def measure(monkeypatch: pytest.MonkeyPatch, request: Any) -> tuple[httpx.
     finally:
         gc.unfreeze()
     return answer, found
-
-
-@asynccontextmanager
-async def full_queue(setting: Setting) -> AsyncIterator[tuple[Running, list[dict[str, Any]]]]:
-    """Yield a broker where ada has as many jobs as the defaults allow, and her jobs, the last one last."""
-    setting.cluster = build_cluster(users=UserSettings(allowed=("ada", "ben")))
-    async with asgi_broker(setting) as running, running.client("ada") as client:
-        for number in count():
-            job = {"run_id": f"run-{number:06}", "time_limit_s": 7200 + number, **DEAR_JOB}
-            answer = await client.post("/api/v1/jobs/arrays", json={"job": job, "count": 100})
-            if answer.status_code == 429:
-                break
-            assert answer.status_code == 201, answer.text
-        yield running, await read(running, "ada", "/jobs")
 
 
 def list_queries(route: Mapping[str, Any]) -> Iterator[dict[str, str]]:
