@@ -161,7 +161,8 @@ def test_image_has_no_setuid_program_and_no_leftovers(facts: dict[str, Any]):
 
 def test_users_can_write_in_two_folders_of_the_image(facts: dict[str, Any]):
     """Containers get a file system of limited size there, so that nobody can fill Docker's disk."""
-    assert facts["writable"] == ["/tmp", "/var/tmp"]
+    outermost = {path for path in facts["writable"] if not path.startswith(("/tmp/", "/var/tmp/"))}
+    assert outermost == {"/tmp", "/var/tmp"}
 
 
 def test_debian_has_its_security_updates(closet: Any, facts: dict[str, Any], built: list[BuiltImage]):

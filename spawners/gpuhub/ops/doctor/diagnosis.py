@@ -17,7 +17,7 @@ from gpuhub.common.errors import GpuhubError, ImageMissing, NodeUnreachable, Not
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker.client import DockerClients
-from gpuhub.ops.doctor import node_checks, node_queries
+from gpuhub.ops.doctor import disk_checks, node_checks, node_queries
 from gpuhub.ops.doctor.findings import Finding, failed, warning
 from gpuhub.ops.doctor.head_node import check_head, read_head_facts
 from gpuhub.ops.doctor.node_checks import NodeEnvironment
@@ -165,7 +165,7 @@ def check_docker_facts(docker: DockerFacts, environment: node_checks.NodeEnviron
         *node_checks.check_identity(docker, environment),
         node_checks.check_clock(docker),
         *node_checks.check_swarm(docker, environment),
-        *node_checks.check_images(environment, datetime.now(UTC).date()),
+        *disk_checks.check_images(environment, datetime.now(UTC).date()),
     ]
 
 
@@ -174,6 +174,7 @@ def check_node(docker: DockerFacts, host: HostFacts, environment: node_checks.No
     return [
         *check_docker_facts(docker, environment),
         *node_checks.check_system(host),
+        *disk_checks.check_disks(docker.root, host, environment),
         *node_checks.check_gpus(host, docker, environment),
         *node_checks.check_reach(host, environment),
         *node_checks.check_network(host, environment),

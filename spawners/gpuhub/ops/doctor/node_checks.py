@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date, timedelta
+from datetime import date
 
 from gpuhub.docker.networks import ETHERNET_MTU, MIN_MTU, VXLAN_OVERHEAD
 from gpuhub.nodes.daemon_identity import SHARED_IDENTITY_REMEDY
@@ -18,8 +18,6 @@ MAX_SKEW_S = 30.0
 #: The images with PyTorch for CUDA take some 12 GiB, and each new version more until the old ones are removed.
 DISK_NOTED_GIB = 25.0
 MIN_DISK_GIB = 5.0
-#: Debian publishes security updates every week.
-MAX_IMAGE_AGE = timedelta(days=60)
 _GOOD_DRIVERS = frozenset({"overlay2", "overlayfs", "btrfs", "zfs"})
 #: Prefixes of tunnels' interfaces; the kernel reports no kind for user-space WireGuard.
 _TUNNELS = {"wg": "WireGuard", "tailscale": "Tailscale", "utun": "a tunnel", "tun": "a tunnel"}
@@ -68,6 +66,10 @@ class NodeEnvironment:
     swarm_members: frozenset[str] | None = None
     #: The node is being added.
     is_new: bool = False
+    #: What else should not be on Docker's disk: name → folder.
+    folders: Mapping[str, str] = field(default_factory=dict)
+    #: Users have a folder on Docker's disk.
+    has_scratch: bool = False
     #: Image on the node → date of its Debian packages; None where the image does not state it.
     image_dates: Mapping[str, date | None] = field(default_factory=dict)
     has_overlay: bool = True
@@ -180,18 +182,6 @@ def check_system(host: HostFacts) -> Iterator[Finding]:
             yield failed("disk", value, advice)
         else:
             yield warning("disk", value, advice) if free < DISK_NOTED_GIB else ok("disk", value)
-
-
-def check_images(environment: NodeEnvironment, today: date) -> Iterator[Finding]:
-    """Check that images have recent security updates."""
-    remedy = "`gpuhub up --refresh` builds gpuhub's images again; then build again those that are based on them"
-    for image, day in environment.image_dates.items():
-        if day is None:
-            yield warning("images", f"{image}: the age of its Debian packages is unknown", remedy)
-        elif today - day > MAX_IMAGE_AGE:
-            yield warning("images", f"{image}: its Debian packages are {(today - day).days} days old", remedy)
-        else:
-            yield ok("images", f"{image} has Debian's packages of {day}")
 
 
 def check_gpus(host: HostFacts, docker: DockerFacts | None, environment: NodeEnvironment) -> Iterator[Finding]:

@@ -76,6 +76,16 @@ class GpuReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskFacts:
+    """The file system of a folder."""
+
+    #: The kernel's number of the device.
+    device: int
+    #: It is mounted with project quotas.
+    has_quota: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
     """Facts about the machine, from `probe.sh`."""
 
@@ -111,6 +121,8 @@ class HostFacts:
     reach: Mapping[str, bool | None] = field(default_factory=dict)
     #: Account → its number on the machine.
     accounts: Mapping[str, int] = field(default_factory=dict)
+    #: Folder → its file system.
+    disks: Mapping[str, DiskFacts] = field(default_factory=dict)
     #: Slurm's cgroup.conf limits jobs to their devices: `yes`, `no`, `unknown` without that file; empty if not checked.
     slurm_devices: str = ""
     #: Slurm's Epilog: `ok`, `other` (it does not name gpuhub), `refused`, `missing`; empty if not checked.
@@ -128,12 +140,14 @@ def build_script_arguments(
     head: str,
     addresses: Iterable[tuple[str, int]],
     accounts: Iterable[str],
+    folders: Iterable[str] = (),
     slurm: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Return the arguments of `probe.sh`, none of which has a meaning to a shell.
 
     Args:
         addresses: Hosts and ports to connect to.
+        folders: Folders whose file systems are reported; one with special characters is skipped.
         slurm: Paths for the checks `slurm` and `epilog`; a path with special characters is skipped.
 
     Raises:
@@ -144,8 +158,14 @@ def build_script_arguments(
         _ADDRESS.fullmatch(address) for address in (head, *(argument[4:] for argument in arguments[2:]))
     ):
         raise GpuhubError(f"these arguments have a meaning to a shell: {' '.join(arguments)}")
+    disks = [f"disk:{folder}" for folder in folders if _PLAIN_PATH.fullmatch(folder)]
     files = [f"{name}:{path}" for name, path in (slurm or {}).items() if _PLAIN_PATH.fullmatch(path)]
-    return [*arguments, *(f"account:{name}" for name in accounts if re.fullmatch(names.USERNAME_PATTERN, name)), *files]
+    return [
+        *arguments,
+        *(f"account:{name}" for name in accounts if re.fullmatch(names.USERNAME_PATTERN, name)),
+        *disks,
+        *files,
+    ]
 
 
 def parse_probe(text: str) -> HostFacts:
@@ -187,6 +207,10 @@ def parse_probe(text: str) -> HostFacts:
             name: int(number)
             for number, _, name in (line.partition(" ") for line in values.get("account", ()))
             if number.isdigit()
+        },
+        disks={
+            folder: DiskFacts(device=int(number), has_quota=quota == "yes")
+            for number, quota, folder in (line.split(" ", 2) for line in values.get("disk", ()))
         },
         slurm_devices=last_of.get("slurm_devices", ""),
         epilog=last_of.get("epilog", ""),

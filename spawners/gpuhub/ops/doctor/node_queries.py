@@ -201,6 +201,7 @@ def build_probe_arguments(environment: NodeEnvironment, docker_root: str) -> lis
         head=environment.head,
         addresses=addresses,
         accounts=environment.accounts,
+        folders=(docker_root, *environment.folders.values()),
         slurm=environment.slurm_paths,
     )
 
@@ -231,9 +232,19 @@ def read_environment(cluster: ClusterSettings, paths: Paths, address: str, *, is
         can_measure_mtu=shutil.which("ping") is not None,
         swarm_manager=f"{first}:{SWARM_PORT}" if cluster.has_overlay and first != address else None,
         is_new=is_new,
+        folders={
+            **({} if cluster.storage.home.startswith("nfs://") else {"homes": find_homes_folder(cluster.storage.home)}),
+            "gpuhub's own data": str(paths.state),
+        },
+        has_scratch=cluster.storage.scratch,
         has_overlay=cluster.has_overlay,
         has_firewall=cluster.network.guard,
     )
+
+
+def find_homes_folder(home: str) -> str:
+    """Return the folder of all homes: `/home` for `/home/{username}`."""
+    return home.partition("{username}")[0].rpartition("/")[0] or "/"
 
 
 def is_listening(host: str, port: int) -> bool:

@@ -3,6 +3,7 @@
 #   $1        the folder of Docker's data
 #   $2        the head node's address
 #   others    tcp:HOST:PORT  can it be reached?    account:NAME  which number does the account have here?
+#             disk:FOLDER    on which file system is it, and does that have project quotas?
 #             slurm:FOLDER   does the cgroup.conf there limit jobs to their devices?    epilog:FILE  is it gpuhub's?
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
 export PATH
@@ -102,6 +103,16 @@ for word; do
         number=$(getent passwd "$name" 2>/dev/null | cut -d: -f3)
         if [ -n "$number" ]; then
             echo "account=$number $name"
+        fi
+        ;;
+    disk:*)
+        path=${word#disk:}
+        if number=$(stat -c %d "$path" 2>/dev/null); then
+            # As mountinfo has it: major and minor number are spread over the bits of the device's number.
+            device=$((number >> 8 & 4095)):$((number & 255 | number >> 12 & 1048320))
+            quota=no
+            awk -v device="$device" '$3 == device' /proc/1/mountinfo 2>/dev/null | grep -Eq 'p(rj)?quota' && quota=yes
+            echo "disk=$number $quota $path"
         fi
         ;;
     slurm:*)

@@ -17,12 +17,13 @@ import pytest
 from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound
 from gpuhub.config.settings import ClusterSettings, StorageSettings
 from gpuhub.docker.client import DockerClients
-from gpuhub.ops.doctor import head_node, node_checks, node_queries
+from gpuhub.ops.doctor import disk_checks, head_node, node_checks, node_queries
 from gpuhub.ops.doctor.diagnosis import add_gpu_report, check_node
 from gpuhub.ops.doctor.findings import Finding, Severity, build_json, format_findings, has_failed
 from gpuhub.ops.doctor.head_node import HeadFacts, check_head
 from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import (
+    DiskFacts,
     DockerFacts,
     GpuFacts,
     HostFacts,
@@ -161,11 +162,31 @@ def test_the_firewall_containers_status_decides() -> None:
     ) == {"filter": Severity.FAILED}
 
 
+def test_shared_and_unlimited_disks_get_a_warning() -> None:
+    """Each of them lets one user stop others; a file system of Docker's own with quotas is good."""
+    folders = {"homes": "/home", "gpuhub's own data": "/var/lib/gpuhub", "elsewhere": "/none"}
+    environment = NodeEnvironment(head=HEAD, folders=folders, has_scratch=True)
+    one = DiskFacts(device=1, has_quota=False)
+    host = HostFacts(disks={"/var/lib/docker": one, "/home": one, "/var/lib/gpuhub": replace(one, device=2)})
+    shared, scratch = disk_checks.check_disks("/var/lib/docker", host, environment)
+    assert (shared.severity, shared.value) == (Severity.WARNING, "on one file system with Docker's data: homes")
+    assert (scratch.severity, scratch.check) == (Severity.WARNING, "scratch")
+    own = replace(host, disks={**host.disks, "/var/lib/docker": DiskFacts(device=3, has_quota=True)})
+    assert list(disk_checks.check_disks("/var/lib/docker", own, environment)) == []
+
+
+@pytest.mark.parametrize(
+    ("home", "folder"), [("/home/{username}", "/home"), ("/{username}", "/"), ("/a/b-{username}/c", "/a")]
+)
+def test_the_folder_of_all_homes_is_found(home: str, folder: str) -> None:
+    assert node_queries.find_homes_folder(home) == folder
+
+
 def test_old_images_get_a_warning() -> None:
     """Also those of a lab that are based on gpuhub's, and those whose age nobody can tell."""
     today = date(2026, 11, 22)
     dates = {"a": today - timedelta(days=60), "b": today - timedelta(days=61), "c": None}
-    found = list(node_checks.check_images(NodeEnvironment(head="10.0.0.1", image_dates=dates), today))
+    found = list(disk_checks.check_images(NodeEnvironment(head="10.0.0.1", image_dates=dates), today))
     assert [finding.severity for finding in found] == [Severity.OK, Severity.WARNING, Severity.WARNING]
     assert "61 days old" in found[1].value
 
@@ -357,6 +378,7 @@ def test_the_probe_runs_in_a_plain_shell(tmp_path: Path) -> None:
             head="127.0.0.1",
             addresses=[("127.0.0.1", port) for port in ports],
             accounts=["root", "nobody-of-that-name"],
+            folders=["/", "/proc", "/no/such/folder", "/with a space"],
         )
         done = subprocess.run(
             ["sh", "-s", "--", *words],
@@ -370,6 +392,10 @@ def test_the_probe_runs_in_a_plain_shell(tmp_path: Path) -> None:
     assert done.stderr == ""
     assert facts.reach == {f"127.0.0.1:{ports[0]}": True, f"127.0.0.1:{ports[1]}": False}
     assert facts.accounts == {"root": 0}
+    assert facts.disks == {
+        folder: DiskFacts(device=os.stat(folder).st_dev, has_quota=False)  # noqa: PTH116
+        for folder in ("/", "/proc")
+    }
     assert facts.kernel
     assert facts.free_kib is not None
     assert facts.free_kib > 0
