@@ -52,6 +52,7 @@ async def ensure_images(
         long=True,
     )
     # Only now: after a failed refresh the images of before are still the current ones.
+    paths.images.mkdir(parents=True, exist_ok=True)
     (paths.images / _REFRESH_FILE).write_text(refreshed, encoding="utf-8")
     await send_images(daemons, [image.name for image in images], builder, progress)
     await send_foreign_images(daemons, list_foreign_images(cluster), builder, progress)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import docker.errors
 import pytest
 
 from gpuhub.common.errors import SetupError
+from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.ops.console import StepReport
 from gpuhub.ops.images import distribution
+from gpuhub.ops.images.builder import BuiltImage
 
 
 class _ImagelessClient:
@@ -21,6 +27,8 @@ class _ImagelessClient:
 
 class _ImagelessDaemons:
     """Two nodes that have no image."""
+
+    nodes: tuple[Any, ...] = ()
 
     async def run(self, node: str, work: Any, *, long: bool = False) -> Any:
         return work(_ImagelessClient())
@@ -49,3 +57,35 @@ async def test_a_missing_image_is_named():
     """The error has the image, the node that lacks it, and the remedy."""
     with pytest.raises(SetupError, match=r"lab/mine:1, and node rig1 does not have it: build or load it there"):
         await distribution.send_foreign_images(_ImagelessDaemons(), ["lab/mine:1"], "rig1", lambda _step: None)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+async def test_a_refresh_counts_only_when_its_images_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_built: bool
+) -> None:
+    """After a failed download, the next start uses the images that exist instead of trying again."""
+    asked: list[str] = []
+
+    def build_images(*_arguments: Any, refreshed: str) -> list[BuiltImage]:
+        asked.append(refreshed)
+        if not is_built:
+            raise SetupError("no network")
+        return [BuiltImage(name="gpuhub/base:1", id="sha256:1", size=1)]
+
+    monkeypatch.setattr(distribution, "build_images", build_images)
+    monkeypatch.setattr(distribution, "read_sources", lambda _root: None)
+    monkeypatch.setattr(Paths, "images", tmp_path / "not made yet")
+    start = partial(
+        distribution.ensure_images,
+        _ImagelessDaemons(),
+        build("gpuhub/notebook:latest"),
+        Paths("ghtest"),
+        tmp_path,
+        StepReport(),
+    )
+    with nullcontext() if is_built else pytest.raises(SetupError, match="no network"):
+        await start(refresh=True)
+    with nullcontext() if is_built else pytest.raises(SetupError, match="no network"):
+        await start()
+    assert asked[0] != ""
+    assert asked[1] == (asked[0] if is_built else "")
