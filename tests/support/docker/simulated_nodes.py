@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpuhub.common.errors import Conflict, ImageMissing, NodeUnreachable, NotFound
+from gpuhub.common.errors import Conflict, GpuhubError, ImageMissing, NodeUnreachable, NotFound
 from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings, UserSettings
 from gpuhub.docker.client import DockerClients
 from tests.support.docker.simulated_execs import SimulatedExecs
@@ -183,14 +183,19 @@ class SimulatedClient:
     def start(self, container: str) -> None:
         found = self._find(container)
         if not self._node.has_toolkit:
-            raise Conflict('could not select device driver "" with capabilities: [[gpu]]')
+            # dockerd answers 500, which is neither of the errors with a meaning.
+            raise GpuhubError(f'node {self._node.name}: could not select device driver "" with capabilities: [[gpu]]')
         found["State"] = "running"
 
     def stop(self, container: str, timeout: int = 10) -> None:
         self._find(container)["State"] = "exited"
 
     def remove_container(self, container: str, force: bool = False, v: bool = False) -> None:
-        self._find(container)
+        if self._find(container)["State"] == "running" and not force:
+            raise Conflict(
+                f"node {self._node.name}: You cannot remove a running container {container}. Stop the container before "
+                "attempting removal or force remove"
+            )
         del self._node.containers[container]
 
     def kill(self, container: str, signal: str = "SIGKILL") -> None:

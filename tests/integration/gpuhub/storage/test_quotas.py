@@ -27,7 +27,7 @@ from gpuhub.storage.homes import HomeLocation
 GIB = 1024**3
 HOME = PurePosixPath("/export/home/ada")
 DISK = DiskSpace(size=1000 * GIB, free=500 * GIB)
-#: As quota 4.06 writes it with our options: limits in KiB, an asterisk after an exceeded value.
+#: As quota's documentation describes its output with our options, which was never run here: limits in KiB, an asterisk after an exceeded value.
 OUTPUT = """Disk quotas for user ada (uid 1001):
      Filesystem  blocks   quota   limit   grace   files   quota   limit   grace
    /export/home 12582912  41943040 52428800       0    1201       0       0       0
