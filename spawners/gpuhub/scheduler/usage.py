@@ -15,6 +15,8 @@ from gpuhub.common.gpu import GpuSpec
 from gpuhub.scheduler.interface import Allocation, SchedulingParameters, UsageRecord
 
 WEEK_S = 7 * 86400.0
+#: Spans within the same slot of this length are joined, seconds; so far may the weekly hours be off, a week later.
+_SLOT_S = 600.0
 #: Powers of two are normalised beyond this many half-lives.
 _MAX_HALF_LIVES = 256.0
 #: Smaller usage, in GPU-seconds, may be a rounding error of the difference of large sums.
@@ -194,10 +196,33 @@ class UsageLedger:
 
 
 def _append_span(spans: deque[UsageSpan], span: UsageSpan) -> None:
-    """Add a span, and drop those that ended a week before it."""
-    spans.append(span)
+    """Add a span, and drop those that ended a week before it.
+
+    A short one is joined to the last one if both are within the same few minutes: thousands of short leases a day would
+    make every later sum longer.
+    """
+    last = spans[-1] if spans else None
+    if last is not None and _slot_of(last) is not None and _slot_of(last) == _slot_of(span):
+        spans[-1] = _join(last, span)
+    else:
+        spans.append(span)
     while spans[0].ended_at < span.ended_at - WEEK_S:
         spans.popleft()
+
+
+def _slot_of(span: UsageSpan) -> float | None:
+    """Return the number of the slot in which the whole span is; None if it reaches into several."""
+    first = span.started_at // _SLOT_S
+    return first if span.ended_at // _SLOT_S == first else None
+
+
+def _join(first: UsageSpan, second: UsageSpan) -> UsageSpan:
+    """Return one span over both with the sum of their GPU time."""
+    started_at, ended_at = min(first.started_at, second.started_at), max(first.ended_at, second.ended_at)
+    if started_at == ended_at:
+        return first
+    gpu_s = sum(span.gpus * (span.ended_at - span.started_at) for span in (first, second))
+    return UsageSpan(started_at=started_at, ended_at=ended_at, gpus=gpu_s / (ended_at - started_at))
 
 
 def _sum_week_hours(account: UsageAccount, now: float) -> float:
