@@ -1,4 +1,4 @@
-"""The program that runs on a node in a user's Slurm job and becomes their notebook or a worker of their launch.
+"""The program that runs on a node in a user's Slurm job: it runs their notebook, or becomes a worker of their launch.
 
 The text of this file is in the job's script, so it needs only Python 3.8. Its instructions come as JSON on the standard
 input, where neither `ps` nor an environment shows them.
@@ -7,6 +7,10 @@ A notebook's port is bound here, without listening, while the notebook lives, so
 program. The port is reported to the hub only once a process of the same user listens there. If the hub is away, the
 program waits for it, because the notebook itself would give up after a minute and lose its place in the queue.
 
+The node is shared with other users, who can connect to each port on it. The notebook therefore reaches its kernels over
+Unix sockets, in a folder of the node that only its user can enter. This program waits for the notebook's end, and
+forwards signals to it, so that the folder is removed. After SIGKILL the user's next notebook on the node removes it.
+
 A worker's index is its node's position in the job's list of nodes, which the script passes on from `scontrol`; the
 broker counts in the same way. Slurm's own indices, such as SLURM_NODEID, may have another order.
 """
@@ -14,15 +18,21 @@ broker counts in the same way. Slurm's own indices, such as SLURM_NODEID, may ha
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
+import signal
 import socket
 import ssl
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +42,15 @@ PERIOD_S = 0.1
 MAX_PAUSE_S = 20.0
 #: Variable with the nodes of a job, one name per line, in the order of its list.
 JOB_NODES = "GPUHUB_JOB_NODES"
+#: Signals with which Slurm or a user ends or informs a notebook.
+FORWARDED_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+#: Longest path of a Unix socket, bytes, and what a kernel adds to its folder.
+MAX_SOCKET_PATH = 107
+SOCKET_NAME_LENGTH = len(f"/kernel-{'0' * 36}-ipc-5")
+#: Age from which an unlocked folder belongs to a notebook that was killed, seconds; a new one is locked at once.
+LEFT_FOLDER_S = 60.0
+#: JupyterLab's debugger would open a port on which every user of the node could run code in the kernel.
+LAB_SETTINGS = {"disabledExtensions": {"@jupyterlab/debugger-extension": True}}
 
 
 def main() -> None:
@@ -43,16 +62,16 @@ def main() -> None:
         sys.exit(f"gpuhub: Slurm runs this on node {node!r}, which is not in cluster.toml")
     environment = dict(os.environ, **instructions["environment"])
     environment.update(build_node_environment(instructions["names"][node], address, os.environ))
-    if "first_worker" in instructions:
-        environment.update(build_worker_environment(instructions, node, os.environ.get(JOB_NODES, "").split()))
-    else:
-        prepare_notebook(instructions, address, environment)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    command = instructions["command"]
     try:
-        os.execvpe(instructions["command"][0], instructions["command"], environment)  # noqa: S606 - no shell is meant
+        if "first_worker" not in instructions:
+            run_notebook(instructions, instructions["listen"][node], environment)
+        environment.update(build_worker_environment(instructions, node, os.environ.get(JOB_NODES, "").split()))
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.execvpe(command[0], command, environment)  # noqa: S606 - no shell is meant
     except OSError as error:
-        sys.exit(f"gpuhub: {instructions['command'][0]} cannot be started on {node}: {error.strerror}")
+        sys.exit(f"gpuhub: {command[0]} cannot be started on {node}: {error.strerror}")
 
 
 def build_node_environment(name: str, address: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -92,8 +111,12 @@ def build_worker_environment(instructions: dict[str, Any], node: str, nodes: lis
     return variables
 
 
-def prepare_notebook(instructions: dict[str, Any], address: str, environment: dict[str, str]) -> None:
-    """Reserve a port for the notebook that this process becomes, and start a process that reports it."""
+def run_notebook(instructions: dict[str, Any], address: str, environment: dict[str, str]) -> None:
+    """Run the notebook on a port of the address, report the port, and end as the notebook ends.
+
+    Raises:
+        OSError: The notebook cannot be started.
+    """
     holder = reserve_port(address)
     port = holder.getsockname()[1]
     environment.update(store_certificates(instructions["certificates"]))
@@ -101,16 +124,76 @@ def prepare_notebook(instructions: dict[str, Any], address: str, environment: di
     environment["JUPYTERHUB_SERVICE_URL"] = f"{instructions['scheme']}://{host}:{port}{instructions['prefix']}"
     opener = build_opener(environment)
     wait_for_hub(opener, environment["JUPYTERHUB_API_URL"])
-    notebook = os.getpid()
-    child = os.fork()
-    if child == 0:
-        # A grandchild reports the port, so that the notebook has no dead child to reap.
-        if os.fork() == 0:
-            report_port(opener, instructions["report"], environment["JUPYTERHUB_API_TOKEN"], (address, port), notebook)
-        os._exit(0)
-    os.waitpid(child, 0)
-    # Detached from Python's object, so that the socket stays open while the notebook lives.
-    os.set_inheritable(holder.detach(), True)
+    with forward_signals() as notebooks, create_runtime_folder() as folder:
+        environment["JUPYTER_RUNTIME_DIR"] = str(folder)
+        settings = folder / "config" / "labconfig" / "page_config.json"
+        settings.parent.mkdir(parents=True)
+        settings.write_text(json.dumps(LAB_SETTINGS))
+        others = environment.get("JUPYTER_CONFIG_PATH")
+        environment["JUPYTER_CONFIG_PATH"] = f"{folder}/config" + (f":{others}" if others else "")
+        notebook = subprocess.Popen(instructions["command"], env=environment, stdin=subprocess.DEVNULL)
+        notebooks.append(notebook)
+        arguments = (opener, instructions["report"], environment["JUPYTERHUB_API_TOKEN"], (address, port), notebook)
+        threading.Thread(target=report_port, args=arguments, daemon=True).start()
+        status = notebook.wait()
+    if status < 0:
+        # Slurm reports the signal, as it would without this process.
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+@contextlib.contextmanager
+def forward_signals() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Forward Slurm's signals to the processes in the list; without any, a signal ends this process in order."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, _frame: object) -> None:
+        if not processes:
+            sys.exit(128 + number)
+        for process in processes:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in FORWARDED_SIGNALS}
+    try:
+        yield processes
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def create_runtime_folder() -> Iterator[Path]:
+    """Create a folder on this node that only the user can enter, and remove it afterwards.
+
+    It is locked, which also keeps systemd-tmpfiles from removing it.
+    """
+    prefix = f"gpuhub-{os.getuid()}-"
+    for parent in (tempfile.gettempdir(), "/tmp", "/dev/shm"):  # noqa: S108 - mkdtemp makes it private
+        if len(os.fsencode(f"{parent}/{prefix}")) + 8 + SOCKET_NAME_LENGTH <= MAX_SOCKET_PATH:
+            break
+    remove_left_folders(parent, prefix)
+    folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_left_folders(parent: str, prefix: str) -> None:
+    """Remove the user's folders of notebooks that were killed: no process holds their lock."""
+    for folder in Path(parent).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                status = os.fstat(lock)
+                if status.st_uid == os.getuid() and time.time() - status.st_mtime > LEFT_FOLDER_S:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def reserve_port(address: str) -> socket.socket:
@@ -160,17 +243,21 @@ def wait_for_hub(opener: urllib.request.OpenerDirector, url: str) -> None:
 
 
 def report_port(
-    opener: urllib.request.OpenerDirector, url: str, token: str, address_and_port: tuple[str, int], notebook: int
+    opener: urllib.request.OpenerDirector,
+    url: str,
+    token: str,
+    address_and_port: tuple[str, int],
+    notebook: subprocess.Popen[bytes],
 ) -> None:
     """Report the port to the hub once the notebook listens there; return early if the notebook has ended."""
     address, port = address_and_port
-    while is_alive(notebook) and not is_listening(address, port, os.getuid()):
+    while notebook.returncode is None and not is_listening(address, port, os.getuid()):
         time.sleep(PERIOD_S)
     request = urllib.request.Request(url, json.dumps({"port": port}).encode(), method="POST")  # noqa: S310 - the hub's
     request.add_header("Authorization", "token " + token)
     request.add_header("Content-Type", "application/json")
     pause = PERIOD_S
-    while is_alive(notebook):
+    while notebook.returncode is None:
         try:
             with opener.open(request, timeout=10):
                 return
@@ -185,14 +272,6 @@ def log(text: str) -> None:
     """Write a line to the notebook's log."""
     sys.stderr.write(f"gpuhub: {text}\n")
     sys.stderr.flush()
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether the process exists."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
 
 
 def is_listening(address: str, port: int, uid: int) -> bool:

@@ -31,6 +31,8 @@ _WORKER_LOGS = ".gpu_launch/jobs/{run}/logs"
 _HERE = Path(__file__).parent
 _SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 _DATASETS = "/datasets"
+#: Other users of the node can connect to its ports, and messages of kernels are signed but not encrypted.
+_KERNELS_WITHOUT_PORTS = "--KernelManager.transport=ipc"
 #: Variables with a job's GPUs and nodes that are passed into the container.
 _FORWARDED = ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_JOB_ID", "SLURMD_NODENAME")
 
@@ -48,6 +50,8 @@ class NotebookScriptSpec:
     environment: Mapping[str, str]
     #: The notebook's command line after its program.
     arguments: Sequence[str]
+    #: The address on which the notebook listens, by Slurm's name of the node.
+    listen: Mapping[str, str]
     #: URL to which the port is reported.
     report_url: str
     #: The path of the notebook's own URL.
@@ -84,7 +88,8 @@ def _build_notebook_instructions(spec: NotebookScriptSpec, runtime: _JobRuntime)
         "scheme": "http" if certificates is None else "https",
         "prefix": spec.prefix,
         "report": spec.report_url,
-        "command": [program, *spec.arguments],
+        "listen": dict(spec.listen),
+        "command": [program, *spec.arguments, _KERNELS_WITHOUT_PORTS],
         "environment": {**spec.environment, **_build_user_environment(spec.user, runtime)},
         "certificates": None if certificates is None else _list_certificate_texts(certificates),
     }

@@ -5,6 +5,8 @@ The jobs run as a user that Slurm's machines know and the head node does not.
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import signal
 import ssl
@@ -16,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.hub.kernel_client import open_kernel
 from tests.support.hub.users import Client
 from tests.support.product import wait_for
 from tests.support.slurm.daemons import wait_saved
@@ -25,6 +28,8 @@ from tests.support.slurm.site import USERS
 pytestmark = [pytest.mark.slurm, pytest.mark.root]
 
 INSTANCE = "ghbatch"
+#: Bytes that ZeroMQ sends to everybody who connects; it contains no data.
+ZMTP_GREETING = 64
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,7 @@ def command() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="gpuhub-notebook-") as name:
         folder = Path(name)
         folder.chmod(0o755)
-        yield build_environment(folder)
+        yield build_environment(folder, "ipykernel")
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +148,105 @@ def test_only_the_own_job_reports_the_port(cluster: Cluster) -> None:
         assert post("/gpuhub-port", "unknown", {"port": port}) == 403
         assert post("/batchspawner", own, {"port": port}) == 404
     assert answers(cluster, cluster.ada)
+
+
+#: Run by another user of the node: tries every port on which the first argument's user listens, and every Unix socket
+#: below the folder in the second one, while the user's kernel prints the secret again and again.
+STRANGER = """
+import json, os, socket, ssl, sys, time
+import zmq
+uid, folder = int(sys.argv[1]), sys.argv[2]
+ports = set()
+for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for fields in map(str.split, open(table).readlines()[1:]):
+        if fields[3] == "0A" and int(fields[7]) == uid:
+            address, port = fields[1].split(":")
+            if len(address) == 8:
+                host = socket.inet_ntop(socket.AF_INET, bytes.fromhex(address)[::-1])
+            else:
+                host = "::1"
+            ports.add((host, int(port, 16)))
+found = {}
+context = zmq.Context()
+for host, port in sorted(ports):
+    subscriber, dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+    subscriber.subscribe(b"")
+    for one in (subscriber, dealer):
+        one.linger = 0
+        one.ipv6 = ":" in host
+        one.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+    dealer.send(b"hello")
+    end, received = time.monotonic() + 3, []
+    while time.monotonic() < end:
+        for one in (subscriber, dealer):
+            if one.poll(50):
+                received.append(repr(one.recv_multipart()))
+    with socket.create_connection((host, port), 5) as plain:
+        plain.settimeout(3)
+        try:
+            plain.sendall(b"GET / HTTP/1.1\\r\\nHost: node\\r\\n\\r\\n")
+            first = plain.recv(100)
+        except OSError as error:
+            first = b""
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    encrypted, is_tls = b"", False
+    try:
+        with trusting.wrap_socket(socket.create_connection((host, port), 5)) as secure:
+            # With TLS 1.3 a server refuses a client without a certificate only after the handshake.
+            is_tls = True
+            secure.settimeout(3)
+            secure.sendall(b"GET / HTTP/1.1\\r\\nHost: node\\r\\n\\r\\n")
+            encrypted = secure.recv(100)
+    except OSError:
+        pass
+    found[f"{host} {port}"] = {
+        "zmq": received, "plain": first.decode("latin1"), "tls": is_tls, "encrypted": encrypted.decode("latin1")
+    }
+try:
+    opened = os.listdir(folder)
+except OSError as error:
+    opened = error.strerror
+print(json.dumps({"ports": found, "folder": opened}))
+"""
+
+
+def test_other_users_of_the_node_read_nothing(cluster: Cluster, command: Path) -> None:
+    """Kernels have no ports, the notebook's port requires a certificate, and sockets are in a private folder."""
+    start(cluster, cluster.ada)
+    [pid] = notebooks("ada")
+    environment = environment_of(pid)
+    folder = Path(environment["JUPYTER_RUNTIME_DIR"])
+    own = environment["JUPYTERHUB_SERVICE_URL"].split("/")[2]
+    with open_kernel(f"127.0.0.1:{cluster.hub.port}", cluster.ada, NB) as kernel:
+        assert "None\n" in kernel.run("import os; print(os.environ.get('NOTHING'))")
+        sockets = sorted(path.name.rpartition("-")[2] for path in folder.glob("kernel-*-ipc-*"))
+        assert sockets == ["1", "2", "3", "4", "5"]
+        running = kernel.begin("import time\nfor _ in range(400): print('a-secret', flush=True); time.sleep(0.1)")
+        looked = subprocess.run(
+            [command.with_name("python"), "-c", STRANGER, str(USERS["ada"]), str(folder)],
+            check=True, capture_output=True, text=True, timeout=90, user=USERS["ben"], group=USERS["ben"],
+            extra_groups=[], cwd="/",
+        )  # fmt: skip
+        assert any("a-secret" in part for part in kernel.messages(running))
+        # Output of forked processes reaches the notebook as before.
+        assert "from a child" in kernel.run(
+            "import os, sys\nif not os.fork():\n    print('from a child', flush=True)"
+            "\n    sys.stdout.flush(); os._exit(0)\nos.wait(); time.sleep(1)"
+        )
+    seen = json.loads(looked.stdout)
+    assert seen["folder"] == "Permission denied"
+    assert seen["ports"].pop(own.replace(":", " ")) == {"zmq": [], "plain": "", "tls": True, "encrypted": ""}
+    # ipykernel takes output of forked processes on this port, with a random key, and sends nothing there.
+    assert len(seen["ports"]) <= 1
+    for port, answer in seen["ports"].items():
+        assert port.startswith("127.0.0.1 ")
+        assert (answer["zmq"], answer["tls"], answer["encrypted"]) == ([], False, "")
+        assert "HTTP" not in answer["plain"]
+        assert len(answer["plain"]) <= ZMTP_GREETING
+    # Not by Slurm, which kills after KillWait what a busy machine has not ended by then.
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not folder.exists(), "the folder with the sockets is removed", 30)
 
 
 def test_waiting_user_is_informed_and_cancels(cluster: Cluster) -> None:

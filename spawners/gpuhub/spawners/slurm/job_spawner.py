@@ -20,7 +20,7 @@ from batchspawner.api import BatchSpawnerAPIHandler
 from batchspawner.batchspawner import JobStatus, SlurmSpawner
 from jupyterhub.apihandlers import default_handlers
 from jupyterhub.traitlets import Callable as CallableTrait
-from traitlets import Integer, default
+from traitlets import Integer, Unicode, default
 
 from gpuhub.broker_api.schemas import ClusterView, LeaseState, LeaseView
 from gpuhub.common import names
@@ -29,7 +29,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config import head_address
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.profiles import gpu_requirement
-from gpuhub.config.settings import ClusterSettings, ProfileSettings
+from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings
 from gpuhub.scheduler.interface import GpuSlot, NodeCapacity, SchedulingRequest
 from gpuhub.slurm_client.gpu_selection import build_submission, select_gpus
 from gpuhub.slurm_client.interface import SlurmClient
@@ -43,6 +43,8 @@ __all__ = ["JobStatus", "SlurmSpawner"]
 default_handlers[:] = [handler for handler in default_handlers if BatchSpawnerAPIHandler not in handler]
 #: Time that the hub waits for a restored notebook while Slurm does not report the end of its job, seconds.
 RESTORED_TIMEOUT_S = 7 * 86400
+#: Where notebooks on the head node listen, which only the hub and the proxy on the same machine need to reach.
+_HEAD_NODE_NOTEBOOKS = "127.0.0.2"
 _MIB = 1024**2
 
 
@@ -103,6 +105,7 @@ class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are 
 
     make_slurm = CallableTrait(help="Returns the process's one Slurm client.").tag(config=True)
     notebook_port = Integer(0, help="The notebook's port on its node; 0 until it is reported.")
+    notebook_address = Unicode(help="The address of that port; empty for the node's own, as in states of version 0.2.")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._submit_task: asyncio.Task[int] | None = None
@@ -142,11 +145,14 @@ class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are 
 
     def get_state(self) -> dict[str, Any]:
         state: dict[str, Any] = super().get_state()
-        return state | {"notebook_port": self.notebook_port} if self.notebook_port else state
+        if not self.notebook_port:
+            return state
+        return state | {"notebook_port": self.notebook_port, "notebook_address": self.notebook_address}
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         self.notebook_port = state.get("notebook_port", 0)
+        self.notebook_address = state.get("notebook_address", "")
 
     def clear_state(self) -> None:
         super().clear_state()
@@ -244,8 +250,17 @@ class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are 
     def _job_name(self, lease_id: str) -> str:
         return names.slurm_job_name(self.instance, lease_id)
 
+    def _choose_address(self, node: NodeSettings) -> str:
+        """Return the address on which a notebook on this node listens.
+
+        The proxy accepts a notebook's certificate for any target, also for the hub. No notebook gets a certificate for
+        the hub's addresses, so that none can take the hub's place while it is restarted.
+        """
+        is_head = node.address in {self.head_address, "127.0.0.1", "::1"}
+        return _HEAD_NODE_NOTEBOOKS if is_head else node.address
+
     def _origin(self, scheme: str) -> str:
-        address = self.cluster.node(self.node).address
+        address = self.notebook_address or self.cluster.node(self.node).address
         return f"{scheme}://{head_address.format_host(address)}:{self.notebook_port}"
 
 

@@ -55,6 +55,7 @@ class GpuSlurmSpawner(JobSpawner):
             await self._submit(lease, profile, identity)
         lease = await self._wait_for_grant(lease)
         self.node = lease.nodes[0]
+        self.notebook_address = self._choose_address(self.cluster.node(self.node))
         self.save_state()
         self._progress_log.add(describe_placing(lease), percent=40)
         if lease.state is LeaseState.GRANTED:
@@ -130,7 +131,7 @@ class GpuSlurmSpawner(JobSpawner):
                 notebook_certificate.issue_notebook_certificate,
                 folder,
                 self.user.name,
-                *(node.address for node in nodes),
+                *(self._choose_address(node) for node in nodes),
             )
         return build_notebook_script(
             NotebookScriptSpec(
@@ -147,6 +148,7 @@ class GpuSlurmSpawner(JobSpawner):
                     "GPUHUB_KEEP_WORKERS_S": str(self.cluster.jobs.keep_workers),
                 },
                 arguments=self.get_args(),
+                listen={node.slurm_name: self._choose_address(node) for node in self.cluster.nodes},
                 report_url=f"{environment['JUPYTERHUB_API_URL']}/gpuhub-port",
                 prefix=self.server.base_url,
                 certificates=certificate,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import http.server
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -69,6 +73,7 @@ def notebook_instructions(hub_port: int, command: list[str], **changes: Any) -> 
         {
             "addresses": {"sx1": "127.0.0.2"},
             "names": {"sx1": "rig1"},
+            "listen": {"sx1": "127.0.0.2"},
             "scheme": "http",
             "prefix": "/user/ada/",
             "report": f"http://127.0.0.1:{hub_port}/hub/api/gpuhub-port",
@@ -151,6 +156,66 @@ def test_unreachable_hub_is_retried(tmp_path: Path) -> None:
             thread.join()
     running.stderr.close()
     assert (tmp_path / "started").exists()
+
+
+#: Shows the folder for sockets, and waits for a signal.
+WAITER = """
+import json, os, signal, sys
+folder = os.environ["JUPYTER_RUNTIME_DIR"]
+settings = os.environ["JUPYTER_CONFIG_PATH"].split(":")[0] + "/labconfig/page_config.json"
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+shown = {"folder": folder, "mode": oct(os.stat(folder).st_mode & 0o7777), "settings": json.load(open(settings))}
+open("shown", "w").write(json.dumps(shown))
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("ends", "status"), [(signal.SIGTERM, 7), (signal.SIGUSR1, -signal.SIGUSR1)])
+def test_folder_for_sockets_is_private_and_removed(
+    hub: http.server.HTTPServer, tmp_path: Path, ends: signal.Signals, status: int
+) -> None:
+    """A signal reaches the notebook; afterwards its exit code is the job's, and the folder is gone."""
+    os.mkfifo(tmp_path / "shown")
+    running = start_node_main(notebook_instructions(hub.server_port, [sys.executable, "-c", WAITER]), tmp_path)
+    shown = json.loads((tmp_path / "shown").read_text())
+    folder = Path(shown["folder"])
+    assert shown["mode"] == "0o700"
+    assert len(f"{folder}/kernel-{uuid.uuid4()}-ipc-5") <= 107
+    assert shown["settings"] == {"disabledExtensions": {"@jupyterlab/debugger-extension": True}}
+    assert folder.is_dir()
+    running.send_signal(ends)
+    assert running.wait(30) == status
+    assert running.stderr is not None
+    running.stderr.close()
+    assert not folder.exists()
+
+
+def test_only_folders_of_killed_notebooks_are_removed(tmp_path: Path) -> None:
+    """A folder that a process has locked, a new one, and what a link leads to remain."""
+    past = time.time() - 2 * node_main.LEFT_FOLDER_S
+    for name in ("gpuhub-0-left", "gpuhub-0-used", "gpuhub-0-new", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kernel-1-ipc-1").touch()
+        if name != "gpuhub-0-new":
+            os.utime(tmp_path / name, (past, past))
+    (tmp_path / "gpuhub-0-link").symlink_to(tmp_path / "other")
+    lock = os.open(tmp_path / "gpuhub-0-used", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    node_main.remove_left_folders(str(tmp_path), "gpuhub-0-")
+    os.close(lock)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "gpuhub-0-link", "gpuhub-0-new", "gpuhub-0-used", "other"
+    ]  # fmt: skip
+    assert (tmp_path / "other" / "kernel-1-ipc-1").exists()
+
+
+def test_sockets_fit_where_the_temporary_folder_is_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with node_main.create_runtime_folder() as folder:
+        assert len(f"{folder}/kernel-{uuid.uuid4()}-ipc-5") <= 107
+        assert folder.parent != long
 
 
 def test_node_missing_in_the_settings_is_refused(tmp_path: Path) -> None:

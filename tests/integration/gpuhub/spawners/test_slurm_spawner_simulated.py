@@ -19,13 +19,14 @@ from jupyterhub.user import User
 from traitlets.config import Config
 
 from gpuhub.broker_api.schemas import LeaseState
-from gpuhub.common.errors import BrokerUnreachable, Conflict
+from gpuhub.common.errors import BrokerUnreachable, Conflict, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.models import SlurmJob, SlurmJobState, SlurmNode, SlurmSite, SlurmSnapshot, SlurmSubmission
 from gpuhub.spawners.base import SpawnFailed
 from gpuhub.spawners.slurm.spawner import GpuSlurmSpawner
+from gpuhub.tls import notebook_certificate
 from tests.support.broker.in_process import until
 from tests.support.hub.fake_broker import NOW, FakeBroker
 
@@ -185,7 +186,8 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         await writer.drain()
         writer.close()
 
-    notebook = await asyncio.start_server(answer, "127.0.0.1", 0)
+    # The head node is the only node; see `test_no_notebook_can_pass_for_the_hub`.
+    notebook = await asyncio.start_server(answer, "127.0.0.2", 0)
     port = notebook.sockets[0].getsockname()[1]
     yield World(broker, slurm, lambda: User(orm.User.find(db, "ada"), settings), db, port)
     notebook.close()
@@ -225,7 +227,7 @@ async def test_notebook_is_submitted_polled_and_cancelled(world: World, tmp_path
     assert submission.name == f"gh-lease-{lease.id}"
     assert (submission.submitter.uid, submission.gpus_per_node) == (61001, 1)
     assert spawner.api_token in submission.script
-    assert str(user.spawner.server.url) == f"http://127.0.0.1:{world.port}/user/ada/"
+    assert str(user.spawner.server.url) == f"http://127.0.0.2:{world.port}/user/ada/"
     assert (spawner.job_id, spawner.node) == ("100", "rig1")
     assert await spawner.poll() is None
     with pytest.raises(Conflict, match="another port"):
@@ -234,6 +236,34 @@ async def test_notebook_is_submitted_polled_and_cancelled(world: World, tmp_path
     assert world.slurm.cancelled == [(100, False)]
     assert world.broker.known[lease.id].state is LeaseState.RELEASED
     assert list((tmp_path / "slurm-notebooks").iterdir()) == []
+
+
+async def test_no_notebook_can_pass_for_the_hub(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A certificate that names the head node's address would be accepted in the hub's place."""
+    named: list[str] = []
+
+    def issue(_folder: Path, _user: str, *addresses: str) -> None:
+        named.extend(addresses)
+        raise SetupError("no certificate in this test")
+
+    monkeypatch.setattr(notebook_certificate, "issue_notebook_certificate", issue)
+    user = world.make_user()
+    user.spawner.internal_ssl = True
+    user.spawner.internal_certs_location = str(tmp_path)
+    with pytest.raises(SpawnFailed, match="no certificate in this test"):
+        await user.spawn(options=OPTIONS)
+    assert named == ["127.0.0.2"]
+
+
+async def test_notebook_of_an_older_version_is_found_at_its_nodes_address(world: World) -> None:
+    """Its state names no address, and it listens on that of its node."""
+    user = await world.started()
+    state = user.spawner.get_state()
+    assert state.pop("notebook_address") == "127.0.0.2"
+    user.spawner.load_state(state)
+    assert await user.spawner.get_url() == f"http://127.0.0.1:{world.port}/user/ada/"
+    user.spawner.notebook_address = "127.0.0.2"
+    await user.stop()
 
 
 async def test_server_is_lost_only_if_slurm_reports_it(world: World) -> None:

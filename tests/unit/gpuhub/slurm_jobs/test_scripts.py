@@ -39,6 +39,7 @@ def notebook(of: ClusterSettings, **changes: Any) -> NotebookScriptSpec:
         "has_gpus": True,
         "environment": {"JUPYTERHUB_API_TOKEN": "secret-token", "GPUHUB_LEASE": "l1"},
         "arguments": ["--debug"],
+        "listen": {"sx1": "10.0.0.11", "rig2": "fd00::12"},
         "report_url": "http://10.0.0.1:8081/hub/api/gpuhub-port",
         "prefix": "/user/ada/",
     }
@@ -92,7 +93,7 @@ def test_notebook_script_does_not_evaluate_user_text(runtime: dict[str, str], ho
     assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), done
     assert not made.exists()
     told = json.loads((tmp_path / "told").read_text())
-    assert told["command"][-1] == told["prefix"] == told["report"] == text
+    assert told["command"][-2] == told["prefix"] == told["report"] == text
     assert told["environment"][text] == told["environment"]["USER"] == text
     arguments = (tmp_path / "arguments").read_text().split("\0")
     assert ON_NODE.read_text() in arguments
