@@ -22,6 +22,7 @@ from gpuhub_closet.gpu_state import GpuFault
 from gpuhub_closet.paths import node_paths
 from tests.support.closet import practice_closet
 from tests.support.closet.ssh_machines import Machine
+from tests.support.docker.ipsec import ask_kernel
 from tests.support.hub.users import Client, log_in
 from tests.support.product import wait_for
 
@@ -203,6 +204,21 @@ def test_a_profile_that_no_node_has_is_refused(closet: Any, tmp_path: Path, clea
     assert "'gpu' wants 1 × RTX 9090 on one node" in done.stderr
     assert "rig1 with 1 × RTX 5090" in done.stderr
     assert Supervisor(Paths(INSTANCE)).pid("hub") == 0
+
+
+def test_kernel_that_cannot_encrypt_stops_up(closet: Any, tmp_path: Path, cleared: None):
+    """The kernel itself is asked on each node; one that has ESP starts the hub, with encrypted networks."""
+    refusal = ask_kernel()
+    done = gpuhub("up", write(closet, tmp_path, further="[network]\nencrypt = true"))
+    if refusal is None:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Every node's kernel can encrypt users' networks" in done.stdout
+    else:
+        assert done.returncode == 1
+        assert "network.encrypt = true, and not every node can do that" in done.stderr
+        for node in closet.plan.nodes:
+            assert f"  {node.name}: its kernel cannot encrypt: {refusal}" in done.stderr
+        assert Supervisor(Paths(INSTANCE)).pid("hub") == Supervisor(Paths(INSTANCE)).pid("broker") == 0
 
 
 def test_invalid_file_starts_nothing(closet: Any, tmp_path: Path):

@@ -120,6 +120,11 @@ class ClusterSettings(SettingsTable):
         return self.network.kind == "overlay" or (self.network.kind == "auto" and len(self.nodes) > 1)
 
     @property
+    def has_encrypted_overlay(self) -> bool:
+        """True where users' networks span nodes and are encrypted between them."""
+        return self.has_overlay and self.network.encrypt
+
+    @property
     def has_internal_tls(self) -> bool:
         """True where proxy, hub, broker and notebooks use TLS among each other."""
         return len(self.nodes) > 1 if self.hub.internal_tls == "auto" else self.hub.internal_tls

@@ -21,6 +21,12 @@ _SUBNET_DEADLINE_S = 10.0
 _ROUTE_DEADLINE_S = 5.0
 #: Size of VXLAN's header in each packet, bytes.
 VXLAN_OVERHEAD = 50
+#: Most that IPsec's ESP adds to each packet of an encrypted overlay, with the padding to 4 bytes; bytes.
+ESP_OVERHEAD = 29
+#: Docker's own figure of it, before the padding.
+_ESP_HEADERS = 26
+#: Docker's option of an overlay whose packets are encrypted.
+_ENCRYPTED = "encrypted"
 #: Smallest MTU of an IPv4 network, which containers need, bytes.
 MIN_MTU = 576
 #: Ethernet's MTU, bytes. A larger one needs a setting, because this machine cannot see the interfaces of other machines
@@ -58,14 +64,15 @@ async def ensure_user_network(
 
     Raises:
         NodeUnreachable: The node that manages the networks does not answer.
-        Conflict: Containers from the time of a single node are still on a bridge of that node.
+        Conflict: Containers are still on a network of other settings: a bridge of a single node, or an overlay with or
+            without encryption.
     """
     node = manager_node(cluster).name
     name = names.user_network_name(instance, owner)
     try:
         network = await _inspect_network(daemons, node, name)
-        if network is not None and cluster.has_overlay and network["Driver"] != "overlay":
-            await _remove_bridge(daemons, node, network, owner)
+        if network is not None and (outdated := _explain_outdated(cluster, network, node)):
+            await _remove_outdated(daemons, node, network, f"{owner} has a notebook or job {outdated}")
             network = None
         if network is None:
             mtu = await asyncio.to_thread(find_mtu, cluster)
@@ -138,8 +145,11 @@ def build_user_network(cluster: ClusterSettings, instance: str, owner: str, mtu:
         return {
             "driver": "overlay",
             "attachable": True,
-            # The overlay driver subtracts VXLAN's header.
-            "options": {"com.docker.network.driver.mtu": str(mtu)},
+            # The overlay driver subtracts the headers of VXLAN and ESP.
+            "options": {
+                "com.docker.network.driver.mtu": str(mtu),
+                **({_ENCRYPTED: ""} if cluster.has_encrypted_overlay else {}),
+            },
             "labels": labels,
         }
     return {
@@ -152,16 +162,25 @@ def build_user_network(cluster: ClusterSettings, instance: str, owner: str, mtu:
     }
 
 
-async def _remove_bridge(daemons: DockerClients, node: str, network: Mapping[str, Any], owner: str) -> None:
+def _explain_outdated(cluster: ClusterSettings, network: Mapping[str, Any], node: str) -> str | None:
+    """Return why an existing network does not fit the settings, as the end of a sentence about its containers."""
+    if not cluster.has_overlay:
+        return None
+    if network["Driver"] != "overlay":
+        return f"from when {node} was the only node, on a network that other nodes cannot join"
+    is_encrypted = _ENCRYPTED in (network.get("Options") or {})
+    if is_encrypted == cluster.has_encrypted_overlay:
+        return None
+    return f"from before network.encrypt was changed, on a network that is {'' if is_encrypted else 'not '}encrypted"
+
+
+async def _remove_outdated(daemons: DockerClients, node: str, network: Mapping[str, Any], explanation: str) -> None:
     try:
         await daemons.call(node, "remove_network", network["Id"])
     except NotFound:
         return
     except GpuhubError as error:
-        raise Conflict(
-            f"{owner} has a notebook or job from when {node} was the only node, on a network that other nodes cannot "
-            "join: stop it first, then start again"
-        ) from error
+        raise Conflict(f"{explanation}: stop it first, then start again") from error
 
 
 async def _create_network(daemons: DockerClients, node: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,11 +230,28 @@ def find_mtu(cluster: ClusterSettings) -> int:
     """
     if cluster.network.mtu != "auto":
         return cluster.network.mtu
-    return choose_mtu([route for node in cluster.nodes if (route := read_route(node.address)) is not None])
+    routes = [route for node in cluster.nodes if (route := read_route(node.address)) is not None]
+    return choose_mtu(routes, find_min_mtu(is_encrypted=cluster.has_encrypted_overlay))
 
 
-def choose_mtu(routes: Iterable[Route]) -> int:
+def find_min_mtu(*, is_encrypted: bool) -> int:
+    """Return the smallest MTU of the nodes' network on which overlays are possible."""
+    return MIN_MTU + VXLAN_OVERHEAD + ESP_OVERHEAD * is_encrypted
+
+
+def compute_user_mtu(mtu: int, *, has_overlay: bool, is_encrypted: bool) -> int:
+    """Return the MTU that users' networks get, as Docker computes it from that of the nodes' network."""
+    if not has_overlay:
+        return mtu
+    mtu -= VXLAN_OVERHEAD
+    return (mtu - _ESP_HEADERS) // 4 * 4 if is_encrypted else mtu
+
+
+def choose_mtu(routes: Iterable[Route], least: int = MIN_MTU + VXLAN_OVERHEAD) -> int:
     """Return the smallest MTU of the routes that leave this machine, or Ethernet's if there are none.
+
+    Args:
+        least: See `find_min_mtu`.
 
     Raises:
         SetupError: An overlay network on top would be too small; the text names the interface.
@@ -224,10 +260,10 @@ def choose_mtu(routes: Iterable[Route]) -> int:
     if not outward:
         return ETHERNET_MTU
     mtu, route = min(outward, key=lambda each: each[0])
-    if mtu < MIN_MTU + VXLAN_OVERHEAD:
+    if mtu < least:
         raise SetupError(
             f"the route to {route.address} over {route.interface} has an MTU of {mtu} bytes, and users' networks need "
-            f"{MIN_MTU + VXLAN_OVERHEAD} at least: raise it there, or set network.mtu in cluster.toml"
+            f"{least} at least: raise it there, or set network.mtu in cluster.toml"
         )
     return min(mtu, ETHERNET_MTU)
 

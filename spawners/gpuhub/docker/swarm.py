@@ -152,7 +152,8 @@ async def _join(daemons: DockerClients, lead: NodeSettings, node: NodeSettings, 
             if asyncio.get_running_loop().time() > end or isinstance(error, Conflict):
                 raise SetupError(
                     f"node {node.name} cannot join the Swarm at {lead.address}:{SWARM_PORT} of node {lead.name}: "
-                    f"{error}. TCP 2377 and 7946 and UDP 7946 and 4789 must be open between the nodes"
+                    f"{error}. TCP 2377 and 7946 and UDP 7946 and 4789 must be open between the nodes, and with "
+                    "network.encrypt IP protocol 50"
                 ) from error
             await asyncio.sleep(1)
         else:

@@ -17,7 +17,7 @@ from gpuhub.common.names import NOTEBOOK_PORT
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 
 _DNS_PORT = 53
-#: Port of Swarm's overlays, whose packets are not signed.
+#: Port of Swarm's overlays, whose packets are not signed without IPsec.
 _VXLAN_PORT = 4789
 #: Metadata services of clouds, which hand out the machine's own rights; refused whatever `reach` allows.
 _METADATA_NETWORKS = ("169.254.0.0/16", "fd00:ec2::254/128")
@@ -62,6 +62,8 @@ class FirewallPolicy:
     reach: tuple[str, ...]
     #: Whether users' networks span nodes.
     has_overlay: bool
+    #: Whether packets between nodes must come through IPsec.
+    is_encrypted: bool = False
 
 
 def build_policy(cluster: ClusterSettings, instance: str, *, head: str, callers: Iterable[str]) -> FirewallPolicy:
@@ -84,6 +86,7 @@ def build_policy(cluster: ClusterSettings, instance: str, *, head: str, callers:
         egress=cluster.network.egress,
         reach=_normalise(cluster.network.reach),
         has_overlay=cluster.has_overlay,
+        is_encrypted=cluster.has_encrypted_overlay,
     )
 
 
@@ -140,7 +143,9 @@ def format_rules(policy: FirewallPolicy) -> str:
                 f"udp dport {_VXLAN_PORT} jump overlay",
             )
         )
-        chains.append(_format_chain("overlay", *_match_rules("saddr", policy.nodes, "return"), "counter drop"))
+        # A packet that the kernel has decrypted passes here again. ESP itself is accepted by the chain's policy.
+        verdict = "meta ipsec exists return" if policy.is_encrypted else "return"
+        chains.append(_format_chain("overlay", *_match_rules("saddr", policy.nodes, verdict), "counter drop"))
     body = "\n\n".join(chains)
     return f"table inet {table}\ndelete table inet {table}\ntable inet {table} {{\n{body}\n}}\n"
 

@@ -24,8 +24,8 @@ from gpuhub.common import secrets
 from gpuhub.common.errors import NodeUnreachable
 from gpuhub.config import settings
 from gpuhub.docker.client import DockerClients
+from gpuhub.docker.probe_container import LABEL_DOCTOR
 from gpuhub.docker.ssh import ssh_files
-from gpuhub.ops.doctor.node_queries import LABEL_DOCTOR
 from gpuhub.ops.provision import cluster_file, node_access
 from gpuhub.tls.authority import utc_now
 from gpuhub_closet import docker_daemons as daemons

@@ -282,6 +282,32 @@ async def test_bridge_of_a_single_node_is_replaced(head: HeadNode, tiny_image: s
     assert network.name in await networks.remove_idle_user_networks(head.daemons, head.cluster, INSTANCE, ())
 
 
+async def test_network_is_replaced_when_encryption_changes(head: HeadNode, tiny_image: str) -> None:
+    """An unused network is made again with the other option, and one in use is reported."""
+    encrypting = head.cluster.model_copy(update={"network": head.cluster.network.model_copy(update={"encrypt": True})})
+
+    async def ensure(cluster: settings.ClusterSettings) -> tuple[str, bool]:
+        network = await networks.ensure_user_network(head.daemons, cluster, INSTANCE, "cleo")
+        return network.id, "encrypted" in (await head.daemons.call("rig1", "inspect_network", network.id))["Options"]
+
+    plain, is_encrypted = await ensure(head.cluster)
+    assert not is_encrypted
+    created = await head.daemons.call("rig1", "create_container", tiny_image, ["sleep", "60"])
+    await head.daemons.call("rig1", "connect_container_to_network", created["Id"], plain)
+    await head.daemons.call("rig1", "start", created["Id"])
+    try:
+        with pytest.raises(Conflict, match=r"from before network\.encrypt was changed, on a network that is not encr"):
+            await ensure(encrypting)
+    finally:
+        await head.daemons.call("rig1", "remove_container", created["Id"], force=True)
+    secret, is_encrypted = await ensure(encrypting)
+    assert is_encrypted
+    assert secret != plain
+    assert await ensure(encrypting) == (secret, True)
+    assert (await ensure(head.cluster))[1] is False
+    await networks.remove_idle_user_networks(head.daemons, head.cluster, INSTANCE, ())
+
+
 async def test_node_that_left_the_swarm_is_added_again(head: HeadNode) -> None:
     """A second `ensure_swarm` adds the node again, and a third changes nothing."""
     await head.daemons.call("rig2", "leave_swarm", force=True)

@@ -21,7 +21,7 @@ from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import profiles, settings
 from gpuhub.config.head_address import build_broker_url, find_head_address, format_host, url_scheme
-from gpuhub.docker import networks, swarm
+from gpuhub.docker import esp_probe, networks, swarm
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.firewall_container import ensure_firewall
 from gpuhub.login import kinds as login
@@ -134,6 +134,9 @@ async def _prepare_nodes(
                 {node.name: str(info["ID"]) for node, info in zip(cluster.nodes, answers, strict=True)}
             )
         await distribution.ensure_images(daemons, cluster, paths, options.source, report, refresh=options.refresh)
+        if cluster.has_encrypted_overlay:
+            with report.step("Every node's kernel can encrypt users' networks"):
+                await esp_probe.require_encryption(daemons, [node.name for node in cluster.nodes])
         with report.step("Networks"):
             await swarm.ensure_swarm(daemons, cluster)
             await asyncio.gather(

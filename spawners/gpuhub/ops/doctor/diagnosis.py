@@ -16,6 +16,7 @@ from gpuhub.backends.plugin import find_capabilities
 from gpuhub.common.errors import GpuhubError, ImageMissing, NodeUnreachable, NotFound
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
+from gpuhub.docker import esp_probe
 from gpuhub.docker.client import DockerClients
 from gpuhub.ops.doctor import disk_checks, node_checks, node_queries
 from gpuhub.ops.doctor.findings import Finding, failed, warning
@@ -129,6 +130,8 @@ async def _diagnose_node(
         },
         other_daemons={daemon_id: name for name, daemon_id in facts.daemon_ids.items() if name != node.name},
     )
+    if cluster.has_encrypted_overlay:
+        environment = replace(environment, encryption_error=await _find_encryption_error(daemons, node.name))
     if backend is not None:
         environment = backend.extend_environment(environment)
     arguments = node_queries.build_probe_arguments(environment, docker.root)
@@ -156,6 +159,13 @@ def add_gpu_report(host: HostFacts, report: GpuReport, *, is_running: bool) -> H
         is_unread=not (report.has_agent or is_running),
         toolkit="" if host.toolkit is None and report.has_agent else host.toolkit,
     )
+
+
+async def _find_encryption_error(daemons: DockerClients, node: str) -> str | None:
+    try:
+        return await esp_probe.find_error(daemons, node)
+    except GpuhubError as error:
+        return f"not checked: {_without_name(str(error), node)}"
 
 
 def check_docker_facts(docker: DockerFacts, environment: node_checks.NodeEnvironment) -> list[Finding]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 
-from gpuhub.docker.networks import ETHERNET_MTU, MIN_MTU, VXLAN_OVERHEAD
+from gpuhub.docker.esp_probe import ENCRYPTION_ADVICE
+from gpuhub.docker.networks import ETHERNET_MTU, compute_user_mtu, find_min_mtu
 from gpuhub.nodes.daemon_identity import SHARED_IDENTITY_REMEDY
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
 from gpuhub.ops.doctor.node_facts import DockerFacts, GpuFacts, HostFacts
@@ -73,6 +74,9 @@ class NodeEnvironment:
     #: Image on the node → date of its Debian packages; None where the image does not state it.
     image_dates: Mapping[str, date | None] = field(default_factory=dict)
     has_overlay: bool = True
+    #: Whether users' overlays are encrypted, and why the node's kernel cannot do that; None if it can.
+    is_encrypted: bool = False
+    encryption_error: str | None = None
     has_firewall: bool = True
     #: State and reason in the last status of the node's firewall container; empty where none runs.
     firewall_status: tuple[str, str] = ("", "")
@@ -287,11 +291,11 @@ def check_network(host: HostFacts, environment: NodeEnvironment) -> Iterator[Fin
         yield warning("mtu", "not measured: the head node has no ping", "apt-get install iputils-ping there")
     if mtu is None:
         yield warning("mtu", "unknown", f"{environment.mtu} is assumed: set network.mtu if it is less")
-    elif mtu < MIN_MTU + VXLAN_OVERHEAD:
+    elif mtu < (least := find_min_mtu(is_encrypted=environment.is_encrypted)):
         yield failed(
             "mtu",
             f"{mtu} bytes over {route}",
-            f"users' networks need {MIN_MTU + VXLAN_OVERHEAD} at least: increase it there",
+            f"users' networks need {least} at least: increase it there",
         )
     elif mtu < environment.mtu:
         yield warning(
@@ -300,13 +304,23 @@ def check_network(host: HostFacts, environment: NodeEnvironment) -> Iterator[Fin
             f"set mtu = {mtu} below [network]: otherwise large transfers between nodes hang",
         )
     else:
-        user_mtu = environment.mtu - VXLAN_OVERHEAD * environment.has_overlay
+        user_mtu = compute_user_mtu(
+            environment.mtu, has_overlay=environment.has_overlay, is_encrypted=environment.is_encrypted
+        )
         yield ok(
             "mtu",
             f"{mtu} bytes over {route}; users' networks get {user_mtu}",
         )
+    if environment.is_encrypted and not environment.is_new:
+        yield _check_encryption(environment.encryption_error)
     if environment.has_firewall:
         yield _check_filter(host, environment.firewall_status)
+
+
+def _check_encryption(error: str | None) -> Finding:
+    if error is None:
+        return ok("encryption", "the kernel has IPsec's ESP for users' networks")
+    return failed("encryption", error, ENCRYPTION_ADVICE)
 
 
 def _check_filter(host: HostFacts, firewall_status: tuple[str, str]) -> Finding:

@@ -22,6 +22,7 @@ from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import BASE_IMAGE
 from gpuhub.docker.firewall_container import parse_status_line
+from gpuhub.docker.probe_container import run_probe
 from gpuhub.docker.swarm import SWARM_PORT, manager_node
 from gpuhub.nodes.agent_container import parse_agent_line, read_last_line
 from gpuhub.nodes.status import STALE_S, AgentReading
@@ -39,10 +40,6 @@ from gpuhub.ops.doctor.node_facts import (
 )
 from gpuhub.storage.probe import NfsServer, find_servers
 
-#: The label of the doctor's containers, which belong to no lease: it differs from those of gpuhub's other containers.
-LABEL_DOCTOR = "gpuhub.doctor"
-#: Longest run of `probe.sh`, which tries each address for three seconds at most; seconds.
-_PROBE_S = 60
 _CONNECT_S = 1.0
 _AGENT_POLL_S = 0.5
 _PING_S = 2
@@ -73,37 +70,19 @@ async def probe_node(daemons: DockerClients, node: str, arguments: list[str]) ->
         ImageMissing: The node does not have the image yet.
         GpuhubError: The container could not run, or ended early.
     """
-    host = await daemons.call(
-        node,
-        "create_host_config",
-        network_mode="host",
-        pid_mode="host",
-        cap_drop=["ALL"],
-        cap_add=["SYS_CHROOT", "SYS_PTRACE", "DAC_READ_SEARCH"],
+    host = {
+        "network_mode": "host",
+        "pid_mode": "host",
+        "cap_drop": ["ALL"],
+        "cap_add": ["SYS_CHROOT", "SYS_PTRACE", "DAC_READ_SEARCH"],
         # Otherwise AppArmor and SELinux forbid access to the machine's first process.
-        security_opt=["no-new-privileges", "apparmor=unconfined", "label=disable"],
-        read_only=True,
-        mem_limit="256m",
-        pids_limit=64,
-    )
-    await _remove_leftovers(daemons, node)
-    container = await daemons.call(
-        node,
-        "create_container",
-        image=BASE_IMAGE,
-        user="0:0",
-        command=["python3", "-c", _ENTER, read_probe_script(), "probe", *arguments],
-        labels={LABEL_DOCTOR: daemons.instance},
-        host_config=host,
-    )
-    try:
-        await daemons.call(node, "start", container["Id"])
-        await daemons.run(node, lambda client: client.wait(container["Id"], timeout=_PROBE_S), long=True)
-        text: bytes = await daemons.call(node, "logs", container["Id"], stdout=True, stderr=True)
-    finally:
-        with suppress(NotFound):
-            await daemons.call(node, "remove_container", container["Id"], force=True, v=True)
-    return parse_probe(text.decode("utf-8", "replace"))
+        "security_opt": ["no-new-privileges", "apparmor=unconfined", "label=disable"],
+        "read_only": True,
+        "mem_limit": "256m",
+        "pids_limit": 64,
+    }
+    command = ["python3", "-c", _ENTER, read_probe_script(), "probe", *arguments]
+    return parse_probe(await run_probe(daemons, node, command, host))
 
 
 async def read_image_dates(daemons: DockerClients, cluster: ClusterSettings, node: str) -> dict[str, date | None]:
@@ -121,14 +100,6 @@ async def read_image_dates(daemons: DockerClients, cluster: ClusterSettings, nod
                     (description["Config"].get("Labels") or {}).get(names.LABEL_DEBIAN, "")
                 )
     return dates
-
-
-async def _remove_leftovers(daemons: DockerClients, node: str) -> None:
-    """Remove the containers of a doctor that was killed."""
-    filters = {"label": [f"{LABEL_DOCTOR}={daemons.instance}"], "status": ["exited", "created"]}
-    for leftover in await daemons.call(node, "containers", all=True, filters=filters):
-        with suppress(NotFound):
-            await daemons.call(node, "remove_container", leftover["Id"], force=True, v=True)
 
 
 async def read_gpus(daemons: DockerClients, node: str) -> tuple[GpuFacts, ...]:
@@ -238,6 +209,7 @@ def read_environment(cluster: ClusterSettings, paths: Paths, address: str, *, is
         },
         has_scratch=cluster.storage.scratch,
         has_overlay=cluster.has_overlay,
+        is_encrypted=cluster.has_encrypted_overlay,
         has_firewall=cluster.network.guard,
     )
 

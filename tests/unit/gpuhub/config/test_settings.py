@@ -114,6 +114,10 @@ def test_values_are_frozen(tmp_path):
             ("[[profiles]]", '[[groups]]\nname = "lab"\n[[groups]]\nname = "lab"\n[[profiles]]'),
             r"groups: name = 'lab' occurs 2 times",
         ),
+        (
+            ("[[profiles]]", '[network]\nkind = "bridge"\nencrypt = true\n[[profiles]]'),
+            r"network: encrypt = true is for overlays",
+        ),
         (("[users]", "[users"), r"not valid TOML: .*line 2"),
     ],
 )

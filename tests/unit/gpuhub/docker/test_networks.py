@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gpuhub.common.errors import SetupError
-from gpuhub.docker.networks import Route, build_user_network, choose_mtu, find_mtu, parse_route
+from gpuhub.common.errors import Conflict, GpuhubError, NotFound, SetupError
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.networks import (
+    Route,
+    build_user_network,
+    choose_mtu,
+    compute_user_mtu,
+    ensure_user_network,
+    find_min_mtu,
+    find_mtu,
+    parse_route,
+)
 from tests.support.docker.simulated_nodes import build_cluster
 
 
@@ -66,3 +78,75 @@ def test_configured_mtu_takes_precedence() -> None:
     assert find_mtu(cluster) == 1500
     options = build_user_network(jumbo, "gpuhub", "ada", 9000)["options"]
     assert options == {"com.docker.network.driver.mtu": "9000"}
+
+
+def test_only_overlays_are_encrypted() -> None:
+    cluster = build_cluster()
+    encrypting = cluster.model_copy(update={"network": cluster.network.model_copy(update={"encrypt": True})})
+    assert build_user_network(encrypting, "gpuhub", "ada", 1500)["options"] == {
+        "com.docker.network.driver.mtu": "1500",
+        "encrypted": "",
+    }
+    single = encrypting.model_copy(update={"nodes": encrypting.nodes[:1]})
+    assert "encrypted" not in build_user_network(single, "gpuhub", "ada", 1500)["options"]
+
+
+@pytest.mark.parametrize(
+    ("mtu", "has_overlay", "is_encrypted", "users"),
+    [(1500, False, False, 1500), (1500, True, False, 1450), (1500, True, True, 1424), (1420, True, True, 1344)],
+)
+def test_users_mtu_leaves_room_for_the_headers(mtu: int, has_overlay: bool, is_encrypted: bool, users: int) -> None:
+    """The figures are those of Docker's overlay driver, which cuts an encrypted network's MTU to a multiple of four."""
+    assert compute_user_mtu(mtu, has_overlay=has_overlay, is_encrypted=is_encrypted) == users
+
+
+def test_least_mtu_leaves_ipv4_its_minimum() -> None:
+    for is_encrypted in (False, True):
+        least = find_min_mtu(is_encrypted=is_encrypted)
+        assert compute_user_mtu(least, has_overlay=True, is_encrypted=is_encrypted) >= 576
+    with pytest.raises(SetupError, match="655 at least"):
+        choose_mtu([build_route("tun0", 640)], find_min_mtu(is_encrypted=True))
+
+
+class OneNetwork(DockerClients):
+    """A manager's daemon with at most one network, which may be in use."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__([], instance="gpuhub", run_dir=folder)
+        self.network: dict[str, Any] | None = None
+        self.is_used = False
+
+    async def call(self, node: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "create_network":
+            options = kwargs["options"]
+            self.network = {"Id": f"n{len(options)}", "Driver": kwargs["driver"], "Options": options}
+            self.network["IPAM"] = {"Config": [{"Subnet": "10.201.1.0/24"}]}
+        elif self.network is None:
+            raise NotFound(f"node {node}: network {args[0]} not found")
+        elif method == "remove_network":
+            if self.is_used:
+                raise GpuhubError(f"node {node}: network {args[0]} is in use")
+            self.network = None
+        return self.network
+
+
+async def test_network_with_the_other_encryption_is_replaced_when_idle(tmp_path: Path) -> None:
+    built = build_cluster()
+    cluster = built.model_copy(update={"network": built.network.model_copy(update={"mtu": 1500})})
+    encrypting = cluster.model_copy(update={"network": cluster.network.model_copy(update={"encrypt": True})})
+    daemons = OneNetwork(tmp_path)
+
+    async def ensure(of: ClusterSettings) -> bool:
+        await ensure_user_network(daemons, of, "gpuhub", "ada")
+        assert daemons.network is not None
+        return "encrypted" in daemons.network["Options"]
+
+    assert await ensure(cluster) is False
+    daemons.is_used = True
+    with pytest.raises(Conflict, match=r"ada has a notebook .* that is not encrypted: stop it first"):
+        await ensure(encrypting)
+    assert await ensure(cluster) is False
+    daemons.is_used = False
+    assert await ensure(encrypting) is True
+    assert await ensure(encrypting) is True
+    assert await ensure(cluster) is False

@@ -31,6 +31,7 @@ def build_single_machine(**network: Any) -> ClusterSettings:
 CASES = {
     "three-nodes": lambda: make_policy(build_cluster()),
     "one-machine": lambda: make_policy(build_single_machine(), "192.168.1.21", "127.0.0.1"),
+    "encrypted": lambda: make_policy(build_cluster(network={"encrypt": True})),
     "open": lambda: make_policy(build_single_machine(egress="open"), "192.168.1.21"),
     "none-but-reached": lambda: make_policy(
         build_cluster(network={"egress": "none", "reach": ["192.168.1.50", "10.9.0.0/16", "10.9.1.0/24", "fd12::/48"]}),

@@ -153,6 +153,17 @@ def test_each_problem_of_a_machine(host: dict[str, object], check: str, level: S
     assert levels(check_node(GOOD_DOCKER, replace(GOOD_HOST, **host), AROUND)) == {check: level}  # type: ignore[arg-type]
 
 
+def test_kernel_without_esp_fails_where_overlays_are_encrypted() -> None:
+    answer = "its kernel cannot encrypt: Requested AEAD algorithm not found (Function not implemented)"
+    encrypting = replace(AROUND, is_encrypted=True, encryption_error=answer)
+    findings = check_node(GOOD_DOCKER, GOOD_HOST, encrypting)
+    assert levels(findings) == {"encryption": Severity.FAILED}
+    [finding] = [each for each in findings if each.check == "encryption"]
+    assert finding.value == answer
+    assert levels(check_node(GOOD_DOCKER, GOOD_HOST, replace(encrypting, encryption_error=None))) == {}
+    assert "users' networks get 1424" in str(check_node(GOOD_DOCKER, GOOD_HOST, encrypting))
+
+
 def test_the_firewall_containers_status_decides() -> None:
     """It counts more than the kernel's modules."""
     unknown = replace(GOOD_HOST, nf_tables=None)
