@@ -253,8 +253,8 @@ def translate_docker_error(node: str, error: Exception, *, is_tls: bool = False)
         kinds: dict[int, type[GpuhubError]] = {404: NotFound, 409: Conflict}
         if isinstance(error, docker.errors.ImageNotFound):
             return ImageMissing(f"node {node}: {explanation}")
-        kind = kinds.get(404 if is_being_removed(error) else error.status_code or 0, GpuhubError)
-        return kind(f"node {node}: {explanation}")
+        error_class = kinds.get(404 if is_being_removed(error) else error.status_code or 0, GpuhubError)
+        return error_class(f"node {node}: {explanation}")
     refusal = next((text for sign, text in _TLS_REFUSALS if sign in str(error)), None)
     if refusal is not None and isinstance(error, requests.exceptions.RequestException | OSError):
         return NodeUnreachable(f"node {node}: unauthenticated: {refusal}")
