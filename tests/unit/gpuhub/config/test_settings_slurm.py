@@ -129,6 +129,16 @@ def test_settings_incompatible_with_slurm_are_refused(tmp_path, change, expected
         load(tmp_path, GOOD.replace(old, new, 1))
 
 
+@pytest.mark.parametrize(("key", "reason"), [("disk", "that limit cannot be enforced"), ("tmp", "/tmp is the node's")])
+def test_limits_that_only_docker_sets_are_refused_without_it(tmp_path, key, reason):
+    """A limit that is written and does not hold would be worse than none."""
+    plain = GOOD.replace(
+        'partition = "gpu"', 'runtime = "plain"\ncommand = "/opt/lab"\n[storage]\nhome = "/home/{username}"'
+    )
+    with pytest.raises(SettingsError, match=f"'big': {key}: .*{reason}: remove it"):
+        load(tmp_path, plain.replace('title = "Big"', f'title = "Big"\n{key} = "1G"'))
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
