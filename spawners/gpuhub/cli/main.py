@@ -16,6 +16,7 @@ from gpuhub.cli.leases import lease_group
 from gpuhub.cli.nodes import node_group
 from gpuhub.cli.options import BrokerRunner, PluginGroup, instance_option, pass_broker
 from gpuhub.cli.reservations import reservation_group
+from gpuhub.cli.users import user_group
 from gpuhub.common.errors import BrokerUnreachable, GpuhubError
 from gpuhub.common.paths import Paths
 
@@ -81,6 +82,7 @@ for command in (
     deployment.proxy,
     deployment.certificate,
     node_group,
+    user_group,
     lease_group,
     reservation_group,
     usage,

@@ -10,6 +10,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Mapping
+
+from gpuhub.common.errors import Conflict
 
 #: What a job runs whose profile names no image.
 DEFAULT_IMAGE = "gpuhub/notebook:latest"
@@ -59,6 +62,19 @@ def make_slug(text: str) -> str:
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     readable = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:31].rstrip("-")
     return f"{readable}-{digest}" if readable else f"x-{digest}"
+
+
+def check_owner(name: str, labels: Mapping[str, str] | None, owner: str) -> None:
+    """Check that an object which a node found by its name is the user's, since the hash in a name is short.
+
+    Raises:
+        Conflict: It is another user's.
+    """
+    other = (labels or {}).get(LABEL_OWNER, owner)
+    if other != owner:
+        raise Conflict(
+            f"{name} of {owner} has the same name as that of {other}: the administrator must rename one user"
+        )
 
 
 def slurm_job_name(instance: str, lease: str) -> str:

@@ -209,18 +209,36 @@ def _group_name(gid: int) -> str:
 
 def allocate_uid(state: Path, first: int, name: str) -> int:
     """Return the UID of `name` in `uids.json`; the first call chooses the lowest free one from `first` on."""
-    file = _uids_file(state)
     with _locked(state / "uids.lock"):
         known = read_uids(state)
         if name not in known:
             known[name] = choose_uid(known, first, _is_taken)
-            temporary = file.with_suffix(".new")
-            with temporary.open("w", encoding="utf-8") as out:
-                json.dump(known, out, indent=1, sort_keys=True)
-                out.flush()
-                os.fsync(out.fileno())
-            temporary.replace(file)
+            _write_uids(_uids_file(state), known)
         return known[name]
+
+
+def retire_uid(state: Path, name: str) -> None:
+    """Take the allocated UID from a user, and keep it in the file, so that no other user gets it."""
+    with _locked(state / "uids.lock"):
+        known = read_uids(state)
+        if name in known:
+            uid = known.pop(name)
+            known[retired_name(name, uid)] = uid
+            _write_uids(_uids_file(state), known)
+
+
+def retired_name(name: str, uid: int) -> str:
+    """Return what a former user's UID and home are called; it can be no user's name."""
+    return f"{name}~{uid}"
+
+
+def _write_uids(file: Path, known: Mapping[str, int]) -> None:
+    temporary = file.with_suffix(".new")
+    with temporary.open("w", encoding="utf-8") as out:
+        json.dump(known, out, indent=1, sort_keys=True)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.replace(file)
 
 
 def find_user_name(state: Path, uid: int) -> str | None:

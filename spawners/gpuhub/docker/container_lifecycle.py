@@ -89,13 +89,25 @@ async def inject_identity(
     """Write the names of the user and groups and the certificate into the container, and hand over its scratch volume.
 
     A new volume belongs to root until then.
+
+    Raises:
+        Conflict: The scratch volume is another user's.
     """
+    if storage.scratch:
+        await _check_scratch(daemons, node, identity.name)
     archive = build_identity_archive(identity, private_folders=(SCRATCH,) if storage.scratch else ())
     if certificate is not None:
         # In the same archive, because each one takes a fifth of a second.
         archive = certificate.build_archive(identity.uid, identity.gid, onto=archive)
     # The daemon mounts the container's volumes for it.
     await daemons.run(node, lambda client: client.put_archive(container, ARCHIVE_ROOT, archive), mounting=True)
+
+
+async def _check_scratch(daemons: DockerClients, node: str, owner: str) -> None:
+    volume = names.scratch_volume_name(daemons.instance, owner)
+    with contextlib.suppress(NotFound):
+        found = await daemons.call(node, "inspect_volume", volume)
+        names.check_owner(volume, found.get("Labels"), owner)
 
 
 async def inspect_container(daemons: DockerClients, node: str, container: str) -> dict[str, Any] | None:

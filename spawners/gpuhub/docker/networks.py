@@ -65,7 +65,7 @@ async def ensure_user_network(
     Raises:
         NodeUnreachable: The node that manages the networks does not answer.
         Conflict: Containers are still on a network of other settings: a bridge of a single node, or an overlay with or
-            without encryption.
+            without encryption; or the network is another user's.
     """
     node = manager_node(cluster).name
     name = names.user_network_name(instance, owner)
@@ -77,6 +77,7 @@ async def ensure_user_network(
         if network is None:
             mtu = await asyncio.to_thread(find_mtu, cluster)
             network = await _create_network(daemons, node, name, build_user_network(cluster, instance, owner, mtu))
+        names.check_owner(name, network.get("Labels"), owner)
     except NodeUnreachable as error:
         raise NodeUnreachable(f"{error}; it keeps the users' networks, so nothing can start until it does") from error
     end = asyncio.get_running_loop().time() + _SUBNET_DEADLINE_S

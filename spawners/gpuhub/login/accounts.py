@@ -5,16 +5,18 @@ address `ada@uni.edu` becomes `ada_uni.edu`, which is unique because no domain h
 settings name one single domain does it become `ada`.
 
 Providers let users change their names, and give names that have become free to others. So the name decides at the first
-login only; from then on the account's number does, which no provider gives twice. The binding lasts until the user is
-deleted.
+login only; from then on the account's number does, which no provider gives twice. The binding outlives the user's
+deletion, because home, scratch and UID do: `gpuhub user free` removes it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from gpuhub.common import names
@@ -25,13 +27,14 @@ _MAX_SHOWN = 40
 
 
 class AccountBindings:
-    """The file of bindings, which only the hub reads and writes."""
+    """The file of bindings, which the hub and `gpuhub user free` read and write."""
 
     def __init__(self, file: Path, provider: str) -> None:
         """Use the bindings of one provider in the file.
 
         Args:
-            provider: The scope of account numbers, such as "github"; with another provider all names are free.
+            file: The file of all providers' bindings.
+            provider: The scope of account numbers, such as "github".
         """
         self._file = file
         self._provider = provider
@@ -44,26 +47,43 @@ class AccountBindings:
         """Bind the name to the account.
 
         Raises:
-            NotAllowed: The name belongs to another account.
+            NotAllowed: The name belongs to another account, of this provider or of an earlier one.
         """
-        providers = self._read()
-        bindings = providers.setdefault(self._provider, {})
-        if bindings.get(name) == account:
-            return
-        if name in bindings:
-            raise NotAllowed(
-                f"the name {name} belongs to another account of the same provider, which logged in first. An "
-                "administrator can free it by deleting the user on the hub's page for administrators"
-            )
-        # An account with a changed name keeps its old name as well, because that has a home here.
-        bindings[name] = account
-        self._write(providers)
-
-    def release(self, name: str) -> None:
-        """Remove the binding of a name."""
-        providers = self._read()
-        if providers.get(self._provider, {}).pop(name, None) is not None:
+        with self._locked():
+            providers = self._read()
+            bindings = providers.setdefault(self._provider, {})
+            if bindings.get(name) == account:
+                return
+            if name in bindings:
+                raise NotAllowed(
+                    f"the name {name} belongs to another account of the same provider, which logged in first. "
+                    f"{_describe_remedy(name)}"
+                )
+            if any(name in others for others in providers.values()):
+                raise NotAllowed(
+                    f"the name {name} belongs to an account of the provider that this hub used before. "
+                    f"{_describe_remedy(name)}"
+                )
+            # An account with a changed name keeps its old name as well, because that has a home here.
+            bindings[name] = account
             self._write(providers)
+
+    @classmethod
+    def release(cls, file: Path, name: str) -> bool:
+        """Remove the bindings of a name with all providers, and return whether there were any."""
+        bindings = cls(file, "")
+        with bindings._locked():
+            providers = bindings._read()
+            released = [others.pop(name) for others in providers.values() if name in others]
+            if released:
+                bindings._write(providers)
+        return bool(released)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with os.fdopen(os.open(self._file.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT, 0o600), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _read(self) -> dict[str, dict[str, str]]:
         try:
@@ -79,6 +99,10 @@ class AccountBindings:
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(self._file)
+
+
+def _describe_remedy(name: str) -> str:
+    return f"An administrator can free it: `gpuhub user free {name}`, see docs/login.md"
 
 
 def build_user_name(value: object, domains: Sequence[str] = ()) -> str:

@@ -96,4 +96,9 @@ def _describe_names(cluster: ClusterSettings, paths: Paths) -> list[str]:
             for name, account in sorted(users.accounts.items())
             if account and name not in bound
         ]
+        if free := [name for name in users.admins if name not in bound]:
+            notes.append(
+                f"Nobody has logged in yet as {', '.join(free)}: the first account of the provider with such a "
+                "name is an administrator"
+            )
     return notes

@@ -115,10 +115,6 @@ class OAuthProviderAuthenticator(PolicyAuthenticator):
             raise LoginRefused(f"{self.login_service}: {error}") from None
         return True
 
-    def delete_user(self, user: Any) -> None:
-        super().delete_user(user)
-        self.bindings.release(user.name)
-
 
 class OidcAuthenticator(OAuthProviderAuthenticator, GenericOAuthenticator):  # type: ignore[misc] # oauthenticator is untyped
     """Any OpenID Connect provider: groups are a claim."""

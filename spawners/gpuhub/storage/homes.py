@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import stat
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from gpuhub.common.errors import SetupError, StorageUnavailable
-from gpuhub.config.identity import UserIdentity, describe_undecided, find_identity, find_ordinary_accounts
+from gpuhub.config.identity import (
+    UserIdentity,
+    describe_undecided,
+    find_identity,
+    find_ordinary_accounts,
+    retired_name,
+)
 from gpuhub.config.settings import StorageSettings, UserSettings
 from gpuhub.storage.blocking_calls import BlockingCallPool
 from gpuhub.storage.probe import NfsProber, find_servers
@@ -126,6 +133,31 @@ def ensure_home(storage: StorageSettings, identity: UserIdentity) -> None:
         _make_folders(real_root)
         with _open(real_root, _OPEN_FOLDER) as folder:
             _ensure_below(folder, real.relative_to(real_root).parts, location.path, identity)
+
+
+def move_home_aside(storage: StorageSettings, name: str, uid: int) -> Path | None:
+    """Rename a former user's home, which keeps its owner, and return its new path; None where there is none.
+
+    Raises:
+        SetupError: The head node does not see homes, or the home is not a folder of this UID.
+    """
+    location = find_home(storage, name)
+    if location is None:
+        raise SetupError(
+            f"the head node does not see the home {storage.home.replace('{username}', name)}: move it aside on the "
+            "file server, then call the command with --home-moved"
+        )
+    try:
+        status = os.lstat(location.path)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid:
+        raise SetupError(f"{location.path} is not a folder that belongs to UID {uid}: move it aside, or remove it")
+    aside = location.path.with_name(retired_name(location.path.name, uid))
+    if aside.exists():
+        raise SetupError(f"{aside} exists already: move it away first")
+    location.path.rename(aside)
+    return aside
 
 
 def _make_folders(path: Path) -> None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import html
 import json
+import os
 import pwd
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from gpuhub.common.errors import SetupError
+from gpuhub.common.errors import NotAllowed, SetupError
 from gpuhub.config import settings
-from gpuhub.config.identity import find_identity
+from gpuhub.config.identity import allocate_uid, find_identity
+from gpuhub.ops import former_users
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.storage.homes import prepare_user
 from tests.support.hub.login_hub import ROOT, LoginHub, find_user, free_ports, login_hub
@@ -220,17 +223,35 @@ def test_error_of_the_provider_is_shown(hub: LoginHub) -> None:
     assert find_user(browser) is None
 
 
-def test_deleting_a_user_frees_the_name(hub: LoginHub, provider: Provider) -> None:
-    """After an administrator deletes a user, another account may take the name."""
+def test_name_of_a_deleted_user_stays_with_the_account(hub: LoginHub, provider: Provider, tmp_path: Path) -> None:
+    """Another account gets the name after `gpuhub user free`, and then neither home nor UID of the first."""
     provider.has("6001", "noa", groups=["lab people"])
     sign_in(hub, "6001")
     provider.has("6002", "noa", groups=["lab people"])
     assert sign_in(hub, "6002")[1].status_code == 403
     provider.has("6003", "eve")
     chief, _ = sign_in(hub, "6003")
+    uid = allocate_uid(hub.paths.state, UID_FIRST, "noa")
+    homes = tmp_path / "homes"
+    (homes / "noa").mkdir(parents=True)
+    os.chown(homes / "noa", uid, uid)
+    file = tmp_path / "cluster.toml"
+    file.write_text(f'{hub.file.read_text()}\n[storage]\nhome = "{homes}/{{username}}"\n')
+    free_name = partial(former_users.free_name, settings.load(file).model_copy(update={"nodes": ()}), hub.paths)
+    with pytest.raises(NotAllowed, match="noa is still a user of the hub"):
+        free_name("noa")
     token = chief.cookies.get("_xsrf", path="/hub/")
     assert chief.delete("/hub/api/users/noa", headers={"X-XSRFToken": str(token)}).status_code == 204
+    page = sign_in(hub, "6002")[1]
+    assert page.status_code == 403
+    assert "`gpuhub user free noa`" in html.unescape(page.text)
+    assert sign_in(hub, "6001")[1].status_code == 200, "the same account comes back to its files"
+    chief.delete("/hub/api/users/noa", headers={"X-XSRFToken": str(token)})
+    assert f"The home is {homes}/noa~{uid} now." in free_name("noa")
+    assert [home.name for home in homes.iterdir()] == [f"noa~{uid}"]
     assert sign_in(hub, "6002")[1].status_code == 200
+    assert sign_in(hub, "6001")[1].status_code == 403
+    assert allocate_uid(hub.paths.state, UID_FIRST, "noa") != uid
     stored = json.loads((hub.paths.state / "login-accounts.json").read_text())
     assert stored[f"oidc {provider.issuer}"]["noa"] == "6002"
     assert (hub.paths.state / "login-accounts.json").stat().st_mode & 0o077 == 0

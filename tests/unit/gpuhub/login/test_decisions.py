@@ -96,7 +96,7 @@ def test_any_provider_name_is_valid_or_refused(value: str, domains: list[str]) -
 
 
 def test_user_name_belongs_to_one_account(tmp_path: Path) -> None:
-    """The first account keeps the name until the user is deleted; providers are independent of each other."""
+    """The first account keeps the name until an administrator frees it, also when the hub gets another provider."""
     file = tmp_path / "accounts.json"
     here = AccountBindings(file, "github")
     here.bind("ada", "1")
@@ -106,12 +106,16 @@ def test_user_name_belongs_to_one_account(tmp_path: Path) -> None:
     here.bind("ada2", "1")
     with pytest.raises(NotAllowed, match="another account"):
         here.bind("ada", "2")  # who renames an account keeps what its old name has here
-    AccountBindings(file, "oidc https://x").bind("ada", "2")
-    here.release("ada")
-    here.release("nobody")
-    here.bind("ada", "2")
+    there = AccountBindings(file, "oidc https://x")
+    with pytest.raises(NotAllowed, match="the provider that this hub used before"):
+        there.bind("ada", "2")
+    assert AccountBindings.release(file, "ada")
+    assert not AccountBindings.release(file, "nobody")
+    there.bind("ada", "2")
+    with pytest.raises(NotAllowed, match="used before"):
+        here.bind("ada", "1")
     assert file.stat().st_mode & 0o777 == 0o600
-    assert json.loads(file.read_text()) == {"github": {"ada": "2", "ada2": "1"}, "oidc https://x": {"ada": "2"}}
+    assert json.loads(file.read_text()) == {"github": {"ada2": "1"}, "oidc https://x": {"ada": "2"}}
 
 
 @pytest.mark.parametrize(

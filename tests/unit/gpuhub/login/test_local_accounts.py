@@ -107,8 +107,9 @@ def test_names_that_are_free_at_the_provider_are_told(
     cluster: Cluster, paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_accounts, "find_identity", lambda *_: None)
-    settings = cluster("github", 'allowed = ["ada"]\naccounts = { ada = "ada" }', GITHUB)
-    (note,) = check_accounts(settings, paths)
+    settings = cluster("github", 'admins = ["eve"]\naccounts = { ada = "ada" }', GITHUB)
+    note, admins = check_accounts(settings, paths)
+    assert admins.startswith("Nobody has logged in yet as eve: ")
     assert note == "The account ada of this machine goes to the first account of the provider that logs in as ada"
-    (tmp_path / "login-accounts.json").write_text(json.dumps({"github": {"ada": "17"}}))
+    (tmp_path / "login-accounts.json").write_text(json.dumps({"github": {"ada": "17", "eve": "18"}}))
     assert check_accounts(settings, paths) == []
