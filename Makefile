@@ -16,7 +16,7 @@ VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
 .PHONY: help up down purge status check-cluster setup setup-dev dev lint test test-unit test-integration test-acceptance test-slurm \
-  test-faults soak coverage bench references dist sbom lock
+  test-faults test-fresh soak coverage bench references dist sbom lock
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 20
@@ -71,6 +71,10 @@ soak: setup-dev ## Use and break the practice closet for HOURS=2, and say whethe
 
 test: setup-dev ## Pass every check and test, except the slow fault cases and soak (about 40 minutes on 2 cores)
 	@tests/run
+
+test-fresh: setup-dev ## Run README's commands on a minimal Debian 12 and 13, each in a clean room (half an hour each)
+	@tests/fresh/clean_room.sh bookworm
+	@tests/fresh/clean_room.sh trixie
 
 coverage: dev ## Show which lines the unit tests reach
 	@COVERAGE=1 tests/run unit

@@ -1,0 +1,1 @@
+"""README's commands on a new machine; see `clean_room.sh`."""
