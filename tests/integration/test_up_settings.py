@@ -143,25 +143,22 @@ def find_failures(file: Path) -> dict[str, list[str]]:
 
 
 def test_doctor_fails_for_broken_drivers_and_gpus(closet: Any, tmp_path: Path, cleared: None, faultless: None):
-    """A driver that does not start, a lost GPU and a missing or silent agent each fail the doctor on their node."""
+    """A driver that does not start and a lost GPU each fail the doctor on their node."""
     file = write(closet, tmp_path)
     done = gpuhub("up", file)
     assert done.returncode == 0, done.stdout + done.stderr
     assert find_failures(file) == {"head node": [], "rig1": [], "rig2": [], "rig3": []}
     practice_closet.set_fault(closet.paths, "rig1", 0, GpuFault.DRIVER_MISMATCH)
     practice_closet.set_fault(closet.paths, "rig2", 0, GpuFault.LOST)
-    with closing(closet.client("rig3")) as client:
-        client.containers.get(names.agent_container_name(INSTANCE)).pause()
 
     def find_all() -> dict[str, list[str]] | None:
         failures = find_failures(file)
-        return failures if failures["rig1"] and failures["rig2"] and failures["rig3"] else None
+        return failures if failures["rig1"] and failures["rig2"] else None
 
     failures = wait_for(find_all, "the agents' next readings", 120)
-    assert failures["head node"] == []
+    assert (failures["head node"], failures["rig3"]) == ([], [])
     assert ["version mismatch" in value and "reboot needed" in value for value in failures["rig1"]] == [True]
     assert [value.endswith("fails: GPU is lost") for value in failures["rig2"]] == [True]
-    assert failures["rig3"] == ["its GPU agent has written nothing for 15 s"]
 
 
 def test_down_names_nodes_that_do_not_answer(closet: Any, tmp_path: Path, cleared: None):
