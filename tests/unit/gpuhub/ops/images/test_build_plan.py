@@ -123,7 +123,7 @@ def test_torch_build_is_read_from_its_version_module(text: str, build: str):
     ],
 )  # fmt: skip
 def test_the_mirror_is_the_one_apt_uses(targets: str, mirror: str | None):
-    """On other distributions debootstrap's default is used."""
+    """On other distributions Debian's own servers are used."""
     assert builder.find_mirror(targets, "bookworm") == mirror
 
 
