@@ -48,7 +48,9 @@ c.JupyterHub.services = hub_config.services()
 c.JupyterHub.custom_scopes = hub_config.custom_scopes()
 c.JupyterHub.load_roles = hub_config.roles()
 c.Spawner.server_token_scopes = ["users:activity!user", "access:servers!server", hub_config.BROKER_ACCESS_SCOPE]
+c.JupyterHub.token_expires_in_max_seconds = cluster.hub.longest_token
 c.JupyterHub.service_check_interval = 60
+c.GpuHub.make_broker = hub_config.make_broker
 
 # Notebooks
 c.JupyterHub.spawner_class = hub_config.spawner_class()

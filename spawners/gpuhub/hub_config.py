@@ -21,6 +21,7 @@ from gpuhub.config.head_address import build_broker_origin, build_broker_url, ur
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.login import kinds as login
+from gpuhub.login.access_enforcer import REVOKE_SCOPE, RevokeHandler
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.interface import SlurmClient
 from gpuhub.spawners.slurm import port
@@ -193,9 +194,9 @@ def roles() -> list[dict[str, Any]]:
         },
         {
             "name": "gpuhub-broker",
-            "description": "Ends servers whose time is up, and has starts that waited go on",
+            "description": "Ends servers whose time is up, has starts that waited go on, and revokes tokens",
             "services": [BROKER_SERVICE],
-            "scopes": ["list:users", "read:users:name", "read:servers", "servers"],
+            "scopes": ["list:users", "read:users:name", "read:servers", "servers", REVOKE_SCOPE],
         },
         {
             "name": SPAWNER_SERVICE,
@@ -210,6 +211,7 @@ def custom_scopes() -> dict[str, dict[str, str]]:
     """Return the scopes that gpuhub defines."""
     return {
         ANY_OWNER_SCOPE: {"description": "Ask for leases of any owner, see and end all of them"},
+        REVOKE_SCOPE: {"description": "Revoke all tokens and sessions of a user"},
         ADMIN_SCOPE: {"description": "Administer the GPU broker: all leases, nodes and reservations"},
     }
 
@@ -223,7 +225,8 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
         "user_tokens": UserTokens(),
     }
     others: list[tuple[str, type, dict[str, Any]]] = [
-        (LaptopWheelHandler.PATH, LaptopWheelHandler, {"path": str(paths().laptop_wheel)})
+        (LaptopWheelHandler.PATH, LaptopWheelHandler, {"path": str(paths().laptop_wheel)}),
+        (RevokeHandler.PATH, RevokeHandler, {}),
     ]
     if are_notebooks_jobs():
         others.append((port.PATH, port.PortHandler, {}))

@@ -156,6 +156,12 @@ class AsyncBrokerClient:
         """Release a lease."""
         return _read(_LEASE, await self._send("DELETE", f"/leases/{_quoted(lease_id)}"))
 
+    async def release_all(self, owner: str) -> int:
+        """Release all leases of a user, those of jobs too; return their number."""
+        leases = await self.leases(owner=owner)
+        await asyncio.gather(*(self.release(lease.id) for lease in leases))
+        return len(leases)
+
     async def why(self, lease_id: str) -> PendingReasonView:
         """Return all reasons why a request waits."""
         return _read(_WHY, await self._send("GET", f"/leases/{_quoted(lease_id)}/why"))

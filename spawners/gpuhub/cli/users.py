@@ -1,4 +1,4 @@
-"""`gpuhub user`: free."""
+"""`gpuhub user`: end and free."""
 
 from __future__ import annotations
 
@@ -6,15 +6,56 @@ from pathlib import Path
 
 import click
 
+from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.cli.console import AdminConsole
 from gpuhub.cli.deployment import load_settings
-from gpuhub.cli.options import OrderedGroup, cluster_file_option, instance_option, require_root, yes_option
+from gpuhub.cli.options import (
+    BrokerRunner,
+    OrderedGroup,
+    cluster_file_option,
+    instance_option,
+    pass_broker,
+    require_root,
+    yes_option,
+)
+from gpuhub.common.errors import NotFound
 from gpuhub.common.paths import Paths
+from gpuhub.ops.broker_connection import connect_to_hub
 
 
 @click.group("user", cls=OrderedGroup)
 def user_group() -> None:
-    """Users: free."""
+    """Users: end, free."""
+
+
+@user_group.command("end")
+@instance_option
+@click.argument("name")
+@yes_option
+@pass_broker
+def end(broker: BrokerRunner, paths: Paths, name: str, yes: bool) -> None:
+    """End all that a user has: notebooks, jobs, waiting requests, terminals, tokens and sessions.
+
+    The home stays. Who may log in is decided by cluster.toml: remove the user there first.
+    """
+
+    async def run(client: AsyncBrokerClient, console: AdminConsole) -> None:
+        leases = await client.leases(owner=name)
+        if not yes:
+            console.confirm(f"End {name}'s {len(leases)} leases, and all tokens and sessions?")
+        hub = connect_to_hub(paths)
+        try:
+            tokens = await hub.revoke_access(name)
+        except NotFound:
+            if not leases:
+                raise
+            tokens = 0  # a user who was deleted at the hub may still have leases
+        finally:
+            await hub.close()
+        ended = await client.release_all(name)
+        console.write(f"{name}: {ended} leases and {tokens} tokens ended. Containers are removed now.")
+
+    broker.run("user end", paths, run)
 
 
 @user_group.command("free")

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from gpuhub.common.units import Span
 from gpuhub.config.base import HostName, ListOf, Port, SettingsTable
 
 
@@ -35,6 +36,8 @@ class HubSettings(SettingsTable):
     url: str | None = None
     #: Whether each user's notebooks have their own host name, `ada.HOSTNAME`, so that browsers isolate users.
     subdomains: bool = False
+    #: Longest validity of a token that a user makes on the token page, such as for a laptop, seconds.
+    longest_token: Span = 90 * 86400
     #: Mutual TLS between proxy, hub, broker and notebooks; `auto`: with more than one node.
     internal_tls: bool | Literal["auto"] = "auto"
     #: IP address at which the nodes and their containers reach the head node; None: from the route to the nodes.

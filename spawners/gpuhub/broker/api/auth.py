@@ -223,7 +223,7 @@ class Authenticator:
             return service
         model = (await self._look_up(key, token, rate_limit_key(address))).model
         if model is None:
-            raise NotKnown("the hub does not know this token: it may have been revoked, or its server stopped")
+            raise NotKnown("the hub does not know this token: it has expired or was revoked, or its server was stopped")
         audit.note_name(str(model.get("name") or "")[:64])
         return parse_identity(model)
 

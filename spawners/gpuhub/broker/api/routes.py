@@ -10,16 +10,16 @@ from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import RedirectResponse, StreamingResponse
+from fastapi.responses import RedirectResponse
 from fastapi.security import APIKeyHeader
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from gpuhub.broker import audit
 from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.api.problems import document_problems
-from gpuhub.broker.files.user_files import FileStream, UserFiles
+from gpuhub.broker.api.streams import AccessWatch, FileStreamResponse
+from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.operations import slices
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker_api.schemas import (
@@ -68,6 +68,14 @@ async def identify(request: Request, authorization: Annotated[str | None, Depend
     return await authenticator.identify(authorization, audit.client_address(request.scope))
 
 
+async def get_access_watch(request: Request, authorization: Annotated[str | None, Depends(_header)]) -> AccessWatch:
+    """Return the watch over the caller of a stream."""
+    authenticator = cast("Authenticator", request.app.state.authenticator)
+    return AccessWatch(
+        authenticator=authenticator, authorization=authorization, address=audit.client_address(request.scope)
+    )
+
+
 async def get_broker(request: Request) -> BrokerOperations:
     """Return the app's operations; async, since FastAPI runs other dependencies in a thread."""
     return cast("BrokerOperations", request.app.state.broker)
@@ -98,6 +106,7 @@ async def render_list(views: Sequence[BaseModel], status: int = 200) -> Response
 
 
 Caller = Annotated[Identity, Depends(identify)]
+Watch = Annotated[AccessWatch, Depends(get_access_watch)]
 Operations = Annotated[BrokerOperations, Depends(get_broker)]
 Files = Annotated[UserFiles, Depends(get_user_files)]
 ResourceId = Annotated[str, Path(max_length=64)]
@@ -316,20 +325,6 @@ async def delete_reservation(reservation_id: ResourceId, caller: Caller, broker:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-class FileStreamResponse(StreamingResponse):
-    """A response that sends a stream until its end, and closes it when the client disconnects."""
-
-    def __init__(self, stream: FileStream, media_type: str) -> None:
-        super().__init__(stream.parts, media_type=media_type, headers={"X-Content-Type-Options": "nosniff"})
-        self._stream = stream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._stream.close()
-
-
 @api.put(
     "/files",
     tags=["files"],
@@ -353,9 +348,9 @@ async def put_files(path: RelativePath, caller: Caller, files: Files, request: R
     response_class=Response,
     responses={200: {"content": {TAR: {}}}, **document_problems(404, 409, 413, 422, 429, 500)},
 )
-async def get_files(path: RelativePath, caller: Caller, files: Files) -> Response:
+async def get_files(path: RelativePath, caller: Caller, files: Files, watch: Watch) -> Response:
     """Return a file or folder of the caller's home as a tar, with names relative to its parent folder."""
-    return FileStreamResponse(await files.download(caller, path), TAR)
+    return FileStreamResponse(await files.download(caller, path), TAR, watch)
 
 
 @api.get(
@@ -365,11 +360,18 @@ async def get_files(path: RelativePath, caller: Caller, files: Files) -> Respons
     responses={200: {"content": {"text/plain": {}}}, **document_problems(404, 409, 422, 429, 500)},
 )
 async def get_logs(
-    job_id: ResourceId, caller: Caller, files: Files, *, offset: Offset = 0, rank: Rank = None, follow: Follow = False
+    job_id: ResourceId,
+    caller: Caller,
+    files: Files,
+    watch: Watch,
+    *,
+    offset: Offset = 0,
+    rank: Rank = None,
+    follow: Follow = False,
 ) -> Response:
     """Return the output of one of the caller's detached jobs."""
     return FileStreamResponse(
-        await files.read_logs(caller, job_id, offset=offset, rank=rank, follow=follow), "text/plain"
+        await files.read_logs(caller, job_id, offset=offset, rank=rank, follow=follow), "text/plain", watch
     )
 
 

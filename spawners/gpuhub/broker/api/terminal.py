@@ -19,6 +19,7 @@ from gpuhub.broker import audit
 from gpuhub.broker.admission import access
 from gpuhub.broker.api import problems
 from gpuhub.broker.api.auth import Authenticator
+from gpuhub.broker.api.streams import AccessWatch
 from gpuhub.broker.files.couriers import CourierClient
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker_api.schemas import WorkerState
@@ -54,10 +55,12 @@ async def shell(
     daemons = cast("DockerClients", websocket.app.state.daemons)
     try:
         check_origin(websocket.headers.get("origin"), websocket.headers.get("host", ""))
-        authenticator = cast("Authenticator", websocket.app.state.authenticator)
-        caller = await authenticator.identify(
-            websocket.headers.get("authorization"), audit.client_address(websocket.scope)
+        watch = AccessWatch(
+            authenticator=cast("Authenticator", websocket.app.state.authenticator),
+            authorization=websocket.headers.get("authorization"),
+            address=audit.client_address(websocket.scope),
         )
+        caller = await watch.authenticator.identify(watch.authorization, watch.address)
         job = await files.find_own_job(caller, job_id)
         worker_row = find_running_worker(job, worker)
         if "\0" in command:
@@ -69,7 +72,7 @@ async def shell(
             )
             async with CourierClient(session) as client:
                 await websocket.accept()
-                await _serve(websocket, client)
+                await _serve(websocket, client, watch)
     except GpuhubError as error:
         await websocket.send_denial_response(
             problems.build_response(problems.http_status(error), str(error), error.code)
@@ -100,16 +103,20 @@ def find_running_worker(job: JobRow, index: int) -> WorkerRow:
     raise Conflict(f"job {job.id} is {job.state}: worker {index} does not run; running workers: {indexes}")
 
 
-async def _serve(websocket: WebSocket, client: CourierClient) -> None:
-    """Connect client and shell until the shell ends or the client disconnects."""
+async def _serve(websocket: WebSocket, client: CourierClient, watch: AccessWatch) -> None:
+    """Connect client and shell until the shell ends, the client disconnects or the caller is refused."""
     input_task = asyncio.ensure_future(_pass_input(websocket, client))
     output_task = asyncio.ensure_future(_pass_output(websocket, client))
+    refusal_task = asyncio.ensure_future(watch.wait_until_refused())
+    tasks = (input_task, output_task, refusal_task)
     try:
-        await asyncio.wait([input_task, output_task], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in (input_task, output_task):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(input_task, output_task, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if refusal_task in done:
+        await _send_end(websocket, {"exit": BROKEN_EXIT_CODE, "error": refusal_task.result()})
 
 
 async def _pass_input(websocket: WebSocket, client: CourierClient) -> None:
@@ -133,6 +140,10 @@ async def _pass_output(websocket: WebSocket, client: CourierClient) -> None:
         last: dict[str, object] = {"exit": code if type(code) is int else BROKEN_EXIT_CODE}
     except GpuhubError as error:
         last = {"exit": BROKEN_EXIT_CODE, "error": str(error)}
+    await _send_end(websocket, last)
+
+
+async def _send_end(websocket: WebSocket, last: dict[str, object]) -> None:
     with suppress(WebSocketDisconnect, RuntimeError):
         await websocket.send_text(json.dumps(last))
         await websocket.close()

@@ -92,6 +92,16 @@ class HubClient:
         answer = await self._request("DELETE", _server_path(owner, server), self._token, limit_s=_SERVER_TIMEOUT_S)
         _check(answer, owner, accept={202, 204, 400, 404})
 
+    async def revoke_access(self, name: str) -> int:
+        """Revoke all tokens and sessions of a user; return the number of tokens.
+
+        Raises:
+            HubUnreachable, NotFound, NotAllowed: as for `start_server`.
+        """
+        answer = await self._request("POST", f"/gpuhub/users/{quote(name, safe='')}/revoke", self._token)
+        _check(answer, name, accept={200})
+        return int(answer.json()["tokens"])
+
     async def _request(
         self, method: str, path: str, token: str, *, json: object = None, limit_s: float = _TIMEOUT_S
     ) -> httpx.Response:
@@ -115,5 +125,5 @@ def _check(answer: httpx.Response, owner: str, *, accept: set[int]) -> None:
     if status == 404:
         raise NotFound(f"the hub has no user {owner!r}")
     if status in {401, 403}:
-        raise NotAllowed("the hub does not permit the broker's service token to start and stop servers")
+        raise NotAllowed("the hub does not permit this to the broker's service token: restart the hub with `gpuhub up`")
     raise HubUnreachable(f"the hub answered with HTTP status {status}")

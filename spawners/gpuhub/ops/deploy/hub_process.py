@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from typing import Any
 
 from jupyterhub import orm
 from jupyterhub.app import JupyterHub
+from jupyterhub.traitlets import Callable
 
+from gpuhub.common.open_files import raise_open_file_limit
+from gpuhub.login.access_enforcer import AccessEnforcer
 from gpuhub.login.rules import ADMINISTRATOR_SCOPES
+
+#: Time for the headers of a request, and for an idle connection; the proxy keeps connections open. Seconds.
+IDLE_S = 75.0
+#: Time for the body of a request, seconds, and its maximum size, bytes.
+BODY_S = 60.0
+MAX_BODY_BYTES = 4 * 1024**2
 
 
 class GpuHub(JupyterHub):  # type: ignore[misc] # jupyterhub is untyped
-    """JupyterHub that reaches its services with internal TLS, and whose administrators reach no user's server."""
+    """JupyterHub as gpuhub needs it.
+
+    It reaches its services with internal TLS, its administrators reach no user's server, and users who may not log in
+    any more lose what they have.
+    """
+
+    make_broker = Callable(None, allow_none=True, config=True, help="Returns the client of the GPU broker.")
+    _enforcement: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await super().start()
+        # The server has options for them, which JupyterHub does not pass on.
+        limits = self.http_server.conn_params
+        limits.header_timeout, limits.body_timeout, limits.max_body_size = IDLE_S, BODY_S, MAX_BODY_BYTES
+        if self.make_broker is not None:
+            enforcer = AccessEnforcer(users=self.users, authenticator=self.authenticator, broker=self.make_broker())
+            self._enforcement = asyncio.ensure_future(enforcer.run())
 
     async def init_role_creation(self) -> None:
         # JupyterHub refuses other scopes for this role in load_roles, and gives it to every user whom the authenticator
@@ -29,4 +55,5 @@ class GpuHub(JupyterHub):  # type: ignore[misc] # jupyterhub is untyped
 
 
 if __name__ == "__main__":
+    raise_open_file_limit()
     GpuHub.launch_instance()

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import httpx
 import pytest
 import websocket
 
+from gpuhub.broker.api import auth, streams
 from gpuhub.broker.api.terminal import check_origin, parse_resize
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.common.errors import NotAllowed
@@ -215,3 +217,40 @@ def test_cross_origin_requests_are_refused() -> None:
 def test_invalid_terminal_sizes_are_ignored(text: str, size: tuple[int, int] | None) -> None:
     """Invalid sizes are ignored."""
     assert parse_resize(text) == size
+
+
+@pytest.fixture
+def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the broker check the callers of streams several times a second."""
+    monkeypatch.setattr(streams, "RECHECK_S", 0.2)
+    monkeypatch.setattr(auth, "KNOWN_TOKEN_S", 0.1)
+
+
+@pytest.mark.usefixtures("frequent_checks")
+def test_terminal_ends_with_its_callers_access(running: Running, job: str) -> None:
+    """A terminal that is open ends when the hub no longer knows its token, and not while the hub does not answer."""
+    with terminal_of(running, job) as terminal:
+        running.setting.hub.is_down = True
+        checked = running.setting.hub.checked
+        wait_until(lambda: running.setting.hub.checked >= checked + 3, "the caller is checked again")
+        terminal.send_binary(b"echo still-$((40 + 2))\n")
+        read_until(terminal, "still-42")
+        running.setting.hub.models["ada"] = None
+        running.setting.hub.is_down = False
+        _, last = read_all(terminal)
+    assert last["exit"] == 255
+    assert "revoked" in last["error"]
+    wait_until(lambda: all(one.poll() is not None for one in programs(running)), "the shell has ended")
+
+
+@pytest.mark.usefixtures("frequent_checks")
+def test_followed_log_ends_with_its_callers_access(running: Running, job: str) -> None:
+    """The connection is cut, so that the client does not take it for the end of the log."""
+    headers = {"Authorization": "token ada"}
+    path = f"{running.url}/api/v1/jobs/{job}/logs"
+    with httpx.stream("GET", path, params={"follow": "true"}, headers=headers, timeout=30, trust_env=False) as log:
+        assert log.status_code == 200
+        running.setting.hub.models["ada"] = None
+        with pytest.raises(httpx.RemoteProtocolError):
+            log.read()
+    wait_until(lambda: all(one.poll() is not None for one in programs(running)), "the courier's program has ended")

@@ -1,0 +1,60 @@
+"""Streams that are open for long: a caller who may no longer use the broker loses logs, downloads and terminals too."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from gpuhub.broker.api.auth import Authenticator
+from gpuhub.broker.files.user_files import FileStream
+from gpuhub.broker_api.errors import HubUnreachable, TooManyRequests
+from gpuhub.common.errors import NotAllowed
+
+#: Between two checks of a stream's caller, seconds.
+RECHECK_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessWatch:
+    """Repeats the identification of a stream's caller."""
+
+    authenticator: Authenticator
+    authorization: str | None
+    address: str
+
+    async def wait_until_refused(self) -> str:
+        """Return the reason as soon as the caller is refused; a hub that does not answer refuses no caller."""
+        while True:
+            await asyncio.sleep(RECHECK_S)
+            try:
+                await self.authenticator.confirm(self.authorization, self.address)
+            except (HubUnreachable, TooManyRequests):
+                continue
+            except NotAllowed as refusal:
+                return str(refusal)
+
+
+class FileStreamResponse(StreamingResponse):
+    """A response that sends a stream until its end or the caller is refused, and closes it at a disconnect."""
+
+    def __init__(self, stream: FileStream, media_type: str, watch: AccessWatch) -> None:
+        super().__init__(stream.parts, media_type=media_type, headers={"X-Content-Type-Options": "nosniff"})
+        self._stream = stream
+        self._watch = watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(super().__call__(scope, receive, send))
+        refusal = asyncio.ensure_future(self._watch.wait_until_refused())
+        try:
+            await asyncio.wait([sending, refusal], return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                await sending
+            # Otherwise the server closes the connection, so that the client does not take this for the end.
+        finally:
+            for task in (sending, refusal):
+                task.cancel()
+            await asyncio.gather(sending, refusal, return_exceptions=True)
+            await self._stream.close()
