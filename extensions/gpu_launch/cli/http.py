@@ -339,6 +339,18 @@ def check_token(hub: Hub) -> Hub:
     return replace(hub, user=body["name"])
 
 
+def fetch_token_end(hub: Hub) -> str | None:
+    """Return the time at which the token of `hub.user` expires, as the hub writes it; None for never or unknown."""
+    status, model = _query_hub(hub, "/hub/api/user", token=hub.token)
+    token_id = model.get("token_id") if status == http.client.OK and isinstance(model, dict) else None
+    if not isinstance(token_id, str):
+        return None
+    path = f"/hub/api/users/{urllib.parse.quote(hub.user)}/tokens/{urllib.parse.quote(token_id)}"
+    status, token = _query_hub(hub, path, token=hub.token)
+    end = token.get("expires_at") if status == http.client.OK and isinstance(token, dict) else None
+    return end if isinstance(end, str) else None
+
+
 def fetch_user_name(hub: Hub) -> str:
     """Return the user of the token: the saved name, or the hub's answer."""
     if hub.user or not hub.url:

@@ -10,7 +10,7 @@ import click
 
 from gpu_launch.cli import credentials, tables
 from gpu_launch.cli.context import Context, json_option, pass_context, terminal_columns
-from gpu_launch.cli.http import check_hub, check_token
+from gpu_launch.cli.http import check_hub, check_token, fetch_token_end
 from gpu_launch.errors import GpuLaunchError, UsageError
 
 _MAX_TOKEN_LENGTH = 4096
@@ -37,7 +37,11 @@ def login(context: Context, hub_url: str, token_file: str | None, ca: str | None
     hub = check_token(replace(hub, token=_read_token(url, token_file)))
     path = credentials.get_config_file()
     credentials.save_hubs(path, credentials.load_hubs(path).with_hub(hub))
-    context.console.print_result({"hub": url, "user": hub.user}, f"Logged in to {url} as {hub.user}.")
+    end = fetch_token_end(hub)
+    text = f"Logged in to {url} as {hub.user}."
+    if end is not None:
+        text += f" The token is valid until {end[:10]}."
+    context.console.print_result({"hub": url, "user": hub.user, "expires_at": end}, text)
 
 
 def _read_ca(path: str | None) -> str:

@@ -12,7 +12,7 @@ import click
 from gpu_launch.cli import cp, jobs, login, shell
 from gpu_launch.cli import run as commands_run
 from gpu_launch.cli.context import CommandExit, Context
-from gpu_launch.errors import GpuLaunchError, UsageError
+from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
 
 #: Exit status of an interrupted command, as in shells.
 INTERRUPTED = 130
@@ -82,6 +82,9 @@ def _describe_error(error: click.ClickException | GpuLaunchError) -> tuple[str, 
             return error.format_message(), error.exit_code
         case UsageError():
             return str(error), 2
+        case BrokerError(status=401):
+            # Tokens expire; a notebook's own is replaced with the notebook.
+            return f"{str(error).rstrip('.')}. Log in again with a new token: gpu-launch login HUB_URL", 1
     return str(error), 1
 
 

@@ -38,6 +38,8 @@ class FakeHub:
     #: Responses that replace the broker's; None for none.
     outage: int | None = None
     has_broker: bool = True
+    #: When the token expires, as the hub writes it.
+    token_ends: str | None = "2027-02-20T10:11:12.000000Z"
     #: The number of bytes after which log streams are cut.
     breaks_after: int | None = None
     limit: int = 1 << 30
@@ -129,7 +131,12 @@ def build_app(hub: FakeHub) -> FastAPI:
 
     @app.get("/hub/api/user")
     async def user() -> dict[str, Any]:
-        return {"kind": "user", "name": USER}
+        return {"kind": "user", "name": USER, "token_id": "a7"}
+
+    @app.get("/hub/api/users/{name}/tokens/{token_id}")
+    async def token(name: str, token_id: str) -> dict[str, Any]:
+        assert (name, token_id) == (USER, "a7")
+        return {"kind": "api_token", "id": token_id, "expires_at": hub.token_ends}
 
     @app.get(f"{BASE}/usage")
     async def usage() -> list[dict[str, Any]]:

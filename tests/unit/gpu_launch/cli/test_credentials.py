@@ -81,8 +81,10 @@ def test_login_is_stored_for_its_owner_only(
 ) -> None:
     """Checked with hub and broker, kept with mode 0600, used by the next command, forgotten by logout."""
     assert main.run_command(["login", hub.url, "--token-file", token_file]) == 0
-    assert capsys.readouterr().out == f"Logged in to {hub.url} as ada.\n"
-    assert [line for line in hub.requests if "usage" in line or "user" in line] == ["GET /hub/api/user", "GET /usage"]
+    assert capsys.readouterr().out == f"Logged in to {hub.url} as ada. The token is valid until 2027-02-20.\n"
+    assert [line for line in hub.requests if "usage" in line or "user" in line] == [
+        "GET /hub/api/user", "GET /usage", "GET /hub/api/user", "GET /hub/api/users/ada/tokens/a7"
+    ]  # fmt: skip
     assert stat.S_IMODE(laptop.stat().st_mode) == 0o600
     assert stat.S_IMODE(laptop.parent.stat().st_mode) == 0o700
     assert main.run_command(["ps"]) == 0
@@ -94,6 +96,23 @@ def test_login_is_stored_for_its_owner_only(
     assert TOKEN not in laptop.read_text()
     assert main.run_command(["ps"]) == 2
     assert "You are not logged in" in capsys.readouterr().err
+
+
+def test_token_that_never_expires(hub: FakeHub, token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An older hub issued such tokens: nothing is said about their end."""
+    hub.token_ends = None
+    assert main.run_command(["login", hub.url, "--token-file", token_file, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"hub": hub.url, "user": "ada", "expires_at": None}
+
+
+def test_expired_token_names_the_remedy(
+    hub: FakeHub, token_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What to do, and not only that the hub does not know it."""
+    assert main.run_command(["login", hub.url, "--token-file", token_file]) == 0
+    monkeypatch.setattr("tests.support.hub.fake_hub.TOKEN", "another")
+    assert main.run_command(["ps"]) == 1
+    assert "Log in again with a new token: gpu-launch login" in capsys.readouterr().err
 
 
 def test_token_is_read_from_stdin(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
