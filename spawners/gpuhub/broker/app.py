@@ -44,6 +44,7 @@ from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import Problem
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.log_text import EscapingFormatter
+from gpuhub.common.open_files import raise_open_file_limit
 from gpuhub.common.paths import Paths
 from gpuhub.common.secrets import BROKER_TOKEN, SPAWNER_TOKEN, read_secret
 from gpuhub.config import settings
@@ -241,6 +242,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    raise_open_file_limit()
     # Each long poll and each poll of a node would be a line.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     cluster = settings.load(cluster_file)

@@ -154,6 +154,7 @@ def broker(paths: Paths, cluster_file: Path) -> None:
 def proxy(paths: Paths, cluster_file: Path) -> None:
     """Run JupyterHub's proxy in the foreground."""
     from gpuhub.common import secrets
+    from gpuhub.common.open_files import raise_open_file_limit
     from gpuhub.config.head_address import build_hub_origin, find_head_address
     from gpuhub.ops.deploy import programs
     from gpuhub.tls import public_access
@@ -172,5 +173,6 @@ def proxy(paths: Paths, cluster_file: Path) -> None:
     )
     is_ours = cluster.hub.tls == "local"
     os.environ |= programs.build_proxy_environment(https, paths, cluster_file.resolve(), is_ours=is_ours)
+    raise_open_file_limit()
     os.environ["CONFIGPROXY_AUTH_TOKEN"] = secrets.read_secret(paths, secrets.PROXY_TOKEN)
     os.execvp(command[0], command)  # noqa: S606 - the proxy replaces this process under supervisord

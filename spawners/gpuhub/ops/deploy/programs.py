@@ -116,17 +116,18 @@ def build_proxy_command(
 def build_proxy_environment(
     https: CertificateFiles | None, paths: Paths, cluster_file: Path, *, is_ours: bool
 ) -> dict[str, str]:
-    """Return Node's environment: nothing older than TLS 1.2, and, with HTTPS, reloads of a renewed certificate.
+    """Return Node's environment: limits, nothing older than TLS 1.2, and, with HTTPS, reloads of a renewed certificate.
 
     Args:
         is_ours: The certificate is gpuhub's own: the proxy has it renewed.
     """
+    options = f'--tls-min-v1.2 --require "{Path(__file__).with_name("limits.cjs")}"'
     if https is None:
-        return {"NODE_OPTIONS": "--tls-min-v1.2"}
+        return {"NODE_OPTIONS": options}
     hook = Path(__file__).with_name("certificate.cjs")
     renew = [_gpuhub(), "certificate", "--instance", paths.instance, "--cluster-file", str(cluster_file)]
     return {
-        "NODE_OPTIONS": f'--tls-min-v1.2 --require "{hook}"',
+        "NODE_OPTIONS": f'{options} --require "{hook}"',
         "GPUHUB_HTTPS_CERTIFICATE": str(https.certificate),
         "GPUHUB_HTTPS_KEY": str(https.key),
         "GPUHUB_HTTPS_RENEW": json.dumps(renew) if is_ours else "",

@@ -18,6 +18,7 @@ from gpuhub.broker_api.schemas import ClusterView, NodeState
 from gpuhub.common import gpu as gpus
 from gpuhub.common import secrets
 from gpuhub.common.errors import SettingsError, SetupError
+from gpuhub.common.open_files import describe_low_limit, raise_open_file_limit
 from gpuhub.common.paths import Paths
 from gpuhub.config import profiles, settings
 from gpuhub.config.head_address import build_broker_url, find_head_address, format_host, url_scheme
@@ -61,6 +62,8 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
         GpuhubError: A step failed; the text names the remedy.
     """
     programs.find_proxy()
+    if low_limit := describe_low_limit(raise_open_file_limit()):
+        report.note(f"Warning: {low_limit}.")
     for folder in (paths.state, paths.run, paths.log):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o711 if folder == paths.state else 0o700)

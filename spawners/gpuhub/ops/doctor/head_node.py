@@ -15,6 +15,7 @@ from pathlib import Path
 from cryptography import x509
 
 from gpuhub.common.errors import SettingsError
+from gpuhub.common.open_files import WANTED, describe_low_limit, raise_open_file_limit
 from gpuhub.common.paths import Paths
 from gpuhub.common.required_programs import find_missing_packages
 from gpuhub.config.head_address import find_head_address
@@ -59,6 +60,8 @@ class HeadFacts:
     #: Users for whom cluster.toml must name an account, and notes on names that are accounts of this machine as well.
     account_mistakes: tuple[str, ...] = ()
     account_notes: tuple[str, ...] = ()
+    #: The limit of open files that this machine permits.
+    open_files: int = WANTED
     #: Folders of secrets that other users than root can read.
     exposed_secrets: tuple[str, ...] = ()
 
@@ -78,6 +81,7 @@ def read_head_facts(cluster: ClusterSettings, paths: Paths) -> HeadFacts:
             f"the file server {server.display_name}": probe_server(server, cluster.storage.patience)
             for server in find_nfs_servers(cluster)
         },
+        open_files=raise_open_file_limit(),
         uid_conflicts=tuple(find_uid_conflicts(paths.state / "uids.json")),
         missing_packages=tuple(find_missing_packages({"head"})),
         account_mistakes=account_mistakes,
@@ -196,6 +200,7 @@ def check_head(head: HeadFacts) -> Iterator[Finding]:
                 trouble,
                 "start it, or let it through its firewall; users cannot start notebooks until it answers",
             )
+    yield _check_open_files(head.open_files)
     yield from _check_users(head)
     if head.exposed_secrets:
         yield failed(
@@ -229,6 +234,13 @@ def check_certificate(file: str, end: datetime | str, now: datetime) -> Finding:
     if end - now < RENEW_BEFORE:
         return warning("certificate", f"{file} ends on {end:%Y-%m-%d}", "renew it")
     return ok("certificate", f"{file} is valid until {end:%Y-%m-%d}")
+
+
+def _check_open_files(limit: int) -> Finding:
+    if (trouble := describe_low_limit(limit)) is None:
+        return ok("open files", f"{limit} or more")
+    value, _, remedy = trouble.partition(". ")
+    return warning("open files", value, remedy)
 
 
 def _check_versions(head: HeadFacts) -> Iterator[Finding]:

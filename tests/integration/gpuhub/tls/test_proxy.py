@@ -30,7 +30,9 @@ def test_plain_http_sets_no_https_options() -> None:
     """No setting of HTTPS is present."""
     assert not any(word.startswith("--ssl") or word == "--host-routing" for word in build())
     environment = programs.build_proxy_environment(None, Paths(), Path("/c.toml"), is_ours=False)
-    assert environment == {"NODE_OPTIONS": "--tls-min-v1.2"}
+    options, _, hook = environment["NODE_OPTIONS"].partition(" --require ")
+    assert (options, set(environment)) == ("--tls-min-v1.2", {"NODE_OPTIONS"})
+    assert Path(json.loads(hook)).is_file()
 
 
 def test_https_sets_certificate_and_host_routing() -> None:
@@ -43,9 +45,9 @@ def test_https_sets_certificate_and_host_routing() -> None:
 def test_own_certificate_is_renewed_and_reloaded() -> None:
     """gpuhub's own certificate is renewed twice a day; an administrator's is only reloaded."""
     environment = programs.build_proxy_environment(OURS, Paths("ghunit"), Path("/c.toml"), is_ours=True)
-    options, _, hook = environment["NODE_OPTIONS"].partition(" --require ")
+    options, *hooks = environment["NODE_OPTIONS"].split(" --require ")
     assert options == "--tls-min-v1.2"
-    assert Path(json.loads(hook)).is_file()
+    assert [Path(json.loads(hook)).name for hook in hooks] == ["limits.cjs", "certificate.cjs"]
     renew = json.loads(environment["GPUHUB_HTTPS_RENEW"])
     assert renew[1:] == ["certificate", "--instance", "ghunit", "--cluster-file", "/c.toml"]
     given = programs.build_proxy_environment(OURS, Paths("ghunit"), Path("/c.toml"), is_ours=False)

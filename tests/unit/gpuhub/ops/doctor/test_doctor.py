@@ -475,6 +475,7 @@ GOOD_HEAD = HeadFacts(
         ({"certificates": {"/a.pem": "No such file or directory"}}, "certificate", Severity.FAILED),
         ({"certificates": {"/a.pem": NOW + timedelta(days=29)}}, "certificate", Severity.WARNING),
         ({"storage": {"x": "The file server x does not answer within 10 s"}}, "storage", Severity.FAILED),
+        ({"open_files": 4096}, "open files", Severity.WARNING),
         ({"uid_conflicts": ("ada and ben have 20000",)}, "accounts", Severity.FAILED),
         ({"account_mistakes": ("user ada: the head node does not see the home",)}, "names", Severity.FAILED),
         ({"account_notes": ("Accounts of this machine: ada (UID 1001)",)}, "names", Severity.WARNING),
