@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -11,10 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from gpu_launch import environment
 from gpu_launch.broker import models
-from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.client import BrokerClient, cancel_jobs
+from gpu_launch.broker.holdings import CLUSTER, LAUNCH, RANKS, format_holdings
 from gpu_launch.broker.models import GpuRequest
+from gpu_launch.common import run_folder
 from gpu_launch.errors import BrokerError
+from gpu_launch.launch.plan import make_plan
+from gpu_launch.launch.worker_group import BrokerWorkerGroup
 from gpuhub.broker.admission import submit
 from gpuhub.broker_api.schemas import JobRequest, JobState, WorkerState
 from gpuhub.config.settings import SchedulingSettings
@@ -263,3 +269,37 @@ def test_long_poll_returns_at_a_change(running: Running, client: BrokerClient) -
     assert news.state in {models.STOPPING, models.ENDED}
     assert time.monotonic() - began < 5
     wait_until(lambda: client.get_job(job.id).state == models.ENDED, "the job ended")
+
+
+def test_waiting_launch_names_what_its_user_holds(running: Running, client: BrokerClient, tmp_path: Path) -> None:
+    """Engines, ranks and another notebook, as the real broker reports them; nothing for a launch that starts."""
+    env = environment.read(
+        {"HOME": str(tmp_path), "GPUHUB_BROKER_URL": running.url, "JUPYTERHUB_API_TOKEN": "ada", "USER": "ada"}
+    )
+    groups = []
+
+    def start(name: str) -> BrokerWorkerGroup:
+        plan = make_plan(env, nnodes=1, nproc_per_node=1, demand=GpuRequest())
+        group = BrokerWorkerGroup(plan, run_folder.create_run(tmp_path), env=env, broker=client, name=name)
+        groups.append(group)
+        group.start(settings={})
+        return group
+
+    running.send("POST", "/api/v1/leases", "ada", json={"profile": "rtx5090", "key": "k", "server": "second"})
+    cluster, ranks = start(CLUSTER), start(RANKS)
+    assert (cluster.holdings, ranks.holdings) == ((), ())
+    waiting = start(LAUNCH)
+    assert waiting.job is not None and waiting.job.state == models.WAITING
+    heading, *lines = format_holdings(waiting.holdings, cancel="%gpu_cancel")
+    assert heading == "you hold GPUs yourself that this request could use:"
+    assert sorted(re.sub(r"\((rig.) RTX 50.0\)", "(GPU)", line) for line in lines) == sorted([
+        "  notebook 'second' (GPU): stop it on the hub's Home page",
+        f"  %gpu_ranks {ranks.run.run_id} (GPU): %gpu_ranks --stop in its notebook, or %gpu_cancel {ranks.run.run_id}",
+        f"  ipp.Cluster {cluster.run.run_id} (GPU): cluster.stop_cluster_sync() in its notebook, or "
+        f"%gpu_cancel {cluster.run.run_id}",
+    ])  # fmt: skip
+    # The command that it names frees the GPU.
+    cancel_jobs(env, ranks.run.run_id)
+    wait_until(lambda: waiting.job is not None and waiting.job.is_granted, "the launch starts")
+    for group in groups:
+        group.stop()

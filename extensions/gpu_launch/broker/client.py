@@ -142,6 +142,10 @@ class BrokerClient:
         """Return the owner's jobs, newest first; with `ended` also those that ended recently."""
         return [models.parse_job(job) for job in self._request("GET", "/jobs?ended=true" if ended else "/jobs")]
 
+    def list_leases(self) -> list[models.Lease]:
+        """Return the owner's leases that have not ended, of notebooks and jobs."""
+        return [models.parse_lease(lease) for lease in self._request("GET", "/leases")]
+
     def get_job(self, job_id: str, *, version: int | None = None, wait_s: float = LONG_POLL_S) -> models.Job:
         """Return the job; with `version`, as soon as it differs from that version, after `wait_s` seconds at most."""
         query = "" if version is None else f"?wait_s={wait_s:g}&version={version}"

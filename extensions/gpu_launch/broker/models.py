@@ -105,6 +105,19 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lease:
+    """A lease of a notebook or job."""
+
+    owner: str
+    is_notebook: bool
+    #: Name of the notebook server, empty for the default one; a job's id for other leases.
+    server: str
+    #: Its GPUs are allocated, and it is not being released.
+    is_granted: bool
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Node:
     """A node with all its GPUs."""
 
@@ -191,6 +204,17 @@ def parse_job(data: Mapping[str, Any]) -> Job:
         started_at=parse_time(data.get("started_at")),
         ended_at=parse_time(data.get("ended_at")),
         exit_code=data.get("exit_code"),
+    )
+
+
+def parse_lease(data: Mapping[str, Any]) -> Lease:
+    """Parse the broker's `LeaseView`."""
+    return Lease(
+        owner=data["owner"],
+        is_notebook=data["purpose"] == "notebook",
+        server=data["subject"],
+        is_granted=data["state"] in ("granted", "active"),
+        gpus=tuple(map(parse_gpu, data.get("gpus", ()))),
     )
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gpu_launch.broker.models import Cluster, Gpu, GpuRequest, Job
+from gpu_launch.broker.holdings import format_holdings, list_holdings
+from gpu_launch.broker.models import WAITING, Cluster, Gpu, GpuRequest, Job
 from gpu_launch.cli import follow, job_lookup, tables, taskfile, upload
 from gpu_launch.cli.context import Context
 from gpu_launch.cli.upload import JobSubmission, UploadSet, load_text, send_job
@@ -264,6 +265,11 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
             if run_id in (other.run_id, other.array):
                 context.broker.delete_job(other.id)
         raise
+    if jobs[0].state == WAITING:
+        for text in format_holdings(
+            list_holdings(context.broker, jobs, job.demand, server=None), cancel="gpu-launch cancel"
+        ):
+            context.console.print_note(f"gpu-launch: {text}")
     if is_followed:
         context.console.print_note(f"gpu-launch: {run_id}, in ~/{job.manifest.folder}".rstrip("/"))
         follow.follow_to_end(context, jobs[0], cancels=True)

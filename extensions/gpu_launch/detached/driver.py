@@ -24,6 +24,7 @@ from typing import Any
 
 from gpu_launch import environment
 from gpu_launch.broker import models
+from gpu_launch.broker.holdings import Holding
 from gpu_launch.common import job_manifest, network, run_folder
 from gpu_launch.common.exchange import ExchangeFiles
 from gpu_launch.common.launch_spec import Membership
@@ -294,6 +295,11 @@ class StaticWorkerGroup:
     def job(self) -> models.Job:
         """The job as far as its own container knows it."""
         return self._job
+
+    @property
+    def holdings(self) -> tuple[Holding, ...]:
+        """Return nothing: all containers are there."""
+        return ()
 
     @property
     def is_notebook_only(self) -> bool:

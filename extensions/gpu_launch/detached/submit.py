@@ -12,6 +12,7 @@ from pathlib import Path
 from gpu_launch import environment
 from gpu_launch.broker import models
 from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.holdings import Holding, list_holdings
 from gpu_launch.common import job_manifest, run_folder
 from gpu_launch.common.exchange import ExchangeFiles
 from gpu_launch.detached import job_files
@@ -41,6 +42,8 @@ class Submitted:
     position: int | None
     #: The reason why it waits, one line for a person.
     waiting_for: str | None
+    #: What the user holds of the requested kind, while it waits.
+    holdings: tuple[Holding, ...] = ()
 
 
 def submit_from_notebook(
@@ -72,6 +75,9 @@ def submit_from_notebook(
         state=job.state,
         position=job.position,
         waiting_for=job.waiting_for,
+        holdings=list_holdings(broker, [job], validated.plan.demand, server=None)
+        if job.state == models.WAITING
+        else (),
     )
 
 

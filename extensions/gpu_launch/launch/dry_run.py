@@ -12,6 +12,7 @@ from typing import Any
 
 from gpu_launch import environment
 from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.holdings import LAUNCH
 from gpu_launch.broker.models import Cluster
 from gpu_launch.common import job_manifest, network, run_folder
 from gpu_launch.common.exchange import ExchangeFiles
@@ -95,6 +96,7 @@ def build_report(
             server=validated.request.env.server,
             exclude_nodes=plan.exclude_nodes,
             demand=plan.demand,
+            name=LAUNCH,
         )
     return complete_report(report_new_workers(validated, broker, run, recorder.body or None), run, env.home, exchange)
 

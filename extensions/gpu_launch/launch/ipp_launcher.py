@@ -17,6 +17,7 @@ from traitlets import Integer, Unicode
 from gpu_launch import environment
 from gpu_launch.broker import models as wire
 from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.holdings import CLUSTER, format_holdings
 from gpu_launch.broker.models import GpuRequest
 from gpu_launch.common import run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
@@ -148,7 +149,7 @@ class GpuhubEngineSetLauncher(BaseLauncher):
         )
         if cluster is not None:
             plan = fit(plan, cluster)
-        group = BrokerWorkerGroup(plan, run_folder.create_run(env.home), env=env, broker=broker)
+        group = BrokerWorkerGroup(plan, run_folder.create_run(env.home), env=env, broker=broker, name=CLUSTER)
         # Half a minute, with the cluster's 500 ms between pings.
         group.start(settings={"is_launch": False, "profile_dir": self.profile_dir, "heartbeat_misses": 30})
         return group
@@ -174,6 +175,9 @@ class GpuhubEngineSetLauncher(BaseLauncher):
             if group.job is not None:
                 text = plan_module.format_job_state(group.job, group.plan, datetime.now(UTC))
                 if text != logged:
+                    if not logged:
+                        for line in format_holdings(group.holdings, cancel="%gpu_cancel"):
+                            self.log.info(line)
                     logged = text
                     self.log.info(text)
             time.sleep(_POLL_S)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from gpu_launch.broker.holdings import format_holdings
+from gpu_launch.broker.models import WAITING
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.secure_channel import OutputReceiver
 from gpu_launch.launch import plan as plan_module
@@ -40,10 +42,12 @@ class LaunchView:
         self.activity = ""
         #: The grant that was announced last: the number of preemptions, and the members.
         self._announced: tuple[int, Membership] | None = None
+        self._has_announced_holdings = False
         self._view_at = float("-inf")
 
     def pump(self) -> None:
         """Show the progress, and new output, waiting a moment for it."""
+        self._announce_holdings()
         self._announce_grant()
         self._show_state(time.monotonic())
         messages = self._sink.receive(int(_FLUSH_S * 1000))
@@ -105,6 +109,15 @@ class LaunchView:
             self._screen.write(stream, text)
         if texts:
             self._screen.flush()
+
+    def _announce_holdings(self) -> None:
+        """Announce once what the user holds, if the launch waits."""
+        job = self._group.job
+        if self._has_announced_holdings or job is None or job.state != WAITING:
+            return
+        self._has_announced_holdings = True
+        for line in format_holdings(self._group.holdings, cancel="%gpu_cancel"):
+            self.print_line(line)
 
     def _announce_grant(self) -> None:
         """Announce each grant once."""

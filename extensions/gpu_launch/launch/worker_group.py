@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from gpu_launch import environment
 from gpu_launch.broker import models
 from gpu_launch.broker.client import BrokerClient, JobWatcher, release_job
+from gpu_launch.broker.holdings import Holding, list_holdings
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.run_folder import RunFolder
@@ -39,6 +40,10 @@ class WorkerGroup(Protocol):
     @property
     def job(self) -> models.Job | None:
         """The broker's job in its last known state; None while there is none."""
+
+    @property
+    def holdings(self) -> tuple[Holding, ...]:
+        """What the user held of the requested kind when the request had to wait."""
 
     @property
     def is_notebook_only(self) -> bool:
@@ -87,9 +92,11 @@ class BrokerWorkerGroup:
         *,
         env: environment.Environment,
         broker: BrokerClient | None,
+        name: str = "",
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._plan, self._run = plan, run
+        """Prepare the request; `name` names the job for people, see `broker.holdings`."""
+        self._plan, self._run, self._name = plan, run, name
         self._env, self._broker, self._on_change = env, broker, on_change
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -102,6 +109,7 @@ class BrokerWorkerGroup:
         #: No job is needed, or nothing was free and the notebook's own GPUs are enough.
         self._needs_no_job = not plan.workers
         self._local: subprocess.Popen[bytes] | None = None
+        self._holdings: tuple[Holding, ...] = ()
 
     @property
     def plan(self) -> LaunchPlan:
@@ -134,6 +142,11 @@ class BrokerWorkerGroup:
     def job(self) -> models.Job | None:
         """The broker's first job in its last known state; None while there is none."""
         return self._first_job.job if self._first_job else None
+
+    @property
+    def holdings(self) -> tuple[Holding, ...]:
+        """What the user held of the requested kind when the request had to wait."""
+        return self._holdings
 
     @property
     def job_ids(self) -> tuple[str, ...]:
@@ -221,6 +234,7 @@ class BrokerWorkerGroup:
                 server=self._env.server,
                 exclude_nodes=(*self.plan.exclude_nodes, *membership.nodes),
                 demand=self.plan.demand,
+                name=self._name,
                 joins=self.run.run_id,
                 first_worker=first,
                 cancelled=self._stopping,
@@ -300,6 +314,7 @@ class BrokerWorkerGroup:
                 server=self._env.server,
                 exclude_nodes=plan.exclude_nodes,
                 demand=plan.demand,
+                name=self._name,
                 cancelled=self._stopping,
             )
             if job.state == models.WAITING and not plan.least_workers:
@@ -311,6 +326,8 @@ class BrokerWorkerGroup:
                 broker.delete_job(job.id)
                 self._needs_no_job = True
                 return
+            if job.state == models.WAITING and not _can_start(plan, broker.get_cluster()):
+                self._holdings = list_holdings(broker, [job], plan.demand, server=self._env.server)
             self._first_job = JobWatcher(broker, job, on_change=self._handle_change)
         self._on_change()
 
@@ -337,6 +354,11 @@ class BrokerWorkerGroup:
 
     def _shown(self, path: Any) -> str:
         return run_folder.shorten_path(path, self._env.home)
+
+
+def _can_start(plan: LaunchPlan, cluster: models.Cluster) -> bool:
+    """Return whether a waiting request may be granted at once, by another scheduler."""
+    return cluster.has_delayed_grants and len(free_nodes(plan, cluster)) >= plan.least_workers
 
 
 def check_job(job: models.Job, *, logs: str, may_lose: bool) -> None:

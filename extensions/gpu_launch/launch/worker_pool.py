@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 
 from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.holdings import LAUNCH
 from gpu_launch.broker.models import EXITED, RUNNING, Cluster
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Membership
@@ -192,8 +193,11 @@ class WorkerPools:
                 return validated
         return validate(request, broker)
 
-    def acquire(self, validated: ValidatedRequest, broker: BrokerClient | None) -> WorkerPool:
-        """Return an idle pool that matches, or a new one, which frees the idle ones before it starts."""
+    def acquire(self, validated: ValidatedRequest, broker: BrokerClient | None, *, name: str = LAUNCH) -> WorkerPool:
+        """Return an idle pool that matches, or a new one, which frees the idle ones before it starts.
+
+        `name` names a new one's job, see `broker.holdings`.
+        """
         with self._lock:
             idle = self._idle()
             matching = self.find_idle(validated.plan)
@@ -203,7 +207,7 @@ class WorkerPools:
             for pool in idle:
                 # The new pool frees it, not the cleaner.
                 self._pools.remove(pool)
-            pool = _make_pool(validated, broker, replaced=tuple(idle))
+            pool = _make_pool(validated, broker, name=name, replaced=tuple(idle))
             self._pools.append(pool)
             env = validated.request.env
             self._broker = BrokerClient.for_notebook(env, patience_s=0.0) if env.broker_url and env.token else None
@@ -333,13 +337,13 @@ def choose_keep_s(options: LaunchOptions, env: Environment) -> float:
 
 
 def _make_pool(
-    validated: ValidatedRequest, broker: BrokerClient | None, *, replaced: tuple[WorkerPool, ...]
+    validated: ValidatedRequest, broker: BrokerClient | None, *, name: str, replaced: tuple[WorkerPool, ...]
 ) -> WorkerPool:
     env = validated.request.env
     address = find_own_interface(env.subnet, wait_s=_NETWORK_S).address
     run = run_folder.create_run(env.home)
     run.heartbeat.touch()
-    group = BrokerWorkerGroup(validated.plan, run, env=env, broker=broker)
+    group = BrokerWorkerGroup(validated.plan, run, env=env, broker=broker, name=name)
     return WorkerPool(
         group, address=address, notebook_text=validated.notebook_text, cluster=validated.cluster, replaced=replaced
     )

@@ -267,12 +267,16 @@ def _describe_dry_run(options: LaunchOptions, cell: str | None, exchange_files: 
 
 
 def _print_submitted(job: Submitted) -> None:
+    from gpu_launch.broker.holdings import format_holdings
+
     place = f", at position {job.position} in the queue" if job.position else ""
     waits = f", waits for {job.waiting_for.removeprefix('waits for ')}" if job.waiting_for else ""
     sys.stdout.write(
         f"{job.run_id} runs without this notebook: {job.state}{place}{waits}.\n"
         f"%gpu_logs {job.run_id} -f shows its output, %gpu_status its state, and %gpu_cancel {job.run_id} ends it.\n"
     )
+    for text in format_holdings(job.holdings, cancel="%gpu_cancel"):
+        sys.stdout.write(f"{text}\n")
 
 
 def _write(stream: str, text: str) -> None:

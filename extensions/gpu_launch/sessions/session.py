@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.holdings import RANKS
 from gpu_launch.common import network, run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch.launch import Launch
@@ -50,7 +51,7 @@ class RankSession:
         self.run = run_folder.create_run(env.home)
         path = self.run.root / _CONTROL
         validated = _build_session_request(validated, path, keep_s=max(_MIN_KEEP_S, round(self.keep_s)))
-        self.pool: WorkerPool = worker_pools.acquire(validated, broker)
+        self.pool: WorkerPool = worker_pools.acquire(validated, broker, name=RANKS)
         self.pool.was_announced = self.pool.was_announced or self.keep_s < _MIN_KEEP_S
         try:
             address = network.find_own_interface(env.subnet, wait_s=_NETWORK_S).address

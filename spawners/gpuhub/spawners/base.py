@@ -14,7 +14,7 @@ from sqlalchemy.orm import object_session
 from traitlets import Instance, Unicode, default
 
 from gpuhub.broker_api.errors import TooManyRequests
-from gpuhub.broker_api.schemas import LeaseView
+from gpuhub.broker_api.schemas import LeaseState, LeaseView
 from gpuhub.common.errors import (
     BrokerUnreachable,
     Conflict,
@@ -31,7 +31,7 @@ from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.spawners import notebook_lease, readiness
 from gpuhub.storage.homes import prepare_user
 from gpuhub.web.spawn_form import build_spawn_form
-from gpuhub.web.text import describe_waiting
+from gpuhub.web.text import describe_holdings, describe_waiting
 
 #: Time between SIGTERM and SIGKILL, seconds; JupyterLab ends on SIGTERM within about a second.
 STOP_GRACE_S = 5
@@ -271,6 +271,13 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
             self.log.warning("The broker will release lease %s when its notebook is gone: %s", lease_id, error)
         except GpuhubError as error:
             self.log.warning("Lease %s of %s: %s", lease_id, self._log_name, error)
+
+    async def _report_holdings(self, lease: LeaseView, profile: ProfileSettings) -> None:
+        """Tell a user whose start waits what else of theirs holds GPUs."""
+        if lease.state is LeaseState.REQUESTED and profile.gpu_count:
+            text = describe_holdings(await self.broker.leases(), lease, profile.models)
+            if text:
+                self._progress_log.add(text, percent=10)
 
     def _report_waiting(self, lease: LeaseView | None) -> None:
         text, more_html = describe_waiting(lease)

@@ -14,10 +14,12 @@ from gpuhub.broker_api.schemas import (
     GpuState,
     GpuView,
     LeasedGpuView,
+    LeaseState,
     LeaseView,
     NodeState,
     NodeView,
     PartitionView,
+    Purpose,
 )
 from gpuhub.broker_api.schemas.cluster import count_models
 from gpuhub.common.gpu import GpuSpec, parse_capability
@@ -47,6 +49,40 @@ def describe_waiting(lease: LeaseView | None) -> tuple[str, str]:
         f'data-lease="{html.escape(lease.id)}">Leave the queue</button>'
     )
     return " ".join(parts), button
+
+
+def describe_holdings(leases: Sequence[LeaseView], waiting: LeaseView, models: Sequence[str]) -> str:
+    """Return what the owner of a waiting lease holds already, and what frees it; empty for nothing.
+
+    Args:
+        leases: leases that have not ended, of any owner.
+        waiting: the lease that waits.
+        models: the models that it can get; empty for any.
+    """
+    held = [
+        lease
+        for lease in leases
+        if lease.owner == waiting.owner
+        and lease.state in {LeaseState.GRANTED, LeaseState.ACTIVE}
+        and any(not models or gpu.model in models for gpu in lease.gpus)
+    ]
+    if not held:
+        return ""
+    parts = [f"{_describe_holder(lease)} ({', '.join(lease.nodes)}: {describe_gpus(lease.gpus)})" for lease in held]
+    remedies = []
+    if any(lease.purpose is Purpose.NOTEBOOK for lease in held):
+        remedies.append("The Home page stops notebooks.")
+    if any(lease.purpose is Purpose.JOB for lease in held):
+        remedies.append(
+            "%gpu_status in a notebook and `gpu-launch ps` list jobs; %gpu_cancel and `gpu-launch cancel` end them."
+        )
+    return f"You hold GPUs yourself that this notebook could use: {'; '.join(parts)}. {' '.join(remedies)}"
+
+
+def _describe_holder(lease: LeaseView) -> str:
+    if lease.purpose is Purpose.JOB:
+        return "a job"
+    return f"notebook {lease.subject!r}" if lease.subject else "your default notebook"
 
 
 def capitalise(text: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gpu_launch
 from gpuhub.broker_api import schemas
-from tests.support.launch.local_cluster import NODES, Notebook, lines_until, until
+from tests.support.launch.local_cluster import NODES, Notebook, gpu, lines_until, until
 from tests.support.launch.rank_scripts import ALL_REDUCE, count_ranks
 
 #: Variables that torchrun promises to ranks, and those that a launch adds.
@@ -114,10 +114,15 @@ def test_too_many_nodes_are_refused_before_a_request(notebook: Notebook) -> None
 
 
 def test_waiting_launch_shows_its_queue_position(notebook: Notebook) -> None:
-    """The queue position and the GPU's owner are shown until the grant."""
+    """The queue position and the GPU's owner are shown until the grant, after what the user holds already."""
     notebook.broker.busy = True
+    gpus = [gpu("rig2").model_dump()]
+    notebook.broker.leases = [
+        {"owner": "ada", "purpose": "notebook", "subject": "second", "state": "active", "gpus": gpus}
+    ]
     notebook.script("hello.py", ALL_REDUCE)
     process = notebook.start(notebook.call("hello.py", nnodes=2))
+    lines_until(process, "gpu_launch:   notebook 'second' (rig2 RTX 5070): stop it on the hub's Home page")
     lines_until(
         process,
         "waiting for 1 GPU on 1 node: position 1, expected to start in about 25 min; waits for RTX 5070 held by bob",

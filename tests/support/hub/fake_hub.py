@@ -46,6 +46,7 @@ class FakeHub:
     #: Commands and sizes of the requested shells.
     shells: list[dict[str, str]] = field(default_factory=list)
     held: dict[str, str] = field(default_factory=dict)
+    leases: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
     def job(self, run: str = "") -> dict[str, Any]:
@@ -157,6 +158,10 @@ def build_app(hub: FakeHub) -> FastAPI:
             for node, models in CARDS.items()
         ]
         return {"nodes": nodes, "waiting": sum(job["state"] == "waiting" for job in hub.jobs.values())}
+
+    @app.get(f"{BASE}/leases")
+    async def leases() -> list[dict[str, Any]]:
+        return hub.leases
 
     _add_jobs(app, hub)
     _add_files(app, hub)

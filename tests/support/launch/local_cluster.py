@@ -76,6 +76,8 @@ class LocalBroker:
         self.busy = False
         #: Nodes leased to other users.
         self.held: set[str] = set()
+        #: The user's leases of notebooks.
+        self.leases: list[dict[str, object]] = []
         #: The number of other users' waiting requests.
         self.waiting = 0
         #: Every request except renewals and long polls, such as `POST /jobs`.
@@ -117,6 +119,8 @@ class LocalBroker:
                 return 201, self.create(schemas.JobRequest.model_validate_json(body)).model_dump_json().encode()
             case "GET", ["jobs"]:
                 return 200, json.dumps([self.job(run).model_dump(mode="json") for run in self.groups]).encode()
+            case "GET", ["leases"]:
+                return 200, json.dumps(self.leases).encode()
             case "GET", ["jobs", run]:
                 version = re.search(r"version=(\d+)", query)
                 return 200, self.wait(run, int(version[1]) if version else -1).model_dump_json().encode()

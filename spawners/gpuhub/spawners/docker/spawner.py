@@ -131,6 +131,7 @@ class GpuDockerSpawner(NodeSpawner):
         if lease.state is LeaseState.ACTIVE:
             await self.release_lease(wait=True)
             lease, _ = await self._claim(profile)
+        await self._report_holdings(lease, profile)
         lease = await notebook_lease.wait_for_grant(self.broker, lease, self._report_waiting)
         self.node = lease.nodes[0]
         self.save_state()

@@ -19,7 +19,7 @@ from gpu_launch.cli import follow, main
 from gpu_launch.common import job_manifest
 from gpuhub.broker.admission.submit import split_array
 from gpuhub.broker_api import schemas
-from tests.support.hub.fake_hub import TOKEN, FakeHub, served
+from tests.support.hub.fake_hub import TOKEN, USER, FakeHub, served
 
 
 @pytest.fixture
@@ -329,6 +329,20 @@ def test_invalid_command_lines_send_no_request(
     assert (shown.out, shown.err.count("\n")) == ("", 1)
     assert hub.asked == []
     assert not any(line.startswith("PUT") for line in hub.requests)
+
+
+def test_waiting_job_names_what_the_user_holds(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At once, with the command that frees it."""
+    hub.add("run-a", name="%gpu_ranks", detached=False)
+    hub.run("run-a")
+    gpu = {"uuid": "GPU-1", "node": "rig2", "model": "RTX 5070", "memory_mib": 12_227}
+    hub.leases.append({"owner": USER, "purpose": "notebook", "subject": "second", "state": "active", "gpus": [gpu]})
+    assert main.run_command(["run", "-d", "train.py"]) == 0
+    assert (
+        "gpu-launch: you hold GPUs yourself that this request could use:\n"
+        "gpu-launch:   notebook 'second' (rig2 RTX 5070): stop it on the hub's Home page\n"
+        "gpu-launch:   %gpu_ranks run-a (rig1 RTX 5090): %gpu_ranks --stop in its notebook, or gpu-launch cancel run-a\n"
+    ) in capsys.readouterr().err
 
 
 def test_dry_run_sends_no_request(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:

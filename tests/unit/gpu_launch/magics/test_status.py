@@ -15,6 +15,7 @@ import pytest
 from gpu_launch import environment
 from gpu_launch.broker import client, models
 from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.holdings import LAUNCH
 from gpu_launch.common import exchange, job_manifest, run_folder
 from gpu_launch.detached import submit
 from gpu_launch.errors import UsageError
@@ -103,6 +104,7 @@ def test_a_dry_run_shows_the_request_and_a_command_for_each_node(broker, monkeyp
     body = json.loads(text[text.index("{") : text.index("\n}") + 2])
     assert body == {
         "run_id": "RUN", "nnodes": 2, "nproc_per_node": 1, "server": "", "exclude_nodes": ["rig1"], "time_limit_s": 7200,
+        "name": "%gpu_launch",
     }  # fmt: skip
     commands = [line for line in text.splitlines() if line.startswith("  torchrun")]
     assert [line.split()[2] for line in commands] == ["--node-rank=0", "--node-rank=1", "--node-rank=2"]
@@ -124,6 +126,7 @@ def test_dry_run_shows_the_request_that_is_sent(broker, tmp_path):
             run_folder.create_run(tmp_path),
             env=replace(environment.read(), gpu_uuids=()),
             broker=BrokerClient(os.environ["GPUHUB_BROKER_URL"], "token", patience_s=0.0),
+            name=LAUNCH,
         )
         broker.asked.clear()
         made._request_workers(made._broker)
