@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+import socketserver
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,41 +27,49 @@ MOST_SENT = 16 * 1024**2
 TIMEOUT_S = 60.0
 
 
-class HostileNotebook:
+class HostileNotebook(socketserver.ThreadingTCPServer):
     """A server that sends to each client the parts of a new answer, as fast as they are read."""
 
+    allow_reuse_address = True
+
     def __init__(self, answer: Callable[[], Iterator[bytes]], pause_s: float) -> None:
-        self._answer, self._pause_s = answer, pause_s
+        super().__init__(("127.0.0.1", 0), HostileAnswer)
+        self.answer, self.pause_s = answer, pause_s
         self.sent = self.connections = 0
         self.requests: list[bytes] = []
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request."""
-        self.connections += 1
-        self.requests.append(await reader.readuntil(b"\r\n\r\n"))
-        try:
-            for part in self._answer():
-                writer.write(part)
-                self.sent += len(part)
-                await writer.drain()
-                await asyncio.sleep(self._pause_s)
-        except ConnectionError:
-            return
-        finally:
-            writer.close()
+
+class HostileAnswer(socketserver.StreamRequestHandler):
+    """The answer to one request."""
+
+    server: HostileNotebook
+    #: Ends a thread whose client neither reads nor disconnects, seconds.
+    timeout = 30
+
+    def handle(self) -> None:
+        self.server.connections += 1
+        with contextlib.suppress(OSError):
+            lines: list[bytes] = []
+            while (line := self.rfile.readline()) not in (b"\r\n", b""):
+                lines.append(line)
+            self.server.requests.append(b"".join(lines))
+            for part in self.server.answer():
+                self.request.sendall(part)
+                self.server.sent += len(part)
+                time.sleep(self.server.pause_s)
 
 
-@asynccontextmanager
-async def notebook(
-    answer: Callable[[], Iterator[bytes]], pause_s: float = 0.0
-) -> AsyncIterator[tuple[HostileNotebook, str]]:
+@contextmanager
+def notebook(answer: Callable[[], Iterator[bytes]], pause_s: float = 0.0) -> Iterator[tuple[HostileNotebook, str]]:
     """Serve a notebook on loopback, and yield it with its URL."""
-    hostile = HostileNotebook(answer, pause_s)
-    server = await asyncio.start_server(hostile.serve, "127.0.0.1", 0)
-    try:
-        yield hostile, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/user/ada/"
-    finally:
-        server.close()
+    with HostileNotebook(answer, pause_s) as hostile:
+        thread = threading.Thread(target=hostile.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield hostile, f"http://127.0.0.1:{hostile.server_address[1]}/user/ada/"
+        finally:
+            hostile.shutdown()
+            thread.join()
 
 
 def endless_body() -> Iterator[bytes]:
@@ -115,8 +127,8 @@ def limited_server(url: str, has_ended: Callable[[], Awaitable[bool]] = has_not_
 @pytest.mark.parametrize("answer", [endless_body, gzip_bomb, redirect])
 async def test_only_the_headers_of_an_answer_are_read(answer: Callable[[], Iterator[bytes]]) -> None:
     """The notebook counts as started, at its start and for JupyterHub's own wait, and its body is left unread."""
-    async with asyncio.timeout(TIMEOUT_S), notebook(answer) as (hostile, url):
-        await readiness.wait_until_ready(f"{url}api", is_running)
+    with notebook(answer) as (hostile, url):
+        await asyncio.wait_for(readiness.wait_until_ready(f"{url}api", is_running), TIMEOUT_S)
         found = await limited_server(url).wait_up(timeout=TIMEOUT_S, http=True, extra_path="api")
     assert found.headers == {"X-JupyterHub-Version": "5.5.1"}
     assert hostile.sent < MOST_SENT
@@ -139,9 +151,8 @@ async def test_answer_without_end_of_headers_does_not_count(
         if hostile.connections > 1:
             raise RuntimeError("it has ended")
 
-    async with asyncio.timeout(TIMEOUT_S), notebook(answer, pause_s) as (hostile, url):
-        with pytest.raises(RuntimeError, match="has ended"):
-            await readiness.wait_until_ready(url, check)
+    with notebook(answer, pause_s) as (hostile, url), pytest.raises(RuntimeError, match="has ended"):
+        await asyncio.wait_for(readiness.wait_until_ready(url, check), TIMEOUT_S)
     assert hostile.sent < MOST_SENT * hostile.connections
 
 
@@ -152,9 +163,8 @@ async def test_cookies_of_a_starting_notebook_are_not_kept() -> None:
         if hostile.connections > 5:
             raise RuntimeError("it has ended")
 
-    async with asyncio.timeout(TIMEOUT_S), notebook(cookie) as (hostile, url):
-        with pytest.raises(RuntimeError, match="has ended"):
-            await readiness.wait_until_ready(url, check)
+    with notebook(cookie) as (hostile, url), pytest.raises(RuntimeError, match="has ended"):
+        await asyncio.wait_for(readiness.wait_until_ready(url, check), TIMEOUT_S)
     assert not any(b"cookie" in request.lower() for request in hostile.requests)
 
 
@@ -173,7 +183,7 @@ async def test_invalid_version_header_is_removed(version: bytes, left: dict[str,
     def answer() -> Iterator[bytes]:
         yield OK + b"X-JupyterHub-Version: " + version + b"\r\nContent-Length: 0\r\n\r\n"
 
-    async with asyncio.timeout(TIMEOUT_S), notebook(answer) as (_, url):
+    with notebook(answer) as (_, url):
         assert (await limited_server(url).wait_up(timeout=TIMEOUT_S, http=True)).headers == left
 
 
@@ -183,9 +193,8 @@ async def test_invalid_response_counts_as_a_timeout() -> None:
     def answer() -> Iterator[bytes]:
         yield b"no HTTP\r\n\r\n"
 
-    async with asyncio.timeout(TIMEOUT_S), notebook(answer) as (_, url):
-        with pytest.raises(TimeoutError):
-            await limited_server(url).wait_up(timeout=0.2, http=True)
+    with notebook(answer) as (_, url), pytest.raises(TimeoutError):
+        await limited_server(url).wait_up(timeout=0.2, http=True)
 
 
 async def test_wait_ends_with_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +205,5 @@ async def test_wait_ends_with_the_container(monkeypatch: pytest.MonkeyPatch) -> 
     async def has_ended() -> bool:
         return True
 
-    async with asyncio.timeout(TIMEOUT_S), notebook(slow_drip, 0.01) as (_, url):
-        with pytest.raises(TimeoutError, match="has ended"):
-            await limited_server(url, has_ended).wait_up(timeout=86400, http=True)
+    with notebook(slow_drip, 0.01) as (_, url), pytest.raises(TimeoutError, match="has ended"):
+        await limited_server(url, has_ended).wait_up(timeout=86400, http=True)
