@@ -63,7 +63,7 @@ CASES = (
     Case("A1", "Another user's lease and job", "a user's token reads, extends, forces and ends another user's lease and job", "404 or 403; both continue"),
     Case("A2", "An owner in the body or a header", "`owner` in the request, `X-Forwarded-User` and similar headers", "403 or ignored: the owner is the token's"),
     Case("A3", "Wrong tokens", "no token, garbage, a revoked token, one without the scope, on every route", "401 or 403"),
-    Case("A4", "A worker calls the hub", "requests from inside a worker's container to the hub's own port, the proxy and the broker", "it has no token; each request is refused"),
+    Case("A4", "A worker calls the hub", "requests from inside a worker's container to the hub's and the broker's ports; the same from a notebook, without its token", "a worker has neither token nor certificate: its connections are closed; the notebook gets 401 or 403"),
     Case("A6", "A user scans another user", "connections from a container to another user's notebook and workers, Docker, SSH, metadata", "none is answered"),
     Case("A7", "Another user's GPU device and home", "on the same node: mknod in a container, and open of a device that was left in the home; a file of another user's home by path", "refused; only the user's own home is present"),
     Case("A8", "The same request again", "the same key twice, at once and later", "one lease"),
