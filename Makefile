@@ -16,7 +16,7 @@ VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
 .PHONY: help up down purge status check-cluster setup setup-dev dev lint test test-unit test-integration test-acceptance test-slurm \
-  test-faults test-fresh soak coverage bench references dist sbom lock
+  test-faults test-hostile test-fresh soak coverage bench references dist sbom lock
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 20
@@ -65,6 +65,9 @@ test-slurm: setup-dev ## Pass the tests of the whole product with Slurm as the s
 
 test-faults: setup-dev ## Inject every fault of the catalogue (docs/reliability.md; REPEATS=3: each as often; LANES=1: one after the other)
 	@PYTHONHASHSEED=0 python -m pytest tests/faults --repeats $(REPEATS) --numprocesses $(LANES) --dist worksteal --durations 15
+
+test-hostile: setup-dev ## Attack the running product from inside a user's container
+	@tests/run hostile
 
 soak: setup-dev ## Use and break the practice closet for HOURS=2, and say whether memory, files, threads or logs grow
 	@python -m tests.soak --hours $(HOURS)

@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from gpuhub.common import secrets
-from gpuhub.common.paths import Paths
-from gpuhub.config import settings
-from gpuhub.ops.deploy.programs import Supervisor
 from tests.support import product as support
-from tests.support.hub.browser import INSTANCE, Product, User, run_make
+from tests.support.hub.browser import Product, User, run_product
 from tests.support.markers import mark_folder
 
 FOLDER = Path(__file__).parent
@@ -38,22 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def product() -> Iterator[Product]:
     """gpuhub on the practice closet; `make down` at the end leaves nothing."""
-    paths = Paths(INSTANCE)
-    run_make("down")
-    shutil.rmtree(paths.state / "homes", ignore_errors=True)
-    for stale in ("jupyterhub.sqlite", "broker.sqlite"):
-        (paths.state / stale).unlink(missing_ok=True)
-    output = run_make("up")
-    cluster = settings.load(paths.closet_cluster_file)
-    yield Product(
-        paths=paths,
-        cluster=cluster,
-        address=f"http://127.0.0.1:{cluster.hub.port}",
-        password=secrets.read_secret(paths, secrets.USER_PASSWORD),
-        supervisor=Supervisor(paths),
-        up_output=output,
-    )
-    run_make("down")
+    with run_product() as product:
+        yield product
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Page
 
+from gpuhub.common import secrets
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.ops.deploy.programs import Supervisor
@@ -98,6 +102,27 @@ class Product:
     password: str
     supervisor: Supervisor
     up_output: str
+
+
+@contextmanager
+def run_product() -> Iterator[Product]:
+    """Start gpuhub on the practice closet, with empty homes and databases; `make down` at the end leaves nothing."""
+    paths = Paths(INSTANCE)
+    run_make("down")
+    shutil.rmtree(paths.state / "homes", ignore_errors=True)
+    for stale in ("jupyterhub.sqlite", "broker.sqlite"):
+        (paths.state / stale).unlink(missing_ok=True)
+    output = run_make("up")
+    cluster = settings.load(paths.closet_cluster_file)
+    yield Product(
+        paths=paths,
+        cluster=cluster,
+        address=f"http://127.0.0.1:{cluster.hub.port}",
+        password=secrets.read_secret(paths, secrets.USER_PASSWORD),
+        supervisor=Supervisor(paths),
+        up_output=output,
+    )
+    run_make("down")
 
 
 def run_make(target: str) -> str:
