@@ -43,6 +43,11 @@ _PRIVATE_NETWORKS = (
     "ff00::/8",
 )
 
+#: Connections that one container may have to hub and broker. A notebook with many launches needs some tens.
+MAX_CONNECTIONS = 256
+#: The set in which the kernel counts the containers' connections.
+_COUNTED = "connections"
+
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -146,7 +151,7 @@ def format_rules(policy: FirewallPolicy) -> str:
         # A packet that the kernel has decrypted passes here again. ESP itself is accepted by the chain's policy.
         verdict = "meta ipsec exists return" if policy.is_encrypted else "return"
         chains.append(_format_chain("overlay", *_match_rules("saddr", policy.nodes, verdict), "counter drop"))
-    body = "\n\n".join(chains)
+    body = "\n\n".join([_format_counting_set(policy), *chains])
     return f"table inet {table}\ndelete table inet {table}\ntable inet {table} {{\n{body}\n}}\n"
 
 
@@ -159,10 +164,14 @@ def format_removal(instance: str) -> str:
 def _egress_rules(policy: FirewallPolicy) -> list[str]:
     """Return the rules for packets from containers, except those to their own user's bridge."""
     ports = ", ".join(map(str, policy.head_ports))
+    family = _family(policy.head)
     dns = f"meta l4proto {{ tcp, udp }} th dport {_DNS_PORT} accept"
     machines = _normalise({*policy.nodes, policy.head})
     rules = [
         "ct state established,related accept",
+        # By the container's own address, which hub and broker do not see: Docker replaces it by the node's.
+        f"{family} daddr {policy.head} tcp dport {{ {ports} }} ct state new "
+        f"add @{_COUNTED} {{ {family} saddr ct count over {MAX_CONNECTIONS} }} goto refused",
         *_match_rules("daddr", [policy.head], f"tcp dport {{ {ports} }} accept"),
         # Others on the same bridge.
         "fib daddr . iif oif exists goto refused",
@@ -184,6 +193,16 @@ def _egress_rules(policy: FirewallPolicy) -> list[str]:
     elif policy.egress == "internet":
         rules += _match_rules("daddr", _PRIVATE_NETWORKS, "goto refused")
     return rules
+
+
+def _format_counting_set(policy: FirewallPolicy) -> str:
+    kind = {"ip": "ipv4_addr", "ip6": "ipv6_addr"}[_family(policy.head)]
+    lines = [f"type {kind}", "size 65535", "flags dynamic"]
+    return "\n".join([f"\tset {_COUNTED} {{", *(f"\t\t{line}" for line in lines), "\t}"])
+
+
+def _family(address: str) -> Literal["ip", "ip6"]:
+    return "ip" if ipaddress.ip_address(address).version == 4 else "ip6"
 
 
 def _ingress_rules(policy: FirewallPolicy, access: str, users: str) -> list[str]:

@@ -53,9 +53,9 @@ def apply_rules(rules: str) -> None:
 
 
 def read_table(table: str) -> str | None:
-    """Return the kernel's table without counters, or None if it does not exist."""
+    """Return the kernel's table without counters and the connections it counts, or None if it does not exist."""
     try:
-        return run_nft(["--stateless", "list", "table", "inet", table])
+        return run_nft(["--stateless", "--terse", "list", "table", "inet", table])
     except FirewallFailed as failed:
         if "No such file" in str(failed):
             return None

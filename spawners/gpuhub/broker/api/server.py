@@ -23,8 +23,9 @@ MAX_HEAD_BYTES = 32 * 1024
 HEAD_TIMEOUT_S = 10.0
 #: Time to receive the rest of a response after the server has closed the connection, seconds.
 LINGER_S = 10.0
-#: Connections from one address. Those of the head node itself, where proxy and hub are, do not count.
-MAX_CONNECTIONS_PER_ADDRESS = 512
+#: Connections from one address: all containers of a node, each of which the node's firewall limits. Those of the head
+#: node itself, where proxy and hub are, do not count.
+MAX_CONNECTIONS_PER_ADDRESS = 4096
 #: All connections; further requests get 503. Long polls, the most numerous ones, have a limit of half of it.
 MAX_CONNECTIONS = 16384
 #: Requests that one connection may send before it has the response to the first.

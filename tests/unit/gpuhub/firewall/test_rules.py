@@ -83,7 +83,7 @@ def test_private_address_ranges_are_blocked() -> None:
     listed = [
         ipaddress.ip_network(text)
         for line in format_rules(make_policy(build_cluster())).splitlines()
-        if "goto refused" in line and "{" in line
+        if line.strip().startswith(("ip daddr {", "ip6 daddr {")) and "goto refused" in line
         for text in line.partition("{")[2].partition("}")[0].replace(" ", "").split(",")
     ]
 

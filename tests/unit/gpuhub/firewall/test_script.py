@@ -26,7 +26,7 @@ class FakeKernel:
             self.tables["t"] = f"listed {text}"
             self.applied += 1
             return ""
-        assert arguments == ["--stateless", "list", "table", "inet", "t"]
+        assert arguments == ["--stateless", "--terse", "list", "table", "inet", "t"]
         if "t" not in self.tables:
             raise FirewallFailed("nft: Error: No such file or directory")
         return self.tables["t"]

@@ -142,6 +142,7 @@ def test_body_after_the_response_is_cut_off(setting: Setting, monkeypatch: pytes
 def test_idle_connections_of_one_client(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1,200 silent connections of one client a part is kept, for a short time; others notice nothing."""
     monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 4 * TIMEOUT_S)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS_PER_ADDRESS", 512)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     try:
