@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from http.client import HTTPResponse
 
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -49,6 +50,14 @@ def connect(running: Running, source: str = "127.0.0.1") -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=30, source_address=(source, 0))
 
 
+def read_status(connection: socket.socket) -> int:
+    """Read a whole response and return its status."""
+    response = HTTPResponse(connection)
+    response.begin()
+    response.read()
+    return response.status
+
+
 def read_all(connection: socket.socket) -> bytes:
     """Return everything until the server closes the connection."""
     received = b""
@@ -73,7 +82,7 @@ ENDLESS = {
 def test_heads_without_end_are_cut_off(broker: Running, parsed: list[int], kind: str) -> None:
     """Of 8 MiB the parser sees less than 128 KiB, and other clients are served."""
     unit = b"X: a\r\n" if kind == "headers" else b"aaaaaa"
-    with connect(broker, STRANGER) as connection, pytest.raises(ConnectionError) if kind != "slow" else ExitStack():
+    with connect(broker, STRANGER) as connection, pytest.raises(ConnectionError):
         connection.sendall(ENDLESS[kind])
         for _ in range(256):
             connection.sendall(unit * (32 * 1024 // len(unit)))
@@ -86,7 +95,7 @@ def test_large_head_gets_431(broker: Running) -> None:
     """A client that waits for the answer learns the limit; a head below it is accepted."""
     with connect(broker) as connection:
         connection.sendall(HEALTH + b"X: " + b"a" * (server.MAX_HEAD_BYTES - 500) + b"\r\n\r\n")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        assert read_status(connection) == 200
         connection.sendall(HEALTH + b"X: " + b"a" * (3 * server.MAX_HEAD_BYTES))
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 431")
@@ -98,12 +107,12 @@ def test_large_bodies_are_no_heads(broker: Running) -> None:
     with connect(broker) as connection:
         head = HEALTH.replace(b"GET", b"POST").replace(b"/health", b"/api/v1/jobs") + b"Authorization: token ada\r\n"
         connection.sendall(head + b"Content-Length: 200000\r\n\r\n" + b"a" * 200_000)
-        assert connection.recv(4096).startswith(b"HTTP/1.1 422")
+        assert read_status(connection) == 422
         connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
         for _ in range(20):
             connection.sendall(b"4000\r\n" + b"a" * 0x4000 + b"\r\n")
         connection.sendall(b"0\r\n\r\n")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 422")
+        assert read_status(connection) == 422
 
 
 @pytest.mark.parametrize("first", [b"", HEALTH + b"\r\n"], ids=["at first", "after a response"])
@@ -113,7 +122,7 @@ def test_slow_heads_are_cut_off(setting: Setting, monkeypatch: pytest.MonkeyPatc
     with served_broker(setting) as running, connect(running, STRANGER) as connection:
         connection.sendall(first)
         if first:
-            assert b'"ok"' in connection.recv(4096)
+            assert read_status(connection) == 200
         sent = 0
         with pytest.raises(ConnectionError):
             while sent < 600:
