@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -35,6 +36,11 @@ def run_make(instance: str, target: str) -> str:
     )
     assert done.returncode == 0, f"make {target} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def join_columns(text: str) -> str:
+    """Return a table's text with one space between columns, whose widths depend on other rows."""
+    return re.sub(r"(?<=\S) +", " ", text)
 
 
 def wait_for(

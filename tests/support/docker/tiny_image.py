@@ -15,6 +15,8 @@ from pathlib import Path
 import pynvml
 
 _PROGRAMS = ("dash", "cat", "ls", "grep", "sleep", "id", "hostname")
+_TEMPORARY = ("tmp", "var/tmp")
+_FOLDERS = ("dev", "etc", "proc", "run", "sys", "var", "var/lib", *_TEMPORARY)
 _UNNEEDED = ("test", "idlelib", "ensurepip", "tkinter", "lib2to3", "pydoc_data", "dist-packages", "__pycache__")
 
 
@@ -28,9 +30,10 @@ def build_root_filesystem() -> bytes:
     with tarfile.open(fileobj=output, mode="w", dereference=True) as tar:
         for name, target in {"bin": "usr/bin", "lib": "usr/lib", "lib64": "usr/lib64"}.items():
             _add_link(tar, name, target)
-        for folder in ("dev", "etc", "proc", "sys", "tmp"):
+        for folder in _FOLDERS:
             entry = tarfile.TarInfo(folder)
-            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            # Older runc gives a file system that it mounts the mode of the folder below.
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if folder in _TEMPORARY else 0o755
             tar.addfile(entry)
         for file in sorted({*programs, *find_libraries(binaries)}):
             tar.add(file, arcname=path_under_usr(file))
