@@ -16,7 +16,9 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.swarm import manager_node
 
-#: Longest waits for an overlay's subnet, and for the kernel's answer about a route, seconds.
+#: Longest waits for a removed network to be gone and for another start's network to be shown, for an overlay's subnet,
+#: and for the kernel's answer about a route, seconds.
+_REPLACE_DEADLINE_S = 20.0
 _SUBNET_DEADLINE_S = 10.0
 _ROUTE_DEADLINE_S = 5.0
 #: Size of VXLAN's header in each packet, bytes.
@@ -70,13 +72,7 @@ async def ensure_user_network(
     node = manager_node(cluster).name
     name = names.user_network_name(instance, owner)
     try:
-        network = await _inspect_network(daemons, node, name)
-        if network is not None and (outdated := _explain_outdated(cluster, network, node)):
-            await _remove_outdated(daemons, node, network, f"{owner} has a notebook or job {outdated}")
-            network = None
-        if network is None:
-            mtu = await asyncio.to_thread(find_mtu, cluster)
-            network = await _create_network(daemons, node, name, build_user_network(cluster, instance, owner, mtu))
+        network = await _ensure_current(daemons, cluster, instance, owner)
         names.check_owner(name, network.get("Labels"), owner)
     except NodeUnreachable as error:
         raise NodeUnreachable(f"{error}; it keeps the users' networks, so nothing can start until it does") from error
@@ -88,6 +84,27 @@ async def ensure_user_network(
         await asyncio.sleep(0.02)
         network = await daemons.call(node, "inspect_network", name)
     return UserNetwork(name=name, id=network["Id"], subnet=subnet)
+
+
+async def _ensure_current(
+    daemons: DockerClients, cluster: ClusterSettings, instance: str, owner: str
+) -> dict[str, Any]:
+    """Return a user's network as the settings have it; one that does not fit is replaced."""
+    node, name = manager_node(cluster).name, names.user_network_name(instance, owner)
+    end = asyncio.get_running_loop().time() + _REPLACE_DEADLINE_S
+    while True:
+        network = await _inspect_network(daemons, node, name)
+        if network is None:
+            mtu = await asyncio.to_thread(find_mtu, cluster)
+            network = await _create_network(daemons, node, name, build_user_network(cluster, instance, owner, mtu))
+        outdated = _explain_outdated(cluster, network, node)
+        if outdated is None:
+            return network
+        await _remove_outdated(daemons, node, network, f"{owner} has a notebook or job {outdated}")
+        # A daemon shows an overlay for some moments after Swarm has removed it.
+        if asyncio.get_running_loop().time() > end:
+            raise GpuhubError(f"Docker on {node} still shows the old network {name} after {_REPLACE_DEADLINE_S:.0f} s")
+        await asyncio.sleep(0.1)
 
 
 async def connect_container(daemons: DockerClients, node: str, container: str, network: UserNetwork) -> None:
@@ -117,8 +134,7 @@ async def remove_idle_user_networks(
         except NotFound:
             continue
         except GpuhubError as error:
-            # The daemon's refusal is the check whether a container on any node is connected.
-            if "in use" in str(error) or "active endpoints" in str(error):
+            if _is_in_use(error):
                 continue
             raise
         removed.append(str(network["Name"]))
@@ -181,18 +197,30 @@ async def _remove_outdated(daemons: DockerClients, node: str, network: Mapping[s
     except NotFound:
         return
     except GpuhubError as error:
-        raise Conflict(f"{explanation}: stop it first, then start again") from error
+        if _is_in_use(error):
+            raise Conflict(f"{explanation}: stop it first, then start again") from error
+        # Swarm has removed it, and says so in its own way.
+        if "not found" not in str(error):
+            raise
+
+
+def _is_in_use(error: GpuhubError) -> bool:
+    """Return whether a daemon refused to remove a network because a container on any node is connected."""
+    return "in use" in str(error) or "active endpoints" in str(error)
 
 
 async def _create_network(daemons: DockerClients, node: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     try:
         # Without this option two bridges may have the same name; overlays never do.
         await daemons.call(node, "create_network", name, check_duplicate=True, **arguments)
-    except GpuhubError:
-        # Daemons' messages differ when a concurrent start was first, so check for the network instead.
-        existing = await _inspect_network(daemons, node, name)
-        if existing is None:
-            raise
+    except GpuhubError as error:
+        # Daemons' messages differ when a concurrent start was first, so check for the network instead. Swarm knows it
+        # some moments before the daemon does.
+        end = asyncio.get_running_loop().time() + _REPLACE_DEADLINE_S
+        while (existing := await _inspect_network(daemons, node, name)) is None:
+            if "name conflicts" not in str(error) or asyncio.get_running_loop().time() > end:
+                raise
+            await asyncio.sleep(0.1)
         return existing
     created: dict[str, Any] = await daemons.call(node, "inspect_network", name)
     return created
