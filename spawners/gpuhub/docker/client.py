@@ -234,15 +234,16 @@ _TLS_REFUSALS: tuple[tuple[str, str], ...] = (
     ("ALERT_UNKNOWN_CA", "its Docker daemon does not accept tls.cert: it trusts another authority"),
 )
 
-#: Docker's text where a container is listed and inspected still, but its output is gone; the status is 409 or 500.
-_REMOVAL_SIGN = "dead or marked for removal"
+#: In Docker's text where a container is listed and inspected still, but can't be read or started; the status is 409 or
+#: 500.
+_REMOVAL_SIGN = "marked for removal"
 
 #: With TLS 1.3 a certificate is refused after the first request, which then may find the connection gone.
 _CONNECTION_RESETS = ("Connection reset by peer", "Broken pipe", "EOF occurred in violation of protocol")
 
 
 def is_being_removed(error: Exception) -> bool:
-    """Return whether Docker refused to read a container's output because the container is being removed."""
+    """Return whether Docker refused to read or start a container because it is being removed."""
     return isinstance(error, docker.errors.APIError) and _REMOVAL_SIGN in str(error)
 
 

@@ -62,8 +62,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
         GpuhubError: A step failed; the text names the remedy.
     """
     programs.find_proxy()
-    if low_limit := describe_low_limit(raise_open_file_limit()):
-        report.note(f"Warning: {low_limit}.")
+    low_limit = describe_low_limit(raise_open_file_limit())
     for folder in (paths.state, paths.run, paths.log):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o711 if folder == paths.state else 0o700)
@@ -77,8 +76,9 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     cluster = settings.load(chosen.cluster_file)
     cluster_choice.check_requested_engine(chosen, cluster.engine, options.engine)
     _announce(chosen, provider, cluster, report)
-    for note in (*login.check_login(cluster, paths), *check_accounts(cluster, paths)):
-        report.note(f"  {note}.")
+    for note in (*login.check_login(cluster, paths), *check_accounts(cluster, paths), low_limit):
+        if note:
+            report.note(f"  {note}.")
     secrets.ensure_secrets(paths)
     https = public_access.ensure_certificate(cluster, paths, find_head_address(cluster))
     services = programs.build_programs(paths, chosen.cluster_file, options.hub_config)

@@ -162,6 +162,24 @@ async def test_container_that_another_call_replaces_is_waited_for(client: FakeDo
     assert client.there[NAME]["status"] == "running"
 
 
+async def test_container_that_another_call_removes_before_its_start(client: FakeDocker) -> None:
+    """The next container is created and started, as often as it takes."""
+    start, refused = client.start, []
+
+    def refuse(name: str) -> None:
+        if refused:
+            return start(name)
+        refused.append(name)
+        client.remove_container(name)
+        text = "container is marked for removal and cannot be started"
+        raise docker.errors.APIError("refused", response=answer(409), explanation=text)
+
+    client.start = refuse  # type: ignore[method-assign]
+    await ensure(client)
+    assert client.created == [NAME, NAME]
+    assert client.there[NAME]["status"] == "running"
+
+
 @pytest.mark.parametrize("change", ["image", "settings", "stopped"])
 async def test_changed_image_or_rules_replace_the_firewall_container(client: FakeDocker, change: str) -> None:
     """A stopped container is replaced as well."""
