@@ -25,7 +25,6 @@ PRACTICE = cluster_choice.ClusterChoice(origin=cluster_choice.ClusterOrigin.PROV
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
     """Folders of the test, and an instance without a closet, because its processes would be ended."""
     monkeypatch.setattr(Paths, "state", property(lambda self: tmp_path / "state"))
-    monkeypatch.setattr(slurm_setup, "PROGRAMS", {})
     (tmp_path / "state").mkdir()
     return Paths(INSTANCE)
 
