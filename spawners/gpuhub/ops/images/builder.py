@@ -257,8 +257,23 @@ def ensure_root_tar(
         report(ProgressStep(label=_DEBIAN_LABEL, done=finished.stat().st_size, is_finished=True))
     for other in folder.iterdir():
         if other != finished:
-            other.unlink()
+            _remove_leftover(other)
     return finished
+
+
+def _remove_leftover(path: Path) -> None:
+    """Remove an old tar, or what a build that was killed has left.
+
+    Raises:
+        SetupError: The killed build's mounts are still there.
+    """
+    if not path.is_dir():
+        path.unlink()
+        return
+    mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
+    if left := [mount for mount in mounts if Path(mount).is_relative_to(path)]:
+        raise SetupError(f"a build of images that was killed left mounts: umount {' '.join(reversed(left))}")
+    shutil.rmtree(path)
 
 
 def build_extra_files(sources: ImageSources, pynvml: bytes) -> dict[str, bytes]:

@@ -187,3 +187,20 @@ def test_build_context_is_a_tar_stream_of_plain_files(tmp_path: Path):
         read = {entry.name: archive.extractfile(entry).read() for entry in archive}
         assert {entry.mode for entry in archive} == {0o644}
     assert read == {**files, "large": large.read_bytes()}
+
+
+def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path):
+    """Old files and the folder of a build that was killed go; the finished tar stays."""
+    (tmp_path / "new.tar").write_bytes(b"new")
+    (tmp_path / "old.tar").write_bytes(b"old")
+    (tmp_path / "tmpkilled" / "root" / "usr").mkdir(parents=True)
+    found = builder.ensure_root_tar(
+        tmp_path,
+        tag="new",
+        suite="bookworm",
+        sources=SOURCES,
+        pynvml=b"",
+        report=lambda _step: None,
+    )
+    assert found == tmp_path / "new.tar"
+    assert list(tmp_path.iterdir()) == [found]
