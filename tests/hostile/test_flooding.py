@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gpuhub.common import names
 from gpuhub.firewall.rules import MAX_CONNECTIONS
 from tests.hostile.scene import Scene
 from tests.support.hub.users import log_in
@@ -105,6 +106,10 @@ def test_a_state_file_of_any_size(scene: Scene) -> None:
         path = f"/jobs/{job['id']}/state"
         status, _ = scene.ben.ask(scene.ben.broker, "GET", path)
         assert status == 200
+        # The job's driver writes the file as well; its owner may stop it.
+        (worker,) = scene.find_containers("ben", names.KIND_WORKER)
+        stop = "for p in /proc/[0-9]*; do grep -q detached[.]driver $p/cmdline && kill -STOP ${p#/proc/}; done; true"
+        assert scene.shell(stop, seen=worker)[0] == 0
         write = f"python3 -c \"open('{folder}/state.json', 'w').write('[' + '[],' * (100 * 2**20) + '0]')\""
         assert scene.shell(write)[0] == 0
         with scene.everybody_works_on():
