@@ -10,7 +10,7 @@
 # passed with two variables, by default nothing:
 #   GPUHUB_FRESH_CARRY="/etc/pip.conf /usr/local/share/ca-certificates"   files and folders, read-only at the same place
 #   GPUHUB_FRESH_ENV="PIP_INDEX_URL https_proxy"                          names of environment variables
-#   GPUHUB_FRESH_MIRROR=http://deb.debian.org/debian                      where packages come from
+#   GPUHUB_FRESH_MIRROR=http://mirror.example/debian                      where packages come from; by default apt's own
 #   GPUHUB_FRESH_FOLDER=/var/tmp/gpuhub-fresh                             10 GiB below it; kept for a look with KEEP=1
 set -euo pipefail
 here=$(cd "$(dirname "$0")/../.." && pwd)
@@ -79,7 +79,7 @@ done
   "make up" "python -m tests.fresh.main_job" "make down" "make up" "python -m tests.fresh.main_job" \
   "make setup-dev" "tests/run lint unit contract" "make down"
 
-mirror=${GPUHUB_FRESH_MIRROR:-http://deb.debian.org/debian}
+mirror=${GPUHUB_FRESH_MIRROR:-$(apt-get indextargets --format '$(SITE)' | head -n 1)}
 folder=${GPUHUB_FRESH_FOLDER:-/var/tmp/gpuhub-fresh}
 root=$folder/$suite-$$
 name=frsh$(($$ % 10000))

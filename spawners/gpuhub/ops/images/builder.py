@@ -54,9 +54,6 @@ _EMPTIED = (
 _EXCLUDED = {"etc/hostname", "etc/resolv.conf", "etc/machine-id", "var/lib/dbus/machine-id"}
 _SETUID_SETGID = 0o6000
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-#: Debian's own servers, for a head node whose apt does not use the suite.
-_MIRROR = "http://deb.debian.org/debian"
-_SECURITY_MIRROR = "http://deb.debian.org/debian-security"
 _DEBIAN_DEADLINE_S = 1800.0
 _DEBIAN_LABEL = "Debian packages"
 #: Lists apt's package lists, also if they were never downloaded.
@@ -300,16 +297,17 @@ def build_mmdebstrap_command(root: Path, suite: str, packages: Sequence[str], ap
 
     Every source is checked with Debian's keys, whatever keys and sources the head node's apt has.
     """
-    sources = (
-        f"deb [signed-by={_KEYRING}] {find_mirror(apt_targets, release) or default} {release} main"
-        for release, default in (
-            (suite, _MIRROR),
-            (f"{suite}-updates", _MIRROR),
-            (f"{suite}-security", _SECURITY_MIRROR),
-        )
-    )
+    mirrors = {release: find_mirror(apt_targets, release) for release in _list_releases(suite)}
+    sources = [f"deb [signed-by={_KEYRING}] {mirror} {release} main" for release, mirror in mirrors.items() if mirror]
+    if len(sources) < len(mirrors):
+        # The head node's apt does not use this suite: mmdebstrap takes Debian's own servers for all three.
+        sources = []
     options = ["--mode=root", "--variant=minbase", "--format=directory", f"--include={','.join(packages)}"]
     return ["mmdebstrap", *options, suite, str(root), *sources]
+
+
+def _list_releases(suite: str) -> tuple[str, ...]:
+    return suite, f"{suite}-updates", f"{suite}-security"
 
 
 def find_mirror(apt_targets: str, suite: str) -> str | None:

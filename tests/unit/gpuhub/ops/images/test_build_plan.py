@@ -128,16 +128,21 @@ def test_the_mirror_is_the_one_apt_uses(targets: str, mirror: str | None):
 
 
 def test_debian_comes_with_its_updates_checked_with_its_own_keys():
-    """Also on hosts whose apt trusts other keys, or has no such suite."""
-    mirrors = "http://a.example/debian/ bookworm\nhttp://a.example/security/ bookworm-security\n"
+    """Also on hosts whose apt trusts other keys; one whose apt lacks a part of the suite uses Debian's own servers."""
+    mirrors = "".join(
+        f"http://a.example/{folder}/ bookworm{part}\n"
+        for folder, part in (("debian", ""), ("debian", "-updates"), ("security", "-security"))
+    )
     command = builder.build_mmdebstrap_command(Path("/r"), "bookworm", ["git", "curl"], mirrors)
     assert "--include=git,curl" in command
     keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
     assert command[-3:] == [
         f"deb [signed-by={keyring}] http://a.example/debian/ bookworm main",
-        f"deb [signed-by={keyring}] http://deb.debian.org/debian bookworm-updates main",
+        f"deb [signed-by={keyring}] http://a.example/debian/ bookworm-updates main",
         f"deb [signed-by={keyring}] http://a.example/security/ bookworm-security main",
     ]
+    without = builder.build_mmdebstrap_command(Path("/r"), "bookworm", ["git"], mirrors.replace("-updates", "-other"))
+    assert without[-2:] == ["bookworm", "/r"]
 
 
 def test_a_refresh_builds_every_image_again():
