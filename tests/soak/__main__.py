@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shutil
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from gpuhub.common import secrets
-from gpuhub.common.paths import Paths
-from gpuhub.config import settings
-from gpuhub.ops.deploy.programs import BROKER, HUB, Supervisor
+from gpuhub.ops.deploy.programs import BROKER, HUB
 from gpuhub_closet.topology import ClosetPlan, build_practice_plan
 from tests.acceptance.random_faults import Fault, FaultInjector, schedule_faults
 from tests.acceptance.settling import settle
@@ -26,9 +22,9 @@ from tests.acceptance.user_load import UserLoad
 from tests.soak.readings import take_sample, write_samples
 from tests.soak.verdict import Sample, Trend, format_table, judge
 from tests.support.closet.observer import Observer
-from tests.support.hub.browser import INSTANCE, Product
+from tests.support.hub.browser import Product, run_product
 from tests.support.hub.users import Client, log_in
-from tests.support.product import ROOT, run_make, wait_for
+from tests.support.product import ROOT, wait_for
 
 SEED = 20261122
 #: Faults in a round, and the calm before a sample in which caches and connections of the round go, seconds.
@@ -94,36 +90,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hours", type=float, default=2.0, help="length of the run")
     hours = parser.parse_args().hours
-    paths, plan = Paths(INSTANCE), build_practice_plan(INSTANCE)
-    run_make(INSTANCE, "down")
-    shutil.rmtree(paths.state / "homes", ignore_errors=True)
-    for stale in ("jupyterhub.sqlite", "broker.sqlite"):
-        for file in paths.state.glob(f"{stale}*"):
-            file.unlink()
-    output = run_make(INSTANCE, "up")
-    try:
-        soak = _make(paths, plan, output)
+    with run_product() as product:
+        soak = _make(product)
         soak.run(hours * 3600)
         for client in soak.clients:
             client.close()
-    finally:
-        run_make(INSTANCE, "down")
     return _report(soak, judge(soak.samples))
 
 
-def _make(paths: Paths, plan: ClosetPlan, output: str) -> Soak:
-    cluster = settings.load(paths.closet_cluster_file)
-    product = Product(
-        paths=paths,
-        cluster=cluster,
-        address=f"http://127.0.0.1:{cluster.hub.port}",
-        password=secrets.read_secret(paths, secrets.USER_PASSWORD),
-        supervisor=Supervisor(paths),
-        up_output=output,
-    )
+def _make(product: Product) -> Soak:
+    plan = build_practice_plan(product.paths.instance)
     clients = [log_in(product.address, name, product.password) for name in USERS]
     load = UserLoad(clients, SEED, PROFILES)
-    return Soak(product, plan, clients, load, Observer(plan, paths), FaultInjector(product, plan))
+    return Soak(product, plan, clients, load, Observer(plan, product.paths), FaultInjector(product, plan))
 
 
 def _report(soak: Soak, trends: list[Trend]) -> int:

@@ -111,18 +111,21 @@ def run_product() -> Iterator[Product]:
     run_make("down")
     shutil.rmtree(paths.state / "homes", ignore_errors=True)
     for stale in ("jupyterhub.sqlite", "broker.sqlite"):
-        (paths.state / stale).unlink(missing_ok=True)
+        for file in paths.state.glob(f"{stale}*"):
+            file.unlink()
     output = run_make("up")
-    cluster = settings.load(paths.closet_cluster_file)
-    yield Product(
-        paths=paths,
-        cluster=cluster,
-        address=f"http://127.0.0.1:{cluster.hub.port}",
-        password=secrets.read_secret(paths, secrets.USER_PASSWORD),
-        supervisor=Supervisor(paths),
-        up_output=output,
-    )
-    run_make("down")
+    try:
+        cluster = settings.load(paths.closet_cluster_file)
+        yield Product(
+            paths=paths,
+            cluster=cluster,
+            address=f"http://127.0.0.1:{cluster.hub.port}",
+            password=secrets.read_secret(paths, secrets.USER_PASSWORD),
+            supervisor=Supervisor(paths),
+            up_output=output,
+        )
+    finally:
+        run_make("down")
 
 
 def run_make(target: str) -> str:
