@@ -212,7 +212,7 @@ async def test_endless_answer_of_a_notebook_is_not_read(world: World) -> None:
                 sent[number] += 65536
         writer.close()
 
-    async with asyncio.timeout(60), await asyncio.start_server(answer, "127.0.0.1", 0) as notebook:
+    async with asyncio.timeout(60), await asyncio.start_server(answer, "127.0.0.2", 0) as notebook:
         user = await replace(world, port=notebook.sockets[0].getsockname()[1]).started()
         await until(lambda: len(sent) == 2, "both have asked")
         assert user.spawner._jupyterhub_version == "5.0.0"
