@@ -95,7 +95,7 @@ async def running(api: SlurmClient, submission: SlurmSubmission) -> SlurmJob:
 async def test_placeholder_job_runs_and_is_ended_at_once(slurm: SlurmSite, api: SlurmClient) -> None:
     began = time.time()
     job = await running(api, build_submission(slurm, time_limit_s=630, account="lab"))
-    assert (job.name, job.user_id, job.account, job.partition) == ("gh-lease-1", 61001, "lab", "all")
+    assert (job.name, job.user_id, job.account, job.partition) == ("gh-lease-1", 71001, "lab", "all")
     # The head node does not know this user; slurmrestd's machine does.
     assert job.user_name == ("" if isinstance(api, SlurmCliClient) else "ada")
     assert job.time_limit_s == 660
@@ -141,8 +141,8 @@ async def test_gpu_indices_of_a_job(slurm: SlurmSite, api: SlurmClient) -> None:
     first = await running(api, build_submission(slurm, gpu_type="rtx5090", partition="short"))
     second = await running(api, build_submission(slurm, "ben", gpu_type="rtx5090", partition="short"))
     typed = await running(api, build_submission(slurm, gpu_type="rtx5070"))
-    assert {**first.gpus, "user": first.user_id} == {"sx1": (0,), "user": 61001}
-    assert {**second.gpus, "user": second.user_id} == {"sx1": (1,), "user": 61002}
+    assert {**first.gpus, "user": first.user_id} == {"sx1": (0,), "user": 71001}
+    assert {**second.gpus, "user": second.user_id} == {"sx1": (1,), "user": 71002}
     assert typed.gpus == {"sx2": (1,)}
     assert first.time_limit_s == 600  # the partition's default
     nodes = {node.name: node for node in (await api.read_snapshot()).nodes}

@@ -44,7 +44,7 @@ FURTHER
 [users]
 login = "password"
 allowed = ["ada", "ben"]
-uid_first = 61001
+uid_first = 71001
 [storage]
 home = "HOMES/{{username}}"
 [slurm]

@@ -20,7 +20,7 @@ from gpuhub.slurm_client.models import (
 )
 
 #: UIDs of the tests' users.
-UIDS = {"ada": 61001, "ben": 61002, "eve": 61003}
+UIDS = {"ada": 71001, "ben": 71002, "eve": 71003}
 #: GPU types of the practice closet.
 CLOSET = {"rig1": ("rtx5090",), "rig2": ("rtx5070",), "rig3": ("rtx5060",)}
 

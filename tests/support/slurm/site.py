@@ -31,7 +31,7 @@ from tests.support.slurm.daemons import DEADLINE_S, REST_USER, Daemons, wait
 #: The practice closet's GPUs, one for each node.
 CARDS = (("rtx5090",), ("rtx5070",), ("rtx5060",))
 #: Users that only Slurm's daemons know.
-USERS = {"ada": 61001, "ben": 61002}
+USERS = {"ada": 71001, "ben": 71002}
 #: Program → Debian package.
 _PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
 _FOR_ACCOUNTS = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}

@@ -116,13 +116,13 @@ async def test_sbatch_runs_as_the_submitter(open_commands: Commands) -> None:
 
 def test_sudo_is_used_if_not_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.os, "geteuid", lambda: 1000)
-    ada = Submitter(name="--user=root", uid=61001, gid=61001, groups=(5,))
+    ada = Submitter(name="--user=root", uid=71001, gid=71001, groups=(5,))
     command, become = cli._run_as(["/usr/bin/sbatch", "--parsable"], ada)
-    assert command == ["sudo", "--non-interactive", "--user=#61001", "--", "/usr/bin/sbatch", "--parsable"]
+    assert command == ["sudo", "--non-interactive", "--user=#71001", "--", "/usr/bin/sbatch", "--parsable"]
     assert become == {}
     assert cli._run_as(["sbatch"], Submitter(name="me", uid=1000, gid=1000)) == (["sbatch"], {})
     monkeypatch.setattr(cli.os, "geteuid", lambda: 0)
-    assert cli._run_as(["sbatch"], ada) == (["sbatch"], {"user": 61001, "group": 61001, "extra_groups": [5]})
+    assert cli._run_as(["sbatch"], ada) == (["sbatch"], {"user": 71001, "group": 71001, "extra_groups": [5]})
 
 
 async def test_json_errors_with_exit_status_0_mean_unreachable(api: SlurmCliClient, commands: Commands) -> None:

@@ -313,7 +313,7 @@ def test_certificates_are_passed_in_memory() -> None:
     file = Path(variables["JUPYTERHUB_SSL_KEYFILE"])
     assert file.parent == Path(f"/proc/{os.getpid()}/fd")
     assert subprocess.run(["cat", file], check=True, capture_output=True).stdout == b"KEY"
-    stranger = subprocess.run(["cat", file], check=False, capture_output=True, user=61001, group=61001, extra_groups=[])
+    stranger = subprocess.run(["cat", file], check=False, capture_output=True, user=71001, group=71001, extra_groups=[])
     assert (stranger.returncode, stranger.stdout) == (1, b"")
     os.close(int(file.name))
     assert node_main.store_certificates(None) == {}

@@ -149,7 +149,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
                 }
             ],
             "profiles": [{"name": "gpu", "title": "GPU", "gpu_model": "RTX 5090"}],
-            "users": {"allowed": ["ada"], "uid_first": 61001},
+            "users": {"allowed": ["ada"], "uid_first": 71001},
             "storage": {"home": f"{tmp_path}/{{username}}"},
             "slurm": {"runtime": "plain", "command": "/opt/bin/jupyterhub-singleuser"},
         }
@@ -225,7 +225,7 @@ async def test_notebook_is_submitted_polled_and_cancelled(world: World, tmp_path
     [lease] = world.broker.known.values()
     spawner = user.spawner
     assert submission.name == f"gh-lease-{lease.id}"
-    assert (submission.submitter.uid, submission.gpus_per_node) == (61001, 1)
+    assert (submission.submitter.uid, submission.gpus_per_node) == (71001, 1)
     assert spawner.api_token in submission.script
     assert str(user.spawner.server.url) == f"http://127.0.0.2:{world.port}/user/ada/"
     assert (spawner.job_id, spawner.node) == ("100", "rig1")
@@ -278,7 +278,7 @@ async def test_server_is_lost_only_if_slurm_reports_it(world: World) -> None:
     assert await spawner.poll() is None
     world.slurm.trouble = None
     assert await spawner.poll() is None
-    world.slurm.jobs[100] = SlurmJob(id=100, name="gh-lease-lease-1", user_id=61001, state=SlurmJobState.NODE_FAIL)
+    world.slurm.jobs[100] = SlurmJob(id=100, name="gh-lease-lease-1", user_id=71001, state=SlurmJobState.NODE_FAIL)
     assert await spawner.poll() == 1
     del world.slurm.jobs[100]
     assert await spawner.poll() == 0
@@ -326,7 +326,7 @@ async def test_failed_start_names_the_notebooks_log_file(world: World) -> None:
     user = world.make_user()
     start = asyncio.create_task(user.spawn(options=OPTIONS))
     lease = await world.until_waiting()
-    world.slurm.jobs[100] = SlurmJob(id=100, name="gh-lease-lease-1", user_id=61001, state=SlurmJobState.FAILED)
+    world.slurm.jobs[100] = SlurmJob(id=100, name="gh-lease-lease-1", user_id=71001, state=SlurmJobState.FAILED)
     await world.broker.grant(lease)
     with pytest.raises(SpawnFailed, match=r"~/\.gpuhub/notebook\.log"):
         await start

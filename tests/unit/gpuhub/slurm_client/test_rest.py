@@ -28,7 +28,7 @@ from gpuhub.slurm_client.submission import HOLDER_SCRIPT
 DATA = Path(__file__).parent / "data"
 META = {"Slurm": {"version": {"major": 22, "minor": 5, "micro": 8}}}
 SUBMISSION = SlurmSubmission(
-    name="gh-lease-1", submitter=Submitter(name="ada", uid=61001, gid=61001), script=HOLDER_SCRIPT, gpus_per_node=1
+    name="gh-lease-1", submitter=Submitter(name="ada", uid=71001, gid=71001), script=HOLDER_SCRIPT, gpus_per_node=1
 )
 Answer = tuple[int, Any]
 
@@ -59,7 +59,7 @@ def build_error(number: int, error: str, **further: Any) -> dict[str, Any]:
     return {"meta": META, "errors": [{"error_number": number, "error": error}], **further}
 
 
-def build_running_job(user_id: int = 61001) -> dict[str, Any]:
+def build_running_job(user_id: int = 71001) -> dict[str, Any]:
     return {"errors": [], "jobs": [{"job_id": 5, "name": "n", "user_id": user_id, "job_state": "RUNNING"}]}
 
 
@@ -101,7 +101,7 @@ def test_jwt_key_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: py
     path = tmp_path / "jwt.key"
     path.write_bytes(b"k")
     path.chmod(0o600)
-    status = os.stat_result((*path.stat()[:4], 61001, *path.stat()[5:]))
+    status = os.stat_result((*path.stat()[:4], 71001, *path.stat()[5:]))
     monkeypatch.setattr(os, "fstat", lambda _file: status)
     monkeypatch.setattr(rest, "find_account_name", lambda _uid: "ada")
     with pytest.raises(SetupError, match=r"belongs to ada, .* it must belong to root, slurm"):

@@ -13,7 +13,7 @@ from gpuhub.slurm_client.submission import HOLDER_SCRIPT, format_rest, format_re
 
 PLAIN = SlurmSubmission(
     name="gh-lease-l0123456789abcdef",
-    submitter=Submitter(name="ada", uid=61001, gid=61001),
+    submitter=Submitter(name="ada", uid=71001, gid=71001),
     script=HOLDER_SCRIPT,
     gpus_per_node=1,
 )

@@ -17,7 +17,7 @@ from tests.support.slurm.scripted_slurm import ScriptedSlurm
 INSTANCE = "ghtest"
 PREFIX = names.slurm_job_name(INSTANCE, "")
 TYPES = {"rig1": ("rtx5090", "rtx5090"), "rig2": ("rtx5070", "rtx5070"), "rig3": ("rtx5060",)}
-UIDS = {"ada": 61001, "ben": 61002, "cleo": 61003, "eve": 61004}
+UIDS = {"ada": 71001, "ben": 71002, "cleo": 71003, "eve": 71004}
 #: The interval of slurmctld's scheduling, seconds.
 TURN_S = 0.25
 

@@ -25,7 +25,7 @@ from gpuhub.spawners.slurm import job_spawner
 from gpuhub.spawners.slurm.job_spawner import JobRecord, JobRecordStore
 from tests.support.hub.fake_broker import FakeBroker
 
-ADA = UserIdentity(name="ada", uid=61001, gid=61001, groups=(2000,), group_names=("ada", "lab"))
+ADA = UserIdentity(name="ada", uid=71001, gid=71001, groups=(2000,), group_names=("ada", "lab"))
 NODES = (
     SlurmNode(name="sx1", state="idle", takes_work=True, gpus={"rtx5090": 1}),
     SlurmNode(name="sx2", state="idle", takes_work=True, gpus={"rtx5070": 1}),
@@ -81,7 +81,7 @@ async def submit(of: ClusterSettings) -> SlurmSubmission:
 
 async def test_notebook_job_has_the_resources_of_its_profile() -> None:
     asked = await submit(cluster(cpus=1.5, memory="3GiB", time_limit="30m", partition="gpu"))
-    assert asked.submitter == Submitter(name="ada", uid=61001, gid=61001, groups=(2000,))
+    assert asked.submitter == Submitter(name="ada", uid=71001, gid=71001, groups=(2000,))
     assert (asked.name, asked.nodes, asked.gpus_per_node, asked.gpu_type) == ("gh-lease-l1", 1, 1, "rtx5090")
     assert (asked.cpus, asked.memory_mib, asked.time_limit_s) == (2, 3072, 1920)
     assert (asked.partition, asked.account, asked.qos) == ("gpu", "lab", None)
@@ -107,7 +107,7 @@ async def test_profile_that_no_node_can_serve_is_refused() -> None:
 
 
 def job(**changes: Any) -> SlurmJob:
-    values: dict[str, Any] = {"id": 7, "name": "gh-lease-l1", "user_id": 61001, "state": SlurmJobState.RUNNING}
+    values: dict[str, Any] = {"id": 7, "name": "gh-lease-l1", "user_id": 71001, "state": SlurmJobState.RUNNING}
     return SlurmJob(**(values | changes))
 
 
