@@ -18,6 +18,8 @@ from gpuhub.common.errors import Conflict
 DEFAULT_IMAGE = "gpuhub/notebook:latest"
 
 NOTEBOOK_PORT = 8888
+#: As `domain.models.new_id` makes them.
+_LEASE_ID = re.compile(r"l[0-9a-f]{16}")
 
 
 _PLAIN = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -80,6 +82,13 @@ def check_owner(name: str, labels: Mapping[str, str] | None, owner: str) -> None
 def slurm_job_name(instance: str, lease: str) -> str:
     """Return the name of the Slurm job that holds a lease's GPUs, by which gpuhub recognises it."""
     return f"{instance}-lease-{lease}"
+
+
+def find_slurm_lease(instance: str, job_name: str) -> str | None:
+    """Return the lease's id in a job's name; None for other names, also those that only begin like one."""
+    prefix = slurm_job_name(instance, "")
+    lease = job_name.removeprefix(prefix)
+    return lease if lease != job_name and _LEASE_ID.fullmatch(lease) else None
 
 
 def slurm_container_id(job: int) -> str:

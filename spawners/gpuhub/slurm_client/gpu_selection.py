@@ -107,7 +107,7 @@ def build_submission(
         gpus_per_node=0 if request.spread is not None else request.gpus_per_node,
         gpu_type=choice.gpu_type,
         spread=request.spread,
-        cpus=max(1, math.ceil(request.cpu_milli / 1000)),
+        cpus=count_cpus(request),
         memory_mib=request.memory_mib,
         time_limit_s=None
         if request.time_limit_s is None
@@ -121,6 +121,11 @@ def build_submission(
         nice=-NICE_PER_POINT * request.priority,
         survives_nodes=request.least_nodes < request.nodes,
     )
+
+
+def count_cpus(request: SchedulingRequest) -> int:
+    """Return the CPUs that a request's job has on each of its nodes at the least."""
+    return max(1, math.ceil(request.cpu_milli / 1000))
 
 
 def build_time_limit(seconds: float) -> int:

@@ -63,6 +63,10 @@ class SlurmJob:
     nodes: tuple[str, ...] = ()
     #: Indices of its GPUs by node, in gres.conf's numbering; empty while it is pending, and without GPUs.
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    #: CPUs and memory that Slurm allocated on all of its nodes together; None while it is pending. Memory is None also
+    #: where Slurm does not allocate it (SelectTypeParameters without Memory).
+    cpus: int | None = None
+    memory_mib: int | None = None
     #: The requested resources for users, such as `2 nodes × gpu:rtx5090:1`.
     wants: str = ""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpuhub.common.units import parse_size
 from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState
 
 #: Slurm's numbers for "not set" and "infinite", with 32 and 64 bits.
@@ -58,6 +59,10 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 # A type may consist of digits, but is followed by a count then.
 _GPU = re.compile(r"(?:gres[:/])?gpu(?:[:=]([^:=(),]+?))??(?:[:=]([0-9]+))?(\(.*\))?")
 _INDICES = re.compile(r"\(IDX:([0-9,-]*)\)")
+#: In a text such as `cpu=8,mem=1.50G,node=2,billing=8`.
+_ALLOCATED_CPUS = re.compile(r"\bcpu=([0-9]+)\b")
+_ALLOCATED_MEMORY = re.compile(r"\bmem=([0-9.]+[KMGT])\b")
+_MIB = 1024**2
 
 
 def read_number(value: Any) -> int | None:
@@ -152,6 +157,7 @@ def _parse_job(job: Mapping[str, Any]) -> SlurmJob:
     limit_s = None if minutes is None or minutes >= _ENDLESS_MINUTES else minutes * 60
     is_waiting = state is SlurmJobState.PENDING
     has_end = not is_waiting and (state not in LIVE_STATES or limit_s is not None)
+    cpus, memory_mib = _parse_allocation(read_text(job.get("tres_alloc_str"))) if nodes else (None, None)
     return SlurmJob(
         id=int(job["job_id"]),
         name=str(job.get("name") or ""),
@@ -174,6 +180,8 @@ def _parse_job(job: Mapping[str, Any]) -> SlurmJob:
         exit_code=None if state in LIVE_STATES else _parse_exit_code(job.get("exit_code")),
         nodes=nodes,
         gpus=_parse_gpu_indices(nodes, job.get("gres_detail") or ()),
+        cpus=cpus,
+        memory_mib=memory_mib,
         wants=_describe_request(job),
     )
 
@@ -221,6 +229,12 @@ def _parse_gpu_indices(nodes: tuple[str, ...], detail: Any) -> dict[str, tuple[i
         if numbers:
             by_node[node] = tuple(numbers)
     return by_node
+
+
+def _parse_allocation(resources: str) -> tuple[int | None, int | None]:
+    """Return the CPUs and the MiB of memory in a list of allocated resources; None for what it does not contain."""
+    cpus, memory = _ALLOCATED_CPUS.search(resources), _ALLOCATED_MEMORY.search(resources)
+    return None if cpus is None else int(cpus[1]), None if memory is None else parse_size(memory[1]) // _MIB
 
 
 def _describe_request(job: Mapping[str, Any]) -> str:

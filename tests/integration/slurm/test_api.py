@@ -155,11 +155,39 @@ async def test_gang_and_spread_placement(slurm: SlurmSite, api: SlurmClient) -> 
     gang = await running(api, build_submission(slurm, nodes=4, min_nodes=2, gpu_type="rtx5090", survives_nodes=True))
     assert gang.gpus == {"sx1": (0,), "sx3": (0,)}
     assert gang.wants == "2 nodes × gpu:rtx5090:1"
+    assert (gang.cpus, gang.memory_mib) == (2, 200)
     await api.cancel(gang.id, at_once=True)
     slurm.wait_for_nodes()
     spread = await running(api, build_submission(slurm, spread=3, gpu_type="rtx5090"))
     assert spread.gpus == {"sx1": (0, 1), "sx3": (0,)}
     assert spread.wants == "gpu:rtx5090:3 in all"
+    # As many as a gang's on each node, although one number was requested.
+    assert (spread.cpus, spread.memory_mib) == (2, 200)
+
+
+async def test_owner_may_change_all_but_the_allocation(slurm: SlurmSite, api: SlurmClient) -> None:
+    """Neither name nor comment shows who submitted a job, and a waiting job is not what was submitted."""
+    other = await running(api, build_submission(slurm, "ben", gpu_type="rtx5070"))
+    number = await api.submit(build_submission(slurm, gpu_type="rtx5070", cpus=4, memory_mib=1000))
+    for change in ("JobName=mine", "Comment=mine", "MinMemoryNode=1", "Requeue=1"):
+        slurm.ask("scontrol", "update", f"JobId={number}", change, user="ada")
+    await api.cancel(other.id, at_once=True)
+    job = await until(lambda: api.find_job(number), lambda job: job is not None and job.state is SlurmJobState.RUNNING)
+    assert job is not None
+    assert (job.name, job.cpus, job.memory_mib) == ("mine", 4, 1)
+    for change in ("CPUsPerTask=1", "MinMemoryNode=1000", "Gres=gpu:rtx5060:1"):
+        refused = slurm.run("scontrol", "update", f"JobId={number}", change, user="ada")
+        assert "no longer pending" in refused.stderr, change
+    unchanged = await api.find_job(number)
+    assert unchanged is not None
+    assert (unchanged.cpus, unchanged.memory_mib, unchanged.gpus) == (4, 1, {"sx2": (1,)})
+
+
+async def test_own_job_with_a_lease_name_shows_what_it_was_allocated(slurm: SlurmSite, api: SlurmClient) -> None:
+    number = slurm.submit("ada", "--job-name=gh-lease-1", "--gres=gpu:rtx5090:1", "--mem=1", "--nodes=1-1")
+    job = await until(lambda: api.find_job(number), lambda job: job is not None and job.state is SlurmJobState.RUNNING)
+    assert job is not None
+    assert (job.name, job.user_id, job.cpus, job.memory_mib) == ("gh-lease-1", 61001, 1, 1)
 
 
 @pytest.mark.parametrize("text", ["sx[1-3]", "sx3,sx1", "sx[03,1-2],a-[8-10]"])

@@ -166,8 +166,16 @@ class ScriptedSlurm:
                 self.held[job.id] = places
                 gpus = {node: numbers for node, numbers in places.items() if numbers}
                 began = float(next(self._moments))
+                asked = self.asked[job.id]
                 self.change(
-                    job.id, state=SlurmJobState.RUNNING, reason="", nodes=tuple(places), gpus=gpus, started_at=began
+                    job.id,
+                    state=SlurmJobState.RUNNING,
+                    reason="",
+                    nodes=tuple(places),
+                    gpus=gpus,
+                    cpus=asked.cpus * len(places),
+                    memory_mib=asked.memory_mib * len(places),
+                    started_at=began,
                 )
                 started.append(job.id)
         return started
@@ -175,6 +183,11 @@ class ScriptedSlurm:
     def change(self, job_id: int, **fields: object) -> None:
         """Change a job as an administrator would."""
         self.jobs[job_id] = replace(self.jobs[job_id], **fields)  # type: ignore[arg-type]
+
+    def update(self, job_id: int, **fields: object) -> None:
+        """Change what a waiting job asks for, as its owner may by `scontrol update`."""
+        assert self.jobs[job_id].state is SlurmJobState.PENDING, "Job is no longer pending execution"
+        self.asked[job_id] = replace(self.asked[job_id], **fields)  # type: ignore[arg-type]
 
     def end(self, job_id: int, state: SlurmJobState, reason: str = "") -> None:
         """End a job; its GPUs are free when its nodes are clean, see `clean`."""

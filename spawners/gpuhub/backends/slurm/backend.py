@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import starmap
 
@@ -55,6 +56,8 @@ SITE_S = 60.0
 RETRY_S = 0.5
 #: Cancellations that are made at the same time.
 _CONCURRENCY = 8
+#: Unwanted jobs of one user that are cancelled after a poll: users can submit any number of jobs with leases' names.
+_MAX_UNWANTED = 32
 
 
 def build_capabilities(cluster: ClusterSettings) -> Capabilities:
@@ -255,7 +258,12 @@ class SlurmBackend(SchedulingBackend):
         unwanted = lease_outcomes.find_unwanted(
             self._look.jobs, leases, instance=self._instance, has_containers=has_containers
         )
-        listed = {job.id: job.name for job in self._look.jobs if job.id in unwanted - self._cancelled}
+        listed: dict[int, str] = {}
+        counts: Counter[int] = Counter()
+        for job in sorted(self._look.jobs, key=lambda job: job.id):
+            if job.id in unwanted - self._cancelled and counts[job.user_id] < _MAX_UNWANTED:
+                counts[job.user_id] += 1
+                listed[job.id] = job.name
         await self._cancel(listed)
 
     async def _release_nodes(self) -> None:

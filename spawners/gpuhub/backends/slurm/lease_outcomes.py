@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 
 from gpuhub.broker_api.schemas import LeaseState
@@ -18,8 +17,8 @@ REQUEUED = "Slurm requeued its job"
 RESTARTED = "Slurm requeued its job and started it again"
 #: Moments that differ by less are the same, seconds.
 _SAME_S = 1.0
-#: As `models.new_id` makes them. Jobs with other names that begin like gpuhub's are not gpuhub's.
-_LEASE_ID = r"l[0-9a-f]{16}"
+#: The clocks of the head node and of slurmctld's machine differ by less, seconds: munge refuses all requests otherwise.
+MAX_CLOCK_DIFFERENCE_S = 300.0
 
 
 def explain_over(
@@ -31,7 +30,8 @@ def explain_over(
         lease: The lease.
         job: Its job; None where Slurm does not know it, which ends the lease.
         node_names: gpuhub's names of nodes by Slurm's.
-        started_at: When the job had started by which the lease was granted; None where that is not known.
+        started_at: When the job had started by which the lease was granted; None where another run of the broker
+            granted it.
     """
     if job is None or job.state not in LIVE_STATES:
         return messages.explain_end(job)
@@ -39,7 +39,7 @@ def explain_over(
         return messages.explain_pending(job) if messages.can_never_start(job) else None
     if job.state is SlurmJobState.PENDING:
         return REQUEUED
-    if started_at is not None and not _is_close(job.started_at, started_at):
+    if _has_restarted(lease, job, started_at):
         return RESTARTED
     kept = set(lease_states.live_nodes(lease)) - lost_nodes(lease, job, node_names)
     return None if kept <= {node_names.get(node, node) for node in job.nodes} else RESTARTED
@@ -101,6 +101,15 @@ def has_new_note(lease: LeaseRow, job: SlurmJob) -> bool:
     return (job.state is SlurmJobState.SUSPENDED and not is_noted) or (job.state is SlurmJobState.RUNNING and is_noted)
 
 
+def _has_restarted(lease: LeaseRow, job: SlurmJob, started_at: float | None) -> bool:
+    """Return whether a live lease's job has started again: its owner may requeue it, and change it while it waits."""
+    if started_at is not None:
+        return not _is_close(job.started_at, started_at)
+    if job.started_at is None or lease.granted_at is None:
+        return False
+    return job.started_at > lease.granted_at + MAX_CLOCK_DIFFERENCE_S
+
+
 def _is_close(moment: float | None, other: float | None) -> bool:
     return moment is other or (moment is not None and other is not None and abs(moment - other) < _SAME_S)
 
@@ -117,11 +126,10 @@ def find_unwanted(
         has_containers: Jobs only hold GPUs for containers, and stay until these are proven gone; else they are what
             runs.
     """
-    prefix = names.slurm_job_name(instance, "")
     unwanted: set[int] = set()
     for job in jobs:
-        lease_id = job.name.removeprefix(prefix)
-        if job.state not in LIVE_STATES or lease_id == job.name or not re.fullmatch(_LEASE_ID, lease_id):
+        lease_id = names.find_slurm_lease(instance, job.name)
+        if job.state not in LIVE_STATES or lease_id is None:
             continue
         lease = leases.get(lease_id)
         # Its lease has ended or has another job: it is from a submission whose outcome was not known.

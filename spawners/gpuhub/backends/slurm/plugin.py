@@ -73,7 +73,7 @@ class SlurmPlugin(BackendPlugin):
         api = make_client(cluster.slurm)
         try:
             for job in (await api.read_snapshot()).jobs:
-                if job.state in LIVE_STATES and job.name.startswith(names.slurm_job_name(instance, "")):
+                if job.state in LIVE_STATES and names.find_slurm_lease(instance, job.name) is not None:
                     # Where there are containers, they are gone already; otherwise the job is the notebook itself and
                     # gets time to end.
                     await api.cancel(job.id, name=job.name, at_once=cluster.slurm.runtime == "docker")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gpuhub.backends.external_scheduler import ExternalScheduler
+from gpuhub.common import names
+from gpuhub.common.units import format_size
 from gpuhub.config.slurm import SlurmSettings
 from gpuhub.scheduler.interface import (
     GpuSlot,
@@ -18,11 +20,12 @@ from gpuhub.scheduler.interface import (
     SchedulingRequest,
 )
 from gpuhub.slurm_client import messages
-from gpuhub.slurm_client.gpu_selection import GpuSelection, is_available_now, select_gpus
+from gpuhub.slurm_client.gpu_selection import GpuSelection, count_cpus, is_available_now, select_gpus
 from gpuhub.slurm_client.models import SlurmJob, SlurmJobState, SlurmNode, SlurmSnapshot
 
 #: Slurm counts a job without a limit as one of a year: a start that is predicted so late is not known, seconds.
 _FAR_S = 30 * 86400.0
+_MIB = 1024**2
 
 
 class SlurmScheduler(ExternalScheduler):
@@ -47,7 +50,7 @@ class SlurmScheduler(ExternalScheduler):
             table: Where the types of GPUs are.
         """
         super().__init__(rules)
-        self._prefix = f"{instance}-lease-"
+        self._instance = instance
         self._node_names = dict(node_names)
         self._table = table or SlurmSettings()
         self._look = SlurmSnapshot(jobs=(), nodes=())
@@ -119,8 +122,7 @@ class SlurmScheduler(ExternalScheduler):
     def find_start(self, request_id: str) -> float | None:
         """Return when the job had started by which a request was granted, seconds since 1970.
 
-        None where it was granted in another run of the broker. If that job has been restarted since, Slurm's Epilog has
-        removed what its earlier start left.
+        None where it was granted in another run of the broker.
         """
         return self._started_at.get(request_id)
 
@@ -131,6 +133,9 @@ class SlurmScheduler(ExternalScheduler):
             return f"Slurm allocated it {', '.join(unknown)}, which cluster.toml does not name"
         if not _has_shape(request, job):
             return "Slurm allocated it another number of nodes or GPUs than it requested"
+        lack = next(_list_lacks(request, job), None)
+        if lack is not None:
+            return lack
         slots = [slot for node in self._find_nodes(request, job) or () for slot in node.slots]
         unwanted = [slot for slot in slots if not request.requirement.accepts(slot.card)]
         if unwanted:
@@ -147,7 +152,7 @@ class SlurmScheduler(ExternalScheduler):
         return {
             slot.uuid: job
             for job in self._look.jobs
-            if job.gpus and job.id not in waiting and (job.id in held or not job.name.startswith(self._prefix))
+            if job.gpus and job.id not in waiting and (job.id in held or not self._is_lease_job(job))
             for node in job.nodes
             for slot in self._find_slots(node, job) or ()
             if slot.uuid not in held.get(job.id, ())
@@ -165,6 +170,10 @@ class SlurmScheduler(ExternalScheduler):
             for node in self._look.nodes
             if node.name in self._node_names and not node.takes_work
         }
+
+    def _is_lease_job(self, job: SlurmJob) -> bool:
+        """Return whether a job has a lease's name; jobs that others name so are cancelled, see `find_unwanted`."""
+        return names.find_slurm_lease(self._instance, job.name) is not None
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -245,3 +254,13 @@ def _has_shape(request: SchedulingRequest, job: SlurmJob) -> bool:
         return sum(counts) == request.spread
     is_each = all(count == request.gpus_per_node for count in counts)
     return is_each and request.least_nodes <= len(counts) <= request.nodes
+
+
+def _list_lacks(request: SchedulingRequest, job: SlurmJob) -> Iterator[str]:
+    """Yield what a running job was allocated less of than its containers may use."""
+    cpus, memory_mib = count_cpus(request) * len(job.nodes), request.memory_mib * len(job.nodes)
+    if job.cpus is not None and job.cpus < cpus:
+        yield f"Slurm allocated it fewer CPUs than it requested: {job.cpus} of {cpus}"
+    if job.memory_mib is not None and job.memory_mib < memory_mib:
+        sizes = " of ".join(format_size(mib * _MIB) for mib in (job.memory_mib, memory_mib))
+        yield f"Slurm allocated it less memory than it requested: {sizes}"

@@ -93,6 +93,24 @@ def test_gpu_resources_are_parsed(text: str, gpus: tuple[GresGpus, ...]) -> None
     assert parse_gpus(text) == gpus
 
 
+@pytest.mark.parametrize(
+    ("text", "cpus", "memory_mib"),
+    [
+        ("cpu=8,mem=100M,node=1,billing=8", 8, 100),
+        ("cpu=12,mem=1.50G,node=3,billing=12,gres/gpu=3", 12, 1536),
+        ("cpu=64,mem=2T,node=1", 64, 2 * 1024**2),
+        # SelectTypeParameters=CR_Core.
+        ("cpu=1,node=1,billing=1", 1, None),
+        ("", None, None),
+    ],
+)
+def test_allocated_cpus_and_memory_are_parsed(text: str, cpus: int | None, memory_mib: int | None) -> None:
+    seen = job(tres_alloc_str=text)
+    assert (seen.cpus, seen.memory_mib) == (cpus, memory_mib)
+    waiting = job(tres_alloc_str=text, job_state="PENDING")
+    assert (waiting.cpus, waiting.memory_mib) == (None, None)
+
+
 def test_invalid_gpu_and_number_lists_are_refused() -> None:
     with pytest.raises(ValueError, match="is not a GPU resource"):
         parse_gpus("gpu:a:b:c")
@@ -109,12 +127,15 @@ def test_jobs_of_22_05() -> None:
     assert gang.started_at is not None
     assert gang.ends_at == gang.started_at + 600
     assert jobs[3].gpus == {"sx3": (0, 1)}
+    assert (jobs[3].cpus, jobs[3].memory_mib) == (8, 100)
+    assert (gang.cpus, gang.memory_mib) == (2, 200)
     assert (jobs[2].time_limit_s, jobs[2].ends_at, jobs[2].wants) == (None, None, "gpu:2 in all")
     refused = jobs[5]
     assert (refused.state, refused.reason, refused.started_at) == (SlurmJobState.FAILED, "BadConstraints", None)
     waiting = jobs[8]
     assert (waiting.state, waiting.reason, waiting.expected_start) == (SlurmJobState.PENDING, "Resources", 1795294380)
     assert (waiting.time_limit_s, waiting.ends_at, waiting.started_at, waiting.gpus) == (None, None, None, {})
+    assert (waiting.cpus, waiting.memory_mib) == (None, None)
     assert (jobs[7].reason, jobs[7].time_limit_s, jobs[7].expected_start) == ("PartitionTimeLimit", 7200, None)
     assert (jobs[41].reason, jobs[41].priority) == ("JobHeldUser", 0)
     assert (jobs[24].state, jobs[24].ends_at, jobs[24].gpus) == (SlurmJobState.CANCELLED, 1795292599, {})

@@ -168,6 +168,38 @@ async def test_allocation_that_differs_from_the_request_ends_the_lease(site: Bro
         assert site.slurm.live() == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"cpus": 1}, "Slurm allocated it fewer CPUs than it requested: 1 of 4"),
+        ({"memory_mib": 1}, "Slurm allocated it less memory than it requested: 1 MiB of 16 GiB"),
+    ],
+)
+async def test_waiting_job_that_its_owner_makes_smaller_is_not_granted(
+    site: BrokerEnvironment, changes: dict[str, int], reason: str
+) -> None:
+    """Its container could use more than Slurm allocated, at the expense of other jobs on the node."""
+    async with site.broker() as harness:
+        lease = await harness.request_lease()
+        await harness.controller.step()
+        site.slurm.update(site.slurm.only().id, **changes)
+        after = await harness.submit_and_grant(lease, site.slurm)
+        assert (after.state, after.granted_at, after.reason) == (LeaseState.RELEASED, None, reason)
+        assert site.slurm.live() == []
+
+
+async def test_launch_that_its_owner_makes_smaller_is_not_granted(site: BrokerEnvironment) -> None:
+    """Each of its nodes needs what one worker may use."""
+    async with site.broker() as harness:
+        lease = await harness.launch(nnodes=2)
+        await harness.controller.step()
+        job = site.slurm.only().id
+        asked = site.slurm.asked[job].cpus
+        site.slurm.update(job, cpus=asked - 1)
+        after = await harness.submit_and_grant(lease, site.slurm)
+        assert after.reason == (f"Slurm allocated it fewer CPUs than it requested: {2 * (asked - 1)} of {2 * asked}")
+
+
 async def test_refused_submission_ends_the_lease_with_the_reason(site: BrokerEnvironment) -> None:
     async with site.broker() as harness:
         site.slurm.refusal = "Invalid account or account/partition combination specified"
@@ -266,6 +298,22 @@ async def test_job_restarted_between_two_polls_ends_its_lease(site: BrokerEnviro
         lease = await harness.submit_and_grant(await harness.request_lease(), site.slurm)
         site.slurm.requeue(lease.slurm_job or 0)
         site.slurm.start()
+        await harness.controller.step()
+        assert harness.lease(lease.id).reason == "Slurm requeued its job and started it again"
+
+
+async def test_job_restarted_after_a_restart_of_the_broker_ends_its_lease(site: BrokerEnvironment) -> None:
+    """The broker no longer knows when the job had started, and its owner may have changed the job in the meantime."""
+    async with site.broker() as harness:
+        lease = await harness.submit_and_grant(await harness.request_lease(), site.slurm)
+    assert lease.slurm_job is not None
+    assert lease.granted_at is not None
+    async with site.broker() as harness:
+        # slurmctld's clock is ahead.
+        site.slurm.change(lease.slurm_job, started_at=lease.granted_at + 200)
+        await harness.controller.step()
+        assert harness.state(lease.id) is LeaseState.GRANTED
+        site.slurm.change(lease.slurm_job, started_at=lease.granted_at + 400)
         await harness.controller.step()
         assert harness.lease(lease.id).reason == "Slurm requeued its job and started it again"
 

@@ -116,12 +116,20 @@ def test_request_can_start_now_if_slurm_has_free_gpus() -> None:
 def test_gpus_of_external_jobs_are_explained() -> None:
     others = job(1, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (1,)})
     mine = job(2, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (0,)})
-    leaving = replace(job(3, SlurmJobState.RUNNING, nodes=("gpu-b",), gpus={"gpu-b": (0,)}), name="lab-lease-l1")
+    leaving = replace(
+        job(3, SlurmJobState.RUNNING, nodes=("gpu-b",), gpus={"gpu-b": (0,)}), name=f"lab-lease-l{'0' * 16}"
+    )
     stranger = job(4, SlurmJobState.RUNNING, nodes=("elsewhere",), gpus={"elsewhere": (0,)})
     engine = build(others, mine, leaving, stranger)
     share = NodeAllocation(node="rig1", slots=slots("rig1")[:1])
     engine.put_allocation(Allocation(request=request("a", 2), node_allocations=(share,), granted_at=0.0))
     assert engine.find_external_jobs() == {"rig1-1": others}
+
+
+def test_name_hides_no_gpus_of_an_external_job() -> None:
+    """Anybody may name a job like this, and gpuhub does not cancel it."""
+    named = replace(job(1, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (1,)}), name="lab-lease-mine")
+    assert build(named).find_external_jobs() == {"rig1-1": named}
 
 
 def test_unavailable_nodes_are_explained_by_slurm() -> None:

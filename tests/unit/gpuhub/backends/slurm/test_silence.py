@@ -92,6 +92,19 @@ async def test_job_of_another_user_is_not_adopted_by_name(site: BrokerEnvironmen
         assert site.slurm.jobs[own or 0].user_id == UIDS["ada"]
 
 
+async def test_own_job_in_place_of_the_lease_gets_only_what_slurm_allocated_to_it(site: BrokerEnvironment) -> None:
+    """A user knows the lease before gpuhub submits its job, and may be faster."""
+    async with site.broker() as harness:
+        lease = await harness.request_lease()
+        name = names.slurm_job_name(INSTANCE, lease.id)
+        own = SlurmSubmission(name=name, submitter=await find_submitter("ada"), script="", gpus_per_node=1, cpus=1)
+        site.slurm.add(own)
+        after = await harness.submit_and_grant(lease, site.slurm)
+        assert (after.state, after.granted_at) == (LeaseState.RELEASED, None)
+        assert after.reason == "Slurm allocated it fewer CPUs than it requested: 1 of 4"
+        assert site.slurm.live() == []
+
+
 async def test_only_jobs_of_ended_leases_are_cancelled_at_startup(site: BrokerEnvironment) -> None:
     ada = Submitter(name="ada", uid=UIDS["ada"], gid=1)
     for name in (f"{INSTANCE}-lease-l{'0' * 16}", f"{INSTANCE}-lease-mine", "train", f"other-lease-l{'0' * 16}"):
@@ -101,6 +114,19 @@ async def test_only_jobs_of_ended_leases_are_cancelled_at_startup(site: BrokerEn
         assert [job.name for job in site.slurm.live()] == [
             f"{INSTANCE}-lease-mine", "train", f"other-lease-l{'0' * 16}",
         ]  # fmt: skip
+
+
+async def test_many_jobs_with_leases_names_do_not_delay_others(site: BrokerEnvironment) -> None:
+    """Each poll cancels only some of one user's, and everybody else's."""
+    for number, owner in enumerate(["eve"] * 100 + ["ada"]):
+        name = names.slurm_job_name(INSTANCE, f"l{number:016x}")
+        site.slurm.add(SlurmSubmission(name=name, submitter=await find_submitter(owner), script=""))
+    async with site.broker() as harness:
+        left = []
+        for _ in range(4):
+            await harness.controller.step()
+            left.append([job.user_name for job in site.slurm.live()])
+    assert left == [["eve"] * 68, ["eve"] * 36, ["eve"] * 4, []]
 
 
 async def test_failing_store_does_not_cause_a_second_job(
