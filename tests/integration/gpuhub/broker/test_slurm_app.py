@@ -130,7 +130,8 @@ async def test_without_docker_the_notebook_runs_in_the_slurm_job(plain: Setting,
         lease = await ask(running, "ada")
         name = names.slurm_job_name("ghtest", lease["id"])
         ada = await find_submitter("ada")
-        job = slurm.add(SlurmSubmission(name=name, submitter=ada, script="", gpus_per_node=1, gpu_type="rtx5090"))
+        gpu = {"gpus_per_node": 1, "gpu_type": "rtx5090"}
+        job = slurm.add(SlurmSubmission(name=name, submitter=ada, script="", cpus=4, memory_mib=16384, **gpu))
         slurm.start(job)
         path = f"/leases/{lease['id']}"
         granted = await wait_for_state(running, path, "granted")
