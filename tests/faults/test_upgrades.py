@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
 
-from gpuhub.broker.db import store
+from gpuhub.broker.db.engine import build_engine
 from gpuhub.ops.deploy.programs import BROKER, HUB
 from tests.faults.testbed.testbed import FaultTestbed
 from tests.support.product import wait_for
@@ -27,7 +27,7 @@ def test_downgrade_and_upgrade_by_one_migration(testbed: FaultTestbed) -> None:
     seen = testbed.start("ada", "nb", "on1")
     lease = testbed.lease_of("ada", "nb")
     testbed.supervisor.stop(BROKER)
-    engine = store.build_engine(f"sqlite:///{testbed.paths.store}")
+    engine = build_engine(f"sqlite:///{testbed.paths.store}")
     with engine.begin() as connection:
         newest = _version(connection)
         config = Config()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from gpuhub.broker import audit
 from gpuhub.broker.admission import limits, validate
+from gpuhub.broker.admission.key_lookups import KeyLookups
 from gpuhub.broker.admission.validate import Requester
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
@@ -31,6 +32,7 @@ class AdmissionController:
         """`refuse` raises for leases that the backend can never grant."""
         self._core = core
         self._refuse = refuse
+        self._lookups = KeyLookups(core.store)
         self._creations = RateLimiter(CREATIONS, core.clock.monotonic)
         #: Refusals of resources that can never be granted, valid while the cluster has these GPUs.
         self._cards: Mapping[str, tuple[GpuSpec, ...] | None] = {}
@@ -76,7 +78,7 @@ class AdmissionController:
     async def _find_by_key(self, owner: str, key: str) -> LeaseRow | None:
         lease_id = self._core.ledger.index.find_one("key", owner, key)
         found = self._core.ledger.snapshot.leases.get(lease_id or "")
-        return found or await asyncio.to_thread(self._core.store.find_lease_by_key, owner, key)
+        return found or await self._lookups.find(owner, key)
 
     def _build_requester(self, who: Identity, owner: str, hub_groups: frozenset[str]) -> Requester:
         self._core.scheduler_sync.set_groups(owner, hub_groups)

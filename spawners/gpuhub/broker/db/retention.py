@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -25,14 +25,19 @@ BATCH = 500
 _DAY_S = 86400.0
 
 
-def prune_events(connection: sa.Connection, owners: Iterable[str | None]) -> None:
+def prune_events(connection: sa.Connection, owners: Collection[str | None]) -> None:
     """Delete the oldest events of these owners above their number; None stands for events without owner."""
-    event = tables.events.c
-    for owner in owners:
-        kept = MAX_UNOWNED_EVENTS if owner is None else MAX_OWNER_EVENTS
-        is_theirs = event.owner.is_(None) if owner is None else event.owner == owner
-        newest_surplus = sa.select(event.seq).where(is_theirs).order_by(event.seq.desc()).limit(1).offset(kept)
-        connection.execute(sa.delete(tables.events).where(is_theirs, event.seq <= newest_surplus.scalar_subquery()))
+    named = [{"_owner": owner} for owner in owners if owner is not None]
+    if named:
+        connection.execute(_prune(tables.events.c.owner == sa.bindparam("_owner"), MAX_OWNER_EVENTS), named)
+    if None in owners:
+        connection.execute(_prune(tables.events.c.owner.is_(None), MAX_UNOWNED_EVENTS))
+
+
+def _prune(is_theirs: sa.ColumnElement[bool], kept: int) -> sa.Delete:
+    seq = tables.events.c.seq
+    newest_surplus = sa.select(seq).where(is_theirs).order_by(seq.desc()).limit(1).offset(kept)
+    return sa.delete(tables.events).where(is_theirs, seq <= newest_surplus.scalar_subquery())
 
 
 def delete_old_events(connection: sa.Connection, before: float) -> int:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
-from sqlalchemy import event, exc
+from sqlalchemy import exc
 
 from gpuhub.broker.db import retention, tables, writer
+from gpuhub.broker.db.engine import READ_ONLY, build_engine, migrate, take_advisory_lock
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker_api.schemas import JobState, LeaseState
 from gpuhub.common import gpu as gpus
@@ -28,10 +27,6 @@ from gpuhub.scheduler.interface import UsageRecord
 
 #: SQLAlchemy expands the values of an IN into parameters; SQLite accepts up to 32766.
 _MAX_IN_VALUES = 500
-#: Time that SQLite waits for another connection's lock, seconds.
-BUSY_TIMEOUT_S = 5
-#: PostgreSQL's number for the lock of one broker per database.
-_ADVISORY_LOCK = 0x677075687562
 #: Error texts for a second request with the same key: SQLite names the columns, PostgreSQL the constraint.
 _DUPLICATE_KEYS = ("leases.owner, leases.key", "jobs.owner, jobs.run_id", "ux_leases_owner_key", "uq_jobs_owner_run_id")
 
@@ -102,14 +97,14 @@ class Store:
 
     def load_open(self) -> tuple[list[LeaseRow], list[JobRow]]:
         """Return all leases and jobs that have not ended, oldest first."""
-        with self._transaction() as connection:
+        with self._transaction(READ_ONLY) as connection:
             leases = _read_leases(connection, tables.leases.c.state != LeaseState.RELEASED.value)
             jobs = _read_jobs(connection, tables.jobs.c.state != JobState.ENDED.value)
         return leases, jobs
 
     def find_highest(self) -> tuple[int, int]:
         """Return the highest `seq` and the highest version ever written; 0 in an empty store."""
-        with self._transaction() as connection:
+        with self._transaction(READ_ONLY) as connection:
             seq, version = connection.execute(
                 sa.select(sa.func.max(tables.leases.c.seq), sa.func.max(tables.leases.c.version))
             ).one()
@@ -118,26 +113,29 @@ class Store:
 
     def get_lease(self, lease_id: str) -> LeaseRow | None:
         """Return a lease, ended or not."""
-        with self._transaction() as connection:
+        with self._transaction(READ_ONLY) as connection:
             rows = _read_leases(connection, tables.leases.c.id == lease_id)
         return rows[0] if rows else None
 
     def get_job(self, job_id: str) -> JobRow | None:
         """Return a job, ended or not."""
-        with self._transaction() as connection:
+        with self._transaction(READ_ONLY) as connection:
             rows = _read_jobs(connection, tables.jobs.c.id == job_id)
         return rows[0] if rows else None
 
-    def find_lease_by_key(self, owner: str, key: str) -> LeaseRow | None:
-        """Return the lease that an owner requested with this key, ended or not."""
-        with self._transaction() as connection:
-            rows = _read_leases(connection, (tables.leases.c.owner == owner) & (tables.leases.c.key == key))
-        return rows[0] if rows else None
+    def find_leases_by_key(self, keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], LeaseRow]:
+        """Return leases, ended or not, by owner and the key of their request."""
+        columns = sa.tuple_(tables.leases.c.owner, tables.leases.c.key)
+        rows: list[LeaseRow] = []
+        with self._transaction(READ_ONLY) as connection:
+            for start in range(0, len(keys), _MAX_IN_VALUES):
+                rows += _read_leases(connection, columns.in_(keys[start : start + _MAX_IN_VALUES]))
+        return {(row.owner, row.key): row for row in rows}
 
     def find_jobs_by_run(self, owner: str, run_ids: Sequence[str]) -> dict[str, JobRow]:
         """Return the jobs of an owner's runs by run id, ended or not."""
         rows: dict[str, JobRow] = {}
-        with self._transaction() as connection:
+        with self._transaction(READ_ONLY) as connection:
             for start in range(0, len(run_ids), _MAX_IN_VALUES):
                 condition = tables.jobs.c.run_id.in_(run_ids[start : start + _MAX_IN_VALUES])
                 rows |= {job.run_id: job for job in _read_jobs(connection, (tables.jobs.c.owner == owner) & condition)}
@@ -150,7 +148,7 @@ class Store:
         jobs = tables.jobs.c
         condition = jobs.ended_at > since if owner is None else (jobs.owner == owner) & (jobs.ended_at > since)
         newest = sa.select(jobs.id).where(condition).order_by(jobs.created_at.desc(), jobs.id).limit(limit)
-        with self._transaction() as connection:
+        with self._transaction(READ_ONLY) as connection:
             rows = _read_jobs(connection, jobs.id.in_(newest.scalar_subquery()))
             ids = [job.lease_id for job in rows]
             leases = {row.id: row for row in _read_leases(connection, tables.leases.c.id.in_(ids))}
@@ -179,7 +177,7 @@ class Store:
         # Compare as text: PostgreSQL does not compare JSON.
         nodes = sa.cast(lease.nodes, sa.Text)
         query = sa.select(lease.owner, nodes, sa.func.max(lease.released_at)).group_by(lease.owner, nodes)
-        with self._transaction() as connection:
+        with self._transaction(READ_ONLY) as connection:
             ends = retention.load_lease_ends(connection)
             for owner, on, at in connection.execute(query.where(lease.released_at.is_not(None))):
                 for node in json.loads(on):
@@ -198,7 +196,7 @@ class Store:
             .join(tables.leases, lease.id == gpu.lease_id)
             .where(is_over, lease.granted_at.is_not(None))
         )  # fmt: skip
-        with self._transaction() as connection:
+        with self._transaction(READ_ONLY) as connection:
             rows = connection.execute(query).mappings()
             return [*retention.load_usage(connection, since), *(_parse_usage_record(dict(row)) for row in rows)]
 
@@ -222,7 +220,7 @@ class Store:
 
     def load_seen_gpus(self) -> list[SeenGpu]:
         """Return all GPUs that were ever read and not replaced."""
-        with self._transaction() as connection:
+        with self._transaction(READ_ONLY) as connection:
             rows = connection.execute(sa.select(tables.gpus)).mappings().all()
         return [
             SeenGpu(**{**row, "capability": gpus.parse_capability(row["capability"]) if row["capability"] else None})
@@ -241,7 +239,7 @@ class Store:
     # -- cordons and reservations ------------------------------------------------------------------------------------
 
     def load_cordons(self) -> list[Cordon]:
-        with self._transaction() as connection:
+        with self._transaction(READ_ONLY) as connection:
             return [Cordon(**row) for row in connection.execute(sa.select(tables.cordons)).mappings()]
 
     def save_cordon(self, node: str, cordon: Cordon | None) -> None:
@@ -255,7 +253,7 @@ class Store:
     def load_reservations(self) -> list[ReservationRow]:
         """Return all reservations, the earliest first."""
         query = sa.select(tables.reservations).order_by(tables.reservations.c.starts_at, tables.reservations.c.id)
-        with self._transaction() as connection:
+        with self._transaction(READ_ONLY) as connection:
             return [writer.parse_reservation(dict(row)) for row in connection.execute(query).mappings()]
 
     def save_reservation(self, row: ReservationRow) -> None:
@@ -286,14 +284,14 @@ class Store:
         query = query.order_by(seq.desc()) if after is None else query.where(seq > after).order_by(seq)
         if owner is not None:
             query = query.where(tables.events.c.owner == owner)
-        with self._transaction() as connection:
+        with self._transaction(READ_ONLY) as connection:
             rows = [EventRow(**row) for row in connection.execute(query).mappings()]
         return sorted(rows, key=lambda event: event.seq)
 
     @contextmanager
-    def _transaction(self) -> Iterator[sa.Connection]:
+    def _transaction(self, options: Mapping[str, Any] | None = None) -> Iterator[sa.Connection]:
         try:
-            with self._engine.begin() as connection:
+            with self._engine.connect() as connection, connection.execution_options(**options or {}).begin():
                 yield connection
         except exc.OperationalError as error:
             raise Unavailable(f"the broker's store cannot be used at the moment: {_error_text(error)}") from error
@@ -352,52 +350,3 @@ def _seen_record(gpu: SeenGpu) -> dict[str, Any]:
         "is_mig": gpu.is_mig,
         "seen_at": gpu.seen_at,
     }
-
-
-def take_advisory_lock(engine: sa.Engine) -> sa.Connection | None:
-    """Take PostgreSQL's lock for the life of the connection; None for other databases, which one machine uses alone.
-
-    Raises:
-        SetupError: Another broker holds the lock.
-    """
-    if engine.dialect.name != "postgresql":
-        return None
-    connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-    query = sa.select(sa.func.pg_try_advisory_lock(_ADVISORY_LOCK))
-    if connection.execute(query).scalar_one():
-        return connection
-    connection.close()
-    raise SetupError(f"another broker runs on this store ({engine.url!r}): stop it first")
-
-
-def build_engine(url: str) -> sa.Engine:
-    """Return the SQLAlchemy engine; SQLite writes every commit through to the disk."""
-    engine = sa.create_engine(url)
-    if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _set_up_sqlite)
-        event.listen(engine, "begin", _begin_immediate)
-    return engine
-
-
-def _set_up_sqlite(connection: Any, _record: object) -> None:
-    # The driver's own transactions begin too late and not before DDL; `_begin_immediate` begins them instead.
-    connection.isolation_level = None
-    for pragma in (
-        f"busy_timeout = {BUSY_TIMEOUT_S * 1000}",
-        "journal_mode = WAL",
-        "synchronous = FULL",  # a grant must survive a power cut: the container on another node does
-        "foreign_keys = ON",
-    ):
-        connection.execute(f"PRAGMA {pragma}")
-
-
-def _begin_immediate(connection: sa.Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
-def migrate(connection: sa.Connection) -> None:
-    """Migrate the tables to this version."""
-    config = Config()
-    config.set_main_option("script_location", "gpuhub.broker.db:migrations")
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
 
-from gpuhub.broker.db import store as opening
+from gpuhub.broker.db.engine import build_engine
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose
@@ -32,7 +32,7 @@ OLD_GPU = {"node": "rig1", "index": 0, "model": "RTX 5090", "memory_mib": 32607,
 
 def migrate(path: Path, to: str) -> None:
     # As the broker opens it: with DDL in transactions.
-    engine = opening.build_engine(f"sqlite:///{path}")
+    engine = build_engine(f"sqlite:///{path}")
     config = Config()
     config.set_main_option("script_location", "gpuhub.broker.db:migrations")
     try:

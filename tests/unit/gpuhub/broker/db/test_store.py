@@ -12,6 +12,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from gpuhub.broker.db import tables
+from gpuhub.broker.db.engine import READ_ONLY
 from gpuhub.broker.db.retention import MAX_OWNER_EVENTS, MAX_UNOWNED_EVENTS
 from gpuhub.broker.db.store import SeenGpu, Store
 from gpuhub.broker.db.writer import Changes
@@ -87,8 +88,7 @@ def test_leases_and_jobs_survive_reopening_the_store(tmp_path: Path) -> None:
     assert started.state is JobState.RUNNING
     assert store.find_jobs_by_run("ada", ["run-000001", "run-000002"]) == {"run-000001": started}
     assert store.find_jobs_by_run("ben", ["run-000001"]) == {}
-    assert store.find_lease_by_key("ada", "l1") == lease
-    assert store.find_lease_by_key("ben", "l1") is None
+    assert store.find_leases_by_key([("ada", "l1"), ("ben", "l1")]) == {("ada", "l1"): lease}
     store.close()
 
 
@@ -196,7 +196,7 @@ def test_error_for_an_unreadable_store_names_the_file(tmp_path: Path) -> None:
 
 def test_locked_store_is_reported_as_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While another process keeps the file locked, a change is refused as unavailable, and nothing is written."""
-    monkeypatch.setattr("gpuhub.broker.db.store.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gpuhub.broker.db.engine.BUSY_TIMEOUT_S", 0.05)
     store = Store.open_file(tmp_path / "b.sqlite")
     blocker = sqlite3.connect(tmp_path / "b.sqlite", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
@@ -205,6 +205,33 @@ def test_locked_store_is_reported_as_unavailable(tmp_path: Path, monkeypatch: py
     blocker.execute("ROLLBACK")
     blocker.close()
     assert store.load_open() == ([], [])
+    store.close()
+
+
+def test_readers_do_not_wait_for_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a change is being written, even by another process, everything can be read as it was before."""
+    monkeypatch.setattr("gpuhub.broker.db.engine.BUSY_TIMEOUT_S", 0.05)
+    store = Store.open_file(tmp_path / "b.sqlite")
+    lease = build_granted_lease("l1", 1)
+    store.save(Changes(leases=[(None, lease)]))
+    writer = sqlite3.connect(tmp_path / "b.sqlite", isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    writer.execute("DELETE FROM held_gpus")
+    assert store.get_lease("l1") == lease
+    assert store.find_leases_by_key([("ada", "l1")]) == {("ada", "l1"): lease}
+    assert store.load_open() == ([lease], [])
+    writer.execute("ROLLBACK")
+    writer.close()
+    store.close()
+
+
+def test_every_commit_is_synced_before_it_counts(tmp_path: Path) -> None:
+    """SQLite syncs the log of each transaction to the disk before the commit returns, on every connection."""
+    store = Store.open_file(tmp_path / "b.sqlite")
+    with store._transaction(READ_ONLY) as reader, store._transaction() as writer:
+        for connection in (reader, writer):
+            assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
+            assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
     store.close()
 
 
