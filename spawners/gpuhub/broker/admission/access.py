@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -29,7 +29,8 @@ async def find_lease(core: BrokerState, caller: Identity, lease_id: str) -> Leas
     Raises:
         NotFound: the lease does not exist, or it belongs to another user.
     """
-    return await _find_visible(caller, lease_id, "lease", core.ledger.snapshot.leases, core.store.get_lease)
+    row = core.ledger.snapshot.leases.get(lease_id) or core.ledger.ended_leases.get(lease_id)
+    return _check_visible(caller, lease_id, "lease", row or await asyncio.to_thread(core.store.get_lease, lease_id))
 
 
 async def find_job(core: BrokerState, caller: Identity, job_id: str) -> JobRow:
@@ -38,15 +39,11 @@ async def find_job(core: BrokerState, caller: Identity, job_id: str) -> JobRow:
     Raises:
         NotFound: the job does not exist, or it belongs to another user.
     """
-    return await _find_visible(caller, job_id, "job", core.ledger.snapshot.jobs, core.store.get_job)
+    row = core.ledger.snapshot.jobs.get(job_id) or core.ledger.ended_jobs.get(job_id)
+    return _check_visible(caller, job_id, "job", row or await asyncio.to_thread(core.store.get_job, job_id))
 
 
-async def _find_visible(
-    caller: Identity, row_id: str, kind: str, open_rows: Mapping[str, R], load: Callable[[str], R | None]
-) -> R:
-    row = open_rows.get(row_id)
-    if row is None:
-        row = await asyncio.to_thread(load, row_id)
+def _check_visible(caller: Identity, row_id: str, kind: str, row: R | None) -> R:
     if row is not None:
         audit.note_owner(row.owner)
     if row is None or not (caller.sees_all or row.owner == caller.name):

@@ -53,8 +53,9 @@ async def view_job(core: BrokerState, job: JobRow) -> JobView:
     Raises:
         NotFound: its lease does not exist.
     """
-    lease = core.ledger.snapshot.leases.get(job.lease_id)
-    if lease is None or not job.is_open:
+    lease = core.ledger.snapshot.leases.get(job.lease_id) if job.is_open else None
+    lease = lease or core.ledger.ended_leases.get(job.lease_id)
+    if lease is None:
         lease = await asyncio.to_thread(core.store.get_lease, job.lease_id)
     if lease is None:
         raise NotFound(f"there is no job {job.id!r}")

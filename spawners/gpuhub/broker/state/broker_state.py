@@ -147,6 +147,8 @@ class BrokerState:
     async def forget_ended(self) -> None:
         """Remove jobs and leases that ended longer ago than `[jobs] remember`, and old events."""
         now, store = self.clock.now(), self.store
+        self.ledger.ended_leases.clear()
+        self.ledger.ended_jobs.clear()
         remembered_s = self.cluster.jobs.remember
         # Jobs first, since their leases are removed with the last of them.
         for what, delete, kept_s in (

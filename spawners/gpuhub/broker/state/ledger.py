@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from gpuhub.broker.db.store import Store
@@ -20,10 +21,36 @@ from gpuhub.broker.db.writer import Changes
 from gpuhub.broker.state.transaction import RowIndex, Transaction
 from gpuhub.common.errors import GpuhubError, Unavailable
 from gpuhub.domain.clock import Clock
-from gpuhub.domain.models import LeaseRow, LedgerSnapshot
+from gpuhub.domain.models import JobRow, LeaseRow, LedgerSnapshot
 
 T = TypeVar("T")
+R = TypeVar("R", LeaseRow, JobRow)
 log = logging.getLogger(__name__)
+
+
+#: Number of leases, and of jobs, that are kept in memory after their end, most of which their clients still ask about.
+MAX_ENDED = 2048
+
+
+class EndedRows(Generic[R]):
+    """Leases or jobs that ended last, as they are stored; they never change again."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[str, R] = OrderedDict()
+
+    def get(self, row_id: str) -> R | None:
+        """Return a row; None if it has not ended, or is known to the store alone."""
+        return self._rows.get(row_id)
+
+    def add(self, rows: Iterable[R]) -> None:
+        """Add rows, and drop the oldest above `MAX_ENDED`."""
+        self._rows.update((row.id, row) for row in rows)
+        while len(self._rows) > MAX_ENDED:
+            self._rows.popitem(last=False)
+
+    def clear(self) -> None:
+        """Drop all rows, because the store may delete some."""
+        self._rows.clear()
 
 
 class TransactionHook(Protocol):
@@ -70,6 +97,8 @@ class Ledger:
         # Queue positions are not stored, so versions seen before a restart can be above the highest stored one.
         self._version = max(version, int(clock.now() * 1000))
         self.snapshot = LedgerSnapshot(leases={row.id: row for row in leases}, jobs={row.id: row for row in jobs})
+        self.ended_leases: EndedRows[LeaseRow] = EndedRows()
+        self.ended_jobs: EndedRows[JobRow] = EndedRows()
         self.index = RowIndex()
         for lease in leases:
             self.index.replace_lease(None, lease)
@@ -181,6 +210,8 @@ class Ledger:
         self._seq = transaction.seq
         if changes.leases or changes.jobs:
             self.snapshot = transaction.build_snapshot(changes)
+            self.ended_leases.add(lease for _, lease in changes.leases if not lease.is_open)
+            self.ended_jobs.add(job for _, job in changes.jobs if not job.is_open)
         for call in transaction.on_commit:
             call()
         if changes.leases or changes.jobs:

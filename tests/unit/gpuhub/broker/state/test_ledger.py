@@ -209,6 +209,24 @@ async def test_only_watchers_of_a_lease_are_notified(bench: LedgerFixture) -> No
     assert woken == [False, True, True, False, True]
 
 
+async def test_rows_that_ended_last_are_kept_in_memory(bench: LedgerFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are equal to what is stored, and only a bounded number is kept."""
+    monkeypatch.setattr("gpuhub.broker.state.ledger.MAX_ENDED", 2)
+    names = [f"l{number}" for number in range(4)]
+    for name in names:
+        await bench.ledger.change(bench.add(name))
+    assert [bench.ledger.ended_leases.get(name) for name in names] == [None] * 4
+    for name in names:
+        await bench.ledger.change(
+            lambda draft, name=name: draft.put_lease(lease_states.release(draft.leases[name], "stopped", draft.now))
+        )
+    kept = [bench.ledger.ended_leases.get(name) for name in names]
+    assert kept[:2] == [None, None]
+    assert kept[2:] == [bench.store.get_lease(name) for name in names[2:]]
+    bench.ledger.ended_leases.clear()
+    assert bench.ledger.ended_leases.get("l3") is None
+
+
 async def test_events_are_stored_with_their_change(bench: LedgerFixture) -> None:
     """And what is to be done afterwards is done when everybody sees the change."""
     seen: list[list[str]] = []
