@@ -5,11 +5,11 @@ A grant lasts from the submission of all to the end of the last:
 - Slurm: a job of one array runs `true` with one GPU. slurmctld places it, its slurmd (a real one for each node, on this
   machine) starts a step daemon that runs it and reports the end. One command submits the whole array. There is no
   accounting; GPUs are `/dev/null`.
-- The broker: a notebook's lease is requested over HTTP by a separate client, granted, long-polled, activated, released
+- The broker: a notebook's lease is requested over HTTP by a separate client, granted, activated, released
   and proven gone by a listing of its node's containers, and each of these steps is committed durably to a SQLite file.
   The nodes are simulated in the broker's process, and no container starts.
 
-So Slurm also starts processes, and the broker also answers some five requests for each lease and waits for its disk.
+So Slurm also starts processes, and the broker also answers three requests for each lease and waits for its disk.
 Neither includes a container's start, which follows on a real node and takes far longer than both.
 """
 
@@ -81,13 +81,14 @@ async def _lease_all(served: Served, repeat: int) -> float:
 
 async def _lease(client: Connection, owner: str, key: str) -> None:
     """Take one lease from its request to the proof that its GPU is free again."""
-    status, lease = await client.send("POST", "/leases", {"profile": PROFILE, "key": key, "owner": owner})
+    request = {"profile": PROFILE, "key": key, "owner": owner}
+    status, lease = await client.send("POST", f"/leases?wait_s={POLL_S}", request)
     assert status == 201, lease
     path = f"/leases/{lease['id']}"
     lease = await _until(client, lease, "granted")
     status, answer = await client.send("POST", f"{path}/activate", {"container_id": "c" * 64})
     assert status == 200, answer
-    status, lease = await client.send("DELETE", path)
+    status, lease = await client.send("DELETE", f"{path}?wait_s={POLL_S}")
     assert status == 200, lease
     await _until(client, lease, "released")
 

@@ -162,6 +162,8 @@ def create_app(
         openapi_url=f"{PREFIX}/openapi.json",
         docs_url=None,
         redoc_url=None,
+        # Otherwise FastAPI looks for a telemetry provider at each request, and takes one from the environment.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.core = core
     app.state.broker = broker

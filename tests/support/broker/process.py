@@ -99,33 +99,50 @@ def serve(folder: Path, nodes: int, gpus: int) -> None:
 
 
 class Connection:
-    """A client of the broker for load tests: one kept-alive connection with little overhead, JSON in and out."""
+    """A client of the broker for load tests: one kept-alive connection with little overhead, JSON in and out.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, prefix: str, token: str) -> None:
-        self._reader = reader
-        self._writer = writer
+    Like other HTTP clients, it connects again when the broker has closed the connection because nothing came for some
+    seconds, and repeats a request that met the closed connection: all requests of the load tests may be repeated.
+    """
+
+    def __init__(self, host: str, port: int, prefix: str, token: str) -> None:
+        self._address = (host, port)
         self._prefix = prefix
         self._head = f" HTTP/1.1\r\nHost: broker\r\nAuthorization: token {token}\r\n"
 
     @classmethod
     async def open(cls, host: str, port: int, *, prefix: str, token: str) -> Self:
         """Connect to the broker."""
-        reader, writer = await asyncio.open_connection(host, port, limit=1 << 24)
-        return cls(reader, writer, prefix, token)
+        connection = cls(host, port, prefix, token)
+        await connection._connect()
+        return connection
 
     async def send(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Send one request; return its status and the JSON of the response, None for an empty one."""
         text = b"" if body is None else json.dumps(body).encode()
         kind = "Content-Type: application/json\r\n" if text else ""
         head = f"{method} {self._prefix}{path}{self._head}{kind}Content-Length: {len(text)}\r\n\r\n"
-        self._writer.write(head.encode() + text)
-        await self._writer.drain()
-        return await self._read()
+        try:
+            return await self._exchange(head.encode() + text)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            if isinstance(error, asyncio.IncompleteReadError) and error.partial:
+                raise
+        self._writer.close()
+        await self._connect()
+        return await self._exchange(head.encode() + text)
 
     async def close(self) -> None:
         """Close the connection."""
         self._writer.close()
         await self._writer.wait_closed()
+
+    async def _connect(self) -> None:
+        self._reader, self._writer = await asyncio.open_connection(*self._address, limit=1 << 24)
+
+    async def _exchange(self, request: bytes) -> tuple[int, Any]:
+        self._writer.write(request)
+        await self._writer.drain()
+        return await self._read()
 
     async def _read(self) -> tuple[int, Any]:
         head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1")

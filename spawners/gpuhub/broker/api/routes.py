@@ -149,9 +149,12 @@ async def root(request: Request) -> RedirectResponse:
 
 
 @api.post("/leases", status_code=201, tags=["leases"], responses=document_problems(409, 413, 422, 429))
-async def post_lease(body: LeaseRequest, caller: Caller, broker: Operations) -> LeaseView:
-    """Request a lease for a notebook; a server that has a lease already gets that one."""
-    return await broker.request_lease(caller, body)
+async def post_lease(body: LeaseRequest, caller: Caller, broker: Operations, wait_s: WaitS = 0.0) -> LeaseView:
+    """Request a lease for a notebook; a server that has a lease already gets that one.
+
+    With `wait_s`, the answer comes with the grant, at the latest after that time.
+    """
+    return await broker.request_lease(caller, body, wait_s)
 
 
 @api.get("/leases", tags=["leases"], response_model=list[LeaseView], responses=document_problems(422))
@@ -171,9 +174,12 @@ async def get_lease(
 
 
 @api.delete("/leases/{lease_id}", tags=["leases"], responses=document_problems(404, 422))
-async def delete_lease(lease_id: ResourceId, caller: Caller, broker: Operations) -> LeaseView:
-    """Release a lease; its GPUs are free when its containers are proven to be gone."""
-    return await broker.release(caller, lease_id)
+async def delete_lease(lease_id: ResourceId, caller: Caller, broker: Operations, wait_s: WaitS = 0.0) -> LeaseView:
+    """Release a lease; its GPUs are free when its containers are proven to be gone.
+
+    With `wait_s`, the answer comes with that proof, at the latest after that time.
+    """
+    return await broker.release(caller, lease_id, wait_s)
 
 
 @api.post("/leases/{lease_id}/activate", tags=["leases"], responses=document_problems(404, 409, 413, 422))

@@ -5,7 +5,7 @@ A long poll answers as soon as its lease or job changes, without waking the clie
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -15,10 +15,10 @@ from gpuhub.broker.admission import extend as extensions
 from gpuhub.broker.admission.submit import AdmissionController
 from gpuhub.broker.operations import admin, slices, views
 from gpuhub.broker.operations.explanations import PendingExplainer
+from gpuhub.broker.operations.polling import ReadVersion, wait_for_change
 from gpuhub.broker.operations.views import ClusterViewCache
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
-from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
@@ -43,15 +43,10 @@ from gpuhub.common.errors import Conflict
 from gpuhub.domain import job_states
 from gpuhub.domain import lease_states as leases
 from gpuhub.domain import reservations as reservation_rules
-from gpuhub.domain.clock import Clock, wait_event
 from gpuhub.domain.models import Identity, LeaseRow
 
 #: Maximum number of jobs in a list that includes ended ones.
 MAX_JOBS = 200
-#: Minimum duration of a long poll that answers with only a new position in the queue, seconds.
-POSITION_DELAY_S = 2.0
-#: Returns the current version of a lease or job, and whether it waits in the queue.
-ReadVersion = Callable[[], Awaitable[tuple[int, bool]]]
 
 
 class BrokerOperations:
@@ -67,18 +62,20 @@ class BrokerOperations:
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
-    async def request_lease(self, caller: Identity, request: LeaseRequest) -> LeaseView:
-        """Request a lease for a notebook.
+    async def request_lease(self, caller: Identity, request: LeaseRequest, wait_s: float = 0.0) -> LeaseView:
+        """Request a lease for a notebook, and wait for the grant for at most `wait_s` seconds.
 
         A server that has a lease already gets that one, and a repeated key the lease of its first use, ended or not.
 
         Raises:
             Conflict: the server runs with another profile, or the key was used for another request.
-            NotAllowed, InvalidRequest, TooManyWaiting: the request is refused.
+            NotAllowed, InvalidRequest, TooManyWaiting, TooManyStreams: the request is refused.
         """
         self._backend.validate_request(request)
         lease = await self._admission.submit_notebook(caller, request)
         self._note_poll(caller, lease)
+        if wait_s:
+            await self._wait_state(caller, lease.id, lambda row: row.state is not LeaseState.REQUESTED, wait_s)
         return await self.lease(caller, lease.id)
 
     async def lease(self, caller: Identity, lease_id: str) -> LeaseView:
@@ -142,11 +139,16 @@ class BrokerOperations:
         await self._core.ledger.change(edit)
         return await self.lease(caller, lease_id)
 
-    async def release(self, caller: Identity, lease_id: str) -> LeaseView:
-        """Release a lease; a repeated call changes nothing. A job's lease ends with its job."""
+    async def release(self, caller: Identity, lease_id: str, wait_s: float = 0.0) -> LeaseView:
+        """Release a lease, and wait for the proof that its GPUs are free for at most `wait_s` seconds.
+
+        A repeated call changes nothing. A job's lease ends with its job.
+        """
         lease = await access.find_lease(self._core, caller, lease_id)
         reason = "stopped" if caller.name == lease.owner or caller.any_owner else f"ended by {caller.name}"
         await self._core.ledger.change(mutations.end_leases({lease_id: reason}))
+        if wait_s:
+            await self._wait_state(caller, lease_id, lambda row: not row.is_open, wait_s)
         return await self.lease(caller, lease_id)
 
     async def extend(self, caller: Identity, lease_id: str, extension: ExtensionRequest) -> LeaseView:
@@ -358,6 +360,16 @@ class BrokerOperations:
         """
         return await admin.undrain(self._core, self._backend, caller, node)
 
+    async def _wait_state(
+        self, caller: Identity, lease_id: str, is_reached: Callable[[LeaseRow], bool], wait_s: float
+    ) -> None:
+        async def read_version() -> tuple[int, bool]:
+            row = await access.find_lease(self._core, caller, lease_id)
+            self._note_poll(caller, row)
+            return int(is_reached(row)), row.state is LeaseState.REQUESTED
+
+        await self._poll(caller, lease_id, read_version, 0, wait_s)
+
     async def _poll(
         self, caller: Identity, subject_id: str, read_version: ReadVersion, version: int | None, wait_s: float
     ) -> None:
@@ -384,39 +396,3 @@ def _open_lease(draft: Transaction, lease_id: str) -> LeaseRow:
     if lease is None:
         raise Conflict(f"lease {lease_id} has ended")
     return lease
-
-
-async def wait_for_change(
-    *,
-    ledger: Ledger,
-    clock: Clock,
-    subject_id: str,
-    read_version: ReadVersion,
-    version: int | None,
-    wait_s: float,
-) -> None:
-    """Wait until the version differs from `version`, for at most `wait_s` seconds.
-
-    For a waiting request, a new version is mostly a new position in the queue. Its answer is delayed a little, since
-    otherwise each grant would make all clients of a long queue send another request at once.
-
-    Args:
-        ledger: the broker's ledger.
-        clock: the broker's clock.
-        subject_id: the id of the lease or job.
-        read_version: returns the current version.
-        version: the version that the client has; None to return at once.
-        wait_s: the longest wait, seconds.
-    """
-    began = clock.monotonic()
-    while version is not None:
-        changed = ledger.watch(subject_id)
-        current, is_waiting = await read_version()
-        if current != version and not is_waiting:
-            return
-        end = began + (wait_s if current == version else min(wait_s, POSITION_DELAY_S))
-        left = end - clock.monotonic()
-        if left <= 0:
-            return
-        # Changes of the position wake no poll: it is read again after `POSITION_DELAY_S`.
-        await wait_event(changed, min(left, POSITION_DELAY_S) if is_waiting else left)

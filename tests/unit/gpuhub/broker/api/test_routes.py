@@ -40,6 +40,24 @@ async def test_held_gpu_is_granted_to_the_next_request(setting: Setting) -> None
         assert (await read(running, "ada", f"/leases/{first['id']}"))["state"] == "released"
 
 
+async def test_request_and_release_can_wait_for_their_result(setting: Setting) -> None:
+    """With `wait_s`, one request brings the grant, and one the proof that the GPU is free; other states wait."""
+    async with asgi_broker(setting) as running, running.client("ada") as ada, running.client("ben") as ben:
+        body = {"profile": "rtx5090", "key": "k1"}
+        first = (await ada.post("/api/v1/leases", params={"wait_s": 20}, json=body)).json()
+        assert first["state"] == "granted"
+        unserved = (await ben.post("/api/v1/leases", params={"wait_s": 0.05}, json=body)).json()
+        assert unserved["state"] == "requested"
+        waiting = asyncio.ensure_future(ben.post("/api/v1/leases", params={"wait_s": 20}, json=body))
+        ended = (await ada.delete(f"/api/v1/leases/{first['id']}", params={"wait_s": 20})).json()
+        assert ended["state"] == "released"
+        second = (await waiting).json()
+        assert (second["id"], second["state"]) == (unserved["id"], "granted")
+        assert second["gpus"] == first["gpus"]
+        refused = await ada.post("/api/v1/leases", params={"wait_s": 31}, json=body)
+        assert refused.status_code == 422
+
+
 async def test_the_same_request_gives_the_same_lease(setting: Setting) -> None:
     """Asking again for the same server, with whatever key, neither takes a second GPU nor a second place."""
     async with asgi_broker(setting) as running:
