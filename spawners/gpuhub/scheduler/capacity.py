@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -146,6 +147,10 @@ class CapacityIndex:
         if change_count < self._dropped:
             return self.nodes
         return dict.fromkeys(self._log[change_count - self._dropped :])
+
+    def count_cards(self) -> Counter[GpuSpec]:
+        """Return the number of GPUs of each card on all nodes."""
+        return Counter(slot.card for node in self.nodes.values() for slot in node.capacity.slots)
 
     def put_node(self, capacity: NodeCapacity) -> None:
         """Add or replace a node, with the allocations that name it."""

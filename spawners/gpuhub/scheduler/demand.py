@@ -22,8 +22,10 @@ class NodeDemand:
 
     #: Whole GPUs if `milli` is `WHOLE`; otherwise 1, and `milli` thousandths of it. 0: no GPU.
     gpus: int
-    #: Acceptable cards, preferred card first; None for any.
+    #: Acceptable cards; None for any.
     cards: tuple[GpuSpec, ...] | None = None
+    #: The order of `cards` is the user's preference, first one first; otherwise the policy chooses among them.
+    has_preference: bool = False
     milli: int = WHOLE
     cpu_milli: int = 0
     memory_mib: int = 0

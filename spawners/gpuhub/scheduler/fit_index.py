@@ -153,6 +153,7 @@ class FitIndex:
             cards=None
             if len(self.ranked_cards) == len(self._capacity.cards) and not self.variant.requirement.models
             else self.ranked_cards,
+            has_preference=bool(self.variant.requirement.models),
             milli=self.variant.milli,
             cpu_milli=self.variant.cpu_milli,
             memory_mib=self.variant.memory_mib,

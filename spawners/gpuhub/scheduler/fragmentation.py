@@ -18,7 +18,7 @@ are added, all in thousandths of a GPU:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,6 +26,8 @@ from gpuhub.common.gpu import GpuSpec
 from gpuhub.scheduler.demand import UNLIMITED, WHOLE, NodeDemand
 
 Workload = tuple[tuple[NodeDemand, float], ...]
+#: Number of GPUs of each card.
+Supply = Mapping[GpuSpec, int]
 
 #: Demands for one whole GPU each: assumed for an unknown workload.
 DEFAULT_WORKLOAD: Workload = ((NodeDemand(gpus=1), 1.0),)
@@ -168,6 +170,23 @@ def _step(
         memory_variance=max(0.0, memory_square - memory * memory),
     )
     return estimate, (cpu_square, memory_square)
+
+
+def estimate_contention(workload: Workload, supply: Supply) -> dict[GpuSpec, float]:
+    """Return how many of the requested GPUs compete for a GPU of each card, relative to the mean over all GPUs.
+
+    Each demand counts in equal parts on all GPUs that it accepts. A model of which there are few is contended if
+    demands name it, even if they are not many; demands that accept any card count the same everywhere.
+    """
+    requested = sum(demand.gpus * demand.milli * frequency for demand, frequency in workload)
+    contention = dict.fromkeys(supply, 0.0)
+    for demand, frequency in workload:
+        accepted = [card for card in supply if demand.cards is None or card in demand.cards]
+        there = sum(supply[card] for card in accepted)
+        for card in accepted if there else ():
+            part = demand.gpus * demand.milli * frequency / requested
+            contention[card] += part * sum(supply.values()) / there
+    return contention
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,12 @@ from typing import Final, Protocol
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.scheduler import fragmentation
 from gpuhub.scheduler.demand import UNLIMITED, WHOLE, NodeDemand
-from gpuhub.scheduler.fragmentation import FillEstimate, Workload
+from gpuhub.scheduler.fragmentation import FillEstimate, Supply, Workload
 
+#: Part of a GPU that counts as lost where a contended card is used, for each multiple of the mean contention. Chosen on
+#: OpenB with a third of the tasks limited to two random models: with less, flexible tasks take the scarce models; with
+#: more, they crowd into the others and leave more parts of GPUs there.
+_CONTENTION_WEIGHT = 0.5
 #: Cached choices of one policy, about 500 bytes each.
 _CACHE_SIZE = 16384
 _NO_FREE_GPU = FillEstimate()
@@ -53,13 +57,15 @@ class PlacementPolicy(Protocol):
         ...
 
 
-#: Builds a policy for a typical workload: pairs of a demand and its frequency, on any positive scale.
-PolicyFactory = Callable[[tuple[tuple[NodeDemand, float], ...]], PlacementPolicy]
+#: Builds a policy for a typical workload, which is pairs of a demand and its frequency, on any positive scale, and for
+#: the number of GPUs of each card.
+PolicyFactory = Callable[[Workload, Supply], PlacementPolicy]
 
 
-def make_least_waste(workload: Workload) -> PlacementPolicy:
+def make_least_waste(workload: Workload, supply: Supply) -> PlacementPolicy:
     """Return the policy for a workload; a workload without GPUs counts as demands for one whole GPU each."""
-    return LeastWastePolicy(workload if any(demand.gpus for demand, _ in workload) else fragmentation.DEFAULT_WORKLOAD)
+    has_gpus = any(demand.gpus for demand, _ in workload)
+    return LeastWastePolicy(workload if has_gpus else fragmentation.DEFAULT_WORKLOAD, supply)
 
 
 class LeastWastePolicy:
@@ -67,27 +73,28 @@ class LeastWastePolicy:
 
     Places with acceptable cards are compared by, in this order:
 
-    1. The card: the preferred one of `NodeDemand.cards`. A demand that accepts any card gets the least capable one, so
-       that the large cards stay free for demands that need them.
-    2. The added waste (`fragmentation.py`): expected waste of the node's GPUs afterwards minus that of before. This is
-       the idea of Fragmentation Gradient Descent (Weng et al., "Beware of Fragmentation: Scheduling GPU-Sharing
-       Workloads with Fragmentation Gradient Descent", USENIX ATC 2023) with another measure. FGD counts as fragmented
-       what the next typical task cannot use: a node with 4 free GPUs and CPU for 2 more tasks looks whole to it, since
-       any one task fits, and 350 free thousandths look as bad as 300 where every second task wants a whole GPU, though
-       320 is a popular share. Here the node is filled to the end by the model. So CPU and memory are balanced with the
-       GPUs from the first task on, tasks that need much CPU go where there is plenty, and a share goes where the rest
-       is a popular share too. Where demands for several GPUs are usual, nodes with many whole GPUs are kept for them.
+    1. The card: the one that the user prefers. Without a preference a demand gets the least capable card that it
+       accepts, so that the large cards stay free for demands that need them.
+    2. The added waste and the contention of the card (`fragmentation.py`). The waste is that of the node's GPUs
+       afterwards minus that of before. This is the idea of Fragmentation Gradient Descent (Weng et al., "Beware of
+       Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation Gradient Descent", USENIX ATC 2023) with
+       another measure. FGD counts as fragmented what the next typical task cannot use: a node with 4 free GPUs and CPU
+       for 2 more tasks looks whole to it, since any one task fits, and 350 free thousandths look as bad as 300 where
+       every second task wants a whole GPU, though 320 is a popular share. Here the node is filled to the end by the
+       model. So CPU and memory are balanced with the GPUs from the first task on, tasks that need much CPU go where
+       there is plenty, and a share goes where the rest is a popular share too. Where demands for several GPUs are
+       usual, nodes with many whole GPUs are kept for them. Contention keeps scarce cards for the demands that accept no
+       others: a demand that could go elsewhere counts as a loss where many demands share few GPUs.
     3. Best fit: the share that leaves least of its GPU, then the fuller node, so that whole nodes stay free for gangs.
     4. The node with fewer containers. For demands without GPU, which spread, this comes before the fuller node.
 
     Without a known workload all demands count as demands for one whole GPU, and best fit remains. A choice depends on
-    one node's free capacity and on the workload alone, so choices are cached by value. The policy does not see how many
-    cards of each model exist: a scarce model that demands name next to an abundant one is not kept for them, unless it
-    is the more capable one.
+    one node's free capacity, the workload and the number of GPUs of each card alone, so choices are cached by value.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, supply: Supply) -> None:
         self._workload = workload
+        self._contention = fragmentation.estimate_contention(workload, supply)
         self._multi_gpu_demands = fragmentation.find_multi_gpu_demands(workload)
         self._estimates: dict[GpuSpec, tuple[FillEstimate, ...]] = {}
         self._cached_choose = lru_cache(maxsize=_CACHE_SIZE)(self._choose)
@@ -140,6 +147,7 @@ class LeastWastePolicy:
         usable.sort(
             key=lambda position: (
                 _card_preference(demand, node.cards[position]),
+                self._contention.get(node.cards[position], 0.0),
                 -self._estimates_of(node.cards[position])[WHOLE].waste,
             )
         )
@@ -156,7 +164,9 @@ class LeastWastePolicy:
         self, node: FreeCapacity, demand: NodeDemand, gpus: tuple[int, ...], added: int, left: int
     ) -> tuple[float, ...]:
         preferences = [_card_preference(demand, node.cards[position]) for position in gpus]
-        return sum(d[0] for d in preferences), sum(d[1] for d in preferences), added, left, sum(node.free), node.load
+        contention = sum(self._contention.get(node.cards[position], 0.0) for position in gpus)
+        lost = added + round(_CONTENTION_WEIGHT * demand.milli * contention)
+        return sum(d[0] for d in preferences), sum(d[1] for d in preferences), lost, left, sum(node.free), node.load
 
     def _added_waste(
         self,
@@ -221,7 +231,7 @@ def _card_preference(demand: NodeDemand, card: GpuSpec) -> tuple[int, int]:
 
     Memory is rounded to GiB, since two models with the same memory report slightly different MiB.
     """
-    if demand.cards is not None:
+    if demand.cards is not None and demand.has_preference:
         return demand.cards.index(card), 0
     major, minor = card.capability or (0, 0)
     return round(card.memory_mib / 1024), 100 * major + minor

@@ -65,7 +65,7 @@ class SchedulerState:
         self._availability_indexes: dict[DemandVariant, AvailabilityIndex] = {}
         self._group_indexes: dict[RequestGroup, VariantIndexes] = {}
         self._demand_counts: Counter[NodeDemand] = Counter()
-        self._policy = policy_factory(())
+        self._policy = policy_factory((), {})
         self._update_threshold = _FIRST_UPDATE
         self._requests_since_update = 0
         for node in snapshot.nodes:
@@ -173,7 +173,7 @@ class SchedulerState:
                 self._demand_counts[index.build_demand(index.variant.gpus)] += sum(map(len, group.by_owner.values()))
         self._demand_counts += Counter()
         self._policy = self._policy_factory(
-            tuple((demand, float(count)) for demand, count in self._demand_counts.items())
+            tuple((demand, float(count)) for demand, count in self._demand_counts.items()), self.capacity.count_cards()
         )
         for fit_index in self._fit_indexes.values():
             fit_index.set_policy(self._policy)

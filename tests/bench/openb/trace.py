@@ -51,11 +51,16 @@ class Trace:
     @property
     def gpus(self) -> int:
         """The number of GPUs of the cluster."""
-        return sum(len(node.cards) for node in self.nodes)
+        return self.supply.total()
+
+    @property
+    def supply(self) -> Counter[GpuSpec]:
+        """The number of GPUs of each card."""
+        return Counter(card for node in self.nodes for card in node.cards)
 
 
 def load() -> Trace:
-    """Return the trace in the folder `$TRACE`, else the one in `.cache/traces/openb`, else the generated one."""
+    """Return the trace of `$TRACE`, a folder or a file of pods, else the one in `.cache/traces/openb`, else the generated one."""
     folder = os.environ.get("TRACE")
     if folder:
         return read(Path(folder))
@@ -69,17 +74,15 @@ def load() -> Trace:
     return parse("generated", generated.node_rows(), generated.pod_rows(), suffix="_generated")
 
 
-def read(folder: Path) -> Trace:
-    """Read the trace in a folder with one file of nodes and one of pods.
+def read(path: Path) -> Trace:
+    """Read the trace in a folder with one file of nodes and one of pods, or another file of pods in such a folder.
 
     Raises:
         FileNotFoundError: The folder lacks one of the two files, or has several.
     """
-    with (
-        _find_only_file(folder, _NODES).open(newline="") as nodes,
-        _find_only_file(folder, _PODS).open(newline="") as pods,
-    ):
-        return parse(str(folder), csv.DictReader(nodes), csv.DictReader(pods))
+    pod_list = path if path.is_file() else _find_only_file(path, _PODS)
+    with _find_only_file(pod_list.parent, _NODES).open(newline="") as nodes, pod_list.open(newline="") as pods:
+        return parse(str(path), csv.DictReader(nodes), csv.DictReader(pods))
 
 
 def parse(
@@ -110,7 +113,7 @@ def _find_only_file(folder: Path, pattern: str) -> Path:
     if len(files) != 1:
         raise FileNotFoundError(
             f"{folder} has {len(files)} files named {pattern}; a trace has exactly one. {PUBLISHED}. "
-            "Name the folder that has its files with TRACE=DIR."
+            "Name the folder that has its files, or its file of pods, with TRACE=PATH."
         )
     return files[0]
 
@@ -131,7 +134,8 @@ def _gpu_spec(model: str) -> GpuSpec:
 
 def _task(row: Mapping[str, str], models: Iterable[str]) -> Task:
     gpus = int(row["num_gpu"])
-    wanted = [model for model in row["gpu_spec"].split("|") if model in set(models)] if row["gpu_spec"] else None
+    spec = row.get("gpu_spec") or ""
+    wanted = [model for model in spec.split("|") if model in set(models)] if spec else None
     created_at = float(row["creation_time"])
     return Task(
         demand=NodeDemand(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import random
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.scheduler.demand import WHOLE, NodeDemand
-from gpuhub.scheduler.placement import FreeCapacity, PlacementChoice
-from tests.bench.openb import baselines, generated, inflate, placement, queueing, trace
+from gpuhub.scheduler.placement import FreeCapacity, PlacementChoice, make_least_waste
+from tests.bench.openb import baselines, generated, inflate, placement, queueing, shapes, trace
 from tests.bench.openb.schedulers import FifoQueue, Job
 from tests.bench.openb.trace import Trace
 
@@ -60,6 +61,45 @@ def test_trace_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: py
     (tmp_path / "my_pod_list_default.csv").write_text(PODS)
     monkeypatch.setenv("TRACE", str(tmp_path))
     assert trace.load() == trace.parse(str(tmp_path), rows(NODES), rows(PODS))
+
+
+def test_other_lists_of_tasks_are_read_by_their_file(tmp_path: Path) -> None:
+    """A folder may have several lists; those without the column `gpu_spec` accept every model."""
+    (tmp_path / "my_node_list_gpu_node.csv").write_text(NODES)
+    (tmp_path / "my_pod_list_default.csv").write_text(PODS)
+    plain = [{name: value for name, value in row.items() if name != "gpu_spec"} for row in rows(PODS)]
+    with (tmp_path / "my_pod_list_multigpu20.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(plain[0]))
+        writer.writeheader()
+        writer.writerows(plain)
+    of = trace.read(tmp_path / "my_pod_list_multigpu20.csv")
+    assert [task.demand.cards for task in of.tasks] == [None] * 4
+    assert trace.read(tmp_path).tasks[0].demand.cards == (P100,)
+
+
+def test_policy_that_knows_the_models_leaves_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a third of the tasks names two models, fewer GPUs stay unallocated than without the numbers of GPUs."""
+    monkeypatch.setattr(shapes, "PART", 1)
+    of = shapes.vary(small_trace(), "models")
+    unallocated = {
+        name: statistics.fmean(
+            placement.fill_one(of, make_least_waste(trace.typical(of.tasks), supply), seed).unallocated_when_full
+            for seed in range(3)
+        )
+        for name, supply in {"known": of.supply, "unknown": {}}.items()
+    }
+    assert unallocated["known"] < unallocated["unknown"]
+
+
+def test_variations_keep_the_rest_of_the_trace() -> None:
+    """Each is the same every time, on a part of the nodes, with as many tasks that arrive at the same times."""
+    of = trace.parse("generated", generated.node_rows(), list(generated.pod_rows()))
+    for shape in shapes.SHAPES:
+        varied = shapes.vary(of, shape)
+        assert varied == shapes.vary(of, shape)
+        assert len(varied.nodes) == 8
+        assert [task.created_at for task in varied.tasks] == [task.created_at for task in of.tasks]
+        assert sum(one.demand != other.demand for one, other in zip(varied.tasks, of.tasks, strict=True)) > 300
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ SMALL = GpuSpec(model="RTX 5070", memory_mib=12227)
 MIDDLE = GpuSpec(model="RTX 5070 Ti", memory_mib=16303)
 BIG = GpuSpec(model="RTX 5090", memory_mib=32607)
 CARDS = (SMALL, MIDDLE, BIG)
+SUPPLY = {SMALL: 20, MIDDLE: 10, BIG: 5}
 
 #: Half whole GPUs, some popular parts, some for several GPUs, for one model, or for none; with CPU and memory.
 MIXED = (
@@ -40,7 +41,7 @@ def choose_best(
     demand: NodeDemand, *nodes: FreeCapacity, workload: fragmentation.Workload = ()
 ) -> tuple[int, PlacementChoice]:
     """Which node, and its choice; the first of equals."""
-    policy = make_least_waste(workload)
+    policy = make_least_waste(workload, SUPPLY)
     choices = [(choice.rank, at, choice) for at, of in enumerate(nodes) if (choice := policy.choose(of, demand))]
     _, at, choice = min(choices, key=lambda found: found[:2])
     return at, choice
@@ -65,6 +66,7 @@ def demands(draw: st.DrawFn) -> NodeDemand:
     return NodeDemand(
         gpus=gpus,
         cards=draw(st.one_of(st.none(), st.lists(st.sampled_from(CARDS), unique=True).map(tuple))),
+        has_preference=draw(st.booleans()),
         milli=draw(st.integers(1, WHOLE)) if gpus == 1 else WHOLE,
         cpu_milli=draw(st.integers(0, 64000)),
         memory_mib=draw(st.integers(0, 200000)),
@@ -90,7 +92,7 @@ def is_feasible(of: FreeCapacity, demand: NodeDemand) -> bool:
 def test_placement_exists_exactly_when_the_demand_fits(
     of: FreeCapacity, demand: NodeDemand, workload: fragmentation.Workload
 ) -> None:
-    choice = make_least_waste(workload).choose(of, demand)
+    choice = make_least_waste(workload, SUPPLY).choose(of, demand)
     assert (choice is not None) == is_feasible(of, demand)
     if choice is not None:
         assert len(choice.gpus) == len(set(choice.gpus)) == demand.gpus
@@ -100,9 +102,9 @@ def test_placement_exists_exactly_when_the_demand_fits(
 
 @given(node_capacities(), demands())
 def test_equal_policies_make_equal_choices(of: FreeCapacity, demand: NodeDemand) -> None:
-    policy = make_least_waste(MIXED)
+    policy = make_least_waste(MIXED, SUPPLY)
     first = policy.choose(of, demand)
-    assert policy.choose(replace(of), replace(demand)) == first == make_least_waste(MIXED).choose(of, demand)
+    assert policy.choose(replace(of), replace(demand)) == first == make_least_waste(MIXED, SUPPLY).choose(of, demand)
 
 
 @given(st.lists(st.sampled_from(CARDS), min_size=1, max_size=6), st.integers(1, WHOLE), st.sampled_from([(), MIXED]))
@@ -125,7 +127,7 @@ def test_older_gpu_is_granted_for_equal_memory() -> None:
 
 @given(st.permutations(CARDS))
 def test_preferred_model_is_granted(liked: list[GpuSpec]) -> None:
-    demand = NodeDemand(gpus=1, cards=tuple(liked[:2]))
+    demand = NodeDemand(gpus=1, cards=tuple(liked[:2]), has_preference=True)
     assert choose_best(demand, *(node(card) for card in CARDS))[0] == CARDS.index(liked[0])
     (at,) = choose_best(demand, node(*CARDS))[1].gpus
     assert CARDS[at] == liked[0]
@@ -181,6 +183,32 @@ def test_models_unpopular_in_the_workload_are_granted_first() -> None:
     other = replace(SMALL, model="RTX 4070")
     workload = ((NodeDemand(gpus=1, cards=(SMALL,)), 1.0),)
     assert choose_best(NodeDemand(gpus=1), node(SMALL), node(other), workload=workload)[0] == 1
+
+
+def test_scarce_models_are_kept_for_demands_that_name_them() -> None:
+    """Few demands name the scarce model, yet more for each of its GPUs than for those of the other."""
+    scarce, plenty = replace(SMALL, model="T4"), replace(SMALL, model="P100")
+    workload = (
+        (NodeDemand(gpus=1, cards=(scarce,)), 1.0),
+        (NodeDemand(gpus=1, cards=(plenty,)), 2.0),
+        (NodeDemand(gpus=1, cards=(scarce, plenty)), 1.0),
+    )
+    policy = make_least_waste(workload, {scarce: 10, plenty: 90})
+    for cards in ((scarce, plenty), (plenty, scarce), None):
+        demand = NodeDemand(gpus=1, cards=cards)
+        ranks = [choice.rank for card in (scarce, plenty) if (choice := policy.choose(node(card), demand))]
+        assert ranks[1] < ranks[0]
+        together = policy.choose(node(scarce, plenty), demand)
+        assert together is not None
+        assert together.gpus == (1,)
+
+
+def test_contention_is_one_on_average() -> None:
+    """It compares the cards; what nothing asks for is not contended, and what does not exist has none."""
+    workload = ((NodeDemand(gpus=2, cards=(SMALL, BIG)), 3.0), (NodeDemand(gpus=1, milli=500), 4.0))
+    found = fragmentation.estimate_contention(workload, {SMALL: 6, MIDDLE: 2})
+    assert found == {SMALL: pytest.approx(1.25), MIDDLE: pytest.approx(0.25)}
+    assert (6 * found[SMALL] + 2 * found[MIDDLE]) / 8 == pytest.approx(1.0)
 
 
 def test_exclusive_demand_uses_the_node_with_least_waste() -> None:

@@ -55,7 +55,7 @@ class FirstFit:
 
 
 def new_scheduler(parameters: SchedulingParameters) -> BuiltinScheduler:
-    return BuiltinScheduler(parameters, lambda workload: FirstFit())
+    return BuiltinScheduler(parameters, lambda workload, supply: FirstFit())
 
 
 @st.composite
