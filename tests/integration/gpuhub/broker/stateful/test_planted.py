@@ -98,7 +98,7 @@ def ignore_request_keys(patch: Patch) -> None:
     """A repeated request is taken for a new one."""
     real = RowIndex.find_one
     patch.setattr(RowIndex, "find_one", lambda self, *tag: None if tag[0] == "key" else real(self, *tag))
-    patch.setattr(Store, "find_lease_by_key", lambda self, owner, key: None)
+    patch.setattr(Store, "find_leases_by_key", lambda self, keys: {})
 
 
 def treat_silence_as_stopped(patch: Patch) -> None:
