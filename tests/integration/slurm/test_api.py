@@ -187,7 +187,7 @@ async def test_own_job_with_a_lease_name_shows_what_it_was_allocated(slurm: Slur
     number = slurm.submit("ada", "--job-name=gh-lease-1", "--gres=gpu:rtx5090:1", "--mem=1", "--nodes=1-1")
     job = await until(lambda: api.find_job(number), lambda job: job is not None and job.state is SlurmJobState.RUNNING)
     assert job is not None
-    assert (job.name, job.user_id, job.cpus, job.memory_mib) == ("gh-lease-1", 61001, 1, 1)
+    assert (job.name, job.user_id, job.cpus, job.memory_mib) == ("gh-lease-1", 71001, 1, 1)
 
 
 @pytest.mark.parametrize("text", ["sx[1-3]", "sx3,sx1", "sx[03,1-2],a-[8-10]"])
