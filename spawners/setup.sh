@@ -43,10 +43,12 @@ look_for "${wanted[@]}"
 [ -f /etc/ssl/certs/ca-certificates.crt ] || missing+=(ca-certificates)
 [ ${#missing[@]} -eq 0 ] || install "${missing[@]}"
 
+policy=/usr/sbin/policy-rc.d
 # $@: packages with services that shall not run here: the tests and the closet start servers of their own.
 install_quietly() {
-  local policy=/usr/sbin/policy-rc.d service
+  local service
   if [ ! -e "$policy" ]; then
+    # Runs when this script ends, where a function's own variables are gone.
     trap 'rm -f "$policy"' EXIT
     printf '#!/bin/sh\nexit 101\n' >"$policy"
     chmod 755 "$policy"
