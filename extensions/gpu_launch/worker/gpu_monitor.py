@@ -110,7 +110,9 @@ def _read_gpu(nvml: Any, handle: Any) -> dict[str, Any]:
         except nvml.NVMLError:
             return None
 
-    memory = query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    # Version 2 excludes the driver's own memory, hundreds of MiB on large cards; older drivers count it as used.
+    memory = query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2))
+    memory = memory or query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     return {
         "uuid": query(lambda: _decode(nvml.nvmlDeviceGetUUID(handle))),
         "model": query(lambda: _decode(nvml.nvmlDeviceGetName(handle))),

@@ -11,12 +11,13 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
+import pynvml
 import pytest
 
 from gpu_launch.common.launch_spec import StartMethod
 from gpu_launch.worker import agent, log_files, processes
+from tests.support.nvml.replay import BUSY, Replay, load
 
 #: Starts a child in a separate session that only SIGKILL ends, and writes its process id to a file.
 DEFIANT = """
@@ -254,41 +255,18 @@ def test_progress_is_reported_on_change(node):
     assert len({message["step"] for message in told}) == len(told)
 
 
-class FakeNvml(SimpleNamespace):
-    """A driver with one GPU whose power it does not know."""
-
-    class NVMLError(Exception):
-        """The error class of NVML."""
-
-    def fail(self, *_):
-        """Raise NVML's error."""
-        raise self.NVMLError
-
-
 def test_gpu_readings_are_reported_while_ranks_run(node, monkeypatch):
     """Values that NVML does not know are None, and a failing rank's GPU is named."""
-    fake = FakeNvml(
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetUUID=lambda handle: "GPU-1",
-        nvmlDeviceGetName=lambda handle: b"H200",
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=3 * 1024**2, total=5 * 1024**2),
-        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=97),
-        nvmlDeviceGetPowerUsage=lambda handle: fake.fail(),
-        nvmlDeviceGetEnforcedPowerLimit=lambda handle: 700_000,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    nvml = Replay(BUSY)
+    nvml.change("nvmlDeviceGetPowerUsage", pynvml.NVMLError_NotSupported)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     node.start(node.script("import time; time.sleep(600)"))
     node.until(lambda: bool(node.of("gpus")))
     agent.kill_ranks(node.run.run_id)
     (end,) = node.end()["ends"]
-    assert end["gpu"] == "H200 GPU-1"
-    assert node.of("gpus")[0]["readings"] == [
-        {"uuid": "GPU-1", "model": "H200", "use_percent": 97, "memory_mib": 3, "memory_total_mib": 5,
-         "power_w": None, "power_limit_w": 700}
-    ]  # fmt: skip
+    recorded = load(BUSY)["monitored"]
+    assert end["gpu"] == f"NVIDIA H200 {recorded[0]['uuid']}"
+    assert node.of("gpus")[0]["readings"] == [{**reading, "power_w": None} for reading in recorded]
 
 
 ENGINE = """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
-from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from gpu_launch import environment
 from gpu_launch.worker import nccl_env
 from gpu_launch.worker.nccl_env import ContainerFacts
+from tests.support.nvml.replay import IDLE, Replay, load
 
 ALWAYS = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1", "RES_OPTIONS": "timeout:1 attempts:1"}
 
@@ -87,50 +86,26 @@ def test_inspect_this_container(monkeypatch):
     assert nccl_env.inspect_container("no-such-interface", with_path_mtu=True).mtu is None
 
 
-class Nvml:
-    """The part of pynvml that is used, with the constants of the real module."""
-
-    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_STATUS_OK
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, reaches):
-        self.reaches, self.ended = reaches, 0
-
-    def nvmlInit(self):  # noqa: N802 - as in pynvml
-        pass
-
-    def nvmlShutdown(self):  # noqa: N802 - as in pynvml
-        self.ended += 1
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802 - as in pynvml
-        return SimpleNamespace(uuid=uuid)
-
-    def nvmlDeviceGetP2PStatus(self, one, other, index):  # noqa: N802 - as in pynvml
-        ctypes.c_int.from_param(index)  # as ctypes does for the real function: a tuple is refused
-        reached = self.reaches(one.uuid, other.uuid)
-        if reached is None:
-            raise self.NVMLError
-        return 0 if reached else 3
-
-
 @pytest.mark.parametrize(
-    ("uuids", "reaches", "expected"),
+    ("answer", "expected"),
     [
-        ("GPU-a,GPU-b", lambda one, other: True, True),
-        ("GPU-a,GPU-b,GPU-c", lambda one, other: "GPU-c" not in (one, other), False),
-        ("GPU-a,GPU-b", lambda one, other: None, None),
+        (None, True),
+        (pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED, False),
+        (pynvml.NVMLError_Unknown, None),
     ],
-    ids=["all", "not all", "cannot tell"],
+    ids=["as recorded", "not through this chipset", "cannot tell"],
 )
-def test_nvml_is_queried_for_every_pair_of_gpus(monkeypatch, uuids, reaches, expected):
-    """And let go of again."""
-    nvml = Nvml(reaches)
+def test_nvml_is_queried_for_every_pair_of_gpus(monkeypatch, answer, expected):
+    """And closed again."""
+    nvml = Replay(IDLE)
+    if answer is not None:
+        nvml.change("nvmlDeviceGetP2PStatus", answer)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    uuids = ",".join(gpu["uuid"] for gpu in load(IDLE)["read_node"]["gpus"])
     monkeypatch.setenv("GPUHUB_GPU_UUIDS", uuids)
     assert nccl_env.inspect_container("lo").has_p2p is expected
-    assert nvml.ended == 1
+    assert nvml.called.count("nvmlDeviceGetP2PStatus") == (2 if expected else 1)
+    assert nvml.called[-1] == "nvmlShutdown"
 
 
 @pytest.mark.parametrize("uuids", ["", "GPU-a", "MIG-a,MIG-b"])

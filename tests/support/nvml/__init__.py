@@ -1,0 +1,1 @@
+"""What NVML answers on real GPUs: recorded once, replayed in tests."""
