@@ -362,6 +362,17 @@ EXPORT nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned int 
 
 /* ---- features that GeForce cards lack ---- */
 
+/* 1: the chipset does not support it, as nvidia-smi's `topo -p2p r` reports of GeForce cards ("CNS"). */
+EXPORT nvmlReturn_t nvmlDeviceGetP2PStatus(nvmlDevice_t device, nvmlDevice_t other, int capability, int *status) {
+    struct card peer;
+    (void)capability;
+    WITH_CARD(status, {
+        result = card_of(other, &peer);
+        if (result != NVML_SUCCESS) return result;
+        *status = strstr(card.name, "GeForce") || strstr(peer.name, "GeForce") ? 1 : 0;
+    });
+}
+
 #define NOT_SUPPORTED(name, ...)                                                    \
     EXPORT nvmlReturn_t name(nvmlDevice_t device, __VA_ARGS__) {                    \
         struct card card;                                                           \

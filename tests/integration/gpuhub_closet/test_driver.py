@@ -12,10 +12,13 @@ from pathlib import Path
 import pynvml as nvml
 import pytest
 
+from gpu_launch.worker import nccl_env
 from gpuhub.nodes import agent, agent_container
 from gpuhub.nodes.agent_container import agent_script
 from gpuhub_closet import driver, gpu_state, shell
 from gpuhub_closet.topology import SimulatedGpu, SimulatedMigDevice, mig_uuid
+from tests.support.nvml.recorder import encode
+from tests.support.nvml.replay import IDLE, load
 
 BIG = SimulatedGpu(model="RTX 5090", memory_mib=32607)
 SMALL = SimulatedGpu(model="RTX 5060", memory_mib=8151)
@@ -85,6 +88,86 @@ def test_gpu_is_found_by_uuid(library):
     assert nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetHandleByUUID(UUIDS[1])) == 1
     with pytest.raises(nvml.NVMLError_NotFound):
         nvml.nvmlDeviceGetHandleByUUID("GPU-none")
+
+
+#: What a real driver was asked and the simulated one does not answer.
+NOT_SIMULATED = {
+    f"nvmlDeviceGet{name}"
+    for name in (
+        "CurrentClocksEventReasons",
+        "MemoryBusWidth",
+        "NumGpuCores",
+        "PowerManagementLimitConstraints",
+        "SupportedEventTypes",
+        "TopologyCommonAncestor",
+        "TotalEnergyConsumption",
+    )
+}
+
+
+def test_answers_have_the_shape_of_a_real_driver_s(library):
+    """Each call that a real driver answered is answered with values of the same types, or as not supported by GPUs like these."""
+    recorded = load(IDLE)["calls"]
+    asked, missing, different = 0, set(), {}
+    for call, answer in recorded.items():
+        name, arguments, keywords = parse_call(call)
+        handles = [
+            nvml.nvmlDeviceGetHandleByIndex(int(each.removeprefix("GPU "))) for each in arguments if is_gpu(each)
+        ]
+        if not handles or "result" not in answer:
+            continue
+        asked += 1
+        values = [handles.pop(0) if is_gpu(each) else each for each in arguments]
+        try:
+            found = encode(getattr(nvml, name)(*values, **keywords))
+        except nvml.NVMLError_NotSupported:
+            continue
+        except nvml.NVMLError_FunctionNotFound:
+            missing.add(name)
+            continue
+        if shape(found) != shape(answer["result"]):
+            different[call] = (found, answer["result"])
+    assert asked > 50
+    assert not different
+    assert missing == NOT_SIMULATED
+
+
+def test_geforce_cards_do_not_read_each_other_s_memory(library, monkeypatch):
+    """NCCL is told so for two of them in one container."""
+    monkeypatch.setenv("GPUHUB_GPU_UUIDS", ",".join(UUIDS))
+    assert nccl_env.inspect_container("lo").has_p2p is False
+    assert nccl_env.find_variables("lo")["NCCL_P2P_DISABLE"] == "1"
+
+
+def is_gpu(argument):
+    return isinstance(argument, str) and argument.startswith("GPU ")
+
+
+def parse_call(call):
+    """Undo `describe_call`."""
+    name, _, rest = call.removesuffix(")").partition("(")
+    words = rest.split(", ") if rest else []
+    keywords = dict(word.split("=") for word in words if "=" in word)
+    return (
+        name,
+        [json.loads(word) for word in words if "=" not in word],
+        {key: int(value) for key, value in keywords.items()},
+    )
+
+
+def shape(value):
+    """Return the types of an encoded value; lists, such as those of processes, may have any length."""
+    match value:
+        case {"struct": fields}:
+            return {key: shape(each) for key, each in fields.items()}
+        case {"tuple": items}:
+            return [shape(each) for each in items]
+        case {"list": _}:
+            return "list"
+        case int() | float():
+            return "number"
+        case _:
+            return type(value).__name__
 
 
 def test_load_is_live(library):
