@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -124,7 +125,10 @@ def parse_gpus(text: str) -> list[gpu.GpuSpec]:
 
 
 def build_single_node(cards: list[gpu.GpuSpec]) -> str:
-    """Return a cluster.toml for one machine with these GPUs: a profile for each model, and one without a GPU."""
+    """Return a cluster.toml for one machine with these GPUs.
+
+    It has a profile for one GPU of each model, one for all of a model where there are several, and one without a GPU.
+    """
     lines = [
         "# Made by `gpuhub up`. To change it, copy it to cluster.toml next to the Makefile.",
         "[[nodes]]",
@@ -132,16 +136,18 @@ def build_single_node(cards: list[gpu.GpuSpec]) -> str:
         'address = "127.0.0.1"',
         'docker = "unix:///run/docker.sock"',
     ]
-    models = dict.fromkeys(card.model for card in cards)
-    for number, model in enumerate(models, start=1):
+    models = Counter(card.model for card in cards)
+    for number, (model, most) in enumerate(models.items(), start=1):
         memory = max(card.memory_mib for card in cards if card.model == model)
-        lines += [
-            "[[profiles]]",
-            f'name = "gpu{number}"',
-            f"title = {json.dumps(model)}",
-            f'description = "{round(memory / 1024)} GB"',
-            f"gpu_model = {json.dumps(model)}",
-        ]
+        for count in sorted({1, most}):
+            lines += [
+                "[[profiles]]",
+                f'name = "gpu{number}{f"x{count}" if count > 1 else ""}"',
+                f"title = {json.dumps(f'{count} × {model}' if count > 1 else model, ensure_ascii=False)}",
+                f'description = "{round(memory / 1024)} GB{" each" if count > 1 else ""}"',
+                f"gpu_model = {json.dumps(model)}",
+                f"gpu_count = {count}",
+            ]
     lines += ["[[profiles]]", 'name = "cpu"', 'title = "No GPU"', "gpu_count = 0", 'memory = "4G"']
     lines += ["[users]", 'login = "password"', 'allowed = ["ada", "ben"]', "uid_first = 20000"]
     lines += ["[storage]", 'home = "/var/lib/gpuhub/homes/{username}"']

@@ -143,14 +143,19 @@ def test_advertised_memory_sizes_match():
 
 
 def test_a_single_node_file_is_valid(tmp_path):
-    """The cluster.toml made for a machine with GPUs of its own has a profile for each model."""
+    """The cluster.toml made for a machine with GPUs of its own has a profile for each model, and one for all of a model."""
     cards = cluster_choice.parse_gpus(
         "NVIDIA GeForce RTX 5090, 32607\nNVIDIA GeForce RTX 5090, 32607\nNVIDIA A2, 15356\nbad\n"
     )
     file = tmp_path / "cluster.toml"
     file.write_text(cluster_choice.build_single_node(cards), encoding="utf-8")
     cluster = settings.load(file)
-    assert [profile.title for profile in cluster.profiles] == ["RTX 5090", "A2", "No GPU"]
+    assert [(profile.name, profile.title, profile.gpu_count) for profile in cluster.profiles] == [
+        ("gpu1", "RTX 5090", 1),
+        ("gpu1x2", "2 × RTX 5090", 2),
+        ("gpu2", "A2", 1),
+        ("cpu", "No GPU", 0),
+    ]
     assert not cluster.has_overlay
 
 
