@@ -12,11 +12,13 @@ REPEATS ?= 1
 # Processes that inject faults side by side, each into a product of its own.
 LANES ?= 3
 HOURS ?= 2
+# The cluster of `make test-gpu`.
+CLUSTER ?=
 VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
 .PHONY: help up down purge status check-cluster setup setup-dev dev lint test test-unit test-integration test-acceptance test-slurm \
-  test-faults test-hostile test-fresh soak coverage bench references dist sbom lock
+  test-faults test-hostile test-fresh test-gpu soak coverage bench references dist sbom lock
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 20
@@ -69,10 +71,13 @@ test-faults: setup-dev ## Inject every fault of the catalogue (docs/reliability.
 test-hostile: setup-dev ## Attack the running product from inside a user's container
 	@tests/run hostile
 
+test-gpu: setup-dev ## Use the product on real GPUs, and compare with nvidia-smi: CLUSTER=cluster.toml (see tests/gpus/example.toml)
+	@GPUHUB_TEST_CLUSTER="$(CLUSTER)" python -m pytest tests/gpus --durations=5
+
 soak: setup-dev ## Use and break the practice closet for HOURS=2, and say whether memory, files, threads or logs grow
 	@python -m tests.soak --hours $(HOURS)
 
-test: setup-dev ## Pass every check and test, except the slow fault cases and soak (about 40 minutes on 2 cores)
+test: setup-dev ## Pass every check and test, except the slow fault cases, soak and real GPUs (about 40 minutes on 2 cores)
 	@tests/run
 
 test-fresh: setup-dev ## Run README's commands on a minimal Debian 12 and 13, each in a clean room (half an hour each)

@@ -1,0 +1,1 @@
+"""The product on machines with real GPUs: `make test-gpu CLUSTER=cluster.toml`."""

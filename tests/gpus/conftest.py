@@ -1,0 +1,160 @@
+"""gpuhub on the machines of a cluster.toml that have real GPUs, driven through the hub's address without a browser."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gpuhub.common import secrets
+from gpuhub.common.names import agent_container_name
+from gpuhub.common.paths import Paths
+from gpuhub.config import settings
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker.client import DockerClients
+from tests.support.hub.kernel_client import Kernel, open_kernel
+from tests.support.hub.users import Client, log_in
+from tests.support.product import wait_for
+
+INSTANCE = os.environ.get("GPUHUB_TEST_INSTANCE", "ghgpu")
+ROOT = Path(__file__).parents[2]
+#: The three users who have to be in `[users] allowed`, with `login = "password"`.
+USERS = ("ada", "ben", "eve")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpus:
+    """The product on the machines with real GPUs."""
+
+    file: Path
+    cluster: ClusterSettings
+    address: str
+    users: dict[str, Client]
+    daemons: DockerClients
+
+    def view(self) -> dict[str, Any]:
+        """Return the broker's view of the cluster, as an ordinary user gets it."""
+        status, view = self.users["eve"].ask(self.users["eve"].broker, "GET", "/cluster")
+        assert status == 200, view
+        assert isinstance(view, dict)
+        return view
+
+    def gpus(self) -> list[dict[str, Any]]:
+        """Return all GPUs, as the broker shows them."""
+        return [gpu for node in self.view()["nodes"] for gpu in node["gpus"]]
+
+    def states(self) -> dict[str, str]:
+        """Return the state of each GPU by UUID."""
+        return {gpu["uuid"]: gpu["state"] for gpu in self.gpus()}
+
+    def wait_free(self) -> None:
+        """Wait until every GPU is free."""
+        wait_for(lambda: set(self.states().values()) == {"free"}, lambda: f"all GPUs are free: {self.gpus()}", 90)
+
+    def containers(self, node: str) -> list[str]:
+        """Return the names of this instance's containers on a node."""
+        found = self.daemons.client(node).containers(filters={"name": f"^/?{INSTANCE}-"})
+        return [name.removeprefix("/") for container in found for name in container["Names"]]
+
+    def run_in_agent(self, node: str, *command: str) -> list[str]:
+        """Run a command in the container of the node's GPU agent, which sees all GPUs; return the lines of its output."""
+        client = self.daemons.client(node)
+        call = client.exec_create(agent_container_name(INSTANCE), list(command))
+        output: bytes = client.exec_start(call["Id"])
+        assert client.exec_inspect(call["Id"])["ExitCode"] == 0, output
+        return output.decode().splitlines()
+
+
+def gpuhub(*words: str | Path) -> str:
+    """Run the administrator's command and return its output."""
+    done = subprocess.run(
+        [Path(sys.executable).with_name("gpuhub"), *words, "--instance", INSTANCE],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def product() -> Iterator[Gpus]:
+    """Bring gpuhub up on the cluster, and down at the end."""
+    name = os.environ.get("GPUHUB_TEST_CLUSTER")
+    assert name, "name your cluster.toml: make test-gpu CLUSTER=cluster.toml"
+    file = Path(name).resolve()
+    cluster = settings.load(file)
+    assert cluster.hub.bind == "127.0.0.1", f"these tests use the hub on this machine alone: bind = {cluster.hub.bind}"
+    assert cluster.users.login == "password", (
+        f"[users] login = {cluster.users.login!r}, but these tests need 'password'"
+    )
+    with ExitStack() as stack:
+        stack.callback(gpuhub, "down", "--cluster-file", file)
+        gpuhub("up", "--cluster-file", file)
+        address = f"http://127.0.0.1:{cluster.hub.port}"
+        password = secrets.read_secret(Paths(INSTANCE), secrets.USER_PASSWORD)
+        users = {name: log_in(address, name, password) for name in USERS}
+        for user in users.values():
+            stack.callback(user.close)
+        daemons = DockerClients(cluster.nodes, instance=INSTANCE, run_dir=Paths(INSTANCE).run)
+        stack.callback(daemons.close)
+        found = Gpus(file=file, cluster=cluster, address=address, users=users, daemons=daemons)
+        wait_for(lambda: len(found.gpus()) > 0, "the broker knows GPUs", 60)
+        yield found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningNotebook:
+    """A user's notebook server with one kernel."""
+
+    user: Client
+    server: str
+    kernel: Kernel
+
+    def run(self, code: str, timeout_s: float = 240) -> str:
+        """Run a cell that must not fail, and return its output."""
+        output = self.kernel.run(code, timeout_s)
+        assert "Traceback" not in output, output
+        return output
+
+    def interrupt(self, address: str) -> None:
+        """Interrupt the cell that runs, as JupyterLab's button does."""
+        url = f"{address}/user/{self.user.name}/{self.server}/api/kernels"
+        with httpx.Client(headers={"Authorization": f"token {self.user.token}"}, trust_env=False) as web:
+            [kernel] = web.get(url).json()
+            web.post(f"{url}/{kernel['id']}/interrupt").raise_for_status()
+
+    def uuids(self) -> set[str]:
+        """Return the UUIDs that nvidia-smi shows in the notebook."""
+        return set(re.findall(r"GPU-[0-9a-f-]{36}", self.run("!nvidia-smi -L")))
+
+
+@pytest.fixture
+def start(product: Gpus) -> Iterator[Callable[[str, str], RunningNotebook]]:
+    """Return a function that starts a notebook of a user with a profile; all stop at the end, and all GPUs are free."""
+    with ExitStack() as stack:
+        stack.callback(product.wait_free)
+
+        numbers = count()
+
+        def start_one(name: str, profile: str) -> RunningNotebook:
+            user, server = product.users[name], f"n{next(numbers)}"
+            user.start(server, profile)
+            stack.callback(user.stop, server)
+            wait_for(lambda: user.is_ready(server), lambda: f"{server} of {name} is ready: {user.servers()}", 180)
+            kernel = stack.enter_context(open_kernel(product.address.removeprefix("http://"), user, server))
+            return RunningNotebook(user=user, server=server, kernel=kernel)
+
+        yield start_one
