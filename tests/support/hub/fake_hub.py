@@ -257,7 +257,7 @@ def _unpack(hub: FakeHub, path: str, data: bytes) -> Any:
             size += member.size
             if size > hub.limit:
                 return _problem(413, f"more than the {hub.limit} bytes that may be sent at once")
-            tar.extract(member, folder)
+            tar.extract(member, folder, filter="data")
             files += not member.isdir()
     return {"files": files, "bytes": size}
 

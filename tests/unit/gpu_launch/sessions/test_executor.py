@@ -56,15 +56,15 @@ def test_a_traceback_has_the_cells_own_lines(prompt):
     prompt.run("def f(x):\n    return 1 / x\n")
     outcome = prompt.run("y = 2\nf(0)")
     assert (outcome.outcome, outcome.at_ns > 0) == (CellOutcome.FAILED, True)
-    assert outcome.error == (
-        "Traceback (most recent call last):\n"
-        "  Cell In[2], line 3\n"
-        "    f(0)\n"
-        "  Cell In[1], line 3, in f\n"
-        "    return 1 / x\n"
-        "           ~~^~~\n"
-        "ZeroDivisionError: division by zero"
-    )
+    # Python marks the place within some lines; versions differ in which.
+    assert [line for line in outcome.error.splitlines() if not set(line) <= set(" ~^")] == [
+        "Traceback (most recent call last):",
+        "  Cell In[2], line 3",
+        "    f(0)",
+        "  Cell In[1], line 3, in f",
+        "    return 1 / x",
+        "ZeroDivisionError: division by zero",
+    ]
     assert vars(prompt.module)["y"] == 2
 
 

@@ -52,7 +52,7 @@ def notebook(store: CertificateStore, tmp_path_factory: pytest.TempPathFactory) 
     root = tmp_path_factory.mktemp("ada")
     issued = notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE)
     with tarfile.open(fileobj=io.BytesIO(issued.build_archive(1001, 1001))) as archive:
-        archive.extractall(root)
+        archive.extractall(root, filter="data")
     return root
 
 
@@ -159,7 +159,7 @@ def test_notebook_of_another_user_is_refused(store: CertificateStore, notebook: 
             notebook_certificate.issue_notebook_certificate(store.folder, "ben", NODE).build_archive(1002, 1002)
         )
     ) as archive:
-        archive.extractall(tmp_path)
+        archive.extractall(tmp_path, filter="data")
     own = CertificateFiles(
         map_container_path(tmp_path, internal_certificates.NOTEBOOK_CERTIFICATE),
         map_container_path(tmp_path, internal_certificates.NOTEBOOK_KEY),
