@@ -8,6 +8,7 @@ node's own firewall do not change, and packets that they refuse stay refused.
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -245,7 +246,10 @@ def _is_within(inner: _Network, outer: _Network) -> bool:
 
 
 def _format_network(network: _Network) -> str:
-    return str(network.network_address) if network.prefixlen == network.max_prefixlen else str(network)
+    # As nftables writes it; versions of Python differ in how they write IPv4 addresses within IPv6.
+    family = socket.AF_INET if network.version == 4 else socket.AF_INET6
+    address = socket.inet_ntop(family, network.network_address.packed)
+    return address if network.prefixlen == network.max_prefixlen else f"{address}/{network.prefixlen}"
 
 
 def _format_chain(name: str, *lines: str) -> str:
