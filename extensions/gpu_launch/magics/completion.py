@@ -193,10 +193,12 @@ class CachedCall:
 
     def _renew(self) -> None:
         try:
-            self._answer = self._call()
+            answer = self._call()
         except Exception:  # noqa: BLE001 - the user pressed a key: without an answer nothing is completed
-            self._answer = ()
+            answer = ()
+        # Before the answer, which `get` does not wait for when it is there.
         self._until = self._clock() + _REMEMBERED_S
+        self._answer = answer
 
 
 def install(shell: Any, sources: CompletionSources) -> None:
