@@ -38,6 +38,16 @@ def run_make(instance: str, target: str) -> str:
     return done.stdout
 
 
+def stop_earlier_run(instance: str) -> None:
+    """Stop what an earlier run of the tests has left, as far as that is possible.
+
+    Where that run was killed, the nodes' daemons do not answer and `make down` says that it could not clean them: their
+    next start does.
+    """
+    command = ["make", "--no-print-directory", "down", f"INSTANCE={instance}"]
+    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=1800, check=False)
+
+
 def join_columns(text: str) -> str:
     """Return a table's text with one space between columns, whose widths depend on other rows."""
     return re.sub(r"(?<=\S) +", " ", text)

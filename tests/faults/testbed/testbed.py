@@ -23,7 +23,7 @@ from tests.faults.testbed.user_actions import UserActions
 from tests.support.closet import practice_closet
 from tests.support.closet.observer import Observer
 from tests.support.hub.users import log_in, with_token
-from tests.support.product import build_instance, run_make, wait_for
+from tests.support.product import build_instance, run_make, stop_earlier_run, wait_for
 
 #: Processes of pytest-xdist inject cases side by side, each into a product of its own.
 INSTANCE = build_instance(os.environ.get("GPUHUB_TEST_INSTANCE", "ghtest"), os.environ.get("PYTEST_XDIST_WORKER", ""))
@@ -56,7 +56,7 @@ class FaultTestbed(UserActions):
                 self.supervisor.stop(name)
             self._remove_containers()
         else:
-            run_make(INSTANCE, "down")
+            stop_earlier_run(INSTANCE)
         for stale in ("jupyterhub.sqlite", "broker.sqlite"):
             for file in self.paths.state.glob(f"{stale}*"):
                 file.unlink()

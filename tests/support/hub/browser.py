@@ -108,7 +108,7 @@ class Product:
 def run_product() -> Iterator[Product]:
     """Start gpuhub on the practice closet, with empty homes and databases; `make down` at the end leaves nothing."""
     paths = Paths(INSTANCE)
-    run_make("down")
+    support.stop_earlier_run(INSTANCE)
     shutil.rmtree(paths.state / "homes", ignore_errors=True)
     for stale in ("jupyterhub.sqlite", "broker.sqlite"):
         for file in paths.state.glob(f"{stale}*"):
