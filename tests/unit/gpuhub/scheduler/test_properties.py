@@ -408,9 +408,10 @@ def test_backfill_never_delays_the_first_request(broker: SimulatedBroker, data: 
     first = next((name for name in order if told[name] is not None), None)
     if first is None or first != order[0]:
         return
+    priority = broker.requests[first].priority
     for number in range(30, 30 + data.draw(st.integers(2, 9))):
         late = data.draw(requests(f"r{number}", limited=True))
-        broker.add_request(replace(late, created_at=NOW + number, priority=0, batch=True))
+        broker.add_request(replace(late, created_at=NOW + number, priority=priority, batch=True))
     while first in broker.requests:
         broker.decide()
         if first not in broker.requests:

@@ -101,7 +101,7 @@ async def test_unresponsive_servers_do_not_block_the_event_loop() -> None:
     """Twenty waiting starts get the error, and another server's start is not delayed."""
     prober = NfsProber(BlockingCallPool())
     with serve_reply(lambda _xid: None) as (dead, _), serve_reply(encode_accepted_reply) as (alive, _):
-        waiting = [asyncio.ensure_future(prober.ensure_answers(server(dead), 3)) for _ in range(20)]
+        waiting = [asyncio.ensure_future(prober.ensure_answers(server(dead), 8)) for _ in range(20)]
         await prober.ensure_answers(server(alive), 10)
         assert not any(one.done() for one in waiting)
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
