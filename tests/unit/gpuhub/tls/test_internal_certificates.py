@@ -46,13 +46,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> CertificateStore:
     return CertificateStore(folder)
 
 
+def unpack(archive: tarfile.TarFile, folder: Path) -> None:
+    # Debian 12's Python has no filters, later ones warn where none is set.
+    archive.extraction_filter = getattr(tarfile, "data_filter", None)
+    archive.extractall(folder)
+
+
 @pytest.fixture(scope="module")
 def notebook(store: CertificateStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The root folder of a container of ada's, with her notebook's files."""
     root = tmp_path_factory.mktemp("ada")
     issued = notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE)
     with tarfile.open(fileobj=io.BytesIO(issued.build_archive(1001, 1001))) as archive:
-        archive.extractall(root, filter="data")
+        unpack(archive, root)
     return root
 
 
@@ -159,7 +165,7 @@ def test_notebook_of_another_user_is_refused(store: CertificateStore, notebook: 
             notebook_certificate.issue_notebook_certificate(store.folder, "ben", NODE).build_archive(1002, 1002)
         )
     ) as archive:
-        archive.extractall(tmp_path, filter="data")
+        unpack(archive, tmp_path)
     own = CertificateFiles(
         map_container_path(tmp_path, internal_certificates.NOTEBOOK_CERTIFICATE),
         map_container_path(tmp_path, internal_certificates.NOTEBOOK_KEY),
