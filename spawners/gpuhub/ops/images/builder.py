@@ -11,7 +11,8 @@ import shutil
 import tarfile
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -97,12 +98,17 @@ def build_images(
     plan = build_plan.build_plan(sources, settings, platform.machine(), refreshed=refreshed)
     notebook, base = plan.node_images
     if find_image(client, base) is None:
-        wheels = _wheels(folder, plan, sources, settings, report)
-        pynvml = read_wheel_file(wheels, "nvidia_ml_py", "pynvml.py")
-        suite = settings.debian_suite
-        root = ensure_root_tar(
-            folder / "base", tag=plan.base, suite=suite, sources=sources, pynvml=pynvml, report=report
-        )
+        # Python's and Debian's packages are downloaded at the same time.
+        with ThreadPoolExecutor(1, "wheels") as pool:
+            download = pool.submit(_wheels, folder, plan, sources, settings, report)
+            root = ensure_root_tar(
+                folder / "base",
+                tag=plan.base,
+                suite=settings.debian_suite,
+                sources=sources,
+                read_pynvml=lambda: read_wheel_file(download.result(), "nvidia_ml_py", "pynvml.py"),
+                report=report,
+            )
         _import_base(client, base, root, report)
     if find_image(client, notebook) is None:
         python = f"{build_plan.PYTHON}:{plan.python}"
@@ -235,9 +241,18 @@ def stream_context(files: Mapping[str, bytes | Path]) -> Iterator[bytes]:
 
 
 def ensure_root_tar(
-    folder: Path, *, tag: str, suite: str, sources: ImageSources, pynvml: bytes, report: ProgressCallback
+    folder: Path,
+    *,
+    tag: str,
+    suite: str,
+    sources: ImageSources,
+    read_pynvml: Callable[[], bytes],
+    report: ProgressCallback,
 ) -> Path:
     """Return the tar file of the base image's file system for a tag, and remove the files of other tags.
+
+    Args:
+        read_pynvml: Returns NVIDIA's NVML module; called when Debian's packages are there.
 
     Raises:
         SetupError: mmdebstrap or Debian's keys are not installed, or a download failed.
@@ -249,7 +264,7 @@ def ensure_root_tar(
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             root = Path(scratch) / "root"
             _install_debian(root, suite, parse_packages(sources.base["packages"].decode()), report)
-            write_root_tar(root, build_extra_files(sources, pynvml), partial)
+            write_root_tar(root, build_extra_files(sources, read_pynvml()), partial)
         partial.rename(finished)
         report(ProgressStep(label=_DEBIAN_LABEL, done=finished.stat().st_size, is_finished=True))
     for other in folder.iterdir():

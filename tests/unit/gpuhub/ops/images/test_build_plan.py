@@ -204,7 +204,7 @@ def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path):
         tag="new",
         suite="bookworm",
         sources=SOURCES,
-        pynvml=b"",
+        read_pynvml=lambda: b"",
         report=lambda _step: None,
     )
     assert found == tmp_path / "new.tar"
