@@ -16,6 +16,7 @@ from gpuhub.config.images import ImageSettings
 from gpuhub.ops.images.build_plan import read_sources
 from gpuhub.ops.images.builder import BuiltImage, build_images
 from gpuhub.ops.images.distribution import ensure_sent, send_image
+from gpuhub.ops.images.image_source import ImageSource
 from gpuhub.ops.images.progress import ProgressTerminal
 from gpuhub_closet.paths import node_paths
 
@@ -202,7 +203,49 @@ def test_kernels_have_gpu_launch(container: Any):
 def test_image_is_transferred_once(closet: Any, built: list[BuiltImage]):
     """Another node has the same image afterwards, and a second call transfers nothing."""
     base = built[1]
-    with closing(_client(closet, "rig1")) as source, closing(_client(closet, "rig2")) as target:
+    with (
+        closing(_client(closet, "rig1")) as client,
+        closing(_client(closet, "rig2")) as target,
+        ImageSource(client) as source,
+    ):
         ensure_sent([base.name], source, target, "rig2", ProgressTerminal())
         assert target.inspect_image("gpuhub/base:latest")["Id"] == base.id
         assert not send_image(base.name, source, target, "rig2", ProgressTerminal())
+
+
+def test_only_missing_layers_are_transferred(closet: Any, built: list[BuiltImage]):
+    """A node that has the base gets the layers above it, and the image works there."""
+    base, name = built[1], "gpuhub/probe:layers"
+    sent: list[int] = []
+    with (
+        closing(_client(closet, "rig1")) as client,
+        closing(_client(closet, "rig2")) as target,
+        ImageSource(client) as source,
+    ):
+        ensure_sent([base.name], source, target, "rig2", ProgressTerminal())
+        _build(client, name, f"FROM {base.name}\nCOPY new /new\nCOPY new /again\n", b"content")
+        try:
+            assert send_image(name, source, target, "rig2", lambda step: sent.append(step.done))
+            assert max(sent) < 100_000
+            container = target.create_container(name, ["cat", "/new", "/again"])
+            try:
+                target.start(container)
+                assert target.wait(container)["StatusCode"] == 0
+                assert target.logs(container) == b"contentcontent"
+            finally:
+                target.remove_container(container, force=True)
+        finally:
+            for daemon in (client, target):
+                daemon.remove_image(name, force=True)
+
+
+def _build(client: Any, name: str, dockerfile: str, content: bytes) -> None:
+    context = io.BytesIO()
+    with tarfile.open(fileobj=context, mode="w") as archive:
+        for file, text in (("Dockerfile", dockerfile.encode()), ("new", content)):
+            info = tarfile.TarInfo(file)
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text))
+    context.seek(0)
+    for event in client.build(fileobj=context, custom_context=True, tag=name, rm=True, decode=True):
+        assert "error" not in event, event

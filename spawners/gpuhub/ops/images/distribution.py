@@ -16,9 +16,9 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.images.build_plan import NOTEBOOK, read_sources
 from gpuhub.ops.images.builder import build_images, find_image, tag_latest
+from gpuhub.ops.images.image_source import ImageSource, count_known_layers
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, ProgressTerminal
 
-_CHUNK_BYTES = 1 << 20
 #: In the folder of the images: when `gpuhub up --refresh` was last done.
 _REFRESH_FILE = "refreshed"
 
@@ -73,10 +73,12 @@ async def send_images(daemons: DockerClients, names: Sequence[str], builder: str
     """
     origin = await daemons.run(builder, lambda client: client, long=True)
 
-    async def send_to(node: str) -> None:
-        await daemons.run(node, lambda client: ensure_sent(names, origin, client, node, progress), long=True)
+    with ImageSource(origin) as source:
 
-    await asyncio.gather(*(send_to(node.name) for node in daemons.nodes if node.name != builder))
+        async def send_to(node: str) -> None:
+            await daemons.run(node, lambda client: ensure_sent(names, source, client, node, progress), long=True)
+
+        await asyncio.gather(*(send_to(node.name) for node in daemons.nodes if node.name != builder))
 
 
 def list_foreign_images(cluster: ClusterSettings) -> list[str]:
@@ -100,12 +102,14 @@ async def send_foreign_images(
                 "build or load it there, then `sudo make up` sends it to the other nodes"
             )
 
-    def send_all(node: str, client: Any) -> None:
-        for name in names:
-            send_image(name, origin, client, node, progress)
+    with ImageSource(origin) as source:
 
-    others = [node.name for node in daemons.nodes if node.name != builder]
-    await asyncio.gather(*(daemons.run(node, partial(send_all, node), long=True) for node in others))
+        def send_all(node: str, client: Any) -> None:
+            for name in names:
+                send_image(name, source, client, node, progress)
+
+        others = [node.name for node in daemons.nodes if node.name != builder]
+        await asyncio.gather(*(daemons.run(node, partial(send_all, node), long=True) for node in others))
 
 
 def choose_builder(cluster: ClusterSettings) -> str:
@@ -117,30 +121,42 @@ def _is_remote(node: NodeSettings) -> bool:
     return not node.docker.startswith("unix://")
 
 
-def send_image(name: str, source: Any, target: Any, node: str, progress: ProgressCallback) -> bool:
+def send_image(name: str, source: ImageSource, target: Any, node: str, progress: ProgressCallback) -> bool:
     """Send an image to the target's daemon if it lacks it, and return whether it was sent.
 
+    Layers that the target has in other images are not sent again.
+
     Args:
-        source: The docker.APIClient of the daemon that has the image, with a timeout for large images.
+        source: The daemon that has the image.
         target: The docker.APIClient of the other daemon.
 
     Raises:
         ImageMissing: The source does not have the image.
         SetupError: The target did not accept it.
     """
-    original = find_image(source, name)
+    original = source.find(name)
     if original is None:
         raise ImageMissing(f"{name}: the node that should send it does not have this image")
     if is_same_image(original, find_image(target, name)):
         return False
     label = f"{node}: {name}"
-    stream = _report_progress(source.get_image(name, chunk_size=_CHUNK_BYTES), label, original["Size"], progress)
-    for event in target.load_image(stream):
+    known = count_known_layers(original, target)
+    sent = 0
+
+    def report(chunks: Iterator[bytes]) -> Iterator[bytes]:
+        nonlocal sent
+        for chunk in chunks:
+            yield chunk
+            sent += len(chunk)
+            progress(ProgressStep(label=label, done=sent, total=0 if known else original["Size"]))
+
+    for event in target.load_image(report(source.archive(name, without=known))):
         if "error" in event:
             raise SetupError(f"{label}: Docker refused it: {event['error']}")
     if not is_same_image(original, find_image(target, name)):
         raise SetupError(f"{label}: Docker loaded another image than the one that was sent")
-    progress(ProgressStep(label=label, done=original["Size"], text="sent", is_finished=True))
+    text = f"sent, {known} of its layers were there" if known else "sent"
+    progress(ProgressStep(label=label, done=sent, text=text, is_finished=True))
     return True
 
 
@@ -158,15 +174,7 @@ def _content(image: Mapping[str, Any]) -> list[Any]:
     return [image["RootFS"].get("Layers"), settings]
 
 
-def _report_progress(chunks: Iterator[bytes], label: str, total: int, progress: ProgressCallback) -> Iterator[bytes]:
-    done = 0
-    for chunk in chunks:
-        yield chunk
-        done += len(chunk)
-        progress(ProgressStep(label=label, done=done, total=total))
-
-
-def ensure_sent(names: Sequence[str], source: Any, target: Any, node: str, progress: ProgressCallback) -> None:
+def ensure_sent(names: Sequence[str], source: ImageSource, target: Any, node: str, progress: ProgressCallback) -> None:
     """Send every image that the target lacks, and set its tag `latest` there. Raises as `send_image` does."""
     for name in names:
         send_image(name, source, target, node, progress)

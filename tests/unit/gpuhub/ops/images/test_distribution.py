@@ -74,6 +74,7 @@ async def test_a_refresh_counts_only_when_its_images_are_built(
 
     monkeypatch.setattr(distribution, "build_images", build_images)
     monkeypatch.setattr(distribution, "read_sources", lambda _root: None)
+    monkeypatch.setattr(distribution, "ensure_lab_assets", lambda *_arguments: None)
     monkeypatch.setattr(Paths, "images", tmp_path / "not made yet")
     start = partial(
         distribution.ensure_images,
