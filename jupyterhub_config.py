@@ -62,6 +62,7 @@ c.GpuDockerSpawner.make_daemons = hub_config.make_daemons
 c.GpuSlurmSpawner.make_slurm = hub_config.make_slurm
 c.Spawner.cmd = hub_config.notebook_command()
 c.Spawner.default_url = "/lab"
+c.Spawner.environment = hub_config.notebook_environment()
 # Files in a home must not change who may use its server; the image still finds users' own kernels.
 c.Spawner.disable_user_config = True
 # The wait in the queue is part of a start.
@@ -75,5 +76,8 @@ c.JupyterHub.init_spawners_timeout = 2
 
 # Pages
 c.JupyterHub.template_paths = [str(TEMPLATES)]
-c.JupyterHub.template_vars = {"gpuhub_url": hub_config.canonical_url()}
+c.JupyterHub.template_vars = {
+    "gpuhub_url": hub_config.canonical_url(),
+    "gpuhub_lab_urls": hub_config.lab_first_urls,
+}
 c.JupyterHub.extra_handlers = hub_config.handlers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +28,7 @@ from gpuhub.slurm_client.interface import SlurmClient
 from gpuhub.spawners.slurm import port
 from gpuhub.tls import internal_certificates, public_access
 from gpuhub.tls.internal_certificates import CertificateStore
+from gpuhub.web import lab_assets
 from gpuhub.web.gpus_page import (
     ActionHandler,
     GpusPageHandler,
@@ -36,8 +38,11 @@ from gpuhub.web.gpus_page import (
     PendingReasonHandler,
 )
 from gpuhub.web.handlers import BROKER_SCOPE, ClusterCache, ClusterHandler, LaptopWheelHandler, UserTokens
+from gpuhub.web.lab_assets import LabAssetsHandler
 
 BROKER_SERVICE = "broker"
+#: Read by the notebook image's jupyter_server_config.py.
+LAB_URL_VARIABLE = "GPUHUB_LAB_URL"
 BROKER_ACCESS_SCOPE = BROKER_SCOPE
 #: JupyterHub anchors a pattern at its beginning only.
 ANCHORED_USERNAME_PATTERN = rf"(?:{names.USERNAME_PATTERN})\Z"
@@ -226,6 +231,7 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
     }
     others: list[tuple[str, type, dict[str, Any]]] = [
         (LaptopWheelHandler.PATH, LaptopWheelHandler, {"path": str(paths().laptop_wheel)}),
+        (LabAssetsHandler.PATH, LabAssetsHandler, {"path": str(paths().lab_assets)}),
         (RevokeHandler.PATH, RevokeHandler, {}),
     ]
     if are_notebooks_jobs():
@@ -242,6 +248,24 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
             (r"/gpuhub/leave", LeaveQueueHandler),
         )
     ]
+
+
+def notebook_environment() -> dict[str, Callable[[Any], str]]:
+    """Return variables of notebooks, as functions of their spawner."""
+    return {LAB_URL_VARIABLE: lambda _spawner: lab_url()}
+
+
+def lab_url() -> str:
+    """Return where browsers find JupyterLab's files; empty where each notebook's own server has to send them.
+
+    With subdomains they would come from another site, which fonts must not.
+    """
+    return "" if subdomain_host() else lab_assets.find_url(paths().lab_assets)
+
+
+def lab_first_urls(user: Any) -> list[str]:
+    """Return the addresses of files that a user's browser fetches while a notebook starts; JupyterHub calls it."""
+    return lab_assets.list_first_urls(paths().lab_assets) if user and lab_url() else []
 
 
 def login_settings() -> dict[str, dict[str, Any]]:

@@ -8,10 +8,13 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import expect
 
+from gpuhub.web.lab_assets import FIRST_FILES
+from tests.support.golden import check_golden
 from tests.support.hub.browser import Product, User, gpuhub, run_make
 from tests.support.product import join_columns, wait_for
 
@@ -86,6 +89,24 @@ def test_first_user_gets_the_gpu(ada: User):
     ada.wait_for_lab()
     ada.picture("lab")
     assert ada.holders() == {"RTX 5090": "ada"}
+
+
+def test_browser_keeps_jupyterlab(ada: User):
+    """JupyterLab's files come from the hub, those of its start are fetched while it starts, and none a second time."""
+    ada.page.reload()
+    ada.wait_for_lab()
+    script = "performance.getEntriesByType('resource').map(entry => [entry.name, entry.transferSize])"
+    sizes = {url.removeprefix(ada.address): size for url, size in ada.page.evaluate(script)}
+    own = [path for path in sizes if path.startswith("/user/") and "/static/lab/" in path]
+    shared = {
+        urlsplit(path).path.rpartition("/")[2]: sizes[path] for path in sizes if path.startswith("/hub/gpuhub/lab/")
+    }
+    assert own == []
+    assert len(shared) > 30
+    assert {name: size for name, size in shared.items() if size} == {}
+    scripts = sorted(name for name in shared if name.endswith(".js"))
+    # After a change of the lock, GPUHUB_UPDATE_GOLDEN=1 writes the list again.
+    check_golden("\n".join(scripts) + "\n", FIRST_FILES)
 
 
 def test_first_launch_notebook_runs_to_its_end(ada: User):

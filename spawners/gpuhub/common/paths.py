@@ -89,6 +89,11 @@ class Paths:
         return self.state / "laptop-wheel"
 
     @property
+    def lab_assets(self) -> Path:
+        """Folder of JupyterLab's files for browsers, a folder for each version; it is public."""
+        return self.state / "lab"
+
+    @property
     def images(self) -> Path:
         """Folder of the wheelhouse and root file systems from which images are built."""
         return self.state / "images"

@@ -6,6 +6,7 @@ server. JupyterLab's own settings in a home count.
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from jupyter_client.kernelspec import KernelSpecManager
@@ -25,6 +26,11 @@ c.ServerApp.kernel_spec_manager_class = KernelSpecs
 cookies = json.loads(os.environ.get("JUPYTERHUB_COOKIE_OPTIONS") or "{}")
 prefix = os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/")
 c.ServerApp.tornado_settings = {"xsrf_cookie_kwargs": {**cookies, "path": prefix}}
+# The hub has JupyterLab's files, for all users under one address. Its files are those of this image if their main file
+# has the same hash; another image keeps to its own.
+lab_url = os.environ.get("GPUHUB_LAB_URL", "")
+if lab_url and Path(sys.prefix, "share/jupyter/lab/static", f"main.{lab_url.rpartition('/')[2]}.js").exists():
+    c.ServerApp.tornado_settings["page_config_data"] = {"fullStaticUrl": lab_url}
 
 c.Application.log_level = "WARN"
 c.ServerApp.allow_root = False

@@ -17,6 +17,7 @@ from gpuhub.ops.console import StepReport
 from gpuhub.ops.images.build_plan import NOTEBOOK, read_sources
 from gpuhub.ops.images.builder import build_images, find_image, tag_latest
 from gpuhub.ops.images.image_source import ImageSource, count_known_layers
+from gpuhub.ops.images.lab_assets import ensure_lab_assets
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, ProgressTerminal
 
 #: In the folder of the images: when `gpuhub up --refresh` was last done.
@@ -55,6 +56,7 @@ async def ensure_images(
     paths.images.mkdir(parents=True, exist_ok=True)
     (paths.images / _REFRESH_FILE).write_text(refreshed, encoding="utf-8")
     await send_images(daemons, [image.name for image in images], builder, progress)
+    await daemons.run(builder, lambda client: ensure_lab_assets(client, images[0].name, paths.lab_assets), long=True)
     await send_foreign_images(daemons, list_foreign_images(cluster), builder, progress)
     sizes = ", ".join(f"{image.name} {image.size / 1e9:.1f} GB" for image in images)
     report.note(f"  ✓ Images on every node: {sizes}")

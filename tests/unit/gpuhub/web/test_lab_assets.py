@@ -1,0 +1,153 @@
+"""JupyterLab's files: copied out of an image, served by the hub, and kept by browsers."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tornado import web
+from tornado.httpserver import HTTPServer
+from tornado.testing import bind_unused_port
+
+from gpuhub.common.errors import SetupError
+from gpuhub.ops.images.lab_assets import KEPT_VERSIONS, ensure_lab_assets
+from gpuhub.web import lab_assets
+from gpuhub.web.lab_assets import LabAssetsHandler
+
+KEY = "efd36b46f3b45eb8"
+CORE = "jlab_core.8811dd2733d03721.js"
+FONT = "0031b1860ea4ad75.woff"
+
+
+class Daemon:
+    """A Docker daemon with one image of JupyterLab."""
+
+    def __init__(self, key: str = KEY, **files: bytes) -> None:
+        self.id = f"sha256:{key}"
+        self.files = {
+            f"main.{key}.js": b"main",
+            CORE: b"core();" * 1000,
+            FONT: b"font" * 1000,
+            "style.js": b"s",
+        } | files
+        self.containers: set[str] = set()
+        self.copied = 0
+
+    def inspect_image(self, _name: str) -> dict[str, Any]:
+        return {"Id": self.id}
+
+    def create_container(self, *_arguments: Any, **_options: Any) -> dict[str, str]:
+        self.containers.add("c")
+        return {"Id": "c"}
+
+    def remove_container(self, name: str, *, force: bool) -> None:
+        self.containers.remove(name)
+
+    def get_archive(self, _container: str, path: str) -> tuple[Any, Any]:
+        self.copied += 1
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as archive:
+            folder = tarfile.TarInfo(Path(path).name)
+            folder.type = tarfile.DIRTYPE
+            folder.mode = 0o755
+            archive.addfile(folder)
+            for name, content in self.files.items():
+                info = tarfile.TarInfo(f"static/{name}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+        text = buffer.getvalue()
+        return iter([text[:700], text[700:]]), {}
+
+
+@asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    app = web.Application([("/hub" + LabAssetsHandler.PATH, LabAssetsHandler, {"path": str(folder)})])
+    server = HTTPServer(app)
+    sock, port = bind_unused_port()
+    server.add_socket(sock)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            yield client
+    finally:
+        server.stop()
+        await server.close_all_connections()
+
+
+def test_files_are_copied_once_for_an_image(tmp_path: Path) -> None:
+    """An update of the image with the same JupyterLab keeps the address; no container stays."""
+    daemon = Daemon()
+    for _ in range(2):
+        ensure_lab_assets(daemon, "gpuhub/notebook:1", tmp_path)
+    assert daemon.copied == 1
+    daemon.id = "sha256:other"
+    ensure_lab_assets(daemon, "gpuhub/notebook:2", tmp_path)
+    assert daemon.copied == 2
+    assert lab_assets.find_url(tmp_path) == f"/hub/gpuhub/lab/{KEY}"
+    assert gzip.decompress((tmp_path / KEY / f"{CORE}.gz").read_bytes()) == b"core();" * 1000
+    assert not (tmp_path / KEY / f"{FONT}.gz").exists()
+    assert daemon.containers == set()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current.json", KEY]
+
+
+def test_earlier_versions_are_kept_for_running_notebooks(tmp_path: Path) -> None:
+    """The latest few."""
+    for number in range(KEPT_VERSIONS + 2):
+        ensure_lab_assets(Daemon(f"{number:016x}"), "gpuhub/notebook:1", tmp_path)
+    kept = [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(kept) == KEPT_VERSIONS
+    assert f"{KEPT_VERSIONS + 1:016x}" in kept
+
+
+def test_image_without_jupyterlab_is_refused(tmp_path: Path) -> None:
+    daemon = Daemon()
+    daemon.files = {"main.js": b""}
+    with pytest.raises(SetupError, match=r"gpuhub/notebook:1 has 0 files main\.HASH\.js"):
+        ensure_lab_assets(daemon, "gpuhub/notebook:1", tmp_path)
+    assert daemon.containers == set()
+    assert lab_assets.find_url(tmp_path) == ""
+
+
+async def test_browsers_keep_what_never_changes(tmp_path: Path) -> None:
+    """Compressed where they accept it; a file without a hash in its name is asked for each time."""
+    ensure_lab_assets(Daemon(), "gpuhub/notebook:1", tmp_path)
+    url = lab_assets.find_url(tmp_path)
+    async with served(tmp_path) as client:
+        core = await client.get(f"{url}/{CORE}")
+        assert (core.text, core.headers["content-encoding"]) == ("core();" * 1000, "gzip")
+        assert int(core.headers["content-length"]) < 200
+        assert core.headers["content-type"].startswith("text/javascript")
+        assert core.headers["cache-control"] == "public, max-age=31536000, immutable"
+        plain = await client.get(f"{url}/{CORE}", headers={"Accept-Encoding": "identity"})
+        assert (plain.text, plain.headers.get("content-encoding")) == ("core();" * 1000, None)
+        assert plain.headers["vary"] == core.headers["vary"] == "Accept-Encoding"
+        style = await client.get(f"{url}/style.js")
+        assert style.headers["cache-control"] == "no-cache"
+
+
+@pytest.mark.parametrize(
+    "path", ["current.json", f"{KEY}/../current.json", f"{KEY}/%2e%2e/current.json", f"{KEY}/none.js"]
+)
+async def test_nothing_else_is_served(tmp_path: Path, path: str) -> None:
+    ensure_lab_assets(Daemon(), "gpuhub/notebook:1", tmp_path)
+    async with served(tmp_path) as client:
+        assert (await client.get(f"/hub/gpuhub/lab/{path}")).status_code == 404
+
+
+def test_first_files_are_those_that_the_version_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list may be of another JupyterLab; compressed copies have no address of their own."""
+    names = tmp_path / "names.txt"
+    names.write_text(f"{CORE}\nold.0000000000000000.js\n")
+    monkeypatch.setattr(lab_assets, "FIRST_FILES", names)
+    folder = tmp_path / "lab"
+    assert lab_assets.list_first_urls(folder) == []
+    ensure_lab_assets(Daemon(), "gpuhub/notebook:1", folder)
+    assert lab_assets.list_first_urls(folder) == [f"/hub/gpuhub/lab/{KEY}/{CORE}?v=8811dd2733d03721"]
+    assert json.loads((folder / "current.json").read_text())["key"] == KEY
