@@ -11,7 +11,7 @@ import click
 
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.paths import DEFAULT_INSTANCE, Paths
-from gpuhub_closet import docker_daemons, slurm_daemons, slurm_setup, topology
+from gpuhub_closet import docker_daemons, layouts, slurm_daemons, slurm_setup
 
 _instance_option = click.option(
     "--instance", default=DEFAULT_INSTANCE, show_default=True, help="Name of the gpuhub instance."
@@ -29,7 +29,7 @@ def cli() -> None:
 @click.argument("node", metavar="NODE")
 def run_node(instance: str, cluster_file: str | None, node: str) -> None:
     """Run the Docker daemon of a practice closet's NODE, such as rig1, in the foreground."""
-    closet = topology.build_practice_plan(instance)
+    closet = layouts.find_plan(Paths(instance))
     names = [closet_node.name for closet_node in closet.nodes]
     if node not in names:
         raise SetupError(f"{node!r} is not a node of the practice closet: there are {', '.join(names)}")
@@ -46,7 +46,7 @@ def run_slurm_daemon(instance: str, cluster_file: str | None, daemon: str) -> No
 
     DAEMON is munged, slurmctld, or a node's name for its slurmd.
     """
-    closet, paths = topology.build_practice_plan(instance), Paths(instance)
+    closet, paths = layouts.find_plan(Paths(instance)), Paths(instance)
     drop_jobs = daemon == slurm_daemons.SLURMCTLD and slurm_setup.consume_drop_marker(paths)
     command = slurm_daemons.build_command(closet, paths, daemon, drop_jobs=drop_jobs)
     os.execvp(command[0], command)  # noqa: S606 - the daemon replaces this process under supervisord

@@ -88,6 +88,11 @@ def driver_folder(paths: Paths) -> Path:
     return paths.closet / "driver"
 
 
+def layout_file(paths: Paths) -> Path:
+    """Return the file with the name of the closet's layout."""
+    return paths.closet / "layout"
+
+
 def slurm_folder(paths: Paths) -> Path:
     """Return the folder of the closet's Slurm: settings, sockets and queue. Users can reach it."""
     return paths.closet / "slurm"

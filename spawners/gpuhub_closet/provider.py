@@ -14,7 +14,8 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import programs
 from gpuhub.ops.deploy.programs import Program, Supervisor
-from gpuhub_closet import cluster_file, docker_daemons, lifecycle, slurm_daemons, slurm_setup, topology
+from gpuhub_closet import cluster_file, docker_daemons, layouts, lifecycle, slurm_daemons, slurm_setup
+from gpuhub_closet.topology import ClosetPlan
 
 
 class PracticeCloset:
@@ -27,8 +28,9 @@ class PracticeCloset:
             return "slurm"
         return "builtin" if set(supervised) - {programs.PROXY, programs.BROKER, programs.HUB} else None
 
-    def write_cluster_file(self, paths: Paths, backend: str) -> Path:
-        return cluster_file.write_cluster_file(topology.build_practice_plan(paths.instance), paths, backend)
+    def write_cluster_file(self, paths: Paths, backend: str, variant: str | None, *, is_running: bool) -> Path:
+        plan = layouts.choose_layout(paths, variant, is_running=is_running)
+        return cluster_file.write_cluster_file(plan, paths, backend)
 
     def start(
         self,
@@ -38,7 +40,7 @@ class PracticeCloset:
         services: Sequence[Program],
         report: StepReport,
     ) -> None:
-        closet = topology.build_practice_plan(paths.instance)
+        closet = layouts.find_plan(paths)
         nodes = [node.name for node in closet.nodes]
         daemons = build_docker_programs(paths, nodes)
         queue = _prepare_slurm(closet, paths, cluster) if cluster.engine == "slurm" else []
@@ -56,13 +58,13 @@ class PracticeCloset:
                 slurm_daemons.wait_ready(closet, paths)
 
     def ensure_down(self, paths: Paths, *, purge: bool) -> None:
-        lifecycle.ensure_down(topology.build_practice_plan(paths.instance), paths, purge=purge)
+        lifecycle.ensure_down(layouts.build_largest_plan(paths.instance), paths, purge=purge)
 
     def find_leftovers(self, paths: Paths) -> list[str]:
-        return lifecycle.find_leftovers(topology.build_practice_plan(paths.instance), paths)
+        return lifecycle.find_leftovers(layouts.build_largest_plan(paths.instance), paths)
 
 
-def _record_stopped_nodes(closet: topology.ClosetPlan, paths: Paths) -> None:
+def _record_stopped_nodes(closet: ClosetPlan, paths: Paths) -> None:
     """Let the next broker know which nodes have no process, hence no container, before their daemons start."""
     # A broker that runs reconciles the nodes itself.
     with suppress(SetupError), keep_broker_stopped(paths):
@@ -70,7 +72,7 @@ def _record_stopped_nodes(closet: topology.ClosetPlan, paths: Paths) -> None:
         record_stopped_nodes(paths, dict.fromkeys(stopped))
 
 
-def _prepare_slurm(closet: topology.ClosetPlan, paths: Paths, cluster: ClusterSettings) -> list[Program]:
+def _prepare_slurm(closet: ClosetPlan, paths: Paths, cluster: ClusterSettings) -> list[Program]:
     has_rest = cluster.slurm.api == "rest"
     slurm_setup.prepare_slurm(closet, paths, cluster.users, has_rest=has_rest)
     conf = slurm_setup.build_slurm_config(closet, paths).conf

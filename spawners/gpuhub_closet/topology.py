@@ -18,7 +18,7 @@ MAX_NODES = 10
 FIRST_POOL = 21
 
 _SUBNETS = {"gpuhub": "10.77.0.0/24", "ghtest": "10.87.0.0/24"}
-_POWER_LIMITS_W = {"RTX 5090": 575, "RTX 5070": 250, "RTX 5060": 145}
+_POWER_LIMITS_W = {"RTX 5090": 575, "RTX 5070": 250, "RTX 5060": 145, "A100-SXM4-80GB": 400}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,17 +158,6 @@ def build_nodes(subnet: ipaddress.IPv4Network, gpus: Mapping[str, tuple[Simulate
             yield ClosetNode(name=name, gpus=node_gpus, address=subnet.network_address + offset)
 
     return tuple(nodes())
-
-
-def build_practice_plan(instance: str) -> ClosetPlan:
-    """Return the default closet: three nodes with an RTX 5090, an RTX 5070 and an RTX 5060."""
-    subnet = build_subnet(instance)
-    gpus = {
-        "rig1": (SimulatedGpu(model="RTX 5090", memory_mib=32607),),
-        "rig2": (SimulatedGpu(model="RTX 5070", memory_mib=12227),),
-        "rig3": (SimulatedGpu(model="RTX 5060", memory_mib=8151),),
-    }
-    return ClosetPlan(instance=instance, subnet=subnet, nodes=build_nodes(subnet, gpus))
 
 
 def _check_nodes(plan: ClosetPlan) -> None:

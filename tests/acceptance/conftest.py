@@ -14,8 +14,10 @@ from tests.support.hub.browser import Product, User, run_product
 from tests.support.markers import mark_folder
 
 FOLDER = Path(__file__).parent
-#: The Slurm tests run with Slurm as the backend only, see tests/run.
-collect_ignore = [] if support.ENGINE == "slurm" else ["slurm"]
+#: The Slurm tests run with Slurm as the backend only, and those in `lab` on that practice closet only; see tests/run.
+collect_ignore = [
+    folder for folder, runs in (("slurm", support.ENGINE == "slurm"), ("lab", support.CLOSET == "lab")) if not runs
+]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gpuhub_closet.topology import build_practice_plan
+from gpuhub_closet.layouts import build_plan
 from tests.acceptance.random_faults import FaultInjector, schedule_faults
 from tests.acceptance.settling import list_leases, settle
 from tests.acceptance.user_load import UserLoad
@@ -55,7 +55,7 @@ def clients(product: Product) -> Iterator[list[Client]]:
 
 def test_random_kills_under_load(product: Product, clients: list[Client], capsys: pytest.CaptureFixture[str]) -> None:
     """After each burst no GPU is in two containers, containers match leases, and every anchor is alive."""
-    plan = build_practice_plan(product.paths.instance)
+    plan = build_plan(product.paths.instance)
     faults, observer = FaultInjector(product, plan), Observer(plan, product.paths)
     load = UserLoad(clients, SEED, PASSING)
     anchors = [Anchor(client, USERS[client.name]) for client in clients]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpuhub_closet.topology import build_practice_plan
+from gpuhub_closet.layouts import build_plan
 from tests.acceptance.notebook_container import Notebook
 from tests.acceptance.process_output import ProcessOutput
 from tests.acceptance.random_faults import Fault, FaultInjector
@@ -203,7 +203,7 @@ def test_lost_node_is_named_and_returns(product: Product, notebook: Notebook):
         # The file is empty while it is being written.
         return int((saved.exists() and saved.read_text()) or 0)
 
-    faults = FaultInjector(product, build_practice_plan(product.paths.instance))
+    faults = FaultInjector(product, build_plan(product.paths.instance))
     with notebook.start_cells("%gpu_launch --nnodes 2:3 --max-restarts 3 elastic.py", "%gpu_release") as process:
         output = ProcessOutput(process)
         output.wait("began at 0 with 3")

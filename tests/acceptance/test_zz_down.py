@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuhub_closet import lifecycle, topology
+from gpuhub_closet import layouts, lifecycle
 from tests.support.hub.browser import Product, run_make
 
 
@@ -12,5 +12,5 @@ def test_down_leaves_nothing(product: Product):
     """
     output = run_make("down")
     assert "Stopped" in output
-    assert lifecycle.find_leftovers(topology.build_practice_plan(product.paths.instance), product.paths) == []
+    assert lifecycle.find_leftovers(layouts.build_plan(product.paths.instance), product.paths) == []
     assert not product.paths.run.exists()

@@ -11,7 +11,7 @@ import sys
 from gpuhub.common import secrets
 from gpuhub.common.paths import DEFAULT_INSTANCE, Paths
 from tests.support.hub.kernel_client import open_kernel
-from tests.support.hub.users import Client, log_in
+from tests.support.hub.users import log_in
 from tests.support.product import wait_for
 
 ADDRESS = "127.0.0.1:8000"
@@ -35,22 +35,16 @@ def main() -> None:
     try:
         user.start(SERVER, options.profile)
         wait_for(lambda: user.is_ready(SERVER), "the notebook is ready", deadline_s=300)
-        held = [gpu["uuid"] for gpu in list_gpus(user) if gpu["state"] == "held"]
+        held = [gpu["uuid"] for gpu in user.gpus() if gpu["state"] == "held"]
         with open_kernel(ADDRESS, user, SERVER) as kernel:
             listed = kernel.run("!nvidia-smi -L")
         user.stop(SERVER)
-        wait_for(lambda: all(gpu["state"] == "free" for gpu in list_gpus(user)), "all GPUs are free", deadline_s=120)
+        wait_for(lambda: all(gpu["state"] == "free" for gpu in user.gpus()), "all GPUs are free", deadline_s=120)
     finally:
         user.close()
     if not held or not all(uuid in listed for uuid in held):
         sys.exit(f"the notebook holds {held or 'no GPU'}, but `nvidia-smi -L` there says: {listed}")
     sys.stdout.write(f"The notebook had {listed.strip()}; its GPU is free again.\n")
-
-
-def list_gpus(user: Client) -> list[dict[str, str]]:
-    """Return all GPUs of the cluster as the broker shows them."""
-    view = user.ask(user.broker, "GET", "/cluster")[1]
-    return [gpu for node in view["nodes"] for gpu in node["gpus"]]
 
 
 if __name__ == "__main__":

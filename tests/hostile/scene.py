@@ -17,8 +17,9 @@ import psutil
 
 from gpuhub.common import names
 from gpuhub.ops.deploy.programs import BROKER, HUB, PROXY
+from gpuhub_closet.layouts import build_plan
 from gpuhub_closet.paths import node_paths
-from gpuhub_closet.topology import ClosetPlan, build_practice_plan
+from gpuhub_closet.topology import ClosetPlan
 from tests.support.closet.observer import Observer, SeenContainer
 from tests.support.hub.browser import Product
 from tests.support.hub.users import Client, log_in
@@ -54,7 +55,7 @@ class Scene:
     observer: Observer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plan = build_practice_plan(self.product.paths.instance)
+        self.plan = build_plan(self.product.paths.instance)
         self.observer = Observer(self.plan, self.product.paths)
 
     @property

@@ -25,8 +25,8 @@ from gpuhub.docker import networks, swarm
 from gpuhub.docker.client import DockerClients
 from gpuhub.spawners.docker.spawner import GpuDockerSpawner
 from gpuhub_closet import cluster_file, lifecycle
+from gpuhub_closet.layouts import build_plan
 from gpuhub_closet.paths import node_paths
-from gpuhub_closet.topology import build_practice_plan
 from tests.support.closet import practice_closet
 from tests.support.closet.head_node import NOTEBOOK, OWNER, HeadNode, read_gpu_uuids
 from tests.support.closet.practice_closet import INSTANCE, Closet
@@ -76,7 +76,7 @@ def either(notebook: Notebook, request: pytest.FixtureRequest) -> Notebook:
 @pytest.fixture(scope="session")
 def closet() -> Iterator[Closet]:
     """Three nodes that run for the whole session; afterwards only images may remain."""
-    plan, paths = build_practice_plan(INSTANCE), Paths(INSTANCE)
+    plan, paths = build_plan(INSTANCE), Paths(INSTANCE)
     lifecycle.ensure_down(plan, paths)
     practice_closet.ensure_up(plan, paths)
     try:

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from gpuhub.ops.deploy.programs import BROKER, HUB
-from gpuhub_closet.topology import ClosetPlan, build_practice_plan
+from gpuhub_closet.layouts import build_plan
+from gpuhub_closet.topology import ClosetPlan
 from tests.acceptance.random_faults import Fault, FaultInjector, schedule_faults
 from tests.acceptance.settling import settle
 from tests.acceptance.user_load import UserLoad
@@ -99,7 +100,7 @@ def main() -> int:
 
 
 def _make(product: Product) -> Soak:
-    plan = build_practice_plan(product.paths.instance)
+    plan = build_plan(product.paths.instance)
     clients = [log_in(product.address, name, product.password) for name in USERS]
     load = UserLoad(clients, SEED, PROFILES)
     return Soak(product, plan, clients, load, Observer(plan, product.paths), FaultInjector(product, plan))

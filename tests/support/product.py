@@ -14,6 +14,8 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 #: The backend in the tests of the whole product.
 ENGINE = os.environ.get("GPUHUB_TEST_ENGINE", "builtin")
+#: The practice closet in the tests of the whole product.
+CLOSET = os.environ.get("GPUHUB_TEST_CLOSET", "practice")
 
 
 def build_instance(base: str, process: str) -> str:
@@ -24,10 +26,10 @@ def build_instance(base: str, process: str) -> str:
     return f"{base[: 7 - len(process[2:])]}{process[2:]}" if process else base
 
 
-def run_make(instance: str, target: str) -> str:
+def run_make(instance: str, target: str, closet: str = CLOSET) -> str:
     """Run a make target as README describes it and return its output."""
     done = subprocess.run(
-        ["make", "--no-print-directory", target, f"INSTANCE={instance}", f"ENGINE={ENGINE}"],
+        ["make", "--no-print-directory", target, f"INSTANCE={instance}", f"ENGINE={ENGINE}", f"CLOSET={closet}"],
         cwd=ROOT,
         capture_output=True,
         text=True,

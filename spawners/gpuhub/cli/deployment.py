@@ -26,14 +26,28 @@ from gpuhub.config.settings import ClusterSettings, find_backends
     type=click.Choice(list(find_backends())),
     help="Scheduling backend of the practice closet; default: the one that runs, else builtin.",
 )
+@click.option(
+    "--closet",
+    metavar="NAME",
+    help="The practice closet, also where this machine has GPUs: practice (three nodes), house (five) or lab (three "
+    "with four GPUs each); default: the one that runs or ran last.",
+)
 @click.option("--refresh", is_flag=True, help="Build all images again, with Debian's current packages.")
-def up(paths: Paths, cluster_file: Path, hub_config: Path, engine: str | None, refresh: bool) -> None:
+def up(
+    paths: Paths, cluster_file: Path, hub_config: Path, *, engine: str | None, closet: str | None, refresh: bool
+) -> None:
     """Start everything; safe to call again."""
-    start_instance(paths, cluster_file, hub_config, engine, refresh=refresh)
+    start_instance(paths, cluster_file, hub_config, engine=engine, closet=closet, refresh=refresh)
 
 
 def start_instance(
-    paths: Paths, cluster_file: Path, hub_config: Path, engine: str | None = None, *, refresh: bool = False
+    paths: Paths,
+    cluster_file: Path,
+    hub_config: Path,
+    *,
+    engine: str | None = None,
+    closet: str | None = None,
+    refresh: bool = False,
 ) -> None:
     """Start the instance, as `gpuhub up` does."""
     from gpuhub.ops.console import StepReport
@@ -47,6 +61,7 @@ def start_instance(
         hub_config=hub_config.resolve(),
         source=hub_config.resolve().parent,
         engine=engine,
+        closet=closet,
         refresh=refresh,
     )
     startup.start_hub(paths, options, StepReport())

@@ -9,8 +9,9 @@ import subprocess
 from dataclasses import dataclass
 
 from gpuhub.common import names
+from gpuhub_closet.layouts import build_plan
 from gpuhub_closet.slurm_setup import build_slurm_config
-from gpuhub_closet.topology import ClosetPlan, build_practice_plan
+from gpuhub_closet.topology import ClosetPlan
 from tests.support.closet.observer import Observer, find_shared_gpus
 from tests.support.hub.browser import Product
 from tests.support.slurm.daemons import wait_saved
@@ -32,7 +33,7 @@ class SlurmCommands:
 
     def __init__(self, product: Product) -> None:
         self._paths = product.paths
-        self._plan = build_practice_plan(product.paths.instance)
+        self._plan = build_plan(product.paths.instance)
         self._environment = {"PATH": os.environ["PATH"], "SLURM_CONF": str(product.cluster.slurm.conf)}
 
     @property

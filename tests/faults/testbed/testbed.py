@@ -16,7 +16,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.ops.deploy.programs import BROKER, HUB, Supervisor
 from gpuhub_closet import docker_daemons, gpu_state
-from gpuhub_closet.topology import build_practice_plan
+from gpuhub_closet.layouts import build_plan
 from tests.faults.testbed import light_image
 from tests.faults.testbed.node_access import PORT
 from tests.faults.testbed.user_actions import UserActions
@@ -45,7 +45,7 @@ class FaultTestbed(UserActions):
     @classmethod
     def make(cls) -> FaultTestbed:
         """Return a testbed that is not started."""
-        paths, plan = Paths(INSTANCE), build_practice_plan(INSTANCE)
+        paths, plan = Paths(INSTANCE), build_plan(INSTANCE)
         return cls(paths=paths, plan=plan, observer=Observer(plan, paths), supervisor=Supervisor(paths))
 
     def begin(self) -> None:

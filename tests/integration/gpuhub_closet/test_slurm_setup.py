@@ -14,8 +14,8 @@ from gpuhub.config.users import UserSettings
 from gpuhub.ops.deploy import cluster_choice
 from gpuhub_closet import provider, slurm_daemons, slurm_setup
 from gpuhub_closet.cluster_file import SLURM_API, format_cluster
+from gpuhub_closet.layouts import build_plan
 from gpuhub_closet.slurm_config import format_gres_conf, format_slurm_conf
-from gpuhub_closet.topology import build_practice_plan
 
 INSTANCE = "unittest"
 PRACTICE = cluster_choice.ClusterChoice(origin=cluster_choice.ClusterOrigin.PROVIDER, cluster_file=Path("closet.toml"))
@@ -31,7 +31,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
 
 def test_gres_conf_matches_the_counts_and_types_of_gpus():
     """gres.conf has the counts of slurm.conf, and types are the models in small letters."""
-    files = slurm_setup.build_slurm_config(build_practice_plan("ghtest"), Paths("ghtest"))
+    files = slurm_setup.build_slurm_config(build_plan("ghtest"), Paths("ghtest"))
     assert [node.gpus for node in files.nodes] == [("rtx5090",), ("rtx5070",), ("rtx5060",)]
     conf = format_slurm_conf(files)
     assert "NodeName=rig2 NodeHostname=rig2 NodeAddr=10.87.0.12" in conf
@@ -43,9 +43,7 @@ def test_gres_conf_matches_the_counts_and_types_of_gpus():
 
 def test_closets_and_the_systems_slurm_are_separate():
     """Each has its own port, address and files."""
-    first, other = (
-        slurm_setup.build_slurm_config(build_practice_plan(name), Paths(name)) for name in ("gpuhub", "ghtest")
-    )
+    first, other = (slurm_setup.build_slurm_config(build_plan(name), Paths(name)) for name in ("gpuhub", "ghtest"))
     assert len({first.port, other.port, 6817}) == 3
     assert (first.head_address, other.head_address) == ("10.77.0.1", "10.87.0.1")
     assert not other.conf.is_relative_to(first.folder)
@@ -62,7 +60,7 @@ def test_the_epilog_uses_the_docker_of_its_node():
 
 def test_daemons_run_in_namespaces_with_the_closets_accounts(paths):
     """A node's slurmd runs in its network and under its name; all run with the closet's folder over /etc, read-only."""
-    plan = build_practice_plan(INSTANCE)
+    plan = build_plan(INSTANCE)
     command = slurm_daemons.build_command(plan, paths, "rig2")
     assert command[:2] == ["nsenter", "--net=/run/netns/unittest-rig2"]
     assert command[-4:] == ["slurmd", "-D", "-N", "rig2"]
@@ -75,10 +73,8 @@ def test_daemons_run_in_namespaces_with_the_closets_accounts(paths):
 
 def test_users_can_read_what_they_need(paths):
     """All users can read slurm.conf, gres.conf and munge's socket; only root can read the key and the queue."""
-    slurm_setup.prepare_slurm(
-        build_practice_plan(INSTANCE), paths, UserSettings(allowed=("ada", "ben"), uid_first=20000)
-    )
-    files = slurm_setup.build_slurm_config(build_practice_plan(INSTANCE), paths)
+    slurm_setup.prepare_slurm(build_plan(INSTANCE), paths, UserSettings(allowed=("ada", "ben"), uid_first=20000))
+    files = slurm_setup.build_slurm_config(build_plan(INSTANCE), paths)
     modes = {
         path: path.stat().st_mode & 0o777
         for path in (files.conf, files.gres_conf, files.munge_socket.parent, files.state, slurm_setup.key_file(paths))
@@ -90,9 +86,7 @@ def test_users_can_read_what_they_need(paths):
 def test_users_have_the_uids_of_gpuhub(paths):
     """Slurm's daemons have them in addition to the machine's accounts, whose files do not change."""
     before = Path("/etc/passwd").read_text()
-    slurm_setup.prepare_slurm(
-        build_practice_plan(INSTANCE), paths, UserSettings(allowed=("ada", "ben"), uid_first=20000)
-    )
+    slurm_setup.prepare_slurm(build_plan(INSTANCE), paths, UserSettings(allowed=("ada", "ben"), uid_first=20000))
     lines = (slurm_setup.etc_folder(paths) / "passwd").read_text().splitlines()
     numbers = {line.split(":")[0]: line.split(":")[2] for line in lines}
     assert {numbers["root"], numbers["ada"], numbers["ben"]} == {"0", "20000", "20001"}
@@ -101,7 +95,7 @@ def test_users_have_the_uids_of_gpuhub(paths):
 
 def test_a_new_closet_drops_old_jobs_once(paths):
     """slurmctld drops them at its first start after `make down`, and keeps its queue at a restart."""
-    plan, users = build_practice_plan(INSTANCE), UserSettings(allowed=("ada",), uid_first=20000)
+    plan, users = build_plan(INSTANCE), UserSettings(allowed=("ada",), uid_first=20000)
     slurm_setup.prepare_slurm(plan, paths, users)
     key = slurm_setup.key_file(paths).read_text()
     assert slurm_setup.consume_drop_marker(paths)
@@ -127,7 +121,7 @@ def test_a_node_is_ready_when_its_slurmd_answers(state, is_heard):
 def test_the_cluster_file_for_slurm_has_no_keys_of_the_builtin_backend(tmp_path):
     """gpuhub's parser accepts it: no shares, no preemption, the closet's slurm.conf."""
     file = tmp_path / "cluster.toml"
-    file.write_text(format_cluster(build_practice_plan("ghtest"), Paths("ghtest"), cpus=2, backend="slurm"))
+    file.write_text(format_cluster(build_plan("ghtest"), Paths("ghtest"), cpus=2, backend="slurm"))
     cluster = settings.load(file)
     assert cluster.engine == "slurm"
     assert cluster.slurm.conf == Path("/var/lib/ghtest/closet/slurm/slurm.conf")
@@ -177,7 +171,7 @@ def test_a_cluster_file_has_its_own_backend():
 def test_tests_may_use_slurmrestd(tmp_path, paths, monkeypatch):
     """It runs as its own user, at a socket that only this user and root can reach; only root can read the key."""
     monkeypatch.setenv(SLURM_API, "rest")
-    plan, file = build_practice_plan(INSTANCE), tmp_path / "cluster.toml"
+    plan, file = build_plan(INSTANCE), tmp_path / "cluster.toml"
     file.write_text(format_cluster(plan, paths, cpus=2, backend="slurm"))
     table = settings.load(file).slurm
     socket, key = slurm_setup.rest_socket(paths), slurm_setup.jwt_key_file(paths)

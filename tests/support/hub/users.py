@@ -56,6 +56,12 @@ class Client:
         """Return whether the hub reports it as ready."""
         return bool(((self.servers() or {}).get(server) or {}).get("ready"))
 
+    def gpus(self) -> list[dict[str, Any]]:
+        """Return all GPUs of the cluster as the broker shows them."""
+        status, view = self.ask(self.broker, "GET", "/cluster")
+        assert status == 200, view
+        return [gpu for node in view["nodes"] for gpu in node["gpus"]]
+
     def close(self) -> None:
         """Close the connections."""
         self.hub.close()

@@ -14,27 +14,27 @@ from gpuhub.config import settings
 from gpuhub_closet import docker_daemons, network
 from gpuhub_closet import paths as places
 from gpuhub_closet.cluster_file import format_cluster
+from gpuhub_closet.layouts import build_plan
 from gpuhub_closet.topology import (
     ClosetPlan,
     NodeLink,
     SimulatedGpu,
     SimulatedMigDevice,
     build_nodes,
-    build_practice_plan,
     build_subnet,
     gpu_uuid,
 )
 
 
 def make_plan(**changes) -> ClosetPlan:
-    plan = build_practice_plan("ghtest")
+    plan = build_plan("ghtest")
     values = {"instance": plan.instance, "subnet": plan.subnet, "nodes": plan.nodes, "link": plan.link}
     return ClosetPlan(**(values | changes))
 
 
 def test_plan_of_the_practice_closet():
     """The plan has the three GPUs, and fixed addresses for the two usual instances."""
-    plan = build_practice_plan("gpuhub")
+    plan = build_plan("gpuhub")
     cards = [(node.name, str(node.address), card.name, card.memory_mib) for node in plan.nodes for card in node.gpus]
     assert cards == [
         ("rig1", "10.77.0.11", "NVIDIA GeForce RTX 5090", 32607),
@@ -42,7 +42,7 @@ def test_plan_of_the_practice_closet():
         ("rig3", "10.77.0.13", "NVIDIA GeForce RTX 5060", 8151),
     ]
     assert str(plan.head) == "10.77.0.1"
-    assert str(build_practice_plan("ghtest").subnet) == "10.87.0.0/24"
+    assert str(build_plan("ghtest").subnet) == "10.87.0.0/24"
 
 
 def test_other_instances_get_private_subnets():
@@ -79,7 +79,7 @@ def test_too_many_nodes_are_refused():
 def test_unknown_node_is_named():
     """The error lists the existing nodes."""
     with pytest.raises(SettingsError, match="'rig9' does not exist; there are: rig1, rig2, rig3"):
-        build_practice_plan("ghtest").node("rig9")
+        build_plan("ghtest").node("rig9")
 
 
 def test_interface_names_fit_the_kernel():
@@ -91,14 +91,14 @@ def test_interface_names_fit_the_kernel():
 
 def test_address_pools_of_nodes_are_disjoint():
     """No two nodes' local bridges, nor the closet's subnet, share an address."""
-    plan = build_practice_plan("gpuhub")
+    plan = build_plan("gpuhub")
     pools = [*(plan.bridge_pool(node) for node in plan.nodes), plan.subnet]
     assert not any(pool.overlaps(other) for pool in pools for other in pools if pool is not other)
 
 
 def test_network_commands():
     """A node is a namespace with one address and no default route."""
-    plan = build_practice_plan("ghtest")
+    plan = build_plan("ghtest")
     lines = [" ".join(command) for command in network.build_node_network(plan, plan.nodes[0])]
     assert "ip -netns ghtest-rig1 address replace 10.87.0.11/24 dev eth0" in lines
     assert not any("default" in line for line in lines)
@@ -113,7 +113,7 @@ def test_shaping_commands():
 
 def test_daemons_listen_on_unix_sockets_only():
     """A daemon has its own folders and socket, and reads no configuration of this machine."""
-    plan, paths = build_practice_plan("ghtest"), Paths("ghtest")
+    plan, paths = build_plan("ghtest"), Paths("ghtest")
     node = plan.node("rig2")
     command = docker_daemons.build_node_command(plan, node, places.node_paths(paths, node))
     options = dict(itertools.pairwise(command))
@@ -127,7 +127,7 @@ def test_daemons_listen_on_unix_sockets_only():
 @pytest.mark.parametrize(("instance", "port"), [("gpuhub", 8000), ("ghtest", 18000)])
 def test_cluster_file_is_valid(instance, port, tmp_path):
     """gpuhub's own parser accepts the file, and every GPU has a profile."""
-    plan, file = build_practice_plan(instance), tmp_path / "cluster.toml"
+    plan, file = build_plan(instance), tmp_path / "cluster.toml"
     file.write_text(format_cluster(plan, Paths(instance), cpus=2))
     cluster = settings.load(file)
     assert [node.address for node in cluster.nodes] == [str(node.address) for node in plan.nodes]
@@ -142,7 +142,7 @@ def test_cluster_file_is_valid(instance, port, tmp_path):
 def test_cluster_file_requests_at_most_the_existing_cpus(tmp_path):
     """On a machine with one CPU no profile and no job wants two, which Docker would refuse."""
     file = tmp_path / "cluster.toml"
-    file.write_text(format_cluster(build_practice_plan("ghtest"), Paths("ghtest"), cpus=1))
+    file.write_text(format_cluster(build_plan("ghtest"), Paths("ghtest"), cpus=1))
     cluster = settings.load(file)
     assert {profile.cpus for profile in cluster.profiles} | {cluster.jobs.cpus} == {1.0}
 

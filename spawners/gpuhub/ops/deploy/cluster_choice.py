@@ -1,7 +1,7 @@
 """The choice of the cluster that `gpuhub up` runs on: the given settings, this machine's GPUs, or provided nodes.
 
-A package such as the practice closet provides nodes where there is neither a cluster.toml nor a GPU on this machine. It
-is found by its entry point, so that gpuhub needs none to be installed.
+A package such as the practice closet provides nodes where there is neither a cluster.toml nor a GPU on this machine, or
+where it is asked for. It is found by its entry point, so that gpuhub needs none to be installed.
 """
 
 from __future__ import annotations
@@ -49,14 +49,27 @@ class ClusterChoice:
     cluster_file: Path
 
 
-def choose_cluster(paths: Paths, settings_file: Path) -> ClusterChoice:
+def choose_cluster(
+    paths: Paths, settings_file: Path, *, variant: str | None = None, is_provider_running: bool = False
+) -> ClusterChoice:
     """Return `settings_file` if it exists; else this machine if it has a GPU; else the provider's nodes.
 
+    Args:
+        variant: `make up CLOSET=…`: the provider's nodes also where this machine has a GPU; None where it is not set.
+        is_provider_running: The provider's nodes run already, and stay until `make down`.
+
     Raises:
+        SettingsError: The provider's nodes are asked for, and there is a file of settings.
         SetupError: This machine has a GPU that Docker cannot pass on.
     """
     if settings_file.exists():
+        if variant is not None:
+            raise SettingsError(
+                f"CLOSET={variant} is for the practice closet, and {settings_file} describes other nodes: move it away"
+            )
         return ClusterChoice(origin=ClusterOrigin.SETTINGS, cluster_file=settings_file.resolve())
+    if variant is not None or is_provider_running:
+        return ClusterChoice(origin=ClusterOrigin.PROVIDER, cluster_file=paths.closet_cluster_file)
     cards = find_local_gpus()
     if not cards:
         return ClusterChoice(origin=ClusterOrigin.PROVIDER, cluster_file=paths.closet_cluster_file)
@@ -97,7 +110,7 @@ def check_requested_engine(choice: ClusterChoice, configured: str, requested: st
     if choice.origin is ClusterOrigin.THIS_MACHINE:
         raise SettingsError(
             f"ENGINE={requested} is for the practice closet, and this machine has a GPU: write a cluster.toml "
-            f'with engine = "{requested}"; cluster.example.toml shows how'
+            f'with engine = "{requested}" (cluster.example.toml shows how), or practise with CLOSET=practice'
         )
     raise SettingsError(
         f'{choice.cluster_file} is for engine = "{configured}": to use ENGINE={requested}, change it there'
@@ -164,8 +177,16 @@ class ClusterProvider(Protocol):
     def find_running_backend(self, supervised: Collection[str]) -> str | None:
         """Return the backend that the provider's programs among the supervised ones run; None if none of them is."""
 
-    def write_cluster_file(self, paths: Paths, backend: str) -> Path:
-        """Write the settings of the nodes for this backend, and return the file."""
+    def write_cluster_file(self, paths: Paths, backend: str, variant: str | None, *, is_running: bool) -> Path:
+        """Write the settings of the nodes for this backend, and return the file.
+
+        Args:
+            variant: Which of the provider's clusters; None for the last one, or the usual one at first.
+            is_running: Whether the nodes run, so that they cannot become others.
+
+        Raises:
+            GpuhubError: There is no such cluster, or another one runs.
+        """
 
     def start(
         self,

@@ -51,6 +51,8 @@ class StartupOptions:
     source: Path
     #: Scheduling backend of the provider's nodes; None for the one that runs or the default.
     engine: str | None = None
+    #: Which of the provider's clusters; None for the last one, where it is not this machine's own GPUs.
+    closet: str | None = None
     #: Build all images again, with Debian's current packages.
     refresh: bool = False
 
@@ -67,12 +69,17 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o711 if folder == paths.state else 0o700)
     supervisor = Supervisor(paths)
-    chosen = cluster_choice.choose_cluster(paths, options.settings_file)
-    provider = None
+    provider = find_provider()
+    running = provider.find_running_backend(supervisor.states()) if provider and supervisor.is_running() else None
+    chosen = cluster_choice.choose_cluster(
+        paths, options.settings_file, variant=options.closet, is_provider_running=running is not None
+    )
     if chosen.origin is cluster_choice.ClusterOrigin.PROVIDER:
-        provider = _require_provider()
-        running = provider.find_running_backend(supervisor.states()) if supervisor.is_running() else None
-        provider.write_cluster_file(paths, cluster_choice.choose_engine(options.engine, running))
+        provider = _require_provider(provider)
+        engine = cluster_choice.choose_engine(options.engine, running)
+        provider.write_cluster_file(paths, engine, options.closet, is_running=running is not None)
+    else:
+        provider = None
     cluster = settings.load(chosen.cluster_file)
     cluster_choice.check_requested_engine(chosen, cluster.engine, options.engine)
     _announce(chosen, provider, cluster, report)
@@ -98,8 +105,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     report_addresses(paths, cluster, https, report)
 
 
-def _require_provider() -> ClusterProvider:
-    provider = find_provider()
+def _require_provider(provider: ClusterProvider | None) -> ClusterProvider:
     if provider is None:
         raise SetupError(
             "there is no cluster.toml here, this machine has no NVIDIA GPU, and no practice closet is installed: write "
@@ -117,9 +123,7 @@ def _announce(
     where = {
         cluster_choice.ClusterOrigin.SETTINGS: f"Cluster of {chosen.cluster_file}",
         cluster_choice.ClusterOrigin.THIS_MACHINE: "This machine as the only node (no cluster.toml)",
-        cluster_choice.ClusterOrigin.PROVIDER: (
-            f"{provider.title if provider else ''} (no cluster.toml, and no NVIDIA GPU on this machine)"
-        ),
+        cluster_choice.ClusterOrigin.PROVIDER: f"{provider.title if provider else ''} (no cluster.toml)",
     }[chosen.origin]
     report.note(f"{where}: {', '.join(node.name for node in cluster.nodes)}")
     if cluster.notice:

@@ -63,4 +63,4 @@ def test_without_a_provider_a_cluster_file_is_needed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cluster_choice, "entry_points", lambda group: ())
     assert cluster_choice.find_provider() is None
     with pytest.raises(SetupError, match="no practice closet is installed: write a cluster"):
-        startup._require_provider()
+        startup._require_provider(None)
