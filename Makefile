@@ -5,6 +5,8 @@ SHELL := /bin/bash
 
 # Empty: the closet's own, or builtin at its first start.
 ENGINE ?=
+# Empty: this machine's GPUs where it has some, else the practice closet that ran last.
+CLOSET ?=
 INSTANCE ?= gpuhub
 BENCH ?= all
 TRACE ?=
@@ -23,8 +25,8 @@ export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 20
 
-up: setup ## Install what is needed, build the images, start JupyterHub (ENGINE=slurm: the practice closet with Slurm)
-	@gpuhub up --instance $(INSTANCE) $(if $(ENGINE),--engine $(ENGINE))
+up: setup ## Install what is needed, build the images, start JupyterHub (CLOSET=practice|house|lab, ENGINE=slurm: simulated nodes)
+	@gpuhub up --instance $(INSTANCE) $(if $(ENGINE),--engine $(ENGINE)) $(if $(CLOSET),--closet $(CLOSET))
 
 down: ## Stop everything that `make up` started
 	@if [ -x $(VENV)/bin/gpuhub ]; then gpuhub down --instance $(INSTANCE); else echo "Nothing is installed here, so nothing runs."; fi
@@ -87,7 +89,7 @@ test-fresh: setup-dev ## Run README's commands on a minimal Debian 12 and 13, ea
 coverage: dev ## Show which lines the unit tests reach
 	@COVERAGE=1 tests/run unit
 
-bench: setup-dev ## Measure: all, or one group with BENCH=setup|spawn|launch|broker|slurm (TRACE=DIR: folder of the OpenB trace)
+bench: setup-dev ## Measure: all, or one group with BENCH=setup|spawn|spawn-trace|storm|launch|broker|slurm (TRACE=DIR: folder of the OpenB trace)
 	@TRACE=$(TRACE) python -m tests.bench $(BENCH)
 
 references: dev ## Write docs/reference/ from the code

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import operator
 import os
 import re
 from collections import Counter
@@ -17,6 +19,8 @@ from gpuhub_closet.topology import ClosetNode, ClosetPlan, SimulatedGpu
 
 NOTICE = "Practice closet: the GPUs are simulated, and training runs on the CPU."
 USERS = ("ada", "ben")
+#: Environment variable for tests: how many users there are besides the two, named user01, user02 …
+MORE_USERS = "GPUHUB_CLOSET_USERS"
 #: Environment variable for tests: with the value `rest`, gpuhub reaches the closet's Slurm through slurmrestd.
 SLURM_API = "GPUHUB_CLOSET_SLURM_API"
 #: Ports of hub and proxy API of the two usual instances; others, which may run next to them, get a pair from 18100 on.
@@ -37,7 +41,11 @@ def write_cluster_file(plan: ClosetPlan, paths: Paths, backend: str = "builtin")
 def format_cluster(plan: ClosetPlan, paths: Paths, *, cpus: int, backend: str = "builtin") -> str:
     """Return the file's text. Docker refuses a container more than the machine's `cpus`."""
     port, proxy_port = _PORTS.get(plan.instance) or _derive_ports(plan.instance)
-    cards = {given.model: given for node in plan.nodes for card in node.gpus for given in card.grantable_gpus}
+    counts = [Counter(given for card in node.gpus for given in card.grantable_gpus) for node in plan.nodes]
+    # The most that a node has of each: all of them are a profile. A program uses one MIG device only.
+    most = {
+        card: 1 if " MIG " in card.model else count for card, count in functools.reduce(operator.or_, counts).items()
+    }
     whole_gpus = [card for node in plan.nodes for card in node.gpus if not card.mig_devices]
     has_slurm = backend == "slurm"
     tables = [
@@ -45,15 +53,15 @@ def format_cluster(plan: ClosetPlan, paths: Paths, *, cpus: int, backend: str = 
         *(['engine = "slurm"'] if has_slurm else []),
         f"notice = {_format_value(NOTICE)}",
         *(_format_node(node, paths) for node in plan.nodes),
-        *(_format_profile(card, cpus) for card in cards.values()),
+        *(_format_profile(card, count, cpus) for card in most for count in sorted({1, most[card]})),
         # Slurm allocates whole GPUs only.
         *(_share_profile(card, cpus) for card in whole_gpus[: 0 if has_slurm else 1]),
         _cpu_profile(cpus),
-        _format_table("users", login="password", allowed=list(USERS), uid_first=20000),
+        _format_table("users", login="password", allowed=_list_users(), uid_first=20000),
         _format_slurm(plan, paths) if has_slurm else _scheduling(),
         _format_table("storage", home=f"{_homes(paths)}/{{username}}", datasets=str(_datasets(paths))),
         # The nodes share this machine, and a launch runs on all of them at once.
-        _format_table("jobs", cpus=max(1, cpus // 3), memory="4G", shm="1G"),
+        _format_table("jobs", cpus=max(1, cpus // len(plan.nodes)), memory="4G", shm="1G"),
         _format_table("hub", address=str(plan.head), port=port, proxy_api_port=proxy_port),
     ]
     return "\n\n".join(tables) + "\n"
@@ -70,6 +78,11 @@ def _format_slurm(plan: ClosetPlan, paths: Paths) -> str:
         return _format_table("slurm", conf=conf)
     url, key = f"unix://{slurm_setup.rest_socket(paths)}", str(slurm_setup.jwt_key_file(paths))
     return _format_table("slurm", conf=conf, api="rest", rest_url=url, rest_key=key)
+
+
+def _list_users() -> list[str]:
+    more = int(os.environ.get(MORE_USERS) or 0)
+    return [*USERS, *(f"user{number:02}" for number in range(1, more + 1))]
 
 
 def _homes(paths: Paths) -> Path:
@@ -92,13 +105,15 @@ def _format_node(node: ClosetNode, paths: Paths) -> str:
     return f"{head}\ngpus = [{gpus}]"
 
 
-def _format_profile(card: SimulatedGpu, cpus: int) -> str:
+def _format_profile(card: SimulatedGpu, count: int, cpus: int) -> str:
+    name = re.sub(r"[^a-z0-9]", "", card.model.partition("-")[0].lower())
     return _format_table(
         "[profiles]",
-        name=re.sub(r"[^a-z0-9]", "", card.model.lower()),
-        title=card.model,
-        description=f"{round(card.memory_mib / 1024)} GB (simulated)",
+        name=f"{name}x{count}" if count > 1 else name,
+        title=f"{count} × {card.model}" if count > 1 else card.model,
+        description=f"{round(card.memory_mib / 1024)} GB{' each' if count > 1 else ''} (simulated)",
         gpu_model=card.model,
+        gpu_count=count,
         cpus=min(2, cpus),
         memory="4G",
         shm="1G",

@@ -9,6 +9,8 @@ from tests.bench import broker, launch, setup, slurm, spawn
 GROUPS = {
     "setup": setup.measure,
     "spawn": spawn.measure,
+    "spawn-trace": spawn.trace,
+    "storm": spawn.measure_storm,
     "launch": launch.measure,
     "broker": broker.measure,
     "slurm": slurm.measure,

@@ -23,9 +23,9 @@ import docker
 import httpx
 
 from gpuhub.common import names
+from gpuhub_closet.layouts import build_plan
 from gpuhub_closet.paths import node_paths
 from gpuhub_closet.slurm_setup import build_slurm_config
-from gpuhub_closet.topology import build_practice_plan
 from tests.bench.product import Product, paired_ratio, print_progress, running
 from tests.bench.spawn import browsing, click_to_lab, log_in
 from tests.support.hub.users import Client
@@ -139,7 +139,7 @@ def _ask_broker(product: Product, client: Client, starts: Starts) -> float:
 
 def _ask_slurm(product: Product, starts: Starts) -> float:
     """Submit the same with sbatch as root, which Docker's daemon requires, with the GPU and a container's usual limits."""
-    plan = build_practice_plan(product.paths.instance)
+    plan = build_plan(product.paths.instance)
     label, card = f"{_LABEL}={uuid.uuid4().hex}", plan.gpu_uuids(plan.node(NODE))[0]
     image = product.cluster.profile(TYPE).image
     container = f"docker run --rm --init --gpus device={card} --label {label} --network none {image} sleep 600"
@@ -160,7 +160,7 @@ def _wait_idle(product: Product) -> None:
 
 
 def _slurm(product: Product, *command: str, given: str = "") -> str:
-    conf = build_slurm_config(build_practice_plan(product.paths.instance), product.paths).conf
+    conf = build_slurm_config(build_plan(product.paths.instance), product.paths).conf
     environment = {**os.environ, "SLURM_CONF": str(conf)}
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=True, env=environment)
     return done.stdout
