@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.faults import catalogue, results_table
 from tests.faults.conftest import Results
+from tests.support.closet.observer import SeenContainer, find_overused_gpus
 
 FAULTS = Path(__file__).parents[1] / "faults"
 
@@ -66,3 +67,19 @@ def test_case_is_recorded_only_after_its_teardown() -> None:
     results.note("three", "K3", "teardown", passed=True)
     assert results.tests == {"two": ("K2", False), "three": ("K3", False)}
     assert results.ids() == {"K2", "K3"}
+
+
+def test_observer_counts_parts_of_a_gpu() -> None:
+    """Two whole leases of one GPU are reported, and three halves; two halves are not."""
+
+    def seen(lease: str, share: int = 1) -> SeenContainer:
+        return SeenContainer(
+            node="rig1", id=lease, kind="notebook", owner="ada", lease=lease, uuids=("GPU-a",), share=share
+        )
+
+    assert find_overused_gpus([seen("a"), seen("b")]) == {
+        "GPU-a: ada's notebook a of lease a, ada's notebook b of lease b"
+    }
+    assert len(find_overused_gpus([seen("a", 2), seen("b", 2), seen("c", 2)])) == 1
+    assert len(find_overused_gpus([seen("a"), seen("b", 4)])) == 1
+    assert find_overused_gpus([seen("a", 2), seen("b", 2)]) == set()

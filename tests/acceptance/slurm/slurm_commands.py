@@ -12,7 +12,7 @@ from gpuhub.common import names
 from gpuhub_closet.layouts import build_plan
 from gpuhub_closet.slurm_setup import build_slurm_config
 from gpuhub_closet.topology import ClosetPlan
-from tests.support.closet.observer import Observer, find_shared_gpus
+from tests.support.closet.observer import Observer, find_overused_gpus
 from tests.support.hub.browser import Product
 from tests.support.slurm.daemons import wait_saved
 
@@ -119,7 +119,7 @@ class SlurmObserver(Observer):
             held = {}  # slurmctld is restarting
         after = self.running()
         self.most = max(self.most[0], len(held)), max(self.most[1], sum(bool(seen.uuids) for seen in after))
-        return find_shared_gpus(after) | {
+        return find_overused_gpus(after) | {
             f"{uuid}: {seen.owner}'s {seen.kind} {seen.id[:12]}, and Slurm's job {held[uuid]}"
             for seen in after
             if seen.id in before

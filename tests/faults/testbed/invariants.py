@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from gpuhub.broker.app import NETWORKS_PERIOD_S
 from gpuhub.common import names
 from tests.faults.testbed.testbed import KEPT, USERS, FaultTestbed, home_of, label_filter
-from tests.support.closet.observer import find_shared_gpus
+from tests.support.closet.observer import find_overused_gpus
 
 #: From the end of a case until leases and containers must agree and nothing may be left over, seconds.
 SETTLE_S = 60.0
@@ -67,7 +67,7 @@ class InvariantChecker:
 
     def _find_doubled(self) -> list[str]:
         """Return GPUs that were or are in two running containers."""
-        seen = {*self.testbed.observer.double, *find_shared_gpus(self.testbed.observer.running())}
+        seen = {*self.testbed.observer.double, *find_overused_gpus(self.testbed.observer.running())}
         self.testbed.observer.double.clear()
         self.double_leases += len(seen)
         return [f"doubled: {text}" for text in sorted(seen)]

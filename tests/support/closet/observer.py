@@ -1,4 +1,7 @@
-"""Observes every daemon of a practice closet independently of the product: no GPU may be in two running containers."""
+"""Observes every daemon of a practice closet independently of the product: no GPU may be in two running containers.
+
+A GPU that is divided into parts may be in as many as it has parts.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import threading
 from collections import Counter, defaultdict
 from contextlib import closing
 from dataclasses import dataclass, field
+from fractions import Fraction
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,8 @@ class SeenContainer:
     owner: str
     lease: str
     uuids: tuple[str, ...]
+    #: It has one of so many equal parts of its GPU.
+    share: int = 1
 
 
 @dataclass(slots=True)
@@ -72,7 +78,7 @@ class Observer:
 
     def find(self) -> set[str]:
         """Return the GPUs that two containers use now."""
-        return find_shared_gpus(self.running())
+        return find_overused_gpus(self.running())
 
     def _list_containers(self, node: ClosetNode) -> list[SeenContainer]:
         """Return nothing for a daemon that does not answer in time, or is killed in the meantime."""
@@ -124,13 +130,14 @@ def parse(node: str, found: dict[str, Any]) -> SeenContainer:
         owner=labels.get(names.LABEL_OWNER, ""),
         lease=labels[names.LABEL_LEASE],
         uuids=tuple(uuid for request in wanted for uuid in request.get("DeviceIDs") or ()),
+        share=int(labels.get(names.LABEL_SHARE, 1)),
     )
 
 
-def find_shared_gpus(containers: list[SeenContainer]) -> set[str]:
-    """Return the GPUs that are in more than one running container, with these containers."""
-    users: defaultdict[str, set[str]] = defaultdict(set)
+def find_overused_gpus(containers: list[SeenContainer]) -> set[str]:
+    """Return the GPUs that are in more running containers than they have parts, with these containers."""
+    users: defaultdict[str, dict[str, Fraction]] = defaultdict(dict)
     for seen in containers:
         for uuid in seen.uuids:
-            users[uuid].add(f"{seen.owner}'s {seen.kind} {seen.id[:12]} of lease {seen.lease}")
-    return {f"{uuid}: {', '.join(sorted(by))}" for uuid, by in users.items() if len(by) > 1}
+            users[uuid][f"{seen.owner}'s {seen.kind} {seen.id[:12]} of lease {seen.lease}"] = Fraction(1, seen.share)
+    return {f"{uuid}: {', '.join(sorted(by))}" for uuid, by in users.items() if sum(by.values()) > 1}
