@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from gpuhub.broker.app import NETWORKS_PERIOD_S
 from gpuhub.common import names
@@ -95,10 +97,11 @@ class InvariantChecker:
             for row in rows
             if row["state"] == "active" and row["id"] not in with_container
         ]
-        held = [gpu["uuid"] for row in rows for gpu in row["gpus"] if row["state"] != "requested"]
-        return texts + [
-            f"GPU {uuid} is in two leases" for uuid in sorted({uuid for uuid in held if held.count(uuid) > 1})
-        ]
+        held: defaultdict[str, Fraction] = defaultdict(Fraction)
+        for row in rows:
+            for gpu in row["gpus"] if row["state"] != "requested" else ():
+                held[gpu["uuid"]] += Fraction(1, gpu["share"])
+        return texts + [f"GPU {uuid} is in two leases" for uuid, parts in sorted(held.items()) if parts > 1]
 
     def _find_leftovers(self) -> list[str]:
         leftovers: list[str] = []
