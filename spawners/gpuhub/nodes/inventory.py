@@ -70,10 +70,14 @@ def _reported_gpus(node: NodeStatus) -> list[tuple[str, bool]]:
 
 
 def build_inventory(cluster: ClusterSettings, seen: Mapping[str, Sequence[GpuReading]]) -> Inventory:
-    """Build the inventory before the first reading, from the settings and from what an earlier run read."""
+    """Build the inventory before the first reading, from the settings and from what an earlier run read.
+
+    GPUs of models that the settings no longer name for their node have been replaced, and are forgotten.
+    """
+    remembered = {node.name: _list_remembered(node, seen.get(node.name, ())) for node in cluster.nodes}
     nodes = {
-        node.name: NodeStatus(name=node.name, gpus=tuple(seen.get(node.name, ())), has_readings=node.name in seen)
-        for node in cluster.nodes
+        name: NodeStatus(name=name, gpus=gpus, has_readings=name in seen and (bool(gpus) or not seen[name]))
+        for name, gpus in remembered.items()
     }
     return Inventory(
         nodes=nodes,
@@ -90,6 +94,12 @@ def build_inventory(cluster: ClusterSettings, seen: Mapping[str, Sequence[GpuRea
         },
         duplicate_uuids=find_duplicates(nodes.values()),
     )
+
+
+def _list_remembered(node: NodeSettings, seen: Sequence[GpuReading]) -> tuple[GpuReading, ...]:
+    expected = _expected_cards(node)
+    models = None if expected is None else {card.model for card in expected}
+    return tuple(gpu for gpu in seen if models is None or gpu.card.model in models)
 
 
 def _expected_cards(node: NodeSettings) -> tuple[GpuSpec, ...] | None:

@@ -24,6 +24,7 @@ from gpuhub.nodes.agent_container import (
 )
 from gpuhub.nodes.inventory import build_inventory
 from gpuhub.nodes.status import STALE_S, AgentReading, GpuProcess, GpuReading, NodeStatus
+from tests.support import clusters
 from tests.support.broker.calls import ask, read
 from tests.support.broker.in_process import Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import SimulatedNode, build_cluster
@@ -184,6 +185,15 @@ def test_gpu_reported_by_two_nodes_is_detected() -> None:
     inventory = inventory.with_node(NodeStatus(name="rig2", gpus=(gpu("a"), gpu("b", 1))))
     assert inventory.duplicate_uuids == {"a"}
     assert inventory.with_node(NodeStatus(name="rig2", gpus=(gpu("b", 1),))).duplicate_uuids == frozenset()
+
+
+def test_replaced_models_are_forgotten_at_the_start() -> None:
+    """What an earlier run read counts until the first reading, except GPUs that the settings no longer name."""
+    kept = build_inventory(clusters.build_cluster(), {"rig1": [gpu("a")]}).nodes["rig1"]
+    assert ([found.uuid for found in kept.gpus], kept.has_readings) == (["a"], True)
+    replaced = build_inventory(clusters.build_cluster(), {"rig1": [gpu("a", model="RTX 4090")]})
+    assert (replaced.nodes["rig1"].gpus, replaced.nodes["rig1"].has_readings) == ((), False)
+    assert replaced.cards()["rig1"] == build_inventory(clusters.build_cluster(), {}).cards()["rig1"]
 
 
 def test_agent_runs_without_gpuhub_and_without_privileges() -> None:
