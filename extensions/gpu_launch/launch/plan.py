@@ -144,7 +144,10 @@ def fit(plan: LaunchPlan, cluster: Cluster) -> LaunchPlan:
     own = ", ".join(plan.exclude_nodes)
     besides = f" other than this notebook's own, {own}" if own and not plan.includes_notebook else ""
     if not names:
-        raise UsageError(f"--nproc-per-node {plan.nproc_per_node}: no node of the cluster has {kind}{besides}.")
+        others = (node for node in cluster.nodes if node.name not in plan.exclude_nodes)
+        most = max((plan.demand.count_usable(node.gpus) for node in others), default=0)
+        remedy = f" Use --nproc-per-node {most} or less." if most else ""
+        raise UsageError(f"--nproc-per-node {plan.nproc_per_node}: no node of the cluster has {kind}{besides}.{remedy}")
     one_model = ", all of one model" if plan.demand.same_model else ""
     raise UsageError(
         f"--nnodes {plan.least_nnodes} is more than the cluster has: "
