@@ -109,6 +109,16 @@ def test_browser_keeps_jupyterlab(ada: User):
     check_golden("\n".join(scripts) + "\n", FIRST_FILES)
 
 
+def test_one_launcher_opens_and_none_beside_a_file(ada: User):
+    """An empty JupyterLab has one launcher; the address of a file opens the file alone."""
+    ada.page.wait_for_timeout(2000)  # JupyterLab itself would have opened its launcher by then
+    assert ada.page.locator(".jp-Launcher").count() == 1
+    ada.page.goto(f"{ada.address}/user/ada/lab/workspaces/file/tree/{NOTEBOOK}")
+    ada.page.wait_for_selector(".jp-NotebookPanel .jp-Cell")
+    ada.page.wait_for_timeout(2000)
+    assert ada.page.locator(".jp-Launcher").count() == 0
+
+
 def test_first_launch_notebook_runs_to_its_end(ada: User):
     """`01-first-launch.ipynb` runs over three nodes; afterwards only the user's own GPU is leased."""
     ada.page.goto(f"{ada.address}/user/ada/lab/tree/{NOTEBOOK}")
