@@ -42,7 +42,9 @@ def prepare_closet(plan: ClosetPlan, paths: Paths) -> None:
         files = node_paths(paths, node)
         files.run.mkdir(parents=True, exist_ok=True)
         files.docker_settings.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files.daemon_file.write_text(json.dumps({"dns": [str(plan.head)]}) + "\n")
+        # With CDI, newer Docker Engines prefer the machine's own GPUs to the node's hook.
+        daemon = {"dns": [str(plan.head)], "features": {"cdi": False}}
+        files.daemon_file.write_text(json.dumps(daemon) + "\n")
         gpu_state.ensure_gpus(plan, node, paths)
         driver.install_hook(files, compiled)
     run_folder(paths).chmod(0o755)

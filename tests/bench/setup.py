@@ -9,6 +9,7 @@ from contextlib import closing
 import docker
 
 from gpuhub.common.paths import Paths
+from gpuhub.ops.images.image_source import ImageSource
 from tests.bench.product import INSTANCE, make
 
 
@@ -29,6 +30,14 @@ def measure() -> Iterator[tuple[str, float, str]]:
     with closing(docker.DockerClient(base_url=f"unix://{socket}")) as client:
         for name in ("base", "notebook"):
             yield f"image.{name}_mb", client.images.get(f"gpuhub/{name}:latest").attrs["Size"] / 1e6, "MB"
+        yield "image.update_mb", _count_update_bytes(client) / 1e6, "MB"
     begin = time.monotonic()
     make("down")
     yield "setup.down_seconds", time.monotonic() - begin, "s"
+
+
+def _count_update_bytes(client: docker.DockerClient) -> int:
+    """Return what each node is sent after a change of gpu-launch: the notebook image without the layers below it."""
+    below = client.images.get("gpuhub/python:latest").attrs["RootFS"]["Layers"]
+    with ImageSource(client.api) as source:
+        return sum(len(chunk) for chunk in source.archive("gpuhub/notebook:latest", without=len(below)))
