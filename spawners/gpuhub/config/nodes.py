@@ -64,6 +64,8 @@ class NodeSettings(SettingsTable):
     cpus: Annotated[Number, Field(gt=0, le=4096)] | None = None
     #: Memory that all containers on the node may have together, bytes; None: no limit on the sum.
     memory: Size | None = None
+    #: Most power that the machine draws without its GPUs, and with the losses of its power supply, watts.
+    base_watts: Annotated[Number, Field(ge=0, le=10_000)] = 150.0
 
     @property
     def slurm_name(self) -> str:

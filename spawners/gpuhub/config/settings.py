@@ -19,6 +19,7 @@ from pydantic import AfterValidator, StringConstraints, ValidationError, model_v
 from gpuhub.common import gpu
 from gpuhub.common.errors import SettingsError
 from gpuhub.config.base import ListOf, SettingsTable, describe_mistakes
+from gpuhub.config.circuits import CircuitSettings, find_circuit_mistakes
 from gpuhub.config.images import ImageSettings
 from gpuhub.config.jobs import JobSettings
 from gpuhub.config.login_keys import LoginSettings, find_login_mistakes
@@ -30,6 +31,7 @@ from gpuhub.config.storage import StorageSettings
 from gpuhub.config.users import GroupSettings, LimitSettings, SchedulingSettings, UserSettings
 
 __all__ = [
+    "CircuitSettings",
     "ClusterSettings",
     "DockerTlsFiles",
     "ExpectedGpus",
@@ -76,6 +78,7 @@ class ClusterSettings(SettingsTable):
     """All tables and top-level keys of cluster.toml."""
 
     nodes: ListOf[NodeSettings]
+    circuits: ListOf[CircuitSettings] = ()
     profiles: ListOf[ProfileSettings]
     users: UserSettings
     login: LoginSettings = LoginSettings()
@@ -100,6 +103,8 @@ class ClusterSettings(SettingsTable):
             *_duplicates("nodes", "name", [node.name for node in self.nodes]),
             *_duplicates("nodes", "address", [node.address for node in self.nodes]),
             *_duplicates("nodes", "docker", [node.docker for node in self.nodes if node.docker]),
+            *_duplicates("circuits", "name", [circuit.name for circuit in self.circuits]),
+            *find_circuit_mistakes(self.circuits, [node.name for node in self.nodes]),
             *_duplicates("profiles", "name", [profile.name for profile in self.profiles]),
             *_duplicates("groups", "name", [group.name for group in self.groups]),
             *_unsatisfiable(self),

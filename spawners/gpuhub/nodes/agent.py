@@ -4,8 +4,8 @@ Every two seconds it prints one line of JSON, here with line breaks:
 `{"n": 7, "boot_id": "0b4f…", "driver": "580.95.05", "disk_free": 81604378624,
 "error": null, "gpus": [{"uuid": "GPU-…", "index": 0,
 "name": "NVIDIA GeForce RTX 5090", "memory_total_mib": 32607, "memory_used_mib": 4, "utilisation_percent": 0,
-"power_w": 12.5, "temperature_c": 31, "processes": [{"pid": 4711, "memory_mib": 300}], "capability": [12, 0],
-"mig": false, "parent": null, "ecc_uncorrected": null, "remap_failed": null, "error": null}]}`.
+"power_w": 12.5, "power_limit_w": 575.0, "temperature_c": 31, "processes": [{"pid": 4711, "memory_mib": 300}],
+"capability": [12, 0], "mig": false, "parent": null, "ecc_uncorrected": null, "remap_failed": null, "error": null}]}`.
 `n` grows by one per line, so that a reader sees without comparing clocks that the agent is alive. `boot_id` is the
 machine's, from the kernel. A value that the GPU does not report is null; `error` is NVML's text when a GPU, or NVML
 itself, fails. For a GPU in MIG mode its MIG devices are listed instead, with its index, and with its UUID as `parent`.
@@ -87,12 +87,14 @@ def read_sensors(handle: Any) -> dict[str, Any]:
 
     utilisation = read_value(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
     power = read_value(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
+    power_limit = read_value(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(handle))
     capability = read_value(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(handle))
     ecc = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     remapped = read_value(lambda: pynvml.nvmlDeviceGetRemappedRows(handle))
     return {
         "utilisation_percent": None if utilisation is None else int(utilisation.gpu),
         "power_w": None if power is None else power / 1000,
+        "power_limit_w": None if power_limit is None else power_limit / 1000,
         "temperature_c": read_value(lambda: int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))),
         "capability": None if capability is None else [int(part) for part in capability],
         "ecc_uncorrected": read_value(lambda: int(pynvml.nvmlDeviceGetTotalEccErrors(handle, *ecc))),

@@ -27,6 +27,8 @@ LABEL_BUILD = "gpuhub.agent"
 _UNPRIVILEGED_USER = "65534:65534"
 #: Chunks of 16 KiB to read from the log; more than a line of 64 GPUs has.
 _LOG_CHUNKS = 8
+#: A higher power limit of one GPU counts as not reported, watts.
+MAX_POWER_LIMIT_W = 10_000.0
 #: Error of a GPU that the driver no longer lists.
 VANISHED = "the driver no longer reports it"
 
@@ -188,11 +190,17 @@ def _parse_gpu(raw: Mapping[str, Any]) -> GpuReading:
         utilisation_percent=raw.get("utilisation_percent"),
         memory_used_mib=raw.get("memory_used_mib"),
         power_w=raw.get("power_w"),
+        power_limit_w=_parse_power_limit(raw.get("power_limit_w")),
         temperature_c=raw.get("temperature_c"),
         processes=None
         if processes is None
         else tuple(GpuProcess(pid=int(process["pid"]), memory_mib=process["memory_mib"]) for process in processes),
     )
+
+
+def _parse_power_limit(raw: Any) -> float | None:
+    is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
+    return float(raw) if is_number and 0 < raw <= MAX_POWER_LIMIT_W else None
 
 
 def merge_readings(known: Sequence[GpuReading], read: Iterable[GpuReading]) -> tuple[GpuReading, ...]:

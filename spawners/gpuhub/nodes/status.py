@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -55,6 +56,8 @@ class GpuReading:
     utilisation_percent: int | None = None
     memory_used_mib: int | None = None
     power_w: float | None = None
+    #: The most that it may draw: the lowest of all limits that are set for it, watts.
+    power_limit_w: float | None = None
     temperature_c: int | None = None
     processes: tuple[GpuProcess, ...] | None = None
 
@@ -62,6 +65,11 @@ class GpuReading:
     def card(self) -> GpuSpec:
         """Return the properties of the GPU that placement uses."""
         return GpuSpec(model=self.model, memory_mib=self.memory_mib, capability=self.capability, is_mig=self.is_mig)
+
+
+def find_power_limits(gpus: Iterable[GpuReading]) -> dict[int, float | None]:
+    """Return each GPU's power limit by its index, watts; MIG devices have that of their GPU, which counts once."""
+    return {gpu.index: gpu.power_limit_w for gpu in gpus}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,18 @@ title = "Big"
 gpu_model = "RTX 5090"
 """
 
+CIRCUIT = """[[circuits]]
+name = "left"
+volts = 120
+amps = 15
+nodes = ["rig1"]
+"""
+
+
+def add_circuits(*texts: str) -> tuple[str, str]:
+    """Return the change of `GOOD` that adds these tables."""
+    return "[[profiles]]", "".join((*texts, "[[profiles]]"))
+
 
 def load(tmp_path: Path, text: str) -> settings.ClusterSettings:
     file = tmp_path / "cluster.toml"
@@ -42,6 +54,15 @@ def test_minimal_file_gets_the_defaults(tmp_path):
     assert cluster.profiles[0].memory == 16 * 1024**3
     assert cluster.jobs.renew_within == 25
     assert not cluster.has_overlay
+    assert (cluster.circuits, cluster.nodes[0].base_watts) == ((), 150)
+
+
+def test_circuit_supplies_a_share_of_its_rating_for_hours(tmp_path):
+    """0.8 of it, unless the file names another share."""
+    [circuit] = load(tmp_path, GOOD.replace(*add_circuits(CIRCUIT))).circuits
+    assert (circuit.rated_w, circuit.continuous_w) == (1800, 1440)
+    whole = CIRCUIT.replace("amps", "continuous = 1\namps")
+    assert load(tmp_path, GOOD.replace(*add_circuits(whole))).circuits[0].continuous_w == 1800
 
 
 def test_values_are_frozen(tmp_path):
@@ -118,6 +139,21 @@ def test_values_are_frozen(tmp_path):
             ("[[profiles]]", '[network]\nkind = "bridge"\nencrypt = true\n[[profiles]]'),
             r"network: encrypt = true is for overlays",
         ),
+        (add_circuits(CIRCUIT.replace("rig1", "rig7")), r"circuits: 'left' names the node 'rig7'; there are rig1"),
+        (
+            add_circuits(CIRCUIT, CIRCUIT.replace("left", "right")),
+            r"circuits: node 'rig1' is listed 2 times \('left', 'right'\): list each node once",
+        ),
+        (add_circuits(CIRCUIT, CIRCUIT), r"circuits: name = 'left' occurs 2 times"),
+        (add_circuits(CIRCUIT.replace("15", "0")), r"circuits\[1\]\.amps: 0: .*greater than 0"),
+        (add_circuits(CIRCUIT.replace("15", "-15.5")), r"circuits\[1\]\.amps: -15\.5: .*greater than 0"),
+        (add_circuits(CIRCUIT.replace("120", "0")), r"circuits\[1\]\.volts: 0: .*greater than 0"),
+        (add_circuits(CIRCUIT.replace('"rig1"', "")), r"circuits\[1\]\.nodes: .*at least 1 item"),
+        (
+            add_circuits(CIRCUIT.replace("amps", "continuous = 1.1\namps")),
+            r"circuits\[1\]\.continuous: 1\.1: .*less than or equal to 1",
+        ),
+        (('name = "rig1"', 'name = "rig1"\nbase_watts = -1'), r"nodes\[1\]\.base_watts: -1: .*greater than or equal"),
         (("[users]", "[users"), r"not valid TOML: .*line 2"),
     ],
 )
@@ -154,7 +190,7 @@ def test_the_example_is_valid_and_shows_every_key():
     shown = set(re.findall(r"^(?:# )?([a-z_0-9]+) = ", text, re.MULTILINE)) | set(raw)
     shown |= set(re.findall(r"^# \[\[?([a-z]+)\]", text, re.MULTILINE))
     tables_read = [
-        settings.ClusterSettings, nodes.NodeSettings, profiles.ProfileSettings, users.UserSettings, users.GroupSettings, users.LimitSettings,
+        settings.ClusterSettings, nodes.NodeSettings, settings.CircuitSettings, profiles.ProfileSettings, users.UserSettings, users.GroupSettings, users.LimitSettings,
         users.SchedulingSettings, storage.StorageSettings, network.NetworkSettings, jobs.JobSettings, network.HubSettings, images.ImageSettings, login_keys.LoginSettings,
         settings.SlurmSettings,
     ]  # fmt: skip
@@ -164,7 +200,7 @@ def test_the_example_is_valid_and_shows_every_key():
 
 def test_the_example_shows_the_true_defaults(tmp_path):
     """Every commented-out line `# key = value` of the example, taken in, gives the same settings as the default."""
-    text = re.sub(r"(?ms)^# \[slurm\]$.*?\n\n", "", EXAMPLE.read_text(encoding="utf-8"))
+    text = re.sub(r"(?ms)^# \[(slurm|\[circuits\])\]$.*?\n\n", "", EXAMPLE.read_text(encoding="utf-8"))
     fewer = re.sub(
         r"^# (?!address|torch_index|max_gpus|uid_first|accounts|time_limit|description|title|switch|rack|cpus|memory|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|card_values|disk|tmp|client_id|client_secret_file|issuer|username_claim|groups_claim|domains|idps|server|user_dn|group_base|ca|certificate|key|hostnames|url|reach|name|members|each|together|weight|partition|account|qos|reservation|slurm)([a-z_]+ = )",
         r"\1",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pynvml
 import pytest
 
 from gpuhub.nodes import agent
+from gpuhub.nodes.agent_container import parse_agent_line
+from gpuhub.nodes.status import AgentReading, find_power_limits
 from tests.support.nvml.replay import BUSY, IDLE, Replay, load
 
 
@@ -27,9 +32,16 @@ def test_reading_is_that_of_the_recorded_machine(replay: tuple[str, Replay]) -> 
 def test_gpu_without_further_sensors_is_read(replay: tuple[str, Replay]) -> None:
     """Many GPUs have no ECC, rows to remap, MIG or power sensor; their other values are there."""
     name, nvml = replay
-    for function in ("TotalEccErrors", "RemappedRows", "MigMode", "PowerUsage", "ComputeRunningProcesses"):
+    for function in (
+        "TotalEccErrors",
+        "RemappedRows",
+        "MigMode",
+        "PowerUsage",
+        "EnforcedPowerLimit",
+        "ComputeRunningProcesses",
+    ):
         nvml.change(f"nvmlDeviceGet{function}", pynvml.NVMLError_NotSupported)
-    unknown = dict.fromkeys(("ecc_uncorrected", "remap_failed", "power_w", "processes"))
+    unknown = dict.fromkeys(("ecc_uncorrected", "remap_failed", "power_w", "power_limit_w", "processes"))
     recorded = load(name)["read_node"]
     assert agent.read_node() == {**recorded, "gpus": [{**gpu, **unknown} for gpu in recorded["gpus"]]}
 
@@ -53,3 +65,25 @@ def test_lost_gpu_does_not_hide_the_others(replay: tuple[str, Replay]) -> None:
     first, second = agent.read_node()["gpus"]
     assert (first["error"], "uuid" in first) == ("GPU is lost", False)
     assert second == load(name)["read_node"]["gpus"][1]
+
+
+def test_power_limit_reaches_the_nodes_record(replay: tuple[str, Replay]) -> None:
+    """In watts, as the recorded driver enforces it; MIG devices share their GPU's."""
+    line = {"n": 1, "boot_id": None, **agent.read_node()}
+    gpus = read_line(line).gpus
+    assert find_power_limits(gpus) == {0: 700.0, 1: 700.0}
+    mig = [replace(gpus[0], uuid=f"MIG-{part}", is_mig=True, parent=gpus[0].uuid) for part in range(2)]
+    assert find_power_limits([*mig, gpus[1]]) == {0: 700.0, 1: 700.0}
+
+
+@pytest.mark.parametrize("limit", [None, 0, -1.0, 10_001, "700", True])
+def test_impossible_power_limit_counts_as_not_reported(replay: tuple[str, Replay], limit: object) -> None:
+    line = {"n": 1, "boot_id": None, **agent.read_node()}
+    line["gpus"][0]["power_limit_w"] = limit
+    assert find_power_limits(read_line(line).gpus) == {0: None, 1: 700.0}
+
+
+def read_line(line: dict[str, Any]) -> AgentReading:
+    reading = parse_agent_line(json.dumps(line).encode())
+    assert reading is not None
+    return reading
