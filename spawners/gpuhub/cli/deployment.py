@@ -131,7 +131,7 @@ def certificate(paths: Paths, cluster_file: Path) -> None:
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON, for programs.")
 def doctor(paths: Paths, cluster_file: Path, names: tuple[str, ...], as_json: bool) -> None:
-    """Check the head node and every node, or only the nodes NAME."""
+    """Check the head node, every node and the room, or only the nodes NAME."""
     from gpuhub.ops.doctor import findings as finding_formats
     from gpuhub.ops.doctor.diagnosis import diagnose
 

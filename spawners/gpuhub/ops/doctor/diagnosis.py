@@ -18,15 +18,18 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker import esp_probe
 from gpuhub.docker.client import DockerClients
-from gpuhub.ops.doctor import disk_checks, node_checks, node_queries
+from gpuhub.ops.doctor import disk_checks, link_checks, node_checks, node_queries
 from gpuhub.ops.doctor.findings import Finding, failed, warning
 from gpuhub.ops.doctor.head_node import check_head, read_head_facts
 from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import DockerFacts, GpuReport, HostFacts
+from gpuhub.ops.doctor.room_checks import check_room
 
 #: Each entry point is a `BackendReader`; a backend without one has nothing to check.
 ENTRY_POINTS = "gpuhub.backend_checks"
 HEAD = "head node"
+#: With a space, which no node's name has.
+ROOM = "the room"
 
 
 class BackendChecks(Protocol):
@@ -54,7 +57,7 @@ async def read_backend(cluster: ClusterSettings, paths: Paths) -> BackendChecks 
 
 
 async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str]) -> list[tuple[str, list[Finding]]]:
-    """Return the findings of each named node in the settings' order; without names, of the head node and all nodes.
+    """Return the findings of each named node in the settings' order; without names, also of the head node and the room.
 
     Raises:
         NotFound: No node has such a name.
@@ -82,7 +85,10 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
         chosen = [node for node in cluster.nodes if not names or node.name in names]
         findings = await asyncio.gather(*(_diagnose_node(daemons, cluster, paths, node, facts) for node in chosen))
         site_findings = () if backend is None else backend.check_site()
-        machines = [] if names else [(HEAD, [*check_head(await head), *site_findings])]
+        machines = []
+        if not names:
+            machines.append((HEAD, [*check_head(await head), *site_findings]))
+            machines.append((ROOM, list(check_room(cluster, facts.gpu_reports))))
         return [*machines, *zip((node.name for node in chosen), findings, strict=True)]
     finally:
         daemons.close()
@@ -188,6 +194,7 @@ def check_node(docker: DockerFacts, host: HostFacts, environment: node_checks.No
         *node_checks.check_gpus(host, docker, environment),
         *node_checks.check_reach(host, environment),
         *node_checks.check_network(host, environment),
+        *link_checks.check_link(host.link),
         *node_checks.check_accounts(host, environment),
     ]
 

@@ -43,6 +43,8 @@ _RUNC_PATCHES: dict[Version, int] = {(1, 2): 8, (1, 3): 3}
 class NodeEnvironment:
     """Facts outside of a node that its checks need."""
 
+    #: The node's address; empty where it is not known.
+    address: str = ""
     #: The head node's address, and its ports that containers need: name → number.
     head: str
     head_ports: Mapping[str, int] = field(default_factory=dict)

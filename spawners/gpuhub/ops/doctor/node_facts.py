@@ -13,7 +13,7 @@ from gpuhub.common import gpu as gpus
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError
 from gpuhub.nodes.gpu_health import add_advice, find_gpu_failure
-from gpuhub.nodes.status import AgentReading
+from gpuhub.nodes.status import AgentReading, find_power_limits
 
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9/._-]*")
 #: Docker's names of the kernel's access controls that it confines containers with.
@@ -73,6 +73,8 @@ class GpuReport:
     failed_gpus: tuple[str, ...] = ()
     #: Whether an agent runs, which needs the driver and the toolkit.
     has_agent: bool = True
+    #: NVML's index of each GPU → the most that it may draw, watts; None where NVML does not report it.
+    power_limits: Mapping[int, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,20 @@ class DiskFacts:
     device: int
     #: It is mounted with project quotas.
     has_quota: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFacts:
+    """The network port that has the node's address."""
+
+    interface: str
+    is_wireless: bool
+    #: Mb/s; None where the port has none, or is down.
+    speed: int | None
+    #: `full`, `half` or `unknown`.
+    duplex: str
+    #: The highest speed that it supports, Mb/s; None where the kernel does not report it.
+    max_speed: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +122,8 @@ class HostFacts:
     device: str = ""
     device_kind: str = ""
     mtu: int | None = None
+    #: None where the node's address is on a virtual interface, or is not found.
+    link: LinkFacts | None = None
     nf_tables: bool | None = None
     #: Version of NVIDIA's container toolkit: empty where it is unknown, None where the toolkit is missing.
     toolkit: str | None = None
@@ -140,6 +158,7 @@ def build_script_arguments(
     head: str,
     addresses: Iterable[tuple[str, int]],
     accounts: Iterable[str],
+    own_address: str = "",
     folders: Iterable[str] = (),
     slurm: Mapping[str, str] | None = None,
 ) -> list[str]:
@@ -147,6 +166,7 @@ def build_script_arguments(
 
     Args:
         addresses: Hosts and ports to connect to.
+        own_address: The machine's address, whose network port is reported; empty for no report.
         folders: Folders whose file systems are reported; one with special characters is skipped.
         slurm: Paths for the checks `slurm` and `epilog`; a path with special characters is skipped.
 
@@ -155,13 +175,15 @@ def build_script_arguments(
     """
     arguments = [docker_root, head, *(f"tcp:{host}:{port}" for host, port in addresses)]
     if not _PLAIN_PATH.fullmatch(docker_root) or not all(
-        _ADDRESS.fullmatch(address) for address in (head, *(argument[4:] for argument in arguments[2:]))
+        _ADDRESS.fullmatch(address)
+        for address in (head, own_address or head, *(argument[4:] for argument in arguments[2:]))
     ):
         raise GpuhubError(f"these arguments have a meaning to a shell: {' '.join(arguments)}")
     disks = [f"disk:{folder}" for folder in folders if _PLAIN_PATH.fullmatch(folder)]
     files = [f"{name}:{path}" for name, path in (slurm or {}).items() if _PLAIN_PATH.fullmatch(path)]
     return [
         *arguments,
+        *([f"link:{own_address}"] if own_address else []),
         *(f"account:{name}" for name in accounts if re.fullmatch(names.USERNAME_PATTERN, name)),
         *disks,
         *files,
@@ -196,6 +218,7 @@ def parse_probe(text: str) -> HostFacts:
         device=last_of.get("device", ""),
         device_kind=last_of.get("device_kind", ""),
         mtu=_number(last_of.get("mtu")),
+        link=_parse_link(last_of.get("link", ""), values.get("port", ())),
         nf_tables=_truth(last_of.get("nf_tables", "")),
         toolkit=last_of.get("toolkit"),
         gpus=tuple(gpu for line in values.get("gpu", ()) if (gpu := _parse_gpu(line)) is not None),
@@ -269,6 +292,7 @@ def build_gpu_report(reading: AgentReading) -> GpuReport:
         error="" if reading.error is None else f"NVIDIA's driver fails: {add_advice(reading.error)}",
         advice=_DRIVER_ADVICE,
         failed_gpus=tuple(f"{name} fails: {failure}" for name, failure in failures if failure is not None),
+        power_limits=find_power_limits(reading.gpus),
     )
 
 
@@ -284,6 +308,22 @@ def _parse_gpu(line: str) -> GpuFacts | None:
         return None
     uuid, driver, memory, name = parts
     return GpuFacts(uuid=uuid, driver=driver, memory_mib=_number(memory) or 0, model=gpus.shorten_model(name))
+
+
+def _parse_link(line: str, ports: Iterable[str]) -> LinkFacts | None:
+    parts = line.split(" ")
+    if len(parts) != 4:
+        return None
+    interface, speed, duplex, kind = parts
+    max_speeds = dict(port.split(" ", 1) for port in ports if " " in port)
+    return LinkFacts(
+        interface=interface,
+        is_wireless=kind == "wireless",
+        # A port without a speed has -1, or 0 with older kernels.
+        speed=_number(speed) or None,
+        duplex=duplex,
+        max_speed=_number(max_speeds.get(interface)),
+    )
 
 
 def _number(text: str | None) -> int | None:

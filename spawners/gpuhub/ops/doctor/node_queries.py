@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import shutil
 import socket
@@ -26,6 +27,7 @@ from gpuhub.docker.probe_container import run_probe
 from gpuhub.docker.swarm import SWARM_PORT, manager_node
 from gpuhub.nodes.agent_container import parse_agent_line, read_last_line
 from gpuhub.nodes.status import STALE_S, AgentReading
+from gpuhub.ops.doctor import link_modes
 from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import (
     DockerFacts,
@@ -81,7 +83,9 @@ async def probe_node(daemons: DockerClients, node: str, arguments: list[str]) ->
         "mem_limit": "256m",
         "pids_limit": 64,
     }
-    command = ["python3", "-c", _ENTER, read_probe_script(), "probe", *arguments]
+    # Before the change of root, because a node may have no Python.
+    start = f"{inspect.getsource(link_modes)}\n{_ENTER}"
+    command = ["python3", "-c", start, read_probe_script(), "probe", *arguments]
     return parse_probe(await run_probe(daemons, node, command, host))
 
 
@@ -172,6 +176,7 @@ def build_probe_arguments(environment: NodeEnvironment, docker_root: str) -> lis
         head=environment.head,
         addresses=addresses,
         accounts=environment.accounts,
+        own_address=environment.address,
         folders=(docker_root, *environment.folders.values()),
         slurm=environment.slurm_paths,
     )
@@ -193,6 +198,7 @@ def read_environment(cluster: ClusterSettings, paths: Paths, address: str, *, is
     ports = {"hub": cluster.hub.api_port, "broker": cluster.hub.broker_port}
     first = manager_node(cluster).address
     return NodeEnvironment(
+        address=address,
         head=head,
         head_ports=ports,
         listening_ports=frozenset(port for port in ports.values() if is_listening(head, port)),
