@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
@@ -21,6 +22,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.ops.doctor import disk_checks, link_checks, node_checks, node_queries
 from gpuhub.ops.doctor.findings import Finding, failed, warning
 from gpuhub.ops.doctor.head_node import check_head, read_head_facts
+from gpuhub.ops.doctor.home_checks import HomeFacts, check_homes, read_home_facts
 from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import DockerFacts, GpuReport, HostFacts
 from gpuhub.ops.doctor.room_checks import check_room
@@ -30,6 +32,8 @@ ENTRY_POINTS = "gpuhub.backend_checks"
 HEAD = "head node"
 #: With a space, which no node's name has.
 ROOM = "the room"
+#: Where Docker keeps its data on the head node, unless a node's daemon there says otherwise.
+_DOCKER_ROOT = "/var/lib/docker"
 
 
 class BackendChecks(Protocol):
@@ -87,11 +91,28 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
         site_findings = () if backend is None else backend.check_site()
         machines = []
         if not names:
-            machines.append((HEAD, [*check_head(await head), *site_findings]))
+            homes = await _read_homes(daemons, cluster, paths, docker_nodes)
+            machines.append((HEAD, [*check_head(await head), *check_homes(homes), *site_findings]))
             machines.append((ROOM, list(check_room(cluster, facts.gpu_reports))))
         return [*machines, *zip((node.name for node in chosen), findings, strict=True)]
     finally:
         daemons.close()
+
+
+async def _read_homes(
+    daemons: DockerClients, cluster: ClusterSettings, paths: Paths, docker_nodes: Sequence[NodeSettings]
+) -> HomeFacts | None:
+    docker_root = _DOCKER_ROOT
+    local = next(filter(is_local, docker_nodes), None)
+    if local is not None:
+        with suppress(GpuhubError):
+            docker_root = (await node_queries.read_docker_facts(daemons, local.name)).root
+    return await read_home_facts(cluster.storage, {"the broker": str(paths.state), "Docker": docker_root})
+
+
+def is_local(node: NodeSettings) -> bool:
+    """Return whether a node's Docker daemon is the head node's own."""
+    return node.docker.startswith("unix://")
 
 
 async def _read_members(daemons: DockerClients, cluster: ClusterSettings) -> frozenset[str] | None:
@@ -206,7 +227,7 @@ def _without_name(text: str, node: str) -> str:
 def _advise(node: NodeSettings, error: GpuhubError) -> str:
     if not isinstance(error, NodeUnreachable):
         return "see Docker's log there"
-    if node.docker.startswith("unix://"):
+    if is_local(node):
         return "start Docker on this machine"
     repair = f"`gpuhub node add` repairs it: with the machine's user and address, and --name {node.name}"
     return f"start the machine, or let its address through the firewall; with another key or certificate, {repair}"

@@ -16,6 +16,7 @@ from gpuhub.ops.doctor.node_facts import DockerFacts, GpuFacts, HostFacts
 #: A clock that differs by more is reported, or makes tokens and certificates fail, seconds.
 SKEW_NOTED_S = 2.0
 MAX_SKEW_S = 30.0
+CLOCK_ADVICE = "run chrony or systemd-timesyncd on both machines"
 #: The images with PyTorch for CUDA take some 12 GiB, and each new version more until the old ones are removed.
 DISK_NOTED_GIB = 25.0
 MIN_DISK_GIB = 5.0
@@ -164,15 +165,23 @@ def _check_confinement(docker: DockerFacts) -> Iterator[Finding]:
 
 def check_clock(docker: DockerFacts) -> Finding:
     """Check the clock against the head node's; the duration of the query is subtracted from the difference."""
-    difference = max(0.0, abs(docker.ahead_s) - docker.within_s)
-    side = "ahead of" if docker.ahead_s > 0 else "behind"
-    value = f"{abs(docker.ahead_s):.1f} s {side} the head node's"
-    advice = "run chrony or systemd-timesyncd on both machines"
+    difference = find_skew(docker.ahead_s, docker.within_s)
+    value = describe_skew(docker.ahead_s)
     if difference > MAX_SKEW_S:
-        return failed("clock", value, advice)
+        return failed("clock", value, CLOCK_ADVICE)
     if difference > SKEW_NOTED_S:
-        return warning("clock", value, advice)
+        return warning("clock", value, CLOCK_ADVICE)
     return ok("clock", "as the head node's" if difference == 0 else value)
+
+
+def find_skew(ahead_s: float, within_s: float) -> float:
+    """Return the least difference of two clocks that a reading with this error proves, seconds."""
+    return max(0.0, abs(ahead_s) - within_s)
+
+
+def describe_skew(ahead_s: float) -> str:
+    """Return a clock's difference as text, such as `0.1 s ahead of the head node's`."""
+    return f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} the head node's"
 
 
 def check_system(host: HostFacts) -> Iterator[Finding]:
