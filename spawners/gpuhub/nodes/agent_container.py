@@ -119,7 +119,8 @@ def build_host_config() -> dict[str, Any]:
         "init": True,
         "mem_limit": "256m",
         "pids_limit": 32,
-        "log_config": LogConfig(type="json-file", config={"max-size": "1m", "max-file": "2"}),
+        # Also for 8 GPUs more than the 20 minutes that `gpuhub doctor` compares.
+        "log_config": LogConfig(type="json-file", config={"max-size": "4m", "max-file": "2"}),
     }
 
 

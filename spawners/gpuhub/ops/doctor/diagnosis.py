@@ -26,6 +26,7 @@ from gpuhub.ops.doctor.home_checks import HomeFacts, check_homes, read_home_fact
 from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import DockerFacts, GpuReport, HostFacts
 from gpuhub.ops.doctor.room_checks import check_room
+from gpuhub.ops.doctor.room_temperature import PastReading, check_temperature
 
 #: Each entry point is a `BackendReader`; a backend without one has nothing to check.
 ENTRY_POINTS = "gpuhub.backend_checks"
@@ -73,6 +74,7 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
     daemons = DockerClients(docker_nodes, instance=paths.instance, run_dir=paths.run)
     try:
         head = asyncio.create_task(asyncio.to_thread(read_head_facts, cluster, paths))
+        histories = asyncio.create_task(_read_histories(daemons, [] if names else docker_nodes))
         reports, daemon_ids, members, backend = await asyncio.gather(
             asyncio.gather(*(node_queries.read_gpu_report(daemons, node.name) for node in docker_nodes)),
             node_queries.read_daemon_ids(daemons, [node.name for node in docker_nodes]),
@@ -93,10 +95,15 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
         if not names:
             homes = await _read_homes(daemons, cluster, paths, docker_nodes)
             machines.append((HEAD, [*check_head(await head), *check_homes(homes), *site_findings]))
-            machines.append((ROOM, list(check_room(cluster, facts.gpu_reports))))
+            machines.append((ROOM, [*check_room(cluster, facts.gpu_reports), *check_temperature(await histories)]))
         return [*machines, *zip((node.name for node in chosen), findings, strict=True)]
     finally:
         daemons.close()
+
+
+async def _read_histories(daemons: DockerClients, nodes: Sequence[NodeSettings]) -> dict[str, list[PastReading]]:
+    histories = await asyncio.gather(*(node_queries.read_agent_history(daemons, node.name) for node in nodes))
+    return dict(zip((node.name for node in nodes), histories, strict=True))
 
 
 async def _read_homes(

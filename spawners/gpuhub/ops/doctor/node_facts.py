@@ -270,7 +270,7 @@ def build_docker_facts(
         live_restore=bool(info.get("LiveRestoreEnabled")),
         swarm_state=str(swarm.get("LocalNodeState") or "inactive"),
         swarm_node=swarm.get("NodeID") or None,
-        ahead_s=_ahead(str(info.get("SystemTime") or ""), before, after),
+        ahead_s=parse_docker_time(str(info.get("SystemTime") or "")) - (before + after) / 2,
         within_s=(after - before) / 2,
     )
 
@@ -296,10 +296,10 @@ def build_gpu_report(reading: AgentReading) -> GpuReport:
     )
 
 
-def _ahead(text: str, before: float, after: float) -> float:
+def parse_docker_time(text: str) -> float:
+    """Parse a time as Docker writes it, such as `2026-11-21T17:00:05.123456789+01:00`; return Unix seconds."""
     # Python parses microseconds, not nanoseconds.
-    stamp = datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", text)).timestamp()
-    return stamp - (before + after) / 2
+    return datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", text)).timestamp()
 
 
 def _parse_gpu(line: str) -> GpuFacts | None:

@@ -25,6 +25,7 @@ from gpuhub.docker.container_spec import BASE_IMAGE
 from gpuhub.docker.firewall_container import parse_status_line
 from gpuhub.docker.probe_container import run_probe
 from gpuhub.docker.swarm import SWARM_PORT, manager_node
+from gpuhub.nodes.agent import PERIOD_S
 from gpuhub.nodes.agent_container import parse_agent_line, read_last_line
 from gpuhub.nodes.status import STALE_S, AgentReading
 from gpuhub.ops.doctor import link_modes
@@ -40,10 +41,13 @@ from gpuhub.ops.doctor.node_facts import (
     parse_probe,
     read_probe_script,
 )
+from gpuhub.ops.doctor.room_temperature import WINDOW_S, WINDOWS, PastReading, parse_agent_log
 from gpuhub.storage.probe import NfsServer, find_servers
 
 _CONNECT_S = 1.0
 _AGENT_POLL_S = 0.5
+#: Lines of a GPU agent, one every two seconds; some more than are looked at.
+_HISTORY_LINES = round(WINDOWS * WINDOW_S / PERIOD_S * 1.1)
 _PING_S = 2
 #: Headers of an ICMP packet over IPv4, bytes.
 _PING_HEADERS = 28
@@ -133,6 +137,23 @@ async def read_gpu_report(daemons: DockerClients, node: str, *, stale_s: float =
     except GpuhubError as error:
         return GpuReport(error=f"its GPU agent cannot be read: {error}", advice=advice)
     return GpuReport(error=f"its GPU agent has written nothing for {stale_s:.0f} s", advice=advice)
+
+
+async def read_agent_history(daemons: DockerClients, node: str) -> list[PastReading]:
+    """Return what the node's GPU agent reported in the last time; nothing where there is no agent or no answer."""
+    try:
+        log: bytes = await daemons.call(
+            node,
+            "logs",
+            names.agent_container_name(daemons.instance),
+            stdout=True,
+            stderr=False,
+            timestamps=True,
+            tail=_HISTORY_LINES,
+        )
+    except GpuhubError:
+        return []
+    return parse_agent_log(log)
 
 
 async def _read_agent(daemons: DockerClients, node: str) -> AgentReading | None:
