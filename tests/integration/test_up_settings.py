@@ -51,6 +51,14 @@ memory = "1G"
 shm = "64M"
 {more}
 """
+#: Too small for the practice closet's RTX 5090, 5070 and 5060.
+CIRCUIT = """
+[[circuits]]
+name = "left"
+volts = 120
+amps = 10
+nodes = ["rig1", "rig2", "rig3"]
+"""
 
 
 def gpuhub(*words: str | Path, agent: str = "") -> subprocess.CompletedProcess[str]:
@@ -143,11 +151,16 @@ def find_failures(file: Path) -> dict[str, list[str]]:
 
 
 def test_doctor_fails_for_broken_drivers_and_gpus(closet: Any, tmp_path: Path, cleared: None, faultless: None):
-    """A driver that does not start and a lost GPU each fail the doctor on their node."""
-    file = write(closet, tmp_path)
+    """A driver that does not start and a lost GPU each fail the doctor on their node.
+
+    Before, it knows the power limits of all GPUs, which NVML reports, and compares them with a breaker.
+    """
+    file = write(closet, tmp_path, further=CIRCUIT)
     done = gpuhub("up", file)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert find_failures(file) == {"head node": [], "rig1": [], "rig2": [], "rig3": []}
+    [over] = find_failures(file)["the room"]
+    assert over.startswith("left: its nodes may draw 1,420 W (GPUs 970 W, machines 450 W), 460 W too much")
+    assert find_failures(file) == {"head node": [], "the room": [over], "rig1": [], "rig2": [], "rig3": []}
     practice_closet.set_fault(closet.paths, "rig1", 0, GpuFault.DRIVER_MISMATCH)
     practice_closet.set_fault(closet.paths, "rig2", 0, GpuFault.LOST)
 

@@ -228,6 +228,7 @@ def test_doctor_inspects_every_node(head: Head, closet: Closet, rig3: Machine, t
             assert values["nodes"] == f"the first node can be reached at {closet.plan.node('rig1').address}:2377"
             # The columns are as wide as their contents.
             output = " ".join(head.gpuhub("doctor", status=1).split())
+            assert re.search(r"the room ✓ heat .* not counted: GPUs of rig1, rig2, rig3 whose limits", output)
             assert "! services gpuhub does not run" in output
             assert "✗ swarm inactive" in output  # rig2 was never set up
             assert re.search(r"checks failed on .*rig2", output)

@@ -1,4 +1,4 @@
-"""`gpuhub doctor`: reads the facts of every node and of the head node, and checks them.
+"""`gpuhub doctor`: reads the facts of every node, of the head node and of the room, and checks them.
 
 The checks of a scheduling backend are found by entry point under the backend's name.
 """

@@ -6,11 +6,11 @@ The probe of a node passes this file's text to `python3 -c`, so it imports nothi
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import socket
 import struct
 import sys
+from array import array
 from collections.abc import Iterator
 
 _SIOCETHTOOL = 0x8946
@@ -62,12 +62,12 @@ def read_link_settings(interface: str) -> bytes:
 
 
 def _query(handle: socket.socket, interface: str, words: int) -> bytes:
-    settings = bytearray(_HEADER_BYTES + _MASKS * words * _WORD_BYTES)
+    settings = array("B", bytes(_HEADER_BYTES + _MASKS * words * _WORD_BYTES))
     struct.pack_into("=I", settings, 0, _ETHTOOL_GLINKSETTINGS)
     struct.pack_into("=b", settings, _WORD_COUNT_OFFSET, words)
-    buffer = (ctypes.c_char * len(settings)).from_buffer(settings)
-    fcntl.ioctl(handle, _SIOCETHTOOL, struct.pack("16sP16x", interface.encode(), ctypes.addressof(buffer)))
-    return bytes(settings)
+    address, _ = settings.buffer_info()
+    fcntl.ioctl(handle, _SIOCETHTOOL, struct.pack("16sP16x", interface.encode(), address))
+    return settings.tobytes()
 
 
 def list_max_speeds() -> Iterator[tuple[str, int]]:

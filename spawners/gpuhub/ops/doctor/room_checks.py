@@ -12,6 +12,9 @@ from gpuhub.ops.doctor.node_facts import GpuReport
 
 #: A ton of refrigeration, watts: the usual measure of air conditioners in some countries.
 TON_W = 3517.0
+_UNKNOWN_ADVICE = (
+    "`sudo make up` starts the GPU agents, which read the limits; add GPUs that report none to their node's base_watts"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +59,18 @@ def check_room(cluster: ClusterSettings, reports: Mapping[str, GpuReport]) -> It
 def check_circuit(circuit: CircuitSettings, powers: Collection[NodePower]) -> Finding:
     """Compare the most power that the nodes of a circuit may draw with what it may supply for hours."""
     gpus, machines = sum(power.gpus_w for power in powers), sum(power.base_w for power in powers)
-    total, allowed = gpus + machines, circuit.continuous_w
-    value = (
-        f"{circuit.name}: its nodes may draw {total:,.0f} W (GPUs {gpus:,.0f} W, machines {machines:,.0f} W){{}}; "
-        f"{circuit.amps:g} A at {circuit.volts:g} V may supply {allowed:,.0f} W for hours"
-    )
-    if total > allowed:
-        value = f"{value.format(f', {total - allowed:,.0f} W too much')}{_describe_unknown(powers)}"
-        advice = _advise(total - allowed, sum(power.gpu_count for power in powers))
-        if total > circuit.rated_w:
-            return failed("circuit", f"{value}, and {circuit.rated_w:,.0f} W at most", advice)
-        return warning("circuit", value, advice)
-    if unknown := _describe_unknown(powers):
-        return warning(
-            "circuit", f"{value.format('')}{unknown}", "`sudo make up` starts the GPU agents, which read the limits"
-        )
-    return ok("circuit", value.format(""))
+    excess = gpus + machines - circuit.continuous_w
+    needed = f"its nodes may draw {gpus + machines:,.0f} W (GPUs {gpus:,.0f} W, machines {machines:,.0f} W)"
+    supplied = f"{circuit.amps:g} A at {circuit.volts:g} V may supply {circuit.continuous_w:,.0f} W for hours"
+    unknown = _describe_unknown(powers)
+    if excess <= 0:
+        value = f"{circuit.name}: {needed}; {supplied}{unknown}"
+        return warning("circuit", value, _UNKNOWN_ADVICE) if unknown else ok("circuit", value)
+    value = f"{circuit.name}: {needed}, {excess:,.0f} W too much; {supplied}"
+    advice = _advise(excess, sum(power.gpu_count for power in powers))
+    if gpus + machines > circuit.rated_w:
+        return failed("circuit", f"{value}, and {circuit.rated_w:,.0f} W at most{unknown}", advice)
+    return warning("circuit", f"{value}{unknown}", advice)
 
 
 def _advise(excess_w: float, gpu_count: int) -> str:

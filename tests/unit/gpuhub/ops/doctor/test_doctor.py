@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
@@ -30,9 +29,9 @@ from gpuhub.ops.doctor.node_facts import (
     build_docker_facts,
     build_script_arguments,
     parse_probe,
-    read_probe_script,
 )
 from tests.support.docker.simulated_nodes import build_cluster
+from tests.support.machine_probe import probe_this_machine
 
 RECORDED = json.loads((Path(__file__).parent / "recorded/docker-20.10.24-info.json").read_text())
 CARD = GpuFacts(uuid="GPU-1", model="RTX 5090", memory_mib=32607, driver="580.95.05")
@@ -391,16 +390,7 @@ def test_the_probe_runs_in_a_plain_shell(tmp_path: Path) -> None:
             accounts=["root", "nobody-of-that-name"],
             folders=["/", "/proc", "/no/such/folder", "/with a space"],
         )
-        done = subprocess.run(
-            ["sh", "-s", "--", *words],
-            input=read_probe_script(),
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    facts = parse_probe(done.stdout)
-    assert done.stderr == ""
+        facts = probe_this_machine(words)
     assert facts.reach == {f"127.0.0.1:{ports[0]}": True, f"127.0.0.1:{ports[1]}": False}
     assert facts.accounts == {"root": 0}
     assert facts.disks == {
