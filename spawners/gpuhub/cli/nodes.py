@@ -1,4 +1,4 @@
-"""`gpuhub node`: list, add, remove, firewall, cordon, drain and undrain."""
+"""`gpuhub node`: list, prepare, add, remove, firewall, cordon, drain and undrain."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gpuhub.common.units import format_span
 
 @click.group("node", cls=OrderedGroup)
 def node_group() -> None:
-    """Nodes: list, add, remove, firewall, cordon, drain, undrain."""
+    """Nodes: list, prepare, add, remove, firewall, cordon, drain, undrain."""
 
 
 name_argument = click.argument("name", metavar="NAME")
@@ -121,6 +121,32 @@ def _write_state(console: AdminConsole, node: NodeView) -> None:
     if not message.startswith(state):
         message = f"{state}: {message}" if message else state
     console.write(f"{node.name} is {message}")
+
+
+@node_group.command("prepare")
+@instance_option
+@click.argument("urls", nargs=-1, metavar="[ssh://USER@MACHINE]...")
+@click.option(
+    "--from",
+    "hosts_file",
+    type=click.Path(path_type=Path),
+    metavar="HOSTS_FILE",
+    help="A file with one ssh://USER@MACHINE on each line.",
+)
+@click.option("--driver", metavar="BRANCH", help="NVIDIA's driver, such as 570; default: as the cluster's nodes have.")
+@yes_option
+def prepare(paths: Paths, urls: tuple[str, ...], hosts_file: Path | None, driver: str | None, *, yes: bool) -> None:
+    """Install what machines lack to become nodes: driver, Docker, toolkit.
+
+    For Debian 12 and 13, Ubuntu 22.04 and 24.04. Shows what each machine has and what would be installed, asks once,
+    and works on all of them at the same time. Nothing is removed, no installed driver or Docker is replaced, no machine
+    is rebooted. On a machine that has everything, nothing changes.
+    """
+    from gpuhub.ops.provision.node_preparation import PreparationRequest, collect_targets, prepare_nodes
+
+    require_root("node prepare")
+    request = PreparationRequest(targets=collect_targets(urls, hosts_file), driver=driver, yes=yes)
+    prepare_nodes(request, paths, AdminConsole())
 
 
 @node_group.command("add")

@@ -32,7 +32,7 @@ from gpuhub.ops.provision.ssh_session import (
     SshSession,
     SshTarget,
     build_ssh_url,
-    resolve_target,
+    resolve_direct_target,
     suggest_name,
 )
 
@@ -214,12 +214,7 @@ def build_join_plan(request: JoinRequest, paths: Paths, console: OperatorConsole
     """
     text = _read_settings(request.cluster_file)
     cluster = settings.load(request.cluster_file)
-    resolved = resolve_target(request.target)
-    if resolved.jump is not None:
-        raise InvalidRequest(
-            f"ssh reaches {request.target.host} through {resolved.jump}: hub and broker need an address that the head "
-            "node can reach directly"
-        )
+    resolved = resolve_direct_target(request.target)
     address = request.address or node_access.find_address(resolved.host)
     existing = _find_existing_node(cluster, request.name, address)
     name = (

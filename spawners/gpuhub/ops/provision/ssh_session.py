@@ -156,7 +156,15 @@ class SshSession:
         self._ssh(["-O", "exit"], timeout_s=10)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, script: str, arguments: Sequence[str] = (), *, as_root: bool = False, data: str = "") -> str:
+    def run(
+        self,
+        script: str,
+        arguments: Sequence[str] = (),
+        *,
+        as_root: bool = False,
+        data: str = "",
+        timeout_s: float = _SCRIPT_S,
+    ) -> str:
         """Run a POSIX script there, and return its output; `data` follows the script on its standard input.
 
         Raises:
@@ -168,7 +176,7 @@ class SshSession:
                 raise ValueError(f"{argument!r} has a meaning to a shell")
         shell = ["sudo", "-n", "sh", "-s"] if as_root else ["sh", "-s"]
         done = self._ssh(
-            [], [*shell, "--", *arguments] if arguments else shell, stdin=script + data, timeout_s=_SCRIPT_S
+            [], [*shell, "--", *arguments] if arguments else shell, stdin=script + data, timeout_s=timeout_s
         )
         if done.returncode:
             raise SetupError(f"on {self._target.host}: {_last_line(done.stderr or done.stdout, done.returncode)}")
@@ -240,6 +248,22 @@ def resolve_target(target: SshTarget) -> ResolvedTarget:
         jump=resolved.jump,
         known_hosts=tuple(file.replace("~", home, 1) for file in resolved.known_hosts),
     )
+
+
+def resolve_direct_target(target: SshTarget) -> ResolvedTarget:
+    """Resolve a target that the head node reaches without another machine in between.
+
+    Raises:
+        InvalidRequest: ssh goes through another machine.
+        SetupError: ssh is missing, or its settings are wrong.
+    """
+    resolved = resolve_target(target)
+    if resolved.jump is not None:
+        raise InvalidRequest(
+            f"ssh reaches {target.host} through {resolved.jump}: hub and broker need an address that the head "
+            "node can reach directly"
+        )
+    return resolved
 
 
 def _as_caller() -> list[str]:
