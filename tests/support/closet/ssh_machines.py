@@ -79,7 +79,7 @@ def ssh_machine(netns: str, address: str, docker_folder: Path, folder: Path, adm
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
-        wait(lambda: _answers(address) or process.poll() is not None, f"sshd at {address}")
+        wait(lambda: answers(address) or process.poll() is not None, f"sshd at {address}")
         assert process.poll() is None, (folder / "log").read_text()
         yield Machine(address, folder)
     finally:
@@ -97,7 +97,7 @@ def loopback_sshd(folder: Path, port: int, *host_keys: Path) -> Iterator[None]:
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-euc", boot, "sh", str(config)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait(lambda: _answers("127.0.0.1", port) or process.poll() is not None, f"sshd at port {port}")
+        wait(lambda: answers("127.0.0.1", port) or process.poll() is not None, f"sshd at port {port}")
         assert process.poll() is None, "sshd has ended"
         yield
     finally:
@@ -131,7 +131,7 @@ def wait(condition: Callable[[], object], expected: str, deadline_s: float = 60.
         time.sleep(0.05)
 
 
-def _answers(address: str, port: int = 22) -> bool:
+def answers(address: str, port: int = 22) -> bool:
     try:
         with socket.create_connection((address, port), 1):
             return True

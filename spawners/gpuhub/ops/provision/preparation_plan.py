@@ -150,8 +150,8 @@ def _find_notes(state: MachineState, wanted: WantedDriver | None, driver: Driver
         key = "/var/lib/dkms/mok.pub" if state.distribution == "debian" else "/var/lib/shim-signed/mok/MOK.der"
         yield (
             "Secure Boot is on, and the driver's kernel modules are built there, unsigned by the distribution: before "
-            f"the reboot, `sudo mokutil --import {key}`, and confirm the key at the machine's screen while it starts; or "
-            "turn Secure Boot off"
+            f"the reboot, `sudo mokutil --import {key}`, and confirm the key at the machine's screen while it starts, "
+            "or turn Secure Boot off"
         )
     if state.driver and wanted is not None and parse_branch(state.driver) != wanted.branch:
         yield f"it has driver {state.driver}, not {wanted.branch} ({wanted.source}): installed drivers are not replaced"
