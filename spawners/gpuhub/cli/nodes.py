@@ -1,8 +1,9 @@
-"""`gpuhub node`: list, prepare, add, remove, firewall, cordon, drain and undrain."""
+"""`gpuhub node`: list, autoinstall, prepare, add, remove, firewall, cordon, drain and undrain."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -22,14 +23,14 @@ from gpuhub.cli.options import (
     require_root,
     yes_option,
 )
-from gpuhub.common.errors import NotFound
+from gpuhub.common.errors import InvalidRequest, NotFound
 from gpuhub.common.paths import Paths
 from gpuhub.common.units import format_span
 
 
 @click.group("node", cls=OrderedGroup)
 def node_group() -> None:
-    """Nodes: list, prepare, add, remove, firewall, cordon, drain, undrain."""
+    """Nodes: list, autoinstall, prepare, add, remove, firewall, cordon, drain, undrain."""
 
 
 name_argument = click.argument("name", metavar="NAME")
@@ -121,6 +122,68 @@ def _write_state(console: AdminConsole, node: NodeView) -> None:
     if not message.startswith(state):
         message = f"{state}: {message}" if message else state
     console.write(f"{node.name} is {message}")
+
+
+@node_group.command("autoinstall")
+@click.option("--system", type=click.Choice(["ubuntu", "debian"]), required=True, help="What will be installed.")
+@click.option("--name", required=True, help="The machine's name, such as rig4.")
+@click.option("--user", required=True, help="The account that you log in with.")
+@click.option(
+    "--ssh-key",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Your public key, such as ~/.ssh/id_ed25519.pub.",
+)
+@click.option("--password-hash", type=click.Path(path_type=Path), metavar="FILE", help="Default: no password opens it.")
+@click.option("--disk", metavar="DEVICE", help="The disk that is erased, such as /dev/nvme0n1.")
+@click.option("--any-disk", is_flag=True, help="Ubuntu: erase the largest disk. Debian: erase the only one, or ask.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: standard output.")
+def autoinstall(
+    *,
+    system: Literal["ubuntu", "debian"],
+    name: str,
+    user: str,
+    ssh_key: Path,
+    password_hash: Path | None,
+    disk: str | None,
+    any_disk: bool,
+    output: Path | None,
+) -> None:
+    """Write the file of an unattended installation, which ERASES a machine.
+
+    Ubuntu's autoinstall (user-data) or Debian's preseed. The account has your key, and sudo without a password, so that
+    `gpuhub node prepare` can continue.
+    """
+    from gpuhub.ops.provision.installer_files import (
+        LOCKED,
+        InstallerRequest,
+        build_installer_file,
+        read_first_line,
+        write_installer_file,
+    )
+
+    if (disk is None) != any_disk:
+        raise InvalidRequest(
+            "the installation erases a disk: name it with --disk /dev/nvme0n1, or let the installer choose it with "
+            "--any-disk"
+        )
+    request = InstallerRequest(
+        system=system,
+        name=name,
+        user=user,
+        public_key=read_first_line(ssh_key),
+        disk=disk,
+        password_hash=LOCKED if password_hash is None else read_first_line(password_hash),
+    )
+    text, console = build_installer_file(request), AdminConsole()
+    if output is None:
+        console.write(text.rstrip("\n"))
+        return
+    write_installer_file(output, text)
+    console.write(
+        f"{output} erases a disk of the machine that is started with it. Then: gpuhub node prepare, node add."
+    )
 
 
 @node_group.command("prepare")

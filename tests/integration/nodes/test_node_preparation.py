@@ -140,7 +140,7 @@ def test_nothing_changes_without_a_terminal(machines: list[BareMachine]) -> None
 
 def test_nothing_changes_without_a_confirmation(machines: list[BareMachine]) -> None:
     """The host key is confirmed, the changes are not."""
-    with pytest.raises(InvalidRequest, match="^nothing was changed$") as refusal:
+    with pytest.raises(InvalidRequest, match=r"^nothing was changed\n") as refusal:
         prepare(machines[0].url, answers=Terminal("y\nn\n"))
     text = refusal.value.__notes__[0]
     assert "Is this a key of the machine" in text
