@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from typing import Protocol
@@ -27,6 +27,8 @@ from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import DockerFacts, GpuReport, HostFacts
 from gpuhub.ops.doctor.room_checks import check_room
 from gpuhub.ops.doctor.room_temperature import PastReading, check_temperature
+from gpuhub.ops.doctor.version_checks import NodeVersions, check_cuda, collect_versions, compare_versions
+from gpuhub.ops.images.wheels import find_torch_cuda
 
 #: Each entry point is a `BackendReader`; a backend without one has nothing to check.
 ENTRY_POINTS = "gpuhub.backend_checks"
@@ -82,6 +84,7 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
             read_backend(cluster, paths),
         )
         facts = _ClusterFacts(
+            image_cuda=await asyncio.to_thread(find_torch_cuda, paths.images / "wheels"),
             gpu_reports=dict(zip((node.name for node in docker_nodes), reports, strict=True)),
             is_running=bool((await head).programs),
             daemon_ids=daemon_ids,
@@ -89,14 +92,19 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
             backend=backend,
         )
         chosen = [node for node in cluster.nodes if not names or node.name in names]
-        findings = await asyncio.gather(*(_diagnose_node(daemons, cluster, paths, node, facts) for node in chosen))
+        diagnoses = await asyncio.gather(*(_diagnose_node(daemons, cluster, paths, node, facts) for node in chosen))
+        by_node = dict(zip((node.name for node in chosen), diagnoses, strict=True))
+        differences = compare_versions({name: diagnosis.versions for name, diagnosis in by_node.items()})
         site_findings = () if backend is None else backend.check_site()
         machines = []
         if not names:
             homes = await _read_homes(daemons, cluster, paths, docker_nodes)
             machines.append((HEAD, [*check_head(await head), *check_homes(homes), *site_findings]))
             machines.append((ROOM, [*check_room(cluster, facts.gpu_reports), *check_temperature(await histories)]))
-        return [*machines, *zip((node.name for node in chosen), findings, strict=True)]
+        return [
+            *machines,
+            *((name, [*diagnosis.findings, *differences.get(name, ())]) for name, diagnosis in by_node.items()),
+        ]
     finally:
         daemons.close()
 
@@ -130,6 +138,8 @@ async def _read_members(daemons: DockerClients, cluster: ClusterSettings) -> fro
 class _ClusterFacts:
     """Facts about the cluster as a whole."""
 
+    #: The CUDA version of the image's torch; None where unknown, or without CUDA.
+    image_cuda: str | None
     #: Node → the report of its GPU agent.
     gpu_reports: Mapping[str, GpuReport]
     #: Whether gpuhub runs, and with it an agent on each node.
@@ -140,20 +150,29 @@ class _ClusterFacts:
     backend: BackendChecks | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NodeDiagnosis:
+    """The findings about a node, and its versions for the comparison with the other nodes."""
+
+    findings: list[Finding]
+    versions: NodeVersions = field(default_factory=NodeVersions)
+
+
 async def _diagnose_node(
     daemons: DockerClients,
     cluster: ClusterSettings,
     paths: Paths,
     node: NodeSettings,
     facts: _ClusterFacts,
-) -> list[Finding]:
+) -> _NodeDiagnosis:
     backend = facts.backend
     if not find_capabilities(cluster).containers:
-        return [] if backend is None else list(backend.check_node(node, HostFacts()))
+        return _NodeDiagnosis(findings=[] if backend is None else list(backend.check_node(node, HostFacts())))
     try:
         docker = await node_queries.read_docker_facts(daemons, node.name)
     except GpuhubError as error:
-        return [failed("docker", _without_name(str(error), node.name), _advise(node, error))]
+        finding = failed("docker", _without_name(str(error), node.name), _advise(node, error))
+        return _NodeDiagnosis(findings=[finding])
     environment = replace(
         await asyncio.to_thread(node_queries.read_environment, cluster, paths, node.address),
         swarm_members=facts.swarm_members,
@@ -174,12 +193,13 @@ async def _diagnose_node(
     except GpuhubError as error:
         advice = "`sudo make up` sends it" if isinstance(error, ImageMissing) else "`gpuhub doctor` again"
         not_probed = warning("inside", f"not checked: {_without_name(str(error), node.name)}", advice)
-        return [*check_docker_facts(docker, environment), not_probed]
+        return _NodeDiagnosis(findings=[*check_docker_facts(docker, environment), not_probed])
     host = add_gpu_report(host, facts.gpu_reports[node.name], is_running=facts.is_running)
-    findings = check_node(docker, host, environment)
+    versions = collect_versions(docker, host)
+    findings = [*check_node(docker, host, environment), *check_cuda(versions.driver, facts.image_cuda)]
     if backend is not None:
         findings += backend.check_node(node, host)
-    return findings
+    return _NodeDiagnosis(findings=findings, versions=versions)
 
 
 def add_gpu_report(host: HostFacts, report: GpuReport, *, is_running: bool) -> HostFacts:

@@ -30,6 +30,7 @@ _LAPTOP_BUILD_S = 300.0
 _LAPTOP_LABEL = "gpu-launch for laptops"
 #: The file with the digest of the sources of gpu-launch's wheel.
 _LAPTOP_DIGEST = "sources.sha256"
+_CUDA_VERSION = re.compile(r"^cuda\b[^=\n]*= *['\"]([^'\"]*)", re.MULTILINE)
 
 
 def ensure_wheels(
@@ -132,7 +133,23 @@ def check_torch(wheels: Path, settings: ImageSettings) -> None:
 
 def find_torch_build(version_module: str) -> str:
     """Return `cuda` or `cpu` for the text of torch/version.py; a CUDA build has `cuda: Optional[str] = '12.8'`."""
-    return "cuda" if re.search(r"^cuda\b[^=\n]*= *['\"]", version_module, re.MULTILINE) else "cpu"
+    return "cuda" if _CUDA_VERSION.search(version_module) else "cpu"
+
+
+def find_torch_cuda(folder: Path) -> str | None:
+    """Return the CUDA version, such as `12.8`, of the torch from which images were built here last.
+
+    None where nothing was built, or torch has no CUDA.
+
+    Args:
+        folder: The folder of `ensure_wheels`.
+    """
+    for wheel in folder.glob("*/torch-*.whl"):
+        if wheel.parent.suffix != ".partial":
+            text = read_wheel_file(wheel.parent, "torch", "torch/version.py").decode()
+            if match := _CUDA_VERSION.search(text):
+                return match[1]
+    return None
 
 
 def read_wheel_file(wheels: Path, distribution: str, name: str) -> bytes:
