@@ -208,7 +208,7 @@ def _build_preseed(request: InstallerRequest) -> str:
         ("apt-setup/non-free", "boolean", "true"),
         ("apt-setup/non-free-firmware", "boolean", "true"),
         ("apt-setup/cdrom/set-first", "boolean", "false"),
-        ("pkgsel/include", "string", " ".join(("openssh-server", *_PACKAGES))),
+        ("pkgsel/include", "string", f"openssh-server {' '.join(_PACKAGES)}"),
         ("pkgsel/upgrade", "select", "full-upgrade"),
         ("grub-installer/only_debian", "boolean", "true"),
         ("grub-installer/bootdev", "string", request.disk or "default"),

@@ -182,8 +182,8 @@ def _add_driver(state: MachineState, driver: DriverPackages | None) -> Iterator[
 def _add_docker(state: MachineState) -> Iterator[PreparationStep]:
     if not state.docker and not state.docker_package:
         # Since Debian 13 the command `docker` is a package of its own.
-        client = ("docker-cli",) if "docker-cli" in state.available else ()
-        yield _install("docker", ("docker.io", *client, "apparmor"), _name(state))
+        packages = ("docker.io", "apparmor", "docker-cli")
+        yield _install("docker", packages if "docker-cli" in state.available else packages[:2], _name(state))
     if state.sudo != "root" and "docker" not in state.groups:
         yield PreparationStep(
             key="rights",

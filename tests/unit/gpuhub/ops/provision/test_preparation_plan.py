@@ -239,7 +239,7 @@ def test_machine_without_a_clock_gets_chrony() -> None:
 
 def test_newer_debian_has_dockers_command_in_a_package() -> None:
     state = replace(DEBIAN, release="13", codename="trixie", available=frozenset({"docker-cli"}))
-    assert packages(plan_for(state))["docker"] == ["docker.io", "docker-cli", "apparmor"]
+    assert packages(plan_for(state))["docker"] == ["docker.io", "apparmor", "docker-cli"]
     assert "driver 550" in next(step.title for step in plan_for(state).steps if step.key == "driver")
 
 
