@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -9,32 +10,22 @@ from pathlib import Path
 import pytest
 
 from gpuhub.ops.doctor.findings import Severity
-from gpuhub.ops.doctor.node_facts import DockerFacts, GpuFacts, HostFacts
+from gpuhub.ops.doctor.node_facts import GpuFacts, HostFacts, build_docker_facts
 from gpuhub.ops.doctor.version_checks import NodeVersions, check_cuda, collect_versions, compare_versions
 from gpuhub.ops.images.wheels import find_torch_cuda
 
 USUAL = NodeVersions(
     driver="570.195.03", system="Debian GNU/Linux 12 (bookworm)", docker="20.10.24+dfsg1", toolkit="1.18.0"
 )
-DOCKER = DockerFacts(
-    version="28.5.1",
-    id="daemon",
-    storage_driver="overlay2",
-    cgroup_version="2",
+#: Recorded from Docker 20.10.24 on Debian 12; the system is another one.
+DOCKER = replace(
+    build_docker_facts(
+        json.loads((Path(__file__).parent / "recorded/docker-20.10.24-info.json").read_text()),
+        {},
+        before=0.0,
+        after=0.0,
+    ),
     os="Ubuntu 24.04.3 LTS",
-    kernel="6.8.0",
-    root="/var/lib/docker",
-    runc="1.3.3",
-    has_nvidia=True,
-    is_rootless=False,
-    has_userns=False,
-    seccomp="builtin",
-    access_control="AppArmor",
-    live_restore=False,
-    swarm_state="active",
-    swarm_node="n1",
-    ahead_s=0.0,
-    within_s=0.0,
 )
 
 
@@ -74,7 +65,7 @@ def test_unknown_versions_are_not_compared() -> None:
 def test_versions_come_from_the_facts() -> None:
     gpu = GpuFacts(uuid="GPU-1", model="RTX 5090", memory_mib=32607, driver="580.95.05")
     assert collect_versions(DOCKER, HostFacts(gpus=(gpu,), toolkit=None)) == NodeVersions(
-        driver="580.95.05", system="Ubuntu 24.04 LTS", docker="28.5.1", toolkit=""
+        driver="580.95.05", system="Ubuntu 24.04 LTS", docker="20.10.24+dfsg1", toolkit=""
     )
     other = replace(DOCKER, os="Ubuntu 24.04.1 LTS")
     assert collect_versions(other, HostFacts()).system == collect_versions(DOCKER, HostFacts()).system
