@@ -97,7 +97,7 @@ def test_bare_machines_are_prepared_once(machines: list[BareMachine]) -> None:
     before = [machine.read_calls() for machine in machines]
     again = prepare(one.url, two.url)
     assert [machine.read_calls() for machine in machines] == before
-    assert again.count("Nothing is to be done.") == 2
+    assert again.count("There is nothing to do.") == 2
     assert "driver   535.261.03, not loaded (nvidia-driver)" in again
     assert "! 127.0.0.12 nothing to do; the driver 535.261.03 is not loaded yet" in again
 

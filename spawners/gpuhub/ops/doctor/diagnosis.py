@@ -94,17 +94,13 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
         chosen = [node for node in cluster.nodes if not names or node.name in names]
         diagnoses = await asyncio.gather(*(_diagnose_node(daemons, cluster, paths, node, facts) for node in chosen))
         by_node = dict(zip((node.name for node in chosen), diagnoses, strict=True))
-        differences = compare_versions({name: diagnosis.versions for name, diagnosis in by_node.items()})
         site_findings = () if backend is None else backend.check_site()
         machines = []
         if not names:
             homes = await _read_homes(daemons, cluster, paths, docker_nodes)
             machines.append((HEAD, [*check_head(await head), *check_homes(homes), *site_findings]))
             machines.append((ROOM, [*check_room(cluster, facts.gpu_reports), *check_temperature(await histories)]))
-        return [
-            *machines,
-            *((name, [*diagnosis.findings, *differences.get(name, ())]) for name, diagnosis in by_node.items()),
-        ]
+        return [*machines, *add_differences(by_node)]
     finally:
         daemons.close()
 
@@ -151,11 +147,17 @@ class _ClusterFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _NodeDiagnosis:
+class NodeDiagnosis:
     """The findings about a node, and its versions for the comparison with the other nodes."""
 
     findings: list[Finding]
     versions: NodeVersions = field(default_factory=NodeVersions)
+
+
+def add_differences(diagnoses: Mapping[str, NodeDiagnosis]) -> list[tuple[str, list[Finding]]]:
+    """Return each node's findings, with those about versions that differ from the other nodes'."""
+    differences = compare_versions({name: diagnosis.versions for name, diagnosis in diagnoses.items()})
+    return [(name, [*diagnosis.findings, *differences.get(name, ())]) for name, diagnosis in diagnoses.items()]
 
 
 async def _diagnose_node(
@@ -164,15 +166,15 @@ async def _diagnose_node(
     paths: Paths,
     node: NodeSettings,
     facts: _ClusterFacts,
-) -> _NodeDiagnosis:
+) -> NodeDiagnosis:
     backend = facts.backend
     if not find_capabilities(cluster).containers:
-        return _NodeDiagnosis(findings=[] if backend is None else list(backend.check_node(node, HostFacts())))
+        return NodeDiagnosis(findings=[] if backend is None else list(backend.check_node(node, HostFacts())))
     try:
         docker = await node_queries.read_docker_facts(daemons, node.name)
     except GpuhubError as error:
         finding = failed("docker", _without_name(str(error), node.name), _advise(node, error))
-        return _NodeDiagnosis(findings=[finding])
+        return NodeDiagnosis(findings=[finding])
     environment = replace(
         await asyncio.to_thread(node_queries.read_environment, cluster, paths, node.address),
         swarm_members=facts.swarm_members,
@@ -193,13 +195,13 @@ async def _diagnose_node(
     except GpuhubError as error:
         advice = "`sudo make up` sends it" if isinstance(error, ImageMissing) else "`gpuhub doctor` again"
         not_probed = warning("inside", f"not checked: {_without_name(str(error), node.name)}", advice)
-        return _NodeDiagnosis(findings=[*check_docker_facts(docker, environment), not_probed])
+        return NodeDiagnosis(findings=[*check_docker_facts(docker, environment), not_probed])
     host = add_gpu_report(host, facts.gpu_reports[node.name], is_running=facts.is_running)
     versions = collect_versions(docker, host)
     findings = [*check_node(docker, host, environment), *check_cuda(versions.driver, facts.image_cuda)]
     if backend is not None:
         findings += backend.check_node(node, host)
-    return _NodeDiagnosis(findings=findings, versions=versions)
+    return NodeDiagnosis(findings=findings, versions=versions)
 
 
 def add_gpu_report(host: HostFacts, report: GpuReport, *, is_running: bool) -> HostFacts:

@@ -33,7 +33,7 @@ class DriverPackages:
 
     branch: str
     names: tuple[str, ...]
-    #: The kernel modules are built on the machine (DKMS), so nobody but the machine itself can sign them.
+    #: The kernel modules are built on the machine (DKMS), so that the distribution did not sign them.
     is_built_there: bool
 
 

@@ -56,7 +56,7 @@ def prepare_nodes(request: PreparationRequest, paths: Paths, console: OperatorCo
         GpuhubError: A machine could not be prepared; the others are.
     """
     cluster = settings.load(paths.used_cluster_file) if paths.used_cluster_file.exists() else None
-    wanted = _choose_driver(request, cluster, paths)
+    wanted = choose_driver(request, cluster, paths)
     output = _MachineOutput(console, request.targets)
     with ExitStack() as stack:
         sessions, outcomes = _open_sessions(stack, request, cluster, paths, console)
@@ -123,7 +123,7 @@ def format_plan(state: MachineState, plan: PreparationPlan) -> str:
     lines = [f"  {line}" for line in describe_state(state)]
     lines += [f"  + {step.title}" for step in plan.steps]
     if not plan.steps and not plan.problems:
-        lines.append("  Nothing is to be done.")
+        lines.append("  There is nothing to do.")
     lines += [f"  ✗ {problem}" for problem in plan.problems]
     lines += [f"  ! {note}" for note in plan.notes]
     if plan.needs_reboot:
@@ -145,7 +145,15 @@ class _MachineOutput:
             self._console.write(f"{target.host:<{self._width}} | {text}")
 
 
-def _choose_driver(request: PreparationRequest, cluster: ClusterSettings | None, paths: Paths) -> WantedDriver | None:
+def choose_driver(request: PreparationRequest, cluster: ClusterSettings | None, paths: Paths) -> WantedDriver | None:
+    """Return the driver of the option, else the newest of the running cluster; None for the distribution's choice.
+
+    Args:
+        cluster: The settings that gpuhub runs with; None where it does not run.
+
+    Raises:
+        InvalidRequest: The option is not a branch.
+    """
     if request.driver is not None:
         if not request.driver.isdigit():
             raise InvalidRequest(f"--driver {request.driver} is not a branch of NVIDIA's driver: write such as 570")

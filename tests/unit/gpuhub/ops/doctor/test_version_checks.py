@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuhub.ops.doctor.findings import Severity
+from gpuhub.ops.doctor.diagnosis import NodeDiagnosis, add_differences
+from gpuhub.ops.doctor.findings import Severity, failed, ok
 from gpuhub.ops.doctor.node_facts import GpuFacts, HostFacts, build_docker_facts
 from gpuhub.ops.doctor.version_checks import NodeVersions, check_cuda, collect_versions, compare_versions
 from gpuhub.ops.images.wheels import find_torch_cuda
@@ -60,6 +61,17 @@ def test_of_two_nodes_the_older_one_is_named() -> None:
 
 def test_unknown_versions_are_not_compared() -> None:
     assert compare_versions({"rig1": USUAL, "rig2": NodeVersions(), "rig3": replace(USUAL, toolkit="")}) == {}
+
+
+def test_differences_follow_the_nodes_own_findings() -> None:
+    old = NodeDiagnosis(findings=[ok("clock", "as the head node's")], versions=replace(USUAL, docker="20.10.5"))
+    unreachable = NodeDiagnosis(findings=[failed("docker", "does not answer", "start it")])
+    machines = add_differences({"rig1": NodeDiagnosis(findings=[], versions=USUAL), "rig2": old, "rig3": unreachable})
+    assert [(name, [finding.check for finding in findings]) for name, findings in machines] == [
+        ("rig1", []),
+        ("rig2", ["clock", "docker"]),
+        ("rig3", ["docker"]),
+    ]
 
 
 def test_versions_come_from_the_facts() -> None:
