@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("images/**/*.md")])
-NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+NOTEBOOKS = sorted(ROOT.glob("notebooks/**/*.ipynb"))
+LESSONS = [path for path in NOTEBOOKS if path.parent.name == "learn"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -37,3 +38,48 @@ def test_notebooks_are_stored_without_output(notebook: Path):
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
     assert len(cells) > 5
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.name)
+def test_lessons_are_short_and_end_with_a_proof(lesson: Path):
+    """The last cell asserts something and prints one line that begins with the lesson's number."""
+    cells = json.loads(lesson.read_text(encoding="utf-8"))["cells"]
+    number = int(lesson.name.partition("-")[0])
+    assert 10 <= len(cells) <= 20
+    assert "".join(cells[0]["source"]).startswith(f"# {number}. ")
+    assert "## Prove it" in "".join(cells[-2]["source"])
+    assert cells[-1]["cell_type"] == "code"
+    proof = "".join(cells[-1]["source"]).splitlines()
+    assert any(line.startswith("assert ") for line in proof)
+    assert re.match(rf'print\(f?"Lesson {number}: ', proof[-1])
+    assert sum(line.startswith("print(") for line in proof) == 1
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.name)
+def test_files_that_lessons_name_exist(lesson: Path):
+    """Paths in code style lead to files of the repository, or of a user's home."""
+    cells = json.loads(lesson.read_text(encoding="utf-8"))["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    paths = re.findall(r"`((?:docs|spawners|notebooks|gpuhub-examples)/[^`\s]+)`", text)
+    assert [path for path in paths if not (ROOT / path.replace("gpuhub-examples", "notebooks", 1)).exists()] == []
+
+
+def test_page_of_the_course_has_every_lesson():
+    """Lessons are numbered without a gap, and docs/learn.md names each."""
+    page = (ROOT / "docs/learn.md").read_text(encoding="utf-8")
+    assert [path.name[:3] for path in LESSONS] == [f"{number:02}-" for number in range(1, len(LESSONS) + 1)]
+    assert [path.name for path in LESSONS if path.name not in page] == []
+
+
+def test_arithmetic_of_the_documentation_is_right():
+    """Each formula `a × b / c = d` of the page has the result that it states, to the digits that it shows."""
+    page = (ROOT / "docs/what-a-cluster-is-not.md").read_text(encoding="utf-8")
+    formulas = re.findall(r"`([\d.+×/() ]+) = ([\d.]+)`", page)
+    assert len(formulas) > 20
+    assert [f"{formula} = {stated}" for formula, stated in formulas if not is_rounded(formula, stated)] == []
+
+
+def is_rounded(formula: str, stated: str) -> bool:
+    """Return whether `stated` is the formula's value, rounded to its number of digits."""
+    value = eval(formula.replace("×", "*"), {"__builtins__": {}})
+    return abs(value - float(stated)) <= 0.5001 * 10 ** -len(stated.partition(".")[2])

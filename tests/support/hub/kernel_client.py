@@ -22,6 +22,8 @@ class Kernel:
 
     def __init__(self, socket: websocket.WebSocket) -> None:
         self._socket = socket
+        #: Whether a cell has ended with an error.
+        self.has_failed = False
 
     def begin(self, code: str) -> str:
         """Start a cell and return its message id."""
@@ -42,6 +44,7 @@ class Kernel:
             content = message["content"]
             if message["msg_type"] == "status" and content["execution_state"] == "idle":
                 return
+            self.has_failed |= message["msg_type"] == "error"
             yield _COLOURS.sub("", _text(message["msg_type"], content))
 
     def run(self, code: str, timeout_s: float = 180.0) -> str:
@@ -61,12 +64,19 @@ def _text(kind: str, content: dict[str, Any]) -> str:
 
 
 @contextmanager
-def open_kernel(address: str, user: Client, server: str) -> Iterator[Kernel]:
-    """Start a kernel in the user's home; `address` is the browsers' one, such as `127.0.0.1:8000`."""
+def open_kernel(address: str, user: Client, server: str, *, notebook: str = "") -> Iterator[Kernel]:
+    """Start a kernel in the user's home, or in the folder of a notebook file there.
+
+    Args:
+        address: The browsers' one, such as `127.0.0.1:8000`.
+        user: The server's owner.
+        server: The server's name.
+        notebook: The notebook file's path in the home.
+    """
     url = f"{address}/user/{user.name}/{server}/api/kernels"
     token = {"Authorization": f"token {user.token}"}
     with httpx.Client(headers=token, trust_env=False, timeout=60) as web:
-        created = web.post(f"http://{url}", json={"name": "python3"})
+        created = web.post(f"http://{url}", json={"name": "python3", "path": notebook})
         created.raise_for_status()
         kernel_url = f"{url}/{created.json()['id']}"
         socket = websocket.create_connection(f"ws://{kernel_url}/channels", header=token, timeout=60)

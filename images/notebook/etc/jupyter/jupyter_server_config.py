@@ -47,9 +47,11 @@ examples = Path("/opt/gpuhub/share/gpuhub-examples")
 try:
     mine = Path.home() / "gpuhub-examples"
     mine.mkdir(exist_ok=True)
-    for file in examples.iterdir():
-        if not (mine / file.name).exists():
-            shutil.copyfile(file, mine / file.name)
+    for file in examples.rglob("*.ipynb"):
+        copy = mine / file.relative_to(examples)
+        if not copy.exists():
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
 except OSError as error:
     print(f"the examples are not copied: {error}")  # noqa: T201 - into the container's log; no reason not to start
 
