@@ -73,7 +73,8 @@ def run_lesson(product: Product, user: Client, lesson: str) -> str:
     with open_kernel(product.address.removeprefix("http://"), user, SERVER, notebook=path) as kernel:
         for cell in read_cells(product, user, path):
             outputs.append(kernel.run(cell))
-            assert not kernel.has_failed, f"{lesson}:\n{cell}\n\n{outputs[-1]}"
+            print(outputs[-1])  # pytest shows it where a test fails
+            assert not kernel.has_failed, f"{lesson}:\n{cell}"
     proofs = [line for line in outputs[-1].splitlines() if line.startswith(f"Lesson {int(lesson[:2])}: ")]
     assert len(proofs) == 1, outputs[-1]
     wait_for(lambda: count_held_gpus(user) == 1, f"the launches of {lesson} have released their GPUs")
