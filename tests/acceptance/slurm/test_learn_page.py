@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -27,5 +28,6 @@ def test_commands_of_the_course_work(product: Product) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for node, gpu in (("rig1", "rtx5090"), ("rig2", "rtx5070"), ("rig3", "rtx5060")):
         assert re.search(rf"^{node} \w+ gpu:{gpu}:1", done.stdout, re.MULTILINE), done.stdout
-    assert re.search(r"^\d+ wrap ada (RUNNING|PENDING) ", done.stdout, re.MULTILINE), done.stdout
-    assert "UserId=ada(" in done.stdout
+    uid = json.loads((product.paths.state / "uids.json").read_text())["ada"]
+    assert re.search(rf"^\d+ wrap {uid} (RUNNING|PENDING) ", done.stdout, re.MULTILINE), done.stdout
+    assert f"({uid})" in next(line for line in done.stdout.splitlines() if "UserId=" in line)
