@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gpuhub.backends.plugin import find_capabilities, find_plugin
-from gpuhub.broker.api.auth import ADMIN_SCOPE, ANY_OWNER_SCOPE, SPAWNER_SERVICE
+from gpuhub.broker.api.auth import ANY_OWNER_SCOPE, SPAWNER_SERVICE
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.common import names
 from gpuhub.common.errors import SettingsError
@@ -23,6 +23,7 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.login import kinds as login
 from gpuhub.login.access_enforcer import REVOKE_SCOPE, RevokeHandler
+from gpuhub.login.rules import USER_SCOPES
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.interface import SlurmClient
 from gpuhub.spawners.slurm import port
@@ -217,8 +218,7 @@ def custom_scopes() -> dict[str, dict[str, str]]:
     return {
         ANY_OWNER_SCOPE: {"description": "Ask for leases of any owner, see and end all of them"},
         REVOKE_SCOPE: {"description": "Revoke all tokens and sessions of a user"},
-        ADMIN_SCOPE: {"description": "Administer the GPU broker: all leases, nodes and reservations"},
-    }
+    } | USER_SCOPES
 
 
 def handlers() -> list[tuple[str, type, dict[str, Any]]]:

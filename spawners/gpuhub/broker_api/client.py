@@ -18,12 +18,15 @@ from gpuhub.broker_api.schemas import (
     CordonRequest,
     EventView,
     ExtensionRequest,
+    JobRequest,
+    JobView,
     LeaseRequest,
     LeaseView,
     NodeView,
     PendingReasonView,
     ReservationRequest,
     ReservationView,
+    UploadResult,
     UsageView,
 )
 from gpuhub.common import errors
@@ -36,9 +39,16 @@ PATIENCE_S = 15.0
 _RETRY_S = 0.25
 #: Time limit of an ordinary answer, seconds.
 _ANSWER_S = 10.0
+#: Time limit of an answer with or after a file transfer, which may first start a container on a node; seconds.
+_FILES_S = 120.0
+_JSON = "application/json"
+_TAR = "application/x-tar"
 
 _LEASE = TypeAdapter(LeaseView)
 _LEASES = TypeAdapter(list[LeaseView])
+_JOB = TypeAdapter(JobView)
+_JOBS = TypeAdapter(list[JobView])
+_UPLOAD = TypeAdapter(UploadResult)
 _WHY = TypeAdapter(PendingReasonView)
 _NODEVIEW = TypeAdapter(NodeView)
 _CLUSTERVIEW = TypeAdapter(ClusterView)
@@ -141,9 +151,7 @@ class AsyncBrokerClient:
 
     async def get_lease(self, lease_id: str, *, wait_s: float = 0, version: int | None = None) -> LeaseView:
         """Return one lease; with `version` as soon as its version differs, at the latest after `wait_s` seconds."""
-        params: dict[str, str] = {}
-        if version is not None:
-            params = {"wait_s": f"{min(max(wait_s, 0.0), 30.0):.3f}", "version": str(version)}
+        params = _poll_params(wait_s, version)
         path = f"/leases/{_quoted(lease_id)}"
         return _read(_LEASE, await self._send("GET", path, params=params, limit_s=_ANSWER_S + wait_s))
 
@@ -174,6 +182,37 @@ class AsyncBrokerClient:
     async def force(self, lease_id: str) -> LeaseView:
         """Free a lease's GPUs without proof; administrators only."""
         return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/force"))
+
+    async def request_job(self, request: JobRequest) -> JobView:
+        """Request workers, all or none; a run that has a job already gets that one."""
+        return _read(_JOB, await self._send("POST", "/jobs", json=request.model_dump(mode="json")))
+
+    async def jobs(self) -> list[JobView]:
+        """Return jobs that have not ended: the caller's own, or all for an administrator."""
+        return _read(_JOBS, await self._send("GET", "/jobs"))
+
+    async def get_job(self, job_id: str, *, wait_s: float = 0, version: int | None = None) -> JobView:
+        """Return one job; with `version` as soon as its version differs, at the latest after `wait_s` seconds."""
+        params = _poll_params(wait_s, version)
+        path = f"/jobs/{_quoted(job_id)}"
+        return _read(_JOB, await self._send("GET", path, params=params, limit_s=_ANSWER_S + wait_s))
+
+    async def end_job(self, job_id: str) -> JobView:
+        """Stop a job; its GPUs are free when its state is `ended`."""
+        return _read(_JOB, await self._send("DELETE", f"/jobs/{_quoted(job_id)}"))
+
+    async def read_job_output(self, job_id: str) -> bytes:
+        """Return the output that the caller's detached job has written so far."""
+        return await self._send("GET", f"/jobs/{_quoted(job_id)}/logs", limit_s=_FILES_S, kind="text/plain")
+
+    async def upload(self, path: str, tar: bytes) -> UploadResult:
+        """Unpack a tar below a folder of the caller's home; a missing folder is created."""
+        answer = await self._send("PUT", "/files", content=tar, params={"path": path}, limit_s=_FILES_S)
+        return _read(_UPLOAD, answer)
+
+    async def download(self, path: str) -> bytes:
+        """Return a file or folder of the caller's home as a tar."""
+        return await self._send("GET", "/files", params={"path": path}, limit_s=_FILES_S, kind=_TAR)
 
     async def change_node(self, node: str, change: str, request: CordonRequest | None = None) -> NodeView:
         """Change a node by `cordon`, `drain` (both with a request) or `undrain`; administrators only."""
@@ -217,24 +256,31 @@ class AsyncBrokerClient:
         path: str,
         *,
         json: Any = None,
+        content: bytes | None = None,
         params: dict[str, str] | None = None,
         limit_s: float = _ANSWER_S,
+        kind: str = _JSON,
     ) -> bytes:
         """Return the answer; repeat the call, which is idempotent, while the broker does not answer or is busy.
 
-        A call that is refused because of too many requests is repeated when it is allowed again.
+        A call that is refused because of too many requests is repeated when it is allowed again. `content` is the tar
+        of an upload, and `kind` the answer's content type.
 
         Raises:
             BrokerUnreachable: there was no answer within the client's patience.
             TooManyRequests: the call is allowed only after the client's patience.
             GpuhubError: the broker refused the call.
         """
+        headers = {"Authorization": self._authorization} | ({} if content is None else {"Content-Type": _TAR})
+        request = self._client.build_request(
+            method, path, json=json, content=content, params=params, headers=headers, timeout=limit_s
+        )
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience_s
         while True:
             pause_s = _RETRY_S
             try:
-                return await self._send_once(method, path, json, params, limit_s)
+                return await self._send_once(request, kind)
             except (errors.BrokerUnreachable, refusals.HubUnreachable, refusals.TooManyRequests) as error:
                 if isinstance(error, refusals.TooManyRequests):
                     pause_s = error.retry_after_s or pause_s
@@ -242,25 +288,23 @@ class AsyncBrokerClient:
                     raise
             await asyncio.sleep(pause_s)
 
-    async def _send_once(
-        self, method: str, path: str, json: Any, params: dict[str, str] | None, limit_s: float
-    ) -> bytes:
+    async def _send_once(self, request: httpx.Request, kind: str) -> bytes:
         try:
-            answer = await self._client.request(
-                method,
-                path,
-                json=json,
-                params=params,
-                headers={"Authorization": self._authorization},
-                timeout=limit_s,
-            )
+            answer = await self._client.send(request)
         except httpx.HTTPError as error:
             raise errors.BrokerUnreachable("The GPU broker does not answer.") from error
         if answer.is_success:
-            if answer.content and answer.headers.get("Content-Type") != "application/json":
+            if answer.content and answer.headers.get("Content-Type", "").partition(";")[0] != kind:
                 raise errors.BrokerUnreachable("The answer is not from the GPU broker.")
             return answer.content
         raise parse_problem(answer.status_code, answer.content, answer.headers.get("Retry-After"))
+
+
+def _poll_params(wait_s: float, version: int | None) -> dict[str, str]:
+    """Return the parameters of a long poll for a version other than `version`; none without a version."""
+    if version is None:
+        return {}
+    return {"wait_s": f"{min(max(wait_s, 0.0), 30.0):.3f}", "version": str(version)}
 
 
 def _read(kind: TypeAdapter[T], content: bytes) -> T:

@@ -17,6 +17,7 @@ from gpuhub.cli.nodes import node_group
 from gpuhub.cli.options import BrokerRunner, PluginGroup, instance_option, pass_broker
 from gpuhub.cli.reservations import reservation_group
 from gpuhub.cli.users import user_group
+from gpuhub.cli.validation import validate
 from gpuhub.common.errors import BrokerUnreachable, GpuhubError
 from gpuhub.common.paths import Paths
 
@@ -88,6 +89,7 @@ for command in (
     usage,
     events,
     deployment.doctor,
+    validate,
 ):
     cli.add_command(command)
 

@@ -24,6 +24,8 @@ ADMINISTRATOR_SCOPES = (
     "read:metrics",
     ADMIN_SCOPE,
 )
+#: gpuhub's own scopes in the roles of users, as JupyterHub has them defined before it reads such a role.
+USER_SCOPES = {ADMIN_SCOPE: {"description": "Administer the GPU broker: all leases, nodes and reservations"}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

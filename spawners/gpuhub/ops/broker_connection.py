@@ -16,8 +16,8 @@ from gpuhub.tls.internal_certificates import CertificateStore
 _PATIENCE_S = 3.0
 
 
-def connect_to_broker(paths: Paths) -> AsyncBrokerClient:
-    """Return a client of the instance's broker with an administrator's rights.
+def connect_to_broker(paths: Paths, token: str | None = None) -> AsyncBrokerClient:
+    """Return a client of the instance's broker with an administrator's rights, or with those of a token.
 
     Raises:
         SetupError: gpuhub does not run, or the caller cannot read the broker's token.
@@ -25,7 +25,7 @@ def connect_to_broker(paths: Paths) -> AsyncBrokerClient:
     cluster = _load_settings(paths)
     return AsyncBrokerClient(
         build_broker_url(cluster, find_head_address(cluster)),
-        secrets.read_secret(paths, secrets.BROKER_TOKEN),
+        token or secrets.read_secret(paths, secrets.BROKER_TOKEN),
         patience_s=_PATIENCE_S,
         tls=CertificateStore(paths.internal_certificates).build_broker_context() if cluster.has_internal_tls else None,
     )

@@ -59,13 +59,14 @@ def format_findings(findings: Sequence[Finding], width: int | None = None) -> st
     indent = " " * (label + 5)
     lines = []
     for finding in findings:
-        lines += _wrap(f"  {_MARKS[finding.severity]} {finding.check:<{label}} {finding.value}", indent, width)
+        lines += wrap_text(f"  {_MARKS[finding.severity]} {finding.check:<{label}} {finding.value}", indent, width)
         if finding.advice and finding.severity is not Severity.OK:
-            lines += _wrap(f"{indent}→ {finding.advice}", f"{indent}  ", width)
+            lines += wrap_text(f"{indent}→ {finding.advice}", f"{indent}  ", width)
     return "\n".join(lines)
 
 
-def _wrap(text: str, indent: str, width: int | None) -> list[str]:
+def wrap_text(text: str, indent: str, width: int | None) -> list[str]:
+    """Return a text as lines of at most `width` columns, all but the first with the indent; as it is for None."""
     if width is None or width <= len(indent) + 20:
         return [text]
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,86 @@
+"""Check torch's collectives over all ranks of a launch: sums of an all-reduce, and the gradients of a DDP step.
+
+The gradients are compared with those of one process that has the whole batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+#: Elements of the reduced tensor, and samples of each rank.
+_ELEMENTS, _SAMPLES, _WIDTH = 1 << 20, 16, 64
+
+
+def main(arguments: list[str]) -> None:
+    """Run both checks; rank 0 writes what every rank saw."""
+    del arguments
+    has_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda else torch.device("cpu")
+    if has_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if has_cuda else "gloo")
+    rank, count = dist.get_rank(), dist.get_world_size()
+    mine = {
+        "rank": rank,
+        "node": os.environ.get("GPUHUB_NODE", ""),
+        "nodes": int(os.environ.get("GROUP_WORLD_SIZE", "0")),
+        "sums": reduce_sums(rank, device),
+    } | compare_gradients(rank, count, device)
+    ranks: list[dict[str, Any]] = [{}] * count
+    dist.all_gather_object(ranks, mine)
+    if rank == 0:
+        result = {"backend": dist.get_backend(), "expected_sum": count * (count + 1) / 2, "ranks": ranks}
+        (Path(__file__).parent / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def reduce_sums(rank: int, device: torch.device) -> list[float]:
+    """Return the smallest and the largest element of an all-reduced tensor, which should be the same."""
+    total = torch.full((_ELEMENTS,), rank + 1.0, device=device)
+    dist.all_reduce(total)
+    return [float(total.min()), float(total.max())]
+
+
+def build_model(device: torch.device) -> torch.nn.Sequential:
+    """Return the same model on every rank."""
+    torch.manual_seed(7)
+    layers = (torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.Tanh(), torch.nn.Linear(_WIDTH, 1))
+    return torch.nn.Sequential(*layers).to(device)
+
+
+def compute_gradients(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return all gradients of one step in a row."""
+    torch.nn.functional.mse_loss(model(inputs), targets).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+def compare_gradients(rank: int, count: int, device: torch.device) -> dict[str, float]:
+    """Return the largest deviations of this rank's gradients, relative to the largest gradient.
+
+    `from_ranks` is the difference from the other ranks' gradients, `from_single` from those of one process.
+    """
+    generator = torch.Generator().manual_seed(11)
+    inputs = torch.randn(count * _SAMPLES, _WIDTH, generator=generator).to(device)
+    targets = torch.randn(count * _SAMPLES, 1, generator=generator).to(device)
+    own = slice(rank * _SAMPLES, (rank + 1) * _SAMPLES)
+    shared = compute_gradients(DistributedDataParallel(build_model(device)), inputs[own], targets[own])
+    single = compute_gradients(build_model(device), inputs, targets)
+    others = [torch.empty_like(shared) for _ in range(count)]
+    dist.all_gather(others, shared)
+    scale = float(single.abs().max())
+    return {
+        "from_ranks": max(float((other - shared).abs().max()) for other in others) / scale,
+        "from_single": float((shared - single).abs().max()) / scale,
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,52 @@
+"""A token of a user for the broker alone, which root makes in the hub's own database with JupyterHub's own code.
+
+No service has a scope that makes tokens, so that no secret on the head node can become every user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jupyterhub import orm, scopes
+
+from gpuhub.common.errors import NotFound, SetupError
+from gpuhub.common.paths import Paths
+from gpuhub.login.rules import USER_SCOPES
+from gpuhub.web.handlers import BROKER_SCOPE
+
+NOTE = "gpuhub validate"
+
+
+@contextmanager
+def issue_token(paths: Paths, user: str, lifetime_s: float) -> Iterator[str]:
+    """Yield a token with which jobs of the user can be requested; afterwards it is removed.
+
+    Raises:
+        SetupError: The hub has no database yet.
+        NotFound: The hub does not know the user.
+    """
+    file = paths.state / "jupyterhub.sqlite"
+    if not file.exists():
+        raise SetupError(f"{file} does not exist: gpuhub has not been started here")
+    scopes.define_custom_scopes(USER_SCOPES)
+    sessions = orm.new_session_factory(f"sqlite:///{file}")
+    try:
+        with sessions() as database:
+            row = orm.User.find(database, user)
+            if row is None:
+                raise NotFound(f"the hub has no user {user!r}: log in once as {user}, or name another user with --user")
+            try:
+                token = orm.APIToken.new(user=row, note=NOTE, expires_in=int(lifetime_s), scopes=[BROKER_SCOPE])
+            except ValueError as error:
+                raise SetupError(f"{user} may not use the broker: {error}") from error
+        try:
+            yield token
+        finally:
+            with sessions() as database:
+                found = orm.APIToken.find(database, token)
+                if found is not None:
+                    database.delete(found)
+                    database.commit()
+    finally:
+        sessions.kw["bind"].dispose()
