@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -63,7 +64,9 @@ def observe(device: torch.device) -> dict[str, Any]:
 
 
 def list_gpus() -> list[str]:
-    """Return the UUIDs of all GPUs, or of all MIG devices, that nvidia-smi shows."""
+    """Return the UUIDs of all GPUs, or of all MIG devices, that nvidia-smi shows; none without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return []
     done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     uuids = re.findall(r"\b(?:GPU|MIG)-[0-9A-Za-z/-]+", done.stdout)
     return [uuid for uuid in uuids if uuid.startswith("MIG-")] or uuids
