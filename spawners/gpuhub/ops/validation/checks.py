@@ -40,6 +40,11 @@ def find_gpu(outcome: JobResult) -> LeasedGpuView | None:
     return gpus[0] if len(gpus) == 1 else None
 
 
+def _find_place(outcome: JobResult) -> tuple[str, int]:
+    gpu = find_gpu(outcome)
+    return (gpu.node, gpu.index) if gpu else ("", 0)
+
+
 def check_single(subject: str, outcome: JobResult, uid: int) -> CheckedPart:
     """Check a job that had one GPU alone; `uid` is the user's on the head node."""
     if outcome.result is None:
@@ -57,7 +62,7 @@ def check_single(subject: str, outcome: JobResult, uid: int) -> CheckedPart:
 def check_together(outcomes: Sequence[JobResult], uid: int) -> CheckedPart:
     """Check jobs that had all GPUs at the same time, one each."""
     checks: list[Check] = []
-    for number, outcome in enumerate(outcomes):
+    for number, outcome in enumerate(sorted(outcomes, key=_find_place)):
         gpu = find_gpu(outcome)
         subject = f"{gpu.node} GPU {gpu.index}" if gpu else f"job {number + 1}"
         if outcome.result is None:
@@ -98,7 +103,7 @@ def _check_home(subject: str, result: Mapping[str, Any], uid: int) -> Check:
     return judge(
         f"{subject}: home",
         holds=set(uids) == {uid},
-        seen="writable; UIDs of the process, the home and a new file: " + ", ".join(map(str, uids)),
+        seen="writable, UIDs of process, home and a new file: " + " ".join(map(str, uids)),
         expected=f"UID {uid} for all three",
         advice="[storage] in cluster.toml, and on a file server the mapping of users (all_squash, idmapd)",
     )
@@ -106,7 +111,7 @@ def _check_home(subject: str, result: Mapping[str, Any], uid: int) -> Check:
 
 def _check_product(subject: str, result: Mapping[str, Any]) -> Check:
     has_device = result["device"] != "CPU" or result["is_simulated"]
-    seen = f"a matrix product on {result['device']} is exact to {result['deviation']:.0e}"
+    seen = f"{result['device']}: a matrix product is exact to {result['deviation']:.0e}"
     return judge(
         f"{subject}: computes",
         holds=has_device and result["deviation"] <= _PRODUCT_TOLERANCE,
@@ -157,7 +162,7 @@ def check_network(outcome: JobResult, nodes: Sequence[str]) -> CheckedPart:
     """Check the paths between all nodes of one launch."""
     if outcome.result is None:
         return [check_error("all nodes", outcome)], []
-    seen = {node["node"]: node for node in outcome.result["nodes"]}
+    seen = {node["node"]: node for node in sorted(outcome.result["nodes"], key=lambda node: str(node["node"]))}
     checks = [
         judge(
             "all: nodes of the launch",
@@ -171,7 +176,7 @@ def check_network(outcome: JobResult, nodes: Sequence[str]) -> CheckedPart:
         text = f"{node['host']}, {node['address']} on {node['interface']}, MTU {node['mtu']}"
         checks.append(info(f"{name}: address", text))
     figures: list[Figure] = []
-    for path in outcome.result["paths"]:
+    for path in sorted(outcome.result["paths"], key=lambda path: (path["from"], path["to"])):
         checks.append(_check_path(path, seen[path["from"]]))
         figures += _measure_path(path)
     if not outcome.result["paths"]:
@@ -184,7 +189,7 @@ def _check_path(path: Mapping[str, Any], source: Mapping[str, Any]) -> Check:
     trip = path["round_trip_ms"]
     route = f"via {path['gateway']}" if path["gateway"] else "direct"
     seen = (
-        f"{f'{trip:.2f} ms' if trip is not None else 'no answer'}, {path['gbit_per_s']:.2f} {_GBIT}, "
+        f"{f'{trip:.2g} ms' if trip is not None else 'no answer'}, {path['gbit_per_s']:.2f} {_GBIT}, "
         f"MTU {path['mtu']}, {route}"
     )
     problems = []
@@ -218,14 +223,15 @@ def check_collectives(outcome: JobResult, nnodes: int) -> CheckedPart:
     ranks: Sequence[Mapping[str, Any]] = outcome.result["ranks"]
     expected = outcome.result["expected_sum"]
     sums = sorted({value for rank in ranks for value in rank["sums"]})
+    places = sorted(rank["node"] for rank in ranks)
     between = max(rank["from_ranks"] for rank in ranks)
     single = max(rank["from_single"] for rank in ranks)
     look = "the interface that NCCL and Gloo choose: NCCL_DEBUG=INFO in a launch, and docs/launch.md"
     return [
         judge(
             "ddp: ranks",
-            holds=len(ranks) == nnodes and len({rank["node"] for rank in ranks}) == nnodes,
-            seen=f"{len(ranks)} ranks on {', '.join(rank['node'] for rank in ranks)}, {outcome.result['backend']}",
+            holds=len(places) == nnodes == len(set(places)),
+            seen=f"{len(ranks)} ranks on {', '.join(places)}, {outcome.result['backend']}",
             expected=f"one rank on each of {nnodes} nodes",
             advice="`gpuhub node list`",
         ),
@@ -239,15 +245,15 @@ def check_collectives(outcome: JobResult, nnodes: int) -> CheckedPart:
         judge(
             "ddp: gradients of all ranks",
             holds=between <= _RANKS_TOLERANCE,
-            seen=f"they differ by {between:.0e} at most",
-            expected=f"{_RANKS_TOLERANCE:.0e} at most, relative to the largest gradient",
+            seen=f"deviation {between:.0e}" if between else "identical",
+            expected=f"a deviation of {_RANKS_TOLERANCE:.0e} at most, relative to the largest gradient",
             advice=look,
         ),
         judge(
             "ddp: gradients of one process",
             holds=single <= _SINGLE_TOLERANCE,
-            seen=f"they differ by {single:.0e} at most from those of the whole batch in one process",
-            expected=f"{_SINGLE_TOLERANCE:.0e} at most, relative to the largest gradient",
+            seen=f"deviation {single:.0e} from those of the whole batch in one process",
+            expected=f"a deviation of {_SINGLE_TOLERANCE:.0e} at most, relative to the largest gradient",
             advice=look,
         ),
     ], []

@@ -128,4 +128,6 @@ def _check_node(node: NodeView) -> list[Check]:
                 f"{node.name}: GPUs", f"none{reason}", expected="at least one", advice=f"`gpuhub doctor {node.name}`"
             )
         ]
-    return checks or [passed(f"{node.name}: state", f"up, {len(node.gpus)} free GPUs")]
+    return checks or [
+        passed(f"{node.name}: state", f"up, {len(node.gpus)} free GPU{'' if len(node.gpus) == 1 else 's'}")
+    ]

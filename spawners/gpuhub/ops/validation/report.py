@@ -108,7 +108,12 @@ class Report(_Value):
     @property
     def has_failed(self) -> bool:
         """Whether any check failed."""
-        return any(check.outcome is Outcome.FAIL for check in self.checks)
+        return bool(self.failed_names)
+
+    @property
+    def failed_names(self) -> tuple[str, ...]:
+        """The names of the checks that failed."""
+        return tuple(check.name for check in self.checks if check.outcome is Outcome.FAIL)
 
     @property
     def checks(self) -> tuple[Check, ...]:
@@ -185,8 +190,6 @@ def format_figure(figure: Figure) -> str:
 
 def format_report(report: Report, width: int | None = None) -> str:
     """Return the report for a terminal, wrapped to `width` unless it is None."""
-    label = max((len(check.name) for check in report.checks), default=0)
-    indent = " " * (label + 9)
     lines = [
         f"gpuhub {report.gpuhub}, {report.started_at:%Y-%m-%d %H:%M %Z}, as {report.user}",
         f"GPUs: {describe_hardware(report)}",
@@ -194,9 +197,12 @@ def format_report(report: Report, width: int | None = None) -> str:
     ]
     for part in report.parts:
         lines += ["", f"{part.name}: {part.title} ({format_span(part.duration_s)})"]
+        label = max((len(check.name) for check in part.checks), default=0)
+        indent = " " * (label + 10)
         for check in part.checks:
-            lines += wrap_text(f"  {check.outcome:<4}  {check.name:<{label}} {check.seen}", indent, width)
+            lines += wrap_text(f"  {check.outcome:<4}  {check.name:<{label}}  {check.seen}", indent, width)
             if check.outcome is Outcome.FAIL:
                 lines += wrap_text(f"{indent}expected: {check.expected}", f"{indent}  ", width)
                 lines += wrap_text(f"{indent}→ {check.advice}", f"{indent}  ", width)
-    return "\n".join([*lines, "", f"{describe_outcomes(report.checks)}, in {format_span(report.duration_s)}"])
+    lines += ["", f"{describe_outcomes(report.checks)}, in {format_span(report.duration_s)}"]
+    return "\n".join([*lines, *(f"  failed: {name}" for name in report.failed_names)])
