@@ -61,9 +61,9 @@ def test_interrupt_leaves_nothing(product: Product):
     def states() -> set[str]:
         return asyncio.run(fetch_states(connect_to_broker(product.paths)))
 
-    process = start_validate()
-    wait_for(lambda: "held" in states(), "a job of the validation has a GPU", 120)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    with start_validate() as process:
+        wait_for(lambda: "held" in states() or process.poll() is not None, "a job of the validation has a GPU", 120)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
     wait_for(lambda: states() == {"free"}, lambda: f"all GPUs are free: {states()}", 90)

@@ -42,16 +42,21 @@ def read_style(name: str) -> Markup:
     return read_asset("gpuhub_gpu.css") + read_asset(name)
 
 
-@functools.cache
-def build_environment() -> jinja2.Environment:
-    """Build the environment, which escapes everything and refuses undefined names."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+def build_strict_environment(folder: Path) -> jinja2.Environment:
+    """Return an environment of a folder's templates, which escapes everything and refuses undefined names."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+@functools.cache
+def build_environment() -> jinja2.Environment:
+    """Return the environment of the pages, with their filters."""
+    environment = build_strict_environment(TEMPLATES)
     environment.filters["when"] = _render_time
     environment.filters["gib"] = describe_gib
     environment.filters["span"] = format_span

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jinja2
-
 from gpuhub.common.units import format_span
 from gpuhub.ops.validation.report import (
     Report,
@@ -14,17 +12,12 @@ from gpuhub.ops.validation.report import (
     describe_outcomes,
     format_figure,
 )
+from gpuhub.web.template_loader import build_strict_environment
 
 
 def render_report(report: Report, comparison: str = "") -> str:
     """Return the page; `comparison` is the text of the comparison with an earlier report."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = build_strict_environment(Path(__file__).parent)
     environment.filters["span"] = format_span
     environment.filters["figure"] = format_figure
     environment.filters["node"] = describe_node

@@ -7,25 +7,17 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gpuhub.broker_api.client import AsyncBrokerClient
-from gpuhub.broker_api.schemas import Capabilities, ClusterView, CordonRequest, NodeState, UsageView
+from gpuhub.broker_api.schemas import Capabilities, ClusterView, CordonRequest, NodeState
 from gpuhub.common.errors import Conflict, InvalidRequest
 from gpuhub.config.users import UserSettings
 from gpuhub.ops.validation.plan import build_plan, choose_user
 from gpuhub.ops.validation.report import Outcome
 from tests.support.broker.calls import ask
+from tests.support.broker.factories import USAGE
 from tests.support.broker.in_process import Running, Setting, asgi_broker
 
-USAGE = UsageView(
-    owner="ada",
-    gpus=0,
-    waiting=0,
-    gpu_hours_week=0,
-    decayed_gpu_hours=0,
-    penalty_s=0,
-    max_gpus=None,
-    max_gpu_hours_week=None,
-    max_waiting=None,
-)
+#: A user without a limit of GPUs.
+UNLIMITED = USAGE.model_copy(update={"max_gpus": None})
 
 
 @pytest.fixture
@@ -43,7 +35,7 @@ async def fetch_view(running: Running) -> ClusterView:
 
 
 async def test_all_free_gpus_take_part(running: Running) -> None:
-    plan = build_plan(await fetch_view(running), USAGE, "ada")
+    plan = build_plan(await fetch_view(running), UNLIMITED, "ada")
     assert [node.name for node in plan.nodes] == ["rig1", "rig2", "rig3"]
     assert len(plan.gpus) == 3
     assert {check.outcome for check in plan.checks} == {Outcome.PASS}
@@ -59,7 +51,7 @@ async def test_cordoned_node_is_left_out_and_a_silent_one_fails(running: Running
         node.model_copy(update={"state": NodeState.DOWN, "message": "no answer"}) if node.name == "rig2" else node
         for node in view.nodes
     )
-    plan = build_plan(view.model_copy(update={"nodes": nodes}), USAGE, "ada")
+    plan = build_plan(view.model_copy(update={"nodes": nodes}), UNLIMITED, "ada")
     assert ([node.name for node in plan.nodes], plan.other_nodes) == (["rig3"], ("rig1", "rig2"))
     outcomes = {check.name: check.outcome for check in plan.checks}
     assert outcomes == {
@@ -73,17 +65,17 @@ async def test_busy_cluster_is_refused(running: Running) -> None:
     """The error says who holds GPUs, before anything starts."""
     await ask(running, "ben")
     with pytest.raises(Conflict, match=r"GPUs are in use \(rig\d by ben\)"):
-        build_plan(await fetch_view(running), USAGE, "ada")
+        build_plan(await fetch_view(running), UNLIMITED, "ada")
 
 
 async def test_waiting_requests_are_not_delayed(running: Running) -> None:
     view = (await fetch_view(running)).model_copy(update={"waiting": 2})
     with pytest.raises(Conflict, match="2 requests wait"):
-        build_plan(view, USAGE, "ada")
+        build_plan(view, UNLIMITED, "ada")
 
 
 async def test_limit_of_the_user_must_allow_all_gpus(running: Running) -> None:
-    limited = USAGE.model_copy(update={"max_gpus": 2})
+    limited = UNLIMITED.model_copy(update={"max_gpus": 2})
     with pytest.raises(InvalidRequest, match="ada may have 2 GPUs at once, and all 3 are needed"):
         build_plan(await fetch_view(running), limited, "ada")
 
@@ -91,7 +83,7 @@ async def test_limit_of_the_user_must_allow_all_gpus(running: Running) -> None:
 async def test_backend_without_containers_is_refused(running: Running) -> None:
     view = (await fetch_view(running)).model_copy(update={"capabilities": Capabilities(containers=False)})
     with pytest.raises(InvalidRequest, match="needs Docker on the nodes"):
-        build_plan(view, USAGE, "ada")
+        build_plan(view, UNLIMITED, "ada")
 
 
 def test_user_is_the_named_or_the_first_one() -> None:
