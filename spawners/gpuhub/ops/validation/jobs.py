@@ -160,7 +160,8 @@ class JobRunner:
             await self._end(view)
             return JobResult(workers=workers, error=f"{late}{output}")
         except GpuhubError as error:
-            return JobResult(workers=workers, error=f"it could not be followed: {error}")
+            await self._end(view)
+            return JobResult(workers=workers, error=f"it could not be followed, and was ended: {error}")
         return await self._read_result(job, view, workers)
 
     async def end_all(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from jupyterhub import orm, scopes
 
@@ -20,7 +21,10 @@ NOTE = "gpuhub validate"
 
 @contextmanager
 def issue_token(paths: Paths, user: str, lifetime_s: float) -> Iterator[str]:
-    """Yield a token with which jobs of the user can be requested; afterwards it is removed.
+    """Yield a token with which jobs of the user can be requested; afterwards it has expired.
+
+    It is not deleted here: the next token in the database would get its row's number, for which a running hub still has
+    the old row in memory. The hub itself deletes expired tokens once an hour.
 
     Raises:
         SetupError: The hub has no database yet.
@@ -46,7 +50,7 @@ def issue_token(paths: Paths, user: str, lifetime_s: float) -> Iterator[str]:
             with sessions() as database:
                 found = orm.APIToken.find(database, token)
                 if found is not None:
-                    database.delete(found)
+                    found.expires_at = orm.APIToken.now() - timedelta(seconds=1)
                     database.commit()
     finally:
         sessions.kw["bind"].dispose()
