@@ -35,6 +35,10 @@ class BackendPlugin(ABC):
     def check_settings(self, cluster: ClusterSettings) -> Iterator[str]:
         """Return one line for each key of cluster.toml that does not go with this backend."""
         yield from find_misplaced_slurm_keys(cluster)
+        if self.capabilities(cluster).external_jobs:
+            for node in cluster.nodes:
+                if node.groups:
+                    yield f"nodes: {node.name}: groups: {self.title} decides whose jobs run on a node: remove it"
         if self.capabilities(cluster).containers:
             yield from find_missing_docker(cluster)
 

@@ -14,6 +14,8 @@ from gpuhub.common import names
 NodeName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
 ProfileName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
 UserName = Annotated[str, StringConstraints(pattern=f"^{names.USERNAME_PATTERN}$")]
+#: Name of a group at the login provider: 1 to 200 printable characters.
+GroupName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 #: TCP port.
 Port = Annotated[int, Field(ge=1, le=65535)]
 #: Text of 1 to 300 characters.

@@ -144,26 +144,26 @@ def _wrong_groups(users: UserSettings, login: LoginSettings) -> list[str]:
         *(("allowed_groups", group) for group in users.allowed_groups),
         *(("admin_groups", group) for group in users.admin_groups),
     ]
-    match users.login:
-        case "ldap" if groups and login.group_base is None:
-            return ["login.group_base is missing: allowed_groups and admin_groups of an LDAP server are searched there"]
-        case "github":
-            return [
-                f'users.{key}: {group!r} is not a group of GitHub: write "organisation" or "organisation:team"'
-                for key, group in groups
-                if not _GITHUB_GROUP.fullmatch(group)
-            ]
-        case "google":
-            return [
-                f"users.{key}: {group!r} is not a domain: with Google, groups are Workspace domains, such as "
-                '"example.org"; Google reports other groups to service accounts only'
-                for key, group in groups
-                if not _DOMAIN.fullmatch(group)
-            ]
-        case "cilogon":
-            return [
-                f"users.{key}: {group!r} is not in login.idps: with CILogon, groups are identity providers"
-                for key, group in groups
-                if group not in login.idps
-            ]
-    return []
+    if users.login == "ldap" and groups and login.group_base is None:
+        return ["login.group_base is missing: allowed_groups and admin_groups of an LDAP server are searched there"]
+    reasons = ((key, group, explain_unknown_group(users.login, login, group)) for key, group in groups)
+    return [f"users.{key}: {group!r} {reason}" for key, group, reason in reasons if reason is not None]
+
+
+def explain_unknown_group(kind: LoginKind, login: LoginSettings, group: str) -> str | None:
+    """Return why the login provider could never report a group, to follow its name; None if it could."""
+    match kind:
+        case "password" | "first-use":
+            return f'has no members: login = "{kind}" has no groups'
+        case "ldap" if login.group_base is None:
+            return "has no members: groups of an LDAP server are searched below login.group_base, which is missing"
+        case "github" if not _GITHUB_GROUP.fullmatch(group):
+            return 'is not a group of GitHub: write "organisation" or "organisation:team"'
+        case "google" if not _DOMAIN.fullmatch(group):
+            return (
+                'is not a domain: with Google, groups are Workspace domains, such as "example.org"; Google reports '
+                "other groups to service accounts only"
+            )
+        case "cilogon" if group not in login.idps:
+            return "is not in login.idps: with CILogon, groups are identity providers"
+    return None

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from gpuhub.common.units import Size
-from gpuhub.config.base import Label, ListOf, NodeName, Number, SettingsTable, SlurmName, Text
+from gpuhub.config.base import GroupName, Label, ListOf, NodeName, Number, SettingsTable, SlurmName, Text
 
 
 class DockerTlsFiles(SettingsTable):
@@ -66,6 +66,9 @@ class NodeSettings(SettingsTable):
     memory: Size | None = None
     #: Most power that the machine draws without its GPUs, and with the losses of its power supply, watts.
     base_watts: Annotated[Number, Field(ge=0, le=10_000)] = 150.0
+    #: Groups whose members alone get notebooks and jobs placed there; empty for all users. Refused with Slurm, where
+    #: the partition decides (AllowGroups).
+    groups: ListOf[GroupName] = ()
 
     @property
     def slurm_name(self) -> str:

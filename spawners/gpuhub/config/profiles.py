@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from gpuhub.common import gpu
+from gpuhub.common.errors import NotAllowed
 from gpuhub.common.units import Size, Span
 from gpuhub.config.base import (
     ComputeCapability,
     DriverVersion,
+    GroupName,
     ListOf,
     Number,
     ProfileName,
@@ -65,6 +68,8 @@ class ProfileSettings(SettingsTable):
     tmp: Size | None = None
     #: Time limit of the lease, seconds from its grant; None for no limit.
     time_limit: Span | None = None
+    #: Groups whose members alone may use the profile; empty for all users.
+    groups: ListOf[GroupName] = ()
     #: Slurm partition, with `engine = "slurm"`; None: the one of `[slurm]`.
     partition: SlurmName | None = None
     #: Slurm account, with `engine = "slurm"`; None: the one of `[slurm]`.
@@ -91,6 +96,26 @@ class ProfileSettings(SettingsTable):
     def models(self) -> tuple[str, ...]:
         """The accepted models in order of preference; empty for any."""
         return self.gpu_models or ((self.gpu_model,) if self.gpu_model is not None else ())
+
+    def admits(self, groups: Collection[str]) -> bool:
+        """Return whether a user with these groups may use the profile."""
+        return not self.groups or any(group in groups for group in self.groups)
+
+    def explain_refusal(self, owner: str, groups: Collection[str]) -> str | None:
+        """Return why a user with these groups may not use the profile; None if the user may."""
+        if self.admits(groups):
+            return None
+        return f"profile {self.name!r} is only for members of {' or '.join(self.groups)}, and {owner} is not one"
+
+    def check_groups(self, owner: str, groups: Collection[str]) -> None:
+        """Check that a user with these groups may use the profile.
+
+        Raises:
+            NotAllowed: The user is in none of the profile's groups; the text names them.
+        """
+        refusal = self.explain_refusal(owner, groups)
+        if refusal is not None:
+            raise NotAllowed(refusal)
 
 
 def gpu_requirement(profile: ProfileSettings) -> gpu.GpuRequirement:

@@ -22,7 +22,7 @@ from gpuhub.config.base import ListOf, SettingsTable, describe_mistakes
 from gpuhub.config.circuits import CircuitSettings, find_circuit_mistakes
 from gpuhub.config.images import ImageSettings
 from gpuhub.config.jobs import JobSettings
-from gpuhub.config.login_keys import LoginSettings, find_login_mistakes
+from gpuhub.config.login_keys import LoginSettings, explain_unknown_group, find_login_mistakes
 from gpuhub.config.network import HubSettings, NetworkSettings
 from gpuhub.config.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
 from gpuhub.config.profiles import ProfileSettings, unsatisfiable_profiles
@@ -110,6 +110,7 @@ class ClusterSettings(SettingsTable):
             *_unsatisfiable(self),
             *_find_backend_mistakes(self),
             *find_login_mistakes(self.users, self.login),
+            *_find_group_mistakes(self),
         ]
         if self.network.kind == "bridge" and len(self.nodes) > 1:
             mistakes.append(
@@ -133,6 +134,16 @@ class ClusterSettings(SettingsTable):
     def has_internal_tls(self) -> bool:
         """True where proxy, hub, broker and notebooks use TLS among each other."""
         return len(self.nodes) > 1 if self.hub.internal_tls == "auto" else self.hub.internal_tls
+
+    @property
+    def node_groups(self) -> frozenset[str]:
+        """The groups that some node is restricted to."""
+        return frozenset(group for node in self.nodes for group in node.groups)
+
+    @property
+    def access_groups(self) -> frozenset[str]:
+        """The groups that some node or profile is restricted to."""
+        return self.node_groups.union(*(profile.groups for profile in self.profiles))
 
     def node(self, name: str) -> NodeSettings:
         """Return the node of that name.
@@ -189,6 +200,24 @@ def _duplicates(table: str, key: str, values: list[str]) -> list[str]:
         for value, count in Counter(values).items()
         if count > 1
     ]
+
+
+def _find_group_mistakes(cluster: ClusterSettings) -> Iterable[str]:
+    """Return one line for each group of a profile or node of which nobody could be a member."""
+    members = {group.name: group.members for group in cluster.groups}
+    tables: tuple[tuple[str, Iterable[NodeSettings | ProfileSettings]], ...] = (
+        ("nodes", cluster.nodes),
+        ("profiles", cluster.profiles),
+    )
+    for table, entries in tables:
+        for entry in entries:
+            for group in entry.groups:
+                reason = explain_unknown_group(cluster.users.login, cluster.login, group)
+                if reason is not None and not members.get(group):
+                    yield (
+                        f"{table}: {entry.name!r}: groups: {group!r} {reason}; or list the group's members in a "
+                        "[[groups]] table of that name"
+                    )
 
 
 def _unsatisfiable(cluster: ClusterSettings) -> list[str]:

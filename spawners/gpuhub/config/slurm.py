@@ -155,6 +155,12 @@ def find_slurm_mistakes(cluster: ClusterSettings) -> Iterator[str]:
     for name, count in Counter(node.slurm_name for node in cluster.nodes).items():
         if count > 1:
             yield f"nodes: slurm = {name!r} occurs {count} times; each needs its own"
+    for node in cluster.nodes:
+        if node.groups:
+            yield (
+                f"nodes: {node.name}: groups: Slurm decides whose jobs run on a node: remove it, and set "
+                f"AllowGroups={','.join(node.groups)} of its partition in slurm.conf"
+            )
     for key in sorted(cluster.scheduling.model_fields_set & SCHEDULING_KEYS.keys()):
         yield f'scheduling.{key}: Slurm orders the queue (engine = "slurm"): remove it, set {SCHEDULING_KEYS[key]}'
     yield from _limits("users", cluster.users.model_fields_set)

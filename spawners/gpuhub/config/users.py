@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PlainValidator, StringConstraints, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
 from gpuhub.common.units import Size, Span, Span0
-from gpuhub.config.base import ListOf, Number, SettingsTable, Text, UserName
+from gpuhub.config.base import GroupName, ListOf, Number, SettingsTable, Text, UserName
 
-#: Name of a group at the login provider: 1 to 200 printable characters.
-GroupName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 #: How users prove who they are.
 LoginKind = Literal["password", "first-use", "pam", "ldap", "oidc", "github", "gitlab", "google", "cilogon"]
 #: Logins that accept only the password of the account with the user's name, on the head node or in its directory.
@@ -101,7 +99,7 @@ class UserSettings(SettingsTable):
     admins: ListOf[UserName] = ()
     #: Groups whose members may log in, named as at the login provider: system groups with `pam`, common names with
     #: LDAP, organisations or `organisation:team` with GitHub, and so on. A [[groups]] table of the same name sets their
-    #: limits.
+    #: limits; `groups` of a profile or node restricts it to them.
     allowed_groups: ListOf[GroupName] = ()
     #: Groups whose members are administrators, named in the same way.
     admin_groups: ListOf[GroupName] = ()

@@ -44,8 +44,8 @@ class AccessRules:
     admins: frozenset[str]
     allowed_groups: frozenset[str]
     admin_groups: frozenset[str]
-    #: Groups with their own limits.
-    limited_groups: frozenset[str]
+    #: Groups with their own limits, nodes or profiles.
+    other_groups: frozenset[str]
 
     def decide(self, name: str, groups: Iterable[str]) -> AccessDecision:
         """Decide by name and groups; administrators are always allowed."""
@@ -58,7 +58,7 @@ class AccessRules:
     @property
     def known_groups(self) -> frozenset[str]:
         """The groups in the settings: the hub keeps a user's membership of these and of no others."""
-        return self.allowed_groups | self.admin_groups | self.limited_groups
+        return self.allowed_groups | self.admin_groups | self.other_groups
 
     def filter_known(self, groups: Iterable[str]) -> frozenset[str]:
         """Return those of the groups that the settings name."""
@@ -72,5 +72,5 @@ def build_rules(cluster: ClusterSettings) -> AccessRules:
         admins=frozenset(cluster.users.admins),
         allowed_groups=frozenset(cluster.users.allowed_groups),
         admin_groups=frozenset(cluster.users.admin_groups),
-        limited_groups=frozenset(group.name for group in cluster.groups),
+        other_groups=frozenset(group.name for group in cluster.groups) | cluster.access_groups,
     )

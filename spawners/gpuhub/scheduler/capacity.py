@@ -128,8 +128,10 @@ class CapacityIndex:
         self.allocations: dict[str, Allocation] = {}
         #: Numbers of the cards, in order of appearance; equal cards have one number.
         self.cards: dict[GpuSpec, int] = {}
-        #: Increases when everything cached about capacity classes is invalid.
+        #: Increases when everything cached about capacity classes or demands is invalid.
         self.epoch = 0
+        #: The groups that some node is restricted to.
+        self.node_groups: frozenset[str] = frozenset()
         #: Nodes with cards of more than one kind.
         self.mixed_nodes: set[str] = set()
         self._dropped = 0
@@ -161,6 +163,9 @@ class CapacityIndex:
             if slot.card not in self.cards:
                 self.cards[slot.card] = len(self.cards)
                 self.epoch += 1
+        if not capacity.groups <= self.node_groups:
+            self.node_groups |= capacity.groups
+            self.epoch += 1
         node = IndexedNode(capacity=capacity, cards=tuple(self.cards[slot.card] for slot in capacity.slots))
         node.positions = {slot.uuid: position for position, slot in enumerate(capacity.slots)}
         self.nodes[capacity.name] = node

@@ -17,7 +17,7 @@ from gpuhub.scheduler.interface import (
 from gpuhub.scheduler.preemption import choose_preemptions
 from gpuhub.scheduler.queue import RequestGroup, RequestQueue
 from gpuhub.scheduler.quota import QuotaHeadroom
-from gpuhub.scheduler.state import SchedulerState, VariantIndexes
+from gpuhub.scheduler.state import CardKey, SchedulerState, VariantIndexes
 
 #: Requests to serve without a grant before the queue is restricted to the groups that still matter.
 _MAX_STEPS = 64
@@ -53,7 +53,7 @@ class SchedulingCycle:
         self.planned_starts.clear()
         self.protections = ProtectionTable(self._state.capacity, self.now, self._state.reservations)
         self._protected_count = 0
-        self._covered_cards: set[int] = set()
+        self._covered_cards: set[CardKey] = set()
         self._queue = RequestQueue(self._state.queues, self._state.group_of, self._penalties)
 
     def run(self) -> None:
@@ -173,7 +173,7 @@ class SchedulingCycle:
 
     def _is_covered(self, indexes: VariantIndexes) -> bool:
         """Return whether enough requests are protected, and one of them is first in the queue for these cards."""
-        return self._has_enough_protected() and not self._covered_cards.isdisjoint(indexes.card_numbers)
+        return self._has_enough_protected() and not self._covered_cards.isdisjoint(indexes.card_keys)
 
     def _matters(self, group: RequestGroup) -> bool:
         """Return whether a request of the group may still be granted or planned."""
@@ -199,7 +199,7 @@ class SchedulingCycle:
             self._queue.close_group(group)
             return
         self._protected_count += not is_released_now
-        self._covered_cards |= indexes.card_numbers
+        self._covered_cards |= indexes.card_keys
         self.planned_starts[request.id] = planned
         self.protections.add(protect_start(planned, self.now, claims, state.capacity))
         self._queue.mark_done(group, request.owner)

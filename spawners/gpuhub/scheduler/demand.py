@@ -50,6 +50,8 @@ class DemandVariant:
     memory_mib: int
     is_exclusive: bool
     exclude: frozenset[str]
+    #: Those of the owner's groups that some node is restricted to.
+    groups: frozenset[str] = frozenset()
 
     @property
     def milli(self) -> int:
@@ -61,7 +63,9 @@ class DemandVariant:
 
     def accepts_node(self, node: NodeCapacity) -> bool:
         """Return whether the node is acceptable, regardless of its GPUs."""
-        return node.name not in self.exclude and self.requirement.accepts_driver(node.driver)
+        return (
+            node.name not in self.exclude and self.requirement.accepts_driver(node.driver) and node.admits(self.groups)
+        )
 
     def rank_cards(self, cards: Iterable[GpuSpec]) -> tuple[GpuSpec, ...]:
         """Return the acceptable ones of these cards, preferred card first, then the least capable."""
@@ -71,8 +75,15 @@ class DemandVariant:
         return self.requirement.preference_rank(card) or 0, card.memory_mib, card.capability or (0, 0), card.model
 
 
-def list_variants(request: SchedulingRequest, cards: Mapping[GpuSpec, int]) -> tuple[DemandVariant, ...]:
-    """Return the ways to serve a request, preferred way first; all of a request's nodes use the same one."""
+def list_variants(
+    request: SchedulingRequest, cards: Mapping[GpuSpec, int], node_groups: frozenset[str]
+) -> tuple[DemandVariant, ...]:
+    """Return the ways to serve a request, preferred way first; all of a request's nodes use the same one.
+
+    Args:
+        cards: All cards of the cluster.
+        node_groups: The groups that some node is restricted to.
+    """
     variant = DemandVariant(
         gpus=1 if request.spread is not None else request.gpus_per_node,
         is_spread=request.spread is not None,
@@ -84,6 +95,7 @@ def list_variants(request: SchedulingRequest, cards: Mapping[GpuSpec, int]) -> t
         memory_mib=request.memory_mib,
         is_exclusive=request.exclusive,
         exclude=request.exclude,
+        groups=request.groups & node_groups,
     )
     if request.size == 0:
         return (variant,)

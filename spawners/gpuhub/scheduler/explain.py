@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from gpuhub.common.gpu import GpuRequirement
 from gpuhub.scheduler.capacity import IMMEDIATELY, UNKNOWN_TIME, NodeMask
 from gpuhub.scheduler.cycle import SchedulingCycle
-from gpuhub.scheduler.feasibility import describe_request, find_candidate_slots
+from gpuhub.scheduler.feasibility import (
+    MAX_NAMED,
+    describe_closed,
+    describe_request,
+    find_candidate_slots,
+    format_names,
+)
 from gpuhub.scheduler.gang_placement import describe_models, place_request
 from gpuhub.scheduler.interface import Constraint, SchedulingRequest
 from gpuhub.scheduler.queue import RequestGroup
 from gpuhub.scheduler.state import SchedulerState
 
-#: Owners or nodes that are named in one line.
-_MAX_NAMED = 4
 #: Starts beyond the protected ones are computed while nodes × earlier requests stay below this.
 _MAX_STEPS = 8192
 #: Work of the forecasts of one request, and of those without each of its requirements together; see `SchedulingCycle`.
@@ -39,7 +43,8 @@ def describe_wait(
         return _describe_wait_without_gpu(request, state)
     candidates = find_candidate_slots(request, state.capacity)
     if not candidates:
-        return f"{describe_request(request)}: no node currently has such GPUs"
+        closed = _describe_closed(request, candidates, state)
+        return f"{describe_request(request)}: no node currently has such GPUs{closed and f'; {closed}'}"
     if _is_only_short_of_cpu(request, group, cycle, state):
         return f"{describe_request(request)}: {_describe_shortage(request)}"
     reasons = [
@@ -48,6 +53,7 @@ def describe_wait(
         _describe_competitors(request, candidates, cycle, state),
         _describe_reservations(group, candidates, cycle, state),
         _describe_unavailable(candidates, state),
+        _describe_closed(request, candidates, state),
     ]
     return f"{describe_request(request)}: {'; '.join(filter(None, reasons)) or _describe_shortage(request)}"
 
@@ -135,14 +141,28 @@ def _describe_unavailable(candidates: Mapping[str, frozenset[str]], state: Sched
         if reasons:
             reason_text = "; ".join(dict.fromkeys(reason for reason in reasons if reason))
             texts.append(f"{name} ({reason_text})" if reason_text else name)
-    rest = f" and {len(texts) - _MAX_NAMED} other nodes" if len(texts) > _MAX_NAMED else ""
-    return f"currently not available: {', '.join(texts[:_MAX_NAMED])}{rest}" if texts else ""
+    rest = f" and {len(texts) - MAX_NAMED} other nodes" if len(texts) > MAX_NAMED else ""
+    return f"currently not available: {', '.join(texts[:MAX_NAMED])}{rest}" if texts else ""
+
+
+def _describe_closed(
+    request: SchedulingRequest, candidates: Mapping[str, frozenset[str]], state: SchedulerState
+) -> str:
+    """Return the nodes that have what the request needs and are restricted to groups that its owner is not in."""
+    node_groups = state.capacity.node_groups
+    if node_groups <= request.groups:
+        return ""
+    of_member = find_candidate_slots(replace(request, groups=request.groups | node_groups), state.capacity)
+    closed = of_member.keys() - candidates.keys()
+    return describe_closed(state.capacity.nodes[name].capacity for name in closed)
 
 
 def _describe_wait_without_gpu(request: SchedulingRequest, state: SchedulerState) -> str:
-    if not any(node.capacity.takes_work for node in state.capacity.nodes.values()):
+    capacities = [node.capacity for node in state.capacity.nodes.values()]
+    if not any(capacity.takes_work for capacity in capacities):
         return "no node can be reached"
-    return f"{describe_request(request)}: {_describe_shortage(request)}"
+    closed = describe_closed(capacity for capacity in capacities if not capacity.admits(request.groups))
+    return f"{describe_request(request)}: {'; '.join(filter(None, [_describe_shortage(request), closed]))}"
 
 
 def _is_only_short_of_cpu(
@@ -160,14 +180,6 @@ def _describe_shortage(request: SchedulingRequest) -> str:
     if request.cpu_milli or request.memory_mib:
         return "too little CPU or memory is left on the nodes"
     return "not free yet"
-
-
-def format_names(names: Iterable[str]) -> str:
-    """Return names for people, the first few of many."""
-    ordered = sorted(names)
-    if len(ordered) <= _MAX_NAMED:
-        return ", ".join(ordered)
-    return f"{', '.join(ordered[:_MAX_NAMED])} and {len(ordered) - _MAX_NAMED} others"
 
 
 def format_time(seconds: float) -> str:

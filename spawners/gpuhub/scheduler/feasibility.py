@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from gpuhub.common import gpu
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.scheduler.capacity import CapacityIndex
 from gpuhub.scheduler.demand import list_variants
 from gpuhub.scheduler.interface import NodeCapacity, SchedulingRequest
+
+#: Owners or nodes that are named in one line.
+MAX_NAMED = 4
 
 
 def find_candidate_slots(request: SchedulingRequest, capacity: CapacityIndex) -> dict[str, frozenset[str]]:
@@ -17,7 +20,7 @@ def find_candidate_slots(request: SchedulingRequest, capacity: CapacityIndex) ->
     A node counts if it has enough acceptable GPUs.
     """
     candidates: dict[str, frozenset[str]] = {}
-    for variant in list_variants(request, capacity.cards):
+    for variant in list_variants(request, capacity.cards, capacity.node_groups):
         accepted = {number for card, number in capacity.cards.items() if variant.accepts(card)}
         for name, node in capacity.nodes.items():
             slots = zip(node.capacity.slots, node.cards, strict=True)
@@ -34,14 +37,47 @@ def explain_infeasible(
 
     Args:
         cards: The GPUs of every node of the cluster; None for a node whose GPUs are not known yet.
-        nodes: Driver, CPU and memory of the nodes of which these are known.
+        nodes: Driver, CPU, memory and groups of the nodes of which these are known.
     """
+    closed = {name for name in cards if name in nodes and not nodes[name].admits(request.groups)}
+    reason = _explain_infeasible(request, cards, nodes, closed)
+    if reason is None or not closed:
+        return reason
+    return f"{reason}; {describe_closed(nodes[name] for name in closed)}"
+
+
+def describe_closed(nodes: Iterable[NodeCapacity]) -> str:
+    """Return whom nodes are restricted to, for people: `only for members of vision: rig1, rig2`; empty for no nodes."""
+    by_groups: dict[tuple[str, ...], list[str]] = {}
+    for node in nodes:
+        by_groups.setdefault(tuple(sorted(node.groups)), []).append(node.name)
+    return "; ".join(
+        f"only for members of {' or '.join(groups)}: {format_names(names)}"
+        for groups, names in sorted(by_groups.items())
+    )
+
+
+def format_names(names: Iterable[str]) -> str:
+    """Return names for people, the first few of many."""
+    ordered = sorted(names)
+    if len(ordered) <= MAX_NAMED:
+        return ", ".join(ordered)
+    return f"{', '.join(ordered[:MAX_NAMED])} and {len(ordered) - MAX_NAMED} others"
+
+
+def _explain_infeasible(
+    request: SchedulingRequest,
+    cards: Mapping[str, Sequence[GpuSpec] | None],
+    nodes: Mapping[str, NodeCapacity],
+    closed: Set[str],
+) -> str | None:
     available = "the cluster has: " + gpu.describe_nodes({node: node_cards or () for node, node_cards in cards.items()})
     unknown = sorted(request.exclude - set(cards))
     if unknown:
         return f"there is no node {unknown[0]!r} to exclude; {available}"
-    usable = {node: node_cards for node, node_cards in cards.items() if node not in request.exclude}
-    excluding = f" other than {', '.join(sorted(request.exclude))}" if request.exclude else ""
+    unusable = request.exclude | closed
+    usable = {node: node_cards for node, node_cards in cards.items() if node not in unusable}
+    excluding = f" other than {', '.join(sorted(unusable))}" if unusable else ""
     needed = 1 if request.spread is not None else request.least_nodes
     if len(usable) < needed:
         return (

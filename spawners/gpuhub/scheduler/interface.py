@@ -62,6 +62,12 @@ class NodeCapacity:
     #: Limit of the sum of the containers' limits; None if not set.
     cpu_milli: int | None = None
     memory_mib: int | None = None
+    #: Only requests of owners in one of these groups are placed there; empty for all requests.
+    groups: frozenset[str] = frozenset()
+
+    def admits(self, groups: frozenset[str]) -> bool:
+        """Return whether requests of an owner with these groups may be placed on the node."""
+        return not self.groups or not self.groups.isdisjoint(groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +76,7 @@ class SchedulingRequest:
 
     id: str
     owner: str
-    #: The owner's groups, for quotas and reservations.
+    #: The owner's groups, for quotas, reservations and nodes.
     groups: frozenset[str] = frozenset()
     #: Time of the request, and its number among requests of the same time.
     created_at: float = 0.0

@@ -52,7 +52,7 @@ class BaseScheduler:
         self._state = SchedulerState(snapshot, self._parameters, self._policy_factory)
 
     def put_node(self, node: NodeCapacity) -> None:
-        self._state.capacity.put_node(node)
+        self._state.put_node(node)
 
     def put_request(self, request: SchedulingRequest) -> None:
         self._state.put_request(request)

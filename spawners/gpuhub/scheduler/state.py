@@ -13,6 +13,7 @@ from gpuhub.scheduler.demand import DemandVariant, NodeDemand, list_variants
 from gpuhub.scheduler.fit_index import FitIndex
 from gpuhub.scheduler.interface import (
     Allocation,
+    NodeCapacity,
     Quota,
     Reservation,
     SchedulerSnapshot,
@@ -29,8 +30,11 @@ _MAX_VARIANTS = 1024
 #: second.
 _FIRST_UPDATE, _MAX_UPDATE = 32, 8192
 
-#: Stands among the card numbers for a demand without GPU.
-NO_GPU = frozenset({-1})
+#: The number of a card, and those of the owner's groups that some node is restricted to: owners with other groups have
+#: other nodes with such cards.
+CardKey = tuple[int, frozenset[str]]
+#: Stands for the number of a card in the key of a demand without GPU.
+_NO_GPU = -1
 
 
 class VariantIndexes(NamedTuple):
@@ -40,8 +44,8 @@ class VariantIndexes(NamedTuple):
     epoch: int
     fit_indexes: tuple[FitIndex, ...]
     availability: tuple[AvailabilityIndex, ...]
-    #: Numbers of the acceptable cards; `NO_GPU` for a demand without GPU.
-    card_numbers: frozenset[int]
+    #: The acceptable cards; one key for a demand without GPU.
+    card_keys: frozenset[CardKey]
 
 
 class SchedulerState:
@@ -81,6 +85,13 @@ class SchedulerState:
 
     # -- changes --------------------------------------------------------------------------------------------------
 
+    def put_node(self, node: NodeCapacity) -> None:
+        """Add or replace a node; the first one of a group divides equal requests by their owners' groups."""
+        node_groups = self.capacity.node_groups
+        self.capacity.put_node(node)
+        if self.capacity.node_groups != node_groups:
+            self._regroup()
+
     def put_request(self, request: SchedulingRequest) -> None:
         self.remove_request(request.id)
         self.requests[request.id] = request
@@ -117,6 +128,9 @@ class SchedulerState:
     def set_reservations(self, reservations: Iterable[Reservation]) -> None:
         """Replace all reservations, and group the requests again by the reservations that admit them."""
         self.reservations = tuple(reservations)
+        self._regroup()
+
+    def _regroup(self) -> None:
         self._groups.clear()
         self._group_indexes.clear()
         for request in self.requests.values():
@@ -179,7 +193,7 @@ class SchedulerState:
             fit_index.set_policy(self._policy)
 
     def _build_indexes(self, request: SchedulingRequest) -> VariantIndexes:
-        variants = list_variants(request, self.capacity.cards)
+        variants = list_variants(request, self.capacity.cards, self.capacity.node_groups)
         if len(self._fit_indexes) + len(variants) > _MAX_VARIANTS:
             self._fit_indexes.clear()
             self._availability_indexes.clear()
@@ -192,15 +206,17 @@ class SchedulerState:
         availability = tuple(
             self._availability_indexes[variant] for variant in variants if not variant.joins_shared_gpu
         )
-        cards = (
-            frozenset(number for fit_index in fit_indexes for number in fit_index.accepted) if request.size else NO_GPU
-        )
+        numbers = {number for fit_index in fit_indexes for number in fit_index.accepted} if request.size else {_NO_GPU}
+        groups = request.groups & self.capacity.node_groups
         return VariantIndexes(
-            epoch=self.capacity.epoch, fit_indexes=fit_indexes, availability=availability, card_numbers=cards
+            epoch=self.capacity.epoch,
+            fit_indexes=fit_indexes,
+            availability=availability,
+            card_keys=frozenset((number, groups) for number in numbers),
         )
 
     def _join_group(self, request: SchedulingRequest) -> None:
-        """Add a request to the group of equal requests that are admitted by the same reservations."""
+        """Add a request to the group of equal requests that are admitted by the same reservations and nodes."""
         admitted = frozenset(
             reservation.id for reservation in self.reservations if reservation.admits(request.owner, request.groups)
         )
@@ -218,6 +234,7 @@ class SchedulerState:
             request.time_limit_s,
             request.cpu_milli,
             request.memory_mib,
+            request.groups & self.capacity.node_groups,
             admitted,
         )
         group = self._groups.get(key)

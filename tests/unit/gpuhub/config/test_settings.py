@@ -135,6 +135,13 @@ def test_values_are_frozen(tmp_path):
             ("[[profiles]]", '[[groups]]\nname = "lab"\n[[groups]]\nname = "lab"\n[[profiles]]'),
             r"groups: name = 'lab' occurs 2 times",
         ),
+        (('name = "rig1"', 'name = "rig1"\ngroups = [""]'), r"nodes\[1\]\.groups\[1\]: '': .*at least 1 character"),
+        (('name = "rig1"', 'name = "rig1"\ngroups = "lab"'), r"nodes\[1\]\.groups: 'lab' is not a list"),
+        (('name = "rig1"', 'name = "rig1"\ngroup = ["lab"]'), r"nodes\[1\]\.group: .*did you mean 'groups'"),
+        (
+            ('title = "Big"', 'title = "Big"\ngroups = ["a\\u0000b"]'),
+            r"profiles\[1\]\.groups\[1\]: 'a\\x00b': .*pattern",
+        ),
         (
             ("[[profiles]]", '[network]\nkind = "bridge"\nencrypt = true\n[[profiles]]'),
             r"network: encrypt = true is for overlays",
@@ -234,3 +241,40 @@ def test_capability_and_driver_are_not_checked_before_nodes_are_probed(tmp_path)
     cluster = load(tmp_path, GOOD.replace('gpu_model = "RTX 5090"', asks, 1))
     requirement = profiles_module.gpu_requirement(cluster.profiles[0])
     assert (requirement.least_capability, requirement.least_driver) == ((12, 0), "570")
+
+
+@pytest.mark.parametrize(
+    ("login", "group", "reason"),
+    [
+        ('login = "password"', "lab", 'has no members: login = "password" has no groups'),
+        ('login = "first-use"', "lab", 'has no members: login = "first-use" has no groups'),
+        ('login = "github"', "my lab", "is not a group of GitHub"),
+        ('login = "google"', "lab", "is not a domain"),
+        ('login = "ldap"', "lab", "has no members: groups of an LDAP server are searched below"),
+    ],
+)
+@pytest.mark.parametrize("place", ["nodes: 'rig1'", "profiles: 'big'"])
+def test_a_group_without_possible_members_is_refused(tmp_path, login, group, reason, place):
+    """The login cannot report it, and no [[groups]] table lists members, with which it is accepted."""
+    tables = {
+        'login = "github"': '[login]\nclient_id = "a"\nclient_secret_file = "/s"\n',
+        'login = "google"': '[login]\nclient_id = "a"\nclient_secret_file = "/s"\n',
+        'login = "ldap"': '[login]\nserver = "ldaps://l"\nuser_dn = "uid={username},dc=x"\n',
+    }
+    name = place.split("'")[1]
+    text = GOOD.replace(f'name = "{name}"', f'name = "{name}"\ngroups = ["{group}"]')
+    text = text.replace("[users]", f"{tables.get(login, '')}[users]\n{login}")
+    with pytest.raises(SettingsError) as raised:
+        load(tmp_path, text)
+    assert f"{place}: groups: '{group}' {reason}" in str(raised.value)
+    assert "[[groups]] table of that name" in str(raised.value)
+    members = f'[[groups]]\nname = "{group}"\nmembers = ["ada"]\n'
+    assert load(tmp_path, f"{text}{members}").access_groups == {group}
+
+
+def test_groups_of_nodes_and_profiles_are_read(tmp_path):
+    """With a login that has groups, any name may be one."""
+    text = GOOD.replace('name = "rig1"', 'name = "rig1"\ngroups = ["vision", "nlp"]')
+    cluster = load(tmp_path, text.replace('name = "big"', 'name = "big"\ngroups = ["chiefs"]'))
+    assert (cluster.node_groups, cluster.access_groups) == ({"vision", "nlp"}, {"vision", "nlp", "chiefs"})
+    assert [cluster.profiles[0].admits(groups) for groups in ((), ("vision",), ("a", "chiefs"))] == [False, False, True]

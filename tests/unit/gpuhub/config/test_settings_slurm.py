@@ -102,6 +102,10 @@ def test_slurmrestd_is_reached_without_plain_http_on_the_network(url: str) -> No
             r"groups: 'lab': together\.max_gpus: .*GrpTRES",
         ),
         (("[[profiles]]", '[[groups]]\nname = "lab"\nweight = 2\n[[profiles]]'), r"'lab': weight: .*fairshare=N"),
+        (
+            ('name = "rig1"', 'name = "rig1"\ngroups = ["lab", "nlp"]'),
+            r"nodes: rig1: groups: Slurm decides .*AllowGroups=lab,nlp of its partition in slurm\.conf",
+        ),
         (("[[profiles]]", '[scheduling]\nfair_share = "0s"\n[[profiles]]'), r"scheduling\.fair_share: .*Fairshare"),
         (("[[profiles]]", "[scheduling]\npreemption = true\n[[profiles]]"), r"scheduling\.preemption: .*PreemptMode"),
         (
@@ -202,3 +206,8 @@ def test_keys_delegated_to_slurm_exist_in_the_settings():
     """A key that is renamed is found."""
     assert set(slurm.SCHEDULING_KEYS) <= set(users.SchedulingSettings.model_fields)
     assert set(slurm.LIMIT_KEYS) <= set(users.LimitSettings.model_fields) & set(users.UserSettings.model_fields)
+
+
+def test_profiles_may_have_groups_with_slurm(tmp_path: Path) -> None:
+    """gpuhub itself refuses them to others."""
+    assert load(tmp_path, GOOD.replace('name = "big"', 'name = "big"\ngroups = ["lab"]')).access_groups == {"lab"}

@@ -44,6 +44,16 @@ def test_allowed_by_name_or_group_and_never_otherwise(cluster: Any) -> None:
     assert rule.filter_known(["lab", "students", "others"]) == {"lab", "students"}
 
 
+def test_groups_of_nodes_and_profiles_are_known(cluster: Any) -> None:
+    """The hub keeps them, although they let nobody in."""
+    settings = cluster("pam", 'allowed = ["ada"]', "")
+    profile = settings.profiles[0].model_copy(update={"groups": ("nlp",)})
+    node = settings.nodes[0].model_copy(update={"groups": ("vision",)})
+    rule = rules.build_rules(settings.model_copy(update={"profiles": (profile,), "nodes": (node,)}))
+    assert rule.filter_known(["nlp", "vision", "others"]) == {"nlp", "vision"}
+    assert not rule.decide("zoe", ("nlp", "vision")).allowed
+
+
 @pytest.mark.parametrize(
     ("value", "domains", "name"),
     [

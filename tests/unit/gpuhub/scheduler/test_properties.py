@@ -70,6 +70,7 @@ def clusters(draw: st.DrawFn) -> list[NodeCapacity]:
             driver=draw(st.sampled_from([None, "550.1", "575.2"])),
             switch=draw(st.sampled_from([None, "s0", "s1"])),
             cpu_milli=draw(st.sampled_from([None, 4000])),
+            groups=draw(st.sampled_from([frozenset(), frozenset(), frozenset({"g"}), frozenset({"g", "h"})])),
         )
         broken = draw(st.sets(st.sampled_from(supply.slots))) if supply.slots and not draw(st.integers(0, 3)) else set()
         slots = tuple(replace(each, available=each not in broken) for each in supply.slots)
@@ -273,6 +274,7 @@ def check_grant(broker: SimulatedBroker, request: SchedulingRequest, grant: Gran
         supply = broker.nodes[share.node]
         assert supply.takes_work
         assert share.node not in request.exclude
+        assert supply.admits(request.groups)
         assert request.requirement.accepts_driver(supply.driver)
         assert all(slot in supply.slots and slot.available for slot in share.slots)
     assert all(request.requirement.accepts(slot.card) for slot in slots)
