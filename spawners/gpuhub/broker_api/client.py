@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import ssl
+from collections.abc import Collection, Mapping
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
@@ -246,9 +247,9 @@ class AsyncBrokerClient:
         params = {} if owner is None else {"owner": owner}
         return _read(_USAGE, await self._send("GET", "/usage", params=params))
 
-    async def cluster(self) -> ClusterView:
-        """Return the state of the whole cluster."""
-        return _read(_CLUSTERVIEW, await self._send("GET", "/cluster"))
+    async def cluster(self, groups: Collection[str] = ()) -> ClusterView:
+        """Return the state of the whole cluster, for the hub's spawner as a user in these groups sees it."""
+        return _read(_CLUSTERVIEW, await self._send("GET", "/cluster", params={"group": sorted(groups)}))
 
     async def _send(
         self,
@@ -257,7 +258,7 @@ class AsyncBrokerClient:
         *,
         json: Any = None,
         content: bytes | None = None,
-        params: dict[str, str] | None = None,
+        params: Mapping[str, str | list[str]] | None = None,
         limit_s: float = _ANSWER_S,
         kind: str = _JSON,
     ) -> bytes:

@@ -33,6 +33,7 @@ MEANINGS = {
 TABLE = """
                                      |     | reader ben ada ada-nb root-nb spawner root head
 GET /cluster                         | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
+GET /cluster?group=lab               | 200 |   N     N   N    N       N       Y      N    N
 GET /nodes                           | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
 GET /reservations                    | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
 GET /events                          | 200 |   Y     Y   Y    Y       Y       Y      Y    Y

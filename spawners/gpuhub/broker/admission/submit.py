@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from gpuhub.broker import audit
 from gpuhub.broker.admission import limits, validate
@@ -20,9 +21,18 @@ from gpuhub.common.gpu import GpuSpec
 from gpuhub.domain import lease_states, owner_limits, scheduler_input
 from gpuhub.domain.models import Identity, JobRow, LeaseRow, ResourceRequest
 from gpuhub.domain.rate_limit import RateLimit, RateLimiter
+from gpuhub.scheduler.interface import SchedulingRequest
 
 #: Leases and jobs of one owner, which stay in the store for days; each job of an array counts.
 CREATIONS = RateLimit(burst=2000, per_second=1, what="leases and jobs created")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refusal:
+    """Why resources can never be granted, and the error that says so."""
+
+    kind: type[InvalidRequest | NotAllowed]
+    text: str
 
 
 class AdmissionController:
@@ -34,9 +44,11 @@ class AdmissionController:
         self._refuse = refuse
         self._lookups = KeyLookups(core.store)
         self._creations = RateLimiter(CREATIONS, core.clock.monotonic)
-        #: Refusals of resources that can never be granted, valid while the cluster has these GPUs.
+        #: Refusals of resources that can never be granted to members of these groups, valid while the cluster has these
+        #: GPUs.
         self._cards: Mapping[str, tuple[GpuSpec, ...] | None] = {}
-        self._refusals: dict[ResourceRequest, str | None] = {}
+        self._refusals: dict[tuple[ResourceRequest, frozenset[str]], _Refusal | None] = {}
+        self._node_groups = core.cluster.node_groups
 
     async def submit_notebook(self, who: Identity, request: LeaseRequest) -> LeaseRow:
         """Submit a notebook's request; see `BrokerOperations.request_lease`."""
@@ -179,15 +191,25 @@ class AdmissionController:
     def _check_feasible(self, lease: LeaseRow, requester: Requester, *, notebook: int = 0, joined: int = 0) -> None:
         if self._core.capacity.cards is not self._cards:
             self._cards, self._refusals = self._core.capacity.cards, {}
-        if lease.resources not in self._refusals:
-            request = scheduler_input.build_request(lease)
-            self._refusals[lease.resources] = self._core.scheduler.explain_infeasible(request, self._cards)
-        refusal = self._refusals[lease.resources]
+        key = lease.resources, self._node_groups & requester.groups
+        if key not in self._refusals:
+            self._refusals[key] = self._find_refusal(scheduler_input.build_request(lease))
+        refusal = self._refusals[key]
         if refusal is not None:
-            raise InvalidRequest(refusal)
+            raise refusal.kind(refusal.text)
         if self._refuse is not None:
             self._refuse(lease)
         limits.check_gpu_limit(lease, requester.quota, notebook=notebook, joined=joined)
+
+    def _find_refusal(self, request: SchedulingRequest) -> _Refusal | None:
+        """Return why a request can never be granted; `NotAllowed` if it could for members of other groups."""
+        explain = self._core.scheduler.explain_infeasible
+        text = explain(request, self._cards)
+        if text is None:
+            return None
+        of_member = replace(request, groups=request.groups | self._node_groups)
+        is_closed = not self._node_groups <= request.groups and explain(of_member, self._cards) is None
+        return _Refusal(kind=NotAllowed if is_closed else InvalidRequest, text=text)
 
 
 def split_array(request: ArrayRequest) -> list[JobRequest]:

@@ -46,8 +46,9 @@ def build_notebook_lease(
 
     Raises:
         InvalidRequest: The profile does not exist, or the time limit is longer than allowed.
+        NotAllowed: The profile is restricted to groups that the owner is not in.
     """
-    profile = find_profile(cluster, request.profile)
+    profile = find_profile(cluster, request.profile, requester)
     longest = owner_limits.find_max_lease_s(requester.quota)
     return LeaseRow(
         id=new_id("l"),
@@ -65,16 +66,18 @@ def build_notebook_lease(
     )
 
 
-def find_profile(cluster: ClusterSettings, name: str) -> ProfileSettings:
+def find_profile(cluster: ClusterSettings, name: str, requester: Requester) -> ProfileSettings:
     """Return the profile of that name.
 
     Raises:
         InvalidRequest: There is none; the message lists the profiles.
+        NotAllowed: It is restricted to groups that the owner is not in.
     """
     profile = cluster.profile(name)
     if profile is None:
-        valid = ", ".join(known.name for known in cluster.profiles)
+        valid = ", ".join(known.name for known in cluster.profiles if known.admits(requester.groups))
         raise InvalidRequest(f"there is no profile {name!r}; there are: {valid}")
+    profile.check_groups(requester.owner, requester.groups)
     return profile
 
 
@@ -108,7 +111,8 @@ def build_job(
     Raises:
         InvalidRequest: Its demands contradict each other, the time limit is longer than allowed, or the profile does
             not exist.
-        NotAllowed: A priority above 0 from a user who is not an administrator.
+        NotAllowed: A priority above 0 from a user who is not an administrator, or a profile of groups that the owner is
+            not in.
     """
     check_consistency(request)
     if request.priority > 0 and not requester.may_prioritize:
@@ -140,7 +144,7 @@ def build_job(
         server=request.server,
         notebook_lease=None if notebook is None or request.detached else notebook.id,
         lease_id=lease.id,
-        image=choose_image(cluster, request, notebook, joined),
+        image=choose_image(cluster, requester, request, notebook, joined),
         nnodes=request.nnodes,
         min_nnodes=lease.resources.least_nodes,
         nproc_per_node=request.nproc_per_node,
@@ -157,15 +161,20 @@ def build_job(
 
 
 def choose_image(
-    cluster: ClusterSettings, request: JobRequest, notebook: LeaseRow | None, joined: JobRow | None
+    cluster: ClusterSettings,
+    requester: Requester,
+    request: JobRequest,
+    notebook: LeaseRow | None,
+    joined: JobRow | None,
 ) -> str:
     """Return the image of a job's workers: of the named profile, the joined run, the notebook's profile, or the
     default.
 
     Raises:
         InvalidRequest: The profile does not exist, or its image is not that of the run to join.
+        NotAllowed: The profile is restricted to groups that the owner is not in.
     """
-    named = None if request.profile is None else find_profile(cluster, request.profile).image
+    named = None if request.profile is None else find_profile(cluster, request.profile, requester).image
     if joined is not None:
         if named not in {None, joined.image}:
             raise InvalidRequest(

@@ -29,6 +29,7 @@ from gpuhub.broker_api.schemas import (
     CordonRequest,
     EventView,
     ExtensionRequest,
+    GroupName,
     JobRequest,
     JobView,
     LeaseRequest,
@@ -122,6 +123,10 @@ Limit = Annotated[
 Owner = Annotated[UserName | None, Query(description="Only those of this owner")]
 State = Annotated[LeaseState | None, Query(description="Only those in this state")]
 OnNode = Annotated[str | None, Query(max_length=64, description="Only those with containers on this node")]
+OfGroups = Annotated[
+    tuple[GroupName, ...],
+    Query(max_length=64, description="As a user in these groups sees it; only for the hub's spawner"),
+]
 Ended = Annotated[bool, Query(description="Also jobs that ended within `[jobs] remember`; newest first, at most 200")]
 Node = Annotated[str, Path(max_length=64)]
 RelativePath = Annotated[str, Query(max_length=1024, description="Path relative to the home, such as `work/train.py`")]
@@ -263,9 +268,9 @@ async def post_renew(job_id: ResourceId, caller: Caller, broker: Operations) -> 
 
 
 @api.get("/cluster", tags=["cluster"], response_model=ClusterView, responses=document_problems(422))
-async def get_cluster(caller: Caller, broker: Operations) -> Response:
-    """Return every node, GPU, profile, waiting request and reservation."""
-    return Response(broker.cluster_json(caller), media_type="application/json")
+async def get_cluster(caller: Caller, broker: Operations, group: OfGroups = ()) -> Response:
+    """Return every node, GPU, profile, waiting request and reservation, as the caller sees them."""
+    return Response(broker.cluster_json(caller, group), media_type="application/json")
 
 
 @api.get("/usage", tags=["cluster"], responses=document_problems(422))
@@ -281,9 +286,9 @@ async def get_events(caller: Caller, broker: Operations, after: After = None, li
 
 
 @api.get("/nodes", tags=["nodes"], responses=document_problems(422))
-async def get_nodes(broker: Operations) -> list[NodeView]:
+async def get_nodes(caller: Caller, broker: Operations) -> list[NodeView]:
     """Return every node with its GPUs."""
-    return list(broker.nodes())
+    return list(broker.nodes(caller))
 
 
 @api.post("/nodes/{name}/cordon", tags=["nodes"], responses=document_problems(404, 413, 422))

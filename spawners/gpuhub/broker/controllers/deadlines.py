@@ -15,7 +15,7 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose
 from gpuhub.common.units import format_span
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.domain import job_states, lease_states, reconcile
+from gpuhub.domain import job_states, lease_states, owner_limits, reconcile
 from gpuhub.domain.models import JobRow, LeaseRow, LedgerSnapshot
 from gpuhub.nodes.inventory import Inventory
 
@@ -120,9 +120,12 @@ def _explain_withdrawal(lease: LeaseRow, cluster: ClusterSettings, now: float) -
         return None
     if now - lease.created_at > cluster.users.queue_limit:
         return f"it waited longer than {format_span(cluster.users.queue_limit)}"
-    if lease.profile is not None and cluster.profile(lease.profile) is None:
+    if lease.profile is None:
+        return None
+    profile = cluster.profile(lease.profile)
+    if profile is None:
         return f"the profile {lease.profile!r} is no longer offered"
-    return None
+    return profile.explain_refusal(lease.owner, owner_limits.list_groups(cluster, lease.owner, lease.groups))
 
 
 def _explain_expiry(lease: LeaseRow, now: float) -> str | None:

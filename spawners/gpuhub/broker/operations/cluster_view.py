@@ -69,7 +69,7 @@ class ClusterViewInput:
     build_partitions: Callable[[Sequence[NodeView]], tuple[PartitionView, ...]] = lambda _: ()
     #: Names of jobs by lease, if they have one.
     job_names: Mapping[str, str] = field(default_factory=dict)
-    #: The caller, whose reservations and limits decide what starts at once; empty for a view for all users.
+    #: The caller, whose groups, reservations and limits decide what starts at once; empty for a view for all users.
     owner: str = ""
     groups: frozenset[str] = frozenset()
 
@@ -88,10 +88,12 @@ class _GpuSummary:
     #: Holders from outside gpuhub, by UUID.
     outside: Mapping[str, HolderView]
     free: set[str] = field(default_factory=set)
-    #: Candidates and their holders, by requirement and share.
-    serving: dict[tuple[GpuRequirement, int], tuple[frozenset[str], tuple[HolderView, ...]]] = field(
+    #: Candidates and their holders, by requirement, share and those of the owner's groups that nodes are restricted to.
+    serving: dict[tuple[GpuRequirement, int, frozenset[str]], tuple[frozenset[str], tuple[HolderView, ...]]] = field(
         default_factory=dict
     )
+    #: The groups that some node is restricted to.
+    node_groups: frozenset[str] = frozenset()
 
 
 def build_cluster(inputs: ClusterViewInput) -> ClusterView:
@@ -106,7 +108,11 @@ def build_cluster(inputs: ClusterViewInput) -> ClusterView:
     nodes = _build_nodes(inputs, gpus)
     return ClusterView(
         nodes=nodes,
-        profiles=tuple(_build_profile(inputs, profile, gpus, demand) for profile in inputs.cluster.profiles),
+        profiles=tuple(
+            _build_profile(inputs, profile, gpus, demand)
+            for profile in inputs.cluster.profiles
+            if profile.admits(inputs.groups)
+        ),
         queue=tuple(
             _build_entry(inputs, lease, position, number)
             for number, (position, lease) in enumerate(queue, 1)
@@ -178,6 +184,7 @@ def _summarise_gpus(inputs: ClusterViewInput) -> _GpuSummary:
             for lease in leases
         },
         outside={uuid: _build_external_holder(job, inputs.now) for uuid, job in inputs.external.gpus.items()},
+        node_groups=inputs.cluster.node_groups,
     )
 
 
@@ -205,6 +212,8 @@ def build_node(inputs: ClusterViewInput, record: NodeStatus, gpus: _GpuSummary, 
         switch=described.switch,
         rack=described.rack,
         leases=leases,
+        groups=tuple(sorted(described.groups)),
+        is_open=described.admits(inputs.groups),
     )
 
 
@@ -293,12 +302,14 @@ def _count_demand(
     engine: Scheduler, waiting: Sequence[LeaseRow], gpus: _GpuSummary
 ) -> list[tuple[frozenset[str], int]]:
     """Return the GPUs that meet each requirement in the queue, and the number of requests with it."""
-    asks = [lease.resources for lease in waiting if lease.resources.size]
-    kinds = Counter((ask.models, ask.least_memory_mib, ask.least_driver, ask.least_capability) for ask in asks)
-    some = {(ask.models, ask.least_memory_mib, ask.least_driver, ask.least_capability): ask for ask in asks}
+    kinds = Counter(
+        (lease.resources.requirement, gpus.node_groups.intersection(lease.groups))
+        for lease in waiting
+        if lease.resources.size
+    )
     return [
-        (_find_serving(engine, SchedulingRequest(id="", owner="", requirement=some[kind].requirement), gpus)[0], count)
-        for kind, count in kinds.items()
+        (_find_serving(engine, SchedulingRequest(id="", owner="", requirement=kind, groups=groups), gpus)[0], count)
+        for (kind, groups), count in kinds.items()
     ]
 
 
@@ -308,7 +319,7 @@ def _find_serving(
     """Return the GPUs that can serve a request, and their holders; computed once for equal requirements."""
     if not request.size:
         return frozenset(), ()
-    key = (request.requirement, request.share)
+    key = (request.requirement, request.share, request.groups & gpus.node_groups)
     if key not in gpus.serving:
         serving = engine.find_candidates(request)
         gpus.serving[key] = serving, _find_holders(serving, gpus)

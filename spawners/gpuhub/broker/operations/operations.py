@@ -5,8 +5,9 @@ A long poll answers as soon as its lease or job changes, without waking the clie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 from gpuhub.backends.interface import SchedulingBackend
@@ -39,7 +40,7 @@ from gpuhub.broker_api.schemas import (
     ReservationView,
     UsageView,
 )
-from gpuhub.common.errors import Conflict
+from gpuhub.common.errors import Conflict, NotAllowed
 from gpuhub.domain import job_states
 from gpuhub.domain import lease_states as leases
 from gpuhub.domain import reservations as reservation_rules
@@ -291,13 +292,22 @@ class BrokerOperations:
 
     # -- the cluster ----------------------------------------------------------------------------------------------
 
-    def nodes(self) -> tuple[NodeView, ...]:
+    def nodes(self, caller: Identity) -> tuple[NodeView, ...]:
         """Return all nodes with their GPUs."""
-        return views.view_nodes(self._core, self._backend)
+        return views.view_nodes(self._core, self._backend, caller)
 
-    def cluster_json(self, caller: Identity) -> bytes:
-        """Return the whole cluster as JSON, which may be some moments old in a large cluster."""
-        return self._cluster_views.render(caller)
+    def cluster_json(self, caller: Identity, groups: Collection[str] = ()) -> bytes:
+        """Return the whole cluster as JSON, which may be some moments old in a large cluster.
+
+        Args:
+            groups: The groups of the user for whom a service asks.
+
+        Raises:
+            NotAllowed: Groups were named by a caller who cannot ask for other users.
+        """
+        if groups and not caller.any_owner:
+            raise NotAllowed(f"{caller.name} may not set the groups of a user")
+        return self._cluster_views.render(replace(caller, groups=frozenset(groups)) if groups else caller)
 
     async def usage(self, caller: Identity, owner: str | None) -> list[UsageView]:
         """Return usage and limits: the caller's own, or those of `owner` or all owners for an administrator.

@@ -26,6 +26,7 @@ from gpuhub.broker_api.schemas import (
     UsageView,
 )
 from gpuhub.common.errors import NotAllowed, NotFound
+from gpuhub.domain import owner_limits
 from gpuhub.domain import reservations as reservation_rules
 from gpuhub.domain.models import EventRow, Identity, JobRow, LeaseRow
 from gpuhub.scheduler.interface import OwnerUsage, Quota
@@ -82,9 +83,9 @@ def view_cluster(core: BrokerState, backend: SchedulingBackend, caller: Identity
     return cluster_view.build_cluster(_collect_inputs(core, backend, caller))
 
 
-def view_nodes(core: BrokerState, backend: SchedulingBackend) -> tuple[NodeView, ...]:
-    """Return all nodes, as shown to all users."""
-    return cluster_view.build_nodes(_collect_inputs(core, backend, None))
+def view_nodes(core: BrokerState, backend: SchedulingBackend, caller: Identity) -> tuple[NodeView, ...]:
+    """Return all nodes, as shown to the caller."""
+    return cluster_view.build_nodes(_collect_inputs(core, backend, caller))
 
 
 def view_node(core: BrokerState, backend: SchedulingBackend, node: str) -> NodeView:
@@ -109,8 +110,13 @@ def _collect_inputs(core: BrokerState, backend: SchedulingBackend, caller: Ident
         now=core.clock.now(),
         monotonic=core.clock.monotonic(),
         owner="" if caller is None or not caller.is_user else caller.name,
-        groups=frozenset() if caller is None else caller.groups,
+        groups=frozenset() if caller is None else _find_groups(core, caller),
     )
+
+
+def _find_groups(core: BrokerState, caller: Identity) -> frozenset[str]:
+    """Return a user's groups in the hub and in the settings; of a service those that it asked with."""
+    return owner_limits.list_groups(core.cluster, caller.name, caller.groups) if caller.is_user else caller.groups
 
 
 def view_usage(core: BrokerState, caller: Identity, owner: str | None) -> list[UsageView]:
@@ -171,12 +177,13 @@ class ClusterViewCache:
     def __init__(self, core: BrokerState, backend: SchedulingBackend) -> None:
         self._core = core
         self._backend = backend
+        self._access_groups = core.cluster.access_groups
         #: By caller, the most recent last; None for all users.
         self._built: OrderedDict[Identity | None, _CachedView] = OrderedDict()
 
     def render(self, caller: Identity) -> bytes:
         """Return the cluster as JSON, as shown to the caller."""
-        viewer = None if self._sees_common_view(caller) else caller
+        viewer = self._find_viewer(caller)
         core, now = self._core, self._core.clock.monotonic()
         inputs = (core.ledger.snapshot, core.capacity.inventory, core.capacity.cordons, core.capacity.reservations)
         built = self._built.get(viewer)
@@ -190,8 +197,17 @@ class ClusterViewCache:
                 self._built.popitem(last=False)
         return built.text
 
+    def _find_viewer(self, caller: Identity) -> Identity | None:
+        """Return whose view the caller sees: None for that of all users, or one for all members of the same groups."""
+        if not self._sees_common_view(caller):
+            return caller
+        groups = _find_groups(self._core, caller) & self._access_groups
+        return Identity(name="", is_user=False, groups=groups) if groups else None
+
     def _sees_common_view(self, caller: Identity) -> bool:
-        """Return whether the caller sees the same as all users, without own limits, reservations or positions."""
+        """Return whether the caller sees what others in the same groups see, without own limits, reservations or
+        positions.
+        """
         core = self._core
         if core.capacity.current_reservations or (
             caller.is_user and _is_limited(core.scheduler_sync.get_quota(caller.name))

@@ -108,6 +108,10 @@ class NodeView(WireModel):
     rack: str | None = None
     #: Number of leases with containers there, with or without GPUs.
     leases: int = 0
+    #: Groups whose members alone get work placed there; empty for all users.
+    groups: tuple[GroupName, ...] = ()
+    #: Whether the caller is one of those users.
+    is_open: bool = True
 
 
 class QueueEntry(WireModel):
@@ -286,6 +290,7 @@ class ClusterView(WireModel):
     """The state of the whole cluster at one moment."""
 
     nodes: tuple[NodeView, ...]
+    #: Those that the caller may use.
     profiles: tuple[ProfileView, ...]
     #: The beginning of the queue, and all requests of the caller.
     queue: tuple[QueueEntry, ...]

@@ -8,7 +8,7 @@ import pytest
 
 from gpuhub.broker.controllers import deadlines, server_restarter
 from gpuhub.broker.state import broker_state, mutations
-from gpuhub.config.settings import JobSettings, ProfileSettings, UserSettings
+from gpuhub.config.settings import GroupSettings, JobSettings, ProfileSettings, UserSettings
 from gpuhub.domain import reconcile
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Setting, asgi_broker, until
@@ -64,7 +64,7 @@ async def test_an_overdue_job_ends(setting: Setting) -> None:
 
 
 async def test_request_ends_at_the_queue_limit(setting: Setting) -> None:
-    """After the queue limit it ends, and says so; as does one whose profile is no longer offered."""
+    """After the queue limit it ends, and says so; as does one whose profile is no longer offered, or for others."""
     setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), queue_limit="1s"))
     async with asgi_broker(setting) as running:
         await run_notebook(running, await ask(running, "ada"))
@@ -75,6 +75,14 @@ async def test_request_ends_at_the_queue_limit(setting: Setting) -> None:
     async with asgi_broker(setting) as running:
         waiting = await ask(running, "ben", key="again")
         assert waiting["state"] == "requested"
+        other = await ask(running, "cyd", key="third")
+    only = ProfileSettings(name="rtx5090", title="5090", gpu_model="RTX 5090", groups=("vision",))
+    members = (GroupSettings(name="vision", members=("ben",)),)
+    setting.cluster = build_cluster(profiles=[only], groups=members)
+    async with asgi_broker(setting) as running:
+        ended = await wait_for_state(running, f"/leases/{other['id']}", "released")
+        assert ended["reason"] == "profile 'rtx5090' is only for members of vision, and cyd is not one"
+        assert (await read(running, "ben", f"/leases/{waiting['id']}"))["state"] == "requested"
     setting.cluster = build_cluster(profiles=[ProfileSettings(name="other", title="Other")])
     async with asgi_broker(setting) as running:
         ended = await wait_for_state(running, f"/leases/{waiting['id']}", "released")
