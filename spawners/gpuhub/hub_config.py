@@ -38,7 +38,7 @@ from gpuhub.web.gpus_page import (
     NodeLeasesHandler,
     PendingReasonHandler,
 )
-from gpuhub.web.handlers import BROKER_SCOPE, ClusterCache, ClusterHandler, LaptopWheelHandler, UserTokens
+from gpuhub.web.handlers import BROKER_SCOPE, ClusterCaches, ClusterHandler, LaptopWheelHandler, UserTokens
 from gpuhub.web.lab_assets import LabAssetsHandler
 
 BROKER_SERVICE = "broker"
@@ -226,7 +226,7 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
     parts = {
         "make_broker": make_broker,
         "cluster": cluster(),
-        "cluster_cache": ClusterCache(lambda: make_broker().cluster()),
+        "cluster_caches": ClusterCaches(cluster(), lambda groups: make_broker().cluster(groups)),
         "user_tokens": UserTokens(),
     }
     others: list[tuple[str, type, dict[str, Any]]] = [

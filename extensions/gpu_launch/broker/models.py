@@ -127,6 +127,8 @@ class Node:
     state: str = ""
     #: An explanation of the state; may be None.
     message: str | None = None
+    #: False for a node that is restricted to groups that the user is not in.
+    is_open: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +238,7 @@ def parse_cluster(data: Mapping[str, Any]) -> Cluster:
                 gpus=tuple(map(parse_gpu, node.get("gpus", ()))),
                 state=node.get("state") or "",
                 message=node.get("message"),
+                is_open=node.get("is_open") is not False,
             )
             for node in data.get("nodes", ())
         ),

@@ -144,10 +144,14 @@ def fit(plan: LaunchPlan, cluster: Cluster) -> LaunchPlan:
     own = ", ".join(plan.exclude_nodes)
     besides = f" other than this notebook's own, {own}" if own and not plan.includes_notebook else ""
     if not names:
-        others = (node for node in cluster.nodes if node.name not in plan.exclude_nodes)
+        closed = [node.name for node in cluster.nodes if not node.is_open]
+        restricted = f" ({', '.join(closed)}: restricted to groups that you are not in)" if closed else ""
+        others = [node for node in cluster.nodes if node.is_open and node.name not in plan.exclude_nodes]
         most = max((plan.demand.count_usable(node.gpus) for node in others), default=0)
         remedy = f" Use --nproc-per-node {most} or less." if most else ""
-        raise UsageError(f"--nproc-per-node {plan.nproc_per_node}: no node of the cluster has {kind}{besides}.{remedy}")
+        raise UsageError(
+            f"--nproc-per-node {plan.nproc_per_node}: no node of the cluster has {kind}{besides}{restricted}.{remedy}"
+        )
     one_model = ", all of one model" if plan.demand.same_model else ""
     raise UsageError(
         f"--nnodes {plan.least_nnodes} is more than the cluster has: "
@@ -162,7 +166,8 @@ def free_nodes(plan: LaunchPlan, cluster: Cluster, used: Collection[str] = ()) -
     return tuple(
         node.name
         for node in cluster.nodes
-        if node.name not in {*plan.exclude_nodes, *used}
+        if node.is_open
+        and node.name not in {*plan.exclude_nodes, *used}
         and plan.demand.count_usable([gpu for gpu in node.gpus if gpu.state == "free"]) >= plan.nproc_per_node
     )
 
@@ -172,13 +177,9 @@ def _able_nodes(plan: LaunchPlan, cluster: Cluster) -> list[str]:
     demands = [plan.demand]
     if plan.demand.same_model:
         demands = [replace(plan.demand, models=(model,)) for model in plan.demand.models or cluster.list_models()]
+    usable = [node for node in cluster.nodes if node.is_open and node.name not in plan.exclude_nodes]
     able = [
-        [
-            node.name
-            for node in cluster.nodes
-            if node.name not in plan.exclude_nodes and demand.count_usable(node.gpus) >= plan.nproc_per_node
-        ]
-        for demand in demands
+        [node.name for node in usable if demand.count_usable(node.gpus) >= plan.nproc_per_node] for demand in demands
     ]
     return max(able, key=len, default=[])
 

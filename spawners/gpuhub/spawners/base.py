@@ -30,7 +30,7 @@ from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.spawners import notebook_lease, readiness
 from gpuhub.storage.homes import prepare_user
-from gpuhub.web.spawn_form import build_spawn_form
+from gpuhub.web.spawn_form import build_spawn_form, find_user_groups
 from gpuhub.web.text import describe_holdings, describe_waiting
 
 #: Time between SIGTERM and SIGKILL, seconds; JupyterLab ends on SIGTERM within about a second.
@@ -246,6 +246,9 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
     async def _identify(self) -> UserIdentity:
         state = Paths(self.instance).state
         return await prepare_user(self.cluster.users, self.cluster.storage, state, self.user.name)
+
+    def _find_groups(self) -> frozenset[str]:
+        return find_user_groups(self.cluster, self.user)
 
     async def _claim(self, profile: ProfileSettings) -> tuple[LeaseView, bool]:
         # Shielded, so that `_undo` still gets the lease when this start is stopped during the request.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from gpuhub.broker_api.schemas import ClusterView, LeaseRequest, LeaseState, LeaseView, Purpose
@@ -19,7 +19,7 @@ _LIVE_STATES = (LeaseState.REQUESTED, LeaseState.GRANTED, LeaseState.ACTIVE)
 _FINAL_STATES = (LeaseState.QUARANTINED, LeaseState.RELEASED)
 #: The broker's limits for a user's groups.
 _MAX_GROUPS = 64
-_MAX_GROUP_LENGTH = 64
+_MAX_GROUP_LENGTH = 200
 
 
 class LeaseBroker(Protocol):
@@ -38,8 +38,8 @@ class LeaseBroker(Protocol):
 
     async def release(self, lease_id: str) -> LeaseView: ...
 
-    async def cluster(self) -> ClusterView:
-        """Return the current state of the cluster."""
+    async def cluster(self, groups: Collection[str] = ()) -> ClusterView:
+        """Return the current state of the cluster, as a user in these groups sees it."""
 
 
 def choose_lease(

@@ -281,7 +281,7 @@ class BrokerUserHandler(GpuhubHandler):
 
     async def load_page_data(self, user: Any) -> GpusPageData:
         """Return the page's current data for the user."""
-        view = await self.cluster_cache.get()
+        view = await self.cluster_caches.get(user)
         if view is None:
             return GpusPageData(name=user.name, is_admin=user.admin, view=None)
         try:

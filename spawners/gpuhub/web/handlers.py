@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from typing import Any
 
 from jupyterhub.handlers.base import BaseHandler
@@ -16,7 +17,7 @@ from gpuhub.broker_api.errors import TooManyRequests
 from gpuhub.broker_api.schemas import ClusterView
 from gpuhub.common.errors import Unavailable
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.web.spawn_form import render_parts
+from gpuhub.web.spawn_form import find_user_groups, render_parts
 
 #: Age up to which a view is used, seconds; less than the time between two refreshes of a page.
 CACHE_S = 1.5
@@ -56,6 +57,24 @@ BROKER_SCOPE = "access:services!service=broker"
 PAGE_NOTE = "gpuhub's page of GPUs"
 
 
+class ClusterCaches:
+    """The cluster's state as users see it: one cache for all who are in the same of the groups that matter."""
+
+    def __init__(self, cluster: ClusterSettings, fetch: Callable[[Collection[str]], Awaitable[ClusterView]]) -> None:
+        """`fetch` returns the state as a user in these groups sees it."""
+        self._cluster = cluster
+        self._access_groups = cluster.access_groups
+        self._fetch = fetch
+        self._caches: dict[frozenset[str], ClusterCache] = {}
+
+    async def get(self, user: Any) -> ClusterView | None:
+        """Return the state for the hub's `user` of a moment ago, or None while the broker does not answer."""
+        groups = find_user_groups(self._cluster, user) & self._access_groups
+        if groups not in self._caches:
+            self._caches[groups] = ClusterCache(partial(self._fetch, groups))
+        return await self._caches[groups].get()
+
+
 class UserTokens:
     """Short-lived tokens of users who opened a page recently, in memory alone."""
 
@@ -88,13 +107,13 @@ class GpuhubHandler(BaseHandler):  # type: ignore[misc] # JupyterHub is untyped
         *,
         make_broker: Callable[[], Any],
         cluster: ClusterSettings,
-        cluster_cache: ClusterCache,
+        cluster_caches: ClusterCaches,
         user_tokens: UserTokens,
     ) -> None:
         """Store the shared objects; called by Tornado."""
         self.broker = make_broker()
         self.cluster = cluster
-        self.cluster_cache = cluster_cache
+        self.cluster_caches = cluster_caches
         self.user_tokens = user_tokens
 
     def require_user(self) -> Any:
@@ -131,9 +150,9 @@ class ClusterHandler(GpuhubHandler):
 
         With `?parts` the cluster itself is omitted, which the form's script does not use.
         """
-        self.require_user()
-        view = await self.cluster_cache.get()
-        answer: dict[str, Any] = {"parts": render_parts(self.cluster, view)}
+        user = self.require_user()
+        view = await self.cluster_caches.get(user)
+        answer: dict[str, Any] = {"parts": render_parts(self.cluster, view, find_user_groups(self.cluster, user))}
         if "parts" not in self.request.query_arguments:
             answer["cluster"] = None if view is None else view.model_dump(mode="json")
         self.finish_json(answer)

@@ -6,7 +6,7 @@ It fills templates/gpuhub_form.html and gpuhub_parts.html; gpuhub_form.js refres
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from gpuhub.common.gpu import describe_gpus
 from gpuhub.common.units import format_size, format_span
 from gpuhub.config.profiles import gpu_requirement
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
+from gpuhub.domain import owner_limits
 from gpuhub.storage.home_usage import HomeUsage, read_home_usage
 from gpuhub.web.template_loader import build_environment, load_macros, read_asset, read_style
 from gpuhub.web.text import build_card, count_totals, describe_gib, describe_partition
@@ -41,17 +42,25 @@ class FormSpawner(Protocol):
 
 async def build_spawn_form(spawner: FormSpawner) -> str:
     """Build the spawn page's form."""
-    storage, name = spawner.cluster.storage, spawner.user.name
-    view, home = await asyncio.gather(_read_figures(spawner), read_home_usage(storage, name))
+    cluster, user = spawner.cluster, spawner.user
+    groups = find_user_groups(cluster, user)
+    view, home = await asyncio.gather(
+        _read_figures(spawner, groups & cluster.access_groups), read_home_usage(cluster.storage, user.name)
+    )
     last = spawner.orm_spawner.user_options
     last_profile = last.get("profile") if isinstance(last, dict) else None
-    return render_form(spawner.cluster, view, last_profile=last_profile, hub_url=spawner.hub.base_url, home=home)
+    return render_form(cluster, view, last_profile=last_profile, groups=groups, hub_url=spawner.hub.base_url, home=home)
 
 
-async def _read_figures(spawner: FormSpawner) -> ClusterView | None:
+def find_user_groups(cluster: ClusterSettings, user: Any) -> frozenset[str]:
+    """Return the groups of the hub's `user`, and those of the settings that name the user."""
+    return owner_limits.list_groups(cluster, user.name, (group.name for group in user.orm_user.groups))
+
+
+async def _read_figures(spawner: FormSpawner, groups: Collection[str]) -> ClusterView | None:
     try:
         async with asyncio.timeout(_FIGURES_TIMEOUT_S):
-            return await spawner.broker.cluster()
+            return await spawner.broker.cluster(groups)
     except (GpuhubError, TimeoutError) as error:
         spawner.log.warning("The spawn form has no figures: %r", error)
         return None
@@ -83,23 +92,28 @@ class ProfileCard:
     is_chosen: bool
 
 
-def build_cards(cluster: ClusterSettings, view: ClusterView | None, last_profile: object) -> list[ProfileCard]:
-    """Build a card for each profile; select the user's last if it starts at once, else the first that does."""
+def build_cards(
+    cluster: ClusterSettings, view: ClusterView | None, last_profile: object, groups: Collection[str] = ()
+) -> list[ProfileCard]:
+    """Build a card for each profile that a user in these groups may use.
+
+    The user's last one is selected if it starts at once, else the first that does.
+    """
+    profiles = [profile for profile in cluster.profiles if profile.admits(groups)]
     views = {} if view is None else {profile.name: profile for profile in view.profiles}
-    chosen = choose_preselected(cluster, views, last_profile)
+    chosen = choose_preselected([profile.name for profile in profiles], views, last_profile)
     return [
         _build_card(cluster, view, profile, views.get(profile.name), is_chosen=profile.name == chosen)
-        for profile in cluster.profiles
+        for profile in profiles
     ]
 
 
-def choose_preselected(cluster: ClusterSettings, views: Mapping[str, ProfileView], last_profile: object) -> str:
-    """Return the name of the profile that is selected when the form opens."""
-    names = [profile.name for profile in cluster.profiles]
+def choose_preselected(names: Sequence[str], views: Mapping[str, ProfileView], last_profile: object) -> str | None:
+    """Return which of the profiles is selected when the form opens; None if there are none."""
     ready = [name for name in names if name in views and views[name].starts_now]
     if last_profile in ready or (last_profile in names and not ready):
         return str(last_profile)
-    return (ready or names)[0]
+    return next(iter(ready or names), None)
 
 
 def list_gpu_memories(profile: ProfileSettings, view: ClusterView | None) -> list[int]:
@@ -194,15 +208,16 @@ def render_form(
     view: ClusterView | None,
     *,
     last_profile: object,
+    groups: Collection[str] = (),
     hub_url: str = "/hub/",
     home: HomeUsage = _NO_USAGE,
 ) -> str:
-    """Render the whole form as HTML, complete without JavaScript."""
+    """Render the whole form as HTML, complete without JavaScript. `groups` are the user's."""
     return (
         build_environment()
         .get_template("gpuhub_form.html")
         .render(
-            cards=build_cards(cluster, view, last_profile),
+            cards=build_cards(cluster, view, last_profile, groups),
             view=view,
             totals=count_totals(view),
             notice=cluster.notice,
@@ -214,10 +229,10 @@ def render_form(
     )
 
 
-def render_parts(cluster: ClusterSettings, view: ClusterView | None) -> dict[str, str]:
-    """Render the parts of the form that change, by their `data-gpuhub-part`."""
+def render_parts(cluster: ClusterSettings, view: ClusterView | None, groups: Collection[str] = ()) -> dict[str, str]:
+    """Render the parts of the form that change, by their `data-gpuhub-part`. `groups` are the user's."""
     macros = load_macros("gpuhub_parts.html")
-    parts = {f"card-{card.name}": str(macros.status(card)) for card in build_cards(cluster, view, None)}
+    parts = {f"card-{card.name}": str(macros.status(card)) for card in build_cards(cluster, view, None, groups)}
     parts["problem"] = str(macros.problem(view))
     parts["nodes"] = str(macros.nodes(view, count_totals(view)))
     parts["queue"] = str(macros.queue(view))

@@ -152,11 +152,13 @@ def describe_kinds(kinds: Sequence[GpuModelView]) -> str:
 
 
 def describe_node(node: NodeView) -> str:
-    """Return a text such as `driver 570.86.15 · switch s1 · 2 leases`."""
+    """Return a text such as `driver 570.86.15 · switch s1 · 2 leases · only for members of vision`."""
     labelled = (("driver", node.driver), ("switch", node.switch), ("rack", node.rack))
     parts = [f"{what} {value}" for what, value in labelled if value is not None]
     if node.leases:
         parts.append(f"{node.leases} lease{'s' if node.leases > 1 else ''}")
+    if node.groups:
+        parts.append(f"only for members of {' or '.join(node.groups)}")
     return " · ".join(parts)
 
 
@@ -229,6 +231,7 @@ def eligible_nodes(view: ClusterView, profile: ProfileSettings) -> list[str]:
         node.name
         for node in view.nodes
         if node.state is NodeState.UP
+        and node.is_open
         and requirement.accepts_driver(node.driver)
         and sum(requirement.accepts(build_card(gpu)) for gpu in node.gpus) >= profile.gpu_count
     ]

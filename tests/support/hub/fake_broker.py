@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
 from gpuhub.backends.plugin import find_capabilities
@@ -103,7 +103,7 @@ class FakeBroker:
             lease_id, state=LeaseState.RELEASED, position=None, waiting_for=None, reason="It was given back."
         )
 
-    async def cluster(self) -> ClusterView:
+    async def cluster(self, groups: Collection[str] = ()) -> ClusterView:
         """Return the state of the whole cluster."""
         holders = {gpu.uuid: lease for lease in self.known.values() if lease.state in LIVE for gpu in lease.gpus}
         waiting = self._waiting()

@@ -109,7 +109,9 @@ class GpuDockerSpawner(NodeSpawner):
     """Places each notebook on the node and GPUs that the broker leases to it."""
 
     async def _start(self) -> str:
-        profile = startup.choose_profile(self.cluster, self.user_options)
+        profile = startup.choose_profile(
+            self.cluster, self.user_options, owner=self.user.name, groups=self._find_groups()
+        )
         startup.check_server_name(self.name)
         self.image = profile.image
         self._progress_log.add("Requesting resources", percent=5)
@@ -139,7 +141,8 @@ class GpuDockerSpawner(NodeSpawner):
         return lease
 
     async def _check_image(self, profile: ProfileSettings) -> None:
-        candidates = eligible_nodes(await self.broker.cluster(), profile)
+        view = await self.broker.cluster(self._find_groups() & self.cluster.access_groups)
+        candidates = eligible_nodes(view, profile)
         await startup.check_image(self.spawn_context, profile, candidates)
 
     async def _start_notebook(

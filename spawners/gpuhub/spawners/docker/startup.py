@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,13 +213,19 @@ async def check_image(context: SpawnContext, profile: ProfileSettings, candidate
         )
 
 
-def choose_profile(cluster: ClusterSettings, options: object) -> ProfileSettings:
+def choose_profile(
+    cluster: ClusterSettings, options: object, *, owner: str = "", groups: Collection[str] = ()
+) -> ProfileSettings:
     """Return the profile that the form or the REST API names with `{"profile": name}`.
+
+    Args:
+        groups: The owner's groups.
 
     Raises:
         InvalidRequest: The options have another form; the text names the valid ones.
+        NotAllowed: The profile is restricted to groups that the owner is not in.
     """
-    valid = ", ".join(profile.name for profile in cluster.profiles)
+    valid = ", ".join(profile.name for profile in cluster.profiles if profile.admits(groups)) or "(none)"
     if not isinstance(options, dict):
         raise InvalidRequest(f'The options must be {{"profile": NAME}}; NAME is one of: {valid}')
     unknown = sorted(str(key)[:40] for key in options if key != "profile")
@@ -231,6 +237,7 @@ def choose_profile(cluster: ClusterSettings, options: object) -> ProfileSettings
     profile = cluster.profile(name) if isinstance(name, str) else None
     if profile is None:
         raise InvalidRequest(f"There is no profile {str(name)[:60]!r}; choose one of: {valid}")
+    profile.check_groups(owner, groups)
     return profile
 
 

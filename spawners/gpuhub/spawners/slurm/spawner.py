@@ -40,7 +40,9 @@ class GpuSlurmSpawner(JobSpawner):
     """Submits each notebook as a job of its user."""
 
     async def _start(self) -> str:
-        profile = startup.choose_profile(self.cluster, self.user_options)
+        profile = startup.choose_profile(
+            self.cluster, self.user_options, owner=self.user.name, groups=self._find_groups()
+        )
         startup.check_server_name(self.name)
         self._progress_log.add("Requesting resources", percent=5)
         identity = await self._identify()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpu_launch import environment
@@ -171,6 +173,18 @@ def test_unsatisfiable_request_is_refused(demand, right):
     """With the nodes that could take part, so that the right number is seen."""
     with pytest.raises(UsageError, match=right):
         plan.fit(make("", **demand), CLUSTER)
+
+
+def test_nodes_that_are_reserved_for_others_do_not_count():
+    """The error names them; an elastic launch goes without them."""
+    rig1, *others = CLUSTER.nodes
+    restricted = replace(CLUSTER, nodes=(replace(rig1, is_open=False), *others))
+    with pytest.raises(UsageError, match=r"2 nodes have 1 GPU \(rig2, rig3\)\. Use --nnodes 2 or less"):
+        plan.fit(make("", nnodes=3), restricted)
+    with pytest.raises(UsageError, match=r"2 GPUs \(rig1: restricted to groups that you are not in\)\."):
+        plan.fit(make("", nnodes=1, nproc=2), restricted)
+    assert plan.fit(make("", nnodes=9, least=1), restricted).nnodes == 2
+    assert "rig1" not in plan.free_nodes(make("", nnodes=1), restricted)
 
 
 def test_elastic_launch_requests_at_most_the_existing_nodes():

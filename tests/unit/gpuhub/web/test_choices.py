@@ -18,6 +18,7 @@ from gpuhub.common.errors import (
     InvalidRequest,
     NodeSilent,
     NodeUnreachable,
+    NotAllowed,
     NotFound,
 )
 from gpuhub.config.settings import ClusterSettings
@@ -63,6 +64,20 @@ def test_server_names_with_special_meaning_are_refused(name: str) -> None:
     """They become part of a container's name and of a path."""
     with pytest.raises(InvalidRequest):
         check_server_name(name)
+
+
+def test_profiles_of_other_groups_are_refused(cluster: ClusterSettings) -> None:
+    """With the groups, also through the REST API; the list of valid ones has only those that the user may use."""
+    big = cluster.profiles[0].model_copy(update={"groups": ("vision", "nlp")})
+    restricted = cluster.model_copy(update={"profiles": (big, *cluster.profiles[1:])})
+    with pytest.raises(NotAllowed) as raised:
+        choose_profile(restricted, {"profile": "big"}, owner="ben", groups={"lab"})
+    assert str(raised.value) == "profile 'big' is only for members of vision or nlp, and ben is not one"
+    failed = SpawnFailed.from_error(raised.value)
+    assert (failed.status_code, failed.jupyterhub_message) == (403, str(raised.value))
+    assert choose_profile(restricted, {"profile": "big"}, owner="mia", groups={"lab", "nlp"}) is big
+    with pytest.raises(InvalidRequest, match=r"choose one of: small, cpu$"):
+        choose_profile(restricted, {"profile": "gone"}, owner="ben")
 
 
 def test_known_profile_is_accepted(cluster: ClusterSettings) -> None:
@@ -149,7 +164,7 @@ async def test_server_stop_does_not_wait_for_a_quarantined_lease(cluster: Cluste
 async def test_lease_request_contains_the_groups_of_the_owner(cluster: ClusterSettings) -> None:
     """In order, and without names that no setting can have."""
     broker = FakeBroker(cluster)
-    await claim_lease(broker, "ada", "", "big", ["ml", "lab", "", "x" * 65, "lab"])
+    await claim_lease(broker, "ada", "", "big", ["ml", "lab", "", "x" * 201, "lab"])
     assert [request.groups for request in broker.requests] == [("lab", "ml")]
     assert len(select_groups(f"group{number}" for number in range(100))) == 64
 
@@ -162,6 +177,8 @@ async def test_only_nodes_that_could_serve_the_profile_need_its_image(cluster: C
     assert cpu is not None
     assert eligible_nodes(view, big) == ["rig1"]
     assert eligible_nodes(view, cpu) == ["rig1", "rig2", "rig3"]
+    closed = view.nodes[0].model_copy(update={"groups": ("vision",), "is_open": False})
+    assert eligible_nodes(view.model_copy(update={"nodes": (closed, *view.nodes[1:])}), cpu) == ["rig2", "rig3"]
     cordoned = view.nodes[1].model_copy(update={"state": NodeState.CORDONED})
     some = view.model_copy(update={"nodes": (view.nodes[0], cordoned, view.nodes[2])})
     assert eligible_nodes(some, cpu) == ["rig1", "rig3"]

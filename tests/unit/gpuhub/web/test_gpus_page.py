@@ -300,10 +300,10 @@ async def test_page_is_shown_while_the_broker_refuses_tokens() -> None:
     async def refuse(*_: object) -> None:
         raise TooManyRequests("too many requests")
 
-    async def get_view() -> object:
+    async def get_view(_: object) -> object:
         return object()
 
-    handler = SimpleNamespace(cluster_cache=SimpleNamespace(get=get_view), _load_user_data=refuse)
+    handler = SimpleNamespace(cluster_caches=SimpleNamespace(get=get_view), _load_user_data=refuse)
     data = await BrokerUserHandler.load_page_data(handler, FakeHubUser("ada"))  # type: ignore[arg-type]
     assert data == GpusPageData(name="ada", is_admin=False, view=None)
     assert await ClusterCache(refuse).get() is None  # type: ignore[arg-type]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from gpuhub.broker_api.schemas import GpuView, HolderView, OutsideProcess, Purpose
-from gpuhub.config.settings import ClusterSettings
+from gpuhub.broker_api.schemas import ClusterView, GpuView, HolderView, OutsideProcess, Purpose
+from gpuhub.config.settings import ClusterSettings, GroupSettings
 from gpuhub.spawners.base import SpawnFailed, parse_spawn_options
 from gpuhub.storage.home_usage import HomeUsage
-from gpuhub.web.spawn_form import build_cards, describe_facts, render_form, render_parts
+from gpuhub.web.handlers import ClusterCaches
+from gpuhub.web.spawn_form import build_cards, build_spawn_form, describe_facts, render_form, render_parts
 from tests.support.broker.factories import ask
 from tests.support.clusters import build_cluster
 from tests.support.hub.fake_broker import NOW, FakeBroker
@@ -149,3 +154,68 @@ def test_the_form_sends_a_profile() -> None:
     """And nothing else."""
     assert parse_spawn_options({"profile": ["big"]}) == {"profile": "big"}
     assert parse_spawn_options({}) == {}
+
+
+async def test_form_shows_only_profiles_that_the_user_may_use(cluster: ClusterSettings) -> None:
+    """Also without the broker, and when it refreshes itself; the last profile may have become restricted."""
+    big = cluster.profiles[0].model_copy(update={"groups": ("vision",)})
+    restricted = cluster.model_copy(update={"profiles": (big, *cluster.profiles[1:])})
+    view = await FakeBroker(restricted).cluster()
+    for shown in (view, None):
+        cards = build_cards(restricted, shown, "big", {"lab"})
+        assert [(card.name, card.is_chosen) for card in cards] == [("small", True), ("cpu", False)]
+        assert len(build_cards(restricted, shown, "big", {"vision"})) == 3
+        html = render_form(restricted, shown, last_profile="big", groups={"lab"})
+        assert 'value="big"' not in html
+        assert 'value="big" checked' in render_form(restricted, shown, last_profile="big", groups={"vision"})
+    assert "card-big" not in render_parts(restricted, view)
+    assert "card-big" in render_parts(restricted, view, {"vision"})
+
+
+async def test_form_without_profiles_says_why(cluster: ClusterSettings) -> None:
+    """All are restricted to groups."""
+    big = cluster.profiles[0].model_copy(update={"groups": ("vision",)})
+    only = cluster.model_copy(update={"profiles": (big,)})
+    html = render_form(only, await FakeBroker(only).cluster(), last_profile=None)
+    assert "Every profile is restricted to groups that you are not in." in html
+    assert 'type="radio"' not in html
+
+
+async def test_nodes_of_other_groups_are_marked(cluster: ClusterSettings) -> None:
+    """With the groups, in the form's table."""
+    view = await FakeBroker(cluster).cluster()
+    closed = view.nodes[0].model_copy(update={"groups": ("nlp", "vision"), "is_open": False})
+    html = render_parts(cluster, view.model_copy(update={"nodes": (closed, *view.nodes[1:])}))["nodes"]
+    assert html.count("only for members of nlp or vision") == 1
+
+
+async def test_figures_are_asked_for_with_the_groups_that_matter(cluster: ClusterSettings) -> None:
+    """Those of the login and of the settings, without the ones that no node or profile names."""
+    big = cluster.profiles[0].model_copy(update={"groups": ("vision", "nlp")})
+    restricted = cluster.model_copy(
+        update={"profiles": (big,), "groups": (GroupSettings(name="nlp", members=("ada",)),)}
+    )
+    user = SimpleNamespace(name="ada", orm_user=SimpleNamespace(groups=[SimpleNamespace(name="vision")]))
+    user.orm_user.groups.append(SimpleNamespace(name="lab"))
+    asked: list[Collection[str]] = []
+
+    async def read_cluster(groups: Collection[str]) -> ClusterView:
+        asked.append(groups)
+        return await FakeBroker(restricted).cluster()
+
+    spawner: Any = SimpleNamespace(
+        cluster=restricted,
+        user=user,
+        orm_spawner=SimpleNamespace(user_options=None),
+        hub=SimpleNamespace(base_url="/hub/"),
+        broker=SimpleNamespace(cluster=read_cluster),
+        log=None,
+    )
+    assert 'value="big"' in await build_spawn_form(spawner)
+    caches = ClusterCaches(restricted, read_cluster)
+    first, second = await caches.get(user), await caches.get(user)
+    assert first is second is not None
+    assert asked == [{"vision", "nlp"}] * 2
+    user.name, user.orm_user.groups = "ben", []
+    assert await caches.get(user) is not None
+    assert asked[2:] == [frozenset()]
