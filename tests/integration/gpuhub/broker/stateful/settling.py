@@ -83,7 +83,7 @@ def finish_all_work(world: World, people: People) -> list[str]:
     left += [f"container {one.id[-6:]} of {one.lease} still runs" for one in running_containers(world)]
     if world.slurm is not None:
         left += [f"job {job.id} of {job.name} is left" for job in world.slurm.own_jobs()]
-    states = {gpu.uuid: (gpu.state, gpu.message) for node in world.broker.nodes() for gpu in node.gpus}
+    states = {gpu.uuid: (gpu.state, gpu.message) for node in world.broker.nodes(ADMIN) for gpu in node.gpus}
     return left + [f"{uuid} is {state}: {why}" for uuid, (state, why) in states.items() if state is not GpuState.FREE]
 
 
@@ -142,7 +142,7 @@ def _find_starving_request(world: World) -> list[str]:
     if not order:
         return []
     first = core.ledger.snapshot.leases[order[0]]
-    free = [gpu for node in world.broker.nodes() for gpu in node.gpus if gpu.state is GpuState.FREE]
+    free = [gpu for node in world.broker.nodes(ADMIN) for gpu in node.gpus if gpu.state is GpuState.FREE]
     ask = first.resources
     fitting = [
         gpu.uuid
