@@ -6,6 +6,7 @@ simulated library reads both at every call.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -87,9 +88,13 @@ def format_load(load: GpuLoad) -> str:
 
 
 def ensure_gpus(plan: ClosetPlan, node: ClosetNode, paths: Paths) -> None:
-    """Write the files of the node's GPUs; load and faults that were set before are kept."""
+    """Write the files of the node's GPUs, and remove those of others; load and faults that were set before are kept."""
+    gpus = node_paths(paths, node).gpus
+    for former in gpus.iterdir() if gpus.exists() else ():
+        if int(former.name) >= len(node.gpus):
+            shutil.rmtree(former)
     for index, gpu in enumerate(node.gpus):
-        folder = node_paths(paths, node).gpus / str(index)
+        folder = gpus / str(index)
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o755)
         uuid = gpu_uuid(plan.instance, node.name, index)

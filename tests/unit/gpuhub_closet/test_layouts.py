@@ -9,9 +9,9 @@ import pytest
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
-from gpuhub_closet import layouts
+from gpuhub_closet import gpu_state, layouts
 from gpuhub_closet.cluster_file import format_cluster
-from gpuhub_closet.paths import layout_file
+from gpuhub_closet.paths import layout_file, node_paths
 
 
 @pytest.fixture
@@ -99,3 +99,17 @@ def test_layout_of_another_version_is_none(paths: Paths) -> None:
     layout_file(paths).write_text("palace\n")
     assert layouts.find_layout(paths) is None
     assert layouts.find_plan(paths) == layouts.build_plan("ghtest")
+
+
+def test_gpus_of_another_layout_are_removed(paths: Paths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A node with four GPUs that gets one has one afterwards, with the load that it had."""
+    monkeypatch.setattr(Paths, "run", property(lambda self: tmp_path / "run"))
+    lab, practice = layouts.build_plan("ghtest", "lab"), layouts.build_plan("ghtest")
+    gpu_state.ensure_gpus(lab, lab.node("rig1"), paths)
+    folder = node_paths(paths, "rig1").gpus
+    (folder / "0" / "live").write_text("utilization 7\n")
+    assert sorted(gpu.name for gpu in folder.iterdir()) == ["0", "1", "2", "3"]
+    gpu_state.ensure_gpus(practice, practice.node("rig1"), paths)
+    assert [gpu.name for gpu in folder.iterdir()] == ["0"]
+    assert "RTX 5090" in (folder / "0" / "card").read_text()
+    assert (folder / "0" / "live").read_text() == "utilization 7\n"
