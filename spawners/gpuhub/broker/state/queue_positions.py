@@ -17,7 +17,7 @@ REFRESH_S = 1.0
 MANY = 200
 #: Fraction of the time that may be spent on pending reasons, and the most at once, seconds.
 BUDGET_SHARE = 0.1
-BUDGET_S = 0.1
+BUDGET_S = 0.05
 #: An expected start that moved by less counts as unchanged, seconds.
 _SAME_S = 60.0
 _IN_LINE = "it waits for its turn"
