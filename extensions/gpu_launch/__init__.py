@@ -1,7 +1,7 @@
 """gpu_launch: torchrun over several nodes from a notebook cell.
 
 `%load_ext gpu_launch` gives `%gpu_launch`, `%%gpu_launch` and the other magics; `gpu_launch.run` is the same as a
-function, and runs functions too. `gpu_launch.report` is for the ranks.
+function, and runs functions too. `gpu_launch.report` and `gpu_launch.balance` are for the ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from gpu_launch.report import report
 if TYPE_CHECKING:
     from gpu_launch.common.exchange import ExchangeFiles
     from gpu_launch.launch.state import LaunchResult
+    from gpu_launch.training.balancer import BatchBalancer
 
 __all__ = [
     "BrokerError",
@@ -26,12 +27,85 @@ __all__ = [
     "LaunchInterrupted",
     "NetworkError",
     "UsageError",
+    "balance",
     "load_ipython_extension",
     "report",
     "run",
 ]
 
 _BEFORE = dict(os.environ)
+
+
+def balance(
+    dataset: Any,
+    *,
+    batch: int,
+    speeds: Sequence[float] | None = None,
+    most: int | Sequence[int] | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    sampler: Any = None,
+    model: Any = None,
+    rebalance_every: int | None = None,
+    device: Any = None,
+    group: Any = None,
+) -> BatchBalancer:
+    """Divide each batch between ranks on GPUs of different speed, so that no rank waits for a slower one.
+
+    Call it in every rank, after `torch.distributed.init_process_group()`. The gradient that DistributedDataParallel
+    computes is exactly the mean over the whole batch:
+
+        balanced = gpu_launch.balance(dataset, batch=256, model=model)
+        loader = balanced.loader(num_workers=4)
+        for epoch in range(epochs):
+            balanced.set_epoch(epoch)
+            for inputs, targets in loader:
+                with balanced.step() as step:
+                    # The mean over this rank's samples.
+                    loss = loss_function(model(inputs.to(device)), targets.to(device))
+                    optimizer.zero_grad()
+                    (loss * step.scale).backward()
+                    optimizer.step()
+            balanced.rebalance()
+
+    `batch` is the number of samples of all ranks together. It may be smaller than the number of ranks: ranks without a
+    sample compute the first one of the batch with `step.scale` 0, so that all make the same number of steps.
+
+    `speeds` has a number for each rank; only the ratios matter, and a rank with 0 gets no samples. Without it, each
+    rank multiplies matrices on its device for some tenths of a second. `most` is the largest number of samples that
+    this rank has memory for, or a list with one for each rank.
+
+    `shuffle`, `seed` and `drop_last` are as in torch's DistributedSampler, but each sample is computed exactly once in
+    an epoch. `sampler` gives another order, the same on all ranks; it needs a length and `set_epoch`.
+
+    `model`, wrapped in DistributedDataParallel or not, lets `rebalance()` measure the time of a step up to its last
+    gradient, before the wait for other ranks. With `rebalance_every`, that many steps are followed by a `rebalance()`.
+    `device` is the current GPU, or the CPU where there is none; `group` is the process group of the ranks.
+
+    One all_gather exchanges speeds and bounds, and checks that all ranks were called with the same settings.
+
+    Raises:
+        UsageError: on all ranks alike, if their arguments are equal: the data set or the sampler is empty or has no
+            length, the sampler has no `set_epoch`, `batch` is not positive, all ranks together have less room than
+            `batch`, all speeds are 0, settings differ between ranks, or there is no process group yet.
+    """
+    from gpu_launch.training.balancer import BatchBalancer
+
+    return BatchBalancer(
+        dataset,
+        batch=batch,
+        speeds=speeds,
+        most=most,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        sampler=sampler,
+        model=model,
+        rebalance_every=rebalance_every,
+        device=device,
+        group=group,
+    )
 
 
 def load_ipython_extension(shell: Any) -> None:

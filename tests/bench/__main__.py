@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import broker, launch, setup, slurm, spawn
+from tests.bench import broker, launch, mixed, setup, slurm, spawn
 
 GROUPS = {
     "setup": setup.measure,
@@ -12,6 +12,7 @@ GROUPS = {
     "spawn-trace": spawn.trace,
     "storm": spawn.measure_storm,
     "launch": launch.measure,
+    "mixed": mixed.measure,
     "broker": broker.measure,
     "slurm": slurm.measure,
 }
