@@ -9,17 +9,21 @@ import contextlib
 import ctypes
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from gpu_launch import environment
 from gpu_launch.common import job_manifest, network
 from gpu_launch.common.run_folder import RunFolder
+from gpu_launch.detached.bashrc import read_bashrc
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05  # seconds between polls for the other nodes
@@ -41,7 +45,8 @@ class _Node:
         self._task, self._name, self._run_id = job.task or job_manifest.TaskCommands(), job.name, run.run_id
         self._rank, self._nodes = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
         self._place = run.root / f"task-{os.environ['GPU_LAUNCH_ATTEMPT']}"
-        self._bash = Bash()
+        # The file's own values take precedence over those of ~/.bashrc.
+        self._bash = Bash(kept=job.environ)
 
     def work(self) -> int:
         """Run the commands; return the exit code."""
@@ -73,10 +78,18 @@ class _Node:
 
 
 class Bash:
-    """A runner of scripts, one after another; SIGTERM and SIGINT reach all processes of the current one."""
+    """A runner of scripts, one after another; SIGTERM and SIGINT reach all processes of the current one.
 
-    def __init__(self) -> None:
+    Each script has the variables and functions that the user's `~/.bashrc` defines at its start.
+
+    Args:
+        kept: Names of variables that the `~/.bashrc` does not change, besides those that `run` gets.
+    """
+
+    def __init__(self, kept: Collection[str] = ()) -> None:
+        self._kept = frozenset(kept)
         self._group = 0
+        self._is_reading = False
         self._signal = 0
         # Processes that a script leaves behind become children of this one, which waits for them.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -87,10 +100,30 @@ class Bash:
         """Run a script; return its exit code, 128 + N when signal N ended it. After a signal it may take any time."""
         if self._signal:
             return 128 + self._signal
-        bash = subprocess.Popen(["bash", "-c", script], env=without_rank(os.environ) | environ, start_new_session=True)
-        self._group = bash.pid
+        try:
+            folder = tempfile.mkdtemp(prefix="gpu-launch-")
+        except OSError as error:
+            sys.stderr.write(f"~/.bashrc is not read, because there is no temporary folder: {error}\n")
+            return self._run_script(script, without_rank(os.environ) | environ)
+        try:
+            return self._run_after_bashrc(script, without_rank(os.environ) | environ, environ.keys(), Path(folder))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run_after_bashrc(self, script: str, environ: dict[str, str], kept: Collection[str], folder: Path) -> int:
+        self._is_reading = True
+        state = read_bashrc(environ, kept=self._kept | set(kept), folder=folder, on_start=self._set_group)
+        self._group, self._is_reading = 0, False
         if self._signal:
-            self._pass_on(self._signal, None)
+            return 128 + self._signal
+        if state.functions is not None:
+            # On the script's first line, so that bash's messages have the script's line numbers.
+            script = f". {shlex.quote(str(state.functions))}; {script}"
+        return self._run_script(script, state.environ)
+
+    def _run_script(self, script: str, environ: dict[str, str]) -> int:
+        bash = subprocess.Popen(["bash", "-c", script], env=environ, start_new_session=True)
+        self._set_group(bash.pid)
         code = bash.wait()
         if self._signal:
             # Bash ends at once; a training that it started may still write its checkpoint.
@@ -99,11 +132,18 @@ class Bash:
         self._group = 0
         return code if code >= 0 else 128 - code
 
+    def _set_group(self, group: int) -> None:
+        """Remember the process group of the current bash; a signal that came before it exists reaches it now."""
+        self._group = group
+        if self._signal:
+            self._pass_on(self._signal, None)
+
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self._signal = number
         if self._group:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._group, number)
+                # An interactive bash, which reads ~/.bashrc, ignores SIGTERM.
+                os.killpg(self._group, signal.SIGKILL if self._is_reading else number)
 
     def _wait_for_group(self) -> None:
         with contextlib.suppress(ChildProcessError):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -45,16 +48,60 @@ def test_task_has_no_variables_of_the_torch_launcher():
     assert left == {"NCCL_DEBUG": "INFO", "HOME": "h"}
 
 
-@pytest.mark.process
-def test_exit_codes_are_those_of_a_shell():
-    """Whatever ended it."""
+@pytest.fixture
+def bash() -> Iterator[task_main.Bash]:
+    """A runner of scripts; the signal handlers of the tests come back afterwards."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        bash = task_main.Bash()
-        assert bash.run('exit "$CODE"', {"CODE": "5"}) == 5
-        assert bash.run("kill -9 $$", {}) == 137
-        assert bash.run("kill -TERM $PPID; exec sleep 60", {}) == 143
-        assert bash.run("touch never", {}) == 143, "nothing more is started"
+        yield task_main.Bash(kept=("LR",))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.process
+def test_exit_codes_are_those_of_a_shell(bash: task_main.Bash, tmp_path: Path):
+    """Whatever ended it."""
+    home = {"HOME": str(tmp_path)}
+    assert bash.run('exit "$CODE"', home | {"CODE": "5"}) == 5
+    assert bash.run("kill -9 $$", home) == 137
+    assert bash.run("kill -TERM $PPID; exec sleep 60", home) == 143
+    assert bash.run("touch never", home) == 143, "nothing more is started"
+
+
+@pytest.mark.process
+def test_scripts_see_what_the_script_before_wrote_into_bashrc(
+    bash: task_main.Bash, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As SkyPilot's `setup` prepares `run`; the task's own variables and the node's rank stay."""
+    monkeypatch.setenv("LR", "0.1")
+    environ = {"HOME": str(tmp_path), "SKYPILOT_NODE_RANK": "1", "OUT": str(tmp_path / "out")}
+    assert (
+        bash.run("echo 'export TEST_VAR=a LR=9 SKYPILOT_NODE_RANK=9; twice() { echo $1$1; }' >> ~/.bashrc", environ)
+        == 0
+    )
+    script = '#!/bin/bash\n{ echo "$TEST_VAR $LR $SKYPILOT_NODE_RANK $-"; twice b; } >"$OUT" 2>&1\nexit 7'
+    assert bash.run(script, environ) == 7
+    first, *rest = (tmp_path / "out").read_text().splitlines()
+    assert first.startswith("a 0.1 1 ") and "i" not in first.split()[-1]
+    assert rest[0] == "bb"
+
+
+@pytest.mark.process
+def test_signal_while_bashrc_is_read_starts_no_commands(bash: task_main.Bash, tmp_path: Path):
+    """The processes that read the file are killed: an interactive bash ignores the signal."""
+    (tmp_path / ".bashrc").write_text("kill -TERM $PPID\nsleep 1000\n")
+    assert bash.run("touch ~/never", {"HOME": str(tmp_path)}) == 143
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.process
+def test_scripts_run_without_a_temporary_folder(
+    bash: task_main.Bash, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Without what the file defines, which is said."""
+    (tmp_path / ".bashrc").write_text("export TEST_VAR=a\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+        assert bash.run('exit "${TEST_VAR:-4}"', {"HOME": str(tmp_path)}) == 4
+    assert "~/.bashrc is not read" in capsys.readouterr().err
