@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from gpu_launch.cli import submission
+from gpu_launch.cli import submission, task_submission
 from gpu_launch.cli.context import Context, json_option, pass_context
 from gpu_launch.cli.upload import DEFAULT_MAX_BYTES, INDEX_VARIABLE
 from gpu_launch.environment import SECRET_PREFIXES
@@ -94,8 +94,11 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
         here=Path.cwd(),
     )
     is_task = script.lower().endswith(_TASK_ENDINGS) and not (given["module"] or given["no_python"])
-    job = submission.from_task(context, asked) if is_task else submission.from_script(context, asked)
-    submission.run(context, job, detach=given["detach"], dry_run=given["dry_run"])
+    jobs = task_submission.build_jobs(context, asked) if is_task else (submission.from_script(context, asked),)
+    if len(jobs) == 1:
+        submission.run(context, jobs[0], detach=given["detach"], dry_run=given["dry_run"])
+    else:
+        task_submission.run_pipeline(context, jobs, detach=given["detach"], dry_run=given["dry_run"])
 
 
 def parse_size(text: str | None) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpu_launch.broker.holdings import format_holdings, list_holdings
 from gpu_launch.broker.models import WAITING, Cluster, Gpu, GpuRequest, Job
-from gpu_launch.cli import follow, job_lookup, tables, taskfile, upload
+from gpu_launch.cli import follow, job_lookup, tables, upload
 from gpu_launch.cli.context import Context
 from gpu_launch.cli.upload import JobSubmission, UploadSet, load_text, send_job
 from gpu_launch.common import job_manifest, run_folder
@@ -23,15 +23,6 @@ from gpu_launch.options.definition import LaunchOptions
 #: The folder of the jobs' working directories, below the home.
 FOLDER = "gpu-launch"
 _MOST_NAME = 80
-#: Options about ranks; a task's commands start their own.
-_RANKS_ONLY = {
-    "max_restarts": "--max-restarts",
-    "cold": "--cold",
-    "preload": "--preload",
-    "tee": "--tee",
-    "redirects": "--redirects",
-    "shown_ranks": "--local-ranks-filter",
-}
 #: States of a GPU and of a node.
 _FREE, _UP = "free", "up"
 
@@ -108,10 +99,10 @@ def from_script(context: Context, asked: RunArguments) -> JobSubmission:
     """
     options = command.build(asked.values, script=asked.script, arguments=asked.arguments)
     name = build_name(asked.name, script=asked.script)
-    load = _scan(asked, asked.workdir or ".")
+    load = scan_workdir(asked, asked.workdir or ".")
     if load is not None and not (options.module or options.no_python):
         options = replace(options, script=place_script(asked.script, load=load, here=asked.here))
-    options = _fit_to_cluster(asked, options, context.broker.get_cluster())
+    options = fit_to_cluster(asked, options, context.broker.get_cluster())
     manifest = job_manifest.JobManifest(
         name=name,
         words=command.format_words(options),
@@ -119,73 +110,10 @@ def from_script(context: Context, asked: RunArguments) -> JobSubmission:
         environ=asked.envs | asked.secrets,
         secret_names=tuple(sorted(asked.secrets)),
     )
-    return _build_submission(asked, manifest, options, load)
+    return build_submission(asked, manifest, options, load)
 
 
-def from_task(context: Context, asked: RunArguments) -> JobSubmission:
-    """Return the job of a task file.
-
-    Raises:
-        UsageError: naming the file, and what in it is not supported.
-    """
-    if asked.arguments:
-        raise UsageError(f"A task file takes no arguments, and {asked.arguments[0]} was given; --env sets variables.")
-    for name, flag in _RANKS_ONLY.items():
-        if name in asked.values:
-            raise UsageError(f"{flag} is about ranks that gpu-launch starts; a task file's commands start their own.")
-    try:
-        file = taskfile.parse_task_file(_read(asked.here / Path(asked.script).expanduser()))
-        environ = taskfile.build_environ(file, envs=asked.envs, secrets=asked.secrets)
-        cluster = context.broker.get_cluster()
-        options = _fit_to_cluster(asked, _task_options(asked, file, cluster), cluster)
-    except UsageError as error:
-        raise UsageError(f"{asked.script}: {error}") from None
-    name = build_name(asked.name or file.name, script=asked.script)
-    workdir = asked.workdir or file.workdir
-    # Without a workdir SkyPilot sends nothing, and the commands begin in an empty folder.
-    load = _scan(asked, workdir) if workdir else None
-    for note in file.notes:
-        context.console.print_note(f"gpu-launch: {asked.script}: {note}")
-    if file.accelerators is None:
-        each = "one GPU" if options.nproc_per_node == 1 else f"{options.nproc_per_node} GPUs"
-        context.console.print_note(f"gpu-launch: {asked.script}: no accelerators are named; every node has {each}")
-    manifest = job_manifest.JobManifest(
-        name=name,
-        task=job_manifest.TaskCommands(setup=file.setup, run=file.run),
-        folder="" if asked.no_workdir else build_folder(name),
-        environ=environ,
-        secret_names=tuple(sorted(file.secrets.keys() | asked.secrets.keys())),
-    )
-    return _build_submission(asked, manifest, options, load)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"it cannot be read: {error.strerror}.") from None
-    except UnicodeError:
-        raise UsageError("it is not a text in UTF-8.") from None
-
-
-def _task_options(asked: RunArguments, file: taskfile.TaskFile, cluster: Cluster) -> LaunchOptions:
-    """Return the file's shape as options, with the command line's own options over it."""
-    options = command.build(asked.values)
-    if options.least_nnodes is not None:
-        raise UsageError("--nnodes MIN:MAX is for scripts: a task file's commands know one number of nodes.")
-    if file.accelerators is not None:
-        each = options.nproc_per_node if "nproc_per_node" in asked.values else file.accelerators.count
-        models = options.demand.models
-        if not models:
-            try:
-                models = taskfile.find_models(file.accelerators, cluster)
-            except UsageError as error:
-                raise UsageError(f"resources.accelerators {error}") from None
-        options = replace(options, nproc_per_node=each, demand=replace(options.demand, models=models))
-    return options if "nnodes" in asked.values else replace(options, nnodes=file.nnodes)
-
-
-def _fit_to_cluster(asked: RunArguments, options: LaunchOptions, cluster: Cluster) -> LaunchOptions:
+def fit_to_cluster(asked: RunArguments, options: LaunchOptions, cluster: Cluster) -> LaunchOptions:
     """Return the options with the cluster's own names of models, and the shape that `--gpus` asks for.
 
     Raises:
@@ -220,7 +148,12 @@ def _check_array_options(options: LaunchOptions) -> None:
             raise UsageError(f"--array and {flag} {value} exclude each other: each task of an array has one GPU.")
 
 
-def _scan(asked: RunArguments, workdir: str) -> UploadSet | None:
+def scan_workdir(asked: RunArguments, workdir: str) -> UploadSet | None:
+    """Return the files of the working directory; None with `--no-workdir`.
+
+    Raises:
+        UsageError: The folder cannot be sent.
+    """
     if asked.no_workdir:
         if asked.workdir:
             raise UsageError("--workdir and --no-workdir exclude each other.")
@@ -230,9 +163,10 @@ def _scan(asked: RunArguments, workdir: str) -> UploadSet | None:
     return load
 
 
-def _build_submission(
+def build_submission(
     asked: RunArguments, manifest: job_manifest.JobManifest, options: LaunchOptions, load: UploadSet | None
 ) -> JobSubmission:
+    """Return the job of these parts."""
     return JobSubmission(
         manifest=manifest,
         nnodes=options.nnodes,
@@ -253,7 +187,7 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
     """
     is_followed = not detach and job.indexes is None
     if dry_run:
-        context.console.print_result(_plan_json(job, batch=not is_followed), _plan_text(job))
+        context.console.print_result(build_plan_json(job, batch=not is_followed), format_plan(job))
         return
     run_id = run_folder.new_run_id()
     send_job(context, job, run_id)
@@ -309,7 +243,8 @@ def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: b
     return context.broker.create_array(count=len(job.indexes), **request)
 
 
-def _plan_json(job: JobSubmission, *, batch: bool) -> dict[str, Any]:
+def build_plan_json(job: JobSubmission, *, batch: bool) -> dict[str, Any]:
+    """Return what `--dry-run --json` shows."""
     load = job.load
     return {
         "name": job.manifest.name,
@@ -328,7 +263,8 @@ def _plan_json(job: JobSubmission, *, batch: bool) -> dict[str, Any]:
     }
 
 
-def _plan_text(job: JobSubmission) -> str:
+def format_plan(job: JobSubmission) -> str:
+    """Return what `--dry-run` shows."""
     nodes = str(job.nnodes) if job.least_nnodes is None else f"{job.least_nnodes} to {job.nnodes}"
     lines = [
         f"would send: {load_text(job.load).removeprefix('sending ') if job.load else 'nothing'}",

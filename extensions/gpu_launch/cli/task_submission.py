@@ -1,0 +1,212 @@
+"""From a task file to jobs: one, or those of a pipeline, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpu_launch.broker.models import Cluster
+from gpu_launch.cli import submission, upload
+from gpu_launch.cli.context import CommandExit, Context
+from gpu_launch.cli.submission import RunArguments
+from gpu_launch.cli.taskfile import file_mounts, parser
+from gpu_launch.cli.taskfile.accelerators import Accelerators, find_models
+from gpu_launch.cli.upload import JobSubmission, UploadSet
+from gpu_launch.common import job_manifest
+from gpu_launch.errors import UsageError
+from gpu_launch.options import command
+from gpu_launch.options.definition import LaunchOptions
+
+#: Options about ranks; a task's commands start their own.
+_RANKS_ONLY = {
+    "max_restarts": "--max-restarts",
+    "cold": "--cold",
+    "preload": "--preload",
+    "tee": "--tee",
+    "redirects": "--redirects",
+    "shown_ranks": "--local-ranks-filter",
+}
+
+
+def build_jobs(context: Context, asked: RunArguments) -> tuple[JobSubmission, ...]:
+    """Return the jobs of a task file in their order: several for a pipeline.
+
+    Raises:
+        UsageError: naming the file, and what in it is not supported.
+    """
+    if asked.arguments:
+        raise UsageError(f"A task file takes no arguments, and {asked.arguments[0]} was given; --env sets variables.")
+    for name, flag in _RANKS_ONLY.items():
+        if name in asked.values:
+            raise UsageError(f"{flag} is about ranks that gpu-launch starts; a task file's commands start their own.")
+    try:
+        tasks = parser.parse_task_files(_read(asked.here / Path(asked.script).expanduser()))
+        checked = [_check_task(context, asked, task) for task in tasks]
+    except UsageError as error:
+        raise UsageError(f"{asked.script}: {error}") from None
+    if asked.name and len(checked) > 1:
+        raise UsageError("--name is for one job, and this file has several tasks: `name` in the file names each.")
+    return tuple(_build_job(context, asked, task) for task in checked)
+
+
+def run_pipeline(context: Context, jobs: Sequence[JobSubmission], *, detach: bool, dry_run: bool) -> None:
+    """Run the jobs one after another while this command waits, up to the first that fails.
+
+    Raises:
+        UsageError: for options with which the command does not wait, or has one result.
+        Ended: with the exit status of the job that failed.
+    """
+    if dry_run:
+        plans = [submission.build_plan_json(job, batch=False) for job in jobs]
+        context.console.print_result(plans, "\n\n".join(submission.format_plan(job) for job in jobs))
+        return
+    if detach:
+        raise UsageError(
+            "--detach is for one task: tasks of a pipeline run one after another while this command waits."
+        )
+    if context.console.is_json:
+        raise UsageError("--json is for one task: this file has several, and each has a result of its own.")
+    if any(job.indexes is not None for job in jobs):
+        raise UsageError("--array is for one task: this file has several, which run one after another.")
+    for number, job in enumerate(jobs, start=1):
+        context.console.print_note(f"gpu-launch: task {number} of {len(jobs)}: {job.manifest.name}")
+        try:
+            submission.run(context, job, detach=False, dry_run=False)
+        except CommandExit:
+            if left := [later.manifest.name for later in jobs[number:]]:
+                context.console.print_note(f"gpu-launch: not started: {', '.join(left)}")
+            raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CheckedTask:
+    """A task that the cluster can run."""
+
+    file: parser.TaskFile
+    environ: dict[str, str]
+    options: LaunchOptions
+    mounts: tuple[file_mounts.PlacedMount, ...]
+    notes: tuple[str, ...]
+
+
+def _check_task(context: Context, asked: RunArguments, file: parser.TaskFile) -> _CheckedTask:
+    environ = parser.build_environ(file, envs=asked.envs, secrets=asked.secrets)
+    mounts = tuple(
+        file_mounts.place_mount(mount, environ=environ, here=asked.here, commands=file.setup + "\n" + file.run)
+        for mount in file.file_mounts
+    )
+    if mounts and asked.no_workdir:
+        raise UsageError("file_mounts are sent with the job's folder, which --no-workdir leaves out.")
+    notes = list(file.notes)
+    if file.image and asked.profile is None:
+        raise UsageError(
+            f"resources.image_id: {file.image} is a container image, and jobs run in the images of the cluster's "
+            "profiles. --profile NAME runs the commands in that profile's image; an administrator can add a profile."
+        )
+    if file.image:
+        notes.append(f"resources.image_id is ignored: the job runs in the image of the profile {asked.profile}")
+    options, taken = _fit_task(asked, file, context.broker.get_cluster())
+    if file.alternatives:
+        notes.append(f"resources: {_format_gpus(taken)} is taken, the first alternative that the cluster can have")
+    elif taken is None:
+        each = "one GPU" if options.nproc_per_node == 1 else f"{options.nproc_per_node} GPUs"
+        notes.append(f"no accelerators are named; every node has {each}")
+    return _CheckedTask(file=file, environ=environ, options=options, mounts=mounts, notes=tuple(notes))
+
+
+def _fit_task(
+    asked: RunArguments, file: parser.TaskFile, cluster: Cluster
+) -> tuple[LaunchOptions, Accelerators | None]:
+    """Return the options of the first alternative that the cluster can have, and that alternative."""
+    reasons = []
+    for accelerators in file.alternatives or (file.accelerators,):
+        try:
+            options = _build_options(asked, file.nnodes, accelerators, cluster)
+            return submission.fit_to_cluster(asked, options, cluster), accelerators
+        except UsageError as error:
+            if not file.alternatives:
+                raise
+            reasons.append(f"{_format_gpus(accelerators)}: {error}")
+    raise UsageError(f"resources: the cluster can have none of the alternatives. {' '.join(reasons)}")
+
+
+def _format_gpus(accelerators: Accelerators | None) -> str:
+    return "one GPU of any model" if accelerators is None else accelerators.format()
+
+
+def _build_options(
+    asked: RunArguments, nnodes: int, accelerators: Accelerators | None, cluster: Cluster
+) -> LaunchOptions:
+    """Return the file's shape as options, with the command line's own options over it."""
+    options = command.build(asked.values)
+    if options.least_nnodes is not None:
+        raise UsageError("--nnodes MIN:MAX is for scripts: a task file's commands know one number of nodes.")
+    if accelerators is not None:
+        each = options.nproc_per_node if "nproc_per_node" in asked.values else accelerators.count
+        models = options.demand.models
+        if not models:
+            try:
+                models = find_models(accelerators, cluster)
+            except UsageError as error:
+                raise UsageError(f"resources.accelerators {error}") from None
+        options = replace(options, nproc_per_node=each, demand=replace(options.demand, models=models))
+    return options if "nnodes" in asked.values else replace(options, nnodes=nnodes)
+
+
+def _build_job(context: Context, asked: RunArguments, task: _CheckedTask) -> JobSubmission:
+    """Return the job, after notes about what has no effect."""
+    file = task.file
+    name = submission.build_name(asked.name or file.name, script=asked.script)
+    folder = "" if asked.no_workdir else submission.build_folder(name)
+    load = _scan_files(asked, file, task.mounts)
+    commands = job_manifest.TaskCommands(
+        setup=_replace_paths(asked, file.setup, folder, task.mounts),
+        run=_replace_paths(asked, file.run, folder, task.mounts),
+    )
+    notes = list(task.notes)
+    if (commands.setup, commands.run) != (file.setup, file.run):
+        notes.append(f"the commands find ~/sky_workdir and file_mounts in the job's own folder, ~/{folder}")
+    for note in notes:
+        context.console.print_note(f"gpu-launch: {asked.script}: {note}")
+    manifest = job_manifest.JobManifest(
+        name=name,
+        task=commands,
+        folder=folder,
+        environ=task.environ,
+        secret_names=tuple(sorted(file.secrets.keys() | asked.secrets.keys())),
+    )
+    return submission.build_submission(asked, manifest, task.options, load)
+
+
+def _replace_paths(asked: RunArguments, commands: str, folder: str, mounts: tuple[file_mounts.PlacedMount, ...]) -> str:
+    replaced = file_mounts.replace_paths(commands, folder=folder, mounts=mounts)
+    if not folder and replaced != commands:
+        raise UsageError(
+            f"{asked.script}: the commands name ~/sky_workdir, which is the folder that --no-workdir leaves out."
+        )
+    return replaced
+
+
+def _scan_files(
+    asked: RunArguments, file: parser.TaskFile, mounts: tuple[file_mounts.PlacedMount, ...]
+) -> UploadSet | None:
+    """Return the files of the working directory and the mounts, None for none."""
+    workdir = asked.workdir or file.workdir
+    # Without a workdir SkyPilot sends nothing, and the commands begin in an empty folder.
+    load = submission.scan_workdir(asked, workdir) if workdir else None
+    if not mounts:
+        return load
+    load = load or UploadSet(root=asked.here, entries=())
+    load = replace(load, entries=(*load.entries, *file_mounts.list_entries(mounts)))
+    upload.check_size(load, limit=asked.most_bytes)
+    return load
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"it cannot be read: {error.strerror}.") from None
+    except UnicodeError:
+        raise UsageError("it is not a text in UTF-8.") from None

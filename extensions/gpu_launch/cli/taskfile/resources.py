@@ -1,0 +1,103 @@
+"""`resources` of a task file: the GPUs, one or several alternatives, and the container image."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from gpu_launch.cli.taskfile.accelerators import Accelerators, parse_accelerators
+from gpu_launch.cli.taskfile.document import YamlItem
+from gpu_launch.cli.taskfile.keys import note_ignored, note_unused
+from gpu_launch.errors import UsageError
+
+_ALTERNATIVES = ("resources.any_of", "resources.ordered")
+#: `8`, `8+`, `0.5`, and `4x` for a multiple; sizes also have a unit.
+_SIZE = re.compile(r"\d+(\.\d+)?([kmgtp]i?b?|x)?\+?", re.IGNORECASE)
+#: `docker:IMAGE`, or a name that begins with a registry's host, as Kubernetes takes it.
+_CONTAINER_IMAGE = re.compile(r"docker:.+|[\w-]+(\.[\w-]+)+(:\d+)?/.+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What a task asks for."""
+
+    #: None if no GPUs are named.
+    accelerators: Accelerators | None = None
+    #: Set where one request cannot express the choice: the cluster decides, in this order. None is one GPU.
+    alternatives: tuple[Accelerators | None, ...] = ()
+    #: The container image that the commands expect, as written; empty for any.
+    image: str = ""
+    #: Keys without effect, for a person.
+    notes: tuple[str, ...] = ()
+
+
+def parse_resources(item: YamlItem) -> Resources:
+    """Parse the resources of a task.
+
+    Raises:
+        UsageError: A key is not supported or has a wrong value.
+    """
+    if item.value is None:
+        return Resources()
+    if not isinstance(item.value, dict):
+        raise item.build_error("is a mapping, such as `accelerators: A100:8`.")
+    lists = [sub_item for sub_item in item.items if sub_item.key in _ALTERNATIVES and sub_item.value is not None]
+    base = _parse_keys([sub_item for sub_item in item.items if sub_item.key not in _ALTERNATIVES], Resources())
+    if len(lists) > 1:
+        raise lists[1].build_error(f"and {lists[0].key} exclude each other.")
+    return _add_alternatives(base, lists[0]) if lists else base
+
+
+def _add_alternatives(base: Resources, item: YamlItem) -> Resources:
+    """Return the resources with the choice in `any_of` or `ordered`; a key in it overrides the one outside."""
+    if not isinstance(item.value, list) or not item.items or not all(isinstance(value, dict) for value in item.value):
+        raise item.build_error("is a list of mappings, such as `- accelerators: A100:8`.")
+    choices = []
+    for element in item.items:
+        for sub_item in element.items:
+            if sub_item.key in _ALTERNATIVES:
+                raise sub_item.build_error(f"cannot be within {item.key}.")
+        choices.append(_parse_keys(element.items, replace(base, notes=())))
+    parsed = replace(
+        base,
+        image=next((choice.image for choice in choices if choice.image), base.image),
+        notes=base.notes + tuple(note for choice in choices for note in choice.notes),
+    )
+    # The order of `any_of` is the file's as well: there are no prices to choose by.
+    different = tuple(dict.fromkeys(choice.accelerators for choice in choices))
+    named = [accelerators for accelerators in different if accelerators is not None]
+    if len(different) == 1:
+        return replace(parsed, accelerators=different[0])
+    if len(named) == len(different) and len({accelerators.count for accelerators in named}) == 1:
+        models = tuple(dict.fromkeys(model for accelerators in named for model in accelerators.models))
+        return replace(parsed, accelerators=Accelerators(models=models, count=named[0].count))
+    return replace(parsed, accelerators=None, alternatives=different)
+
+
+def _parse_keys(items: Iterable[YamlItem], resources: Resources) -> Resources:
+    for item in items:
+        resources = _parse_key(item, resources)
+    return resources
+
+
+def _parse_key(item: YamlItem, resources: Resources) -> Resources:
+    if item.key in ("resources.accelerators", "resources.gpus") and item.value is not None:
+        try:
+            return replace(resources, accelerators=parse_accelerators(item.value))
+        except UsageError as error:
+            raise item.build_error(str(error)) from None
+    if item.key in ("resources.cpus", "resources.memory") and item.value is not None:
+        if isinstance(item.value, bool) or not _SIZE.fullmatch(str(item.value)):
+            raise item.build_error(f"is {item.value!r}: a size such as 8+ is needed.")
+        note = note_ignored(item, "a job gets the share of its nodes that the cluster gives")
+        return replace(resources, notes=(*resources.notes, note))
+    if item.key == "resources.image_id" and (image := _find_container_image(item)):
+        return replace(resources, image=image)
+    return replace(resources, notes=resources.notes + note_unused(item))
+
+
+def _find_container_image(item: YamlItem) -> str:
+    """Return the container image; empty for a cloud's image."""
+    images = item.value.values() if isinstance(item.value, dict) else [item.value]
+    return next((image for image in images if isinstance(image, str) and _CONTAINER_IMAGE.fullmatch(image)), "")

@@ -1,0 +1,211 @@
+"""Task files as jobs: what is sent and asked for, and pipelines, against a hub over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpu_launch.cli import main
+from gpu_launch.common import job_manifest
+from tests.support.hub.fake_hub import TOKEN, FakeHub, served
+
+PIPELINE = """\
+name: nightly
+---
+name: prepare
+run: echo one
+---
+run: echo two
+---
+name: report
+run: echo three
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub; the current folder has a workdir and a file beside it."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    (here / "code").mkdir(parents=True)
+    (here / "code" / "x.py").write_text("x")
+    (here / "data.txt").write_text("data")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    with served(FakeHub(home=home)) as found:
+        monkeypatch.setenv("GPUHUB_URL", found.url)
+        monkeypatch.setenv("GPUHUB_TOKEN", TOKEN)
+        yield found
+
+
+def _write(text: str) -> None:
+    Path("task.yaml").write_text(text)
+
+
+def _read_manifest(hub: FakeHub, number: int = 0) -> job_manifest.JobManifest:
+    run_id = hub.asked[number]["run_id"]
+    return job_manifest.parse_manifest((hub.home / ".gpu_launch/jobs" / run_id / "job.json").read_text())
+
+
+def _end_jobs(hub: FakeHub, codes: list[int]) -> Callable[[], None]:
+    """Return a function that runs the jobs as they are asked for, each to its exit code."""
+
+    def serve() -> None:
+        for number, code in enumerate(codes, start=1):
+            while len(hub.asked) < number:
+                if ended.wait(0.01):
+                    return
+            run_id = hub.asked[-1]["run_id"]
+            hub.run(run_id)
+            hub.write(f"output {number}\n", run_id)
+            hub.end(code, run_id)
+
+    ended = threading.Event()
+    thread = threading.Thread(target=serve)
+    thread.start()
+
+    def stop() -> None:
+        ended.set()
+        thread.join()
+
+    return stop
+
+
+def test_mounts_and_sky_workdir_are_in_the_jobs_folder(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files are sent with the working directory, and the commands name them there."""
+    _write(
+        "workdir: code\nenvs: {CONF: ~/conf}\nfile_mounts:\n  ~/conf/data: ./data.txt\n  sub/data.txt: data.txt\n"
+        "setup: ls ~/conf/data\nrun: cd ~/sky_workdir\n"
+    )
+    assert main.run_command(["run", "-d", "task.yaml"]) == 0
+    manifest = _read_manifest(hub)
+    folder = hub.home / manifest.folder
+    assert manifest.task == job_manifest.TaskCommands(
+        setup=f"ls ~/{manifest.folder}/.file_mounts/conf/data", run=f"cd ~/{manifest.folder}"
+    )
+    assert [(folder / name).read_text() for name in ("x.py", ".file_mounts/conf/data", "sub/data.txt")] == [
+        "x",
+        "data",
+        "data",
+    ]
+    assert f"the commands find ~/sky_workdir and file_mounts in the job's own folder, ~/{manifest.folder}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_mounts_are_sent_without_a_workdir_and_count_for_the_limit(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As everything that is sent."""
+    _write("file_mounts: {in.txt: data.txt}\nrun: cat in.txt\n")
+    assert main.run_command(["run", "--dry-run", "--json", "task.yaml"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == ["in.txt"]
+    Path("data.txt").write_bytes(bytes(2 * 1024**2))
+    assert main.run_command(["run", "--dry-run", "--max-size", "1M", "task.yaml"]) == 2
+    assert "The largest: in.txt (2.0 MiB)" in capsys.readouterr().err
+
+
+def test_each_key_for_clouds_is_one_line_on_standard_error(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file runs."""
+    _write("resources:\n  infra: aws\n  use_spot: true\nrun: x\n")
+    assert main.run_command(["run", "--dry-run", "task.yaml"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "gpu-launch: task.yaml: line 2: `resources.infra: aws` is for clouds and has no effect here",
+        "gpu-launch: task.yaml: line 3: `resources.use_spot: true` is for clouds and has no effect here; --scavenge asks "
+        "for GPUs that others may take when they need them",
+        "gpu-launch: task.yaml: no accelerators are named; every node has one GPU",
+    ]
+
+
+def test_first_alternative_that_the_cluster_can_have_is_taken(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """Later ones and those that it lacks are not; the choice is a line."""
+    ordered = (
+        "resources:\n  ordered:\n    - accelerators: H100:8\n    - accelerators: RTX5090:%d\n    - cpus: 4\nrun: x\n"
+    )
+    _write(ordered % 2)
+    assert main.run_command(["run", "-d", "task.yaml"]) == 0
+    assert "resources: RTX5090:2 is taken, the first alternative that the cluster can have" in capsys.readouterr().err
+    _write(ordered % 9)
+    assert main.run_command(["run", "-d", "task.yaml"]) == 0
+    assert "resources: one GPU of any model is taken" in capsys.readouterr().err
+    assert [(job["nproc_per_node"], job.get("models")) for job in hub.asked] == [(2, ["RTX 5090"]), (1, None)]
+    _write("resources:\n  any_of: [{accelerators: 'H100:8'}, {accelerators: 'RTX5090:9'}]\nrun: x\n")
+    assert main.run_command(["run", "-d", "task.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "the cluster can have none of the alternatives. H100:8: resources.accelerators asks for H100" in error
+    assert "RTX5090:9: 9 RTX 5090s is more than any node of the cluster has" in error
+
+
+def test_a_container_image_needs_a_profile(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands may not work in another image; who names a profile has chosen one."""
+    _write("resources: {image_id: 'docker:nvcr.io/x'}\nrun: x\n")
+    assert main.run_command(["run", "-d", "task.yaml"]) == 2
+    assert "resources.image_id: docker:nvcr.io/x is a container image, and jobs run in the images" in (
+        capsys.readouterr().err
+    )
+    assert main.run_command(["run", "--dry-run", "--profile", "torch", "task.yaml"]) == 0
+    assert "resources.image_id is ignored: the job runs in the image of the profile torch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "error"),
+    [
+        ("run: cd ~/sky_workdir\n", ["--no-workdir"], "the commands name ~/sky_workdir, which is the folder"),
+        ("file_mounts: {a: data.txt}\nrun: x\n", ["--no-workdir"], "file_mounts are sent with the job's folder"),
+        (PIPELINE, ["--detach"], "--detach is for one task: tasks of a pipeline run one after another"),
+        (PIPELINE, ["--json"], "--json is for one task"),
+        (PIPELINE, ["--array", "0-1"], "--array is for one task"),
+        (PIPELINE, ["--name", "x"], "--name is for one job, and this file has several tasks"),
+        (PIPELINE + "---\nrun: x\nresources: {gpus: H100}\n", [], "asks for H100, and the cluster has"),
+    ],
+)
+def test_command_lines_that_cannot_be_are_refused_before_anything_is_sent(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], text: str, words: list[str], error: str
+) -> None:
+    """Also where a later task of a pipeline cannot run."""
+    _write(text)
+    assert main.run_command(["run", *words, "task.yaml"]) == 2
+    assert error in capsys.readouterr().err
+    assert hub.asked == []
+    assert not any(line.startswith("PUT") for line in hub.requests)
+
+
+def test_tasks_of_a_pipeline_run_one_after_another(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is requested when the one before has succeeded, with a folder of its own."""
+    _write(PIPELINE)
+    stop = _end_jobs(hub, [0, 0, 0])
+    try:
+        assert main.run_command(["run", "task.yaml"]) == 0
+    finally:
+        stop()
+    assert [job["name"] for job in hub.asked] == ["prepare", "nightly-2", "report"]
+    assert len({_read_manifest(hub, number).folder for number in range(3)}) == 3
+    shown = capsys.readouterr()
+    assert shown.out == "output 1\noutput 2\noutput 3\n"
+    assert "gpu-launch: task 2 of 3: nightly-2\n" in shown.err
+
+
+def test_a_pipeline_ends_with_its_first_failing_task(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit status is that task's, and those that are not started are named."""
+    _write(PIPELINE)
+    stop = _end_jobs(hub, [0, 7, 0])
+    try:
+        assert main.run_command(["run", "task.yaml"]) == 7
+    finally:
+        stop()
+    assert [job["name"] for job in hub.asked] == ["prepare", "nightly-2"]
+    assert "gpu-launch: not started: report\n" in capsys.readouterr().err
+
+
+def test_dry_run_of_a_pipeline_shows_all_tasks(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """As text or as one JSON document."""
+    _write(PIPELINE)
+    assert main.run_command(["run", "--dry-run", "--json", "task.yaml"]) == 0
+    assert [plan["name"] for plan in json.loads(capsys.readouterr().out)] == ["prepare", "nightly-2", "report"]
+    assert main.run_command(["run", "--dry-run", "task.yaml"]) == 0
+    assert capsys.readouterr().out.count("and run:    the task's commands on every node") == 3
+    assert hub.asked == []
