@@ -29,6 +29,8 @@ MAX_FILES = 100_000
 DEFAULT_MAX_BYTES = 512 * 1024**2
 #: Set for each task of an array.
 INDEX_VARIABLE = "GPU_LAUNCH_ARRAY_INDEX"
+#: SkyPilot's names for the number of a job among several of one task file, from 0, and for how many they are.
+_JOB_RANK, _JOB_COUNT = "SKYPILOT_JOB_RANK", "SKYPILOT_NUM_JOBS"
 _MAX_NAMED = 5
 
 
@@ -364,7 +366,12 @@ def _split_manifest(
 ) -> dict[str, job_manifest.JobManifest]:
     """Return each task's manifest, by the run id that the broker gives the task: `RUN-0`, `RUN-1`, …"""
     return {
-        f"{run_id}-{number}": replace(manifest, environ=manifest.environ | {INDEX_VARIABLE: str(index)})
+        f"{run_id}-{number}": replace(
+            manifest,
+            environ=manifest.environ
+            | {INDEX_VARIABLE: str(index)}
+            | ({} if manifest.task is None else {_JOB_RANK: str(number), _JOB_COUNT: str(len(indexes))}),
+        )
         for number, index in enumerate(indexes)
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,21 +31,21 @@ class Accelerators:
         return f"{' or '.join(self.models)}:{self.count}"
 
 
-def parse_accelerators(value: Any) -> Accelerators:
+def parse_accelerators(value: Any) -> tuple[Accelerators, ...]:
     """Parse `A100:8`, `{A100: 8}`, or several alternatives as a list or set: `{'A100:8', 'H100:8'}`.
 
+    Neighbouring models with the same number are one of the returned alternatives.
+
     Raises:
-        UsageError: The value requests parts of GPUs, different numbers for different models, or has another format.
+        UsageError: The value requests parts of GPUs, or has another format.
     """
     pairs = [_parse_pair(item) for item in _list_items(value)]
     if not pairs:
         raise UsageError("names no GPU; A100:8 would be one.")
-    counts = sorted({count for _, count in pairs})
-    if len(counts) > 1:
-        raise UsageError(
-            f"asks for {counts[0]} of one model or {counts[-1]} of another a node; give all of them the same number."
-        )
-    return Accelerators(models=tuple(dict.fromkeys(name for name, _ in pairs)), count=counts[0])
+    return tuple(
+        Accelerators(models=tuple(dict.fromkeys(name for name, _ in group)), count=count)
+        for count, group in itertools.groupby(pairs, key=lambda pair: pair[1])
+    )
 
 
 def _list_items(value: Any) -> Iterable[tuple[str, Any]]:

@@ -65,14 +65,20 @@ def _add_alternatives(base: Resources, item: YamlItem) -> Resources:
         notes=base.notes + tuple(note for choice in choices for note in choice.notes),
     )
     # The order of `any_of` is the file's as well: there are no prices to choose by.
-    different = tuple(dict.fromkeys(choice.accelerators for choice in choices))
+    return _choose(parsed, [gpus for choice in choices for gpus in choice.alternatives or (choice.accelerators,)])
+
+
+def _choose(resources: Resources, gpus: Iterable[Accelerators | None]) -> Resources:
+    """Return the resources with one request for alternatives of the same number, or with all alternatives."""
+    different = tuple(dict.fromkeys(gpus))
     named = [accelerators for accelerators in different if accelerators is not None]
     if len(different) == 1:
-        return replace(parsed, accelerators=different[0])
+        return replace(resources, accelerators=different[0], alternatives=())
     if len(named) == len(different) and len({accelerators.count for accelerators in named}) == 1:
         models = tuple(dict.fromkeys(model for accelerators in named for model in accelerators.models))
-        return replace(parsed, accelerators=Accelerators(models=models, count=named[0].count))
-    return replace(parsed, accelerators=None, alternatives=different)
+        one = Accelerators(models=models, count=named[0].count)
+        return replace(resources, accelerators=one, alternatives=())
+    return replace(resources, accelerators=None, alternatives=different)
 
 
 def _parse_keys(items: Iterable[YamlItem], resources: Resources) -> Resources:
@@ -84,7 +90,7 @@ def _parse_keys(items: Iterable[YamlItem], resources: Resources) -> Resources:
 def _parse_key(item: YamlItem, resources: Resources) -> Resources:
     if item.key in ("resources.accelerators", "resources.gpus") and item.value is not None:
         try:
-            return replace(resources, accelerators=parse_accelerators(item.value))
+            return _choose(resources, parse_accelerators(item.value))
         except UsageError as error:
             raise item.build_error(str(error)) from None
     if item.key in ("resources.cpus", "resources.memory") and item.value is not None:

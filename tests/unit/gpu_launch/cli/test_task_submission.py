@@ -151,6 +151,19 @@ def test_a_container_image_needs_a_profile(hub: FakeHub, capsys: pytest.CaptureF
     assert "resources.image_id is ignored: the job runs in the image of the profile torch" in capsys.readouterr().err
 
 
+def test_tasks_of_an_array_have_skypilots_job_ranks(hub: FakeHub) -> None:
+    """From 0, whatever the indexes are."""
+    _write("run: echo $SKYPILOT_JOB_RANK of $SKYPILOT_NUM_JOBS\n")
+    assert main.run_command(["run", "--array", "10-30:10", "task.yaml"]) == 0
+    manifests = [
+        job_manifest.parse_manifest(path.read_text()) for path in sorted(hub.home.glob(".gpu_launch/jobs/*/job.json"))
+    ]
+    assert [manifest.environ for manifest in manifests] == [
+        {"GPU_LAUNCH_ARRAY_INDEX": str(index), "SKYPILOT_JOB_RANK": str(rank), "SKYPILOT_NUM_JOBS": "3"}
+        for rank, index in enumerate((10, 20, 30))
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "words", "error"),
     [

@@ -54,6 +54,15 @@ def test_alternatives_of_different_numbers_are_for_the_cluster_to_choose() -> No
     )
 
 
+def test_models_with_different_numbers_are_alternatives() -> None:
+    """Neighbours with the same number are one; a choice around them is in the file's order."""
+    one, four = Accelerators(models=("K80", "T4"), count=1), Accelerators(models=("T4",), count=4)
+    assert _parse("  accelerators: {'K80:1', 'T4:1', 'T4:4'}\n").alternatives == (one, four)
+    assert _parse("  accelerators: [K80, T4]\n").accelerators == one
+    mixed = "  accelerators: [K80, T4, 'T4:4']\n  any_of: [{accelerators: 'H100:2'}, {use_spot: true}]\n"
+    assert _parse(mixed).alternatives == (Accelerators(models=("H100",), count=2), one, four)
+
+
 def test_alternatives_that_differ_only_in_the_cloud_are_one() -> None:
     """As in files that try spot machines first."""
     task = _parse("  accelerators: T4\n  any_of:\n    - use_spot: true\n    - use_spot: false\n")
