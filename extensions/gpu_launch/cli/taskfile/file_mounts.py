@@ -85,9 +85,6 @@ def place_mount(mount: FileMount, *, environ: Mapping[str, str], here: Path, com
     Raises:
         UsageError: The file does not exist, or the path cannot be had in a job.
     """
-    source = here / Path(_substitute(mount, mount.local, environ)).expanduser()
-    if not source.exists():
-        raise mount.build_error(f"is to be {source}, which does not exist on this machine.")
     remote = PurePosixPath(_substitute(mount, mount.remote, environ))
     if remote.is_absolute() or ".." in remote.parts:
         raise mount.build_error("is not below your home, where jobs write: use a relative path, or one such as ~/data.")
@@ -96,15 +93,23 @@ def place_mount(mount: FileMount, *, environ: Mapping[str, str], here: Path, com
         is_below_home, remote = False, PurePosixPath(*remote.parts[2:])
     if not remote.parts or remote.parts == ("~",):
         raise mount.build_error("is a whole folder of the job: name a path in it, or use `workdir`.")
+    source = here / Path(_substitute(mount, mount.local, environ)).expanduser()
     if not is_below_home:
-        return PlacedMount(source=source, name=remote)
+        return PlacedMount(source=_check_exists(mount, source), name=remote)
     home_path = PurePosixPath(*remote.parts[1:]).as_posix()
     if not re.search(f"{_HOME}{re.escape(home_path)}{_END}", commands):
         raise mount.build_error(
             "is named neither in `setup` nor in `run`, and your home is shared by all your jobs: copy the file there "
             f"once with `gpu-launch cp {mount.local} home:{home_path}`, and remove the line."
         )
-    return PlacedMount(source=source, name=PurePosixPath(_FOLDER, home_path), home_path=home_path)
+    name = PurePosixPath(_FOLDER, home_path)
+    return PlacedMount(source=_check_exists(mount, source), name=name, home_path=home_path)
+
+
+def _check_exists(mount: FileMount, source: Path) -> Path:
+    if not source.exists():
+        raise mount.build_error(f"is to be {source}, which does not exist on this machine.")
+    return source
 
 
 def list_entries(mounts: Sequence[PlacedMount]) -> tuple[UploadEntry, ...]:

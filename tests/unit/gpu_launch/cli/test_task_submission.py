@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from gpu_launch.cli import main
 from gpu_launch.common import job_manifest
+from gpu_launch.detached import task_main
 from tests.support.hub.fake_hub import TOKEN, FakeHub, served
 
 PIPELINE = """\
@@ -95,6 +97,53 @@ def test_mounts_and_sky_workdir_are_in_the_jobs_folder(hub: FakeHub, capsys: pyt
     assert f"the commands find ~/sky_workdir and file_mounts in the job's own folder, ~/{manifest.folder}" in (
         capsys.readouterr().err
     )
+
+
+#: In the form of SkyPilot's own check of a job's environment.
+ENVIRONMENT = """\
+num_nodes: 2
+workdir: code
+file_mounts: {~/in.txt: data.txt}
+envs: {GREETING: hello}
+resources: {infra: aws, ordered: [{accelerators: H100}, {accelerators: RTX5090}]}
+setup: |
+  echo "export TEST_VAR=test GREETING=no" >> ~/.bashrc
+  [[ -v CUDA_VISIBLE_DEVICES ]] && exit 1 || exit 0
+run: |
+  [[ -z "${TEST_VAR}" ]] && exit 1
+  [[ -f ~/sky_workdir/x.py ]] || exit 2
+  [[ "$(cd ~/sky_workdir && pwd)" = "$PWD" ]] || exit 3
+  echo "${SKYPILOT_NODE_IPS}" | wc -l | grep 2 || exit 4
+  [[ -z "$SKYPILOT_TASK_ID" || "$SKYPILOT_NUM_NODES$SKYPILOT_NODE_RANK" != 21 ]] && exit 5
+  echo "$GREETING $(cat "$HOME/in.txt")" > result
+"""
+
+
+@pytest.mark.process
+def test_a_file_in_skypilots_form_runs_unchanged(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the file on the laptop to the commands in a home with other runs."""
+    _write(ENVIRONMENT)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main.run_command(["run", "-d", "--model", "RTX 5090", "task.yaml"]) == 2, "no two nodes have this model"
+    assert main.run_command(["run", "-d", "--nnodes", "1", "task.yaml"]) == 0
+    manifest = _read_manifest(hub)
+    assert manifest.task is not None
+    monkeypatch.chdir(hub.home / manifest.folder)
+    for name, value in manifest.environ.items():
+        monkeypatch.setenv(name, value)
+    variables = task_main.build_variables(rank=1, ips=["10.0.0.2", "10.0.0.3"], gpus_per_node=1, task_id="sky-1_x_1")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        bash = task_main.Bash(kept=manifest.environ)
+        codes = [
+            bash.run(commands, variables | {"HOME": str(hub.home)})
+            for commands in (manifest.task.setup, manifest.task.run)
+        ]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert codes == [0, 0]
+    assert Path("result").read_text() == "hello data\n"
 
 
 def test_mounts_are_sent_without_a_workdir_and_count_for_the_limit(

@@ -47,7 +47,7 @@ def test_mounts_below_the_home_lie_in_the_jobs_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("remote", "local", "error"),
     [
-        ("~/a", "missing", "line 7: file_mounts.~/a is to be "),
+        ("a", "missing", "line 7: file_mounts.a is to be "),
         ("/data", ".", "line 7: file_mounts./data is not below your home, where jobs write"),
         ("../data", ".", "line 7: file_mounts.../data is not below your home"),
         ("~/../data", ".", "is not below your home"),
