@@ -68,10 +68,10 @@ def read_bashrc(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(bash.pid, signal.SIGKILL)
         bash.wait()
+    read = _take_environ(folder / _ENVIRON)
     if code != 0 or not (folder / _FUNCTIONS).is_file():
         return ShellState(environ=dict(environ))
     fixed = _OWN | set(kept)
-    read = _parse_environ((folder / _ENVIRON).read_bytes())
     return ShellState(
         environ={name: value for name, value in read.items() if name not in fixed}
         | {name: value for name, value in environ.items() if name in fixed},
@@ -79,6 +79,12 @@ def read_bashrc(
     )
 
 
-def _parse_environ(data: bytes) -> dict[str, str]:
+def _take_environ(path: Path) -> dict[str, str]:
+    """Return the variables in a file of `env -0`, and remove it: it has the values of secrets."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    path.unlink()
     pairs = (os.fsdecode(item).partition("=") for item in data.split(b"\0") if item)
     return {name: value for name, _, value in pairs}

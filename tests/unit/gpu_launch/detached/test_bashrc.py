@@ -39,6 +39,7 @@ def test_variables_and_functions_are_read_behind_the_guard_for_terminals(tmp_pat
     assert (state.environ["KEPT"], state.environ["GONE"]) == ("task", "")
     assert not {"LEAVES", "local_var", "PS1", "SHLVL", "PWD"} & state.environ.keys()
     assert state.environ["PATH"].startswith("/opt/tool/bin:")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["functions.sh"], "no file keeps values"
     result = subprocess.run(
         ["bash", "-c", f". {state.functions}; greet a"], env=state.environ, capture_output=True, text=True, check=True
     )
