@@ -12,7 +12,8 @@ import pytest
 from gpu_launch.cli import credentials, job_lookup, main
 from gpu_launch.common import job_manifest
 from tests.support.golden import check_golden
-from tests.support.hub.fake_hub import TOKEN, FakeHub, served
+from tests.support.hub.fake_hub import FakeHub
+from tests.support.hub.laptop import logged_in
 
 GOLDEN = Path(__file__).with_name("golden")
 
@@ -35,18 +36,9 @@ run: |
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub; the current folder has a task file."""
-    home, here = tmp_path / "home", tmp_path / "here"
-    home.mkdir()
-    (here / "code").mkdir(parents=True)
-    (here / "code" / "x.py").write_text("x")
-    (here / "task.yaml").write_text(TASK)
-    monkeypatch.chdir(here)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("COLUMNS", "100")
-    with served(FakeHub(home=home)) as found:
-        monkeypatch.setenv("GPUHUB_URL", found.url)
-        monkeypatch.setenv("GPUHUB_TOKEN", TOKEN)
-        yield found
+    with logged_in(tmp_path, monkeypatch, {"code/x.py": "x", "task.yaml": TASK}) as hub:
+        yield hub
 
 
 def test_ps_lists_only_the_users_jobs(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ import pytest
 from gpu_launch.cli import main
 from gpu_launch.common import job_manifest
 from gpu_launch.detached import task_main
-from tests.support.hub.fake_hub import TOKEN, FakeHub, served
+from tests.support.hub.fake_hub import FakeHub
+from tests.support.hub.laptop import logged_in
 
 PIPELINE = """\
 name: nightly
@@ -31,17 +32,8 @@ run: echo three
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub; the current folder has a workdir and a file beside it."""
-    home, here = tmp_path / "home", tmp_path / "here"
-    home.mkdir()
-    (here / "code").mkdir(parents=True)
-    (here / "code" / "x.py").write_text("x")
-    (here / "data.txt").write_text("data")
-    monkeypatch.chdir(here)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    with served(FakeHub(home=home)) as found:
-        monkeypatch.setenv("GPUHUB_URL", found.url)
-        monkeypatch.setenv("GPUHUB_TOKEN", TOKEN)
-        yield found
+    with logged_in(tmp_path, monkeypatch, {"code/x.py": "x", "data.txt": "data"}) as hub:
+        yield hub
 
 
 def _write(text: str) -> None:

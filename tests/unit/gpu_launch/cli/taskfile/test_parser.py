@@ -287,16 +287,7 @@ def test_secrets_may_be_names_whose_values_are_elsewhere() -> None:
         parser.build_environ(read, envs={}, secrets={})
 
 
-PIPELINE = """\
-name: nightly
----
-name: prepare
-run: echo one
----
-resources:
-  accelerators: L4
-run: echo two
-"""
+PIPELINE = "name: nightly\n---\nname: prepare\nrun: echo one\n---\nresources: {accelerators: L4}\nrun: echo two\n"
 
 
 def test_several_documents_are_a_pipeline() -> None:
