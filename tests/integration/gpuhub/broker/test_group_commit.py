@@ -46,10 +46,13 @@ class DyingStore(Store):
     moment: str
     writes = 0
     gate: threading.Event
+    #: The first write's answer, which the second write could otherwise overtake.
+    answered: threading.Event
 
     def save(self, changes: Changes) -> None:
         assert self.gate.wait(30)
         self.writes += 1
+        assert self.writes == 1 or self.answered.wait(30)
         if self.writes == 2 and self.moment == "before the commit":
             retention.prune_events = lambda *_: _die()
         super().save(changes)
@@ -64,7 +67,7 @@ def _die() -> None:
 async def change_and_die(file: Path, moment: str) -> None:
     """Print the name of each lease whose change is answered, and die in the second write."""
     store = DyingStore.open_file(file)
-    store.moment, store.gate = moment, threading.Event()
+    store.moment, store.gate, store.answered = moment, threading.Event(), threading.Event()
     ledger = Ledger(store, NoEffects(), Clock())
 
     async def change(name: str) -> None:
@@ -78,6 +81,7 @@ async def change_and_die(file: Path, moment: str) -> None:
 
         await ledger.change(edit)
         os.write(1, f"{name}\n".encode())
+        store.answered.set()
 
     first = asyncio.ensure_future(change("first"))
     await until(lambda: ledger.is_writing and not ledger._pending, "the first is being written")
