@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpuhub.common.errors import SettingsError
+from gpuhub.ops.slurm.config_lines import (
+    SlurmNodeConfig,
+    SlurmPartitionConfig,
+    build_jwt_settings,
+    check_node_words,
+    check_words,
+    format_gpu,
+    format_lines,
+    format_node,
+    format_partition,
+    format_settings,
+    format_tracked_resources,
+)
+
+__all__ = [
+    "SlurmAccount",
+    "SlurmAccountingConfig",
+    "SlurmConfig",
+    "SlurmNodeConfig",
+    "SlurmPartitionConfig",
+    "format_accounts",
+    "format_gres_conf",
+    "format_slurm_conf",
+    "format_slurmdbd_conf",
+]
 
 #: The quickest for few nodes: no delay after a submission, a full scheduling pass each second.
 SCHEDULER = "batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1"
-_WORD = re.compile(r"[A-Za-z0-9/_.@+-]+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmNodeConfig:
-    """A machine of the cluster."""
-
-    name: str
-    address: str
-    #: The port of its slurmd; all nodes may have the same one if each has its own address.
-    port: int = 6818
-    #: The types of its GPUs by index; empty for a GPU without a type.
-    gpus: tuple[str, ...] = ()
-    cpus: int = 1
-    memory_mib: int = 1000
-    #: The output of `hostname` there; None for its name. Nodes on one address share `localhost`.
-    hostname: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmPartitionConfig:
-    """A queue with its limits, in minutes; None for no limit."""
-
-    name: str = "all"
-    #: Empty for all nodes.
-    nodes: tuple[str, ...] = ()
-    is_default: bool = True
-    max_minutes: int | None = None
-    #: The limit of a job that asks for no time.
-    default_minutes: int | None = None
-    max_nodes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +133,7 @@ def format_slurm_conf(files: SlurmConfig) -> str:
         "AuthType": "auth/munge",
         "AuthInfo": f"socket={files.munge_socket}",
         "CredType": "cred/munge",
-        **_jwt(files),
+        **build_jwt_settings(files.jwt_key),
         "SlurmctldPort": files.port,
         "SlurmctldPidFile": files.folder / "slurmctld.pid",
         "SlurmctldLogFile": files.folder / "slurmctld.log",
@@ -169,13 +161,13 @@ def format_slurm_conf(files: SlurmConfig) -> str:
         "MaxJobCount": 200000,
         **({} if files.epilog is None else {"Epilog": files.epilog}),
     }
-    lines = (f"{key}={value}" for key, value in settings.items())
-    return _lines([*lines, *files.extra_lines, *map(_node, files.nodes), *map(_partition, files.partitions)])
+    nodes, partitions = map(format_node, files.nodes), map(format_partition, files.partitions)
+    return format_lines([*format_settings(settings), *files.extra_lines, *nodes, *partitions])
 
 
 def format_gres_conf(files: SlurmConfig) -> str:
     """Return the text of gres.conf: a line for each GPU, in the order of its node's indices."""
-    return _lines(_gres(files))
+    return format_lines(_gres(files))
 
 
 def format_slurmdbd_conf(files: SlurmConfig) -> str:
@@ -189,7 +181,7 @@ def format_slurmdbd_conf(files: SlurmConfig) -> str:
     settings = {
         "AuthType": "auth/munge",
         "AuthInfo": f"socket={files.munge_socket}",
-        **_jwt(files),
+        **build_jwt_settings(files.jwt_key),
         "DbdHost": "localhost",
         "DbdAddr": files.accounting.host,
         "DbdPort": files.accounting.port,
@@ -201,13 +193,13 @@ def format_slurmdbd_conf(files: SlurmConfig) -> str:
         "StorageLoc": "slurm_acct",
         "StorageUser": "root",
     }
-    return _lines(f"{key}={value}" for key, value in settings.items())
+    return format_lines(format_settings(settings))
 
 
 def format_accounts(passwd: str, group: str, users: Sequence[SlurmAccount]) -> tuple[str, str]:
     """Return the texts of passwd and group with these users; they replace lines with their names or numbers."""
     for user in users:
-        _words(user.name, str(user.home), *(name for name, _ in user.groups))
+        check_words(user.name, str(user.home), *(name for name, _ in user.groups))
     members: dict[tuple[str, int], list[str]] = {(user.name, user.uid): [] for user in users}
     for user in users:
         for key in user.groups:
@@ -215,21 +207,14 @@ def format_accounts(passwd: str, group: str, users: Sequence[SlurmAccount]) -> t
     people = [f"{user.name}:x:{user.uid}:{user.uid}::{user.home}:/bin/bash" for user in users]
     groups = [f"{name}:x:{number}:{','.join(names)}" for (name, number), names in members.items()]
     return (
-        _lines([*_others(passwd, {(user.name, user.uid) for user in users}), *people]),
-        _lines([*_others(group, set(members)), *groups]),
+        format_lines([*_others(passwd, {(user.name, user.uid) for user in users}), *people]),
+        format_lines([*_others(group, set(members)), *groups]),
     )
-
-
-def _jwt(files: SlurmConfig) -> dict[str, str]:
-    if files.jwt_key is None:
-        return {}
-    return {"AuthAltTypes": "auth/jwt", "AuthAltParameters": f"jwt_key={files.jwt_key}"}
 
 
 def _accounting(files: SlurmConfig) -> dict[str, object]:
     if files.accounting is None:
         return {"AccountingStorageType": "accounting_storage/none"}
-    types = dict.fromkeys(kind for node in files.nodes for kind in node.gpus if kind)
     return {
         "AccountingStorageType": "accounting_storage/slurmdbd",
         "AccountingStorageHost": files.accounting.host,
@@ -237,36 +222,16 @@ def _accounting(files: SlurmConfig) -> dict[str, object]:
         # Clients of slurmdbd read the socket of munge here, not from AuthInfo.
         "AccountingStoragePass": files.munge_socket,
         "AccountingStorageEnforce": "associations,limits,qos",
-        "AccountingStorageTRES": ",".join(["gres/gpu", *(f"gres/gpu:{kind}" for kind in types)]),
+        "AccountingStorageTRES": format_tracked_resources(files.nodes),
         "PriorityType": "priority/multifactor",
         "PriorityWeightFairshare": 100000,
     }
 
 
-def _node(node: SlurmNodeConfig) -> str:
-    counts = Counter(node.gpus)
-    gres = ",".join(f"gpu:{kind}:{count}" if kind else f"gpu:{count}" for kind, count in counts.items())
-    return (
-        f"NodeName={node.name} NodeHostname={node.hostname or node.name} NodeAddr={node.address} Port={node.port}"
-        f" CPUs={node.cpus} RealMemory={node.memory_mib}{f' Gres={gres}' if gres else ''}"
-    )
-
-
-def _partition(partition: SlurmPartitionConfig) -> str:
-    longest, usual, most = partition.max_minutes, partition.default_minutes, partition.max_nodes
-    limits = {"MaxTime": longest, "DefaultTime": usual, "MaxNodes": most}
-    return (
-        f"PartitionName={partition.name} Nodes={','.join(partition.nodes) or 'ALL'} State=UP"
-        f" Default={'YES' if partition.is_default else 'NO'}"
-        + "".join(f" {name}={value}" for name, value in limits.items() if value is not None)
-    )
-
-
 def _gres(files: SlurmConfig) -> Iterator[str]:
     for node in files.nodes:
         for index, kind in enumerate(node.gpus):
-            type_ = f" Type={kind}" if kind else ""
-            yield f"NodeName={node.name} Name=gpu{type_} File={files.device(node, index)}"
+            yield format_gpu(node.name, kind, files.device(node, index))
 
 
 def _others(text: str, taken: set[tuple[str, int]]) -> Iterator[str]:
@@ -278,23 +243,9 @@ def _others(text: str, taken: set[tuple[str, int]]) -> Iterator[str]:
             yield line
 
 
-def _lines(lines: Iterable[str]) -> str:
-    return "".join(f"{line}\n" for line in lines)
-
-
 def _check(files: SlurmConfig) -> None:
     paths = (files.folder, files.munge_socket, files.epilog, files.jwt_key)
-    _words(files.cluster, files.head_name, files.head_address, *(str(path) for path in paths if path is not None))
-    for node in files.nodes:
-        _words(node.name, node.address, node.hostname or node.name, *(kind for kind in node.gpus if kind))
+    check_words(files.cluster, files.head_name, files.head_address, *(str(path) for path in paths if path is not None))
+    check_node_words(files.nodes)
     for partition in files.partitions:
-        _words(partition.name, *partition.nodes)
-
-
-def _words(*values: str) -> None:
-    # Slurm's files have no quoting that works for all settings.
-    for value in values:
-        if not _WORD.fullmatch(value):
-            raise SettingsError(
-                f"{value!r} cannot be written to Slurm's files: only letters, digits and / _ . @ + - are allowed"
-            )
+        check_words(partition.name, *partition.nodes)

@@ -1,0 +1,1 @@
+"""`gpuhub slurm`: a Slurm for machines that have none, and the same accounts on all of them."""
