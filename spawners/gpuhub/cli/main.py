@@ -16,6 +16,7 @@ from gpuhub.cli.leases import lease_group
 from gpuhub.cli.nodes import node_group
 from gpuhub.cli.options import BrokerRunner, PluginGroup, instance_option, pass_broker
 from gpuhub.cli.reservations import reservation_group
+from gpuhub.cli.slurm import slurm_group
 from gpuhub.cli.users import user_group
 from gpuhub.cli.validation import validate
 from gpuhub.common.errors import BrokerUnreachable, GpuhubError
@@ -86,6 +87,7 @@ for command in (
     user_group,
     lease_group,
     reservation_group,
+    slurm_group,
     usage,
     events,
     deployment.doctor,

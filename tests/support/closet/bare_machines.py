@@ -1,4 +1,5 @@
-"""Machines that `gpuhub node prepare` logs in to: a real SSH server, and stand-ins for what would change the machine.
+"""Machines that `gpuhub node prepare` and `gpuhub slurm` log in to: a real SSH server, and stand-ins for what would
+change the machine.
 
 Each machine is a mount namespace with an own /etc, /run, /sys and /usr/share/keyrings. `apt-get`, `sudo`, `docker`,
 `curl` and the other programs of `_STAND_IN` only record what they were called with and remember what they "installed", so
@@ -24,10 +25,10 @@ mkdir -p etc/apt/sources.list.d keyrings
 for file in alternatives ld.so.cache ld.so.conf ld.so.conf.d nsswitch.conf ssl; do
     [ ! -e "/etc/$file" ] || cp -a "/etc/$file" etc/
 done
-printf 'root:x:0:0::/root:/bin/sh\\nsshd:x:64998:65534::/run/sshd:/bin/false\\n' >etc/passwd
+printf 'root:x:0:0::/srv/home:/bin/sh\\nsshd:x:64998:65534::/run/sshd:/bin/false\\n' >etc/passwd
 echo 'me:x:{_UID}:{_UID}::/srv/home:/bin/sh' >>etc/passwd
 printf 'root:x:0:\\nme:x:{_UID}:\\n' >etc/group
-echo 'me:*:20000:0:99999:7:::' >etc/shadow
+printf '%s:*:20000:0:99999:7:::\\n' root me >etc/shadow
 mv os-release etc/
 mv debian.sources etc/apt/sources.list.d/
 chown -R {_UID} bin state home keyrings etc/apt etc/group
@@ -49,8 +50,13 @@ _STAND_IN = """\
 #!/bin/sh
 cd /srv/state
 name=${0##*/}
-case $name in
-apt-get | usermod | curl | systemctl) echo "$name $*" >>ran ;;
+case "$name $*" in
+"systemctl is-"* | "systemctl show "*) ;;
+*)
+    case $name in
+    apt-get | usermod | useradd | groupadd | curl | systemctl | sacctmgr | mariadb) echo "$name $*" >>ran ;;
+    esac
+    ;;
 esac
 case "$name $*" in
 "sudo -n "*)
@@ -75,6 +81,15 @@ case "$name $*" in
             echo docker:x:998: >>/etc/group
             ;;
         nvidia-container-toolkit) ln -s stand-in /srv/bin/nvidia-ctk ;;
+        munge)
+            echo munge:x:64997:64997::/nonexistent:/usr/sbin/nologin >>/etc/passwd
+            mkdir /etc/munge
+            echo "the key of $(cat hostname)" >/etc/munge/munge.key
+            ;;
+        slurmctld | slurmd)
+            grep -q ^slurm: /etc/passwd || echo slurm:x:64030:64030::/nonexistent:/usr/sbin/nologin >>/etc/passwd
+            mkdir -p /etc/slurm
+            ;;
         esac
     done
     ;;
@@ -96,13 +111,34 @@ case "$name $*" in
 "nvidia-ctk --version") echo 'NVIDIA Container Toolkit CLI version 1.18.0' ;;
 "nvidia-ctk runtime configure --runtime=docker") echo 'runc nvidia' >daemon.json ;;
 "systemctl reload docker") cp daemon.json runtimes ;;
+"systemctl daemon-reload") ;;
+"systemctl enable "*) touch "enabled-$2" ;;
+"systemctl restart "* | "systemctl start "*) date +%s >"active-$2" ;;
+"systemctl is-enabled "*) if [ -e "enabled-$2" ]; then echo enabled; else echo disabled; exit 1; fi ;;
+"systemctl is-active "*) if [ -e "active-$2" ]; then echo active; else echo inactive; exit 3; fi ;;
+"systemctl show --timestamp=unix -p ActiveEnterTimestamp --value "*)
+    if [ -e "active-$6" ]; then echo "@$(cat "active-$6")"; else echo; fi
+    ;;
+"useradd --system "*) echo slurmrest:x:64996:64996::/nonexistent:/usr/sbin/nologin >>/etc/passwd ;;
+"useradd --uid "*)
+    for word; do user=$word; done
+    echo "$user:x:$2:$4::/home/$user:/usr/sbin/nologin" >>/etc/passwd
+    ;;
+"groupadd --gid "*) echo "$3:x:$2:" >>/etc/group ;;
+"hostname -s") cat hostname ;;
+"mariadb ") cat >sql ;;
+"sacctmgr "*) ;;
+"sinfo -h -N -o %N %T") sed -n 's/^NodeName=\\([^ ]*\\) .*/\\1 idle/p' /etc/slurm/slurm.conf ;;
 *)
     echo "no stand-in for: $name $*" >&2
     exit 99
     ;;
 esac
 """
-_PROGRAMS = ("sudo", "apt-get", "apt-cache", "dpkg-query", "usermod", "curl", "systemctl")
+_PROGRAMS = (
+    *("sudo", "apt-get", "apt-cache", "dpkg-query", "usermod", "useradd", "groupadd", "curl", "systemctl", "hostname"),
+    *("mariadb", "sacctmgr", "sinfo"),
+)
 _OS_RELEASE = """\
 PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"
 ID=debian
@@ -125,6 +161,10 @@ class BareMachine:
     url: str
     folder: Path
 
+    @property
+    def root_url(self) -> str:
+        return self.url.replace("//me@", "//root@")
+
     def read_calls(self) -> list[str]:
         """Return the commands that would have changed the machine."""
         file = self.folder / "state/ran"
@@ -140,7 +180,7 @@ class BareMachine:
 
 @contextmanager
 def bare_machine(folder: Path, address: str, admin_key: Path) -> Iterator[BareMachine]:
-    """Start a machine at this loopback address, with a new Debian 12 and a GPU, at which `me` can log in."""
+    """Start a machine at this loopback address, with a new Debian 12 and a GPU, at which `me` and root can log in."""
     for name in ("bin", "state", "home/.ssh"):
         (folder / name).mkdir(parents=True)
     make_key(folder / "host_key")
@@ -153,6 +193,7 @@ def bare_machine(folder: Path, address: str, admin_key: Path) -> Iterator[BareMa
         "installed linux-image-amd64 6.1.158-1\ninstalled ca-certificates 20230311\n"
     )
     (folder / "state/runtimes").write_text("runc\n")
+    (folder / "state/hostname").write_text(f"{folder.name}\n")
     (folder / "os-release").write_text(_OS_RELEASE)
     (folder / "debian.sources").write_text(_SOURCES)
     folder.chmod(0o755)

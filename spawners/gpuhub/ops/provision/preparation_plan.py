@@ -22,13 +22,13 @@ SUPPORTED_RELEASES = {"debian": ("12", "13"), "ubuntu": ("22.04", "24.04")}
 TOOLKIT_REPOSITORY = "https://nvidia.github.io/libnvidia-container"
 _TOOLKIT_KEYRING = "/usr/share/keyrings/nvidia-container-toolkit-keyring.asc"
 _TOOLKIT_LIST = "/etc/apt/sources.list.d/nvidia-container-toolkit.list"
-# Nothing is removed, no changed configuration file is replaced, no service restarts without need, and another apt that
-# runs is waited for.
-_INSTALL = (
+#: Nothing is removed, no changed configuration file is replaced, no service restarts without need, and another apt that
+#: runs is waited for.
+INSTALL_COMMAND = (
     "DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 apt-get install -q -y --no-remove --no-install-recommends "
     "-o Dpkg::Options::=--force-confold -o DPkg::Lock::Timeout=300"
 )
-_UPDATE = "apt-get update -q -o DPkg::Lock::Timeout=300"
+UPDATE_COMMAND = "apt-get update -q -o DPkg::Lock::Timeout=300"
 _CONFIGURE_RUNTIME = """\
 nvidia-ctk runtime configure --runtime=docker
 # A reload reads the runtimes again and leaves containers alone.
@@ -95,8 +95,10 @@ def build_plan(state: MachineState, wanted: WantedDriver | None, head_architectu
         *_add_services(state),
         *_add_toolkit(state),
     ]
-    if any(step.commands.startswith(_INSTALL) for step in steps):
-        lists = PreparationStep(key="lists", title="read the package lists again", commands=_UPDATE, is_visible=False)
+    if any(step.commands.startswith(INSTALL_COMMAND) for step in steps):
+        lists = PreparationStep(
+            key="lists", title="read the package lists again", commands=UPDATE_COMMAND, is_visible=False
+        )
         steps.insert(0, lists)
     return PreparationPlan(
         steps=tuple(steps),
@@ -170,7 +172,7 @@ def _add_sources(state: MachineState, driver: DriverPackages | None) -> Iterator
             yield PreparationStep(
                 key=f"sources {file.path}",
                 title=f"add {' '.join(DRIVER_COMPONENTS)} to {file.path} (the previous file: {file.path}.save)",
-                commands=f"cp -p {path} {path}.save\nprintf %s {content} | base64 -d >{path}\n{_UPDATE}",
+                commands=f"cp -p {path} {path}.save\nprintf %s {content} | base64 -d >{path}\n{UPDATE_COMMAND}",
             )
 
 
@@ -229,13 +231,13 @@ def _build_repository_commands() -> str:
         f"chmod 644 {_TOOLKIT_KEYRING}.new\n"
         f"mv {_TOOLKIT_KEYRING}.new {_TOOLKIT_KEYRING}\n"
         f"printf '%s\\n' {shlex.quote(line)} >{_TOOLKIT_LIST}\n"
-        f"{_UPDATE}"
+        f"{UPDATE_COMMAND}"
     )
 
 
 def _install(key: str, packages: tuple[str, ...], source: str) -> PreparationStep:
     names = " ".join(packages)
-    return PreparationStep(key=key, title=f"install {names} (from {source})", commands=f"{_INSTALL} {names}")
+    return PreparationStep(key=key, title=f"install {names} (from {source})", commands=f"{INSTALL_COMMAND} {names}")
 
 
 def _name(state: MachineState) -> str:

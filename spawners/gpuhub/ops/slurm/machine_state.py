@@ -1,0 +1,121 @@
+"""The state of a machine on which Slurm is installed, parsed from the output of `slurm_state.sh`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+
+from gpuhub.common.errors import SetupError
+from gpuhub.ops.slurm.files import MARKER, SLURM_CONF
+
+#: Slurm's configuration in packages of older distributions.
+_OLD_SLURM_CONF = "/etc/slurm-llnl/slurm.conf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstalledFile:
+    """A file that is there."""
+
+    mode: int
+    owner: str
+    #: Time of its last change, Unix seconds.
+    changed_at: int
+    sha256: str
+    #: None for a secret.
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitState:
+    """A service of systemd."""
+
+    is_enabled: bool = False
+    is_active: bool = False
+    #: Time of its last start, Unix seconds.
+    started_at: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmMachineState:
+    """What a machine has of all that Slurm needs."""
+
+    #: `root`, `yes` (without a password) or `no`.
+    sudo: str = "no"
+    #: `ID`, `VERSION_ID` and `PRETTY_NAME` of /etc/os-release.
+    distribution: str = ""
+    release: str = ""
+    os: str = ""
+    hostname: str = ""
+    cpus: int = 0
+    memory_kib: int = 0
+    #: Numbers of the device files of its GPUs, in the order of the PCI bus; empty without the driver.
+    minors: tuple[int, ...] = ()
+    packages: frozenset[str] = frozenset()
+    has_rest_user: bool = False
+    files: Mapping[str, InstalledFile] = field(default_factory=dict)
+    units: Mapping[str, UnitState] = field(default_factory=dict)
+
+    @property
+    def foreign_slurm_conf(self) -> str | None:
+        """Return the path of a slurm.conf that gpuhub did not write; None if there is none."""
+        for path in (str(SLURM_CONF), _OLD_SLURM_CONF):
+            file = self.files.get(path)
+            if file is not None and not (file.text or "").startswith(MARKER):
+                return path
+        return None
+
+
+def read_state_script() -> str:
+    """Return the text of `slurm_state.sh`."""
+    return resources.files("gpuhub.ops.slurm").joinpath("slurm_state.sh").read_text(encoding="utf-8")
+
+
+def parse_slurm_state(text: str) -> SlurmMachineState:
+    """Parse the output of `slurm_state.sh`.
+
+    Raises:
+        SetupError: The script did not run to its end, or wrote something else.
+    """
+    values: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        key, sign, value = line.partition("=")
+        if sign:
+            values.setdefault(key, []).append(value.strip())
+    if "end" not in values:
+        last = text.strip().splitlines()[-1:] or ["it wrote nothing"]
+        raise SetupError(f"the machine's state could not be read to its end: {last[0][:200]}")
+
+    def last_of(key: str) -> str:
+        return values.get(key, [""])[-1]
+
+    try:
+        return SlurmMachineState(
+            sudo=last_of("sudo") or "no",
+            distribution=last_of("distribution"),
+            release=last_of("release"),
+            os=last_of("os"),
+            hostname=last_of("hostname"),
+            cpus=int(last_of("cpus")),
+            memory_kib=int(last_of("memory_kib")),
+            minors=tuple(map(int, values.get("minor", ()))),
+            packages=frozenset(values.get("package", ())),
+            has_rest_user=last_of("rest_user") == "yes",
+            files=dict(map(_parse_file, values.get("file", ()))),
+            units=dict(map(_parse_unit, values.get("unit", ()))),
+        )
+    except (ValueError, binascii.Error) as error:
+        raise SetupError(f"the machine's state has an unknown form: {error}") from None
+
+
+def _parse_file(line: str) -> tuple[str, InstalledFile]:
+    mode, owner, changed_at, sha256, content, path = line.split(" ", 5)
+    text = None if content == "-" else base64.b64decode(content, validate=True).decode(errors="replace")
+    return path, InstalledFile(mode=int(mode, 8), owner=owner, changed_at=int(changed_at), sha256=sha256, text=text)
+
+
+def _parse_unit(line: str) -> tuple[str, UnitState]:
+    name, enabled, active, since = line.split(" ")
+    return name, UnitState(is_enabled=enabled == "enabled", is_active=active == "active", started_at=int(since))

@@ -1,0 +1,73 @@
+"""The accounts that machines have, lack, or have otherwise."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from gpuhub.cli.console import AdminConsole
+from gpuhub.common.errors import SetupError
+from gpuhub.config.users import UserSettings
+from gpuhub.ops.slurm.users import (
+    MachineAccounts,
+    NodeAccount,
+    build_commands,
+    find_conflicts,
+    find_uids,
+    list_accounts,
+    parse_accounts,
+)
+
+EMPTY = MachineAccounts(users={}, groups={})
+ADA = NodeAccount(name="ada", uid=1001, gid=1001)
+BEN = NodeAccount(name="ben", uid=50001, gid=100)
+
+
+def test_accounts_are_parsed() -> None:
+    """The output of getent on Debian 12, for `ada` and a group."""
+    there = parse_accounts("1000\npasswd:ada:x:1001:1001:Ada,,,:/home/ada:/bin/bash\ngroup:users:x:100:ben,ada\n")
+    assert there == MachineAccounts(is_root=False, users={"ada": (1001, 1001)}, groups={"users": 100})
+    with pytest.raises(SetupError, match="could not be read: 'passwd:ada:x:many'"):
+        parse_accounts("0\npasswd:ada:x:many\n")
+
+
+def test_primary_group_is_that_of_the_head_node() -> None:
+    head = MachineAccounts(users={"ben": (50001, 100)}, groups={"users": 100})
+    assert list_accounts({"ben": 50001, "ada": 1001}, head) == [ADA, BEN]
+
+
+def test_missing_accounts_are_created_with_their_group() -> None:
+    assert build_commands([ADA, BEN], MachineAccounts(users={}, groups={"users": 100})) == [
+        "groupadd --gid 1001 ada",
+        "useradd --uid 1001 --gid 1001 --no-create-home --home-dir /home/ada --shell /usr/sbin/nologin ada",
+        "useradd --uid 50001 --gid 100 --no-create-home --home-dir /home/ben --shell /usr/sbin/nologin ben",
+    ]
+    assert build_commands([ADA], MachineAccounts(users={"ada": (1001, 1001)}, groups={})) == []
+
+
+def test_conflicts_name_both() -> None:
+    there = MachineAccounts(users={"ada": (1002, 1002), "eve": (50001, 50001)}, groups={})
+    assert list(find_conflicts([ADA, BEN], there)) == [
+        "ada must have the UID 1001 and has 1002",
+        "the UID 50001 must be ben's and is eve's",
+    ]
+    group = MachineAccounts(users={}, groups={"ada": 1500})
+    assert list(find_conflicts([ADA], group)) == ["the group ada must have the GID 1001 and has 1500"]
+    assert list(find_conflicts([ADA, BEN], EMPTY)) == []
+
+
+def test_users_of_the_settings_get_their_numbers(tmp_path: Path) -> None:
+    """Before their first login; names of system accounts are shown and left out."""
+    output = io.StringIO()
+    users = UserSettings(login="github", allowed=("ada-of-the-lab", "daemon"), uid_first=1_500_000_000)
+    uids = find_uids(users, tmp_path, AdminConsole(output))
+    assert uids == {"ada-of-the-lab": 1_500_000_000}
+    assert "! user 'daemon' has the name of a system account" in output.getvalue()
+    assert find_uids(users, tmp_path, AdminConsole(output)) == uids
+
+
+def test_without_own_numbers_only_accounts_are_known(tmp_path: Path) -> None:
+    users = UserSettings(allowed=("ada-of-the-lab",))
+    assert find_uids(users, tmp_path, AdminConsole(io.StringIO())) == {}
