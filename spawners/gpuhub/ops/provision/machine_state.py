@@ -125,8 +125,14 @@ def parse_branch(version: str) -> str:
 
 
 def read_state_script() -> str:
-    """Return the text of `machine_state.sh`."""
-    return resources.files("gpuhub.ops.provision").joinpath("machine_state.sh").read_text(encoding="utf-8")
+    """Return the script that prints a machine's state."""
+    return build_state_script("gpuhub.ops.provision", "machine_state.sh")
+
+
+def build_state_script(package: str, name: str) -> str:
+    """Return `machine_basics.sh`, followed by a script of a package that uses its functions."""
+    parts = (("gpuhub.ops.provision", "machine_basics.sh"), (package, name))
+    return "".join(resources.files(folder).joinpath(file).read_text(encoding="utf-8") for folder, file in parts)
 
 
 def parse_machine_state(text: str) -> MachineState:
@@ -135,14 +141,7 @@ def parse_machine_state(text: str) -> MachineState:
     Raises:
         SetupError: The script did not run to its end, or wrote something else.
     """
-    values: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        key, sign, value = line.partition("=")
-        if sign:
-            values.setdefault(key, []).append(value.strip())
-    if "end" not in values:
-        last = text.strip().splitlines()[-1:] or ["it wrote nothing"]
-        raise SetupError(f"the machine's state could not be read to its end: {last[0][:200]}")
+    values = parse_state_values(text)
 
     def last_of(key: str) -> str:
         return values.get(key, [""])[-1]
@@ -174,6 +173,23 @@ def parse_machine_state(text: str) -> MachineState:
         )
     except (ValueError, binascii.Error) as error:
         raise SetupError(f"the machine's state has an unknown form: {error}") from None
+
+
+def parse_state_values(text: str) -> dict[str, list[str]]:
+    """Parse lines KEY=VALUE to the values of each key.
+
+    Raises:
+        SetupError: The script did not run to its end, where it writes `end=`.
+    """
+    values: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        key, sign, value = line.partition("=")
+        if sign:
+            values.setdefault(key, []).append(value.strip())
+    if "end" not in values:
+        last = text.strip().splitlines()[-1:] or ["it wrote nothing"]
+        raise SetupError(f"the machine's state could not be read to its end: {last[0][:200]}")
+    return values
 
 
 def _parse_gpu(line: str) -> PciGpu:

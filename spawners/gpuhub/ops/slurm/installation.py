@@ -18,11 +18,11 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.console import OperatorConsole
 from gpuhub.ops.provision import node_access
 from gpuhub.ops.provision.preparation_plan import PreparationPlan
+from gpuhub.ops.slurm.cluster import SlurmFeatures, build_cluster, find_models, read_secrets
 from gpuhub.ops.slurm.files import JWT_KEY, REST_URL, ClusterSecrets, InstalledCluster, SlurmFile, list_files
 from gpuhub.ops.slurm.machine_state import SlurmMachineState, parse_slurm_state, read_state_script
 from gpuhub.ops.slurm.machines import ScriptRunner, SlurmMachine, on_all, open_machines
 from gpuhub.ops.slurm.plan import MachineRole, build_slurm_plan, format_differences
-from gpuhub.ops.slurm.site import SlurmFeatures, build_cluster, find_models, read_secrets
 
 #: Longest duration of one step, seconds.
 _STEP_S = 1800.0
@@ -70,7 +70,7 @@ class _Survey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Site:
+class _WantedSlurm:
     cluster: InstalledCluster
     secrets: ClusterSecrets
 
@@ -99,17 +99,17 @@ def initialize_slurm(
             states=dict(zip((machine.name for machine in machines), on_all(machines, _read_state), strict=True)),
             roles=_assign_roles(request, machines),
         )
-        site = _build_site(features, cluster, survey, models)
+        wanted = _build_wanted(features, cluster, survey, models)
         if request.output is not None:
-            _write_folder(request.output, site, survey, console)
+            _write_folder(request.output, wanted, survey, console)
             return
-        plans = [_build_plan(machine, survey, site) for machine in machines]
+        plans = [_build_plan(machine, survey, wanted) for machine in machines]
         if _show_plans(plans, console):
             if not request.yes:
                 console.confirm(f"\nChange {', '.join(_list_pending(plans))} as shown?")
-            _install(plans, site, console)
-        check_ready(machines[0].runner, site.cluster, console)
-    _show_next_lines(site.cluster, cluster, console)
+            _install(plans, wanted, console)
+        check_ready(machines[0].runner, wanted.cluster, console)
+    _show_next_lines(wanted.cluster, cluster, console)
 
 
 def _read_agents(paths: Paths) -> dict[str, list[str]]:
@@ -139,9 +139,9 @@ def _assign_roles(request: SlurmRequest, machines: Sequence[SlurmMachine]) -> di
     }
 
 
-def _build_site(
+def _build_wanted(
     features: SlurmFeatures, cluster: ClusterSettings, survey: _Survey, models: Mapping[str, Sequence[str]]
-) -> _Site:
+) -> _WantedSlurm:
     head = survey.machines[0]
     state = survey.states[head.name]
     nodes = [
@@ -149,24 +149,24 @@ def _build_site(
         for machine in survey.machines
         if machine.node is not None and survey.roles[machine.name].computes
     ]
-    return _Site(
+    return _WantedSlurm(
         cluster=build_cluster(features, cluster, (state, find_head_address(cluster)), nodes, models),
         secrets=read_secrets(features, state, head.runner),
     )
 
 
-def _build_plan(machine: SlurmMachine, survey: _Survey, site: _Site) -> MachinePlan:
+def _build_plan(machine: SlurmMachine, survey: _Survey, wanted: _WantedSlurm) -> MachinePlan:
     state, role = survey.states[machine.name], survey.roles[machine.name]
     return MachinePlan(
         machine=machine,
         state=state,
         role=role,
-        files=tuple(list_files(site.cluster, site.secrets, is_head=role.is_head, computes=role.computes)),
-        plan=build_slurm_plan(state, role, site.cluster, site.secrets),
+        files=tuple(list_files(wanted.cluster, wanted.secrets, is_head=role.is_head, computes=role.computes)),
+        plan=build_slurm_plan(state, role, wanted.cluster, wanted.secrets),
     )
 
 
-def _write_folder(folder: Path, site: _Site, survey: _Survey, console: OperatorConsole) -> None:
+def _write_folder(folder: Path, wanted: _WantedSlurm, survey: _Survey, console: OperatorConsole) -> None:
     """Write the files of all machines into one folder, which only root can enter.
 
     Raises:
@@ -176,7 +176,7 @@ def _write_folder(folder: Path, site: _Site, survey: _Survey, console: OperatorC
         raise InvalidRequest(f"{folder} exists and is not an empty folder: name another one")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
-    for file in list_files(site.cluster, site.secrets, is_head=True, computes=True):
+    for file in list_files(wanted.cluster, wanted.secrets, is_head=True, computes=True):
         path = folder / file.path.relative_to("/")
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -219,7 +219,7 @@ def _list_pending(plans: Sequence[MachinePlan]) -> list[str]:
     return [plan.machine.name for plan in plans if plan.plan.steps]
 
 
-def _install(plans: Sequence[MachinePlan], site: _Site, console: OperatorConsole) -> None:
+def _install(plans: Sequence[MachinePlan], wanted: _WantedSlurm, console: OperatorConsole) -> None:
     """Run the steps: of the head first, since slurmctld must know the nodes, then of all nodes at the same time.
 
     Raises:
@@ -234,7 +234,7 @@ def _install(plans: Sequence[MachinePlan], site: _Site, console: OperatorConsole
                 console.write(f"{plan.machine.name:<{width}} | {text}")
 
         try:
-            _run_steps(plan, site, write)
+            _run_steps(plan, wanted, write)
         except SetupError as error:
             write(f"✗ {error}")
             return f"  {plan.machine.name}: {error}"
@@ -249,7 +249,7 @@ def _install(plans: Sequence[MachinePlan], site: _Site, console: OperatorConsole
         raise GpuhubError("\n".join(["Slurm is not complete; the command again continues:", *failures]))
 
 
-def _run_steps(plan: MachinePlan, site: _Site, write: Callable[[str], None]) -> None:
+def _run_steps(plan: MachinePlan, wanted: _WantedSlurm, write: Callable[[str], None]) -> None:
     """Run the steps on a machine, and check that it lacks nothing any more.
 
     Raises:
@@ -259,7 +259,7 @@ def _run_steps(plan: MachinePlan, site: _Site, write: Callable[[str], None]) -> 
         write(f"… {step.title}")
         script, as_root = step.build_script(), plan.state.sudo != "root"
         plan.machine.runner.run(script, as_root=as_root, timeout_s=_STEP_S)
-    after = build_slurm_plan(_read_state(plan.machine), plan.role, site.cluster, site.secrets)
+    after = build_slurm_plan(_read_state(plan.machine), plan.role, wanted.cluster, wanted.secrets)
     if after.steps:
         raise SetupError(f"the commands succeeded and changed nothing: {after.steps[0].title}")
 

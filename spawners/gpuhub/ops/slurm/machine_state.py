@@ -6,9 +6,9 @@ import base64
 import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 
 from gpuhub.common.errors import SetupError
+from gpuhub.ops.provision.machine_state import build_state_script, parse_state_values
 from gpuhub.ops.slurm.files import MARKER, SLURM_CONF
 
 #: Slurm's configuration in packages of older distributions.
@@ -69,8 +69,8 @@ class SlurmMachineState:
 
 
 def read_state_script() -> str:
-    """Return the text of `slurm_state.sh`."""
-    return resources.files("gpuhub.ops.slurm").joinpath("slurm_state.sh").read_text(encoding="utf-8")
+    """Return the script that prints a machine's state."""
+    return build_state_script("gpuhub.ops.slurm", "slurm_state.sh")
 
 
 def parse_slurm_state(text: str) -> SlurmMachineState:
@@ -79,14 +79,7 @@ def parse_slurm_state(text: str) -> SlurmMachineState:
     Raises:
         SetupError: The script did not run to its end, or wrote something else.
     """
-    values: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        key, sign, value = line.partition("=")
-        if sign:
-            values.setdefault(key, []).append(value.strip())
-    if "end" not in values:
-        last = text.strip().splitlines()[-1:] or ["it wrote nothing"]
-        raise SetupError(f"the machine's state could not be read to its end: {last[0][:200]}")
+    values = parse_state_values(text)
 
     def last_of(key: str) -> str:
         return values.get(key, [""])[-1]

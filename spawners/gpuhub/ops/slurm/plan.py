@@ -157,7 +157,9 @@ def _list_packages(role: MachineRole, cluster: InstalledCluster) -> list[str]:
     if role.is_head and cluster.has_accounting:
         packages += ["slurmdbd", "slurm-wlm-mysql-plugin", "mariadb-server"]
     if cluster.rest_plugins is not None:
-        packages += ["slurm-wlm-jwt-plugin", *(["slurmrestd"] if role.is_head else [])]
+        packages.append("slurm-wlm-jwt-plugin")
+        if role.is_head:
+            packages.append("slurmrestd")
     return packages
 
 

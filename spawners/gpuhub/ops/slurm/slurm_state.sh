@@ -1,33 +1,5 @@
-# Prints what a machine has of Slurm as lines KEY=VALUE. POSIX sh; changes nothing. `gpuhub slurm init` runs it.
-PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
-export PATH
-LC_ALL=C
-export LC_ALL
-
-if [ "$(id -u)" -eq 0 ]; then
-    sudo=root
-elif sudo -n true </dev/null 2>/dev/null; then
-    sudo=yes
-else
-    sudo=no
-fi
-echo "sudo=$sudo"
-as_root() {
-    if [ "$sudo" = yes ]; then
-        sudo -n "$@" </dev/null
-    else
-        "$@" </dev/null
-    fi
-}
-
-if [ -r /etc/os-release ]; then
-    (
-        . /etc/os-release
-        echo "distribution=${ID:-}"
-        echo "release=${VERSION_ID:-}"
-        echo "os=${PRETTY_NAME:-${NAME:-}}"
-    )
-fi
+# Prints what a machine has of Slurm as lines KEY=VALUE, after machine_basics.sh. POSIX sh; changes nothing. `gpuhub slurm
+# init` runs it.
 echo "hostname=$(hostname -s)"
 echo "cpus=$(nproc --all)"
 sed -n 's/^MemTotal: *\([0-9]*\) kB$/memory_kib=\1/p' /proc/meminfo

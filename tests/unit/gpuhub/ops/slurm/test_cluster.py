@@ -12,9 +12,9 @@ import pytest
 from gpuhub.common.errors import SetupError
 from gpuhub.config.nodes import ExpectedGpus, NodeSettings
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.ops.slurm.cluster import SlurmFeatures, build_cluster, find_models, read_secrets
 from gpuhub.ops.slurm.files import JWT_KEY, MUNGE_KEY, SLURMDBD_CONF
 from gpuhub.ops.slurm.machine_state import InstalledFile, SlurmMachineState
-from gpuhub.ops.slurm.site import SlurmFeatures, build_cluster, find_models, read_secrets
 from tests.support.docker import simulated_nodes
 
 FEATURES = SlurmFeatures(name="lab", partition="gpu")
