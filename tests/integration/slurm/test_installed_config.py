@@ -14,8 +14,9 @@ from tests.support.slurm.installed import VARIANTS
 pytestmark = [pytest.mark.slurm, pytest.mark.root]
 
 
-def read_gpus(cluster: InstalledCluster, node: str, folder: Path) -> str:
-    """Let slurmd print the GPUs of a node (`-G`), after which it ends by itself; its folders are in `folder`."""
+def write_files(cluster: InstalledCluster, folder: Path) -> Path:
+    """Write the files with all folders in this one, and return slurm.conf."""
+    folder.chmod(0o755)
     for index in range(2):
         (folder / f"nvidia{index}").symlink_to("/dev/null")
     conf = format_slurm_conf(cluster)
@@ -24,15 +25,23 @@ def read_gpus(cluster: InstalledCluster, node: str, folder: Path) -> str:
     (folder / "slurm.conf").write_text(conf)
     (folder / "gres.conf").write_text(format_gres_conf(cluster).replace("/dev/", f"{folder}/"))
     (folder / "cgroup.conf").write_text(format_cgroup_conf())
-    command = ["slurmd", "-G", "-N", node, "-f", str(folder / "slurm.conf")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    return folder / "slurm.conf"
+
+
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*map(str, command)], check=False, capture_output=True, text=True, timeout=20)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_slurmd_reads_the_files(name: str, tmp_path: Path) -> None:
-    """Without an error, and with each GPU's type and device file."""
-    text = read_gpus(VARIANTS[name], "rig3", tmp_path)
-    assert "error" not in text
-    assert re.findall(r"Type=(\S+) .* File=\S+/(\S+)", text) == [("rtx5070", "nvidia0"), ("rtx5060", "nvidia1")]
+    """`-G` prints each GPU's type and device file, and ends."""
+    done = run("slurmd", "-G", "-N", "rig3", "-f", write_files(VARIANTS[name], tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stderr
+    assert re.findall(r"Type=(\S+) .* File=\S+/(\S+)", done.stderr) == [("rtx5070", "nvidia0"), ("rtx5060", "nvidia1")]
+
+
+def test_misspelt_setting_would_be_refused(tmp_path: Path) -> None:
+    conf = write_files(VARIANTS["plain"], tmp_path)
+    conf.write_text(conf.read_text().replace("TaskPlugin=", "TaskPlugn="))
+    assert "unrecognized key: TaskPlugn" in run("slurmd", "-G", "-N", "rig3", "-f", conf).stderr

@@ -123,8 +123,13 @@ def _check_machines(head: SlurmMachineState, nodes: Sequence[tuple[NodeSettings,
 def _build_node(
     settings: ClusterSettings, node: NodeSettings, state: SlurmMachineState, models: Sequence[str]
 ) -> InstalledNode:
-    # Without the driver's own numbers, the order of the PCI bus is the usual one.
-    minors = state.minors if len(state.minors) == len(models) else tuple(range(len(models)))
+    if state.minors and len(state.minors) != len(models):
+        raise SetupError(
+            f"{node.name}: NVIDIA's driver has {len(state.minors)} GPUs, and the GPU agent, or `gpus` in cluster.toml, "
+            f"{len(models)}: `gpuhub doctor` names a GPU that fails; otherwise correct `gpus` of the node's table"
+        )
+    # Where the driver is not loaded yet, its usual numbers are taken.
+    minors = state.minors or tuple(range(len(models)))
     config = SlurmNodeConfig(
         name=node.slurm_name,
         hostname=state.hostname,

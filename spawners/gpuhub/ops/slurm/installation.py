@@ -113,11 +113,18 @@ def initialize_slurm(
 
 
 def _read_agents(paths: Paths) -> dict[str, list[str]]:
-    """Return the models that the GPU agents read, by node; empty where gpuhub does not run."""
+    """Return the models that the GPU agents read, by node; empty where gpuhub does not run.
+
+    Raises:
+        SetupError: A GPU is divided into MIG devices.
+    """
     if not paths.used_cluster_file.exists():
         return {}
     used = settings.load(paths.used_cluster_file)
     gpus, _, _ = asyncio.run(node_access.query_other_nodes(used, paths, name=""))
+    divided = [node for node, node_gpus in gpus.items() if any(gpu.uuid.startswith("MIG-") for gpu in node_gpus)]
+    if divided:
+        raise SetupError(f"{', '.join(divided)}: gpuhub under Slurm does not know MIG devices: turn MIG off there")
     return {node: [gpu.model for gpu in node_gpus] for node, node_gpus in gpus.items()}
 
 

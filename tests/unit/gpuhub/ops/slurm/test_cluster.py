@@ -82,6 +82,13 @@ def test_nodes_come_from_the_machines_states() -> None:
     assert cluster.rest_plugins is None
 
 
+def test_other_number_of_gpus_is_refused() -> None:
+    """A GPU that fails has no line of the agent, and the others would get its device file."""
+    with pytest.raises(SetupError, match=r"rig1: NVIDIA's driver has 2 GPUs, and the GPU agent, .* 1: "):
+        nodes = [(node("rig1"), replace(STATE, minors=(0, 1)))]
+        build_cluster(FEATURES, settings_of(), (STATE, "10.0.0.9"), nodes, {"rig1": ["RTX 5090"]})
+
+
 @pytest.mark.parametrize(
     ("release", "has_accounting", "plugins"),
     [

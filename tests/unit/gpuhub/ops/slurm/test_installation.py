@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,10 @@ from gpuhub.cli import main
 from gpuhub.cli.console import AdminConsole
 from gpuhub.common.errors import GpuhubError, InvalidRequest, SetupError
 from gpuhub.common.paths import Paths
+from gpuhub.config import settings
 from gpuhub.config.nodes import NodeSettings
+from gpuhub.ops.doctor.node_facts import GpuFacts
+from gpuhub.ops.provision import node_access
 from gpuhub.ops.slurm import installation
 from gpuhub.ops.slurm.installation import SlurmRequest, check_ready, initialize_slurm
 from gpuhub.ops.slurm.machines import LocalShell, find_head_node
@@ -63,6 +67,26 @@ def test_head_node_is_found_by_socket_or_address() -> None:
 
 def test_unknown_gpus_end_before_anything_starts() -> None:
     with pytest.raises(SetupError, match="nothing says which GPUs rig1, rig2, rig3 have"):
+        initialize_slurm(
+            SlurmRequest(), build_cluster(), Paths("ghnone"), AdminConsole(io.StringIO()), Head("never asked")
+        )
+
+
+@pytest.mark.parametrize(
+    ("uuid", "message"),
+    [("GPU-1", "which GPUs rig2, rig3 have"), ("MIG-1", "rig1: gpuhub under Slurm does not know MIG")],
+)
+def test_agents_name_the_gpus(uuid: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where gpuhub runs; nodes whose agents do not answer need `gpus` in their tables."""
+
+    async def query(*_: object, **__: object) -> tuple[dict[str, tuple[GpuFacts, ...]], dict[str, str], None]:
+        gpu = GpuFacts(uuid=uuid, model="RTX 5090", memory_mib=32607, driver="580.95.05")
+        return {"rig1": (gpu,), "rig2": ()}, {}, None
+
+    monkeypatch.setattr(node_access, "query_other_nodes", query)
+    monkeypatch.setattr(settings, "load", lambda _: build_cluster())
+    monkeypatch.setattr(Paths, "used_cluster_file", tmp_path)
+    with pytest.raises(SetupError, match=message):
         initialize_slurm(
             SlurmRequest(), build_cluster(), Paths("ghnone"), AdminConsole(io.StringIO()), Head("never asked")
         )
