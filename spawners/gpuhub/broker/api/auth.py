@@ -191,8 +191,8 @@ class Authenticator:
         # one.
         self._known: OrderedDict[bytes, _TokenRecord] = OrderedDict()
         self._unknown: OrderedDict[bytes, _TokenRecord] = OrderedDict()
-        self._wrong = UnknownTokenLimiter(WRONG_TOKENS)
-        self._requests = RateLimiter(REQUESTS)
+        self._wrong = UnknownTokenLimiter(WRONG_TOKENS, clock.monotonic)
+        self._requests = RateLimiter(REQUESTS, clock.monotonic)
         self._check_slots = asyncio.Semaphore(_MAX_CHECKS)
         self._checks: dict[bytes, asyncio.Task[_TokenRecord]] = {}
 
