@@ -142,46 +142,50 @@ def parse_machine_state(text: str) -> MachineState:
         SetupError: The script did not run to its end, or wrote something else.
     """
     values = parse_state_values(text)
-
-    def last_of(key: str) -> str:
-        return values.get(key, [""])[-1]
-
     try:
         return MachineState(
-            user=last_of("user"),
-            sudo=last_of("sudo") or "no",
-            groups=frozenset(last_of("groups").split()),
-            distribution=last_of("distribution"),
-            release=last_of("release"),
-            codename=last_of("codename"),
-            os=last_of("os"),
-            kernel=last_of("kernel"),
-            architecture=last_of("architecture"),
+            user=values.last("user"),
+            sudo=values.last("sudo") or "no",
+            groups=frozenset(values.last("groups").split()),
+            distribution=values.last("distribution"),
+            release=values.last("release"),
+            codename=values.last("codename"),
+            os=values.last("os"),
+            kernel=values.last("kernel"),
+            architecture=values.last("architecture"),
             gpus=tuple(_parse_gpu(line) for line in values.get("gpu", ())),
-            loaded_driver=last_of("loaded_driver"),
-            secure_boot={"0": False, "1": True}.get(last_of("secure_boot")),
-            docker=last_of("docker"),
-            runtimes=frozenset(last_of("runtimes").split()),
+            loaded_driver=values.last("loaded_driver"),
+            secure_boot={"0": False, "1": True}.get(values.last("secure_boot")),
+            docker=values.last("docker"),
+            runtimes=frozenset(values.last("runtimes").split()),
             toolkit=values["toolkit"][-1] if "toolkit" in values else None,
             packages={
                 name: version for name, _, version in (line.partition(" ") for line in values.get("package", ()))
             },
             available=frozenset(values.get("available", ())),
-            driver_candidate=last_of("driver_candidate"),
-            recommended=last_of("recommended"),
+            driver_candidate=values.last("driver_candidate"),
+            recommended=values.last("recommended"),
             sources=tuple(_parse_source(line) for line in values.get("source", ())),
         )
     except (ValueError, binascii.Error) as error:
         raise SetupError(f"the machine's state has an unknown form: {error}") from None
 
 
-def parse_state_values(text: str) -> dict[str, list[str]]:
+class StateValues(dict[str, list[str]]):
+    """The values of each key, in the order of their lines."""
+
+    def last(self, key: str) -> str:
+        """Return the last value of a key; empty for none."""
+        return self.get(key, [""])[-1]
+
+
+def parse_state_values(text: str) -> StateValues:
     """Parse lines KEY=VALUE to the values of each key.
 
     Raises:
         SetupError: The script did not run to its end, where it writes `end=`.
     """
-    values: dict[str, list[str]] = {}
+    values = StateValues()
     for line in text.splitlines():
         key, sign, value = line.partition("=")
         if sign:

@@ -80,22 +80,18 @@ def parse_slurm_state(text: str) -> SlurmMachineState:
         SetupError: The script did not run to its end, or wrote something else.
     """
     values = parse_state_values(text)
-
-    def last_of(key: str) -> str:
-        return values.get(key, [""])[-1]
-
     try:
         return SlurmMachineState(
-            sudo=last_of("sudo") or "no",
-            distribution=last_of("distribution"),
-            release=last_of("release"),
-            os=last_of("os"),
-            hostname=last_of("hostname"),
-            cpus=int(last_of("cpus")),
-            memory_kib=int(last_of("memory_kib")),
+            sudo=values.last("sudo") or "no",
+            distribution=values.last("distribution"),
+            release=values.last("release"),
+            os=values.last("os"),
+            hostname=values.last("hostname"),
+            cpus=int(values.last("cpus")),
+            memory_kib=int(values.last("memory_kib")),
             minors=tuple(map(int, values.get("minor", ()))),
             packages=frozenset(values.get("package", ())),
-            has_rest_user=last_of("rest_user") == "yes",
+            has_rest_user=values.last("rest_user") == "yes",
             files=dict(map(_parse_file, values.get("file", ()))),
             units=dict(map(_parse_unit, values.get("unit", ()))),
         )
