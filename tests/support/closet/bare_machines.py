@@ -147,7 +147,7 @@ VERSION_CODENAME=bookworm
 """
 _SOURCES = """\
 Types: deb
-URIs: http://deb.debian.org/debian
+URIs: http://mirror.example/debian
 Suites: bookworm bookworm-updates
 Components: main
 Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg

@@ -182,9 +182,7 @@ def _build_preseed(request: InstallerRequest) -> str:
         ("netcfg/get_domain", "string", ""),
         ("netcfg/hostname", "string", request.name),
         ("hw-detect/load_firmware", "boolean", "true"),
-        ("mirror/country", "string", "manual"),
-        ("mirror/http/hostname", "string", "deb.debian.org"),
-        ("mirror/http/directory", "string", "/debian"),
+        # Without further answers about the mirror, the installer takes Debian's own at priority=critical.
         ("mirror/http/proxy", "string", ""),
         ("passwd/root-login", "boolean", "false"),
         ("passwd/user-fullname", "string", request.user),

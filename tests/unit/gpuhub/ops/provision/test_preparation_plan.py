@@ -1,6 +1,6 @@
 """Plans that make machines acceptable to `gpuhub node add`: from a machine's state to the missing steps.
 
-`recorded/debian-12-state.txt` is what `machine_state.sh` wrote on a Debian 12 machine without a GPU, less other
+`recorded/debian-12-state.txt` is what `machine_state.sh` wrote on a Debian 12 machine without a GPU, with another mirror and less other
 repositories' sources. The states with GPUs, of Debian 13 and of Ubuntu are constructed from it and from the documented
 formats of /sys, dpkg-query, apt-cache and /etc/os-release.
 """
@@ -93,8 +93,8 @@ ONE_LINE = AptSourceFile(
     path="/etc/apt/sources.list",
     text=(
         "# deb cdrom:[Debian]/ bookworm contrib main\n"
-        "deb http://deb.debian.org/debian/ bookworm main non-free-firmware # the archive\n"
-        "deb-src http://deb.debian.org/debian/ bookworm main non-free-firmware\n"
+        "deb http://mirror.example/debian/ bookworm main non-free-firmware # the archive\n"
+        "deb-src http://mirror.example/debian/ bookworm main non-free-firmware\n"
         "deb [arch=amd64 signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://mirror.lan/debian "
         "bookworm-updates main\n"
         "deb [signed-by=/usr/share/keyrings/other.gpg] https://other.example/debian bookworm main\n"
@@ -133,7 +133,7 @@ def test_recorded_state_is_parsed() -> None:
     assert state.kernel_flavour == ""
     [source] = state.sources
     assert source.path == "/etc/apt/sources.list.d/debian.sources"
-    assert source.text.startswith("Types: deb\nURIs: http://deb.debian.org/debian\n")
+    assert source.text.startswith("Types: deb\nURIs: http://mirror.example/debian\n")
 
 
 def test_gpus_driver_and_secure_boot_are_parsed() -> None:
@@ -181,7 +181,7 @@ def test_components_are_added_to_one_line_entries() -> None:
     lines = add_components(ONE_LINE, "bookworm").splitlines()
     before = ONE_LINE.text.splitlines()
     assert lines[1] == (
-        "deb http://deb.debian.org/debian/ bookworm main non-free-firmware contrib non-free # the archive"
+        "deb http://mirror.example/debian/ bookworm main non-free-firmware contrib non-free # the archive"
     )
     assert lines[3].endswith("bookworm-updates main contrib non-free non-free-firmware")
     unchanged = [0, 2, 4, 5]
@@ -193,7 +193,7 @@ def test_components_are_added_to_deb822_entries() -> None:
     foreign = (
         "\nTypes: deb\nURIs: https://other.example/debian\nSuites: bookworm\nComponents: main\nSigned-By:\n -----\n"
     )
-    disabled = "\nEnabled: no\nTypes: deb\nURIs: http://deb.debian.org/debian\nSuites: bookworm\nComponents: main\n"
+    disabled = "\nEnabled: no\nTypes: deb\nURIs: http://mirror.example/debian\nSuites: bookworm\nComponents: main\n"
     text = add_components(replace(file, text=f"{file.text}{foreign}{disabled}"), "bookworm")
     assert text == f"{file.text.replace('main', 'main contrib non-free non-free-firmware')}{foreign}{disabled}"
 
