@@ -265,7 +265,7 @@ def lab_url() -> str:
 
 def lab_first_urls(user: Any) -> list[str]:
     """Return the addresses of files that a user's browser fetches while a notebook starts; JupyterHub calls it."""
-    return lab_assets.list_first_urls(paths().lab_assets) if user and lab_url() else []
+    return lab_assets.list_first_urls(paths().lab_assets) if user and not subdomain_host() else []
 
 
 def login_settings() -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Plans that make machines acceptable to `gpuhub node add`: from a machine's state to the missing steps.
 
-`recorded/debian-12-state.txt` is what `machine_state.sh` wrote on a Debian 12 machine without a GPU, with another mirror and less other
-repositories' sources. The states with GPUs, of Debian 13 and of Ubuntu are constructed from it and from the documented
+`recorded/debian-12-state.txt` is what `machine_state.sh` wrote on a Debian 12 machine without a GPU, with another
+mirror and less other repositories' sources. The states with GPUs, of Debian 13 and of Ubuntu are constructed from it and from the documented
 formats of /sys, dpkg-query, apt-cache and /etc/os-release.
 """
 
