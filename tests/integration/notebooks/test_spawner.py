@@ -14,6 +14,7 @@ from gpuhub.broker_api.schemas import LeaseRequest, LeaseState
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, NotFound
 from gpuhub.config import settings
+from gpuhub.config.profiles import ProfileSettings
 from gpuhub.docker import container_spec, networks, swarm
 from gpuhub.docker.user_containers import WorkerSpec, start_worker
 from gpuhub.spawners.base import SpawnFailed
@@ -121,6 +122,24 @@ async def test_lease_without_container_is_released_first(head: HeadNode, broker:
     assert broker.known[lost].state is LeaseState.RELEASED
     assert after.spawner.lease_id != lost
     await after.stop()
+
+
+async def test_a_start_survives_the_removal_of_idle_networks(
+    head: HeadNode, broker: FakeBroker, users: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner's network may be removed until there is a lease of theirs, because the broker keeps it from then on."""
+    user = users()
+    claim = user.spawner._claim
+
+    async def claim_after_removal(profile: ProfileSettings) -> object:
+        await networks.remove_idle_user_networks(head.daemons, head.cluster, INSTANCE, ())
+        return await claim(profile)
+
+    monkeypatch.setattr(user.spawner, "_claim", claim_after_removal)
+    await networks.ensure_user_network(head.daemons, head.cluster, INSTANCE, user.name)
+    await user.spawn(options={"profile": "cpu"})
+    assert await user.spawner.poll() is None
+    await user.stop()
 
 
 async def test_notebook_that_ends_during_its_start_leaves_nothing(

@@ -115,14 +115,12 @@ class GpuDockerSpawner(NodeSpawner):
         startup.check_server_name(self.name)
         self.image = profile.image
         self._progress_log.add("Requesting resources", percent=5)
-        identity, network, _ = await asyncio.gather(
-            self._identify(),
-            networks.ensure_user_network(self.daemons, self.cluster, self.instance, self.user.name),
-            self._check_image(profile),
-        )
+        identity, _ = await asyncio.gather(self._identify(), self._check_image(profile))
         lease, was_there = await self._claim(profile)
         running = await self._adopt(lease) if was_there and lease.nodes else None
         if running is None:
+            # After the claim: the broker removes networks of owners without a lease. Meanwhile it grants.
+            network = await networks.ensure_user_network(self.daemons, self.cluster, self.instance, self.user.name)
             lease = await self._obtain_grant(lease, profile)
             running = await self._start_notebook(lease, profile, identity, network)
         self._progress_log.add("JupyterLab is ready", percent=95)
