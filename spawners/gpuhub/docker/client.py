@@ -28,6 +28,7 @@ from gpuhub.common.errors import (
 )
 from gpuhub.config.settings import NodeSettings
 from gpuhub.docker.ssh import SshTunnel, ssh_files
+from gpuhub.docker.start_slots import StartSlots
 
 #: Used until the daemon reports its own API version; Engine 20.10 and everything later answers `/version`.
 _FIRST_API_VERSION = "1.41"
@@ -86,6 +87,7 @@ class DockerClients:
     def __init__(self, nodes: Sequence[NodeSettings], *, instance: str, run_dir: Path, timeout_s: float = 10.0) -> None:
         self._nodes = {node.name: node for node in nodes}
         self.instance = instance
+        self.start_slots = StartSlots()
         self._run_dir = run_dir
         self._timeout_s = timeout_s
         self._connections: dict[tuple[str, _CallKind], _NodeConnection] = {}

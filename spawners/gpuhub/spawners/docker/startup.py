@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,30 +108,49 @@ async def start_notebook(
         GpuhubError: A step failed; the container may exist.
     """
     daemons = context.daemons
-    callbacks.report("Starting the container", 50)
-    await asyncio.gather(
-        networks.ensure_access_network(daemons, context.cluster, context.instance, node),
-        ensure_firewall(daemons, context.cluster, context.instance, node),
-    )
-    storage = context.cluster.storage
+
+    def report_waiting() -> None:
+        callbacks.report(f"Other notebooks are starting on {node}; yours is next", 45)
+
+    async with daemons.start_slots.hold(node, report_waiting) as slot:
+        callbacks.report("Starting the container", 50)
+        await asyncio.gather(
+            networks.ensure_access_network(daemons, context.cluster, context.instance, node),
+            ensure_firewall(daemons, context.cluster, context.instance, node),
+        )
+        running, tls = await _run_container(context, node, spec, identity, callbacks.created)
+        slot.release_later()
+        callbacks.report("Connecting your network; JupyterLab starts", 70)
+        # In parallel: connecting the network takes half a second, and starting the server takes longer.
+        async with asyncio.TaskGroup() as group:
+            group.create_task(networks.connect_container(daemons, node, running.container, network))
+            group.create_task(
+                wait_container_ready(daemons, node, running.container, running.origin + api_path, tls=tls)
+            )
+    return running
+
+
+async def _run_container(
+    context: SpawnContext,
+    node: str,
+    spec: ContainerSpec,
+    identity: UserIdentity,
+    created: Callable[[str], Awaitable[None]],
+) -> tuple[RunningNotebook, ssl.SSLContext | None]:
+    """Create and start the container; return it with the context for TLS with it."""
+    daemons, storage = context.daemons, context.cluster.storage
     async with translate_mount_errors(daemons, node, storage, identity.name):
         certificate = await _issue_certificate(context, node, identity)
         container = await container_lifecycle.ensure_created(daemons, node, spec, adopt=False)
         await asyncio.gather(
-            callbacks.created(container.id),
+            created(container.id),
             container_lifecycle.inject_identity(
                 daemons, node, container.id, identity, storage, certificate=certificate
             ),
         )
         address, port = await daemons.run(node, lambda client: _start_container(client, container.id), mounting=True)
     tls = None if context.certificates is None else notebook_certificate.load_client_context(context.certificates)
-    running = RunningNotebook(container=container.id, address=address, port=port, is_tls=tls is not None)
-    callbacks.report("Connecting your network; JupyterLab starts", 70)
-    # In parallel: connecting the network takes half a second, and starting the server takes longer.
-    async with asyncio.TaskGroup() as group:
-        group.create_task(networks.connect_container(daemons, node, container.id, network))
-        group.create_task(wait_container_ready(daemons, node, container.id, running.origin + api_path, tls=tls))
-    return running
+    return RunningNotebook(container=container.id, address=address, port=port, is_tls=tls is not None), tls
 
 
 async def _issue_certificate(
