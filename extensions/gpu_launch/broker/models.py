@@ -129,6 +129,12 @@ class Node:
     message: str | None = None
     #: False for a node that is restricted to groups that the user is not in.
     is_open: bool = True
+    #: False for one where scavenging jobs of the user are not placed either.
+    takes_scavenging: bool = True
+
+    def admits(self, *, scavenge: bool) -> bool:
+        """Return whether work of the user may be placed there."""
+        return self.is_open or (scavenge and self.takes_scavenging)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +245,7 @@ def parse_cluster(data: Mapping[str, Any]) -> Cluster:
                 state=node.get("state") or "",
                 message=node.get("message"),
                 is_open=node.get("is_open") is not False,
+                takes_scavenging=node.get("takes_scavenging") is not False,
             )
             for node in data.get("nodes", ())
         ),

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from gpu_launch.broker.models import PREEMPTING, WAITING, Cluster, Gpu, GpuRequest, Job
+from gpu_launch.broker.models import PREEMPTING, WAITING, Cluster, Gpu, GpuRequest, Job, Node
 from gpu_launch.environment import Environment
 from gpu_launch.errors import UsageError
 from gpu_launch.output.text import format_count, format_nodes, format_queue_state
@@ -144,10 +144,9 @@ def fit(plan: LaunchPlan, cluster: Cluster) -> LaunchPlan:
     own = ", ".join(plan.exclude_nodes)
     besides = f" other than this notebook's own, {own}" if own and not plan.includes_notebook else ""
     if not names:
-        closed = [node.name for node in cluster.nodes if not node.is_open]
+        closed = [node.name for node in cluster.nodes if not node.admits(scavenge=plan.demand.scavenge)]
         restricted = f" ({', '.join(closed)}: restricted to groups that you are not in)" if closed else ""
-        others = [node for node in cluster.nodes if node.is_open and node.name not in plan.exclude_nodes]
-        most = max((plan.demand.count_usable(node.gpus) for node in others), default=0)
+        most = max((plan.demand.count_usable(node.gpus) for node in _list_admitting(plan, cluster)), default=0)
         remedy = f" Use --nproc-per-node {most} or less." if most else ""
         raise UsageError(
             f"--nproc-per-node {plan.nproc_per_node}: no node of the cluster has {kind}{besides}{restricted}.{remedy}"
@@ -166,10 +165,19 @@ def free_nodes(plan: LaunchPlan, cluster: Cluster, used: Collection[str] = ()) -
     return tuple(
         node.name
         for node in cluster.nodes
-        if node.is_open
+        if node.admits(scavenge=plan.demand.scavenge)
         and node.name not in {*plan.exclude_nodes, *used}
         and plan.demand.count_usable([gpu for gpu in node.gpus if gpu.state == "free"]) >= plan.nproc_per_node
     )
+
+
+def _list_admitting(plan: LaunchPlan, cluster: Cluster) -> list[Node]:
+    """Return the nodes on which the user's workers may be placed."""
+    return [
+        node
+        for node in cluster.nodes
+        if node.admits(scavenge=plan.demand.scavenge) and node.name not in plan.exclude_nodes
+    ]
 
 
 def _able_nodes(plan: LaunchPlan, cluster: Cluster) -> list[str]:
@@ -177,7 +185,7 @@ def _able_nodes(plan: LaunchPlan, cluster: Cluster) -> list[str]:
     demands = [plan.demand]
     if plan.demand.same_model:
         demands = [replace(plan.demand, models=(model,)) for model in plan.demand.models or cluster.list_models()]
-    usable = [node for node in cluster.nodes if node.is_open and node.name not in plan.exclude_nodes]
+    usable = _list_admitting(plan, cluster)
     able = [
         [node.name for node in usable if demand.count_usable(node.gpus) >= plan.nproc_per_node] for demand in demands
     ]

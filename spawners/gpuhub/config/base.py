@@ -6,16 +6,21 @@ import difflib
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
 from gpuhub.common import names
+from gpuhub.common.node_access import check_group
 
 #: Name of a node in cluster.toml: 1 to 32 lower-case letters, digits and dashes.
 NodeName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
 ProfileName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
 UserName = Annotated[str, StringConstraints(pattern=f"^{names.USERNAME_PATTERN}$")]
 #: Name of a group at the login provider: 1 to 200 printable characters.
-GroupName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+GroupName = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$"),
+    AfterValidator(check_group),
+]
 #: TCP port.
 Port = Annotated[int, Field(ge=1, le=65535)]
 #: Text of 1 to 300 characters.

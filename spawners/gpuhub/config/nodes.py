@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from gpuhub.common.node_access import owner_group, scavenging_group
 from gpuhub.common.units import Size
-from gpuhub.config.base import GroupName, Label, ListOf, NodeName, Number, SettingsTable, SlurmName, Text
+from gpuhub.config.base import GroupName, Label, ListOf, NodeName, Number, SettingsTable, SlurmName, Text, UserName
 
 
 class DockerTlsFiles(SettingsTable):
@@ -69,6 +70,19 @@ class NodeSettings(SettingsTable):
     #: Groups whose members alone get notebooks and jobs placed there; empty for all users. Refused with Slurm, where
     #: the partition decides (AllowGroups).
     groups: ListOf[GroupName] = ()
+    #: User whose machine it is; shown to all. None: nobody's own.
+    owner: UserName | None = None
+    #: Whether the machine is the owner's first: others (members of `groups`, if set) get only scavenging jobs placed
+    #: there, which make way when the owner starts something. Needs `owner` and scheduling.preemption; refused with
+    #: Slurm.
+    owner_first: bool = False
+
+    @property
+    def access_groups(self) -> frozenset[str]:
+        """The groups by which the node admits requests, with those of an owner that comes first; empty for all."""
+        if not self.owner_first or self.owner is None:
+            return frozenset(self.groups)
+        return frozenset({owner_group(self.owner), *map(scavenging_group, self.groups or ("",))})
 
     @property
     def slurm_name(self) -> str:

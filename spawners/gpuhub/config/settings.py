@@ -111,6 +111,7 @@ class ClusterSettings(SettingsTable):
             *_find_backend_mistakes(self),
             *find_login_mistakes(self.users, self.login),
             *_find_group_mistakes(self),
+            *_find_owner_mistakes(self),
         ]
         if self.network.kind == "bridge" and len(self.nodes) > 1:
             mistakes.append(
@@ -138,7 +139,7 @@ class ClusterSettings(SettingsTable):
     @property
     def node_groups(self) -> frozenset[str]:
         """The groups that some node is restricted to."""
-        return frozenset(group for node in self.nodes for group in node.groups)
+        return frozenset(group for node in self.nodes for group in node.access_groups)
 
     @property
     def access_groups(self) -> frozenset[str]:
@@ -218,6 +219,20 @@ def _find_group_mistakes(cluster: ClusterSettings) -> Iterable[str]:
                         f"{table}: {entry.name!r}: groups: {group!r} {reason}; or list the group's members in a "
                         "[[groups]] table of that name"
                     )
+
+
+def _find_owner_mistakes(cluster: ClusterSettings) -> Iterable[str]:
+    """Return one line for each node that is its owner's first and lacks what that needs."""
+    for node in cluster.nodes:
+        if not node.owner_first:
+            continue
+        if node.owner is None:
+            yield f'nodes: {node.name!r}: owner_first: whose? Add owner = "NAME"'
+        if cluster.engine == "builtin" and not cluster.scheduling.preemption:
+            yield (
+                f"nodes: {node.name!r}: owner_first: others' scavenging jobs make way only with preemption = true in "
+                "[scheduling]: add it"
+            )
 
 
 def _unsatisfiable(cluster: ClusterSettings) -> list[str]:

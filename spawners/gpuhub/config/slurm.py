@@ -161,6 +161,11 @@ def find_slurm_mistakes(cluster: ClusterSettings) -> Iterator[str]:
                 f"nodes: {node.name}: groups: Slurm decides whose jobs run on a node: remove it, and set "
                 f"AllowGroups={','.join(node.groups)} of its partition in slurm.conf"
             )
+        if node.owner_first:
+            yield (
+                f"nodes: {node.name}: owner_first: Slurm decides whose jobs make way: remove it, and give {node.owner} "
+                "a partition or QOS of this node with a higher PriorityTier and PreemptMode in slurm.conf"
+            )
     for key in sorted(cluster.scheduling.model_fields_set & SCHEDULING_KEYS.keys()):
         yield f'scheduling.{key}: Slurm orders the queue (engine = "slurm"): remove it, set {SCHEDULING_KEYS[key]}'
     yield from _limits("users", cluster.users.model_fields_set)

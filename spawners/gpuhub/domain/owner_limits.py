@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from gpuhub.common.node_access import is_reserved, owner_group
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.config.users import GroupSettings, LimitSettings
 from gpuhub.scheduler.interface import Quota, QuotaLimits
@@ -17,8 +18,12 @@ N = TypeVar("N", int, float)
 
 
 def list_groups(cluster: ClusterSettings, owner: str, hub_groups: Iterable[str]) -> frozenset[str]:
-    """Return all groups of an owner: the hub's, and those of the settings that name the owner."""
-    return frozenset(hub_groups) | {group.name for group in cluster.groups if owner in group.members}
+    """Return all groups of an owner: the hub's, those of the settings that name the owner, and the owner's own of the
+    nodes that are theirs first.
+    """
+    of_hub = {group for group in hub_groups if not is_reserved(group)}
+    of_settings = {group.name for group in cluster.groups if owner in group.members}
+    return frozenset(of_hub | of_settings | ({owner_group(owner)} & cluster.node_groups))
 
 
 def build_quota(cluster: ClusterSettings, owner: str, hub_groups: Iterable[str]) -> Quota:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpuhub.broker_api.schemas import JobState, LeaseState
 from gpuhub.common.gpu import GpuSpec
+from gpuhub.common.node_access import find_request_groups
 from gpuhub.domain import lease_states
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow
 from gpuhub.scheduler.interface import Allocation, GpuSlot, NodeAllocation, SchedulingRequest
@@ -15,7 +16,7 @@ def build_request(lease: LeaseRow) -> SchedulingRequest:
     return SchedulingRequest(
         id=lease.id,
         owner=lease.owner,
-        groups=frozenset(lease.groups),
+        groups=find_request_groups(lease.groups, scavenge=resources.scavenge),
         created_at=lease.created_at,
         seq=lease.seq,
         nodes=resources.nodes,

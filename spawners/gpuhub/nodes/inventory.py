@@ -89,7 +89,7 @@ def build_inventory(cluster: ClusterSettings, seen: Mapping[str, Sequence[GpuRea
                 rack=node.rack,
                 cpu_milli=None if node.cpus is None else round(node.cpus * 1000),
                 memory_mib=None if node.memory is None else node.memory // 1024**2,
-                groups=frozenset(node.groups),
+                groups=node.access_groups,
             )
             for node in cluster.nodes
         },

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from gpuhub.common import gpu
 from gpuhub.common.gpu import GpuSpec
+from gpuhub.common.node_access import describe_access
 from gpuhub.scheduler.capacity import CapacityIndex
 from gpuhub.scheduler.demand import list_variants
 from gpuhub.scheduler.interface import NodeCapacity, SchedulingRequest
@@ -51,10 +52,7 @@ def describe_closed(nodes: Iterable[NodeCapacity]) -> str:
     by_groups: dict[tuple[str, ...], list[str]] = {}
     for node in nodes:
         by_groups.setdefault(tuple(sorted(node.groups)), []).append(node.name)
-    return "; ".join(
-        f"only for members of {' or '.join(groups)}: {format_names(names)}"
-        for groups, names in sorted(by_groups.items())
-    )
+    return "; ".join(f"{describe_access(groups)}: {format_names(names)}" for groups, names in sorted(by_groups.items()))
 
 
 def format_names(names: Iterable[str]) -> str:

@@ -23,6 +23,7 @@ from gpuhub.broker_api.schemas import (
 )
 from gpuhub.broker_api.schemas.cluster import count_models
 from gpuhub.common.gpu import GpuSpec, parse_capability
+from gpuhub.common.node_access import describe_access
 from gpuhub.common.units import format_span
 from gpuhub.config.profiles import gpu_requirement
 from gpuhub.config.settings import ProfileSettings
@@ -157,8 +158,10 @@ def describe_node(node: NodeView) -> str:
     parts = [f"{what} {value}" for what, value in labelled if value is not None]
     if node.leases:
         parts.append(f"{node.leases} lease{'s' if node.leases > 1 else ''}")
+    if node.owner is not None:
+        parts.append(f"{node.owner}'s machine")
     if node.groups:
-        parts.append(f"only for members of {' or '.join(node.groups)}")
+        parts.append(describe_access(node.groups))
     return " · ".join(parts)
 
 

@@ -191,9 +191,10 @@ class AdmissionController:
     def _check_feasible(self, lease: LeaseRow, requester: Requester, *, notebook: int = 0, joined: int = 0) -> None:
         if self._core.capacity.cards is not self._cards:
             self._cards, self._refusals = self._core.capacity.cards, {}
-        key = lease.resources, self._node_groups & requester.groups
+        request = scheduler_input.build_request(lease)
+        key = lease.resources, self._node_groups & request.groups
         if key not in self._refusals:
-            self._refusals[key] = self._find_refusal(scheduler_input.build_request(lease))
+            self._refusals[key] = self._find_refusal(request)
         refusal = self._refusals[key]
         if refusal is not None:
             raise refusal.kind(refusal.text)

@@ -28,10 +28,12 @@ from gpuhub.broker_api.schemas import (
     ReservationView,
 )
 from gpuhub.common.gpu import GpuRequirement
+from gpuhub.common.node_access import find_request_groups
 from gpuhub.config.profiles import gpu_requirement
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.domain import reservations
 from gpuhub.domain.models import LeaseRow
+from gpuhub.domain.scheduler_input import build_request
 from gpuhub.nodes import gpu_health
 from gpuhub.nodes.inventory import GpuReading, Inventory, NodeStatus
 from gpuhub.nodes.status import Cordon, GpuLeaseStatus
@@ -214,6 +216,8 @@ def build_node(inputs: ClusterViewInput, record: NodeStatus, gpus: _GpuSummary, 
         leases=leases,
         groups=tuple(sorted(described.groups)),
         is_open=described.admits(inputs.groups),
+        owner=inputs.cluster.node(record.name).owner,
+        takes_scavenging=described.admits(find_request_groups(inputs.groups, scavenge=True)),
     )
 
 
@@ -303,7 +307,7 @@ def _count_demand(
 ) -> list[tuple[frozenset[str], int]]:
     """Return the GPUs that meet each requirement in the queue, and the number of requests with it."""
     kinds = Counter(
-        (lease.resources.requirement, gpus.node_groups.intersection(lease.groups))
+        (lease.resources.requirement, gpus.node_groups & build_request(lease).groups)
         for lease in waiting
         if lease.resources.size
     )

@@ -112,6 +112,10 @@ class NodeView(WireModel):
     groups: tuple[GroupName, ...] = ()
     #: Whether the caller is one of those users.
     is_open: bool = True
+    #: Whether scavenging jobs of the caller may be placed there.
+    takes_scavenging: bool = True
+    #: User whose machine it is.
+    owner: str | None = None
 
 
 class QueueEntry(WireModel):

@@ -187,6 +187,19 @@ def test_nodes_that_are_reserved_for_others_do_not_count():
     assert "rig1" not in plan.free_nodes(make("", nnodes=1), restricted)
 
 
+def test_scavenging_launches_count_nodes_that_take_only_those():
+    """They are placed on an owner's machine; other launches are not."""
+    rig1, *others = CLUSTER.nodes
+    first, closed = (
+        replace(CLUSTER, nodes=(replace(rig1, is_open=False, takes_scavenging=takes), *others))
+        for takes in (True, False)
+    )
+    assert plan.fit(make("", nnodes=3, scavenge=True), first).nnodes == 3
+    for cluster, scavenge in ((first, False), (closed, True)):
+        with pytest.raises(UsageError, match=r"2 nodes have 1 GPU \(rig2, rig3\)\. Use --nnodes 2 or less"):
+            plan.fit(make("", nnodes=3, scavenge=scavenge), cluster)
+
+
 def test_elastic_launch_requests_at_most_the_existing_nodes():
     """1:9 on three nodes is 1:3."""
     fitted = plan.fit(make("GPU-1", nnodes=9, least=1), CLUSTER)

@@ -137,6 +137,15 @@ def test_values_are_frozen(tmp_path):
         ),
         (('name = "rig1"', 'name = "rig1"\ngroups = [""]'), r"nodes\[1\]\.groups\[1\]: '': .*at least 1 character"),
         (('name = "rig1"', 'name = "rig1"\ngroups = "lab"'), r"nodes\[1\]\.groups: 'lab' is not a list"),
+        (
+            ('name = "rig1"', 'name = "rig1"\ngroups = ["owner:ada"]'),
+            r"nodes\[1\]\.groups\[1\]: 'owner:ada' is reserved",
+        ),
+        (('name = "rig1"', 'name = "rig1"\nowner_first = true'), r"nodes: 'rig1': owner_first: whose\? Add owner = "),
+        (
+            ('name = "rig1"', 'name = "rig1"\nowner = "ada"\nowner_first = true'),
+            r"nodes: 'rig1': owner_first: others' scavenging jobs make way only with preemption = true in \[scheduling\]",
+        ),
         (('name = "rig1"', 'name = "rig1"\ngroup = ["lab"]'), r"nodes\[1\]\.group: .*did you mean 'groups'"),
         (
             ('title = "Big"', 'title = "Big"\ngroups = ["a\\u0000b"]'),
@@ -209,7 +218,7 @@ def test_the_example_shows_the_true_defaults(tmp_path):
     """Every commented-out line `# key = value` of the example, taken in, gives the same settings as the default."""
     text = re.sub(r"(?ms)^# \[(slurm|\[circuits\])\]$.*?\n\n", "", EXAMPLE.read_text(encoding="utf-8"))
     fewer = re.sub(
-        r"^# (?!address|torch_index|max_gpus|uid_first|accounts|time_limit|description|title|switch|rack|cpus|memory|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|card_values|disk|tmp|client_id|client_secret_file|issuer|username_claim|groups_claim|domains|idps|server|user_dn|group_base|ca|certificate|key|hostnames|url|reach|name|members|each|together|weight|partition|account|qos|reservation|slurm)([a-z_]+ = )",
+        r"^# (?!address|torch_index|max_gpus|uid_first|accounts|time_limit|description|title|switch|rack|owner|owner_first|cpus|memory|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|card_values|disk|tmp|client_id|client_secret_file|issuer|username_claim|groups_claim|domains|idps|server|user_dn|group_base|ca|certificate|key|hostnames|url|reach|name|members|each|together|weight|partition|account|qos|reservation|slurm)([a-z_]+ = )",
         r"\1",
         text,
         flags=re.M,
