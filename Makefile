@@ -19,7 +19,7 @@ CLUSTER ?=
 VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
-.PHONY: help up down purge status check-cluster setup setup-dev dev lint test test-unit test-integration test-acceptance test-slurm \
+.PHONY: help up down install purge status check-cluster setup setup-dev dev lint test test-unit test-integration test-acceptance test-slurm \
   test-faults test-hostile test-fresh test-gpu soak coverage bench references dist sbom lock
 
 help: ## List the commands
@@ -30,6 +30,9 @@ up: setup ## Install what is needed, build the images, start JupyterHub (CLOSET=
 
 down: ## Stop everything that `make up` started
 	@if [ -x $(VENV)/bin/gpuhub ]; then gpuhub down --instance $(INSTANCE); else echo "Nothing is installed here, so nothing runs."; fi
+
+install: setup ## Have systemd start gpuhub at each boot of this machine (`gpuhub uninstall` undoes it)
+	@gpuhub install --instance $(INSTANCE)
 
 purge: ## Stop, and remove the practice closet's images and the wheels as well
 	@gpuhub down --purge --instance $(INSTANCE)

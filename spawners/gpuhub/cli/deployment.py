@@ -1,4 +1,4 @@
-"""`gpuhub up`, `down`, `status`, `check`, `certificate`, `doctor`, and the services that supervisord runs."""
+"""`gpuhub up`, `down`, `install`, `status`, `check`, `certificate`, `doctor`, and what supervisord runs."""
 
 from __future__ import annotations
 
@@ -78,6 +78,38 @@ def down(paths: Paths, cluster_file: Path, purge: bool) -> None:
 
     require_root("down")
     stop_hub(paths, StepReport(), purge=purge)
+
+
+@click.command()
+@instance_option
+@cluster_file_option
+@hub_config_option
+def install(paths: Paths, cluster_file: Path, hub_config: Path) -> None:
+    """Have systemd start everything at each boot of this machine."""
+    from gpuhub.ops.deploy import boot_unit
+
+    require_root("install")
+    if not hub_config.exists():
+        raise SetupError(f"{hub_config}: no such file; call `gpuhub install` in gpuhub's own folder")
+    unit = boot_unit.BootUnit(paths=paths, source=hub_config.resolve().parent, cluster_file=cluster_file.resolve())
+    is_changed = unit.install(boot_unit.run_systemctl)
+    AdminConsole().write(
+        f"{unit.file}: {'written' if is_changed else 'up to date'}; systemd starts {paths.instance} at each boot.\n"
+        f"Now: sudo systemctl start {unit.name}"
+    )
+
+
+@click.command()
+@instance_option
+@cluster_file_option
+def uninstall(paths: Paths, cluster_file: Path) -> None:
+    """Undo `gpuhub install`; what runs continues."""
+    from gpuhub.ops.deploy import boot_unit
+
+    require_root("uninstall")
+    unit = boot_unit.BootUnit(paths=paths, source=Path.cwd(), cluster_file=cluster_file)
+    was_there = unit.uninstall(boot_unit.run_systemctl)
+    AdminConsole().write(f"{unit.file}: {'removed' if was_there else 'was not there'}")
 
 
 @click.command()

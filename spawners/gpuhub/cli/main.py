@@ -78,6 +78,8 @@ def cli() -> None:
 for command in (
     deployment.up,
     deployment.down,
+    deployment.install,
+    deployment.uninstall,
     deployment.status,
     deployment.check,
     deployment.broker,
