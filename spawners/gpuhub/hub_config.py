@@ -10,12 +10,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gpuhub.backends.plugin import find_capabilities, find_plugin
-from gpuhub.broker.api.auth import ANY_OWNER_SCOPE, SPAWNER_SERVICE
+from gpuhub.broker.api.auth import ANY_OWNER_SCOPE, METRICS_SCOPE, METRICS_SERVICE, SPAWNER_SERVICE
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.common import names
 from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import DEFAULT_INSTANCE, Paths, acquire_lock
-from gpuhub.common.secrets import BROKER_TOKEN, PROXY_TOKEN, SPAWNER_TOKEN, read_secret
+from gpuhub.common.secrets import BROKER_TOKEN, METRICS_TOKEN, PROXY_TOKEN, SPAWNER_TOKEN, read_secret
 from gpuhub.config import head_address as head
 from gpuhub.config import settings
 from gpuhub.config.head_address import build_broker_origin, build_broker_url, url_scheme
@@ -175,7 +175,7 @@ def proxy_token() -> str:
 
 
 def services() -> list[dict[str, Any]]:
-    """Return JupyterHub's services: the broker, and the identity of the spawner."""
+    """Return JupyterHub's services: the broker, and the identities of the spawner and of Prometheus."""
     return [
         {
             "name": BROKER_SERVICE,
@@ -187,6 +187,7 @@ def services() -> list[dict[str, Any]]:
             "timeout": 3,
         },
         {"name": SPAWNER_SERVICE, "api_token": read_secret(paths(), SPAWNER_TOKEN), "display": False},
+        {"name": METRICS_SERVICE, "api_token": read_secret(paths(), METRICS_TOKEN), "display": False},
     ]
 
 
@@ -209,6 +210,12 @@ def roles() -> list[dict[str, Any]]:
             "description": "Leases for any owner",
             "services": [SPAWNER_SERVICE],
             "scopes": [ANY_OWNER_SCOPE, BROKER_ACCESS_SCOPE],
+        },
+        {
+            "name": METRICS_SERVICE,
+            "description": "Reads the metrics of hub and broker",
+            "services": [METRICS_SERVICE],
+            "scopes": [METRICS_SCOPE],
         },
     ]
 

@@ -51,6 +51,11 @@ class GpuLoad:
     utilisation_percent: int = 0
     memory_used_mib: int = 0
     fault: GpuFault = GpuFault.NONE
+    #: Why its clocks are lowered, as NVML's bit mask; an idle GPU has bit 0 in addition.
+    clocks_event_reasons: int = 0
+    #: Code of the last Xid error, and how many there were.
+    xid: int = 0
+    xid_count: int = 0
     #: Process id and memory in MiB of each program on the GPU.
     processes: tuple[tuple[int, int], ...] = ()
     #: The load of the MIG devices of a GPU in MIG mode, by position.
@@ -80,6 +85,7 @@ def format_gpu(gpu: SimulatedGpu, *, index: int, uuid: str) -> str:
 def format_load(load: GpuLoad) -> str:
     """Return the text of the file `live`."""
     head = f"utilization {load.utilisation_percent}\nmemory_used_mib {load.memory_used_mib}\nfault {load.fault}\n"
+    head += f"clocks_event_reasons {load.clocks_event_reasons}\nxid {load.xid} {load.xid_count}\n"
     lines = [f"process {pid} {used}\n" for pid, used in load.processes]
     for slot, device in enumerate(load.mig_devices):
         lines.append(f"mig_memory_used_mib {slot} {device.memory_used_mib}\n")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.metadata import version
@@ -38,6 +38,8 @@ from gpuhub.broker.controllers.worker_launcher import StartWorker, WorkerLaunche
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.files.couriers import CourierPool, StartCourier
 from gpuhub.broker.files.user_files import UserFiles
+from gpuhub.broker.metrics.exporter import MetricsExporter
+from gpuhub.broker.metrics.request_metrics import RequestMetrics
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.ledger import Ledger
@@ -46,7 +48,7 @@ from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.log_text import EscapingFormatter
 from gpuhub.common.open_files import raise_open_file_limit
 from gpuhub.common.paths import Paths
-from gpuhub.common.secrets import BROKER_TOKEN, SPAWNER_TOKEN, read_secret
+from gpuhub.common.secrets import BROKER_TOKEN, METRICS_TOKEN, SPAWNER_TOKEN, read_secret
 from gpuhub.config import settings
 from gpuhub.config.head_address import build_hub_origin, find_head_address
 from gpuhub.config.settings import ClusterSettings
@@ -57,6 +59,7 @@ from gpuhub.docker.user_containers import start_courier, start_worker
 from gpuhub.domain.clock import Clock
 from gpuhub.nodes.inventory import GpuReading, build_inventory
 from gpuhub.tls import internal_certificates
+from gpuhub.tls.public_access import read_certificate_ends
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +90,9 @@ def create_app(
     clock: Clock | None = None,
     own_token: str = "",
     spawner_token: str = "",
+    metrics_token: str = "",
     read_head_free: Callable[[], int] | None = None,
+    read_certificate_ends: Callable[[], Mapping[str, float]] | None = None,
     hub_page: str = "/hub/gpus",
 ) -> FastAPI:
     """Return the application; its loops run while it does. The caller closes store and daemons afterwards.
@@ -167,16 +172,20 @@ def create_app(
     )
     app.state.core = core
     app.state.broker = broker
-    app.state.authenticator = Authenticator(hub, clock, own_token, spawner_token)
+    app.state.authenticator = Authenticator(hub, clock, own_token, spawner_token, metrics_token)
+    app.state.metrics = exporter = MetricsExporter(
+        core, backend, read_head_free=read_head_free, read_certificate_ends=read_certificate_ends
+    )
     app.state.user_files = UserFiles(core, couriers, has_containers=capabilities.containers)
     app.state.daemons = daemons
     app.state.hub_page = hub_page
-    for router in (routes.public, routes.api, terminal.api):
+    for router in (routes.public, routes.metrics, routes.api, terminal.api):
         app.include_router(router, prefix=PREFIX)
     # The last one is the outermost.
     app.add_middleware(RequestSizeLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}))
     app.add_middleware(AuditMiddleware, audit=audit_log, prefix=routes.API)
     app.add_middleware(SecurityHeaders)
+    app.add_middleware(RequestMetrics, registry=exporter.registry, prefix=PREFIX)
     problems.install(app)
     _document_problems(app)
     return app
@@ -274,7 +283,9 @@ def run(cluster_file: Path, paths: Paths) -> None:
             stopped_nodes=paths.stopped_nodes,
             own_token=token,
             spawner_token=read_secret(paths, SPAWNER_TOKEN),
+            metrics_token=read_secret(paths, METRICS_TOKEN),
             read_head_free=lambda: shutil.disk_usage(paths.state).free,
+            read_certificate_ends=partial(read_certificate_ends, cluster, paths),
         )
         tls = {} if certificates is None else certificates.broker_options()
         server = uvicorn.Server(build_server_config(app, host=address, port=cluster.hub.broker_port, **tls))

@@ -12,11 +12,12 @@ from gpuhub.common.paths import Paths
 PROXY_TOKEN = "proxy-token"  # noqa: S105 - names of files, not secrets
 BROKER_TOKEN = "broker-token"  # noqa: S105
 SPAWNER_TOKEN = "spawner-token"  # noqa: S105
+METRICS_TOKEN = "metrics-token"  # noqa: S105
 USER_PASSWORD = "user-password"  # noqa: S105
 ADMIN_PASSWORD = "admin-password"  # noqa: S105
 COOKIE_SECRET = "cookie-secret"  # noqa: S105
 
-_TOKENS = (PROXY_TOKEN, BROKER_TOKEN, SPAWNER_TOKEN, COOKIE_SECRET)
+_TOKENS = (PROXY_TOKEN, BROKER_TOKEN, SPAWNER_TOKEN, METRICS_TOKEN, COOKIE_SECRET)
 #: Characters that are easy to distinguish, without 0, o, 1, l and i.
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 

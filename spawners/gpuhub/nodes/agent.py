@@ -4,11 +4,16 @@ Every two seconds it prints one line of JSON, here with line breaks:
 `{"n": 7, "boot_id": "0b4f…", "driver": "580.95.05", "disk_free": 81604378624,
 "error": null, "gpus": [{"uuid": "GPU-…", "index": 0,
 "name": "NVIDIA GeForce RTX 5090", "memory_total_mib": 32607, "memory_used_mib": 4, "utilisation_percent": 0,
-"power_w": 12.5, "power_limit_w": 575.0, "temperature_c": 31, "processes": [{"pid": 4711, "memory_mib": 300}],
-"capability": [12, 0], "mig": false, "parent": null, "ecc_uncorrected": null, "remap_failed": null, "error": null}]}`.
+"memory_utilisation_percent": 0, "power_w": 12.5, "power_limit_w": 575.0, "energy_mj": 7920310, "temperature_c": 31,
+"clocks_event_reasons": 1, "processes": [{"pid": 4711, "memory_mib": 300}], "capability": [12, 0], "mig": false,
+"parent": null, "ecc_uncorrected": null, "remap_failed": null, "remapped_rows": null, "error": null}],
+"xids": {"GPU-…": [{"code": 31, "count": 1, "at": 1795459261.5}]}}`.
 `n` grows by one per line, so that a reader sees without comparing clocks that the agent is alive. `boot_id` is the
 machine's, from the kernel. A value that the GPU does not report is null; `error` is NVML's text when a GPU, or NVML
-itself, fails. For a GPU in MIG mode its MIG devices are listed instead, with its index, and with its UUID as `parent`.
+itself, fails. `energy_mj` counts since the driver was loaded, `clocks_event_reasons` is NVML's bit mask,
+`remapped_rows` the rows that were replaced after correctable and after uncorrectable errors, and `xids` the Xid errors
+of each GPU since the agent's start, with the machine's time of the last one of each code. For a GPU in MIG mode
+its MIG devices are listed instead, with its index, and with its UUID as `parent`.
 Process ids are the machine's own, at most 32 for each GPU. `disk_free` is the free space for Docker's data, in bytes.
 A separate thread reads NVML: if a call does not return, the agent still prints lines, with an error.
 On some machines a container loses the right to open its GPUs' devices when systemd is reloaded. Open devices keep
@@ -19,6 +24,7 @@ The broker passes this file's text to `python3 -c`, so it imports nothing of gpu
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -34,6 +40,8 @@ PERIOD_S = 2.0
 HANG_S = 6.0
 #: Most processes that are reported for a GPU.
 MAX_PROCESSES = 32
+#: Most Xid codes that are counted for a GPU.
+MAX_XIDS = 16
 #: On Docker's disks: the container's layers, and a file that Docker mounts from its own folder.
 DISKS = ("/", "/etc/hostname")
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -93,12 +101,16 @@ def read_sensors(handle: Any) -> dict[str, Any]:
     remapped = read_value(lambda: pynvml.nvmlDeviceGetRemappedRows(handle))
     return {
         "utilisation_percent": None if utilisation is None else int(utilisation.gpu),
+        "memory_utilisation_percent": None if utilisation is None else int(utilisation.memory),
         "power_w": None if power is None else power / 1000,
         "power_limit_w": None if power_limit is None else power_limit / 1000,
+        "energy_mj": read_value(lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))),
+        "clocks_event_reasons": read_value(lambda: int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))),
         "temperature_c": read_value(lambda: int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))),
         "capability": None if capability is None else [int(part) for part in capability],
         "ecc_uncorrected": read_value(lambda: int(pynvml.nvmlDeviceGetTotalEccErrors(handle, *ecc))),
         "remap_failed": None if remapped is None else bool(remapped[3]),
+        "remapped_rows": None if remapped is None else [int(rows) for rows in remapped[:2]],
     }
 
 
@@ -135,7 +147,8 @@ def read_gpu(index: int) -> list[dict[str, Any]]:
                 {**common, **read_memory_and_processes(handle), **sensors, "error": "in MIG mode, without a MIG device"}
             ]
         # NVML does not report the utilisation of a MIG device.
-        shared = {**common, **sensors, "utilisation_percent": None, "mig": True, "parent": uuid}
+        unknown = {"utilisation_percent": None, "memory_utilisation_percent": None}
+        shared = {**common, **sensors, **unknown, "mig": True, "parent": uuid}
         return [{**shared, **read_memory_and_processes(mig)} for mig in migs]
     except pynvml.NVMLError as error:
         return [{**common, "error": str(error)}]
@@ -156,6 +169,64 @@ def read_node() -> dict[str, Any]:
     except pynvml.NVMLError as error:
         close_nvml()
         return build_failure(f"NVML: {error}")
+
+
+class XidCounter:
+    """Counts the Xid errors of every GPU since the agent's start; a GPU that is lost by one of them is counted too."""
+
+    def __init__(self) -> None:
+        #: NVML's set of events; None where NVML was closed.
+        self._events: Any = None
+        #: UUID of each GPU in the set, by the address of NVML's handle: a lost GPU no longer reports its UUID.
+        self._watched: dict[int, str] = {}
+        #: Count and time of the last error, by UUID and code.
+        self._seen: dict[str, dict[int, tuple[int, float]]] = {}
+
+    def add_to(self, node: dict[str, Any]) -> None:
+        """Add the errors to the reading of a node, for every GPU whose driver reports them."""
+        if node["error"] is not None:
+            # A failed reading has closed NVML, and its set of events with it.
+            self._events, self._watched = None, {}
+            return
+        uuids = {gpu["parent"] or gpu["uuid"] for gpu in node["gpus"] if "uuid" in gpu}
+        self._watch(uuids - set(self._watched.values()))
+        self._collect()
+        node["xids"] = {uuid: self._list_errors(uuid) for uuid in self._watched.values()}
+
+    def _watch(self, uuids: set[str]) -> None:
+        import pynvml
+
+        for uuid in sorted(uuids):
+            try:
+                self._events = self._events or pynvml.nvmlEventSetCreate()
+                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
+            except pynvml.NVMLError:
+                continue
+            self._watched[read_address(handle)] = uuid
+
+    def _collect(self) -> None:
+        """Count the errors that have occurred, at most as many as one reading may take."""
+        import pynvml
+
+        for _ in range(MAX_XIDS if self._watched else 0):
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._events, 0)
+            except pynvml.NVMLError:
+                return
+            seen = self._seen.setdefault(self._watched.get(read_address(event.device), ""), {})
+            code = int(event.eventData)
+            if code in seen or len(seen) < MAX_XIDS:
+                seen[code] = seen.get(code, (0, 0.0))[0] + 1, time.time()
+
+    def _list_errors(self, uuid: str) -> list[dict[str, Any]]:
+        seen = self._seen.get(uuid, {})
+        return [{"code": code, "count": count, "at": at} for code, (count, at) in sorted(seen.items())]
+
+
+def read_address(handle: Any) -> int:
+    """Return the address of NVML's handle of a GPU, which stays the same while NVML is open."""
+    return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
 def read_disk_free(paths: tuple[str, ...] = DISKS) -> int:
@@ -191,9 +262,12 @@ def close_nvml() -> None:
 
 def read_repeatedly(readings: queue.SimpleQueue[dict[str, Any]], period_s: float = PERIOD_S) -> None:
     """Put a reading into the queue periodically; a hanging call of NVML blocks only this thread."""
+    xids = XidCounter()
     while True:
         began = time.monotonic()
-        readings.put({"disk_free": read_disk_free(), **read_node()})
+        reading = read_node()
+        xids.add_to(reading)
+        readings.put({"disk_free": read_disk_free(), **reading})
         time.sleep(max(0.1, period_s - (time.monotonic() - began)))
 
 

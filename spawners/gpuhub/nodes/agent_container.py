@@ -20,7 +20,7 @@ from gpuhub.common.gpu import shorten_model
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import BASE_IMAGE
 from gpuhub.nodes import agent
-from gpuhub.nodes.status import AgentReading, GpuProcess, GpuReading, NodeStatus
+from gpuhub.nodes.status import AgentReading, GpuProcess, GpuReading, NodeStatus, XidErrors, XidsByGpu
 
 #: Hash of script and image; when it differs, the container is replaced.
 LABEL_BUILD = "gpuhub.agent"
@@ -152,6 +152,8 @@ def record_agent_reading(node: NodeStatus, reading: AgentReading, now: float) ->
         node = node.evolve(boot_id=reading.boot_id)
     if reading.disk_free is not None:
         node = node.evolve(disk_free=reading.disk_free)
+    if reading.xids is not None:
+        node = node.evolve(xids=reading.xids)
     if reading.error is not None:
         return node.evolve(gpus=tuple(replace(gpu, error=reading.error) for gpu in node.gpus))
     return node.evolve(gpus=merge_readings(node.gpus, reading.gpus), has_readings=True, driver=reading.driver)
@@ -170,13 +172,14 @@ def parse_agent_line(line: bytes) -> AgentReading | None:
             boot_id=raw["boot_id"],
             driver=raw["driver"],
             disk_free=raw.get("disk_free"),
+            xids=_parse_xids(raw.get("xids")),
         )
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def _parse_gpu(raw: Mapping[str, Any]) -> GpuReading:
-    processes, capability = raw.get("processes"), raw.get("capability")
+    processes, capability, remapped_rows = raw.get("processes"), raw.get("capability"), raw.get("remapped_rows")
     return GpuReading(
         uuid=raw.get("uuid") or "",
         index=int(raw["index"]),
@@ -188,8 +191,12 @@ def _parse_gpu(raw: Mapping[str, Any]) -> GpuReading:
         parent=raw.get("parent"),
         ecc_uncorrected=raw.get("ecc_uncorrected"),
         remap_failed=raw.get("remap_failed"),
+        remapped_rows=None if remapped_rows is None else (int(remapped_rows[0]), int(remapped_rows[1])),
         utilisation_percent=raw.get("utilisation_percent"),
+        memory_utilisation_percent=raw.get("memory_utilisation_percent"),
         memory_used_mib=raw.get("memory_used_mib"),
+        energy_mj=raw.get("energy_mj"),
+        clocks_event_reasons=raw.get("clocks_event_reasons"),
         power_w=raw.get("power_w"),
         power_limit_w=_parse_power_limit(raw.get("power_limit_w")),
         temperature_c=raw.get("temperature_c"),
@@ -197,6 +204,18 @@ def _parse_gpu(raw: Mapping[str, Any]) -> GpuReading:
         if processes is None
         else tuple(GpuProcess(pid=int(process["pid"]), memory_mib=process["memory_mib"]) for process in processes),
     )
+
+
+def _parse_xids(raw: Mapping[str, Sequence[Mapping[str, Any]]] | None) -> XidsByGpu | None:
+    if raw is None:
+        return None
+    return {
+        uuid: tuple(
+            XidErrors(code=int(error["code"]), count=int(error["count"]), last_at=float(error["at"]))
+            for error in errors
+        )
+        for uuid, errors in raw.items()
+    }
 
 
 def _parse_power_limit(raw: Any) -> float | None:

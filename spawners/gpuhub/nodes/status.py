@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from gpuhub.common.gpu import GpuSpec
@@ -53,8 +53,16 @@ class GpuReading:
     ecc_uncorrected: int | None = None
     #: Whether a failing memory row could not be replaced.
     remap_failed: bool | None = None
+    #: Rows of memory that were replaced after correctable, and after uncorrectable errors.
+    remapped_rows: tuple[int, int] | None = None
     utilisation_percent: int | None = None
+    #: Time in which its memory was read or written, percent.
+    memory_utilisation_percent: int | None = None
     memory_used_mib: int | None = None
+    #: Energy since the driver was loaded, millijoules.
+    energy_mj: int | None = None
+    #: Why its clocks are lower than they could be: NVML's bit mask.
+    clocks_event_reasons: int | None = None
     power_w: float | None = None
     #: The most that it may draw: the lowest of all limits that are set for it, watts.
     power_limit_w: float | None = None
@@ -73,6 +81,20 @@ def find_power_limits(gpus: Iterable[GpuReading]) -> dict[int, float | None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class XidErrors:
+    """The driver's errors (Xid) of one GPU with one code, since the start of the node's GPU agent."""
+
+    code: int
+    count: int
+    #: When the last one occurred, by the node's clock, seconds since 1970.
+    last_at: float
+
+
+#: Errors by the UUID of each GPU whose driver reports them.
+XidsByGpu = Mapping[str, tuple[XidErrors, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReading:
     """One line of a node's GPU agent."""
 
@@ -83,6 +105,8 @@ class AgentReading:
     driver: str | None = None
     #: Free space for Docker's data, bytes; None where NVML hangs, which the agent waits for.
     disk_free: int | None = None
+    #: None where NVML fails.
+    xids: XidsByGpu | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +137,8 @@ class NodeStatus:
     #: Version of NVIDIA's driver.
     driver: str | None = None
     gpus: tuple[GpuReading, ...] = ()
+    #: Xid errors of its GPUs, as far as their driver reports them.
+    xids: XidsByGpu = field(default_factory=dict)
     #: Whether GPUs were ever read, in this or an earlier run of the broker.
     has_readings: bool = False
     #: Number of the agent's last line and when it was first seen; None before the first line of this run.

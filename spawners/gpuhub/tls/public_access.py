@@ -27,7 +27,7 @@ from gpuhub.config.network import HubSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.tls import authority
 from gpuhub.tls.authority import CertificateAuthority, format_fingerprint, parse_address
-from gpuhub.tls.internal_certificates import CertificateFiles
+from gpuhub.tls.internal_certificates import CertificateFiles, CertificateStore, read_certificates
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 AUTHORITY_KEY_FILE = "authority.key"
@@ -300,6 +300,25 @@ def _check_purpose(file: Path, certificate: x509.Certificate) -> None:
         return
     if ExtendedKeyUsageOID.SERVER_AUTH not in usage and ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE not in usage:
         raise SetupError(f"hub.certificate: {file} is not a server's: its extended key usage lacks serverAuth")
+
+
+def read_certificate_ends(cluster: ClusterSettings, paths: Paths) -> dict[str, float]:
+    """Return when each readable certificate ends, by its name, in seconds since 1970.
+
+    `https` is the one for browsers, `authority` the local authority's; the others are the internal ones.
+    """
+    files = {"authority": paths.authority} if cluster.hub.tls == "local" else {}
+    public = find_certificate_files(cluster, paths)
+    if public is not None:
+        files["https"] = public.certificate
+    ends = {}
+    for name, file in files.items():
+        with contextlib.suppress(SetupError):
+            ends[name] = _read_certificate(file).not_valid_after_utc.timestamp()
+    if cluster.has_internal_tls:
+        internal = read_certificates(CertificateStore(paths.internal_certificates))
+        ends |= {name: found.ends.timestamp() for name, found in internal.items() if found is not None}
+    return ends
 
 
 def build_pinned_context(file: Path) -> ssl.SSLContext:

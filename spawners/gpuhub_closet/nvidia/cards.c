@@ -78,6 +78,8 @@ static void read_live_line(struct card *card, const char *line) {
     unsigned long long big;
     if (sscanf(line, "utilization %u", &number) == 1) card->utilization = number > 100 ? 100 : number;
     else if (sscanf(line, "memory_used_mib %llu", &big) == 1) card->memory_used_mib = big;
+    else if (sscanf(line, "clocks_event_reasons %u", &number) == 1) card->clocks_event_reasons = number;
+    else if (sscanf(line, "xid %u %u", &card->xid, &card->xid_count) == 2) return;
     else if (sscanf(line, "fault %31s", text) == 1) strcpy(card->fault, text);
     else if (sscanf(line, "process %u %llu", &number, &big) == 2) add_process(card, number, big, NO_PART);
     else if (sscanf(line, "mig_process %u %u %llu", &slot, &number, &big) == 3) add_process(card, number, big, slot);

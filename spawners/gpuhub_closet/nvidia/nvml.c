@@ -1,5 +1,5 @@
-/* A simulated libnvidia-ml.so.1: it answers for the GPUs that cards.c reads. Every call reads them again; there is no
- * state to keep but the count of nvmlInit calls. */
+/* A simulated libnvidia-ml.so.1: it answers for the GPUs that cards.c reads. Every call reads them again; it keeps only
+ * the count of nvmlInit calls, the energy since a process began to ask for it, and the errors that an event set has seen. */
 #include "nvml.h"
 
 #include "cards.h"
@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 #define DRIVER_VERSION "580.95.05"
 #define CUDA_VERSION 13000
@@ -83,6 +85,7 @@ EXPORT const char *nvmlErrorString(nvmlReturn_t result) {
     case NVML_ERROR_NOT_SUPPORTED: return "Not Supported";
     case NVML_ERROR_NOT_FOUND: return "Not Found";
     case NVML_ERROR_INSUFFICIENT_SIZE: return "Insufficient Size";
+    case NVML_ERROR_TIMEOUT: return "Timeout";
     case NVML_ERROR_GPU_IS_LOST: return "GPU is lost";
     case NVML_ERROR_LIB_RM_VERSION_MISMATCH: return "Driver/library version mismatch";
     case NVML_ERROR_ARGUMENT_VERSION_MISMATCH: return "Argument version mismatch";
@@ -219,9 +222,27 @@ EXPORT nvmlReturn_t nvmlDeviceGetPowerManagementLimit(nvmlDevice_t device, unsig
 EXPORT nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t device, unsigned int *milliwatts) {
     return nvmlDeviceGetEnforcedPowerLimit(device, milliwatts);
 }
+static unsigned int power_of(const struct card *card) {
+    return IDLE_MILLIWATTS + (card->power_limit_w * 1000 - IDLE_MILLIWATTS) / 100 * card->utilization;
+}
 EXPORT nvmlReturn_t nvmlDeviceGetPowerUsage(nvmlDevice_t device, unsigned int *milliwatts) {
-    WITH_CARD(milliwatts,
-              *milliwatts = IDLE_MILLIWATTS + (card.power_limit_w * 1000 - IDLE_MILLIWATTS) / 100 * card.utilization);
+    WITH_CARD(milliwatts, *milliwatts = power_of(&card));
+}
+/* Counts from a process's first call on, with the power at each call. */
+EXPORT nvmlReturn_t nvmlDeviceGetTotalEnergyConsumption(nvmlDevice_t device, unsigned long long *millijoules) {
+    static double energy[MAX_CARDS], asked_at[MAX_CARDS];
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    double now = (double)time.tv_sec + (double)time.tv_nsec / 1e9;
+    WITH_CARD(millijoules, {
+        unsigned int slot = slot_of(device);
+        if (asked_at[slot] > 0) energy[slot] += power_of(&card) * (now - asked_at[slot]);
+        asked_at[slot] = now;
+        *millijoules = (unsigned long long)energy[slot];
+    });
+}
+EXPORT nvmlReturn_t nvmlDeviceGetCurrentClocksEventReasons(nvmlDevice_t device, unsigned long long *reasons) {
+    WITH_CARD(reasons, *reasons = card.clocks_event_reasons | (card.utilization ? 0u : 1u /* idle */));
 }
 EXPORT nvmlReturn_t nvmlDeviceGetTemperature(nvmlDevice_t device, int sensor, unsigned int *celsius) {
     (void)sensor;
@@ -267,6 +288,55 @@ EXPORT nvmlReturn_t nvmlDeviceGetGraphicsRunningProcesses_v3(nvmlDevice_t device
 EXPORT nvmlReturn_t nvmlDeviceGetMPSComputeRunningProcesses_v3(nvmlDevice_t device, unsigned int *count,
                                                                nvmlProcessInfo_t *processes) {
     return nvmlDeviceGetGraphicsRunningProcesses_v3(device, count, processes);
+}
+
+/* ---- events: Xid errors ---- */
+
+#define XID_EVENT 8ULL
+
+struct nvmlEventSet_st {
+    int is_watched[MAX_CARDS];
+    unsigned int seen[MAX_CARDS]; /* the errors that were there before, or were returned */
+};
+
+EXPORT nvmlReturn_t nvmlEventSetCreate(nvmlEventSet_t *set) {
+    if (!users) return NVML_ERROR_UNINITIALIZED;
+    if (!set) return NVML_ERROR_INVALID_ARGUMENT;
+    *set = calloc(1, sizeof **set);
+    return *set ? NVML_SUCCESS : NVML_ERROR_UNKNOWN;
+}
+EXPORT nvmlReturn_t nvmlEventSetFree(nvmlEventSet_t set) {
+    free(set);
+    return NVML_SUCCESS;
+}
+EXPORT nvmlReturn_t nvmlDeviceGetSupportedEventTypes(nvmlDevice_t device, unsigned long long *types) {
+    WITH_CARD(types, *types = card.is_part ? 0 : XID_EVENT);
+}
+EXPORT nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long long types, nvmlEventSet_t set) {
+    WITH_CARD(set, {
+        if (card.is_part || types & ~XID_EVENT) return NVML_ERROR_NOT_SUPPORTED;
+        set->is_watched[slot_of(device)] = 1;
+        set->seen[slot_of(device)] = card.xid_count;
+    });
+}
+EXPORT nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t set, nvmlEventData_t *data, unsigned int timeout_ms) {
+    struct card card;
+    if (!users) return NVML_ERROR_UNINITIALIZED;
+    if (!set || !data) return NVML_ERROR_INVALID_ARGUMENT;
+    for (int is_late = 0;; is_late = 1) {
+        /* Also the errors of a card that is lost: the driver reports them without it. */
+        for (unsigned int slot = 0; read_card(slot, &card); slot++) {
+            if (!set->is_watched[slot] || card.xid_count <= set->seen[slot]) continue;
+            set->seen[slot]++;
+            memset(data, 0, sizeof *data);
+            data->device = &handles[slot];
+            data->eventType = XID_EVENT;
+            data->eventData = card.xid;
+            return NVML_SUCCESS;
+        }
+        if (is_late || !timeout_ms) return NVML_ERROR_TIMEOUT;
+        usleep(timeout_ms * 1000);
+    }
 }
 
 /* ---- PCI Express ---- */

@@ -94,13 +94,10 @@ def test_gpu_is_found_by_uuid(library):
 NOT_SIMULATED = {
     f"nvmlDeviceGet{name}"
     for name in (
-        "CurrentClocksEventReasons",
         "MemoryBusWidth",
         "NumGpuCores",
         "PowerManagementLimitConstraints",
-        "SupportedEventTypes",
         "TopologyCommonAncestor",
-        "TotalEnergyConsumption",
     )
 }
 
@@ -421,3 +418,38 @@ def test_library_needs_no_new_c_library(compiled):
     versions = {word.strip("()").removeprefix("GLIBC_") for word in listing.split() if "GLIBC_" in word}
     assert versions
     assert max(tuple(map(int, version.split("."))) for version in versions) <= (2, 17)
+
+
+def test_xid_errors_are_counted_by_code(library: Path) -> None:
+    """Those from before the agent's start are not; a GPU that is lost by an error keeps its count."""
+    write_load(library, 0, xid=13, xid_count=1)
+    counter, node = agent.XidCounter(), agent.read_node()
+    counter.add_to(node)
+    assert node["xids"] == {UUIDS[0]: [], UUIDS[1]: []}
+    write_load(library, 0, xid=31, xid_count=3)
+    counter.add_to(node)
+    write_load(library, 0, xid=79, xid_count=4, fault=gpu_state.GpuFault.LOST)
+    lost = agent.read_node()
+    counter.add_to(lost)
+    assert [(error["code"], error["count"]) for error in lost["xids"][UUIDS[0]]] == [(31, 2), (79, 1)]
+    assert lost["xids"][UUIDS[1]] == []
+    failed = agent.build_failure("NVML: Driver/library version mismatch")
+    counter.add_to(failed)
+    assert "xids" not in failed
+    write_load(library, 0, xid=79, xid_count=4)
+    counter.add_to(node)
+    assert [(error["code"], error["count"]) for error in node["xids"][UUIDS[0]]] == [(31, 2), (79, 1)]
+
+
+def test_energy_only_grows(library: Path) -> None:
+    """By the power between two calls, in millijoules."""
+    write_load(library, 0, utilisation_percent=100)
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    readings = [nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for _ in range(1000)]
+    assert readings == sorted(readings)
+    assert readings[-1] > readings[0]
+
+
+def test_reasons_for_low_clocks_are_those_that_were_set(library: Path) -> None:
+    write_load(library, 0, utilisation_percent=50, clocks_event_reasons=0x40)
+    assert [gpu["clocks_event_reasons"] for gpu in agent.read_node()["gpus"]] == [0x40, 1]

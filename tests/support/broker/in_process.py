@@ -141,6 +141,7 @@ class Setting:
     hub: StubHub = field(default_factory=StubHub)
     own_token: str = "own-token"
     spawner_token: str = ""
+    metrics_token: str = ""
     clock: Clock | None = None
     couriers: Couriers = field(init=False)
     #: None: nodes have no packet filter and need none.
@@ -178,6 +179,7 @@ class Setting:
             stopped_nodes=self.stopped_nodes,
             own_token=self.own_token,
             spawner_token=self.spawner_token,
+            metrics_token=self.metrics_token,
             clock=self.clock,
         )
 

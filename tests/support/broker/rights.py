@@ -10,7 +10,17 @@ from tests.support.broker.in_process import ACCESS
 
 #: Callers that every route with a token refuses, with the status of the answer. The hub answers
 #: alike for tokens that it never knew, that have expired or were revoked, and of servers that were stopped.
-STRANGERS = {"nobody": 401, "unknown": 401, "expired": 401, "stopped": 401, "narrow": 403, "foreign": 403}
+STRANGERS = {
+    "nobody": 401,
+    "unknown": 401,
+    "expired": 401,
+    "stopped": 401,
+    "narrow": 403,
+    "foreign": 403,
+    "metrics": 403,
+}
+#: The one route that the token of the service `gpuhub-metrics` may use.
+METRICS_ROUTE = "GET /metrics"
 
 #: The columns of the table. Ada owns everything that the routes name, but for the reservation, which is root's.
 CALLERS = ("reader", "ben", "ada", "ada-nb", "root-nb", "spawner", "root", "head")
@@ -36,6 +46,7 @@ GET /cluster                         | 200 |   Y     Y   Y    Y       Y       Y 
 GET /cluster?group=lab               | 200 |   N     N   N    N       N       Y      N    N
 GET /nodes                           | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
 GET /reservations                    | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
+GET /metrics                         | 200 |   N     N   N    N       N       N      Y    Y
 GET /events                          | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
 GET /usage                           | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
 GET /usage?owner=ada                 | 200 |   N     N   Y    Y       N       Y      Y    Y
@@ -86,7 +97,8 @@ class Row:
     def statuses(self) -> Mapping[str, int]:
         """Return the HTTP status by caller, including unauthenticated ones."""
         found = {one: _STATUSES.get(cell, self.success) for one, cell in zip(CALLERS, self.cells, strict=True)}
-        return {**STRANGERS, **found}
+        metrics = {"metrics": self.success} if self.route == METRICS_ROUTE else {}
+        return {**STRANGERS, **metrics, **found}
 
 
 def _parse() -> dict[str, Row]:
@@ -112,6 +124,7 @@ MODELS: dict[str, dict[str, Any] | None] = {
     "expired": None,
     "stopped": None,
     "foreign": {"kind": "service", "name": "foreign", "scopes": ["list:users", "custom:other:any-owner"]},
+    "metrics": {"kind": "service", "name": "gpuhub-metrics", "scopes": ["read:metrics"]},
     "reader": {"kind": "service", "name": "reader", "scopes": [ACCESS]},
     "ben": {"kind": "user", "name": "ben", "admin": False, "groups": ["lab"], "scopes": [ACCESS]},
     "ada-nb": _notebook_of("ada", admin=False),

@@ -56,10 +56,16 @@ def parse_load(text: str) -> GpuLoad:
     """Parse the text that `format_load` wrote."""
     single = dict(re.findall(r"^(utilization|memory_used_mib|fault) (\S+)$", text, re.MULTILINE))
     processes = re.findall(r"^process (\d+) (\d+)$", text, re.MULTILINE)
+    [(reasons, xid, xid_count)] = re.findall(r"^clocks_event_reasons (\d+)\nxid (\d+) (\d+)$", text, re.MULTILINE) or [
+        (0, 0, 0)
+    ]
     return GpuLoad(
         utilisation_percent=int(single.get("utilization", 0)),
         memory_used_mib=int(single.get("memory_used_mib", 0)),
         fault=GpuFault(single.get("fault", "none")),
+        clocks_event_reasons=int(reasons),
+        xid=int(xid),
+        xid_count=int(xid_count),
         processes=tuple((int(pid), int(used)) for pid, used in processes),
         mig_devices=_parse_mig_loads(text),
     )
@@ -116,6 +122,12 @@ def set_fault(paths: Paths, node: ClosetNode | str, index: int, fault: GpuFault 
     if fault not in faults:
         raise SettingsError(f"fault {fault!r} is unknown; there are: {', '.join(faults)}")
     set_gpu_load(paths, node, index, replace(read_load(paths, node, index), fault=GpuFault(fault)))
+
+
+def add_xid(paths: Paths, node: ClosetNode | str, index: int, code: int) -> None:
+    """Have the driver report an Xid error of a GPU."""
+    load = read_load(paths, node, index)
+    set_gpu_load(paths, node, index, replace(load, xid=code, xid_count=load.xid_count + 1))
 
 
 def set_outsiders(paths: Paths, node: ClosetNode | str, index: int, processes: tuple[tuple[int, int], ...]) -> None:

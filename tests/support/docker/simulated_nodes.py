@@ -59,6 +59,9 @@ class SimulatedNode:
     ecc: dict[int, int] = field(default_factory=dict)
     remap_failed: set[int] = field(default_factory=set)
     mig: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    #: Bits of the clocks' event reasons by index, and Xid errors (code, count, time) by UUID.
+    clocks_event_reasons: dict[int, int] = field(default_factory=dict)
+    xids: dict[str, list[tuple[int, int, float]]] = field(default_factory=dict)
     #: Signals sent to containers' programs: container and signal.
     signals: list[tuple[str, str]] = field(default_factory=list)
     last_line: bytes = b""
@@ -91,8 +94,13 @@ class SimulatedNode:
             gpus = [] if self.nvml_error else [gpu for index in range(len(self.cards)) for gpu in self._readings(index)]
             line = {"n": next(self.lines), "boot_id": self.boot_id, "driver": self.driver, "error": self.nvml_error}
             line["disk_free"] = self.disk_free
+            if not self.nvml_error:
+                line["xids"] = {uuid: self._list_xids(uuid) for uuid in self.uuids}
             self.last_line = json.dumps({**line, "gpus": gpus}).encode() + b"\n"
         return self.last_line
+
+    def _list_xids(self, uuid: str) -> list[dict[str, Any]]:
+        return [{"code": code, "count": count, "at": at} for code, count, at in self.xids.get(uuid, ())]
 
     def _readings(self, index: int) -> list[dict[str, Any]]:
         if index in self.gpu_errors:
@@ -105,14 +113,18 @@ class SimulatedNode:
             "memory_total_mib": mib,
             "memory_used_mib": self.used_mib.get(index, 4),
             "utilisation_percent": 0,
+            "memory_utilisation_percent": 0,
             "power_w": 20.5,
+            "energy_mj": 7_920_310,
             "temperature_c": 40,
+            "clocks_event_reasons": self.clocks_event_reasons.get(index, 1),
             "processes": [{"pid": pid, "memory_mib": used} for pid, used in self.processes.get(index, ())],
             "capability": [12, 0],
             "mig": False,
             "parent": None,
             "ecc_uncorrected": self.ecc.get(index),
             "remap_failed": True if index in self.remap_failed else None,
+            "remapped_rows": [0, 1] if index in self.remap_failed else None,
             "error": None,
         }
         return [

@@ -174,6 +174,9 @@ def test_load_files_are_parsed():
         utilisation_percent=55,
         memory_used_mib=4096,
         fault=gpu_state.GpuFault.FALLEN_OFF_BUS,
+        clocks_event_reasons=64,
+        xid=79,
+        xid_count=2,
         processes=((1, 2), (3, 4)),
         mig_devices=(gpu_state.MigLoad(memory_used_mib=7, processes=((5, 6),)), gpu_state.MigLoad()),
     )

@@ -30,6 +30,10 @@ ACCESS_SCOPES = frozenset({"access:services", "access:services!service=broker"})
 ANY_OWNER_SCOPE = "custom:gpuhub:any-owner"
 #: Scope of administrators, which JupyterHub's role `admin` has here; the own token of a notebook never has it.
 ADMIN_SCOPE = "custom:gpuhub:admin"
+#: JupyterHub's scope for its own metrics, and for the broker's.
+METRICS_SCOPE = "read:metrics"
+#: Name of the service whose token has this scope and no other, which is the service's name in the hub.
+METRICS_SERVICE = "gpuhub-metrics"
 #: Name of the hub's spawner, which is the service's name in the hub.
 SPAWNER_SERVICE = "gpuhub-spawner"
 #: Name of a caller with the broker's own token, which only root on the head node can read; no user can have this name.
@@ -168,7 +172,14 @@ class _TokenRecord:
 class Authenticator:
     """Identifies callers through the hub, with at most one check at a time for each token."""
 
-    def __init__(self, checker: TokenChecker, clock: Clock, own_token: str = "", spawner_token: str = "") -> None:
+    def __init__(
+        self,
+        checker: TokenChecker,
+        clock: Clock,
+        own_token: str = "",
+        spawner_token: str = "",
+        metrics_token: str = "",
+    ) -> None:
         """The tokens of the head node's own services are known without the hub, and so are never limited.
 
         Args:
@@ -176,8 +187,10 @@ class Authenticator:
             clock: the clock of the cache.
             own_token: the broker's own token, whose callers have the rights of an administrator.
             spawner_token: the token of the hub's spawner.
+            metrics_token: the token of `METRICS_SERVICE`, with which only metrics can be read.
         """
         self._checker = checker
+        self._metrics_key = _digest(metrics_token) if metrics_token else None
         self._services = {
             _digest(token): identity
             for token, identity in (
@@ -215,17 +228,36 @@ class Authenticator:
             self._requests.acquire(caller.name)
         return caller
 
+    async def check_metrics_reader(self, authorization: str | None, address: str = "") -> None:
+        """Check that the caller may read metrics: by the scope `read:metrics`, or as an administrator.
+
+        Raises:
+            NotKnown, TooManyRequests, HubUnreachable: as `identify`.
+            NotAllowed: the token has no such scope.
+        """
+        key = _digest(_parse_header(authorization))
+        if key == self._metrics_key or ((service := self._services.get(key)) is not None and service.is_admin):
+            return
+        model = None if key in self._services else await self._find_model(authorization, address)
+        scopes = (model or {}).get("scopes") or ()
+        if METRICS_SCOPE not in scopes and ADMIN_SCOPE not in scopes:
+            raise NotAllowed(f"this token may not read metrics: it lacks the scope {METRICS_SCOPE}")
+        self._requests.acquire(str((model or {}).get("name")))
+
     async def confirm(self, authorization: str | None, address: str = "") -> Identity:
         """Return the caller as `identify` does, without counting a request: for streams, which are checked again."""
-        token = _parse_header(authorization)
-        key = _digest(token)
-        if (service := self._services.get(key)) is not None:
+        if (service := self._services.get(_digest(_parse_header(authorization)))) is not None:
             return service
-        model = (await self._look_up(key, token, rate_limit_key(address))).model
+        return parse_identity(await self._find_model(authorization, address))
+
+    async def _find_model(self, authorization: str | None, address: str) -> Mapping[str, Any]:
+        """Return the hub's model of the caller, and note the caller's name for the audit log."""
+        token = _parse_header(authorization)
+        model = (await self._look_up(_digest(token), token, rate_limit_key(address))).model
         if model is None:
             raise NotKnown("the hub does not know this token: it has expired or was revoked, or its server was stopped")
         audit.note_name(str(model.get("name") or "")[:64])
-        return parse_identity(model)
+        return model
 
     async def _look_up(self, key: bytes, token: str, address: str) -> _TokenRecord:
         known = self._known.get(key) or self._unknown.get(key)

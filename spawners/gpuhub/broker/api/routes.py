@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 from fastapi.security import APIKeyHeader
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
@@ -20,6 +21,7 @@ from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.api.streams import AccessWatch, FileStreamResponse
 from gpuhub.broker.files.user_files import UserFiles
+from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.operations import slices
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker_api.schemas import (
@@ -67,6 +69,12 @@ async def identify(request: Request, authorization: Annotated[str | None, Depend
     """Return the caller of a request."""
     authenticator = cast("Authenticator", request.app.state.authenticator)
     return await authenticator.identify(authorization, audit.client_address(request.scope))
+
+
+async def check_metrics_reader(request: Request, authorization: Annotated[str | None, Depends(_header)]) -> None:
+    """Refuse callers who may not read metrics."""
+    authenticator = cast("Authenticator", request.app.state.authenticator)
+    await authenticator.check_metrics_reader(authorization, audit.client_address(request.scope))
 
 
 async def get_access_watch(request: Request, authorization: Annotated[str | None, Depends(_header)]) -> AccessWatch:
@@ -136,6 +144,22 @@ Follow = Annotated[bool, Query(description="Continue until the job has ended")]
 
 public = APIRouter()
 api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)])
+
+
+#: For programs that need none of the broker's other routes, with a token for nothing else.
+metrics = APIRouter(prefix=API, dependencies=[Depends(check_metrics_reader), Depends(refuse_unknown_query)])
+
+
+@metrics.get(
+    "/metrics",
+    tags=["cluster"],
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}}}, **document_problems(422)},
+)
+async def get_metrics(request: Request) -> Response:
+    """Return the broker's metrics in Prometheus' text format, for tokens with the scope `read:metrics`."""
+    exporter = cast("MetricsExporter", request.app.state.metrics)
+    return Response(await exporter.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @public.get("/health", response_model_exclude_none=True)

@@ -83,8 +83,8 @@ def view_cluster(core: BrokerState, backend: SchedulingBackend, caller: Identity
     return cluster_view.build_cluster(_collect_inputs(core, backend, caller))
 
 
-def view_nodes(core: BrokerState, backend: SchedulingBackend, caller: Identity) -> tuple[NodeView, ...]:
-    """Return all nodes, as shown to the caller."""
+def view_nodes(core: BrokerState, backend: SchedulingBackend, caller: Identity | None) -> tuple[NodeView, ...]:
+    """Return all nodes, as shown to the caller, or to all users where that is None."""
     return cluster_view.build_nodes(_collect_inputs(core, backend, caller))
 
 

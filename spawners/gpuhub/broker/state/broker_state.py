@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from gpuhub.broker.db.store import Store
+from gpuhub.broker.db.writer import Changes
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.capacity import Capacity
 from gpuhub.broker.state.events import EventLog
@@ -230,9 +231,9 @@ class BrokerState:
         node: str | None = None,
     ) -> None:
         """Add an event that belongs to no change of a lease or job; it is written a little later."""
-        self._events.add(
-            EventRow(at=self.clock.now(), kind=kind, text=text, owner=owner, lease=lease, job=job, node=node)
-        )
+        event = EventRow(at=self.clock.now(), kind=kind, text=text, owner=owner, lease=lease, job=job, node=node)
+        self._events.add(event)
+        self.ledger.notify_observers(Changes(events=(event,)))
 
     async def read_events(self, after: int | None, limit: int, owner: str | None) -> list[EventRow]:
         """Return events of one owner, or of all; see `Store.events`."""

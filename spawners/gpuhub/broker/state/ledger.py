@@ -99,6 +99,8 @@ class Ledger:
         self.snapshot = LedgerSnapshot(leases={row.id: row for row in leases}, jobs={row.id: row for row in jobs})
         self.ended_leases: EndedRows[LeaseRow] = EndedRows()
         self.ended_jobs: EndedRows[JobRow] = EndedRows()
+        #: Called with all changes after they were stored; they must not raise.
+        self.observers: list[Callable[[Changes], None]] = []
         self.index = RowIndex()
         for lease in leases:
             self.index.replace_lease(None, lease)
@@ -136,6 +138,11 @@ class Ledger:
         event = self._watched.pop(key, None)
         if event is not None:
             event.set()
+
+    def notify_observers(self, changes: Changes) -> None:
+        """Pass changes to all observers."""
+        for observe in self.observers:
+            observe(changes)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -214,6 +221,7 @@ class Ledger:
             self.ended_jobs.add(job for _, job in changes.jobs if not job.is_open)
         for call in transaction.on_commit:
             call()
+        self.notify_observers(changes)
         if changes.leases or changes.jobs:
             self._notify_changed(changes)
             self.notify_all()

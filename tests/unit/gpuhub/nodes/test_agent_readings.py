@@ -11,8 +11,8 @@ import pynvml
 import pytest
 
 from gpuhub.nodes import agent
-from gpuhub.nodes.agent_container import parse_agent_line
-from gpuhub.nodes.status import AgentReading, find_power_limits
+from gpuhub.nodes.agent_container import parse_agent_line, record_agent_reading
+from gpuhub.nodes.status import AgentReading, NodeStatus, XidErrors, find_power_limits
 from tests.support.nvml.replay import BUSY, IDLE, Replay, load
 
 
@@ -33,6 +33,8 @@ def test_gpu_without_further_sensors_is_read(replay: tuple[str, Replay]) -> None
     """Many GPUs have no ECC, rows to remap, MIG or power sensor; their other values are there."""
     name, nvml = replay
     for function in (
+        "TotalEnergyConsumption",
+        "CurrentClocksEventReasons",
         "TotalEccErrors",
         "RemappedRows",
         "MigMode",
@@ -41,7 +43,18 @@ def test_gpu_without_further_sensors_is_read(replay: tuple[str, Replay]) -> None
         "ComputeRunningProcesses",
     ):
         nvml.change(f"nvmlDeviceGet{function}", pynvml.NVMLError_NotSupported)
-    unknown = dict.fromkeys(("ecc_uncorrected", "remap_failed", "power_w", "power_limit_w", "processes"))
+    unknown = dict.fromkeys(
+        (
+            "ecc_uncorrected",
+            "remap_failed",
+            "remapped_rows",
+            "power_w",
+            "power_limit_w",
+            "energy_mj",
+            "clocks_event_reasons",
+            "processes",
+        )
+    )
     recorded = load(name)["read_node"]
     assert agent.read_node() == {**recorded, "gpus": [{**gpu, **unknown} for gpu in recorded["gpus"]]}
 
@@ -81,6 +94,23 @@ def test_impossible_power_limit_counts_as_not_reported(replay: tuple[str, Replay
     line = {"n": 1, "boot_id": None, **agent.read_node()}
     line["gpus"][0]["power_limit_w"] = limit
     assert find_power_limits(read_line(line).gpus) == {0: None, 1: 700.0}
+
+
+def test_counters_reach_the_nodes_record(replay: tuple[str, Replay]) -> None:
+    """Energy is in millijoules, and Xid errors are those of each GPU; a line without them changes nothing."""
+    name, _ = replay
+    recorded = load(name)["read_node"]["gpus"]
+    line = {"n": 1, "boot_id": None, **agent.read_node()}
+    uuid = recorded[0]["uuid"]
+    line["xids"] = {uuid: [{"code": 79, "count": 2, "at": 5.5}], recorded[1]["uuid"]: []}
+    first = read_line(line)
+    assert [gpu.energy_mj for gpu in first.gpus] == [gpu["energy_mj"] for gpu in recorded]
+    assert [gpu.clocks_event_reasons for gpu in first.gpus] == [gpu["clocks_event_reasons"] for gpu in recorded]
+    assert [gpu.remapped_rows for gpu in first.gpus] == [(0, 0), (0, 0)]
+    node = record_agent_reading(NodeStatus(name="rig1"), first, 10.0)
+    assert node.xids == {uuid: (XidErrors(code=79, count=2, last_at=5.5),), recorded[1]["uuid"]: ()}
+    failed = read_line({"n": 2, "boot_id": None, **agent.build_failure("NVML: Unknown Error")})
+    assert record_agent_reading(node, failed, 12.0).xids == node.xids
 
 
 def read_line(line: dict[str, Any]) -> AgentReading:

@@ -204,6 +204,22 @@ def test_expiring_authority_is_replaced(paths: Paths) -> None:
     assert any("browsers must be told to trust it" in news for news in now.news)
 
 
+def test_ends_of_certificates_are_read(paths: Paths) -> None:
+    """By name; one that is missing or unreadable has none."""
+    assert public_access.read_certificate_ends(cluster(**LAN), paths) == {}
+    made = public_access.ensure_certificate(cluster(**LAN), paths, HEAD, NOW)
+    assert made is not None
+    assert made.authority is not None
+    ends = public_access.read_certificate_ends(cluster(**LAN), paths)
+    assert ends == {
+        "https": made.certificate.not_valid_after_utc.timestamp(),
+        "authority": made.authority.not_valid_after_utc.timestamp(),
+    }
+    paths.authority.write_text("no certificate")
+    assert public_access.read_certificate_ends(cluster(**LAN), paths).keys() == {"https"}
+    assert public_access.read_certificate_ends(cluster(), paths) == {}
+
+
 def test_names_outside_the_authority_constraints(paths: Paths) -> None:
     """A name on the internet that was added later is refused with a remedy; one of the machine's own is omitted."""
     public_access.ensure_certificate(cluster(**LAN), paths, HEAD)
