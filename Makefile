@@ -8,6 +8,8 @@ ENGINE ?=
 # Empty: this machine's GPUs where it has some, else the practice closet that ran last.
 CLOSET ?=
 INSTANCE ?= gpuhub
+# 1: Prometheus beside the hub; 0: without it. Empty: if it runs already.
+MONITORING ?=
 BENCH ?= all
 TRACE ?=
 REPEATS ?= 1
@@ -25,8 +27,9 @@ export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 20
 
-up: setup ## Install what is needed, build the images, start JupyterHub (CLOSET=practice|house|lab, ENGINE=slurm: simulated nodes)
-	@gpuhub up --instance $(INSTANCE) $(if $(ENGINE),--engine $(ENGINE)) $(if $(CLOSET),--closet $(CLOSET))
+up: setup ## Install what is needed, build the images, start JupyterHub (CLOSET=practice|house|lab, ENGINE=slurm: simulated nodes; MONITORING=1: Prometheus)
+	@gpuhub up --instance $(INSTANCE) $(if $(ENGINE),--engine $(ENGINE)) $(if $(CLOSET),--closet $(CLOSET)) \
+	  $(if $(MONITORING),$(if $(filter 0,$(MONITORING)),--no-monitoring,--monitoring))
 
 down: ## Stop everything that `make up` started
 	@if [ -x $(VENV)/bin/gpuhub ]; then gpuhub down --instance $(INSTANCE); else echo "Nothing is installed here, so nothing runs."; fi
@@ -44,7 +47,7 @@ check-cluster: setup ## Say what is wrong with cluster.toml, without starting an
 	@gpuhub check
 
 setup:
-	@spawners/setup.sh run $(ENGINE)
+	@MONITORING=$(MONITORING) spawners/setup.sh run $(ENGINE)
 
 setup-dev:
 	@spawners/setup.sh dev

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs on a Debian or Ubuntu machine what gpuhub needs and the machine lacks. Quick when nothing is missing.
 #   usage: setup.sh run|dev [slurm]   dev adds what tests and checks need; slurm: what the practice closet's Slurm needs
+#   With MONITORING=1 in the environment, also Prometheus.
 set -euo pipefail
 mode=${1:?usage: $0 run|dev [slurm]}
 engine=${2:-}
@@ -19,8 +20,9 @@ programs_of() {
 }
 mapfile -t wanted < <(programs_of head closet)
 mapfile -t for_slurm < <(programs_of slurm)
+mapfile -t for_metrics < <(programs_of metrics)
 mapfile -t for_tests < <(programs_of rest)
-for_tests+=(faketime:faketime systemd-analyze:systemd ganesha.nfsd:nfs-ganesha-vfs nfs-ls:libnfs-utils bindfs:bindfs sshd:openssh-server wireguard-go:wireguard-go wg:wireguard-tools chromium:chromium certutil:libnss3-tools slapd:slapd ldapwhoami:ldap-utils objdump:binutils nft:nftables slurmdbd:slurmdbd mariadbd:mariadb-server)
+for_tests+=(faketime:faketime systemd-analyze:systemd ganesha.nfsd:nfs-ganesha-vfs nfs-ls:libnfs-utils bindfs:bindfs sshd:openssh-server wireguard-go:wireguard-go wg:wireguard-tools chromium:chromium certutil:libnss3-tools slapd:slapd ldapwhoami:ldap-utils objdump:binutils nft:nftables slurmdbd:slurmdbd mariadbd:mariadb-server prometheus-alertmanager:prometheus-alertmanager)
 missing=()
 # $@: command:package …; adds to `missing`
 look_for() {
@@ -55,7 +57,7 @@ install_quietly() {
   fi
   install "$@"
   if [ -d /run/systemd/system ]; then
-    for service in slapd:slapd openssh-server:ssh nfs-ganesha-vfs:nfs-ganesha munge:munge slurmd:slurmd slurmctld:slurmctld slurmdbd:slurmdbd slurmrestd:slurmrestd mariadb-server:mariadb; do
+    for service in slapd:slapd openssh-server:ssh nfs-ganesha-vfs:nfs-ganesha munge:munge slurmd:slurmd slurmctld:slurmctld slurmdbd:slurmdbd slurmrestd:slurmrestd mariadb-server:mariadb prometheus:prometheus prometheus-alertmanager:prometheus-alertmanager; do
       [[ " $* " != *" ${service%%:*} "* ]] || systemctl disable --quiet "${service##*:}"
     done
   fi
@@ -64,6 +66,9 @@ install_quietly() {
 missing=()
 if [ "$mode" = dev ] || [ "$engine" = slurm ]; then
   look_for "${for_slurm[@]}"
+fi
+if [ "$mode" = dev ] || [ "${MONITORING:-0}" = 1 ]; then
+  look_for "${for_metrics[@]}"
 fi
 if [ "$mode" = dev ]; then
   look_for "${for_tests[@]}"

@@ -63,6 +63,7 @@ def format_cluster(plan: ClosetPlan, paths: Paths, *, cpus: int, backend: str = 
         # The nodes share this machine, and a launch runs on all of them at once.
         _format_table("jobs", cpus=max(1, cpus // len(plan.nodes)), memory="4G", shm="1G"),
         _format_table("hub", address=str(plan.head), port=port, proxy_api_port=proxy_port),
+        *([] if plan.instance == DEFAULT_INSTANCE else [_format_table("monitoring", port=port + 1000)]),
     ]
     return "\n\n".join(tables) + "\n"
 

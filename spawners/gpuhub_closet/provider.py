@@ -26,7 +26,11 @@ class PracticeCloset:
     def find_running_backend(self, supervised: Collection[str]) -> str | None:
         if slurm_daemons.SLURMCTLD in supervised:
             return "slurm"
-        return "builtin" if set(supervised) - {programs.PROXY, programs.BROKER, programs.HUB} else None
+        return (
+            "builtin"
+            if set(supervised) - {programs.PROXY, programs.BROKER, programs.HUB, programs.PROMETHEUS}
+            else None
+        )
 
     def write_cluster_file(self, paths: Paths, backend: str, variant: str | None, *, is_running: bool) -> Path:
         plan = layouts.choose_layout(paths, variant, is_running=is_running)

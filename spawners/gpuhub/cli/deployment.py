@@ -33,11 +33,25 @@ from gpuhub.config.settings import ClusterSettings, find_backends
     "with four GPUs each); default: the one that runs or ran last.",
 )
 @click.option("--refresh", is_flag=True, help="Build all images again, with Debian's current packages.")
+@click.option(
+    "--monitoring/--no-monitoring",
+    default=None,
+    help="Run Prometheus beside the hub, on loopback; default: if it runs already.",
+)
 def up(
-    paths: Paths, cluster_file: Path, hub_config: Path, *, engine: str | None, closet: str | None, refresh: bool
+    paths: Paths,
+    cluster_file: Path,
+    hub_config: Path,
+    *,
+    engine: str | None,
+    closet: str | None,
+    refresh: bool,
+    monitoring: bool | None,
 ) -> None:
     """Start everything; safe to call again."""
-    start_instance(paths, cluster_file, hub_config, engine=engine, closet=closet, refresh=refresh)
+    start_instance(
+        paths, cluster_file, hub_config, engine=engine, closet=closet, refresh=refresh, monitoring=monitoring
+    )
 
 
 def start_instance(
@@ -48,6 +62,7 @@ def start_instance(
     engine: str | None = None,
     closet: str | None = None,
     refresh: bool = False,
+    monitoring: bool | None = None,
 ) -> None:
     """Start the instance, as `gpuhub up` does."""
     from gpuhub.ops.console import StepReport
@@ -63,6 +78,7 @@ def start_instance(
         engine=engine,
         closet=closet,
         refresh=refresh,
+        monitoring=monitoring,
     )
     startup.start_hub(paths, options, StepReport())
 

@@ -84,6 +84,11 @@ class Paths:
         return self.run / "cluster.toml.used"
 
     @property
+    def prometheus(self) -> Path:
+        """Folder of the head node's Prometheus: configuration, token and data; only it and root can read them."""
+        return self.state / "prometheus"
+
+    @property
     def laptop_wheel(self) -> Path:
         """Folder of the wheel of gpu-launch that the hub serves; it is public."""
         return self.state / "laptop-wheel"

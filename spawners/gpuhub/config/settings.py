@@ -23,6 +23,7 @@ from gpuhub.config.circuits import CircuitSettings, find_circuit_mistakes
 from gpuhub.config.images import ImageSettings
 from gpuhub.config.jobs import JobSettings
 from gpuhub.config.login_keys import LoginSettings, explain_unknown_group, find_login_mistakes
+from gpuhub.config.monitoring import MonitoringSettings, find_port_mistakes
 from gpuhub.config.network import HubSettings, NetworkSettings
 from gpuhub.config.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
 from gpuhub.config.profiles import ProfileSettings, unsatisfiable_profiles
@@ -41,6 +42,7 @@ __all__ = [
     "JobSettings",
     "LimitSettings",
     "LoginSettings",
+    "MonitoringSettings",
     "NetworkSettings",
     "NodeSettings",
     "ProfileSettings",
@@ -88,6 +90,7 @@ class ClusterSettings(SettingsTable):
     network: NetworkSettings = NetworkSettings()
     jobs: JobSettings = JobSettings()
     hub: HubSettings = HubSettings()
+    monitoring: MonitoringSettings = MonitoringSettings()
     images: ImageSettings = ImageSettings()
     #: Scheduling backend that assigns GPUs: `builtin` is gpuhub's own, `slurm` the Slurm cluster that the nodes belong
     #: to.
@@ -112,6 +115,7 @@ class ClusterSettings(SettingsTable):
             *find_login_mistakes(self.users, self.login),
             *_find_group_mistakes(self),
             *_find_owner_mistakes(self),
+            *find_port_mistakes(self.monitoring, self.hub),
         ]
         if self.network.kind == "bridge" and len(self.nodes) > 1:
             mistakes.append(

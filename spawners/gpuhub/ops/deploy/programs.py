@@ -28,6 +28,8 @@ from gpuhub.tls.internal_certificates import CertificateFiles, CertificateStore
 PROXY = "proxy"
 BROKER = "broker"
 HUB = "hub"
+#: Only with `make up MONITORING=1`; see `monitoring`.
+PROMETHEUS = "prometheus"
 _PROXY_COMMAND = "configurable-http-proxy"
 #: Variables of the shell that would change the certificates or the daemon that Python's libraries use.
 _STRIPPED = frozenset(
@@ -46,6 +48,8 @@ class Program:
     priority: int = 100
     #: Seconds from SIGTERM to SIGKILL.
     stop_wait_s: int = 10
+    #: The user as whom it runs; None for root.
+    user: str | None = None
 
 
 def build_programs(paths: Paths, cluster_file: Path, hub_config: Path) -> list[Program]:
@@ -164,6 +168,7 @@ def build_config(paths: Paths, programs: Sequence[Program]) -> str:
             "startsecs=1",
             "startretries=1000000",
             f"stopwaitsecs={program.stop_wait_s}",
+            *([] if program.user is None else [f"user={program.user}"]),
             # SIGTERM goes to the program alone; SIGKILL also reaches a process behind a wrapper.
             "stopasgroup=false",
             "killasgroup=true",

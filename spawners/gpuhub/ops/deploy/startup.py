@@ -29,7 +29,7 @@ from gpuhub.login import kinds as login
 from gpuhub.login.local_accounts import check_accounts
 from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.deploy import cluster_choice, programs
+from gpuhub.ops.deploy import cluster_choice, monitoring, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.images import distribution, wheels
@@ -55,6 +55,8 @@ class StartupOptions:
     closet: str | None = None
     #: Build all images again, with Debian's current packages.
     refresh: bool = False
+    #: Whether Prometheus runs beside the hub; None: if it runs already.
+    monitoring: bool | None = None
 
 
 def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None:
@@ -89,6 +91,9 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     secrets.ensure_secrets(paths)
     https = public_access.ensure_certificate(cluster, paths, find_head_address(cluster))
     services = programs.build_programs(paths, chosen.cluster_file, options.hub_config)
+    has_monitoring = is_monitored(supervisor) if options.monitoring is None else options.monitoring
+    if has_monitoring:
+        services.append(monitoring.build_program(cluster, paths))
     if provider is not None:
         provider.start(paths, supervisor, cluster, services, report)
     else:
@@ -102,6 +107,8 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     with report.step("gpu-launch for laptops"):
         wheels.ensure_laptop_wheel(options.source, paths.laptop_wheel, lambda _step: None)
     _start_services(paths, cluster, chosen.cluster_file, options, report)
+    if has_monitoring:
+        _start_monitoring(paths, cluster, options, report)
     report_addresses(paths, cluster, https, report)
 
 
@@ -192,6 +199,24 @@ def _start_services(
     with report.step("JupyterHub"):
         supervisor.ensure_started(programs.HUB)
         wait_for_public_url(cluster, paths)
+
+
+def is_monitored(supervisor: Supervisor) -> bool:
+    """Return whether Prometheus is among the programs that are supervised now."""
+    return supervisor.is_running() and programs.PROMETHEUS in supervisor.states()
+
+
+def _start_monitoring(
+    paths: Paths, cluster: settings.ClusterSettings, options: StartupOptions, report: StepReport
+) -> None:
+    """Start Prometheus, or restart it with changed files."""
+    supervisor = Supervisor(paths)
+    url = f"http://127.0.0.1:{cluster.monitoring.port}"
+    with report.step(f"Prometheus on {url}"):
+        if monitoring.ensure_files(cluster, paths, options.source, find_head_address(cluster)):
+            supervisor.stop(programs.PROMETHEUS)
+        supervisor.ensure_started(programs.PROMETHEUS)
+        _wait_http(f"{url}/-/ready", 60, paths, programs.PROMETHEUS)
 
 
 def wait_for_public_url(cluster: settings.ClusterSettings, paths: Paths) -> None:

@@ -90,6 +90,10 @@ def test_values_are_frozen(tmp_path):
         (('title = "Big"', 'title = "Big"\ntime_limit = "8"'), r"time_limit: '8' is not a time span: .*\"8h\""),
         (('title = "Big"\n', ""), r"profiles\[1\]\.title: is missing"),
         (
+            ("[[profiles]]", "[monitoring]\nport = 8010\n[[profiles]]"),
+            r"monitoring\.port: 8010 is hub\.broker_port already: choose another one",
+        ),
+        (
             ("unix:///run/docker.sock", "tcp://10.0.0.11:2375"),
             r"nodes\[1\]: docker = .* has no tls \(node \w+\): .*ssh://user@host",
         ),

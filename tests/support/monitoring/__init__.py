@@ -1,0 +1,1 @@
+"""Debian's Prometheus and Alertmanager, as tests run them."""
