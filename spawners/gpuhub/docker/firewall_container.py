@@ -48,6 +48,8 @@ class FirewallStatus:
     #: Last state that the script printed since its start; empty before its first line.
     state: str
     why: str
+    #: Packets that the rules have refused since they were applied; None if unknown.
+    rejected: int | None = None
 
 
 def build_node_policy(cluster: ClusterSettings, instance: str, node: str) -> FirewallPolicy:
@@ -60,10 +62,11 @@ def build_node_policy(cluster: ClusterSettings, instance: str, node: str) -> Fir
     return build_policy(cluster, instance, head=find_head_address(cluster), callers=() if caller is None else (caller,))
 
 
-async def ensure_firewall(daemons: DockerClients, cluster: ClusterSettings, instance: str, node: str) -> None:
+async def ensure_firewall(daemons: DockerClients, cluster: ClusterSettings, instance: str, node: str) -> int | None:
     """Set up the firewall on a node, or remove it if `network.guard` is false.
 
-    Costs three calls to the daemon when nothing changes. Safe to call concurrently from several processes.
+    Returns the number of packets that it has refused since its rules were applied; None if that is unknown. Costs three
+    calls to the daemon when nothing changes. Safe to call concurrently from several processes.
 
     Raises:
         NodeUnreachable: The daemon does not answer.
@@ -71,7 +74,7 @@ async def ensure_firewall(daemons: DockerClients, cluster: ClusterSettings, inst
     """
     if not cluster.network.guard:
         await remove_firewall(daemons, instance, node)
-        return
+        return None
     rules = format_rules(build_node_policy(cluster, instance, node))
     end = asyncio.get_running_loop().time() + READY_TIMEOUT_S
     while True:
@@ -79,7 +82,7 @@ async def ensure_firewall(daemons: DockerClients, cluster: ClusterSettings, inst
         if status is None or status.build != build or status.status in {"created", "exited", "dead", "paused"}:
             await _replace(daemons, node, status, build_firewall_container(instance, build, rules))
         elif status.status == "running" and status.state == "ok":
-            return
+            return status.rejected
         elif status.state == "failed" or asyncio.get_running_loop().time() > end:
             is_failed = status.state == "failed"
             why = status.why if is_failed else f"its container is {status.status} and has not set it up yet"
@@ -150,6 +153,15 @@ def parse_status_line(text: bytes) -> tuple[str, str]:
         return "", ""
 
 
+def parse_rejected(text: bytes) -> int | None:
+    """Return the number of refused packets in the last line of the script's output; None if there is none."""
+    try:
+        rejected = json.loads(text)["rejected"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return rejected if isinstance(rejected, int) else None
+
+
 def _build_container(instance: str, name: str, build: str, image: str, command: Sequence[str]) -> dict[str, Any]:
     return {
         "image": image,
@@ -193,7 +205,12 @@ def _inspect_firewall(client: Any, instance: str, rules: str) -> tuple[str, Fire
     state, why = parse_status_line(output)
     labels: Mapping[str, str] = raw["Config"].get("Labels") or {}
     return build, FirewallStatus(
-        id=str(raw["Id"]), build=labels.get(LABEL_BUILD, ""), status=str(raw["State"]["Status"]), state=state, why=why
+        id=str(raw["Id"]),
+        build=labels.get(LABEL_BUILD, ""),
+        status=str(raw["State"]["Status"]),
+        state=state,
+        why=why,
+        rejected=parse_rejected(output),
     )
 
 

@@ -1,15 +1,18 @@
 """The firewall's script, which runs in one container on each node with Python's standard library and `nft` alone.
 
 `keep TABLE RULES` applies the rules (text for `nft -f`) and then checks every two seconds that the kernel's table is
-unchanged, because another firewall that is reloaded may flush everything. On every change it prints one line of JSON,
-`{"state": "ok", "why": "applied"}`: state is `starting`, `ok` or `failed`. When the script is stopped, the table stays,
-but nothing restores it any more. `remove TABLE RULES` applies rules that remove the table, and ends.
+unchanged, because another firewall that is reloaded may flush everything. On every change, and every few checks, it
+prints one line of JSON, `{"state": "ok", "why": "applied", "rejected": 0}`: state is `starting`, `ok` or `failed`, and
+`rejected` the number of packets that the rules have refused since they were applied; null if it cannot be read. When
+the script is stopped, the table stays, but nothing restores it any more. `remove TABLE RULES` applies rules that remove
+the table, and ends.
 The caller passes this file's text to `python3 -c`, so it imports nothing of gpuhub.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -62,6 +65,15 @@ def read_table(table: str) -> str | None:
         raise
 
 
+def count_rejected(table: str) -> int | None:
+    """Return how many packets the table's rules have refused, each of which has a counter; None if that is unknown."""
+    try:
+        listed = run_nft(["--terse", "list", "table", "inet", table])
+    except FirewallFailed:
+        return None
+    return sum(int(packets) for packets in re.findall(r"counter packets ([0-9]+)", listed))
+
+
 def check_bridges(path: str = BRIDGE_FILTER_SETTING) -> None:
     """Refuse a node where packets between containers on one bridge bypass the firewall."""
     try:
@@ -76,9 +88,9 @@ def check_bridges(path: str = BRIDGE_FILTER_SETTING) -> None:
         )
 
 
-def print_status(state: str, why: str) -> None:
-    """Print one line with state and reason."""
-    sys.stdout.write(json.dumps({"state": state, "why": why}) + "\n")
+def print_status(state: str, why: str, rejected: int | None = None) -> None:
+    """Print one line with state, reason and the number of refused packets."""
+    sys.stdout.write(json.dumps({"state": state, "why": why, "rejected": rejected}) + "\n")
     sys.stdout.flush()
 
 
@@ -126,7 +138,7 @@ class TableKeeper:
             or (state == "failed" and why != self._last_status[1])
         )
         if is_change or why.startswith("applied") or self._unreported >= MAX_UNREPORTED:
-            print_status(state, why)
+            print_status(state, why, count_rejected(self._table))
             self._unreported = 0
         else:
             self._unreported += 1

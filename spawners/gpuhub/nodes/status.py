@@ -152,6 +152,8 @@ class NodeStatus:
     gpu_error: str | None = None
     #: Why its firewall is not in place, for users.
     firewall_error: str | None = None
+    #: Packets that its firewall has refused since its rules were applied; None if unknown.
+    firewall_rejected: int | None = None
     #: Free space for Docker's data, bytes; None before the first reading.
     disk_free: int | None = None
     #: Why a full disk keeps it from taking work, for users.

@@ -27,8 +27,9 @@ from gpuhub.nodes.status import GpuLeaseStatus, GpuReading, NodeStatus
 
 log = logging.getLogger(__name__)
 
-#: Ensures that the firewall is in place on a node; raises GpuhubError where it is not.
-EnsureFirewall = Callable[[str], Awaitable[None]]
+#: Ensures that the firewall is in place on a node, and returns the number of packets that it has refused, None if
+#: unknown; raises GpuhubError where it is not in place.
+EnsureFirewall = Callable[[str], Awaitable[int | None]]
 T = TypeVar("T")
 
 
@@ -218,7 +219,7 @@ class _FirewallCheck:
     """State of the checks of one node's firewall."""
 
     started_at: float | None = None
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[int | None] | None = None
 
 
 class FirewallChecker:
@@ -237,7 +238,7 @@ class FirewallChecker:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def check(self, record: NodeStatus) -> NodeStatus:
-        """Return the record with the error of the node's firewall, if any.
+        """Return the record with the error of the node's firewall, if any, and the packets that it has refused.
 
         Raises:
             NodeUnreachable: the daemon no longer answers.
@@ -256,16 +257,16 @@ class FirewallChecker:
             return record
         task, check.task = check.task, None
         try:
-            task.result()
+            rejected = task.result()
         except NodeUnreachable:
             check.started_at = None
             raise
         except GpuhubError as error:
             return record.evolve(firewall_error=str(error).removeprefix(f"node {record.name}: "))
-        return record.evolve(firewall_error=None)
+        return record.evolve(firewall_error=None, firewall_rejected=rejected)
 
-    async def _ensure_on(self, node: str) -> None:
-        await self._ensure(node)
+    async def _ensure_on(self, node: str) -> int | None:
+        return await self._ensure(node)
 
 
 def describe_firewall_change(before: NodeStatus, after: NodeStatus) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.metrics.gpu_metrics import collect_gpus
 from gpuhub.broker.metrics.ledger_metrics import LedgerCounters, collect_ledger
 from gpuhub.broker.metrics.node_metrics import collect_certificates, collect_disk, collect_nodes
-from gpuhub.broker.operations import views
+from gpuhub.broker.operations import slices, views
 from gpuhub.broker.state.broker_state import BrokerState
 
 
@@ -67,9 +67,9 @@ class MetricsExporter:
         core.ledger.observers.append(self._counters.record)
 
     async def render(self) -> bytes:
-        """Return all metrics; the broker serves other requests while the text is made."""
+        """Return all metrics; the broker serves other requests in between."""
         ends = {} if self._read_certificate_ends is None else await asyncio.to_thread(self._read_certificate_ends)
-        metrics = [*self._collect_state(), *collect_certificates(ends), *self.registry.collect()]
+        metrics = [*await slices.collect(self._collect_state()), *collect_certificates(ends), *self.registry.collect()]
         return await asyncio.to_thread(generate_latest, _Collected(metrics))
 
     def _collect_state(self) -> Iterator[Metric]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from gpuhub.broker_api.schemas import NodeState, NodeView
@@ -53,6 +53,19 @@ def collect_nodes(
             "Whether the node's packet filter is in place.",
             {node.name: float(node.firewall_error is None) for node in records.values() if node.is_up},
         )
+        yield _collect_rejected(records)
+
+
+def _collect_rejected(records: Mapping[str, NodeStatus]) -> Metric:
+    family = CounterMetricFamily(
+        "gpuhub_node_firewall_rejected_packets",
+        "Packets that the node's packet filter has refused since its rules were applied.",
+        labels=("node",),
+    )
+    for node in records.values():
+        if node.firewall_rejected is not None:
+            family.add_metric((node.name,), float(node.firewall_rejected))
+    return family
 
 
 def collect_disk(*, required_free: int, head_free: int | None) -> Iterator[Metric]:

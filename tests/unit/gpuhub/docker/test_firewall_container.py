@@ -28,7 +28,7 @@ class FakeDocker:
         self.image = "sha256:1"
         self.there: dict[str, dict[str, Any]] = {}
         self.created: list[str] = []
-        self.lines = [{"state": "ok", "why": "applied"}]
+        self.lines: list[dict[str, Any]] = [{"state": "ok", "why": "applied", "rejected": 7}]
         self.exit_code = 0
         self.start_error = ""
         #: Called before output is read.
@@ -113,8 +113,8 @@ def client() -> FakeDocker:
     return FakeDocker()
 
 
-async def ensure(client: FakeDocker, cluster: ClusterSettings | None = None) -> None:
-    await firewall_container.ensure_firewall(
+async def ensure(client: FakeDocker, cluster: ClusterSettings | None = None) -> int | None:
+    return await firewall_container.ensure_firewall(
         cast(DockerClients, FakeDaemons(client)), cluster or build_cluster(), "gpuhub", "rig1"
     )
 
@@ -238,6 +238,15 @@ async def test_interrupted_firewall_removal_is_repeated(client: FakeDocker) -> N
     client.exit_code = 0
     await firewall_container.remove_firewall(cast(DockerClients, FakeDaemons(client)), "gpuhub", "rig1")
     assert client.there == {}
+
+
+async def test_refused_packets_are_returned(client: FakeDocker) -> None:
+    """As the script's last line has them; a line without a number, as a starting script prints it, has none."""
+    assert await ensure(client) == 7
+    client.lines = [{"state": "ok", "why": "unchanged", "rejected": None}]
+    assert await ensure(client) is None
+    assert firewall_container.parse_rejected(b'{"state": "ok", "why": "applied"}') is None
+    assert firewall_container.parse_rejected(b"x") is None
 
 
 @pytest.mark.parametrize("line", [b"", b"x", b"[]", b"{}", b'{"state": "ok"}', b"\xff"])

@@ -71,14 +71,17 @@ async def test_unreachable_node_is_down_and_its_gpus_have_no_readings(setting: S
 
 
 async def test_missing_firewall_is_exported(setting: Setting) -> None:
-    async def fail_on_rig3(node: str) -> None:
+    async def fail_on_rig3(node: str) -> int | None:
         if node == "rig3":
             raise GpuhubError("node rig3: nft is missing")
+        return 12 if node == "rig1" else None
 
     setting.ensure_filter = fail_on_rig3
     async with asgi_broker(setting) as running:
         metrics = await scrape_until(running, "gpuhub_node_firewall_up", 0, node="rig3")
         assert metrics.value("gpuhub_node_firewall_up", node="rig1") == 1
+        assert metrics.list("gpuhub_node_firewall_rejected_packets_total") == [{"node": "rig1"}]
+        assert metrics.value("gpuhub_node_firewall_rejected_packets_total") == 12
 
 
 async def test_jobs_are_exported_while_they_hold_gpus(setting: Setting) -> None:
