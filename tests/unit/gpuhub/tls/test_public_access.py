@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from gpuhub.config.network import HubSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.tls import authority, public_access
 from gpuhub.tls.internal_certificates import CertificateFiles
+from tests.support.paths import FolderPaths
 
 HEAD = "192.168.1.20"
 NOW = datetime.now(UTC).replace(microsecond=0)
@@ -116,17 +116,6 @@ def test_cookie_attributes() -> None:
 def test_strict_transport_security_header(settings: dict[str, Any], transport: str | None) -> None:
     """Strict transport holds for all ports of a name: only for a name of the hub's own that browsers know."""
     assert public_access.build_headers(hub(**settings)).get("Strict-Transport-Security") == transport
-
-
-@dataclass(frozen=True, slots=True)
-class FolderPaths(Paths):
-    """An instance below a folder of the test's."""
-
-    folder: Path = Path()
-
-    @property
-    def state(self) -> Path:
-        return self.folder
 
 
 @pytest.fixture

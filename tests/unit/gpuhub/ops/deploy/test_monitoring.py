@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,12 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.deploy import monitoring, programs
 from gpuhub.ops.deploy.programs import build_config as build_supervisor_config
 from tests.support.docker.simulated_nodes import build_cluster
+from tests.support.paths import FolderPaths
 
 HEAD = "192.168.1.20"
 SOURCE = Path(__file__).parents[5]
 LOCAL = {"bind": "0.0.0.0", "hostnames": ["gpuhub.lan"], "port": 443}
 FILES = {**LOCAL, "https": "files", "certificate": "/c.pem", "key": "/k.pem"}
-
-
-@dataclass(frozen=True, slots=True)
-class FolderPaths(Paths):
-    """An instance below a folder of the test's."""
-
-    folder: Path = Path()
-
-    @property
-    def state(self) -> Path:
-        return self.folder
 
 
 @pytest.fixture
