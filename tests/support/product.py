@@ -26,10 +26,11 @@ def build_instance(base: str, process: str) -> str:
     return f"{base[: 7 - len(process[2:])]}{process[2:]}" if process else base
 
 
-def run_make(instance: str, target: str, closet: str = CLOSET) -> str:
-    """Run a make target as README describes it and return its output."""
+def run_make(instance: str, target: str, closet: str = CLOSET, **variables: str) -> str:
+    """Run a make target as README describes it and return its output; `variables` are further ones of make."""
+    all_variables = {"INSTANCE": instance, "ENGINE": ENGINE, "CLOSET": closet, **variables}
     done = subprocess.run(
-        ["make", "--no-print-directory", target, f"INSTANCE={instance}", f"ENGINE={ENGINE}", f"CLOSET={closet}"],
+        ["make", "--no-print-directory", target, *(f"{name}={value}" for name, value in all_variables.items())],
         cwd=ROOT,
         capture_output=True,
         text=True,

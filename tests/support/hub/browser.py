@@ -128,9 +128,9 @@ def run_product() -> Iterator[Product]:
         run_make("down")
 
 
-def run_make(target: str) -> str:
+def run_make(target: str, **variables: str) -> str:
     """Run a make target as README describes it with this instance, and return its output."""
-    return support.run_make(INSTANCE, target)
+    return support.run_make(INSTANCE, target, **variables)
 
 
 def gpuhub(*words: str) -> str:
