@@ -170,8 +170,8 @@ def tokens(head: Head, browsers: dict[str, httpx.Client]) -> dict[str, str]:
     revoked = browsers["ada"].post("/api/users/ada/tokens", json={"note": "y"}).json()
     assert browsers["ada"].delete(f"/api/users/ada/tokens/{revoked['id']}").status_code == 204
     by_caller |= {"revoked": revoked["token"], "unknown": "0" * 32, "foreign": "foreign-" * 4}
-    for name, secret in (("spawner", secrets.SPAWNER_TOKEN), ("head", secrets.BROKER_TOKEN)):
-        by_caller[name] = secrets.read_secret(head.paths, secret)
+    services = {"spawner": secrets.SPAWNER_TOKEN, "head": secrets.BROKER_TOKEN, "metrics": secrets.METRICS_TOKEN}
+    by_caller |= {name: secrets.read_secret(head.paths, secret) for name, secret in services.items()}
     with head.client(by_caller["expired"]) as client:
         wait_until(lambda: client.get("/user").status_code == 403, "the token expires")
     return by_caller
@@ -257,16 +257,28 @@ def test_broker_token_only_starts_and_stops_servers(head: Head, tokens: dict[str
 IN_THE_TABLE = {
     "ben": "ben", "ben-nb": "ben", "ada": "ada", "ada-nb": "ada-nb", "rita-nb": "root-nb", "spawner": "spawner",
     "rita": "root", "head": "head", "unknown": "unknown", "revoked": "unknown", "expired": "expired",
-    "stopped": "stopped", "narrow": "narrow", "foreign": "foreign",
+    "stopped": "stopped", "narrow": "narrow", "foreign": "foreign", "metrics": "metrics",
 }  # fmt: skip
 ROUTES = {
     "GET /leases/{lease}": None,
     "GET /leases": None,
     "GET /cluster": None,
     "GET /usage?owner=ada": None,
+    "GET /metrics": None,
     "POST /nodes/rig3/undrain": None,
     "POST /leases as ada": {"profile": "cpu", "owner": "ada"},
 }
+
+
+def test_metrics_token_reads_the_hubs_metrics_and_nothing_else(head: Head, tokens: dict[str, str]) -> None:
+    """JupyterHub's own metrics need its scope `read:metrics` as well; users do not have it."""
+    with head.client(tokens["metrics"], HUB) as client:
+        answer = client.get("/metrics")
+        assert (answer.status_code, "jupyterhub_running_servers" in answer.text) == (200, True)
+        for path in ("/api/users", "/api/users/ada", "/api/proxy", "/api/services", "/api/groups"):
+            assert client.get(path).status_code in {403, 404}, path
+    with head.client(tokens["ada"], HUB) as client:
+        assert client.get("/metrics").status_code == 403
 
 
 @pytest.fixture(scope="module")
