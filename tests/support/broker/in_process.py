@@ -146,6 +146,9 @@ class Setting:
     couriers: Couriers = field(init=False)
     #: None: nodes have no packet filter and need none.
     ensure_filter: EnsureFirewall | None = None
+    #: The head node's free disk space and the ends of certificates, for metrics.
+    read_head_free: Callable[[], int] | None = None
+    read_certificate_ends: Callable[[], Mapping[str, float]] | None = None
     #: Builds a backend in place of the builtin one, for each start of the broker.
     build_backend: Callable[[ClusterSettings], SchedulingBackend] | None = None
 
@@ -180,6 +183,8 @@ class Setting:
             own_token=self.own_token,
             spawner_token=self.spawner_token,
             metrics_token=self.metrics_token,
+            read_head_free=self.read_head_free,
+            read_certificate_ends=self.read_certificate_ends,
             clock=self.clock,
         )
 

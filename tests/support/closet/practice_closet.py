@@ -124,12 +124,6 @@ def set_fault(paths: Paths, node: ClosetNode | str, index: int, fault: GpuFault 
     set_gpu_load(paths, node, index, replace(read_load(paths, node, index), fault=GpuFault(fault)))
 
 
-def add_xid(paths: Paths, node: ClosetNode | str, index: int, code: int) -> None:
-    """Have the driver report an Xid error of a GPU."""
-    load = read_load(paths, node, index)
-    set_gpu_load(paths, node, index, replace(load, xid=code, xid_count=load.xid_count + 1))
-
-
 def set_outsiders(paths: Paths, node: ClosetNode | str, index: int, processes: tuple[tuple[int, int], ...]) -> None:
     """Let programs that gpuhub did not start use a GPU, by process id and memory in MiB."""
     load = read_load(paths, node, index)

@@ -78,7 +78,8 @@ class MetricsExporter:
         snapshot, now = core.ledger.snapshot, core.clock.now()
         nodes = views.view_nodes(core, self._backend, None)
         yield _build_info(core.cluster.engine)
-        yield from collect_nodes(records, nodes, monotonic, has_firewall=core.cluster.network.guard)
+        has_firewall = core.cluster.network.guard and self._backend.capabilities.containers
+        yield from collect_nodes(records, nodes, monotonic, has_firewall=has_firewall)
         yield from collect_gpus(records, nodes, monotonic)
         yield from collect_disk(
             required_free=core.cluster.scheduling.min_free_disk,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gpuhub.broker_api.schemas import NodeState
+from gpuhub.backends.builtin import BuiltinBackend
+from gpuhub.broker_api.schemas import Capabilities, NodeState
 from gpuhub.common.errors import GpuhubError
 from tests.support.broker.calls import ask, delete, post, read, run_notebook
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
@@ -84,6 +84,21 @@ async def test_missing_firewall_is_exported(setting: Setting) -> None:
         assert metrics.value("gpuhub_node_firewall_rejected_packets_total") == 12
 
 
+class BackendWithoutContainers(BuiltinBackend):
+    """Another scheduler starts the programs on the nodes."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(containers=False)
+
+
+async def test_nodes_without_docker_have_no_firewall(setting: Setting) -> None:
+    """gpuhub sets up nothing there."""
+    setting.build_backend = BackendWithoutContainers
+    async with asgi_broker(setting, wait=False) as running:
+        assert (await scrape(running)).list("gpuhub_node_firewall_up") == []
+
+
 async def test_jobs_are_exported_while_they_hold_gpus(setting: Setting) -> None:
     async with asgi_broker(setting) as running:
         body = {"run_id": "run-000001", "nnodes": 2, "detached": True, "name": "bert"}
@@ -107,19 +122,10 @@ async def test_requests_are_counted_by_route_and_not_by_path(setting: Setting) -
         assert metrics.value(name, method="", route="", status="404") == 5
 
 
-@pytest.fixture
-def own_parts(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
-    """A broker that also reads the head node's disk and certificates."""
-    import tests.support.broker.in_process as in_process
-
-    create_app = in_process.create_app
-    values = {"read_head_free": lambda: 5 * 1024**3, "read_certificate_ends": lambda: {"https": 1795459261.0}}
-    monkeypatch.setattr(in_process, "create_app", lambda **arguments: create_app(**arguments, **values))
-    yield setting
-
-
-async def test_disk_and_certificates_of_the_head_node_are_exported(own_parts: Setting) -> None:
-    async with asgi_broker(own_parts, wait=False) as running:
+async def test_disk_and_certificates_of_the_head_node_are_exported(setting: Setting) -> None:
+    setting.read_head_free = lambda: 5 * 1024**3
+    setting.read_certificate_ends = lambda: {"https": 1795459261.0}
+    async with asgi_broker(setting, wait=False) as running:
         metrics = await scrape(running)
     assert metrics.value("gpuhub_head_disk_free_bytes") == 5 * 1024**3
     assert metrics.value("gpuhub_certificate_expiry_timestamp_seconds", certificate="https") == 1795459261.0

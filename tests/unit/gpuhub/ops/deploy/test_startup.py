@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import cast
 
 import pytest
 
 from gpuhub.broker_api.schemas import ClusterView, GpuState, GpuView, NodeState, NodeView
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.ops.deploy import cluster_choice, startup
+from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.deploy.startup import check_unique_daemons, check_unique_gpus
 
 
@@ -49,6 +51,37 @@ def test_daemons_with_one_identity_are_refused() -> None:
     assert "rig2" not in str(refused.value)
     assert "remove /etc/docker/key.json" in str(refused.value)
     check_unique_daemons({"rig1": "AAAA", "rig2": "BBBB"})
+
+
+class FakeSupervisor:
+    """A supervisord with programs in these states; without any, it does not run."""
+
+    def __init__(self, **states: str) -> None:
+        self._states = states
+
+    def is_running(self) -> bool:
+        return bool(self._states)
+
+    def states(self) -> dict[str, str]:
+        assert self._states, "nothing answers"
+        return self._states
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [({}, False), ({"hub": "RUNNING"}, False), ({"hub": "RUNNING", "prometheus": "STOPPED"}, True)],
+)
+def test_prometheus_stays_as_it_is_without_the_option(states: dict[str, str], expected: bool) -> None:
+    """A later `make up`, and `gpuhub node add`, keep it."""
+    assert startup.is_monitored(cast(Supervisor, FakeSupervisor(**states))) is expected
+
+
+def test_prometheus_is_no_sign_of_the_practice_closet() -> None:
+    provider = cluster_choice.find_provider()
+    assert provider is not None
+    services = {"proxy", "broker", "hub"}
+    assert provider.find_running_backend({*services, "prometheus"}) is None
+    assert provider.find_running_backend({*services, "prometheus", "rig1"}) == "builtin"
 
 
 def test_the_practice_closet_is_found_by_its_entry_point() -> None:
