@@ -28,10 +28,11 @@ THROTTLE_REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GpuField:
     """One of DCGM's fields, and its value in a reading; None where the GPU does not report it."""
 
+    #: Without the prefix `DCGM_FI_DEV_`.
     name: str
     help: str
     read: Callable[[GpuReading], float | None]
@@ -42,70 +43,50 @@ class GpuField:
 
 
 FIELDS = (
-    GpuField(name="DCGM_FI_DEV_GPU_UTIL", help="GPU utilization (in %).", read=lambda gpu: gpu.utilisation_percent),
+    GpuField("GPU_UTIL", "GPU utilization (in %).", lambda gpu: gpu.utilisation_percent),
+    GpuField("MEM_COPY_UTIL", "Memory utilization (in %).", lambda gpu: gpu.memory_utilisation_percent),
+    GpuField("FB_USED", "Framebuffer memory used (in MiB).", lambda gpu: gpu.memory_used_mib, of_mig_devices=True),
     GpuField(
-        name="DCGM_FI_DEV_MEM_COPY_UTIL",
-        help="Memory utilization (in %).",
-        read=lambda gpu: gpu.memory_utilisation_percent,
-    ),
-    GpuField(
-        name="DCGM_FI_DEV_FB_USED",
-        help="Framebuffer memory used (in MiB).",
-        read=lambda gpu: gpu.memory_used_mib,
+        "FB_FREE",
+        "Framebuffer memory free (in MiB).",
+        lambda gpu: None if gpu.memory_used_mib is None else gpu.memory_mib - gpu.memory_used_mib,
         of_mig_devices=True,
     ),
+    GpuField("FB_TOTAL", "Framebuffer memory in total (in MiB).", lambda gpu: gpu.memory_mib, of_mig_devices=True),
+    GpuField("POWER_USAGE", "Power draw (in W).", lambda gpu: gpu.power_w),
+    GpuField("ENFORCED_POWER_LIMIT", "The lowest of all power limits (in W).", lambda gpu: gpu.power_limit_w),
     GpuField(
-        name="DCGM_FI_DEV_FB_FREE",
-        help="Framebuffer memory free (in MiB).",
-        read=lambda gpu: None if gpu.memory_used_mib is None else gpu.memory_mib - gpu.memory_used_mib,
-        of_mig_devices=True,
-    ),
-    GpuField(
-        name="DCGM_FI_DEV_FB_TOTAL",
-        help="Framebuffer memory in total (in MiB).",
-        read=lambda gpu: gpu.memory_mib,
-        of_mig_devices=True,
-    ),
-    GpuField(name="DCGM_FI_DEV_POWER_USAGE", help="Power draw (in W).", read=lambda gpu: gpu.power_w),
-    GpuField(
-        name="DCGM_FI_DEV_ENFORCED_POWER_LIMIT",
-        help="The lowest of all power limits (in W).",
-        read=lambda gpu: gpu.power_limit_w,
-    ),
-    GpuField(
-        name="DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
-        help="Energy since the driver was loaded (in mJ).",
-        read=lambda gpu: gpu.energy_mj,
+        "TOTAL_ENERGY_CONSUMPTION",
+        "Energy since the driver was loaded (in mJ).",
+        lambda gpu: gpu.energy_mj,
         is_counter=True,
     ),
-    GpuField(name="DCGM_FI_DEV_GPU_TEMP", help="GPU temperature (in C).", read=lambda gpu: gpu.temperature_c),
+    GpuField("GPU_TEMP", "GPU temperature (in C).", lambda gpu: gpu.temperature_c),
     GpuField(
-        name="DCGM_FI_DEV_CLOCKS_EVENT_REASONS",
-        help="Why clocks are lower than they could be (bit mask of NVML).",
-        read=lambda gpu: gpu.clocks_event_reasons,
+        "CLOCKS_EVENT_REASONS",
+        "Why clocks are lower than they could be (bit mask of NVML).",
+        lambda gpu: gpu.clocks_event_reasons,
     ),
     GpuField(
-        name="DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
-        help="Uncorrectable memory errors since the driver was loaded.",
-        read=lambda gpu: gpu.ecc_uncorrected,
+        "ECC_DBE_VOL_TOTAL",
+        "Uncorrectable memory errors since the driver was loaded.",
+        lambda gpu: gpu.ecc_uncorrected,
         is_counter=True,
     ),
     GpuField(
-        name="DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS",
-        help="Rows of memory replaced after correctable errors.",
-        read=lambda gpu: None if gpu.remapped_rows is None else gpu.remapped_rows[0],
+        "CORRECTABLE_REMAPPED_ROWS",
+        "Rows of memory replaced after correctable errors.",
+        lambda gpu: None if gpu.remapped_rows is None else gpu.remapped_rows[0],
         is_counter=True,
     ),
     GpuField(
-        name="DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
-        help="Rows of memory replaced after uncorrectable errors.",
-        read=lambda gpu: None if gpu.remapped_rows is None else gpu.remapped_rows[1],
+        "UNCORRECTABLE_REMAPPED_ROWS",
+        "Rows of memory replaced after uncorrectable errors.",
+        lambda gpu: None if gpu.remapped_rows is None else gpu.remapped_rows[1],
         is_counter=True,
     ),
     GpuField(
-        name="DCGM_FI_DEV_ROW_REMAP_FAILURE",
-        help="Whether a failing row of memory could not be replaced.",
-        read=lambda gpu: gpu.remap_failed,
+        "ROW_REMAP_FAILURE", "Whether a failing row of memory could not be replaced.", lambda gpu: gpu.remap_failed
     ),
 )
 
@@ -152,7 +133,7 @@ def _label_dcgm(labels: tuple[str, ...]) -> tuple[str, ...]:
 
 def _collect_field(field: GpuField, readings: Sequence[tuple[str, GpuReading]]) -> Metric:
     family = (UnknownMetricFamily if field.is_counter else GaugeMetricFamily)(
-        field.name, field.help, labels=DCGM_LABELS
+        f"DCGM_FI_DEV_{field.name}", field.help, labels=DCGM_LABELS
     )
     # MIG devices of a GPU have its sensors' values in common.
     values = {_label_reading(node, gpu, is_device=field.of_mig_devices): field.read(gpu) for node, gpu in readings}

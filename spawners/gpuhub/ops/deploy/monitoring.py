@@ -11,6 +11,7 @@ import json
 import os
 import pwd
 import shutil
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,22 @@ def _find_target(cluster: ClusterSettings, paths: Paths, head_address: str) -> t
             return "https", host, {"insecure_skip_verify": True}
         case _:
             return "http", host, {}
+
+
+def check_port(port: int) -> None:
+    """Check that no other program, such as a Prometheus of the site, listens on the port.
+
+    Raises:
+        SetupError: One does.
+    """
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        raise SetupError(
+            f"Prometheus cannot listen on 127.0.0.1:{port} ({os.strerror(error.errno or 0)}): set another port in "
+            "cluster.toml, [monitoring] port, or leave out MONITORING=1 and scrape gpuhub from the Prometheus that "
+            "runs (docs/monitoring.md)"
+        ) from error
 
 
 def build_program(cluster: ClusterSettings, paths: Paths) -> Program:

@@ -93,6 +93,8 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     services = programs.build_programs(paths, chosen.cluster_file, options.hub_config)
     has_monitoring = is_monitored(supervisor) if options.monitoring is None else options.monitoring
     if has_monitoring:
+        if not is_monitored(supervisor):
+            monitoring.check_port(cluster.monitoring.port)
         services.append(monitoring.build_program(cluster, paths))
     if provider is not None:
         provider.start(paths, supervisor, cluster, services, report)

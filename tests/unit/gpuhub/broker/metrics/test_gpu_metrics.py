@@ -32,7 +32,7 @@ def collect(*gpus: GpuReading, **changes: Any) -> Metrics:
 def test_values_have_names_and_units_of_dcgm() -> None:
     """Percent, MiB, watts, degrees Celsius and millijoules; the labels are those of DCGM's exporter."""
     metrics = collect(read_gpu())
-    assert {field.name.removeprefix("DCGM_FI_DEV_"): metrics.value(field.name, **LABELS) for field in FIELDS} == {
+    assert {field.name: metrics.value(f"DCGM_FI_DEV_{field.name}", **LABELS) for field in FIELDS} == {
         "GPU_UTIL": 73,
         "MEM_COPY_UTIL": 20,
         "FB_USED": 20000,

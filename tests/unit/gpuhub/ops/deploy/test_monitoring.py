@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,17 @@ def test_missing_user_and_program_are_named(paths: Paths, monkeypatch: pytest.Mo
     monkeypatch.setattr(monitoring.shutil, "which", lambda _name: None)
     with pytest.raises(SetupError, match="`sudo make up MONITORING=1` installs it"):
         monitoring.build_program(cluster(), paths)
+
+
+def test_port_of_another_program_is_refused() -> None:
+    """Otherwise the other program's answers would seem to be those of gpuhub's Prometheus."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(
+            SetupError, match=rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use\): set anoth"
+        ):
+            monitoring.check_port(port)
+    monitoring.check_port(port)
 
 
 def test_program_listens_on_loopback_and_keeps_a_limited_amount(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
