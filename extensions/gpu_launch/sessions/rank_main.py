@@ -20,6 +20,7 @@ from gpu_launch import environment
 from gpu_launch.common import exchange
 from gpu_launch.sessions.channel import ControlClient, ControlMessage
 from gpu_launch.sessions.executor import SessionExecutor, flush_streams
+from gpu_launch.worker import rank_stacks
 
 _POLL_S = 0.002
 
@@ -71,6 +72,8 @@ class SessionRank:
 
         local_rank = int(os.environ["LOCAL_RANK"])
         self._device = join_group(local_rank)
+        # A process group has threads already, so that those of the server change nothing.
+        rank_stacks.start_torch_server(os.environ)
         vars(self._module).update(
             __builtins__=sys.modules["builtins"],
             rank=self.rank,

@@ -7,16 +7,18 @@ once.
 from __future__ import annotations
 
 import os
+import shutil
 import signal as signals
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gpu_launch import environment
 from gpu_launch.common import network, run_folder
 from gpu_launch.common.launch_spec import LaunchSpec, NodeInfo, StartMethod
-from gpu_launch.worker import nccl_env, processes
+from gpu_launch.worker import nccl_env, processes, rank_stacks
 from gpu_launch.worker.forkserver.client import ForkRefused, ForkServerClient, ForkServerGone, start_fork_server
 from gpu_launch.worker.gpu_monitor import GpuMonitor
 from gpu_launch.worker.output_forwarder import OutputForwarder
@@ -42,6 +44,8 @@ class _RunningRanks:
     thread: threading.Thread
     #: Names in /dev/shm before the start.
     shm_before: frozenset[str]
+    #: The global ranks of this node.
+    ranks: range
 
 
 class _AgentState:
@@ -53,6 +57,8 @@ class _AgentState:
         self.run_id = environment.read().run_id or ""
         self.launch: _RunningRanks | None = None
         self.gpu_monitor = GpuMonitor(environment.read().gpu_uuids)
+        #: Path of a rank's stack dump, with `{rank}`; empty before the first start.
+        self.stacks_pattern = ""
         #: SIGTERM reached this container; it ends after its ranks.
         self.is_terminating = False
 
@@ -145,7 +151,9 @@ def start_ranks(spec: LaunchSpec) -> int:
         raise RuntimeError(f"the ranks cannot be started: {error}") from error
     pump = OutputForwarder(runner, node, _state.gpu_monitor, is_terminating=lambda: _state.is_terminating)
     thread = threading.Thread(target=pump.run, name="gpu_launch output", daemon=True)
-    _state.launch = _RunningRanks(run_id=spec.run_id, runner=runner, forwarder=pump, thread=thread, shm_before=shared)
+    _state.launch = _RunningRanks(
+        run_id=spec.run_id, runner=runner, forwarder=pump, thread=thread, shm_before=shared, ranks=node.ranks
+    )
     thread.start()
     return runner.pid
 
@@ -161,6 +169,8 @@ def _build_node_spec(spec: LaunchSpec) -> NodeSpec:
         settings=nccl_env.find_variables(interface.name),
         progress_file=str(run.root / "progress-{rank}.json"),
     )
+    _state.stacks_pattern = _state.stacks_pattern or rank_stacks.create_pattern()
+    environ[rank_stacks.VARIABLE] = _state.stacks_pattern
     return NodeSpec(
         spec=spec,
         node_rank=node_rank,
@@ -182,6 +192,14 @@ def _start_runner(node: NodeSpec) -> Runner:
     if _state.fork_server is None:
         raise ForkRefused("there is no fork server here: call `prepare_forking` first")
     return ForkRunner(_state.fork_server, node)
+
+
+def collect_stacks(run_id: str) -> list[dict[str, Any]]:
+    """Return the stacks of the run's ranks in this container, see `rank_stacks.collect`; empty for none."""
+    launch = _state.launch
+    if launch is None or launch.run_id != run_id or launch.runner.poll() is not None:
+        return []
+    return rank_stacks.collect(_state.stacks_pattern, launch.ranks)
 
 
 def signal_ranks(number: int, run_id: str) -> None:
@@ -214,6 +232,9 @@ def finish_run(run_id: str) -> None:
     if launch is not None:
         _end_forwarder(launch)
     _state.launch = None
+    if _state.stacks_pattern:
+        shutil.rmtree(Path(_state.stacks_pattern).parent, ignore_errors=True)
+        _state.stacks_pattern = ""
     if _state.fork_server is not None:
         _state.fork_server.close_store()
     if launch is not None:

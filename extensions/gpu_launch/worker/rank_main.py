@@ -23,6 +23,7 @@ from typing import Any
 
 from gpu_launch.common import exchange as exchange_files
 from gpu_launch.common import memory_cap
+from gpu_launch.worker import rank_stacks
 
 
 def main() -> None:
@@ -42,6 +43,7 @@ def run_command(command: Sequence[str], *, module: bool, exchange_dir: Path | No
     one that leaves out frames of gpu_launch and shows the lines of cells. Exceptions pass through, SystemExit too.
     """
     memory_cap.install()
+    rank_stacks.install(os.environ)
     sys.excepthook = show_exception
     main = ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={}, __cached__=None)

@@ -1,0 +1,111 @@
+"""Stacks of real ranks: at work, in native code that holds the GIL, ended, and of other programs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpu_launch.common.launch_spec import StartMethod
+from gpu_launch.output import stacks
+from gpu_launch.worker import agent
+
+SCRIPT = """
+    import ctypes, os, sys, time
+    def reduce():
+        print("ready", flush=True)
+        mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+        while True:
+            library.pthread_mutex_lock(mutex)   # the second one never returns, and does not release the GIL
+    def load():
+        print("ready", flush=True)
+        time.sleep(600)
+    reduce() if os.environ["RANK"] == "0" else load()
+"""
+
+
+def collect(node):
+    return [stacks.parse_answer(answer, "rig1") for answer in agent.collect_stacks(node.run.run_id)]
+
+
+def start(node, text, *, nproc=1, **parts):
+    node.start(node.script(text), nproc=nproc, **parts)
+    node.until(lambda: node.text().count("ready") == nproc)
+
+
+@pytest.mark.parametrize("way", [StartMethod.FORK, StartMethod.TORCHRUN])
+def test_stacks_of_ranks_that_hang_with_and_without_the_gil(node, way):
+    """Asked twice, because a launch may hang for long; torchrun's ranks answer where gpu_launch runs their script."""
+    exchange = str(node.home / "exchange")
+    Path(exchange).mkdir(exist_ok=True)
+    start(node, SCRIPT, nproc=2, way=way, exchange=exchange)
+    places = ["at train.py:7 in reduce", "at train.py:10 in load"]
+    node.until(lambda: [stacks.describe_place(one.frames) for one in collect(node)] == places)
+    found = collect(node)
+    assert [stacks.describe_place(one.frames) for one in found] == places
+    assert [one.problem for one in found] == ["", ""]
+    folder = Path(agent._state.stacks_pattern).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    agent.finish_run(node.run.run_id)
+    assert not folder.exists()
+    assert agent.collect_stacks(node.run.run_id) == []
+
+
+def test_programs_are_not_signalled(node):
+    """Their default action would end them."""
+    script = node.script("print('ready', flush=True); input()")
+    node.start(
+        sys.executable, "-c", script.read_text().replace("input()", "__import__('time').sleep(600)"), no_python=True
+    )
+    node.until_printed("ready")
+    (found,) = collect(node)
+    assert found.problem == "its stacks cannot be read: torchrun or a command started it"
+    agent.finish_run(node.run.run_id)
+
+
+def test_a_rank_that_replaced_the_handler_is_left_alone(node):
+    start(
+        node,
+        """
+        import signal, time
+        from gpu_launch.worker.rank_stacks import SIGNAL
+        signal.signal(SIGNAL, signal.SIG_DFL)
+        print("ready", flush=True)
+        time.sleep(600)
+        """,
+    )
+    (found,) = collect(node)
+    assert found.problem == "its program replaced the handler of the signal that dumps stacks"
+    agent.finish_run(node.run.run_id)
+
+
+def test_flight_recorder_names_the_collectives(node):
+    """With gloo: rank 1 waits for a collective that rank 0 has not called. Torch answers while rank 0 holds the GIL."""
+    start(
+        node,
+        """
+        import ctypes, os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        print("ready", flush=True)
+        if os.environ["RANK"] == "0":
+            mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+            while True:
+                library.pthread_mutex_lock(mutex)
+        dist.barrier()
+        """,
+        nproc=2,
+        environ={"GPU_LAUNCH_TORCH_SERVER": "1"},
+    )
+    node.until(lambda: collect(node)[1].collectives == {"default_pg": (2, "barrier")})
+    found = collect(node)
+    assert found[0].collectives == {"default_pg": (1, "all_reduce")}
+    assert stacks.describe_place(found[1].frames) == "in barrier at train.py:10"
+    assert stacks.describe_collectives(found) == [
+        "collectives of default_pg: rank 1 called number 2 (barrier); rank 0 called number 1 (all_reduce)"
+    ]
+    assert node.text("stderr") == ""
+    sockets = sorted(Path(agent._state.stacks_pattern).parent.glob("*.socket"))
+    assert len(sockets) == 2 and all(path.is_socket() for path in sockets)
+    agent.finish_run(node.run.run_id)
