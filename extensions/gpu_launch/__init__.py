@@ -139,6 +139,7 @@ def run(
     preload: Sequence[str] = (),
     cold: bool = False,
     keep: str | None = None,
+    stacks_after: str | None = None,
 ) -> LaunchResult:
     """Run `script` with torchrun over `nnodes` nodes, as `%gpu_launch` does; return when all ranks have ended well.
 
@@ -183,6 +184,7 @@ def run(
         "preload": preload,
         "cold": cold,
         "keep": keep,
+        "stacks_after": stacks_after,
     }
     if function is None:
         options = _command.build_from_keywords(

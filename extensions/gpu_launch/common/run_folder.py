@@ -14,7 +14,8 @@ from gpu_launch.common import job_manifest
 from gpu_launch.errors import UsageError
 
 #: Files in a run's folder that are written from outside of the run.
-SETTINGS, ORDER = "run.json", "job.json"
+SETTINGS, ORDER, STACKS_REQUEST = "run.json", "job.json", "stacks.request"
+STACKS = "stacks.json"
 #: Number of finished runs whose logs are kept.
 KEPT_RUNS = 20
 #: Missed heartbeats of (100 + 500) ms each after which ipyparallel's engines give up their controller.
@@ -77,6 +78,15 @@ class RunFolder:
     def exchange(self) -> Path:
         """Values for the ranks and their results, see `exchange`; exists if there are any."""
         return self.root / "exchange"
+
+    @property
+    def stacks_request(self) -> Path:
+        """A request for the ranks' stacks, and `stacks` the answer, see `output.stack_request`."""
+        return self.root / STACKS_REQUEST
+
+    @property
+    def stacks(self) -> Path:
+        return self.root / STACKS
 
     @property
     def logs(self) -> Path:

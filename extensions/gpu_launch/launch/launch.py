@@ -26,6 +26,7 @@ from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, U
 from gpu_launch.launch.membership import MembershipChange, check_enough_nodes, format_lost_worker
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest
 from gpu_launch.launch.restart import RestartController, ScaleUp
+from gpu_launch.launch.stack_reporter import StackReporter
 from gpu_launch.launch.startup import RankStarter, start_thread
 from gpu_launch.launch.state import LaunchResult, LaunchState, check_transition, write_status
 from gpu_launch.launch.view import LaunchView
@@ -133,6 +134,14 @@ class Launch:
             ranks=self._ranks,
             view=self._view,
             starter=self._starter,
+        )
+        self._stacks = StackReporter(
+            self.run_folder,
+            pool=pool.group.run,
+            agents=self._agents,
+            ranks=self._ranks,
+            after_s=self._options.stacks_after_s,
+            print_line=self._view.print_line,
         )
         self._state = LaunchState.STARTING
         self._restarts = 0
@@ -357,6 +366,8 @@ class Launch:
             if self._controller.refresh_pending_change() is None:
                 raise
         is_running = self._observe_start() is LaunchState.RUNNING
+        if is_running:
+            self._stacks.poll(time.monotonic())
         if is_running and self._validated.plan.is_elastic:
             self._scale_up.poll()
 

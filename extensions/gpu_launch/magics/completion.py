@@ -65,9 +65,9 @@ def complete(text: str, sources: CompletionSources) -> Completions | None:
             return _filter(
                 fragment, _LOG_FLAGS if is_flag else () if _expects(words, _LOG_FLAGS[::2]) else sources.runs()
             )
-        case "gpu_cancel" | "gpu_release":
-            every = ["all"] if match[1] == "gpu_cancel" else []
-            return _filter(fragment, [*every, *sources.jobs()])
+        case "gpu_cancel" | "gpu_release" | "gpu_stacks" as magic:
+            more = {"gpu_cancel": ["all"], "gpu_stacks": ["--full"]}.get(magic, [])
+            return _filter(fragment, [*more, *sources.jobs()])
     return None
 
 

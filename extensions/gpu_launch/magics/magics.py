@@ -173,6 +173,19 @@ class GpuLaunchMagics(Magics):
             sys.stdout.write("\nstopped following; the run continues\n")
 
     @line_magic
+    def gpu_stacks(self, line: str) -> None:
+        """Show where all ranks of a run are: `%gpu_stacks [RUN] [--full]`, with `--full` all threads of every rank.
+
+        The notebook that runs the cell itself is busy: ask in another one, or with `gpu-launch stacks RUN`.
+        """
+        from gpu_launch.output import stack_request
+
+        words = command.split_line(line)
+        text = _read_run_id("gpu_stacks", " ".join(word for word in words if word != "--full"), needed=False)
+        run = logs.find_active_run(environment.read().home, text)
+        sys.stdout.write(stack_request.ask(run)["full" if "--full" in words else "text"])
+
+    @line_magic
     def gpu_cancel(self, line: str) -> None:
         """End a job of yours: `%gpu_cancel RUN`, or `%gpu_cancel all`. %gpu_status names them."""
         from gpu_launch.broker import client

@@ -27,6 +27,8 @@ class LaunchOptions:
     #: Local ranks whose output is shown; empty for all.
     shown_ranks: tuple[int, ...] = ()
     log_dir: str | None = None
+    #: The ranks' stacks are shown when no rank has made progress for this many seconds; 0 for never.
+    stacks_after_s: int = 300
     module: bool = False
     no_python: bool = False
     #: GPU models in it are spelled as the user typed them.
@@ -309,6 +311,16 @@ OPTIONS: tuple[LaunchOption, ...] = (
         type=types.FOLDER,
         metavar="DIR",
         help="where log files go (~/.gpu_launch/jobs/<run>/logs)",
+    ),
+    LaunchOption(
+        "--stacks-after",
+        "stacks_after_s",
+        section=_OUTPUT,
+        type=types.span(0, types.MAX_KEEP_S),
+        metavar="SPAN",
+        help="show where all ranks are when none has written or reported anything for this long, such as 2m; 0s for "
+        "never (5m)",
+        completions=("0s", "2m", *_SPANS),
     ),
     LaunchOption(
         "--monitor-interval",

@@ -89,6 +89,24 @@ def find_run(home: Path, text: str) -> run_folder.RunFolder:
     raise UsageError(f"There is no run {text}. " + (f"The latest are {names}." if names else "There is none at all."))
 
 
+def find_active_run(home: Path, text: str) -> run_folder.RunFolder:
+    """Return the run with this id, or with a unique beginning or end of it; the latest active one for an empty text.
+
+    Raises:
+        UsageError: No run matches, several do, or it has ended.
+    """
+    if not text:
+        active = (run for run in list_runs(home, most=1000) if not is_over(run))
+        run = next(active, None)
+        if run is None:
+            raise UsageError("None of your runs is active. %gpu_status shows the last ones.")
+        return run
+    run = find_run(home, text)
+    if is_over(run):
+        raise UsageError(f"{run.run_id} has ended. %gpu_logs {run.run_id} shows its output.")
+    return run
+
+
 def parse_start_time(run: run_folder.RunFolder) -> datetime | None:
     """Return the time of the request in this container's time zone."""
     match = _STAMP.fullmatch(run.run_id)

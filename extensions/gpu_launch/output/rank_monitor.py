@@ -54,6 +54,8 @@ class RankMonitor:
         self._ends: dict[int, RankEnd] = {}
         self._progress = ProgressTracker()
         self._formatter = OutputFormatter(self._progress, shows_all=options.detach)
+        #: Changes with every output, report and end of a rank.
+        self.activity = 0
         self._now = 0.0
         #: Stays set if an interrupt ends `process`.
         self._is_processing = False
@@ -249,6 +251,8 @@ class RankMonitor:
         rank = message["node_rank"]
         node = self._nodes.setdefault(rank, _NodeStatus(name=message["node"], seen_at=now))
         node.seen_at = now
+        # A heartbeat is an output without entries.
+        self.activity += message["kind"] not in ("output", "gpus") or bool(message.get("entries"))
         match message["kind"]:
             case "output":
                 for entry in message["entries"]:

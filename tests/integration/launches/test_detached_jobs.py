@@ -9,6 +9,7 @@ import pytest
 
 from gpu_launch.common import exchange, job_manifest
 from gpu_launch.common.job_manifest import TaskCommands
+from gpu_launch.output import stack_request
 from tests.support.launch.detached_jobs import Job
 from tests.support.launch.rank_scripts import CHECKPOINTED, count_ranks
 
@@ -385,3 +386,40 @@ def test_driver_refuses_an_invalid_manifest(make_job):
     assert job.end() == 2
     assert job.state.state == "failed" and job.state.error.startswith("There is no script missing.py in ~/work.")
     assert job.run.output.stat().st_mode & 0o777 == 0o600
+
+
+HANGING = """
+    import os, time
+    def load():
+        time.sleep(600)
+    def reduce():
+        time.sleep(601)
+    print("at work", flush=True)
+    load() if os.environ["RANK"] == "1" else reduce()
+"""
+
+
+def test_stacks_of_a_silent_job_are_shown_once_and_on_request(make_job):
+    """Without output and reports they come by themselves; a request in the job's folder is answered there."""
+    job = make_job(2)
+    job.write("train.py", HANGING)
+    job.send("--nnodes=2", "--stacks-after=2s", "--", "train.py")
+    job.start()
+    job.await_output("rank 1: at train.py:4 in load")
+    lines = job.output.splitlines()
+    first = next(number for number, line in enumerate(lines) if "where the 2 ranks are" in line)
+    assert lines[first:] == [
+        "gpu_launch: no rank has written or reported anything for 2 s (--stacks-after sets the time, 0s for never); "
+        "where the 2 ranks are:",
+        "  rank 0: at train.py:6 in reduce",
+        "      time.sleep(601)",
+        "  rank 1: at train.py:4 in load",
+        "      time.sleep(600)",
+    ]
+    answer = stack_request.ask(job.run)
+    assert [group["ranks"] for group in answer["groups"]] == [[0], [1]]
+    assert answer["text"].startswith("where the 2 ranks are:\n  rank 0: at train.py:6 in reduce\n")
+    assert "rank 1 on rig2\n" in answer["full"]
+    assert job.output.count("where the 2 ranks are") == 1
+    assert not job.run.stacks.exists() and not job.run.stacks_request.exists()
+    job.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from gpu_launch.launch import launch, request
 from gpu_launch.launch.state import LaunchResult
 from gpu_launch.magics import magics
 from gpu_launch.options import command
+from gpu_launch.output import stack_request
+from gpu_launch.output.stacks import RankStacks
 from tests.support.golden import check_golden
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -254,3 +257,28 @@ def test_detach_submits_cell_and_variable_names(shell, monkeypatch, capsys):
         "run-1 runs without this notebook: waiting, at position 2 in the queue, waits for 1 GPU.\n"
         "%gpu_logs run-1 -f shows its output, %gpu_status its state, and %gpu_cancel run-1 ends it.\n"
     )
+
+
+def test_gpu_stacks_asks_the_latest_active_run(shell, tmp_path, capsys):
+    """The request lies in the folder of that run; ended ones are refused."""
+    with pytest.raises(UsageError, match="None of your runs is active"):
+        shell.run_line_magic("gpu_stacks", "")
+    runs = [run_folder.open_run(tmp_path, f"run-2026010{number}-000000-abc12{number}") for number in range(3)]
+    for run in runs:
+        (run.logs / "node0").mkdir(parents=True)
+    runs[1].heartbeat.touch()
+    with pytest.raises(UsageError, match=f"{runs[2].run_id} has ended"):
+        shell.run_line_magic("gpu_stacks", "abc122")
+    with pytest.raises(UsageError, match="the id of one run is needed"):
+        shell.run_line_magic("gpu_stacks", "a b")
+
+    def serve():
+        while (asked := stack_request.take(runs[1])) is None:
+            pass
+        stack_request.answer(runs[1], asked, [RankStacks(rank=0, node="rig1", problem="has ended")])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    shell.run_line_magic("gpu_stacks", "--full")
+    thread.join()
+    assert capsys.readouterr().out == "where the rank is:\n  rank 0: has ended (rig1)\n"
