@@ -155,6 +155,7 @@ def build_worker_spec(
     run_index: int,
     roster: str | None = None,
     preemptions: int = 0,
+    retries: tuple[int, int] = (0, 0),
     slurm_job: int | None = None,
 ) -> ContainerSpec:
     """Build one worker container of a job.
@@ -163,9 +164,12 @@ def build_worker_spec(
 
     Args:
         run_index: The worker's index in the run.
+        retries: How often a detached job has started again after a failure, and may at most.
     """
     limits = build_job_limits(context.cluster)
     detached = {} if roster is None else {"GPU_LAUNCH_ROSTER": roster, "GPU_LAUNCH_PREEMPTIONS": str(preemptions)}
+    if roster is not None and retries[1]:
+        detached["GPU_LAUNCH_RETRIES"] = f"{retries[0]}/{retries[1]}"
     return ContainerSpec(
         name=names.worker_container_name(context.instance, job_id, index),
         image=image,

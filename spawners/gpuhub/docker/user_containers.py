@@ -39,6 +39,8 @@ class WorkerSpec:
     roster: str | None = None
     #: Number of times that the job was preempted.
     preemptions: int = 0
+    #: How often the job has started again after a failure, and may at most.
+    retries: tuple[int, int] = (0, 0)
     #: Slurm job that holds the GPUs; None without Slurm.
     slurm_job: int | None = None
     #: Called between creation and start of the container; raises when it must not start.
@@ -78,6 +80,7 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
         run_index=spec.run_index,
         roster=spec.roster,
         preemptions=spec.preemptions,
+        retries=spec.retries,
         slurm_job=spec.slurm_job,
     )
     async with translate_mount_errors(daemons, spec.node, cluster.storage, spec.owner):

@@ -1,10 +1,11 @@
 """The states of a job; only these functions change them.
 
 waiting ──start──▶ starting ──record_worker_start (all)──▶ running ──stop──▶ stopping ──end──▶ ended
-   ▲                   └───────────preempt──────────▶ preempting ◀──preempt──┘
-   └──────────────────────requeue───────────────────────┘
-A job can be stopped in every state before `stopping`; a waiting job ends at once. A preempted job waits again, under a
-new lease, when everything of the old one is gone.
+   ▲                   └───────────preempt──────────▶ preempting ◀──preempt──┘   │
+   ├──────────────────────requeue───────────────────────┘                        │
+   └──────────────────────retry──────────────────────────────────────────────────┘
+A job can be stopped in every state before `stopping`; a waiting job ends at once. A preempted job waits
+again, under a new lease, when everything of the old one is gone; so does a failed one that may be tried again.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def record_leader_exit(job: JobRow, now: float, *, exit_code: int) -> JobRow:
     message = f"ended with exit code {exit_code}"
     if job.workers:
         return record_worker_exit(job, 0, exit_code, message, now)
-    return stop(job, "done" if exit_code == 0 else f"worker 0: {message}", now).evolve(exit_code=exit_code)
+    reason = "done" if exit_code == 0 else f"worker 0: {message}"
+    return stop(job, reason, now).evolve(exit_code=exit_code, has_failed=exit_code != 0)
 
 
 def shrink(job: JobRow, nodes: Collection[str], now: float) -> JobRow:
@@ -112,6 +114,36 @@ def requeue(job: JobRow, lease_id: str, now: float) -> JobRow:
     )
 
 
+def can_retry(job: JobRow) -> bool:
+    """Return whether a job of which nothing is left starts again because it failed."""
+    return job.state is JobState.STOPPING and job.has_failed and job.retries < job.max_retries
+
+
+def retry(job: JobRow, lease_id: str, now: float) -> JobRow:
+    """Let a failed job wait again, under a new lease."""
+    return job.evolve(
+        state=JobState.WAITING,
+        since=now,
+        lease_id=lease_id,
+        workers=(),
+        started_at=None,
+        exit_code=None,
+        reason=None,
+        has_failed=False,
+        retries=job.retries + 1,
+    )
+
+
+def has_succeeded(job: JobRow) -> bool:
+    """Return whether an ended job ended well by itself, as only detached jobs show."""
+    return job.exit_code == 0
+
+
+def cancel(job: JobRow, reason: str, now: float) -> JobRow:
+    """Stop a job for good: one that is ending after a failure does not start again."""
+    return stop(job, reason, now).evolve(has_failed=False)
+
+
 def stop(job: JobRow, reason: str, now: float) -> JobRow:
     """Stop a job, so that its workers are removed; the first reason is kept."""
     if job.state in {JobState.STOPPING, JobState.ENDED}:
@@ -148,7 +180,7 @@ def _stop_after_leader(job: JobRow, leader: WorkerRow, now: float) -> JobRow:
     if job.state in {JobState.STOPPING, JobState.ENDED}:
         return job
     reason = "done" if leader.exit_code == 0 else _describe(leader)
-    return stop(job, reason, now).evolve(exit_code=leader.exit_code)
+    return stop(job, reason, now).evolve(exit_code=leader.exit_code, has_failed=leader.exit_code != 0)
 
 
 def _describe(worker: WorkerRow) -> str:

@@ -93,6 +93,8 @@ class LeaseRow:
     #: Start of the current state, seconds since 1970.
     since: float
     state: LeaseState = LeaseState.REQUESTED
+    #: Its job waits for other jobs; the scheduler gets the request when that is over.
+    is_held: bool = False
     #: The owner's groups at the time of the request.
     groups: tuple[str, ...] = ()
     epoch: int = 0
@@ -165,6 +167,15 @@ class JobRow:
     gpus: int | None = None
     #: The run id of its job array.
     array: str | None = None
+    #: Number of the array's jobs that may wait for GPUs or run at the same time; None for all.
+    array_limit: int | None = None
+    #: The owner's run, or array, that must succeed before; None if there is none, or it has.
+    after: str | None = None
+    #: How often it may start again after a failure, and how often it has.
+    max_retries: int = 0
+    retries: int = 0
+    #: It is ending because worker 0 of a detached job failed or could not be started.
+    has_failed: bool = False
     #: How often it was preempted as a whole, and until when its workers may write a checkpoint.
     preemptions: int = 0
     checkpoint_until: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -12,13 +12,14 @@ from gpuhub.broker import audit
 from gpuhub.broker.admission import limits, validate
 from gpuhub.broker.admission.key_lookups import KeyLookups
 from gpuhub.broker.admission.validate import Requester
+from gpuhub.broker.state import chains
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import ArrayRequest, JobRequest, LeaseRequest, LeaseState
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NotAllowed
 from gpuhub.common.gpu import GpuSpec
-from gpuhub.domain import lease_states, owner_limits, scheduler_input
+from gpuhub.domain import job_states, lease_states, owner_limits, scheduler_input
 from gpuhub.domain.models import Identity, JobRow, LeaseRow, ResourceRequest
 from gpuhub.domain.rate_limit import RateLimit, RateLimiter
 from gpuhub.scheduler.interface import SchedulingRequest
@@ -33,6 +34,18 @@ class _Refusal:
 
     kind: type[InvalidRequest | NotAllowed]
     text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Links:
+    """The other jobs that requested jobs belong to or wait for."""
+
+    #: Run id of their array; None for a single job.
+    array: str | None = None
+    #: Number of the array's jobs that wait for GPUs or run at the same time; None for all.
+    limit: int | None = None
+    #: The run or array that must succeed before.
+    after: str | None = None
 
 
 class AdmissionController:
@@ -71,7 +84,7 @@ class AdmissionController:
         existing = await asyncio.to_thread(self._core.store.find_jobs_by_run, who.name, [request.run_id])
         if request.run_id in existing:
             return existing[request.run_id]
-        return (await self._add_all(who, [request], None, {}))[0]
+        return (await self._add_all(who, [request], _Links(after=request.after), {}))[0]
 
     async def submit_array(self, who: Identity, request: ArrayRequest) -> list[JobRow]:
         """Submit the jobs of an array; see `BrokerOperations.request_array`."""
@@ -83,7 +96,12 @@ class AdmissionController:
         )
         if len(existing) == len(requests):
             return [existing[request_item.run_id] for request_item in requests]
-        return await self._add_all(who, requests, request.job.run_id, existing)
+        return await self._add_all(
+            who,
+            requests,
+            _Links(array=request.job.run_id, limit=request.max_running, after=request.job.after),
+            existing,
+        )
 
     # -- checks and edits -------------------------------------------------------------------------------------------
 
@@ -126,8 +144,12 @@ class AdmissionController:
         return transaction.put_lease(lease)
 
     async def _add_all(
-        self, who: Identity, requests: list[JobRequest], array: str | None, existing: dict[str, JobRow]
+        self, who: Identity, requests: list[JobRequest], links: _Links, existing: dict[str, JobRow]
     ) -> list[JobRow]:
+        earlier: Sequence[JobRow] = ()
+        if links.after is not None:
+            earlier = await asyncio.to_thread(self._core.store.find_run_or_array, who.name, links.after)
+
         def edit(transaction: Transaction) -> list[JobRow]:
             notebook = validate.find_notebook_lease(transaction, who.name, requests[0].server)
             # A notebook's token may not carry its owner's groups; its spawner reported them.
@@ -140,13 +162,18 @@ class AdmissionController:
             }
             present = {**existing, **opened}
             new = [request for request in requests if request.run_id not in present]
+            is_open = links.after is not None and find_predecessor(transaction, who.name, links.after, earlier)
             with self._count_creations(who.name, len(new)):
                 if new:
                     limits.check_count_limits(transaction, requester, jobs=len(new))
                 added = {
-                    request_item.run_id: self._add_job(transaction, requester, request_item, notebook, array)
+                    request_item.run_id: self._add_job(
+                        transaction, requester, request_item, notebook, links if is_open else replace(links, after=None)
+                    )
                     for request_item in new
                 }
+            if links.array is not None:
+                chains.fill_array(transaction, who.name, links.array)
             return [present.get(run) or added[run] for run in _runs(requests)]
 
         return await self._core.ledger.change(edit)
@@ -167,7 +194,7 @@ class AdmissionController:
         requester: Requester,
         request: JobRequest,
         notebook: LeaseRow | None,
-        array: str | None,
+        links: _Links,
     ) -> JobRow:
         joined = None if request.joins is None else validate.find_joined(transaction, requester.owner, request.joins)
         job, lease = validate.build_job(
@@ -177,7 +204,10 @@ class AdmissionController:
             request=request,
             notebook=notebook,
             joined=joined,
-            array=array,
+            array=links.array,
+            array_limit=links.limit,
+            after=links.after,
+            is_held=links.after is not None or links.limit is not None,
         )
         self._check_feasible(
             lease,
@@ -228,6 +258,34 @@ def split_array(request: ArrayRequest) -> list[JobRequest]:
     if not re.fullmatch(names.RUN_PATTERN, runs[-1]):
         raise InvalidRequest(f"job.run_id: {runs[-1]!r} is too long for a run id: choose a shorter one")
     return [job.model_copy(update={"run_id": run}) for run in runs]
+
+
+def find_predecessor(transaction: Transaction, owner: str, run: str, stored: Sequence[JobRow]) -> bool:
+    """Return whether a job has to wait for an owner's run or array `run`; False if that has succeeded already.
+
+    Args:
+        transaction: The open jobs.
+        owner: The owner of both.
+        run: Run id of a job or an array.
+        stored: Its jobs in the store, ended or not, read before the transaction.
+
+    Raises:
+        InvalidRequest: There is no such run, it did not succeed, or it belongs to a notebook.
+        Conflict: It has ended in the meantime.
+    """
+    ids = transaction.index.find("run", owner, run) or transaction.index.find("array", owner, run)
+    is_open = {transaction.jobs[job_id].run_id for job_id in ids}
+    ended = [job for job in stored if job.run_id not in is_open]
+    if not ids and not stored:
+        raise InvalidRequest(f"after: you have no run {run}, or it ended long ago")
+    if any(job.is_open for job in ended):
+        raise Conflict(f"after: {run} has just ended; send the request again")
+    if not all(job.detached for job in (*stored, *(transaction.jobs[job_id] for job_id in ids))):
+        raise InvalidRequest(f"after: {run} belongs to a notebook, and only a detached job shows whether it succeeded")
+    failed = next((job for job in ended if not job_states.has_succeeded(job)), None)
+    if failed is not None:
+        raise InvalidRequest(f"after: {failed.run_id} did not succeed: {failed.reason or 'no reason is known'}")
+    return bool(ids)
 
 
 def _runs(requests: list[JobRequest]) -> list[str]:

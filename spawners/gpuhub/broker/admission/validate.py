@@ -105,6 +105,9 @@ def build_job(
     notebook: LeaseRow | None,
     joined: JobRow | None = None,
     array: str | None = None,
+    array_limit: int | None = None,
+    after: str | None = None,
+    is_held: bool = False,
 ) -> tuple[JobRow, LeaseRow]:
     """Build a waiting job and its lease. The job ends with `notebook`, unless it is detached, and with `joined`.
 
@@ -119,6 +122,7 @@ def build_job(
         raise NotAllowed(f"priority {request.priority}: only an administrator may ask for more than 0")
     job_id, lease_id = new_id("j"), new_id("l")
     lease = LeaseRow(
+        is_held=is_held,
         id=lease_id,
         seq=transaction.next_seq(),
         key=effects.job_key(lease_id),
@@ -150,6 +154,9 @@ def build_job(
         nproc_per_node=request.nproc_per_node,
         gpus=request.gpus,
         array=array,
+        array_limit=array_limit,
+        after=after,
+        max_retries=request.max_retries,
         detached=request.detached,
         name=request.name,
         joins=request.joins,
@@ -243,6 +250,10 @@ def check_consistency(request: JobRequest) -> None:
         raise InvalidRequest("joins: a detached job leads its own workers; leave one of the two out")
     if request.joins == request.run_id:
         raise InvalidRequest(f"joins: {request.run_id} cannot join itself")
+    if (request.after is not None or request.max_retries) and not request.detached:
+        raise InvalidRequest("after, max_retries: they are for detached jobs; the notebook of any other decides itself")
+    if request.after == request.run_id:
+        raise InvalidRequest(f"after: {request.run_id} cannot wait for itself")
     if request.detached and (request.gpus or request.nnodes * request.nproc_per_node) > MAX_DETACHED_GPUS:
         raise InvalidRequest(f"a detached job may have {MAX_DETACHED_GPUS} GPUs at most")
 

@@ -154,6 +154,7 @@ def build_spec(instance: str, job: JobRow, lease: LeaseRow, worker: WorkerRow) -
         image=job.image,
         roster=build_roster(job, lease) if job.detached else None,
         preemptions=job.preemptions,
+        retries=(job.retries, job.max_retries),
         slurm_job=lease.slurm_job,
     )
 

@@ -141,6 +141,13 @@ class Store:
                 rows |= {job.run_id: job for job in _read_jobs(connection, (tables.jobs.c.owner == owner) & condition)}
         return rows
 
+    def find_run_or_array(self, owner: str, run_id: str) -> list[JobRow]:
+        """Return the job of an owner's run, or all jobs of the owner's array, ended or not."""
+        jobs = tables.jobs.c
+        condition = (jobs.owner == owner) & ((jobs.run_id == run_id) | (jobs.array == run_id))
+        with self._transaction(READ_ONLY) as connection:
+            return list(_read_jobs(connection, condition))
+
     def list_ended_jobs(self, owner: str | None, since: float, limit: int) -> list[tuple[JobRow, LeaseRow]]:
         """Return jobs that ended after `since`, of one owner or all, with their leases: the `limit` youngest, newest
         first.

@@ -25,12 +25,13 @@ Record = Mapping[str, Any]
 
 _LEASE_PLAIN = (
     "id", "seq", "key", "owner", "subject", "profile", "since", "epoch", "time_limit_s", "created_at", "granted_at",
-    "expires_at", "released_at", "reason", "note", "quarantined_at", "container_id", "slurm_job", "version",
+    "expires_at", "released_at", "reason", "note", "quarantined_at", "container_id", "slurm_job", "is_held", "version",
 )  # fmt: skip
 _GPU_PLAIN = ("node", "index", "model", "memory_mib", "worker", "share", "part", "released_at")
 _JOB_PLAIN = (
     "id", "run_id", "owner", "server", "notebook_lease", "lease_id", "image", "nnodes", "min_nnodes",
-    "nproc_per_node", "gpus", "array", "preemptions", "checkpoint_until", "detached", "name", "joins",
+    "nproc_per_node", "gpus", "array", "array_limit", "after", "max_retries", "retries", "has_failed",
+    "preemptions", "checkpoint_until", "detached", "name", "joins",
     "first_worker", "since", "created_at", "started_at", "ended_at", "exit_code", "reason", "version",
 )  # fmt: skip
 _WORKER_PLAIN = ("index", "node", "container_id", "exit_code", "message")

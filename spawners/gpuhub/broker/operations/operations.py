@@ -40,7 +40,7 @@ from gpuhub.broker_api.schemas import (
     ReservationView,
     UsageView,
 )
-from gpuhub.common.errors import Conflict, NotAllowed
+from gpuhub.common.errors import Conflict, InvalidRequest, NotAllowed
 from gpuhub.domain import job_states
 from gpuhub.domain import lease_states as leases
 from gpuhub.domain import reservations as reservation_rules
@@ -181,6 +181,8 @@ class BrokerOperations:
         lease = await access.find_lease(self._core, caller, lease_id)
         if lease.state is not LeaseState.REQUESTED:
             raise Conflict(f"lease {lease_id} is {lease.state}: it does not wait")
+        if lease.is_held:
+            raise Conflict(f"lease {lease_id} is held: its job waits for other jobs, and not for GPUs")
         with self._streams.acquire(access.EXPLANATIONS, caller.name):
             return await self._explainer.explain(caller.name, lease)
 
@@ -204,7 +206,7 @@ class BrokerOperations:
         Raises:
             NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs: the request is refused.
         """
-        self._backend.validate_request(request)
+        self._validate(request)
         job = await self._admission.submit_job(caller, request)
         return await self.job(caller, job.id)
 
@@ -214,11 +216,16 @@ class BrokerOperations:
         Raises:
             NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs: the request is refused.
         """
-        self._backend.validate_request(request.job)
+        self._validate(request.job)
         rows = await self._admission.submit_array(caller, request)
         if all(row.id in self._core.ledger.snapshot.jobs for row in rows):
             return await self._view_jobs([row.id for row in rows])
         return [await self.job(caller, row.id) for row in rows]
+
+    def _validate(self, request: JobRequest) -> None:
+        self._backend.validate_request(request)
+        if request.max_retries and not self._backend.capabilities.containers:
+            raise InvalidRequest("max_retries: a job on nodes without Docker cannot start again; leave it at 0")
 
     async def job(self, caller: Identity, job_id: str) -> JobView:
         """Return a job, ended or not.
@@ -285,7 +292,7 @@ class BrokerOperations:
 
         def edit(draft: Transaction) -> None:
             if job_id in draft.jobs:
-                draft.put_job(job_states.stop(draft.jobs[job_id], reason, draft.now))
+                draft.put_job(job_states.cancel(draft.jobs[job_id], reason, draft.now))
 
         await self._core.ledger.change(edit)
         return await self.job(caller, job_id)

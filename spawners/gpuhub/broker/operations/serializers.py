@@ -92,13 +92,16 @@ def build_lease(lease: LeaseRow, version: int, place: QueuePlace | None) -> Leas
 
 def build_job(job: JobRow, lease: LeaseRow, version: int, place: QueuePlace | None, renew_within_s: float) -> JobView:
     """Return a job, as shown to its owner; `version` covers the job and its lease."""
+    lease_view = build_lease(lease, version, place)
+    if lease.is_held:
+        lease_view = lease_view.model_copy(update={"waiting_for": describe_hold(job)})
     return JobView(
         id=job.id,
         run_id=job.run_id,
         owner=job.owner,
         state=job.state,
         version=version,
-        lease=build_lease(lease, version, place),
+        lease=lease_view,
         workers=tuple(
             WorkerView(
                 index=worker.index,
@@ -120,6 +123,10 @@ def build_job(job: JobRow, lease: LeaseRow, version: int, place: QueuePlace | No
         preemptions=job.preemptions,
         checkpoint_until=to_optional_datetime(job.checkpoint_until),
         array=job.array,
+        array_limit=job.array_limit,
+        after=job.after,
+        max_retries=job.max_retries,
+        retries=job.retries,
         detached=job.detached,
         name=job.name,
         joins=job.joins,
@@ -128,6 +135,13 @@ def build_job(job: JobRow, lease: LeaseRow, version: int, place: QueuePlace | No
         ended_at=to_optional_datetime(job.ended_at),
         exit_code=job.exit_code,
     )
+
+
+def describe_hold(job: JobRow) -> str:
+    """Return what a job waits for before it waits for GPUs."""
+    if job.after is not None:
+        return f"the end of {job.after}"
+    return f"its turn: {job.array_limit} of its array's tasks run at the same time"
 
 
 def build_why(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from gpuhub.broker.state import chains
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose
 from gpuhub.domain import job_states, lease_states
@@ -31,6 +32,8 @@ def propagate(transaction: Transaction, step: int) -> int:
             for tag in ("job of lease", "jobs of notebook"):
                 job_ids_to_update.update(dict.fromkeys(sorted(transaction.index.find(tag, lease_id))))
         for job in [transaction.jobs[job_id] for job_id in job_ids]:
+            if not job.is_open:
+                chains.settle_dependents(transaction, job)
             job_ids_to_update.update(dict.fromkeys(sorted(transaction.index.find("joining", job.owner, job.run_id))))
         for job_id in job_ids_to_update:
             if transaction.jobs[job_id].is_open:
@@ -59,16 +62,23 @@ def propagate_job(transaction: Transaction, job: JobRow) -> None:
     if job.state is JobState.STOPPING:
         lease = transaction.put_lease(lease_states.release(lease, job.reason or "stopped", transaction.now))
     if lease.state is LeaseState.RELEASED:
-        job = (
-            _requeue(transaction, job, lease)
-            if job.state is JobState.PREEMPTING
-            else job_states.end(job, transaction.now)
-        )
+        job = _follow_release(transaction, job, lease)
     transaction.put_job(job)
 
 
-def _requeue(transaction: Transaction, job: JobRow, old: LeaseRow) -> JobRow:
-    """Queue the request again with its old age, so that the time already waited counts."""
+def _follow_release(transaction: Transaction, job: JobRow, lease: LeaseRow) -> JobRow:
+    """Queue a preempted or failed job again, of which nothing is left, or end it."""
+    if job.state is JobState.PREEMPTING:
+        # With its old age, so that the time already waited counts.
+        lease_id = _request_again(transaction, lease, created_at=lease.created_at)
+        return job_states.requeue(job, lease_id, transaction.now)
+    if job_states.can_retry(job):
+        return job_states.retry(job, _request_again(transaction, lease, created_at=transaction.now), transaction.now)
+    return job_states.end(job, transaction.now)
+
+
+def _request_again(transaction: Transaction, old: LeaseRow, *, created_at: float) -> str:
+    """Add the same request under a new lease; return its id."""
     lease_id = new_id("l")
     transaction.put_lease(
         LeaseRow(
@@ -81,12 +91,12 @@ def _requeue(transaction: Transaction, job: JobRow, old: LeaseRow) -> JobRow:
             subject=old.subject,
             profile=old.profile,
             resources=old.resources,
-            created_at=old.created_at,
+            created_at=created_at,
             since=transaction.now,
             time_limit_s=old.time_limit_s,
         )
     )
-    return job_states.requeue(job, lease_id, transaction.now)
+    return lease_id
 
 
 def find_run(transaction: Transaction, owner: str, run_id: str) -> JobRow | None:

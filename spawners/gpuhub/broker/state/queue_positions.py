@@ -96,7 +96,7 @@ class QueuePositions(Mapping[str, QueuePosition]):
 
     def _waits(self, lease_id: str) -> bool:
         lease = self._ledger.snapshot.leases.get(lease_id)
-        return lease is not None and lease.state is LeaseState.REQUESTED
+        return lease is not None and lease.state is LeaseState.REQUESTED and not lease.is_held
 
     def _explain(self, lease_id: str, old: QueuePosition | None) -> PendingReason:
         position = self._positions.get(lease_id, len(self._positions) + 1)

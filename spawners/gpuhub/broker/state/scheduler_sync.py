@@ -220,7 +220,7 @@ class SchedulerSync:
         requests = [
             scheduler_input.build_request(lease)
             for lease in snapshot.leases.values()
-            if lease.state is LeaseState.REQUESTED
+            if lease.state is LeaseState.REQUESTED and not lease.is_held
         ]
         allocations = [
             scheduler_input.build_allocation(lease, job_of.get(lease.id))
@@ -251,7 +251,7 @@ class SchedulerSync:
 def _build_scheduler_value(
     job_id: str | None, transaction: Transaction, lease: LeaseRow
 ) -> SchedulingRequest | Allocation | None:
-    if not lease.is_open:
+    if not lease.is_open or lease.is_held:
         return None
     if lease.state is LeaseState.REQUESTED:
         return scheduler_input.build_request(lease)

@@ -75,7 +75,8 @@ def _lease_tags(lease: LeaseRow | None) -> Iterator[Tag]:
         for group in lease.groups:
             yield ("jobs in", group)
     if lease.state is LeaseState.REQUESTED:
-        yield ("waiting",)
+        if not lease.is_held:
+            yield ("waiting",)
         yield ("waiting of", lease.owner)
         for group in lease.groups:
             yield ("waiting in", group)
@@ -87,6 +88,10 @@ def _job_tags(job: JobRow | None) -> Iterator[Tag]:
     yield ("run", job.owner, job.run_id)
     yield ("job of lease", job.lease_id)
     yield ("jobs of owner", job.owner)
+    if job.array is not None:
+        yield ("array", job.owner, job.array)
+    if job.after is not None:
+        yield ("after", job.owner, job.after)
     if job.joins is not None:
         yield ("joining", job.owner, job.joins)
     if job.notebook_lease is not None:

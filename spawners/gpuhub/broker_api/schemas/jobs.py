@@ -68,6 +68,11 @@ class JobRequest(WireModel):
     #: Run of the same owner that the workers join: they read its folder, and are numbered from `first_worker`.
     joins: RunId | None = None
     first_worker: Annotated[int, Field(ge=0, le=100_000)] = 0
+    #: Run, or array, of the same owner that must succeed before a detached job waits for GPUs; if it fails or is
+    #: cancelled, the job ends.
+    after: RunId | None = None
+    #: Number of times that a detached job starts again after a failure.
+    max_retries: Annotated[int, Field(ge=0, le=100)] = 0
 
 
 class ArrayRequest(WireModel):
@@ -75,6 +80,8 @@ class ArrayRequest(WireModel):
 
     job: JobRequest
     count: Annotated[int, Field(ge=1, le=1000)]
+    #: Number of jobs that wait for GPUs or run at the same time; None for all.
+    max_running: Annotated[int, Field(ge=1, le=1000)] | None = None
 
 
 class JobState(StrEnum):
@@ -136,6 +143,13 @@ class JobView(WireModel):
     checkpoint_until: datetime | None = None
     #: Run id of the job's array; None for a single job.
     array: str | None = None
+    #: Number of the array's jobs that wait for GPUs or run at the same time; None for all.
+    array_limit: int | None = None
+    #: Run, or array, that must succeed before; None if there is none, or it has.
+    after: str | None = None
+    #: Number of times that it starts again after a failure, and that it has.
+    max_retries: int = 0
+    retries: int = 0
     detached: bool = False
     name: str = ""
     #: Run that its workers joined; None for none.

@@ -30,6 +30,7 @@ INDEX = st.integers(0, 7)
 STEPS = st.integers(0, 30)
 #: The steps of a spawner in order; each may come late or again.
 NOTEBOOK_STEPS = ("ask_again", "create", "activate", "begin", "run")
+JOB_STEPS = ("stop_job", "abandon", "launch_again", "end_workers", "end_leader", "fail_leader")
 SHAPES = st.sampled_from(
     (
         {"nnodes": 1, "nproc_per_node": 1},
@@ -93,12 +94,17 @@ class BrokerMachine(RuleBasedStateMachine):
         self.people.launch(owner, scavenge=scavenge, exclusive=exclusive, **way, **shape)
         self.world.advance(1)
 
-    @rule(owner=OWNERS, count=st.integers(1, 4))
-    def launch_array(self, owner: str, count: int) -> None:
-        self.people.launch_array(owner, count)
+    @rule(owner=OWNERS, count=st.integers(1, 4), limit=st.none() | st.integers(1, 2))
+    def launch_array(self, owner: str, count: int, limit: int | None) -> None:
+        self.people.launch_array(owner, count, limit)
 
     @precondition(lambda self: self.people.jobs)
-    @rule(index=INDEX, step=st.sampled_from(("stop_job", "abandon", "launch_again", "end_workers", "end_leader")))
+    @rule(index=INDEX, is_array=st.booleans(), retries=st.integers(0, 2))
+    def launch_after(self, index: int, is_array: bool, retries: int) -> None:
+        self.people.launch_after(pick(self.people.jobs, index), is_array=is_array, retries=retries)
+
+    @precondition(lambda self: self.people.jobs)
+    @rule(index=INDEX, step=st.sampled_from(JOB_STEPS))
     def job_goes_on(self, index: int, step: str) -> None:
         getattr(self.people, step)(pick(self.people.jobs, index))
 

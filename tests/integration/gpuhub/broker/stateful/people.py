@@ -226,12 +226,18 @@ class People:
             self._attend(job)
         return job
 
-    def launch_array(self, owner: str, count: int) -> None:
+    def launch_array(self, owner: str, count: int, limit: int | None) -> None:
         """Request many jobs of one GPU each as a user."""
         self._count += 1
-        request = ArrayRequest(job=JobRequest(run_id=f"run-{self._count:06d}", batch=True), count=count)
+        job = JobRequest(run_id=f"run-{self._count:06d}", batch=True, detached=limit is not None)
+        request = ArrayRequest(job=job, count=count, max_running=limit)
         for job in self._call(lambda broker: broker.request_array(Identity(name=owner), request)) or ():
             self._attend(job)
+
+    def launch_after(self, job: JobView, *, is_array: bool, retries: int) -> None:
+        """Request a job that starts after another one, or its array, and is tried again after failures."""
+        run = job.array if is_array and job.array is not None else job.run_id
+        self.launch(job.owner, detached=True, after=run, max_retries=retries)
 
     def launch_again(self, job: JobView) -> None:
         """Repeat the request of the same run."""
@@ -255,13 +261,17 @@ class People:
                 if found["Labels"].get(names.LABEL_JOB) == job.id and found["State"] == "running":
                     box.node.end_container(found["Id"], code=code)
 
-    def end_leader(self, job: JobView) -> None:
+    def fail_leader(self, job: JobView) -> None:
+        """End the program of worker 0 with a failure."""
+        self.end_leader(job, code=3)
+
+    def end_leader(self, job: JobView, code: int = 0) -> None:
         """End the program of worker 0, which leads the others of a detached job."""
         for box in self.world.boxes.values():
             for found in list(box.node.containers.values()):
                 labels = found["Labels"]
                 if (labels.get(names.LABEL_JOB), labels.get(names.LABEL_WORKER)) == (job.id, "0"):
-                    box.node.end_container(found["Id"])
+                    box.node.end_container(found["Id"], code=code)
 
     def _attend(self, job: JobView) -> None:
         self.jobs.append(job)

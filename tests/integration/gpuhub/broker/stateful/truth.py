@@ -32,6 +32,7 @@ def wrongs(world: World, people: People) -> list[str]:
     if world.is_alive:
         found += _compare_snapshot_with_store(world, stored)
         found += _compare_scheduler_after_commits(world)
+        found += _find_wrong_holds(world)
     return found
 
 
@@ -169,12 +170,38 @@ def _compare_scheduler_after_commits(world: World) -> list[str]:
     return found
 
 
+def _find_wrong_holds(world: World) -> list[str]:
+    """Return held requests that wait for nothing, jobs in the queue before their turn, and arrays above their limit."""
+    snapshot = world.core.ledger.snapshot
+    found = []
+    running: defaultdict[tuple[str, str], int] = defaultdict(int)
+    runs = {(job.owner, run) for job in snapshot.jobs.values() for run in (job.run_id, job.array) if run is not None}
+    for job in snapshot.jobs.values():
+        if job.array is not None and not snapshot.leases[job.lease_id].is_held:
+            running[job.owner, job.array] += 1
+    for job in snapshot.jobs.values():
+        lease, array = snapshot.leases[job.lease_id], (job.owner, job.array or "")
+        if job.after is not None and not lease.is_held:
+            found.append(f"{job.run_id} is in the queue before the end of {job.after}")
+        if job.after is not None and (job.owner, job.after) not in runs:
+            found.append(f"{job.run_id} waits for {job.after}, which has ended")
+        if lease.is_held and lease.state is not LeaseState.REQUESTED:
+            found.append(f"{job.run_id} is held and {lease.state}")
+        if lease.is_held and job.after is None and running[array] < (job.array_limit or 0):
+            found.append(f"{job.run_id} is held, and {running[array]} tasks of its array run")
+        if job.array_limit is not None and running[array] > job.array_limit:
+            found.append(f"{running[array]} tasks of {job.array} run, and its limit is {job.array_limit}")
+        if job.retries > job.max_retries:
+            found.append(f"{job.run_id} was tried again {job.retries} times")
+    return found
+
+
 def _compare_scheduler(world: World) -> list[str]:
     """Check that the scheduler counts the ledger's GPUs, and that its queue has the waiting requests."""
     core = world.core
     leases = core.ledger.snapshot.leases.values()
     now = core.clock.now()
-    waiting = {row.id for row in leases if row.state is LeaseState.REQUESTED}
+    waiting = {row.id for row in leases if row.state is LeaseState.REQUESTED and not row.is_held}
     found = []
     # Other users' jobs have positions in Slurm's queue.
     if {one for one in core.scheduler.order_requests(now) if not one.startswith("slurm-")} != waiting:
