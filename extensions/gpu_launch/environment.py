@@ -40,6 +40,9 @@ class Environment:
     roster: str = ""
     #: GPU_LAUNCH_PREEMPTIONS, there too: the number of the job's preemptions before these workers started.
     preemptions: int = 0
+    #: GPU_LAUNCH_RETRIES, there too, such as `1/3`: how often the job has started again after a failure, and may.
+    retries: int = 0
+    max_retries: int = 0
     #: JUPYTERHUB_USER, else USER: the owner of the container.
     user: str = ""
     #: GPUHUB_HEAD_ADDRESS: where the hub and the broker run.
@@ -50,12 +53,18 @@ class Environment:
     certificate: str = ""
     key: str = ""
 
+    @property
+    def earlier_starts(self) -> int:
+        """Return the number of times that other workers of the job started before these."""
+        return self.preemptions + self.retries
+
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
     """Return the environment of this process, or of `environ`."""
     env = os.environ if environ is None else environ
     worker, cap = env.get("GPU_LAUNCH_WORKER", ""), env.get("GPUHUB_GPU_MEMORY_CAP_MIB", "")
     keep, preemptions = env.get("GPUHUB_KEEP_WORKERS_S", ""), env.get("GPU_LAUNCH_PREEMPTIONS", "")
+    retries, _, max_retries = env.get("GPU_LAUNCH_RETRIES", "").partition("/")
     return Environment(
         broker_url=env.get("GPUHUB_BROKER_URL", "").rstrip("/") or None,
         token=env.get("JUPYTERHUB_API_TOKEN") or None,
@@ -75,6 +84,8 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         certificate=env.get("JUPYTERHUB_SSL_CERTFILE", ""),
         key=env.get("JUPYTERHUB_SSL_KEYFILE", ""),
         preemptions=int(preemptions) if preemptions.isdecimal() else 0,
+        retries=int(retries) if retries.isdecimal() else 0,
+        max_retries=int(max_retries) if max_retries.isdecimal() else 0,
     )
 
 

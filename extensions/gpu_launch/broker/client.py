@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -91,6 +91,8 @@ class BrokerClient:
         name: str = "",
         joins: str | None = None,
         first_worker: int = 0,
+        after: str | None = None,
+        max_retries: int = 0,
         cancelled: threading.Event | None = None,
     ) -> models.Job:
         """Request workers for a job; a repeated `run_id` returns the same job.
@@ -110,6 +112,8 @@ class BrokerClient:
             name: A name for people.
             joins: The run that the workers join.
             first_worker: Index of the first worker that joins.
+            after: The run, or array, that must succeed before.
+            max_retries: Number of times that a detached job starts again after a failure.
             cancelled: Once set, the request is not repeated.
         """
         body = _build_job_request(
@@ -127,15 +131,22 @@ class BrokerClient:
             name=name,
             joins=joins,
             first_worker=first_worker,
+            after=after,
+            max_retries=max_retries,
         )
         return models.parse_job(self._request("POST", "/jobs", body=body, given_up=cancelled))
 
-    def create_array(self, *, count: int, demand: GpuRequest, **job: Any) -> list[models.Job]:
+    def create_array(
+        self, *, count: int, demand: GpuRequest, max_running: int | None = None, **job: Any
+    ) -> list[models.Job]:
         """Request an array of `count` tasks, each a job of one GPU, with run ids `RUN-0`, `RUN-1`, …
 
+        `max_running` of them wait for GPUs or run at the same time; None for all.
         `job` has the other arguments of `create_job`. A repeated `run_id` returns the same jobs.
         """
         body = {"job": _build_job_request(demand, **job), "count": count}
+        if max_running is not None:
+            body["max_running"] = max_running
         return [models.parse_job(task) for task in self._request("POST", "/jobs/arrays", body=body)]
 
     def list_jobs(self, *, ended: bool = False) -> list[models.Job]:
@@ -297,13 +308,20 @@ def cancel_jobs(env: Environment, run: str) -> str:
         raise UsageError("This server has no broker, so there is no job.")
     jobs = list_own_jobs(broker, env)
     matches = jobs if run == "all" else [job for job in jobs if run in (job.run_id, job.id)]
+    array = [job for job in jobs if job.array is not None and (job.array == run or job.array.endswith(run))]
+    if not matches and len({job.array for job in array}) == 1:
+        return _cancel(broker, array)
     matches = matches or [job for job in jobs if job.run_id.endswith(run)]
     if run != "all" and len(matches) != 1:
         names = ", ".join(job.run_id for job in (matches or jobs)) or "none"
         raise UsageError(f"{run} is {'several jobs' if matches else 'no job'} of yours; there are: {names}.")
-    for job in matches:
+    return _cancel(broker, matches) or "You have no job.\n"
+
+
+def _cancel(broker: BrokerClient, jobs: Sequence[models.Job]) -> str:
+    for job in jobs:
         broker.delete_job(job.id)
-    return "".join(f"{job.run_id} ends; it was {job.state}\n" for job in matches) or "You have no job.\n"
+    return "".join(f"{job.run_id} ends; it was {job.state}\n" for job in jobs)
 
 
 class JobWatcher:

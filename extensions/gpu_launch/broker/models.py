@@ -82,6 +82,13 @@ class Job:
     joins: str | None = None
     #: Run id of the array that the task belongs to; None for a single job.
     array: str | None = None
+    #: Number of the array's tasks that wait for GPUs or run at the same time; None for all.
+    array_limit: int | None = None
+    #: The run, or array, that must succeed before; None if there is none, or it has.
+    after: str | None = None
+    #: Number of times that it starts again after a failure, and that it has.
+    max_retries: int = 0
+    retries: int = 0
     nnodes: int = 1
     nproc_per_node: int = 1
     #: Total number of GPUs of a job on any nodes; None for `nnodes` × `nproc_per_node`.
@@ -204,6 +211,10 @@ def parse_job(data: Mapping[str, Any]) -> Job:
         name=data.get("name") or "",
         joins=data.get("joins"),
         array=data.get("array"),
+        array_limit=data.get("array_limit"),
+        after=data.get("after"),
+        max_retries=data.get("max_retries", 0),
+        retries=data.get("retries", 0),
         nnodes=data.get("nnodes") or 1,
         nproc_per_node=data.get("nproc_per_node") or 1,
         gpus=data.get("gpus"),

@@ -224,6 +224,7 @@ def describe_state(job: models.Job) -> str:
         case models.WAITING:
             queue_state = render.format_queue_state(job, datetime.now(UTC))
             prefix = "preempted, " if job.preemptions else ""
+            prefix += f"try {job.retries + 1} of {job.max_retries + 1}, " if job.retries else ""
             return f"{prefix}waiting for GPUs{queue_state}"
         case models.STARTING:
             return f"starting on {render.format_nodes(job.workers, '')}"

@@ -34,11 +34,15 @@ def find_job(context: Context, text: str) -> models.Job:
 
 
 @click.command()
+@click.argument("array", metavar="[ARRAY]", required=False, shell_complete=complete_run)
 @click.option("-a", "--all", "is_all", is_flag=True, help="Also list jobs that ended recently.")
 @json_option
 @pass_context
-def ps(context: Context, is_all: bool) -> None:
-    """List your jobs: those that wait and run."""
+def ps(context: Context, array: str | None, is_all: bool) -> None:
+    """List your jobs: those that wait and run; or all tasks of one array, with their states counted."""
+    if array is not None:
+        _list_tasks(context, array)
+        return
     jobs = list_own_jobs(context, ended=is_all)
     now = datetime.now(UTC)
     rows = [tables.build_job_row(job, now) for job in jobs]
@@ -48,6 +52,19 @@ def ps(context: Context, is_all: bool) -> None:
             "You have no jobs." if is_all else "You have no waiting or running jobs. gpu-launch ps -a lists ended ones."
         )
     context.console.print_result([tables.build_job_json(job) for job in jobs], text)
+
+
+def _list_tasks(context: Context, text: str) -> None:
+    jobs = match_jobs(text, list_own_jobs(context, ended=True))
+    if jobs[0].array is None:
+        raise UsageError(f"{jobs[0].run_id} is a job of its own, and not an array. gpu-launch ps -a lists it.")
+    tasks = sorted(jobs, key=lambda job: int(job.run_id.rpartition("-")[2]))
+    now = datetime.now(UTC)
+    rows = [tables.build_job_row(job, now) for job in tasks]
+    table = tables.format_table(tables.JOB_COLUMNS, rows, width=terminal_columns())
+    context.console.print_result(
+        [tables.build_job_json(job) for job in tasks], f"{table}\n{tables.format_task_counts(tasks)}"
+    )
 
 
 @click.command()

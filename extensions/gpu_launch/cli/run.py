@@ -13,7 +13,7 @@ import click
 
 from gpu_launch.cli import submission, task_submission
 from gpu_launch.cli.context import Context, json_option, pass_context
-from gpu_launch.cli.upload import DEFAULT_MAX_BYTES, INDEX_VARIABLE
+from gpu_launch.cli.upload import DEFAULT_MAX_BYTES
 from gpu_launch.environment import SECRET_PREFIXES
 from gpu_launch.errors import UsageError
 from gpu_launch.options.definition import OPTIONS, LaunchOption, Surface
@@ -21,9 +21,6 @@ from gpu_launch.units import parse_memory
 
 _TASK_ENDINGS = (".yaml", ".yml")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-#: The broker takes no more tasks in one request.
-_MAX_TASKS = 1000
-_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6})(?::(\d{1,6}))?)?")
 #: `%gpu_launch`'s options that mean the same here.
 _LAUNCH_OPTIONS = tuple(option for option in OPTIONS if Surface.COMMAND in option.surfaces)
 
@@ -46,11 +43,6 @@ def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs in all, on as few nodes as are free.")
-@click.option(
-    "--array",
-    metavar="INDEXES",
-    help=f"One task of one GPU for each index, such as 0-9, 0-100:10 or 1,3,5; it is in {INDEX_VARIABLE}.",
-)
 @launch_options
 @click.option("-e", "--env", multiple=True, metavar="NAME[=VALUE]", help="Set a variable; NAME alone takes yours.")
 @click.option(
@@ -83,7 +75,9 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
         arguments=arguments,
         values={str(name): value for name, value in launch_values.items() if value not in (None, False)},
         gpus=given["gpus"],
-        indexes=None if given["array"] is None else parse_indexes(given["array"]),
+        array=given["array"],
+        after=None if given["after"] is None else submission.find_predecessor(context, given["after"]),
+        retries=given["retries"],
         envs=parse_variables("--env", given["env"], os.environ),
         secrets=parse_variables("--secret", given["secret"], os.environ),
         name=given["name"],
@@ -132,32 +126,6 @@ def _check_name(flag: str, name: str) -> None:
         raise UsageError(f"{flag} {name}: a variable's name is needed, such as {flag} LR=0.1.")
     if name.startswith(SECRET_PREFIXES):
         raise UsageError(f"{flag} {name}: variables of JupyterHub and ipyparallel are not passed to jobs.")
-
-
-def parse_indexes(text: str) -> tuple[int, ...]:
-    """Return the indexes in `0-9`, `0-100:10`, `1,3,5` or a mixture of them, each once and in order.
-
-    Raises:
-        UsageError: for anything else, for too many, and for a limit of running tasks, which the broker does not have.
-    """
-    ranges, has_limit, limit = text.partition("%")
-    if has_limit:
-        raise UsageError(
-            f"--array {text}: the broker has no limit for the running tasks of one array, so leave out %{limit}. Your "
-            "limits, and the queue, apply to every task."
-        )
-    indexes: dict[int, None] = {}
-    for part in ranges.split(","):
-        match = _RANGE.fullmatch(part)
-        first = int(match[1]) if match else 0
-        last = int(match[2] or first) if match else -1
-        step = int(match[3] or 1) if match else 1
-        if match is None or last < first or step < 1:
-            raise UsageError(f"--array {text}: indexes such as 0-9, 0-100:10 or 1,3,5 are needed.")
-        indexes |= dict.fromkeys(range(first, last + 1, step))
-    if len(indexes) > _MAX_TASKS:
-        raise UsageError(f"--array {text}: {len(indexes)} tasks are more than one array may have, {_MAX_TASKS}.")
-    return tuple(indexes)
 
 
 COMMANDS: tuple[click.Command, ...] = (run,)

@@ -13,12 +13,15 @@ from gpu_launch.broker.holdings import format_holdings, list_holdings
 from gpu_launch.broker.models import WAITING, Cluster, Gpu, GpuRequest, Job
 from gpu_launch.cli import follow, job_lookup, tables, upload
 from gpu_launch.cli.context import Context
+from gpu_launch.cli.jobs import list_own_jobs
 from gpu_launch.cli.upload import JobSubmission, UploadSet, load_text, send_job
 from gpu_launch.common import job_manifest, run_folder
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import plan
 from gpu_launch.options import command
 from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.value_types import ArrayTasks
+from gpu_launch.output import text as render
 
 #: The folder of the jobs' working directories, below the home.
 FOLDER = "gpu-launch"
@@ -79,8 +82,12 @@ class RunArguments:
     #: The options of a launch that were typed, checked, by option name.
     values: Mapping[str, Any]
     gpus: int | None
-    #: Of the tasks of an array; None for a single job.
-    indexes: tuple[int, ...] | None
+    #: None for a single job.
+    array: ArrayTasks | None
+    #: The run id of the job or array that must succeed before; None for none.
+    after: str | None
+    #: None where it was not given.
+    retries: int | None
     envs: dict[str, str]
     secrets: dict[str, str]
     name: str
@@ -89,6 +96,23 @@ class RunArguments:
     no_workdir: bool
     most_bytes: int
     here: Path
+
+    @property
+    def indexes(self) -> tuple[int, ...] | None:
+        """Return the indexes of the array's tasks; None for a single job."""
+        return None if self.array is None else self.array.indexes
+
+
+def find_predecessor(context: Context, text: str) -> str:
+    """Return the run id of the job, or of the array, that the user named for `--after`.
+
+    Raises:
+        UsageError: There is none, or it is a notebook's launch.
+    """
+    jobs = job_lookup.match_jobs(text, list_own_jobs(context, ended=True))
+    if not jobs[0].detached:
+        raise UsageError(f"--after {text}: {jobs[0].run_id} is a notebook's launch; only jobs can be waited for.")
+    return jobs[0].run_id if len(jobs) == 1 or jobs[0].array is None else jobs[0].array
 
 
 def from_script(context: Context, asked: RunArguments) -> JobSubmission:
@@ -128,24 +152,10 @@ def fit_to_cluster(asked: RunArguments, options: LaunchOptions, cluster: Cluster
     if asked.gpus is not None:
         nodes, each = choose_layout(asked.gpus, cluster, options.demand)
         options = replace(options, nnodes=nodes, least_nnodes=None, nproc_per_node=each)
-    if asked.indexes is not None:
-        _check_array_options(options)
+    plan.check_array(options)
     least = options.nnodes if options.least_nnodes is None else options.least_nnodes
     _check_layout(least, options.nproc_per_node, cluster, options.demand)
     return options
-
-
-def _check_array_options(options: LaunchOptions) -> None:
-    """Refuse options that ask for more than one GPU for each task.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    if options.least_nnodes is not None:
-        raise UsageError("--array and --nnodes MIN:MAX exclude each other: each task of an array has one GPU.")
-    for flag, value in (("--nnodes", options.nnodes), ("--nproc-per-node", options.nproc_per_node)):
-        if value != 1:
-            raise UsageError(f"--array and {flag} {value} exclude each other: each task of an array has one GPU.")
 
 
 def scan_workdir(asked: RunArguments, workdir: str) -> UploadSet | None:
@@ -164,9 +174,14 @@ def scan_workdir(asked: RunArguments, workdir: str) -> UploadSet | None:
 
 
 def build_submission(
-    asked: RunArguments, manifest: job_manifest.JobManifest, options: LaunchOptions, load: UploadSet | None
+    asked: RunArguments,
+    manifest: job_manifest.JobManifest,
+    options: LaunchOptions,
+    load: UploadSet | None,
+    *,
+    retries: int = 0,
 ) -> JobSubmission:
-    """Return the job of these parts."""
+    """Return the job of these parts; `retries` counts where the command line has no `--retry`."""
     return JobSubmission(
         manifest=manifest,
         nnodes=options.nnodes,
@@ -176,6 +191,9 @@ def build_submission(
         profile=asked.profile,
         load=load,
         indexes=asked.indexes,
+        max_running=None if asked.array is None else asked.array.limit,
+        after=asked.after,
+        retries=retries if asked.retries is None else asked.retries,
     )
 
 
@@ -237,10 +255,12 @@ def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: b
         "detached": True,
         "profile": job.profile,
         "name": job.manifest.name,
+        "after": job.after,
+        "max_retries": job.retries,
     }
     if job.indexes is None:
         return [context.broker.create_job(**request)]
-    return context.broker.create_array(count=len(job.indexes), **request)
+    return context.broker.create_array(count=len(job.indexes), max_running=job.max_running, **request)
 
 
 def build_plan_json(job: JobSubmission, *, batch: bool) -> dict[str, Any]:
@@ -257,6 +277,9 @@ def build_plan_json(job: JobSubmission, *, batch: bool) -> dict[str, Any]:
         "nproc_per_node": job.nproc_per_node,
         "batch": batch,
         "array": None if job.indexes is None else list(job.indexes),
+        "max_running": job.max_running,
+        "after": job.after,
+        "retries": job.retries,
         "demand": job.demand.build_body(),
         "files": [entry.name.as_posix() for entry in load.entries if not entry.is_folder] if load else [],
         "bytes": load.size if load else 0,
@@ -273,6 +296,11 @@ def format_plan(job: JobSubmission) -> str:
     ]
     if job.indexes is not None:
         lines[-1] = f"ask for:    {job.demand.describe(1)} for each of {len(job.indexes)} tasks"
+        lines[-1] += "" if job.max_running is None else f", {job.max_running} at the same time"
+    if job.after is not None:
+        lines.append(f"start:      when {job.after} has succeeded")
+    if job.retries:
+        lines.append(f"try again:  after a failure, up to {render.format_times(job.retries)}")
     if job.manifest.task is None:
         lines.append(f"and run:    %gpu_launch {' '.join(job.manifest.words)}")
     else:

@@ -56,6 +56,9 @@ def build_job_json(job: Job) -> dict[str, Any]:
         "exit_code": job.exit_code,
         "reason": job.reason,
         "preemptions": job.preemptions,
+        "after": job.after,
+        "retries": job.retries,
+        "max_retries": job.max_retries,
     }
 
 
@@ -95,6 +98,15 @@ def build_job_row(job: Job, now: datetime) -> tuple[str, ...]:
         _format_time(job, now),
         "" if job.exit_code is None else str(job.exit_code),
     )
+
+
+def format_task_counts(tasks: Sequence[Job]) -> str:
+    """Format as `16 tasks of run-…: 4 running, 10 waiting, 2 done; 4 at the same time`."""
+    counts = Counter(derive_state(task) for task in tasks)
+    states = ", ".join(f"{number} {state}" for state, number in counts.most_common())
+    limit = tasks[0].array_limit
+    count = "1 task" if len(tasks) == 1 else f"{len(tasks)} tasks"
+    return f"{count} of {tasks[0].array}: {states}" + ("" if limit is None else f"; {limit} at the same time")
 
 
 def _format_time(job: Job, now: datetime) -> str:

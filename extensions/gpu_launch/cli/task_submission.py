@@ -176,7 +176,7 @@ def _build_job(context: Context, asked: RunArguments, task: _CheckedTask) -> Job
         environ=task.environ,
         secret_names=tuple(sorted(file.secrets.keys() | asked.secrets.keys())),
     )
-    return submission.build_submission(asked, manifest, task.options, load)
+    return submission.build_submission(asked, manifest, task.options, load, retries=file.retries)
 
 
 def _replace_paths(asked: RunArguments, commands: str, folder: str, mounts: tuple[file_mounts.PlacedMount, ...]) -> str:

@@ -7,8 +7,8 @@ import os
 import stat
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Self, cast
 
@@ -27,10 +27,6 @@ NEVER_SENT = frozenset({".git", "__pycache__"})
 #: More files are usually a mistake, such as uploading the home instead of a project.
 MAX_FILES = 100_000
 DEFAULT_MAX_BYTES = 512 * 1024**2
-#: Set for each task of an array.
-INDEX_VARIABLE = "GPU_LAUNCH_ARRAY_INDEX"
-#: SkyPilot's names for the number of a job among several of one task file, from 0, and for how many they are.
-_JOB_RANK, _JOB_COUNT = "SKYPILOT_JOB_RANK", "SKYPILOT_NUM_JOBS"
 _MAX_NAMED = 5
 
 
@@ -325,6 +321,12 @@ class JobSubmission:
     load: UploadSet | None = None
     #: Of the tasks of an array; None for a single job.
     indexes: tuple[int, ...] | None = None
+    #: Number of tasks that may run at the same time; None for all.
+    max_running: int | None = None
+    #: The run, or array, that must succeed before; None for none.
+    after: str | None = None
+    #: Number of times that it runs again after a failure.
+    retries: int = 0
 
 
 def send_job(context: Context, job: JobSubmission, run_id: str) -> None:
@@ -352,28 +354,13 @@ def _send_manifests(context: Context, job: JobSubmission, run_id: str) -> None:
         files = job_files.build_files(job.manifest)
         context.transfer.put(f"{jobs_path}/{run_id}", lambda tar: write_texts(tar, files))
         return
-    manifests = _split_manifest(job.manifest, run_id, job.indexes)
+    manifests = job_files.split_manifest(job.manifest, run_id, job.indexes)
     files = {
         f"{task_run}/{name}": data
         for task_run, manifest in manifests.items()
         for name, data in job_files.build_files(manifest).items()
     }
     context.transfer.put(jobs_path, lambda tar: write_texts(tar, files))
-
-
-def _split_manifest(
-    manifest: job_manifest.JobManifest, run_id: str, indexes: Sequence[int]
-) -> dict[str, job_manifest.JobManifest]:
-    """Return each task's manifest, by the run id that the broker gives the task: `RUN-0`, `RUN-1`, …"""
-    return {
-        f"{run_id}-{number}": replace(
-            manifest,
-            environ=manifest.environ
-            | {INDEX_VARIABLE: str(index)}
-            | ({} if manifest.task is None else {_JOB_RANK: str(number), _JOB_COUNT: str(len(indexes))}),
-        )
-        for number, index in enumerate(indexes)
-    }
 
 
 def send_load(context: Context, load: UploadSet, path: str) -> None:

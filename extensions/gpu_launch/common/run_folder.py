@@ -31,9 +31,9 @@ class RunFolder:
     """The paths of one run."""
 
     root: Path
-    #: Preemptions before the start of the current workers. Each start has other connection files, because workers of an
+    #: Starts of other workers before the current ones. Each start has other connection files, because workers of an
     #: earlier one may have been killed before they could remove theirs.
-    preemptions: int = 0
+    earlier_starts: int = 0
 
     @property
     def run_id(self) -> str:
@@ -100,7 +100,7 @@ class RunFolder:
 
     @property
     def _tag(self) -> str:
-        return f"-{self.preemptions}" if self.preemptions else ""
+        return f"-{self.earlier_starts}" if self.earlier_starts else ""
 
     def failures_file(self, node_rank: int, attempt: int) -> Path:
         """Return the path of the failed ranks of a node, as its torchrun reports them."""
@@ -139,9 +139,9 @@ def build_settings(*, is_detached: bool = False) -> dict[str, Any]:
     }
 
 
-def create_run(home: Path) -> RunFolder:
-    """Create the folder of a new run and remove old runs."""
-    run = open_run(home, new_run_id())
+def create_run(home: Path, run_id: str | None = None) -> RunFolder:
+    """Create the folder of a new run, with a new id unless one is given, and remove old runs."""
+    run = open_run(home, new_run_id() if run_id is None else run_id)
     run.root.mkdir(parents=True, mode=0o700)
     # mkdir's mode is subject to the umask, and is not applied to parents.
     for path in (run.root, run.root.parent, run.root.parent.parent):

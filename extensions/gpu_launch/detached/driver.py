@@ -89,7 +89,7 @@ def find_exchange(run: RunFolder) -> ExchangeFiles | None:
 def main() -> None:
     """Run the job, and end with its exit code."""
     env = environment.read()
-    code = Driver(RunFolder(root=Path(sys.argv[1]), preemptions=env.preemptions), env).run()
+    code = Driver(RunFolder(root=Path(sys.argv[1]), earlier_starts=env.earlier_starts), env).run()
     sys.stderr.flush()
     # All files are written; a thread of a library must not keep the container alive.
     os._exit(code)
@@ -173,6 +173,8 @@ class Driver:
         attempt, preemptions = self._journal.state.attempt, self._env.preemptions
         if not attempt:
             return "starts"
+        if self._env.retries:
+            return f"starts again, attempt {self._env.retries + 1} of {self._env.max_retries + 1},"
         return f"starts again, preempted {render.format_times(preemptions)}," if preemptions else "starts again"
 
     def _observe(self) -> dict[str, Any]:
@@ -201,6 +203,9 @@ class Driver:
         code = _USAGE if isinstance(error, UsageError) else _FAILED
         if first is not None and first.exit_code:
             code = first.exit_code if first.exit_code > 0 else 128 - first.exit_code
+        if self._env.retries < self._env.max_retries:
+            # Not its last state: readers wait for the next start, which needs the secrets in the manifest.
+            return self._close("cancelled", code, str(error))
         return self._close("failed", code, str(error))
 
     def _close(self, state: str, code: int, error: str = "") -> int:
@@ -209,6 +214,8 @@ class Driver:
         text = {"done": f"done in {span}", "cancelled": f"ended by SIGTERM after {span}"}.get(
             state, f"failed with exit code {code} after {span}"
         )
+        if state == "cancelled" and not self._is_stopping:
+            text = f"failed with exit code {code} after {span}; it is started again"
         reason = f"{error.rstrip()}\n" if error else ""
         if state in job_manifest.FINAL_STATES:
             reason += self._remove_secrets()

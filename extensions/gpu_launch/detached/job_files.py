@@ -15,9 +15,29 @@ that folder. The job makes folders that are missing, such as `logs`. A laptop im
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 
 from gpu_launch.common import run_folder
 from gpu_launch.common.job_manifest import JobManifest, dump_json
+
+#: Set for each task of an array.
+INDEX_VARIABLE = "GPU_LAUNCH_ARRAY_INDEX"
+#: SkyPilot's names for the number of a job among several of one task file, from 0, and for how many they are.
+_JOB_RANK, _JOB_COUNT = "SKYPILOT_JOB_RANK", "SKYPILOT_NUM_JOBS"
+
+
+def split_manifest(manifest: JobManifest, run_id: str, indexes: Sequence[int]) -> dict[str, JobManifest]:
+    """Return each task's manifest, by the run id that the broker gives the task: `RUN-0`, `RUN-1`, …"""
+    return {
+        f"{run_id}-{number}": replace(
+            manifest,
+            environ=manifest.environ
+            | {INDEX_VARIABLE: str(index)}
+            | ({} if manifest.task is None else {_JOB_RANK: str(number), _JOB_COUNT: str(len(indexes))}),
+        )
+        for number, index in enumerate(indexes)
+    }
 
 
 def build_files(manifest: JobManifest) -> dict[str, bytes]:

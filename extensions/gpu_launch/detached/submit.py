@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gpu_launch import environment
 from gpu_launch.broker import models
@@ -20,7 +21,7 @@ from gpu_launch.environment import Environment
 from gpu_launch.errors import GpuLaunchError, UsageError
 from gpu_launch.launch import dry_run
 from gpu_launch.launch.dry_run import DryRunReport
-from gpu_launch.launch.plan import missing_broker
+from gpu_launch.launch.plan import check_array, missing_broker
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest, validate
 from gpu_launch.options import command
 from gpu_launch.options.definition import LaunchOptions
@@ -44,6 +45,8 @@ class Submitted:
     waiting_for: str | None
     #: What the user holds of the requested kind, while it waits.
     holdings: tuple[Holding, ...] = ()
+    #: Run ids of an array's tasks, whose common id is `run_id`; empty for a single job.
+    tasks: tuple[str, ...] = ()
 
 
 def submit_from_notebook(
@@ -62,12 +65,15 @@ def submit_from_notebook(
     validated = validate_detached(
         options, cell=cell, env=env, broker=broker, user_set=environment.find_changes(before, os.environ)
     )
-    run = _write(validated, env, exchange)
+    options = replace(options, after=None if options.after is None else find_predecessor(broker, options.after))
+    run = run_folder.open_run(env.home, run_folder.new_run_id())
+    folders = _write(validated, env, run, exchange)
     try:
-        job = request_job(validated, broker, run, env)
+        jobs = request_jobs(validated, broker, run, env, after=options.after)
     except BaseException:
-        _withdraw(broker, run)
+        _withdraw(broker, run, folders)
         raise
+    job = jobs[0]
     return Submitted(
         run_id=run.run_id,
         job_id=job.id,
@@ -75,10 +81,24 @@ def submit_from_notebook(
         state=job.state,
         position=job.position,
         waiting_for=job.waiting_for,
-        holdings=list_holdings(broker, [job], validated.plan.demand, server=None)
-        if job.state == models.WAITING
-        else (),
+        holdings=list_holdings(broker, jobs, validated.plan.demand, server=None) if job.state == models.WAITING else (),
+        tasks=() if options.array is None else tuple(task.run_id for task in jobs),
     )
+
+
+def find_predecessor(broker: BrokerClient, text: str) -> str:
+    """Return the run id that `--after` names: of an own detached job or array, or a unique end of one.
+
+    Raises:
+        UsageError: There is none, or there are several.
+    """
+    jobs = [job for job in broker.list_jobs(ended=True) if job.detached]
+    ids = {run for job in jobs for run in (job.run_id, job.array) if run is not None}
+    matches = [text] if text in ids else sorted(run for run in ids if run.endswith(text))
+    if len(matches) != 1:
+        found = f"several jobs have this end: {', '.join(matches[:5])}" if matches else "you have no such job"
+        raise UsageError(f"--after {text}: {found}. %gpu_status lists them.")
+    return matches[0]
 
 
 def build_dry_run(
@@ -95,7 +115,7 @@ def build_dry_run(
     validated = validate_detached(options, cell=cell, env=env, broker=broker, user_set=user_set)
     run = run_folder.open_run(env.home, dry_run.RUN)
     recorder = dry_run.RequestRecorder()
-    request_job(validated, recorder, run, env)
+    request_jobs(validated, recorder, run, env, after=options.after)
     report = dry_run.report_new_workers(validated, broker, run, recorder.body)
     return dry_run.complete_report(replace(report, manifest=build_manifest(validated)), run, env.home, exchange)
 
@@ -108,6 +128,7 @@ def validate_detached(
     Raises:
         UsageError: for a request that can never be met.
     """
+    check_array(options)
     if missing := missing_broker(env):
         raise UsageError(f"--detach needs the broker: {missing}.")
     try:
@@ -148,42 +169,67 @@ def below_home(path: Path, home: Path) -> str:
     return str(path.resolve())
 
 
-def _write(validated: ValidatedRequest, env: Environment, exchange: ExchangeFiles | None) -> run_folder.RunFolder:
-    run = run_folder.create_run(env.home)
+def _write(
+    validated: ValidatedRequest, env: Environment, run: run_folder.RunFolder, exchange: ExchangeFiles | None
+) -> list[run_folder.RunFolder]:
+    """Write the folder of the job, or of each task of an array; return them."""
+    array, manifest = validated.request.options.array, build_manifest(validated)
+    manifests = (
+        {run.run_id: manifest} if array is None else job_files.split_manifest(manifest, run.run_id, array.indexes)
+    )
+    folders: list[run_folder.RunFolder] = []
     try:
-        for name, data in job_files.build_files(build_manifest(validated)).items():
-            run_folder.write_private(run.root / name, data)
-        if exchange is not None:
-            exchange.write(run.exchange)
+        for run_id, task_manifest in manifests.items():
+            folder = run_folder.create_run(env.home, run_id)
+            folders.append(folder)
+            for name, data in job_files.build_files(task_manifest).items():
+                run_folder.write_private(folder.root / name, data)
+            if exchange is not None:
+                exchange.write(folder.exchange)
     except OSError as error:
-        shutil.rmtree(run.root, ignore_errors=True)
+        _remove(folders)
         raise GpuLaunchError(f"The job's folder {run.root} cannot be written: {error.strerror}.") from None
-    return run
+    return folders
 
 
-def _withdraw(broker: BrokerClient, run: run_folder.RunFolder) -> None:
-    """Remove the folder and the job: the broker may have accepted it although its answer did not arrive."""
+def _remove(folders: Iterable[run_folder.RunFolder]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder.root, ignore_errors=True)
+
+
+def _withdraw(broker: BrokerClient, run: run_folder.RunFolder, folders: Iterable[run_folder.RunFolder]) -> None:
+    """Remove the folders and the jobs: the broker may have accepted them although its answer did not arrive."""
     with contextlib.suppress(GpuLaunchError):
         for job in broker.list_jobs():
-            if job.run_id == run.run_id:
+            if run.run_id in (job.run_id, job.array):
                 broker.delete_job(job.id)
-    shutil.rmtree(run.root, ignore_errors=True)
+    _remove(folders)
 
 
-def request_job(
-    validated: ValidatedRequest, broker: BrokerClient, run: run_folder.RunFolder, env: Environment
-) -> models.Job:
-    """Ask the broker for the job; a `RequestRecorder` only keeps the request."""
-    plan = validated.plan
-    return broker.create_job(
-        run_id=run.run_id,
-        nnodes=plan.nnodes,
-        min_nnodes=plan.least_nnodes if plan.is_elastic else None,
-        nproc_per_node=plan.nproc_per_node,
-        server=env.server,
-        exclude_nodes=(),
-        demand=plan.demand,
-        batch=True,
-        detached=True,
-        name=build_name(validated.request.options),
-    )
+def request_jobs(
+    validated: ValidatedRequest,
+    broker: BrokerClient,
+    run: run_folder.RunFolder,
+    env: Environment,
+    *,
+    after: str | None = None,
+) -> list[models.Job]:
+    """Ask the broker for the job, or the tasks of an array; a `RequestRecorder` only keeps the request."""
+    plan, options = validated.plan, validated.request.options
+    request: dict[str, Any] = {
+        "run_id": run.run_id,
+        "nnodes": plan.nnodes,
+        "min_nnodes": plan.least_nnodes if plan.is_elastic else None,
+        "nproc_per_node": plan.nproc_per_node,
+        "server": env.server,
+        "exclude_nodes": (),
+        "demand": plan.demand,
+        "batch": True,
+        "detached": True,
+        "name": build_name(options),
+        "after": after,
+        "max_retries": options.retries,
+    }
+    if options.array is None:
+        return [broker.create_job(**request)]
+    return broker.create_array(count=len(options.array.indexes), max_running=options.array.limit, **request)

@@ -67,7 +67,8 @@ class RequestRecorder(BrokerClient):
 
     def _request(self, method: str, path: str, *, body: Any = None, **_: Any) -> Any:
         self.body = body
-        return {"id": "", "run_id": RUN, "state": "", "version": 0}
+        job = {"id": "", "run_id": RUN, "state": "", "version": 0}
+        return [job] if "count" in body else job
 
 
 def build_report(
@@ -196,7 +197,8 @@ def _request_text(report: DryRunReport) -> str:
         return f"It would run at once on idle workers of this notebook: {report.idle_workers}"
     if report.body is None:
         return "The broker would not be asked: this notebook's own GPUs are enough."
-    return "Asked of the broker, POST /jobs:\n" + json.dumps(report.body, indent=2, ensure_ascii=False)
+    path = "/jobs/arrays" if "count" in report.body else "/jobs"
+    return f"Asked of the broker, POST {path}:\n" + json.dumps(report.body, indent=2, ensure_ascii=False)
 
 
 def _free_text(report: DryRunReport) -> str:

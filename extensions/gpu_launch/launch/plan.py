@@ -9,6 +9,7 @@ from datetime import datetime
 from gpu_launch.broker.models import PREEMPTING, WAITING, Cluster, Gpu, GpuRequest, Job, Node
 from gpu_launch.environment import Environment
 from gpu_launch.errors import UsageError
+from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output.text import format_count, format_nodes, format_queue_state
 
 
@@ -41,6 +42,21 @@ class LaunchPlan:
     def is_elastic(self) -> bool:
         """Return whether it may continue with fewer nodes."""
         return self.least_nnodes < self.nnodes
+
+
+def check_array(options: LaunchOptions) -> None:
+    """Refuse an array whose options ask for more than one GPU for each task.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if options.array is None:
+        return
+    if options.least_nnodes is not None:
+        raise UsageError("--array and --nnodes MIN:MAX exclude each other: each task of an array has one GPU.")
+    for flag, value in (("--nnodes", options.nnodes), ("--nproc-per-node", options.nproc_per_node)):
+        if value != 1:
+            raise UsageError(f"--array and {flag} {value} exclude each other: each task of an array has one GPU.")
 
 
 def format_job_state(job: Job, plan: LaunchPlan, now: datetime) -> str:

@@ -284,6 +284,13 @@ def _print_submitted(job: Submitted) -> None:
 
     place = f", at position {job.position} in the queue" if job.position else ""
     waits = f", waits for {job.waiting_for.removeprefix('waits for ')}" if job.waiting_for else ""
+    if job.tasks:
+        sys.stdout.write(
+            f"{job.run_id} runs without this notebook: {len(job.tasks)} tasks, {job.tasks[0]} to {job.tasks[-1]}"
+            f"{waits}.\n%gpu_logs {job.tasks[0]} -f shows one's output, %gpu_status all states, and "
+            f"%gpu_cancel {job.run_id} ends all of them.\n"
+        )
+        return
     sys.stdout.write(
         f"{job.run_id} runs without this notebook: {job.state}{place}{waits}.\n"
         f"%gpu_logs {job.run_id} -f shows its output, %gpu_status its state, and %gpu_cancel {job.run_id} ends it.\n"

@@ -21,6 +21,7 @@ from gpu_launch.options.definition import (
     BY_NAME,
     DEMAND_FIELDS,
     EXCLUDING,
+    JOB_FIELDS,
     NOT_IN_MANIFEST,
     OPTIONS,
     REFUSED,
@@ -146,6 +147,7 @@ def parse_words(words: Sequence[str], *, cell: bool = False) -> LaunchOptions:
     if typed.values.get("help"):
         return LaunchOptions(help=True)
     options = build(typed.values, torchrun_flags=typed.torchrun_flags)
+    _check_is_job(options)
     if cell:
         return _with_cell(options, typed)
     if not typed.rest:
@@ -219,6 +221,12 @@ def format_words(options: LaunchOptions) -> tuple[str, ...]:
         flags.append(option.flag if option.is_flag else f"{option.flag}={option.write(_get(options, name))}")
     script = (options.script,) if options.script else ()
     return (*flags, *options.torchrun_flags, "--", *script, *options.arguments)
+
+
+def _check_is_job(options: LaunchOptions) -> None:
+    for name in JOB_FIELDS:
+        if not options.detach and not _is_default(options, name):
+            raise UsageError(f"{BY_NAME[name].flag} is for jobs that run without this notebook: add --detach.")
 
 
 def _with_cell(options: LaunchOptions, typed: TypedLine) -> LaunchOptions:

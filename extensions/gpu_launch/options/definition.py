@@ -45,6 +45,10 @@ class LaunchOptions:
     keep_s: int | None = None
     #: It runs without the notebook.
     detach: bool = False
+    #: Of a job alone: the tasks of an array, the run that must succeed before, and the number of further tries.
+    array: types.ArrayTasks | None = None
+    after: str | None = None
+    retries: int = 0
     dry_run: bool = False
     #: More torchrun flags, such as `--role=trainer`.
     torchrun_flags: tuple[str, ...] = ()
@@ -84,7 +88,11 @@ _RANKS, _FUNCTION, _COMMAND = Surface.RANKS, Surface.FUNCTION, Surface.COMMAND
 _ALL = (_RANKS, _FUNCTION, _COMMAND)
 DEMAND_FIELDS = frozenset(item.name for item in fields(GpuRequest))
 #: Options about asking for GPUs and about the notebook: a detached job's driver does not need them.
-NOT_IN_MANIFEST = DEMAND_FIELDS | {"timeout_s", "send", "returns", "keep_s", "detach", "dry_run", "help"}
+#: Options of a job that runs without the notebook.
+JOB_FIELDS = ("array", "after", "retries")
+NOT_IN_MANIFEST = (
+    DEMAND_FIELDS | {"timeout_s", "send", "returns", "keep_s", "detach", "dry_run", "help"} | frozenset(JOB_FIELDS)
+)
 _SPANS = ("10m", "30m", "1h", "4h", "1d")
 _STREAMS = ("0", "1", "2", "3")
 
@@ -233,6 +241,32 @@ OPTIONS: tuple[LaunchOption, ...] = (
         section=_TIMES,
         surfaces=(),
         help="submit it as a job that runs without this notebook; %gpu_logs and %gpu_status show it",
+    ),
+    LaunchOption(
+        "--array",
+        section=_TIMES,
+        surfaces=(_COMMAND,),
+        type=types.ARRAY,
+        metavar="INDEXES[%N]",
+        help="one task of one GPU for each index, such as 0-9, 0-100:10 or 1,3,5, N at the same time; its index "
+        "is in GPU_LAUNCH_ARRAY_INDEX",
+    ),
+    LaunchOption(
+        "--after",
+        section=_TIMES,
+        surfaces=(_COMMAND,),
+        type=types.RUN,
+        metavar="RUN",
+        help="wait for GPUs only when this run, or all tasks of this array, have succeeded; end if they do not",
+    ),
+    LaunchOption(
+        "--retry",
+        "retries",
+        section=_TIMES,
+        surfaces=(_COMMAND,),
+        type=types.number(0, types.MAX_RETRIES),
+        metavar="N",
+        help="run the job again after a failure, up to N times, but not after a cancel (0)",
     ),
     LaunchOption("--dry-run", section=_TIMES, surfaces=(), help="show the request and the commands, and do nothing"),
     LaunchOption(

@@ -9,6 +9,7 @@ import keyword
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -19,6 +20,8 @@ from gpu_launch.errors import UsageError
 MAX_NODES, MAX_PROCESSES, MAX_MODELS, MAX_PRIORITY = 1024, 64, 16, 100
 MIN_TIME_LIMIT_S, MAX_TIME_LIMIT_S = 60, 366 * 86400
 MAX_KEEP_S = 86400
+#: The broker takes no more tasks in one request, and tries a failed job no more often.
+MAX_TASKS, MAX_RETRIES = 1000, 100
 #: As in torch.numa.binding.
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
 _COUNTED_BY_TORCHRUN = frozenset({"auto", "gpu", "cpu", "xpu"})
@@ -26,7 +29,17 @@ _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 _SECONDS = re.compile(r"(?=.*[1-9])\d{1,7}(\.\d{1,3})?")
 _RANKS = re.compile(r"\d{1,6}(,\d{1,6})*")
 _SIGNAL = re.compile(r"SIG[A-Z0-9]{2,12}")
+_INDEXES = re.compile(r"(\d{1,6})(?:-(\d{1,6})(?::(\d{1,6}))?)?")
 _ROLE = re.compile(r"[\w.-]{1,64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayTasks:
+    """The tasks of an array: the index of each, and how many may run at the same time."""
+
+    indexes: tuple[int, ...]
+    #: None for all.
+    limit: int | None = None
 
 
 class OptionType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
@@ -164,11 +177,36 @@ def _read_signals(flag: str, value: str) -> str:
     return value
 
 
+def _read_array(flag: str, value: str) -> ArrayTasks:
+    """Return the indexes in `0-9`, `0-100:10`, `1,3,5` or a mixture, each once, and the limit in `0-9%4`."""
+    ranges, has_limit, limit = value.partition("%")
+    if has_limit and (not re.fullmatch(r"\d{1,4}", limit) or not 1 <= int(limit) <= MAX_TASKS):
+        raise UsageError(f"{flag} {value}: after %, the number of tasks that may run at once is needed, such as 0-9%4.")
+    indexes: dict[int, None] = {}
+    for part in ranges.split(","):
+        match = _INDEXES.fullmatch(part)
+        first = int(match[1]) if match else 0
+        last = int(match[2] or first) if match else -1
+        step = int(match[3] or 1) if match else 1
+        if match is None or last < first or step < 1:
+            raise UsageError(f"{flag} {value}: indexes such as 0-9, 0-100:10 or 1,3,5 are needed.")
+        indexes |= dict.fromkeys(range(first, last + 1, step))
+    if len(indexes) > MAX_TASKS:
+        raise UsageError(f"{flag} {value}: {len(indexes)} tasks are more than one array may have, {MAX_TASKS}.")
+    return ArrayTasks(indexes=tuple(indexes), limit=int(limit) if has_limit else None)
+
+
+def _write_array(value: ArrayTasks) -> str:
+    return ",".join(map(str, value.indexes)) + ("" if value.limit is None else f"%{value.limit}")
+
+
 _STREAMS_RIGHT = "0, 1 (stdout), 2 (stderr), 3 (both) or 0:3,1:1"
 PROCESSES = OptionType("number", _read_processes)
 NODES = OptionType("nodes", _read_nodes, _write_nodes)
 MODELS = OptionType("models", _read_models, ",".join, lists=True)
 MEMORY = OptionType("memory", units.parse_memory, units.write_memory)
+ARRAY = OptionType("array", _read_array, _write_array)
+RUN = pattern(re.compile(r"\S{1,64}"), "a run's id, or a job's name")
 SECONDS = OptionType(
     "seconds", lambda flag, value: float(_match(flag, value, _SECONDS, "a number of seconds above 0")), "{:g}".format
 )

@@ -123,7 +123,7 @@ def run_engine(folder: Path) -> None:
 
     It imports its modules while it waits for the connection file.
     """
-    run = RunFolder(root=folder, preemptions=environment.read().preemptions)
+    run = RunFolder(root=folder, earlier_starts=environment.read().earlier_starts)
     settings = json.loads(run.settings.read_text())
     # The engine must not outlive a worker that was killed.
     processes.die_with_parent(signal.SIGKILL, os.getppid())

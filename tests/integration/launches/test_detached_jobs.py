@@ -423,3 +423,22 @@ def test_stacks_of_a_silent_job_are_shown_once_and_on_request(make_job):
     assert job.output.count("where the 2 ranks are") == 1
     assert not job.run.stacks.exists() and not job.run.stacks_request.exists()
     job.stop()
+
+
+def test_a_failed_job_with_tries_left_keeps_its_secrets_for_the_next_start(make_job):
+    """Readers do not take its failure for the end; the last try's failure is."""
+    job = make_job(1)
+    job.write("train.py", "import os; print('token', len(os.environ['TOKEN']), flush=True); raise SystemExit(3)")
+    job.send("--", "train.py", secret_names=("TOKEN",), TOKEN="secret")
+    for retries, state, line in (
+        ("0/1", "cancelled", "gpu_launch: failed with exit code 3 after "),
+        ("1/1", "failed", "gpu_launch: train.py starts again, attempt 2 of 2, on rig1"),
+    ):
+        job.retries = retries
+        job.start()
+        assert job.end() == 3, job.output
+        assert (job.state.state, job.state.exit_code) == (state, 3)
+        assert line in job.output
+    assert job.output.count("token 6") == 2
+    assert job.output.count("; it is started again\n") == 1
+    assert "secret" not in job.run.manifest.read_text()

@@ -76,7 +76,9 @@ class FakeHub:
         """End a job."""
         self.change(run, state="ended", exit_code=code, reason=reason, ended_at=_now())
 
-    def add(self, run: str, *, name: str = "", owner: str = USER, detached: bool = True) -> dict[str, Any]:
+    def add(
+        self, run: str, *, name: str = "", owner: str = USER, detached: bool = True, array: str | None = None
+    ) -> dict[str, Any]:
         """Add a job that was submitted before."""
         self.jobs[f"job-{run}"] = job = {
             "id": f"job-{run}",
@@ -90,6 +92,7 @@ class FakeHub:
             "lease": {"position": 2, "waiting_for": "1 × any GPU: held by ben"},
             "detached": detached,
             "name": name,
+            "array": array,
             "created_at": _now(),
             "exit_code": None,
             "reason": None,

@@ -31,6 +31,8 @@ class Job:
         self.run = run_folder.open_run(home, run_folder.new_run_id())
         self.processes: list[subprocess.Popen[bytes]] = []
         self.preemptions = 0
+        #: Tries after failures, such as `1/3`.
+        self.retries = ""
 
     def write(self, name: str, source: str) -> None:
         """Write a script in the job's working folder."""
@@ -67,6 +69,7 @@ class Job:
                 "GPU_LAUNCH_WORKER": str(index),
                 "GPU_LAUNCH_ROSTER": json.dumps([self._worker(number) for number in range(self.nodes)]),
                 "GPU_LAUNCH_PREEMPTIONS": str(self.preemptions),
+                "GPU_LAUNCH_RETRIES": self.retries,
                 CONTAINER: self._container(index),
             }
             command = [PYTHON, "-m", "gpu_launch.worker.main"]

@@ -46,7 +46,7 @@ _NO_EFFECT = {
     "resources.accelerator_args": f"{_CLOUDS}: it is for TPUs",
     "resources.use_spot": f"{_CLOUDS}; --scavenge asks for GPUs that others may take when they need them",
     "resources.spot_recovery": f"{_CLOUDS}: a preempted job starts again, and a failed one does not",
-    "resources.job_recovery": f"{_CLOUDS}: a preempted job starts again, and a failed one does not",
+    "resources.job_recovery": f"{_CLOUDS}: a preempted job starts again, and `max_restarts_on_errors` tries again",
     "resources.image_id": f"{_CLOUDS}; --profile NAME chooses one of the cluster's images",
     "resources.ports": "has no effect here: nothing outside reaches a job",
     "resources.autostop": f"{_CLOUDS}: a job's GPUs are free when it ends; --time-limit ends it sooner",

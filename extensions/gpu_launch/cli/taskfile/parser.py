@@ -33,6 +33,8 @@ class TaskFile:
     alternatives: tuple[Accelerators | None, ...] = ()
     #: The container image that the commands expect, as written; empty for any.
     image: str = ""
+    #: Number of times that the job runs again after a failure.
+    retries: int = 0
     #: None for a value that the command line must give.
     envs: dict[str, str | None] = field(default_factory=dict)
     secrets: dict[str, str | None] = field(default_factory=dict)
@@ -158,6 +160,7 @@ def _set_resources(task: TaskFile, item: YamlItem) -> TaskFile:
         accelerators=resources.accelerators,
         alternatives=resources.alternatives,
         image=resources.image,
+        retries=resources.retries,
         notes=task.notes + resources.notes,
     )
 

@@ -10,6 +10,7 @@ from gpu_launch.cli.taskfile.accelerators import Accelerators, parse_accelerator
 from gpu_launch.cli.taskfile.document import YamlItem
 from gpu_launch.cli.taskfile.keys import note_ignored, note_unused
 from gpu_launch.errors import UsageError
+from gpu_launch.options.value_types import MAX_RETRIES
 
 _ALTERNATIVES = ("resources.any_of", "resources.ordered")
 #: `8`, `8+`, `0.5`, and `4x` for a multiple; sizes also have a unit.
@@ -28,6 +29,8 @@ class Resources:
     alternatives: tuple[Accelerators | None, ...] = ()
     #: The container image that the commands expect, as written; empty for any.
     image: str = ""
+    #: Number of times that the job runs again after a failure.
+    retries: int = 0
     #: Keys without effect, for a person.
     notes: tuple[str, ...] = ()
 
@@ -98,9 +101,26 @@ def _parse_key(item: YamlItem, resources: Resources) -> Resources:
             raise item.build_error(f"is {item.value!r}: a size such as 8+ is needed.")
         note = note_ignored(item, "a job gets the share of its nodes that the cluster gives")
         return replace(resources, notes=(*resources.notes, note))
+    if item.key == "resources.job_recovery" and isinstance(item.value, dict):
+        return _parse_recovery(item, resources)
     if item.key == "resources.image_id" and (image := _find_container_image(item)):
         return replace(resources, image=image)
     return replace(resources, notes=resources.notes + note_unused(item))
+
+
+def _parse_recovery(item: YamlItem, resources: Resources) -> Resources:
+    """Return the resources with the tries of `max_restarts_on_errors`; its other keys are about a cloud's machines."""
+    for sub_item in item.items:
+        if sub_item.key == "resources.job_recovery.max_restarts_on_errors":
+            if isinstance(sub_item.value, bool) or not isinstance(sub_item.value, int):
+                raise sub_item.build_error(f"is {sub_item.value!r}: a number from 0 to {MAX_RETRIES} is needed.")
+            if not 0 <= sub_item.value <= MAX_RETRIES:
+                raise sub_item.build_error(f"is {sub_item.value}: a number from 0 to {MAX_RETRIES} is needed.")
+            resources = replace(resources, retries=sub_item.value)
+        else:
+            note = note_ignored(sub_item, "a preempted job waits again on this cluster, whatever the strategy")
+            resources = replace(resources, notes=(*resources.notes, note))
+    return resources
 
 
 def _find_container_image(item: YamlItem) -> str:

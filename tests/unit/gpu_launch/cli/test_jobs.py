@@ -166,3 +166,17 @@ def test_completion_caches_runs(hub: FakeHub) -> None:
         kept.unlink()
     hub.outage = 503
     assert complete("run-2026") == []
+
+
+def test_tasks_of_an_array_are_one_table(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """In their order, ended ones too, with the states counted."""
+    for number in range(11):
+        hub.add(f"run-20260101-000000-abc123-{number}", name="sweep", array="run-20260101-000000-abc123")
+    hub.add("run-20260102-000000-fff000", name="other")
+    hub.end(3, "run-20260101-000000-abc123-0")
+    assert main.run_command(["ps", "abc123"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0].rpartition("-")[2] for line in lines[1:12]] == [str(number) for number in range(11)]
+    assert lines[12] == "11 tasks of run-20260101-000000-abc123: 10 waiting, 1 failed"
+    assert main.run_command(["ps", "other"]) == 2
+    assert "is a job of its own, and not an array" in capsys.readouterr().err

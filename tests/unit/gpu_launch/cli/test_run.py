@@ -300,7 +300,10 @@ def test_a_job_that_the_broker_ended_fails_with_its_reason(
         (["run", "-e", "NOT_SET_ANYWHERE", "train.py"], "--env NOT_SET_ANYWHERE: it is not set here"),
         (["run", "--max-size", "1M", "big/.."], "is a folder; name the script in it"),
         (["run", "--workdir", "x", "--no-workdir", "train.py"], "--workdir and --no-workdir exclude each other"),
-        (["run", "--array", "0-9%2", "train.py"], "no limit for the running tasks of one array, so leave out %2"),
+        (["run", "--array", "0-9%0", "train.py"], "after %, the number of tasks that may run at once is needed"),
+        (["run", "--array", "0-9%", "train.py"], "after %, the number of tasks that may run at once is needed"),
+        (["run", "--retry", "101", "train.py"], "--retry 101: a whole number from 0 to 100 is needed"),
+        (["run", "--after", "other", "train.py"], "There is no job other"),
         (["run", "--array", "9-0", "train.py"], "indexes such as 0-9, 0-100:10 or 1,3,5 are needed"),
         (["run", "--array", "0-9:0", "train.py"], "indexes such as 0-9"),
         (["run", "--array", "", "train.py"], "indexes such as 0-9"),
@@ -408,3 +411,32 @@ def test_a_dry_run_of_an_array_shows_its_tasks(hub: FakeHub, project: Path, caps
     assert main.run_command(["run", "--dry-run", "--json", "--array", "1,3", "train.py"]) == 0
     assert json.loads(capsys.readouterr().out)["array"] == [1, 3]
     assert hub.asked == []
+
+
+def test_jobs_after_others_with_tries_and_a_limit_of_running_tasks(
+    hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the broker's own schema has them; a predecessor is named as in other commands, an array by its own id."""
+    array = "run-20260101-000000-abc123"
+    hub.add("run-20260102-000000-fff000", name="prepare")
+    for number in range(2):
+        hub.add(f"{array}-{number}", name="sweep", array=array)
+    words = ["run", "-d", "--array", "0-15%4", "--after", "prepare", "--retry", "2", "train.py"]
+    assert main.run_command(words) == 0
+    request = schemas.ArrayRequest.model_validate(hub.asked[-1])
+    assert (request.count, request.max_running) == (16, 4)
+    assert (request.job.after, request.job.max_retries) == ("run-20260102-000000-fff000", 2)
+    for name, after in (("abc123", array), (f"{array}-1", f"{array}-1")):
+        assert main.run_command(["run", "-d", "--after", name, "train.py"]) == 0
+        job = schemas.JobRequest.model_validate(hub.asked[-1])
+        assert (job.after, job.max_retries) == (after, 0)
+    capsys.readouterr()
+    assert main.run_command(["run", "--dry-run", *words[2:]]) == 0
+    assert capsys.readouterr().out.splitlines()[2:5] == [
+        "ask for:    1 GPU for each of 16 tasks, 4 at the same time",
+        "start:      when run-20260102-000000-fff000 has succeeded",
+        "try again:  after a failure, up to twice",
+    ]
+    hub.add("run-20260103-000000-eee000", name="notebook", detached=False)
+    assert main.run_command(["run", "--after", "notebook", "train.py"]) == 2
+    assert "is a notebook's launch; only jobs can be waited for" in capsys.readouterr().err

@@ -263,3 +263,13 @@ def test_dry_run_of_a_pipeline_shows_all_tasks(hub: FakeHub, capsys: pytest.Capt
     assert main.run_command(["run", "--dry-run", "task.yaml"]) == 0
     assert capsys.readouterr().out.count("and run:    the task's commands on every node") == 3
     assert hub.asked == []
+
+
+@pytest.mark.parametrize(("words", "tries"), [([], 3), (["--retry", "0"], 0), (["--retry", "5"], 5)])
+def test_a_failed_task_is_tried_again_as_skypilots_file_says(hub: FakeHub, words: list[str], tries: int) -> None:
+    """The command line counts before the file."""
+    Path("again.yaml").write_text(
+        "resources:\n  job_recovery:\n    strategy: FAILOVER\n    max_restarts_on_errors: 3\nrun: python train.py\n"
+    )
+    assert main.run_command(["run", "-d", *words, "again.yaml"]) == 0
+    assert hub.asked[-1].get("max_retries", 0) == tries

@@ -70,7 +70,7 @@ def test_invalid_manifest_is_refused(text, right):
 
 def test_restart_of_a_preempted_job_uses_new_control_files(run):
     """What an earlier start left cannot be taken for the present one's."""
-    later = run_folder.RunFolder(root=run.root, preemptions=2)
+    later = run_folder.RunFolder(root=run.root, earlier_starts=2)
     assert (run.connection.name, later.connection.name) == ("engine.json", "engine-2.json")
     assert run.profile != later.profile
     assert (run.output, run.status, run.logs) == (later.output, later.status, later.logs)

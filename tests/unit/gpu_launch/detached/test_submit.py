@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -57,7 +58,12 @@ class Broker:
             case "POST", ["jobs"]:
                 self.asked.append(json.loads(body))
                 return self.refusal or (201, json.dumps(self.job(0)).encode())
-            case "GET", ["jobs"]:
+            case "POST", ["jobs", "arrays"]:
+                self.asked.append(asked := json.loads(body))
+                run = asked["job"]["run_id"]
+                tasks = [self.build_job(f"{run}-{number}", array=run) for number in range(asked["count"])]
+                return self.refusal or (201, json.dumps(tasks).encode())
+            case "GET", ["jobs" | "jobs?ended=true"]:
                 return 200, json.dumps([self.job(at) for at in range(len(self.asked))]).encode()
             case "DELETE", ["jobs", job_id]:
                 self.deleted.append(job_id)
@@ -66,8 +72,13 @@ class Broker:
 
     def job(self, at: int) -> dict[str, object]:
         """One that waits."""
+        return self.build_job(str(self.asked[at]["run_id"]), at=at)
+
+    def build_job(self, run: str, *, at: int = 0, array: str | None = None) -> dict[str, object]:
+        """The broker's view of a job that waits."""
         lease = {"position": 2, "waiting_for": "3 GPUs"}
-        return {"id": f"job-{at}", "run_id": self.asked[at]["run_id"], "state": "waiting", "version": 1, "lease": lease}
+        job = {"id": f"job-{at}", "run_id": run, "state": "waiting", "version": 1, "lease": lease}
+        return job | {"detached": True, "array": array}
 
 
 @pytest.fixture
@@ -167,3 +178,39 @@ def test_detached_job_without_a_broker_is_refused(broker, monkeypatch):
     monkeypatch.delenv("GPUHUB_BROKER_URL")
     with pytest.raises(UsageError, match="--detach needs the broker: GPUHUB_BROKER_URL is not set"):
         detach("train.py")
+
+
+def test_tasks_of_an_array_have_folders_of_their_own(broker):
+    """One request, whose ids are those of the folders; after a job, with tries."""
+    broker.asked.append({"run_id": "run-20260101-000000-abc123"})
+    sent = detach("--array 0-20:10%2 --after abc123 --retry 1 train.py")
+    request = schemas.ArrayRequest.model_validate(broker.asked[-1])
+    assert (request.count, request.max_running, request.job.run_id) == (3, 2, sent.run_id)
+    assert (request.job.after, request.job.max_retries) == ("run-20260101-000000-abc123", 1)
+    assert sent.tasks == tuple(f"{sent.run_id}-{number}" for number in range(3))
+    home = Path(os.environ["HOME"])
+    assert sorted(folder.name for folder in jobs(home)) == list(sent.tasks)
+    manifests = [
+        job_manifest.parse_manifest((run_folder.open_run(home, task).manifest).read_text()) for task in sent.tasks
+    ]
+    assert [manifest.environ["GPU_LAUNCH_ARRAY_INDEX"] for manifest in manifests] == ["0", "10", "20"]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--array 0-3 --nnodes 2 train.py", "--array and --nnodes 2 exclude each other"),
+        ("--after other train.py", "--after other: you have no such job"),
+    ],
+)
+def test_impossible_arrays_and_chains_are_refused(broker, line, text):
+    """Before anything is written or asked for."""
+    with pytest.raises(UsageError, match=text):
+        detach(line)
+    assert (broker.asked, jobs(Path(os.environ["HOME"]))) == ([], [])
+
+
+@pytest.mark.parametrize("flag", ["--array 0-3", "--after run-1", "--retry 1"])
+def test_options_of_jobs_need_detach(flag):
+    with pytest.raises(UsageError, match="is for jobs that run without this notebook: add --detach"):
+        command.parse(f"{flag} train.py")

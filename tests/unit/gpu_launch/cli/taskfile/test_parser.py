@@ -232,8 +232,8 @@ def test_keys_without_effect_are_accepted(text: str) -> None:
             "line 3: `resources.spot_recovery: X` is for clouds and has no effect here: a p",
         ),
         (
-            "resources:\n  job_recovery: {a: 1}\n",
-            "line 3: resources.job_recovery is for clouds and has no effect here: a p",
+            "resources:\n  job_recovery: FAILOVER\n",
+            "line 3: `resources.job_recovery: FAILOVER` is for clouds and has no effect here: a p",
         ),
         (
             "resources:\n  image_id: ami-1\n",
