@@ -1,7 +1,8 @@
 """gpu_launch: torchrun over several nodes from a notebook cell.
 
 `%load_ext gpu_launch` gives `%gpu_launch`, `%%gpu_launch` and the other magics; `gpu_launch.run` is the same as a
-function, and runs functions too. `gpu_launch.report` and `gpu_launch.balance` are for the ranks.
+function, and runs functions too; `gpu_launch.Executor` runs calls on standing workers. `gpu_launch.report` and
+`gpu_launch.balance` are for the ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from gpu_launch.report import report
 if TYPE_CHECKING:
     from gpu_launch.common.exchange import ExchangeFiles
     from gpu_launch.launch.state import LaunchResult
+    from gpu_launch.sessions.call_executor import Executor
     from gpu_launch.training.balancer import BatchBalancer
 
 __all__ = [
     "BrokerError",
+    "Executor",
     "GpuLaunchError",
     "LaunchFailed",
     "LaunchInterrupted",
@@ -34,6 +37,15 @@ __all__ = [
 ]
 
 _BEFORE = dict(os.environ)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the executor when it is used: ranks and laptops need it rarely."""
+    if name == "Executor":
+        from gpu_launch.sessions.call_executor import Executor
+
+        return Executor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def balance(

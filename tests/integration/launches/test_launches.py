@@ -152,3 +152,28 @@ def test_ipyparallel_cluster_works_by_default(notebook: Notebook) -> None:
     assert "['rig1', 'rig2', 'rig3']" in out
     assert "CURVE True" in out
     until(lambda: not notebook.left(), "no process left")
+
+
+def test_executor_runs_calls_on_workers_with_gpus(notebook: Notebook) -> None:
+    """Two calls at a time on two nodes; the GPUs are released after the last one."""
+    profile = notebook.home / ".ipython" / "profile_default"
+    profile.mkdir(parents=True)
+    for settings in (Path(gpu_launch.__file__).parent / "image_config").glob("*.py"):
+        shutil.copy(settings, profile)
+    code, out, err = notebook.run(
+        """
+        import os, time
+        import gpu_launch
+        def where(number):
+            time.sleep(0.2)
+            return os.environ["GPUHUB_NODE"], number * 2
+        with gpu_launch.Executor(max_workers=2) as executor:
+            found = list(executor.map(where, range(6)))
+        print("RESULTS", [number for _, number in found])
+        print("NODES", sorted({node for node, _ in found}))
+        """
+    )
+    assert code == 0, out + err
+    assert "RESULTS [0, 2, 4, 6, 8, 10]" in out
+    assert "NODES ['rig1', 'rig2']" in out
+    until(lambda: not notebook.left(), "no process left")
