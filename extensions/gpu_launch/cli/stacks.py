@@ -26,7 +26,7 @@ def stacks(context: Context, run: str, full: bool) -> None:
     """Show where all ranks of a run are, grouped by the line of your code and the function that it called.
 
     The ranks write their Python stacks without being stopped, also while they hang in native code. It works for a
-    notebook's launch as well; ranks of %%gpu_ranks answer while a cell runs.
+    notebook's launch and the ranks of %%gpu_ranks as well.
     """
     job = find_job(context, run)
     if job.is_ended:

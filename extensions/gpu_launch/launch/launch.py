@@ -251,6 +251,7 @@ class Launch:
         if self._state is LaunchState.ENDED:
             return
         self._enter(LaunchState.ENDED)
+        self._stacks.close()
         nodes = self._view.describe_nodes()
         self._shielded(self._release, "stopping" if self._group.is_notebook_only else "freeing the GPUs")
         self._view.prefix = ""

@@ -74,32 +74,43 @@ class StackReporter:
         self._folders = (run,) if pool.root == run.root else (run, pool)
         self._run, self._agents, self._ranks, self._print = run, agents, ranks, print_line
         self._after_s, self._watch = after_s, StallWatch(after_s)
-        self._checked_at = float("-inf")
         self._thread: threading.Thread | None = None
+        #: Set to wake the thread before its next check, and to end it.
+        self._wake, self._is_closed = threading.Event(), threading.Event()
+        self._is_stalled = False
         #: Texts to print, from the thread.
         self._texts: list[str] = []
         self._has_explained = False
 
     def poll(self, now: float) -> None:
-        """Print what was collected, and begin to collect where that is due; returns at once."""
+        """Print what was collected, and have stacks collected if no rank makes progress; returns at once."""
         while self._texts:
             self._print(self._texts.pop(0))
-        is_stalled = self._watch.is_stalled(self._ranks.activity, now)
-        membership = self._ranks.membership
-        if membership is None or (self._thread is not None and self._thread.is_alive()):
-            return
-        requests: dict[RunFolder, str] = {}
-        if now - self._checked_at >= _CHECK_S:
-            self._checked_at = now
+        if self._thread is None:
+            # File accesses of the home may hang, and agents may not answer.
+            self._thread = threading.Thread(target=self._serve, name="gpu_launch stacks", daemon=True)
+            self._thread.start()
+        if self._watch.is_stalled(self._ranks.activity, now):
+            self._is_stalled = True
+            self._wake.set()
+
+    def close(self) -> None:
+        """Answer no more requests."""
+        self._is_closed.set()
+        self._wake.set()
+
+    def _serve(self) -> None:
+        while not self._is_closed.is_set():
+            self._wake.wait(_CHECK_S)
+            self._wake.clear()
+            is_stalled, self._is_stalled = self._is_stalled, False
             taken = ((folder, stack_request.take(folder)) for folder in self._folders)
             requests = {folder: request for folder, request in taken if request is not None}
-        if requests or is_stalled:
-            self._thread = threading.Thread(
-                target=self._work, args=(membership, requests, is_stalled), name="gpu_launch stacks", daemon=True
-            )
-            self._thread.start()
+            membership = self._ranks.membership
+            if membership is not None and (requests or is_stalled) and not self._is_closed.is_set():
+                self._report(membership, requests, is_stalled=is_stalled)
 
-    def _work(self, membership: Membership, requests: Mapping[RunFolder, str], is_stalled: bool) -> None:
+    def _report(self, membership: Membership, requests: Mapping[RunFolder, str], *, is_stalled: bool) -> None:
         found = self._collect(membership)
         if is_stalled:
             self._texts.append(self._explain_stall() + stacks.format_stacks(found).rstrip())

@@ -82,7 +82,8 @@ def await_answer(read: Callable[[], bytes | None], request: str, *, run_id: str,
             return found
         if time.monotonic() > deadline:
             raise LaunchFailed(
-                f"{run_id} did not answer within {limit_s:.0f} s: its ranks are not running yet, or run no cell."
+                f"{run_id} did not answer within {limit_s:.0f} s: its ranks are not running yet, or what started them "
+                "is gone."
             )
         time.sleep(_POLL_S)
 

@@ -103,15 +103,7 @@ def is_over(job: JobRow | None) -> bool:
 
 def requeue(job: JobRow, lease_id: str, now: float) -> JobRow:
     """Let a preempted job of which nothing is left wait again, under a new lease."""
-    return job.evolve(
-        state=JobState.WAITING,
-        since=now,
-        lease_id=lease_id,
-        workers=(),
-        started_at=None,
-        checkpoint_until=None,
-        preemptions=job.preemptions + 1,
-    )
+    return _wait_again(job, lease_id, now).evolve(checkpoint_until=None, preemptions=job.preemptions + 1)
 
 
 def can_retry(job: JobRow) -> bool:
@@ -121,16 +113,8 @@ def can_retry(job: JobRow) -> bool:
 
 def retry(job: JobRow, lease_id: str, now: float) -> JobRow:
     """Let a failed job wait again, under a new lease."""
-    return job.evolve(
-        state=JobState.WAITING,
-        since=now,
-        lease_id=lease_id,
-        workers=(),
-        started_at=None,
-        exit_code=None,
-        reason=None,
-        has_failed=False,
-        retries=job.retries + 1,
+    return _wait_again(job, lease_id, now).evolve(
+        exit_code=None, reason=None, has_failed=False, retries=job.retries + 1
     )
 
 
@@ -169,6 +153,10 @@ def shift_times(job: JobRow, seconds: float) -> JobRow:
         started_at=None if started is None else started + seconds,
         checkpoint_until=None if until is None else until + seconds,
     )
+
+
+def _wait_again(job: JobRow, lease_id: str, now: float) -> JobRow:
+    return job.evolve(state=JobState.WAITING, since=now, lease_id=lease_id, workers=(), started_at=None)
 
 
 def _enter_running(job: JobRow, now: float) -> JobRow:

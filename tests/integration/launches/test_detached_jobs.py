@@ -429,7 +429,7 @@ def test_a_failed_job_with_tries_left_keeps_its_secrets_for_the_next_start(make_
     """Readers do not take its failure for the end; the last try's failure is."""
     job = make_job(1)
     job.write("train.py", "import os; print('token', len(os.environ['TOKEN']), flush=True); raise SystemExit(3)")
-    job.send("--", "train.py", secret_names=("TOKEN",), TOKEN="secret")
+    job.send("--", "train.py", secret_names=("TOKEN",), TOKEN="hunter2")
     for retries, state, line in (
         ("0/1", "cancelled", "gpu_launch: failed with exit code 3 after "),
         ("1/1", "failed", "gpu_launch: train.py starts again, attempt 2 of 2, on rig1"),
@@ -439,6 +439,6 @@ def test_a_failed_job_with_tries_left_keeps_its_secrets_for_the_next_start(make_
         assert job.end() == 3, job.output
         assert (job.state.state, job.state.exit_code) == (state, 3)
         assert line in job.output
-    assert job.output.count("token 6") == 2
+    assert job.output.count("token 7") == 2
     assert job.output.count("; it is started again\n") == 1
-    assert "secret" not in job.run.manifest.read_text()
+    assert "hunter2" not in job.run.manifest.read_text()

@@ -133,12 +133,17 @@ def test_waiting_launch_shows_its_queue_position(notebook: Notebook) -> None:
     assert "sum 3.0 of 2" in out
 
 
-def test_ipyparallel_cluster_works_by_default(notebook: Notebook) -> None:
-    """With the image's settings `ipp.Cluster(engines="gpuhub", n=3)` gives one engine a node, encrypted."""
+def use_image_settings(notebook: Notebook) -> None:
+    """Give the notebook the image's settings of ipyparallel."""
     profile = notebook.home / ".ipython" / "profile_default"
     profile.mkdir(parents=True)
     for settings in (Path(gpu_launch.__file__).parent / "image_config").glob("*.py"):
         shutil.copy(settings, profile)
+
+
+def test_ipyparallel_cluster_works_by_default(notebook: Notebook) -> None:
+    """With the image's settings `ipp.Cluster(engines="gpuhub", n=3)` gives one engine a node, encrypted."""
+    use_image_settings(notebook)
     code, out, err = notebook.run(
         """
         import json
@@ -156,10 +161,7 @@ def test_ipyparallel_cluster_works_by_default(notebook: Notebook) -> None:
 
 def test_executor_runs_calls_on_workers_with_gpus(notebook: Notebook) -> None:
     """Two calls at a time on two nodes; the GPUs are released after the last one."""
-    profile = notebook.home / ".ipython" / "profile_default"
-    profile.mkdir(parents=True)
-    for settings in (Path(gpu_launch.__file__).parent / "image_config").glob("*.py"):
-        shutil.copy(settings, profile)
+    use_image_settings(notebook)
     code, out, err = notebook.run(
         """
         import os, time
