@@ -25,7 +25,7 @@ FOUND = [
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with logged_in(tmp_path, monkeypatch, {}) as hub:
+    with logged_in(tmp_path, monkeypatch, {"train.py": ""}) as hub:
         hub.add(RUN, name="train.py")
         yield hub
 
