@@ -33,7 +33,7 @@ def build_request() -> str:
 def take(run: RunFolder) -> str | None:
     """Return the pending request and remove it; None if there is none."""
     try:
-        with run.stacks_request.open() as file:
+        with run.stacks_request.open(encoding="utf-8") as file:
             text = file.read(64).strip()
         run.stacks_request.unlink()
     except (OSError, UnicodeDecodeError):
