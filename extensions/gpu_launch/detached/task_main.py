@@ -24,6 +24,7 @@ from gpu_launch import environment
 from gpu_launch.common import job_manifest, network
 from gpu_launch.common.run_folder import RunFolder
 from gpu_launch.detached.bashrc import read_bashrc
+from gpu_launch.training import comm_modes
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05  # seconds between polls for the other nodes
@@ -62,7 +63,7 @@ class _Node:
             sys.stderr.write(f"setup failed with exit code {code}\n")
             return code
         self._exchange("ready", "")
-        return self._bash.run(self._task.run, environ)
+        return self._bash.run(add_communication(self._task.run, os.environ), environ)
 
     def _exchange(self, what: str, value: str) -> tuple[str, ...]:
         """Wait until all nodes have written this value; return the values by rank. The launch ends for a lost node."""
@@ -158,6 +159,17 @@ def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name not in _RANK_NAMES and not name.startswith(_RANK_PREFIXES)
     }
+
+
+def add_communication(script: str, environ: Mapping[str, str]) -> str:
+    """Return the script such that its Python programs apply the mode of `--comm`, if `environ` names one.
+
+    The path is set on the script's first line, after `~/.bashrc` was read, which may set one too.
+    """
+    if not environ.get(comm_modes.VARIABLE):
+        return script
+    folder = shlex.quote(str(Path(comm_modes.__file__).parent / "startup"))
+    return f"export PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}}; {script}"
 
 
 def build_variables(
