@@ -150,6 +150,7 @@ def run(
     returns: Sequence[str] = (),
     preload: Sequence[str] = (),
     cold: bool = False,
+    comm: str | None = None,
     keep: str | None = None,
     stacks_after: str | None = None,
 ) -> LaunchResult:
@@ -195,6 +196,7 @@ def run(
         "returns": returns,
         "preload": preload,
         "cold": cold,
+        "comm": comm,
         "keep": keep,
         "stacks_after": stacks_after,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import broker, launch, mixed, setup, slurm, spawn
+from tests.bench import broker, launch, mixed, prediction, setup, slurm, spawn
 
 GROUPS = {
     "setup": setup.measure,
@@ -13,6 +13,7 @@ GROUPS = {
     "storm": spawn.measure_storm,
     "launch": launch.measure,
     "mixed": mixed.measure,
+    "prediction": prediction.measure,
     "broker": broker.measure,
     "slurm": slurm.measure,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from gpu_launch.cli.upload import DEFAULT_MAX_BYTES
 from gpu_launch.environment import SECRET_PREFIXES
 from gpu_launch.errors import UsageError
 from gpu_launch.options.definition import OPTIONS, LaunchOption, Surface
+from gpu_launch.training.comm_modes import AUTO, CommMode
 from gpu_launch.units import parse_memory
 
 _TASK_ENDINGS = (".yaml", ".yml")
@@ -33,17 +34,21 @@ def _with_sentence(option: LaunchOption) -> LaunchOption:
     return same
 
 
-def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a launch to a command; their checked values reach it by option name."""
-    # As `click.option` does it, which is applied from the last option to the first.
-    params: list[click.Parameter] = command.__dict__.setdefault("__click_params__", [])
-    params.extend(_with_sentence(option) for option in reversed(_LAUNCH_OPTIONS))
-    return command
+def launch_options(options: Sequence[LaunchOption]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds options of a launch to a command; checked values reach it by option name."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        # As `click.option` does it, which is applied from the last option to the first.
+        params: list[click.Parameter] = command.__dict__.setdefault("__click_params__", [])
+        params.extend(_with_sentence(option) for option in reversed(options))
+        return command
+
+    return add
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs in all, on as few nodes as are free.")
-@launch_options
+@launch_options(_LAUNCH_OPTIONS)
 @click.option("-e", "--env", multiple=True, metavar="NAME[=VALUE]", help="Set a variable; NAME alone takes yours.")
 @click.option(
     "--secret",
@@ -70,6 +75,13 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
     --detach, and with --array, it continues without this command.
     """
     launch_values = {option.name: given[str(option.name)] for option in _LAUNCH_OPTIONS}
+    if launch_values["comm"] == AUTO:
+        raise UsageError(
+            f"--comm {AUTO}: a prediction is for a script in your home on the cluster, so only notebooks have it. Give "
+            f"one of {', '.join(CommMode)}, as the table of `gpu-launch run --predict` advises."
+        )
+    if given["predict"] and (given["gpus"] or given["array"]):
+        raise UsageError(f"--predict runs on one card: {'--gpus' if given['gpus'] else '--array'} does not go with it.")
     asked = submission.RunArguments(
         script=script,
         arguments=arguments,

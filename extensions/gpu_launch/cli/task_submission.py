@@ -17,11 +17,13 @@ from gpu_launch.common import job_manifest
 from gpu_launch.errors import UsageError
 from gpu_launch.options import command
 from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.training import comm_modes
 
 #: Options about ranks; a task's commands start their own.
 _RANKS_ONLY = {
     "max_restarts": "--max-restarts",
     "cold": "--cold",
+    "predict": "--predict",
     "preload": "--preload",
     "tee": "--tee",
     "redirects": "--redirects",
@@ -173,7 +175,7 @@ def _build_job(context: Context, asked: RunArguments, task: _CheckedTask) -> Job
         name=name,
         task=commands,
         folder=folder,
-        environ=task.environ,
+        environ=task.environ | ({comm_modes.VARIABLE: task.options.comm} if task.options.comm else {}),
         secret_names=tuple(sorted(file.secrets.keys() | asked.secrets.keys())),
     )
     return submission.build_submission(asked, manifest, task.options, load, retries=file.retries)

@@ -103,6 +103,10 @@ class LaunchSpec:
     max_restarts: int = 0
     #: The exchange folder for variables and results, see `worker.rank_main`; empty for none.
     exchange: str = ""
+    #: The mode of `--comm`; empty to leave the script's communication as it is.
+    comm: str = ""
+    #: The name under which the prediction of the script is kept; empty to run it without a profile.
+    predict: str = ""
     #: Send all output without skipping: the reader keeps up, because it is a file.
     unlimited_output: bool = False
 

@@ -25,6 +25,8 @@ from gpu_launch.launch.request import ValidatedRequest, build_spec
 from gpu_launch.launch.worker_pool import WorkerPool, worker_pools
 from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text as render
+from gpu_launch.training import comm_modes
+from gpu_launch.training.comm_modes import CommMode
 from gpu_launch.worker import nccl_env
 from gpu_launch.worker.runners import torchrun
 
@@ -237,6 +239,8 @@ def _settings_text(report: DryRunReport) -> str:
     environ = report.spec.environ
     rows = [(f"{item.name}={item.value}", item.reason) for item in report.settings if item.name not in environ]
     rows += [(f"{name}={value}", "set in this notebook") for name, value in sorted(environ.items())]
+    if report.spec.comm:
+        rows.append((f"{comm_modes.VARIABLE}={report.spec.comm}", comm_modes.MATHEMATICS[CommMode(report.spec.comm)]))
     wide = min(44, max((len(pair) for pair, _ in rows), default=0))
     where = "this container; every other node finds its own" if report.plan.workers else "this container"
     lines = [f"Set for the ranks, as found in {where}:", *(f"  {pair:<{wide}}  {why}" for pair, why in rows)]

@@ -22,6 +22,8 @@ from gpu_launch.launch import plan
 from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text
+from gpu_launch.prediction import figures, report
+from gpu_launch.training.comm_modes import AUTO
 
 #: Mounted on every node, like the home.
 DATASETS = Path("/datasets")
@@ -169,6 +171,7 @@ def validate(
     script = ""
     if request.cell is None:
         script = check_command(options, cwd=request.cwd, home=env.home, shared=is_shared)
+    _check_prediction(request, wanted.nnodes * wanted.nproc_per_node)
     return ValidatedRequest(request=request, plan=wanted, script=script, cluster=cluster)
 
 
@@ -225,6 +228,35 @@ def _plan(options: LaunchOptions, env: Environment, cluster: Cluster | None) -> 
     return build(replace(env, gpu_uuids=()), demand)
 
 
+def build_prediction_key(options: LaunchOptions, *, cell: str | None, cwd: Path) -> str:
+    """Return the name under which predictions of this script, or cell, are kept."""
+    return figures.build_key(str((cwd / Path(options.script).expanduser()).resolve()) if cell is None else cell)
+
+
+def _check_prediction(request: LaunchRequest, ranks: int) -> None:
+    """Refuse what a prediction is needed for, or needs, before GPUs are requested.
+
+    Raises:
+        UsageError: there is no bench, or no prediction.
+    """
+    if request.options.predict:
+        figures.read_bench(request.env.home)
+    if request.options.comm == AUTO:
+        report.resolve_auto(request.env.home, _build_key(request), ranks)
+
+
+def _build_key(request: LaunchRequest) -> str:
+    return build_prediction_key(request.options, cell=request.cell, cwd=request.cwd)
+
+
+def _find_mode(validated: ValidatedRequest) -> str:
+    """Return the mode of `--comm`; an elastic launch keeps the one for its largest number of nodes."""
+    request, plan = validated.request, validated.plan
+    if request.options.comm != AUTO:
+        return request.options.comm
+    return report.resolve_auto(request.env.home, _build_key(request), plan.nnodes * plan.nproc_per_node)
+
+
 def build_spec(
     validated: ValidatedRequest,
     run: run_folder.RunFolder,
@@ -263,4 +295,6 @@ def build_spec(
         max_restarts=options.max_restarts,
         exchange=exchange,
         unlimited_output=options.detach,
+        comm=_find_mode(validated),
+        predict=_build_key(request) if options.predict else "",
     )

@@ -17,6 +17,7 @@ from gpu_launch.options import definition, rank_session
 
 _LINE = re.compile(r"\s*%%?(gpu_\w+)\s(.*)", re.DOTALL)
 _LAUNCH_LABELS = tuple(option.label for option in definition.OPTIONS)
+_BENCH_LABELS = tuple(option.label for option in definition.BENCH_OPTIONS)
 _OPTION_BY_FLAG = {flag: option for option in definition.OPTIONS for flag in option.opts}
 _LOG_FLAGS = ("--rank", "-f", "-n")
 #: No more completions than this are shown.
@@ -58,8 +59,9 @@ def complete(text: str, sources: CompletionSources) -> Completions | None:
             return _complete_launch(
                 words, fragment, sources, _LAUNCH_LABELS, has_script=not text.lstrip().startswith("%%")
             )
-        case "gpu_ranks":
-            return _complete_launch(words, fragment, sources, rank_session.LABELS, has_script=False)
+        case "gpu_ranks" | "gpu_bench":
+            labels = rank_session.LABELS if match[1] == "gpu_ranks" else _BENCH_LABELS
+            return _complete_launch(words, fragment, sources, labels, has_script=False)
         case "gpu_logs":
             is_flag = fragment.startswith("-")
             return _filter(

@@ -146,6 +146,19 @@ class GpuLaunchMagics(Magics):
 
             result = launch(options, cell=cell, before=_BEFORE, exchange=exchange_files)
             self.shell.user_ns.update(result.returned)
+            if options.predict:
+                _show_chart(options, cell)
+
+    @line_magic
+    def gpu_bench(self, line: str) -> None:
+        """Measure GPUs and the network between them, for `%gpu_launch --predict`."""
+        options = command.parse_bench(line)
+        if options.help:
+            sys.stdout.write(command.BENCH_USAGE)
+            return
+        from gpu_launch.launch.launch import launch
+
+        launch(options, before=_BEFORE)
 
     @line_magic
     def gpu_status(self, line: str) -> None:
@@ -202,6 +215,7 @@ class GpuLaunchMagics(Magics):
 
 # `%gpu_launch?` shows these.
 GpuLaunchMagics.gpu_launch.__doc__ = f"{GpuLaunchMagics.gpu_launch.__doc__}\n\n{command.USAGE}"
+GpuLaunchMagics.gpu_bench.__doc__ = f"{GpuLaunchMagics.gpu_bench.__doc__}\n\n{command.BENCH_USAGE}"
 GpuLaunchMagics.gpu_logs.__doc__ = f"Show a run's output.\n\n{logs.USAGE}"
 
 
@@ -277,6 +291,18 @@ def _describe_dry_run(options: LaunchOptions, cell: str | None, exchange_files: 
 
         return dry_run.format_report(build_dry_run(options, cell=cell, before=_BEFORE, exchange=exchange_files))
     return dry_run.format_report(dry_run.build_report(options, cell=cell, before=_BEFORE, exchange=exchange_files))
+
+
+def _show_chart(options: LaunchOptions, cell: str | None) -> None:
+    """Show the chart of a prediction, if there is one."""
+    from IPython.display import Image, display
+
+    from gpu_launch.prediction import figures
+
+    key = request.build_prediction_key(options, cell=cell, cwd=Path.cwd())
+    chart = figures.get_prediction_path(environment.read().home, key).with_suffix(".png")
+    if chart.is_file():
+        display(Image(filename=str(chart)))
 
 
 def _print_submitted(job: Submitted) -> None:

@@ -18,6 +18,8 @@ import click
 
 from gpu_launch.errors import UsageError
 from gpu_launch.options.definition import (
+    BENCH_MODULE,
+    BENCH_OPTIONS,
     BY_NAME,
     DEMAND_FIELDS,
     EXCLUDING,
@@ -120,6 +122,14 @@ LAUNCH_COMMAND = LaunchCommand(
 )
 
 
+BENCH_COMMAND = LaunchCommand(
+    "%gpu_bench",
+    launch_options=BENCH_OPTIONS,
+    usage="[options]",
+    help="Measure GPUs and the network between them, for %gpu_launch --predict.",
+)
+
+
 def split_line(line: str) -> list[str]:
     """Return a magic's words, split as a shell splits them.
 
@@ -135,6 +145,23 @@ def split_line(line: str) -> list[str]:
 def parse(line: str, *, cell: bool = False) -> LaunchOptions:
     """Return the options in a magic's line. With `cell` the cell is the script, and its arguments follow `--`."""
     return parse_words(split_line(line), cell=cell)
+
+
+def parse_bench(line: str) -> LaunchOptions:
+    """Return the options of the launch that measures GPUs and the network between them.
+
+    Raises:
+        UsageError: naming what `%gpu_bench` does not take.
+    """
+    typed = BENCH_COMMAND.read(split_line(line))
+    if typed.values.get("help"):
+        return LaunchOptions(help=True)
+    if typed.rest:
+        raise UsageError(f"%gpu_bench takes no arguments, and {typed.rest[0]} is one.")
+    options = build(typed.values, script=BENCH_MODULE)
+    if options.least_nnodes is not None:
+        raise UsageError("%gpu_bench --nnodes: one number of nodes is needed, all of which are measured together.")
+    return replace(options, module=True)
 
 
 def parse_words(words: Sequence[str], *, cell: bool = False) -> LaunchOptions:
@@ -282,6 +309,10 @@ def format_usage(options: Iterable[LaunchOption], *, width: int = 120) -> str:
 
 _DEFAULT = LaunchOptions()
 _TORCHRUN_FLAGS = ", ".join(option.flag for option in OPTIONS if option.is_torchruns)
+BENCH_USAGE = f"""\
+%gpu_bench [options]      measure each card, the all-reduces between them, and how fast they read your home
+
+{format_usage(BENCH_OPTIONS)}"""
 USAGE = f"""\
 %gpu_launch [options] script.py [script's arguments]
 %%gpu_launch [options] [-- arguments]      the cell's body is the script

@@ -50,6 +50,10 @@ class LaunchOptions:
     after: str | None = None
     retries: int = 0
     dry_run: bool = False
+    #: Profile the script on one card, and predict its speed on several.
+    predict: bool = False
+    #: How gradients are exchanged, a `CommMode` or `AUTO`; empty to leave the script as it is.
+    comm: str = ""
     #: More torchrun flags, such as `--role=trainer`.
     torchrun_flags: tuple[str, ...] = ()
     #: Script, module or program; empty for a cell.
@@ -270,6 +274,12 @@ OPTIONS: tuple[LaunchOption, ...] = (
     ),
     LaunchOption("--dry-run", section=_TIMES, surfaces=(), help="show the request and the commands, and do nothing"),
     LaunchOption(
+        "--predict",
+        section=_TIMES,
+        surfaces=(_COMMAND,),
+        help="run some steps of the script on one card, and predict the speed on 1 to N cards of the last %gpu_bench",
+    ),
+    LaunchOption(
         "-m", "--module", section=_STARTS, surfaces=(_FUNCTION, _COMMAND), help="the script is a module's name"
     ),
     LaunchOption("--no-python", section=_STARTS, surfaces=(_FUNCTION, _COMMAND), help="the script is a program"),
@@ -281,6 +291,16 @@ OPTIONS: tuple[LaunchOption, ...] = (
         help="import these, besides torch, before ranks are forked: the next launches start sooner",
     ),
     LaunchOption("--cold", section=_STARTS, help="start every rank with torchrun itself, nothing imported beforehand"),
+    LaunchOption(
+        "--comm",
+        section=_STARTS,
+        surfaces=(_FUNCTION, _COMMAND),
+        type=types.COMM,
+        metavar="MODE",
+        help="how DistributedDataParallel exchanges gradients: exact, bf16, powersgd or local; auto takes what the "
+        "last --predict of this script found best (as the script says)",
+        completions=types.COMM_MODES,
+    ),
     LaunchOption(
         "--keep",
         "keep_s",
@@ -405,6 +425,13 @@ OPTIONS: tuple[LaunchOption, ...] = (
     LaunchOption("--virtual-local-rank", section=TORCHRUN, surfaces=(), is_torchruns=True, help="as in torchrun"),
     LaunchOption("-h", "--help", section="", surfaces=(_RANKS,), hidden=True),
 )
+#: What `%gpu_bench` and `gpu-launch bench` run, and the options that they take.
+BENCH_MODULE = "gpu_launch.prediction.bench_main"
+BENCH_OPTIONS = tuple(
+    option
+    for option in OPTIONS
+    if option.section == _PARTS or option.name in ("priority", "time_limit_s", "timeout_s", "help")
+)
 BY_LABEL: Mapping[str, LaunchOption] = {option.label: option for option in OPTIONS}
 BY_NAME: Mapping[str, LaunchOption] = {str(option.name): option for option in OPTIONS}
 _RENDEZVOUS = "the launch knows its nodes' addresses, and makes a store of its own for every start"
@@ -427,6 +454,7 @@ REFUSED = {
     "duplicate-stdout-filters": _SHOWN,
     "duplicate-stderr-filters": _SHOWN,
 }
+_ONE_CARD = "a prediction runs some steps on one card, and its table has all numbers of cards of the last bench"
 _OUTLIVES = "a detached job runs without this notebook"
 _PROGRAM = "a program has no Python variables"
 #: Pairs of options that make no sense together, and why.
@@ -435,6 +463,13 @@ EXCLUDING = (
     ("no_python", "send", _PROGRAM),
     ("no_python", "returns", _PROGRAM),
     ("no_python", "preload", "a program starts from nothing on every rank, so imports do not help it"),
+    ("no_python", "comm", "a program's DistributedDataParallel is out of reach"),
+    ("predict", "nnodes", _ONE_CARD),
+    ("predict", "nproc_per_node", _ONE_CARD),
+    ("predict", "max_restarts", _ONE_CARD),
+    ("predict", "comm", "a prediction has all modes"),
+    ("predict", "returns", "a prediction ends the script before its end"),
+    ("predict", "no_python", "a program's steps are out of reach"),
     ("cold", "preload", "--cold starts every rank with nothing imported"),
     ("detach", "send", f"{_OUTLIVES}, so let the script load what it needs from a file"),
     ("detach", "returns", f"{_OUTLIVES}, so let the script save its results to a file"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import keyword
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import click
 
 from gpu_launch import units
 from gpu_launch.errors import UsageError
+from gpu_launch.training.comm_modes import AUTO, CommMode
 
 MAX_NODES, MAX_PROCESSES, MAX_MODELS, MAX_PRIORITY = 1024, 64, 16, 100
 MIN_TIME_LIMIT_S, MAX_TIME_LIMIT_S = 60, 366 * 86400
@@ -24,6 +25,7 @@ MAX_KEEP_S = 86400
 MAX_TASKS, MAX_RETRIES = 1000, 100
 #: As in torch.numa.binding.
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
+COMM_MODES = (AUTO, *(str(mode) for mode in CommMode))
 _COUNTED_BY_TORCHRUN = frozenset({"auto", "gpu", "cpu", "xpu"})
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 _SECONDS = re.compile(r"(?=.*[1-9])\d{1,7}(\.\d{1,3})?")
@@ -162,10 +164,13 @@ def _read_folder(flag: str, value: str) -> str:
     return value
 
 
-def _read_binding(flag: str, value: str) -> str:
-    if value not in NUMA_BINDINGS:
-        raise UsageError(f"{flag} {value}: one of {', '.join(NUMA_BINDINGS)} is needed.")
-    return value
+def _one_of(words: Sequence[str]) -> Callable[[str, str], str]:
+    def read(flag: str, value: str) -> str:
+        if value not in words:
+            raise UsageError(f"{flag} {value}: one of {', '.join(words)} is needed.")
+        return value
+
+    return read
 
 
 def _read_signals(flag: str, value: str) -> str:
@@ -219,5 +224,6 @@ LOCAL_RANKS = OptionType(
 RANKS = OptionType("ranks", lambda flag, value: tuple(sorted(set(_read_ranks(flag, value, right="ranks such as 0,2")))))
 FOLDER = OptionType("folder", _read_folder)
 ROLE = pattern(_ROLE, "a word such as trainer")
-NUMA_BINDING = OptionType("binding", _read_binding)
+NUMA_BINDING = OptionType("binding", _one_of(NUMA_BINDINGS))
+COMM = OptionType("mode", _one_of(COMM_MODES))
 SIGNALS = OptionType("signals", _read_signals)

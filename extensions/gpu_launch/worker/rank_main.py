@@ -1,7 +1,8 @@
 """Runs a rank's script or module as Python itself would, and exchanges variables with the notebook.
 
 `python -m gpu_launch.worker.rank_main [--exchange DIR] [-m] SCRIPT ARGUMENTS`, or `run_command` in a forked process.
-Also applies the memory cap of a GPU share, see `memory_cap`.
+Also applies the memory cap of a GPU share, see `memory_cap`, the mode of `--comm`, see `ddp_communication`, and
+the profile of `--predict`, see `step_profiler`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 
 from gpu_launch.common import exchange as exchange_files
 from gpu_launch.common import memory_cap
+from gpu_launch.prediction import step_profiler
+from gpu_launch.training import ddp_communication
 from gpu_launch.worker import rank_stacks
 
 
@@ -44,6 +47,8 @@ def run_command(command: Sequence[str], *, module: bool, exchange_dir: Path | No
     """
     memory_cap.install()
     rank_stacks.install(os.environ)
+    ddp_communication.install()
+    step_profiler.install()
     sys.excepthook = show_exception
     main = ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={}, __cached__=None)

@@ -24,22 +24,33 @@ class RankOutput:
     stderr: str
 
 
-def run_launched(command: Sequence[str], ranks: int, environ: Mapping[str, str]) -> list[RankOutput]:
-    """Run a script, or `-m` and a module, with its arguments in every rank, and return what became of each."""
-    port = str(find_free_port())
+def run_launched(
+    command: Sequence[str],
+    ranks: int,
+    environ: Mapping[str, str],
+    *,
+    address: str = "127.0.0.1",
+    interface: str = "lo",
+    prefixes: Sequence[Sequence[str]] = (),
+) -> list[RankOutput]:
+    """Run a script, or `-m` and a module, with its arguments in every rank, and return what became of each.
+
+    `prefixes` are words before each rank's command, such as those that enter a network namespace; then `address` is rank
+    0's, on the `interface` of all of them.
+    """
     common = os.environ | {
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "GROUP_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(find_free_port()),
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": interface,
     }
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "gpu_launch.worker.rank_main", *command],
+            [*(prefixes[rank] if prefixes else ()), sys.executable, "-m", "gpu_launch.worker.rank_main", *command],
             cwd=_ROOT,
             env=common | {"RANK": str(rank)} | dict(environ),
             stdout=subprocess.PIPE,

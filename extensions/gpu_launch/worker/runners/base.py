@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from gpu_launch import environment
 from gpu_launch.common.launch_spec import LaunchSpec, StartMethod
+from gpu_launch.prediction import step_profiler
 from gpu_launch.report import PATH as PROGRESS
+from gpu_launch.training import comm_modes
 from gpu_launch.worker import processes
 
 if TYPE_CHECKING:
@@ -123,6 +125,10 @@ def build_node_environ(
         environ.pop("OMP_NUM_THREADS", None)
     environ |= settings
     environ |= spec.environ
+    if spec.comm:
+        environ[comm_modes.VARIABLE] = spec.comm
+    if spec.predict:
+        environ[step_profiler.VARIABLE] = spec.predict
     if spec.python_path:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [spec.python_path, environ.get("PYTHONPATH", "")]))
     return environ

@@ -112,8 +112,8 @@ class TorchrunRunner:
 def build_arguments(spec: LaunchSpec, *, node_rank: int, local_addr: str, capped: bool = False) -> list[str]:
     """Build torchrun's arguments on one node: static rendezvous, every rank's streams in files.
 
-    With `capped` the ranks are limited to the container's GPU share. `worker.rank_main` applies that limit and the
-    exchange of values.
+    With `capped` the ranks are limited to the container's GPU share. `worker.rank_main` applies that limit, the mode of
+    `--comm`, the profile of `--predict` and the exchange of values.
     """
     arguments = [
         f"--nnodes={spec.membership.nnodes}",
@@ -128,7 +128,7 @@ def build_arguments(spec: LaunchSpec, *, node_rank: int, local_addr: str, capped
         "--redirects=3",
         *spec.torchrun_flags,
     ]
-    if (capped or spec.exchange) and not spec.no_python:
+    if (capped or spec.exchange or spec.comm or spec.predict) and not spec.no_python:
         exchange = ["--exchange", spec.exchange] if spec.exchange else []
         module = ["-m"] if spec.module else []
         return [*arguments, "--module", "gpu_launch.worker.rank_main", *exchange, *module, *spec.command]

@@ -69,6 +69,13 @@ def _end_jobs(hub: FakeHub, codes: list[int]) -> Callable[[], None]:
     return stop
 
 
+def test_mode_of_communication_is_a_variable_of_the_commands(hub: FakeHub) -> None:
+    """They start Python themselves."""
+    _write("run: torchrun train.py\n")
+    assert main.run_command(["run", "-d", "--comm", "powersgd", "task.yaml"]) == 0
+    assert _read_manifest(hub).environ == {"GPU_LAUNCH_COMM": "powersgd"}
+
+
 def test_mounts_and_sky_workdir_are_in_the_jobs_folder(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     """Files are sent with the working directory, and the commands name them there."""
     _write(

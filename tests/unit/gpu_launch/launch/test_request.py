@@ -15,16 +15,18 @@ from gpu_launch import environment
 from gpu_launch.broker import models
 from gpu_launch.broker.client import parse_problem
 from gpu_launch.common import network, run_folder
-from gpu_launch.common.launch_spec import Channel, LaunchSpec, Membership
+from gpu_launch.common.launch_spec import Channel, LaunchSpec, Membership, NodeInfo
 from gpu_launch.common.network import Interface
 from gpu_launch.errors import GpuLaunchError, NetworkError, UsageError
 from gpu_launch.launch import request
 from gpu_launch.launch.request import LaunchRequest, validate
 from gpu_launch.launch.worker_group import check_job
 from gpu_launch.options import command
+from gpu_launch.prediction import figures, report
 from gpu_launch.worker import main as worker
 from gpu_launch.worker.runners import torchrun
 from gpu_launch.worker.runners.base import build_node_environ
+from tests.support.launch import measured
 
 INTERFACES = [
     Interface(name="lo", address="127.0.0.1"),
@@ -127,6 +129,41 @@ def test_ranks_with_a_gpu_share_run_with_the_memory_cap(changes, end):
     spec = dataclasses.replace(SPEC, **changes)
     arguments = torchrun.build_arguments(spec, node_rank=0, local_addr="10.0.1.2", capped=True)
     assert arguments[-len(end) :] == end
+
+
+@pytest.mark.parametrize("changes", [{"comm": "bf16"}, {"predict": "key"}])
+def test_ranks_with_another_communication_or_a_profile_are_prepared(changes):
+    """Under torchrun too, and by variables."""
+    spec = dataclasses.replace(SPEC, **changes)
+    arguments = torchrun.build_arguments(spec, node_rank=0, local_addr="10.0.1.2")
+    assert arguments[-5:-3] == ["--module", "gpu_launch.worker.rank_main"]
+    environ = build_node_environ({}, spec, worker=None, settings={}, progress_file="")
+    set_here = {name: environ[name] for name in ("GPU_LAUNCH_COMM", "GPU_LAUNCH_PREDICT") if name in environ}
+    assert set_here == {f"GPU_LAUNCH_{name.upper()}": value for name, value in changes.items()}
+
+
+def test_prediction_and_automatic_communication_need_figures(tmp_path):
+    """The first a bench, the second a prediction of this script for this number of ranks."""
+    env = environment.read({"HOME": str(home(tmp_path)), "GPUHUB_GPU_UUIDS": "GPU-1,GPU-2", "GPUHUB_NODE": "rig1"})
+
+    def check(line):
+        wanted = LaunchRequest(options=command.parse(line), cell=None, cwd=tmp_path, env=env, environ={})
+        checked = validate(wanted, None)
+        run = run_folder.open_run(tmp_path, "run-1")
+        node = NodeInfo(worker=None, node="rig1", address="", interface="", port=1)
+        return request.build_spec(checked, run, membership=SPEC.membership, first=node, attempt=0, channel=SPEC.channel)
+
+    with pytest.raises(UsageError, match="Measure them with %gpu_bench"):
+        check("--predict train.py")
+    with pytest.raises(UsageError, match=r"there is none\. Make one with"):
+        check("--nproc-per-node 2 --comm auto train.py")
+    bench = measured.build_bench(1e13, 1e13)
+    figures.write_json(figures.get_bench_path(tmp_path), bench)
+    key = check("--predict train.py").predict
+    report.publish(measured.PROFILE, bench, home=tmp_path, key=key)
+    assert check("--nproc-per-node 2 --comm auto train.py").comm == "bf16"
+    assert check("--comm auto train.py").comm == "exact"
+    assert check("--comm local train.py").comm == "local"
 
 
 def test_manual_command_is_quoted_for_a_shell():

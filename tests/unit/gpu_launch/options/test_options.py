@@ -140,6 +140,7 @@ def test_flags_that_exclude_each_other(line, said):
         ("--signals-to-handle TERM x.py", "SIGTERM,SIGUSR1"),
         ("--role 'a b' x.py", "such as trainer"),
         ("--nproc-per-node gpu x.py", "whole number"),
+        ("--comm fp16 x.py", "one of auto, exact, bf16, powersgd, local is needed"),
     ],
 )
 def test_values_are_checked_before_anything_starts(line, said):
@@ -200,6 +201,9 @@ def test_any_arguments_give_options_or_a_one_line_error(words):
         ("--rdzv_endpoint=evil:1 x.py", "is torchrun's, and not for a launch"),
         ("--no-python=1 x.py", "takes no value"),
         ("-m --no-python x", "exclude each other"),
+        ("--no-python --comm bf16 x", "exclude each other: a program's DistributedDataParallel is out of reach"),
+        ("--predict --nnodes 2 x.py", "exclude each other: a prediction runs some steps on one card"),
+        ("--predict --comm bf16 x.py", "exclude each other: a prediction has all modes"),
         ("-t 4 x.py", "--tee 4"),
         ("--local-ranks-filter a x.py", "local ranks such as 0,2"),
         ("--timeout-s 0 x.py", "above 0"),
@@ -313,3 +317,26 @@ def test_formatted_flags_can_be_parsed_again():
 def test_short_flags_accept_attached_and_separate_values(line):
     """As torchrun's own."""
     assert command.parse(line).tee == "3"
+
+
+def test_bench_is_a_launch_of_a_module():
+    """With the options about GPUs and waiting, and nothing else."""
+    options = command.parse_bench("--nnodes 3 --model 'RTX 5090' --timeout-s 9")
+    assert (options.nnodes, options.demand.models, options.timeout_s) == (3, ("RTX 5090",), 9)
+    assert (options.script, options.module) == (definition.BENCH_MODULE, True)
+    assert command.parse_bench("--help").help
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train.py", "%gpu_bench takes no arguments, and train.py is one"),
+        ("--nnodes 1:3", "one number of nodes is needed"),
+        ("--detach", "There is no flag --detach"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_measure(line, said):
+    """Before anything is requested."""
+    with pytest.raises(UsageError) as raised:
+        command.parse_bench(line)
+    assert said in str(raised.value)

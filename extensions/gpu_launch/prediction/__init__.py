@@ -1,0 +1,1 @@
+"""How long a step of a training takes on some cards: what is measured before, the model, and the report."""
