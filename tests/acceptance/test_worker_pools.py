@@ -172,6 +172,17 @@ def test_rank_session_example_runs_to_its_end(notebook: Notebook):
     wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free")
 
 
+def test_slow_networks_example_runs_to_its_end(notebook: Notebook):
+    """`06-slow-networks.ipynb` trains in each mode, measures the cards, and predicts its script on 1 to 3 of them."""
+    output = notebook.execute("06-slow-networks", timeout_s=600)
+    for mode in ("exact", "bf16", "powersgd", "local"):
+        assert re.search(rf"^{mode} +loss \d\.\d{{3}}, [01]\.\d{{3}} of exact", output, re.MULTILINE), output
+    assert "kept for --predict" in output, output
+    assert "One step of slow_networks_train.py: the median of 20" in output, output
+    assert re.search(r"^3 +powersgd ", output, re.MULTILINE), output
+    wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free")
+
+
 def test_lost_node_is_named_and_returns(product: Product, notebook: Notebook):
     """With `--nnodes 2:3` a cut-off node is named, two nodes continue, and three do after its return."""
     notebook.write(

@@ -12,20 +12,22 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpu_launch.prediction import bench_main, figures, step_profiler
-from gpu_launch.training.comm_modes import LOCAL_PERIOD, VARIABLE, WARM_UP_STEPS, CommMode
+from gpu_launch.prediction import bench_main, figures, report, step_profiler
+from gpu_launch.training.comm_modes import LOCAL_PERIOD, VARIABLE, CommMode
 from gpuhub_closet import network
 from gpuhub_closet.topology import ClosetPlan, NodeLink, build_nodes, build_subnet
 from tests.support.launch import profiled_script
 from tests.support.launch.launched_ranks import run_launched
 
 _INSTANCE = "ghstep"
-_RATES_MBIT = (500, 2500)
-_WIDTH, _SECONDS = 1000, 0.2
-_SKIPPED, _COUNTED = 5, 3 * LOCAL_PERIOD
+#: Links so slow, and a computation so long, that other work on this machine changes little.
+_RATES_MBIT = (100, 400)
+_WIDTH, _SECONDS = 1000, 1.0
+#: Steps that are not counted, those that are, and the exact ones before `powersgd` and `local`.
+_SKIPPED, _COUNTED, _EXACT = 2, LOCAL_PERIOD, 4
 _KEY = "bench"
 
 
@@ -57,6 +59,7 @@ def _measure_rate(rate_mbit: int) -> Iterator[_Case]:
         home = Path(name)
         count = len(plan.nodes)
         _run(plan, ["-m", bench_main.__name__], count, {"HOME": name})
+        _level_speeds(home)
         _train(plan, home, 1, 1000, {step_profiler.VARIABLE: _KEY})
         kept = json.loads(figures.get_prediction_path(home, _KEY).read_text(encoding="utf-8"))
         for ranks in range(2, count + 1):
@@ -75,16 +78,24 @@ def _measure_rate(rate_mbit: int) -> Iterator[_Case]:
                 yield case
 
 
+def _level_speeds(home: Path) -> None:
+    """Give all cards of the bench the same speed: ranks that sleep have it, and the CPU's depends on other work."""
+    bench = figures.read_bench(home)
+    cards = tuple(replace(card, flops=1e9) for card in bench.cards)
+    figures.write_json(figures.get_bench_path(home), replace(bench, cards=cards))
+    print(report.format_bench(bench), file=sys.stderr)
+
+
 def _time_step(plan: ClosetPlan, home: Path, ranks: int, mode: CommMode) -> float:
     """Return the seconds of a step: the median, or with `local` the mean, because one in some averages the parameters."""
-    skipped = WARM_UP_STEPS + LOCAL_PERIOD if mode in (CommMode.POWERSGD, CommMode.LOCAL) else _SKIPPED
+    skipped = _EXACT + LOCAL_PERIOD if mode in (CommMode.POWERSGD, CommMode.LOCAL) else _SKIPPED
     _train(plan, home, ranks, skipped + _COUNTED, {VARIABLE: mode})
     times = json.loads((home / "steps.json").read_text(encoding="utf-8"))[skipped:]
     return statistics.fmean(times) if mode is CommMode.LOCAL else statistics.median(times)
 
 
 def _train(plan: ClosetPlan, home: Path, ranks: int, steps: int, environ: dict[str, str]) -> None:
-    command = ["-m", profiled_script.__name__, str(home), str(steps), str(_WIDTH), str(_SECONDS)]
+    command = ["-m", profiled_script.__name__, str(home), str(steps), str(_WIDTH), str(_SECONDS), str(_EXACT)]
     _run(plan, command, ranks, environ | {"HOME": str(home)})
 
 

@@ -11,6 +11,7 @@ from gpu_launch.cli import submission
 from gpu_launch.cli.context import Context, json_option, pass_context
 from gpu_launch.cli.run import launch_options
 from gpu_launch.cli.upload import DEFAULT_MAX_BYTES
+from gpu_launch.errors import UsageError
 from gpu_launch.options.definition import BENCH_MODULE, BENCH_OPTIONS, Surface
 
 _OPTIONS = tuple(option for option in BENCH_OPTIONS if Surface.COMMAND in option.surfaces)
@@ -28,6 +29,8 @@ def bench(context: Context, /, **given: Any) -> None:
     It takes about a minute. The figures are kept in your home on the cluster, for `gpu-launch run --predict`.
     """
     values = {str(option.name): given[str(option.name)] for option in _OPTIONS}
+    if values["nnodes"] is not None and values["nnodes"][0] is not None:
+        raise UsageError("--nnodes MIN:MAX: one number of nodes is needed, all of which are measured together.")
     asked = submission.RunArguments(
         script=BENCH_MODULE,
         arguments=(),

@@ -23,6 +23,8 @@ from gpu_launch.prediction.figures import Bench, Card, Link, Network
 
 #: Bytes of an all-reduce that shows the latency, and of those whose difference shows the bandwidth: DDP's buckets.
 _SMALL, _SHORT, _LONG = 4096, 1 << 20, 25 << 20
+#: The larger size where the smaller one takes longer than this, seconds.
+_MEDIUM, _SLOW_S = 5 << 20, 0.04
 _SMALL_ROUNDS, _SHORT_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 20, 6, 2, 6
 #: Time for one size of one pair, seconds.
 _PAIR_S = 0.7
@@ -114,13 +116,14 @@ def measure_network(group: Any, ranks: int, device: torch.device) -> Network:
 def _measure_bandwidth(group: Any, factor: float, device: torch.device, dtype: torch.dtype) -> float:
     """Return the bytes per second that each rank sends, from the difference between two sizes."""
     short = torch.zeros(_SHORT // dtype.itemsize, device=device, dtype=dtype)
-    long = torch.zeros(_LONG // dtype.itemsize, device=device, dtype=dtype)
-    short_s = _time_allreduce(group, short, _SHORT_ROUNDS)
-    # All ranks of the group must make the same number.
+    # All ranks of the group must choose the same sizes and numbers.
+    short_s = _agree(group, _time_allreduce(group, short, _SHORT_ROUNDS), device)
+    size = _LONG if short_s < _SLOW_S else _MEDIUM
+    long = torch.zeros(size // dtype.itemsize, device=device, dtype=dtype)
     first_s = _agree(group, _time_allreduce(group, long, 1), device)
     rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(_PAIR_S / max(first_s, 1e-9))))
     long_s = _time_allreduce(group, long, rounds)
-    bandwidth = factor * (_LONG - _SHORT) / max(long_s - short_s, 1e-9)
+    bandwidth = factor * (size - _SHORT) / max(long_s - short_s, 1e-9)
     return 1 / _agree(group, 1 / bandwidth, device)
 
 

@@ -119,7 +119,10 @@ def _send_buckets(
 
 
 def _compute_slowdown(profile: StepProfile, bench: Bench, card: int) -> float:
-    ratio = profile.card.flops / bench.cards[card].flops
+    """Return how many times as long a card computes as the profiled one, with the bench's speed of that one."""
+    own = profile.card
+    seen = [other.flops for other in bench.cards if (other.node, other.device) == (own.node, own.device)]
+    ratio = (max(seen) if seen else own.flops) / bench.cards[card].flops
     return 1.0 if 1 / _EQUAL_SPEED < ratio < _EQUAL_SPEED else ratio
 
 

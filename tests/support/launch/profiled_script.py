@@ -1,7 +1,8 @@
 """A training as a user writes it, for profiles: it sleeps where a GPU would compute, without using a CPU.
 
-`profiled_script.py FOLDER STEPS WIDTH SECONDS`: each of two layers of WIDTH × WIDTH weights takes a quarter of SECONDS
-forward, and a quarter backward. Rank 0 writes the time of each step, in seconds, to `FOLDER/steps.json`.
+`profiled_script.py FOLDER STEPS WIDTH SECONDS [EXACT]`: each of two layers of WIDTH × WIDTH weights takes a quarter of SECONDS
+forward, and a quarter backward. Rank 0 writes the time of each step, in seconds, to `FOLDER/steps.json`. With
+EXACT, that many exact steps come before those of `--comm powersgd` and `local`, fewer than usual.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from gpu_launch.training import ddp_communication
 
 
 class Sleep(torch.autograd.Function):
@@ -63,4 +66,6 @@ def main(folder: Path, steps: int, width: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 5:
+        ddp_communication.WARM_UP_STEPS = int(sys.argv[5])
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

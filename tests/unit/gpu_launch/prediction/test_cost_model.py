@@ -8,7 +8,7 @@ import pytest
 
 from gpu_launch.prediction import cost_model
 from gpu_launch.training.comm_modes import LOCAL_PERIOD, CommMode
-from tests.support.launch.measured import NETWORK, PROFILE, build_bench
+from tests.support.launch.measured import CARD, NETWORK, PROFILE, build_bench
 
 
 def test_ring_all_reduce_has_the_time_of_its_turns_and_bytes():
@@ -67,6 +67,15 @@ def test_slowest_card_sets_the_pace():
     bench = build_bench(1e13, 0.5e13, 0.9e13)
     assert cost_model.predict_step(PROFILE, bench, (0, 1), CommMode.EXACT).compute_s == pytest.approx(0.6)
     assert cost_model.predict_step(PROFILE, bench, (0, 2), CommMode.EXACT).compute_s == pytest.approx(0.3)
+
+
+def test_speed_of_the_profiled_card_is_that_of_the_bench():
+    """Both speeds are of the same minute. A card that the bench lacks counts with its own."""
+    bench = build_bench(1e13, 0.5e13)
+    hot = replace(PROFILE, card=replace(CARD, flops=0.2e13))
+    assert cost_model.predict_step(hot, bench, (0, 1), CommMode.EXACT).compute_s == pytest.approx(0.6)
+    other = replace(hot, card=replace(hot.card, node="rig9"))
+    assert cost_model.predict_step(other, bench, (0,), CommMode.EXACT).compute_s == pytest.approx(0.3 * 0.2)
 
 
 def test_whole_gang_has_its_own_figures_and_a_part_those_of_its_slowest_link():
