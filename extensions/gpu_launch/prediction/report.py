@@ -107,7 +107,8 @@ def format_prediction(prediction: Prediction, bench: Bench) -> str:
     gradients = sum(bucket.sizes[CommMode.EXACT] for bucket in profile.buckets)
     head = (
         f"One step of {profile.script}: the median of {profile.steps} on {profile.card.node} ({profile.card.device}), "
-        f"with {gradients / 1e6:.1f} MB of gradients in {len(profile.buckets)} buckets, {profile.peak_memory_mib} MiB "
+        f"with {gradients / 1e6:.1f} MB of gradients in {len(profile.buckets)} "
+        f"bucket{'' if len(profile.buckets) == 1 else 's'}, {profile.peak_memory_mib} MiB "
         f"of memory at most. The network is that of the bench of {bench.measured_at} UTC ({bench.backend})."
     )
     if not prediction.steps:

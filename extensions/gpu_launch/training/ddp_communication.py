@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -171,7 +172,8 @@ class DdpCommunication:
         return UsageError(f"--comm {self._mode} cannot be used: {reason}. Use another mode, or --comm exact.")
 
     def _warn_if_unused(self) -> None:
-        if not self._had_model and os.environ.get("RANK", "0") == "0":
+        is_first_rank = os.environ.get("RANK") == "0" and multiprocessing.parent_process() is None
+        if not self._had_model and is_first_rank:
             sys.stderr.write(
                 f"gpu_launch: --comm {self._mode} had no effect: the script constructed no DistributedDataParallel\n"
             )

@@ -42,6 +42,7 @@ def test_bench_then_prediction_then_the_mode_that_it_found(notebook: Notebook) -
         shell.run_cell("%gpu_launch --nnodes 2 --comm auto train.py")
         shell.run_line_magic("gpu_bench", "--nnodes 2")
         shell.run_line_magic("gpu_launch", "--predict train.py")
+        shell.run_line_magic("gpu_launch", "--dry-run --nnodes 2 --comm local train.py")
         shell.run_line_magic("gpu_launch", "--nnodes 2 --comm auto train.py")
         """
     )
@@ -50,6 +51,7 @@ def test_bench_then_prediction_then_the_mode_that_it_found(notebook: Notebook) -
     assert "rank  node  device" in out
     assert "kept for --predict" in out
     assert "One step of train.py: the median of 20 on rig1 (CPU)" in out
+    assert "GPU_LAUNCH_COMM=local  after 100 exact steps, each node trains alone" in " ".join(out.split(" "))
     # The profile ends the script before its last line.
     assert out.count("rounded") == 1
     assert [len(group.nodes) for group in notebook.broker.groups.values()] == [1, 1]
