@@ -1,6 +1,6 @@
-"""Removes from a virtual environment what no notebook needs (tests, C++ headers, static libraries), compiles the rest.
+"""Removes what no notebook needs (tests, static libraries) from packages below a prefix, and compiles the rest.
 
-There is no compiler in the image, so headers are useless; an image that adds one reinstalls torch (images/README.md).
+torch's headers stay: torch.compile and C++ extensions need them.
 """
 
 import compileall
@@ -8,12 +8,13 @@ import shutil
 import sys
 from pathlib import Path
 
+#: Where the packages are in the end; the prefix is another folder while a layer is built.
+ENVIRONMENT = "/opt/gpuhub"
 #: Patterns below site-packages.
 USELESS = (
     "**/tests",
     "**/*.a",
     "torch/test",
-    "torch/include",
     "torch/share/cmake",
     "torch/bin/*est*",
     "torch/bin/protoc*",
@@ -23,10 +24,10 @@ USELESS = (
 )
 
 
-def main(environment: Path) -> None:
-    """Deletes every match of USELESS below the environment's site-packages and compiles what is left to .pyc files."""
+def main(prefix: Path) -> None:
+    """Deletes every match of USELESS below the prefix's site-packages and compiles what is left to .pyc files."""
     freed = 0
-    for packages in environment.glob("lib/python3*/site-packages"):
+    for packages in prefix.glob("lib/python3*/site-packages"):
         for pattern in USELESS:
             for path in sorted(packages.glob(pattern)):
                 if path.is_dir() and not path.is_symlink():
@@ -36,7 +37,7 @@ def main(environment: Path) -> None:
                     freed += path.lstat().st_size
                     path.unlink()
         # All cores, where pip would use one; templates and old examples that are no Python 3 are passed over.
-        compileall.compile_dir(packages, workers=0, quiet=2)
+        compileall.compile_dir(packages, workers=0, quiet=2, stripdir=str(prefix), prependdir=ENVIRONMENT)
     sys.stdout.write(f"removed {freed // 1_000_000} MB\n")
 
 

@@ -38,6 +38,6 @@ def measure() -> Iterator[tuple[str, float, str]]:
 
 def _count_update_bytes(client: docker.DockerClient) -> int:
     """Return what each node is sent after a change of gpu-launch: the notebook image without the layers below it."""
-    below = client.images.get("gpuhub/python:latest").attrs["RootFS"]["Layers"]
+    below = client.images.get("gpuhub/lab:latest").attrs["RootFS"]["Layers"]
     with ImageSource(client.api) as source:
         return sum(len(chunk) for chunk in source.archive("gpuhub/notebook:latest", without=len(below)))

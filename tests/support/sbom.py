@@ -13,6 +13,7 @@ import re
 import sys
 import tarfile
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,9 @@ def main(folder: Path, instance: str) -> None:
     head += list_npm_packages(ROOT / "spawners/proxy/package-lock.json")
     bills = {"head-node": head, "tests": list(list_locked_packages(ROOT / "tests/requirements.lock"))}
     images = Paths(instance).images
-    roots, wheels = list(images.glob("base/*.tar")), [path for path in images.glob("wheels/*") if path.is_dir()]
-    if len(roots) == len(wheels) == 1:
-        bills["images"] = [*list_debian_packages(roots[0]), *list_wheels(wheels[0])]
+    roots, wheels = list(images.glob("base/*.tar")), list(images.glob("wheels/*[0-9a-f]"))
+    if len(roots) == 1 and wheels:
+        bills["images"] = [*list_debian_packages(roots[0]), *chain.from_iterable(map(list_wheels, wheels))]
     else:
         print(f"{images} has no images: `sudo make up` builds them. Without them there is no images.cdx.json.")
     for name, components in bills.items():

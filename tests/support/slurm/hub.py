@@ -125,11 +125,11 @@ def slurm_hub(
 def build_environment(folder: Path, *further: str) -> Path:
     """Build an environment and return the path of its jupyterhub-singleuser."""
     uv = str(Path(sys.executable).with_name("uv"))
-    lock = ROOT / "images" / "python" / "requirements.lock"
+    locks = [word for layer in ("science", "lab") for word in ("--constraint", f"{ROOT}/images/python/{layer}.lock")]
     subprocess.run([uv, "venv", "-q", "--python", "/usr/bin/python3", str(folder / "env")], check=True)
     python = str(folder / "env" / "bin" / "python")
     wanted = ["jupyterhub", "jupyter_server", *further]
-    subprocess.run([uv, "pip", "install", "-q", "--python", python, "--constraint", str(lock), *wanted], check=True)
+    subprocess.run([uv, "pip", "install", "-q", "--python", python, *locks, *wanted], check=True)
     return folder / "env" / "bin" / "jupyterhub-singleuser"
 
 

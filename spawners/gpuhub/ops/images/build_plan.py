@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,32 @@ _IGNORED = {"__pycache__", ".ipynb_checkpoints", "build", "dist", ".mypy_cache",
 _EXTENSION_SUFFIXES = {".py", ".toml", ".typed", ".html", ".js", ".css", ".json", ".md", ".sh", ".template"}
 
 BASE = "gpuhub/base"
-PYTHON = "gpuhub/python"
+TORCH = "gpuhub/torch"
+SCIENCE = "gpuhub/science"
+LAB = "gpuhub/lab"
+LLM_PACKAGES = "gpuhub/llm-packages"
 NOTEBOOK = "gpuhub/notebook"
+LLM = "gpuhub/llm"
+#: Each image with the one below it, in an order in which they can be built.
+PARENTS = {
+    TORCH: BASE,
+    SCIENCE: TORCH,
+    LAB: SCIENCE,
+    LLM_PACKAGES: LAB,
+    NOTEBOOK: LAB,
+    LLM: LLM_PACKAGES,
+}
+#: Images with the packages of a lock file, and its name in images/python without `.lock`.
+LOCKS = {SCIENCE: "science", LAB: "lab", LLM_PACKAGES: "llm"}
+#: Images that users work in: gpu-launch and its settings on top of packages.
+FAMILIES = (NOTEBOOK, LLM)
+#: Recipes in images/python: of gpuhub/torch, of images with a lock's packages, and a program that both run.
+TORCH_RECIPE = "torch.Dockerfile"
+PACKAGES_RECIPE = "packages.Dockerfile"
+TIDY = "tidy.py"
 
 #: Must be increased when the code that makes the base image's file system changes its result.
-_BASE_RECIPE = 2
+_BASE_RECIPE = 3
 
 #: Path of a source file below its root → content.
 SourceFiles = Mapping[str, bytes]
@@ -44,17 +65,30 @@ class ImageSources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePlan:
-    """Tags of the three images, and the key of the wheels for the Python image."""
+    """Tags of all images by their names, and the keys of the wheels of those that hold packages."""
 
-    base: str
-    python: str
-    notebook: str
-    wheels: str
+    tags: Mapping[str, str]
+    wheels: Mapping[str, str]
 
-    @property
-    def node_images(self) -> tuple[str, str]:
-        """The names of the images that every node needs: for notebooks and workers, and for the GPU agent."""
-        return f"{NOTEBOOK}:{self.notebook}", f"{BASE}:{self.base}"
+    def tagged(self, image: str) -> str:
+        """Return an image's name with its tag."""
+        return f"{image}:{self.tags[image]}"
+
+    def list_missing(self, families: Sequence[str], has: Callable[[str], bool]) -> list[str]:
+        """Return the images to build for these families, lowest first.
+
+        An image that is there needs nothing below it. The base is always needed: the GPU agents run it.
+
+        Args:
+            has: Whether an image is there, by its name with the tag.
+        """
+        missing = set() if has(self.tagged(BASE)) else {BASE}
+        for family in families:
+            image = family
+            while image not in missing and not has(self.tagged(image)):
+                missing.add(image)
+                image = PARENTS[image]
+        return [image for image in (BASE, *PARENTS) if image in missing]
 
 
 def build_plan(sources: ImageSources, settings: ImageSettings, machine: str, *, refreshed: str = "") -> ImagePlan:
@@ -63,18 +97,34 @@ def build_plan(sources: ImageSources, settings: ImageSettings, machine: str, *, 
     Args:
         refreshed: When the administrator last asked for Debian's current packages; empty for never.
     """
-    torch = [settings.torch, settings.torch_build, settings.torch_index, machine]
-    lock = sources.python["requirements.lock"].decode()
-    wheels = hash_parts(lock, torch)
-    driver = [line.split()[0] for line in lock.splitlines() if line.startswith("nvidia-ml-py==")]
-    base = hash_parts(_BASE_RECIPE, settings.debian_suite, machine, driver, sources.base, refreshed)
-    python = hash_parts(base, wheels, sources.python)
-    return ImagePlan(
-        base=base,
-        python=python,
-        notebook=hash_parts(python, sources.notebook, sources.extensions, sources.notebooks),
-        wheels=wheels,
-    )
+    python = sources.python
+    driver = [line.split()[0] for line in read_lock(sources, SCIENCE).splitlines() if line.startswith("nvidia-ml-py==")]
+    wheels = {image: hash_parts(machine, read_lock(sources, image)) for image in LOCKS}
+    wheels[TORCH] = hash_parts(machine, settings.torch, settings.torch_build, settings.torch_index)
+    user_layer = (sources.notebook, sources.extensions, sources.notebooks)
+    recipes: dict[str, tuple[object, ...]] = {
+        TORCH: (wheels[TORCH], _hash_files(python, TORCH_RECIPE, TIDY)),
+        **{image: (wheels[image], _hash_files(python, PACKAGES_RECIPE, TIDY)) for image in LOCKS},
+        **dict.fromkeys(FAMILIES, user_layer),
+    }
+    tags = {BASE: hash_parts(_BASE_RECIPE, settings.debian_suite, machine, driver, sources.base, refreshed)}
+    for image, parent in PARENTS.items():
+        tags[image] = hash_parts(tags[parent], *recipes[image])
+    return ImagePlan(tags=tags, wheels=wheels)
+
+
+def read_lock(sources: ImageSources, image: str) -> str:
+    """Return the lock file of an image that has one."""
+    return sources.python[f"{LOCKS[image]}.lock"].decode()
+
+
+def list_locked_names(lock: str) -> set[str]:
+    """Return the names of the packages in a lock file."""
+    return {line.partition("==")[0] for line in lock.splitlines() if "==" in line}
+
+
+def _hash_files(files: SourceFiles, *names: str) -> str:
+    return hash_parts({name: files[name] for name in names})
 
 
 def hash_parts(*parts: object) -> str:
@@ -104,14 +154,11 @@ def read_sources(root: Path) -> ImageSources:
     """
     if not (root / "images/base/packages").exists() or not (root / "extensions/pyproject.toml").exists():
         raise SetupError(f"{root}: images/ and extensions/ of gpuhub's source tree are needed to build images")
-    python = read_tree(root / "images/python")
-    # The lock alone decides what is installed.
-    del python["requirements.in"]
     extensions = read_tree(root / "extensions")
     notebooks = read_tree(root / "notebooks")
     return ImageSources(
         base=read_tree(root / "images/base"),
-        python=python,
+        python=read_tree(root / "images/python"),
         notebook=read_tree(root / "images/notebook"),
         extensions={name: data for name, data in extensions.items() if Path(name).suffix in _EXTENSION_SUFFIXES},
         notebooks={name: data for name, data in notebooks.items() if Path(name).suffix == ".ipynb"},

@@ -1,4 +1,4 @@
-"""The build of the three images on one Docker daemon, with its classic builder instead of BuildKit.
+"""The build of the images on one Docker daemon, with its classic builder instead of BuildKit.
 
 The base image is Debian's root file system with all updates: made by mmdebstrap, and kept as a small tar file.
 """
@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from gpuhub.config.images import ImageSettings
 from gpuhub.ops.images import build_plan
 from gpuhub.ops.images.build_plan import ImagePlan, ImageSources, parse_packages
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, read_output, run_with_progress
-from gpuhub.ops.images.wheels import ensure_wheels, read_wheel_file
+from gpuhub.ops.images.wheels import ensure_locked_wheels, ensure_torch_wheels, read_wheel_file
 
 _BLOCK = 512
 _CHUNK = 1 << 20
@@ -53,6 +55,14 @@ _EMPTIED = (
     "var/tmp",
 )
 _EXCLUDED = {"etc/hostname", "etc/resolv.conf", "etc/machine-id", "var/lib/dbus/machine-id"}
+#: 120 MB that nothing uses: of the compiler, link-time optimisation and sanitizers; Python as a static library.
+_LEFT_OUT = (
+    "usr/bin/*-lto-dump-*",
+    "usr/lib/gcc/*/lto1",
+    "usr/lib/gcc/*/lib*san*.a",
+    "usr/lib/*/lib*san.so.*",
+    "usr/lib/python3*/config-*/*.a",
+)
 _SETUID_SETGID = 0o6000
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _DEBIAN_DEADLINE_S = 1800.0
@@ -82,8 +92,9 @@ def build_images(
     report: ProgressCallback,
     *,
     refreshed: str = "",
+    families: Sequence[str] = (build_plan.NOTEBOOK,),
 ) -> list[BuiltImage]:
-    """Build the images that nodes need where they are missing, and return them with the notebook's first.
+    """Build the images that nodes need where they are missing, and return the families, and then the base.
 
     Safe to call again at any time; blocks for minutes.
 
@@ -91,43 +102,61 @@ def build_images(
         client: A docker.APIClient of the daemon that builds.
         folder: A folder on the head node that keeps packages for the next build.
         refreshed: When Debian's packages were last to be downloaded again; another value builds all images again.
+        families: Images for users, as `build_plan.FAMILIES` has them.
 
     Raises:
         SetupError: A step failed; the text has its last lines.
     """
     plan = build_plan.build_plan(sources, settings, platform.machine(), refreshed=refreshed)
-    notebook, base = plan.node_images
-    if find_image(client, base) is None:
-        # Python's and Debian's packages are downloaded at the same time.
-        with ThreadPoolExecutor(1, "wheels") as pool:
-            download = pool.submit(_wheels, folder, plan, sources, settings, report)
-            root = ensure_root_tar(
-                folder / "base",
-                tag=plan.base,
-                suite=settings.debian_suite,
-                sources=sources,
-                read_pynvml=lambda: read_wheel_file(download.result(), "nvidia_ml_py", "pynvml.py"),
-                report=report,
-            )
-        _import_base(client, base, root, report)
-    if find_image(client, notebook) is None:
-        python = f"{build_plan.PYTHON}:{plan.python}"
-        if find_image(client, python) is None:
-            wheels = _wheels(folder, plan, sources, settings, report)
-            _build(client, python, {"BASE": base, "TORCH": settings.torch}, _python_context(sources, wheels), report)
-            tag_latest(client, python)
-        _build(client, notebook, {"PYTHON": python}, _notebook_context(sources), report)
-    return [_latest(client, name) for name in (notebook, base)]
+    missing = plan.list_missing(families, lambda name: find_image(client, name) is not None)
+    downloaded = {*missing} & {build_plan.TORCH, *build_plan.LOCKS}
+    if downloaded or build_plan.BASE in missing:
+        # With pip for all builds, and NVIDIA's module for the base.
+        downloaded.add(build_plan.SCIENCE)
+    # All kinds of packages are downloaded at the same time, also while the first images are built.
+    with ThreadPoolExecutor(max(1, len(downloaded)), "wheels") as pool:
+        ensure = partial(
+            _ensure_wheels, folder / "wheels", plan=plan, sources=sources, settings=settings, report=report
+        )
+        wheels = {image: pool.submit(ensure, image) for image in sorted(downloaded)}
+        for image in missing:
+            name = plan.tagged(image)
+            if image == build_plan.BASE:
+                root = ensure_root_tar(
+                    folder / "base",
+                    tag=plan.tags[image],
+                    suite=settings.debian_suite,
+                    sources=sources,
+                    read_pynvml=lambda: read_wheel_file(
+                        wheels[build_plan.SCIENCE].result(), "nvidia_ml_py", "pynvml.py"
+                    ),
+                    report=report,
+                )
+                _import_base(client, name, root, report)
+            else:
+                pip, own = (wheels[kind].result() if kind in wheels else None for kind in (build_plan.SCIENCE, image))
+                context = _build_context(image, sources, pip=pip, wheels=own)
+                _build(client, name, plan.tagged(build_plan.PARENTS[image]), context, report)
+                tag_latest(client, name)
+    return [_latest(client, plan.tagged(image)) for image in (*families, build_plan.BASE)]
 
 
-def _wheels(
-    folder: Path, plan: ImagePlan, sources: ImageSources, settings: ImageSettings, report: ProgressCallback
+def _ensure_wheels(
+    folder: Path,
+    image: str,
+    *,
+    plan: ImagePlan,
+    sources: ImageSources,
+    settings: ImageSettings,
+    report: ProgressCallback,
 ) -> Path:
-    lock = sources.python["requirements.lock"]
-    machine = platform.machine()
-    return ensure_wheels(
-        folder / "wheels", key=plan.wheels, lock=lock, settings=settings, machine=machine, report=report
-    )
+    key, machine = plan.wheels[image], platform.machine()
+    if image != build_plan.TORCH:
+        name, lock = build_plan.LOCKS[image], build_plan.read_lock(sources, image)
+        return ensure_locked_wheels(folder, name=name, key=key, lock=lock, machine=machine, report=report)
+    locks = (build_plan.read_lock(sources, other) for other in build_plan.LOCKS)
+    locked = {name for lock in locks for name in build_plan.list_locked_names(lock)}
+    return ensure_torch_wheels(folder, key=key, settings=settings, locked=locked, machine=machine, report=report)
 
 
 def find_image(client: Any, name: str) -> dict[str, Any] | None:
@@ -169,26 +198,34 @@ def _format_date(file: Path) -> str:
     return datetime.fromtimestamp(file.stat().st_mtime, UTC).date().isoformat()
 
 
-def _python_context(sources: ImageSources, wheels: Path) -> dict[str, bytes | Path]:
-    return {**sources.python, **{f"wheels/{wheel.name}": wheel for wheel in wheels.iterdir()}}
+def _build_context(
+    image: str, sources: ImageSources, *, pip: Path | None, wheels: Path | None
+) -> dict[str, bytes | Path]:
+    """Return the files of an image's build; of the wheels in the folder `pip`, it has only pip."""
+    if image in build_plan.FAMILIES:
+        extensions = {f"extensions/{name}": data for name, data in sources.extensions.items()}
+        notebooks = {f"notebooks/{name}": data for name, data in sources.notebooks.items()}
+        return {**sources.notebook, **extensions, **notebooks}
+    recipe = build_plan.TORCH_RECIPE if image == build_plan.TORCH else build_plan.PACKAGES_RECIPE
+    files: dict[str, bytes | Path] = {
+        "Dockerfile": sources.python[recipe],
+        build_plan.TIDY: sources.python[build_plan.TIDY],
+    }
+    if image in build_plan.LOCKS:
+        files["requirements.lock"] = build_plan.read_lock(sources, image).encode()
+    for part, folder, pattern in (("pip", pip, "pip-*.whl"), ("wheels", wheels, "*.whl")):
+        files |= {f"{part}/{wheel.name}": wheel for wheel in (folder.glob(pattern) if folder else ())}
+    return files
 
 
-def _notebook_context(sources: ImageSources) -> dict[str, bytes | Path]:
-    extensions = {f"extensions/{name}": data for name, data in sources.extensions.items()}
-    notebooks = {f"notebooks/{name}": data for name, data in sources.notebooks.items()}
-    return {**sources.notebook, **extensions, **notebooks}
-
-
-def _build(
-    client: Any, name: str, arguments: Mapping[str, str], context: Mapping[str, bytes | Path], report: ProgressCallback
-) -> None:
+def _build(client: Any, name: str, parent: str, context: Mapping[str, bytes | Path], report: ProgressCallback) -> None:
     report(ProgressStep(label=name, text="building"))
     try:
         events = client.build(
             fileobj=stream_context(context),
             custom_context=True,
             tag=name,
-            buildargs=dict(arguments),
+            buildargs={"PARENT": parent},
             network_mode="none",
             rm=True,
             forcerm=True,
@@ -340,7 +377,7 @@ def find_mirror(apt_targets: str, suite: str) -> str | None:
 def filter_entry(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     """Return the entry for the image, or None to leave it out; nothing is setuid, and licences stay."""
     name = entry.name.removeprefix("./")
-    if name in _EXCLUDED or _is_manual(name):
+    if name in _EXCLUDED or _is_manual(name) or any(fnmatchcase(name, pattern) for pattern in _LEFT_OUT):
         return None
     if any(name.startswith(f"{folder}/") for folder in _EMPTIED):
         return None

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from gpuhub.common.errors import SetupError
@@ -25,6 +25,8 @@ _GLIBC_MINORS = range(5, 37)
 #: Longest download, seconds: the CUDA build of torch has some 3 GB with its libraries.
 _DEADLINE_S = 2 * 3600.0
 _LABEL = "Python packages"
+#: Name of the wheels of torch.
+TORCH_WHEELS = "torch"
 #: Longest build of gpu-launch's wheel, seconds.
 _LAPTOP_BUILD_S = 300.0
 _LAPTOP_LABEL = "gpu-launch for laptops"
@@ -33,35 +35,80 @@ _LAPTOP_DIGEST = "sources.sha256"
 _CUDA_VERSION = re.compile(r"^cuda\b[^=\n]*= *['\"]([^'\"]*)", re.MULTILINE)
 
 
-def ensure_wheels(
-    folder: Path, *, key: str, lock: bytes, settings: ImageSettings, machine: str, report: ProgressCallback
+def ensure_locked_wheels(
+    folder: Path, *, name: str, key: str, lock: str, machine: str, report: ProgressCallback
 ) -> Path:
-    """Return the folder with the wheels for a key of the plan; missing ones are downloaded, other keys' are removed.
+    """Return the folder with the wheels of a lock; missing ones are downloaded, those of its other versions removed.
+
+    Args:
+        folder: Holds a folder `NAME-KEY` for each kind of packages.
+        key: Differs if any of the wheels does.
+
+    Raises:
+        SetupError: pip is missing or failed.
+    """
+
+    def download(target: Path, label: str) -> None:
+        lock_file = target / "requirements.lock"
+        lock_file.write_text(lock, encoding="utf-8")
+        command = build_lock_command(find_pip(), lock_file, machine)
+        run_with_progress(command, label=label, report=report, deadline_s=_DEADLINE_S)
+        lock_file.unlink()
+
+    return _ensure_downloaded(folder, name, key, download, report)
+
+
+def ensure_torch_wheels(
+    folder: Path,
+    *,
+    key: str,
+    settings: ImageSettings,
+    locked: Collection[str],
+    machine: str,
+    report: ProgressCallback,
+) -> Path:
+    """Return the folder with the wheels of torch and of NVIDIA's libraries for it, as `ensure_locked_wheels` does.
+
+    Args:
+        locked: Names of packages in the locks; the image's own layers for them have their wheels.
 
     Raises:
         SetupError: pip is missing or failed, or found another build of torch than the configured one.
     """
-    wheels = folder / key
+
+    def download(target: Path, label: str) -> None:
+        for command in build_torch_commands(find_pip(), target, settings, machine):
+            run_with_progress(command, label=label, report=report, deadline_s=_DEADLINE_S)
+        for wheel in list(target.iterdir()):
+            if _find_project(wheel) in locked:
+                wheel.unlink()
+        check_torch(target, settings)
+
+    return _ensure_downloaded(folder, TORCH_WHEELS, key, download, report)
+
+
+def _ensure_downloaded(
+    folder: Path, name: str, key: str, download: Callable[[Path, str], None], report: ProgressCallback
+) -> Path:
+    wheels, label = folder / f"{name}-{key}", f"{_LABEL}: {name}"
     if not wheels.exists():
-        partial = folder / f"{key}.partial"
+        partial = folder / f"{name}-{key}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        lock_file = partial / "requirements.lock"
-        lock_file.write_bytes(lock)
-        constraints = lock_file.with_suffix(".constraints")
-        constraints.write_text(build_constraints(lock.decode()), encoding="utf-8")
-        for command in build_download_commands(find_pip(), lock_file, settings, machine):
-            run_with_progress(command, label=_LABEL, report=report, deadline_s=_DEADLINE_S)
-        lock_file.unlink()
-        constraints.unlink()
-        check_torch(partial, settings)
+        download(partial, label)
         partial.rename(wheels)
         size = sum(wheel.stat().st_size for wheel in wheels.iterdir())
-        report(ProgressStep(label=_LABEL, done=size, text="downloaded", is_finished=True))
+        report(ProgressStep(label=label, done=size, text="downloaded", is_finished=True))
     for other in folder.iterdir():
-        if other != wheels:
-            shutil.rmtree(other)
+        # A name without a dash is of gpuhub 0.1, which had one folder for all.
+        if other != wheels and other.name.rpartition("-")[0] in {name, ""}:
+            shutil.rmtree(other, ignore_errors=True)
     return wheels
+
+
+def _find_project(wheel: Path) -> str:
+    """Return the name of a wheel's project, as locks have it."""
+    return re.sub(r"[-_.]+", "-", wheel.name.split("-")[0]).lower()
 
 
 def find_pip() -> list[str]:
@@ -74,28 +121,29 @@ def find_pip() -> list[str]:
     return [system]
 
 
-def build_download_commands(pip: Sequence[str], lock: Path, settings: ImageSettings, machine: str) -> list[list[str]]:
-    """Return the commands that download into the lock's folder: its packages, torch, then NVIDIA's libraries for torch.
+def build_lock_command(pip: Sequence[str], lock: Path, machine: str) -> list[str]:
+    """Return the command that downloads a lock's packages into its folder; the lock has a hash for each file."""
+    return [*_build_download(pip, lock.parent, machine), "--no-deps", "--require-hashes", "--requirement", str(lock)]
 
-    The lock has a hash for each file, and pins the other dependencies of torch. Another index for torch replaces pip's
-    own index and provides nothing else: with both, any package of the same name in either could be chosen.
+
+def build_torch_commands(pip: Sequence[str], folder: Path, settings: ImageSettings, machine: str) -> list[list[str]]:
+    """Return the commands that download torch, then what it depends on.
+
+    Another index for torch replaces pip's own index and provides nothing else: with both, any package of the same name
+    in either could be chosen.
     """
-    folder = str(lock.parent)
     index = ["--index-url", settings.torch_index] if settings.torch_index else []
-    download = [*pip, "download", "--progress-bar", "off", "--dest", folder, *build_platform_options(machine)]
+    download = _build_download(pip, folder, machine)
     torch = f"torch=={settings.torch}"
-    versions = lock.with_suffix(".constraints")
     return [
-        [*download, "--no-deps", "--require-hashes", "--requirement", str(lock)],
         [*download, "--no-deps", *index, torch],
         # The torch of the folder, because pip prefers a local version such as 2.13.0+cpu, and local files to an index.
-        [*download, "--find-links", folder, "--constraint", str(versions), torch],
+        [*download, "--find-links", str(folder), torch],
     ]
 
 
-def build_constraints(lock: str) -> str:
-    """Return the lock's versions without hashes: with hashes, pip would require them of NVIDIA's libraries too."""
-    return "".join(f"{line.split()[0]}\n" for line in lock.splitlines() if "==" in line)
+def _build_download(pip: Sequence[str], folder: Path, machine: str) -> list[str]:
+    return [*pip, "download", "--progress-bar", "off", "--dest", str(folder), *build_platform_options(machine)]
 
 
 def build_platform_options(machine: str) -> list[str]:
@@ -142,7 +190,7 @@ def find_torch_cuda(folder: Path) -> str | None:
     None where nothing was built, or torch has no CUDA.
 
     Args:
-        folder: The folder of `ensure_wheels`.
+        folder: The folder of `ensure_torch_wheels`.
     """
     for wheel in folder.glob("*/torch-*.whl"):
         if wheel.parent.suffix != ".partial":

@@ -2,6 +2,8 @@
 
 import io
 import tarfile
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,14 @@ from gpuhub.ops.images import build_plan, builder, wheels
 
 SOURCES = build_plan.ImageSources(
     base={"packages": b"git\n"},
-    python={"Dockerfile": b"FROM x", "requirements.lock": b"numpy==2.4.6\nnvidia-ml-py==13.1\n"},
+    python={
+        "torch.Dockerfile": b"FROM x",
+        "packages.Dockerfile": b"FROM x",
+        "tidy.py": b"",
+        "science.lock": b"numpy==2.4.6\nnvidia-ml-py==13.1\n",
+        "lab.lock": b"jupyterlab==4.6.6\n",
+        "llm.lock": b"transformers==5.23.0\n",
+    },
     notebook={"Dockerfile": b"FROM y"},
     extensions={"gpu_launch/__init__.py": b""},
     notebooks={"01-first-launch.ipynb": b"{}"},
@@ -24,19 +33,43 @@ def _plan(settings: ImageSettings | None = None, **changes: dict[str, bytes]) ->
     return build_plan.build_plan(build_plan.ImageSources(**{**parts, **changes}), settings or ImageSettings(), "x86_64")
 
 
-def test_a_changed_extension_rebuilds_only_the_notebook_image():
-    """The libraries' image, whose build takes long, keeps its tag."""
-    changed = _plan(extensions={"gpu_launch/__init__.py": b"x = 1"})
-    assert changed.notebook != _plan().notebook
-    assert (changed.base, changed.python, changed.wheels) == (_plan().base, _plan().python, _plan().wheels)
+def _changed_images(settings: ImageSettings | None = None, **changes: dict[str, bytes]) -> set[str]:
+    """Return the images whose tags differ from those of SOURCES."""
+    tags = _plan().tags
+    return {image for image, tag in _plan(settings, **changes).tags.items() if tag != tags[image]}
 
 
-def test_a_changed_lock_keeps_the_base_image():
-    """Debian is downloaded again only when its packages, or NVIDIA's module in it, change."""
-    changed = _plan(python={**SOURCES.python, "requirements.lock": b"numpy==2.5.0\nnvidia-ml-py==13.1\n"})
-    assert changed.base == _plan().base
-    assert changed.python != _plan().python
-    assert changed.wheels != _plan().wheels
+def test_a_changed_extension_rebuilds_only_images_for_users():
+    """The layers with packages, whose builds take long, keep their tags."""
+    changes = {"gpu_launch/__init__.py": b"x = 1"}
+    assert _changed_images(extensions=changes) == {build_plan.NOTEBOOK, build_plan.LLM}
+    assert _plan(extensions=changes).wheels == _plan().wheels
+
+
+@pytest.mark.parametrize(
+    ("lock", "text", "changed"),
+    [
+        ("llm", b"transformers==6.0.0\n", {build_plan.LLM_PACKAGES, build_plan.LLM}),
+        ("lab", b"jupyterlab==4.7.0\n", {build_plan.LAB, build_plan.NOTEBOOK, build_plan.LLM_PACKAGES, build_plan.LLM}),
+        ("science", b"numpy==2.5.0\nnvidia-ml-py==13.1\n", set(build_plan.PARENTS) - {build_plan.TORCH}),
+        ("science", b"numpy==2.4.6\nnvidia-ml-py==13.2\n", {build_plan.BASE, *build_plan.PARENTS}),
+    ],
+)
+def test_a_changed_lock_keeps_the_layers_below_it(lock: str, text: bytes, changed: set[str]):
+    """Debian is downloaded again only when its packages, or NVIDIA's module in it, change; torch with its version only."""
+    changes = {**SOURCES.python, f"{lock}.lock": text}
+    assert _changed_images(python=changes) == changed
+    wheels, before = _plan(python=changes).wheels, _plan().wheels
+    assert [build_plan.LOCKS[image] for image in build_plan.LOCKS if wheels[image] != before[image]] == [lock]
+    assert wheels[build_plan.TORCH] == before[build_plan.TORCH]
+
+
+def test_another_torch_keeps_the_wheels_of_other_layers():
+    """A download of torch is that of torch alone."""
+    settings = ImageSettings(torch="2.12.0")
+    assert _changed_images(settings) == set(build_plan.PARENTS)
+    wheels, before = _plan(settings).wheels, _plan().wheels
+    assert [image for image in wheels if wheels[image] != before[image]] == [build_plan.TORCH]
 
 
 def test_every_torch_setting_has_its_own_wheels():
@@ -47,7 +80,26 @@ def test_every_torch_setting_has_its_own_wheels():
         ImageSettings(torch_build="cpu"),
         ImageSettings(torch_index="https://x.example"),
     ]
-    assert len({_plan(setting).wheels for setting in settings}) == len(settings)
+    assert len({_plan(setting).wheels[build_plan.TORCH] for setting in settings}) == len(settings)
+
+
+@pytest.mark.parametrize(
+    ("families", "there", "missing"),
+    [
+        (["notebook"], [], ["base", "torch", "science", "lab", "notebook"]),
+        (["notebook"], ["base", "torch", "science"], ["lab", "notebook"]),
+        (["notebook"], ["notebook"], ["base"]),
+        (["notebook", "llm"], ["base", "notebook", "lab"], ["llm-packages", "llm"]),
+        (["notebook", "llm"], ["base", "llm"], ["torch", "science", "lab", "notebook"]),
+        (["notebook"], ["base", "notebook"], []),
+    ],
+)
+def test_an_image_that_is_there_needs_nothing_below_it(families: list[str], there: list[str], missing: list[str]):
+    """An administrator may remove the images in between from the node that builds."""
+    plan = _plan()
+    names = {plan.tagged(f"gpuhub/{image}") for image in there}
+    found = plan.list_missing([f"gpuhub/{family}" for family in families], lambda name: name in names)
+    assert found == [f"gpuhub/{image}" for image in missing]
 
 
 def test_digests_do_not_depend_on_the_order_of_files():
@@ -91,13 +143,40 @@ def test_locked_packages_are_downloaded_by_hash_and_torch_from_its_index_alone()
 
 def _download_commands() -> list[list[str]]:
     settings = ImageSettings(torch_index="https://i.example")
-    return wheels.build_download_commands(["pip"], Path("/w/lock"), settings, "x86_64")
+    lock = wheels.build_lock_command(["pip"], Path("/w/lock"), "x86_64")
+    return [lock, *wheels.build_torch_commands(["pip"], Path("/w"), settings, "x86_64")]
 
 
-def test_constraints_are_the_versions_of_the_lock():
-    """pip would ask for hashes of every package if a constraint had one."""
-    lock = "# A comment\nnumpy==2.4.6 \\\n    --hash=sha256:12 \\\n    --hash=sha256:34\nclick==8.1\n"
-    assert wheels.build_constraints(lock) == "numpy==2.4.6\nclick==8.1\n"
+def _write_wheel(folder: Path, name: str) -> None:
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        archive.writestr("torch/version.py", "cuda = None\n")
+
+
+def test_packages_of_the_locks_are_not_in_the_layer_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It would change with each of them; old downloads of torch go, those of other kinds stay."""
+
+    def download(command: Sequence[str], **_options: object) -> None:
+        folder = Path(command[command.index("--dest") + 1])
+        for name in (
+            "torch-2.13.0-cp311-none-any.whl",
+            "typing_extensions-4.16.0-py3-none-any.whl",
+            "triton-3.7-x.whl",
+        ):
+            _write_wheel(folder, name)
+
+    for old in ("torch-0", "torch-9.partial", "0123456789ab", "science-1"):
+        (tmp_path / old).mkdir()
+    monkeypatch.setattr(wheels, "run_with_progress", download)
+    found = wheels.ensure_torch_wheels(
+        tmp_path,
+        key="1",
+        settings=ImageSettings(),
+        locked=build_plan.list_locked_names("typing-extensions==4.16.0 \\\n    --hash=sha256:12\n"),
+        machine="x86_64",
+        report=lambda _step: None,
+    )
+    assert sorted(wheel.name for wheel in found.iterdir()) == ["torch-2.13.0-cp311-none-any.whl", "triton-3.7-x.whl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["science-1", "torch-1"]
 
 
 @pytest.mark.parametrize(
@@ -149,9 +228,7 @@ def test_a_refresh_builds_every_image_again():
     """Debian's packages are downloaded again, and the other images are based on them; wheels are kept."""
     refreshed = build_plan.build_plan(SOURCES, ImageSettings(), "x86_64", refreshed="2026-11-22T21:00")
     before = _plan()
-    assert {refreshed.base, refreshed.python, refreshed.notebook}.isdisjoint(
-        {before.base, before.python, before.notebook}
-    )
+    assert not {*refreshed.tags.items()} & {*before.tags.items()}
     assert refreshed.wheels == before.wheels
 
 
@@ -164,6 +241,13 @@ def test_a_refresh_builds_every_image_again():
         ("./usr/share/man/man1/git.1.gz", False),
         ("./usr/share/man", True),
         ("./etc/resolv.conf", False),
+        ("./usr/lib/gcc/x86_64-linux-gnu/12/cc1plus", True),
+        ("./usr/lib/gcc/x86_64-linux-gnu/12/lto1", False),
+        ("./usr/lib/gcc/x86_64-linux-gnu/12/libtsan.a", False),
+        ("./usr/lib/gcc/x86_64-linux-gnu/12/libgcc.a", True),
+        ("./usr/lib/x86_64-linux-gnu/libasan.so.8.0.0", False),
+        ("./usr/lib/python3.11/config-3.11-x86_64-linux-gnu/libpython3.11.a", False),
+        ("./usr/lib/python3.11/config-3.11-x86_64-linux-gnu/Makefile", True),
         ("./tmp", True),
         ("./tmp/x", False),
     ],
