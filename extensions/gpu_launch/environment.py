@@ -52,6 +52,8 @@ class Environment:
     #: JUPYTERHUB_SSL_CERTFILE, JUPYTERHUB_SSL_KEYFILE: files with this notebook's certificate and key.
     certificate: str = ""
     key: str = ""
+    #: GPUHUB_IMAGE: the image that the user chose for this notebook; empty where there is no choice.
+    image: str = ""
 
     @property
     def earlier_starts(self) -> int:
@@ -83,6 +85,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         broker_ca=env.get("GPUHUB_BROKER_CA", ""),
         certificate=env.get("JUPYTERHUB_SSL_CERTFILE", ""),
         key=env.get("JUPYTERHUB_SSL_KEYFILE", ""),
+        image=env.get("GPUHUB_IMAGE", ""),
         preemptions=int(preemptions) if preemptions.isdecimal() else 0,
         retries=int(retries) if retries.isdecimal() else 0,
         max_retries=int(max_retries) if max_retries.isdecimal() else 0,

@@ -88,6 +88,7 @@ class BrokerClient:
         batch: bool = False,
         detached: bool = False,
         profile: str | None = None,
+        image: str | None = None,
         name: str = "",
         joins: str | None = None,
         first_worker: int = 0,
@@ -109,6 +110,7 @@ class BrokerClient:
             batch: All workers start together.
             detached: The job is not renewed and ends with worker 0.
             profile: The profile whose image the workers use.
+            image: The workers' image, if not the profile's own.
             name: A name for people.
             joins: The run that the workers join.
             first_worker: Index of the first worker that joins.
@@ -128,6 +130,7 @@ class BrokerClient:
             batch=batch,
             detached=detached,
             profile=profile,
+            image=image,
             name=name,
             joins=joins,
             first_worker=first_worker,

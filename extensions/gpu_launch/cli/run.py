@@ -58,6 +58,7 @@ def launch_options(options: Sequence[LaunchOption]) -> Callable[[Callable[..., A
 )
 @click.option("--name", default="", metavar="NAME", help="The job's name (the script's).")
 @click.option("--profile", metavar="NAME", help="The profile whose image the job runs in.")
+@click.option("--image", metavar="NAME", help="One of the images that the profile, or any of yours, offers.")
 @click.option("--workdir", metavar="DIR", help="The folder that is sent (the current one).")
 @click.option("--no-workdir", is_flag=True, help="Send nothing: the script lies in your home on the cluster.")
 @click.option("--max-size", metavar="SIZE", help="Send at most this much (512M).")
@@ -94,6 +95,7 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
         secrets=parse_variables("--secret", given["secret"], os.environ),
         name=given["name"],
         profile=given["profile"],
+        image=given["image"],
         workdir=given["workdir"],
         no_workdir=given["no_workdir"],
         most_bytes=parse_size(given["max_size"]),

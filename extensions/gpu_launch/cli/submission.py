@@ -92,6 +92,7 @@ class RunArguments:
     secrets: dict[str, str]
     name: str
     profile: str | None
+    image: str | None
     workdir: str | None
     no_workdir: bool
     most_bytes: int
@@ -189,6 +190,7 @@ def build_submission(
         nproc_per_node=options.nproc_per_node,
         demand=options.demand,
         profile=asked.profile,
+        image=asked.image,
         load=load,
         indexes=asked.indexes,
         max_running=None if asked.array is None else asked.array.limit,
@@ -254,6 +256,7 @@ def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: b
         "batch": batch,
         "detached": True,
         "profile": job.profile,
+        "image": job.image,
         "name": job.manifest.name,
         "after": job.after,
         "max_retries": job.retries,

@@ -101,13 +101,15 @@ def _check_task(context: Context, asked: RunArguments, file: parser.TaskFile) ->
     if mounts and asked.no_workdir:
         raise UsageError("file_mounts are sent with the job's folder, which --no-workdir leaves out.")
     notes = list(file.notes)
-    if file.image and asked.profile is None:
+    if file.image and asked.profile is None and asked.image is None:
         raise UsageError(
             f"resources.image_id: {file.image} is a container image, and jobs run in the images of the cluster's "
-            "profiles. --profile NAME runs the commands in that profile's image; an administrator can add a profile."
+            "profiles. --profile NAME runs the commands in that profile's image, --image NAME in another one that a "
+            "profile offers; an administrator can add one."
         )
     if file.image:
-        notes.append(f"resources.image_id is ignored: the job runs in the image of the profile {asked.profile}")
+        taken_image = asked.image or f"the image of the profile {asked.profile}"
+        notes.append(f"resources.image_id is ignored: the job runs in {taken_image}")
     options, taken = _fit_task(asked, file, context.broker.get_cluster())
     if file.alternatives:
         notes.append(f"resources: {_format_gpus(taken)} is taken, the first alternative that the cluster can have")

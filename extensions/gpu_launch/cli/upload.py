@@ -317,6 +317,7 @@ class JobSubmission:
     nproc_per_node: int
     demand: GpuRequest
     profile: str | None = None
+    image: str | None = None
     #: None where nothing of this machine is sent.
     load: UploadSet | None = None
     #: Of the tasks of an array; None for a single job.

@@ -226,6 +226,7 @@ def request_jobs(
         "demand": plan.demand,
         "batch": True,
         "detached": True,
+        "image": env.image,
         "name": build_name(options),
         "after": after,
         "max_retries": options.retries,

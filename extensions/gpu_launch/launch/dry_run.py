@@ -99,6 +99,7 @@ def build_report(
             server=validated.request.env.server,
             exclude_nodes=plan.exclude_nodes,
             demand=plan.demand,
+            image=validated.request.env.image,
             name=LAUNCH,
         )
     return complete_report(report_new_workers(validated, broker, run, recorder.body or None), run, env.home, exchange)

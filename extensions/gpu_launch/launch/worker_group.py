@@ -314,6 +314,7 @@ class BrokerWorkerGroup:
                 server=self._env.server,
                 exclude_nodes=plan.exclude_nodes,
                 demand=plan.demand,
+                image=self._env.image,
                 name=self._name,
                 cancelled=self._stopping,
             )

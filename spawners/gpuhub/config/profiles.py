@@ -9,7 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from gpuhub.common import gpu
-from gpuhub.common.errors import NotAllowed
+from gpuhub.common.errors import InvalidRequest, NotAllowed
 from gpuhub.common.units import Size, Span
 from gpuhub.config.base import (
     ComputeCapability,
@@ -23,6 +23,9 @@ from gpuhub.config.base import (
     Text,
 )
 
+#: Name of an image, with its tag or digest.
+ImageName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-zA-Z0-9._/:@-]{0,200}$")]
+
 
 class ProfileSettings(SettingsTable):
     """A choice of the spawn form: GPUs, an image and limits."""
@@ -34,7 +37,9 @@ class ProfileSettings(SettingsTable):
     #: Text below the heading in the spawn form.
     description: Annotated[str, StringConstraints(max_length=500)] = ""
     #: Image of the notebook container.
-    image: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-zA-Z0-9._/:@-]{0,200}$")] = "gpuhub/notebook:latest"
+    image: ImageName = "gpuhub/notebook:latest"
+    #: Other images that a user may choose instead of `image`. Empty: no choice.
+    images: ListOf[ImageName] = ()
     #: Number of GPUs, all on one node; 0 for a CPU-only profile.
     gpu_count: Annotated[int, Field(ge=0, le=64)] = 1
     #: GPU model as NVML names it, without "NVIDIA GeForce"; None for any model.
@@ -91,6 +96,26 @@ class ProfileSettings(SettingsTable):
         if self.gpu_share > 1 and (self.gpu_count != 1 or self.exclusive):
             raise ValueError("gpu_share above 1 is a part of one GPU: it needs gpu_count = 1, and no exclusive")
         return self
+
+    @property
+    def offered_images(self) -> tuple[str, ...]:
+        """The images that a user may choose, with the default first."""
+        return tuple(dict.fromkeys((self.image, *self.images)))
+
+    def with_image(self, image: str | None) -> Self:
+        """Return the profile with the image that a user chose; None for its default.
+
+        Raises:
+            InvalidRequest: The profile does not offer the image; the text names those that it offers.
+        """
+        if image is None:
+            return self
+        if image not in self.offered_images:
+            raise InvalidRequest(
+                f"profile {self.name!r} does not offer the image {image[:200]!r}; it offers: "
+                f"{', '.join(self.offered_images)}"
+            )
+        return self.model_copy(update={"image": image})
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -129,6 +129,8 @@ def build_notebook_spec(
                 else {}
             ),
             "GPUHUB_KEEP_WORKERS_S": str(context.cluster.jobs.keep_workers),
+            # Its launches run in the same image.
+            **({"GPUHUB_IMAGE": profile.image} if profile.images else {}),
         },
         user=f"{identity.uid}:{identity.gid}",
         working_dir=identity.home,

@@ -30,9 +30,11 @@ from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.spawners import notebook_lease, readiness
 from gpuhub.storage.homes import prepare_user
-from gpuhub.web.spawn_form import build_spawn_form, find_user_groups
+from gpuhub.web.spawn_form import IMAGE_FIELD, build_spawn_form, find_user_groups
 from gpuhub.web.text import describe_holdings, describe_waiting
 
+#: What a start may be asked for.
+SPAWN_OPTIONS = ("profile", "image")
 #: Time between SIGTERM and SIGKILL, seconds; JupyterLab ends on SIGTERM within about a second.
 STOP_GRACE_S = 5
 #: Number of events that are kept; older ones are dropped, because a request may wait for days.
@@ -115,17 +117,25 @@ def render_lines(text: str) -> str:
 
 
 def parse_spawn_options(fields: dict[str, list[str]]) -> dict[str, str]:
-    """Return the form's fields as user options: `{"profile": name}`.
+    """Return the form's fields as user options: `{"profile": name}`, and `image` where another one was chosen.
+
+    The form has one choice of images for each profile that offers several, `image-NAME`; that of the profile counts.
 
     Raises:
         SpawnFailed: A field is unknown or given twice.
     """
     for key, values in fields.items():
-        if key != "profile":
-            raise SpawnFailed(f"The form has no field {key[:40]!r}, only profile.", reason="invalid-request")
+        if key not in SPAWN_OPTIONS and not key.startswith(IMAGE_FIELD):
+            raise SpawnFailed(f"The form has no field {key[:40]!r}, only profile and image.", reason="invalid-request")
         if len(values) != 1:
-            raise SpawnFailed("Exactly one profile can be chosen.", reason="invalid-request")
-    return {"profile": fields["profile"][0]} if fields else {}
+            raise SpawnFailed(f"Exactly one {key.partition('-')[0]} can be chosen.", reason="invalid-request")
+    if not fields:
+        return {}
+    if "profile" not in fields:
+        raise SpawnFailed("Exactly one profile can be chosen.", reason="invalid-request")
+    (profile,) = fields["profile"]
+    images = fields.get("image") or fields.get(f"{IMAGE_FIELD}{profile}")
+    return {"profile": profile, "image": images[0]} if images else {"profile": profile}
 
 
 class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped

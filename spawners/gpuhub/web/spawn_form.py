@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from gpuhub.backends.plugin import find_plugin
@@ -48,8 +48,16 @@ async def build_spawn_form(spawner: FormSpawner) -> str:
         _read_figures(spawner, groups & cluster.access_groups), read_home_usage(cluster.storage, user.name)
     )
     last = spawner.orm_spawner.user_options
-    last_profile = last.get("profile") if isinstance(last, dict) else None
-    return render_form(cluster, view, last_profile=last_profile, groups=groups, hub_url=spawner.hub.base_url, home=home)
+    options = last if isinstance(last, dict) else {}
+    return render_form(
+        cluster,
+        view,
+        last_profile=options.get("profile"),
+        last_image=options.get("image"),
+        groups=groups,
+        hub_url=spawner.hub.base_url,
+        home=home,
+    )
 
 
 def find_user_groups(cluster: ClusterSettings, user: Any) -> frozenset[str]:
@@ -66,6 +74,8 @@ async def _read_figures(spawner: FormSpawner, groups: Collection[str]) -> Cluste
         return None
 
 
+#: Beginning of the names of fields in which a user chooses one of a profile's images.
+IMAGE_FIELD = "image-"
 UNKNOWN = "unknown"
 FREE = "free"
 QUEUE = "queue"
@@ -90,20 +100,30 @@ class ProfileCard:
     free_text: str
     holders: tuple[HolderView, ...]
     is_chosen: bool
+    #: Images to choose from, with the selected one first; empty where there is no choice.
+    images: tuple[str, ...] = ()
 
 
 def build_cards(
-    cluster: ClusterSettings, view: ClusterView | None, last_profile: object, groups: Collection[str] = ()
+    cluster: ClusterSettings,
+    view: ClusterView | None,
+    last_profile: object,
+    groups: Collection[str] = (),
+    *,
+    last_image: object = None,
 ) -> list[ProfileCard]:
     """Build a card for each profile that a user in these groups may use.
 
-    The user's last one is selected if it starts at once, else the first that does.
+    The user's last one is selected if it starts at once, else the first that does; and its last image, where it has it.
     """
     profiles = [profile for profile in cluster.profiles if profile.admits(groups)]
     views = {} if view is None else {profile.name: profile for profile in view.profiles}
     chosen = choose_preselected([profile.name for profile in profiles], views, last_profile)
     return [
-        _build_card(cluster, view, profile, views.get(profile.name), is_chosen=profile.name == chosen)
+        replace(
+            _build_card(cluster, view, profile, views.get(profile.name), is_chosen=profile.name == chosen),
+            images=list_images(profile, last_image if profile.name == last_profile else None),
+        )
         for profile in profiles
     ]
 
@@ -114,6 +134,12 @@ def choose_preselected(names: Sequence[str], views: Mapping[str, ProfileView], l
     if last_profile in ready or (last_profile in names and not ready):
         return str(last_profile)
     return next(iter(ready or names), None)
+
+
+def list_images(profile: ProfileSettings, last_image: object) -> tuple[str, ...]:
+    """Return the images to choose from, with the user's last one first; empty where there is no choice."""
+    offered = profile.offered_images
+    return tuple(sorted(offered, key=lambda image: image != last_image)) if len(offered) > 1 else ()
 
 
 def list_gpu_memories(profile: ProfileSettings, view: ClusterView | None) -> list[int]:
@@ -208,6 +234,7 @@ def render_form(
     view: ClusterView | None,
     *,
     last_profile: object,
+    last_image: object = None,
     groups: Collection[str] = (),
     hub_url: str = "/hub/",
     home: HomeUsage = _NO_USAGE,
@@ -217,7 +244,8 @@ def render_form(
         build_environment()
         .get_template("gpuhub_form.html")
         .render(
-            cards=build_cards(cluster, view, last_profile, groups),
+            cards=build_cards(cluster, view, last_profile, groups, last_image=last_image),
+            image_field=IMAGE_FIELD,
             view=view,
             totals=count_totals(view),
             notice=cluster.notice,

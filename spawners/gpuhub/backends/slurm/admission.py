@@ -64,6 +64,10 @@ def _refuse_without_docker(cluster: ClusterSettings, request: JobRequest) -> Non
                 f"{node.address}, is not an IPv4 address: exclude the node (exclude_nodes), or ask the administrator "
                 "for an IPv4 address in its [[nodes]] table"
             )
+    if request.image not in {None, DEFAULT_IMAGE}:
+        raise InvalidRequest(
+            f"image {request.image}: this site runs jobs with {cluster.slurm.runtime}, all in the same environment"
+        )
     profile = cluster.profile(request.profile or "")
     if profile is not None and profile.image != DEFAULT_IMAGE:
         raise InvalidRequest(

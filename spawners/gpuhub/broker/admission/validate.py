@@ -174,24 +174,41 @@ def choose_image(
     notebook: LeaseRow | None,
     joined: JobRow | None,
 ) -> str:
-    """Return the image of a job's workers: of the named profile, the joined run, the notebook's profile, or the
-    default.
+    """Return the image of a job's workers: the named one, or that of the named profile, the joined run, the notebook's
+    profile, or the default.
 
     Raises:
-        InvalidRequest: The profile does not exist, or its image is not that of the run to join.
+        InvalidRequest: The profile does not exist, it does not offer the image, or the run to join has another image.
         NotAllowed: The profile is restricted to groups that the owner is not in.
     """
-    named = None if request.profile is None else find_profile(cluster, request.profile, requester).image
+    named = find_named_image(cluster, requester, request)
     if joined is not None:
         if named not in {None, joined.image}:
-            raise InvalidRequest(
-                f"profile {request.profile!r} has the image {named}; {joined.run_id} runs {joined.image}"
-            )
+            asked = "the job" if request.profile is None else f"profile {request.profile!r}"
+            raise InvalidRequest(f"{asked} has the image {named}; {joined.run_id} runs {joined.image}")
         return joined.image
     if named is not None:
         return named
     profile = cluster.profile(notebook.profile) if notebook is not None and notebook.profile else None
     return DEFAULT_IMAGE if profile is None else profile.image
+
+
+def find_named_image(cluster: ClusterSettings, requester: Requester, request: JobRequest) -> str | None:
+    """Return the image that a request names, itself or by its profile; None if it names neither.
+
+    Raises:
+        InvalidRequest: The profile does not exist, or no profile of the owner offers the image.
+        NotAllowed: The profile is restricted to groups that the owner is not in.
+    """
+    if request.profile is not None:
+        return find_profile(cluster, request.profile, requester).with_image(request.image).image
+    if request.image is None:
+        return None
+    profiles = [profile for profile in cluster.profiles if profile.admits(requester.groups)]
+    offered = dict.fromkeys(image for profile in profiles for image in profile.offered_images)
+    if request.image not in offered:
+        raise InvalidRequest(f"no profile offers the image {request.image!r}; they offer: {', '.join(offered)}")
+    return request.image
 
 
 def find_joined(transaction: Transaction, owner: str, run_id: str) -> JobRow:

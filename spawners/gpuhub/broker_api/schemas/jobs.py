@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints
 
 from gpuhub.broker_api.schemas.leases import (
+    ImageName,
     LeasedGpuView,
     LeaseView,
     ModelName,
@@ -63,6 +64,8 @@ class JobRequest(WireModel):
     detached: bool = False
     #: Profile whose image the workers run; None for that of the server, or the default one.
     profile: Slug | None = None
+    #: One of the images that this profile offers, or with None any of the owner's profiles; None for the profile's own.
+    image: ImageName | None = None
     #: Name that all users see, such as `train.py`; without control characters, since terminals show it.
     name: Annotated[str, StringConstraints(max_length=80, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")] = ""
     #: Run of the same owner that the workers join: they read its folder, and are numbered from `first_worker`.

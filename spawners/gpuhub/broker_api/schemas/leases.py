@@ -24,6 +24,7 @@ RequestKey = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 #: Time limit, seconds; at least a minute, at most 366 days.
 TimeLimit = Annotated[int, Field(ge=60, le=366 * 86400)]
+ImageName = Annotated[str, StringConstraints(min_length=1, max_length=201)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=300)]
 
 

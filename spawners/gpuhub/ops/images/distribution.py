@@ -14,7 +14,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.images.build_plan import NOTEBOOK, read_sources
+from gpuhub.ops.images.build_plan import FAMILIES, NOTEBOOK, read_sources
 from gpuhub.ops.images.builder import build_images, find_image, tag_latest
 from gpuhub.ops.images.image_source import ImageSource, count_known_layers
 from gpuhub.ops.images.lab_assets import ensure_lab_assets
@@ -49,7 +49,15 @@ async def ensure_images(
     refreshed = f"{datetime.now(UTC):%Y-%m-%dT%H:%M}" if refresh else read_refresh(paths.images)
     images = await daemons.run(
         builder,
-        lambda client: build_images(client, paths.images, sources, cluster.images, progress, refreshed=refreshed),
+        lambda client: build_images(
+            client,
+            paths.images,
+            sources,
+            cluster.images,
+            progress,
+            refreshed=refreshed,
+            families=list_families(cluster),
+        ),
         long=True,
     )
     # Only now: after a failed refresh the images of before are still the current ones.
@@ -83,9 +91,21 @@ async def send_images(daemons: DockerClients, names: Sequence[str], builder: str
         await asyncio.gather(*(send_to(node.name) for node in daemons.nodes if node.name != builder))
 
 
+def list_families(cluster: ClusterSettings) -> list[str]:
+    """Return the images for users that gpuhub builds: gpuhub/notebook, and others that profiles offer."""
+    offered = {_with_tag(image) for profile in cluster.profiles for image in profile.offered_images}
+    return [NOTEBOOK, *(family for family in FAMILIES if family != NOTEBOOK and f"{family}:latest" in offered)]
+
+
 def list_foreign_images(cluster: ClusterSettings) -> list[str]:
     """Return the images of profiles that gpuhub does not build, such as those based on gpuhub/notebook."""
-    return sorted({profile.image for profile in cluster.profiles} - {f"{NOTEBOOK}:latest"})
+    offered = {image for profile in cluster.profiles for image in profile.offered_images}
+    return sorted(image for image in offered if _with_tag(image) not in {f"{family}:latest" for family in FAMILIES})
+
+
+def _with_tag(image: str) -> str:
+    """Return an image's name with the tag that Docker takes where there is none."""
+    return image if ":" in image.rpartition("/")[2] else f"{image}:latest"
 
 
 async def send_foreign_images(

@@ -22,6 +22,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_lifecycle import translate_mount_errors
 from gpuhub.docker.container_spec import ContainerContext, ContainerSpec, build_notebook_spec
 from gpuhub.docker.firewall_container import ensure_firewall
+from gpuhub.spawners.base import SPAWN_OPTIONS
 from gpuhub.spawners.readiness import wait_container_ready
 from gpuhub.tls import notebook_certificate
 
@@ -236,21 +237,25 @@ async def check_image(context: SpawnContext, profile: ProfileSettings, candidate
 def choose_profile(
     cluster: ClusterSettings, options: object, *, owner: str = "", groups: Collection[str] = ()
 ) -> ProfileSettings:
-    """Return the profile that the form or the REST API names with `{"profile": name}`.
+    """Return the profile that the form or the REST API names with `{"profile": name}`, with the `image` of its choice.
 
     Args:
         groups: The owner's groups.
 
     Raises:
-        InvalidRequest: The options have another form; the text names the valid ones.
+        InvalidRequest: The options have another form, or the profile does not offer the image; the text names the
+            valid ones.
         NotAllowed: The profile is restricted to groups that the owner is not in.
     """
     valid = ", ".join(profile.name for profile in cluster.profiles if profile.admits(groups)) or "(none)"
     if not isinstance(options, dict):
         raise InvalidRequest(f'The options must be {{"profile": NAME}}; NAME is one of: {valid}')
-    unknown = sorted(str(key)[:40] for key in options if key != "profile")
+    unknown = sorted(str(key)[:40] for key in options if key not in SPAWN_OPTIONS)
     if unknown:
-        raise InvalidRequest(f"There is no option {', '.join(unknown)}; the only one is profile, one of: {valid}")
+        raise InvalidRequest(
+            f"There is no option {', '.join(unknown)}; there are image (one of the profile's) and profile, one of: "
+            f"{valid}"
+        )
     name = options.get("profile")
     if name is None:
         raise InvalidRequest(f"No profile was chosen; choose one of: {valid}")
@@ -258,7 +263,8 @@ def choose_profile(
     if profile is None:
         raise InvalidRequest(f"There is no profile {str(name)[:60]!r}; choose one of: {valid}")
     profile.check_groups(owner, groups)
-    return profile
+    image = options.get("image")
+    return profile.with_image(None if image is None else str(image))
 
 
 def check_server_name(name: str) -> None:

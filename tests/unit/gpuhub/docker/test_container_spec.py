@@ -69,6 +69,14 @@ def test_container_arguments_match_the_golden_file(cluster: ClusterSettings, cas
     check_golden(as_text(spec), GOLDEN / f"{case}.json")
 
 
+def test_a_notebook_knows_the_image_that_its_user_chose(cluster: ClusterSettings) -> None:
+    """Its launches run in the same one; where there is no choice, that is the profile's."""
+    big = cluster.profiles[0].model_copy(update={"images": ("lab/mine:1",)}).with_image("lab/mine:1")
+    spec = notebook(cluster.model_copy(update={"profiles": (big, *cluster.profiles[1:])}), "GPU-aaa")
+    assert (spec.image, spec.environment["GPUHUB_IMAGE"]) == ("lab/mine:1", "lab/mine:1")
+    assert "GPUHUB_IMAGE" not in notebook(cluster, "GPU-aaa").environment
+
+
 @pytest.mark.parametrize("make", [notebook, worker, courier])
 def test_containers_have_minimal_privileges(cluster: ClusterSettings, make: object) -> None:
     """No capability, no new privileges, no root, memory without swap, and no host namespace."""

@@ -44,7 +44,7 @@ from tests.support.hub.fake_broker import NOW, FakeBroker
         {"profile": {"name": "big"}},
         {"profile": None},
         {"profile": 5},
-        {"profile": "big", "image": "evil"},
+        {"profile": "big", "gpu_count": 2},
         {"image": "evil"},
         {"profile": "../big"},
         {"profile": "<b>"},
@@ -78,6 +78,24 @@ def test_profiles_of_other_groups_are_refused(cluster: ClusterSettings) -> None:
     assert choose_profile(restricted, {"profile": "big"}, owner="mia", groups={"lab", "nlp"}) is big
     with pytest.raises(InvalidRequest, match=r"choose one of: small, cpu$"):
         choose_profile(restricted, {"profile": "gone"}, owner="ben")
+
+
+def test_only_images_of_the_profile_can_be_chosen(cluster: ClusterSettings) -> None:
+    """Without a choice it is the profile's own; a refusal lists what it offers."""
+    big = cluster.profiles[0].model_copy(update={"images": ("gpuhub/llm:latest", "lab/mine:1")})
+    offering = cluster.model_copy(update={"profiles": (big, *cluster.profiles[1:])})
+    assert choose_profile(offering, {"profile": "big"}).image == "gpuhub/notebook:latest"
+    for image in ("gpuhub/notebook:latest", "lab/mine:1"):
+        assert choose_profile(offering, {"profile": "big", "image": image}).image == image
+    for profile, image in (
+        ("big", "evil"),
+        ("big", "lab/mine:2"),
+        ("big", ""),
+        ("big", ["lab/mine:1"]),
+        ("small", "lab/mine:1"),
+    ):
+        with pytest.raises(InvalidRequest, match=r"does not offer the image .* it offers: gpuhub/notebook:latest"):
+            choose_profile(offering, {"profile": profile, "image": image})
 
 
 def test_known_profile_is_accepted(cluster: ClusterSettings) -> None:

@@ -143,7 +143,16 @@ def test_profile_facts_are_described_in_one_line(cluster: ClusterSettings) -> No
     assert describe_facts(cluster.profiles[1]) == "1 × RTX 5070 · 1 CPU · 4 GiB memory"
 
 
-@pytest.mark.parametrize("fields", [{"profile": ["a", "b"]}, {"image": ["x"]}, {"profile": ["a"], "x_file": ["b"]}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"profile": ["a", "b"]},
+        {"image": ["x"]},
+        {"profile": ["a"], "x_file": ["b"]},
+        {"profile": ["a"], "image": ["x", "y"]},
+        {"profile": ["a"], "image-a": []},
+    ],
+)
 def test_unknown_form_fields_are_refused(fields: dict[str, list[str]]) -> None:
     """A form sends one profile."""
     with pytest.raises(SpawnFailed):
@@ -154,6 +163,33 @@ def test_the_form_sends_a_profile() -> None:
     """And nothing else."""
     assert parse_spawn_options({"profile": ["big"]}) == {"profile": "big"}
     assert parse_spawn_options({}) == {}
+
+
+def test_the_form_sends_the_image_of_the_chosen_profile() -> None:
+    """A browser sends the choices of all profiles."""
+    fields = {"profile": ["big"], "image-big": ["lab/mine:1"], "image-small": ["lab/mine:2"]}
+    assert parse_spawn_options(fields) == {"profile": "big", "image": "lab/mine:1"}
+    assert parse_spawn_options({**fields, "profile": ["cpu"]}) == {"profile": "cpu"}
+    assert parse_spawn_options({"profile": ["big"], "image": ["lab/mine:1"]}) == {
+        "profile": "big",
+        "image": "lab/mine:1",
+    }
+
+
+def test_a_profile_with_several_images_has_a_choice(cluster: ClusterSettings) -> None:
+    """The user's last one comes first; it is forgotten where the profile does not offer it any more."""
+    big = cluster.profiles[0].model_copy(update={"images": ("gpuhub/llm:latest", "gpuhub/notebook:latest")})
+    offering = cluster.model_copy(update={"profiles": (big, *cluster.profiles[1:])})
+    card, *others = build_cards(offering, None, "big", last_image="gpuhub/llm:latest")
+    assert card.images == ("gpuhub/llm:latest", "gpuhub/notebook:latest")
+    assert [other.images for other in others] == [()] * len(others)
+    for last_profile, last_image in (("small", "gpuhub/llm:latest"), ("big", "gone"), ("big", None), ("big", 5)):
+        (card, *_) = build_cards(offering, None, last_profile, last_image=last_image)
+        assert card.images == ("gpuhub/notebook:latest", "gpuhub/llm:latest")
+    html = render_form(offering, None, last_profile="big", last_image="gpuhub/llm:latest")
+    assert '<select class="form-select form-select-sm" name="image-big"' in html
+    assert "<option>gpuhub/llm:latest</option><option>gpuhub/notebook:latest</option>" in html
+    assert "image-small" not in html
 
 
 async def test_form_shows_only_profiles_that_the_user_may_use(cluster: ClusterSettings) -> None:

@@ -179,6 +179,29 @@ async def test_detached_job_runs_the_image_of_its_profile(tmp_path: Any) -> None
     assert {job.notebook_lease for job in jobs.values()} == {None}
 
 
+async def test_job_runs_the_image_that_its_owner_chose(tmp_path: Any) -> None:
+    """One that a profile offers which the owner may use; others are refused, with those that are offered."""
+    profiles = [
+        ProfileSettings(name="cpu", title="No GPU", gpu_count=0, images=("lab/llm:1",)),
+        ProfileSettings(name="own", title="Own", image="lab/own:2"),
+        ProfileSettings(name="nlp", title="NLP", image="lab/nlp:3", groups=("nlp",)),
+    ]
+    setting = Setting(tmp_path, cluster=build_cluster(profiles=profiles))
+    async with asgi_broker(setting) as running:
+        for asked, refusal in (
+            ({"image": "evil"}, "no profile offers the image 'evil'; they offer: gpuhub/notebook:latest, lab/llm:1, lab/own:2"),
+            ({"image": "lab/nlp:3"}, "no profile offers the image 'lab/nlp:3'; they offer: gpuhub/notebook:latest, "
+             "lab/llm:1, lab/own:2"),
+            ({"image": "lab/own:2", "profile": "cpu"}, "profile 'cpu' does not offer the image 'lab/own:2'; it offers: "
+             "gpuhub/notebook:latest, lab/llm:1"),
+        ):  # fmt: skip
+            assert (await post(running, "ada", "/jobs", {**DETACHED, **asked}, 422))["detail"] == refusal
+        for number, asked in enumerate(({"image": "lab/own:2"}, {"image": "lab/llm:1", "profile": "cpu"})):
+            await post(running, "ada", "/jobs", {**DETACHED, "run_id": f"run-00000{number}", **asked}, 201)
+        images = {job.run_id: job.image for job in running.core.ledger.snapshot.jobs.values()}
+    assert images == {"run-000000": "lab/own:2", "run-000001": "lab/llm:1"}
+
+
 async def test_detached_job_survives_a_broker_restart(setting: Setting) -> None:
     """A new broker goes on with it, queued or running, and tells of it after its end."""
     async with asgi_broker(setting) as running:

@@ -34,12 +34,12 @@ class _ImagelessDaemons:
         return work(_ImagelessClient())
 
 
-def build(image: str) -> ClusterSettings:
+def build(image: str, *others: str) -> ClusterSettings:
     return ClusterSettings.model_validate(
         {
             "nodes": [{"name": "rig1", "address": "10.0.0.11", "docker": "unix:///run/docker.sock"}],
             "profiles": [
-                {"name": "own", "title": "Own", "image": image},
+                {"name": "own", "title": "Own", "image": image, "images": list(others)},
                 {"name": "cpu", "title": "CPU", "gpu_count": 0},
             ],
             "users": {"allowed": ["ada"]},
@@ -51,6 +51,17 @@ def test_only_foreign_images_are_listed():
     """gpuhub/notebook is built; an image that only a profile names must be sent."""
     assert distribution.list_foreign_images(build("gpuhub/notebook:latest")) == []
     assert distribution.list_foreign_images(build("lab/mine:1")) == ["lab/mine:1"]
+    assert distribution.list_foreign_images(build("gpuhub/notebook:latest", "lab/mine:1", "gpuhub/llm")) == [
+        "lab/mine:1"
+    ]
+
+
+def test_families_are_built_where_a_profile_offers_them():
+    """The image for language models is larger, and only some clusters want it."""
+    assert distribution.list_families(build("gpuhub/notebook:latest")) == ["gpuhub/notebook"]
+    assert distribution.list_families(build("gpuhub/llm")) == ["gpuhub/notebook", "gpuhub/llm"]
+    assert distribution.list_families(build("lab/mine:1", "gpuhub/llm:latest")) == ["gpuhub/notebook", "gpuhub/llm"]
+    assert distribution.list_families(build("gpuhub/llm:mine")) == ["gpuhub/notebook"]
 
 
 async def test_a_missing_image_is_named():
@@ -66,7 +77,7 @@ async def test_a_refresh_counts_only_when_its_images_are_built(
     """After a failed download, the next start uses the images that exist instead of trying again."""
     asked: list[str] = []
 
-    def build_images(*_arguments: Any, refreshed: str) -> list[BuiltImage]:
+    def build_images(*_arguments: Any, refreshed: str, families: list[str]) -> list[BuiltImage]:
         asked.append(refreshed)
         if not is_built:
             raise SetupError("no network")
