@@ -1,7 +1,10 @@
 """JupyterHub's configuration; its values come from cluster.toml through gpuhub.hub_config."""
 
+from pathlib import Path
+
 from gpuhub import hub_config
 from gpuhub.login import kinds as login
+from gpuhub.ops.deploy import own_config
 from gpuhub.tls import public_access
 from gpuhub.web.template_loader import TEMPLATES
 
@@ -81,3 +84,6 @@ c.JupyterHub.template_vars = {
     "gpuhub_lab_urls": hub_config.lab_first_urls,
 }
 c.JupyterHub.extra_handlers = hub_config.handlers()
+
+# Your own files, jupyterhub_config.d/*.py: docs/jupyterhub.md says what they may set.
+own_config.read(c, Path(__file__), hub_config.load_spawner_class())

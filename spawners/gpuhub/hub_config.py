@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -117,6 +118,13 @@ def are_notebooks_jobs() -> bool:
 def spawner_class() -> str:
     """Return the spawner's name in the entry points of JupyterHub."""
     return find_plugin(cluster()).spawner_class(cluster())
+
+
+def load_spawner_class() -> type[Any]:
+    """Return the class that starts notebooks."""
+    (entry_point,) = entry_points(group="jupyterhub.spawners", name=spawner_class())
+    loaded: type[Any] = entry_point.load()
+    return loaded
 
 
 def notebook_command() -> list[str]:

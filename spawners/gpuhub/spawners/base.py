@@ -29,6 +29,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.spawners import notebook_lease, readiness
+from gpuhub.spawners.traits import check_values
 from gpuhub.storage.homes import prepare_user
 from gpuhub.web.spawn_form import IMAGE_FIELD, build_spawn_form, find_user_groups
 from gpuhub.web.text import describe_holdings, describe_waiting
@@ -218,6 +219,7 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
         self.http_timeout = self._default_http_timeout
         self._is_restored = self._keeps_lease = False
         try:
+            check_values(self)
             origin = await self._start()
         except asyncio.CancelledError:
             # The start was stopped, or took too long. The hub does not wait for the cleanup, but `stop` does.

@@ -49,6 +49,7 @@ class LoginHub:
     settings: str
     ports: list[int]
     file: Path
+    config: Path = ROOT / "jupyterhub_config.py"
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _browsers: list[httpx.Client] = field(default_factory=list)
 
@@ -77,7 +78,7 @@ class LoginHub:
 
     def run_hub(self) -> subprocess.Popen[bytes]:
         """Start the hub's process without waiting."""
-        return self._run("hub", [sys.executable, "-m", "jupyterhub", "-f", str(ROOT / "jupyterhub_config.py")])
+        return self._run("hub", [sys.executable, "-m", "jupyterhub", "-f", str(self.config)])
 
     def run_broker(self) -> None:
         """Start a server in the broker's place: the hub only checks at its start that it answers."""

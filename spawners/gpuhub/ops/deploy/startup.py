@@ -29,7 +29,7 @@ from gpuhub.login import kinds as login
 from gpuhub.login.local_accounts import check_accounts
 from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.deploy import cluster_choice, monitoring, programs
+from gpuhub.ops.deploy import cluster_choice, monitoring, own_config, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.images import distribution, wheels
@@ -66,6 +66,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
         GpuhubError: A step failed; the text names the remedy.
     """
     programs.find_proxy()
+    own_config.check_syntax(options.hub_config)
     low_limit = describe_low_limit(raise_open_file_limit())
     for folder in (paths.state, paths.run, paths.log):
         folder.mkdir(parents=True, exist_ok=True)
@@ -244,7 +245,9 @@ def _is_stale(paths: Paths, settings_file: Path, hub_config: Path) -> bool:
     """Return whether the services run with other settings or another version; the current ones are recorded."""
     folder = Path(gpuhub.__file__).parent
     sources = sorted([*folder.rglob("*.py"), *folder.rglob("*.cjs")])
-    code = hashlib.sha256(b"".join(file.read_bytes() for file in [*sources, hub_config])).hexdigest()
+    code = hashlib.sha256(
+        b"".join(file.read_bytes() for file in [*sources, *own_config.list_files(hub_config), hub_config])
+    ).hexdigest()
     now = {
         paths.used_cluster_file: settings_file.read_text(encoding="utf-8"),
         paths.run / "version.used": code,

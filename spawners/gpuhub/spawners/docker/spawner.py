@@ -9,6 +9,7 @@ from typing import Any
 
 from dockerspawner import DockerSpawner
 from jupyterhub.traitlets import Callable as CallableTrait
+from jupyterhub.utils import maybe_future
 from traitlets import default
 
 from gpuhub.broker_api.schemas import LeaseState, LeaseView
@@ -20,9 +21,11 @@ from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.docker import container_lifecycle, networks
 from gpuhub.docker.client import DockerClients
+from gpuhub.docker.container_spec import ContainerSpec
 from gpuhub.spawners import notebook_lease, readiness
 from gpuhub.spawners.base import LeasedSpawner
 from gpuhub.spawners.docker import startup
+from gpuhub.spawners.docker.host_config import extend_spec
 from gpuhub.spawners.readiness import read_log_tail
 from gpuhub.tls import internal_certificates
 from gpuhub.web.text import describe_placing, eligible_nodes
@@ -156,6 +159,8 @@ class GpuDockerSpawner(NodeSpawner):
             command=[*(self.cmd or ["jupyterhub-singleuser"]), *self.get_args()],
         )
 
+        spec = await self._extend_spec(spec)
+
         async def created(container: str) -> None:
             self.object_id = container
             # JupyterHub stores this after the start; a hub that dies before needs it to reach the notebook.
@@ -173,6 +178,19 @@ class GpuDockerSpawner(NodeSpawner):
             callbacks=startup.SpawnCallbacks(
                 created=created, report=lambda text, percent: self._progress_log.add(text, percent=percent)
             ),
+        )
+
+    async def _extend_spec(self, spec: ContainerSpec) -> ContainerSpec:
+        """Return the container with what an administrator adds through DockerSpawner's traits."""
+        binds = self._volumes_to_binds(self.volumes, {})
+        extra = self.extra_host_config
+        if callable(extra):
+            extra = await maybe_future(extra(self))
+        return extend_spec(
+            spec,
+            binds=self._volumes_to_binds(self.read_only_volumes, binds, mode="ro"),
+            mounts=self.mount_binds,
+            extra=self._render_templates(extra),
         )
 
     async def _adopt(self, lease: LeaseView) -> startup.RunningNotebook | None:
