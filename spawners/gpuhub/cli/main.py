@@ -12,6 +12,7 @@ import click
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.cli import deployment, tables
 from gpuhub.cli.console import AdminConsole
+from gpuhub.cli.images import image_group
 from gpuhub.cli.leases import lease_group
 from gpuhub.cli.nodes import node_group
 from gpuhub.cli.options import BrokerRunner, PluginGroup, instance_option, pass_broker
@@ -86,6 +87,7 @@ for command in (
     deployment.proxy,
     deployment.certificate,
     node_group,
+    image_group,
     user_group,
     lease_group,
     reservation_group,

@@ -6,6 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from gpuhub.broker_api.schemas import (
     EventView,
@@ -22,6 +23,10 @@ from gpuhub.broker_api.schemas import (
     UsageView,
 )
 from gpuhub.common.units import format_span
+
+if TYPE_CHECKING:
+    # It imports Docker's client, which most commands do without.
+    from gpuhub.ops.images.inventory import NodeImage
 
 #: Shown characters of an id, which are enough because ids are random; commands accept any unique beginning.
 SHORT_ID = 8
@@ -119,6 +124,27 @@ def describe_gpu_problem(gpu: GpuView) -> str:
 def describe_models(models: Iterable[str]) -> str:
     """Return a text such as `2 × RTX 5090, RTX 5070`."""
     return ", ".join(model if count == 1 else f"{count} × {model}" for model, count in Counter(models).items())
+
+
+def format_images(images: Sequence[NodeImage], now: datetime, width: int | None) -> str:
+    """Return a line for each image, with the nodes that have it, the newest first."""
+    by_id: dict[str, list[NodeImage]] = {}
+    for image in sorted(images, key=lambda image: image.made_at, reverse=True):
+        by_id.setdefault(image.id, []).append(image)
+    header = ("IMAGE", "SIZE", "AGE", "NODES", "CONTAINERS")
+    return format_table(header, [_image_row(copies, now) for copies in by_id.values()], width)
+
+
+def _image_row(copies: Sequence[NodeImage], now: datetime) -> tuple[str, ...]:
+    names = dict.fromkeys(name for copy in copies for name in copy.names)
+    first = copies[0]
+    return (
+        ", ".join(names),
+        f"{first.size / 1e9:.1f} GB",
+        format_span((now - first.made_at).total_seconds()),
+        ", ".join(sorted(copy.node for copy in copies)),
+        str(sum(copy.containers for copy in copies)),
+    )
 
 
 def format_leases(leases: Sequence[LeaseView], queue: Sequence[QueueEntry], now: datetime, width: int | None) -> str:

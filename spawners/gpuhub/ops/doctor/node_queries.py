@@ -99,7 +99,7 @@ async def read_image_dates(daemons: DockerClients, cluster: ClusterSettings, nod
     Images that are based on gpuhub's have its label. None where an image has none, or another text in it.
     """
     dates: dict[str, date | None] = {}
-    for name in sorted({BASE_IMAGE, *(profile.image for profile in cluster.profiles)}):
+    for name in sorted({BASE_IMAGE, *(image for profile in cluster.profiles for image in profile.offered_images)}):
         with suppress(NotFound, ImageMissing):
             description = await daemons.call(node, "inspect_image", name)
             dates[name] = None

@@ -9,19 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpuhub.common.errors import ImageMissing, SetupError
+from gpuhub.common.errors import ImageMissing, NotFound, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.images.build_plan import FAMILIES, NOTEBOOK, read_sources
-from gpuhub.ops.images.builder import build_images, find_image, tag_latest
+from gpuhub.ops.images.build_plan import BASE, FAMILIES, NOTEBOOK, read_sources
+from gpuhub.ops.images.builder import BuiltImage, build_images, find_image, tag_latest
 from gpuhub.ops.images.image_source import ImageSource, count_known_layers
 from gpuhub.ops.images.lab_assets import ensure_lab_assets
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, ProgressTerminal
 
 #: In the folder of the images: when `gpuhub up --refresh` was last done.
 _REFRESH_FILE = "refreshed"
+#: Of an image's id, in its pinned tag.
+_ID_DIGITS = 12
 
 
 async def ensure_images(
@@ -44,6 +46,32 @@ async def ensure_images(
         GpuhubError: A step failed; the text names what to install or repair.
     """
     progress = progress or ProgressTerminal()
+    images = await build(daemons, cluster, paths, source, refresh=refresh, progress=progress)
+    builder = choose_builder(cluster)
+    await send_images(daemons, [image.name for image in images], builder, progress)
+    await send_foreign_images(daemons, list_foreign_images(cluster), builder, progress)
+    sizes = ", ".join(f"{image.name} {image.size / 1e9:.1f} GB" for image in images)
+    report.note(f"  ✓ Images on every node: {sizes}")
+
+
+async def build(
+    daemons: DockerClients,
+    cluster: ClusterSettings,
+    paths: Paths,
+    source: Path,
+    *,
+    refresh: bool = False,
+    progress: ProgressCallback,
+) -> list[BuiltImage]:
+    """Build missing images on one node, copy JupyterLab's files out of them, and return them with the base last.
+
+    Args:
+        source: The root of gpuhub's source tree.
+        refresh: Build all images again, with Debian's current packages.
+
+    Raises:
+        GpuhubError: A step failed; the text names what to install or repair.
+    """
     sources = read_sources(source)
     builder = choose_builder(cluster)
     refreshed = f"{datetime.now(UTC):%Y-%m-%dT%H:%M}" if refresh else read_refresh(paths.images)
@@ -63,11 +91,45 @@ async def ensure_images(
     # Only now: after a failed refresh the images of before are still the current ones.
     paths.images.mkdir(parents=True, exist_ok=True)
     (paths.images / _REFRESH_FILE).write_text(refreshed, encoding="utf-8")
-    await send_images(daemons, [image.name for image in images], builder, progress)
     await daemons.run(builder, lambda client: ensure_lab_assets(client, images[0].name, paths.lab_assets), long=True)
-    await send_foreign_images(daemons, list_foreign_images(cluster), builder, progress)
-    sizes = ", ".join(f"{image.name} {image.size / 1e9:.1f} GB" for image in images)
-    report.note(f"  ✓ Images on every node: {sizes}")
+    return images
+
+
+async def push(
+    daemons: DockerClients, cluster: ClusterSettings, names: Sequence[str], progress: ProgressCallback
+) -> None:
+    """Send images from the node that builds to all others; without names, all that nodes need.
+
+    Raises:
+        GpuhubError: The node that builds lacks an image, or another node did not accept it.
+    """
+    builder = choose_builder(cluster)
+    needed = [f"{image}:latest" for image in (*list_families(cluster), BASE)] + list_foreign_images(cluster)
+    for name in names:
+        await _require_image(daemons, builder, name)
+    await send_foreign_images(daemons, names or needed, builder, progress)
+
+
+async def pin(daemons: DockerClients, cluster: ClusterSettings, name: str, progress: ProgressCallback) -> str:
+    """Give an image of the node that builds a tag made of its id, send it to all nodes, and return the new name.
+
+    Raises:
+        GpuhubError: The node that builds lacks the image, or another node did not accept it.
+    """
+    builder = choose_builder(cluster)
+    image = await _require_image(daemons, builder, name)
+    repository = with_tag(name.partition("@")[0]).rpartition(":")[0]
+    tag = f"pinned-{image['Id'].removeprefix('sha256:')[:_ID_DIGITS]}"
+    await daemons.call(builder, "tag", name, repository, tag)
+    await send_foreign_images(daemons, [f"{repository}:{tag}"], builder, progress)
+    return f"{repository}:{tag}"
+
+
+async def _require_image(daemons: DockerClients, builder: str, name: str) -> dict[str, Any]:
+    image = await daemons.run(builder, partial(find_image, name=name))
+    if image is None:
+        raise NotFound(f"node {builder}, which builds, has no image {name!r}: `gpuhub image list` shows what there is")
+    return image
 
 
 def read_refresh(folder: Path) -> str:
@@ -93,17 +155,17 @@ async def send_images(daemons: DockerClients, names: Sequence[str], builder: str
 
 def list_families(cluster: ClusterSettings) -> list[str]:
     """Return the images for users that gpuhub builds: gpuhub/notebook, and others that profiles offer."""
-    offered = {_with_tag(image) for profile in cluster.profiles for image in profile.offered_images}
+    offered = {with_tag(image) for profile in cluster.profiles for image in profile.offered_images}
     return [NOTEBOOK, *(family for family in FAMILIES if family != NOTEBOOK and f"{family}:latest" in offered)]
 
 
 def list_foreign_images(cluster: ClusterSettings) -> list[str]:
     """Return the images of profiles that gpuhub does not build, such as those based on gpuhub/notebook."""
     offered = {image for profile in cluster.profiles for image in profile.offered_images}
-    return sorted(image for image in offered if _with_tag(image) not in {f"{family}:latest" for family in FAMILIES})
+    return sorted(image for image in offered if with_tag(image) not in {f"{family}:latest" for family in FAMILIES})
 
 
-def _with_tag(image: str) -> str:
+def with_tag(image: str) -> str:
     """Return an image's name with the tag that Docker takes where there is none."""
     return image if ":" in image.rpartition("/")[2] else f"{image}:latest"
 

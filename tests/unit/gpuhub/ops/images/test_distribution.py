@@ -10,7 +10,7 @@ from typing import Any
 import docker.errors
 import pytest
 
-from gpuhub.common.errors import SetupError
+from gpuhub.common.errors import NotFound, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.console import StepReport
@@ -68,6 +68,17 @@ async def test_a_missing_image_is_named():
     """The error has the image, the node that lacks it, and the remedy."""
     with pytest.raises(SetupError, match=r"lab/mine:1, and node rig1 does not have it: build or load it there"):
         await distribution.send_foreign_images(_ImagelessDaemons(), ["lab/mine:1"], "rig1", lambda _step: None)
+
+
+async def test_an_image_that_is_not_there_is_neither_pushed_nor_pinned():
+    """The error names the node that builds, and the command that shows what there is."""
+    daemons: Any = _ImagelessDaemons()
+    for attempt in (
+        distribution.push(daemons, build("lab/mine:1"), ["lab/other:1"], lambda _step: None),
+        distribution.pin(daemons, build("lab/mine:1"), "lab/other:1", lambda _step: None),
+    ):
+        with pytest.raises(NotFound, match=r"rig1, which builds, has no image 'lab/other:1': `gpuhub image list`"):
+            await attempt
 
 
 @pytest.mark.parametrize("is_built", [True, False])
