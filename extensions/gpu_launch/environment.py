@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,11 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         retries=int(retries) if retries.isdecimal() else 0,
         max_retries=int(max_retries) if max_retries.isdecimal() else 0,
     )
+
+
+def find_own_interpreter(home: Path) -> str:
+    """Return this process's interpreter if it is in the home, where all workers have it; empty for the image's."""
+    return sys.executable if Path(sys.executable).is_relative_to(home) else ""
 
 
 def remove_secrets(environ: Mapping[str, str]) -> dict[str, str]:

@@ -130,13 +130,23 @@ def new_run_id() -> str:
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
-def build_settings(*, is_detached: bool = False) -> dict[str, Any]:
-    """Return the settings for workers of launches, see `RunFolder.settings`."""
+def build_settings(*, is_detached: bool = False, python: str = "") -> dict[str, Any]:
+    """Return the settings for workers of launches, see `RunFolder.settings`.
+
+    Args:
+        python: The interpreter of engines and ranks, in the home; empty for that of the workers' image.
+    """
     return {
         "is_launch": True,
         "detached": is_detached,
         "heartbeat_misses": HEARTBEAT_MISSES,
+        **build_interpreter(python),
     }
+
+
+def build_interpreter(python: str) -> dict[str, Any]:
+    """Return the setting of the workers' interpreter; nothing for that of their image."""
+    return {"python": python} if python else {}
 
 
 def create_run(home: Path, run_id: str | None = None) -> RunFolder:

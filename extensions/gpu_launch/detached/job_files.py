@@ -40,9 +40,13 @@ def split_manifest(manifest: JobManifest, run_id: str, indexes: Sequence[int]) -
     }
 
 
-def build_files(manifest: JobManifest) -> dict[str, bytes]:
-    """Return the files' contents, by their names in the run folder."""
+def build_files(manifest: JobManifest, *, python: str = "") -> dict[str, bytes]:
+    """Return the files' contents, by their names in the run folder.
+
+    Args:
+        python: The job's interpreter, in the home on the cluster; empty for the image's.
+    """
     return {
         run_folder.ORDER: dump_json(manifest).encode(),
-        run_folder.SETTINGS: json.dumps(run_folder.build_settings(is_detached=True)).encode(),
+        run_folder.SETTINGS: json.dumps(run_folder.build_settings(is_detached=True, python=python)).encode(),
     }

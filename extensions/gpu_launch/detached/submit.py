@@ -179,10 +179,11 @@ def _write(
     )
     folders: list[run_folder.RunFolder] = []
     try:
+        python = environment.find_own_interpreter(env.home)
         for run_id, task_manifest in manifests.items():
             folder = run_folder.create_run(env.home, run_id)
             folders.append(folder)
-            for name, data in job_files.build_files(task_manifest).items():
+            for name, data in job_files.build_files(task_manifest, python=python).items():
                 run_folder.write_private(folder.root / name, data)
             if exchange is not None:
                 exchange.write(folder.exchange)

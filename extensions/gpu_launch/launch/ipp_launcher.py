@@ -151,7 +151,8 @@ class GpuhubEngineSetLauncher(BaseLauncher):
             plan = fit(plan, cluster)
         group = BrokerWorkerGroup(plan, run_folder.create_run(env.home), env=env, broker=broker, name=CLUSTER)
         # Half a minute, with the cluster's 500 ms between pings.
-        group.start(settings={"is_launch": False, "profile_dir": self.profile_dir, "heartbeat_misses": 30})
+        settings = {"is_launch": False, "profile_dir": self.profile_dir, "heartbeat_misses": 30}
+        group.start(settings=settings | run_folder.build_interpreter(environment.find_own_interpreter(env.home)))
         return group
 
     def _publish(self, group: WorkerGroup) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from gpu_launch import environment
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.broker.holdings import LAUNCH
 from gpu_launch.broker.models import EXITED, RUNNING, Cluster
@@ -88,7 +89,8 @@ class WorkerPool:
         for other in self._replaced:
             other.free()
         self._replaced = ()
-        self.group.start(settings=run_folder.build_settings())
+        python = environment.find_own_interpreter(environment.read().home)
+        self.group.start(settings=run_folder.build_settings(python=python))
 
     def membership(self, plan: LaunchPlan) -> Membership | None:
         """Return who takes part in a start of `plan` now; None while that is not decided."""

@@ -45,8 +45,11 @@ def _run_worker(run: RunFolder, env: environment.Environment) -> int:
     # In a detached job the first worker has the role of a notebook.
     leads = settings.get("detached", False) and env.worker == 0
     run.logs.mkdir(exist_ok=True)
+    python = settings.get("python") or sys.executable
+    if not os.access(python, os.X_OK):
+        sys.exit(f"{python}, the interpreter of the notebook that started this, is not here: is the home mounted?")
     return supervise(
-        [sys.executable, "-m", f"gpu_launch.{'detached.driver' if leads else 'worker.main'}", str(run.root)],
+        [python, "-m", f"gpu_launch.{'detached.driver' if leads else 'worker.main'}", str(run.root)],
         mark=processes.build_mark(run.run_id, env.worker),
         grace_s=_choose_grace_s(env, is_launch=is_launch, is_detached=settings.get("detached", False)),
         log=run.log_file("notebook" if env.worker is None else f"worker-{env.worker}"),

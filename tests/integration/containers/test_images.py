@@ -12,7 +12,10 @@ from typing import Any
 import docker
 import pytest
 
+from gpuhub.config import settings
 from gpuhub.config.images import ImageSettings
+from gpuhub.docker.client import DockerClients
+from gpuhub.ops.images import inventory
 from gpuhub.ops.images.build_plan import read_sources
 from gpuhub.ops.images.builder import BuiltImage, build_images
 from gpuhub.ops.images.distribution import ensure_sent, send_image
@@ -75,6 +78,39 @@ echo 'place = __file__' > mine.py
 pip install --quiet --no-index --no-build-isolation .
 cd && python -c 'import mine; print(mine.place)'
 """
+#: Kernels of environments that are broken in every way: no JSON, no interpreter, and no kernel in it.
+BROKEN = """
+set -e
+mkdir -p ~/.local/share/jupyter/kernels
+cd ~/.local/share/jupyter/kernels
+mkdir -p torn gone empty ~/envs/gone/bin
+echo '{' > torn/kernel.json
+ln -sf /usr/bin/python2.7 ~/envs/gone/bin/python
+echo '{"argv": ["'$HOME'/envs/gone/bin/python", "-m", "ipykernel_launcher"], "display_name": "gone"}' > gone/kernel.json
+"""
+#: Makes an environment, installs a package in its kernel, and shows what that kernel has.
+ENVIRONMENT = f"""
+import json, subprocess, sys
+from pathlib import Path
+subprocess.run(["gpu-launch", "env", "create", "mine"], check=True, stdout=subprocess.DEVNULL)
+source = Path("/tmp/own")
+source.mkdir()
+(source / "pyproject.toml").write_text('{PROJECT}')
+(source / "mine.py").write_text("place = __file__")
+from jupyter_client.manager import start_new_kernel
+manager, client = start_new_kernel(kernel_name="mine", startup_timeout=120)
+said = []
+def show(message):
+    said.append(message["content"].get("text", ""))
+def run(code):
+    return client.execute_interactive(code, output_hook=show, timeout=120)["content"]["status"]
+statuses = [run("%pip install --quiet --no-index --no-build-isolation --no-deps /tmp/own"), run(
+    "import sys, shutil, torch, mine; assert get_ipython().find_line_magic('gpu_launch');"
+    "print('FOUND', sys.prefix, torch.__file__, mine.place, shutil.which('python'))"
+)]
+manager.shutdown_kernel(now=True)
+print(json.dumps({{"statuses": statuses, "found": "".join(said).partition("FOUND ")[2].split()}}))
+"""
 SERVER = """
 import json, subprocess, sys, time, urllib.request
 server = subprocess.Popen(["jupyter", "lab", "--no-browser", "--port=8765", "--IdentityProvider.token="])
@@ -87,9 +123,10 @@ while True:
         if server.poll() is not None or time.monotonic() > deadline:
             sys.exit("the server does not answer")
         time.sleep(0.05)
+kernels = json.loads(urllib.request.urlopen("http://127.0.0.1:8765/api/kernelspecs", timeout=30).read())["kernelspecs"]
 server.terminate()
 server.wait()
-print(json.dumps({"is_lab": "JupyterLab" in page, "has_gpu_panel": "jupyterlab-nvdashboard" in page}))
+print(json.dumps({"kernels": sorted(kernels), "is_lab": "JupyterLab" in page, "has_gpu_panel": "jupyterlab-nvdashboard" in page}))
 """
 
 
@@ -199,9 +236,32 @@ def test_user_installed_packages_persist_in_the_home(container: Any):
 def test_lab_starts_with_its_gpu_panel(container: Any):
     """JupyterLab starts with its GPU panel on a machine without any NVIDIA library."""
     assert json.loads(_run(container, "python", "-c", SERVER).splitlines()[-1]) == {
+        "kernels": ["python3"],
         "is_lab": True,
         "has_gpu_panel": True,
     }
+
+
+def test_own_environment_is_a_kernel_with_the_images_packages(container: Any):
+    """With %gpu_launch and torch of the image; what is installed in it is in the home."""
+    lines = _run(container, "env", "GPUHUB_BROKER_URL=http://broker", "python", "-c", ENVIRONMENT).splitlines()
+    told = json.loads(lines[-1])
+    packages = "lib/python3.11/site-packages"
+    own = f"{HOME}/envs/mine"
+    assert told == {
+        "statuses": ["ok", "ok"],
+        "found": [
+            own, f"/opt/gpuhub/{packages}/torch/__init__.py", f"{own}/{packages}/mine.py", f"{own}/bin/python"
+        ],
+    }  # fmt: skip
+
+
+def test_lab_starts_with_broken_environments(container: Any):
+    """They are missing from its list, or fail when they are started; the others work."""
+    _run(container, "bash", "-c", BROKEN)
+    told = json.loads(_run(container, "python", "-c", SERVER).splitlines()[-1])
+    assert told["is_lab"]
+    assert {"python3", "gone"} <= {*told["kernels"]} <= {"python3", "gone", "mine"}
 
 
 def test_kernels_have_gpu_launch(container: Any):
@@ -247,6 +307,29 @@ def test_only_missing_layers_are_transferred(closet: Any, built: list[BuiltImage
         finally:
             for daemon in (client, target):
                 daemon.remove_image(name, force=True)
+
+
+async def test_an_older_image_is_removed_unless_a_container_uses_it(closet: Any, built: list[BuiltImage]):
+    """On all nodes, with Docker's own refusal as the last word; the current images stay."""
+    cluster = settings.load(closet.cluster_file)
+    daemons = DockerClients(cluster.nodes, instance=closet.paths.instance, run_dir=closet.paths.run)
+    try:
+        with closing(_client(closet, "rig1")) as client:
+            for tag in ("probe-used", "probe-unused"):
+                _build(client, f"gpuhub/base:{tag}", f"FROM {built[1].name}\nCOPY new /{tag}\n", b"content")
+            container = client.create_container("gpuhub/base:probe-used", ["true"])
+            try:
+                images, problems = await inventory.read_images(daemons, cluster)
+                unused = [image for image in inventory.find_unused(images, cluster) if "probe" in image.names[0]]
+                assert ([image.names for image in unused], problems) == ([("gpuhub/base:probe-unused",)], {})
+                assert (await inventory.remove_images(daemons, unused)).keys() == {"rig1"}
+                assert client.images("gpuhub/base:probe-unused") == []
+            finally:
+                client.remove_container(container)
+                client.remove_image("gpuhub/base:probe-used")
+            assert client.inspect_image("gpuhub/notebook:latest")["Id"] == built[0].id
+    finally:
+        daemons.close()
 
 
 def _build(client: Any, name: str, dockerfile: str, content: bytes) -> None:

@@ -322,6 +322,8 @@ class Notebook:
         self.keep_s = 0
         #: Whether torchrun itself starts the ranks.
         self.is_cold = False
+        #: The kernel's interpreter.
+        self.python = PYTHON
 
     def call(self, script: str, **options: Any) -> str:
         """Return the code of one launch."""
@@ -334,7 +336,7 @@ class Notebook:
         """Start the code; with `interactive` the caller writes its input later."""
         keep = {"GPUHUB_KEEP_WORKERS_S": str(self.keep_s)}
         return subprocess.Popen(
-            [PYTHON, "-c", textwrap.dedent(code)],
+            [self.python, "-c", textwrap.dedent(code)],
             env=environment(self.broker, node="rig1", gpus=gpus) | keep,
             cwd=self.home,
             stdin=subprocess.PIPE if interactive else subprocess.DEVNULL,
