@@ -144,7 +144,7 @@ def built(closet: Any) -> list[BuiltImage]:
 @pytest.fixture(scope="module")
 def container(closet: Any, built: list[BuiltImage]) -> Iterator[Any]:
     """A running container of the notebook image as users have it: without privileges, with a home."""
-    with closing(docker.DockerClient(base_url=node_paths(closet.paths, "rig1").docker_url, timeout=180)) as client:
+    with closing(docker.DockerClient(base_url=node_paths(closet.paths, "rig1").docker_url, timeout=900)) as client:
         container = client.containers.create(
             built[0].name,
             ["sleep", "600"],
@@ -175,8 +175,8 @@ def _names() -> bytes:
     return output.getvalue()
 
 
-def _run(container: Any, *command: str) -> str:
-    done = container.exec_run(["timeout", "150", *command], demux=True)
+def _run(container: Any, *command: str, limit_s: int = 150) -> str:
+    done = container.exec_run(["timeout", str(limit_s), *command], demux=True)
     out, err = (part.decode() if part else "" for part in done.output)
     assert done.exit_code == 0, f"{out}\n{err}"
     return out
@@ -219,7 +219,7 @@ def test_debian_has_its_security_updates(closet: Any, facts: dict[str, Any], bui
 
 def test_torch_compiles(container: Any):
     """With the image's compiler and torch's headers, as an ordinary user."""
-    _run(container, "python", "-c", COMPILE)
+    _run(container, "python", "-c", COMPILE, limit_s=600)
 
 
 def test_user_has_an_account_name(container: Any):

@@ -57,6 +57,44 @@ async def test_notebook_runs_as_its_user_with_its_leased_gpu(head: HeadNode, bro
     assert broker.known[lease.id].state is LeaseState.RELEASED
 
 
+async def test_an_administrators_additions_are_in_the_container(head: HeadNode, users: Any) -> None:
+    """DockerSpawner's traits add to what gpuhub decides, and change none of it."""
+    user = users()
+    user.settings["config"].DockerSpawner.update(
+        read_only_volumes={"/usr/share": "/models/{username}"},
+        mounts=[{"type": "tmpfs", "source": "", "target": "/fast"}],
+        extra_host_config=lambda _spawner: {"extra_hosts": {"git.lan": "10.9.9.9"}},
+        environment={"MINE": lambda spawner: spawner.user.name},
+    )
+    await user.spawn(options={"profile": "cpu"})
+    inspected = head.inspect(user.spawner.node, names.notebook_container_name(INSTANCE, OWNER, ""))
+    host = inspected["HostConfig"]
+    assert host["Binds"] == [f"/usr/share:/models/{OWNER}:ro"]
+    assert {mount["Target"] for mount in host["Mounts"]} >= {f"/home/{OWNER}", "/fast"}
+    assert (host["ExtraHosts"], host["CapDrop"]) == (["git.lan:10.9.9.9"], ["ALL"])
+    assert f"MINE={OWNER}" in inspected["Config"]["Env"]
+    await user.stop()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"pre_spawn_hook": lambda spawner: spawner.set_trait("mem_limit", "1G")}, "sets mem_limit of this notebook"),
+        ({"extra_host_config": lambda _spawner: {"privileged": True}}, "'privileged' is not passed to Docker"),
+    ],
+)
+async def test_what_only_a_start_shows_is_refused_there(
+    head: HeadNode, broker: FakeBroker, users: Any, values: dict[str, Any], message: str
+) -> None:
+    """Nothing of the start remains."""
+    user = users()
+    user.settings["config"].DockerSpawner.update(values)
+    with pytest.raises(SpawnFailed, match=message):
+        await user.spawn(options={"profile": "cpu"})
+    assert head.containers(names.KIND_NOTEBOOK) == []
+    assert [lease.state for lease in broker.known.values()] in ([], [LeaseState.RELEASED])
+
+
 async def test_restarted_hub_resumes_a_running_notebook(head: HeadNode, broker: FakeBroker, users: Any) -> None:
     """The hub's state leads to the same container at the same address, and stopping it works."""
     before = users()

@@ -192,7 +192,7 @@ def check_system(host: HostFacts) -> Iterator[Finding]:
     else:
         free = host.free_kib / 1024**2
         value = f"{free:.0f} GiB free for images"
-        advice = "remove unused images (`docker image prune`), or give Docker a larger disk (data-root)"
+        advice = "remove unused images (`gpuhub image gc`), or give Docker a larger disk (data-root)"
         if free < MIN_DISK_GIB:
             yield failed("disk", value, advice)
         else:

@@ -179,6 +179,8 @@ async def send_foreign_images(
         SetupError: The builder's node does not have the image.
     """
     origin = await daemons.run(builder, lambda client: client, long=True)
+    # Docker would save all tags of a name without one.
+    names = [with_tag(name) for name in names]
     for name in names:
         if await daemons.run(builder, partial(find_image, name=name)) is None:
             raise SetupError(
