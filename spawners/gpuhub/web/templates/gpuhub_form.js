@@ -25,6 +25,14 @@
     if (button) { button.textContent = badge && badge.dataset.starts === "0" ? "Join the queue" : "Start"; }
   }
 
+  // Who chooses an image of a profile wants that profile.
+  function chooseProfile(event) {
+    if (event.target.tagName === "SELECT") {
+      event.target.closest(".gpuhub-card").querySelector("input[name=profile]").checked = true;
+    }
+    nameButton();
+  }
+
   function show(parts) {
     Object.keys(parts).forEach(function (name) {
       if (last[name] === parts[name]) { return; }
@@ -56,7 +64,7 @@
   if (!root) { return; }
   localTimes(root);
   nameButton();
-  root.addEventListener("change", nameButton);
+  root.addEventListener("change", chooseProfile);
   document.addEventListener("DOMContentLoaded", nameButton);
   document.addEventListener("visibilitychange", refresh);
   window.setInterval(refresh, 3000);
