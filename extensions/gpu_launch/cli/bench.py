@@ -43,6 +43,7 @@ def bench(context: Context, /, **given: Any) -> None:
         secrets={},
         name="bench",
         profile=given["profile"],
+        image=None,
         workdir=None,
         no_workdir=True,
         most_bytes=DEFAULT_MAX_BYTES,
