@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
 from tests.acceptance.notebook_container import Notebook
 from tests.acceptance.process_output import ProcessOutput
 from tests.support.hub.browser import Product, User
+from tests.support.hub.installed_laptop import Laptop, install_laptop
 from tests.support.product import wait_for
 
 TRAIN = """
@@ -59,52 +54,6 @@ TASK = """
 """
 
 
-@dataclass
-class Laptop:
-    """A machine with only gpu-launch installed."""
-
-    program: Path
-    home: Path
-    work: Path
-
-    def start(self, *words: str, folder: Path | None = None) -> subprocess.Popen[str]:
-        """Start the command in the work folder."""
-        return subprocess.Popen(
-            [self.program, *words],
-            cwd=folder or self.work,
-            env=self.environ(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def run(self, *words: str, code: int = 0, stdin: str | None = None) -> str:
-        """Run the command, check its exit status, and return its output."""
-        done = subprocess.run(
-            [self.program, *words],
-            cwd=self.work,
-            env=self.environ(),
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout + (done.stderr if code else "")
-
-    def environ(self) -> dict[str, str]:
-        """An environment with a separate home and without this checkout."""
-        return {"HOME": str(self.home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "TERM": "dumb"}
-
-    def write(self, name: str, text: str) -> None:
-        """Write a file in the work folder."""
-        path = self.work / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(text).lstrip(), encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
 def ada(make_user: Callable[[str], User]) -> User:
     """ada in the browser."""
@@ -115,12 +64,7 @@ def ada(make_user: Callable[[str], User]) -> User:
 def laptop(tmp_path_factory: pytest.TempPathFactory, product: Product, ada: User) -> Iterator[Laptop]:
     """gpu-launch installed by pip from the hub, logged in with a token from the hub's page."""
     folder = tmp_path_factory.mktemp("laptop")
-    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-    wheel = f"{product.address}/hub/gpuhub/gpu_launch-{version('gpu-launch')}-py3-none-any.whl"
-    subprocess.run([folder / "venv/bin/pip", "install", "--quiet", wheel], check=True, capture_output=True)
-    installed = Laptop(program=folder / "venv/bin/gpu-launch", home=folder / "home", work=folder / "work")
-    installed.home.mkdir()
-    installed.work.mkdir()
+    installed = install_laptop(folder, product)
     # The button works only after the page's scripts have loaded.
     ada.page.goto(f"{ada.address}/hub/token")
     ada.wait_for_scripts()

@@ -7,10 +7,8 @@ import json
 import os
 import shlex
 import shutil
-import ssl
 import sys
 import threading
-import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,18 +16,15 @@ from typing import Any
 import click
 
 from gpu_launch.broker import models
-from gpu_launch.broker.client import parse_problem
 from gpu_launch.cli.context import Context, exit_with, pass_context
 from gpu_launch.cli.credentials import Hub
 from gpu_launch.cli.follow import convert_exit_code
-from gpu_launch.cli.http import build_tls_context, describe_error
+from gpu_launch.cli.http import describe_error
 from gpu_launch.cli.job_lookup import complete_run
 from gpu_launch.cli.jobs import find_job
+from gpu_launch.cli.websockets import PING_S, build_job_url, open_websocket
 from gpu_launch.errors import BrokerError, UsageError
 
-_CONNECT_S = 30.0
-#: Seconds between pings, which keep proxies from closing an idle terminal.
-_PING_S = 25.0
 #: Seconds between checks for a new window size and for the other side's end.
 _TICK_S = 0.1
 #: Key codes of Windows for keys without a character, and the sequences that terminals send for them.
@@ -124,8 +119,7 @@ def _read_windows(send: Callable[[bytes], None], on_tick: Callable[[], None], is
 def build_url(hub: Hub, job_id: str, *, worker: int, columns: int, rows: int, command: str) -> str:
     """Return the URL of the shell; an empty `command` starts a login shell."""
     query = {"worker": worker, "cols": columns, "rows": rows} | ({"command": command} if command else {})
-    base = "ws" + hub.broker_url.removeprefix("http")
-    return f"{base}/api/v1/jobs/{urllib.parse.quote(job_id, safe='')}/shell?{urllib.parse.urlencode(query)}"
+    return build_job_url(hub, job_id, "shell", query)
 
 
 @dataclass
@@ -184,7 +178,7 @@ class TerminalSession:
     def _ping(self) -> None:
         import websocket
 
-        while not self._is_over.wait(_PING_S):
+        while not self._is_over.wait(PING_S):
             try:
                 self.socket.ping()
             except (websocket.WebSocketException, OSError):
@@ -226,30 +220,9 @@ def open_shell(hub: Hub, job_id: str, *, worker: int, command: str) -> TerminalS
     Raises:
         BrokerError: The terminal cannot be opened.
     """
-    import websocket
-
     columns, rows = _get_size()
     url = build_url(hub, job_id, worker=worker, columns=columns, rows=rows, command=command)
-    tls: ssl.SSLContext | None = build_tls_context(hub)
-    try:
-        socket = websocket.create_connection(
-            url,
-            timeout=_CONNECT_S,
-            header=[f"Authorization: token {hub.token}"],
-            sslopt={} if tls is None else {"context": tls},
-            # A proxy for the internet does not lead to the hub; all other requests ignore it too.
-            http_no_proxy=["*"],
-            enable_multithread=True,
-            redirect_limit=0,
-            suppress_origin=True,
-        )
-    except websocket.WebSocketBadStatusException as error:
-        body = error.resp_body if isinstance(error.resp_body, bytes) else b""
-        raise BrokerError(parse_problem(error.status_code, body), status=error.status_code) from None
-    except (websocket.WebSocketException, OSError) as error:
-        raise BrokerError(f"{hub.url or hub.broker_url} cannot be reached: {describe_error(error)}.") from None
-    socket.settimeout(None)
-    return TerminalSession(socket=socket)
+    return TerminalSession(socket=open_websocket(hub, url))
 
 
 @click.command(short_help="Open a terminal in a running job.")

@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparser.add_argument("--columns", type=int, default=80)
     subparser.add_argument("--rows", type=int, default=24)
     subparser.add_argument("--run", default="")
+    commands.add_parser("ssh").add_argument("--key", required=True)
     return parser
 
 
@@ -74,6 +75,10 @@ def _run_command(arguments: argparse.Namespace, incoming: IncomingData) -> dict[
 
         write_report(ready=True)
         return terminal.run_terminal(arguments.run, arguments.columns, arguments.rows, sink)
+    if arguments.command == "ssh":
+        from gpu_launch.courier import ssh
+
+        return ssh.run_ssh(arguments.key, sink)
     is_over = _watch_client()
     done: dict[str, int] = {}
     if arguments.command == "get":

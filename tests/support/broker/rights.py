@@ -72,6 +72,7 @@ GET /files?path=.                    | 200 |   N     Y   Y    Y       Y       N 
 GET /jobs/{job}/logs                 | 200 |   H     H   Y    Y       H       N      N    N
 GET /jobs/{job}/state                | 404 |   H     H   Y    Y       H       N      N    N
 WEBSOCKET /jobs/{job}/shell?worker=9 | 409 |   H     H   Y    Y       H       N      N    N
+WEBSOCKET /jobs/{job}/ssh?worker=9   | 409 |   H     H   Y    Y       H       N      N    N
 POST /nodes/rig3/cordon              | 200 |   N     N   N    N       N       N      Y    Y
 POST /nodes/rig3/drain               | 200 |   N     N   N    N       N       N      Y    Y
 POST /nodes/rig3/undrain             | 200 |   N     N   N    N       N       N      Y    Y

@@ -11,7 +11,7 @@ import tarfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,12 @@ class FakeHub:
     shells: list[dict[str, str]] = field(default_factory=list)
     held: dict[str, str] = field(default_factory=dict)
     leases: list[dict[str, Any]] = field(default_factory=list)
+    #: The user's servers by name, in the form of `add_server`.
+    servers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    profiles: list[dict[str, Any]] = field(default_factory=list)
+    #: The reason why the hub refuses a start, and why a start has failed; empty for none.
+    refusal: str = ""
+    failure: str = ""
     url: str = ""
 
     def job(self, run: str = "") -> dict[str, Any]:
@@ -75,6 +81,46 @@ class FakeHub:
     def end(self, code: int | None = 0, run: str = "", reason: str | None = None) -> None:
         """End a job."""
         self.change(run, state="ended", exit_code=code, reason=reason, ended_at=_now())
+
+    def add_server(self, name: str, **changes: Any) -> dict[str, Any]:
+        """Add a running server, as JupyterHub 6.1's `GET /users/ada` lists it."""
+        path = f"/user/{USER}/{name}/" if name else f"/user/{USER}/"
+        self.servers[name] = server = {
+            "name": name,
+            "ready": True,
+            "stopped": False,
+            "pending": None,
+            "url": path,
+            "user_options": {"profile": "cpu"},
+            "started": _now(),
+        }
+        server.update(changes)
+        return server
+
+    def add_lease(self, server: str, profile: str, **changes: Any) -> dict[str, Any]:
+        """Add a notebook's lease that waits, as the broker lists it."""
+        lease = {
+            "id": f"lease-{server or 'default'}",
+            "owner": USER,
+            "purpose": "notebook",
+            "subject": server,
+            "profile": profile,
+            "state": "requested",
+            "version": 1,
+            "position": 2,
+            "waiting_for": "1 × RTX 5090: held by ben",
+            "nodes": [],
+            "gpus": [],
+            "expires_at": None,
+        } | changes
+        self.leases = [*(other for other in self.leases if other["subject"] != server), lease]
+        return lease
+
+    def grant(self, server: str, **changes: Any) -> None:
+        """Grant a notebook's lease; its server starts on rig1."""
+        lease = next(lease for lease in self.leases if lease["subject"] == server)
+        lease.update({"state": "active", "position": None, "waiting_for": None, "nodes": ["rig1"]} | changes)
+        lease.update(gpus=[_gpu("rig1", 0, "RTX 5090")], version=lease["version"] + 1)
 
     def add(
         self, run: str, *, name: str = "", owner: str = USER, detached: bool = True, array: str | None = None
@@ -137,6 +183,14 @@ def build_app(hub: FakeHub) -> FastAPI:
     async def user() -> dict[str, Any]:
         return {"kind": "user", "name": USER, "token_id": "a7"}
 
+    _add_servers(app, hub)
+
+    @app.get("/hub/api/users/{name}")
+    async def servers(name: str, include_stopped_servers: bool = False) -> dict[str, Any]:
+        assert name == USER
+        listed = {key: value for key, value in hub.servers.items() if include_stopped_servers or not value["stopped"]}
+        return {"name": USER, "servers": listed}
+
     @app.get("/hub/api/users/{name}/tokens/{token_id}")
     async def token(name: str, token_id: str) -> dict[str, Any]:
         assert (name, token_id) == (USER, "a7")
@@ -160,7 +214,8 @@ def build_app(hub: FakeHub) -> FastAPI:
             }
             for node, models in CARDS.items()
         ]
-        return {"nodes": nodes, "waiting": sum(job["state"] == "waiting" for job in hub.jobs.values())}
+        waiting = sum(job["state"] == "waiting" for job in hub.jobs.values())
+        return {"nodes": nodes, "waiting": waiting, "profiles": hub.profiles}
 
     @app.get(f"{BASE}/leases")
     async def leases() -> list[dict[str, Any]]:
@@ -170,6 +225,66 @@ def build_app(hub: FakeHub) -> FastAPI:
     _add_files(app, hub)
     _add_shell(app, hub)
     return app
+
+
+def _add_servers(app: FastAPI, hub: FakeHub) -> None:
+    """Answer as JupyterHub 6.1 does; a start goes on until a test changes the server."""
+
+    async def start(name: str, server: str, request: Request) -> Response:
+        assert name == USER
+        if hub.refusal:
+            return JSONResponse({"status": 400, "message": hub.refusal}, 400)
+        added = hub.add_server(server, ready=False, pending="spawn", user_options=await request.json())
+        hub.add_lease(server, added["user_options"]["profile"])
+        return Response(status_code=202)
+
+    async def stop(name: str, server: str, request: Request) -> Response:
+        if server not in hub.servers:
+            return JSONResponse({"status": 404, "message": f"{name} has no server named '{server}'"}, 404)
+        hub.leases = [lease for lease in hub.leases if lease["subject"] != server]
+        if server and not (await request.body() and (await request.json()).get("remove")):
+            hub.servers[server] |= {"ready": False, "stopped": True}
+        else:
+            del hub.servers[server]
+        return Response(status_code=204)
+
+    async def progress(name: str, server: str) -> Response:
+        event = {"progress": 100, "failed": True, "message": f"Spawn failed: {hub.failure}"}
+        return Response(f"\n\ndata: {json.dumps(event)}\n\n", media_type="text/event-stream")
+
+    async def start_default(name: str, request: Request) -> Response:
+        return await start(name, "", request)
+
+    async def stop_default(name: str, request: Request) -> Response:
+        return await stop(name, "", request)
+
+    base = "/hub/api/users/{name}"
+    for method, path, route in (
+        ("POST", "/servers/{server}", start),
+        ("DELETE", "/servers/{server}", stop),
+        ("GET", "/servers/{server}/progress", progress),
+        ("POST", "/server", start_default),
+        ("DELETE", "/server", stop_default),
+    ):
+        app.add_api_route(base + path, route, methods=[method], response_model=None)
+
+    @app.get(f"{BASE}/leases/{{lease_id}}")
+    async def lease(lease_id: str, wait_s: float = 0, version: int | None = None) -> Any:
+        found = next((lease for lease in hub.leases if lease["id"] == lease_id), None)
+        if found is None:
+            return _problem(404, f"you have no lease {lease_id!r}")
+        for _ in range(int(wait_s / 0.02)):
+            if version != found["version"]:
+                break
+            await asyncio.sleep(0.02)
+        return found
+
+    @app.post(f"{BASE}/leases/{{lease_id}}/extend")
+    async def extend(lease_id: str, request: Request) -> Any:
+        seconds = (await request.json())["time_limit_s"]
+        found = next(lease for lease in hub.leases if lease["id"] == lease_id)
+        found["expires_at"] = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+        return found
 
 
 def _add_jobs(app: FastAPI, hub: FakeHub) -> None:

@@ -12,6 +12,13 @@ import httpx
 
 #: Statuses of a hub or broker that has just been killed, or of the proxy in its place.
 AWAY = frozenset({500, 502, 503, 504})
+#: Headers of a request for a WebSocket; the answer is 101, or the status of the refusal.
+UPGRADE = {
+    "Connection": "Upgrade",
+    "Upgrade": "websocket",
+    "Sec-WebSocket-Version": "13",
+    "Sec-WebSocket-Key": "x3JJHMbDL1EzLkh9GBhXDw==",
+}
 
 
 @dataclass(slots=True)

@@ -67,6 +67,8 @@ TRANSFERS = StreamKind(description="files being sent or fetched", per_owner=2, t
 LOGS = StreamKind(description="logs being read", per_owner=4, total=256)
 STATES = StreamKind(description="states being read", per_owner=4, total=64)
 SHELLS = StreamKind(description="terminals", per_owner=2, total=64)
+#: More than terminals: an editor and rsync open several at once.
+SSH = StreamKind(description="SSH connections to jobs", per_owner=8, total=128)
 EXPLANATIONS = StreamKind(description="explanations being computed", per_owner=16, total=256)
 POLLS = StreamKind(description="requests that wait for changes", per_owner=128, total=8192)
 

@@ -1,4 +1,4 @@
-"""Terminals in workers over WebSockets, for the jobs' owners only.
+"""Terminals and sshd in workers over WebSockets, for the jobs' owners only.
 
 Binary frames carry the terminal's input and output. The client's text frame `{"resize": [columns, rows]}` changes its
 size. The server's last text frame is `{"exit": code}`, with `error` as well where the terminal failed.
@@ -51,6 +51,29 @@ async def shell(
     command: Annotated[str, Query(max_length=8192)] = "",
 ) -> None:
     """Run a login shell, or a command in one, in a worker of one of the caller's jobs."""
+    arguments = ("shell", f"--columns={cols}", f"--rows={rows}", f"--run={command}")
+    await _serve_program(websocket, job_id, worker, access.SHELLS, arguments)
+
+
+@api.websocket("/jobs/{job_id}/ssh")
+async def ssh(
+    websocket: WebSocket,
+    job_id: str,
+    *,
+    worker: Annotated[int, Query(ge=0, le=100_000)] = 0,
+    key: Annotated[str, Query(max_length=200)] = "",
+) -> None:
+    """Run sshd in a worker of one of the caller's jobs, for the owner of this public key.
+
+    Binary frames carry its connection; the first line is JSON with the host key and the user's name there.
+    """
+    await _serve_program(websocket, job_id, worker, access.SSH, ("ssh", f"--key={key}"))
+
+
+async def _serve_program(
+    websocket: WebSocket, job_id: str, worker: int, kind: access.StreamKind, arguments: tuple[str, ...]
+) -> None:
+    """Run a program of the courier's in a running worker of one of the caller's jobs, or refuse the connection."""
     files = cast("UserFiles", websocket.app.state.user_files)
     daemons = cast("DockerClients", websocket.app.state.daemons)
     try:
@@ -63,10 +86,9 @@ async def shell(
         caller = await watch.authenticator.identify(watch.authorization, watch.address)
         job = await files.find_own_job(caller, job_id)
         worker_row = find_running_worker(job, worker)
-        if "\0" in command:
-            raise InvalidRequest("command: it contains a null character")
-        with files.streams.acquire(access.SHELLS, job.owner):
-            arguments = ("shell", f"--columns={cols}", f"--rows={rows}", f"--run={command}")
+        if any("\0" in argument for argument in arguments):
+            raise InvalidRequest("command, key: it contains a null character")
+        with files.streams.acquire(kind, job.owner):
             session = await start_exec(
                 daemons, worker_row.node, worker_row.container_id or "", (*COURIER_COMMAND, *arguments)
             )
@@ -104,7 +126,7 @@ def find_running_worker(job: JobRow, index: int) -> WorkerRow:
 
 
 async def _serve(websocket: WebSocket, client: CourierClient, watch: AccessWatch) -> None:
-    """Connect client and shell until the shell ends, the client disconnects or the caller is refused."""
+    """Connect client and program until the program ends, the client disconnects or the caller is refused."""
     input_task = asyncio.ensure_future(_pass_input(websocket, client))
     output_task = asyncio.ensure_future(_pass_output(websocket, client))
     refusal_task = asyncio.ensure_future(watch.wait_until_refused())

@@ -63,6 +63,8 @@ _LEFT_OUT = (
     "usr/lib/*/lib*san.so.*",
     "usr/lib/python3*/config-*/*.a",
 )
+#: Keys that openssh-server makes when it is installed: they would be the same in all containers.
+_HOST_KEYS = "etc/ssh/ssh_host_"
 _SETUID_SETGID = 0o6000
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _DEBIAN_DEADLINE_S = 1800.0
@@ -377,7 +379,8 @@ def find_mirror(apt_targets: str, suite: str) -> str | None:
 def filter_entry(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     """Return the entry for the image, or None to leave it out; nothing is setuid, and licences stay."""
     name = entry.name.removeprefix("./")
-    if name in _EXCLUDED or _is_manual(name) or any(fnmatchcase(name, pattern) for pattern in _LEFT_OUT):
+    is_left_out = any(fnmatchcase(name, pattern) for pattern in _LEFT_OUT)
+    if name in _EXCLUDED or name.startswith(_HOST_KEYS) or _is_manual(name) or is_left_out:
         return None
     if any(name.startswith(f"{folder}/") for folder in _EMPTIED):
         return None

@@ -1,0 +1,79 @@
+"""SSH to others' containers, and what a public key may contain."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.hostile.scene import SERVER, Scene
+from tests.support.hub.users import UPGRADE
+
+KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'x' * 43}"
+PATH = f"/user/ada/{SERVER}/gpu-launch/ssh"
+
+
+def ask(scene: Scene, url: str, headers: dict[str, str], key: str = KEY) -> int:
+    """Request a WebSocket and return the status."""
+    return httpx.get(url, params={"key": key}, headers=headers | UPGRADE, trust_env=False, timeout=30).status_code
+
+
+def list_sshds(scene: Scene, owner: str) -> list[str]:
+    """Return the programs of SSH in a user's notebook."""
+    _, shown = scene.shell("cat /proc/[0-9]*/comm", seen=scene.notebooks[owner])
+    return [line for line in shown.splitlines() if line.startswith("sshd")]
+
+
+def test_another_users_notebook(scene: Scene) -> None:
+    """Neither ben's token nor his notebook's opens ada's server, and no token opens none."""
+    url = f"{scene.product.address}{PATH}"
+    own = scene.shell("echo $JUPYTERHUB_API_TOKEN")[1].strip()
+    for token in (scene.ben.token, own, "0" * 32):
+        assert ask(scene, url, {"Authorization": f"token {token}"}) == 403
+        assert ask(scene, f"{url}?token={token}", {}) == 403
+    assert ask(scene, url, {}) == 403
+    assert list_sshds(scene, "ada") == []
+
+
+def test_cookie_is_not_enough(scene: Scene) -> None:
+    """A page that has ada's cookie, such as a notebook on the same site, cannot open SSH."""
+    base = scene.product.address
+    with httpx.Client(base_url=base, follow_redirects=True, trust_env=False, timeout=60) as web:
+        web.get("/hub/login")
+        xsrf = next(cookie.value or "" for cookie in web.cookies.jar if cookie.name == "_xsrf")
+        web.post("/hub/login", data={"username": "ada", "password": scene.product.password, "_xsrf": xsrf})
+        web.get(f"/user/ada/{SERVER}/lab").raise_for_status()
+        assert web.get(f"/user/ada/{SERVER}/api/status").status_code == 200
+        for headers in ({}, {"Authorization": "none"}, {"Origin": base}):
+            assert web.get(PATH, params={"key": KEY}, headers=headers | UPGRADE).status_code == 403
+    assert list_sshds(scene, "ada") == []
+
+
+def test_another_users_job(scene: Scene) -> None:
+    """The broker hides ada's job from ben, and refuses a caller without a token."""
+    url = f"{scene.product.address}/services/broker/api/v1/jobs/{scene.job['id']}/ssh"
+    assert ask(scene, url, {"Authorization": f"token {scene.ben.token}"}) == 404
+    assert ask(scene, url, {}) == 401
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "",
+        f"{KEY}\nssh-ed25519 AAAA",
+        f'command="id" {KEY}',
+        f"{KEY} x",
+        "ssh-rsa AAAA",
+        "--help",
+        "x" * 30_000,
+        "\0",
+    ],
+    ids=["none", "lines", "options", "comment", "type", "flag", "long", "nul"],
+)
+def test_odd_keys_start_nothing(scene: Scene, key: str) -> None:
+    """The user's own server and job take one form of keys alone."""
+    headers = {"Authorization": f"token {scene.ada.token}"}
+    notebook = ask(scene, f"{scene.product.address}{PATH}", headers, key)
+    job = ask(scene, f"{scene.product.address}/services/broker/api/v1/jobs/{scene.job['id']}/ssh", headers, key)
+    assert notebook in {400, 414, 422, 431}
+    assert job in {400, 403, 414, 422, 431}
+    assert list_sshds(scene, "ada") == []
