@@ -160,6 +160,18 @@ class BrokerClient:
         """Return the owner's leases that have not ended, of notebooks and jobs."""
         return [models.parse_lease(lease) for lease in self._request("GET", "/leases")]
 
+    def get_lease(self, lease_id: str, *, version: int | None = None, wait_s: float = LONG_POLL_S) -> models.Lease:
+        """Return a lease; with `version`, as soon as it differs, after `wait_s` seconds at most."""
+        query = "" if version is None else f"?wait_s={wait_s:g}&version={version}"
+        return models.parse_lease(
+            self._request("GET", f"/leases/{_quote(lease_id)}{query}", answer_s=_ANSWER_TIMEOUT_S + wait_s)
+        )
+
+    def extend_lease(self, lease_id: str, time_limit_s: int) -> models.Lease:
+        """Let a lease end in `time_limit_s` seconds."""
+        body = {"time_limit_s": time_limit_s}
+        return models.parse_lease(self._request("POST", f"/leases/{_quote(lease_id)}/extend", body=body))
+
     def get_job(self, job_id: str, *, version: int | None = None, wait_s: float = LONG_POLL_S) -> models.Job:
         """Return the job; with `version`, as soon as it differs from that version, after `wait_s` seconds at most."""
         query = "" if version is None else f"?wait_s={wait_s:g}&version={version}"

@@ -122,6 +122,38 @@ class Lease:
     #: Its GPUs are allocated, and it is not being released.
     is_granted: bool
     gpus: tuple[Gpu, ...]
+    id: str = ""
+    #: Grows with every change of the lease or of its place in the queue.
+    version: int = 0
+    profile: str = ""
+    #: `requested` while it waits, `granted`, `active`, and the states of its end.
+    state: str = ""
+    nodes: tuple[str, ...] = ()
+    #: Queue position from 1; None unless waiting.
+    position: int | None = None
+    #: Reason for waiting in one line; None unless waiting.
+    waiting_for: str | None = None
+    #: Expected time of the grant; None if unknown.
+    expected_start: datetime | None = None
+    #: When its time limit ends it; None without a limit.
+    expires_at: datetime | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A choice for a new notebook server."""
+
+    name: str
+    title: str = ""
+    #: 0 for CPU only.
+    gpu_count: int = 1
+    #: GPU models that it admits; empty for any.
+    models: tuple[str, ...] = ()
+    image: str = ""
+    #: Number of shares of a GPU, of which the profile grants one; 1 for whole GPUs.
+    share: int = 1
+    #: A request would be granted at once.
+    starts_now: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +185,8 @@ class Cluster:
     waiting: int = 0
     #: Even a request for free GPUs waits a moment in another scheduler's queue.
     has_delayed_grants: bool = False
+    #: The profiles that the user may choose.
+    profiles: tuple[Profile, ...] = ()
 
     def find_gpus(self, uuids: tuple[str, ...]) -> tuple[Gpu, ...]:
         """Return the known GPUs among these UUIDs, in their order."""
@@ -234,6 +268,29 @@ def parse_lease(data: Mapping[str, Any]) -> Lease:
         server=data["subject"],
         is_granted=data["state"] in ("granted", "active"),
         gpus=tuple(map(parse_gpu, data.get("gpus", ()))),
+        id=data.get("id") or "",
+        version=data.get("version") or 0,
+        profile=data.get("profile") or "",
+        state=data["state"],
+        nodes=tuple(data.get("nodes", ())),
+        position=data.get("position"),
+        waiting_for=data.get("waiting_for"),
+        expected_start=parse_time(data.get("expected_start")),
+        expires_at=parse_time(data.get("expires_at")),
+    )
+
+
+def parse_profile(data: Mapping[str, Any]) -> Profile:
+    """Parse the broker's `ProfileView`."""
+    count = data.get("gpu_count")
+    return Profile(
+        name=data["name"],
+        title=data.get("title") or "",
+        gpu_count=1 if count is None else count,
+        models=tuple(data.get("models", ())),
+        image=data.get("image") or "",
+        share=data.get("share") or 1,
+        starts_now=bool(data.get("starts_now")),
     )
 
 
@@ -263,6 +320,7 @@ def parse_cluster(data: Mapping[str, Any]) -> Cluster:
         # With Slurm the jobs of other users wait in the same queue.
         waiting=(data.get("waiting") or 0) + (data.get("waiting_outside") or 0),
         has_delayed_grants=_parse_grants_later(data),
+        profiles=tuple(map(parse_profile, data.get("profiles", ()))),
     )
 
 

@@ -12,6 +12,7 @@ import click
 from gpu_launch.cli import bench, cp, env, jobs, login, shell, stacks
 from gpu_launch.cli import run as commands_run
 from gpu_launch.cli.context import CommandExit, Context
+from gpu_launch.cli.instances import commands as commands_instances
 from gpu_launch.cli.ssh import commands as commands_ssh
 from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
 
@@ -32,7 +33,7 @@ def cli(context: click.Context, hub: str | None) -> None:
     context.obj = Context(hub_url=hub)
 
 
-for module in (login, commands_run, bench, jobs, cp, shell, stacks, env, commands_ssh):
+for module in (login, commands_run, bench, jobs, cp, shell, stacks, commands_instances, commands_ssh, env):
     for command in module.COMMANDS:
         cli.add_command(command)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 
-from gpu_launch.broker.models import Gpu, Job, Worker
+from gpu_launch.broker.models import Gpu, Job, Lease, Worker
 
 
 def format_rank_prefix(rank: int, node: str) -> str:
@@ -72,7 +72,7 @@ def format_gpus(gpus: Sequence[Gpu]) -> str:
     return number + ", ".join(sorted({gpu.model for gpu in gpus}))
 
 
-def format_queue_state(job: Job, now: datetime) -> str:
+def format_queue_state(job: Job | Lease, now: datetime) -> str:
     """Return position, expected start and reason, as far as known."""
     parts = [f"position {job.position}"] if job.position else []
     if job.expected_start is not None:

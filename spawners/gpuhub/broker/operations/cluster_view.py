@@ -361,6 +361,8 @@ def _build_profile(
         ahead=0 if starts_now else sum(count for candidates, count in demand if candidates & serving),
         holders=holders,
         share=profile.gpu_share,
+        models=profile.models,
+        image=profile.image,
     )
 
 

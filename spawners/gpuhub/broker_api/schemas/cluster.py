@@ -152,6 +152,10 @@ class ProfileView(WireModel):
     holders: tuple[HolderView, ...]
     #: Number of shares of a GPU, of which the profile grants one; 1 for whole GPUs.
     share: int = 1
+    #: GPU models that it admits, in order of preference; empty for any.
+    models: tuple[str, ...] = ()
+    #: Image of its notebooks.
+    image: str = ""
 
 
 class GpuModelView(WireModel):
