@@ -76,6 +76,24 @@ def test_cluster_is_parsed(running: Running, client: BrokerClient) -> None:
     assert gpu.memory_mib > free.memory_mib > 8000
 
 
+def test_instances_profiles_and_leases_are_parsed(running: Running, client: BrokerClient) -> None:
+    """Profiles have models and images, and a notebook's lease its place in the queue, as `instance` shows them."""
+    profiles = {profile.name: profile for profile in client.get_cluster().profiles}
+    assert (profiles["rtx5090"].models, profiles["rtx5090"].gpu_count) == (("RTX 5090",), 1)
+    assert profiles["rtx5090"].image == "gpuhub/notebook:latest"
+    assert profiles["cpu"].gpu_count == 0
+    running.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"})
+    asked = running.send("POST", "/api/v1/leases", json={"profile": "rtx5090", "key": "k", "server": "big"}).json()
+    (waiting,) = client.list_leases()
+    assert (waiting.id, waiting.server, waiting.profile) == (asked["id"], "big", "rtx5090")
+    assert (waiting.state, waiting.position, waiting.is_granted) == ("requested", 1, False)
+    assert "RTX 5090" in (waiting.waiting_for or "")
+    assert client.get_lease(waiting.id, version=waiting.version, wait_s=0.1) == waiting
+    with pytest.raises(BrokerError, match="is requested: only a lease that goes on") as error:
+        client.extend_lease(waiting.id, 3600)
+    assert error.value.status == 409
+
+
 def test_job_lifecycle(running: Running, client: BrokerClient) -> None:
     """A job is requested, long-polled until it runs, renewed and stopped, and its GPUs are free at the end."""
     job = _create(client, exclude_nodes=("rig1",))

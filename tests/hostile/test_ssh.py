@@ -55,6 +55,20 @@ def test_another_users_job(scene: Scene) -> None:
     assert ask(scene, url, {}) == 401
 
 
+def test_another_users_instances(scene: Scene) -> None:
+    """Ben's token neither lists, starts, stops nor removes what `gpu-launch instance` uses of ada's."""
+    calls: list[tuple[str, str, object]] = [
+        ("GET", "/users/ada?include_stopped_servers=1", None),
+        ("POST", "/users/ada/servers/more", {"profile": "cpu"}),
+        ("DELETE", f"/users/ada/servers/{SERVER}", {"remove": True}),
+        ("GET", f"/users/ada/servers/{SERVER}/progress", None),
+    ]
+    assert {scene.ben.ask(scene.ben.hub, *call)[0] for call in calls} == {404}
+    lease = next(row for row in scene.ada.ask(scene.ada.broker, "GET", "/leases")[1] if row["subject"] == SERVER)
+    extended = scene.ben.ask(scene.ben.broker, "POST", f"/leases/{lease['id']}/extend", {"time_limit_s": 3600})
+    assert extended[0] == 404
+
+
 @pytest.mark.parametrize(
     "key",
     [

@@ -49,24 +49,26 @@ def find_target(context: Context, files: SshFiles, host: str, public_key: str) -
     server = client.find_server(name)
     if server is not None:
         return _build_server_url(server, public_key)
-    if name and (found := _find_worker(context, name)) is not None:
+    if name and (found := _find_worker(context, files, name)) is not None:
         job, worker = found
         return build_job_url(context.hub, job.id, "ssh", {"worker": worker, "key": public_key})
     shown = f"instance or job {name}" if name else "default instance"
-    start = f"gpu-launch instance start{f' --name {name}' if name else ''} --profile PROFILE"
+    option = f" --name {name}" if name.replace("-", "").isalnum() else ""
+    start = f"gpu-launch instance start{option} --profile PROFILE"
     raise UsageError(f"You have no running {shown}.\nStart one: {start}; what runs: gpu-launch instance list, ps")
 
 
 def _build_server_url(server: Server, public_key: str) -> str:
     shown = f"Instance {server.name}" if server.name else "The default instance"
     if not server.is_ready:
-        state = "is being stopped" if server.pending == "stop" else "is still starting"
-        raise UsageError(f"{shown} {state}.\nIts place in the queue: gpu-launch instance list")
+        if server.pending == "stop":
+            raise UsageError(f"{shown} is being stopped.\nWhat runs: gpu-launch instance list, ps")
+        raise UsageError(f"{shown} is still starting.\nIts place in the queue: gpu-launch instance list")
     query = urllib.parse.urlencode({"key": public_key})
     return f"ws{server.url.removeprefix('http')}gpu-launch/ssh?{query}"
 
 
-def _find_worker(context: Context, name: str) -> tuple[models.Job, int] | None:
+def _find_worker(context: Context, files: SshFiles, name: str) -> tuple[models.Job, int] | None:
     """Return the running job that the name means, and the worker; None if there is none."""
     jobs = [job for job in list_own_jobs(context, ended=False) if job.state in (models.RUNNING, models.PREEMPTING)]
     match = _WORKER.fullmatch(name)
@@ -79,7 +81,7 @@ def _find_worker(context: Context, name: str) -> tuple[models.Job, int] | None:
             indexes = ", ".join(str(member.index) for member in job.workers)
             raise UsageError(
                 f"{job.run_id} has no worker {worker}; its workers are {indexes}.\n"
-                f"The first one: ssh PREFIX-{shorten_run_id(job.run_id)}"
+                f"The first one: ssh {files.build_host(shorten_run_id(job.run_id))}"
             )
         return job, worker
     return None

@@ -155,6 +155,27 @@ def test_local_port_forwarding(laptop: Laptop, tmp_path: Path) -> None:
     assert b"remote port forwarding failed" in refused.stderr
 
 
+def test_dynamic_port_forwarding(laptop: Laptop) -> None:
+    """-D, with which VS Code reaches its server, connects from the container to the address that the client names."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_server(("127.0.0.1", 0)) as reserved:
+        port, proxy = listening.getsockname()[1], reserved.getsockname()[1]
+        reserved.close()
+        command = ["ssh", "-F", str(laptop.settings / "config"), "-D", f"127.0.0.1:{proxy}", "gpuhub", "echo on; cat"]
+        with subprocess.Popen(command, env=laptop.environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
+            assert client.stdout is not None
+            assert client.stdout.readline() == b"on\n"
+            with socket.create_connection(("127.0.0.1", proxy), timeout=20) as forwarded:
+                # SOCKS 5 (RFC 1928): no authentication, then CONNECT to an IPv4 address.
+                forwarded.sendall(b"\x05\x01\x00")
+                assert forwarded.recv(2) == b"\x05\x00"
+                forwarded.sendall(b"\x05\x01\x00\x01" + socket.inet_aton("127.0.0.1") + port.to_bytes(2))
+                assert forwarded.recv(10)[:2] == b"\x05\x00"
+                connection, _ = listening.accept()
+                with connection:
+                    connection.sendall(b"hello")
+                    assert forwarded.recv(100) == b"hello"
+
+
 def test_sshd_ends_with_its_connection(laptop: Laptop) -> None:
     """Nothing is left when the client is killed: no sshd, and no key of the connection."""
     command = ["ssh", "-F", str(laptop.settings / "config"), "gpuhub", "echo begun; exec sleep 1000"]
