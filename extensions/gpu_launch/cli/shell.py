@@ -22,7 +22,7 @@ from gpu_launch.cli.follow import convert_exit_code
 from gpu_launch.cli.http import describe_error
 from gpu_launch.cli.job_lookup import complete_run
 from gpu_launch.cli.jobs import find_job
-from gpu_launch.cli.websockets import PING_S, build_job_url, open_websocket
+from gpu_launch.cli.websockets import build_job_url, open_websocket, start_pings
 from gpu_launch.errors import BrokerError, UsageError
 
 #: Seconds between checks for a new window size and for the other side's end.
@@ -141,7 +141,7 @@ class TerminalSession:
         """
         with _raw_mode():
             threading.Thread(target=self._receive, daemon=True).start()
-            threading.Thread(target=self._ping, daemon=True).start()
+            start_pings(self.socket, self._is_over)
             try:
                 _read_keys(self._send, self._check_size, self._is_over)
                 self._is_over.wait()
@@ -174,15 +174,6 @@ class TerminalSession:
             self.socket.send(json.dumps(value))
         except (websocket.WebSocketException, OSError):
             self._is_over.set()
-
-    def _ping(self) -> None:
-        import websocket
-
-        while not self._is_over.wait(PING_S):
-            try:
-                self.socket.ping()
-            except (websocket.WebSocketException, OSError):
-                return
 
     def _receive(self) -> None:
         import websocket

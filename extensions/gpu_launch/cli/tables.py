@@ -48,11 +48,11 @@ def build_job_json(job: Job) -> dict[str, Any]:
         "gpus": count_gpus(job),
         "nodes": list(list_nodes(job)),
         "position": job.position,
-        "expected_start": _format_iso(job.expected_start),
+        "expected_start": format_iso(job.expected_start),
         "waiting_for": job.waiting_for,
-        "created_at": _format_iso(job.created_at),
-        "started_at": _format_iso(job.started_at),
-        "ended_at": _format_iso(job.ended_at),
+        "created_at": format_iso(job.created_at),
+        "started_at": format_iso(job.started_at),
+        "ended_at": format_iso(job.ended_at),
         "exit_code": job.exit_code,
         "reason": job.reason,
         "preemptions": job.preemptions,
@@ -62,7 +62,8 @@ def build_job_json(job: Job) -> dict[str, Any]:
     }
 
 
-def _format_iso(moment: datetime | None) -> str | None:
+def format_iso(moment: datetime | None) -> str | None:
+    """Format a time for JSON; None if it is unknown."""
     return moment.isoformat() if moment is not None else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import threading
 import urllib.parse
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +14,8 @@ from gpu_launch.cli.http import build_tls_context, describe_error
 from gpu_launch.errors import BrokerError
 
 _CONNECT_S = 30.0
-#: Seconds between pings, which keep proxies from closing an idle connection.
-PING_S = 25.0
+#: Seconds between pings.
+_PING_S = 25.0
 
 
 def build_job_url(hub: Hub, job_id: str, route: str, query: Mapping[str, Any]) -> str:
@@ -51,3 +52,17 @@ def open_websocket(hub: Hub, url: str) -> Any:
         raise BrokerError(f"{hub.url or hub.broker_url} cannot be reached: {describe_error(error)}.") from None
     socket.settimeout(None)
     return socket
+
+
+def start_pings(socket: Any, is_over: threading.Event) -> None:
+    """Ping in a thread until `is_over` is set, which keeps proxies from closing an idle connection."""
+    import websocket
+
+    def ping() -> None:
+        while not is_over.wait(_PING_S):
+            try:
+                socket.ping()
+            except (websocket.WebSocketException, OSError):
+                return
+
+    threading.Thread(target=ping, daemon=True).start()

@@ -13,7 +13,7 @@ from gpu_launch.cli.context import Context
 from gpu_launch.cli.follow import RETRY_LIMIT_S
 from gpu_launch.cli.http import retry_while_away
 from gpu_launch.cli.hub_client import HubClient, Server
-from gpu_launch.cli.tables import Column
+from gpu_launch.cli.tables import Column, format_iso
 from gpu_launch.errors import GpuLaunchError
 from gpu_launch.output import text as render
 from gpu_launch.units import format_span
@@ -158,13 +158,9 @@ def build_json(instance: Instance, ssh_host: str) -> dict[str, Any]:
         "gpus": [gpu.model for gpu in lease.gpus] if lease is not None else [],
         "position": lease.position if lease is not None else None,
         "waiting_for": lease.waiting_for if lease is not None else None,
-        "expected_start": _format_iso(lease.expected_start) if lease is not None else None,
-        "expires_at": _format_iso(lease.expires_at) if lease is not None else None,
+        "expected_start": format_iso(lease.expected_start) if lease is not None else None,
+        "expires_at": format_iso(lease.expires_at) if lease is not None else None,
     }
-
-
-def _format_iso(moment: datetime | None) -> str | None:
-    return moment.isoformat() if moment is not None else None
 
 
 def describe_ready(instance: Instance) -> str:

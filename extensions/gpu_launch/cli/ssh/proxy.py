@@ -21,11 +21,13 @@ from gpu_launch.cli.hub_client import HubClient, Server
 from gpu_launch.cli.job_lookup import match_job, shorten_run_id
 from gpu_launch.cli.jobs import list_own_jobs
 from gpu_launch.cli.ssh.files import SshFiles
-from gpu_launch.cli.websockets import PING_S, build_job_url, open_websocket
+from gpu_launch.cli.websockets import build_job_url, open_websocket, start_pings
 from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
 
 _BLOCK = 65536
 _MAX_GREETING_BYTES = 4096
+#: Below a server's URL, see `gpu_launch.sshd.jupyter_extension`.
+_SERVER_PATH = "gpu-launch/ssh"
 #: A job's worker: `train.3`; without a number, worker 0.
 _WORKER = re.compile(r"(.+)\.(\d{1,5})")
 
@@ -65,7 +67,7 @@ def _build_server_url(server: Server, public_key: str) -> str:
             raise UsageError(f"{shown} is being stopped.\nWhat runs: gpu-launch instance list, ps")
         raise UsageError(f"{shown} is still starting.\nIts place in the queue: gpu-launch instance list")
     query = urllib.parse.urlencode({"key": public_key})
-    return f"ws{server.url.removeprefix('http')}gpu-launch/ssh?{query}"
+    return f"ws{server.url.removeprefix('http')}{_SERVER_PATH}?{query}"
 
 
 def _find_worker(context: Context, files: SshFiles, name: str) -> tuple[models.Job, int] | None:
@@ -123,14 +125,16 @@ class SshConnection:
             BrokerError: The connection broke, or the hub ended it; the text has the reason.
         """
         threading.Thread(target=self._receive, daemon=True).start()
-        threading.Thread(target=self._ping, daemon=True).start()
+        start_pings(self._socket, self._is_over)
         threading.Thread(target=self._send, daemon=True).start()
         # With a time limit in a loop, because Windows has no Ctrl-C in an endless wait.
         while not self._is_over.wait(1.0):
             pass
+        # Read first: closing the connection is an error for the thread that receives.
+        problem = self._problem
         self._socket.shutdown()
-        if self._problem:
-            raise BrokerError(f"The connection ended: {self._problem}.")
+        if problem:
+            raise BrokerError(f"The connection ended: {problem}.")
 
     def _send(self) -> None:
         import websocket
@@ -171,15 +175,6 @@ class SshConnection:
             self._problem = self._problem or describe_error(error)
             return None
 
-    def _ping(self) -> None:
-        import websocket
-
-        while not self._is_over.wait(PING_S):
-            try:
-                self._socket.ping()
-            except (websocket.WebSocketException, OSError):
-                return
-
 
 def connect(context: Context, files: SshFiles, host: str) -> SshConnection:
     """Connect to the container that a host name means, and check its host key against the pinned one.
@@ -191,10 +186,10 @@ def connect(context: Context, files: SshFiles, host: str) -> SshConnection:
     try:
         connection = SshConnection(open_websocket(context.hub, target))
     except BrokerError as error:
-        if error.status == 404:
+        if error.status == 404 and _SERVER_PATH in target:
             raise BrokerError(
-                "The image of this container has no SSH: it lacks this version of gpu-launch.\n"
-                "Use an image made from the current gpuhub/notebook, and start the instance or job again.",
+                "The image of this instance has no SSH: it lacks this version of gpu-launch.\n"
+                "Start an instance with an image made from the current gpuhub/notebook.",
                 status=404,
             ) from None
         raise
