@@ -155,6 +155,18 @@ def test_ssh_lands_in_a_jobs_worker(
     laptop.run("attach", job)
 
 
+def test_revoked_token_loses_its_connection(laptop: Laptop, notebook: Path, product: Product, ada: Client) -> None:
+    """The server asks the hub again and again, so that a lost laptop does not keep what it has open."""
+    made = ada.ask(ada.hub, "POST", "/users/ada/tokens", {"expires_in": 3600})[1]
+    environ = laptop.environ() | {"GPUHUB_URL": product.address, "GPUHUB_TOKEN": made["token"]}
+    command = ["ssh", "-F", str(laptop.home / ".ssh/config"), "gpuhub-main", "echo on; cat"]
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == b"on\n"
+        assert ada.ask(ada.hub, "DELETE", f"/users/ada/tokens/{made['id']}")[0] == 204
+        assert client.wait(120) == 255
+
+
 def test_nothing_of_that_name(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """The error says what would work."""
     missing = run("ssh", "gpuhub-nothing", "id")

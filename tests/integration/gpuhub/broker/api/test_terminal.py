@@ -254,3 +254,13 @@ def test_followed_log_ends_with_its_callers_access(running: Running, job: str) -
         with pytest.raises(httpx.RemoteProtocolError):
             log.read()
     wait_until(lambda: all(one.poll() is not None for one in programs(running)), "the courier's program has ended")
+
+
+@pytest.mark.parametrize("key", ["", "ssh-rsa AAAA", 'command="id" ssh-ed25519 AAAA', "x\0"])
+def test_ssh_takes_one_form_of_keys(running: Running, job: str, key: str) -> None:
+    """The courier's own answer comes before the connection is accepted."""
+    url = f"{running.url.replace('http', 'ws', 1)}/api/v1/jobs/{job}/ssh?{urlencode({'key': key})}"
+    with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+        websocket.create_connection(url, header=["Authorization: token ada"], timeout=20)
+    assert refused.value.status_code == 422
+    assert b"key" in refused.value.resp_body
