@@ -93,7 +93,8 @@ def test_ssh_lands_in_the_notebook(run: Callable[..., subprocess.CompletedProces
 def test_session_is_confined_like_the_container(
     run: Callable[..., subprocess.CompletedProcess[str]], notebook: Path
 ) -> None:
-    """sshd adds no capability and no listening port."""
+    """sshd adds no capability and no listening port, and the image has no host keys, which all users would share."""
+    assert "ssh_host" not in run("ssh", "gpuhub-main", "ls /etc/ssh").stdout
     shown = run("ssh", "gpuhub-main", "cat /proc/self/status; echo ===; cat /proc/net/tcp /proc/net/tcp6").stdout
     status, ports = shown.split("===")
     values = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)

@@ -43,7 +43,7 @@ class NotebookSshHandler(WebSocketMixin, SshWebSocketHandler, JupyterHandler):
         """Set none: those of pages mean nothing for a WebSocket."""
 
     async def _close_when_refused(self) -> None:
-        """Close the connection when the hub refuses the token; a hub that does not answer refuses nobody."""
+        """Close the connection when the hub refuses the token; no answer is not a refusal."""
         hub = self.identity_provider.hub_auth
         token = hub.get_token(self, in_cookie=False)
         while True:

@@ -66,8 +66,8 @@ def start(context: Context, /, *, name: str, detach: bool, **wanted: str | None)
         client.start(name, chosen.name)
         context.console.print_note(f"gpu-launch: {describe_name(name)} is requested with profile {chosen.name}")
     if detach:
-        found = _find_instance(context, client, name)
-        context.console.print_result(_build_json(context, found), f"{describe_name(name)}: {found.state}")
+        target = _find_instance(context, client, name)
+        context.console.print_result(_build_json(context, target), f"{describe_name(name)}: {target.state}")
         return
     try:
         ready = status.wait_until_ready(
@@ -86,13 +86,13 @@ def _report_interrupt(context: Context, client: HubClient, name: str) -> None:
     if server is None:
         context.console.print_note(f"\ngpu-launch: {describe_name(name)} was not started")
     else:
-        found = Instance(server=server, lease=status.find_lease(context, name))
+        target = Instance(server=server, lease=status.find_lease(context, name))
         context.console.print_note(
-            f"\ngpu-launch: {describe_name(name)} goes on without this command: {status.describe_progress(found)}\n"
+            f"\ngpu-launch: {describe_name(name)} goes on without this command: {status.describe_progress(target)}\n"
             f"gpu-launch: wait again: {_build_command('start', name)}; give it up: {_build_command('stop', name)}"
         )
         if context.console.is_json:
-            context.console.print_result(_build_json(context, found), "")
+            context.console.print_result(_build_json(context, target), "")
     exit_with(INTERRUPTED)
 
 
@@ -110,10 +110,10 @@ def list_all(context: Context) -> None:
     """List your instances: those that run, start or wait, and names of ended ones."""
     instances = status.sort_instances(status.list_instances(context, HubClient(context.hub, context.user)))
     now = datetime.now(UTC)
-    rows = [status.build_row(found, now) for found in instances]
+    rows = [status.build_row(target, now) for target in instances]
     text = tables.format_table(status.COLUMNS, rows, width=terminal_columns())
     context.console.print_result(
-        [_build_json(context, found) for found in instances],
+        [_build_json(context, target) for target in instances],
         text if rows else "You have no instances. Start one: gpu-launch instance start --profile PROFILE",
     )
 
@@ -141,8 +141,8 @@ def ssh(context: Context, name: str) -> None:
     gpu-launch instance ssh big -- nvidia-smi
     """
     client = HubClient(context.hub, context.user)
-    found = client.find_server(name)
-    if found is None:
+    target = client.find_server(name)
+    if target is None:
         raise UsageError(f"{describe_name(name)} does not run.\nStart it: {_build_command('start', name)}")
     files = SshFiles.for_hub(context.hub)
     prepare(context, files, user=files.read_user() or None)
@@ -191,14 +191,14 @@ def rm(context: Context, name: str) -> None:
 def extend(context: Context, name: str, time_limit: str) -> None:
     """Let an instance end after SPAN from now, within the cluster's limits and unless others wait for its GPUs."""
     seconds = parse_span("--time-limit", time_limit, least=_LEAST_S, most=_MOST_S)
-    found = _find_instance(context, HubClient(context.hub, context.user), name)
-    if found.lease is None or not found.lease.is_granted:
-        raise UsageError(f"{describe_name(name)} is {found.state}.\nIts time begins when it has its GPUs.")
-    if found.lease.expires_at is None:
+    target = _find_instance(context, HubClient(context.hub, context.user), name)
+    if target.lease is None or not target.lease.is_granted:
+        raise UsageError(f"{describe_name(name)} is {target.state}.\nIts time begins when it has its GPUs.")
+    if target.lease.expires_at is None:
         raise UsageError(f"{describe_name(name)} has no time limit.\nIt runs until you stop it.")
-    lease = context.broker.extend_lease(found.lease.id, seconds)
+    lease = context.broker.extend_lease(target.lease.id, seconds)
     context.console.print_result(
-        _build_json(context, Instance(server=found.server, lease=lease)),
+        _build_json(context, Instance(server=target.server, lease=lease)),
         f"{describe_name(name)} ends in {format_span(seconds)}.",
     )
 
@@ -209,9 +209,9 @@ def _find_instance(context: Context, client: HubClient, name: str) -> Instance:
     Raises:
         UsageError: There is none of that name.
     """
-    for found in status.list_instances(context, client, stopped=False):
-        if found.server.name == name:
-            return found
+    for target in status.list_instances(context, client, stopped=False):
+        if target.server.name == name:
+            return target
     raise _build_missing_error(client, name)
 
 
@@ -226,8 +226,8 @@ def _build_command(verb: str, name: str) -> str:
     return f"gpu-launch instance {verb}{option}"
 
 
-def _build_json(context: Context, found: Instance) -> dict[str, object]:
-    return status.build_json(found, SshFiles.for_hub(context.hub).build_host(found.server.name))
+def _build_json(context: Context, target: Instance) -> dict[str, object]:
+    return status.build_json(target, SshFiles.for_hub(context.hub).build_host(target.server.name))
 
 
 COMMANDS: tuple[click.Command, ...] = (instance,)

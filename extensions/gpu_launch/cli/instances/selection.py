@@ -37,14 +37,14 @@ def choose_profile(
     """
     profiles = cluster.profiles
     if profile is not None:
-        profiles = tuple(known for known in profiles if known.name == profile)
+        profiles = tuple(candidate for candidate in profiles if candidate.name == profile)
         if not profiles:
             raise UsageError(f"There is no profile {profile} for you.\n{_suggest(cluster.profiles)}")
     if model is not None:
         wanted = find_model(cluster, model)
-        profiles = tuple(known for known in profiles if known.gpu_count and wanted in known.models)
+        profiles = tuple(candidate for candidate in profiles if candidate.gpu_count and wanted in candidate.models)
     if image is not None:
-        profiles = tuple(known for known in profiles if _has_image(known, image))
+        profiles = tuple(candidate for candidate in profiles if _has_image(candidate, image))
     if not profiles:
         options = {"--profile": profile, "--model": model, "--image": image}
         given = " and ".join(f"{name} {value}" for name, value in options.items() if value is not None)
@@ -52,7 +52,7 @@ def choose_profile(
     if len(profiles) > 1 and model is None and image is None:
         raise UsageError(f"Which profile? Name it, or a GPU model with --model.\n{_suggest(profiles)}")
     # A whole GPU before a share of one, and one GPU before several.
-    return min(profiles, key=lambda known: (known.share > 1, known.gpu_count))
+    return min(profiles, key=lambda candidate: (candidate.share > 1, candidate.gpu_count))
 
 
 def _has_image(profile: Profile, image: str) -> bool:

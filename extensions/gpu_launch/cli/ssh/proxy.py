@@ -51,8 +51,8 @@ def find_target(context: Context, files: SshFiles, host: str, public_key: str) -
     server = client.find_server(name)
     if server is not None:
         return _build_server_url(server, public_key)
-    if name and (found := _find_worker(context, files, name)) is not None:
-        job, worker = found
+    if name and (job_worker := _find_worker(context, files, name)) is not None:
+        job, worker = job_worker
         return build_job_url(context.hub, job.id, "ssh", {"worker": worker, "key": public_key})
     shown = f"instance or job {name}" if name else "default instance"
     option = f" --name {name}" if name.replace("-", "").isalnum() else ""
