@@ -61,7 +61,8 @@ def describe_name(name: str) -> str:
 def list_instances(context: Context, client: HubClient, *, stopped: bool = True) -> list[Instance]:
     """Return the user's instances, the default one first; with `stopped` also names of servers that have ended."""
     leases = {lease.server: lease for lease in context.broker.list_leases() if _is_live(lease, context.user)}
-    servers = client.list_servers(stopped=stopped)
+    # The hub lists the default server of every user, which has no name to forget, also if it never ran.
+    servers = [server for server in client.list_servers(stopped=stopped) if server.name or not server.is_stopped]
     return [Instance(server=server, lease=leases.get(server.name)) for server in servers]
 
 

@@ -158,6 +158,8 @@ def test_refusals_before_anything_is_requested(hub: FakeHub, capsys: pytest.Capt
 
 def test_list_extend_stop_and_rm(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     """All states are listed, with the time that is left or the place in the queue."""
+    # JupyterHub lists a default server that never ran as a stopped one.
+    hub.add_server("", ready=False, stopped=True)
     assert main.run_command(["instance", "list"]) == 0
     assert "You have no instances." in capsys.readouterr().out
     for name in ("a", "b"):
