@@ -22,6 +22,7 @@ from gpuhub.config.base import (
     SlurmName,
     Text,
 )
+from gpuhub.config.idle import ProfileIdleSettings
 
 #: Name of an image, with its tag or digest.
 ImageName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-zA-Z0-9._/:@-]{0,200}$")]
@@ -73,6 +74,8 @@ class ProfileSettings(SettingsTable):
     tmp: Size | None = None
     #: Time limit of the lease, seconds from its grant; None for no limit.
     time_limit: Span | None = None
+    #: What notebooks of this profile have instead of the values of `[idle]`.
+    idle: ProfileIdleSettings = ProfileIdleSettings()
     #: Groups whose members alone may use the profile; empty for all users.
     groups: ListOf[GroupName] = ()
     #: Slurm partition, with `engine = "slurm"`; None: the one of `[slurm]`.

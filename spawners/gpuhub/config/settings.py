@@ -20,6 +20,7 @@ from gpuhub.common import gpu
 from gpuhub.common.errors import SettingsError
 from gpuhub.config.base import ListOf, SettingsTable, describe_mistakes
 from gpuhub.config.circuits import CircuitSettings, find_circuit_mistakes
+from gpuhub.config.idle import IdleSettings, find_idle_mistakes
 from gpuhub.config.images import ImageSettings
 from gpuhub.config.jobs import JobSettings
 from gpuhub.config.login_keys import LoginSettings, explain_unknown_group, find_login_mistakes
@@ -38,6 +39,7 @@ __all__ = [
     "ExpectedGpus",
     "GroupSettings",
     "HubSettings",
+    "IdleSettings",
     "ImageSettings",
     "JobSettings",
     "LimitSettings",
@@ -89,6 +91,7 @@ class ClusterSettings(SettingsTable):
     storage: StorageSettings = StorageSettings()
     network: NetworkSettings = NetworkSettings()
     jobs: JobSettings = JobSettings()
+    idle: IdleSettings = IdleSettings()
     hub: HubSettings = HubSettings()
     monitoring: MonitoringSettings = MonitoringSettings()
     images: ImageSettings = ImageSettings()
@@ -116,6 +119,7 @@ class ClusterSettings(SettingsTable):
             *_find_group_mistakes(self),
             *_find_owner_mistakes(self),
             *find_port_mistakes(self.monitoring, self.hub),
+            *find_idle_mistakes(self.idle, [(profile.name, profile.idle) for profile in self.profiles]),
         ]
         if self.network.kind == "bridge" and len(self.nodes) > 1:
             mistakes.append(
@@ -139,6 +143,11 @@ class ClusterSettings(SettingsTable):
     def has_internal_tls(self) -> bool:
         """True where proxy, hub, broker and notebooks use TLS among each other."""
         return len(self.nodes) > 1 if self.hub.internal_tls == "auto" else self.hub.internal_tls
+
+    @property
+    def stops_idle_notebooks(self) -> bool:
+        """True where notebooks of some profile are stopped while they do not use their GPUs."""
+        return any(profile.gpu_count and profile.idle.merge(self.idle).is_on for profile in self.profiles)
 
     @property
     def node_groups(self) -> frozenset[str]:
