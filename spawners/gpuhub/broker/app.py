@@ -20,7 +20,7 @@ from gpuhub.backends.builtin import BuiltinBackend
 from gpuhub.backends.interface import WORKER_PATIENCE_S, SchedulingBackend
 from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker import audit
-from gpuhub.broker.api import problems, routes, terminal
+from gpuhub.broker.api import idle_routes, problems, routes, terminal
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
 from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
 from gpuhub.broker.api.server import build_server_config
@@ -29,6 +29,7 @@ from gpuhub.broker.controllers import loop
 from gpuhub.broker.controllers.backend_controller import BackendController, CoreHost
 from gpuhub.broker.controllers.deadlines import DeadlineController, UnprovenLeases
 from gpuhub.broker.controllers.hub_client import HubClient, ServerApi
+from gpuhub.broker.controllers.idle_controller import IdleController
 from gpuhub.broker.controllers.node_controller import NodeController
 from gpuhub.broker.controllers.node_probe import EnsureFirewall, FirewallChecker
 from gpuhub.broker.controllers.server_restarter import ServerRestarter
@@ -147,6 +148,8 @@ def create_app(
             runs["node controller"] = nodes.run
             runs["volumes"] = VolumeCollector(core=core, daemons=daemons).run
             runs["networks"] = partial(_remove_networks, core, daemons)
+        if cluster.stops_idle_notebooks:
+            runs["idle notebooks"] = IdleController(core).run
         if capabilities.external_jobs:
             runs["backend controller"] = BackendController(core, backend).run
         loops = [asyncio.ensure_future(loop.keep_running(what, run)) for what, run in runs.items()]
@@ -179,7 +182,7 @@ def create_app(
     app.state.user_files = UserFiles(core, couriers, has_containers=capabilities.containers)
     app.state.daemons = daemons
     app.state.hub_page = hub_page
-    for router in (routes.public, routes.metrics, routes.api, terminal.api):
+    for router in (routes.public, routes.metrics, routes.api, idle_routes.api, terminal.api):
         app.include_router(router, prefix=PREFIX)
     # The last one is the outermost.
     app.add_middleware(RequestSizeLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}))

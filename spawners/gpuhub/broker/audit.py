@@ -65,6 +65,8 @@ class AuditRecord:
     any_owner: bool = False
     #: Owner of the lease, job or limits in question; None for none.
     owner: str | None = None
+    #: Why a service did it, for administrators; empty if the line says it all.
+    reason: str = ""
 
 
 _current_record: ContextVar[AuditRecord | None] = ContextVar("audit_record", default=None)
@@ -87,6 +89,12 @@ def note_owner(owner: str) -> None:
     """Record the owner of the requested object, also where the caller may not know that it exists."""
     if (record := _current_record.get()) is not None:
         record.owner = owner
+
+
+def note_reason(reason: str) -> None:
+    """Record why a service does what it asks for."""
+    if (record := _current_record.get()) is not None:
+        record.reason = reason
 
 
 def client_address(scope: Scope) -> str:
@@ -206,6 +214,7 @@ class AuditMiddleware:
                 "owner": record.owner,
                 "outcome": outcome,
                 "status": status,
+                **({"reason": record.reason} if record.reason else {}),
             }
         )
 

@@ -25,6 +25,8 @@ from gpuhub.broker_api.schemas import (
     LeaseView,
     NodeView,
     PendingReasonView,
+    ReclaimAnswer,
+    ReclaimRequest,
     ReservationRequest,
     ReservationView,
     UploadResult,
@@ -46,6 +48,7 @@ _JSON = "application/json"
 _TAR = "application/x-tar"
 
 _LEASE = TypeAdapter(LeaseView)
+_RECLAIM = TypeAdapter(ReclaimAnswer)
 _LEASES = TypeAdapter(list[LeaseView])
 _JOB = TypeAdapter(JobView)
 _JOBS = TypeAdapter(list[JobView])
@@ -183,6 +186,15 @@ class AsyncBrokerClient:
     async def force(self, lease_id: str) -> LeaseView:
         """Free a lease's GPUs without proof; administrators only."""
         return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/force"))
+
+    async def keep(self, lease_id: str) -> LeaseView:
+        """Keep an idle notebook."""
+        return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/keep"))
+
+    async def reclaim(self, owner: str, server: str) -> bool:
+        """Return whether the hub's culler should stop a notebook now."""
+        body = ReclaimRequest(owner=owner, server=server).model_dump(mode="json")
+        return _read(_RECLAIM, await self._send("POST", "/reclaims", json=body)).stop
 
     async def request_job(self, request: JobRequest) -> JobView:
         """Request workers, all or none; a run that has a job already gets that one."""

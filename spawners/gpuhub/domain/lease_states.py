@@ -199,7 +199,7 @@ def force_release(lease: LeaseRow, by: str, now: float) -> LeaseRow:
 
 def shift_times(lease: LeaseRow, seconds: float) -> LeaseRow:
     """Move all times of a lease by a jump of the machine's clock."""
-    moments = ("created_at", "since", "granted_at", "expires_at", "quarantined_at")
+    moments = ("created_at", "since", "granted_at", "expires_at", "kept_from", "kept_until", "quarantined_at")
     known = {name: getattr(lease, name) for name in moments}
     gpus = tuple(
         gpu if gpu.shrink_requested_at is None else replace(gpu, shrink_requested_at=gpu.shrink_requested_at + seconds)

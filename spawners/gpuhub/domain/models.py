@@ -101,6 +101,9 @@ class LeaseRow:
     time_limit_s: int | None = None
     granted_at: float | None = None
     expires_at: float | None = None
+    #: Since when and until when its owner keeps an idle notebook; None if never.
+    kept_from: float | None = None
+    kept_until: float | None = None
     released_at: float | None = None
     #: Why it ended; while it is granted or active, why its time was shortened.
     reason: str | None = None
@@ -251,6 +254,8 @@ class Identity:
     is_admin: bool = False
     #: May act for other owners, as the hub's spawner does.
     any_owner: bool = False
+    #: May have idle notebooks stopped, as the hub's culler does.
+    may_reclaim: bool = False
     #: Groups in the hub.
     groups: frozenset[str] = frozenset()
 

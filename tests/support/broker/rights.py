@@ -23,7 +23,7 @@ STRANGERS = {
 METRICS_ROUTE = "GET /metrics"
 
 #: The columns of the table. Ada owns everything that the routes name, but for the reservation, which is root's.
-CALLERS = ("reader", "ben", "ada", "ada-nb", "root-nb", "spawner", "root", "head")
+CALLERS = ("reader", "ben", "ada", "ada-nb", "root-nb", "spawner", "culler", "root", "head")
 
 #: What the callers are, for the documentation.
 MEANINGS = {
@@ -33,6 +33,7 @@ MEANINGS = {
     "ada-nb": "the owner's notebook, with its own token",
     "root-nb": "an administrator's notebook, with its own token: the same rights as any other user's notebook",
     "spawner": "the hub's spawner",
+    "culler": "the hub's service that stops idle notebooks, where `[idle]` is set",
     "root": "an administrator, with a token that has the scope `custom:gpuhub:admin`",
     "head": "root on the head node, with the broker's own token",
 }
@@ -41,43 +42,46 @@ MEANINGS = {
 #: W: 422, a service must name the owner.
 #: {lease} is active, {waiting} waits, {job} has its GPU, {reservation} is ahead.
 TABLE = """
-                                     |     | reader ben ada ada-nb root-nb spawner root head
-GET /cluster                         | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
-GET /cluster?group=lab               | 200 |   N     N   N    N       N       Y      N    N
-GET /nodes                           | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
-GET /reservations                    | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
-GET /metrics                         | 200 |   N     N   N    N       N       N      Y    Y
-GET /events                          | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
-GET /usage                           | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
-GET /usage?owner=ada                 | 200 |   N     N   Y    Y       N       Y      Y    Y
-GET /leases                          | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
-GET /jobs                            | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
-GET /jobs?ended=true                 | 200 |   Y     Y   Y    Y       Y       Y      Y    Y
-POST /leases                         | 201 |   W     Y   Y    Y       Y       W      Y    W
-POST /leases as ada                  | 201 |   N     N   Y    Y       N       Y      N    N
-POST /leases with groups             | 403 |   W     Y   Y    Y       Y       W      Y    W
-GET /leases/{lease}                  | 200 |   H     H   Y    Y       H       Y      Y    Y
-GET /leases/{waiting}/why            | 200 |   H     H   Y    Y       H       Y      Y    Y
-POST /leases/{lease}/activate        | 200 |   H     H   Y    Y       H       Y      Y    Y
-POST /leases/{lease}/extend          | 200 |   H     H   Y    Y       H       Y      Y    Y
-POST /leases/{lease}/force           | 409 |   N     N   N    N       N       N      Y    Y
-DELETE /leases/{waiting}             | 200 |   H     H   Y    Y       H       Y      Y    Y
-POST /jobs                           | 201 |   N     Y   Y    Y       Y       N      Y    N
-POST /jobs/arrays                    | 201 |   N     Y   Y    Y       Y       N      Y    N
-GET /jobs/{job}                      | 200 |   H     H   Y    Y       H       Y      Y    Y
-POST /jobs/{job}/renew               | 204 |   H     H   Y    Y       H       Y      Y    Y
-DELETE /jobs/{job}                   | 200 |   H     H   Y    Y       H       Y      Y    Y
-PUT /files?path=work                 | 200 |   N     Y   Y    Y       Y       N      Y    N
-GET /files?path=.                    | 200 |   N     Y   Y    Y       Y       N      Y    N
-GET /jobs/{job}/logs                 | 200 |   H     H   Y    Y       H       N      N    N
-GET /jobs/{job}/state                | 404 |   H     H   Y    Y       H       N      N    N
-WEBSOCKET /jobs/{job}/shell?worker=9 | 409 |   H     H   Y    Y       H       N      N    N
-WEBSOCKET /jobs/{job}/ssh?worker=9   | 409 |   H     H   Y    Y       H       N      N    N
-POST /nodes/rig3/cordon              | 200 |   N     N   N    N       N       N      Y    Y
-POST /nodes/rig3/drain               | 200 |   N     N   N    N       N       N      Y    Y
-POST /nodes/rig3/undrain             | 200 |   N     N   N    N       N       N      Y    Y
-POST /reservations                   | 201 |   N     N   N    N       N       N      Y    Y
-DELETE /reservations/{reservation}   | 204 |   N     N   N    N       N       N      Y    Y
+                                     |     | reader ben ada ada-nb root-nb spawner culler root head
+GET /cluster                         | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+GET /cluster?group=lab               | 200 |   N      N   N   N      N       Y       N      N    N
+GET /nodes                           | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+GET /reservations                    | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+GET /metrics                         | 200 |   N      N   N   N      N       N       N      Y    Y
+GET /events                          | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+GET /usage                           | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+GET /usage?owner=ada                 | 200 |   N      N   Y   Y      N       Y       N      Y    Y
+GET /leases                          | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+GET /jobs                            | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+GET /jobs?ended=true                 | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+POST /leases                         | 201 |   W      Y   Y   Y      Y       W       W      Y    W
+POST /leases as ada                  | 201 |   N      N   Y   Y      N       Y       N      N    N
+POST /leases with groups             | 403 |   W      Y   Y   Y      Y       W       W      Y    W
+GET /leases/{lease}                  | 200 |   H      H   Y   Y      H       Y       H      Y    Y
+GET /leases/{waiting}/why            | 200 |   H      H   Y   Y      H       Y       H      Y    Y
+POST /leases/{lease}/activate        | 200 |   H      H   Y   Y      H       Y       H      Y    Y
+POST /leases/{lease}/extend          | 200 |   H      H   Y   Y      H       Y       H      Y    Y
+POST /leases/{lease}/activity        | 200 |   H      H   Y   Y      H       Y       H      Y    Y
+POST /leases/{lease}/keep            | 409 |   H      H   Y   Y      H       Y       H      Y    Y
+POST /leases/{lease}/force           | 409 |   N      N   N   N      N       N       N      Y    Y
+DELETE /leases/{waiting}             | 200 |   H      H   Y   Y      H       Y       H      Y    Y
+POST /reclaims                       | 200 |   N      N   N   N      N       N       Y      N    N
+POST /jobs                           | 201 |   N      Y   Y   Y      Y       N       N      Y    N
+POST /jobs/arrays                    | 201 |   N      Y   Y   Y      Y       N       N      Y    N
+GET /jobs/{job}                      | 200 |   H      H   Y   Y      H       Y       H      Y    Y
+POST /jobs/{job}/renew               | 204 |   H      H   Y   Y      H       Y       H      Y    Y
+DELETE /jobs/{job}                   | 200 |   H      H   Y   Y      H       Y       H      Y    Y
+PUT /files?path=work                 | 200 |   N      Y   Y   Y      Y       N       N      Y    N
+GET /files?path=.                    | 200 |   N      Y   Y   Y      Y       N       N      Y    N
+GET /jobs/{job}/logs                 | 200 |   H      H   Y   Y      H       N       H      N    N
+GET /jobs/{job}/state                | 404 |   H      H   Y   Y      H       N       H      N    N
+WEBSOCKET /jobs/{job}/shell?worker=9 | 409 |   H      H   Y   Y      H       N       H      N    N
+WEBSOCKET /jobs/{job}/ssh?worker=9   | 409 |   H      H   Y   Y      H       N       H      N    N
+POST /nodes/rig3/cordon              | 200 |   N      N   N   N      N       N       N      Y    Y
+POST /nodes/rig3/drain               | 200 |   N      N   N   N      N       N       N      Y    Y
+POST /nodes/rig3/undrain             | 200 |   N      N   N   N      N       N       N      Y    Y
+POST /reservations                   | 201 |   N      N   N   N      N       N       N      Y    Y
+DELETE /reservations/{reservation}   | 204 |   N      N   N   N      N       N       N      Y    Y
 """
 #: Routes that are open to all and contain nothing about users.
 PUBLIC = {"GET /health": 200, "GET /": 307, "GET /openapi.json": 200}
@@ -127,6 +131,7 @@ MODELS: dict[str, dict[str, Any] | None] = {
     "foreign": {"kind": "service", "name": "foreign", "scopes": ["list:users", "custom:other:any-owner"]},
     "metrics": {"kind": "service", "name": "gpuhub-metrics", "scopes": ["read:metrics"]},
     "reader": {"kind": "service", "name": "reader", "scopes": [ACCESS]},
+    "culler": {"kind": "service", "name": "gpuhub-idle-culler", "scopes": [ACCESS, "custom:gpuhub:reclaim"]},
     "ben": {"kind": "user", "name": "ben", "admin": False, "groups": ["lab"], "scopes": [ACCESS]},
     "ada-nb": _notebook_of("ada", admin=False),
     "root-nb": _notebook_of("root", admin=True),

@@ -62,6 +62,8 @@ class SimulatedNode:
     #: Bits of the clocks' event reasons by index, and Xid errors (code, count, time) by UUID.
     clocks_event_reasons: dict[int, int] = field(default_factory=dict)
     xids: dict[str, list[tuple[int, int, float]]] = field(default_factory=dict)
+    #: Use of GPUs by index, percent; 0 for the others.
+    use_percent: dict[int, int] = field(default_factory=dict)
     #: Signals sent to containers' programs: container and signal.
     signals: list[tuple[str, str]] = field(default_factory=list)
     last_line: bytes = b""
@@ -112,7 +114,7 @@ class SimulatedNode:
             "name": name,
             "memory_total_mib": mib,
             "memory_used_mib": self.used_mib.get(index, 4),
-            "utilisation_percent": 0,
+            "utilisation_percent": self.use_percent.get(index, 0),
             "memory_utilisation_percent": 0,
             "power_w": 20.5,
             "energy_mj": 7_920_310,

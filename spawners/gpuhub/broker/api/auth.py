@@ -28,6 +28,8 @@ from gpuhub.domain.rate_limit import RateLimit, RateLimiter
 ACCESS_SCOPES = frozenset({"access:services", "access:services!service=broker"})
 #: Scope of a service that may act for every user.
 ANY_OWNER_SCOPE = "custom:gpuhub:any-owner"
+#: Scope of the service that stops idle notebooks.
+RECLAIM_SCOPE = "custom:gpuhub:reclaim"
 #: Scope of administrators, which JupyterHub's role `admin` has here; the own token of a notebook never has it.
 ADMIN_SCOPE = "custom:gpuhub:admin"
 #: JupyterHub's scope for its own metrics, and for the broker's.
@@ -155,6 +157,7 @@ def parse_identity(model: Mapping[str, Any]) -> Identity:
         # Not the hub's flag for the user: a token with fewer scopes, as an administrator's notebook has, is none.
         is_admin=is_user and ADMIN_SCOPE in scopes,
         any_owner=any_owner,
+        may_reclaim=not is_user and RECLAIM_SCOPE in scopes,
         groups=_parse_groups(model.get("groups")) if is_user else frozenset(),
     )
 

@@ -50,6 +50,8 @@ leases = Table(
     Column("created_at", Float, nullable=False),
     Column("granted_at", Float),
     Column("expires_at", Float),
+    Column("kept_from", Float),
+    Column("kept_until", Float),
     Column("released_at", Float, index=True),
     Column("reason", Text),
     Column("note", Text),

@@ -25,7 +25,8 @@ Record = Mapping[str, Any]
 
 _LEASE_PLAIN = (
     "id", "seq", "key", "owner", "subject", "profile", "since", "epoch", "time_limit_s", "created_at", "granted_at",
-    "expires_at", "released_at", "reason", "note", "quarantined_at", "container_id", "slurm_job", "is_held", "version",
+    "expires_at", "kept_from", "kept_until", "released_at", "reason", "note", "quarantined_at", "container_id",
+    "slurm_job", "is_held", "version",
 )  # fmt: skip
 _GPU_PLAIN = ("node", "index", "model", "memory_mib", "worker", "share", "part", "released_at")
 _JOB_PLAIN = (

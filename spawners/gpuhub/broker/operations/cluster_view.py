@@ -71,6 +71,8 @@ class ClusterViewInput:
     build_partitions: Callable[[Sequence[NodeView]], tuple[PartitionView, ...]] = lambda _: ()
     #: Names of jobs by lease, if they have one.
     job_names: Mapping[str, str] = field(default_factory=dict)
+    #: Since when notebooks are idle while others wait, by lease.
+    idle_times: Mapping[str, float] = field(default_factory=dict)
     #: The caller, whose groups, reservations and limits decide what starts at once; empty for a view for all users.
     owner: str = ""
     groups: frozenset[str] = frozenset()
@@ -181,7 +183,9 @@ def _summarise_gpus(inputs: ClusterViewInput) -> _GpuSummary:
         quarantined=frozenset(quarantined),
         reserved=reservations.find_reserved(inputs.reservations, inputs.inventory, inputs.now),
         holders={
-            lease.id: serializers.build_holder(lease, inputs.job_names.get(lease.id, ""))
+            lease.id: serializers.build_holder(
+                lease, inputs.job_names.get(lease.id, ""), inputs.idle_times.get(lease.id)
+            )
             for leases in held.values()
             for lease in leases
         },

@@ -9,6 +9,7 @@ from typing import Protocol
 from gpuhub.broker_api.schemas import (
     ConstraintView,
     HolderView,
+    IdleView,
     JobView,
     LeasedGpuView,
     LeaseView,
@@ -64,7 +65,7 @@ def build_gpu(gpu: LeasedGpu) -> LeasedGpuView:
     )
 
 
-def build_lease(lease: LeaseRow, version: int, place: QueuePlace | None) -> LeaseView:
+def build_lease(lease: LeaseRow, version: int, place: QueuePlace | None, idle: IdleView | None = None) -> LeaseView:
     """Return a lease, as shown to its owner; `place` is its place in the queue, if it waits."""
     return LeaseView(
         id=lease.id,
@@ -87,6 +88,7 @@ def build_lease(lease: LeaseRow, version: int, place: QueuePlace | None) -> Leas
         granted_at=to_optional_datetime(lease.granted_at),
         expires_at=to_optional_datetime(lease.expires_at),
         reason=lease.reason,
+        idle=idle,
     )
 
 
@@ -190,7 +192,7 @@ def build_usage(owner: str, usage: interface.OwnerUsage, waiting: int, limits: i
     )
 
 
-def build_holder(lease: LeaseRow, name: str = "") -> HolderView:
+def build_holder(lease: LeaseRow, name: str = "", idle_since: float | None = None) -> HolderView:
     """Return the holder of a lease's GPUs; `name` is that of its job, if any."""
     return HolderView(
         owner=lease.owner,
@@ -199,6 +201,7 @@ def build_holder(lease: LeaseRow, name: str = "") -> HolderView:
         until=to_optional_datetime(lease.expires_at),
         name=name,
         slurm_job=lease.slurm_job,
+        idle_since=to_optional_datetime(idle_since),
     )
 
 

@@ -20,13 +20,14 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import (
     ClusterView,
     EventView,
+    IdleView,
     JobView,
     LeaseView,
     NodeView,
     UsageView,
 )
 from gpuhub.common.errors import NotAllowed, NotFound
-from gpuhub.domain import owner_limits
+from gpuhub.domain import idle_policy, owner_limits
 from gpuhub.domain import reservations as reservation_rules
 from gpuhub.domain.models import EventRow, Identity, JobRow, LeaseRow
 from gpuhub.scheduler.interface import OwnerUsage, Quota
@@ -43,8 +44,27 @@ MAX_VIEWS = 64
 
 def view_lease(core: BrokerState, lease: LeaseRow) -> LeaseView:
     """Return a lease, as shown to its owner."""
-    return serializers.build_lease(
-        lease, core.queue_positions.find_version(lease), core.queue_positions.refresh().get(lease.id)
+    version, place = core.queue_positions.find_version(lease), core.queue_positions.refresh().get(lease.id)
+    return serializers.build_lease(lease, version, place, view_idle(core, lease))
+
+
+def view_idle(core: BrokerState, lease: LeaseRow) -> IdleView | None:
+    """Return an idle notebook as its owner sees it; None for a lease that is not idle, or is not stopped for that."""
+    limits = core.idle.find_limits(lease)
+    assessment = None if limits is None else core.idle.assess(lease, limits)
+    if limits is None or assessment is None:
+        return None
+    now = core.clock.now()
+    since = now - assessment.idle_s
+    is_kept = lease.kept_until is not None and lease.kept_until > now
+    return IdleView(
+        reason=assessment.reason,
+        text=idle_policy.describe_state(assessment.reason, assessment.idle_s, limits),
+        since=serializers.to_datetime(since),
+        stops_at=serializers.to_datetime(now + assessment.stops_in_s),
+        is_warned=assessment.is_warned,
+        kept_until=serializers.to_optional_datetime(lease.kept_until) if is_kept else None,
+        keep_s=idle_policy.find_keep_s(lease, limits, since, now),
     )
 
 
@@ -94,6 +114,7 @@ def view_node(core: BrokerState, backend: SchedulingBackend, node: str) -> NodeV
 
 
 def _collect_inputs(core: BrokerState, backend: SchedulingBackend, caller: Identity | None) -> ClusterViewInput:
+    external = backend.external_usage(core.clock.now())
     return ClusterViewInput(
         cluster=core.cluster,
         leases=core.ledger.snapshot.leases,
@@ -102,9 +123,10 @@ def _collect_inputs(core: BrokerState, backend: SchedulingBackend, caller: Ident
         cordons=core.capacity.cordons,
         lease_statuses=core.capacity.lease_flags.by_uuid,
         job_names={job.lease_id: job.name for job in core.ledger.snapshot.jobs.values() if job.name},
+        idle_times=core.idle.find_idle_times(external.waiting),
         reservations=[reservation_rules.build_reservation_view(row) for row in core.capacity.current_reservations],
         engine=core.scheduler,
-        external=backend.external_usage(core.clock.now()),
+        external=external,
         capabilities=backend.capabilities,
         build_partitions=backend.build_partitions,
         now=core.clock.now(),

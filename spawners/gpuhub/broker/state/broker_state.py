@@ -10,6 +10,7 @@ from gpuhub.broker.db.writer import Changes
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.capacity import Capacity
 from gpuhub.broker.state.events import EventLog
+from gpuhub.broker.state.idle_notebooks import IdleNotebooks
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker.state.queue_positions import QueuePositions
 from gpuhub.broker.state.scheduler_sync import SchedulerSync, find_usage_start
@@ -89,6 +90,7 @@ class BrokerState:
         self.ledger = Ledger(store, self.scheduler_sync, self.clock)
         self.queue_positions = QueuePositions(self.ledger, scheduler, self.clock)
         self.heartbeats = Heartbeats(self.clock)
+        self.idle = IdleNotebooks(cluster=cluster, ledger=self.ledger, capacity=self.capacity, clock=self.clock)
         self._events = EventLog(store.save_events)
         self._housekeeping: list[asyncio.Task[None]] = []
         self._scheduling: asyncio.Task[None] | None = None

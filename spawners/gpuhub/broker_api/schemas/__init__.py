@@ -35,9 +35,13 @@ from gpuhub.broker_api.schemas.jobs import (
 )
 from gpuhub.broker_api.schemas.leases import (
     ActivationRequest,
+    ActivityAnswer,
+    ActivityReport,
     ConstraintView,
     ExtensionRequest,
     GroupName,
+    IdleReason,
+    IdleView,
     LeasedGpuView,
     LeaseRequest,
     LeaseState,
@@ -45,6 +49,8 @@ from gpuhub.broker_api.schemas.leases import (
     ModelName,
     PendingReasonView,
     Purpose,
+    ReclaimAnswer,
+    ReclaimRequest,
     RequestKey,
     RunId,
     ServerName,
@@ -56,11 +62,12 @@ from gpuhub.broker_api.schemas.leases import (
 )
 
 __all__ = [
-    "AccountHours", "ActivationRequest", "ArrayRequest", "Capabilities", "ClusterView", "ConstraintView",
-    "CordonRequest", "EventView", "ExtensionRequest", "GpuModelView", "GpuState", "GpuView", "GroupName",
-    "HolderView", "JobRequest", "JobState", "JobView", "LeaseRequest", "LeaseState", "LeaseView", "LeasedGpuView",
-    "ModelName", "NodeState", "NodeView", "OutsideProcess", "PartitionView", "PendingReasonView", "Problem",
-    "ProfileView", "Purpose", "QueueEntry", "RequestKey", "ReservationRequest", "ReservationView", "RunId",
-    "ServerName", "Slug", "Text", "TimeLimit", "UploadResult", "UsageSource", "UsageView", "UserName", "WireModel",
-    "WorkerState", "WorkerView",
+    "AccountHours", "ActivationRequest", "ActivityAnswer", "ActivityReport", "ArrayRequest", "Capabilities",
+    "ClusterView", "ConstraintView", "CordonRequest", "EventView", "ExtensionRequest", "GpuModelView", "GpuState",
+    "GpuView", "GroupName", "HolderView", "IdleReason", "IdleView", "JobRequest", "JobState", "JobView",
+    "LeaseRequest", "LeaseState", "LeaseView", "LeasedGpuView", "ModelName", "NodeState", "NodeView",
+    "OutsideProcess", "PartitionView", "PendingReasonView", "Problem", "ProfileView", "Purpose", "QueueEntry",
+    "ReclaimAnswer", "ReclaimRequest", "RequestKey", "ReservationRequest", "ReservationView", "RunId", "ServerName",
+    "Slug", "Text", "TimeLimit", "UploadResult", "UsageSource", "UsageView", "UserName", "WireModel", "WorkerState",
+    "WorkerView",
 ]  # fmt: skip

@@ -49,6 +49,8 @@ class HolderView(WireModel):
     slurm_job: int | None = None
     #: That Slurm job is from outside gpuhub.
     is_outside: bool = False
+    #: Since when the holder does not use it, shown while others wait for GPUs; None if it is used, or not known.
+    idle_since: datetime | None = None
 
 
 class GpuView(WireModel):

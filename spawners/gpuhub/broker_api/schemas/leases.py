@@ -56,6 +56,63 @@ class Purpose(StrEnum):
     JOB = "job"
 
 
+class IdleReason(StrEnum):
+    """Why a notebook counts as idle."""
+
+    #: No cell ran, no terminal was used, no file was saved, and its GPUs computed nothing.
+    INACTIVE = "inactive"
+    #: Its GPUs were hardly used.
+    LOW_USE = "low-use"
+
+
+class IdleView(WireModel):
+    """An idle notebook, as shown to its owner."""
+
+    reason: IdleReason
+    #: The reason for people, such as `no activity for 50 min`.
+    text: str
+    since: datetime
+    #: When it will be stopped unless it is used or kept.
+    stops_at: datetime
+    #: The end is near: the owner is warned.
+    is_warned: bool
+    #: Until when the owner keeps it; None if the owner does not.
+    kept_until: datetime | None = None
+    #: The time for which the owner may keep it now, seconds; 0 if not any longer.
+    keep_s: int = 0
+
+
+class ActivityReport(WireModel):
+    """What happens in a notebook, as its own server reports it."""
+
+    #: Whether a cell or ranks run.
+    is_busy: bool
+    #: Seconds since the last activity of a kernel, terminal or file.
+    inactive_s: Annotated[float, Field(ge=0, le=366 * 86400)]
+
+
+class ActivityAnswer(WireModel):
+    """The answer to a report."""
+
+    #: None while the notebook is not idle.
+    idle: IdleView | None
+    #: Seconds until the next report; 0 if none is wanted.
+    report_in_s: float
+
+
+class ReclaimRequest(WireModel):
+    """Question of the hub's culler whether to stop a notebook now."""
+
+    owner: UserName
+    server: ServerName = ""
+
+
+class ReclaimAnswer(WireModel):
+    """Whether to stop the notebook now."""
+
+    stop: bool
+
+
 class LeasedGpuView(WireModel):
     """One leased GPU."""
 
@@ -120,6 +177,8 @@ class LeaseView(WireModel):
     expires_at: datetime | None
     #: Why it ended, for the user.
     reason: str | None
+    #: None unless it is a notebook that is idle, and idle notebooks are stopped.
+    idle: IdleView | None = None
 
 
 class ActivationRequest(WireModel):

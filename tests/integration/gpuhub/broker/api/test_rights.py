@@ -31,6 +31,8 @@ BODIES: dict[str, Any] = {
     "POST /leases with groups": {**LEASE, "groups": ["lab"]},
     "POST /leases/{lease}/activate": {"container_id": CONTAINER},
     "POST /leases/{lease}/extend": {"time_limit_s": 3600},
+    "POST /leases/{lease}/activity": {"is_busy": False, "inactive_s": 60.0},
+    "POST /reclaims": {"owner": "ada", "server": ""},
     "POST /jobs": JOB,
     "POST /jobs/arrays": {"job": JOB, "count": 2},
     "PUT /files?path=work": bytes(10240),  # an empty tar
@@ -193,7 +195,7 @@ async def test_every_route_of_the_application_is_in_the_table(guarded: Setting) 
 
 def test_administrator_routes_are_audited() -> None:
     """The audit log records each such route, whichever user it affects."""
-    only_root = {route for route, row in MATRIX.items() if row.cells == ("N",) * 6 + ("Y",) * 2} - {METRICS_ROUTE}
+    only_root = {route for route, row in MATRIX.items() if row.cells == ("N",) * 7 + ("Y",) * 2} - {METRICS_ROUTE}
     assert {_name(route) for route in only_root} == {_name(action) for action in audit.PRIVILEGED}
 
 

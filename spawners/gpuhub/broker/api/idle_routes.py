@@ -1,0 +1,41 @@
+"""HTTP routes of idle notebooks: reports of notebooks, and what their owners and the hub's culler ask."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from fastapi import APIRouter, Depends, Request
+
+from gpuhub.broker.api.problems import document_problems
+from gpuhub.broker.api.routes import API, Caller, ResourceId, identify, refuse_unknown_query
+from gpuhub.broker.operations.idle import IdleOperations
+from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker_api.schemas import ActivityAnswer, ActivityReport, LeaseView, ReclaimAnswer, ReclaimRequest
+
+
+async def get_idle_operations(request: Request) -> IdleOperations:
+    """Return the operations on the app's idle notebooks."""
+    return IdleOperations(cast("BrokerState", request.app.state.core))
+
+
+Operations = Annotated[IdleOperations, Depends(get_idle_operations)]
+
+api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=["idle notebooks"])
+
+
+@api.post("/leases/{lease_id}/activity", responses=document_problems(404, 413, 422))
+async def post_activity(lease_id: ResourceId, body: ActivityReport, caller: Caller, idle: Operations) -> ActivityAnswer:
+    """Report what happens in a notebook; the answer says when it will be stopped if it stays idle."""
+    return await idle.report(caller, lease_id, body)
+
+
+@api.post("/leases/{lease_id}/keep", responses=document_problems(404, 409, 422))
+async def post_keep(lease_id: ResourceId, caller: Caller, idle: Operations) -> LeaseView:
+    """Keep an idle notebook for `[idle] keep`, at most for `longest_keep` in all."""
+    return await idle.keep(caller, lease_id)
+
+
+@api.post("/reclaims", responses=document_problems(413, 422))
+async def post_reclaim(body: ReclaimRequest, caller: Caller, idle: Operations) -> ReclaimAnswer:
+    """Return whether the notebook should be stopped now because it is idle. Only for the hub's culler."""
+    return await idle.reclaim(caller, body)

@@ -1,0 +1,122 @@
+"""Operations on idle notebooks: their own reports, their owner's wish to keep them, and the culler's question."""
+
+from __future__ import annotations
+
+from gpuhub.broker import audit
+from gpuhub.broker.admission import access
+from gpuhub.broker.operations import views
+from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker.state.transaction import Transaction
+from gpuhub.broker_api.schemas import (
+    ActivityAnswer,
+    ActivityReport,
+    LeaseView,
+    ReclaimAnswer,
+    ReclaimRequest,
+)
+from gpuhub.common.errors import Conflict, NotAllowed
+from gpuhub.common.units import format_span
+from gpuhub.domain import idle_policy, lease_states
+from gpuhub.domain.models import Identity, LeaseRow
+
+#: Interval of the reports of a notebook that is not stopped when it is idle, seconds: the settings may change.
+UNUSED_REPORT_PERIOD_S = 300.0
+
+
+class IdleOperations:
+    """What notebooks, owners and the culler ask about idle notebooks."""
+
+    def __init__(self, core: BrokerState) -> None:
+        self._core = core
+
+    async def report(self, caller: Identity, lease_id: str, report: ActivityReport) -> ActivityAnswer:
+        """Take over what a notebook reports about itself.
+
+        Raises:
+            NotFound: the lease does not exist, or it belongs to another user.
+        """
+        lease = await access.find_lease(self._core, caller, lease_id)
+        limits = self._core.idle.find_limits(lease)
+        if limits is None:
+            return ActivityAnswer(idle=None, report_in_s=UNUSED_REPORT_PERIOD_S)
+        self._core.idle.record_report(lease_id, report)
+        period_s = idle_policy.choose_report_period(self._core.idle.assess(lease, limits))
+        return ActivityAnswer(idle=views.view_idle(self._core, lease), report_in_s=period_s)
+
+    async def keep(self, caller: Identity, lease_id: str) -> LeaseView:
+        """Keep an idle notebook for a time.
+
+        Raises:
+            NotFound: the lease does not exist, or it belongs to another user.
+            Conflict: it is not idle, or was kept for the longest time already.
+        """
+        core = self._core
+        lease = await access.find_lease(core, caller, lease_id)
+        limits = core.idle.find_limits(lease)
+        assessment = None if limits is None else core.idle.assess(lease, limits)
+        if limits is None or assessment is None:
+            raise Conflict("the notebook is not idle: it need not be kept")
+        idle_s = assessment.idle_s
+
+        def edit(transaction: Transaction) -> None:
+            current = transaction.leases.get(lease_id)
+            if current is None or current.state not in lease_states.LIVE:
+                raise Conflict(f"lease {lease_id} has ended")
+            if lease_states.is_expired(current, transaction.now):
+                raise Conflict(f"lease {lease_id} is over, and is being ended")
+            kept = idle_policy.keep(current, limits, transaction.now - idle_s, transaction.now)
+            transaction.put_lease(kept)
+            span = format_span((kept.kept_until or 0.0) - transaction.now)
+            transaction.add_event(
+                "lease.kept", f"{caller.name} keeps the idle notebook for {span}", owner=lease.owner, lease=lease_id
+            )
+
+        await core.ledger.change(edit)
+        core.idle.forget_warning(lease_id)
+        return views.view_lease(core, await access.find_lease(core, caller, lease_id))
+
+    async def reclaim(self, caller: Identity, request: ReclaimRequest) -> ReclaimAnswer:
+        """Answer whether the culler should stop a notebook now; if so, its lease ends, with the reason for its owner.
+
+        Raises:
+            NotAllowed: the caller is not the culler.
+        """
+        if not caller.may_reclaim:
+            raise NotAllowed("only the hub's culler asks which notebooks to stop")
+        ledger = self._core.ledger
+        leases = (ledger.snapshot.leases[key] for key in ledger.index.find("server", request.owner, request.server))
+        due = [lease.id for lease in leases if self._find_reason(lease) is not None]
+        if not due:
+            return ReclaimAnswer(stop=False)
+        reasons: dict[str, str] = {}
+
+        def edit(transaction: Transaction) -> None:
+            reasons.clear()
+            for lease_id in due:
+                lease = transaction.leases.get(lease_id)
+                reason = None if lease is None else self._find_reason(lease)
+                if lease is not None and reason is not None:
+                    _stop(transaction, lease, reason)
+                    reasons[lease_id] = reason
+
+        await ledger.change(edit)
+        for lease_id, reason in reasons.items():
+            audit.note_owner(request.owner)
+            audit.note_reason(f"{lease_id}: {reason}")
+        return ReclaimAnswer(stop=bool(reasons))
+
+    def _find_reason(self, lease: LeaseRow) -> str | None:
+        """Return why a notebook may be stopped now, for its owner; None if it may not."""
+        limits = self._core.idle.find_limits(lease)
+        assessment = None if limits is None else self._core.idle.assess(lease, limits)
+        if limits is None or assessment is None or not self._core.idle.may_stop(lease, assessment):
+            return None
+        return idle_policy.describe_stop(assessment.reason, assessment.idle_s, limits)
+
+
+def _stop(transaction: Transaction, lease: LeaseRow, reason: str) -> None:
+    transaction.put_lease(lease_states.shorten(lease, transaction.now, reason))
+    name = f"notebook {lease.subject!r}" if lease.subject else "notebook"
+    gpus = ", ".join(f"{gpu.model} on {gpu.node}" for gpu in lease.held)
+    text = f"{lease.owner}'s {name} ({gpus}): {reason}"
+    transaction.add_event("lease.reclaimed", text, owner=lease.owner, lease=lease.id)

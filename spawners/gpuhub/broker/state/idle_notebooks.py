@@ -1,0 +1,143 @@
+"""Which notebooks are idle: their own reports, and the readings of their GPUs, in this run of the broker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpuhub.broker.state.capacity import Capacity
+from gpuhub.broker.state.ledger import Ledger
+from gpuhub.broker_api.schemas import ActivityReport, LeaseState, Purpose
+from gpuhub.config.idle import IdleSettings
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.domain import idle_policy, lease_states
+from gpuhub.domain.clock import Clock
+from gpuhub.domain.idle_policy import IdleAssessment, IdleObservation
+from gpuhub.domain.models import LeaseRow
+
+
+@dataclass(slots=True)
+class _Record:
+    """What was last seen of a notebook; times are monotonic seconds."""
+
+    report: ActivityReport | None = None
+    reported_at: float = 0.0
+    used_at: float | None = None
+    unused_since: float | None = None
+    warned_at: float | None = None
+
+
+class IdleNotebooks:
+    """Assesses the notebooks that hold GPUs, where idle ones are stopped."""
+
+    def __init__(self, *, cluster: ClusterSettings, ledger: Ledger, capacity: Capacity, clock: Clock) -> None:
+        self._cluster = cluster
+        self._ledger = ledger
+        self._capacity = capacity
+        self._clock = clock
+        self._records: dict[str, _Record] = {}
+
+    def find_limits(self, lease: LeaseRow) -> IdleSettings | None:
+        """Return the settings by which a notebook is stopped while it is idle; None if it is not."""
+        profile = self._cluster.profile(lease.profile or "")
+        is_running = lease.purpose is Purpose.NOTEBOOK and lease.state is LeaseState.ACTIVE and lease.held
+        if not is_running or profile is None or lease_states.is_expired(lease, self._clock.now()):
+            return None
+        limits = profile.idle.merge(self._cluster.idle)
+        return limits if limits.is_on else None
+
+    def list_leases(self) -> Iterator[tuple[LeaseRow, IdleSettings]]:
+        """Yield the notebooks that are stopped when they are idle, with their settings."""
+        for lease in self._ledger.snapshot.leases.values():
+            limits = self.find_limits(lease)
+            if limits is not None:
+                yield lease, limits
+
+    def record_report(self, lease_id: str, report: ActivityReport) -> None:
+        """Take over what a notebook reports about itself."""
+        record = self._records.setdefault(lease_id, _Record())
+        record.report, record.reported_at = report, self._clock.monotonic()
+
+    def update(self, lease: LeaseRow, limits: IdleSettings) -> IdleAssessment | None:
+        """Take over the readings of a notebook's GPUs; return the assessment if its owner is warned from now on."""
+        record, now = self._records.setdefault(lease.id, _Record()), self._clock.monotonic()
+        use = self._read_use(lease)
+        if use is not None and use < limits.low_use:
+            record.unused_since = now if record.unused_since is None else record.unused_since
+        else:
+            record.unused_since = None
+            record.used_at = record.used_at if use is None else now
+        assessment = self.assess(lease, limits)
+        if assessment is None or not assessment.is_warned:
+            record.warned_at = None
+            return None
+        if record.warned_at is not None:
+            return None
+        record.warned_at = now
+        return assessment
+
+    def assess(self, lease: LeaseRow, limits: IdleSettings) -> IdleAssessment | None:
+        """Return how long the notebook has been idle and when it is stopped; None while it is not, or not known."""
+        record, now = self._records.get(lease.id), self._clock.monotonic()
+        if record is None or record.report is None:
+            return None
+        report_age_s = now - record.reported_at
+        return idle_policy.assess(
+            limits,
+            IdleObservation(
+                report_age_s=report_age_s,
+                is_busy=record.report.is_busy or bool(self._ledger.index.find("jobs of notebook", lease.id)),
+                inactive_s=record.report.inactive_s + report_age_s,
+                used_s=None if record.used_at is None else now - record.used_at,
+                unused_s=None if record.unused_since is None else now - record.unused_since,
+                kept_s=max(0.0, (lease.kept_until or 0.0) - self._clock.now()),
+                warned_s=None if record.warned_at is None else now - record.warned_at,
+            ),
+        )
+
+    def forget_warning(self, lease_id: str) -> None:
+        """Have a notebook that is kept warned again for the whole time."""
+        if lease_id in self._records:
+            self._records[lease_id].warned_at = None
+
+    def may_stop(self, lease: LeaseRow, assessment: IdleAssessment | None) -> bool:
+        """Return whether the notebook may be stopped now."""
+        record = self._records.get(lease.id)
+        age_s = None if record is None or record.report is None else self._clock.monotonic() - record.reported_at
+        return idle_policy.may_stop(assessment, age_s)
+
+    def forget_ended(self) -> None:
+        """Drop notebooks that have ended."""
+        leases = self._ledger.snapshot.leases
+        self._records = {lease_id: record for lease_id, record in self._records.items() if lease_id in leases}
+
+    def find_idle_times(self, waiting_outside: int) -> dict[str, float]:
+        """Return since when notebooks are idle for whose GPUs others may wait, by lease; seconds since 1970.
+
+        Args:
+            waiting_outside: Number of requests from outside gpuhub that wait.
+        """
+        leases = self._ledger.snapshot.leases
+        waiting = {leases[lease_id].owner for lease_id in self._ledger.index.find("waiting")}
+        if not waiting and not waiting_outside:
+            return {}
+        times = {}
+        for lease, limits in self.list_leases():
+            assessment = self.assess(lease, limits)
+            is_long = assessment is not None and assessment.idle_s >= limits.warn_before
+            if assessment is not None and is_long and (waiting_outside or waiting - {lease.owner}):
+                times[lease.id] = self._clock.now() - assessment.idle_s
+        return times
+
+    def _read_use(self, lease: LeaseRow) -> int | None:
+        """Return the use of the busiest GPU, percent; None where it is not known, or not of this notebook alone."""
+        uses = []
+        for gpu in lease.held:
+            node = self._capacity.inventory.nodes.get(gpu.node)
+            if gpu.share > 1 or node is None or not node.is_fresh(self._clock.monotonic()):
+                return None
+            use = next((reading.utilisation_percent for reading in node.gpus if reading.uuid == gpu.uuid), None)
+            if use is None:
+                return None
+            uses.append(use)
+        return max(uses, default=None)
