@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -11,7 +12,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gpuhub.backends.plugin import find_capabilities, find_plugin
-from gpuhub.broker.api.auth import ANY_OWNER_SCOPE, METRICS_SCOPE, METRICS_SERVICE, SPAWNER_SERVICE
+from gpuhub.broker.api.auth import (
+    ANY_OWNER_SCOPE,
+    METRICS_SCOPE,
+    METRICS_SERVICE,
+    RECLAIM_SCOPE,
+    SPAWNER_SERVICE,
+)
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.common import names
 from gpuhub.common.errors import SettingsError
@@ -40,9 +47,11 @@ from gpuhub.web.gpus_page import (
     PendingReasonHandler,
 )
 from gpuhub.web.handlers import BROKER_SCOPE, ClusterCaches, ClusterHandler, LaptopWheelHandler, UserTokens
+from gpuhub.web.idle_notices import IdleNoticesHandler
 from gpuhub.web.lab_assets import LabAssetsHandler
 
 BROKER_SERVICE = "broker"
+CULLER_SERVICE = "gpuhub-idle-culler"
 #: Read by the notebook image's jupyter_server_config.py.
 LAB_URL_VARIABLE = "GPUHUB_LAB_URL"
 BROKER_ACCESS_SCOPE = BROKER_SCOPE
@@ -183,7 +192,7 @@ def proxy_token() -> str:
 
 
 def services() -> list[dict[str, Any]]:
-    """Return JupyterHub's services: the broker, and the identities of the spawner and of Prometheus."""
+    """Return JupyterHub's services: the broker, the identities of the spawner and Prometheus, and the culler if used."""
     return [
         {
             "name": BROKER_SERVICE,
@@ -196,7 +205,21 @@ def services() -> list[dict[str, Any]]:
         },
         {"name": SPAWNER_SERVICE, "api_token": read_secret(paths(), SPAWNER_TOKEN), "display": False},
         {"name": METRICS_SERVICE, "api_token": read_secret(paths(), METRICS_TOKEN), "display": False},
+        *([_culler_service()] if cluster().stops_idle_notebooks else []),
     ]
+
+
+def _culler_service() -> dict[str, Any]:
+    """Return the service that stops idle notebooks, which the hub starts and gives a token at each of its starts."""
+    environment = {"GPUHUB_BROKER_URL": build_broker_url(cluster(), head_address())}
+    if cluster().has_internal_tls:
+        environment["GPUHUB_INTERNAL_CERTIFICATES"] = str(paths().internal_certificates)
+    return {
+        "name": CULLER_SERVICE,
+        "command": [sys.executable, "-m", "gpuhub.culler"],
+        "environment": environment,
+        "display": False,
+    }
 
 
 def roles() -> list[dict[str, Any]]:
@@ -225,7 +248,24 @@ def roles() -> list[dict[str, Any]]:
             "services": [METRICS_SERVICE],
             "scopes": [METRICS_SCOPE],
         },
+        *([_culler_role()] if cluster().stops_idle_notebooks else []),
     ]
+
+
+def _culler_role() -> dict[str, Any]:
+    return {
+        "name": CULLER_SERVICE,
+        "description": "Stops idle notebooks that the broker names",
+        "services": [CULLER_SERVICE],
+        "scopes": [
+            "list:users",
+            "read:users:name",
+            "read:servers",
+            "delete:servers",
+            BROKER_ACCESS_SCOPE,
+            RECLAIM_SCOPE,
+        ],
+    }
 
 
 def custom_scopes() -> dict[str, dict[str, str]]:
@@ -233,6 +273,7 @@ def custom_scopes() -> dict[str, dict[str, str]]:
     return {
         ANY_OWNER_SCOPE: {"description": "Ask for leases of any owner, see and end all of them"},
         REVOKE_SCOPE: {"description": "Revoke all tokens and sessions of a user"},
+        RECLAIM_SCOPE: {"description": "Ask which idle notebooks to stop"},
     } | USER_SCOPES
 
 
@@ -259,6 +300,7 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
             (r"/gpuhub/why", PendingReasonHandler),
             (r"/gpuhub/runs", NodeLeasesHandler),
             (r"/gpuhub/act", ActionHandler),
+            (r"/gpuhub/idle", IdleNoticesHandler),
             (r"/gpuhub/cluster", ClusterHandler),
             (r"/gpuhub/leave", LeaveQueueHandler),
         )

@@ -213,7 +213,14 @@ class LeaveQueueRequest(BaseModel):
     lease: _LeaseId
 
 
-PageAction = ExtendAction | ForceAction | ChangeNodeAction
+class KeepAction(_PageAction):
+    """Keeps an idle notebook."""
+
+    do: Literal["keep"]
+    lease: _LeaseId
+
+
+PageAction = ExtendAction | ForceAction | KeepAction | ChangeNodeAction
 
 
 _ACTION_ADAPTER: TypeAdapter[PageAction] = TypeAdapter(Annotated[PageAction, Field(discriminator="do")])
@@ -428,6 +435,8 @@ async def perform_action(broker: Any, action: PageAction) -> None:
         await broker.extend(action.lease, action.hours * _HOUR_S)
     elif isinstance(action, ForceAction):
         await broker.force(action.lease)
+    elif isinstance(action, KeepAction):
+        await broker.keep(action.lease)
     elif action.do == "undrain":
         await broker.change_node(action.node, action.do)
     else:
