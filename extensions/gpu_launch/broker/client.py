@@ -183,6 +183,16 @@ class BrokerClient:
         """Report that the job's owner is still active."""
         self._request("POST", f"/jobs/{_quote(job_id)}/renew")
 
+    def report_activity(self, lease_id: str, *, is_busy: bool, inactive_s: float) -> dict[str, Any]:
+        """Report what happens in a notebook; return `idle` and `report_in_s`, in the broker's format."""
+        body = {"is_busy": is_busy, "inactive_s": inactive_s}
+        return dict(self._request("POST", f"/leases/{_quote(lease_id)}/activity", body=body))
+
+    def keep_notebook(self, lease_id: str) -> dict[str, Any] | None:
+        """Keep an idle notebook; return its idle state in the broker's format."""
+        idle = self._request("POST", f"/leases/{_quote(lease_id)}/keep")["idle"]
+        return None if idle is None else dict(idle)
+
     def delete_job(self, job_id: str) -> models.Job:
         """Stop the job; its GPUs are free when it is `ended`."""
         return models.parse_job(self._request("DELETE", f"/jobs/{_quote(job_id)}"))

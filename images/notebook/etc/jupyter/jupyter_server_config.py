@@ -39,11 +39,14 @@ c.LabApp.extension_manager = "readonly"
 c.LabApp.check_for_updates_class = "jupyterlab.NeverCheckForUpdate"
 c.LabApp.news_url = None
 # These cost time at every start: no language server is in the image, and ipyparallel's panel for clusters is not the
-# way to GPUs here (its part in the browser is switched off in labconfig/). The last one lets the user in by SSH.
+# way to GPUs here (its part in the browser is switched off in labconfig/).
 c.ServerApp.jpserver_extensions = {
     "ipyparallel": False,
     "jupyter_lsp": False,
+    # Lets the user in by SSH.
     "gpu_launch.sshd.jupyter_extension": True,
+    # Tells the broker whether the notebook is idle, and JupyterLab when it will be stopped.
+    "gpu_launch.notebook_server.extension": True,
 }
 
 # The examples, for a newcomer to find; a file that is there, changed or not, stays as it is.

@@ -1,0 +1,135 @@
+"""The Jupyter Server extension of gpuhub's image: reports to the broker, and the routes for JupyterLab's extension.
+
+`GET gpuhub/idle` returns when the notebook will be stopped, and `POST gpuhub/keep` keeps it; both are below the
+server's own address, behind its login.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from jupyter_server.base.handlers import APIHandler
+from tornado import web
+
+from gpu_launch import environment
+from gpu_launch.broker.client import BrokerClient
+from gpu_launch.errors import BrokerError
+from gpu_launch.notebook_server import activity
+from gpu_launch.notebook_server.cells import CellWatch
+
+#: Time that a report waits for a broker that restarts, and until the next report after a failure, seconds.
+_PATIENCE_S = 5.0
+_RETRY_S = 10.0
+
+
+class IdleReporter:
+    """Reports what happens in the notebook, and keeps what the broker answers."""
+
+    def __init__(self, server: Any, broker: BrokerClient, lease: str) -> None:
+        """`server` is Jupyter Server's application, and `lease` the id of the notebook's lease."""
+        self._server = server
+        self._broker = broker
+        self._lease = lease
+        self._cells = CellWatch(server.kernel_manager)
+        self._saved_at: datetime | None = None
+        #: The broker's `IdleView`; None while the notebook is not idle.
+        self.idle: dict[str, Any] | None = None
+        server.contents_manager.register_post_save_hook(self._note_save)
+
+    async def run(self) -> None:
+        """Report for ever."""
+        while True:
+            pause_s = await self.report()
+            await asyncio.sleep(pause_s)
+
+    async def report(self) -> float:
+        """Report once; return the seconds until the next report."""
+        try:
+            answer = await self._call(partial(self._broker.report_activity, self._lease, **self._collect()))
+        except BrokerError as error:
+            self._server.log.info("The broker was not told of this notebook's activity: %s", error)
+            return _RETRY_S
+        self.idle = answer["idle"]
+        return float(answer["report_in_s"])
+
+    async def keep(self) -> None:
+        """Keep the idle notebook.
+
+        Raises:
+            BrokerError: The broker refuses or does not answer.
+        """
+        self.idle = await self._call(partial(self._broker.keep_notebook, self._lease))
+
+    async def _call(self, function: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(None, function)
+
+    def _collect(self) -> dict[str, Any]:
+        self._cells.refresh()
+        terminals = self._server.web_app.settings.get("terminal_manager")
+        found = activity.assess(
+            now=datetime.now(UTC),
+            started_at=self._server.web_app.settings["started"],
+            kernels=self._server.kernel_manager.list_kernels(),
+            terminals=[] if terminals is None else terminals.list(),
+            shells=[] if terminals is None else [shell.ptyproc.pid for shell in terminals.terminals.values()],
+            saved_at=self._saved_at,
+        )
+        return {"is_busy": found.is_busy or self._cells.is_running, "inactive_s": found.inactive_s}
+
+    def _note_save(self, **_file: Any) -> None:
+        self._saved_at = datetime.now(UTC)
+
+
+class _ReporterHandler(APIHandler):  # type: ignore[misc] # Jupyter Server is not installed where types are checked
+    def initialize(self, reporter: IdleReporter) -> None:
+        self.reporter = reporter
+
+
+class IdleHandler(_ReporterHandler):
+    """GET: `{"idle": IdleView or null}`."""
+
+    @web.authenticated
+    def get(self) -> None:
+        """Send the broker's last answer."""
+        self.finish({"idle": self.reporter.idle})
+
+
+class KeepHandler(_ReporterHandler):
+    """POST: keep the notebook."""
+
+    @web.authenticated
+    async def post(self) -> None:
+        """Send the new state, or the broker's refusal as `{"message": text}`."""
+        try:
+            await self.reporter.keep()
+        except BrokerError as error:
+            self.set_status(error.status or 503)
+            self.finish({"message": str(error)})
+            return
+        self.finish({"idle": self.reporter.idle})
+
+
+def _jupyter_server_extension_points() -> list[dict[str, str]]:
+    return [{"module": __name__}]
+
+
+def _load_jupyter_server_extension(server: Any) -> None:
+    """Begin to report; without a broker, as outside gpuhub, nothing happens."""
+    env, lease = environment.read(), os.environ.get("GPUHUB_LEASE", "")
+    if env.broker_url is None or env.token is None or not lease:
+        return
+    reporter = IdleReporter(server, BrokerClient.for_notebook(env, patience_s=_PATIENCE_S), lease)
+    base = server.web_app.settings["base_url"].rstrip("/")
+    server.web_app.add_handlers(
+        ".*$",
+        [
+            (f"{base}/gpuhub/idle", IdleHandler, {"reporter": reporter}),
+            (f"{base}/gpuhub/keep", KeepHandler, {"reporter": reporter}),
+        ],
+    )
+    # Kept by the reference, since the event loop has only a weak one.
+    server.web_app.settings["gpuhub_reports"] = asyncio.ensure_future(reporter.run())

@@ -1,0 +1,98 @@
+"""Which cells run, from messages as ipykernel 7.4 sends them, and from a real kernel."""
+
+from __future__ import annotations
+
+from gpu_launch.notebook_server.cells import CellWatch, RunningCells
+
+
+def tell(cells: RunningCells, state: str, request: str = "execute_request", cell: str = "1") -> None:
+    cells.update({"msg_type": "status"}, {"msg_type": request, "msg_id": cell}, {"execution_state": state})
+
+
+def test_cell_runs_from_busy_to_idle():
+    """Output in between changes nothing."""
+    cells = RunningCells(is_busy=False)
+    assert not cells.is_running
+    tell(cells, "busy")
+    cells.update({"msg_type": "stream"}, {"msg_type": "execute_request", "msg_id": "1"}, {"text": "x"})
+    assert cells.is_running
+    tell(cells, "idle")
+    assert not cells.is_running
+
+
+def test_widget_in_the_middle_of_a_cell_ends_nothing():
+    """A comm's message on a subshell ends with idle, and the cell still runs; so with a second cell on a subshell."""
+    cells = RunningCells(is_busy=False)
+    tell(cells, "busy")
+    for state in ("busy", "idle"):
+        tell(cells, state, "comm_msg", "w")
+        tell(cells, state, "execute_request", "2")
+    assert cells.is_running
+
+
+def test_cell_before_the_watch_counts_until_a_cell_ends():
+    """Its request is not known, so the end of any cell ends it."""
+    cells = RunningCells(is_busy=True)
+    tell(cells, "idle", "kernel_info_request")
+    assert cells.is_running
+    tell(cells, "idle")
+    assert not cells.is_running
+
+
+def test_restarted_kernel_runs_nothing():
+    """The messages of the old process do not come any more."""
+    cells = RunningCells(is_busy=False)
+    tell(cells, "busy")
+    cells.update({"msg_type": "status"}, {}, {"execution_state": "starting"})
+    assert not cells.is_running
+
+
+class Stream:
+    is_closed = False
+
+    def on_recv(self, _receive: object) -> None:
+        return
+
+    def closed(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Manager:
+    class session:  # noqa: N801 - the attribute's name in jupyter_client
+        config, key = None, b""
+
+    execution_state = "busy"
+
+    def __init__(self) -> None:
+        self.stream = Stream()
+
+    def connect_iopub(self) -> Stream:
+        return self.stream
+
+
+class Kernels:
+    def __init__(self) -> None:
+        self.managers: dict[str, Manager] = {}
+
+    def list_kernel_ids(self) -> list[str]:
+        return list(self.managers)
+
+    def get_kernel(self, kernel: str) -> Manager:
+        return self.managers[kernel]
+
+
+def test_watch_follows_kernels_that_come_and_go():
+    """A new kernel is watched once; one that is gone no longer counts, and its stream is closed."""
+    kernels = Kernels()
+    watch = CellWatch(kernels)
+    first = kernels.managers["a"] = Manager()
+    watch.refresh()
+    watch.refresh()
+    assert watch.is_running
+    del kernels.managers["a"]
+    watch.refresh()
+    assert not watch.is_running
+    assert first.stream.closed()
