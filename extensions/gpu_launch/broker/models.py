@@ -34,6 +34,8 @@ class Gpu:
     holder: str = ""
     #: `free`, `held` or the reason why it cannot be granted; empty if unknown.
     state: str = ""
+    #: Since when its holder does not use it, while others wait; None if it is used, or not known.
+    idle_since: datetime | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +210,7 @@ def parse_gpu(data: Mapping[str, Any]) -> Gpu:
         memory_mib=data.get("memory_mib") or 0,
         holder=holder.get("owner", ""),
         state=data.get("state") or "",
+        idle_since=parse_time(holder.get("idle_since")),
     )
 
 

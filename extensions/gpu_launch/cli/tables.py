@@ -142,7 +142,7 @@ NODE_COLUMNS = (
 
 def build_node_row(node: Node) -> tuple[str, ...]:
     """Build a node's row."""
-    holders = dict.fromkeys(gpu.holder for gpu in node.gpus if gpu.holder)
+    holders = dict.fromkeys(gpu.holder + (" (idle)" if gpu.idle_since else "") for gpu in node.gpus if gpu.holder)
     others = dict.fromkeys(gpu.state for gpu in node.gpus if gpu.state not in ("", "free", "held"))
     return (
         node.name,
@@ -183,6 +183,7 @@ def build_cluster_json(cluster: Cluster) -> dict[str, Any]:
                         "memory_mib": gpu.memory_mib,
                         "state": gpu.state,
                         "holder": gpu.holder or None,
+                        "idle_since": _format_iso(gpu.idle_since),
                     }
                     for gpu in node.gpus
                 ],

@@ -52,17 +52,32 @@ def collect_tables(env: Environment) -> list[Table]:
     """Return the tables of the current state."""
     broker, problem = build_broker(env), "This server has no broker."
     jobs: list[models.Job] = []
+    idle: list[models.Gpu] = []
+    now = datetime.now(UTC)
     if broker is not None:
         try:
             jobs, problem = list_own_jobs(broker, env), "None."
+            idle = [gpu for node in broker.get_cluster().nodes for gpu in node.gpus if gpu.idle_since is not None]
         except BrokerError as error:
             problem = str(error)
     latest = [(run, logs.read_status(run)) for run in logs.list_runs(env.home, most=_RUNS)]
     return [
         build_pool_table(worker_pools.list_views()),
-        build_jobs_table(jobs, now=datetime.now(UTC), nothing=problem),
+        build_jobs_table(jobs, now=now, nothing=problem),
+        *([build_idle_table(idle, now=now)] if idle else []),
         build_runs_table(latest, home=env.home),
     ]
+
+
+def build_idle_table(gpus: Iterable[models.Gpu], *, now: datetime) -> Table:
+    """Return the table of GPUs whose holders do not use them although others wait."""
+    rows = tuple(
+        (gpu.model, gpu.node, gpu.holder, format_span((now - gpu.idle_since).total_seconds()))
+        for gpu in gpus
+        if gpu.idle_since is not None
+    )
+    header = ("GPU", "node", "held by", "not used for")
+    return Table(title="Held and not used, while others wait", header=header, rows=rows, nothing="None.")
 
 
 def build_pool_table(views: Sequence[WorkerPoolView]) -> Table:

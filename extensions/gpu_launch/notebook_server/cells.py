@@ -6,6 +6,7 @@ ends with the state idle. Here the state belongs to the request that it names.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 #: Stands for a cell that began before its kernel was watched.
@@ -23,26 +24,29 @@ class RunningCells:
     def is_running(self) -> bool:
         return bool(self._running)
 
-    def update(self, header: dict[str, Any], parent: dict[str, Any], content: dict[str, Any]) -> None:
-        """Take over a message from the kernel."""
+    def update(self, header: dict[str, Any], parent: dict[str, Any], content: dict[str, Any]) -> bool:
+        """Take over a message from the kernel; return whether a cell begins with it."""
         if header.get("msg_type") != "status":
-            return
+            return False
         state, cell = content.get("execution_state"), parent.get("msg_id", "")
+        is_cell = parent.get("msg_type") == "execute_request"
         if state == "starting":
             self._running.clear()
-        elif parent.get("msg_type") != "execute_request":
-            return
-        elif state == "busy":
-            self._running.add(cell)
-        elif state == "idle":
+        elif is_cell and state == "idle":
             self._running -= {cell, _EARLIER}
+        elif is_cell and state == "busy":
+            self._running.add(cell)
+            return True
+        return False
 
 
 class CellWatch:
     """Follows the messages of all kernels of a server."""
 
-    def __init__(self, kernel_manager: Any) -> None:
+    def __init__(self, kernel_manager: Any, on_start: Callable[[], None]) -> None:
+        """`on_start` is called whenever a cell begins."""
         self._kernel_manager = kernel_manager
+        self._on_start = on_start
         #: By kernel: its manager, the stream of its messages, and its cells.
         self._watched: dict[str, tuple[Any, Any, RunningCells]] = {}
 
@@ -74,7 +78,8 @@ class CellWatch:
 
         def receive(parts: list[bytes]) -> None:
             message = session.deserialize(session.feed_identities(parts)[1])
-            cells.update(message["header"], message["parent_header"] or {}, message["content"])
+            if cells.update(message["header"], message["parent_header"] or {}, message["content"]):
+                self._on_start()
 
         stream.on_recv(receive)
         return manager, stream, cells

@@ -7,6 +7,7 @@ server's own address, behind its login.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from datetime import UTC, datetime
 from functools import partial
@@ -34,7 +35,8 @@ class IdleReporter:
         self._server = server
         self._broker = broker
         self._lease = lease
-        self._cells = CellWatch(server.kernel_manager)
+        self._wake = asyncio.Event()
+        self._cells = CellWatch(server.kernel_manager, on_start=self._note_start)
         self._saved_at: datetime | None = None
         #: The broker's `IdleView`; None while the notebook is not idle.
         self.idle: dict[str, Any] | None = None
@@ -44,7 +46,10 @@ class IdleReporter:
         """Report for ever."""
         while True:
             pause_s = await self.report()
-            await asyncio.sleep(pause_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+            self._wake.clear()
 
     async def report(self) -> float:
         """Report once; return the seconds until the next report."""
@@ -79,6 +84,11 @@ class IdleReporter:
             saved_at=self._saved_at,
         )
         return {"is_busy": found.is_busy or self._cells.is_running, "inactive_s": found.inactive_s}
+
+    def _note_start(self) -> None:
+        """Report at once that a cell runs in a notebook that may be stopped at any moment."""
+        if self.idle is not None:
+            self._wake.set()
 
     def _note_save(self, **_file: Any) -> None:
         self._saved_at = datetime.now(UTC)

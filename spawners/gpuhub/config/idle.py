@@ -44,11 +44,17 @@ class IdleSettings(SettingsTable):
 class ProfileIdleSettings(SettingsTable):
     """What a profile changes of `[idle]`; None for the value there."""
 
+    #: As in `[idle]`.
     stop_after: Span0 | None = None
+    #: As in `[idle]`.
     low_use_after: Span0 | None = None
+    #: As in `[idle]`.
     low_use: Percent | None = None
+    #: As in `[idle]`.
     warn_before: Span | None = None
+    #: As in `[idle]`.
     keep: Span | None = None
+    #: As in `[idle]`.
     longest_keep: Span0 | None = None
 
     def merge(self, base: IdleSettings) -> IdleSettings:

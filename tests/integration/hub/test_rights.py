@@ -314,12 +314,14 @@ PAGES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "GET /gpus": (None, (302, 302, 302, 200, 200, 200)),
     "GET /gpuhub/gpus": (None, (403, 403, 403, 200, 200, 200)),
     "GET /gpuhub/cluster": (None, (403, 403, 403, 200, 200, 200)),
+    "GET /gpuhub/idle": (None, (403, 403, 403, 200, 200, 200)),
     "GET /gpuhub/why?lease={lease}": (None, (403, 403, 403, 404, 200, 200)),
     "GET /gpuhub/runs?node=rig1": (None, (403, 403, 403, 403, 403, 200)),
     "POST /gpuhub/act force": ({"do": "force", "lease": "{lease}"}, (403, 403, 403, 403, 403, 409)),
     "POST /gpuhub/act cordon": ({"do": "cordon", "node": "rig1"}, (403, 403, 403, 403, 403, 204)),
     "POST /gpuhub/act undrain": ({"do": "undrain", "node": "rig1"}, (403, 403, 403, 403, 403, 204)),
     "POST /gpuhub/act extend": ({"do": "extend", "lease": "{lease}", "hours": 1}, (403, 403, 403, 404, 409, 409)),
+    "POST /gpuhub/act keep": ({"do": "keep", "lease": "{lease}"}, (403, 403, 403, 404, 409, 409)),
     "POST /gpuhub/leave": ({"lease": "{lease}"}, (403, 403, 403, 404, 204, 409)),
 }
 

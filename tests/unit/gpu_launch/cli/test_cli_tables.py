@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpu_launch.broker.models import Cluster, Gpu, GpuRequest, Job, Node, Worker
+from gpu_launch.broker.models import Cluster, Gpu, GpuRequest, Job, Node, Worker, parse_gpu
 from gpu_launch.cli import job_lookup, submission, tables
 from gpu_launch.errors import UsageError
 
@@ -176,3 +176,13 @@ def test_cordoned_nodes_and_failed_gpus_are_not_free() -> None:
         Node(name="three", gpus=(_gpu("three", state="free"),), state="up"),
     )
     assert submission.choose_layout(2, Cluster(nodes=nodes), GpuRequest()) == (2, 1)
+
+
+def test_idle_holder_is_marked() -> None:
+    """A GPU that its holder does not use while others wait is marked in the table, with the time in JSON."""
+    data = {"uuid": "u", "node": "rig1", "model": "RTX 5090", "state": "held"}
+    holders = [{"owner": "ada", "idle_since": "2026-11-23T12:00:00+00:00"}, {"owner": "ben", "idle_since": None}]
+    node = Node(name="rig1", gpus=tuple(parse_gpu({**data, "holder": holder}) for holder in holders), state="up")
+    assert tables.build_node_row(node)[-1] == "ada (idle), ben"
+    shown = tables.build_cluster_json(Cluster(nodes=(node,)))["nodes"][0]["gpus"]
+    assert [gpu["idle_since"] for gpu in shown] == ["2026-11-23T12:00:00+00:00", None]

@@ -212,6 +212,15 @@ def test_status_shows_jobs_with_queue_position_and_time(broker):
     )
 
 
+def test_gpus_that_are_held_and_not_used_are_shown():
+    """With their holder and for how long; without any there is no such table."""
+    data = {"uuid": "u", "node": "rig1", "model": "RTX 5090"}
+    since = (NOW - timedelta(minutes=40)).isoformat()
+    idle = models.parse_gpu({**data, "holder": {"owner": "ben", "idle_since": since}})
+    table = status.build_idle_table([idle, models.parse_gpu(data)], now=NOW)
+    assert table.rows == (("RTX 5090", "rig1", "ben", "40 min"),)
+
+
 def test_tables_are_text_and_html():
     """With names as they are in both."""
     views = [

@@ -1,22 +1,26 @@
-"""Which cells run, from messages as ipykernel 7.4 sends them, and from a real kernel."""
+"""Which cells run, from messages as ipykernel 7.4 sends them, signed by jupyter_client as a kernel does."""
 
 from __future__ import annotations
+
+from typing import Any
+
+from jupyter_client.session import Session
 
 from gpu_launch.notebook_server.cells import CellWatch, RunningCells
 
 
-def tell(cells: RunningCells, state: str, request: str = "execute_request", cell: str = "1") -> None:
-    cells.update({"msg_type": "status"}, {"msg_type": request, "msg_id": cell}, {"execution_state": state})
+def tell(cells: RunningCells, state: str, request: str = "execute_request", cell: str = "1") -> bool:
+    return cells.update({"msg_type": "status"}, {"msg_type": request, "msg_id": cell}, {"execution_state": state})
 
 
 def test_cell_runs_from_busy_to_idle():
     """Output in between changes nothing."""
     cells = RunningCells(is_busy=False)
     assert not cells.is_running
-    tell(cells, "busy")
-    cells.update({"msg_type": "stream"}, {"msg_type": "execute_request", "msg_id": "1"}, {"text": "x"})
+    assert tell(cells, "busy")
+    assert not cells.update({"msg_type": "stream"}, {"msg_type": "execute_request", "msg_id": "1"}, {"text": "x"})
     assert cells.is_running
-    tell(cells, "idle")
+    assert not tell(cells, "idle")
     assert not cells.is_running
 
 
@@ -50,8 +54,8 @@ def test_restarted_kernel_runs_nothing():
 class Stream:
     is_closed = False
 
-    def on_recv(self, _receive: object) -> None:
-        return
+    def on_recv(self, receive: Any) -> None:
+        self.receive = receive
 
     def closed(self) -> bool:
         return self.is_closed
@@ -62,7 +66,7 @@ class Stream:
 
 class Manager:
     class session:  # noqa: N801 - the attribute's name in jupyter_client
-        config, key = None, b""
+        config, key = None, b"key"
 
     execution_state = "busy"
 
@@ -87,7 +91,7 @@ class Kernels:
 def test_watch_follows_kernels_that_come_and_go():
     """A new kernel is watched once; one that is gone no longer counts, and its stream is closed."""
     kernels = Kernels()
-    watch = CellWatch(kernels)
+    watch = CellWatch(kernels, on_start=lambda: None)
     first = kernels.managers["a"] = Manager()
     watch.refresh()
     watch.refresh()
@@ -96,3 +100,19 @@ def test_watch_follows_kernels_that_come_and_go():
     watch.refresh()
     assert not watch.is_running
     assert first.stream.closed()
+
+
+def test_start_of_a_cell_is_told_at_once():
+    """From a signed message as it comes over the kernel's socket; its end is not told."""
+    kernels, started = Kernels(), []
+    manager = kernels.managers["a"] = Manager()
+    manager.execution_state = "idle"
+    watch = CellWatch(kernels, on_start=lambda: started.append(watch.is_running))
+    watch.refresh()
+    kernel = Session(key=b"key")
+    request = kernel.msg("execute_request")
+    for state in ("busy", "idle"):
+        message = kernel.msg("status", {"execution_state": state}, parent=request)
+        manager.stream.receive(kernel.serialize(message, ident=b"kernel.status"))
+    assert started == [True]
+    assert not watch.is_running

@@ -32,6 +32,7 @@ from gpuhub.web.gpus_page import (
     ExtendAction,
     ForceAction,
     GpusPageData,
+    KeepAction,
     NodeFilter,
     parse_action,
     parse_node_filter,
@@ -217,6 +218,7 @@ def test_button_actions_are_parsed() -> None:
         do="extend", lease="l0a1", hours=4
     )
     assert parse_action(b'{"do": "force", "lease": "l0a1"}') == ForceAction(do="force", lease="l0a1")
+    assert parse_action(b'{"do": "keep", "lease": "l0a1"}') == KeepAction(do="keep", lease="l0a1")
     drain = ChangeNodeAction(do="drain", node="rig1", reason="fans", grace_s=600)
     assert parse_action(b'{"do": "drain", "node": "rig1", "reason": "fans", "grace_s": 600}') == drain
 
@@ -253,17 +255,27 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         async def force(self, *arguments: object) -> None:
             asked.append(("force", *arguments))
 
+        async def keep(self, *arguments: object) -> None:
+            asked.append(("keep", *arguments))
+
         async def change_node(self, node: str, what: str, request: Any = None) -> None:
             asked.append((what, node, request and (request.reason, request.grace_s)))
 
     for body in (
         b'{"do": "extend", "lease": "l", "hours": 4}',
         b'{"do": "force", "lease": "l"}',
+        b'{"do": "keep", "lease": "l"}',
         b'{"do": "cordon", "node": "rig1", "reason": "fans"}',
         b'{"do": "undrain", "node": "rig1"}',
     ):
         await perform_action(RecordingClient(), parse_action(body))
-    assert asked == [("extend", "l", 14400), ("force", "l"), ("cordon", "rig1", ("fans", 0)), ("undrain", "rig1", None)]
+    assert asked == [
+        ("extend", "l", 14400),
+        ("force", "l"),
+        ("keep", "l"),
+        ("cordon", "rig1", ("fans", 0)),
+        ("undrain", "rig1", None),
+    ]
 
 
 class FakeHubUser:

@@ -1,0 +1,168 @@
+"""An idle notebook in a real JupyterLab: its owner is warned, keeps it, works in it, and later it goes to who waits."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+import tomlkit
+from playwright.sync_api import Page, expect
+
+from gpuhub.ops.deploy.programs import BROKER, HUB
+from tests.support.hub.browser import PICTURES, Product, User
+from tests.support.product import wait_for
+
+NOTEBOOK = "idle.ipynb"
+#: Short, but each longer than the culler's and the reports' intervals.
+STOP_AFTER_S, WARNING_S, KEEP_S = 60, 40, 45
+LIMITS = {
+    "stop_after": f"{STOP_AFTER_S}s",
+    "warn_before": f"{WARNING_S}s",
+    "keep": f"{KEEP_S}s",
+    "longest_keep": f"{KEEP_S}s",
+}
+#: Longer than the time after which an idle notebook would have been stopped.
+LONG_CELL = f"import time; time.sleep({STOP_AFTER_S + 25}); print('still', 'here')"
+WARNING = ".Toastify__toast:has-text('will be stopped in')"
+PATIENCE_MS = 2 * (STOP_AFTER_S + 30) * 1000
+pytestmark = pytest.mark.backend("builtin")
+
+
+@pytest.fixture(scope="module")
+def limits(product: Product) -> Iterator[None]:
+    """The closet with short times for idle notebooks; at the end with its own settings again."""
+    file = product.paths.closet_cluster_file
+    before = file.read_text(encoding="utf-8")
+    restart(product, tomlkit.dumps({**tomlkit.parse(before).unwrap(), "idle": LIMITS}))
+    yield
+    restart(product, before)
+
+
+def restart(product: Product, settings: str) -> None:
+    """Restart hub and broker with other settings."""
+    for name in (HUB, BROKER):
+        product.supervisor.stop(name)
+    product.paths.closet_cluster_file.write_text(settings, encoding="utf-8")
+    for name in (BROKER, HUB):
+        product.supervisor.ensure_started(name)
+    wait_for(lambda: answers(f"{product.address}/hub/health"), "the hub answers")
+    wait_for(lambda: answers(f"{product.address}/services/broker/health"), "the broker answers")
+
+
+def answers(url: str) -> bool:
+    """Return whether there is an answer, and not from the proxy in place of the service."""
+    return httpx.get(url, trust_env=False).is_success
+
+
+@pytest.fixture(scope="module")
+def ada(product: Product, limits: None, make_user: Callable[[str], User]) -> User:
+    """The owner of a notebook with the RTX 5090, in JupyterLab with one file whose cell has run."""
+    ada = make_user("ada")
+    ada.open_form()
+    ada.choose("rtx5090")
+    ada.wait_for_lab()
+    token = next(c["value"] for c in ada.page.context.cookies() if c["name"] == "_xsrf" and "/user/" in c["path"])
+    content = {"cells": [], "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3"}}, "nbformat": 4}
+    answer = ada.page.request.put(
+        f"{ada.address}/user/ada/api/contents/{NOTEBOOK}",
+        data=json.dumps({"type": "notebook", "content": {**content, "nbformat_minor": 5}}),
+        headers={"X-XSRFToken": token, "Content-Type": "application/json"},
+    )
+    assert answer.ok, answer.text()
+    ada.page.goto(f"{ada.address}/user/ada/lab/tree/{NOTEBOOK}")
+    ada.page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
+    run_cell(ada, "print('kept', 'variables')")
+    expect(ada.page.locator(".jp-OutputArea-output", has_text="kept variables")).to_be_visible(timeout=60_000)
+    return ada
+
+
+@pytest.fixture(scope="module")
+def ben(ada: User, make_user: Callable[[str], User]) -> User:
+    """A user who waits for ada's GPU."""
+    ben = make_user("ben")
+    ben.open_form()
+    ben.choose("rtx5090")
+    ben.page.wait_for_url("**/hub/spawn-pending/ben**", timeout=30_000)
+    return ben
+
+
+def run_cell(user: User, code: str) -> None:
+    """Write a cell at the end of the notebook, run it, and save the file, so that no automatic save follows."""
+    cell = user.page.locator(".jp-Notebook .jp-CodeCell .cm-content").last
+    cell.click()
+    user.page.keyboard.insert_text(code)
+    user.page.keyboard.press("Shift+Enter")
+    user.page.keyboard.press("Control+s")
+
+
+def open_page(user: User, path: str) -> Page:
+    """Open a page of the hub beside JupyterLab."""
+    page = user.page.context.new_page()
+    page.goto(f"{user.address}{path}")
+    return page
+
+
+def test_owner_is_warned_in_lab_and_at_the_hub(product: Product, ada: User, ben: User) -> None:
+    """A countdown with a button in JupyterLab and on the hub's pages, and others who wait see that nobody uses the GPU."""
+    warning = ada.page.locator(WARNING)
+    expect(warning).to_be_visible(timeout=PATIENCE_MS)
+    expect(warning).to_contain_text(re.compile(r"No activity for \d+ s\. This notebook will be stopped in 0:\d\d min"))
+    expect(warning.get_by_role("button", name=f"Keep for {KEEP_S} s")).to_be_visible()
+    ada.picture("idle-lab")
+    for path, name in (("/hub/home", "idle-home"), ("/hub/gpus", "idle-gpus"), ("/hub/token", "idle-token")):
+        page = open_page(ada, path)
+        notice = page.locator("#gpuhub-idle .alert")
+        expect(notice).to_contain_text(
+            re.compile(r"Your notebook with RTX 5090: no activity for .* stopped in 0:\d\d min")
+        )
+        expect(notice.get_by_role("button")).to_contain_text("Keep for")
+        page.screenshot(path=PICTURES / f"{name}.png")
+        page.close()
+    others = open_page(ben, "/hub/gpus")
+    expect(others.locator(".gpuhub-idle")).to_contain_text("not used since")
+    expect(others.locator("#gpuhub-idle .alert")).to_have_count(0)
+    others.screenshot(path=PICTURES / "idle-others.png")
+    others.close()
+
+
+def test_owner_keeps_it_once(ada: User) -> None:
+    """The button moves the end and says until when; the next warning has no button, since the limit is reached."""
+    ada.page.locator(WARNING).get_by_role("button", name="Keep for").click()
+    expect(ada.page.locator(".Toastify__toast:has-text('is kept until')")).to_be_visible()
+    ada.picture("idle-kept")
+    warning = ada.page.locator(WARNING)
+    expect(warning).to_be_visible(timeout=PATIENCE_MS)
+    expect(warning.get_by_role("button", name="Keep for")).to_have_count(0, timeout=PATIENCE_MS)
+
+
+def test_a_running_cell_survives(ada: User) -> None:
+    """A cell that is started in the countdown ends it, and runs to its end, however long."""
+    run_cell(ada, LONG_CELL)
+    expect(ada.page.locator(WARNING)).to_have_count(0, timeout=30_000)
+    output = ada.page.locator(".jp-OutputArea-output", has_text="still here")
+    expect(output).to_be_visible(timeout=(STOP_AFTER_S + 60) * 1000)
+    assert ada.holders()["RTX 5090"] == "ada"
+
+
+def test_idle_gpu_goes_to_who_waits(product: Product, ada: User, ben: User) -> None:
+    """Nobody keeps it: the GPU is granted to ben, and ada's pages and the audit log have the reason; files are kept."""
+    expect(ada.page.locator(WARNING)).to_be_visible(timeout=PATIENCE_MS)
+    wait_for(lambda: ben.holders().get("RTX 5090") == "ben", "the GPU is granted to ben", deadline_s=120)
+    home = open_page(ada, "/hub/home")
+    expect(home.locator("#gpuhub-idle .alert-info")).to_contain_text(
+        re.compile(r"Your notebook \(RTX 5090 on rig\d\): stopped after .* without activity; files are kept\.")
+    )
+    home.screenshot(path=PICTURES / "idle-stopped.png")
+    home.close()
+    lines = (product.paths.log / "audit.log").read_text(encoding="utf-8").splitlines()
+    [line] = [found for found in map(json.loads, lines) if found["action"] == "POST /reclaims"]
+    assert (line["who"], line["owner"], line["outcome"]) == ("gpuhub-idle-culler", "ada", "done")
+    assert "without activity" in line["reason"]
+    ben.wait_for_lab()
+    assert ada.fetch("/hub/api/users/ada")["servers"] == {}
+    assert (product.paths.state / "homes" / "ada" / NOTEBOOK).exists()
+    ben.click_stop()
+    wait_for(lambda: ben.holders() == {}, "every GPU is free")
