@@ -56,22 +56,21 @@ def find_stopped(events: Sequence[EventView], now: datetime) -> dict[str, str] |
 
 
 class IdleNoticesHandler(BrokerUserHandler):
-    """GET: `{"warnings": […], "stopped": …}` about the user's own notebooks."""
+    """GET: `{"warnings": […]}` about the user's own notebooks, with `?stopped` also `"stopped"`."""
 
     async def get(self) -> None:
         """Send the notices, or the broker's refusal."""
         user = self.require_user()
         self.check_scope()
 
-        async def ask(broker: Any) -> tuple[list[LeaseView], list[EventView]]:
-            return await broker.leases(owner=user.name), await broker.events(limit=_EVENTS)
+        async def ask(broker: Any) -> dict[str, Any]:
+            answer: dict[str, Any] = {"warnings": build_warnings(await broker.leases(owner=user.name))}
+            if "stopped" in self.request.query_arguments:
+                own = [event for event in await broker.events(limit=_EVENTS) if event.owner == user.name]
+                answer["stopped"] = find_stopped(own, datetime.now().astimezone())
+            return answer
 
         try:
-            leases, events = await self.call_as_user(user, ask)
+            self.finish_json(await self.call_as_user(user, ask))
         except GpuhubError as error:
             self.finish_error(error)
-            return
-        own = [event for event in events if event.owner == user.name]
-        self.finish_json(
-            {"warnings": build_warnings(leases), "stopped": find_stopped(own, datetime.now().astimezone())}
-        )

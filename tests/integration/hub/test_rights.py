@@ -57,6 +57,11 @@ docker = "unix:///run/{INSTANCE}/no-docker.sock"
 name = "cpu"
 title = "No GPU"
 gpu_count = 0
+[[profiles]]
+name = "rtx5090"
+title = "RTX 5090"
+[idle]
+stop_after = "2h"
 """
 
 
@@ -380,6 +385,39 @@ def test_administrators_actions_on_pages_are_audited(
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     with head.client(tokens["ada"], f"{BROKER}/api/v1") as client:
         assert client.get(f"/leases/{waiting}").json()["reason"] == "ended by rita"
+
+
+def test_culler_may_list_and_stop_servers_only(head: Head, tokens: dict[str, str]) -> None:
+    """The hub starts it; its token has these scopes, and with them it neither starts, opens nor reads what users have."""
+    hub = head.processes[programs.HUB].pid
+    token = wait_until(lambda: _find_culler_token(hub), "the hub starts the culler")
+    with head.client(token) as client:
+        assert set(client.get("/user").json()["scopes"]) == {
+            "list:users",
+            "read:users:name",
+            "read:servers",
+            "delete:servers",
+            "access:services!service=broker",
+            "custom:gpuhub:reclaim",
+        }
+        users = {user["name"]: user for user in client.get("/users").json()}
+        assert "ready" in users["ada"]["servers"][""]
+        assert client.post("/users/ada/servers/third", json={"profile": "cpu"}).status_code == 403
+        assert client.get("/users/ada/tokens").status_code in {403, 404}
+        assert client.post("/users/ada/tokens", json={}).status_code in {403, 404}
+    with head.client(token, f"{BROKER}/api/v1") as client:
+        assert client.post("/reclaims", json={"owner": "ada", "server": ""}).json() == {"stop": False}
+        assert client.get("/leases").json() == []
+
+
+def _find_culler_token(hub: int) -> str:
+    """Return the token in the environment of the hub's child that is the culler; empty before it runs."""
+    children = Path(f"/proc/{hub}/task/{hub}/children").read_text().split()
+    for child in map(Path, [f"/proc/{number}" for number in children]):
+        if b"gpuhub.culler" in (child / "cmdline").read_bytes():
+            variables = (child / "environ").read_bytes().decode().split("\0")
+            return next(text.partition("=")[2] for text in variables if text.startswith("JUPYTERHUB_API_TOKEN="))
+    return ""
 
 
 HOSTILE = ["..", ".", "~root", "$(id)", "a;b", "-rf", "\u00e4da", "a b", "a\nb", "ada\x00", "a" * 33, "a" * 5000,

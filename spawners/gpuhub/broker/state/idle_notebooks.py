@@ -32,6 +32,7 @@ class IdleNotebooks:
 
     def __init__(self, *, cluster: ClusterSettings, ledger: Ledger, capacity: Capacity, clock: Clock) -> None:
         self._cluster = cluster
+        self._is_on = cluster.stops_idle_notebooks
         self._ledger = ledger
         self._capacity = capacity
         self._clock = clock
@@ -39,16 +40,17 @@ class IdleNotebooks:
 
     def find_limits(self, lease: LeaseRow) -> IdleSettings | None:
         """Return the settings by which a notebook is stopped while it is idle; None if it is not."""
+        if not self._is_on or lease.purpose is not Purpose.NOTEBOOK or lease.state is not LeaseState.ACTIVE:
+            return None
         profile = self._cluster.profile(lease.profile or "")
-        is_running = lease.purpose is Purpose.NOTEBOOK and lease.state is LeaseState.ACTIVE and lease.held
-        if not is_running or profile is None or lease_states.is_expired(lease, self._clock.now()):
+        if not lease.held or profile is None or lease_states.is_expired(lease, self._clock.now()):
             return None
         limits = profile.idle.merge(self._cluster.idle)
         return limits if limits.is_on else None
 
     def list_leases(self) -> Iterator[tuple[LeaseRow, IdleSettings]]:
         """Yield the notebooks that are stopped when they are idle, with their settings."""
-        for lease in self._ledger.snapshot.leases.values():
+        for lease in self._ledger.snapshot.leases.values() if self._is_on else ():
             limits = self.find_limits(lease)
             if limits is not None:
                 yield lease, limits

@@ -4,6 +4,8 @@
         "use strict";
         var root = document.getElementById("gpuhub-idle");
         var shown = "";
+        var stopped;           // the last notebook that was stopped; undefined until the hub was asked, and after an end
+        var warned = 0;
 
         function countdown(end) {
           var left = Math.max(0, Math.round((new Date(end) - Date.now()) / 1000));
@@ -20,7 +22,10 @@
         }
 
         function show(answer) {
-          var now = JSON.stringify(answer);
+          if ("stopped" in answer) { stopped = answer.stopped; }
+          if (answer.warnings.length < warned) { stopped = undefined; }
+          warned = answer.warnings.length;
+          var now = JSON.stringify([answer.warnings, stopped]);
           if (now === shown) { return; }
           shown = now;
           root.replaceChildren();
@@ -34,16 +39,16 @@
               add(box, "button", warning.keep, "btn btn-sm btn-jupyter").dataset.lease = warning.lease;
             }
           });
-          if (answer.stopped) {
-            var line = add(root, "div", answer.stopped.text, "alert alert-info");
-            add(line, "span", " " + new Date(answer.stopped.at).toLocaleString(undefined,
+          if (stopped) {
+            var line = add(root, "div", stopped.text, "alert alert-info");
+            add(line, "span", " " + new Date(stopped.at).toLocaleString(undefined,
               { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", hourCycle: "h23" }), "text-body-secondary");
           }
         }
 
         function refresh() {
           if (document.hidden) { return; }
-          fetch(root.dataset.url + "idle", { headers: { Accept: "application/json" }, credentials: "same-origin" })
+          fetch(root.dataset.url + "idle" + (stopped === undefined ? "?stopped=1" : ""), { headers: { Accept: "application/json" }, credentials: "same-origin" })
             .then(function (response) { return response.ok ? response.json().then(show) : undefined; })
             .catch(function () { /* the hub is away: asked again */ });
         }

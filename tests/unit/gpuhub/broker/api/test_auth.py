@@ -13,6 +13,7 @@ from gpuhub.broker.api.auth import (
     HEAD_NODE,
     KNOWN_TOKEN_S,
     OUTAGE_S,
+    RECLAIM_SCOPE,
     SPAWNER_SERVICE,
     UNKNOWN_TOKEN_S,
     WRONG_TOKENS,
@@ -121,6 +122,13 @@ def test_a_service_is_never_an_administrator() -> None:
     """Only users are; a service has scopes."""
     who = parse_identity({"kind": "service", "name": "s", "admin": True, "scopes": [ACCESS, ADMIN_SCOPE]})
     assert (who.is_user, who.is_admin, who.any_owner, who.sees_all) == (False, False, False, False)
+
+
+@pytest.mark.parametrize(("kind", "may"), [("service", True), ("user", False)])
+def test_only_a_service_may_have_idle_notebooks_stopped(kind: str, may: bool) -> None:
+    """A user's token with the scope has no such right; and the scope shows nothing of other users."""
+    who = parse_identity({"kind": kind, "name": "ada", "scopes": [ACCESS, RECLAIM_SCOPE]})
+    assert (who.may_reclaim, who.sees_all) == (may, False)
 
 
 @pytest.mark.parametrize(
