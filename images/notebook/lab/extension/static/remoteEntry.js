@@ -85,7 +85,8 @@ function warnIdle(app) {
 
 function describe(seconds) {
   const minutes = Math.round(seconds / 60);
-  return minutes >= 60 && minutes % 60 === 0 ? `${minutes / 60} h` : minutes ? `${minutes} min` : `${seconds} s`;
+  if (seconds < 60) return `${seconds} s`;
+  return minutes % 60 ? `${minutes} min` : `${minutes / 60} h`;
 }
 
 function readConfig() {
