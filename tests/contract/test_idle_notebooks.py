@@ -1,0 +1,74 @@
+"""Reports of a notebook's server against the real broker, over HTTP, and what another user's client sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_launch.broker.client import BrokerClient
+from gpu_launch.errors import BrokerError
+from gpuhub.broker_api.schemas import IdleView
+from gpuhub.common import names
+from gpuhub.config.settings import IdleSettings
+from tests.support.broker.in_process import Running, Setting, served_broker
+from tests.support.docker.simulated_nodes import build_cluster, wait_until
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    """A broker that has notebooks stopped after an hour without activity."""
+    cluster = build_cluster().model_copy(update={"idle": IdleSettings(stop_after="1h")})
+    with served_broker(Setting(tmp_path, cluster=cluster, spawner_token="spawner")) as served:
+        yield served
+
+
+@pytest.fixture
+def lease(running: Running) -> dict[str, Any]:
+    """The lease of ada's notebook, whose container runs."""
+    lease: dict[str, Any] = running.send(
+        "POST", "/api/v1/leases", "ada", json={"profile": "rtx5090", "key": "k"}
+    ).json()
+    labels = {
+        names.LABEL_KIND: names.KIND_NOTEBOOK,
+        names.LABEL_LEASE: lease["id"],
+        names.LABEL_EPOCH: str(lease["epoch"]),
+        names.LABEL_OWNER: "ada",
+    }
+    container = running.setting.nodes[lease["nodes"][0]].run_container(labels)
+    answer = running.send("POST", f"/api/v1/leases/{lease['id']}/activate", "ada", json={"container_id": container})
+    assert answer.status_code == 200, answer.text
+    return lease
+
+
+def test_reports_and_keeping(running: Running, lease: dict[str, Any]) -> None:
+    """The broker's answers are what the notebook's server and JupyterLab read; a refusal has its text."""
+    client = BrokerClient(running.url, "ada", patience_s=5.0)
+    assert client.report_activity(lease["id"], is_busy=True, inactive_s=0.0) == {"idle": None, "report_in_s": 10.0}
+    with pytest.raises(BrokerError, match="the notebook is not idle: it need not be kept"):
+        client.keep_notebook(lease["id"])
+    answer = client.report_activity(lease["id"], is_busy=False, inactive_s=55 * 60)
+    assert answer["idle"].keys() == IdleView.model_fields.keys()
+    assert answer["idle"]["is_warned"] is True
+    kept = client.keep_notebook(lease["id"])
+    assert kept is not None
+    assert kept["is_warned"] is False
+    left_s = (datetime.fromisoformat(kept["kept_until"]) - datetime.now(UTC)).total_seconds()
+    assert 3500 < left_s <= 3600
+
+
+def test_others_see_idle_gpus_while_they_wait(running: Running, lease: dict[str, Any]) -> None:
+    """`%gpu_status` and `gpu-launch status` get since when; nobody does while none waits."""
+    ada, ben = (BrokerClient(running.url, name, patience_s=5.0) for name in ("ada", "ben"))
+    ada.report_activity(lease["id"], is_busy=False, inactive_s=30 * 60)
+
+    def find_idle() -> list[str]:
+        gpus = [gpu for node in ben.get_cluster().nodes for gpu in node.gpus]
+        return [gpu.holder for gpu in gpus if gpu.idle_since is not None]
+
+    assert find_idle() == []
+    running.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"})
+    assert wait_until(find_idle, "ben sees that the GPU is not used") == ["ada"]
