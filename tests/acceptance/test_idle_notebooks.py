@@ -117,6 +117,7 @@ def test_owner_is_warned_in_lab_and_at_the_hub(product: Product, ada: User, ben:
     expect(warning).to_be_visible(timeout=PATIENCE_MS)
     expect(warning).to_contain_text(re.compile(r"No activity for \d+ s\. This notebook will be stopped in 0:\d\d min"))
     expect(warning.get_by_role("button", name=f"Keep for {KEEP_S} s")).to_be_visible()
+    ada.page.wait_for_timeout(1500)  # it slides in
     ada.picture("idle-lab")
     for path, name in (("/hub/home", "idle-home"), ("/hub/gpus", "idle-gpus"), ("/hub/token", "idle-token")):
         page = open_page(ada, path)
@@ -128,7 +129,8 @@ def test_owner_is_warned_in_lab_and_at_the_hub(product: Product, ada: User, ben:
         page.screenshot(path=PICTURES / f"{name}.png")
         page.close()
     others = open_page(ben, "/hub/gpus")
-    expect(others.locator(".gpuhub-idle")).to_contain_text("not used since")
+    # Shown after the time that the warning lasts.
+    expect(others.locator(".gpuhub-idle")).to_contain_text("not used since", timeout=WARNING_S * 1000)
     expect(others.locator("#gpuhub-idle .alert")).to_have_count(0)
     others.screenshot(path=PICTURES / "idle-others.png")
     others.close()
@@ -164,11 +166,11 @@ def test_idle_gpu_goes_to_who_waits(product: Product, ada: User, ben: User) -> N
     home.screenshot(path=PICTURES / "idle-stopped.png")
     home.close()
     lines = (product.paths.log / "audit.log").read_text(encoding="utf-8").splitlines()
-    [line] = [found for found in map(json.loads, lines) if found["action"] == "POST /reclaims"]
+    *_, line = [found for found in map(json.loads, lines) if found["action"] == "POST /reclaims"]
     assert (line["who"], line["owner"], line["outcome"]) == ("gpuhub-idle-culler", "ada", "done")
     assert "without activity" in line["reason"]
     ben.wait_for_lab()
-    assert ada.fetch("/hub/api/users/ada")["servers"] == {}
+    wait_for(lambda: ada.fetch("/hub/api/users/ada")["servers"] == {}, "ada's server has stopped")
     assert (product.paths.state / "homes" / "ada" / NOTEBOOK).exists()
     ben.click_stop()
     wait_for(lambda: ben.holders() == {}, "every GPU is free")

@@ -30,13 +30,13 @@
           shown = now;
           root.replaceChildren();
           answer.warnings.forEach(function (warning) {
-            var box = add(root, "div", "", "alert alert-warning d-flex flex-wrap align-items-center gap-2");
+            var box = add(root, "div", "", "alert alert-warning d-flex flex-wrap flex-md-nowrap align-items-center gap-2");
             box.setAttribute("role", "status");
             var text = add(box, "span", warning.text + " It will be stopped in ", "flex-grow-1");
             add(text, "strong", countdown(warning.stops_at)).dataset.end = warning.stops_at;
             text.append(" unless a cell runs. Files are kept, variables are lost.");
             if (warning.keep) {
-              add(box, "button", warning.keep, "btn btn-sm btn-jupyter").dataset.lease = warning.lease;
+              add(box, "button", warning.keep, "btn btn-sm btn-jupyter text-nowrap").dataset.lease = warning.lease;
             }
           });
           if (stopped) {
