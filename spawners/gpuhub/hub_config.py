@@ -192,7 +192,7 @@ def proxy_token() -> str:
 
 
 def services() -> list[dict[str, Any]]:
-    """Return JupyterHub's services: the broker, the identities of the spawner and Prometheus, and the culler if used."""
+    """Return JupyterHub's services: broker, spawner and Prometheus, and the culler where it is used."""
     return [
         {
             "name": BROKER_SERVICE,

@@ -183,7 +183,7 @@ def build_cluster_json(cluster: Cluster) -> dict[str, Any]:
                         "memory_mib": gpu.memory_mib,
                         "state": gpu.state,
                         "holder": gpu.holder or None,
-                        "idle_since": _format_iso(gpu.idle_since),
+                        "idle_since": format_iso(gpu.idle_since),
                     }
                     for gpu in node.gpus
                 ],

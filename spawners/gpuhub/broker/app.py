@@ -182,6 +182,12 @@ def create_app(
     app.state.user_files = UserFiles(core, couriers, has_containers=capabilities.containers)
     app.state.daemons = daemons
     app.state.hub_page = hub_page
+    _add_routes(app, audit_log, exporter)
+    return app
+
+
+def _add_routes(app: FastAPI, audit_log: AuditLog, exporter: MetricsExporter) -> None:
+    """Add the routes, what every request passes through, and what errors look like."""
     for router in (routes.public, routes.metrics, routes.api, idle_routes.api, terminal.api):
         app.include_router(router, prefix=PREFIX)
     # The last one is the outermost.
@@ -191,7 +197,6 @@ def create_app(
     app.add_middleware(RequestMetrics, registry=exporter.registry, prefix=PREFIX)
     problems.install(app)
     _document_problems(app)
-    return app
 
 
 class _Owners(Collection[str]):
