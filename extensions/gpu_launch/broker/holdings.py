@@ -11,9 +11,9 @@ from gpu_launch.broker.models import Gpu, GpuRequest, Job, Lease
 from gpu_launch.errors import BrokerError
 
 #: Names of jobs that a notebook requests for itself.
-LAUNCH, RANKS, CLUSTER = "%gpu_launch", "%gpu_ranks", "ipp.Cluster"
+LAUNCH, RANKS, CLUSTER, CELL = "%gpu_launch", "%gpu_ranks", "ipp.Cluster", "%%gpu"
 #: What frees such a job's GPUs in the notebook that requested it.
-_OWN_COMMANDS = {RANKS: "%gpu_ranks --stop", CLUSTER: "cluster.stop_cluster_sync()"}
+_OWN_COMMANDS = {RANKS: "%gpu_ranks --stop", CLUSTER: "cluster.stop_cluster_sync()", CELL: "%gpu --stop"}
 
 
 @dataclass(frozen=True, kw_only=True)

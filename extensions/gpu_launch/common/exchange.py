@@ -238,23 +238,47 @@ def dump_value(value: Any, name: str, *, rename: Callable[[str], str | None] | N
         CannotPickle: A part of the value cannot be pickled.
         TooLarge: The pickle is larger than MAX_BYTES.
     """
-    buffer = _LimitedBuffer()
+    buffer = LimitedBuffer()
+    dump_into(buffer, value, name, rename=rename)
+    return buffer.getvalue()
+
+
+def dump_into(
+    buffer: io.RawIOBase | io.BufferedIOBase,
+    value: Any,
+    name: str,
+    *,
+    rename: Callable[[str], str | None] | None = None,
+    reduce: Callable[[Any, Any], Any] | None = None,
+) -> None:
+    """Pickle `value` into `buffer`, whose `write` may raise TooLarge.
+
+    Args:
+        buffer: Takes the bytes.
+        value: Any value.
+        name: The value's name in error texts.
+        rename: As for `dump_value`.
+        reduce: Gets an object and cloudpickle's reduced value of it, and returns the one to use. It is not called for
+            exact builtin types.
+
+    Raises:
+        CannotPickle: A part of the value cannot be pickled.
+    """
     try:
-        _pickler(buffer, rename).dump(value)
+        build_pickler(buffer, rename, reduce).dump(value)
     except TooLarge:
         raise
     except Exception as error:
         path, reason = _find_culprit(value, name, error, _MAX_DEPTH)
         raise CannotPickle(f"{path} cannot be pickled: {_first_line(reason)}") from error
-    return buffer.getvalue()
 
 
 def load_value(data: bytes) -> Any:
     """Unpickle a value; any exception of the value's code passes through."""
-    return _Unpickler(io.BytesIO(data)).load()
+    return Unpickler(io.BytesIO(data)).load()
 
 
-class _LimitedBuffer(io.BytesIO):
+class LimitedBuffer(io.BytesIO):
     """A buffer of at most MAX_BYTES."""
 
     def write(self, data: Any, /) -> int:
@@ -277,7 +301,12 @@ def load_result(data: bytes | None, what: str, problems: list[str]) -> Any:
         return None
 
 
-def _pickler(buffer: io.BytesIO, rename: Callable[[str], str | None] | None) -> Any:
+def build_pickler(
+    buffer: io.RawIOBase | io.BufferedIOBase,
+    rename: Callable[[str], str | None] | None,
+    reduce: Callable[[Any, Any], Any] | None = None,
+) -> Any:
+    """Return cloudpickle's pickler with these changes, see `dump_into`."""
     # Imported here because a rank that returns no values does not need it.
     import cloudpickle  # type: ignore[import-untyped]
 
@@ -287,12 +316,15 @@ def _pickler(buffer: io.BytesIO, rename: Callable[[str], str | None] | None) -> 
                 name = rename(obj.co_filename)
                 if name is not None:
                     return self.dispatch_table[types.CodeType](obj.replace(co_filename=name))
-            return super().reducer_override(obj)
+            reduced = super().reducer_override(obj)
+            return reduced if reduce is None else reduce(obj, reduced)
 
     return Pickler(buffer)
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
+    """Reads what `dump_value` wrote; tensors arrive on the CPU."""
+
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_on_cpu
@@ -310,7 +342,7 @@ def _find_culprit(value: Any, name: str, error: BaseException, depth: int) -> tu
     if depth:
         for part, child in _iter_parts(value, name):
             try:
-                _pickler(_LimitedBuffer(), None).dump(child)
+                build_pickler(LimitedBuffer(), None).dump(child)
             except TooLarge:
                 continue
             except Exception as child_error:  # noqa: BLE001 - pickling runs code of others

@@ -109,6 +109,8 @@ class LaunchSpec:
     predict: str = ""
     #: Send all output without skipping: the reader keeps up, because it is a file.
     unlimited_output: bool = False
+    #: Ranks display plots and tables in a notebook, see `common.displays`.
+    displays: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,6 +110,10 @@ class RunFolder:
         """Return the path of a rank's `gpu_launch.report`: one JSON object, replaced as a whole."""
         return self.root / f"progress-{rank}.json"
 
+    def display_file(self, rank: int) -> Path:
+        """Return the path of what a rank displays, see `displays`: JSON lines, until they are sent."""
+        return self.root / f"displays-{rank}.jsonl"
+
     def log_file(self, name: str) -> Path:
         """Return the path of the log of a gpu_launch process."""
         return self.logs / f"{name}.log"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gpu_launch.common import job_manifest
 from gpu_launch.common.run_folder import RunFolder, write_private
 from gpu_launch.errors import LaunchFailed, UsageError
+from gpu_launch.output.display_tabs import RankDisplay
 from gpu_launch.output.panel import PanelView, build_line
 
 #: Seconds between writes of a status of which only the text has changed, and of an unchanged one.
@@ -134,6 +135,9 @@ class JournalScreen:
 
     def flush(self) -> None:
         """Do nothing: `write` has written everything."""
+
+    def show_displays(self, displays: Sequence[RankDisplay], *, last: bool = False) -> None:
+        """Do nothing: ranks of a job display nothing but text."""
 
     def show_panel(self, view: PanelView) -> None:
         """Keep steps and GPUs for the status's text."""

@@ -105,6 +105,7 @@ class Launch:
         run: run_folder.RunFolder | None = None,
         exchange: ExchangeFiles | None = None,
         sink: OutputReceiver | None = None,
+        shows_ranks: bool = True,
     ) -> None:
         self._validated, self._pool, self._exchange = validated, pool, exchange
         self._group, self._agents, self._options = pool.group, pool.agents, validated.request.options
@@ -114,7 +115,9 @@ class Launch:
         self.run_folder.heartbeat.touch()
         self._logs = run_folder.shorten_path(self.run_folder.logs, env.home)
         plan = validated.plan
-        self._ranks = RankMonitor(self._options, nnodes=plan.nnodes, nproc_per_node=plan.nproc_per_node)
+        self._ranks = RankMonitor(
+            self._options, nnodes=plan.nnodes, nproc_per_node=plan.nproc_per_node, shows_ranks=shows_ranks
+        )
         self._scale_up = ScaleUp(pool.group)
         self._sink = sink or OutputReceiver(network.find_own_interface(env.subnet, wait_s=_NETWORK_S).address)
         self._view = LaunchView(validated, pool.group, self._ranks, self._sink, screen)

@@ -24,6 +24,7 @@ from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text
 from gpu_launch.prediction import figures, report
 from gpu_launch.training.comm_modes import AUTO
+from gpu_launch.output.panel import is_in_notebook
 
 #: Mounted on every node, like the home.
 DATASETS = Path("/datasets")
@@ -297,4 +298,5 @@ def build_spec(
         unlimited_output=options.detach,
         comm=_find_mode(validated),
         predict=_build_key(request) if options.predict else "",
+        displays=is_in_notebook() and not options.detach,
     )

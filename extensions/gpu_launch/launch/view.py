@@ -15,6 +15,7 @@ from gpu_launch.launch.request import ValidatedRequest
 from gpu_launch.launch.worker_group import WorkerGroup
 from gpu_launch.launch.worker_pool import WorkerPool
 from gpu_launch.output import text as render
+from gpu_launch.output.display_tabs import RankDisplay
 from gpu_launch.output.panel import PanelView, Screen, find_screen
 from gpu_launch.output.rank_monitor import RankMonitor
 from gpu_launch.units import format_span
@@ -59,6 +60,7 @@ class LaunchView:
             now = time.monotonic()
             texts += self._ranks.process(messages, now)
         self._show(texts)
+        self._screen.show_displays(())
 
     def pump_until(self, condition: Callable[[], bool], limit_s: float = float("inf")) -> bool:
         """Pump until the condition is true or the time is over; return whether it is true."""
@@ -72,6 +74,7 @@ class LaunchView:
         while messages := self._sink.receive(0):
             self._show(self._ranks.process(messages, time.monotonic()))
         self._show(self._ranks.process((), time.monotonic(), last=True))
+        self._screen.show_displays((), last=True)
 
     def show_progress(self, text: str) -> None:
         """Show the progress line alone, at once."""
@@ -104,9 +107,13 @@ class LaunchView:
             "%gpu_release frees them now"
         )
 
-    def _show(self, texts: list[tuple[str, str]]) -> None:
-        for stream, text in texts:
-            self._screen.write(stream, text)
+    def _show(self, texts: list[tuple[str, str] | RankDisplay]) -> None:
+        for shown in texts:
+            if isinstance(shown, RankDisplay):
+                self._screen.flush()
+                self._screen.show_displays((shown,))
+            else:
+                self._screen.write(*shown)
         if texts:
             self._screen.flush()
 

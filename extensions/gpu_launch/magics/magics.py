@@ -20,7 +20,8 @@ from gpu_launch.common import exchange
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import request
 from gpu_launch.magics import completion
-from gpu_launch.options import command, rank_session
+from gpu_launch.options import command, gpu_cell, rank_session
+from gpu_launch.options.gpu_cell import GpuCellOptions
 from gpu_launch.options.rank_session import RankSessionOptions
 from gpu_launch.output import logs
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from gpu_launch.detached.submit import Submitted
     from gpu_launch.options.definition import LaunchOptions
     from gpu_launch.sessions.cell import CellRequest
+    from gpu_launch.sessions.gpu_cell import GpuCellManager
     from gpu_launch.sessions.session_manager import SessionManager
 
 
@@ -111,7 +113,79 @@ class GpuRanksMagics(Magics):
             self._group.abandon()
 
 
-# `%gpu_ranks?` shows it.
+@magics_class
+class GpuCellMagics(Magics):
+    """`%gpu` and `%%gpu`."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self._worker: GpuCellManager | None = None
+        atexit.register(self._abandon)
+
+    @line_cell_magic
+    def gpu(self, line: str, cell: str | None = None) -> None:
+        """Run this cell on a GPU that is taken for it, with the notebook's variables."""
+        asked = gpu_cell.parse(line, cell=cell is not None)
+        if asked.help:
+            sys.stdout.write(gpu_cell.USAGE)
+        elif asked.stop:
+            nodes = self._end()
+            sys.stdout.write(f"gpu_launch: {nodes} is given back\n" if nodes else gpu_cell.NO_WORKER)
+        elif cell is None:
+            sys.stdout.write(gpu_cell.NO_WORKER if self._worker is None else self._worker.describe())
+        else:
+            # The checks come before a GPU is taken.
+            request = self._build_request(asked, line, cell)
+            self._choose_worker(asked).run_cell(request)
+
+    def _build_request(self, asked: GpuCellOptions, line: str, cell: str) -> CellRequest:
+        from gpu_launch.sessions import cell_names
+        from gpu_launch.sessions.cell import CellRequest
+
+        text = cell_text(self.shell, line, cell)
+        check_syntax(cell, text)
+        namespace, hidden = self.shell.user_ns, self.shell.user_ns_hidden
+        sent = variables(asked.options.send, namespace)
+        used = cell_names.find_used_names(cell).union(sent)
+        return CellRequest(
+            source=text,
+            body=cell,
+            variables={
+                "names": sorted(cell_names.find_all_names(cell_names.select_variables(used, hidden), namespace)),
+                "named": sorted(cell_names.select_variables(used | cell_names.find_bound_names(cell), hidden)),
+                "wanted": list(asked.options.returns),
+            },
+        )
+
+    def _choose_worker(self, asked: GpuCellOptions) -> GpuCellManager:
+        """Return the worker that is there; with other options a new one, after giving that back."""
+        from gpu_launch.sessions.gpu_cell import GpuCellManager
+
+        worker = self._worker
+        if worker is not None and asked.fits(worker.options):
+            return worker
+        if worker is not None and worker.is_active and worker.kept:
+            raise UsageError(
+                f"The GPU that is there does not fit these flags, and {', '.join(worker.kept)} would be gone with it. "
+                "Leave the flags out to use it, or give it back with %gpu --stop."
+            )
+        # A refusal must come before the worker is ended.
+        new = GpuCellManager(asked.start, before=_BEFORE, namespace=self.shell.user_ns, label=labels(self.shell))
+        self._end()
+        self._worker = new
+        return new
+
+    def _end(self) -> str:
+        worker, self._worker = self._worker, None
+        return "" if worker is None else worker.stop()
+
+    def _abandon(self) -> None:
+        if self._worker is not None:
+            self._worker.abandon()
+
+
+# `%gpu?` and `%gpu_ranks?` show these.
+GpuCellMagics.gpu.__doc__ = f"{GpuCellMagics.gpu.__doc__}\n\n{gpu_cell.USAGE}"
 GpuRanksMagics.gpu_ranks.__doc__ = f"{GpuRanksMagics.gpu_ranks.__doc__}\n\n{rank_session.USAGE}"
 
 
@@ -221,7 +295,7 @@ GpuLaunchMagics.gpu_logs.__doc__ = f"Show a run's output.\n\n{logs.USAGE}"
 
 def register(shell: Any) -> None:
     """Give `shell` the magics and their completion."""
-    shell.register_magics(GpuLaunchMagics, GpuRanksMagics)
+    shell.register_magics(GpuLaunchMagics, GpuRanksMagics, GpuCellMagics)
     env = environment.read()
     completion.install(
         shell,

@@ -46,8 +46,8 @@ _Key = tuple[str, str]
 class OutputFormatter:
     """Takes chunks of ranks' streams and returns text to show."""
 
-    def __init__(self, progress: ProgressTracker, *, shows_all: bool = False) -> None:
-        self._progress = progress
+    def __init__(self, progress: ProgressTracker, *, shows_all: bool = False, shows_ranks: bool = True) -> None:
+        self._progress, self._shows_ranks = progress, shows_ranks
         self._line_buffer, self._traceback_filter, self._deduplicator = (
             LineBuffer(),
             TracebackFilter(),
@@ -179,6 +179,8 @@ class OutputFormatter:
         return rest or None
 
     def _format_line(self, line: OutputLine) -> str:
+        if not self._shows_ranks:
+            return f"{line.line}\n"
         if len(line.ranks) == 1:
             return f"{format_rank_prefix(line.ranks[0], self._nodes[line.ranks[0]])}{line.line}\n"
         return f"{format_ranks_prefix(line.ranks)}{line.line}\n"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import html
+import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TextIO
 
+from gpu_launch.common.displays import Display, DisplayKind
+from gpu_launch.output.display_tabs import DisplayTabs, RankDisplay
 from gpu_launch.output.progress_bars import ProgressBar
 from gpu_launch.output.text import format_exact_span, format_ranks
 from gpu_launch.worker.gpu_monitor import GpuSample, shorten_uuid
@@ -18,6 +21,7 @@ from gpu_launch.worker.gpu_monitor import GpuSample, shorten_uuid
 #: Part of a GPU's memory above which a warning is shown.
 _NEARLY_FULL = 0.95
 _REFRESH_S = 1.0  # seconds between updates of a panel or a line
+_TABS_S = 0.5  # seconds between updates of what ranks display
 
 
 class RankState(StrEnum):
@@ -205,6 +209,9 @@ class Screen(Protocol):
     def flush(self) -> None:
         """Flush the written text."""
 
+    def show_displays(self, displays: Sequence[RankDisplay], *, last: bool = False) -> None:
+        """Show plots and tables of ranks; with `last` everything now, because no more may come."""
+
 
 def find_screen() -> Screen:
     """Return the screen of this process."""
@@ -212,7 +219,22 @@ def find_screen() -> Screen:
         return TextScreen()
     from IPython.display import DisplayHandle
 
-    return NotebookScreen(DisplayHandle)
+    return NotebookScreen(DisplayHandle, publish=publish_display)
+
+
+def publish_display(display: Display) -> None:
+    """Show a display of the only rank below the cell, as if the notebook itself had made it."""
+    from IPython.display import clear_output, publish_display_data
+
+    if display.kind is DisplayKind.CLEAR:
+        clear_output(wait=display.wait)
+        return
+    publish_display_data(
+        data=dict(display.data),
+        metadata=dict(display.metadata),
+        transient={"display_id": display.display_id} if display.display_id else None,
+        update=display.kind is DisplayKind.UPDATE,
+    )
 
 
 class _PhaseTimer:
@@ -236,13 +258,35 @@ class _PhaseTimer:
 class NotebookScreen:
     """A cell's output: one panel that is updated in place, with the streams below it."""
 
-    def __init__(self, handle: Callable[[], Any], clock: Callable[[], float] = time.monotonic) -> None:
-        self._make, self._clock = handle, clock
+    def __init__(
+        self,
+        handle: Callable[[], Any],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        publish: Callable[[Display], None] = lambda display: None,
+    ) -> None:
+        self._make, self._clock, self._publish = handle, clock, publish
         self._handle: Any = None
         self._progress = _PhaseTimer(clock)
         self._view = PanelView()
         self._shown: tuple[str, PanelView] | None = None
         self._shown_at = float("-inf")
+        self._tabs: DisplayTabs | None = None
+        self._tabs_handle: Any = None
+        self._are_tabs_stale = False
+        self._tabs_at = float("-inf")
+
+    def show_displays(self, displays: Sequence[RankDisplay], *, last: bool = False) -> None:
+        for shown in displays:
+            if shown.is_only_rank:
+                self._publish(shown.display)
+                continue
+            if self._tabs is None:
+                self._tabs = DisplayTabs(f"gl-{secrets.token_hex(4)}")
+            self._tabs.add(shown)
+            self._are_tabs_stale = True
+        if self._are_tabs_stale and (last or self._clock() - self._tabs_at >= _TABS_S):
+            self._show_tabs()
 
     def show_progress(self, text: str, *, phase: str = "") -> None:
         is_new = text != self._progress.text
@@ -261,6 +305,17 @@ class NotebookScreen:
     def flush(self) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+
+    def _show_tabs(self) -> None:
+        assert self._tabs is not None  # noqa: S101 - stale ones are there
+        self._are_tabs_stale, self._tabs_at = False, self._clock()
+        self.flush()
+        data = {"text/plain": self._tabs.describe(), "text/html": self._tabs.render()}
+        if self._tabs_handle is None:
+            self._tabs_handle = self._make()
+            self._tabs_handle.display(data, raw=True)
+        else:
+            self._tabs_handle.update(data, raw=True)
 
     def _is_due(self) -> bool:
         return self._clock() - self._shown_at >= _REFRESH_S
@@ -314,6 +369,9 @@ class TextScreen:
         if self._is_terminal and not self._view.is_closing and not self._is_drawn:
             self._draw()
         self._out.flush()
+
+    def show_displays(self, displays: Sequence[RankDisplay], *, last: bool = False) -> None:
+        """Do nothing: ranks display nothing but text where a terminal shows their launch."""
 
     def _refresh(self) -> None:
         shown = (self._progress.text, _progress_in_tenths(self._view))

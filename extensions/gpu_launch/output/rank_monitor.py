@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from gpu_launch.common.displays import parse_display
 from gpu_launch.common.launch_spec import Membership, RankEnd
-from gpu_launch.errors import LaunchFailed
+from gpu_launch.errors import LaunchFailed, UsageError
 from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import failure
+from gpu_launch.output.display_order import DisplayOrder
+from gpu_launch.output.display_tabs import RankDisplay
 from gpu_launch.output.formatter import OutputFormatter
 from gpu_launch.output.panel import PanelView, RankState
 from gpu_launch.output.progress_bars import ProgressTracker
@@ -43,7 +47,7 @@ class _NodeStatus:
 class RankMonitor:
     """Processes the agents' messages."""
 
-    def __init__(self, options: LaunchOptions, *, nnodes: int, nproc_per_node: int) -> None:
+    def __init__(self, options: LaunchOptions, *, nnodes: int, nproc_per_node: int, shows_ranks: bool = True) -> None:
         self._options = options
         #: Most nodes and ranks per node that an attempt may have.
         self._nnodes, self._nproc_per_node = nnodes, nproc_per_node
@@ -53,9 +57,11 @@ class RankMonitor:
         self._nodes: dict[int, _NodeStatus] = {}
         self._ends: dict[int, RankEnd] = {}
         self._progress = ProgressTracker()
-        self._formatter = OutputFormatter(self._progress, shows_all=options.detach)
         #: Changes with every output, report and end of a rank.
         self.activity = 0
+        self._shows_ranks = shows_ranks
+        self._display_order = DisplayOrder()
+        self._formatter = OutputFormatter(self._progress, shows_all=options.detach, shows_ranks=shows_ranks)
         self._now = 0.0
         #: Stays set if an interrupt ends `process`.
         self._is_processing = False
@@ -64,18 +70,52 @@ class RankMonitor:
 
     def process(
         self, messages: Iterable[Mapping[str, Any]], now: float, *, last: bool = False
-    ) -> list[tuple[str, str]]:
-        """Process messages and return (stream, text) to show, in order of arrival, neighbours of one stream joined."""
+    ) -> list[tuple[str, str] | RankDisplay]:
+        """Process messages and return what to show, in order of arrival: displays, and (stream, text) with neighbours
+        of one stream joined.
+        """
         if self._is_processing:
             self._formatter.reset()
         self._advance_clock(now)
         self._is_processing = True
-        for message in messages:
+        shown: list[tuple[str, str] | RankDisplay] = []
+        for message in self._split_output(messages):
             if message["attempt"] == self.attempt:
                 self._handle(message, now)
-        shown = self._formatter.drain(self._active_ranks(), now, last=last)
+                if due := self._display_order.pop_due():
+                    shown += [*self._formatter.drain(self._active_ranks(), now), *due]
+        shown += self._formatter.drain(self._active_ranks(), now, last=last)
+        if last:
+            shown += self._display_order.pop_due(everything=True)
         self._is_processing = False
         return shown
+
+    def _split_output(self, messages: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """Return the messages, those with output of a single rank in parts between which a display may come."""
+        for message in messages:
+            if message["kind"] != "output" or not self._is_single or message["attempt"] != self.attempt:
+                yield message
+                continue
+            yield {**message, "entries": []}
+            for entry in message["entries"]:
+                for part in self._display_order.split(entry):
+                    yield {**message, "entries": [part]}
+
+    @property
+    def _is_single(self) -> bool:
+        """Return whether one rank alone shows something, as a notebook's kernel does."""
+        return not self._shows_ranks or self.rank_count == 1
+
+    def _add_display(self, message: Mapping[str, Any], node: str) -> None:
+        with contextlib.suppress(UsageError):
+            self._display_order.add(
+                RankDisplay(
+                    rank=int(message["rank"]),
+                    node=node,
+                    display=parse_display(message["display"]),
+                    is_only_rank=self._is_single,
+                )
+            )
 
     def mute(self) -> None:
         """Show no more output: after an interrupt the ranks' own error messages are noise."""
@@ -97,6 +137,7 @@ class RankMonitor:
         self._nodes.clear()
         self._ends.clear()
         self._progress.clear()
+        self._display_order = DisplayOrder()
         self._finished_at = None
 
     def all_started(self) -> bool:
@@ -257,6 +298,8 @@ class RankMonitor:
             case "output":
                 for entry in message["entries"]:
                     self._feed_output(node.name, entry, now)
+            case "display":
+                self._add_display(message, node.name)
             case "gpus":
                 node.gpus = tuple(parse_gpu_reading(node.name, reading) for reading in message["readings"])
             case "progress":

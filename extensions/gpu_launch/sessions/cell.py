@@ -48,6 +48,8 @@ class CellRequest:
     #: Source of other cells by label, for tracebacks through functions that were sent.
     sources: Mapping[str, str] = field(default_factory=dict)
     returns: tuple[str, ...] = ()
+    #: What a rank that exchanges variables must know of them, see `RankVariables.take`.
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class CellRun:
@@ -58,8 +60,10 @@ class CellRun:
         self._ranks = cell.ranks or tuple(sorted(session.devices))
         self._end_messages: dict[int, ControlMessage] = {}
         self._check_results: dict[int, str] = {}
+        #: What a rank sent of its variables after the cell.
+        self.variables: ControlMessage | None = None
         self.state_machine = CellStateMachine(self._ranks)
-        #: Sizes in bytes of the ranks' stdout and stderr when they returned.
+        #: Sizes in bytes of the ranks' stdout and stderr, and the number of their displays, when they returned.
         self.written: dict[int, Sequence[int]] = {}
 
     def send(self) -> None:
@@ -74,6 +78,7 @@ class CellRun:
             "skipped": cell.source.skipped,
             "sources": dict(cell.sources),
             "returns": list(cell.returns),
+            "variables": dict(cell.variables),
         }
         for rank in self._ranks:
             self._session.send(rank, header, () if cell.send is None else (cell.send,))
@@ -138,10 +143,12 @@ class CellRun:
         header = message.header
         if header["kind"] == "ended" and header["cell"] == self._number:
             self._end_messages[message.rank] = message
-            self.written[message.rank] = header["written"]
+            self.written[message.rank] = (*header["written"], header["displays"])
             self.state_machine.record_end(message.rank, CellOutcome(header["how"]), time.monotonic())
         elif header["kind"] == "checked" and header["number"] == self._number:
             self._check_results[message.rank] = header["problem"]
+        elif header["kind"] == "variables" and header["cell"] == self._number:
+            self.variables = message
 
     def _build_end(self, rank: int) -> CellEnd:
         node, message = self._session.nodes[rank], self._end_messages.get(rank)

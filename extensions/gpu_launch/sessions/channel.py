@@ -21,6 +21,7 @@ from gpu_launch.common.launch_spec import Channel
 from gpu_launch.common.secure_channel import CurveServer, OutputReceiver, connect_client
 
 _LINGER_MS = 2000
+_DISPLAYS = "displays"
 #: Fields of a channel in the file for the ranks.
 _KEY_NAMES = ("server_public", "client_public", "client_secret")
 
@@ -167,21 +168,24 @@ class CountingReceiver(OutputReceiver):
 
 
 class OutputCounter:
-    """Counts the received bytes of output by rank and stream."""
+    """Counts the received bytes of output by rank and stream, and the displays by rank."""
 
     def __init__(self) -> None:
+        #: The number of a rank's displays counts like bytes of a stream.
         self._bytes: Counter[tuple[int, str]] = Counter()
         self._wanted: dict[tuple[int, str], int] = {}
 
     def count(self, messages: Iterable[Mapping[str, Any]]) -> None:
         """Count the output in agents' messages."""
         for message in messages:
+            if message.get("kind") == "display":
+                self._bytes[message["rank"], _DISPLAYS] += 1
             for rank, stream, _ns, text, *skipped in message.get("entries", ()):
                 self._bytes[rank, stream] += skipped[0] if text is None else len(text.encode("utf-8", "replace"))
 
-    def expect(self, rank: int, written: Iterable[int]) -> None:
-        """Expect these sizes in bytes of a rank's stdout and stderr."""
-        for stream, size in zip(("stdout", "stderr"), written, strict=True):
+    def expect(self, rank: int, written: Sequence[int]) -> None:
+        """Expect these sizes in bytes of a rank's stdout and stderr, and this number of displays."""
+        for stream, size in zip(("stdout", "stderr", _DISPLAYS), written, strict=True):
             self._wanted[rank, stream] = size
 
     @property

@@ -1,11 +1,13 @@
 """A rank of a session: joins the process group, then runs the notebook's cells until the notebook ends it.
 
-`python -m gpu_launch.sessions.rank_main CONTROL`, in torchrun's environment. CONTROL is the file that
-`ControlServer.write_credentials` wrote.
+`python -m gpu_launch.sessions.rank_main CONTROL [--alone]`, in torchrun's environment. CONTROL is the file that
+`ControlServer.write_credentials` wrote. A rank `--alone` runs the cells of `%%gpu`: it joins no group, and exchanges
+its variables with the notebook.
 """
 
 from __future__ import annotations
 
+import builtins
 import linecache
 import os
 import sys
@@ -20,47 +22,59 @@ from gpu_launch import environment
 from gpu_launch.common import exchange
 from gpu_launch.sessions.channel import ControlClient, ControlMessage
 from gpu_launch.sessions.executor import SessionExecutor, flush_streams
-from gpu_launch.worker import rank_stacks
+from gpu_launch.sessions.rank_variables import RankVariables
+from gpu_launch.worker import rank_displays, rank_stacks
 
+#: The argument of a rank that joins no group.
+ALONE = "--alone"
 _POLL_S = 0.002
 
 
 def main() -> None:
     """Serve; Python shows an error at the start."""
-    sys.exit(SessionRank(Path(sys.argv[1])).serve())
+    sys.exit(SessionRank(Path(sys.argv[1]), is_alone=ALONE in sys.argv[2:]).serve())
 
 
 class SessionRank:
     """The main loop of one rank."""
 
-    def __init__(self, control: Path) -> None:
+    def __init__(self, control: Path, *, is_alone: bool = False) -> None:
         self._module = ModuleType("__main__")
+        vars(self._module)["__builtins__"] = sys.modules["builtins"]
         # pickle looks up classes of a cell here when a DataLoader's worker starts or a model is saved.
         sys.modules["__main__"] = self._module
         self._executor = SessionExecutor(self._module)
+        sys.displayhook = show_value
         self.rank = int(os.environ["RANK"])
         self._link = ControlClient(control, self.rank, on_interrupt=self._executor.interrupt)
         self._device: Any = None
+        self._variables = RankVariables(vars(self._module)) if is_alone else None
 
     def serve(self) -> int:
         """Serve until the notebook ends the rank; return the exit code."""
         self._send("hello", node=environment.read().node, pid=os.getpid())
         try:
-            self._join()
+            if self._variables is None:
+                self._join()
         except Exception:
             self._send("ready", error=traceback.format_exc())
             self._link.close()
             raise
-        self._send("ready", error="", device=str(self._device))
+        self._send("ready", error="", device="" if self._device is None else str(self._device))
         while (message := self._link.receive()).header["kind"] != "end":
             if message.header["kind"] == "check":
                 number = message.header["number"]
-                problem = check_group(number, self._device, limit_s=message.header["limit_s"])
+                problem = (
+                    ""
+                    if self._variables is not None
+                    else check_group(number, self._device, limit_s=message.header["limit_s"])
+                )
                 self._send("checked", number=number, problem=problem)
             else:
                 self._run(message)
         self._link.close()
-        destroy_group()
+        if self._variables is None:
+            destroy_group()
         return 0
 
     def _send(self, kind: str, frames: Sequence[bytes] = (), **content: Any) -> None:
@@ -75,7 +89,6 @@ class SessionRank:
         # A process group has threads already, so that those of the server change nothing.
         rank_stacks.start_torch_server(os.environ)
         vars(self._module).update(
-            __builtins__=sys.modules["builtins"],
             rank=self.rank,
             world_size=dist.get_world_size(),
             local_rank=local_rank,
@@ -90,8 +103,16 @@ class SessionRank:
         problems: list[str] = []
 
         def work() -> None:
-            self._load_sent_names(cell["sources"], message.frames)
-            self._executor.execute(cell["body"], label=cell["label"], source=cell["source"], skipped=cell["skipped"])
+            self._take_variables(cell, message.frames)
+            try:
+                self._executor.execute(
+                    cell["body"], label=cell["label"], source=cell["source"], skipped=cell["skipped"]
+                )
+                rank_displays.end_cell()
+            except NameError as error:
+                if error.name in (unsent := cell["variables"].get("unsent", {})):
+                    error.add_note(f"gpu_launch: {error.name} is not on the worker: {unsent[error.name]}")
+                raise
             self._pickle_returns(cell["returns"], returned, problems)
 
         outcome = self._executor.run(cell["cell"], work)
@@ -105,6 +126,29 @@ class SessionRank:
             at_ns=outcome.at_ns,
             problems=problems,
             written=[_stream_size(1), _stream_size(2)],
+            displays=rank_displays.count_displays(),
+        )
+        if self._variables is not None:
+            self._send_variables(self._variables, cell["cell"])
+
+    def _take_variables(self, cell: Mapping[str, Any], frames: Sequence[bytes]) -> None:
+        if self._variables is None:
+            self._load_sent_names(cell["sources"], frames)
+            return
+        self._load_sent_names(cell["sources"], ())
+        self._variables.take(cell["variables"], frames)
+
+    def _send_variables(self, variables: RankVariables, number: int) -> None:
+        """Send what a cell made, also where it failed: a notebook keeps that as well."""
+        changes, deleted = variables.find_changes()
+        self._send(
+            "variables",
+            () if changes.data is None else (changes.data,),
+            cell=number,
+            sizes=dict(changes.sizes),
+            modules=dict(changes.modules),
+            refused=dict(changes.refused),
+            deleted=deleted,
         )
 
     def _load_sent_names(self, sources: Mapping[str, str], frames: Sequence[bytes]) -> None:
@@ -132,6 +176,14 @@ class SessionRank:
                 except exchange.TooLarge:
                     problems.append(f"{name} has more than {exchange.MAX_BYTES // 1024**3} GiB; save it to a file")
             returned.append(data)
+
+
+def show_value(value: Any) -> None:
+    """Show the value of a cell's last line, and keep it as `_`: what has a richer form as a display, else its text."""
+    if value is None or not rank_displays.show_value(value):
+        sys.__displayhook__(value)
+    else:
+        builtins._ = value  # type: ignore[attr-defined]
 
 
 def _stream_size(number: int) -> int:

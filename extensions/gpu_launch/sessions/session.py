@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from pathlib import Path
 from typing import Any
 
 from gpu_launch.broker.client import BrokerClient
@@ -17,6 +16,7 @@ from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch.launch import Launch
 from gpu_launch.launch.request import ValidatedRequest
 from gpu_launch.launch.worker_pool import WorkerPool, choose_keep_s, worker_pools
+from gpu_launch.output.display_tabs import RankDisplay
 from gpu_launch.output.panel import PanelView, Screen, find_screen
 from gpu_launch.output.rank_monitor import SILENCE_S
 from gpu_launch.sessions.channel import ControlMessage, ControlServer, CountingReceiver
@@ -40,18 +40,34 @@ NOTICE_S = 60.0
 _ASK_PERIOD_S = 5.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class SessionKind:
+    """What ranks a session has, and when they give their GPUs back."""
+
+    #: The name of its job, see `broker.holdings`.
+    job_name: str
+    #: More arguments of `rank_main`.
+    arguments: tuple[str, ...] = ()
+    #: Lines show which rank wrote them.
+    shows_ranks: bool = True
+    build_policy: Callable[[float, float], IdlePolicy]
+
+
 class RankSession:
     """One start of the ranks: started once, closed once. Not thread-safe."""
 
-    def __init__(self, validated: ValidatedRequest, broker: BrokerClient | None, *, screen: CellScreen) -> None:
+    def __init__(
+        self, validated: ValidatedRequest, broker: BrokerClient | None, *, screen: CellScreen, kind: SessionKind
+    ) -> None:
         env = validated.request.env
         #: Seconds for which idle ranks keep their GPUs while others wait, and for which their workers stay afterwards.
         self.keep_s = choose_keep_s(validated.request.options, env)
         self._status_broker = BrokerClient.for_notebook(env, patience_s=0.0) if env.broker_url and env.token else None
         self.run = run_folder.create_run(env.home)
         path = self.run.root / _CONTROL
-        validated = _build_session_request(validated, path, keep_s=max(_MIN_KEEP_S, round(self.keep_s)))
-        self.pool: WorkerPool = worker_pools.acquire(validated, broker, name=RANKS)
+        arguments = (str(path), *kind.arguments)
+        validated = _build_session_request(validated, arguments, keep_s=max(_MIN_KEEP_S, round(self.keep_s)))
+        self.pool: WorkerPool = worker_pools.acquire(validated, broker, name=kind.job_name)
         self.pool.was_announced = self.pool.was_announced or self.keep_s < _MIN_KEEP_S
         try:
             address = network.find_own_interface(env.subnet, wait_s=_NETWORK_S).address
@@ -59,7 +75,14 @@ class RankSession:
             self._control.write_credentials(path)
             receiver = CountingReceiver(address, self._control)
             self._output_counter = receiver.counter
-            self._launch = Launch(validated, pool=self.pool, run=self.run, sink=receiver, screen=screen)
+            self._launch = Launch(
+                validated,
+                pool=self.pool,
+                run=self.run,
+                sink=receiver,
+                screen=screen,
+                shows_ranks=kind.shows_ranks,
+            )
         except BaseException:
             worker_pools.release(self.pool, keep_s=0)
             raise
@@ -71,7 +94,7 @@ class RankSession:
         self._pinged_at = 0.0
         self._missed_since: dict[int, float] = {}
         self.is_closed = False
-        self.idle_policy = IdlePolicy(self.keep_s, time.monotonic())
+        self.idle_policy = kind.build_policy(self.keep_s, time.monotonic())
 
     def start(self) -> None:
         """Start the ranks and wait until all have joined the group.
@@ -118,7 +141,7 @@ class RankSession:
         return [*messages, *self._control.receive(0)]
 
     def drain_output(self, written: dict[int, Sequence[int]]) -> None:
-        """Show all output up to these sizes of the ranks' stdout and stderr; give up when no more arrives."""
+        """Show all output up to these sizes of stdout and stderr and numbers of displays; give up when none arrives."""
         for rank, sizes in written.items():
             self._output_counter.expect(rank, sizes)
         total, since = self._output_counter.total_bytes, time.monotonic()
@@ -213,14 +236,17 @@ class CellScreen:
     def flush(self) -> None:
         self._screen.flush()
 
+    def show_displays(self, displays: Sequence[RankDisplay], *, last: bool = False) -> None:
+        self._screen.show_displays(displays, last=last)
+
     def _is_shown(self) -> bool:
         return self._shown_from is not None and time.monotonic() >= self._shown_from
 
 
-def _build_session_request(validated: ValidatedRequest, credentials: Path, *, keep_s: int) -> ValidatedRequest:
+def _build_session_request(validated: ValidatedRequest, arguments: tuple[str, ...], *, keep_s: int) -> ValidatedRequest:
     """Return the request for a launch of the module that every rank runs."""
     launch_options = validated.request.options
-    options = replace(launch_options, module=True, script=_MODULE, arguments=(str(credentials),), keep_s=keep_s)
+    options = replace(launch_options, module=True, script=_MODULE, arguments=arguments, keep_s=keep_s)
     return replace(validated, script=_MODULE, request=replace(validated.request, cell=None, options=options))
 
 
@@ -264,3 +290,7 @@ class IdlePolicy:
             return IdleAction.WARN
         is_over = now - self._warned_at >= NOTICE_S and self.seconds_idle(now) >= self._keep_s
         return IdleAction.END if is_over else IdleAction.KEEP
+
+
+#: The ranks of `%%gpu_ranks`.
+RANK_SESSION = SessionKind(job_name=RANKS, build_policy=IdlePolicy)

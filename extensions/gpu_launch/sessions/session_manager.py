@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import ClassVar
 
 from gpu_launch.common import run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, UsageError
@@ -19,7 +20,14 @@ from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.options.rank_session import NO_SESSION
 from gpu_launch.output.text import format_count, format_exact_span, format_nodes
 from gpu_launch.sessions.cell import CellRequest, CellRun, CellStep, format_failure
-from gpu_launch.sessions.session import NOTICE_S, CellScreen, IdleAction, RankSession
+from gpu_launch.sessions.session import (
+    NOTICE_S,
+    RANK_SESSION,
+    CellScreen,
+    IdleAction,
+    RankSession,
+    SessionKind,
+)
 from gpu_launch.units import format_span
 
 _POLL_S = 0.05  # seconds between polls of idle ranks
@@ -33,6 +41,8 @@ _RELEASED = "The ranks were ended because others waited for GPUs and no cell ran
 
 class SessionManager:
     """The one rank session of a notebook. Its methods are for the thread that runs cells."""
+
+    kind: ClassVar[SessionKind] = RANK_SESSION
 
     def __init__(self, options: LaunchOptions, *, before: Mapping[str, str]) -> None:
         self.options = options
@@ -59,7 +69,7 @@ class SessionManager:
         with self._lock:
             self._screen.start_cell(at_once=True)
             self._start()
-        threading.Thread(target=self._watch, name="gpu_launch session", daemon=True).start()
+        self._start_watch()
 
     def run_cell(self, cell: CellRequest) -> dict[str, list[object]]:
         """Run a cell; return its values by name, in the order of the ranks.
@@ -70,6 +80,7 @@ class SessionManager:
             UsageError: `--ranks` names a rank that does not exist.
         """
         with self._lock:
+            cell = self._prepare(cell)
             self._ensure_started()
             session = self._session
             assert session is not None  # noqa: S101 - _check_there
@@ -123,9 +134,12 @@ class SessionManager:
             logs=self._logs(session),
         )
 
+    def _start_watch(self) -> None:
+        threading.Thread(target=self._watch, name="gpu_launch session", daemon=True).start()
+
     def _start(self) -> None:
         started_at = time.monotonic()
-        session = RankSession(self._validated, self._broker, screen=self._screen)
+        session = RankSession(self._validated, self._broker, screen=self._screen, kind=self.kind)
         try:
             session.start()
         except KeyboardInterrupt:
@@ -136,8 +150,12 @@ class SessionManager:
             raise
         self._session, self._loss = session, ""
         self._began_at = time.monotonic()
-        self._screen.write("stdout", f"gpu_launch: {_format_started(len(session.devices), self._nodes(session))}\n")
+        self._screen.write("stdout", f"gpu_launch: {self._format_started(session)}\n")
         self._screen.end_cell(f"started in {format_exact_span(self._began_at - started_at)}")
+
+    def _prepare(self, cell: CellRequest) -> CellRequest:
+        """Return the request as it is sent; called before ranks are started."""
+        return cell
 
     def _ensure_started(self) -> None:
         """Restart the ranks if they are gone.
@@ -175,11 +193,19 @@ class SessionManager:
             was_interrupted = bool(interrupts())
         if step is CellStep.RESTART or lost:
             self._restart(session, run, lost, was_interrupted=was_interrupted)
+        self._receive_variables(session, run)
+        self._raise_end(session, run, step, was_interrupted=was_interrupted)
+        return run.collect()
+
+    def _receive_variables(self, session: RankSession, run: CellRun) -> None:
+        """Wait for what the ranks send after the end of a cell."""
+
+    def _raise_end(self, session: RankSession, run: CellRun, step: CellStep, *, was_interrupted: bool) -> None:
+        """Raise the reason why a cell did not end well, if it did not."""
         if was_interrupted:
             raise LaunchInterrupted(f"the cell is stopped on every rank. {_USABLE}")
         if step is CellStep.CHECK:
             raise LaunchFailed(f"{format_failure(run.ends())}\n{_USABLE} Logs: {self._logs(session)}")
-        return run.collect()
 
     def _restart(self, session: RankSession, run: CellRun, lost: str, *, was_interrupted: bool) -> None:
         """Restart all ranks, and raise the reason."""
@@ -214,7 +240,7 @@ class SessionManager:
                     session.poll()
                 except GpuLaunchError as error:
                     self._mark_lost(session, str(error))
-                    _print_note(f"the rank session is lost: {str(error).splitlines()[0]}")
+                    print_note(f"the rank session is lost: {str(error).splitlines()[0]}")
                     continue
             # A slow broker must not delay a cell.
             if session.idle_policy.should_ask(time.monotonic()):
@@ -225,11 +251,19 @@ class SessionManager:
             now = time.monotonic()
             idle = IdleAction.KEEP if session.is_closed else session.idle_policy.decide(now, others_wait=others_wait)
             if idle is IdleAction.WARN:
-                _print_note(_format_idle_warning(session.idle_policy.seconds_idle(now)))
+                print_note(_format_idle_warning(session.idle_policy.seconds_idle(now)))
             elif idle is IdleAction.END:
-                self._mark_lost(session, _RELEASED)
-                session.release_workers()
-                _print_note("the rank session has ended, and its GPUs are released for the users who wait")
+                self._release(session, others_wait=others_wait)
+
+    def _release(self, session: RankSession, *, others_wait: bool) -> None:
+        """End the idle ranks and release their GPUs."""
+        del others_wait
+        self._mark_lost(session, _RELEASED)
+        session.release_workers()
+        print_note("the rank session has ended, and its GPUs are released for the users who wait")
+
+    def _format_started(self, session: RankSession) -> str:
+        return _format_started(len(session.devices), self._nodes(session))
 
     def _nodes(self, session: RankSession) -> str:
         return format_nodes(session.pool.group.workers(), session.pool.notebook_text)
@@ -255,7 +289,8 @@ def count_interrupts() -> Iterator[Callable[[], int]]:
         signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)
 
 
-def _print_note(text: str) -> None:
+def print_note(text: str) -> None:
+    """Print a line below the latest cell."""
     sys.stderr.write(f"gpu_launch: {text}\n")
     sys.stderr.flush()
 

@@ -168,6 +168,7 @@ def _build_node_spec(spec: LaunchSpec) -> NodeSpec:
         worker=env.worker,
         settings=nccl_env.find_variables(interface.name),
         progress_file=str(run.root / "progress-{rank}.json"),
+        display_file=str(run.root / "displays-{rank}.jsonl") if spec.displays else "",
     )
     _state.stacks_pattern = _state.stacks_pattern or rank_stacks.create_pattern()
     environ[rank_stacks.VARIABLE] = _state.stacks_pattern

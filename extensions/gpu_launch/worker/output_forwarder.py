@@ -18,6 +18,7 @@ from gpu_launch.common.launch_spec import RankEnd
 from gpu_launch.common.run_folder import RunFolder
 from gpu_launch.common.secure_channel import OutputSender
 from gpu_launch.worker import log_files
+from gpu_launch.worker.display_files import DisplayFiles
 from gpu_launch.worker.gpu_monitor import GpuMonitor
 from gpu_launch.worker.log_files import CHUNK, LogTail
 from gpu_launch.worker.runners.base import NodeSpec, ProcessExit, Runner
@@ -47,6 +48,7 @@ class OutputForwarder:
             unlimited=node.spec.unlimited_output,
         )
         self._progress = ProgressFiles(node.run, node.ranks)
+        self._displays = DisplayFiles(node.run, node.ranks if node.spec.displays else ())
         self._oom_kills = count_oom_kills()
         self._has_announced_shutdown = False
         self._heartbeat_at = 0.0
@@ -63,6 +65,7 @@ class OutputForwarder:
                 if not self._forward(sender):
                     self._runner.wait(_POLL_S)
             self._send_failures(sender)
+            self._send_displays(sender)
             while entries := self._tail.read(everything=True):
                 self._send(sender, "output", entries=entries)
             # Progress that was reported after the last poll.
@@ -74,11 +77,14 @@ class OutputForwarder:
         finally:
             self._gpus.stop()
             self._tail.close()
+            self._displays.close()
             sender.close()
 
     def _forward(self, sender: OutputSender) -> bool:
         """Send new output, progress and GPU readings; return whether more output is waiting."""
         self._send_failures(sender)
+        # Before the output that follows them.
+        self._send_displays(sender)
         entries, now = self._tail.read(), time.monotonic()
         if entries or now - self._heartbeat_at >= _HEARTBEAT_S:
             self._heartbeat_at = now
@@ -99,6 +105,11 @@ class OutputForwarder:
             self._send(sender, "leaving")
         for end in self._runner.new_failures():
             self._send(sender, "failed", end=asdict(self._rank_end(end)))
+
+    def _send_displays(self, sender: OutputSender) -> None:
+        while shown := self._displays.read():
+            for rank, display in shown:
+                self._send(sender, "display", rank=rank, display=display)
 
     def _send(self, sender: OutputSender, kind: str, **content: Any) -> None:
         node = self._node

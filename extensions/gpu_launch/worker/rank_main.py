@@ -26,7 +26,7 @@ from gpu_launch.common import exchange as exchange_files
 from gpu_launch.common import memory_cap
 from gpu_launch.prediction import step_profiler
 from gpu_launch.training import ddp_communication
-from gpu_launch.worker import rank_stacks
+from gpu_launch.worker import rank_displays, rank_stacks
 
 
 def main() -> None:
@@ -49,6 +49,7 @@ def run_command(command: Sequence[str], *, module: bool, exchange_dir: Path | No
     rank_stacks.install(os.environ)
     ddp_communication.install()
     step_profiler.install()
+    rank_displays.install()
     sys.excepthook = show_exception
     main = ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={}, __cached__=None)
@@ -58,6 +59,8 @@ def run_command(command: Sequence[str], *, module: bool, exchange_dir: Path | No
     try:
         code = _module_code(main, command[0]) if module else _script_code(main, command[0], cell)
         _execute(main, code, exchange_dir)
+        if cell is not None:
+            rank_displays.end_cell()
     except BaseException as error:
         error.__traceback__ = strip_launcher_frames(error.__traceback__)
         raise

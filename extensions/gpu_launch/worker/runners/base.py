@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from gpu_launch import environment
+from gpu_launch.common.displays import VARIABLE as DISPLAYS
 from gpu_launch.common.launch_spec import LaunchSpec, StartMethod
 from gpu_launch.prediction import step_profiler
 from gpu_launch.report import PATH as PROGRESS
@@ -100,6 +101,7 @@ def build_node_environ(
     worker: int | None,
     settings: Mapping[str, str],
     progress_file: str,
+    display_file: str = "",
 ) -> dict[str, str]:
     """Return the variables that all ranks of a node share.
 
@@ -111,6 +113,7 @@ def build_node_environ(
         worker: The worker's index, None in the notebook's container.
         settings: Variables of `gpu_launch.worker.nccl_env`.
         progress_file: Path with `{rank}`, which each rank fills in.
+        display_file: Such a path for displays; empty where nothing can show them.
     """
     environ = environment.remove_secrets(base)
     environ |= {
@@ -120,6 +123,8 @@ def build_node_environ(
         PROGRESS: progress_file,
         "GPU_LAUNCH_PREEMPTIONS": str(spec.membership.preemptions),
     }
+    if display_file:
+        environ[DISPLAYS] = display_file
     if spec.membership.nproc_per_node > 1:
         # The container's value is for one process; torchrun sets its own for several.
         environ.pop("OMP_NUM_THREADS", None)

@@ -100,18 +100,20 @@ def test_new_cell_cancels_the_idle_notice():
 
 
 def test_output_is_complete_when_all_bytes_arrived():
-    """What was passed over counts, and a broken character does not hang it."""
+    """What was passed over counts, displays count, and a broken character does not hang it."""
     heard = OutputCounter()
-    heard.expect(1, [7, 0])
+    heard.expect(1, [7, 0, 1])
     assert not heard.is_complete()
     heard.count([{"kind": "output", "entries": [[1, "stdout", 0, "é\n"], [0, "stdout", 0, "else"]]}, {"kind": "exit"}])
     assert not heard.is_complete()
     heard.count([{"entries": [[1, "stdout", 0, None, 4]]}])
+    assert not heard.is_complete()
+    heard.count([{"kind": "display", "rank": 1}])
     assert heard.is_complete()
-    heard.expect(1, [8, 0])
+    heard.expect(1, [8, 0, 1])
     assert not heard.is_complete()
     heard.count([{"entries": [[1, "stdout", 0, "�"]]}])
-    assert (heard.is_complete(), heard.total_bytes) == (True, 14)
+    assert (heard.is_complete(), heard.total_bytes) == (True, 15)
 
 
 def end(rank, how, error="", at_ns=0):

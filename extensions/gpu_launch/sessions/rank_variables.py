@@ -1,0 +1,62 @@
+"""The worker's side of `%%gpu`: takes the notebook's variables before a cell, and returns what it made."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpu_launch.common.exchange import MAX_BYTES
+from gpu_launch.common.variables import Changes, VariableTracker
+
+#: Larger values stay on the worker, unless the cell names them with `--return`.
+RETURN_BYTES = 256 * 1024**2
+
+
+class RankVariables:
+    """The variables of the worker's namespace that the notebook has as well."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self._namespace = namespace
+        self._tracker = VariableTracker(namespace)
+        #: Ids of the values before the cell, and names that its code uses or binds, or that it asked for.
+        self._before: dict[str, int] = {}
+        self._named: frozenset[str] = frozenset()
+        self._wanted: tuple[str, ...] = ()
+
+    def take(self, sent: Mapping[str, Any], frames: Sequence[bytes]) -> None:
+        """Take what the notebook sent with a cell, see `GpuCell.build_header`.
+
+        Raises:
+            Exception: A value cannot be read here, or a module cannot be imported.
+        """
+        self._named, self._wanted = frozenset(sent["named"]), tuple(sent["wanted"])
+        try:
+            for name, module in sent["modules"].items():
+                self._namespace[name] = importlib.import_module(module)
+            self._tracker.note_modules(sent["modules"])
+            for data in frames:
+                self._tracker.apply(data, limit=MAX_BYTES)
+        except Exception as error:
+            error.add_note("gpu_launch: what the notebook sent cannot be read on the worker")
+            raise
+        finally:
+            self._before = _list_ids(self._namespace)
+
+    def find_changes(self) -> tuple[Changes, tuple[str, ...]]:
+        """Return what the cell has made or changed, and the names that it has deleted."""
+        after = _list_ids(self._namespace)
+        rebound = {name for name, value_id in after.items() if self._before.get(name) != value_id}
+        changes = self._tracker.find_changes(
+            sorted(name for name in rebound.union(self._named, self._wanted) if name in after),
+            limit=RETURN_BYTES,
+            wanted=self._wanted,
+        )
+        missing = {name: "the worker has no such variable" for name in self._wanted if name not in after}
+        return replace(changes, refused={**changes.refused, **missing}), tuple(sorted(self._before.keys() - after))
+
+
+def _list_ids(namespace: Mapping[str, Any]) -> dict[str, int]:
+    # Not the values, which would keep a GPU's memory.
+    return {name: id(value) for name, value in namespace.items() if not name.startswith("_")}

@@ -1,0 +1,156 @@
+"""What ranks display besides text, in a notebook's kernel as JupyterLab runs it, and with ipyparallel's `%%px`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
+
+from tests.support.launch.local_cluster import DEADLINE_S, PYTHON, Notebook, environment
+
+TABLE = """
+class Table:
+    def __init__(self, text): self.text = text
+    def _repr_html_(self): return f"<b>{self.text}</b>"
+    def __repr__(self): return f"Table({self.text})"
+"""
+
+
+class LabKernel:
+    """A kernel over its sockets, whose output is the list of its messages."""
+
+    def __init__(self, notebook: Notebook, *, gpus: tuple[str, ...]) -> None:
+        spec = notebook.home / "kernels" / "python3"
+        spec.mkdir(parents=True)
+        command = [PYTHON, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        spec.joinpath("kernel.json").write_text(
+            json.dumps({"argv": command, "display_name": "p", "language": "python"})
+        )
+        specs = KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False)
+        self.manager = KernelManager(kernel_name="python3", kernel_spec_manager=specs)
+        environ = environment(notebook.broker, node="rig1", gpus=gpus)
+        self.manager.start_kernel(env=environ, cwd=str(notebook.home))
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=DEADLINE_S)
+        self.run("%load_ext gpu_launch")
+
+    def run(self, code: str) -> list[dict[str, Any]]:
+        """Run a cell that succeeds; return its output as a notebook keeps it: what is updated in place is replaced."""
+        outputs: list[dict[str, Any]] = []
+
+        def take(message: dict[str, Any]) -> None:
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                outputs.append({"text": content["text"]})
+            elif kind == "display_data":
+                outputs.append({"data": content["data"], "id": content["transient"].get("display_id")})
+            elif kind == "update_display_data":
+                for output in outputs:
+                    if output.get("id") == content["transient"]["display_id"]:
+                        output["data"] = content["data"]
+            elif kind == "clear_output":
+                outputs.clear()
+
+        answer = self.client.execute_interactive(code, timeout=DEADLINE_S, output_hook=take)["content"]
+        assert answer["status"] == "ok", "\n".join(answer["traceback"])
+        return outputs
+
+    def close(self) -> None:
+        """End the kernel as Jupyter does."""
+        self.client.stop_channels()
+        self.manager.shutdown_kernel()
+        self.manager.cleanup_resources()
+
+
+@pytest.fixture
+def kernel(notebook: Notebook) -> Iterator[LabKernel]:
+    """A kernel of a notebook with one GPU."""
+    started = LabKernel(notebook, gpus=("GPU-rig1",))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def cpu_kernel(notebook: Notebook) -> Iterator[LabKernel]:
+    """A kernel of a notebook without a GPU."""
+    started = LabKernel(notebook, gpus=())
+    yield started
+    started.close()
+
+
+def read_tabs(outputs: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the pages of the one block of tabs, by label."""
+    blocks = [
+        output["data"]["text/html"] for output in outputs if "gl-tabs" in output.get("data", {}).get("text/html", "")
+    ]
+    assert len(blocks) == 1, outputs
+    pages = re.findall(
+        r'<label[^>]*>(.*?)</label><div class="gl-page">(.*?)</div>(?=<input|</div><script)', blocks[0], re.DOTALL
+    )
+    return dict(pages)
+
+
+def test_ranks_display_in_tabs(kernel: LabKernel) -> None:
+    """Each rank has a tab with its displays; those of ranks with the same are one, and text stays text."""
+    outputs = kernel.run(
+        f"%%gpu_launch --nnodes 2\nimport os\nfrom IPython.display import HTML, clear_output, update_display\n{TABLE}\n"
+        "rank = os.environ['RANK']\nprint('line of', rank)\ndisplay(Table('gone'))\nclear_output(wait=True)\n"
+        "display(Table('equal'))\nhandle = display(Table('first'), display_id=True)\nhandle.update(Table(f'mine {rank}'))"
+    )
+    item = '<div class="gl-item"><b>{}</b></div>'
+    assert read_tabs(outputs) == {f"rank {rank}": item.format("equal") + item.format(f"mine {rank}") for rank in (0, 1)}
+    assert any("] line of 1\n" in output.get("text", "") for output in outputs)
+    outputs = kernel.run(f"%%gpu_ranks --nnodes 2\n{TABLE}\nTable('both')")
+    assert read_tabs(outputs) == {"ranks 0-1": item.format("both")}
+    outputs = kernel.run("%%gpu_ranks\nTable(rank) if rank else print('only text')")
+    assert read_tabs(outputs) == {"rank 1": item.format(1)}
+
+
+def test_a_single_rank_displays_as_a_notebook_does(cpu_kernel: LabKernel) -> None:
+    """In order with its lines; an update finds its display, and a widget leaves its text."""
+    cpu_kernel.run("%%gpu\n1;")
+    outputs = cpu_kernel.run(
+        f"%%gpu\n{TABLE}\nprint('one')\nh = display(Table('first'), display_id='x')\nprint('two')\nh.update(Table('second'))\n"
+        "display({'text/plain': 'widget', 'application/vnd.jupyter.widget-view+json': {}}, raw=True)\nTable('last')"
+    )
+    assert [output.get("text") or output["data"] for output in outputs] == [
+        "one\n",
+        {"text/html": "<b>second</b>", "text/plain": "Table(second)"},
+        "two\n",
+        {"text/plain": "widget"},
+        {"text/html": "<b>last</b>", "text/plain": "Table(last)"},
+    ]
+    outputs = cpu_kernel.run("%%gpu\nprint('gone')\nfrom IPython.display import clear_output\nclear_output()\n{'a': 1}")
+    assert [output["text"] for output in outputs] == ["{'a': 1}\n"]
+    (output,) = cpu_kernel.run("%%gpu\ndisplay({'image/png': 'A' * 9_000_000}, raw=True)")
+    assert output["data"] == {"text/plain": "[a display of 9.0 MB is left out: more than 8 MiB]"}
+
+
+def test_bars_of_a_rank_are_progress(cpu_kernel: LabKernel) -> None:
+    """Those for notebooks too, which would need widgets."""
+    outputs = cpu_kernel.run(
+        "%%gpu\nimport time\nfrom tqdm.notebook import tqdm\nfor _ in tqdm(range(30), desc='steps', mininterval=0): time.sleep(0.1)"
+    )
+    shown = [output["data"]["text/html"] for output in outputs if "data" in output]
+    assert shown and "gpu-launch" in shown[0]
+    assert not any("it/s" in output.get("text", "") for output in outputs)
+
+
+def test_engines_of_ipyparallel_display_by_themselves(kernel: LabKernel) -> None:
+    """`%%px` shows each engine's displays below its name."""
+    kernel.run(
+        "import ipyparallel as ipp\ncluster = ipp.Cluster(engines='gpuhub', n=2)\nrc = cluster.start_and_connect_sync()\n"
+        "rc[:].activate()"
+    )
+    outputs = kernel.run(f"%%px\n{TABLE}\nfrom IPython.display import display\ndisplay(Table('shown'))\nTable('value')")
+    tables = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert tables.count("<b>shown</b>") == 2
+    assert tables.count("<b>value</b>") == 2
+    assert sum("[output:" in output.get("text", "") for output in outputs) == 2
+    kernel.run("cluster.stop_cluster_sync()")
