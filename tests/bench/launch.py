@@ -18,6 +18,7 @@ import docker
 import httpx
 
 from tests.bench.launch_workload import scripts
+from tests.bench.launch_workload.cells import MARK as CELLS_MARK
 from tests.bench.launch_workload.kernel import MARK
 from tests.bench.product import Product, paired_ratio, print_progress, running
 
@@ -25,6 +26,8 @@ PAIRS = 5
 STEP_PAIRS = 5
 LINES = 400_000
 _KERNEL = Path(__file__).parent / "launch_workload" / "kernel.py"
+_CELLS = Path(__file__).parent / "launch_workload" / "cells.py"
+CELL_USES = 11
 #: The width of a layer and the number of steps: some seconds on two cores.
 _STEPS = ("128", "300")
 
@@ -63,14 +66,32 @@ def measure() -> Iterator[tuple[str, float, str]]:
         }
         home = product.paths.state / "homes" / "ada"
         notebook = _start_notebook(product, clients)
-        for name, text in {**scripts.ALL, "bench_kernel.py": _KERNEL.read_text(encoding="utf-8")}.items():
+        programs = {"bench_kernel.py": _KERNEL.read_text(encoding="utf-8"), "bench_cells.py": _CELLS.read_text("utf-8")}
+        for name, text in {**scripts.ALL, **programs}.items():
             (home / name).write_text(text, encoding="utf-8")
+        yield from _cells(notebook)
         workers = _start_manual_containers(stack, product, clients, notebook)
         kernel = stack.enter_context(_kernel(product, notebook))
         yield from _hello(kernel, workers)
         yield from _steps(kernel, workers)
         yield from _interrupt(kernel)
         yield from _lines(kernel, workers, home / "bench_flood.txt")
+
+
+def _cells(notebook: Any) -> Iterator[tuple[str, float, str]]:
+    """Measure `%%gpu` cells on another node's GPU, whole cells as a person waits for them."""
+    code, output = notebook.exec_run(
+        ["python3", "bench_cells.py", "RTX 5070", str(CELL_USES)],
+        workdir="/home/ada",
+        user=notebook.attrs["Config"]["User"],
+    )
+    text = output.decode(errors="replace")
+    assert code == 0, text
+    (line,) = [line for line in text.splitlines() if line.startswith(CELLS_MARK)]
+    first, *later = json.loads(line.removeprefix(CELLS_MARK))
+    print_progress(f"%%gpu: first {first:.2f} s, then {', '.join(f'{seconds:.3f}' for seconds in later)} s")
+    yield "cell.first_use_s", first, "s"
+    yield "cell.second_use_s", statistics.median(later), "s"
 
 
 def _hello(kernel: Kernel, workers: list[tuple[Any, str]]) -> Iterator[tuple[str, float, str]]:

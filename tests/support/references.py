@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 import gpu_launch
 from gpu_launch.cli.main import cli as laptop_command
 from gpu_launch.options.command import BENCH_COMMAND, LAUNCH_COMMAND
+from gpu_launch.options.gpu_cell import CELL_COMMAND
 from gpu_launch.options.rank_session import RANKS_COMMAND
 from gpuhub.broker.db.store import Store
 from gpuhub.cli.main import cli as hub_command
@@ -230,7 +231,7 @@ def _command_lines(command: click.Command, context: click.Context, level: int) -
 
 def _build_magics() -> str:
     lines: list[str] = []
-    for command in (LAUNCH_COMMAND, RANKS_COMMAND, BENCH_COMMAND):
+    for command in (LAUNCH_COMMAND, RANKS_COMMAND, CELL_COMMAND, BENCH_COMMAND):
         lines += _command_lines(command, click.Context(command, info_name=command.name), 2)
     return _page("Magics", "`%load_ext gpu_launch` registers them; gpuhub's images do it by themselves.", *lines)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_launch.options import definition, rank_session
+from gpu_launch.options import definition, gpu_cell, rank_session
 
-_LINE = re.compile(r"\s*%%?(gpu_\w+)\s(.*)", re.DOTALL)
+_LINE = re.compile(r"\s*%%?(gpu(?:_\w+)?)\s(.*)", re.DOTALL)
 _LAUNCH_LABELS = tuple(option.label for option in definition.OPTIONS)
 _BENCH_LABELS = tuple(option.label for option in definition.BENCH_OPTIONS)
 _OPTION_BY_FLAG = {flag: option for option in definition.OPTIONS for flag in option.opts}
@@ -59,8 +59,8 @@ def complete(text: str, sources: CompletionSources) -> Completions | None:
             return _complete_launch(
                 words, fragment, sources, _LAUNCH_LABELS, has_script=not text.lstrip().startswith("%%")
             )
-        case "gpu_ranks" | "gpu_bench":
-            labels = rank_session.LABELS if match[1] == "gpu_ranks" else _BENCH_LABELS
+        case "gpu_ranks" | "gpu" | "gpu_bench":
+            labels = {"gpu_ranks": rank_session.LABELS, "gpu": gpu_cell.LABELS, "gpu_bench": _BENCH_LABELS}[match[1]]
             return _complete_launch(words, fragment, sources, labels, has_script=False)
         case "gpu_logs":
             is_flag = fragment.startswith("-")

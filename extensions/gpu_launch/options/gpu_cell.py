@@ -28,7 +28,12 @@ _OWN_OPTIONS = (
 LABELS = (*(str(option.name) for option in _OWN_OPTIONS), *(option.label for option in _OPTIONS))
 #: Options about one cell, not about the worker.
 _OF_A_CELL = ("send", "returns")
-_COMMAND_LINE = LaunchCommand("%%gpu", _OWN_OPTIONS, _OPTIONS)
+CELL_COMMAND = LaunchCommand(
+    "%%gpu",
+    _OWN_OPTIONS,
+    _OPTIONS,
+    help="Run the cell on a GPU that is taken for it, with the notebook's variables.",
+)
 
 _START_FLAGS = ", ".join(
     option.flag for option in _OPTIONS if option.help and option.name not in _OF_A_CELL and not option.hidden
@@ -78,7 +83,7 @@ def parse(line: str, *, cell: bool) -> GpuCellOptions:
     Raises:
         UsageError: for anything that is wrong whatever worker is running.
     """
-    typed = _COMMAND_LINE.read(command.split_line(line))
+    typed = CELL_COMMAND.read(command.split_line(line))
     values = dict(typed.values)
     if values.pop("help", False):
         return GpuCellOptions(help=True)

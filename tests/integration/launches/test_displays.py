@@ -145,12 +145,14 @@ def test_bars_of_a_rank_are_progress(cpu_kernel: LabKernel) -> None:
 def test_engines_of_ipyparallel_display_by_themselves(kernel: LabKernel) -> None:
     """`%%px` shows each engine's displays below its name."""
     kernel.run(
-        "import ipyparallel as ipp\ncluster = ipp.Cluster(engines='gpuhub', n=2)\nrc = cluster.start_and_connect_sync()\n"
-        "rc[:].activate()"
+        "import ipyparallel as ipp\ncluster = ipp.Cluster(engines='gpuhub', n=2)\n"
+        "view = cluster.start_and_connect_sync()[:]\nview.activate()"
     )
-    outputs = kernel.run(f"%%px\n{TABLE}\nfrom IPython.display import display\ndisplay(Table('shown'))\nTable('value')")
-    tables = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
-    assert tables.count("<b>shown</b>") == 2
-    assert tables.count("<b>value</b>") == 2
-    assert sum("[output:" in output.get("text", "") for output in outputs) == 2
+    outputs = kernel.run(
+        f"%%px --block\n{TABLE}\nfrom IPython.display import display\ndisplay(Table('shown'))\nTable('value')"
+    )
+    shown = [output["data"] for output in outputs]
+    tables = [data["text/html"] for data in shown if "text/html" in data]
+    assert sorted(tables) == ["<b>shown</b>"] * 2 + ["<b>value</b>"] * 2
+    assert {data["text/plain"] for data in shown} > {"[output:0]", "[output:1]"}
     kernel.run("cluster.stop_cluster_sync()")

@@ -6,6 +6,7 @@ import contextlib
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +14,23 @@ from gpuhub.broker_api import schemas
 from tests.support.launch.kernel import Kernel
 from tests.support.launch.local_cluster import Notebook, until
 
+DOCS = Path(__file__).parents[3] / "docs" / "launch.md"
+
 
 @pytest.fixture
 def kernel(notebook: Notebook) -> Iterator[Kernel]:
     """A kernel of a notebook without a GPU."""
     with contextlib.closing(Kernel(notebook, gpus=())) as started:
         yield started
+
+
+def test_documented_example_runs(kernel: Kernel) -> None:
+    """The cells of docs/launch.md train on a GPU, and the values are in the notebook."""
+    section = DOCS.read_text().split("## A GPU for one cell")[1].split("\n## ")[0]
+    before, train, after = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    kernel.good(before)
+    assert re.search(r"loss \d+\.\d\d at first, 0\.0\d+ now\n", kernel.good(train))
+    kernel.good(after)
 
 
 def test_variables_reach_the_cell_and_its_own_come_back(kernel: Kernel) -> None:

@@ -74,6 +74,8 @@ def ask(request, sources):
         ("%%gpu_ranks --restart --model H", ["H200"], "H"),
         ("%gpu_ranks --sto", ["--stop"], "--sto"),
         ("%gpu_stacks ", ["--full", "run-2"], ""),
+        ("%%gpu --g", ["--gpus"], "--g"),
+        ("%%gpu --gpus 2 --model H", ["H200"], "H"),
         ("%gpu_logs r", ["run-1", "run-2"], "r"),
         ("%gpu_logs --ra", ["--rank"], "--ra"),
         ("%gpu_cancel ", ["all", "run-2"], ""),

@@ -1,0 +1,122 @@
+"""Variables travel when they differ, and with what shares objects with them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import types
+
+import pytest
+
+from gpu_launch.common import exchange
+from gpu_launch.common.variables import VariableTracker
+
+MIB = 1024**2
+
+
+class Sides:
+    """A notebook and a worker in one process, each with a main module of its own."""
+
+    def __init__(self):
+        self.notebook = VariableTracker(self.make_namespace())
+        self.worker = VariableTracker(self.make_namespace())
+        self.here, self.there = self.notebook._namespace, self.worker._namespace
+
+    @staticmethod
+    def make_namespace():
+        return vars(types.ModuleType("__main__"))
+
+    def send(self, *names):
+        """Send from the notebook; return the names that travel."""
+        return self.move(self.notebook, self.worker, names)
+
+    def bring(self, *names):
+        """Bring back from the worker; return the names that travel."""
+        return self.move(self.worker, self.notebook, names)
+
+    @staticmethod
+    def move(source, target, names):
+        changes = source.find_changes(names, limit=MIB)
+        assert changes.refused == {}
+        moved = () if changes.data is None else target.apply(changes.data, limit=MIB)
+        assert sorted(moved) == sorted(changes.sizes)
+        return sorted(moved)
+
+
+@pytest.fixture
+def sides():
+    return Sides()
+
+
+def test_only_what_differs_travels(sides):
+    """A change in place counts on either side; names that do not exist are passed over."""
+    sides.here.update(numbers=[1, 2], text="a")
+    assert sides.send("numbers", "text", "missing") == ["numbers", "text"]
+    assert sides.send("numbers", "text") == []
+    assert sides.bring("numbers", "text") == []
+    sides.there["numbers"].append(3)
+    assert sides.bring("numbers", "text") == ["numbers"]
+    assert sides.here["numbers"] == [1, 2, 3]
+    assert sides.send("numbers") == []
+    sides.here["numbers"].append(4)
+    assert sides.send("numbers", "text") == ["numbers"]
+    sides.notebook.forget()
+    assert sides.send("numbers", "text") == ["numbers", "text"]
+
+
+class Part:
+    """A mutable part."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def test_variables_that_share_an_object_travel_together(sides):
+    """And go on sharing it; an equal one of its own stays."""
+    part = Part(1)
+    sides.here.update(model={"part": part}, optimizer=[part], other=Part(1))
+    sides.send("model", "optimizer", "other")
+    assert sides.there["optimizer"][0] is sides.there["model"]["part"]
+    sides.here["optimizer"].append(2)
+    assert sides.send("model", "optimizer", "other") == ["model", "optimizer"]
+    assert sides.there["optimizer"][0] is sides.there["model"]["part"]
+
+
+def test_functions_see_the_variables_of_the_side_they_are_on(sides):
+    """A change of a global does not send the function, and a value that it names is not sent inside it."""
+    exec(
+        "def scaled(x):\n    return factor * x\nfactor = 2\nclass Box:\n    def get(self): return scaled(1)", sides.here
+    )
+    sides.here["box"] = sides.here["Box"]()
+    sides.send("scaled", "factor", "Box", "box")
+    assert sides.there["scaled"].__globals__ is sides.there
+    assert (sides.there["scaled"](3), sides.there["box"].get()) == (6, 2)
+    sides.here["factor"] = 5
+    assert sides.send("scaled", "factor", "box") == ["factor"]
+    assert (sides.there["scaled"](3), sides.there["box"].get()) == (15, 5)
+    sides.there["box"].name = "changed"
+    assert sides.bring("box", "factor") == ["box"]
+    assert isinstance(sides.here["box"], sides.here["Box"])
+    assert sides.here["box"].get() == 5
+
+
+def test_what_cannot_travel_is_named(sides):
+    """With the reason; a large one unless it is wanted, and a module by its name."""
+    sides.here.update(lock=threading.Lock(), large=bytes(2 * MIB), small=1, math=math)
+    changes = sides.notebook.find_changes(["lock", "large", "small", "math"], limit=MIB)
+    assert changes.refused["lock"].startswith("lock cannot be pickled: ")
+    assert (changes.refused["large"], changes.too_large) == ("more than 1 MiB", {"large"})
+    assert (list(changes.sizes), changes.modules) == (["small"], {"math": "math"})
+    # It is not pickled again to find out the same.
+    again = sides.notebook.find_changes(["large", "math"], limit=MIB)
+    assert (again.refused, again.modules, again.data) == ({"large": "more than 1 MiB"}, {}, None)
+    wanted = sides.notebook.find_changes(["large"], limit=MIB, wanted=("large",))
+    assert wanted.sizes["large"] > 2 * MIB
+
+
+def test_all_variables_together_have_a_limit(sides, monkeypatch):
+    """Nothing is sent above it."""
+    monkeypatch.setattr(exchange, "MAX_BYTES", MIB)
+    sides.here.update(a=bytes(MIB // 2 + 1), b=bytes(MIB // 2 + 2))
+    changes = sides.notebook.find_changes(["a", "b"], limit=MIB)
+    assert (changes.data, changes.too_large) == (None, {"a", "b"})
