@@ -44,7 +44,7 @@ def notebook(product: Product, make_user: Callable[[str], User]) -> Iterator[Not
 def test_example_runs_to_its_end(notebook: Notebook) -> None:
     """`05-a-gpu-for-one-cell.ipynb` trains in two cells on the same GPU, and gives it back."""
     output = notebook.execute("05-a-gpu-for-one-cell")
-    assert re.search(r"the cell runs on rig\d RTX \d+\. It is given back when others wait", output), output
+    assert re.search(r"the cell runs on rig\d RTX \d+\. Given back when others wait", output), output
     assert output.count("the cell runs on") == 1
     assert re.search(r"from \d\.\d{3} to 0\.\d{3}, \d+% right", output), output
     assert "stays on the worker, for the next %%gpu cell: lock (" in output

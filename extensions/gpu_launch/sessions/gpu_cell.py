@@ -46,7 +46,9 @@ class CellIdlePolicy(IdlePolicy):
 class GpuCellManager(SessionManager):
     """The worker for the `%%gpu` cells of a notebook, one at a time. For the thread that runs cells."""
 
-    kind = SessionKind(job_name=CELL, arguments=(ALONE,), shows_ranks=False, build_policy=CellIdlePolicy)
+    kind = SessionKind(
+        job_name=CELL, arguments=(ALONE,), shows_ranks=False, keeps_workers=False, build_policy=CellIdlePolicy
+    )
 
     def __init__(
         self,
@@ -81,14 +83,6 @@ class GpuCellManager(SessionManager):
             self._start_watch()
         return super().run_cell(cell)
 
-    def stop(self) -> str:
-        """Give the GPU back; return its node."""
-        session = self._session
-        nodes = super().stop()
-        if session is not None and nodes:
-            session.release_workers()
-        return nodes
-
     def describe(self) -> str:
         """Describe the worker for a person."""
         session = self._session
@@ -117,6 +111,8 @@ class GpuCellManager(SessionManager):
                 f"{_format_reasons(large)}: too large to be sent to a GPU. Save it to a file in your home, and load it "
                 "in the cell."
             )
+        for name in changes.sizes:
+            self.kept.pop(name, None)
         self._announce_large("sending", changes.sizes)
         return replace(
             cell,
@@ -151,12 +147,9 @@ class GpuCellManager(SessionManager):
 
     def _describe_end(self, session: RankSession) -> str:
         if session.pool.group.is_notebook_only:
-            return "It is the notebook's own, so that there is nothing to give back."
-        span = format_span(session.keep_s) if session.keep_s else "the cell"
-        return (
-            f"It is given back when others wait for GPUs, after {span}{' without a cell' if session.keep_s else ''}, "
-            "and with %gpu --stop."
-        )
+            return "It is the notebook's own: there is nothing to give back."
+        idle = f"{format_span(session.keep_s)} without a cell" if session.keep_s else "the cell"
+        return f"Given back when others wait, after {idle}, or by %gpu --stop."
 
     # -- after a cell ---------------------------------------------------------------------------------------------
 
@@ -222,7 +215,8 @@ class GpuCellManager(SessionManager):
         """End a worker that was lost in a cell, and raise the reason: the next cell starts another."""
         ends = format_failure(run.ends()) if run.has_failures else ""
         reason = "\n".join(filter(None, [ends, lost, "" if "Logs: " in lost else f"Logs: {self._logs(session)}"]))
-        session.close("ended")
+        # The next cell starts in the same worker, if that is still there.
+        session.close("ended", is_final=False)
         self._loss = "The worker has ended."
         gone = f" Gone with it: {', '.join(self.kept)}." if self.kept else ""
         text = f"{reason}\nThe worker has ended.{gone} {_AGAIN}"

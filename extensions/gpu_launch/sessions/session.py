@@ -50,6 +50,8 @@ class SessionKind:
     arguments: tuple[str, ...] = ()
     #: Lines show which rank wrote them.
     shows_ranks: bool = True
+    #: Its workers stay for other launches after its end.
+    keeps_workers: bool = True
     build_policy: Callable[[float, float], IdlePolicy]
 
 
@@ -68,7 +70,9 @@ class RankSession:
         arguments = (str(path), *kind.arguments)
         validated = _build_session_request(validated, arguments, keep_s=max(_MIN_KEEP_S, round(self.keep_s)))
         self.pool: WorkerPool = worker_pools.acquire(validated, broker, name=kind.job_name)
-        self.pool.was_announced = self.pool.was_announced or self.keep_s < _MIN_KEEP_S
+        #: Seconds for which the workers stay after the end.
+        self._final_keep_s = self.keep_s if kind.keeps_workers else 0.0
+        self.pool.was_announced = self.pool.was_announced or self._final_keep_s < _MIN_KEEP_S
         try:
             address = network.find_own_interface(env.subnet, wait_s=_NETWORK_S).address
             self._control = ControlServer(address)
@@ -183,8 +187,8 @@ class RankSession:
         self.is_closed = True
         self._launch.end(outcome)
         self._control.close()
-        if is_final and self.keep_s < _MIN_KEEP_S and not self.pool.is_freed:
-            worker_pools.release(self.pool, keep_s=self.keep_s)
+        if is_final and self._final_keep_s < _MIN_KEEP_S and not self.pool.is_freed:
+            worker_pools.release(self.pool, keep_s=self._final_keep_s)
 
     def _ping(self) -> None:
         """Detect ranks that have ended without an error: for the launch they are done."""

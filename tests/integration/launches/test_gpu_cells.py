@@ -45,7 +45,11 @@ def test_variables_reach_the_cell_and_its_own_come_back(kernel: Kernel) -> None:
         "%%gpu\nnumbers.append(twice(box.doubled()))\nroot = math.sqrt(16)\nbox.x = 5\nhere = os.getpid()\n"
         "other = Box(6)\ndel old\nprint('in', os.environ['GPUHUB_NODE'])\nnumbers"
     )
-    assert re.search(r"^gpu_launch: the cell runs on rig1 RTX 5090\. It is given back when others wait", shown, re.M)
+    assert re.search(
+        r"^gpu_launch: the cell runs on rig1 RTX 5090\. Given back when others wait, after 10 min without a cell, or by",
+        shown,
+        re.M,
+    )
     assert re.search(r"^in rig1\n\[1, 2, 16\]$", shown, re.M)
     assert kernel.good("print(numbers, root, box.x, box.doubled(), isinstance(other, Box), 'old' in globals())") == (
         "[1, 2, 16] 4.0 5 10 True False\n"
@@ -175,8 +179,18 @@ def test_notebooks_own_gpu_is_used(notebook: Notebook) -> None:
     """Nothing is taken, and nothing given back."""
     with contextlib.closing(Kernel(notebook)) as kernel:
         shown = kernel.good("%%gpu\nimport os\nprint(os.environ['GPUHUB_NODE'])")
-        assert "It is the notebook's own, so that there is nothing to give back." in shown
+        assert "It is the notebook's own: there is nothing to give back." in shown
         assert not notebook.broker.groups
+
+
+def test_one_process_runs_the_cell_whatever_the_number_of_gpus(kernel: Kernel) -> None:
+    """`--gpus` asks for them on one node; a message about workers that stay would be wrong."""
+    shown = kernel.good("%%gpu --gpus 2\nx = 1\nprint('once')")
+    assert shown.count("once\n") == 1
+    (group,) = kernel.notebook.broker.groups.values()
+    assert (group.request.nnodes, group.request.nproc_per_node) == (1, 2)
+    assert "Taken with: %%gpu --gpus 2" in kernel.good("%gpu")
+    assert "stays with this notebook" not in kernel.good("%gpu --stop")
 
 
 def test_large_variables_are_named_with_their_size(kernel: Kernel) -> None:
