@@ -1,4 +1,4 @@
-"""Brings the displays of a single rank into order with its lines, which come another way."""
+"""Shows the displays of a single rank, in order with its lines, which come another way."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
+from gpu_launch.common.displays import Display, DisplayKind
 from gpu_launch.output.display_tabs import RankDisplay
 
 _STREAMS = ("stdout", "stderr")
@@ -53,3 +54,18 @@ class DisplayOrder:
     def _is_due(self, shown: RankDisplay) -> bool:
         before = zip(_STREAMS, shown.display.written, strict=True)
         return not shown.is_only_rank or all(self._received[stream] >= size for stream, size in before)
+
+
+def publish_display(display: Display) -> None:
+    """Show a display of the only rank below the cell, as if the notebook itself had made it."""
+    from IPython.display import clear_output, publish_display_data
+
+    if display.kind is DisplayKind.CLEAR:
+        clear_output(wait=display.wait)
+        return
+    publish_display_data(
+        data=dict(display.data),
+        metadata=dict(display.metadata),
+        transient={"display_id": display.display_id} if display.display_id else None,
+        update=display.kind is DisplayKind.UPDATE,
+    )

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TextIO
 
-from gpu_launch.common.displays import Display, DisplayKind
+from gpu_launch.common.displays import Display
+from gpu_launch.output.display_order import publish_display
 from gpu_launch.output.display_tabs import DisplayTabs, RankDisplay
 from gpu_launch.output.progress_bars import ProgressBar
 from gpu_launch.output.text import format_exact_span, format_ranks
@@ -220,21 +221,6 @@ def find_screen() -> Screen:
     from IPython.display import DisplayHandle
 
     return NotebookScreen(DisplayHandle, publish=publish_display)
-
-
-def publish_display(display: Display) -> None:
-    """Show a display of the only rank below the cell, as if the notebook itself had made it."""
-    from IPython.display import clear_output, publish_display_data
-
-    if display.kind is DisplayKind.CLEAR:
-        clear_output(wait=display.wait)
-        return
-    publish_display_data(
-        data=dict(display.data),
-        metadata=dict(display.metadata),
-        transient={"display_id": display.display_id} if display.display_id else None,
-        update=display.kind is DisplayKind.UPDATE,
-    )
 
 
 class _PhaseTimer:

@@ -45,6 +45,7 @@ class SessionRank:
         sys.modules["__main__"] = self._module
         self._executor = SessionExecutor(self._module)
         sys.displayhook = show_value
+        rank_displays.expect_cells()
         self.rank = int(os.environ["RANK"])
         self._link = ControlClient(control, self.rank, on_interrupt=self._executor.interrupt)
         self._device: Any = None

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -63,13 +63,16 @@ class _RankDisplays:
     def __init__(self) -> None:
         self.writer: DisplayWriter | None = None
         self.shell: Any = None
+        #: Figures that are open at the end of a cell are displayed.
+        self.runs_cells = False
 
 
 _state = _RankDisplays()
 
 
-def install() -> None:
-    """Send what this process displays to the notebook, if the launch is shown in one."""
+def install(*, is_cell: bool) -> None:
+    """Send what this process displays to the notebook, if the launch is shown in one; `is_cell` if it runs a cell."""
+    _state.runs_cells = is_cell
     path = os.environ.get(displays.VARIABLE, "").replace("{rank}", os.environ.get("RANK", "0"))
     if not path or importlib.util.find_spec("IPython") is None:
         return
@@ -79,7 +82,12 @@ def install() -> None:
         os.environ["MPLBACKEND"] = _BACKEND
         if (matplotlib := sys.modules.get("matplotlib")) is not None:
             matplotlib.rcParams["backend"] = _BACKEND
-    sys.meta_path.insert(0, _ImportWatch({"IPython": _create_shell, "tqdm.notebook": _use_text_bars}))
+    sys.meta_path.insert(0, _ImportWatch(_WATCHED))
+
+
+def expect_cells() -> None:
+    """Note that this process runs cells, each of which ends with `end_cell`."""
+    _state.runs_cells = True
 
 
 def count_displays() -> int:
@@ -188,11 +196,25 @@ def _use_text_bars(module: types.ModuleType) -> None:
         setattr(module, name, std.trange)
 
 
+def _set_interactive(_module: types.ModuleType) -> None:
+    """Let a script display its figures with `show` alone: it has no end of a cell, and others would be kept for ever."""
+    if not _state.runs_cells:
+        sys.modules["matplotlib"].interactive(False)
+
+
+#: What follows the first import of a module.
+_WATCHED = {
+    "IPython": _create_shell,
+    "tqdm.notebook": _use_text_bars,
+    _BACKEND.removeprefix("module://"): _set_interactive,
+}
+
+
 class _ImportWatch(MetaPathFinder):
     """Calls a function after the first import of a module."""
 
-    def __init__(self, actions: dict[str, Any]) -> None:
-        self._actions = actions
+    def __init__(self, actions: Mapping[str, Any]) -> None:
+        self._actions = dict(actions)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None

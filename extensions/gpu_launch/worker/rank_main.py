@@ -49,13 +49,13 @@ def run_command(command: Sequence[str], *, module: bool, exchange_dir: Path | No
     rank_stacks.install(os.environ)
     ddp_communication.install()
     step_profiler.install()
-    rank_displays.install()
     sys.excepthook = show_exception
     main = ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main
     sys.argv = list(command)
     cell = _register_sources(exchange_dir)
+    rank_displays.install(is_cell=cell is not None)
     try:
         code = _module_code(main, command[0]) if module else _script_code(main, command[0], cell)
         _execute(main, code, exchange_dir)

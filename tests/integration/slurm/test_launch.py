@@ -235,6 +235,20 @@ def test_cancelled_detached_job_has_a_grace_period(cluster: Cluster, cell: Kerne
     assert sorted(path.name for path in home.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
+def test_cells_share_the_worker_of_one_slurm_job(cluster: Cluster, cell: Kernel) -> None:
+    """`%%gpu` is a Slurm job of its owner, whose worker stays for the next cell and ends with `--stop`."""
+    cell.run("numbers = [1]")
+    output = cell.run("%%gpu\nimport os\nnumbers.append(2)\npid = os.getpid()\nprint('in', os.environ['GPUHUB_NODE'])")
+    assert "in rig" in output, output
+    [job] = launches(cluster)
+    assert cluster.site.ask("squeue", "-h", "-j", str(job), "-o", "%D %U").split() == ["1", str(USERS["ada"])]
+    output = cell.run("%%gpu\nnumbers.append(os.getpid() == pid)")
+    assert cell.run("print(numbers)") == "[1, 2, True]\n", output
+    assert launches(cluster) == [job]
+    assert "is given back" in cell.run("%gpu --stop")
+    wait_free(cluster)
+
+
 def test_notebooks_own_gpu_is_used(cluster: Cluster, cell: Kernel) -> None:
     del cell  # ada's notebook is still running
     write(cluster, "reduce.py", ALL_REDUCE, user="ben")
