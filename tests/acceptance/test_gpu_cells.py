@@ -86,11 +86,13 @@ def test_displays_are_shown_in_jupyterlab(notebook: Notebook) -> None:
     """A single rank's plot is between its lines; two ranks have a tab each, or one where they show the same."""
     notebook.run(DISPLAYING)
     page = notebook.user.page
+    # JupyterLab renders only the cells that are in view.
+    page.set_viewport_size({"width": 1280, "height": 2400})
     page.goto(f"{notebook.user.address}/user/{notebook.user.name}/lab/tree/displays.ipynb")
-    page.wait_for_selector(".jp-NotebookPanel .jp-Cell")
-    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
-    page.click("text=Run")
-    page.click("text=Run All Cells")
+    page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
+    wait_for(lambda: notebook.user.fetch("/user/ada/api/kernels"), "a kernel for the notebook", deadline_s=60)
+    page.click("text=Run >> nth=0")
+    page.click("text=Run All Cells >> nth=0")
     page.wait_for_selector("label:text-is('ranks 0-1')", timeout=120_000)
     cells = page.locator(".jp-CodeCell")
     parts = cells.nth(0).locator(".jp-OutputArea-child")

@@ -197,7 +197,7 @@ def _use_text_bars(module: types.ModuleType) -> None:
 
 
 def _set_interactive(_module: types.ModuleType) -> None:
-    """Let a script display its figures with `show` alone: it has no end of a cell, and others would be kept for ever."""
+    """Let a script display its figures with `show` alone: there is no end of a cell, and others would be kept."""
     if not _state.runs_cells:
         sys.modules["matplotlib"].interactive(False)
 
