@@ -148,7 +148,7 @@ class GpuCellManager(SessionManager):
     def _describe_end(self, session: RankSession) -> str:
         if session.pool.group.is_notebook_only:
             return "It is the notebook's own: there is nothing to give back."
-        idle = f"{format_span(session.keep_s)} without a cell" if session.keep_s else "the cell"
+        idle = f"{format_span(session.keep_s)} idle" if session.keep_s else "the cell"
         return f"Given back when others wait, after {idle}, or by %gpu --stop."
 
     # -- after a cell ---------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_variables_reach_the_cell_and_its_own_come_back(kernel: Kernel) -> None:
         "other = Box(6)\ndel old\nprint('in', os.environ['GPUHUB_NODE'])\nnumbers"
     )
     assert re.search(
-        r"^gpu_launch: the cell runs on rig1 RTX 5090\. Given back when others wait, after 10 min without a cell, or by",
+        r"^gpu_launch: the cell runs on rig1 RTX 5090\. Given back when others wait, after 10 min idle, or by",
         shown,
         re.M,
     )
