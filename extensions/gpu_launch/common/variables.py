@@ -58,9 +58,10 @@ class VariableTracker:
         #: Ids of values that were too large, which take long to pickle.
         self._large: dict[str, int] = {}
 
-    def forget(self) -> None:
-        """Note that the other side has nothing any more."""
-        self._digests.clear()
+    def forget(self, names: Iterable[str] | None = None) -> None:
+        """Note that the other side does not have these any more; without names, nothing."""
+        for name in list(self._digests if names is None else names):
+            self._digests.pop(name, None)
 
     def find_changes(self, names: Iterable[str], *, limit: int, wanted: Collection[str] = ()) -> Changes:
         """Return those of `names` that the other side lacks or has in an older state, and note that it gets them.

@@ -58,8 +58,15 @@ class GpuCellManager(SessionManager):
         namespace: dict[str, Any],
         label: Callable[[str], str | None],
     ) -> None:
-        """`label` returns the label of a notebook's cell by the file name of its code."""
-        super().__init__(options, before=before)
+        """Prepare to take a GPU. `label` returns the label of a notebook's cell by the file name of its code.
+
+        Raises:
+            UsageError: The cluster has no such GPUs.
+        """
+        try:
+            super().__init__(options, before=before)
+        except UsageError as error:
+            raise UsageError(str(error).replace("--nproc-per-node", "--gpus")) from None
         self._namespace, self._label = namespace, label
         self._tracker = VariableTracker(namespace, rename=self._rename)
         #: The notebook's cells whose code was sent, by label.
@@ -69,6 +76,8 @@ class GpuCellManager(SessionManager):
         #: Those of an earlier worker.
         self._gone: dict[str, str] = {}
         self._is_watched = False
+        #: Names of what was sent with the last cell.
+        self._sent: tuple[str, ...] = ()
 
     def run_cell(self, cell: CellRequest) -> dict[str, list[object]]:
         """Run a cell on a GPU; its variables are in the namespace afterwards.
@@ -111,7 +120,8 @@ class GpuCellManager(SessionManager):
                 f"{_format_reasons(large)}: too large to be sent to a GPU. Save it to a file in your home, and load it "
                 "in the cell."
             )
-        for name in changes.sizes:
+        self._sent = (*changes.sizes, *changes.modules)
+        for name in self._sent:
             self.kept.pop(name, None)
         self._announce_large("sending", changes.sizes)
         return replace(
@@ -168,6 +178,8 @@ class GpuCellManager(SessionManager):
             self._restart(session, run, lost, was_interrupted=was_interrupted)
             return
         header, frames = run.variables.header, run.variables.frames
+        if not header["taken"]:
+            self._tracker.forget(self._sent)
         problem = self._take(frames)
         unread = self._import_modules(header["modules"])
         for name in header["deleted"]:

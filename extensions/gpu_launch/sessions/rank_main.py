@@ -146,6 +146,7 @@ class SessionRank:
             "variables",
             () if changes.data is None else (changes.data,),
             cell=number,
+            taken=variables.has_taken,
             sizes=dict(changes.sizes),
             modules=dict(changes.modules),
             refused=dict(changes.refused),

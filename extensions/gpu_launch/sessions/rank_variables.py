@@ -24,6 +24,8 @@ class RankVariables:
         self._before: dict[str, int] = {}
         self._named: frozenset[str] = frozenset()
         self._wanted: tuple[str, ...] = ()
+        #: All that was sent with the cell could be read.
+        self.has_taken = False
 
     def take(self, sent: Mapping[str, Any], frames: Sequence[bytes]) -> None:
         """Take what the notebook sent with a cell, see `GpuCell.build_header`.
@@ -31,6 +33,7 @@ class RankVariables:
         Raises:
             Exception: A value cannot be read here, or a module cannot be imported.
         """
+        self.has_taken = False
         self._named, self._wanted = frozenset(sent["named"]), tuple(sent["wanted"])
         try:
             for name, module in sent["modules"].items():
@@ -38,6 +41,7 @@ class RankVariables:
             self._tracker.note_modules(sent["modules"])
             for data in frames:
                 self._tracker.apply(data, limit=MAX_BYTES)
+            self.has_taken = True
         except Exception as error:
             error.add_note("gpu_launch: what the notebook sent cannot be read on the worker")
             raise

@@ -59,7 +59,8 @@ def test_variables_reach_the_cell_and_its_own_come_back(kernel: Kernel) -> None:
     shown = kernel.good("%%gpu\nassert os.getpid() == before\nprint(box.doubled(), other.x)")
     assert shown == "15 6\n"
     assert "idle for" in kernel.good("%gpu")
-    assert "rig1 RTX 5090 is given back\n" in kernel.good("%gpu --stop")
+    # Nothing is said of workers that stay.
+    assert kernel.good("%gpu --stop") == "gpu_launch: rig1 RTX 5090 is given back\n"
     until(lambda: not kernel.notebook.broker.jobs(schemas.JobState.RUNNING), "the GPU is given back")
 
 
@@ -113,6 +114,19 @@ def test_failing_cell_shows_its_own_lines_and_keeps_what_it_made(kernel: Kernel)
     assert re.fullmatch(r"  Cell In\[\d+\], line 2, in ratio", lines[3])
     assert "On rig1 RTX 5090. The worker and its variables are kept." in failed.error
     assert kernel.good("print(steps)") == "[1, 2]\n"
+
+
+def test_what_cannot_be_read_on_the_worker_is_sent_again(kernel: Kernel) -> None:
+    """The error says where it comes from, each time, until the notebook's value is another."""
+    kernel.good(
+        "import os\ndef read(there):\n    if 'RANK' in os.environ: raise ValueError('not here')\n    return Odd()\n"
+        "class Odd:\n    def __reduce__(self): return read, (1,)\nodd, plain = Odd(), 3"
+    )
+    for _ in range(2):
+        failed = kernel.run("%%gpu\nprint(odd, plain)")
+        assert "ValueError: not here\ngpu_launch: what the notebook sent cannot be read on the worker" in failed.error
+    kernel.good("odd = 4")
+    assert kernel.good("%%gpu\nprint(odd, plain)") == "4 3\n"
 
 
 def test_interrupt_stops_the_cell_and_keeps_what_it_made(kernel: Kernel) -> None:
@@ -183,14 +197,13 @@ def test_notebooks_own_gpu_is_used(notebook: Notebook) -> None:
         assert not notebook.broker.groups
 
 
-def test_one_process_runs_the_cell_whatever_the_number_of_gpus(kernel: Kernel) -> None:
-    """`--gpus` asks for them on one node; a message about workers that stay would be wrong."""
-    shown = kernel.good("%%gpu --gpus 2\nx = 1\nprint('once')")
-    assert shown.count("once\n") == 1
-    (group,) = kernel.notebook.broker.groups.values()
-    assert (group.request.nnodes, group.request.nproc_per_node) == (1, 2)
-    assert "Taken with: %%gpu --gpus 2" in kernel.good("%gpu")
-    assert "stays with this notebook" not in kernel.good("%gpu --stop")
+def test_one_process_runs_the_cell_whatever_the_number_of_gpus(notebook: Notebook) -> None:
+    """`--gpus` asks for them on one node."""
+    with contextlib.closing(Kernel(notebook, gpus=("GPU-a", "GPU-b"))) as kernel:
+        assert kernel.good("%%gpu --gpus 2\nprint('once')").count("once\n") == 1
+        assert "Taken with: %%gpu --gpus 2" in kernel.good("%gpu")
+        failed = kernel.run("%%gpu --gpus 3\n1")
+    assert failed.error == "--gpus 3: no node of the cluster has 3 GPUs. Use --gpus 1 or less."
 
 
 def test_large_variables_are_named_with_their_size(kernel: Kernel) -> None:
