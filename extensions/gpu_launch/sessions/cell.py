@@ -143,7 +143,7 @@ class CellRun:
         header = message.header
         if header["kind"] == "ended" and header["cell"] == self._number:
             self._end_messages[message.rank] = message
-            self.written[message.rank] = (*header["written"], header["displays"])
+            self.written[message.rank] = (*header["written"], header.get("displays", 0))
             self.state_machine.record_end(message.rank, CellOutcome(header["how"]), time.monotonic())
         elif header["kind"] == "checked" and header["number"] == self._number:
             self._check_results[message.rank] = header["problem"]
