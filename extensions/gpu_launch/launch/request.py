@@ -22,9 +22,9 @@ from gpu_launch.launch import plan
 from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text
+from gpu_launch.output.panel import is_in_notebook
 from gpu_launch.prediction import figures, report
 from gpu_launch.training.comm_modes import AUTO
-from gpu_launch.output.panel import is_in_notebook
 
 #: Mounted on every node, like the home.
 DATASETS = Path("/datasets")
