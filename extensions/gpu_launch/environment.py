@@ -55,6 +55,8 @@ class Environment:
     key: str = ""
     #: GPUHUB_IMAGE: the image that the user chose for this notebook; empty where there is no choice.
     image: str = ""
+    #: GPUHUB_STAGED: the datasets of which this container has its node's copy.
+    staged: tuple[str, ...] = ()
 
     @property
     def earlier_starts(self) -> int:
@@ -87,6 +89,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         certificate=env.get("JUPYTERHUB_SSL_CERTFILE", ""),
         key=env.get("JUPYTERHUB_SSL_KEYFILE", ""),
         image=env.get("GPUHUB_IMAGE", ""),
+        staged=tuple(filter(None, env.get("GPUHUB_STAGED", "").split(","))),
         preemptions=int(preemptions) if preemptions.isdecimal() else 0,
         retries=int(retries) if retries.isdecimal() else 0,
         max_retries=int(max_retries) if max_retries.isdecimal() else 0,

@@ -33,6 +33,7 @@ def test_other_users_lease_and_job(testbed: FaultTestbed) -> None:
         ("GET", f"/leases/{lease}", None),
         ("GET", f"/leases/{lease}/why", None),
         ("DELETE", f"/leases/{lease}", None),
+        ("POST", f"/leases/{lease}/stage", None),
         ("POST", f"/leases/{lease}/extend", {"time_limit_s": 3600}),
         ("POST", f"/leases/{lease}/activate", {"container_id": "0" * 64}),
         ("POST", f"/leases/{lease}/force", None),

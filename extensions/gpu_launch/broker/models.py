@@ -346,6 +346,8 @@ class GpuRequest:
     same_model: bool = False
     #: Nothing else may run on the nodes.
     exclusive: bool = False
+    #: Datasets of which each node gets a copy on its own disk first.
+    stage: tuple[str, ...] = ()
     #: The GPUs may be preempted when others need them.
     scavenge: bool = False
     priority: int = 0

@@ -126,7 +126,7 @@ def _fit_task(
     reasons = []
     for accelerators in file.alternatives or (file.accelerators,):
         try:
-            options = _build_options(asked, file.nnodes, accelerators, cluster)
+            options = _build_options(asked, file, accelerators, cluster)
             return submission.fit_to_cluster(asked, options, cluster), accelerators
         except UsageError as error:
             if not file.alternatives:
@@ -140,7 +140,7 @@ def _format_gpus(accelerators: Accelerators | None) -> str:
 
 
 def _build_options(
-    asked: RunArguments, nnodes: int, accelerators: Accelerators | None, cluster: Cluster
+    asked: RunArguments, file: parser.TaskFile, accelerators: Accelerators | None, cluster: Cluster
 ) -> LaunchOptions:
     """Return the file's shape as options, with the command line's own options over it."""
     options = command.build(asked.values)
@@ -155,7 +155,9 @@ def _build_options(
             except UsageError as error:
                 raise UsageError(f"resources.accelerators {error}") from None
         options = replace(options, nproc_per_node=each, demand=replace(options.demand, models=models))
-    return options if "nnodes" in asked.values else replace(options, nnodes=nnodes)
+    if file.stage and "stage" not in asked.values:
+        options = replace(options, demand=replace(options.demand, stage=file.stage))
+    return options if "nnodes" in asked.values else replace(options, nnodes=file.nnodes)
 
 
 def _build_job(context: Context, asked: RunArguments, task: _CheckedTask) -> JobSubmission:

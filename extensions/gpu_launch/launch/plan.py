@@ -64,7 +64,9 @@ def format_job_state(job: Job, plan: LaunchPlan, now: datetime) -> str:
     if job.state == WAITING:
         return f"waiting for {format_requested_gpus(plan)}{format_queue_state(job, now)}"
     if job.is_granted:
-        return f"starting {format_count(len(job.workers), 'worker')} on {format_nodes(job.workers, '')}"
+        names = plan.demand.stage
+        copies = f", after {' and '.join(names)} {'is' if len(names) == 1 else 'are'} copied there" if names else ""
+        return f"starting {format_count(len(job.workers), 'worker')} on {format_nodes(job.workers, '')}{copies}"
     return "preempted, the workers end" if job.state == PREEMPTING else f"the job is {job.state}"
 
 
@@ -116,7 +118,8 @@ def make_plan(
 
 
 def _takes_part(env: Environment, nproc_per_node: int, demand: GpuRequest, cards: tuple[Gpu, ...]) -> bool:
-    if len(env.gpu_uuids) < nproc_per_node or demand.exclusive:
+    has_copies = all(any(f"{dataset}/".startswith(f"{one}/") for one in env.staged) for dataset in demand.stage)
+    if len(env.gpu_uuids) < nproc_per_node or demand.exclusive or not has_copies:
         return False
     if not demand.needs_gpu_data:
         return True

@@ -195,6 +195,7 @@ def _cluster(options: LaunchOptions, env: Environment, broker: BrokerClient | No
         "--memory": demand.least_memory_mib,
         "--same-model": demand.same_model,
         "--exclusive": demand.exclusive,
+        "--stage": demand.stage,
     }
     used = [flag for flag, value in flags.items() if value]
     if used and (missing := plan.missing_broker(env)):

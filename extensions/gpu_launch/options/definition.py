@@ -201,6 +201,15 @@ OPTIONS: tuple[LaunchOption, ...] = (
         help="nothing else may run on the nodes; the notebook's own GPU does not take part",
     ),
     LaunchOption(
+        "--stage",
+        "stage",
+        section=_PARTS,
+        type=types.DATASETS,
+        metavar="datasets/NAME[,...]",
+        help="copy these folders of /datasets to the disk of each node first, where all users' launches then read them "
+        "(read them from the file server)",
+    ),
+    LaunchOption(
         "--scavenge",
         section=_TIMES,
         surfaces=(_FUNCTION, _COMMAND),

@@ -18,7 +18,7 @@ from gpu_launch import units
 from gpu_launch.errors import UsageError
 from gpu_launch.training.comm_modes import AUTO, CommMode
 
-MAX_NODES, MAX_PROCESSES, MAX_MODELS, MAX_PRIORITY = 1024, 64, 16, 100
+MAX_NODES, MAX_PROCESSES, MAX_MODELS, MAX_PRIORITY, MAX_DATASETS = 1024, 64, 16, 100, 16
 MIN_TIME_LIMIT_S, MAX_TIME_LIMIT_S = 60, 366 * 86400
 MAX_KEEP_S = 86400
 #: The broker takes no more tasks in one request, and tries a failed job no more often.
@@ -33,6 +33,8 @@ _RANKS = re.compile(r"\d{1,6}(,\d{1,6})*")
 _SIGNAL = re.compile(r"SIG[A-Z0-9]{2,12}")
 _INDEXES = re.compile(r"(\d{1,6})(?:-(\d{1,6})(?::(\d{1,6}))?)?")
 _ROLE = re.compile(r"[\w.-]{1,64}")
+#: As in the broker's API.
+_DATASET = re.compile(r"datasets(/[A-Za-z0-9_][A-Za-z0-9._-]{0,62}){1,4}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,16 @@ def _read_models(flag: str, value: str) -> tuple[str, ...]:
     return models
 
 
+def _read_datasets(flag: str, value: str) -> tuple[str, ...]:
+    datasets = tuple(dict.fromkeys(part.strip().strip("/") for part in value.split(",")))
+    for dataset in datasets:
+        if not _DATASET.fullmatch(dataset):
+            raise UsageError(f"{flag} {value}: a folder below /datasets is needed, such as datasets/imagenet.")
+    if len(datasets) > MAX_DATASETS:
+        raise UsageError(f"{flag}: at most {MAX_DATASETS} datasets can be named.")
+    return datasets
+
+
 def _read_names(flag: str, value: str, *, dotted: bool) -> tuple[str, ...]:
     values = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
     for name in values:
@@ -209,6 +221,7 @@ _STREAMS_RIGHT = "0, 1 (stdout), 2 (stderr), 3 (both) or 0:3,1:1"
 PROCESSES = OptionType("number", _read_processes)
 NODES = OptionType("nodes", _read_nodes, _write_nodes)
 MODELS = OptionType("models", _read_models, ",".join, lists=True)
+DATASETS = OptionType("datasets", _read_datasets, ",".join, lists=True)
 MEMORY = OptionType("memory", units.parse_memory, units.write_memory)
 ARRAY = OptionType("array", _read_array, _write_array)
 RUN = pattern(re.compile(r"\S{1,64}"), "a run's id, or a job's name")

@@ -38,13 +38,16 @@ from gpuhub.broker.controllers.volume_gc import VolumeCollector
 from gpuhub.broker.controllers.worker_launcher import StartWorker, WorkerLauncher
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.files.couriers import CourierPool, StartCourier
+from gpuhub.broker.files.dataset_stager import DatasetStager
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.metrics.request_metrics import RequestMetrics
 from gpuhub.broker.operations.operations import BrokerOperations
+from gpuhub.broker.operations.staging import LeaseStaging
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import Problem
+from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.log_text import EscapingFormatter
 from gpuhub.common.open_files import raise_open_file_limit
@@ -114,6 +117,8 @@ def create_app(
 
     broker = BrokerOperations(core, backend)
     couriers = CourierPool(core=core, daemons=daemons, start=start_courier)
+    stager = DatasetStager(core=core, daemons=daemons)
+    staging = LeaseStaging(core, stager.stage)
     audit_log = AuditLog(clock)
 
     @asynccontextmanager
@@ -127,6 +132,7 @@ def create_app(
             instance=daemons.instance,
             start_worker=start_worker if capabilities.containers else backend.start_worker,
             refuse_ended=partial(backend.confirm, patience_s=WORKER_PATIENCE_S) if capabilities.external_jobs else None,
+            stage=stager.stage if capabilities.containers else None,
         )
         unproven = UnprovenLeases()
         runs: dict[str, Callable[[], Awaitable[None]]] = {
@@ -144,10 +150,12 @@ def create_app(
                 unproven=unproven,
                 firewall=firewall,
                 read_head_free=read_head_free,
+                find_staging=staging.find_starting,
             )
             runs["node controller"] = nodes.run
             runs["volumes"] = VolumeCollector(core=core, daemons=daemons).run
-            runs["networks"] = partial(_remove_networks, core, daemons)
+            runs["datasets"] = stager.run
+            runs["networks"] = partial(_remove_networks, core, daemons, stager)
         if cluster.stops_idle_notebooks:
             runs["idle notebooks"] = IdleController(core).run
         if capabilities.external_jobs:
@@ -157,6 +165,7 @@ def create_app(
             yield
         finally:
             await loop.stop(loops)
+            await staging.close()
             await launcher.close()
             await backend.close()
             await core.close()
@@ -173,15 +182,21 @@ def create_app(
         # Otherwise FastAPI looks for a telemetry provider at each request, and takes one from the environment.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    app.state.core = core
-    app.state.broker = broker
-    app.state.authenticator = Authenticator(hub, clock, own_token, spawner_token, metrics_token)
-    app.state.metrics = exporter = MetricsExporter(
+    exporter = MetricsExporter(
         core, backend, read_head_free=read_head_free, read_certificate_ends=read_certificate_ends
     )
-    app.state.user_files = UserFiles(core, couriers, has_containers=capabilities.containers)
-    app.state.daemons = daemons
-    app.state.hub_page = hub_page
+    parts = {
+        "core": core,
+        "broker": broker,
+        "staging": staging,
+        "authenticator": Authenticator(hub, clock, own_token, spawner_token, metrics_token),
+        "metrics": exporter,
+        "user_files": UserFiles(core, couriers, has_containers=capabilities.containers),
+        "daemons": daemons,
+        "hub_page": hub_page,
+    }
+    for name, part in parts.items():
+        setattr(app.state, name, part)
     _add_routes(app, audit_log, exporter)
     return app
 
@@ -200,13 +215,15 @@ def _add_routes(app: FastAPI, audit_log: AuditLog, exporter: MetricsExporter) ->
 
 
 class _Owners(Collection[str]):
-    """Everybody with a lease that has not ended, at the moment of the question."""
+    """Everybody with a lease that has not ended, at the moment of the question; and the stager during a transfer."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, stager: DatasetStager) -> None:
         self._ledger = ledger
+        self._stager = stager
 
     def _now(self) -> set[str]:
-        return {lease.owner for lease in self._ledger.snapshot.leases.values()}
+        owners = {lease.owner for lease in self._ledger.snapshot.leases.values()}
+        return owners | {names.STAGING_OWNER} if self._stager.is_transferring else owners
 
     def __contains__(self, owner: object) -> bool:
         return owner in self._now()
@@ -218,12 +235,12 @@ class _Owners(Collection[str]):
         return len(self._now())
 
 
-async def _remove_networks(core: BrokerState, daemons: DockerClients) -> None:
+async def _remove_networks(core: BrokerState, daemons: DockerClients, stager: DatasetStager) -> None:
     """Remove networks of users without leases, again and again until cancelled."""
     while True:
         await asyncio.sleep(NETWORKS_PERIOD_S)
         try:
-            owners = _Owners(core.ledger)
+            owners = _Owners(core.ledger, stager)
             removed = await remove_idle_user_networks(daemons, core.cluster, daemons.instance, owners)
         except GpuhubError as error:
             log.info("networks that nobody uses stay for now: %s", error)

@@ -29,6 +29,7 @@ from gpuhub.broker_api.schemas import (
     ReclaimRequest,
     ReservationRequest,
     ReservationView,
+    StagingView,
     UploadResult,
     UsageView,
 )
@@ -54,6 +55,7 @@ _JOB = TypeAdapter(JobView)
 _JOBS = TypeAdapter(list[JobView])
 _UPLOAD = TypeAdapter(UploadResult)
 _WHY = TypeAdapter(PendingReasonView)
+_STAGING = TypeAdapter(StagingView)
 _NODEVIEW = TypeAdapter(NodeView)
 _CLUSTERVIEW = TypeAdapter(ClusterView)
 _RESERVATION = TypeAdapter(ReservationView)
@@ -163,6 +165,11 @@ class AsyncBrokerClient:
         """Report that the container exists; it may be started when this returns."""
         body = ActivationRequest(container_id=container_id).model_dump(mode="json")
         return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/activate", json=body))
+
+    async def stage(self, lease_id: str, *, wait_s: float = 0) -> StagingView:
+        """Copy the datasets of a granted lease to its node, and return how far that is after `wait_s` at the latest."""
+        path, params = f"/leases/{_quoted(lease_id)}/stage", {"wait_s": f"{wait_s:.3f}"}
+        return _read(_STAGING, await self._send("POST", path, params=params, limit_s=_ANSWER_S + wait_s))
 
     async def release(self, lease_id: str) -> LeaseView:
         """Release a lease."""

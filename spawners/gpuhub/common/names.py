@@ -32,9 +32,11 @@ SERVER_PATTERN = r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?"
 INSTANCE_PATTERN = r"[a-z][a-z0-9]{0,7}"
 #: Id of a launch, chosen by the client: the name of its folder in `~/.gpu_launch/jobs`.
 RUN_PATTERN = r"[a-z0-9]([a-z0-9-]{4,38}[a-z0-9])"
+#: A folder below `/datasets`, as users name it: `datasets/imagenet/train`.
+DATASET_PATTERN = r"datasets(/[A-Za-z0-9_][A-Za-z0-9._-]{0,62}){1,4}"
 
 LABEL_INSTANCE = "gpuhub.instance"
-LABEL_KIND = "gpuhub.kind"  # notebook, worker, agent, courier or guard
+LABEL_KIND = "gpuhub.kind"  # notebook, worker, agent, courier, guard or stager
 LABEL_LEASE = "gpuhub.lease"
 LABEL_EPOCH = "gpuhub.epoch"
 LABEL_OWNER = "gpuhub.owner"
@@ -42,6 +44,8 @@ LABEL_JOB = "gpuhub.job"
 LABEL_WORKER = "gpuhub.worker"
 LABEL_SLURM_JOB = "gpuhub.slurm-job"  # the Slurm job that holds the container's GPUs; the Epilog searches for it
 LABEL_DEBIAN = "gpuhub.debian"  # of an image: the date of its Debian packages
+LABEL_DATASET = "gpuhub.dataset"  # of the volume with a node's copy: the dataset
+LABEL_BYTES = "gpuhub.bytes"  # of the same volume: the size of the dataset
 LABEL_SHARE = "gpuhub.gpu_share"  # number of shares of the GPU, of which the container has one
 
 KIND_NOTEBOOK = "notebook"
@@ -49,12 +53,16 @@ KIND_WORKER = "worker"
 KIND_AGENT = "agent"
 KIND_COURIER = "courier"
 KIND_FIREWALL = "guard"
+KIND_STAGER = "stager"
 #: Kinds of volumes, in the same label.
 VOLUME_HOME = "home"
 VOLUME_DATASETS = "datasets"
 VOLUME_SCRATCH = "scratch"
+VOLUME_STAGED = "staged"
 #: Kinds of containers without a lease, which have no GPU.
-KINDS_WITHOUT_LEASE = frozenset({KIND_AGENT, KIND_COURIER, KIND_FIREWALL})
+KINDS_WITHOUT_LEASE = frozenset({KIND_AGENT, KIND_COURIER, KIND_FIREWALL, KIND_STAGER})
+#: Owner of the network on which nodes pass datasets on; no user's name has a colon.
+STAGING_OWNER = "gpuhub:staging"
 
 
 def make_slug(text: str) -> str:
@@ -150,3 +158,13 @@ def firewall_table_name(instance: str) -> str:
 
 def scratch_volume_name(instance: str, owner: str) -> str:
     return f"{instance}-scratch-{make_slug(owner)}"
+
+
+def stager_container_name(instance: str, transfer: str, index: int) -> str:
+    """Return the name of the container that copies a dataset; other stagers find it by this name."""
+    return f"{instance}-stage-{transfer}-{index}"
+
+
+def staged_volume_name(instance: str, dataset: str, digest: str) -> str:
+    """Return the name of the volume with a copy of this state of a dataset."""
+    return f"{instance}-staged-{make_slug(dataset.partition('/')[2])}-{digest[:16]}"

@@ -21,6 +21,8 @@ GroupName = Annotated[
     StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$"),
     AfterValidator(check_group),
 ]
+#: A folder below `/datasets`, such as "datasets/imagenet".
+DatasetName = Annotated[str, StringConstraints(pattern=f"^{names.DATASET_PATTERN}$")]
 #: TCP port.
 Port = Annotated[int, Field(ge=1, le=65535)]
 #: Text of 1 to 300 characters.

@@ -13,6 +13,7 @@ from gpuhub.common.errors import InvalidRequest, NotAllowed
 from gpuhub.common.units import Size, Span
 from gpuhub.config.base import (
     ComputeCapability,
+    DatasetName,
     DriverVersion,
     GroupName,
     ListOf,
@@ -76,6 +77,9 @@ class ProfileSettings(SettingsTable):
     time_limit: Span | None = None
     #: What notebooks of this profile have instead of the values of `[idle]`.
     idle: ProfileIdleSettings = ProfileIdleSettings()
+    #: Datasets, such as "datasets/imagenet", of which the node gets a copy on its own disk before the notebook starts,
+    #: besides those of `stage` in `[storage]`.
+    stage: ListOf[DatasetName] = ()
     #: Groups whose members alone may use the profile; empty for all users.
     groups: ListOf[GroupName] = ()
     #: Slurm partition, with `engine = "slurm"`; None: the one of `[slurm]`.

@@ -120,6 +120,7 @@ class ClusterSettings(SettingsTable):
             *_find_owner_mistakes(self),
             *find_port_mistakes(self.monitoring, self.hub),
             *find_idle_mistakes(self.idle, [(profile.name, profile.idle) for profile in self.profiles]),
+            *_find_staging_mistakes(self),
         ]
         if self.network.kind == "bridge" and len(self.nodes) > 1:
             mistakes.append(
@@ -246,6 +247,14 @@ def _find_owner_mistakes(cluster: ClusterSettings) -> Iterable[str]:
                 f"nodes: {node.name!r}: owner_first: others' scavenging jobs make way only with preemption = true in "
                 "[scheduling]: add it"
             )
+
+
+def _find_staging_mistakes(cluster: ClusterSettings) -> Iterable[str]:
+    """Return one line for each profile that stages datasets where there are none."""
+    if cluster.storage.datasets is None:
+        for profile in cluster.profiles:
+            if profile.stage:
+                yield (f"profiles: {profile.name!r}: stage: copies are made of storage.datasets, which is not set")
 
 
 def _unsatisfiable(cluster: ClusterSettings) -> list[str]:

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from gpuhub.common.units import Span
-from gpuhub.config.base import SettingsTable
+from gpuhub.common.units import Size, Span
+from gpuhub.config.base import DatasetName, ListOf, SettingsTable
 
 #: TCP port of NFS servers.
 NFS_PORT = 2049
@@ -40,6 +40,13 @@ class StorageSettings(SettingsTable):
     scratch: bool = True
     #: Time after which a user's unused scratch folder on a node is deleted, seconds.
     scratch_keep: Span = 14 * 86400
+    #: Datasets, such as "datasets/imagenet", of which every node that runs a container gets a copy on its own disk.
+    stage: ListOf[DatasetName] = ()
+    #: Time after which a copy of a dataset that no container uses is deleted, seconds.
+    stage_keep: Span = 14 * 86400
+    #: Space that copies of datasets leave free on the disk with Docker's data, bytes: the copies that were not used for
+    #: the longest time are deleted first.
+    stage_spare: Size = 20 * 1024**3
     #: Time that an NFS server may take to answer before a start is refused, seconds; 60 at most.
     patience: Annotated[Span, Field(le=60)] = 10
 
@@ -74,6 +81,8 @@ class StorageSettings(SettingsTable):
                 raise ValueError(f"{key} = {value!r} is one folder for all users: put {{username}} into it")
         if self.home_create is not None and self.home_create.startswith("nfs://"):
             raise ValueError("home_create is a path on the head node, not an nfs:// address")
+        if self.stage and self.datasets is None:
+            raise ValueError("stage: copies are made of what `datasets` has, and it is not set")
         if self.home.startswith("nfs://") and is_read_only(self.nfs_options):
             raise ValueError("nfs_options: with ro, homes could not be written; datasets are read-only without it")
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -202,6 +202,13 @@ async def remove_nfs_volumes(daemons: DockerClients, node: str, instance: str) -
         else:
             remaining.append(str(volume["Name"]))
     return remaining
+
+
+def find_used_volumes(containers: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the names of the volumes that the listed containers have, running or not."""
+    return {
+        str(mount["Name"]) for container in containers for mount in container.get("Mounts") or () if mount.get("Name")
+    }
 
 
 @dataclass(frozen=True, slots=True)

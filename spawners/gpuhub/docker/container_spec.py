@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -89,6 +89,8 @@ class ContainerContext:
     #: CIDR of the user's network.
     subnet: str
     head_address: str
+    #: Volumes with the node's copies of datasets, by dataset, such as `datasets/imagenet`.
+    staged: Mapping[str, str] = field(default_factory=dict)
 
 
 def build_notebook_spec(
@@ -227,16 +229,36 @@ def build_courier_spec(
     )
 
 
-def build_mounts(storage: StorageSettings, instance: str, identity: UserIdentity) -> list[Mount]:
-    """Build the mounts of the home, the datasets (read-only) and the node's scratch volume."""
+def build_mounts(
+    storage: StorageSettings, instance: str, identity: UserIdentity, staged: Mapping[str, str] | None = None
+) -> list[Mount]:
+    """Build the mounts of the home, the datasets (read-only) and the node's scratch volume.
+
+    Args:
+        staged: Volumes with the node's copies of datasets, which cover the folders of the file server.
+    """
     mounts = [build_home_mount(storage, instance, identity)]
     if storage.datasets is not None:
-        labels = {names.LABEL_INSTANCE: instance, names.LABEL_KIND: names.VOLUME_DATASETS}
-        name = f"{instance}-datasets"
-        mounts.append(_storage_mount(storage.datasets, DATASETS, storage, name, labels, read_only=True))
+        mounts.append(build_datasets_mount(storage, instance))
+        mounts += [build_staged_mount(dataset, volume) for dataset, volume in sorted((staged or {}).items())]
     if storage.scratch:
         mounts.append(_scratch_mount(instance, identity))
     return mounts
+
+
+def build_datasets_mount(storage: StorageSettings, instance: str) -> Mount:
+    """Build the read-only mount of all datasets; the settings must have some."""
+    assert storage.datasets is not None  # noqa: S101 - for the type checker
+    labels = {names.LABEL_INSTANCE: instance, names.LABEL_KIND: names.VOLUME_DATASETS}
+    return _storage_mount(storage.datasets, DATASETS, storage, f"{instance}-datasets", labels, read_only=True)
+
+
+def build_staged_mount(dataset: str, volume: str) -> Mount:
+    """Build the read-only mount of a copy at the dataset's own path.
+
+    It has no labels: a volume that Docker had to create here, since the copy was removed by hand, is not a copy.
+    """
+    return Mount(target=f"/{dataset}", source=volume, type="volume", read_only=True, no_copy=True)
 
 
 def build_home_mount(storage: StorageSettings, instance: str, identity: UserIdentity) -> Mount:
@@ -318,6 +340,7 @@ def _context_environment(context: ContainerContext, identity: UserIdentity) -> d
         "GPUHUB_NODE": context.node.name,
         "GPUHUB_GPU_UUIDS": ",".join(context.gpu_uuids),
         "GPUHUB_HEAD_ADDRESS": context.head_address,
+        **({"GPUHUB_STAGED": ",".join(sorted(context.staged))} if context.staged else {}),
     }
     if context.memory_cap_mib is not None:
         environment["GPUHUB_GPU_MEMORY_CAP_MIB"] = str(context.memory_cap_mib)
@@ -334,7 +357,7 @@ def _host_config(context: ContainerContext, identity: UserIdentity, limits: Cont
         **build_security_options(identity, limits),
         "network_mode": names.access_network_name(context.instance),
         "device_requests": build_device_requests(context.gpu_uuids),
-        "mounts": build_mounts(context.cluster.storage, context.instance, identity),
+        "mounts": build_mounts(context.cluster.storage, context.instance, identity, context.staged),
         "tmpfs": build_tmpfs(limits),
         # No memlock: the driver pins CUDA's memory itself, only RDMA would need it, and a daemon that may not raise
         # limits (in a virtual machine, for example) would refuse to start the container.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from gpuhub.common.paths import Paths
@@ -43,6 +43,8 @@ class WorkerSpec:
     retries: tuple[int, int] = (0, 0)
     #: Slurm job that holds the GPUs; None without Slurm.
     slurm_job: int | None = None
+    #: Volumes with the node's copies of datasets, by dataset.
+    staged: Mapping[str, str] = field(default_factory=dict)
     #: Called between creation and start of the container; raises when it must not start.
     before_start: Callable[[], Awaitable[None]] | None = field(default=None, compare=False, repr=False)
 
@@ -69,6 +71,7 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
             gpu_uuids=spec.gpu_uuids,
             subnet=network.subnet,
             head_address=find_head_address(cluster),
+            staged=spec.staged,
         ),
         identity=identity,
         image=spec.image,

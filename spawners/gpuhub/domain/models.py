@@ -35,6 +35,8 @@ class ResourceRequest:
     exclude: tuple[str, ...] = ()
     exclusive: bool = False
     same_model: bool = False
+    #: Datasets of which each node gets a copy before its container starts.
+    stage: tuple[str, ...] = ()
     batch: bool = False
     scavenge: bool = False
     priority: int = 0

@@ -58,7 +58,7 @@ class ObservedNode:
     containers: tuple[ObservedContainer, ...]
     #: When the query began, seconds since 1970.
     observed_at: float
-    #: Leases for which the broker was creating containers during the query.
+    #: Leases for which the broker was creating containers, or copying datasets, during the query.
     starting_leases: frozenset[str] = frozenset()
     #: Every process of the node had ended, so that no daemon has to confirm the list.
     has_stopped: bool = False
@@ -229,7 +229,10 @@ def _reconcile_lease(
     if lease.state in lease_states.ENDING:
         return actions + _reconcile_ending(lease, containers, observed_node, is_proof=doubt is None)
     if lease.purpose is Purpose.NOTEBOOK:
-        return actions + _reconcile_notebook(lease, containers, observed_node.observed_at, is_proof=doubt is None)
+        is_starting = lease.id in observed_node.starting_leases
+        return actions + _reconcile_notebook(
+            lease, containers, observed_node.observed_at, is_proof=doubt is None, is_starting=is_starting
+        )
     if job is None or lease.id in observed_node.starting_leases:
         return actions
     actions += _reconcile_workers(job, observed_node.node, containers, is_proof=doubt is None)
@@ -315,10 +318,16 @@ def _reconcile_shrinking(
 
 
 def _reconcile_notebook(
-    lease: LeaseRow, containers: Sequence[ObservedContainer], observed_at: float, *, is_proof: bool
+    lease: LeaseRow,
+    containers: Sequence[ObservedContainer],
+    observed_at: float,
+    *,
+    is_proof: bool,
+    is_starting: bool,
 ) -> list[Action]:
     reason = None
-    if lease.state is LeaseState.GRANTED and lease.since + START_GRACE_S < observed_at:
+    is_late = lease.since + START_GRACE_S < observed_at and not is_starting
+    if lease.state is LeaseState.GRANTED and is_late:
         reason = f"it was not started within {START_GRACE_S / 60:.0f} minutes"
     elif lease.state is LeaseState.ACTIVE and _is_in_state_since(lease, observed_at):
         reason = _explain_notebook_end(lease, containers, observed_at, is_proof=is_proof)

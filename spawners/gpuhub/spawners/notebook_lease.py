@@ -7,11 +7,13 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
-from gpuhub.broker_api.schemas import ClusterView, LeaseRequest, LeaseState, LeaseView, Purpose
+from gpuhub.broker_api.schemas import ClusterView, LeaseRequest, LeaseState, LeaseView, Purpose, StagingView
 from gpuhub.common.errors import BrokerUnreachable, Conflict, NotFound
 
 #: Length of a long poll, seconds; the broker drops requests of a spawner that polls less often than every 20 s.
 POLL_S = 10.0
+#: The same while datasets are copied, whose progress the user sees.
+_STAGE_POLL_S = 2.0
 _RETRY_S = 1.0
 _RELEASE_DEADLINE_S = 6.0
 _LIVE_STATES = (LeaseState.REQUESTED, LeaseState.GRANTED, LeaseState.ACTIVE)
@@ -35,6 +37,9 @@ class LeaseBroker(Protocol):
 
     async def activate(self, lease_id: str, container_id: str) -> LeaseView:
         """Report that the container exists."""
+
+    async def stage(self, lease_id: str, *, wait_s: float = 0) -> StagingView:
+        """Copy the lease's datasets to its node; return how far that is, at the latest after `wait_s` seconds."""
 
     async def release(self, lease_id: str) -> LeaseView: ...
 
@@ -117,6 +122,26 @@ async def wait_for_grant(
     if lease.state not in _LIVE_STATES:
         raise Conflict(f"The wait for a GPU has ended: {lease.reason or 'stopped'}.")
     return lease
+
+
+async def stage_datasets(broker: LeaseBroker, lease: LeaseView, report: Callable[[str], None]) -> dict[str, str]:
+    """Wait until the node of a granted lease has its copies of datasets, and return their volumes by dataset.
+
+    Args:
+        report: Called with what is copied now, for the user.
+
+    Raises:
+        GpuhubError: A dataset cannot be copied; the text has the reason.
+    """
+    while True:
+        try:
+            view = await broker.stage(lease.id, wait_s=_STAGE_POLL_S)
+        except BrokerUnreachable:
+            await asyncio.sleep(_RETRY_S)
+            continue
+        if view.is_ready:
+            return view.volumes
+        report(view.message)
 
 
 async def release_lease(broker: LeaseBroker, lease_id: str, *, wait: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.controllers.volume_gc import Volume, find_used_volumes, parse_volumes
+from gpuhub.broker.controllers.volume_gc import Volume, parse_volumes
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, SetupError, StorageUnavailable
@@ -160,7 +160,7 @@ async def test_used_scratch_cannot_be_removed(clean: HeadNode, tiny_image: str) 
     assert scratch == Volume(
         name=names.scratch_volume_name(INSTANCE, OWNER), kind=names.VOLUME_SCRATCH, owner=OWNER, is_nfs=False
     )
-    assert scratch.name in find_used_volumes(containers)
+    assert scratch.name in container_lifecycle.find_used_volumes(containers)
     with pytest.raises(Conflict, match="in use"):
         await clean.daemons.call("rig1", "remove_volume", scratch.name)
     await container_lifecycle.remove_container(clean.daemons, "rig1", container)

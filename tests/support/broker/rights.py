@@ -60,6 +60,7 @@ POST /leases with groups             | 403 |   W      Y   Y   Y      Y       W  
 GET /leases/{lease}                  | 200 |   H      H   Y   Y      H       Y       H      Y    Y
 GET /leases/{waiting}/why            | 200 |   H      H   Y   Y      H       Y       H      Y    Y
 POST /leases/{lease}/activate        | 200 |   H      H   Y   Y      H       Y       H      Y    Y
+POST /leases/{lease}/stage           | 409 |   H      H   N   N      H       Y       H      N    N
 POST /leases/{lease}/extend          | 200 |   H      H   Y   Y      H       Y       H      Y    Y
 POST /leases/{lease}/activity        | 200 |   H      H   Y   Y      H       Y       H      Y    Y
 POST /leases/{lease}/keep            | 409 |   H      H   Y   Y      H       Y       H      Y    Y

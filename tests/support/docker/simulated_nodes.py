@@ -251,6 +251,15 @@ class SimulatedClient:
         found = [dict(one) for one in self._node.volumes.values() if has_labels(wanted, one["Labels"])]
         return {"Volumes": found or None, "Warnings": None}
 
+    def create_volume(self, name: str, labels: dict[str, str] | None = None) -> dict[str, Any]:
+        # As the daemon: an existing volume of the name is returned as it is.
+        return self._node.volumes.setdefault(name, {"Name": name, "Labels": labels or {}, "Options": None})
+
+    def inspect_volume(self, name: str) -> dict[str, Any]:
+        if name not in self._node.volumes:
+            raise NotFound(f"node {self._node.name}: no such volume: {name}")
+        return self._node.volumes[name]
+
     def remove_volume(self, name: str) -> None:
         if name not in self._node.volumes:
             raise NotFound(f"node {self._node.name}: no such volume: {name}")

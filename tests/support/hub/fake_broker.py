@@ -21,6 +21,7 @@ from gpuhub.broker_api.schemas import (
     ProfileView,
     Purpose,
     QueueEntry,
+    StagingView,
 )
 from gpuhub.common.errors import NotFound
 from gpuhub.config.settings import ClusterSettings
@@ -37,6 +38,8 @@ class FakeBroker:
         self._changed = asyncio.Condition()
         self.known: dict[str, LeaseView] = {}
         self.requests: list[LeaseRequest] = []
+        self.staged: dict[str, str] = {}
+        self.is_stage_polled = False
         self.gpus = [
             LeasedGpuView(
                 uuid=uuids[node.name][0] if uuids else f"GPU-{node.name}",
@@ -94,6 +97,13 @@ class FakeBroker:
     async def activate(self, lease_id: str, container_id: str) -> LeaseView:
         """Change the lease from granted to active."""
         return await self._change(lease_id, state=LeaseState.ACTIVE)
+
+    async def stage(self, lease_id: str, *, wait_s: float = 0) -> StagingView:
+        """Return the volumes of `staged`, as after a transfer; before, one text of progress."""
+        if not self.is_stage_polled:
+            self.is_stage_polled = True
+            return StagingView(is_ready=False, message="Copying datasets/digits to rig1: 1 KiB of 2 KiB")
+        return StagingView(is_ready=True, volumes=self.staged)
 
     async def release(self, lease_id: str) -> LeaseView:
         """End the lease at once."""

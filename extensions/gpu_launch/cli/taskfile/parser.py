@@ -12,6 +12,7 @@ from gpu_launch.cli.taskfile.file_mounts import FileMount, parse_file_mounts
 from gpu_launch.cli.taskfile.keys import note_unused
 from gpu_launch.cli.taskfile.resources import parse_resources
 from gpu_launch.errors import UsageError
+from gpu_launch.options.value_types import DATASETS
 
 _MAX_NODES = 1024
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -41,6 +42,8 @@ class TaskFile:
     setup: str = ""
     run: str = ""
     file_mounts: tuple[FileMount, ...] = ()
+    #: Datasets of which each node gets a copy on its own disk first.
+    stage: tuple[str, ...] = ()
     #: Keys without effect with the reason, for a person.
     notes: tuple[str, ...] = ()
 
@@ -165,12 +168,24 @@ def _set_resources(task: TaskFile, item: YamlItem) -> TaskFile:
     )
 
 
+def _set_stage(task: TaskFile, item: YamlItem) -> TaskFile:
+    if item.value is None:
+        return task
+    if not isinstance(item.value, list) or not all(isinstance(name, str) for name in item.value):
+        raise item.build_error("is a list of folders below /datasets, such as [datasets/imagenet].")
+    try:
+        return replace(task, stage=DATASETS.convert(",".join(item.value), None, None))
+    except UsageError as error:
+        raise item.build_error(f"cannot be read: {error}") from None
+
+
 _SETTERS: dict[str, Callable[[TaskFile, YamlItem], TaskFile]] = {
     "name": _set_name,
     "workdir": _set_workdir,
     "num_nodes": _set_num_nodes,
     "resources": _set_resources,
     "file_mounts": lambda task, item: replace(task, file_mounts=parse_file_mounts(item)),
+    "stage": _set_stage,
     "envs": lambda task, item: replace(task, envs=_parse_variables(item)),
     "secrets": lambda task, item: replace(task, secrets=_parse_secrets(item)),
     "setup": lambda task, item: replace(task, setup=_parse_commands(item)),

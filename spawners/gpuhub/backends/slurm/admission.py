@@ -52,6 +52,11 @@ def refuse_job(cluster: ClusterSettings, request: JobRequest) -> None:
 
 def _refuse_without_docker(cluster: ClusterSettings, request: JobRequest) -> None:
     """Workers are tasks of one step there, one on each node, in the environment of all of the site's jobs."""
+    if request.stage:
+        raise InvalidRequest(
+            f"stage: copies of datasets need containers, and this site runs jobs with {cluster.slurm.runtime}: leave "
+            "it out, and read the datasets where they are"
+        )
     if request.gpus is not None:
         raise InvalidRequest(
             f"gpus: {request.gpus} GPUs on any nodes need containers, and this site runs jobs with "

@@ -42,6 +42,8 @@ class SlurmPlugin(BackendPlugin):
         yield from find_slurm_mistakes(cluster)
         if self.capabilities(cluster).containers:
             yield from find_missing_docker(cluster)
+        elif cluster.storage.stage or any(profile.stage for profile in cluster.profiles):
+            yield 'stage: copies of datasets need containers: set slurm.runtime = "docker", or leave it out'
 
     def spawner_class(self, cluster: ClusterSettings) -> str:
         return "gpuhub-docker" if cluster.slurm.runtime == "docker" else "gpuhub-slurm"

@@ -59,7 +59,7 @@ def build_notebook_lease(
         purpose=Purpose.NOTEBOOK,
         subject=request.server,
         profile=profile.name,
-        resources=build_profile_resources(profile),
+        resources=build_profile_resources(cluster, profile),
         created_at=transaction.now,
         since=transaction.now,
         time_limit_s=choose_time_limit(asked=request.time_limit_s, usual=profile.time_limit, longest=longest),
@@ -81,7 +81,7 @@ def find_profile(cluster: ClusterSettings, name: str, requester: Requester) -> P
     return profile
 
 
-def build_profile_resources(profile: ProfileSettings) -> ResourceRequest:
+def build_profile_resources(cluster: ClusterSettings, profile: ProfileSettings) -> ResourceRequest:
     """Return the resources of a notebook with this profile."""
     return ResourceRequest(
         gpus_per_node=profile.gpu_count,
@@ -91,6 +91,7 @@ def build_profile_resources(profile: ProfileSettings) -> ResourceRequest:
         least_capability=None if profile.gpu_capability is None else gpu.parse_capability(profile.gpu_capability),
         share=profile.gpu_share,
         exclusive=profile.exclusive,
+        stage=_list_staged(cluster, profile.stage),
         cpu_milli=round(profile.cpus * 1000),
         memory_mib=profile.memory // _MIB,
     )
@@ -241,12 +242,21 @@ def build_job_resources(cluster: ClusterSettings, request: JobRequest) -> Resour
         exclude=tuple(sorted(set(request.exclude_nodes))),
         exclusive=request.exclusive,
         same_model=request.same_model,
+        stage=_list_staged(cluster, request.stage),
         batch=request.batch,
         scavenge=request.scavenge,
         priority=request.priority,
         cpu_milli=round(cluster.jobs.cpus * 1000),
         memory_mib=cluster.jobs.memory // _MIB,
     )
+
+
+def _list_staged(cluster: ClusterSettings, datasets: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the datasets of a request and of the settings, without those within others."""
+    if datasets and cluster.storage.datasets is None:
+        raise InvalidRequest("stage: this cluster has no datasets: the administrator sets datasets in [storage]")
+    named = {*cluster.storage.stage, *datasets}
+    return tuple(sorted(name for name in named if not any(name.startswith(f"{other}/") for other in named)))
 
 
 def check_consistency(request: JobRequest) -> None:

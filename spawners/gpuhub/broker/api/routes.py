@@ -24,6 +24,7 @@ from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.operations import slices
 from gpuhub.broker.operations.operations import BrokerOperations
+from gpuhub.broker.operations.staging import LeaseStaging
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ArrayRequest,
@@ -41,6 +42,7 @@ from gpuhub.broker_api.schemas import (
     PendingReasonView,
     ReservationRequest,
     ReservationView,
+    StagingView,
     UploadResult,
     UsageView,
     UserName,
@@ -90,6 +92,11 @@ async def get_broker(request: Request) -> BrokerOperations:
     return cast("BrokerOperations", request.app.state.broker)
 
 
+async def get_staging(request: Request) -> LeaseStaging:
+    """Return the app's transfers of datasets."""
+    return cast("LeaseStaging", request.app.state.staging)
+
+
 async def get_user_files(request: Request) -> UserFiles:
     """Return the app's user files."""
     return cast("UserFiles", request.app.state.user_files)
@@ -117,6 +124,7 @@ async def render_list(views: Sequence[BaseModel], status: int = 200) -> Response
 Caller = Annotated[Identity, Depends(identify)]
 Watch = Annotated[AccessWatch, Depends(get_access_watch)]
 Operations = Annotated[BrokerOperations, Depends(get_broker)]
+Staging = Annotated[LeaseStaging, Depends(get_staging)]
 Files = Annotated[UserFiles, Depends(get_user_files)]
 ResourceId = Annotated[str, Path(max_length=64)]
 WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Maximum wait for a change, seconds")]
@@ -215,6 +223,15 @@ async def delete_lease(lease_id: ResourceId, caller: Caller, broker: Operations,
 async def post_activate(lease_id: ResourceId, body: ActivationRequest, caller: Caller, broker: Operations) -> LeaseView:
     """Record the notebook's container, which may be started after this succeeds."""
     return await broker.activate(caller, lease_id, body)
+
+
+@api.post("/leases/{lease_id}/stage", tags=["leases"], responses=document_problems(404, 409, 422))
+async def post_stage(lease_id: ResourceId, caller: Caller, staging: Staging, wait_s: WaitS = 0.0) -> StagingView:
+    """Copy the datasets of a notebook's granted lease to its node's disk; for the hub's spawner only.
+
+    The answer comes when all are there, or after `wait_s` with the progress.
+    """
+    return await staging.stage(caller, lease_id, wait_s)
 
 
 @api.get("/leases/{lease_id}/why", tags=["leases"], responses=document_problems(404, 409, 422))

@@ -80,12 +80,14 @@ class NodeController:
         unproven: UnprovenLeases,
         firewall: FirewallChecker | None = None,
         read_head_free: Callable[[], int] | None = None,
+        find_staging: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         """Create the controller.
 
         Args:
             unproven: Collects why nodes give no proof for leases; the deadline controller reads it.
             read_head_free: Returns the free bytes on the disk with the broker's own data.
+            find_staging: Returns the leases of notebooks for which datasets are copied to a node.
         """
         self._core = core
         self._daemons = daemons
@@ -94,6 +96,7 @@ class NodeController:
         self._couriers = couriers
         self._firewall = firewall
         self._read_head_free = read_head_free
+        self._find_staging = find_staging
         self._probe = NodeProbe(daemons=daemons, clock=core.clock)
         self._actions = ContainerActions(daemons=daemons, on_removed=self.request_poll)
         self._conditions = ConditionReporter()
@@ -225,7 +228,7 @@ class NodeController:
         )
         jobs = {lease.id: core.ledger.index.find_one("job of lease", lease.id) for lease in on_node}
         return reconcile_node(
-            replace(listing, starting_leases=self._launcher.find_launching(began)),
+            replace(listing, starting_leases=self._launcher.find_launching(began) | self._find_staging()),
             leases=snapshot.leases,
             on_node=on_node,
             job_of={lease: snapshot.jobs[job] for lease, job in jobs.items() if job and job in snapshot.jobs},

@@ -19,6 +19,7 @@ from gpuhub.common.units import format_span
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import StorageSettings
 from gpuhub.docker.client import DockerClients
+from gpuhub.docker.container_lifecycle import find_used_volumes
 from gpuhub.docker.container_spec import build_mounts
 
 log = logging.getLogger(__name__)
@@ -135,13 +136,6 @@ def parse_volumes(listed: Mapping[str, Any], instance: str) -> list[Volume]:
             kind, owner = labels.get(names.LABEL_KIND, ""), labels.get(names.LABEL_OWNER, "")
             volumes.append(Volume(name=str(raw["Name"]), kind=kind, owner=owner, is_nfs=is_nfs))
     return volumes
-
-
-def find_used_volumes(containers: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the names of the volumes that the listed containers have, running or not."""
-    return {
-        str(mount["Name"]) for container in containers for mount in container.get("Mounts") or () if mount.get("Name")
-    }
 
 
 def find_unneeded_volumes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 #: Starts (or adopts) a worker's container and returns its id.
 StartWorker = Callable[[WorkerSpec], Awaitable[str]]
+#: Brings copies of datasets to nodes, and returns their volumes by dataset.
+StageDatasets = Callable[[Sequence[str], Sequence[str]], Awaitable[Mapping[str, str]]]
 #: Raises GpuhubError if nothing of a lease may be started any more.
 CheckLease = Callable[[LeaseRow], Awaitable[None]]
 
@@ -39,9 +41,21 @@ class WorkerLauncher:
     """Starts the workers of granted jobs, with at most one start of each job at a time."""
 
     def __init__(
-        self, *, core: BrokerState, instance: str, start_worker: StartWorker, refuse_ended: CheckLease | None = None
+        self,
+        *,
+        core: BrokerState,
+        instance: str,
+        start_worker: StartWorker,
+        refuse_ended: CheckLease | None = None,
+        stage: StageDatasets | None = None,
     ) -> None:
-        """`refuse_ended` is called with a worker's lease between the creation and the start of its container."""
+        """Build the launcher, which starts nothing yet.
+
+        Args:
+            refuse_ended: Called with a worker's lease between the creation and the start of its container.
+            stage: Called before the containers of a lease are created; None where nodes have no copies of datasets.
+        """
+        self._stage = stage
         self._core = core
         self._refuse_ended = refuse_ended
         self._instance = instance
@@ -88,9 +102,17 @@ class WorkerLauncher:
         await asyncio.gather(*self._starting.values(), return_exceptions=True)
 
     async def _start(self, job: JobRow, lease: LeaseRow, pending: list[WorkerRow]) -> None:
-        await asyncio.gather(*(self._start_one(job, lease, worker) for worker in pending))
+        staged: Mapping[str, str] = {}
+        if lease.resources.stage and self._stage is not None:
+            try:
+                staged = await self._stage(lease.resources.stage, [worker.node for worker in pending])
+            except GpuhubError as error:
+                changes = [(job.id, partial(_failed, index=worker.index, message=str(error))) for worker in pending]
+                await self._core.ledger.change(mutations.change_jobs(changes))
+                return
+        await asyncio.gather(*(self._start_one(job, lease, worker, staged) for worker in pending))
 
-    async def _start_one(self, job: JobRow, lease: LeaseRow, worker: WorkerRow) -> None:
+    async def _start_one(self, job: JobRow, lease: LeaseRow, worker: WorkerRow, staged: Mapping[str, str]) -> None:
         change: Callable[[JobRow, float], JobRow]
         identity = self._identity(worker.node)
         another = None if identity is None else explain_identity_change(lease, worker.node, identity)
@@ -101,7 +123,7 @@ class WorkerLauncher:
             )
             return
         try:
-            spec = build_spec(self._instance, job, lease, worker)
+            spec = build_spec(self._instance, job, lease, worker, staged)
             if self._refuse_ended is not None:
                 spec = replace(spec, before_start=partial(self._refuse_ended, lease))
             container_id = await self._start_worker(spec)
@@ -138,8 +160,10 @@ class WorkerLauncher:
         self._schedule_retry()
 
 
-def build_spec(instance: str, job: JobRow, lease: LeaseRow, worker: WorkerRow) -> WorkerSpec:
-    """Return the specification of a worker's container."""
+def build_spec(
+    instance: str, job: JobRow, lease: LeaseRow, worker: WorkerRow, staged: Mapping[str, str] | None = None
+) -> WorkerSpec:
+    """Return the specification of a worker's container; `staged` has the volumes of copies by dataset."""
     return WorkerSpec(
         instance=instance,
         owner=job.owner,
@@ -156,6 +180,7 @@ def build_spec(instance: str, job: JobRow, lease: LeaseRow, worker: WorkerRow) -
         preemptions=job.preemptions,
         retries=(job.retries, job.max_retries),
         slurm_job=lease.slurm_job,
+        staged=staged or {},
     )
 
 

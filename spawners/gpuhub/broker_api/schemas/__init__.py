@@ -55,6 +55,7 @@ from gpuhub.broker_api.schemas.leases import (
     RunId,
     ServerName,
     Slug,
+    StagingView,
     Text,
     TimeLimit,
     UserName,
@@ -68,6 +69,6 @@ __all__ = [
     "LeaseRequest", "LeaseState", "LeaseView", "LeasedGpuView", "ModelName", "NodeState", "NodeView",
     "OutsideProcess", "PartitionView", "PendingReasonView", "Problem", "ProfileView", "Purpose", "QueueEntry",
     "ReclaimAnswer", "ReclaimRequest", "RequestKey", "ReservationRequest", "ReservationView", "RunId", "ServerName",
-    "Slug", "Text", "TimeLimit", "UploadResult", "UsageSource", "UsageView", "UserName", "WireModel", "WorkerState",
+    "Slug", "StagingView", "Text", "TimeLimit", "UploadResult", "UsageSource", "UsageView", "UserName", "WireModel", "WorkerState",
     "WorkerView",
 ]  # fmt: skip

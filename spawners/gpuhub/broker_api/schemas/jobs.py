@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints
 
 from gpuhub.broker_api.schemas.leases import (
+    DatasetName,
     ImageName,
     LeasedGpuView,
     LeaseView,
@@ -47,6 +48,8 @@ class JobRequest(WireModel):
     least_driver: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,5}(\.[0-9]{1,5}){0,3}$")] | None = None
     #: Minimum CUDA compute capability, such as `8.9`; None for any.
     least_capability: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,2}\.[0-9]{1,2}$")] | None = None
+    #: Datasets of which each node gets a copy on its own disk before the workers start.
+    stage: Annotated[tuple[DatasetName, ...], Field(max_length=16)] = ()
     #: All GPUs must be of the same model.
     same_model: bool = False
     #: No other lease may run on the nodes.

@@ -26,6 +26,8 @@ ModelName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 TimeLimit = Annotated[int, Field(ge=60, le=366 * 86400)]
 ImageName = Annotated[str, StringConstraints(min_length=1, max_length=201)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=300)]
+#: A folder below `/datasets`, such as `datasets/imagenet`.
+DatasetName = Annotated[str, StringConstraints(pattern=f"^{names.DATASET_PATTERN}$")]
 
 
 class WireModel(BaseModel):
@@ -185,6 +187,17 @@ class ActivationRequest(WireModel):
     """Report that the notebook's container exists."""
 
     container_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12,64}$")]
+
+
+class StagingView(WireModel):
+    """Progress of the copies of datasets that a notebook's node gets."""
+
+    #: Whether the notebook's container may be created.
+    is_ready: bool
+    #: What is copied now, for the user.
+    message: str = ""
+    #: The volume of each copy, by dataset; empty until all are there.
+    volumes: dict[str, str] = Field(default_factory=dict)
 
 
 class ExtensionRequest(WireModel):

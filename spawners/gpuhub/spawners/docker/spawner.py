@@ -149,6 +149,11 @@ class GpuDockerSpawner(NodeSpawner):
     async def _start_notebook(
         self, lease: LeaseView, profile: ProfileSettings, identity: UserIdentity, network: networks.UserNetwork
     ) -> startup.RunningNotebook:
+        staged = {}
+        if self.cluster.storage.stage or profile.stage:
+            staged = await notebook_lease.stage_datasets(
+                self.broker, lease, lambda text: self._progress_log.add(text, percent=45)
+            )
         spec = startup.build_spec(
             self.spawn_context,
             lease,
@@ -157,6 +162,7 @@ class GpuDockerSpawner(NodeSpawner):
             network,
             environment=self.get_env(),
             command=[*(self.cmd or ["jupyterhub-singleuser"]), *self.get_args()],
+            staged=staged,
         )
 
         spec = await self._extend_spec(spec)

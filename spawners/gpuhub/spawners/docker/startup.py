@@ -72,8 +72,9 @@ def build_spec(
     *,
     environment: Mapping[str, str],
     command: Sequence[str],
+    staged: Mapping[str, str] | None = None,
 ) -> ContainerSpec:
-    """Build the notebook container of a granted lease."""
+    """Build the notebook container of a granted lease; `staged` has the volumes of copies of datasets."""
     return build_notebook_spec(
         context=ContainerContext(
             instance=context.instance,
@@ -84,6 +85,7 @@ def build_spec(
             memory_cap_mib=min((gpu.memory_cap_mib for gpu in lease.gpus if gpu.memory_cap_mib), default=None),
             subnet=network.subnet,
             head_address=context.head_address,
+            staged=staged or {},
         ),
         lease=lease,
         profile=profile,

@@ -280,3 +280,16 @@ def test_a_failed_task_is_tried_again_as_skypilots_file_says(hub: FakeHub, words
     )
     assert main.run_command(["run", "-d", *words, "again.yaml"]) == 0
     assert hub.asked[-1].get("max_retries", 0) == tries
+
+
+def test_datasets_of_the_file_are_requested(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """`stage` of the file, unless the command line names others; a wrong name is refused with its line."""
+    _write("stage: [datasets/imagenet, datasets/c4/en]\nrun: x\n")
+    assert main.run_command(["run", "-d", "task.yaml"]) == 0
+    assert hub.asked[-1]["stage"] == ["datasets/imagenet", "datasets/c4/en"]
+    assert main.run_command(["run", "-d", "--stage", "datasets/other", "task.yaml"]) == 0
+    assert hub.asked[-1]["stage"] == ["datasets/other"]
+    for value in ("imagenet", "[imagenet]", "[1]", "{datasets/a: b}"):
+        _write(f"run: x\nstage: {value}\n")
+        assert main.run_command(["run", "-d", "task.yaml"]) == 2
+        assert "line 2: stage " in capsys.readouterr().err

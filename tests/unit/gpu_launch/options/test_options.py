@@ -52,6 +52,19 @@ def test_gpu_constraint_flags():
     assert command.parse("train.py").demand == GpuRequest()
 
 
+def test_datasets_to_stage():
+    """Folders below /datasets, with or without slashes around them; each once."""
+    wanted = command.parse("--stage /datasets/imagenet/,datasets/c4/en,datasets/c4/en train.py")
+    assert wanted.demand.stage == ("datasets/imagenet", "datasets/c4/en")
+    assert wanted.demand.build_body() == {"stage": ["datasets/imagenet", "datasets/c4/en"]}
+    for value in ("imagenet", "datasets", "datasets/../home", "datasets/a,,datasets/b", "/home/ada"):
+        with pytest.raises(UsageError, match=r"--stage .*: a folder below /datasets is needed, such as"):
+            command.parse(f"--stage {value} train.py")
+    many = ",".join(f"datasets/{number}" for number in range(17))
+    with pytest.raises(UsageError, match="--stage: at most 16 datasets"):
+        command.parse(f"--stage {many} train.py")
+
+
 def test_elastic_ranges_are_read_as_torchrun_does():
     """MIN:MAX; a later single number takes it back."""
     wanted = command.parse("--nnodes 1:3 train.py")
@@ -280,6 +293,7 @@ def test_other_torchrun_flags_are_passed_on():
         ({"model": ["RTX 5090", "RTX 5070"]}, "--model needs the broker"),
         ({"same_model": True}, "--same-model needs the broker"),
         ({"exclusive": True}, "--exclusive needs the broker"),
+        ({"stage": ["datasets/a", "datasets/b"]}, "--stage needs the broker"),
         ({"scavenge": True, "nnodes": "1:2"}, "cannot be requested"),
     ],
 )

@@ -278,6 +278,9 @@ def test_progress_lines():
     started = job("starting", workers=(worker(),))
     assert plan_module.format_job_state(started, PLAN, NOW) == "starting 1 worker on rig2 RTX 5070"
     assert render.format_nodes(started.workers, "rig1 RTX 5090") == "rig1 RTX 5090, rig2 RTX 5070"
+    staging = dataclasses.replace(PLAN, demand=dataclasses.replace(PLAN.demand, stage=("datasets/a", "datasets/b")))
+    text = "starting 1 worker on rig2 RTX 5070, after datasets/a and datasets/b are copied there"
+    assert plan_module.format_job_state(started, staging, NOW) == text
     assert plan_module.format_job_state(job("preempting"), PLAN, NOW) == "preempted, the workers end"
     assert plan_module.format_job_state(job("a state of tomorrow"), PLAN, NOW) == "the job is a state of tomorrow"
     assert render.format_gpus([gpu("rig1", "RTX 5090")] * 2) == "2 × RTX 5090"

@@ -96,3 +96,15 @@ def test_storage_timeout_must_be_shorter_than_start_timeout() -> None:
     """Else the start's own deadline would come first, with a worse text."""
     with pytest.raises(ValidationError, match="less than or equal to 60"):
         StorageSettings(home="/srv/{username}", patience="5m")
+
+
+def test_staged_datasets_are_below_the_datasets_folder() -> None:
+    """With the folder that has them, and names that lead nowhere else."""
+    settings = StorageSettings(datasets="/data", stage=["datasets/imagenet", "datasets/c4/en"], stage_spare="1T")
+    assert settings.stage == ("datasets/imagenet", "datasets/c4/en")
+    assert (settings.stage_keep, settings.stage_spare) == (14 * 86400, 1024**4)
+    with pytest.raises(ValidationError, match="stage: copies are made of what `datasets` has, and it is not set"):
+        StorageSettings(stage=["datasets/imagenet"])
+    for name in ("imagenet", "/datasets/a", "datasets/", "datasets/../a", "datasets/a/..", "datasets/a b"):
+        with pytest.raises(ValidationError, match="String should match pattern"):
+            StorageSettings(datasets="/data", stage=[name])

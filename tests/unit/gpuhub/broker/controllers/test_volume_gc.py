@@ -12,12 +12,12 @@ from gpuhub.broker.controllers.volume_gc import (
     Volume,
     VolumeCollector,
     find_unneeded_volumes,
-    find_used_volumes,
     parse_volumes,
 )
 from gpuhub.common import names
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import StorageSettings
+from gpuhub.docker.container_lifecycle import find_used_volumes
 from gpuhub.docker.container_spec import build_mounts
 from tests.support.broker.calls import ask
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
