@@ -19,7 +19,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker import esp_probe
 from gpuhub.docker.client import DockerClients
-from gpuhub.ops.doctor import disk_checks, link_checks, node_checks, node_queries
+from gpuhub.ops.doctor import disk_checks, link_checks, node_checks, node_queries, storage_checks
 from gpuhub.ops.doctor.findings import Finding, failed, warning
 from gpuhub.ops.doctor.head_node import check_head, read_head_facts
 from gpuhub.ops.doctor.home_checks import HomeFacts, check_homes, read_home_facts
@@ -243,6 +243,7 @@ def check_node(docker: DockerFacts, host: HostFacts, environment: node_checks.No
         *disk_checks.check_disks(docker.root, host, environment),
         *node_checks.check_gpus(host, docker, environment),
         *node_checks.check_reach(host, environment),
+        *storage_checks.check_nfs_client(host, environment),
         *node_checks.check_network(host, environment),
         *link_checks.check_link(host.link),
         *node_checks.check_accounts(host, environment),

@@ -53,6 +53,8 @@ class NodeEnvironment:
     listening_ports: frozenset[int] = frozenset()
     #: `host:port` of the storage's NFS servers.
     nfs_servers: tuple[str, ...] = ()
+    #: The mount options ask for a cache on the node's disk (`fsc`).
+    uses_fsc: bool = False
     #: Users' accounts on the head node: name → number.
     accounts: Mapping[str, int] = field(default_factory=dict)
     #: GPUs of other nodes: UUID → node.

@@ -125,6 +125,9 @@ class HostFacts:
     #: None where the node's address is on a virtual interface, or is not found.
     link: LinkFacts | None = None
     nf_tables: bool | None = None
+    #: Whether the kernel can mount NFS version 4, and whether cachefilesd runs; None where that is unknown.
+    nfs_client: bool | None = None
+    cachefilesd: bool | None = None
     #: Version of NVIDIA's container toolkit: empty where it is unknown, None where the toolkit is missing.
     toolkit: str | None = None
     gpus: tuple[GpuFacts, ...] = ()
@@ -220,6 +223,8 @@ def parse_probe(text: str) -> HostFacts:
         mtu=_number(last_of.get("mtu")),
         link=_parse_link(last_of.get("link", ""), values.get("port", ())),
         nf_tables=_truth(last_of.get("nf_tables", "")),
+        nfs_client=_truth(last_of.get("nfs_client", "")),
+        cachefilesd=_truth(last_of.get("cachefilesd", "")),
         toolkit=last_of.get("toolkit"),
         gpus=tuple(gpu for line in values.get("gpu", ()) if (gpu := _parse_gpu(line)) is not None),
         gpu_error=f"nvidia-smi fails: {last_of['gpu_error']}" if last_of.get("gpu_error") else "",

@@ -19,6 +19,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.head_address import find_head_address
 from gpuhub.config.identity import find_known_uids
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.config.storage import parse_nfs_options
 from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import BASE_IMAGE
@@ -224,6 +225,7 @@ def read_environment(cluster: ClusterSettings, paths: Paths, address: str, *, is
         head_ports=ports,
         listening_ports=frozenset(port for port in ports.values() if is_listening(head, port)),
         nfs_servers=tuple(f"{server.host}:{server.port}" for server in find_nfs_servers(cluster)),
+        uses_fsc="fsc" in parse_nfs_options(cluster.storage.nfs_options),
         accounts=find_known_uids(cluster.users, paths.state),
         mtu=networks.find_mtu(cluster),
         measured_mtu=measure_mtu(address),

@@ -79,6 +79,16 @@ elif has nft && nft list tables >/dev/null 2>&1; then
 else
     echo nf_tables=unknown
 fi
+if grep -qw nfs4 /proc/filesystems 2>/dev/null || { has modinfo && modinfo nfsv4 >/dev/null 2>&1; }; then
+    echo nfs_client=yes
+else
+    echo nfs_client=no
+fi
+if cat /proc/[0-9]*/comm 2>/dev/null | grep -qx cachefilesd; then
+    echo cachefilesd=yes
+else
+    echo cachefilesd=no
+fi
 if has nvidia-ctk; then
     echo "toolkit=$(nvidia-ctk --version 2>/dev/null | sed -n 's/.*version //p' | head -n 1)"
 elif has nvidia-container-cli; then
