@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import broker, launch, mixed, prediction, setup, slurm, spawn
+from tests.bench import broker, launch, mixed, prediction, setup, slurm, spawn, storage
 
 GROUPS = {
     "setup": setup.measure,
@@ -16,6 +16,7 @@ GROUPS = {
     "prediction": prediction.measure,
     "broker": broker.measure,
     "slurm": slurm.measure,
+    "storage": storage.measure,
 }
 
 

@@ -59,16 +59,29 @@ class RunningNfsServer:
 
 
 @contextmanager
-def serving_nfs(state: Path, host: str = "127.0.0.1", squash: str = "No_root_squash") -> Iterator[RunningNfsServer]:
-    """Start a server of a new folder below `state`, and wait until it answers."""
+def serving_nfs(
+    state: Path, host: str = "127.0.0.1", squash: str = "No_root_squash", namespace: str | None = None
+) -> Iterator[RunningNfsServer]:
+    """Start a server of a new folder below `state`, and wait until it answers; in a network namespace, if one is given."""
     folder, recovery, log = state / "export", state / "recovery", state / "ganesha.log"
     for new_folder in (folder, recovery):
         new_folder.mkdir(parents=True)
-    with socket.create_server((host, 0)) as free:
+    with socket.create_server(("" if namespace else host, 0)) as free:
         port = free.getsockname()[1]
     config = state / "ganesha.conf"
     config.write_text(_CONFIG.format(host=host, port=port, state=recovery, folder=folder, squash=squash))
-    command = ("ganesha.nfsd", "-F", "-f", str(config), "-L", str(log), "-p", str(state / "ganesha.pid"))
+    command: tuple[str, ...] = (
+        "ganesha.nfsd",
+        "-F",
+        "-f",
+        str(config),
+        "-L",
+        str(log),
+        "-p",
+        str(state / "ganesha.pid"),
+    )
+    if namespace is not None:
+        command = ("ip", "netns", "exec", namespace, *command)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + _READY_S

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from gpuhub.ops.doctor.findings import Finding, Severity
 from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import HostFacts
@@ -37,6 +39,7 @@ def test_fsc_without_cachefilesd_is_a_warning() -> None:
     assert [finding.severity for finding in check(CACHED, cache=None)] == [Severity.OK]
 
 
+@pytest.mark.process
 def test_probe_reports_what_this_machine_has() -> None:
     """The kernel's list of file systems, and the running processes."""
     host = probe_this_machine(["/", "127.0.0.1"])
