@@ -16,24 +16,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 from gpuhub.storage import staging_script
+from tests.support.network_namespaces import Machines, machines
 from tests.support.nfs import serving_nfs
 
 NODES, RUNS = 5, 3
 FILES, FILE_BYTES = 16, 4 * 1024**2
 _RATE = "200mbit"
-_BRIDGE, _PREFIX = "ghbench", "10.88.0"
+_MACHINES = Machines("ghbench", "10.88.0")
 _SECRET = "bench"
 
 
 def measure() -> Iterator[tuple[str, float, str]]:
     """Yield the figures of the group `storage`."""
-    with tempfile.TemporaryDirectory() as name, namespaces(NODES + 1), ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        server = stack.enter_context(serving_nfs(folder / "nfs", f"{_PREFIX}.1", namespace=f"{_BRIDGE}0"))
+        stack.enter_context(machines(_MACHINES.name, _MACHINES.prefix, NODES + 1, _RATE))
+        server = stack.enter_context(
+            serving_nfs(folder / "nfs", _MACHINES.address(0), namespace=_MACHINES.namespace(0))
+        )
         dataset = server.folder / "digits"
         write_dataset(dataset)
         yield "storage.five_readers_s", read_over_nfs(server.port, NODES), "s"
@@ -61,44 +65,9 @@ def write_dataset(folder: Path) -> None:
         file.chmod(0o644)
 
 
-@contextmanager
-def namespaces(count: int) -> Iterator[None]:
-    """Make namespaces `ghbench0` and so on, with the addresses 10.88.0.1 and so on; number 0 is the server."""
-    _remove_namespaces(count)
-    try:
-        _run("ip", "link", "add", _BRIDGE, "type", "bridge")
-        # This machine's own address there, by which it waits for the server.
-        _run("ip", "addr", "add", f"{_PREFIX}.254/24", "dev", _BRIDGE)
-        _run("ip", "link", "set", _BRIDGE, "up")
-        for number in range(count):
-            name = f"{_BRIDGE}{number}"
-            bucket = ("root", "tbf", "rate", _RATE, "burst", "256kb", "latency", "20ms")
-            _run("ip", "netns", "add", name)
-            _run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-            _run("ip", "link", "set", name, "master", _BRIDGE, "up")
-            _run("ip", "-netns", name, "addr", "add", f"{_PREFIX}.{number + 1}/24", "dev", "eth0")
-            _run("ip", "-netns", name, "link", "set", "eth0", "up")
-            _run("ip", "-netns", name, "link", "set", "lo", "up")
-            _run("tc", "qdisc", "replace", "dev", name, *bucket)
-            _run("tc", "-netns", name, "qdisc", "replace", "dev", "eth0", *bucket)
-        yield
-    finally:
-        _remove_namespaces(count)
-
-
-def _remove_namespaces(count: int) -> None:
-    for number in range(count):
-        _run("ip", "netns", "del", f"{_BRIDGE}{number}", check=False)
-    _run("ip", "link", "del", _BRIDGE, check=False)
-
-
-def _run(*command: str, check: bool = True) -> None:
-    subprocess.run(command, check=check, capture_output=True, timeout=60)
-
-
 def read_sent_bytes() -> int:
     """Return the bytes of all IP packets that the server has sent."""
-    command = ("ip", "netns", "exec", f"{_BRIDGE}0", "cat", "/proc/net/netstat")
+    command = _MACHINES.enter(0, "cat", "/proc/net/netstat")
     text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     names, values = (line.split() for line in text.splitlines() if line.startswith("IpExt:"))
     return int(dict(zip(names, values, strict=True))["OutOctets"])
@@ -106,7 +75,9 @@ def read_sent_bytes() -> int:
 
 def read_over_nfs(port: int, nodes: int) -> float:
     """Return the seconds until this number of nodes have read the whole dataset from the server at once."""
-    urls = [f"nfs://{_PREFIX}.1/export/digits/{number}.bin?version=4&nfsport={port}" for number in range(FILES)]
+    urls = [
+        f"nfs://{_MACHINES.address(0)}/export/digits/{number}.bin?version=4&nfsport={port}" for number in range(FILES)
+    ]
     script = 'for url; do nfs-cat "$url" > /dev/null || exit 1; done'
     return _time([("sh", "-c", script, "sh", *urls) for _ in range(nodes)])
 
@@ -122,10 +93,10 @@ def stage(dataset: Path, copies: Path, nodes: int) -> float:
     lists: list[dict[str, object]] = []
     staging_script.run({"do": "list", "folder": str(dataset)}, "", lists.append)
     task = {"do": "copy", "digest": lists[0]["digest"], "bytes": lists[0]["bytes"], "spare": 0}
-    tasks = [{**task, "read": str(dataset), "write": None, "next": f"{_PREFIX}.2"}]
+    tasks = [{**task, "read": str(dataset), "write": None, "next": _MACHINES.address(1)}]
     for node in range(nodes):
         (copies / str(node)).mkdir(parents=True)
-        following = f"{_PREFIX}.{node + 3}" if node + 1 < nodes else None
+        following = _MACHINES.address(node + 2) if node + 1 < nodes else None
         tasks.append({**task, "read": None, "write": str(copies / str(node)), "next": following})
     program = (sys.executable, "-c", Path(staging_script.__file__).read_text(encoding="utf-8"))
     return _time([(*program, json.dumps(each)) for each in tasks], first=0)
@@ -136,9 +107,7 @@ def _time(commands: Sequence[Sequence[str]], *, first: int = 1) -> float:
     environment = {**os.environ, "GPUHUB_STAGING_SECRET": _SECRET}
     began = time.monotonic()
     processes = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", f"{_BRIDGE}{number}", *command], stdout=subprocess.DEVNULL, env=environment
-        )
+        subprocess.Popen(_MACHINES.enter(number, *command), stdout=subprocess.DEVNULL, env=environment)
         for number, command in enumerate(commands, start=first)
     ]
     codes = [process.wait(600) for process in processes]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from typing import Literal
 
 from gpuhub.common.errors import SetupError
+from gpuhub.config.own_address import find_own_address
 from gpuhub.config.settings import ClusterSettings
 
 #: Path of the broker behind the hub's proxy.
 BROKER_PREFIX = "/services/broker"
-#: Addresses of the documentation networks: no packet is sent there, only the route is looked up.
-_EXTERNAL_ADDRESSES = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
 def find_head_address(cluster: ClusterSettings) -> str:
@@ -27,25 +24,13 @@ def find_head_address(cluster: ClusterSettings) -> str:
     """
     if cluster.hub.address is not None:
         return cluster.hub.address
-    for target in [*(node.address for node in cluster.nodes), *_EXTERNAL_ADDRESSES.values()]:
-        source = find_source_address(target)
-        if source is not None and not ipaddress.ip_address(source).is_loopback:
-            return source
+    address = find_own_address(node.address for node in cluster.nodes)
+    if address is not None:
+        return address
     raise SetupError(
         "this machine has no address that containers can reach: set hub.address in cluster.toml "
         "to the head node's address on the nodes' network"
     )
-
-
-def find_source_address(target: str) -> str | None:
-    """Return this machine's address on the route to `target`, without sending a packet; None without a route."""
-    family = socket.AF_INET6 if ipaddress.ip_address(target).version == 6 else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
 
 
 def format_host(address: str) -> str:

@@ -27,9 +27,10 @@ from gpuhub.config.login_keys import LoginSettings, explain_unknown_group, find_
 from gpuhub.config.monitoring import MonitoringSettings, find_port_mistakes
 from gpuhub.config.network import HubSettings, NetworkSettings
 from gpuhub.config.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
+from gpuhub.config.own_address import find_own_address
 from gpuhub.config.profiles import ProfileSettings, unsatisfiable_profiles
 from gpuhub.config.slurm import SlurmSettings
-from gpuhub.config.storage import StorageSettings
+from gpuhub.config.storage import StorageSettings, serve_from
 from gpuhub.config.users import GroupSettings, LimitSettings, SchedulingSettings, UserSettings
 
 __all__ = [
@@ -189,10 +190,16 @@ def load(path: Path) -> ClusterSettings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: not valid TOML: {error}") from None
     try:
-        return ClusterSettings.model_validate(raw)
+        cluster = ClusterSettings.model_validate(raw)
     except ValidationError as error:
         lines = describe_mistakes(error, ClusterSettings)
         raise SettingsError("\n".join(f"{path}: {line}" for line in lines)) from None
+    if not cluster.storage.serve:
+        return cluster
+    address = cluster.hub.address or find_own_address(node.address for node in cluster.nodes)
+    if address is None:
+        raise SettingsError(f"{path}: storage.serve: this machine has no address for nodes: set hub.address")
+    return cluster.model_copy(update={"storage": serve_from(cluster.storage, address)})
 
 
 class _SettingsCheck(Protocol):

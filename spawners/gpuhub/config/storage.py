@@ -22,11 +22,16 @@ from gpuhub.config.base import DatasetName, ListOf, SettingsTable
 NFS_PORT = 2049
 _VERSIONS = ("3", "4", "4.0", "4.1", "4.2")
 _LARGEST_TRANSFER = 1024**2
+#: Folders that every NFS server's configuration can name without quotes.
+_SERVED_PATH = re.compile(r"(/[A-Za-z0-9._-]+)+(/\{username\})?")
 
 
 class StorageSettings(SettingsTable):
     """Home and datasets, which are the same on every node, and scratch, which is local to each."""
 
+    #: Whether the head node serves `home` and `datasets`, paths there, to all nodes over NFS; then nodes mount nothing
+    #: else.
+    serve: bool = False
     #: Home folder of a user: a path on each node, or `nfs://server/path`; `{username}` stands for the user's name.
     home: str = "/home/{username}"
     #: Path on the head node where it creates missing homes, with `{username}`; None: homes exist already. For an
@@ -81,11 +86,34 @@ class StorageSettings(SettingsTable):
                 raise ValueError(f"{key} = {value!r} is one folder for all users: put {{username}} into it")
         if self.home_create is not None and self.home_create.startswith("nfs://"):
             raise ValueError("home_create is a path on the head node, not an nfs:// address")
+        if self.serve:
+            self._check_served()
         if self.stage and self.datasets is None:
             raise ValueError("stage: copies are made of what `datasets` has, and it is not set")
         if self.home.startswith("nfs://") and is_read_only(self.nfs_options):
             raise ValueError("nfs_options: with ro, homes could not be written; datasets are read-only without it")
         return self
+
+    def _check_served(self) -> None:
+        for key in ("home", "datasets"):
+            value = getattr(self, key)
+            if value is not None and not _SERVED_PATH.fullmatch(value):
+                raise ValueError(
+                    f"{key} = {value!r}: with serve = true this is a folder of the head node, such as "
+                    f'"/export/{"home/{username}" if key == "home" else "datasets"}"'
+                )
+        if self.home_create is not None:
+            raise ValueError("home_create: with serve = true the head node creates homes in `home`: leave it out")
+        if nfs_version(self.nfs_options) < 4:
+            raise ValueError(f"nfs_options = {self.nfs_options!r}: with serve = true, nfsvers=4.2 is needed")
+
+
+def serve_from(storage: StorageSettings, address: str) -> StorageSettings:
+    """Return the settings as nodes need them, where the head node with this address serves homes and datasets."""
+    host = f"[{address}]" if ":" in address else address
+    datasets = None if storage.datasets is None else f"nfs://{host}{storage.datasets}"
+    served = {"home": f"nfs://{host}{storage.home}", "home_create": storage.home, "datasets": datasets}
+    return storage.model_copy(update=served)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from docker.types import LogConfig
 
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NotFound
-from gpuhub.config.head_address import find_head_address, find_source_address
+from gpuhub.config.head_address import find_head_address
+from gpuhub.config.own_address import find_source_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import container_lifecycle
 from gpuhub.docker.client import DockerClients, is_being_removed

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -244,6 +245,10 @@ class Supervisor:
         if self.state(name) in {"RUNNING", "STARTING"}:
             return
         self._call("supervisor.startProcess", name, False)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a running program a signal."""
+        self._call("supervisor.signalProcess", name, str(int(number)))
 
     def stop(self, name: str) -> None:
         """Stop a program and wait until it is gone."""

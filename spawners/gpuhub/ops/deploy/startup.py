@@ -7,6 +7,7 @@ import hashlib
 import ssl
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from gpuhub.login import kinds as login
 from gpuhub.login.local_accounts import check_accounts
 from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.deploy import cluster_choice, monitoring, own_config, programs
+from gpuhub.ops.deploy import cluster_choice, file_server, monitoring, own_config, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.images import distribution, wheels
@@ -97,10 +98,13 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
         if not is_monitored(supervisor):
             monitoring.check_port(cluster.monitoring.port)
         services.append(monitoring.build_program(cluster, paths))
+    services += file_server.build_file_server(cluster, paths)
     if provider is not None:
         provider.start(paths, supervisor, cluster, services, report)
     else:
         supervisor.start(services)
+    with report.step("File server") if cluster.storage.serve else nullcontext():
+        file_server.ensure_exports(cluster, paths, supervisor)
     backend = find_plugin(cluster)
     if backend.capabilities(cluster).external_jobs:
         with report.step(f"{backend.title} has everything that the settings name"):

@@ -22,6 +22,7 @@ from gpuhub.config.head_address import find_head_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.login.local_accounts import check_accounts
 from gpuhub.ops.deploy import programs
+from gpuhub.ops.deploy.file_server import find_export_problems
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.doctor import node_checks
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
@@ -53,6 +54,8 @@ class HeadFacts:
     certificates: Mapping[str, datetime | str] = field(default_factory=dict)
     #: File server → its problem; None where it answers.
     storage: Mapping[str, str | None] = field(default_factory=dict)
+    #: A line for each thing that this machine, as file server, does not export as the settings say.
+    export_problems: tuple[str, ...] = ()
     #: A line for each conflict in `uids.json`.
     uid_conflicts: tuple[str, ...] = ()
     #: Debian packages of programs that gpuhub starts here and that are missing.
@@ -81,6 +84,7 @@ def read_head_facts(cluster: ClusterSettings, paths: Paths) -> HeadFacts:
             f"the file server {server.display_name}": probe_server(server, cluster.storage.patience)
             for server in find_nfs_servers(cluster)
         },
+        export_problems=tuple(find_export_problems(cluster, paths)),
         open_files=raise_open_file_limit(),
         uid_conflicts=tuple(find_uid_conflicts(paths.state / "uids.json")),
         missing_packages=tuple(find_missing_packages({"head"})),
@@ -200,6 +204,8 @@ def check_head(head: HeadFacts) -> Iterator[Finding]:
                 trouble,
                 "start it, or let it through its firewall; users cannot start notebooks until it answers",
             )
+    for problem in head.export_problems:
+        yield failed("file server", problem, "`sudo make up` exports what cluster.toml says")
     yield _check_open_files(head.open_files)
     yield from _check_users(head)
     if head.exposed_secrets:

@@ -224,7 +224,10 @@ def read_environment(cluster: ClusterSettings, paths: Paths, address: str, *, is
         head=head,
         head_ports=ports,
         listening_ports=frozenset(port for port in ports.values() if is_listening(head, port)),
-        nfs_servers=tuple(f"{server.host}:{server.port}" for server in find_nfs_servers(cluster)),
+        # The head node lets a machine reach its file server only when it is a node.
+        nfs_servers=()
+        if is_new and cluster.storage.serve
+        else tuple(f"{server.host}:{server.port}" for server in find_nfs_servers(cluster)),
         uses_fsc="fsc" in parse_nfs_options(cluster.storage.nfs_options),
         accounts=find_known_uids(cluster.users, paths.state),
         mtu=networks.find_mtu(cluster),

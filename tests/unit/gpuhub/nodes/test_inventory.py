@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from gpuhub.common.gpu import GpuSpec
-from gpuhub.config.head_address import find_head_address, find_source_address
+from gpuhub.config.head_address import find_head_address
+from gpuhub.config.own_address import find_source_address
 from gpuhub.nodes import agent, agent_container
 from gpuhub.nodes.agent_container import (
     agent_script,
