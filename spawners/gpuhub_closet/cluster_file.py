@@ -59,7 +59,10 @@ def format_cluster(plan: ClosetPlan, paths: Paths, *, cpus: int, backend: str = 
         _cpu_profile(cpus),
         _format_table("users", login="password", allowed=_list_users(), uid_first=20000),
         _format_slurm(plan, paths) if has_slurm else _scheduling(),
-        _format_table("storage", home=f"{_homes(paths)}/{{username}}", datasets=str(_datasets(paths))),
+        # All nodes share this machine's disk, of which little may be free.
+        _format_table(
+            "storage", home=f"{_homes(paths)}/{{username}}", datasets=str(_datasets(paths)), stage_spare="1G"
+        ),
         # The nodes share this machine, and a launch runs on all of them at once.
         _format_table("jobs", cpus=max(1, cpus // len(plan.nodes)), memory="4G", shm="1G"),
         _format_table("hub", address=str(plan.head), port=port, proxy_api_port=proxy_port),
