@@ -206,6 +206,22 @@ def test_changed_nfs_options_create_a_new_volume(cluster: ClusterSettings) -> No
     assert all(source.startswith("gpuhub-home-ada-") for source in sources)
 
 
+def test_copies_of_datasets_cover_the_file_servers_folders(cluster: ClusterSettings) -> None:
+    """Read-only, at the dataset's own path; the container knows which it has."""
+    with_data = cluster.model_copy(update={"storage": cluster.storage.model_copy(update={"datasets": "/data"})})
+    context = dataclasses.replace(place(with_data), staged={"datasets/a": "copy-a"})
+    profile = cluster.profiles[0]
+    spec = build_notebook_spec(
+        context=context, lease=lease("GPU-aaa"), profile=profile, identity=ADA, environment={}, command=["x"]
+    )
+    mounts = {mount["Target"]: mount for mount in spec.host_config["mounts"]}
+    copied = mounts["/datasets/a"]
+    assert (copied["Source"], copied["Type"], copied["ReadOnly"]) == ("copy-a", "volume", True)
+    assert mounts["/datasets"]["Source"] == "/data"
+    assert spec.environment["GPUHUB_STAGED"] == "datasets/a"
+    assert "GPUHUB_STAGED" not in notebook(cluster).environment
+
+
 def test_gpu_share_sets_its_memory_cap_and_label(cluster: ClusterSettings) -> None:
     """The whole card is passed, since nothing else can be; what keeps to the cap reads it from the environment."""
     profile = cluster.profiles[0]

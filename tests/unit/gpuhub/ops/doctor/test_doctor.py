@@ -465,6 +465,7 @@ GOOD_HEAD = HeadFacts(
         ({"certificates": {"/a.pem": "No such file or directory"}}, "certificate", Severity.FAILED),
         ({"certificates": {"/a.pem": NOW + timedelta(days=29)}}, "certificate", Severity.WARNING),
         ({"storage": {"x": "The file server x does not answer within 10 s"}}, "storage", Severity.FAILED),
+        ({"export_problems": ("rig3 may not mount anything",)}, "file server", Severity.FAILED),
         ({"open_files": 4096}, "open files", Severity.WARNING),
         ({"uid_conflicts": ("ada and ben have 20000",)}, "accounts", Severity.FAILED),
         ({"account_mistakes": ("user ada: the head node does not see the home",)}, "names", Severity.FAILED),
