@@ -69,6 +69,6 @@ __all__ = [
     "LeaseRequest", "LeaseState", "LeaseView", "LeasedGpuView", "ModelName", "NodeState", "NodeView",
     "OutsideProcess", "PartitionView", "PendingReasonView", "Problem", "ProfileView", "Purpose", "QueueEntry",
     "ReclaimAnswer", "ReclaimRequest", "RequestKey", "ReservationRequest", "ReservationView", "RunId", "ServerName",
-    "Slug", "StagingView", "Text", "TimeLimit", "UploadResult", "UsageSource", "UsageView", "UserName", "WireModel", "WorkerState",
-    "WorkerView",
+    "Slug", "StagingView", "Text", "TimeLimit", "UploadResult", "UsageSource", "UsageView", "UserName", "WireModel",
+    "WorkerState", "WorkerView",
 ]  # fmt: skip
