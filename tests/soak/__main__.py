@@ -1,8 +1,8 @@
 """`python -m tests.soak --hours 2`: use and break the practice closet, and say whether anything grows.
 
-Users start and stop notebooks, cancel starts, and run jobs all the time. In the first half of the run, faults of every
-kind happen: kills of hub, broker and daemons, and cut links. In the second half only links are cut, so that the
-processes live on and what they keep adds up. After each round everything is calm for a moment, and a sample is taken.
+Users start and stop notebooks, cancel starts, and run jobs all the time. In the first third of the run, faults of every
+kind happen: kills of hub, broker and daemons, and cut links. Later only links are cut, so that the processes live on and
+what they keep adds up. After each round everything is calm for a moment, and a sample is taken; the second half is judged.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ SEED = 20261122
 #: Faults in a round, and the calm before a sample in which caches and connections of the round go, seconds.
 FAULTS_PER_ROUND = 3
 CALM_S = 5.0
+#: The part of the run with kills: what was started last has filled its pools of threads and connections by the half.
+KILLING = 1 / 3
 USERS = ("ada", "ben")
 PROFILES = ("rtx5070", "rtx5060", "cpu")
 RESULTS = ROOT / ".cache" / "soak" / "samples.json"
@@ -57,7 +59,7 @@ class Soak:
         self.load.begin()
         try:
             while (now := time.monotonic() - began) < length_s:
-                self._run_round(moments, only_cuts=now > length_s / 2)
+                self._run_round(moments, only_cuts=now > length_s * KILLING)
                 self.samples.append(take_sample(self.product.paths, self.plan, time.monotonic() - began))
                 write_samples(RESULTS, self.samples)
                 self._print_progress(time.monotonic() - began)
@@ -96,7 +98,8 @@ def main() -> int:
         soak.run(hours * 3600)
         for client in soak.clients:
             client.close()
-    return _report(soak, judge(soak.samples))
+        # Before the product is stopped, which can fail as well.
+        return _report(soak, judge(soak.samples))
 
 
 def _make(product: Product) -> Soak:

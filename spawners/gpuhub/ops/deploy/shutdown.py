@@ -24,6 +24,10 @@ from gpuhub.ops.deploy import programs
 from gpuhub.ops.deploy.cluster_choice import find_provider
 from gpuhub.ops.deploy.programs import Supervisor
 
+#: Longest wait until Swarm has ended the tasks of removed containers, after a node's link broke; seconds.
+SWARM_TASKS_DEADLINE_S = 30.0
+_SWARM_TASKS_POLL_S = 0.5
+
 
 def stop_hub(paths: Paths, report: StepReport, *, purge: bool = False) -> None:
     """Stop the instance and leave no process, namespace, container, network or mount of it.
@@ -134,12 +138,30 @@ async def clean_nodes(daemons: DockerClients, cluster: settings.ClusterSettings,
     # The manager of the Swarm (the first node) is last: it holds the definitions of the overlay networks.
     for node in reversed(nodes):
         try:
-            await remove_instance_objects(daemons, node, instance, "network")
+            await _remove_networks(daemons, node, instance)
         except GpuhubError as error:
             failures.setdefault(node, str(error))
     warnings = await swarm.leave_swarm(daemons, cluster) if cluster.has_overlay and not failures else []
     in_order = {node: failures[node] for node in nodes if node in failures}
     return NodeCleanup(failures=in_order, stopped=stopped, warnings=warnings)
+
+
+async def _remove_networks(daemons: DockerClients, node: str, instance: str) -> None:
+    """Remove the networks, where necessary once Swarm knows that the removed containers have left them.
+
+    Raises:
+        GpuhubError: At least one of them remains.
+    """
+    end = asyncio.get_running_loop().time() + SWARM_TASKS_DEADLINE_S
+    while True:
+        try:
+            await remove_instance_objects(daemons, node, instance, "network")
+        except GpuhubError as error:
+            if "in use by task" not in str(error) or asyncio.get_running_loop().time() > end:
+                raise
+        else:
+            return
+        await asyncio.sleep(_SWARM_TASKS_POLL_S)
 
 
 def _find_failures(nodes: Sequence[str], results: Sequence[object]) -> dict[str, str]:
