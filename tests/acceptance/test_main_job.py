@@ -217,7 +217,8 @@ def saved_outputs(user: User) -> str:
     user.page.keyboard.press("Control+s")
     wait_for(lambda: user.fetch(f"{path}?content=0")["last_modified"] != before, "Lab saves the notebook")
     texts = []
-    for cell in user.fetch(path)["content"]["cells"]:
+    # Jupyter Server empties the file before it writes, and reads an empty file as a notebook without cells.
+    for cell in wait_for(lambda: user.fetch(path)["content"]["cells"], "the notebook is written"):
         for output in cell.get("outputs", []):
             texts.append("".join(output.get("text", "")))
             texts.append("".join(output.get("data", {}).get("text/plain", "")))
