@@ -86,9 +86,16 @@ def check_shared(path: Path, *, home: Path, what: str) -> None:
 def _module(name: str, cwd: Path) -> str:
     top = name.partition(".")[0]
     is_name = all(part.isidentifier() for part in name.split("."))
-    if not is_name or importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
+    if not is_name or not _has_module(top, cwd):
         raise UsageError(f"There is no module {name}.")
     return name
+
+
+def _has_module(top: str, cwd: Path) -> bool:
+    """Return whether Python finds a package or module, also one of an editable installation, without importing it."""
+    if importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]) is not None:
+        return True
+    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
 def _program(name: str, cwd: Path) -> str:
