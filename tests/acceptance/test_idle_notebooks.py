@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -39,6 +40,8 @@ def limits(product: Product) -> Iterator[None]:
     restart(product, tomlkit.dumps({**tomlkit.parse(before).unwrap(), "idle": LIMITS}))
     yield
     restart(product, before)
+    # JupyterLab would open this module's notebook again for the tests that follow.
+    shutil.rmtree(product.paths.state / "homes" / "ada" / ".jupyter" / "lab" / "workspaces", ignore_errors=True)
 
 
 def restart(product: Product, settings: str) -> None:
