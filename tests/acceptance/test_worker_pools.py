@@ -179,7 +179,7 @@ def test_slow_networks_example_runs_to_its_end(notebook: Notebook):
         assert re.search(rf"^{mode} +loss \d\.\d{{3}}, [01]\.\d{{3}} of exact", output, re.MULTILINE), output
     assert "kept for --predict" in output, output
     assert "One step of slow_networks_train.py: the median of 20" in output, output
-    assert re.search(r"^3 +powersgd ", output, re.MULTILINE), output
+    assert re.search(r"\] 3 +powersgd ", output), output
     wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free")
 
 
