@@ -115,7 +115,6 @@ def create_app(
         clock=clock,
     )
 
-    broker = BrokerOperations(core, backend)
     couriers = CourierPool(core=core, daemons=daemons, start=start_courier)
     stager = DatasetStager(core=core, daemons=daemons)
     staging = LeaseStaging(core, stager.stage)
@@ -182,21 +181,16 @@ def create_app(
         # Otherwise FastAPI looks for a telemetry provider at each request, and takes one from the environment.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    exporter = MetricsExporter(
+    app.state.core = core
+    app.state.broker = BrokerOperations(core, backend)
+    app.state.staging = staging
+    app.state.authenticator = Authenticator(hub, clock, own_token, spawner_token, metrics_token)
+    app.state.metrics = exporter = MetricsExporter(
         core, backend, read_head_free=read_head_free, read_certificate_ends=read_certificate_ends
     )
-    parts = {
-        "core": core,
-        "broker": broker,
-        "staging": staging,
-        "authenticator": Authenticator(hub, clock, own_token, spawner_token, metrics_token),
-        "metrics": exporter,
-        "user_files": UserFiles(core, couriers, has_containers=capabilities.containers),
-        "daemons": daemons,
-        "hub_page": hub_page,
-    }
-    for name, part in parts.items():
-        setattr(app.state, name, part)
+    app.state.user_files = UserFiles(core, couriers, has_containers=capabilities.containers)
+    app.state.daemons = daemons
+    app.state.hub_page = hub_page
     _add_routes(app, audit_log, exporter)
     return app
 
