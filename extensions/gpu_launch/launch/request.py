@@ -93,7 +93,7 @@ def _module(name: str, cwd: Path) -> str:
 
 def _has_module(top: str, cwd: Path) -> bool:
     """Return whether Python finds a package or module, also one of an editable installation, without importing it."""
-    if importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]) is not None:
+    if importlib.machinery.PathFinder.find_spec(top, [str(cwd)]) is not None:
         return True
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
