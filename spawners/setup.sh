@@ -74,8 +74,9 @@ if [ "$mode" = dev ]; then
   look_for "${for_tests[@]}"
   # A plugin has no command of its own.
   compgen -G '/usr/lib/*/slurm*/auth_jwt.so' >/dev/null || missing+=(slurm-wlm-jwt-plugin)
-  # Python's own tests of executors.
-  /usr/bin/python3 -c 'import test.test_concurrent_futures' 2>/dev/null || missing+=(libpython3-testsuite)
+  # Python's own tests of executors. Not every release has a package of this kind without the version in its name.
+  /usr/bin/python3 -c 'import test.test_concurrent_futures' 2>/dev/null ||
+    missing+=("$(/usr/bin/python3 -c 'import sys; print("libpython{}.{}-testsuite".format(*sys.version_info))')")
 fi
 [ ${#missing[@]} -eq 0 ] || install_quietly "${missing[@]}"
 
