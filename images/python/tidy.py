@@ -22,11 +22,14 @@ USELESS = (
     "torch/lib/*test*",
     "nvidia/**/include",
 )
+#: Below the prefix: JupyterLab would load it at its start, and ipyparallel's panel for clusters is not the way to GPUs.
+UNUSED_EXTENSION = "share/jupyter/labextensions/ipyparallel-labextension"
 
 
 def main(prefix: Path) -> None:
     """Deletes every match of USELESS below the prefix's site-packages and compiles what is left to .pyc files."""
     freed = 0
+    shutil.rmtree(prefix / UNUSED_EXTENSION, ignore_errors=True)
     for packages in prefix.glob("lib/python3*/site-packages"):
         for pattern in USELESS:
             for path in sorted(packages.glob(pattern)):

@@ -52,8 +52,6 @@ from gpuhub.web.lab_assets import LabAssetsHandler
 
 BROKER_SERVICE = "broker"
 CULLER_SERVICE = "gpuhub-idle-culler"
-#: Read by the notebook image's jupyter_server_config.py.
-LAB_URL_VARIABLE = "GPUHUB_LAB_URL"
 BROKER_ACCESS_SCOPE = BROKER_SCOPE
 #: JupyterHub anchors a pattern at its beginning only.
 ANCHORED_USERNAME_PATTERN = rf"(?:{names.USERNAME_PATTERN})\Z"
@@ -309,15 +307,19 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
 
 def notebook_environment() -> dict[str, Callable[[Any], str]]:
     """Return variables of notebooks, as functions of their spawner."""
-    return {LAB_URL_VARIABLE: lambda _spawner: lab_url()}
+    return {
+        lab_assets.URL_VARIABLE: lambda _spawner: lab_variables()[lab_assets.URL_VARIABLE],
+        lab_assets.EXTENSIONS_VARIABLE: lambda _spawner: lab_variables()[lab_assets.EXTENSIONS_VARIABLE],
+    }
 
 
-def lab_url() -> str:
+def lab_variables() -> dict[str, str]:
     """Return where browsers find JupyterLab's files; empty where each notebook's own server has to send them.
 
     With subdomains they would come from another site, which fonts must not.
     """
-    return "" if subdomain_host() else lab_assets.find_url(paths().lab_assets)
+    variables = lab_assets.build_notebook_variables(paths().lab_assets)
+    return dict.fromkeys(variables, "") if subdomain_host() else variables
 
 
 def lab_first_urls(user: Any) -> list[str]:

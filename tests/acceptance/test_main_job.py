@@ -97,7 +97,7 @@ def test_browser_keeps_jupyterlab(ada: User):
     ada.wait_for_lab()
     script = "performance.getEntriesByType('resource').map(entry => [entry.name, entry.transferSize])"
     sizes = {url.removeprefix(ada.address): size for url, size in ada.page.evaluate(script)}
-    own = [path for path in sizes if path.startswith("/user/") and "/static/lab/" in path]
+    own = [path for path in sizes if path.startswith("/user/") and urlsplit(path).path.endswith(".js")]
     shared = {
         urlsplit(path).path.rpartition("/")[2]: sizes[path] for path in sizes if path.startswith("/hub/gpuhub/lab/")
     }

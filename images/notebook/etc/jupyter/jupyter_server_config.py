@@ -31,6 +31,16 @@ c.ServerApp.tornado_settings = {"xsrf_cookie_kwargs": {**cookies, "path": prefix
 lab_url = os.environ.get("GPUHUB_LAB_URL", "")
 if lab_url and Path(sys.prefix, "share/jupyter/lab/static", f"main.{lab_url.rpartition('/')[2]}.js").exists():
     c.ServerApp.tornado_settings["page_config_data"] = {"fullStaticUrl": lab_url}
+    # The same for extensions, if the hub has all that are in the image: none is loaded from two places.
+    at_hub = json.loads(os.environ.get("GPUHUB_LAB_EXTENSIONS") or "{}")
+    folder = Path(sys.prefix, "share/jupyter/labextensions")
+    packages = [
+        json.loads(file.read_text()) for file in (*folder.glob("*/package.json"), *folder.glob("@*/*/package.json"))
+    ]
+    mine = {package["name"]: package["jupyterlab"]["_build"]["load"] for package in packages}
+    others = ("/usr/local/share/jupyter/labextensions", "/usr/share/jupyter/labextensions")
+    if at_hub and mine.items() <= at_hub["load"].items() and not any(map(os.path.isdir, others)):
+        c.ServerApp.tornado_settings["page_config_data"]["fullLabextensionsUrl"] = at_hub["url"]
 
 c.Application.log_level = "WARN"
 c.ServerApp.allow_root = False
@@ -38,8 +48,8 @@ c.ServerApp.default_url = "/lab"
 c.LabApp.extension_manager = "readonly"
 c.LabApp.check_for_updates_class = "jupyterlab.NeverCheckForUpdate"
 c.LabApp.news_url = None
-# These cost time at every start: no language server is in the image, and ipyparallel's panel for clusters is not the
-# way to GPUs here (its part in the browser is switched off in labconfig/).
+# The first two cost time at every start: no language server is in the image, and ipyparallel's panel for clusters is
+# not the way to GPUs here.
 c.ServerApp.jpserver_extensions = {
     "ipyparallel": False,
     "jupyter_lsp": False,
