@@ -22,7 +22,7 @@ CURRENT_FILE = "current.json"
 MAIN_FILE = re.compile(r"main\.([0-9a-f]{16})\.js")
 #: Names that JupyterLab's build made from the content; such a file never changes.
 _HASHED = re.compile(r"(?:.+\.)?[0-9a-f]{16}\.[a-z0-9]+")
-#: Variables of notebooks; images/notebook/etc/jupyter/jupyter_server_config.py reads them.
+#: Variables of notebooks; the notebook image's jupyter_server_config.py and gpu_launch.notebook_server read them.
 URL_VARIABLE = "GPUHUB_LAB_URL"
 EXTENSIONS_VARIABLE = "GPUHUB_LAB_EXTENSIONS"
 _YEAR_S = 365 * 24 * 3600

@@ -31,16 +31,6 @@ c.ServerApp.tornado_settings = {"xsrf_cookie_kwargs": {**cookies, "path": prefix
 lab_url = os.environ.get("GPUHUB_LAB_URL", "")
 if lab_url and Path(sys.prefix, "share/jupyter/lab/static", f"main.{lab_url.rpartition('/')[2]}.js").exists():
     c.ServerApp.tornado_settings["page_config_data"] = {"fullStaticUrl": lab_url}
-    # The same for extensions, if the hub has all that are in the image: none is loaded from two places.
-    at_hub = json.loads(os.environ.get("GPUHUB_LAB_EXTENSIONS") or "{}")
-    folder = Path(sys.prefix, "share/jupyter/labextensions")
-    packages = [
-        json.loads(file.read_text()) for file in (*folder.glob("*/package.json"), *folder.glob("@*/*/package.json"))
-    ]
-    mine = {package["name"]: package["jupyterlab"]["_build"]["load"] for package in packages}
-    others = ("/usr/local/share/jupyter/labextensions", "/usr/share/jupyter/labextensions")
-    if at_hub and mine.items() <= at_hub["load"].items() and not any(map(os.path.isdir, others)):
-        c.ServerApp.tornado_settings["page_config_data"]["fullLabextensionsUrl"] = at_hub["url"]
 
 c.Application.log_level = "WARN"
 c.ServerApp.allow_root = False
@@ -57,6 +47,8 @@ c.ServerApp.jpserver_extensions = {
     "gpu_launch.sshd.jupyter_extension": True,
     # Tells the broker whether the notebook is idle, and JupyterLab when it will be stopped.
     "gpu_launch.notebook_server.extension": True,
+    # Has JupyterLab load its extensions from the hub.
+    "gpu_launch.notebook_server.lab_extensions": True,
 }
 
 # The examples, for a newcomer to find; a file that is there, changed or not, stays as it is.
