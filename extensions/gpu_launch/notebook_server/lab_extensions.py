@@ -1,6 +1,6 @@
 """The Jupyter Server extension that has JupyterLab load its extensions from the hub, where browsers keep their files.
 
-The hub has those of its current notebook image and passes their list; a server with others, as of an image that somebody
+The hub has those of its current notebook image and passes their list; a server with others, as of an image that was
 built upon it, keeps to its own.
 """
 
