@@ -22,6 +22,14 @@ def test_relative_links_lead_somewhere(page: Path):
     assert [target for target in targets if target and not (page.parent / target).exists()] == []
 
 
+def test_list_for_language_models_has_every_page():
+    """`docs/llms.txt`, but for what `make references` writes about a folder, and the decisions' own list."""
+    listed = re.findall(r"\]\(([^)]+)\)", (ROOT / "docs/llms.txt").read_text(encoding="utf-8"))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/*.md")}
+    assert [path for path in listed if not (ROOT / "docs" / path).exists()] == []
+    assert pages <= set(listed)
+
+
 def test_make_targets_of_the_documentation_exist():
     """Every `make …` that a page tells to type is a target of the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 
 import click
@@ -74,10 +74,20 @@ def _list_tasks(context: Context, text: str) -> None:
 @click.option(
     "--tail", type=click.IntRange(min=0), metavar="LINES", help="Show only the last LINES lines so far (all)."
 )
+@json_option
 @pass_context
 def logs(context: Context, run: str, follow: bool, rank: int | None, tail: int | None) -> None:
     """Show a job's output."""
+    if follow and context.console.is_json:
+        raise UsageError("--json prints one document, without --follow. gpu-launch attach --json waits for the end.")
     job = _check_detached(find_job(context, run))
+    if context.console.is_json:
+        texts: list[str] = []
+        _read_output(context, job, rank=rank, tail=tail, write=texts.append)
+        context.console.print_result(
+            {"run": job.run_id, "state": tables.derive_state(job), "output": "".join(texts)}, ""
+        )
+        return
     offset = 0 if tail is None and follow else show_output(context, job, rank=rank, tail=tail)
     if not follow:
         return
@@ -90,6 +100,12 @@ def logs(context: Context, run: str, follow: bool, rank: int | None, tail: int |
 
 def show_output(context: Context, job: models.Job, *, rank: int | None, tail: int | None) -> int:
     """Write the current output, or its last lines; return its size in bytes."""
+    return _read_output(context, job, rank=rank, tail=tail, write=context.console.write_output)
+
+
+def _read_output(
+    context: Context, job: models.Job, *, rank: int | None, tail: int | None, write: Callable[[str], object]
+) -> int:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     size, last, rest = 0, deque[str](maxlen=tail), ""
     with context.transfer.open_logs(job.id, offset=0, follow=False, rank=rank) as answer:
@@ -97,14 +113,14 @@ def show_output(context: Context, job: models.Job, *, rank: int | None, tail: in
             size += len(data)
             text = decoder.decode(data)
             if tail is None:
-                context.console.write_output(text)
+                write(text)
             else:
                 *lines, rest = (rest + text).split("\n")
                 last.extend(f"{line}\n" for line in lines)
     if rest:
         last.append(rest)
     if tail != 0:
-        context.console.write_output("".join(last) + decoder.decode(b"", final=True))
+        write("".join(last) + decoder.decode(b"", final=True))
     return size
 
 

@@ -1,4 +1,4 @@
-"""The commands `login`, `logout`, `hubs`, `status` and `completion`."""
+"""The commands `login`, `logout`, `hubs`, `status`, `completion` and `skill`."""
 
 from __future__ import annotations
 
@@ -145,4 +145,10 @@ def completion(shell: str) -> None:
     click.echo(completion_class(root, {}, "gpu-launch", "_GPU_LAUNCH_COMPLETE").source())
 
 
-COMMANDS: tuple[click.Command, ...] = (login, logout, list_hubs, status, completion)
+@click.command()
+def skill() -> None:
+    """Print instructions for an AI agent that uses this command, as a SKILL.md."""
+    click.echo(Path(__file__).with_name("SKILL.md").read_text(encoding="utf-8"), nl=False)
+
+
+COMMANDS: tuple[click.Command, ...] = (login, logout, list_hubs, status, completion, skill)

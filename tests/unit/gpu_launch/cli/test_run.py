@@ -206,6 +206,14 @@ def test_logs_show_whole_output_tail_or_one_rank(
     ):
         assert main.run_command(words) == 0
         assert capsys.readouterr().out == text
+    assert main.run_command(["logs", "--json", "--tail", "1", "train"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "run": "run-20260101-000000-abc123",
+        "state": "waiting",
+        "output": "c\n",
+    }
+    assert main.run_command(["logs", "--json", "--follow", "train"]) == 2
+    assert "without --follow" in json.loads(capsys.readouterr().err)["error"]
 
 
 def test_attach_follows_to_the_end(
