@@ -178,19 +178,36 @@ def certificate(paths: Paths, cluster_file: Path) -> None:
 @cluster_file_option
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON, for programs.")
-def doctor(paths: Paths, cluster_file: Path, names: tuple[str, ...], as_json: bool) -> None:
+@click.option(
+    "--bundle",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also write findings, versions, settings and logs to FILE, a .tar.gz for a bug report, without secrets.",
+)
+def doctor(paths: Paths, cluster_file: Path, names: tuple[str, ...], as_json: bool, bundle: Path | None) -> None:
     """Check the head node, every node and the room, or only the nodes NAME."""
+    from gpuhub.ops.doctor import bundle as bundles
     from gpuhub.ops.doctor import findings as finding_formats
     from gpuhub.ops.doctor.diagnosis import diagnose
 
     require_root("doctor")
     console = AdminConsole()
-    machines = asyncio.run(diagnose(load_settings(cluster_file, paths), paths, names))
+    if bundle is not None and bundle.exists():
+        raise GpuhubError(f"{bundle} exists: name another file, or remove it")
+    cluster = load_settings(cluster_file, paths)
+    machines = asyncio.run(diagnose(cluster, paths, names))
     if as_json:
         console.write(json.dumps(finding_formats.build_json(machines), indent=2, ensure_ascii=False))
     else:
         for name, findings in machines:
             console.write(f"{name}\n{finding_formats.format_findings(findings, console.width)}\n")
+    if bundle is not None:
+        bundles.write_bundle(bundle, cluster, cluster_file, paths, machines)
+        if not as_json:
+            console.write(
+                f"{bundle} has findings, versions, settings and the ends of the logs. Secrets are removed; names of "
+                "users and addresses of machines are not. Look through it before you send it."
+            )
     failing = [name for name, findings in machines if finding_formats.has_failed(findings)]
     if failing:
         raise GpuhubError(f"checks failed on {', '.join(failing)}")

@@ -115,13 +115,13 @@ async def test_reservation_starts_and_ends_automatically(tmp_path: Path, monkeyp
     monkeypatch.setattr(core_module, "HOUSEKEEPING_S", 0.05)
     clock = AheadClock()
     async with asgi_broker(Setting(tmp_path, clock=clock)) as running:
-        times = window(-5, 60, clock.now())
+        times = window(-5, 20, clock.now())
         await post(
             running, "root", "/reservations", {"name": "short", "nodes": ["rig1"], "users": ["ada"], **times}, 201
         )
         waiting = await ask(running, "ben")
         assert waiting["state"] == "requested"
-        clock.ahead_s += 60
+        clock.ahead_s += 20
         await wait_for_state(running, f"/leases/{waiting['id']}", "granted")
         await until(lambda: running.store.load_reservations() == [], "it is forgotten")
         assert await read(running, "ben", "/reservations") == []

@@ -1,0 +1,161 @@
+"""`gpuhub doctor --bundle`: what a bug report needs in one archive, without secrets.
+
+Secrets that gpuhub knows are replaced wherever they appear, and so is text that looks like one: logs should have none,
+but an archive that leaves the machine must not depend on that.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import re
+import sqlite3
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from gpuhub.common.errors import SetupError
+from gpuhub.common.paths import Paths
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.ops.doctor.findings import Finding, build_json, format_findings
+
+#: The last bytes of each log, and of all logs together.
+MAX_LOG_BYTES = 2 << 20
+MAX_LOGS_BYTES = 20 << 20
+#: What replaces a secret.
+REMOVED = "[removed]"
+#: Shorter text is not searched for: it would be found in words.
+_LEAST_SECRET = 8
+_LOOKS_SECRET = (
+    # Keys and certificates.
+    (re.compile(r"-----BEGIN [A-Z ]+-----.*?(?:-----END [A-Z ]+-----|\Z)", re.DOTALL), REMOVED),
+    # Headers, URLs and settings: `Authorization: token …`, `?code=…`, `client_secret = "…"`, `https://user:password@`.
+    (re.compile(r"(?i)\b(bearer|token|basic)(\s+)[A-Za-z0-9+/=._~-]{16,}"), rf"\1\2{REMOVED}"),
+    (
+        re.compile(
+            r"(?i)([\w.-]*(?:secret|password|passwd|token|cookie|_xsrf)[\"']?\s*[=:]\s*[\"']?)(?!/)[^\s\"'&,;]{8,}"
+        ),
+        rf"\1{REMOVED}",
+    ),
+    (re.compile(r"([?&](?:code|state)=)[^&\s]+"), rf"\1{REMOVED}"),
+    (re.compile(r"(://[^/\s:@]+:)[^/\s@]+@"), rf"\1{REMOVED}@"),
+)
+
+
+def write_bundle(
+    file: Path,
+    cluster: ClusterSettings,
+    cluster_file: Path,
+    paths: Paths,
+    machines: Sequence[tuple[str, Sequence[Finding]]],
+) -> list[str]:
+    """Write the archive, readable only by its owner; return the names of its members.
+
+    Args:
+        machines: What the doctor found.
+
+    Raises:
+        SetupError: The file exists, or cannot be written.
+    """
+    secrets = find_secrets(cluster, paths)
+    texts = {name: remove_secrets(text, secrets) for name, text in _collect(cluster_file, paths, machines)}
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise SetupError(f"{file} exists: name another file, or remove it") from None
+    except OSError as error:
+        raise SetupError(f"{file} cannot be written: {error.strerror}") from error
+    with os.fdopen(descriptor, "wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
+        for name, text in texts.items():
+            content = text.encode()
+            member = tarfile.TarInfo(f"gpuhub-bundle/{name}")
+            member.size, member.mode = len(content), 0o600
+            archive.addfile(member, io.BytesIO(content))
+    return list(texts)
+
+
+def find_secrets(cluster: ClusterSettings, paths: Paths) -> frozenset[str]:
+    """Return the lines of all files with secrets: gpuhub's own, and those that cluster.toml names."""
+    files = [path for path in paths.secrets.rglob("*") if path.is_file()]
+    files += [path for path in _find_secret_files(cluster.model_dump()) if path.is_file()]
+    lines = {line.strip() for path in files for line in path.read_text(encoding="utf-8", errors="replace").splitlines()}
+    return frozenset(line for line in lines if len(line) >= _LEAST_SECRET and not line.startswith("-----"))
+
+
+def _find_secret_files(value: Any, key: str = "") -> Iterator[Path]:
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _find_secret_files(part, str(name))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _find_secret_files(part, key)
+    elif isinstance(value, Path) and re.search(r"secret|password|token|key", key):
+        yield value
+
+
+def remove_secrets(text: str, secrets: frozenset[str]) -> str:
+    """Return a text without these secrets, and without what looks like one."""
+    # The longest first: one may be part of another.
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, REMOVED)
+    for pattern, replacement in _LOOKS_SECRET:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _collect(
+    cluster_file: Path, paths: Paths, machines: Sequence[tuple[str, Sequence[Finding]]]
+) -> Iterator[tuple[str, str]]:
+    findings = [f"{name}\n{format_findings(found)}\n" for name, found in machines]
+    yield "doctor.txt", "\n".join(findings)
+    yield "doctor.json", json.dumps(build_json(machines), indent=2, ensure_ascii=False)
+    yield "versions.txt", _describe_versions()
+    yield "broker.json", json.dumps(_count_rows(paths.store), indent=2)
+    for file in dict.fromkeys((cluster_file, paths.used_cluster_file)):
+        if file.is_file():
+            yield file.name, file.read_text(encoding="utf-8", errors="replace")
+    left = MAX_LOGS_BYTES
+    for log in sorted(paths.log.glob("*.log")):
+        content = _read_end(log, min(MAX_LOG_BYTES, left))
+        left -= len(content)
+        yield f"logs/{log.name}", content.decode(errors="replace")
+
+
+def _describe_versions() -> str:
+    packages = sorted(f"{package.name} {package.version}" for package in importlib.metadata.distributions())
+    release = Path("/etc/os-release")
+    system = release.read_text(encoding="utf-8") if release.exists() else ""
+    kernel = os.uname()
+    return "\n".join(
+        (
+            f"{kernel.sysname} {kernel.release} {kernel.machine}",
+            f"Python {platform.python_version()}",
+            system,
+            *packages,
+            "",
+        )
+    )
+
+
+def _count_rows(store: Path) -> dict[str, Any]:
+    """Return the schema's revision and the number of rows of each table, or why they cannot be read."""
+    try:
+        with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=5)) as connection:
+            names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            rows = {name: connection.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0] for name in names}  # noqa: S608 - names of tables
+            revision = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+    except sqlite3.Error as error:
+        return {"error": str(error)}
+    return {"revision": revision and revision[0], "rows": rows}
+
+
+def _read_end(file: Path, size: int) -> bytes:
+    with file.open("rb") as log:
+        log.seek(0, os.SEEK_END)
+        log.seek(max(log.tell() - size, 0))
+        return log.read(size)
