@@ -22,7 +22,7 @@ VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
 .PHONY: help up down install purge status check-cluster setup setup-dev dev lint test test-unit test-integration test-acceptance test-slurm \
-  test-faults test-hostile test-fresh test-gpu soak coverage bench references dist sbom lock
+  test-faults test-hostile test-fresh test-gpu soak coverage bench references docs dist sbom lock
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 20
@@ -97,6 +97,9 @@ coverage: dev ## Show which lines the unit tests reach
 
 bench: setup-dev ## Measure: all, or one group with BENCH=setup|spawn|spawn-trace|storm|launch|broker|slurm|storage (TRACE=DIR: folder of the OpenB trace)
 	@TRACE=$(TRACE) python -m tests.bench $(BENCH)
+
+docs: dev ## Build the documentation as a site, .cache/site/docs/index.html
+	@sphinx-build --quiet --fail-on-warning --keep-going -c docs -b html . .cache/site
 
 references: dev ## Write docs/reference/ from the code
 	@python -m tests.support.references
