@@ -31,6 +31,8 @@ class GpuFault(StrEnum):
     ECC = "ecc"
     #: NVML reports that a failing memory row could not be replaced.
     REMAP_FAILED = "remap_failed"
+    #: NVML reports that a failing memory row waits to be replaced.
+    REMAP_PENDING = "remap_pending"
     #: NVML's calls about the GPU do not return while it has this fault.
     HANG = "hang"
 
@@ -56,6 +58,8 @@ class GpuLoad:
     #: Code of the last Xid error, and how many there were.
     xid: int = 0
     xid_count: int = 0
+    #: Lanes of its PCIe link.
+    link_width: int = 16
     #: Process id and memory in MiB of each program on the GPU.
     processes: tuple[tuple[int, int], ...] = ()
     #: The load of the MIG devices of a GPU in MIG mode, by position.
@@ -86,6 +90,7 @@ def format_load(load: GpuLoad) -> str:
     """Return the text of the file `live`."""
     head = f"utilization {load.utilisation_percent}\nmemory_used_mib {load.memory_used_mib}\nfault {load.fault}\n"
     head += f"clocks_event_reasons {load.clocks_event_reasons}\nxid {load.xid} {load.xid_count}\n"
+    head += f"link_width {load.link_width}\n"
     lines = [f"process {pid} {used}\n" for pid, used in load.processes]
     for slot, device in enumerate(load.mig_devices):
         lines.append(f"mig_memory_used_mib {slot} {device.memory_used_mib}\n")

@@ -35,6 +35,7 @@ PRIVILEGED = frozenset(
         "POST /leases/{lease_id}/force",
         "POST /nodes/{name}/cordon",
         "POST /nodes/{name}/drain",
+        "POST /nodes/{name}/gpus/{index}/accept",
         "POST /nodes/{name}/undrain",
         "POST /reservations",
         "DELETE /reservations/{reservation_id}",

@@ -239,6 +239,10 @@ class AsyncBrokerClient:
         body = None if request is None else request.model_dump(mode="json")
         return _read(_NODEVIEW, await self._send("POST", f"/nodes/{_quoted(node)}/{change}", json=body))
 
+    async def accept_gpu(self, node: str, index: int) -> NodeView:
+        """Grant a GPU with faults again; administrators only."""
+        return _read(_NODEVIEW, await self._send("POST", f"/nodes/{_quoted(node)}/gpus/{index}/accept"))
+
     async def nodes(self) -> list[NodeView]:
         """Return every node with its GPUs."""
         return _read(_NODES, await self._send("GET", "/nodes"))

@@ -1,4 +1,4 @@
-"""`gpuhub node`: list, autoinstall, prepare, add, remove, firewall, cordon, drain and undrain."""
+"""`gpuhub node`: list, autoinstall, prepare, add, remove, firewall, cordon, drain, undrain and accept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gpuhub.common.units import format_span
 
 @click.group("node", cls=OrderedGroup)
 def node_group() -> None:
-    """Nodes: list, autoinstall, prepare, add, remove, firewall, cordon, drain, undrain."""
+    """Nodes: list, autoinstall, prepare, add, remove, firewall, cordon, drain, undrain, accept."""
 
 
 name_argument = click.argument("name", metavar="NAME")
@@ -98,6 +98,32 @@ def undrain(broker: BrokerRunner, paths: Paths, name: str) -> None:
         _write_state(console, await client.change_node(name, "undrain"))
 
     broker.run("node undrain", paths, run)
+
+
+@node_group.command("accept")
+@instance_option
+@name_argument
+@click.argument("index", type=click.IntRange(0, 255), metavar="GPU")
+@yes_option
+@pass_broker
+def accept(broker: BrokerRunner, *, paths: Paths, name: str, index: int, yes: bool) -> None:
+    """Grant the GPU with the number GPU of the node NAME again.
+
+    For a GPU that is blocked by an Xid error or by a PCIe link that became slower, after you have reset or checked it.
+    A reboot of the node does the same without this command.
+    """
+
+    async def run(client: AsyncBrokerClient, console: AdminConsole) -> None:
+        nodes = {node.name: node for node in await client.nodes()}
+        await _check_node(client, name)
+        gpu = next((gpu for gpu in nodes[name].gpus if gpu.index == index), None)
+        if gpu is not None:
+            console.write(f"GPU {index} ({gpu.model}) of {name} is {gpu.state.value}: {gpu.message or 'no problem'}")
+        if not yes:
+            console.confirm("Others may get it from now on. Was it reset or checked?")
+        _write_state(console, await client.accept_gpu(name, index))
+
+    broker.run("node accept", paths, run)
 
 
 async def _check_node(client: AsyncBrokerClient, name: str) -> None:

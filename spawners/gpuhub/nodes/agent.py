@@ -6,13 +6,17 @@ Every two seconds it prints one line of JSON, here with line breaks:
 "name": "NVIDIA GeForce RTX 5090", "memory_total_mib": 32607, "memory_used_mib": 4, "utilisation_percent": 0,
 "memory_utilisation_percent": 0, "power_w": 12.5, "power_limit_w": 575.0, "energy_mj": 7920310, "temperature_c": 31,
 "clocks_event_reasons": 1, "processes": [{"pid": 4711, "memory_mib": 300}], "capability": [12, 0], "mig": false,
-"parent": null, "ecc_uncorrected": null, "remap_failed": null, "remapped_rows": null, "error": null}],
+"parent": null, "ecc_uncorrected": null, "remap_failed": null, "remap_pending": null, "remapped_rows": null,
+"pcie": {"generation": 1, "width": 16, "most_generation": 5, "most_width": 16}, "loaded_link": [5, 16],
+"is_throttled": false, "error": null}],
 "xids": {"GPU-…": [{"code": 31, "count": 1, "at": 1795459261.5}]}}`.
 `n` grows by one per line, so that a reader sees without comparing clocks that the agent is alive. `boot_id` is the
 machine's, from the kernel. A value that the GPU does not report is null; `error` is NVML's text when a GPU, or NVML
 itself, fails. `energy_mj` counts since the driver was loaded, `clocks_event_reasons` is NVML's bit mask,
-`remapped_rows` the rows that were replaced after correctable and after uncorrectable errors, and `xids` the Xid errors
-of each GPU since the agent's start, with the machine's time of the last one of each code. For a GPU in MIG mode
+`remapped_rows` the rows that were replaced after correctable and after uncorrectable errors. `xids` has the Xid errors
+of each GPU since the agent's start, with the machine's time of the last one of each code; a GPU whose driver does not
+report them is missing there. `loaded_link` is generation and width of the PCIe link under load, null until there was
+enough, and `is_throttled` whether the hardware has lowered the clocks for minutes (`GpuHistory`). For a GPU in MIG mode
 its MIG devices are listed instead, with its index, and with its UUID as `parent`.
 Process ids are the machine's own, at most 32 for each GPU. `disk_free` is the free space for Docker's data, in bytes.
 A separate thread reads NVML: if a call does not return, the agent still prints lines, with an error.
@@ -32,6 +36,7 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +45,16 @@ PERIOD_S = 2.0
 HANG_S = 6.0
 #: Most processes that are reported for a GPU.
 MAX_PROCESSES = 32
-#: Most Xid codes that are counted for a GPU.
+#: Most Xid codes that are counted for a GPU, and those that are counted beyond that: the GPU needs a reset after them.
 MAX_XIDS = 16
+CRITICAL_XIDS = (48, 62, 64, 74, 79, 95, 119, 120)
+#: Bits of the clocks' event reasons that the hardware sets: slowdown, too hot, power brake.
+HARDWARE_SLOWDOWN = 0x08 | 0x40 | 0x80
+#: Readings in which a GPU must be slowed down for half of the time to count as throttled: five minutes.
+THROTTLE_READINGS = 150
+#: Use from which on a GPU is under load, percent, and readings under load that show its link.
+LOAD_PERCENT = 50
+LINK_READINGS = 30
 #: On Docker's disks: the container's layers, and a file that Docker mounts from its own folder.
 DISKS = ("/", "/etc/hostname")
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -110,8 +123,24 @@ def read_sensors(handle: Any) -> dict[str, Any]:
         "capability": None if capability is None else [int(part) for part in capability],
         "ecc_uncorrected": read_value(lambda: int(pynvml.nvmlDeviceGetTotalEccErrors(handle, *ecc))),
         "remap_failed": None if remapped is None else bool(remapped[3]),
+        "remap_pending": None if remapped is None else bool(remapped[2]),
         "remapped_rows": None if remapped is None else [int(rows) for rows in remapped[:2]],
+        "pcie": read_pcie(handle),
     }
+
+
+def read_pcie(handle: Any) -> dict[str, int] | None:
+    """Read the PCIe link, which idle GPUs slow down, and the most that card and slot can; None where not reported."""
+    import pynvml
+
+    values = {
+        "generation": read_value(lambda: pynvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
+        "width": read_value(lambda: pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
+        "most_generation": read_value(lambda: pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
+        "most_width": read_value(lambda: pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
+    }
+    known = {name: int(value) for name, value in values.items() if value}
+    return known if len(known) == len(values) else None
 
 
 def list_mig_devices(handle: Any) -> list[Any] | None:
@@ -200,6 +229,9 @@ class XidCounter:
             try:
                 self._events = self._events or pynvml.nvmlEventSetCreate()
                 handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+                # Drivers support different kinds of events; the GPU's other values are read all the same.
+                if not pynvml.nvmlDeviceGetSupportedEventTypes(handle) & pynvml.nvmlEventTypeXidCriticalError:
+                    continue
                 pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
             except pynvml.NVMLError:
                 continue
@@ -216,12 +248,60 @@ class XidCounter:
                 return
             seen = self._seen.setdefault(self._watched.get(read_address(event.device), ""), {})
             code = int(event.eventData)
-            if code in seen or len(seen) < MAX_XIDS:
+            if code in seen or code in CRITICAL_XIDS or len(seen) < MAX_XIDS:
                 seen[code] = seen.get(code, (0, 0.0))[0] + 1, time.time()
 
     def _list_errors(self, uuid: str) -> list[dict[str, Any]]:
         seen = self._seen.get(uuid, {})
         return [{"code": code, "count": count, "at": at} for code, (count, at) in sorted(seen.items())]
+
+
+class GpuHistory:
+    """Judges by many readings what one cannot show: the PCIe link under load, and clocks that stay low.
+
+    One reading shows a link that is slow for an instant, and a card that cools down between two steps.
+    """
+
+    def __init__(self) -> None:
+        self._links: dict[str, deque[tuple[int, int]]] = {}
+        self._slowdowns: dict[str, deque[bool]] = {}
+        self._throttled: set[str] = set()
+
+    def add_to(self, node: dict[str, Any]) -> None:
+        """Take over the reading of a node, and add what its GPUs have shown so far."""
+        present = {gpu["parent"] or gpu["uuid"]: gpu for gpu in node["gpus"] if "uuid" in gpu}
+        if node["error"] is None:
+            for known in (self._links, self._slowdowns):
+                for uuid in set(known) - set(present):
+                    del known[uuid]
+            self._throttled &= set(present)
+        for uuid, gpu in present.items():
+            self._add_link(uuid, gpu)
+            self._add_slowdown(uuid, gpu["clocks_event_reasons"])
+        for gpu in node["gpus"]:
+            if "uuid" in gpu:
+                uuid = gpu["parent"] or gpu["uuid"]
+                gpu["loaded_link"] = self._find_link(uuid)
+                gpu["is_throttled"] = uuid in self._throttled
+
+    def _add_link(self, uuid: str, gpu: dict[str, Any]) -> None:
+        if gpu["pcie"] is not None and (gpu["utilisation_percent"] or 0) >= LOAD_PERCENT:
+            links = self._links.setdefault(uuid, deque(maxlen=LINK_READINGS))
+            links.append((gpu["pcie"]["generation"], gpu["pcie"]["width"]))
+
+    def _find_link(self, uuid: str) -> list[int] | None:
+        links = self._links.get(uuid, ())
+        if len(links) < LINK_READINGS:
+            return None
+        return [max(generation for generation, _ in links), max(width for _, width in links)]
+
+    def _add_slowdown(self, uuid: str, reasons: int | None) -> None:
+        slowdowns = self._slowdowns.setdefault(uuid, deque(maxlen=THROTTLE_READINGS))
+        slowdowns.append(bool((reasons or 0) & HARDWARE_SLOWDOWN))
+        if sum(slowdowns) >= THROTTLE_READINGS // 2:
+            self._throttled.add(uuid)
+        elif not any(slowdowns):
+            self._throttled.discard(uuid)
 
 
 def read_address(handle: Any) -> int:
@@ -262,11 +342,12 @@ def close_nvml() -> None:
 
 def read_repeatedly(readings: queue.SimpleQueue[dict[str, Any]], period_s: float = PERIOD_S) -> None:
     """Put a reading into the queue periodically; a hanging call of NVML blocks only this thread."""
-    xids = XidCounter()
+    xids, history = XidCounter(), GpuHistory()
     while True:
         began = time.monotonic()
         reading = read_node()
         xids.add_to(reading)
+        history.add_to(reading)
         readings.put({"disk_free": read_disk_free(), **reading})
         time.sleep(max(0.1, period_s - (time.monotonic() - began)))
 

@@ -20,7 +20,7 @@ from gpuhub.common.gpu import shorten_model
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import BASE_IMAGE
 from gpuhub.nodes import agent
-from gpuhub.nodes.status import AgentReading, GpuProcess, GpuReading, NodeStatus, XidErrors, XidsByGpu
+from gpuhub.nodes.status import AgentReading, GpuProcess, GpuReading, NodeStatus, PcieLink, XidErrors, XidsByGpu
 
 #: Hash of script and image; when it differs, the container is replaced.
 LABEL_BUILD = "gpuhub.agent"
@@ -180,6 +180,7 @@ def parse_agent_line(line: bytes) -> AgentReading | None:
 
 def _parse_gpu(raw: Mapping[str, Any]) -> GpuReading:
     processes, capability, remapped_rows = raw.get("processes"), raw.get("capability"), raw.get("remapped_rows")
+    pcie, loaded_link = raw.get("pcie"), raw.get("loaded_link")
     return GpuReading(
         uuid=raw.get("uuid") or "",
         index=int(raw["index"]),
@@ -191,12 +192,17 @@ def _parse_gpu(raw: Mapping[str, Any]) -> GpuReading:
         parent=raw.get("parent"),
         ecc_uncorrected=raw.get("ecc_uncorrected"),
         remap_failed=raw.get("remap_failed"),
+        remap_pending=raw.get("remap_pending"),
         remapped_rows=None if remapped_rows is None else (int(remapped_rows[0]), int(remapped_rows[1])),
         utilisation_percent=raw.get("utilisation_percent"),
         memory_utilisation_percent=raw.get("memory_utilisation_percent"),
         memory_used_mib=raw.get("memory_used_mib"),
         energy_mj=raw.get("energy_mj"),
         clocks_event_reasons=raw.get("clocks_event_reasons"),
+        is_throttled=bool(raw.get("is_throttled")),
+        link=None if pcie is None else _parse_link(pcie["generation"], pcie["width"]),
+        link_limit=None if pcie is None else _parse_link(pcie["most_generation"], pcie["most_width"]),
+        loaded_link=None if loaded_link is None else _parse_link(*loaded_link),
         power_w=raw.get("power_w"),
         power_limit_w=_parse_power_limit(raw.get("power_limit_w")),
         temperature_c=raw.get("temperature_c"),
@@ -204,6 +210,10 @@ def _parse_gpu(raw: Mapping[str, Any]) -> GpuReading:
         if processes is None
         else tuple(GpuProcess(pid=int(process["pid"]), memory_mib=process["memory_mib"]) for process in processes),
     )
+
+
+def _parse_link(generation: Any, width: Any) -> PcieLink:
+    return PcieLink(generation=int(generation), width=int(width))
 
 
 def _parse_xids(raw: Mapping[str, Sequence[Mapping[str, Any]]] | None) -> XidsByGpu | None:

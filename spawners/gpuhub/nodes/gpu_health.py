@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from gpuhub.broker_api.schemas import GpuState, NodeState
 from gpuhub.config.settings import SchedulingSettings
 from gpuhub.nodes import status
-from gpuhub.nodes.agent import DEVICES_LOST
+from gpuhub.nodes.agent import DEVICES_LOST, HARDWARE_SLOWDOWN
+from gpuhub.nodes.gpu_faults import describe_faults
 from gpuhub.nodes.inventory import Inventory
-from gpuhub.nodes.status import Cordon, GpuLeaseStatus, GpuProcess, GpuReading, NodeStatus
+from gpuhub.nodes.status import Cordon, GpuFault, GpuLeaseStatus, GpuProcess, GpuReading, NodeStatus
 from gpuhub.scheduler.interface import GpuSlot, NodeCapacity
 
 _UNLEASED = GpuLeaseStatus()
 _AGENT_SILENT = "its GPU agent is silent"
+#: Causes of a slowdown by their bits in the clocks' event reasons.
+_SLOWDOWN_CAUSES = {0x40: "it is too hot", 0x80: "its power supply brakes it"}
 _NOT_YET_CHECKED = "its last lease ended a moment ago; a reading must show first that it is empty"
 
 
@@ -104,7 +107,8 @@ def explain_gpu_unavailable(
     """Return why a GPU on a node that takes work is not available, or None if it is."""
     return (
         find_reading_problem(inventory, node, gpu, monotonic)
-        or find_gpu_failure(gpu)
+        or find_node_gpu_failure(node, gpu)
+        or describe_slowdown(gpu)
         or describe_outside_use(node, gpu, lease_status=lease_status, scheduling=scheduling)
     )
 
@@ -128,7 +132,67 @@ def find_gpu_failure(gpu: GpuReading) -> str | None:
     if gpu.ecc_uncorrected:
         count = f"{gpu.ecc_uncorrected} uncorrectable memory error{'s' if gpu.ecc_uncorrected > 1 else ''} (ECC)"
         return f"{count} since the driver was loaded: reset the GPU or restart the node"
-    return "a failing memory row could not be replaced: the card needs service" if gpu.remap_failed else None
+    if gpu.remap_failed:
+        return "a failing memory row could not be replaced: the card needs service"
+    return "failing memory rows wait to be replaced: reset the GPU or restart the node" if gpu.remap_pending else None
+
+
+def find_node_gpu_failure(node: NodeStatus, gpu: GpuReading) -> str | None:
+    """Return the defect of a GPU, by its last reading or by what was noticed before and is not over; None for none."""
+    return find_gpu_failure(gpu) or describe_faults(node.faults.get(gpu.whole_uuid, ()))
+
+
+def describe_slowdown(gpu: GpuReading) -> str | None:
+    """Return why the hardware has lowered a GPU's clocks for minutes, or None if it has not."""
+    if not gpu.is_throttled:
+        return None
+    reasons = (gpu.clocks_event_reasons or 0) & HARDWARE_SLOWDOWN
+    causes = [text for bit, text in _SLOWDOWN_CAUSES.items() if reasons & bit]
+    why = f" ({', '.join(causes)})" if causes else ""
+    return f"its clocks have been lowered by the hardware for minutes{why}: check its cooling and power supply"
+
+
+def find_new_problems(before: NodeStatus, after: NodeStatus, began: Iterable[GpuFault]) -> dict[str, str]:
+    """Return the defects and slowdowns that were not there at the reading before, by UUID of GPU or MIG device.
+
+    Args:
+        before: The node as it was read before.
+        after: The node as last read.
+        began: Faults that were noticed for the first time.
+    """
+    known = {gpu.uuid: _describe_problem(before, gpu) for gpu in before.gpus}
+    faulty = {fault.gpu for fault in began}
+    problems = {}
+    for gpu in after.gpus:
+        problem = _describe_problem(after, gpu)
+        # The first reading of a run shows problems that were reported by the run before.
+        is_new = before.read_at is not None and gpu.uuid in known and known[gpu.uuid] is None
+        if problem is not None and (is_new or gpu.whole_uuid in faulty):
+            problems[gpu.uuid] = problem
+    return problems
+
+
+def _describe_problem(node: NodeStatus, gpu: GpuReading) -> str | None:
+    return find_node_gpu_failure(node, gpu) or describe_slowdown(gpu)
+
+
+def list_lease_problems(nodes: Mapping[str, NodeStatus], uuids: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the defects and slowdowns of GPUs, for the owner of their lease.
+
+    Args:
+        nodes: All nodes by name.
+        uuids: The UUIDs of the lease's GPUs or MIG devices, with the name of each one's node.
+    """
+    problems = []
+    for uuid, name in uuids.items():
+        node = nodes.get(name)
+        gpu = None if node is None else next((gpu for gpu in node.gpus if gpu.uuid == uuid), None)
+        if node is None or gpu is None or not node.is_up:
+            continue
+        problem = _describe_problem(node, gpu)
+        if problem is not None:
+            problems.append(f"GPU {gpu.index} ({gpu.model}) of {name}: {problem}")
+    return tuple(problems)
 
 
 def describe_outside_use(
@@ -204,13 +268,13 @@ def assess_gpu(
     if not node.is_up:
         state = GpuState.QUARANTINED if is_quarantined else GpuState.UNAVAILABLE
         return GpuCondition(state=state, message=node.unreachable_reason)
-    defect = None if node.read_at is None else find_gpu_failure(gpu)
+    defect = None if node.read_at is None else find_node_gpu_failure(node, gpu)
     if defect is None and node.read_at is not None and not node.is_fresh(monotonic):
         defect = _AGENT_SILENT
     if defect is not None:
         return GpuCondition(state=GpuState.FAILED, message=defect)
     if is_held or is_quarantined:
-        return GpuCondition(state=held)
+        return GpuCondition(state=held, message=describe_slowdown(gpu))
     reading_problem = find_reading_problem(inventory, node, gpu, monotonic)
     if reading_problem is not None:
         return GpuCondition(state=GpuState.UNAVAILABLE, message=reading_problem)
@@ -228,7 +292,7 @@ def _assess_unheld_gpu(
     outside_use = describe_outside_use(node, gpu, lease_status=lease_status, scheduling=scheduling)
     if outside_use is not None and outside_use != _NOT_YET_CHECKED:
         return GpuCondition(state=GpuState.OUTSIDE, message=outside_use, outside_processes=gpu.processes or ())
-    why = explain_node_unavailable(node, cordon) or outside_use
+    why = explain_node_unavailable(node, cordon) or outside_use or describe_slowdown(gpu)
     return GpuCondition(state=GpuState.FREE if why is None else GpuState.UNAVAILABLE, message=why)
 
 
@@ -264,7 +328,7 @@ def _list_node_problems(inventory: Inventory, node: NodeStatus, monotonic: float
     broken = [
         f"GPU {gpu.index}: {why}"
         for gpu in node.gpus
-        if (why := find_gpu_failure(gpu)) or (why := _describe_duplicate(inventory, gpu))
+        if (why := find_node_gpu_failure(node, gpu)) or (why := _describe_duplicate(inventory, gpu))
     ]
     if broken:
         return [*problems, *dict.fromkeys(broken)]

@@ -33,6 +33,43 @@ class GpuProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PcieLink:
+    """Speed of a PCIe link."""
+
+    generation: int
+    #: Number of lanes.
+    width: int
+
+    def is_below(self, other: PcieLink) -> bool:
+        """Return whether it is slower in one of both."""
+        return self.generation < other.generation or self.width < other.width
+
+    def __str__(self) -> str:
+        return f"×{self.width} of generation {self.generation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFault:
+    """A fault of a GPU that does not end by itself, and that later readings may not show."""
+
+    #: UUID of the whole GPU.
+    gpu: str
+    node: str
+    #: An Xid error, with its code, or a PCIe link that has become slower, with code 0.
+    kind: Literal["xid", "link"]
+    code: int
+    #: When it last occurred, by the node's clock, and when it was noticed; seconds since 1970.
+    occurred_at: float
+    noticed_at: float
+    #: The machine's boot in which it occurred; None if not known.
+    boot_id: str | None
+    #: For users.
+    text: str
+    #: The administrator on whose word the GPU is granted again; None while it is not.
+    accepted_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
     """The last reading of a GPU or a MIG device; None where NVML does not report a value."""
 
@@ -53,6 +90,8 @@ class GpuReading:
     ecc_uncorrected: int | None = None
     #: Whether a failing memory row could not be replaced.
     remap_failed: bool | None = None
+    #: Whether a failing memory row is replaced at the next reset only.
+    remap_pending: bool | None = None
     #: Rows of memory that were replaced after correctable, and after uncorrectable errors.
     remapped_rows: tuple[int, int] | None = None
     utilisation_percent: int | None = None
@@ -63,11 +102,22 @@ class GpuReading:
     energy_mj: int | None = None
     #: Why its clocks are lower than they could be: NVML's bit mask.
     clocks_event_reasons: int | None = None
+    #: Whether the hardware has lowered its clocks for minutes.
+    is_throttled: bool = False
+    #: Its PCIe link now, the most that card and slot can, and the link under load; None until there was enough load.
+    link: PcieLink | None = None
+    link_limit: PcieLink | None = None
+    loaded_link: PcieLink | None = None
     power_w: float | None = None
     #: The most that it may draw: the lowest of all limits that are set for it, watts.
     power_limit_w: float | None = None
     temperature_c: int | None = None
     processes: tuple[GpuProcess, ...] | None = None
+
+    @property
+    def whole_uuid(self) -> str:
+        """Return the UUID of the GPU, also for one of its MIG devices."""
+        return self.parent or self.uuid
 
     @property
     def card(self) -> GpuSpec:
@@ -139,6 +189,8 @@ class NodeStatus:
     gpus: tuple[GpuReading, ...] = ()
     #: Xid errors of its GPUs, as far as their driver reports them.
     xids: XidsByGpu = field(default_factory=dict)
+    #: Faults of its GPUs that are not over, by the UUID of the whole GPU.
+    faults: Mapping[str, tuple[GpuFault, ...]] = field(default_factory=dict)
     #: Whether GPUs were ever read, in this or an earlier run of the broker.
     has_readings: bool = False
     #: Number of the agent's last line and when it was first seen; None before the first line of this run.

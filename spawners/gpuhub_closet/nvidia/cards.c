@@ -79,6 +79,7 @@ static void read_live_line(struct card *card, const char *line) {
     if (sscanf(line, "utilization %u", &number) == 1) card->utilization = number > 100 ? 100 : number;
     else if (sscanf(line, "memory_used_mib %llu", &big) == 1) card->memory_used_mib = big;
     else if (sscanf(line, "clocks_event_reasons %u", &number) == 1) card->clocks_event_reasons = number;
+    else if (sscanf(line, "link_width %u", &number) == 1) card->link_width = number;
     else if (sscanf(line, "xid %u %u", &card->xid, &card->xid_count) == 2) return;
     else if (sscanf(line, "fault %31s", text) == 1) strcpy(card->fault, text);
     else if (sscanf(line, "process %u %llu", &number, &big) == 2) add_process(card, number, big, NO_PART);
@@ -93,6 +94,7 @@ int read_card(unsigned int slot, struct card *card) {
     if (!file) return 0;
     memset(card, 0, sizeof *card);
     card->major = 12;
+    card->link_width = 16;
     while (fgets(line, sizeof line, file)) read_card_line(card, line);
     fclose(file);
     file = open_file(slot, "live");

@@ -18,6 +18,7 @@ struct part {
 struct card {
     char name[96], uuid[80], fault[32];
     unsigned int index, minor, bus, power_limit_w, utilization, major, minor_capability, mig_mode;
+    unsigned int link_width; /* of the PCIe link */
     unsigned int clocks_event_reasons, xid, xid_count; /* the code of the last Xid error, and how many there were */
     unsigned long long memory_mib, memory_used_mib;
     unsigned int processes;

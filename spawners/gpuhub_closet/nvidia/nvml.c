@@ -351,7 +351,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetMaxPcieLinkWidth(nvmlDevice_t device, unsigned 
     WITH_CARD(width, *width = 16);
 }
 EXPORT nvmlReturn_t nvmlDeviceGetCurrPcieLinkWidth(nvmlDevice_t device, unsigned int *width) {
-    WITH_CARD(width, *width = 16);
+    WITH_CARD(width, *width = card.link_width);
 }
 EXPORT nvmlReturn_t nvmlDeviceGetPcieThroughput(nvmlDevice_t device, int counter, unsigned int *kib_per_s) {
     (void)counter;
@@ -424,9 +424,10 @@ EXPORT nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned int 
                                               unsigned int *is_pending, unsigned int *has_failed) {
     WITH_CARD(corrected && uncorrected && is_pending && has_failed, {
         *has_failed = !strcmp(card.fault, "remap_failed");
-        if (!*has_failed && !card.mig_mode) return NVML_ERROR_NOT_SUPPORTED;
-        *corrected = *is_pending = 0;
-        *uncorrected = *has_failed;
+        *is_pending = !strcmp(card.fault, "remap_pending");
+        *uncorrected = *has_failed || *is_pending;
+        if (!*uncorrected && !card.mig_mode) return NVML_ERROR_NOT_SUPPORTED;
+        *corrected = 0;
     });
 }
 

@@ -441,6 +441,19 @@ def test_xid_errors_are_counted_by_code(library: Path) -> None:
     assert [(error["code"], error["count"]) for error in node["xids"][UUIDS[0]]] == [(31, 2), (79, 1)]
 
 
+def test_link_under_load_and_rows_that_wait(library: Path) -> None:
+    """As the agent judges them: the link by readings under load, the row by its own flag."""
+    history = agent.GpuHistory()
+    write_load(library, 0, utilisation_percent=90, link_width=8)
+    for _ in range(agent.LINK_READINGS):
+        node = agent.read_node()
+        history.add_to(node)
+    assert [gpu["loaded_link"] for gpu in node["gpus"]] == [[5, 8], None]
+    assert node["gpus"][0]["pcie"] == {"generation": 5, "width": 8, "most_generation": 5, "most_width": 16}
+    write_load(library, 0, fault=gpu_state.GpuFault.REMAP_PENDING)
+    assert [gpu["remap_pending"] for gpu in agent.read_node()["gpus"]] == [True, None]
+
+
 def test_energy_only_grows(library: Path) -> None:
     """By the power between two calls, in millijoules."""
     write_load(library, 0, utilisation_percent=100)

@@ -54,7 +54,7 @@ def start_daemon(plan: ClosetPlan, node: ClosetNode, paths: Paths) -> None:
 
 def parse_load(text: str) -> GpuLoad:
     """Parse the text that `format_load` wrote."""
-    single = dict(re.findall(r"^(utilization|memory_used_mib|fault) (\S+)$", text, re.MULTILINE))
+    single = dict(re.findall(r"^(utilization|memory_used_mib|fault|link_width) (\S+)$", text, re.MULTILINE))
     processes = re.findall(r"^process (\d+) (\d+)$", text, re.MULTILINE)
     [(reasons, xid, xid_count)] = re.findall(r"^clocks_event_reasons (\d+)\nxid (\d+) (\d+)$", text, re.MULTILINE) or [
         (0, 0, 0)
@@ -66,6 +66,7 @@ def parse_load(text: str) -> GpuLoad:
         clocks_event_reasons=int(reasons),
         xid=int(xid),
         xid_count=int(xid_count),
+        link_width=int(single.get("link_width", 16)),
         processes=tuple((int(pid), int(used)) for pid, used in processes),
         mig_devices=_parse_mig_loads(text),
     )

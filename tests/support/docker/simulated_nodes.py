@@ -58,6 +58,10 @@ class SimulatedNode:
     gpu_errors: dict[int, str] = field(default_factory=dict)
     ecc: dict[int, int] = field(default_factory=dict)
     remap_failed: set[int] = field(default_factory=set)
+    remap_pending: set[int] = field(default_factory=set)
+    #: By index: generation and width of the link under load, and whether the clocks stay low.
+    loaded_links: dict[int, list[int]] = field(default_factory=dict)
+    throttled: set[int] = field(default_factory=set)
     mig: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     #: Bits of the clocks' event reasons by index, and Xid errors (code, count, time) by UUID.
     clocks_event_reasons: dict[int, int] = field(default_factory=dict)
@@ -126,6 +130,10 @@ class SimulatedNode:
             "parent": None,
             "ecc_uncorrected": self.ecc.get(index),
             "remap_failed": True if index in self.remap_failed else None,
+            "remap_pending": True if index in self.remap_pending else None,
+            "pcie": {"generation": 1, "width": 16, "most_generation": 5, "most_width": 16},
+            "loaded_link": self.loaded_links.get(index),
+            "is_throttled": index in self.throttled,
             "remapped_rows": [0, 1] if index in self.remap_failed else None,
             "error": None,
         }

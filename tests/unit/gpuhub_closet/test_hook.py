@@ -177,6 +177,7 @@ def test_load_files_are_parsed():
         clocks_event_reasons=64,
         xid=79,
         xid_count=2,
+        link_width=8,
         processes=((1, 2), (3, 4)),
         mig_devices=(gpu_state.MigLoad(memory_used_mib=7, processes=((5, 6),)), gpu_state.MigLoad()),
     )

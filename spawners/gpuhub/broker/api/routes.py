@@ -145,6 +145,7 @@ OfGroups = Annotated[
 ]
 Ended = Annotated[bool, Query(description="Also jobs that ended within `[jobs] remember`; newest first, at most 200")]
 Node = Annotated[str, Path(max_length=64)]
+GpuIndex = Annotated[int, Path(ge=0, le=255)]
 RelativePath = Annotated[str, Query(max_length=1024, description="Path relative to the home, such as `work/train.py`")]
 Offset = Annotated[int, Query(ge=0, le=_MAX_INT, description="First byte of the answer")]
 Rank = Annotated[int | None, Query(ge=0, le=65535, description="Only the output of this rank, from the latest start")]
@@ -348,6 +349,12 @@ async def post_drain(name: Node, body: CordonRequest, caller: Caller, broker: Op
 async def post_undrain(name: Node, caller: Caller, broker: Operations) -> NodeView:
     """End the cordon or drain of a node, so that it takes work again. Administrators only."""
     return await broker.undrain(caller, name)
+
+
+@api.post("/nodes/{name}/gpus/{index}/accept", tags=["nodes"], responses=document_problems(404, 409, 422))
+async def post_accept(name: Node, index: GpuIndex, caller: Caller, broker: Operations) -> NodeView:
+    """Grant a GPU again that was blocked by an Xid error or a slow PCIe link. Administrators only."""
+    return await broker.accept_gpu(caller, name, index)
 
 
 @api.get("/reservations", tags=["reservations"], responses=document_problems(422))

@@ -13,7 +13,7 @@ from typing import Any, Self
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from gpuhub.broker.db import retention, tables, writer
+from gpuhub.broker.db import gpu_records, retention, tables, writer
 from gpuhub.broker.db.engine import READ_ONLY, build_engine, migrate, take_advisory_lock
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker_api.schemas import JobState, LeaseState
@@ -22,6 +22,7 @@ from gpuhub.common.errors import Conflict, SetupError, Unavailable
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.common.paths import acquire_lock
 from gpuhub.domain.models import EventRow, JobRow, LeaseRow, ReservationRow
+from gpuhub.nodes.gpu_faults import GpuRecord
 from gpuhub.nodes.status import Cordon
 from gpuhub.scheduler.interface import UsageRecord
 
@@ -242,6 +243,21 @@ class Store:
                 sa.delete(tables.gpus).where((tables.gpus.c.node == node) | tables.gpus.c.uuid.in_(uuids))
             )
             writer.insert_rows(connection, tables.gpus, [_seen_record(gpu) for gpu in seen])
+
+    def load_gpu_records(self) -> dict[str, GpuRecord]:
+        """Return the records of all GPUs by UUID."""
+        with self._transaction(READ_ONLY) as connection:
+            return gpu_records.load_gpu_records(connection)
+
+    def save_gpu_records(self, records: Sequence[GpuRecord]) -> None:
+        """Replace the records of these GPUs."""
+        with self._transaction() as connection:
+            gpu_records.save_gpu_records(connection, records)
+
+    def delete_gpu_records(self, gpus: Sequence[str]) -> None:
+        """Delete the records of these GPUs."""
+        with self._transaction() as connection:
+            gpu_records.delete_gpu_records(connection, gpus)
 
     # -- cordons and reservations ------------------------------------------------------------------------------------
 

@@ -171,6 +171,33 @@ gpus = Table(
     Column("seen_at", Float, nullable=False),
 )
 
+#: What is known of each GPU beyond its readings: its fastest PCIe link under load in this node.
+gpu_records = Table(
+    "gpu_records",
+    metadata,
+    Column("gpu_uuid", String(80), primary_key=True),
+    Column("node", String(64), nullable=False, index=True),
+    Column("link_generation", Integer),
+    Column("link_width", Integer),
+)
+
+#: Faults of GPUs that are not over; `kind` is `xid` or `link`.
+gpu_faults = Table(
+    "gpu_faults",
+    metadata,
+    Column("gpu_uuid", String(80), ForeignKey("gpu_records.gpu_uuid"), primary_key=True),
+    Column("kind", String(8), primary_key=True),
+    Column("code", Integer, primary_key=True, autoincrement=False),
+    Column("node", String(64), nullable=False),
+    #: By the node's clock.
+    Column("occurred_at", Float, nullable=False),
+    Column("noticed_at", Float, nullable=False),
+    Column("boot_id", String(64)),
+    Column("text", Text, nullable=False),
+    #: The administrator on whose word the GPU is granted again.
+    Column("accepted_by", String(64)),
+)
+
 #: Cordoned nodes; `state` is `cordoned` or `draining`.
 cordons = Table(
     "cordons",

@@ -88,6 +88,19 @@ FIELDS = (
     GpuField(
         "ROW_REMAP_FAILURE", "Whether a failing row of memory could not be replaced.", lambda gpu: gpu.remap_failed
     ),
+    GpuField("ROW_REMAP_PENDING", "Whether a row of memory waits to be replaced.", lambda gpu: gpu.remap_pending),
+    GpuField("PCIE_LINK_GEN", "PCIe generation now.", lambda gpu: None if gpu.link is None else gpu.link.generation),
+    GpuField("PCIE_LINK_WIDTH", "PCIe lanes now.", lambda gpu: None if gpu.link is None else gpu.link.width),
+    GpuField(
+        "PCIE_MAX_LINK_GEN",
+        "The highest PCIe generation of card and slot.",
+        lambda gpu: None if gpu.link_limit is None else gpu.link_limit.generation,
+    ),
+    GpuField(
+        "PCIE_MAX_LINK_WIDTH",
+        "The most PCIe lanes of card and slot.",
+        lambda gpu: None if gpu.link_limit is None else gpu.link_limit.width,
+    ),
 )
 
 
@@ -110,6 +123,7 @@ def collect_gpus(records: Mapping[str, NodeStatus], views: Sequence[NodeView], m
         yield _collect_field(field, readings)
     yield _collect_throttling(readings)
     yield from _collect_xids(records)
+    yield _collect_faults(records)
     yield _collect_states(views)
 
 
@@ -178,6 +192,20 @@ def _collect_xids(records: Mapping[str, NodeStatus]) -> Iterator[Metric]:
                 errors.add_metric((*labels, str(error.code)), float(error.count))
                 times.add_metric((*labels, str(error.code)), error.last_at)
     yield from (last, errors, times)
+
+
+def _collect_faults(records: Mapping[str, NodeStatus]) -> Metric:
+    family = GaugeMetricFamily(
+        "gpuhub_gpu_fault",
+        "1 for a fault that keeps the GPU from being granted until a reboot or an administrator's word.",
+        labels=(*LABELS, "kind", "code"),
+    )
+    for record in records.values():
+        gpus = {gpu.whole_uuid: _label_reading(record.name, gpu) for gpu in record.gpus}
+        for uuid, faults in record.faults.items():
+            for fault in faults if uuid in gpus else ():
+                family.add_metric((*gpus[uuid], fault.kind, str(fault.code)), 1.0)
+    return family
 
 
 def _collect_states(views: Sequence[NodeView]) -> Metric:

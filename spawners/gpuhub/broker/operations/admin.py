@@ -1,4 +1,4 @@
-"""Operations for administrators: cordons, drains and reservations."""
+"""Operations for administrators: cordons, drains, failed GPUs and reservations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from gpuhub.broker_api.schemas import (
     ReservationRequest,
     ReservationView,
 )
-from gpuhub.common.errors import InvalidRequest, NotAllowed, NotFound
+from gpuhub.common.errors import Conflict, InvalidRequest, NotAllowed, NotFound
 from gpuhub.domain import lease_states
 from gpuhub.domain import reservations as reservation_rules
 from gpuhub.domain.models import Identity
+from gpuhub.nodes.gpu_health import find_gpu_failure
 from gpuhub.nodes.status import Cordon, describe_cordon
 
 
@@ -83,6 +84,29 @@ async def undrain(core: BrokerState, backend: SchedulingBackend, caller: Identit
     if before is not None:
         core.add_event("node.uncordoned", f"node {node} takes work again, by {caller.name}", node=node)
         await core.ledger.change(lambda draft: _restore_times(draft, node, core.capacity.cordons))
+    return view_node(core, backend, node)
+
+
+async def accept_gpu(
+    core: BrokerState, backend: SchedulingBackend, caller: Identity, node: str, index: int
+) -> NodeView:
+    """Grant a GPU with faults again, on the administrator's word that it was reset or checked.
+
+    Raises:
+        NotAllowed: the caller is not an administrator.
+        NotFound: the node or the GPU does not exist.
+        Conflict: the GPU has no fault that needs it; a defect that readings show ends with a reading without it.
+    """
+    require_admin(caller, "accept failed GPUs")
+    _require_node(core, node)
+    gpus = [gpu for gpu in core.capacity.inventory.nodes[node].gpus if gpu.index == index]
+    if not gpus:
+        raise NotFound(f"node {node} has no GPU {index}")
+    if not await core.accept_gpu(node, gpus[0], caller.name):
+        failure = find_gpu_failure(gpus[0])
+        why = "is not blocked" if failure is None else f"is blocked as long as it reports a defect: {failure}"
+        raise Conflict(f"GPU {index} of {node} {why}")
+    core.add_event("gpu.accepted", f"GPU {index} of {node} is accepted again by {caller.name}", node=node)
     return view_node(core, backend, node)
 
 

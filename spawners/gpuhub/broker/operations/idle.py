@@ -19,8 +19,8 @@ from gpuhub.common.units import format_span
 from gpuhub.domain import idle_policy, lease_states
 from gpuhub.domain.models import Identity, LeaseRow
 
-#: Interval of the reports of a notebook that is not stopped when it is idle, seconds: the settings may change.
-UNUSED_REPORT_PERIOD_S = 300.0
+#: Interval of the reports of a notebook that is not stopped when it is idle, seconds: its GPUs may fail.
+UNUSED_REPORT_PERIOD_S = 60.0
 
 
 class IdleOperations:
@@ -36,12 +36,12 @@ class IdleOperations:
             NotFound: the lease does not exist, or it belongs to another user.
         """
         lease = await access.find_lease(self._core, caller, lease_id)
-        limits = self._core.idle.find_limits(lease)
+        limits, problems = self._core.idle.find_limits(lease), views.list_gpu_problems(self._core, lease)
         if limits is None:
-            return ActivityAnswer(idle=None, report_in_s=UNUSED_REPORT_PERIOD_S)
+            return ActivityAnswer(idle=None, report_in_s=UNUSED_REPORT_PERIOD_S, gpu_problems=problems)
         self._core.idle.record_report(lease_id, report)
         period_s = idle_policy.choose_report_period(self._core.idle.assess(lease, limits))
-        return ActivityAnswer(idle=views.view_idle(self._core, lease), report_in_s=period_s)
+        return ActivityAnswer(idle=views.view_idle(self._core, lease), report_in_s=period_s, gpu_problems=problems)
 
     async def keep(self, caller: Identity, lease_id: str) -> LeaseView:
         """Keep an idle notebook for a time.

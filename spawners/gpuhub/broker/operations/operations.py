@@ -377,6 +377,15 @@ class BrokerOperations:
         """
         return await admin.undrain(self._core, self._backend, caller, node)
 
+    async def accept_gpu(self, caller: Identity, node: str, index: int) -> NodeView:
+        """Grant a GPU with faults again, on the administrator's word that it was reset or checked.
+
+        Raises:
+            NotAllowed, NotFound: the caller is not an administrator, or the GPU does not exist.
+            Conflict: the GPU has no such fault.
+        """
+        return await admin.accept_gpu(self._core, self._backend, caller, node, index)
+
     async def _wait_state(
         self, caller: Identity, lease_id: str, is_reached: Callable[[LeaseRow], bool], wait_s: float
     ) -> None:

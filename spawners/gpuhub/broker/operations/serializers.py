@@ -65,7 +65,14 @@ def build_gpu(gpu: LeasedGpu) -> LeasedGpuView:
     )
 
 
-def build_lease(lease: LeaseRow, version: int, place: QueuePlace | None, idle: IdleView | None = None) -> LeaseView:
+def build_lease(
+    lease: LeaseRow,
+    version: int,
+    place: QueuePlace | None,
+    *,
+    idle: IdleView | None = None,
+    gpu_problems: tuple[str, ...] = (),
+) -> LeaseView:
     """Return a lease, as shown to its owner; `place` is its place in the queue, if it waits."""
     return LeaseView(
         id=lease.id,
@@ -89,12 +96,21 @@ def build_lease(lease: LeaseRow, version: int, place: QueuePlace | None, idle: I
         expires_at=to_optional_datetime(lease.expires_at),
         reason=lease.reason,
         idle=idle,
+        gpu_problems=gpu_problems,
     )
 
 
-def build_job(job: JobRow, lease: LeaseRow, version: int, place: QueuePlace | None, renew_within_s: float) -> JobView:
+def build_job(
+    job: JobRow,
+    lease: LeaseRow,
+    version: int,
+    place: QueuePlace | None,
+    renew_within_s: float,
+    *,
+    gpu_problems: tuple[str, ...] = (),
+) -> JobView:
     """Return a job, as shown to its owner; `version` covers the job and its lease."""
-    lease_view = build_lease(lease, version, place)
+    lease_view = build_lease(lease, version, place, gpu_problems=gpu_problems)
     if lease.is_held:
         lease_view = lease_view.model_copy(update={"waiting_for": describe_hold(job)})
     return JobView(

@@ -27,9 +27,10 @@ from gpuhub.broker_api.schemas import (
     UsageView,
 )
 from gpuhub.common.errors import NotAllowed, NotFound
-from gpuhub.domain import idle_policy, owner_limits
+from gpuhub.domain import idle_policy, lease_states, owner_limits
 from gpuhub.domain import reservations as reservation_rules
 from gpuhub.domain.models import EventRow, Identity, JobRow, LeaseRow
+from gpuhub.nodes import gpu_health
 from gpuhub.scheduler.interface import OwnerUsage, Quota
 
 #: Maximum age of a view, since times and readings in it change, seconds.
@@ -45,7 +46,16 @@ MAX_VIEWS = 64
 def view_lease(core: BrokerState, lease: LeaseRow) -> LeaseView:
     """Return a lease, as shown to its owner."""
     version, place = core.queue_positions.find_version(lease), core.queue_positions.refresh().get(lease.id)
-    return serializers.build_lease(lease, version, place, view_idle(core, lease))
+    return serializers.build_lease(
+        lease, version, place, idle=view_idle(core, lease), gpu_problems=list_gpu_problems(core, lease)
+    )
+
+
+def list_gpu_problems(core: BrokerState, lease: LeaseRow) -> tuple[str, ...]:
+    """Return the defects and slowdowns of a live lease's GPUs, for its owner."""
+    if lease.state not in lease_states.LIVE:
+        return ()
+    return gpu_health.list_lease_problems(core.capacity.inventory.nodes, {gpu.uuid: gpu.node for gpu in lease.held})
 
 
 def view_idle(core: BrokerState, lease: LeaseRow) -> IdleView | None:
@@ -95,7 +105,10 @@ def build_job(core: BrokerState, job: JobRow, lease: LeaseRow) -> JobView:
     """Return a job with its lease, as shown to its owner."""
     version = max(job.version, core.queue_positions.find_version(lease))
     place = core.queue_positions.refresh().get(lease.id)
-    return serializers.build_job(job, lease, version, place, float(core.cluster.jobs.renew_within))
+    problems = list_gpu_problems(core, lease)
+    return serializers.build_job(
+        job, lease, version, place, float(core.cluster.jobs.renew_within), gpu_problems=problems
+    )
 
 
 def view_cluster(core: BrokerState, backend: SchedulingBackend, caller: Identity | None) -> ClusterView:

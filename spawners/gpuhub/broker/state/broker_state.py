@@ -19,8 +19,9 @@ from gpuhub.common.errors import GpuhubError
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import EventRow, JobRow, LeaseRow, LedgerSnapshot, ReservationRow
+from gpuhub.nodes import gpu_health
 from gpuhub.nodes.inventory import Inventory
-from gpuhub.nodes.status import Cordon, NodeStatus
+from gpuhub.nodes.status import Cordon, GpuReading, NodeStatus
 from gpuhub.scheduler.interface import Scheduler
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class BrokerState:
         """
         await self.ledger.change(mutations.clamp_future_timestamps)
         await self.ledger.change(mutations.release_removed_nodes(self.capacity.inventory.nodes))
+        await self.capacity.gpu_records.remove_other_nodes(self.capacity.inventory.nodes)
         for node in self.capacity.cordons.keys() - self.capacity.inventory.nodes.keys():
             # The node was drained to be removed from the settings: if it is added again, it should take work.
             await self.capacity.set_cordon(node, None)
@@ -216,9 +218,26 @@ class BrokerState:
 
     async def observe(self, record: NodeStatus) -> None:
         """Take over what a probe read from a node, and serve waiting requests if that changes the capacity."""
+        duplicates = self.capacity.inventory.duplicate_uuids
+        began = await self.capacity.gpu_records.update(record, duplicates, self.clock.now())
+        before = self.capacity.inventory.nodes[record.name]
         self.capacity.update_node(record)
-        if self.scheduler_sync.update_node(record.name) and self.ledger.index.find("waiting"):
+        # The scheduler comes first, since every change of the ledger has it grant what it believes to be free.
+        has_changed = self.scheduler_sync.update_node(record.name)
+        problems = gpu_health.find_new_problems(before, self.capacity.inventory.nodes[record.name], began)
+        if problems:
+            await self.ledger.change(mutations.report_gpu_problems(record.name, problems))
+        elif has_changed and self.ledger.index.find("waiting"):
             await self.ledger.change(lambda _: None)
+
+    async def accept_gpu(self, node: str, gpu: GpuReading, by: str) -> bool:
+        """Grant a GPU with faults again on an administrator's word; return whether it had some."""
+        if not await self.capacity.gpu_records.accept(gpu, by):
+            return False
+        self.capacity.update_node(self.capacity.inventory.nodes[node])
+        self.scheduler_sync.update_node(node)
+        self.request_scheduling()
+        return True
 
     # -- events ---------------------------------------------------------------------------------------------------
 

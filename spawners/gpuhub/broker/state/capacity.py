@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from gpuhub.broker.db.store import SeenGpu, Store
+from gpuhub.broker.state.gpu_records import GpuRecords
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.domain import reservations as reservations_module
@@ -62,6 +63,7 @@ class Capacity:
         self._cluster = cluster
         self._store = store
         self._clock = clock
+        self.gpu_records = GpuRecords(store)
         self.inventory = inventory
         self.cordons: Mapping[str, Cordon] = {cordon.node: cordon for cordon in store.load_cordons()}
         self.reservations = tuple(store.load_reservations())
@@ -73,6 +75,7 @@ class Capacity:
     def update_node(self, record: NodeStatus) -> None:
         """Take over what was read from a node."""
         before = self.inventory.nodes[record.name]
+        record = record.evolve(faults=self.gpu_records.find_faults(record))
         if record == before:
             return
         self.inventory = self.inventory.with_node(record)

@@ -156,6 +156,21 @@ def note_lost_devices(node: str) -> Edit:
     return edit
 
 
+def report_gpu_problems(node: str, problems: Mapping[str, str]) -> Edit:
+    """Report problems of GPUs on a node, by UUID, to the owners of the live leases on them."""
+
+    def edit(transaction: Transaction) -> None:
+        for lease in list(transaction.leases.values()):
+            if lease.state not in lease_states.LIVE:
+                continue
+            for gpu in lease.held:
+                if gpu.node == node and gpu.uuid in problems:
+                    text = f"GPU {gpu.index} ({gpu.model}) of {node}: {problems[gpu.uuid]}"
+                    transaction.add_event("gpu.problem", text, owner=lease.owner, lease=lease.id)
+
+    return edit
+
+
 def release_removed_nodes(known: Collection[str]) -> Edit:
     """Release the leases on nodes that are no longer in the settings."""
 

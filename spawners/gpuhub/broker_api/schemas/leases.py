@@ -100,6 +100,8 @@ class ActivityAnswer(WireModel):
     idle: IdleView | None
     #: Seconds until the next report; 0 if none is wanted.
     report_in_s: float
+    #: Defects and slowdowns of the notebook's GPUs, one text for each GPU that has some.
+    gpu_problems: tuple[str, ...] = ()
 
 
 class ReclaimRequest(WireModel):
@@ -181,6 +183,8 @@ class LeaseView(WireModel):
     reason: str | None
     #: None unless it is a notebook that is idle, and idle notebooks are stopped.
     idle: IdleView | None = None
+    #: Defects and slowdowns of its GPUs, one text for each GPU that has some; empty unless granted.
+    gpu_problems: tuple[str, ...] = ()
 
 
 class ActivationRequest(WireModel):

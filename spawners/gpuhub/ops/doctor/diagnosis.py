@@ -212,6 +212,7 @@ def add_gpu_report(host: HostFacts, report: GpuReport, *, is_running: bool) -> H
         gpu_error=report.error,
         gpu_advice=report.advice,
         failed_gpus=report.failed_gpus,
+        gpu_warnings=report.gpu_warnings,
         is_unread=not (report.has_agent or is_running),
         toolkit="" if host.toolkit is None and report.has_agent else host.toolkit,
     )

@@ -214,6 +214,8 @@ def check_gpus(host: HostFacts, docker: DockerFacts | None, environment: NodeEnv
         yield ok("gpus", f"{names}; driver {host.gpus[0].driver or 'unknown'}")
     for line in host.failed_gpus:
         yield failed("gpus", line, "it gets no work until it is repaired; `nvidia-smi -q` and dmesg there have more")
+    for line, advice in host.gpu_warnings:
+        yield warning("gpus", line, advice)
     yield from check_duplicates(host.gpus, environment)
     floor = format_version(TOOLKIT_FLOOR)
     if host.toolkit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import resources
@@ -12,7 +12,8 @@ from typing import Any
 from gpuhub.common import gpu as gpus
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError
-from gpuhub.nodes.gpu_health import add_advice, find_gpu_failure
+from gpuhub.nodes.agent import CRITICAL_XIDS
+from gpuhub.nodes.gpu_health import add_advice, describe_slowdown, find_gpu_failure
 from gpuhub.nodes.status import AgentReading, find_power_limits
 
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9/._-]*")
@@ -71,6 +72,8 @@ class GpuReport:
     advice: str = ""
     #: A line for each GPU that fails.
     failed_gpus: tuple[str, ...] = ()
+    #: A line for each GPU on which something is not as it should be, with the remedy.
+    gpu_warnings: tuple[tuple[str, str], ...] = ()
     #: Whether an agent runs, which needs the driver and the toolkit.
     has_agent: bool = True
     #: NVML's index of each GPU → the most that it may draw, watts; None where NVML does not report it.
@@ -136,6 +139,8 @@ class HostFacts:
     gpu_advice: str = _DRIVER_ADVICE
     #: A line for each GPU that fails.
     failed_gpus: tuple[str, ...] = ()
+    #: A line for each GPU on which something is not as it should be, with the remedy.
+    gpu_warnings: tuple[tuple[str, str], ...] = ()
     #: Whether GPUs may be unknown because gpuhub has not been started yet.
     is_unread: bool = False
     #: `host:port` → it can be reached from there; None where no program there could try.
@@ -297,8 +302,31 @@ def build_gpu_report(reading: AgentReading) -> GpuReport:
         error="" if reading.error is None else f"NVIDIA's driver fails: {add_advice(reading.error)}",
         advice=_DRIVER_ADVICE,
         failed_gpus=tuple(f"{name} fails: {failure}" for name, failure in failures if failure is not None),
+        gpu_warnings=tuple(_list_gpu_warnings(reading)),
         power_limits=find_power_limits(reading.gpus),
     )
+
+
+def _list_gpu_warnings(reading: AgentReading) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with GPUs that do not fail, with the remedy; MIG devices share what their GPU has."""
+    for gpu in {gpu.whole_uuid: gpu for gpu in reading.gpus if gpu.uuid}.values():
+        name, xids = f"GPU {gpu.index} ({gpu.model})", (reading.xids or {}).get(gpu.whole_uuid)
+        if reading.xids is not None and xids is None:
+            yield f"{name}: its driver reports no Xid errors", "its failures are noticed by its other readings alone"
+        critical = [error for error in xids or () if error.code in CRITICAL_XIDS]
+        if critical:
+            codes = ", ".join(f"{error.code} ({error.count} ×)" for error in critical)
+            yield (
+                f"{name}: Xid {codes} since its GPU agent started",
+                "reset the GPU or restart the node; if it was reset, `gpuhub node accept` grants it again",
+            )
+        if slowdown := describe_slowdown(gpu):
+            yield f"{name}: {slowdown}", "it gets no new work until its clocks have been normal for 5 minutes"
+        if gpu.loaded_link is not None and gpu.link_limit is not None and gpu.loaded_link.is_below(gpu.link_limit):
+            yield (
+                f"{name}: its PCIe link under load is {gpu.loaded_link}, of {gpu.link_limit}",
+                "check its seat, riser and slot, and how the board divides its lanes",
+            )
 
 
 def parse_docker_time(text: str) -> float:

@@ -12,7 +12,8 @@ import pytest
 
 from gpuhub.nodes import agent
 from gpuhub.nodes.agent_container import parse_agent_line, record_agent_reading
-from gpuhub.nodes.status import AgentReading, NodeStatus, XidErrors, find_power_limits
+from gpuhub.nodes.status import AgentReading, NodeStatus, PcieLink, XidErrors, find_power_limits
+from gpuhub.ops.doctor.node_facts import build_gpu_report
 from tests.support.nvml.replay import BUSY, IDLE, Replay, load
 
 
@@ -41,13 +42,16 @@ def test_gpu_without_further_sensors_is_read(replay: tuple[str, Replay]) -> None
         "PowerUsage",
         "EnforcedPowerLimit",
         "ComputeRunningProcesses",
+        "CurrPcieLinkWidth",
     ):
         nvml.change(f"nvmlDeviceGet{function}", pynvml.NVMLError_NotSupported)
     unknown = dict.fromkeys(
         (
             "ecc_uncorrected",
             "remap_failed",
+            "remap_pending",
             "remapped_rows",
+            "pcie",
             "power_w",
             "power_limit_w",
             "energy_mj",
@@ -111,6 +115,69 @@ def test_counters_reach_the_nodes_record(replay: tuple[str, Replay]) -> None:
     assert node.xids == {uuid: (XidErrors(code=79, count=2, last_at=5.5),), recorded[1]["uuid"]: ()}
     failed = read_line({"n": 2, "boot_id": None, **agent.build_failure("NVML: Unknown Error")})
     assert record_agent_reading(node, failed, 12.0).xids == node.xids
+
+
+def test_link_counts_only_when_readings_under_load_have_shown_it(replay: tuple[str, Replay]) -> None:
+    """The best of the last readings with load: a link that is slow for an instant is not a slow link."""
+    _, nvml = replay
+    history = agent.GpuHistory()
+
+    def read(use: int, width: int) -> list[int] | None:
+        nvml.change("nvmlDeviceGetUtilizationRates", {"struct": {"gpu": use, "memory": 0}})
+        nvml.change("nvmlDeviceGetCurrPcieLinkWidth", width)
+        node = agent.read_node()
+        history.add_to(node)
+        link: list[int] | None = node["gpus"][0]["loaded_link"]
+        return link
+
+    assert {str(read(0, 1)) for _ in range(agent.LINK_READINGS)} == {"None"}
+    assert {str(read(90, 16)) for _ in range(agent.LINK_READINGS - 1)} == {"None"}
+    assert read(90, 4) == [5, 16]
+    assert read(0, 1) == [5, 16]
+    assert [read(90, 4) for _ in range(agent.LINK_READINGS)][-1] == [5, 4]
+
+
+def test_clocks_that_stay_low_count_until_they_were_normal_for_as_long(replay: tuple[str, Replay]) -> None:
+    """Software's limits, such as the power cap of every busy card, are no slowdown by the hardware."""
+    _, nvml = replay
+    history = agent.GpuHistory()
+
+    def read(reasons: int) -> bool:
+        nvml.change("nvmlDeviceGetCurrentClocksEventReasons", reasons)
+        node = agent.read_node()
+        history.add_to(node)
+        return bool(node["gpus"][1]["is_throttled"])
+
+    half = agent.THROTTLE_READINGS // 2
+    assert not any(read(0x04 | 0x20) for _ in range(half))
+    assert not any(read(0x48) for _ in range(half - 1))
+    assert read(0x80)
+    assert all(read(0) for _ in range(agent.THROTTLE_READINGS - 1))
+    assert not read(0)
+
+
+def test_gpu_without_xid_events_is_read_and_named(replay: tuple[str, Replay]) -> None:
+    """It is missing among the GPUs whose errors are reported."""
+    _, nvml = replay
+    nvml.change("nvmlDeviceGetSupportedEventTypes", 0)
+    counter, node = agent.XidCounter(), agent.read_node()
+    nvml.nvmlEventSetCreate = object  # type: ignore[attr-defined]
+    counter.add_to(node)
+    assert (node["xids"], node["error"], len(node["gpus"])) == ({}, None, 2)
+    line = json.dumps({"n": 1, "boot_id": None, **node}).encode()
+    warnings = build_gpu_report(parse_agent_line(line) or AgentReading(line_number=0, error=None, gpus=())).gpu_warnings
+    assert [text for text, _ in warnings] == [
+        f"GPU {index} (NVIDIA H200): its driver reports no Xid errors".replace("NVIDIA ", "") for index in range(2)
+    ]
+
+
+def test_link_and_slowdown_reach_the_nodes_record(replay: tuple[str, Replay]) -> None:
+    line = {"n": 1, "boot_id": None, **agent.read_node()}
+    line["gpus"][0] |= {"loaded_link": [4, 8], "is_throttled": True, "remap_pending": True}
+    first, second = read_line(line).gpus
+    assert (first.loaded_link, first.link_limit) == (PcieLink(generation=4, width=8), PcieLink(generation=5, width=16))
+    assert (first.is_throttled, first.remap_pending) == (True, True)
+    assert (second.loaded_link, second.is_throttled, second.remap_pending) == (None, False, False)
 
 
 def read_line(line: dict[str, Any]) -> AgentReading:

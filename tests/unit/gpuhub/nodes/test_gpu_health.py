@@ -16,7 +16,7 @@ from gpuhub.config.settings import NodeSettings, SchedulingSettings
 from gpuhub.domain.models import LeasedGpu, LeaseRow, LedgerSnapshot
 from gpuhub.nodes import agent_container, gpu_health, status
 from gpuhub.nodes.inventory import Inventory, build_inventory
-from gpuhub.nodes.status import AgentReading, Cordon, GpuLeaseStatus, GpuProcess, GpuReading, NodeStatus
+from gpuhub.nodes.status import AgentReading, Cordon, GpuFault, GpuLeaseStatus, GpuProcess, GpuReading, NodeStatus
 from gpuhub.scheduler.interface import NodeCapacity
 from tests.support.broker.factories import lease_row
 from tests.support.docker.simulated_nodes import build_cluster
@@ -200,6 +200,10 @@ def test_node_without_a_daemon_id_takes_no_work() -> None:
         ),
         ({"remap_failed": True}, "a failing memory row could not be replaced: the card needs service"),
         (
+            {"remap_pending": True},
+            "failing memory rows wait to be replaced: reset the GPU or restart the node",
+        ),
+        (
             {"error": "NVML: Driver/library version mismatch"},
             "NVML: Driver/library version mismatch: the driver was upgraded while it was in use, reboot needed",
         ),
@@ -217,6 +221,48 @@ def test_broken_gpu_is_failed_with_the_reason(changes: dict[str, Any], why: str)
         broken, AgentReading(line_number=2, error=None, gpus=(gpu(),)), NOW + 2
     )
     assert assess_gpu(mended, at=NOW + 2).state is GpuState.FREE
+
+
+def test_faults_that_no_reading_shows_keep_a_gpu_failed() -> None:
+    fault = GpuFault(
+        gpu="GPU-1", node="rig1", kind="xid", code=79, occurred_at=1.0, noticed_at=2.0, boot_id="b1", text="Xid 79"
+    )
+    node = build_up_node(gpu(), faults={"GPU-1": (fault,)})
+    for is_held in (False, True):
+        assert assess_gpu(node, is_held=is_held) == gpu_health.GpuCondition(state=GpuState.FAILED, message="Xid 79")
+    assert supply(node).slots[0].unavailable_reason == "Xid 79"
+    assert assess_node(node).message == "GPU 0: Xid 79"
+    part = gpu("MIG-1", parent="GPU-1", is_mig=True)
+    assert supply(node.evolve(gpus=(part,))).slots[0].unavailable_reason == "Xid 79"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "causes"),
+    [(0x08 | 0x40, " (it is too hot)"), (0x80, " (its power supply brakes it)"), (1, ""), (None, "")],
+)
+def test_slowed_down_gpu_is_not_granted_and_its_holder_keeps_it(reasons: int | None, causes: str) -> None:
+    why = f"its clocks have been lowered by the hardware for minutes{causes}: check its cooling and power supply"
+    node = build_up_node(gpu(is_throttled=True, clocks_event_reasons=reasons))
+    assert assess_gpu(node) == gpu_health.GpuCondition(state=GpuState.UNAVAILABLE, message=why)
+    assert assess_gpu(node, is_held=True) == gpu_health.GpuCondition(state=GpuState.HELD, message=why)
+    assert supply(node).slots[0].unavailable_reason == why
+    problems = gpu_health.list_lease_problems({"rig1": node}, {"GPU-1": "rig1", "GPU-2": "rig1", "GPU-3": "rig9"})
+    assert problems == (f"GPU 0 (RTX 5090) of rig1: {why}",)
+
+
+def test_problem_is_new_once() -> None:
+    """Not at the first reading of a run, since the run before has reported it; a fault is new when it is noticed."""
+    sound, bad = build_up_node(gpu()), build_up_node(gpu(ecc_uncorrected=1))
+    problems = gpu_health.find_new_problems(sound, bad, [])
+    assert list(problems) == ["GPU-1"]
+    assert gpu_health.find_new_problems(bad, bad, []) == {}
+    assert gpu_health.find_new_problems(bad, sound, []) == {}
+    assert gpu_health.find_new_problems(sound.evolve(read_at=None), bad, []) == {}
+    fault = GpuFault(
+        gpu="GPU-1", node="rig1", kind="xid", code=79, occurred_at=1.0, noticed_at=2.0, boot_id="b1", text="Xid 79"
+    )
+    faulty = sound.evolve(faults={"GPU-1": (fault,)})
+    assert gpu_health.find_new_problems(sound.evolve(read_at=None), faulty, [fault]) == {"GPU-1": "Xid 79"}
 
 
 def test_zero_error_counters_are_not_a_fault() -> None:

@@ -214,6 +214,7 @@ def _name(route: str) -> str:
         ("{job_id}", "{job}"),
         ("{reservation_id}", "{reservation}"),
         ("/nodes/{name}/", "/nodes/rig3/"),
+        ("/gpus/{index}/", "/gpus/0/"),
         (routes.API, ""),
     ):
         route = route.replace(given, name)

@@ -341,6 +341,7 @@ async def test_gpu_with_memory_left_after_a_lease_is_not_granted(setting: Settin
         (lambda node: node.gpu_errors.update({0: "GPU is lost"}), "GPU is lost"),
         (lambda node: node.ecc.update({0: 2}), "2 uncorrectable memory errors (ECC)"),
         (lambda node: node.remap_failed.add(0), "could not be replaced"),
+        (lambda node: node.remap_pending.add(0), "wait to be replaced"),
         (lambda node: setattr(node, "nvml_error", "NVML does not answer"), "NVML does not answer"),
         (lambda node: node.cards.clear(), "the driver no longer reports it"),
     ],
@@ -356,6 +357,58 @@ async def test_broken_gpu_is_not_granted(setting: Setting, break_gpu: Any, messa
         line = get_node_status(running).line_number
         await until(lambda: get_node_status(running).line_number > line + 1, "rig1 is read again")
         assert len(await list_event_texts(running, "gpu.failed")) == 1
+
+
+async def test_critical_xid_blocks_the_gpu_until_reboot_or_acceptance(setting: Setting) -> None:
+    """Its holder keeps it and is told; the block outlives the broker, the agent and the end of the error's readings."""
+    rig1 = setting.nodes["rig1"]
+    why = "Xid 79, it has fallen off the bus: reset the GPU or restart the node"
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        await run_notebook(running, lease)
+        rig1.xids["GPU-rig1-0"] = [(31, 4, 4.0), (79, 1, 5.0)]
+        assert (await wait_for_gpu_state(running, "failed"))["message"] == why
+        assert await wait_for_event(running, "gpu.problem") == f"GPU 0 (RTX 5090) of rig1: {why}"
+        shown = await read(running, "ada", f"/leases/{lease['id']}")
+        assert (shown["state"], shown["gpu_problems"]) == ("active", [f"GPU 0 (RTX 5090) of rig1: {why}"])
+        answer = await post(running, "ada", f"/leases/{lease['id']}/activity", {"is_busy": False, "inactive_s": 0.0})
+        assert answer["gpu_problems"] == shown["gpu_problems"]
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
+        rig1.xids.clear()
+    async with asgi_broker(setting) as running:
+        await wait_for_gpu_state(running, "failed")
+        waiting = await ask(running, "ben")
+        assert waiting["state"] == "requested"
+        await post(running, "ben", "/nodes/rig1/gpus/0/accept", {}, 403)
+        await post(running, "root", "/nodes/rig1/gpus/0/accept", {})
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted", token="ben")
+        assert len(await list_event_texts(running, "gpu.problem")) == 1
+        await delete(running, "ben", f"/leases/{waiting['id']}")
+        rig1.xids["GPU-rig1-0"] = [(79, 2, 9.0)]
+        await wait_for_gpu_state(running, "failed")
+        rig1.xids.clear()
+        rig1.start("boot-2")
+        await wait_for_gpu_state(running, "free")
+
+
+async def test_problem_of_a_reading_is_reported_to_the_holder(setting: Setting) -> None:
+    """A slowed down card stays held; when it is released, nobody gets it until its clocks are normal."""
+    rig1 = setting.nodes["rig1"]
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        await run_notebook(running, lease)
+        rig1.throttled.add(0)
+        assert "its clocks have been lowered" in await wait_for_event(running, "gpu.problem")
+        assert (await read_gpu(running))["state"] == "held"
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
+        waiting = await ask(running, "ben")
+        assert (await read_gpu(running))["state"] == "unavailable"
+        refused = await post(running, "root", "/nodes/rig1/gpus/0/accept", {}, 409)
+        assert refused["detail"] == "GPU 0 of rig1 is not blocked"
+        rig1.throttled.clear()
+        await wait_for_state(running, f"/leases/{waiting['id']}", "granted", token="ben")
 
 
 async def test_containers_that_lost_their_devices_are_reported(setting: Setting) -> None:

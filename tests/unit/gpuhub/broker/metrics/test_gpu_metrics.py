@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpuhub.broker.metrics.gpu_metrics import FIELDS, collect_gpus
-from gpuhub.nodes.status import GpuReading, NodeStatus, XidErrors
+from gpuhub.nodes.status import GpuFault, GpuReading, NodeStatus, PcieLink, XidErrors
 from tests.support.broker.metrics import Metrics
 
 NOW = 1000.0
@@ -19,7 +19,8 @@ def read_gpu(**changes: Any) -> GpuReading:
         "uuid": "GPU-a", "index": 0, "model": "RTX 5090", "memory_mib": 32607, "utilisation_percent": 73,
         "memory_utilisation_percent": 20, "memory_used_mib": 20000, "energy_mj": 7_920_310, "power_w": 412.5,
         "power_limit_w": 575.0, "temperature_c": 61, "clocks_event_reasons": 0x44, "ecc_uncorrected": 0,
-        "remap_failed": False, "remapped_rows": (3, 1),
+        "remap_failed": False, "remapped_rows": (3, 1), "remap_pending": True,
+        "link": PcieLink(generation=1, width=8), "link_limit": PcieLink(generation=5, width=16),
     }  # fmt: skip
     return GpuReading(**{**values, **changes})
 
@@ -47,6 +48,11 @@ def test_values_have_names_and_units_of_dcgm() -> None:
         "CORRECTABLE_REMAPPED_ROWS": 3,
         "UNCORRECTABLE_REMAPPED_ROWS": 1,
         "ROW_REMAP_FAILURE": 0,
+        "ROW_REMAP_PENDING": 1,
+        "PCIE_LINK_GEN": 1,
+        "PCIE_LINK_WIDTH": 8,
+        "PCIE_MAX_LINK_GEN": 5,
+        "PCIE_MAX_LINK_WIDTH": 16,
     }
     assert metrics.list("DCGM_FI_DEV_GPU_UTIL") == [LABELS]
 
@@ -95,6 +101,15 @@ def test_mig_devices_share_their_gpus_sensors() -> None:
     assert [labels["UUID"] for labels in metrics.list("DCGM_FI_DEV_FB_USED")] == ["MIG-0", "MIG-1"]
     assert [labels["UUID"] for labels in metrics.list("DCGM_FI_DEV_POWER_USAGE")] == ["GPU-a"]
     assert metrics.list("DCGM_FI_DEV_POWER_USAGE")[0]["modelName"] == "H200"
+
+
+def test_faults_have_kind_and_code() -> None:
+    """Also those of a GPU that cannot be read."""
+    common = {"gpu": "GPU-a", "node": "rig1", "occurred_at": 1.0, "noticed_at": 2.0, "boot_id": None, "text": "…"}
+    faults = tuple(GpuFault(kind=kind, code=code, **common) for kind, code in (("xid", 79), ("link", 0)))
+    metrics = collect(read_gpu(error="GPU is lost"), faults={"GPU-a": faults})
+    shown = {(labels["kind"], labels["code"]) for labels in metrics.list("gpuhub_gpu_fault", UUID="GPU-a")}
+    assert shown == {("xid", "79"), ("link", "0")}
 
 
 def test_xid_errors_have_code_count_and_time() -> None:
