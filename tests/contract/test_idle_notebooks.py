@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.errors import BrokerError
+from gpu_launch.launch.worker_group import BrokerWorkerGroup
 from gpuhub.broker_api.schemas import IdleView
 from gpuhub.common import names
 from gpuhub.config.settings import IdleSettings
@@ -47,7 +49,8 @@ def lease(running: Running) -> dict[str, Any]:
 def test_reports_and_keeping(running: Running, lease: dict[str, Any]) -> None:
     """The broker's answers are what the notebook's server and JupyterLab read; a refusal has its text."""
     client = BrokerClient(running.url, "ada", patience_s=5.0)
-    assert client.report_activity(lease["id"], is_busy=True, inactive_s=0.0) == {"idle": None, "report_in_s": 10.0}
+    answer = client.report_activity(lease["id"], is_busy=True, inactive_s=0.0)
+    assert answer == {"idle": None, "report_in_s": 10.0, "gpu_problems": []}
     with pytest.raises(BrokerError, match="the notebook is not idle: it need not be kept"):
         client.keep_notebook(lease["id"])
     answer = client.report_activity(lease["id"], is_busy=False, inactive_s=55 * 60)
@@ -58,6 +61,23 @@ def test_reports_and_keeping(running: Running, lease: dict[str, Any]) -> None:
     assert kept["is_warned"] is False
     left_s = (datetime.fromisoformat(kept["kept_until"]) - datetime.now(UTC)).total_seconds()
     assert 3500 < left_s <= 3600
+
+
+def test_gpu_problems_reach_the_notebook_and_launches(running: Running, lease: dict[str, Any]) -> None:
+    """The notebook's server gets them with its report, and a launch that failed asks for those of its nodes."""
+    running.setting.nodes["rig1"].xids["GPU-rig1-0"] = [(119, 1, 5.0)]
+    ada = BrokerClient(running.url, "ada", patience_s=5.0)
+    group = BrokerWorkerGroup(Mock(workers=0), Mock(), env=Mock(), broker=ada)
+    problems = wait_until(lambda: group.list_gpu_problems(["rig1", "rig2"]), "the error is read")
+    assert problems == (
+        "GPU 0 (RTX 5090) of rig1: Xid 119, its GSP firmware does not answer: reset the GPU or restart the node",
+    )
+    assert ada.report_activity(lease["id"], is_busy=True, inactive_s=0.0)["gpu_problems"] == list(problems)
+    assert group.list_gpu_problems(["rig2"]) == ()
+    ben = BrokerWorkerGroup(Mock(workers=0), Mock(), env=Mock(), broker=BrokerClient(running.url, "ben"))
+    assert ben.list_gpu_problems(["rig1"]) == ()
+    unreachable = BrokerClient("http://127.0.0.1:1/services/broker", "ada", patience_s=0.1)
+    assert BrokerWorkerGroup(Mock(workers=0), Mock(), env=Mock(), broker=unreachable).list_gpu_problems(["rig1"]) == ()
 
 
 def test_others_see_idle_gpus_while_they_wait(running: Running, lease: dict[str, Any]) -> None:

@@ -139,6 +139,8 @@ class Lease:
     expected_start: datetime | None = None
     #: When its time limit ends it; None without a limit.
     expires_at: datetime | None = None
+    #: Defects and slowdowns of its GPUs, one text for each GPU that has some.
+    gpu_problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +282,7 @@ def parse_lease(data: Mapping[str, Any]) -> Lease:
         waiting_for=data.get("waiting_for"),
         expected_start=parse_time(data.get("expected_start")),
         expires_at=parse_time(data.get("expires_at")),
+        gpu_problems=tuple(map(str, data.get("gpu_problems", ()))),
     )
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -358,6 +358,10 @@ class StaticWorkerGroup:
     def drop_workers(self, indexes: Iterable[int]) -> None:
         """Stop using these workers."""
         self._dropped |= frozenset(indexes)
+
+    def list_gpu_problems(self, nodes: Collection[str]) -> tuple[str, ...]:
+        # A worker has no token for the broker.
+        return ()
 
     def refresh(self) -> None:
         """Do nothing: the job is not polled."""

@@ -32,7 +32,7 @@ from gpu_launch.launch.state import LaunchResult, LaunchState, check_transition,
 from gpu_launch.launch.view import LaunchView
 from gpu_launch.launch.worker_pool import WorkerPool, choose_keep_s, worker_pools
 from gpu_launch.options.definition import LaunchOptions
-from gpu_launch.output import text
+from gpu_launch.output import failure, text
 from gpu_launch.output.panel import Screen
 from gpu_launch.output.rank_monitor import RankMonitor
 from gpu_launch.worker import agent
@@ -44,6 +44,7 @@ _CANCELLED_S = 2.0  # seconds for a cancelled start to stop
 _STARTED_S = 10.0  # seconds for all starts to be confirmed after the first failure
 #: Seconds for agents to confirm that nothing of the run is left: where the workers are not used again anyway, and else.
 _UNPROVEN_S, _FINISHED_S = 5.0, 20.0
+_HARDWARE_S = 6.0  # seconds until the broker knows what the driver reports of a GPU
 _NETWORK_S = 2.0  # seconds for this container's network to be there
 #: Held by the running launch of this notebook.
 _running = threading.Lock()
@@ -305,9 +306,20 @@ class Launch:
             LaunchFailed: where no restart is left, or the failed start was never confirmed.
         """
         if self._restarts >= self._options.max_restarts or not self._starter.is_confirmed:
-            raise LaunchFailed(self._ranks.describe_failure(logs=self._logs))
+            raise LaunchFailed(self._describe_failure())
         self._count_restart()
         self._start_again()
+
+    def _describe_failure(self) -> str:
+        """Describe the failure of the ranks, and defects of their GPUs, which the driver may report after it."""
+        failure_text = self._ranks.describe_failure(logs=self._logs)
+        nodes = self._ranks.node_names()
+        problems = self._group.list_gpu_problems(nodes)
+        deadline = time.monotonic() + (_HARDWARE_S if failure.may_be_hardware(failure_text) else 0.0)
+        while not problems and time.monotonic() < deadline:
+            self._view.pump_until(lambda: False, 1.0)
+            problems = self._group.list_gpu_problems(nodes)
+        return failure.add_gpu_problems(failure_text, problems)
 
     def _change_members(self, change: MembershipChange) -> None:
         """End the ranks with checkpoints, and start them again: when granted again, or on the nodes that are there.

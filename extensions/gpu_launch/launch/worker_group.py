@@ -5,13 +5,14 @@ Independent of ipyparallel, and thread-safe.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from gpu_launch import environment
@@ -21,7 +22,7 @@ from gpu_launch.broker.holdings import Holding, list_holdings
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.run_folder import RunFolder
-from gpu_launch.errors import LaunchFailed
+from gpu_launch.errors import BrokerError, LaunchFailed
 from gpu_launch.launch.membership import format_lost_worker
 from gpu_launch.launch.plan import LaunchPlan, free_nodes
 
@@ -67,6 +68,9 @@ class WorkerGroup(Protocol):
     def refresh(self) -> None:
         """Poll the job now, instead of waiting for its next change."""
 
+    def list_gpu_problems(self, nodes: Collection[str]) -> tuple[str, ...]:
+        """Return what the broker knows of defects of the owner's GPUs on these nodes; it is asked for a moment only."""
+
     def start(self, *, settings: dict[str, Any]) -> None:
         """Ask for the containers; their engines start with `settings`, see `worker.main`."""
 
@@ -78,6 +82,7 @@ class WorkerGroup(Protocol):
 
 
 _LOCAL_S = 5.0  # seconds for the own worker to end
+_PROBLEMS_S = 3.0  # seconds for the broker to say what is wrong with GPUs
 #: Seconds within which free GPUs are granted when the broker asks another scheduler for them.
 _GRANT_S = 15.0
 
@@ -207,6 +212,23 @@ class BrokerWorkerGroup:
         """Poll the jobs now, instead of waiting for their next change."""
         for tracked in self._all_jobs():
             tracked.refresh()
+
+    def list_gpu_problems(self, nodes: Collection[str]) -> tuple[str, ...]:
+        if self._broker is None:
+            return ()
+        broker = self._broker
+        problems: list[str] = []
+
+        def ask() -> None:
+            with contextlib.suppress(BrokerError):
+                for lease in broker.list_leases():
+                    problems.extend(lease.gpu_problems if set(lease.nodes) & set(nodes) else ())
+
+        # The client waits for a broker that restarts; the failure of the ranks is shown without it.
+        thread = threading.Thread(target=ask, name="gpu_launch GPU problems", daemon=True)
+        thread.start()
+        thread.join(_PROBLEMS_S)
+        return tuple(dict.fromkeys(problems))
 
     def scale_up(self) -> bool:
         """Ask for the missing workers of the plan, if they are free and no one waits; return whether any were granted.

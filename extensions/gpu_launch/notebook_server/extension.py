@@ -1,7 +1,7 @@
 """The Jupyter Server extension of gpuhub's image: reports to the broker, and the routes for JupyterLab's extension.
 
-`GET gpuhub/idle` returns when the notebook will be stopped, and `POST gpuhub/keep` keeps it; both are below the
-server's own address, behind its login.
+`GET gpuhub/idle` returns when the notebook will be stopped and what is wrong with its GPUs, and `POST gpuhub/keep`
+keeps it; both are below the server's own address, behind its login.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class IdleReporter:
         self._saved_at: datetime | None = None
         #: The broker's `IdleView`; None while the notebook is not idle.
         self.idle: dict[str, Any] | None = None
+        #: Defects and slowdowns of the notebook's GPUs, as texts.
+        self.gpu_problems: list[str] = []
         server.contents_manager.register_post_save_hook(self._note_save)
 
     async def run(self) -> None:
@@ -59,6 +61,7 @@ class IdleReporter:
             self._server.log.info("The broker was not told of this notebook's activity: %s", error)
             return _RETRY_S
         self.idle = answer["idle"]
+        self.gpu_problems = [str(problem) for problem in answer.get("gpu_problems", ())]
         return float(answer["report_in_s"])
 
     async def keep(self) -> None:
@@ -100,12 +103,12 @@ class _ReporterHandler(APIHandler):  # type: ignore[misc] # Jupyter Server is no
 
 
 class IdleHandler(_ReporterHandler):
-    """GET: `{"idle": IdleView or null}`."""
+    """GET: `{"idle": IdleView or null, "gpu_problems": [text, …]}`."""
 
     @web.authenticated
     def get(self) -> None:
         """Send the broker's last answer."""
-        self.finish({"idle": self.reporter.idle})
+        self.finish({"idle": self.reporter.idle, "gpu_problems": self.reporter.gpu_problems})
 
 
 class KeepHandler(_ReporterHandler):

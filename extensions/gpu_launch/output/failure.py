@@ -38,6 +38,11 @@ _PEER_TIMEOUT = re.compile(
 )
 #: Errors that show neither, but that the rank did not fail on its own.
 _COLLECTIVE_ERROR = re.compile(r"DistBackendError|DistNetworkError|DistStoreError")
+#: CUDA's errors after which the driver may report a defect of the GPU; programs cause the last two as well.
+_HARDWARE = re.compile(
+    r"uncorrectable ECC|[Hh]ardware|GPU is lost|unspecified launch failure|CUDA error: unknown error"
+    r"|busy or unavailable|no CUDA-capable device"
+)
 #: Grades of failed ranks, from the most to the least likely cause.
 OWN_ERROR, KILLED, VICTIM, STOPPED = range(4)
 #: Longest excerpt of another rank's error, characters.
@@ -186,6 +191,16 @@ def format_shortage(shortage: GpuShortage, gpu: str) -> str:
         return f"{text} on {name}"
     text = f"{text}, {format_gib(shortage.free)} of {format_gib(shortage.total)} free on {name}"
     return text if shortage.allowed is None else f"{text}, of which it may use {format_gib(shortage.allowed)}"
+
+
+def may_be_hardware(error: str) -> bool:
+    """Return whether a failure looks like one of a GPU, which the driver reports a moment later."""
+    return _HARDWARE.search(error) is not None
+
+
+def add_gpu_problems(text: str, problems: Sequence[str]) -> str:
+    """Return the description of a failure, below what the broker knows of defects of the GPUs."""
+    return "\n".join([*problems, "", text]) if problems else text
 
 
 def format_gib(size: float) -> str:

@@ -37,6 +37,28 @@ def test_rank_with_its_own_error_is_the_root_cause():
     assert failure.find_first_failure([end(0, 1, LEFT, 5), end(1, 1, OWN, 9), end(2, None)]).rank == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", True),
+        ("torch.AcceleratorError: CUDA error: unspecified launch failure", True),
+        ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", True),
+        ("RuntimeError: CUDA error: device-side assert triggered", False),
+        (OUT_OF_MEMORY, False),
+        (OWN, False),
+    ],
+)
+def test_failures_that_may_be_a_gpus_are_recognised(error, expected):
+    """For these a launch waits a moment for what the driver reports."""
+    assert failure.may_be_hardware(error) is expected
+
+
+def test_problems_of_gpus_are_above_the_failure():
+    problem = "GPU 0 (RTX 5090) of rig1: Xid 79, it has fallen off the bus: reset the GPU or restart the node"
+    assert failure.add_gpu_problems("rank 0 on rig1 failed", (problem,)) == f"{problem}\n\nrank 0 on rig1 failed"
+    assert failure.add_gpu_problems("rank 0 on rig1 failed", ()) == "rank 0 on rig1 failed"
+
+
 def test_failed_rank_that_was_then_stopped_is_the_root_cause():
     """Its peers ended of it; what an interrupt does to a rank, or a line of its own, is no failure."""
     ends = [end(0, 1, LEFT, 5), end(1, None, OWN, 9), end(2, None)]

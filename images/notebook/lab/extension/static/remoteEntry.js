@@ -25,11 +25,13 @@ function openLauncher(app) {
   });
 }
 
-// A notification of JupyterLab, with a countdown and a button, while the notebook is idle and will be stopped soon. One
-// that the user closes stays closed.
+// A notification of JupyterLab, with a countdown and a button, while the notebook is idle and will be stopped soon, and
+// one for each problem of its GPUs. One that the user closes stays closed.
 function warnIdle(app) {
   const base = `${readConfig().baseUrl ?? "/"}gpuhub/`;
   let idle, notification;
+  let problems = [];
+  const shownProblems = new Set();
 
   const ask = async (path, method) => {
     const xsrf = document.cookie.match(/(?:^|; *)_xsrf=([^;]*)/)?.[1] ?? "";
@@ -37,10 +39,20 @@ function warnIdle(app) {
     const body = await answer.json();
     if (!answer.ok) throw new Error(body.message);
     idle = body.idle?.is_warned ? body.idle : undefined;
+    problems = body.gpu_problems ?? problems;
     return body.idle;
   };
 
   const notify = (message, type, options) => app.commands.execute("apputils:notify", { message, type, options });
+
+  // Each problem once; one that has ended and comes back is shown again.
+  const showProblems = async () => {
+    for (const old of shownProblems) if (!problems.includes(old)) shownProblems.delete(old);
+    for (const problem of problems.filter((text) => !shownProblems.has(text))) {
+      shownProblems.add(problem);
+      await notify(problem, "warning", { autoClose: false });
+    }
+  };
 
   const show = async () => {
     if (!idle) {
@@ -75,7 +87,7 @@ function warnIdle(app) {
     },
   });
   // In an image without the server's part of this, nothing is shown.
-  const refresh = () => ask("idle", "GET").then(show, () => undefined);
+  const refresh = () => ask("idle", "GET").then(() => Promise.all([show(), showProblems()]), () => undefined);
   app.restored.then(() => {
     setInterval(refresh, 10000);
     setInterval(() => idle && show(), 1000);
