@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,25 @@ def test_gpu_used_by_another_program_is_not_granted(product: Product, ada: Noteb
     finally:
         practice_closet.set_outsiders(product.paths, "rig1", 0, ())
     wait_for(lambda: state() == "free", "the RTX 5090 is free again")
+
+
+@builtin
+def test_gpu_with_an_xid_error_is_blocked_until_it_is_accepted(product: Product, ada: Notebook):
+    """A launch that fails on it says so, the holder sees it on the page, and an administrator ends the block."""
+    load = practice_closet.read_load(product.paths, "rig2", 0)
+    broken = replace(load, xid=79, xid_count=load.xid_count + 1)
+    practice_closet.set_gpu_load(product.paths, "rig2", 0, broken)
+    why = "Xid 79, it has fallen off the bus: reset the GPU or restart the node"
+    ada.write("fails.py", "raise RuntimeError('CUDA error: uncorrectable ECC error encountered')")
+    output = ada.run("import gpu_launch; gpu_launch.run('fails.py', nnodes=1)")
+    assert f"GPU 0 (RTX 5070) of rig2: {why}\n\nrank 0 on rig2 failed" in output
+    assert why in gpuhub("node", "list")
+    page = ada.user.page.context.new_page()
+    page.goto(f"{ada.user.address}/hub/gpus")
+    expect(page.locator(".gpuhub-lease", has_text=why)).to_be_visible()
+    page.close()
+    assert "rig2 is up" in gpuhub("node", "accept", "rig2", "0", "--yes")
+    assert why not in gpuhub("node", "list")
 
 
 @builtin

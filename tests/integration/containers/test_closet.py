@@ -190,6 +190,9 @@ def test_agent_reports_faults_foreign_processes_and_machine_identity(closet, tin
             assert (
                 reads(lambda reading: bool(reading.gpus and not reading.gpus[0].processes)).gpus[0].memory_used_mib == 0
             )
+            practice_closet.set_gpu_load(closet.paths, "rig1", 0, gpu_state.GpuLoad(xid=79, xid_count=1))
+            errors = reads(lambda reading: bool(reading.xids and reading.xids[uuid])).xids[uuid]
+            assert [(error.code, error.count) for error in errors] == [(79, 1)]
             practice_closet.set_fault(closet.paths, "rig1", 0, gpu_state.GpuFault.ECC)
             assert reads(lambda reading: bool(reading.gpus and reading.gpus[0].ecc_uncorrected)).error is None
             practice_closet.set_fault(closet.paths, "rig1", 0, gpu_state.GpuFault.HANG)
