@@ -83,6 +83,7 @@ c.JupyterHub.template_vars = {
     "gpuhub_url": hub_config.canonical_url(),
     "gpuhub_lab_urls": hub_config.lab_first_urls,
     "gpuhub_has_idle_notices": cluster.stops_idle_notebooks,
+    "gpuhub_has_notifications": cluster.notifications.users,
 }
 c.JupyterHub.extra_handlers = hub_config.handlers()
 

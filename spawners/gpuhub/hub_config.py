@@ -49,6 +49,7 @@ from gpuhub.web.gpus_page import (
 from gpuhub.web.handlers import BROKER_SCOPE, ClusterCaches, ClusterHandler, LaptopWheelHandler, UserTokens
 from gpuhub.web.idle_notices import IdleNoticesHandler
 from gpuhub.web.lab_assets import LabAssetsHandler
+from gpuhub.web.notifications_page import DestinationsHandler, NotificationsPageHandler
 
 BROKER_SERVICE = "broker"
 CULLER_SERVICE = "gpuhub-idle-culler"
@@ -301,6 +302,8 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
             (r"/gpuhub/idle", IdleNoticesHandler),
             (r"/gpuhub/cluster", ClusterHandler),
             (r"/gpuhub/leave", LeaveQueueHandler),
+            (r"/notifications", NotificationsPageHandler),
+            (r"/gpuhub/notifications", DestinationsHandler),
         )
     ]
 

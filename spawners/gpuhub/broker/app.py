@@ -20,7 +20,7 @@ from gpuhub.backends.builtin import BuiltinBackend
 from gpuhub.backends.interface import WORKER_PATIENCE_S, SchedulingBackend
 from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker import audit
-from gpuhub.broker.api import idle_routes, problems, routes, terminal
+from gpuhub.broker.api import idle_routes, notification_routes, problems, routes, terminal
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
 from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
 from gpuhub.broker.api.server import build_server_config
@@ -32,6 +32,7 @@ from gpuhub.broker.controllers.hub_client import HubClient, ServerApi
 from gpuhub.broker.controllers.idle_controller import IdleController
 from gpuhub.broker.controllers.node_controller import NodeController
 from gpuhub.broker.controllers.node_probe import EnsureFirewall, FirewallChecker
+from gpuhub.broker.controllers.notification_controller import NotificationController
 from gpuhub.broker.controllers.server_restarter import ServerRestarter
 from gpuhub.broker.controllers.stopped_nodes import end_stopped_work
 from gpuhub.broker.controllers.volume_gc import VolumeCollector
@@ -42,6 +43,7 @@ from gpuhub.broker.files.dataset_stager import DatasetStager
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.metrics.request_metrics import RequestMetrics
+from gpuhub.broker.operations.notifications import NotificationOperations
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.operations.staging import LeaseStaging
 from gpuhub.broker.state.broker_state import BrokerState
@@ -52,7 +54,7 @@ from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.log_text import EscapingFormatter
 from gpuhub.common.open_files import raise_open_file_limit
 from gpuhub.common.paths import Paths
-from gpuhub.common.secrets import BROKER_TOKEN, METRICS_TOKEN, SPAWNER_TOKEN, read_secret
+from gpuhub.common.secrets import BROKER_TOKEN, DESTINATION_KEY, METRICS_TOKEN, SPAWNER_TOKEN, read_secret
 from gpuhub.config import settings
 from gpuhub.config.head_address import build_hub_origin, find_head_address
 from gpuhub.config.settings import ClusterSettings
@@ -62,6 +64,8 @@ from gpuhub.docker.networks import remove_idle_user_networks
 from gpuhub.docker.user_containers import start_courier, start_worker
 from gpuhub.domain.clock import Clock
 from gpuhub.nodes.inventory import GpuReading, build_inventory
+from gpuhub.notifications import machine_destinations, sender
+from gpuhub.notifications.url_cipher import UrlCipher
 from gpuhub.tls import internal_certificates
 from gpuhub.tls.public_access import read_certificate_ends
 
@@ -88,6 +92,8 @@ def create_app(
     hub: HubApi,
     start_worker: StartWorker,
     start_courier: StartCourier,
+    destination_key: str,
+    machine_urls: Mapping[str, str] | None = None,
     ensure_filter: EnsureFirewall | None = None,
     backend: SchedulingBackend | None = None,
     stopped_nodes: Path | None = None,
@@ -102,7 +108,8 @@ def create_app(
     """Return the application; its loops run while it does. The caller closes store and daemons afterwards.
 
     `backend` decides which lease gets which GPUs: the builtin one where none is given. `stopped_nodes` is the file of
-    nodes that `gpuhub down` has stopped.
+    nodes that `gpuhub down` has stopped. `destination_key` encrypts users' destinations in the store, and `machine_urls`
+    are the destinations of the owner of the machines, by id.
     """
     clock = clock or Clock()
     backend = backend or BuiltinBackend(cluster)
@@ -115,6 +122,8 @@ def create_app(
         clock=clock,
     )
 
+    store.outbox.machine_destinations = tuple(machine_urls or {})
+    cipher = UrlCipher(destination_key)
     couriers = CourierPool(core=core, daemons=daemons, start=start_courier)
     stager = DatasetStager(core=core, daemons=daemons)
     staging = LeaseStaging(core, stager.stage)
@@ -134,10 +143,14 @@ def create_app(
             stage=stager.stage if capabilities.containers else None,
         )
         unproven = UnprovenLeases()
+        notifications = NotificationController(
+            core=core, send=sender.send, cipher=cipher, machine_urls=machine_urls or {}
+        )
         runs: dict[str, Callable[[], Awaitable[None]]] = {
             "deadlines": DeadlineController(core=core, unproven=unproven).run,
             "worker launcher": launcher.run,
             "server restarter": ServerRestarter(core=core, servers=hub).run,
+            "notifications": notifications.run,
         }
         if capabilities.containers:
             firewall = None if ensure_filter is None else FirewallChecker(ensure_filter, clock)
@@ -164,6 +177,7 @@ def create_app(
             yield
         finally:
             await loop.stop(loops)
+            await notifications.close()
             await staging.close()
             await launcher.close()
             await backend.close()
@@ -183,6 +197,7 @@ def create_app(
     )
     app.state.core = core
     app.state.broker = BrokerOperations(core, backend)
+    app.state.notifications = NotificationOperations(core, cipher, sender.send)
     app.state.staging = staging
     app.state.authenticator = Authenticator(hub, clock, own_token, spawner_token, metrics_token)
     app.state.metrics = exporter = MetricsExporter(
@@ -197,7 +212,7 @@ def create_app(
 
 def _add_routes(app: FastAPI, audit_log: AuditLog, exporter: MetricsExporter) -> None:
     """Add the routes, what every request passes through, and what errors look like."""
-    for router in (routes.public, routes.metrics, routes.api, idle_routes.api, terminal.api):
+    for router in (routes.public, routes.metrics, routes.api, idle_routes.api, notification_routes.api, terminal.api):
         app.include_router(router, prefix=PREFIX)
     # The last one is the outermost.
     app.add_middleware(RequestSizeLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}))
@@ -278,6 +293,8 @@ def run(cluster_file: Path, paths: Paths) -> None:
     cluster = settings.load(cluster_file)
     address = find_head_address(cluster)
     token = read_secret(paths, BROKER_TOKEN)
+    machine_urls = machine_destinations.load(cluster.notifications)
+    destination_key = read_secret(paths, DESTINATION_KEY)
     store = Store.open_file(paths.store)
     daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
     lines = audit.open_log(paths.log / "audit.log")
@@ -297,6 +314,8 @@ def run(cluster_file: Path, paths: Paths) -> None:
             hub=hub,
             start_worker=partial(start_worker, daemons, cluster, paths),
             start_courier=partial(start_courier, daemons, cluster, paths),
+            destination_key=destination_key,
+            machine_urls=machine_urls,
             ensure_filter=partial(ensure_firewall, daemons, cluster, paths.instance),
             backend=find_plugin(cluster).build(cluster, paths),
             stopped_nodes=paths.stopped_nodes,

@@ -17,6 +17,9 @@ from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ClusterView,
     CordonRequest,
+    DestinationChange,
+    DestinationRequest,
+    DestinationView,
     EventView,
     ExtensionRequest,
     JobRequest,
@@ -63,6 +66,8 @@ _NODES = TypeAdapter(list[NodeView])
 _EVENTS = TypeAdapter(list[EventView])
 _RESERVATIONS = TypeAdapter(list[ReservationView])
 _USAGE = TypeAdapter(list[UsageView])
+_DESTINATION = TypeAdapter(DestinationView)
+_DESTINATIONS = TypeAdapter(list[DestinationView])
 _BY_CODE: dict[str, type[errors.GpuhubError]] = {
     kind.code: kind
     for kind in (
@@ -269,6 +274,27 @@ class AsyncBrokerClient:
         """Return usage and limits of one owner, or of all."""
         params = {} if owner is None else {"owner": owner}
         return _read(_USAGE, await self._send("GET", "/usage", params=params))
+
+    async def destinations(self) -> list[DestinationView]:
+        """Return where the caller has notifications sent."""
+        return _read(_DESTINATIONS, await self._send("GET", "/destinations"))
+
+    async def add_destination(self, request: DestinationRequest) -> DestinationView:
+        """Add a destination for the caller; a repeated call adds a second one."""
+        return _read(_DESTINATION, await self._send("POST", "/destinations", json=request.model_dump(mode="json")))
+
+    async def change_destination(self, key: str, change: DestinationChange) -> DestinationView:
+        """Choose other notifications for a destination."""
+        path = f"/destinations/{_quoted(key)}"
+        return _read(_DESTINATION, await self._send("PUT", path, json=change.model_dump(mode="json")))
+
+    async def delete_destination(self, key: str) -> None:
+        """Remove a destination."""
+        await self._send("DELETE", f"/destinations/{_quoted(key)}")
+
+    async def test_destination(self, key: str) -> DestinationView:
+        """Queue a test message."""
+        return _read(_DESTINATION, await self._send("POST", f"/destinations/{_quoted(key)}/test"))
 
     async def cluster(self, groups: Collection[str] = ()) -> ClusterView:
         """Return the state of the whole cluster, for the hub's spawner as a user in these groups sees it."""

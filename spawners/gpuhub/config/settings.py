@@ -27,6 +27,7 @@ from gpuhub.config.login_keys import LoginSettings, explain_unknown_group, find_
 from gpuhub.config.monitoring import MonitoringSettings, find_port_mistakes
 from gpuhub.config.network import HubSettings, NetworkSettings
 from gpuhub.config.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
+from gpuhub.config.notifications import NotificationSettings
 from gpuhub.config.own_address import find_own_address
 from gpuhub.config.profiles import ProfileSettings, unsatisfiable_profiles
 from gpuhub.config.slurm import SlurmSettings
@@ -48,6 +49,7 @@ __all__ = [
     "MonitoringSettings",
     "NetworkSettings",
     "NodeSettings",
+    "NotificationSettings",
     "ProfileSettings",
     "SchedulingSettings",
     "SlurmSettings",
@@ -95,6 +97,7 @@ class ClusterSettings(SettingsTable):
     idle: IdleSettings = IdleSettings()
     hub: HubSettings = HubSettings()
     monitoring: MonitoringSettings = MonitoringSettings()
+    notifications: NotificationSettings = NotificationSettings()
     images: ImageSettings = ImageSettings()
     #: Scheduling backend that assigns GPUs: `builtin` is gpuhub's own, `slurm` the Slurm cluster that the nodes belong
     #: to.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose, WorkerState
+from gpuhub.broker_api.schemas import JobState, LeaseState, NotificationKind, Purpose, WorkerState
 from gpuhub.common.gpu import GpuRequirement
 
 
@@ -232,6 +232,26 @@ class ReservationRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotificationRow:
+    """A text about an event for its owner, or for the owner of the machines (`owner` None)."""
+
+    kind: NotificationKind
+    #: The same key is stored once, and so sent once.
+    key: str
+    title: str
+    body: str
+    owner: str | None = None
+    #: How long it is worth sending, seconds.
+    valid_s: float = 86400.0
+    #: What has a problem, such as `node:rig1`, and whether the problem is there now; empty for what only happens.
+    subject: str = ""
+    is_open: bool = False
+    #: Set by the store.
+    at: float = 0.0
+    seq: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EventRow:
     """One thing that the broker did or saw."""
 
@@ -243,6 +263,8 @@ class EventRow:
     lease: str | None = None
     job: str | None = None
     node: str | None = None
+    #: Stored and queued for sending in the same transaction as the event.
+    notifications: tuple[NotificationRow, ...] = ()
     #: Set by the store; grows.
     seq: int = 0
 

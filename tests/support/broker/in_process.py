@@ -177,6 +177,7 @@ class Setting:
             hub=self.hub,
             start_worker=workers,
             start_courier=self.couriers,
+            destination_key="key of the tests",
             ensure_filter=self.ensure_filter,
             backend=None if self.build_backend is None else self.build_backend(self.cluster),
             stopped_nodes=self.stopped_nodes,

@@ -10,7 +10,7 @@ import asyncio
 from gpuhub.broker.controllers.loop import run_step
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common.units import format_span
-from gpuhub.domain import idle_policy
+from gpuhub.domain import idle_policy, notifications
 
 #: Interval of the readings that are taken over, seconds; the GPU agents' own.
 CHECK_PERIOD_S = 2.0
@@ -40,5 +40,6 @@ class IdleController:
                     f"{format_span(warned.stops_in_s)} unless it is used or kept",
                     owner=lease.owner,
                     lease=lease.id,
+                    notifications=[notifications.build_idle(lease, state, warned.stops_in_s, core.clock.now())],
                 )
         core.idle.forget_ended()

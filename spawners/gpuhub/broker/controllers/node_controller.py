@@ -15,6 +15,7 @@ from typing import Any
 
 from gpuhub.broker.controllers.deadlines import UnprovenLeases
 from gpuhub.broker.controllers.loop import run_step
+from gpuhub.broker.controllers.machine_conditions import MachineConditions, list_conditions
 from gpuhub.broker.controllers.node_probe import (
     ConditionReporter,
     FirewallChecker,
@@ -100,6 +101,7 @@ class NodeController:
         self._probe = NodeProbe(daemons=daemons, clock=core.clock)
         self._actions = ContainerActions(daemons=daemons, on_removed=self.request_poll)
         self._conditions = ConditionReporter()
+        self._machines = MachineConditions(core.store.outbox.find_open_subjects())
         #: Nodes for which a poll was requested.
         self._requested: set[str] = set()
         #: Leases without proof that the last poll of each node has checked.
@@ -293,6 +295,16 @@ class NodeController:
         )
         for kind, text in news:
             self._record_event(kind, text, record.name)
+        self._notify(record)
+
+    def _notify(self, record: NodeStatus) -> None:
+        """Report to the owner of the machines what begins or ends with this poll."""
+        core = self._core
+        condition = gpu_health.assess_node(
+            core.capacity.inventory, record.name, monotonic=core.clock.monotonic(), scheduling=core.cluster.scheduling
+        )
+        for row in self._machines.update(list_conditions(record, condition), core.clock.now()):
+            core.add_event(f"notified.{row.kind}", row.title, node=record.name, notifications=[row])
 
     def _record_event(self, kind: str, text: str, node: str) -> None:
         log.info("node %s: %s", node, text)

@@ -15,6 +15,7 @@ from sqlalchemy import exc
 
 from gpuhub.broker.db import gpu_records, retention, tables, writer
 from gpuhub.broker.db.engine import READ_ONLY, build_engine, migrate, take_advisory_lock
+from gpuhub.broker.db.outbox import Outbox
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker_api.schemas import JobState, LeaseState
 from gpuhub.common import gpu as gpus
@@ -58,6 +59,7 @@ class Store:
         self._engine = engine
         self._lock = lock
         self._advisory_lock = advisory_lock
+        self.outbox = Outbox(self._transaction)
 
     @classmethod
     def open(cls, url: str, lock_file: Path) -> Self:
@@ -218,6 +220,7 @@ class Store:
         try:
             with self._transaction() as connection:
                 writer.write_changes(connection, changes)
+                self.outbox.add(connection, changes.events)
                 retention.prune_events(connection, {event.owner for event in changes.events})
         except exc.IntegrityError as error:
             if any(key in _error_text(error) for key in _DUPLICATE_KEYS):
@@ -290,9 +293,10 @@ class Store:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def save_events(self, events: Sequence[EventRow]) -> None:
-        """Add events, and delete the oldest ones of the same owners."""
+        """Add events with their notifications, and delete the oldest ones of the same owners."""
         with self._transaction() as connection:
             writer.insert_rows(connection, tables.events, [writer.build_event_record(event) for event in events])
+            self.outbox.add(connection, events)
             retention.prune_events(connection, {event.owner for event in events})
 
     def delete_old_events(self, before: float) -> int:

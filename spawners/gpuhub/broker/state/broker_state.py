@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.db.writer import Changes
@@ -18,7 +19,7 @@ from gpuhub.broker.state.transaction import Transaction
 from gpuhub.common.errors import GpuhubError
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.domain.clock import Clock
-from gpuhub.domain.models import EventRow, JobRow, LeaseRow, LedgerSnapshot, ReservationRow
+from gpuhub.domain.models import EventRow, JobRow, LeaseRow, LedgerSnapshot, NotificationRow, ReservationRow
 from gpuhub.nodes import gpu_health
 from gpuhub.nodes.inventory import Inventory
 from gpuhub.nodes.status import Cordon, GpuReading, NodeStatus
@@ -32,6 +33,7 @@ HOUSEKEEPING_S = 1.0
 FORGET_S = 3600.0
 #: Ended leases are kept at least this long, since weekly limits count their GPU-hours exactly; events this long.
 LEASES_KEPT_S, EVENTS_KEPT_S = 8 * 86400.0, 90 * 86400.0
+NOTIFICATIONS_KEPT_S = 30 * 86400.0
 
 
 class Heartbeats:
@@ -160,6 +162,7 @@ class BrokerState:
             ("jobs", store.delete_ended_jobs, remembered_s),
             ("leases", store.delete_released_leases, max(remembered_s, LEASES_KEPT_S)),
             ("events", store.delete_old_events, EVENTS_KEPT_S),
+            ("notifications", store.outbox.delete_old, NOTIFICATIONS_KEPT_S),
         ):
             count = 0
             # In batches, between which the ledger can be written.
@@ -250,9 +253,19 @@ class BrokerState:
         lease: str | None = None,
         job: str | None = None,
         node: str | None = None,
+        notifications: Sequence[NotificationRow] = (),
     ) -> None:
         """Add an event that belongs to no change of a lease or job; it is written a little later."""
-        event = EventRow(at=self.clock.now(), kind=kind, text=text, owner=owner, lease=lease, job=job, node=node)
+        event = EventRow(
+            at=self.clock.now(),
+            kind=kind,
+            text=text,
+            owner=owner,
+            lease=lease,
+            job=job,
+            node=node,
+            notifications=tuple(notifications),
+        )
         self._events.add(event)
         self.ledger.notify_observers(Changes(events=(event,)))
 

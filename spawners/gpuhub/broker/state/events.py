@@ -11,6 +11,7 @@ from gpuhub.common.errors import Unavailable
 from gpuhub.domain.clock import wait_event
 from gpuhub.domain.job_states import PREEMPTED
 from gpuhub.domain.models import EventRow, JobRow, LeasedGpu, LeaseRow
+from gpuhub.domain.notifications import list_job_notifications, list_lease_notifications
 
 log = logging.getLogger(__name__)
 
@@ -20,11 +21,16 @@ WRITE_DELAY_S = 0.3
 MAX_BUFFERED = 10_000
 
 
-def list_lease_events(before: LeaseRow | None, after: LeaseRow, now: float) -> Iterator[EventRow]:
-    """Yield the events of a lease between two versions of its row."""
+def list_lease_events(
+    before: LeaseRow | None, after: LeaseRow, now: float, job: JobRow | None = None
+) -> Iterator[EventRow]:
+    """Yield the events of a lease between two versions of its row; `job` is the one that it belongs to."""
     node = after.nodes[0] if len(after.nodes) == 1 else None
+    notifications = tuple(list_lease_notifications(before, after, now, job))
     for kind, text in _list_lease_changes(before, after):
-        yield EventRow(at=now, kind=kind, text=text, owner=after.owner, lease=after.id, node=node)
+        yield EventRow(
+            at=now, kind=kind, text=text, owner=after.owner, lease=after.id, node=node, notifications=notifications
+        )
 
 
 def list_job_events(before: JobRow | None, after: JobRow, now: float) -> Iterator[EventRow]:
@@ -40,7 +46,16 @@ def list_job_events(before: JobRow | None, after: JobRow, now: float) -> Iterato
         text = f"job {after.run_id} of {after.owner} waits again: {PREEMPTED}"
     if text is not None:
         kind = "requeued" if after.state is JobState.WAITING else after.state.value
-        yield EventRow(at=now, kind=f"job.{kind}", text=text, owner=after.owner, lease=after.lease_id, job=after.id)
+        notifications = tuple(list_job_notifications(before, after, now))
+        yield EventRow(
+            at=now,
+            kind=f"job.{kind}",
+            text=text,
+            owner=after.owner,
+            lease=after.lease_id,
+            job=after.id,
+            notifications=notifications,
+        )
 
 
 def _list_lease_changes(before: LeaseRow | None, after: LeaseRow) -> Iterator[tuple[str, str]]:

@@ -266,8 +266,12 @@ def _list_events(transaction: Transaction) -> list[EventRow]:
     lease_ids, job_ids, _ = transaction.changed_ids()
     events_found: list[EventRow] = []
     for lease_id in lease_ids:
+        owned_by = transaction.index.find_one("job of lease", lease_id)
         events_found += events.list_lease_events(
-            transaction.get_lease_before(lease_id), transaction.leases[lease_id], transaction.now
+            transaction.get_lease_before(lease_id),
+            transaction.leases[lease_id],
+            transaction.now,
+            None if owned_by is None else transaction.jobs[owned_by],
         )
     for job_id in job_ids:
         events_found += events.list_job_events(

@@ -61,14 +61,23 @@ from gpuhub.broker_api.schemas.leases import (
     UserName,
     WireModel,
 )
+from gpuhub.broker_api.schemas.notifications import (
+    DestinationChange,
+    DestinationRequest,
+    DestinationView,
+    NotificationKind,
+    NotificationView,
+    UserNotificationKind,
+)
 
 __all__ = [
     "AccountHours", "ActivationRequest", "ActivityAnswer", "ActivityReport", "ArrayRequest", "Capabilities",
-    "ClusterView", "ConstraintView", "CordonRequest", "EventView", "ExtensionRequest", "GpuModelView", "GpuState",
-    "GpuView", "GroupName", "HolderView", "IdleReason", "IdleView", "JobRequest", "JobState", "JobView",
-    "LeaseRequest", "LeaseState", "LeaseView", "LeasedGpuView", "ModelName", "NodeState", "NodeView",
-    "OutsideProcess", "PartitionView", "PendingReasonView", "Problem", "ProfileView", "Purpose", "QueueEntry",
-    "ReclaimAnswer", "ReclaimRequest", "RequestKey", "ReservationRequest", "ReservationView", "RunId", "ServerName",
-    "Slug", "StagingView", "Text", "TimeLimit", "UploadResult", "UsageSource", "UsageView", "UserName", "WireModel",
+    "ClusterView", "ConstraintView", "CordonRequest", "DestinationChange", "DestinationRequest", "DestinationView",
+    "EventView", "ExtensionRequest", "GpuModelView", "GpuState", "GpuView", "GroupName", "HolderView", "IdleReason",
+    "IdleView", "JobRequest", "JobState", "JobView", "LeaseRequest", "LeaseState", "LeaseView", "LeasedGpuView",
+    "ModelName", "NodeState", "NodeView", "NotificationKind", "NotificationView", "OutsideProcess", "PartitionView",
+    "PendingReasonView", "Problem", "ProfileView", "Purpose", "QueueEntry", "ReclaimAnswer", "ReclaimRequest",
+    "RequestKey", "ReservationRequest", "ReservationView", "RunId", "ServerName", "Slug", "StagingView", "Text",
+    "TimeLimit", "UploadResult", "UsageSource", "UsageView", "UserName", "UserNotificationKind", "WireModel",
     "WorkerState", "WorkerView",
 ]  # fmt: skip

@@ -151,6 +151,7 @@ class World:
             hub=self.hub,
             start_worker=start_worker,
             start_courier=no_courier,
+            destination_key="key of the tests",
             backend=self._build_backend(life),
             clock=VirtualClock(self.loop, lambda: self.skew),
         )

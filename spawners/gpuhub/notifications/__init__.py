@@ -1,0 +1,1 @@
+"""Sends notifications through Apprise: reviewed kinds of destinations, their addresses, and the process that sends."""

@@ -1,0 +1,25 @@
+"""The destinations of the owner of the machines, from the file that cluster.toml names."""
+
+from __future__ import annotations
+
+from gpuhub.common.errors import InvalidRequest, SettingsError
+from gpuhub.config.notifications import NotificationSettings, read_destinations
+from gpuhub.notifications.services import check_url
+
+
+def load(settings: NotificationSettings) -> dict[str, str]:
+    """Return the URLs by the ids that the outbox has for them, such as `file:1`.
+
+    Raises:
+        SettingsError: The file cannot be used, or a line is not a destination; the line is not quoted.
+    """
+    if settings.destinations_file is None:
+        return {}
+    urls = read_destinations(settings.destinations_file)
+    for number, url in enumerate(urls, start=1):
+        try:
+            check_url(url, None)
+        except InvalidRequest as error:
+            where = f"notifications.destinations_file: {str(settings.destinations_file)!r}"
+            raise SettingsError(f"{where}: destination {number}: {error}") from None
+    return {f"file:{number}": url for number, url in enumerate(urls, start=1)}
