@@ -13,7 +13,13 @@ from tests.support.broker.rights import MATRIX
 def test_broker_hides_other_users_objects(scene: Scene) -> None:
     """Every route of the table of rights, about ada's lease and job."""
     lease = next(row for row in scene.ada.ask(scene.ada.broker, "GET", "/leases")[1] if row["subject"] == SERVER)
-    names = {"lease": lease["id"], "waiting": lease["id"], "job": scene.job["id"], "reservation": "r1"}
+    names = {
+        "lease": lease["id"],
+        "waiting": lease["id"],
+        "job": scene.job["id"],
+        "reservation": "r1",
+        "destination": "d0a1",
+    }
     calls, expected = [], []
     for route, row in MATRIX.items():
         method, path, *_ = route.split()
@@ -21,7 +27,7 @@ def test_broker_hides_other_users_objects(scene: Scene) -> None:
             continue
         for name, value in names.items():
             path = path.replace(f"{{{name}}}", value)
-        calls.append([method, path, {} if method == "POST" else None])
+        calls.append([method, path, {"POST": {}, "PUT": {"kinds": []}}.get(method)])
         expected.append(row.statuses["ben"])
     assert len(calls) > 12
     answers = scene.probe("api_calls", base="broker", calls=calls)

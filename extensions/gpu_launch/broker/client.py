@@ -193,6 +193,11 @@ class BrokerClient:
         idle = self._request("POST", f"/leases/{_quote(lease_id)}/keep")["idle"]
         return None if idle is None else dict(idle)
 
+    def list_notifications(self, *, after: int | None) -> list[dict[str, Any]]:
+        """Return the user's notifications after a number, or the newest ones, oldest first, in the broker's format."""
+        query = "" if after is None else f"?after={after}"
+        return [dict(row) for row in self._request("GET", f"/notifications{query}")]
+
     def delete_job(self, job_id: str) -> models.Job:
         """Stop the job; its GPUs are free when it is `ended`."""
         return models.parse_job(self._request("DELETE", f"/jobs/{_quote(job_id)}"))

@@ -1,7 +1,8 @@
 """The Jupyter Server extension of gpuhub's image: reports to the broker, and the routes for JupyterLab's extension.
 
-`GET gpuhub/idle` returns when the notebook will be stopped and what is wrong with its GPUs, and `POST gpuhub/keep`
-keeps it; both are below the server's own address, behind its login.
+`GET gpuhub/idle` returns when the notebook will be stopped and what is wrong with its GPUs, `POST gpuhub/keep` keeps
+it, and `GET gpuhub/notifications` returns the user's notifications; all are below the server's own address, behind its
+login.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gpu_launch.broker.client import BrokerClient
 from gpu_launch.errors import BrokerError
 from gpu_launch.notebook_server import activity
 from gpu_launch.notebook_server.cells import CellWatch
+from gpu_launch.notebook_server.notifications import NotificationFeed, NotificationsHandler
 
 #: Time that a report waits for a broker that restarts, and until the next report after a failure, seconds.
 _PATIENCE_S = 5.0
@@ -135,14 +137,16 @@ def _load_jupyter_server_extension(server: Any) -> None:
     env, lease = environment.read(), os.environ.get("GPUHUB_LEASE", "")
     if env.broker_url is None or env.token is None or not lease:
         return
-    reporter = IdleReporter(server, BrokerClient.for_notebook(env, patience_s=_PATIENCE_S), lease)
+    broker = BrokerClient.for_notebook(env, patience_s=_PATIENCE_S)
+    reporter, feed = IdleReporter(server, broker, lease), NotificationFeed(server, broker)
     base = server.web_app.settings["base_url"].rstrip("/")
     server.web_app.add_handlers(
         ".*$",
         [
             (f"{base}/gpuhub/idle", IdleHandler, {"reporter": reporter}),
             (f"{base}/gpuhub/keep", KeepHandler, {"reporter": reporter}),
+            (f"{base}/gpuhub/notifications", NotificationsHandler, {"feed": feed}),
         ],
     )
-    # Kept by the reference, since the event loop has only a weak one.
-    server.web_app.settings["gpuhub_reports"] = asyncio.ensure_future(reporter.run())
+    # Kept by the reference, since the event loop has only weak ones.
+    server.web_app.settings["gpuhub_tasks"] = [asyncio.ensure_future(part.run()) for part in (reporter, feed)]

@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -108,8 +108,8 @@ def create_app(
     """Return the application; its loops run while it does. The caller closes store and daemons afterwards.
 
     `backend` decides which lease gets which GPUs: the builtin one where none is given. `stopped_nodes` is the file of
-    nodes that `gpuhub down` has stopped. `destination_key` encrypts users' destinations in the store, and `machine_urls`
-    are the destinations of the owner of the machines, by id.
+    nodes that `gpuhub down` has stopped. `destination_key` encrypts users' destinations of notifications in the store;
+    `machine_urls` are those of the owner of the machines, by id.
     """
     clock = clock or Clock()
     backend = backend or BuiltinBackend(cluster)
@@ -124,6 +124,7 @@ def create_app(
 
     store.outbox.machine_destinations = tuple(machine_urls or {})
     cipher = UrlCipher(destination_key)
+    notifications = NotificationController(core=core, send=sender.send, cipher=cipher, machine_urls=machine_urls or {})
     couriers = CourierPool(core=core, daemons=daemons, start=start_courier)
     stager = DatasetStager(core=core, daemons=daemons)
     staging = LeaseStaging(core, stager.stage)
@@ -143,9 +144,6 @@ def create_app(
             stage=stager.stage if capabilities.containers else None,
         )
         unproven = UnprovenLeases()
-        notifications = NotificationController(
-            core=core, send=sender.send, cipher=cipher, machine_urls=machine_urls or {}
-        )
         runs: dict[str, Callable[[], Awaitable[None]]] = {
             "deadlines": DeadlineController(core=core, unproven=unproven).run,
             "worker launcher": launcher.run,
@@ -185,7 +183,29 @@ def create_app(
             await hub.close()
             audit_log.close()
 
-    app = FastAPI(
+    app = _build_empty_app(lifespan)
+    exporter = MetricsExporter(
+        core, backend, read_head_free=read_head_free, read_certificate_ends=read_certificate_ends
+    )
+    parts = {
+        "core": core,
+        "broker": BrokerOperations(core, backend),
+        "notifications": NotificationOperations(core, cipher, sender.send),
+        "staging": staging,
+        "authenticator": Authenticator(hub, clock, own_token, spawner_token, metrics_token),
+        "metrics": exporter,
+        "user_files": UserFiles(core, couriers, has_containers=capabilities.containers),
+        "daemons": daemons,
+        "hub_page": hub_page,
+    }
+    for name, part in parts.items():
+        setattr(app.state, name, part)
+    _add_routes(app, audit_log, exporter)
+    return app
+
+
+def _build_empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    return FastAPI(
         title="gpuhub broker",
         version=version("gpuhub"),
         lifespan=lifespan,
@@ -195,19 +215,6 @@ def create_app(
         # Otherwise FastAPI looks for a telemetry provider at each request, and takes one from the environment.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    app.state.core = core
-    app.state.broker = BrokerOperations(core, backend)
-    app.state.notifications = NotificationOperations(core, cipher, sender.send)
-    app.state.staging = staging
-    app.state.authenticator = Authenticator(hub, clock, own_token, spawner_token, metrics_token)
-    app.state.metrics = exporter = MetricsExporter(
-        core, backend, read_head_free=read_head_free, read_certificate_ends=read_certificate_ends
-    )
-    app.state.user_files = UserFiles(core, couriers, has_containers=capabilities.containers)
-    app.state.daemons = daemons
-    app.state.hub_page = hub_page
-    _add_routes(app, audit_log, exporter)
-    return app
 
 
 def _add_routes(app: FastAPI, audit_log: AuditLog, exporter: MetricsExporter) -> None:

@@ -1,4 +1,4 @@
-"""`[notifications]` in cluster.toml: whether users have notifications sent, and where the owner of the machines gets his."""
+"""`[notifications]` in cluster.toml: destinations of users, and those of the owner of the machines."""
 
 from __future__ import annotations
 

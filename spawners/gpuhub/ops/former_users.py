@@ -46,7 +46,20 @@ def free_name(cluster: ClusterSettings, paths: Paths, name: str, *, home_moved: 
         retire_uid(paths.state, name)
         lines += [] if aside is None else [f"The home is {aside} now."]
         lines.append(f"UID {uid} is not given to other users.")
-    return [*lines, *forget_account(paths, name)]
+    return [*lines, *_forget_destinations(paths, name), *forget_account(paths, name)]
+
+
+def _forget_destinations(paths: Paths, name: str) -> list[str]:
+    """Delete where the former user's notifications were sent, and the notifications."""
+    if not paths.store.exists():
+        return []
+    with closing(sqlite3.connect(paths.store, timeout=10)) as store, store:
+        if not store.execute("SELECT 1 FROM sqlite_master WHERE name = 'destinations'").fetchone():
+            return []
+        for table in ("deliveries", "notifications"):
+            store.execute(f"DELETE FROM {table} WHERE owner = ?", (name,))  # noqa: S608 - our own names
+        count = store.execute("DELETE FROM destinations WHERE owner = ?", (name,)).rowcount
+    return [f"{count} destinations of notifications are removed."] if count else []
 
 
 def forget_account(paths: Paths, name: str) -> list[str]:

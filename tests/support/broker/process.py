@@ -1,4 +1,5 @@
-"""`python -m tests.support.broker.process FOLDER NODES GPUS`: the broker as a separate process, on simulated nodes.
+"""`python -m tests.support.broker.process FOLDER NODES GPUS [ADDRESS]`: the broker as a separate process, on simulated
+nodes; users may have notifications sent to the address.
 
 Everything except nodes and hub is as in production: uvicorn, the HTTP API, a SQLite file with durable commits. The
 first line on standard output is the address; SIGTERM ends the process.
@@ -25,6 +26,7 @@ import uvicorn
 
 from gpuhub.broker.api.server import build_server_config
 from gpuhub.broker.db.store import Store
+from gpuhub.config.notifications import NotificationSettings
 from tests.support.broker.in_process import API, Setting, Workers
 from tests.support.docker.simulated_nodes import build_cluster, simulated_nodes
 
@@ -51,9 +53,17 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path, *, nodes: int, gpus: int, deadline_s: float = 60.0) -> Iterator[Served]:
-    """Run the broker in a separate process with every GPU read and free; end it with the block."""
+def serving(
+    folder: Path, *, nodes: int, gpus: int, deadline_s: float = 60.0, notifies: str = "", is_killed: bool = False
+) -> Iterator[Served]:
+    """Run the broker in a separate process with every GPU read and free; end it with the block.
+
+    Args:
+        notifies: An address to which users may have notifications sent.
+        is_killed: The block kills the process.
+    """
     command = [sys.executable, "-m", "tests.support.broker.process", str(folder), str(nodes), str(gpus)]
+    command += [notifies] if notifies else []
     with (folder / "broker.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
@@ -63,7 +73,8 @@ def serving(folder: Path, *, nodes: int, gpus: int, deadline_s: float = 60.0) ->
             _wait_free(served, nodes * gpus, deadline_s, folder / "broker.log")
             yield served
         finally:
-            process.send_signal(signal.SIGTERM)
+            if not is_killed:
+                process.send_signal(signal.SIGTERM)
             process.wait(30)
             if process.stdout is not None:
                 process.stdout.close()
@@ -80,11 +91,12 @@ def _wait_free(served: Served, gpus: int, deadline_s: float, log: Path) -> None:
     raise TimeoutError(f"the broker's {gpus} GPUs are not free in time:\n{log.read_text(errors='replace')[-2000:]}")
 
 
-def serve(folder: Path, nodes: int, gpus: int) -> None:
+def serve(folder: Path, nodes: int, gpus: int, *notified: str) -> None:
     """Serve until SIGTERM."""
     cards = {f"node{number}": [CARD] * gpus for number in range(1, nodes + 1)}
     setting = Setting(folder)
-    setting.cluster, setting.nodes = build_cluster(cards), simulated_nodes(cards)
+    notifications = NotificationSettings(allowed_addresses=notified)
+    setting.cluster, setting.nodes = build_cluster(cards, notifications=notifications), simulated_nodes(cards)
     store = Store.open_file(folder / "broker.sqlite")
     app = setting.build(store, Workers(setting.nodes))
     config = build_server_config(app, backlog=BACKLOG)
@@ -153,4 +165,4 @@ class Connection:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

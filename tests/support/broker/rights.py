@@ -40,7 +40,7 @@ MEANINGS = {
 
 #: Y: allowed, and the response has the status of the second column. N: 403. H: 404, as if the object did not exist.
 #: W: 422, a service must name the owner.
-#: {lease} is active, {waiting} waits, {job} has its GPU, {reservation} is ahead.
+#: {lease} is active, {waiting} waits, {job} has its GPU, {reservation} is ahead, {destination} gets notifications.
 TABLE = """
                                      |     | reader ben ada ada-nb root-nb spawner culler root head
 GET /cluster                         | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
@@ -49,6 +49,12 @@ GET /nodes                           | 200 |   Y      Y   Y   Y      Y       Y  
 GET /reservations                    | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /metrics                         | 200 |   N      N   N   N      N       N       N      Y    Y
 GET /events                          | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+GET /notifications                   | 200 |   N      Y   Y   Y      Y       N       N      Y    N
+GET /destinations                    | 200 |   N      Y   Y   Y      Y       N       N      Y    N
+POST /destinations                   | 201 |   N      Y   Y   Y      Y       N       N      Y    N
+PUT /destinations/{destination}      | 200 |   N      H   Y   Y      H       N       N      H    N
+DELETE /destinations/{destination}   | 204 |   N      H   Y   Y      H       N       N      H    N
+POST /destinations/{destination}/test | 202 |   N      H   Y   Y      H       N       N      H    N
 GET /usage                           | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /usage?owner=ada                 | 200 |   N      N   Y   Y      N       Y       N      Y    Y
 GET /leases                          | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y

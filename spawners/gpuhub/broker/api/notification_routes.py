@@ -46,21 +46,23 @@ async def post_destination(body: DestinationRequest, caller: Caller, operations:
     return await operations.add_destination(caller, body)
 
 
-@api.put("/destinations/{key}", responses=document_problems(404, 413, 422))
+@api.put("/destinations/{destination_id}", responses=document_problems(404, 413, 422))
 async def put_destination(
-    key: ResourceId, body: DestinationChange, caller: Caller, operations: Operations
+    destination_id: ResourceId, body: DestinationChange, caller: Caller, operations: Operations
 ) -> DestinationView:
     """Choose other notifications for a destination."""
-    return await operations.change_destination(caller, key, body)
+    return await operations.change_destination(caller, destination_id, body)
 
 
-@api.delete("/destinations/{key}", status_code=204, response_class=Response, responses=document_problems(404, 422))
-async def delete_destination(key: ResourceId, caller: Caller, operations: Operations) -> None:
+@api.delete(
+    "/destinations/{destination_id}", status_code=204, response_class=Response, responses=document_problems(404, 422)
+)
+async def delete_destination(destination_id: ResourceId, caller: Caller, operations: Operations) -> None:
     """Remove a destination, with what waits to be sent there."""
-    await operations.delete_destination(caller, key)
+    await operations.delete_destination(caller, destination_id)
 
 
-@api.post("/destinations/{key}/test", status_code=202, responses=document_problems(404, 422, 429))
-async def post_test(key: ResourceId, caller: Caller, operations: Operations) -> DestinationView:
+@api.post("/destinations/{destination_id}/test", status_code=202, responses=document_problems(404, 422, 429))
+async def post_test(destination_id: ResourceId, caller: Caller, operations: Operations) -> DestinationView:
     """Queue a test message; `sent_at` or `failed_at` of the destination show what became of it."""
-    return await operations.test_destination(caller, key)
+    return await operations.test_destination(caller, destination_id)

@@ -126,7 +126,7 @@ class Outbox:
         )
         with self._transaction(READ_ONLY) as connection:
             rows = [_parse_destination(dict(row)) for row in connection.execute(query).mappings()]
-            waiting: dict[str, int] = dict(connection.execute(counts).tuples().all())
+            waiting: dict[str, int] = {row[0]: row[1] for row in connection.execute(counts)}
         return [(row, waiting.get(row.id, 0)) for row in rows]
 
     def get_destination(self, destination: str) -> DestinationRow | None:

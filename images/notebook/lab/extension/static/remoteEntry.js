@@ -8,6 +8,7 @@
       default: [
         { id: "gpuhub-lab:launcher", autoStart: true, activate: openLauncher },
         { id: "gpuhub-lab:idle", autoStart: true, activate: warnIdle },
+        { id: "gpuhub-lab:notifications", autoStart: true, activate: showNotifications },
       ],
     });
   },
@@ -92,6 +93,36 @@ function warnIdle(app) {
     setInterval(refresh, 10000);
     setInterval(() => idle && show(), 1000);
     return refresh();
+  });
+}
+
+// The user's notifications as JupyterLab's own; the browser remembers the last one, so that a reload shows none again.
+function showNotifications(app) {
+  const base = `${readConfig().baseUrl ?? "/"}gpuhub/notifications`;
+  const key = "gpuhub-notifications";
+  const types = { "job-failed": "error", "job-preempted": "warning", "time-left": "warning" };
+  const refresh = async () => {
+    const last = Number(localStorage.getItem(key) ?? 0);
+    const answer = await fetch(`${base}?after=${last}`);
+    if (!answer.ok) return;
+    for (const { seq, kind, title, body } of (await answer.json()).notifications) {
+      // Another tab may have shown it in the meantime.
+      if (seq <= Number(localStorage.getItem(key) ?? 0)) continue;
+      localStorage.setItem(key, seq);
+      // JupyterLab shows at most 140 characters.
+      const message = `${title}. ${body}`;
+      await app.commands.execute("apputils:notify", {
+        message: message.length > 140 ? `${message.slice(0, 139)}…` : message,
+        type: types[kind] ?? "info",
+        options: { autoClose: false },
+      });
+    }
+  };
+  // In an image without the server's part of this, nothing is shown.
+  const ask = () => refresh().catch(() => undefined);
+  app.restored.then(() => {
+    setInterval(ask, 10000);
+    return ask();
   });
 }
 

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from gpuhub.broker import audit
 from gpuhub.broker.api import routes
 from gpuhub.broker.app import PREFIX
+from gpuhub.broker.db.outbox import DestinationRow
 from gpuhub.common import names
 from gpuhub.config.settings import ProfileSettings
 from tests.support.broker.calls import ask, open_socket, post, wait_for_state
@@ -38,6 +39,8 @@ BODIES: dict[str, Any] = {
     "PUT /files?path=work": bytes(10240),  # an empty tar
     "POST /nodes/rig3/cordon": {"reason": "new fans"},
     "POST /nodes/rig3/drain": {"grace_s": 60},
+    "POST /destinations": {"url": "ntfys://ntfy.sh/ada-0a1b2c", "kinds": ["granted"]},
+    "PUT /destinations/{destination}": {"kinds": ["idle"]},
     "POST /reservations": {"name": "course", "users": ["ben"], **WINDOW},
 }
 
@@ -70,7 +73,14 @@ async def build_world(running: Running) -> dict[str, str]:
     window = {"starts_at": f"{day}08:00:00Z", "ends_at": f"{day}09:00:00Z"}
     reserved = {"name": "kept", "nodes": ["rig2"], "users": ["ada"], **window}
     reservation = await post(running, "root", "/reservations", reserved, 201)
-    return {name: made["id"] for name, made in zip(NAMES, (lease, waiting, job, reservation), strict=True)}
+    made = {name: made["id"] for name, made in zip(NAMES, (lease, waiting, job, reservation), strict=True)}
+    # Its URL cannot be decrypted, so that nothing is sent.
+    destination = DestinationRow(
+        id="d0a1", owner="ada", name="phone", label="ntfy", url="-", kinds=("granted",), created_at=1.0
+    )
+    if running.store.outbox.get_destination(destination.id) is None:
+        assert running.store.outbox.add_destination(destination)
+    return {**made, "destination": destination.id}
 
 
 def run_container(running: Running, lease: dict[str, Any]) -> None:
@@ -213,6 +223,7 @@ def _name(route: str) -> str:
         ("{waiting}", "{lease}"),
         ("{job_id}", "{job}"),
         ("{reservation_id}", "{reservation}"),
+        ("{destination_id}", "{destination}"),
         ("/nodes/{name}/", "/nodes/rig3/"),
         ("/gpus/{index}/", "/gpus/0/"),
         (routes.API, ""),
