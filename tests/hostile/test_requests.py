@@ -77,6 +77,21 @@ def test_odd_bodies_are_refused(scene: Scene, body: str, expected: set[int]) -> 
     assert status in expected, (status, text[:500])
 
 
+def test_notifications_lead_nowhere_inside(scene: Scene) -> None:
+    """Destinations in the head node's network, and kinds and parameters that do more than send, are refused."""
+    urls = [
+        "json://127.0.0.1:8081/hub/api", "json://10.0.0.1/", "json://169.254.169.254/latest/meta-data", "json://[::1]:8010/",
+        "mailto://a:b@example.org?smtp=127.0.0.1", "exec://id", "syslog://", "dbus://", "file:///etc/shadow",
+        "ntfy://topic?attach=/etc/shadow", "discord://a/b?template=/etc/shadow",
+    ]  # fmt: skip
+    calls = [["POST", "/destinations", {"url": url, "kinds": ["granted"]}] for url in urls]
+    with scene.everybody_works_on():
+        answers = scene.probe("api_calls", base="broker", calls=calls)
+        listed = scene.probe("api_calls", base="broker", calls=[["GET", "/destinations", None]])
+    assert [status for status, _ in answers] == [422] * len(urls)
+    assert listed == [[200, "[]"]]
+
+
 def test_paths_lead_nowhere_else(scene: Scene) -> None:
     """Encoded dots and slashes reach no other route, and the health of services that are not the broker's."""
     tries = ["/leases/..%2f..%2fevents", "/%2e%2e/%2e%2e/docs", "/leases/%00", "/jobs/" + "a" * 3000, "//health"]

@@ -150,9 +150,11 @@ def check(paths: Paths, cluster_file: Path) -> None:
     """Check cluster.toml without starting anything."""
     from gpuhub.login import kinds
     from gpuhub.login.local_accounts import check_accounts
+    from gpuhub.notifications import machine_destinations
 
     console, cluster = AdminConsole(), settings.load(cluster_file)
     kinds.check_files(cluster)
+    machine_destinations.load(cluster.notifications)
     for note in check_accounts(cluster, paths):
         console.write(f"{note}.")
     console.write(f"{cluster_file} is valid: {len(cluster.nodes)} nodes, {len(cluster.profiles)} profiles")

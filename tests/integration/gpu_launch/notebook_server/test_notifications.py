@@ -1,0 +1,102 @@
+"""Notifications in a real JupyterLab, in Chromium, from a real broker."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from tests.support.broker.process import Served, serving
+from tests.support.docker.simulated_nodes import wait_until
+
+ROOT = Path(__file__).parents[4]
+PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", ROOT / ".cache" / "pictures"))
+PATIENCE_MS = 90_000
+TOAST = ".Toastify__toast"
+
+
+def run_job(served: Served, run_id: str) -> None:
+    """Run a detached job of ada and stop it."""
+    headers = {"Authorization": "token ada"}
+    with httpx.Client(base_url=served.url, headers=headers, trust_env=False, timeout=60) as client:
+        answer = client.post("/jobs", json={"run_id": run_id, "detached": True})
+        job = answer.json()["id"]
+        client.delete(f"/jobs/{job}")
+        wait_until(lambda: client.get(f"/jobs/{job}").json()["state"] == "ended", "the job has ended")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path, nodes=1, gpus=2) as broker:
+        run_job(broker, "run-before")
+        yield broker
+
+
+@pytest.fixture
+def lab(served: Served, tmp_path: Path) -> Iterator[str]:
+    """The address of ada's JupyterLab, with the image's extensions."""
+    extensions = tmp_path / "labextensions"
+    shutil.copytree(ROOT / "images" / "notebook" / "lab" / "extension", extensions / "gpuhub-lab")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.port={port}",
+        "--ServerApp.ip=127.0.0.1", "--IdentityProvider.token=", f"--ServerApp.root_dir={tmp_path}",
+        f"--LabApp.extra_labextensions_path={extensions}",
+        "--ServerApp.jpserver_extensions={'gpu_launch.notebook_server.extension': True}",
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "GPUHUB_BROKER_URL": served.url.removesuffix("/api/v1"),
+        "JUPYTERHUB_API_TOKEN": "ada",
+        "GPUHUB_LEASE": "l0",
+    }
+    with (tmp_path / "lab.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            wait_until(lambda: answers(f"{address}/gpuhub/notifications"), "JupyterLab answers", 60)
+            yield address
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).is_success
+    except httpx.TransportError:
+        return False
+
+
+def test_what_happens_while_a_notebook_is_open_is_shown_once(served: Served, lab: str) -> None:
+    """Not what happened before, and not again after a reload of the page."""
+    chromium = shutil.which("chromium")
+    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        page = browser.new_page()
+        page.goto(f"{lab}/lab")
+        page.wait_for_selector(".jp-LauncherCard", timeout=PATIENCE_MS)
+        run_job(served, "run-open")
+        toast = page.locator(TOAST, has_text="run-open")
+        expect(toast).to_contain_text("Job run-open has ended.", timeout=PATIENCE_MS)
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=PICTURES / "notifications-lab.png")
+        assert page.locator(TOAST, has_text="run-before").count() == 0
+        page.reload()
+        page.wait_for_selector(".jp-LauncherCard", timeout=PATIENCE_MS)
+        run_job(served, "run-later")
+        expect(page.locator(TOAST, has_text="run-later")).to_be_visible(timeout=PATIENCE_MS)
+        assert page.locator(TOAST, has_text="run-open").count() == 0
+        browser.close()
