@@ -29,6 +29,7 @@ from gpuhub.docker.firewall_container import ensure_firewall
 from gpuhub.login import kinds as login
 from gpuhub.login.local_accounts import check_accounts
 from gpuhub.nodes.daemon_identity import describe_shared_identities
+from gpuhub.notifications import machine_destinations
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import cluster_choice, file_server, monitoring, own_config, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
@@ -90,6 +91,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     for note in (*login.check_login(cluster, paths), *check_accounts(cluster, paths), low_limit):
         if note:
             report.note(f"  {note}.")
+    machine_destinations.load(cluster.notifications)
     secrets.ensure_secrets(paths)
     https = public_access.ensure_certificate(cluster, paths, find_head_address(cluster))
     services = programs.build_programs(paths, chosen.cluster_file, options.hub_config)
