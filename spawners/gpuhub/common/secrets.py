@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from pathlib import Path
 
-from gpuhub.common.errors import SetupError
+from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths
 
 PROXY_TOKEN = "proxy-token"  # noqa: S105 - names of files, not secrets
@@ -50,6 +51,32 @@ def read_secret(paths: Paths, name: str) -> str:
     if not text:
         raise SetupError(f"{path} is empty: remove it, and `gpuhub up` creates it again")
     return text
+
+
+def read_private_file(path: Path, key: str, *, content: str, limit: int) -> bytes:
+    """Return at most `limit` + 1 bytes of a file that an administrator made.
+
+    Args:
+        path: The file.
+        key: The key of cluster.toml that names it.
+        content: What belongs into it, for the error.
+        limit: Most bytes that it should have.
+
+    Raises:
+        SettingsError: It is missing, or other users than its owner can read it.
+    """
+    where = f"{key}: {str(path)!r}"
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            found = file.read(limit + 1)
+    except FileNotFoundError:
+        raise SettingsError(f"{where}: no such file; put {content} there, and chmod 600 it") from None
+    except OSError as error:
+        raise SettingsError(f"{where} cannot be read ({error.strerror}): run the command as root") from error
+    if mode & 0o077:
+        raise SettingsError(f"{where} can be read by other users (mode {mode:04o}): chmod 600 it, and chown it to root")
+    return found
 
 
 def _ensure(path: Path, text: str) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +11,7 @@ from typing import Annotated
 from pydantic import AfterValidator, field_validator
 
 from gpuhub.common.errors import SettingsError
+from gpuhub.common.secrets import read_private_file
 from gpuhub.config.base import ListOf, SettingsTable
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -81,19 +80,10 @@ def read_destinations(path: Path) -> list[str]:
     Raises:
         SettingsError: The file is missing or too long, or other users than its owner can read it.
     """
-    key = f"notifications.destinations_file: {str(path)!r}"
-    try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            content = file.read(_MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        raise SettingsError(f"{key}: no such file; put one Apprise URL in each line, and chmod 600 it") from None
-    except OSError as error:
-        raise SettingsError(f"{key} cannot be read ({error.strerror}): run the command as root") from error
-    if mode & 0o077:
-        raise SettingsError(f"{key} can be read by other users (mode {mode:04o}): chmod 600 it, and chown it to root")
+    key = "notifications.destinations_file"
+    content = read_private_file(path, key, content="one Apprise URL in each line", limit=_MAX_FILE_BYTES)
     lines = [line.strip() for line in content.decode("utf-8", "replace").splitlines()]
     urls = [line for line in lines if line and not line.startswith("#")]
     if len(content) > _MAX_FILE_BYTES or len(urls) > _MAX_LINES:
-        raise SettingsError(f"{key}: {_MAX_LINES} destinations are the limit")
+        raise SettingsError(f"{key}: {str(path)!r}: {_MAX_LINES} destinations are the limit")
     return urls

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import ssl
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 from gpuhub.common import secrets
 from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import Paths
+from gpuhub.common.secrets import read_private_file
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.config.users import LoginKind
 from gpuhub.login import oidc_discovery, rules
@@ -261,17 +261,10 @@ def read_client_secret(path: Path) -> str:
     Raises:
         SettingsError: The file is missing, empty, has several lines, or other users than its owner can read it.
     """
+    content = read_private_file(
+        path, "login.client_secret_file", content="the provider's client secret", limit=_MAX_SECRET_BYTES
+    )
     key = f"login.client_secret_file: {str(path)!r}"
-    try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            content = file.read(_MAX_SECRET_BYTES + 1)
-    except FileNotFoundError:
-        raise SettingsError(f"{key}: no such file; put the provider's client secret there, and chmod 600 it") from None
-    except OSError as error:
-        raise SettingsError(f"{key} cannot be read ({error.strerror}): run the command as root") from error
-    if mode & 0o077:
-        raise SettingsError(f"{key} can be read by other users (mode {mode:04o}): chmod 600 it, and chown it to root")
     try:
         secret = content.decode("ascii").strip()
     except UnicodeDecodeError:

@@ -59,7 +59,7 @@ def _forget_destinations(paths: Paths, name: str) -> list[str]:
         for table in ("deliveries", "notifications"):
             store.execute(f"DELETE FROM {table} WHERE owner = ?", (name,))  # noqa: S608 - our own names
         count = store.execute("DELETE FROM destinations WHERE owner = ?", (name,)).rowcount
-    return [f"{count} destinations of notifications are removed."] if count else []
+    return [f"Destinations of notifications are removed: {count}."] if count else []
 
 
 def forget_account(paths: Paths, name: str) -> list[str]:

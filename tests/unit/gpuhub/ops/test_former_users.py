@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from gpuhub.broker.db.outbox import DestinationRow
+from gpuhub.broker.db.store import Store
 from gpuhub.common import names
 from gpuhub.common.errors import InvalidRequest, NodeUnreachable, NotAllowed, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.identity import choose_uid, read_uids
 from gpuhub.config.settings import ClusterSettings, StorageSettings, UserSettings
+from gpuhub.domain.notifications import build_test
 from gpuhub.login.accounts import AccountBindings
 from gpuhub.ops import former_users
 from tests.support.docker.simulated_nodes import SimulatedDaemons, SimulatedNode, build_cluster, simulated_nodes
@@ -55,6 +58,27 @@ def cluster(tmp_path: Path) -> ClusterSettings:
 
 def is_bound(paths: Paths) -> bool:
     return NAME in (paths.state / "login-accounts.json").read_text()
+
+
+def test_destinations_go_with_the_former_user(
+    nodes: dict[str, SimulatedNode], paths: Paths, cluster: ClusterSettings
+) -> None:
+    """The next user's notifications are not sent to the former one; others keep theirs."""
+    store = Store.open_file(paths.store)
+    for number, owner in enumerate((NAME, "ben")):
+        row = DestinationRow(
+            id=f"d{number}", owner=owner, name="", label="ntfy", url="…", kinds=("granted",), created_at=1.0
+        )
+        assert store.outbox.add_destination(row)
+        store.outbox.add_test(build_test(row.id, owner, 1.0), row.id, 1.0)
+    store.close()
+    lines = former_users.free_name(cluster, paths, NAME)
+    assert "Destinations of notifications are removed: 1." in lines
+    store = Store.open_file(paths.store)
+    assert store.outbox.list_destinations(NAME) == []
+    assert store.outbox.list_notifications(NAME, None, 10) == []
+    assert len(store.outbox.list_notifications("ben", None, 10)) == 1
+    store.close()
 
 
 def test_files_and_uid_stay_with_the_former_user(
