@@ -231,6 +231,7 @@ PAGES = (
     "/hub/spawn",
     "/hub/token",
     "/hub/gpus",
+    "/hub/notifications",
     "/hub/admin",
     "/hub/nothing-here",
     "/hub/gpuhub/gpus",

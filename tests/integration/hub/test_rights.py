@@ -327,6 +327,13 @@ PAGES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "POST /gpuhub/act undrain": ({"do": "undrain", "node": "rig1"}, (403, 403, 403, 403, 403, 204)),
     "POST /gpuhub/act extend": ({"do": "extend", "lease": "{lease}", "hours": 1}, (403, 403, 403, 404, 409, 409)),
     "POST /gpuhub/act keep": ({"do": "keep", "lease": "{lease}"}, (403, 403, 403, 404, 409, 409)),
+    "GET /notifications": (None, (302, 302, 302, 200, 200, 200)),
+    "GET /gpuhub/notifications": (None, (403, 403, 403, 200, 200, 200)),
+    "POST /gpuhub/notifications test": ({"do": "test", "id": "d0a1"}, (403, 403, 403, 404, 404, 404)),
+    "POST /gpuhub/notifications add": (
+        {"do": "add", "destination": {"url": "json://10.0.0.1/", "kinds": []}},
+        (403, 403, 403, 400, 400, 400),
+    ),
     "POST /gpuhub/leave": ({"lease": "{lease}"}, (403, 403, 403, 404, 204, 409)),
 }
 
