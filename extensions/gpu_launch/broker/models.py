@@ -174,10 +174,16 @@ class Node:
     is_open: bool = True
     #: False for one where scavenging jobs of the user are not placed either.
     takes_scavenging: bool = True
+    #: It is a guest: a machine that somebody lends over the internet.
+    guest: bool = False
+    #: False for a node that takes no jobs of the user with `--guests`.
+    takes_guests: bool = False
 
-    def admits(self, *, scavenge: bool) -> bool:
+    def admits(self, demand: GpuRequest) -> bool:
         """Return whether work of the user may be placed there."""
-        return self.is_open or (scavenge and self.takes_scavenging)
+        if demand.guests:
+            return self.takes_guests
+        return self.is_open or (demand.scavenge and self.takes_scavenging)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,6 +326,8 @@ def parse_cluster(data: Mapping[str, Any]) -> Cluster:
                 message=node.get("message"),
                 is_open=node.get("is_open") is not False,
                 takes_scavenging=node.get("takes_scavenging") is not False,
+                guest=bool(node.get("guest")),
+                takes_guests=bool(node.get("takes_guests")),
             )
             for node in data.get("nodes", ())
         ),
@@ -353,6 +361,8 @@ class GpuRequest:
     stage: tuple[str, ...] = ()
     #: The GPUs may be preempted when others need them.
     scavenge: bool = False
+    #: The job runs on guests, and only there.
+    guests: bool = False
     priority: int = 0
     #: None for the default of the settings.
     time_limit_s: int | None = None

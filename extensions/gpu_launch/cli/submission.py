@@ -154,6 +154,7 @@ def fit_to_cluster(asked: RunArguments, options: LaunchOptions, cluster: Cluster
         nodes, each = choose_layout(asked.gpus, cluster, options.demand)
         options = replace(options, nnodes=nodes, least_nnodes=None, nproc_per_node=each)
     plan.check_array(options)
+    plan.check_guests(options)
     least = options.nnodes if options.least_nnodes is None else options.least_nnodes
     _check_layout(least, options.nproc_per_node, cluster, options.demand)
     return options
@@ -363,6 +364,8 @@ def _fits(layout: tuple[int, int], cluster: Cluster, demand: GpuRequest, *, only
     for model in models:
         able_nodes = 0
         for node in cluster.nodes:
+            if node.guest != demand.guests:
+                continue
             gpus = [gpu for gpu in node.gpus if not model or gpu.model == model]
             usable = [gpu for gpu in gpus if not only_free or (node.state in ("", _UP) and _is_free(gpu))]
             is_exclusive = not demand.exclusive or len(usable) == len(node.gpus)

@@ -157,6 +157,8 @@ def _build_options(
         options = replace(options, nproc_per_node=each, demand=replace(options.demand, models=models))
     if file.stage and "stage" not in asked.values:
         options = replace(options, demand=replace(options.demand, stage=file.stage))
+    if file.guests:
+        options = replace(options, demand=replace(options.demand, guests=True))
     return options if "nnodes" in asked.values else replace(options, nnodes=file.nnodes)
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_launch.courier import files
+from gpu_launch.courier import files, guest_jobs
 from gpu_launch.courier.protocol import BEGIN, END, ClientGone, CourierError, IncomingData, read_frame, write_report
 
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -38,6 +38,14 @@ def build_parser() -> argparse.ArgumentParser:
     subparser.add_argument("--columns", type=int, default=80)
     subparser.add_argument("--rows", type=int, default=24)
     subparser.add_argument("--run", default="")
+    commands.add_parser("job-folder").add_argument("run")
+    subparser = commands.add_parser("pack-job")
+    subparser.add_argument("--limit", type=int, required=True)
+    subparser.add_argument("run")
+    subparser = commands.add_parser("put-results")
+    subparser.add_argument("--limit", type=int, required=True)
+    subparser.add_argument("--part", choices=["run", "folder"], required=True)
+    subparser.add_argument("run")
     commands.add_parser("ssh").add_argument("--key", required=True)
     return parser
 
@@ -70,6 +78,9 @@ def _run_command(arguments: argparse.Namespace, incoming: IncomingData) -> dict[
     if arguments.command == "put":
         write_report(ready=True)
         return files.unpack_into(home, arguments.path, arguments.limit, incoming)
+    if arguments.command == "put-results":
+        write_report(ready=True)
+        return guest_jobs.put_results(home, arguments.run, arguments.part, arguments.limit, incoming)
     if arguments.command == "shell":
         from gpu_launch.courier import terminal
 
@@ -85,6 +96,14 @@ def _run_command(arguments: argparse.Namespace, incoming: IncomingData) -> dict[
         target = files.find_file(home, arguments.path, arguments.limit)
         write_report(ready=True)
         done = files.write_tar(target, sink)
+    elif arguments.command == "pack-job":
+        guest_jobs.read_manifest(home, arguments.run)
+        write_report(ready=True)
+        done = guest_jobs.pack_job(home, arguments.run, arguments.limit, sink)
+    elif arguments.command == "job-folder":
+        folder = guest_jobs.read_manifest(home, arguments.run).folder
+        write_report(ready=True)
+        sink.write(folder.encode())
     elif arguments.command == "logs":
         target = files.resolve_run_folder(home, arguments.run)
         write_report(ready=True)
@@ -121,7 +140,7 @@ def _watch_client() -> threading.Event:
 
 def _report_error(arguments: argparse.Namespace, incoming: IncomingData, code: str, text: str) -> int:
     write_report(error={"code": code, "text": text})
-    if arguments.command == "put":
+    if arguments.command in {"put", "put-results"}:
         with contextlib.suppress(ClientGone):
             incoming.drain()
     return 1

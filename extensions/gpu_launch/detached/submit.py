@@ -21,7 +21,7 @@ from gpu_launch.environment import Environment
 from gpu_launch.errors import GpuLaunchError, UsageError
 from gpu_launch.launch import dry_run
 from gpu_launch.launch.dry_run import DryRunReport
-from gpu_launch.launch.plan import check_array, missing_broker
+from gpu_launch.launch.plan import check_array, check_guests, missing_broker
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest, validate
 from gpu_launch.options import command
 from gpu_launch.options.definition import LaunchOptions
@@ -129,6 +129,7 @@ def validate_detached(
         UsageError: for a request that can never be met.
     """
     check_array(options)
+    check_guests(options)
     if missing := missing_broker(env):
         raise UsageError(f"--detach needs the broker: {missing}.")
     try:

@@ -59,6 +59,26 @@ def check_array(options: LaunchOptions) -> None:
             raise UsageError(f"--array and {flag} {value} exclude each other: each task of an array has one GPU.")
 
 
+def check_guests(options: LaunchOptions) -> None:
+    """Refuse a job on guests that needs what they do not have.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if not options.demand.guests:
+        return
+    if options.nnodes != 1 or options.least_nnodes is not None:
+        raise UsageError(
+            f"--guests and --nnodes {options.nnodes} exclude each other: guests do not reach each other, so a job on "
+            "guests has one node."
+        )
+    if options.demand.stage:
+        raise UsageError(
+            "--guests and --stage exclude each other: guests get no datasets. Put the data into the job's folder, or "
+            "let the job download it."
+        )
+
+
 def format_job_state(job: Job, plan: LaunchPlan, now: datetime) -> str:
     """Return the state of a job whose workers are requested or start, for a person."""
     if job.state == WAITING:
@@ -163,8 +183,10 @@ def fit(plan: LaunchPlan, cluster: Cluster) -> LaunchPlan:
     own = ", ".join(plan.exclude_nodes)
     besides = f" other than this notebook's own, {own}" if own and not plan.includes_notebook else ""
     if not names:
-        closed = [node.name for node in cluster.nodes if not node.admits(scavenge=plan.demand.scavenge)]
+        closed = [node.name for node in cluster.nodes if not node.guest and not node.admits(plan.demand)]
         restricted = f" ({', '.join(closed)}: restricted to groups that you are not in)" if closed else ""
+        if plan.demand.guests:
+            restricted = " among the guests that take your jobs (--guests)"
         most = max((plan.demand.count_usable(node.gpus) for node in _list_admitting(plan, cluster)), default=0)
         remedy = f" Use --nproc-per-node {most} or less." if most else ""
         raise UsageError(
@@ -184,7 +206,7 @@ def free_nodes(plan: LaunchPlan, cluster: Cluster, used: Collection[str] = ()) -
     return tuple(
         node.name
         for node in cluster.nodes
-        if node.admits(scavenge=plan.demand.scavenge)
+        if node.admits(plan.demand)
         and node.name not in {*plan.exclude_nodes, *used}
         and plan.demand.count_usable([gpu for gpu in node.gpus if gpu.state == "free"]) >= plan.nproc_per_node
     )
@@ -192,11 +214,7 @@ def free_nodes(plan: LaunchPlan, cluster: Cluster, used: Collection[str] = ()) -
 
 def _list_admitting(plan: LaunchPlan, cluster: Cluster) -> list[Node]:
     """Return the nodes on which the user's workers may be placed."""
-    return [
-        node
-        for node in cluster.nodes
-        if node.admits(scavenge=plan.demand.scavenge) and node.name not in plan.exclude_nodes
-    ]
+    return [node for node in cluster.nodes if node.admits(plan.demand) and node.name not in plan.exclude_nodes]
 
 
 def _able_nodes(plan: LaunchPlan, cluster: Cluster) -> list[str]:

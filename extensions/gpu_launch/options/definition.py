@@ -93,7 +93,7 @@ _ALL = (_RANKS, _FUNCTION, _COMMAND)
 DEMAND_FIELDS = frozenset(item.name for item in fields(GpuRequest))
 #: Options about asking for GPUs and about the notebook: a detached job's driver does not need them.
 #: Options of a job that runs without the notebook.
-JOB_FIELDS = ("array", "after", "retries")
+JOB_FIELDS = ("array", "after", "retries", "guests")
 NOT_IN_MANIFEST = (
     DEMAND_FIELDS | {"timeout_s", "send", "returns", "keep_s", "detach", "dry_run", "help"} | frozenset(JOB_FIELDS)
 )
@@ -215,6 +215,13 @@ OPTIONS: tuple[LaunchOption, ...] = (
         surfaces=(_FUNCTION, _COMMAND),
         help="release the GPUs when others need them: the ranks get SIGTERM and some time for a checkpoint, the launch "
         "waits again and then runs the same command from its start",
+    ),
+    LaunchOption(
+        "--guests",
+        section=_PARTS,
+        surfaces=(_COMMAND,),
+        help="run the job on a machine that somebody lends (a guest), and only there: its folder is sent to the guest, "
+        "whose owner can read it, and what it wrote comes back to ~/guest-results; for one node",
     ),
     LaunchOption(
         "--priority",

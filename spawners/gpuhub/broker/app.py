@@ -40,6 +40,7 @@ from gpuhub.broker.controllers.worker_launcher import StartWorker, WorkerLaunche
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.files.couriers import CourierPool, StartCourier
 from gpuhub.broker.files.dataset_stager import DatasetStager
+from gpuhub.broker.files.guest_files import GuestFiles
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.metrics.request_metrics import RequestMetrics
@@ -126,6 +127,7 @@ def create_app(
     cipher = UrlCipher(destination_key)
     notifications = NotificationController(core=core, send=sender.send, cipher=cipher, machine_urls=machine_urls or {})
     couriers = CourierPool(core=core, daemons=daemons, start=start_courier)
+    guest_files = GuestFiles(core=core, daemons=daemons, couriers=couriers)
     stager = DatasetStager(core=core, daemons=daemons)
     staging = LeaseStaging(core, stager.stage)
     audit_log = AuditLog(clock)
@@ -142,6 +144,7 @@ def create_app(
             start_worker=start_worker if capabilities.containers else backend.start_worker,
             refuse_ended=partial(backend.confirm, patience_s=WORKER_PATIENCE_S) if capabilities.external_jobs else None,
             stage=stager.stage if capabilities.containers else None,
+            send_files=guest_files.send,
         )
         unproven = UnprovenLeases()
         runs: dict[str, Callable[[], Awaitable[None]]] = {
@@ -161,6 +164,7 @@ def create_app(
                 firewall=firewall,
                 read_head_free=read_head_free,
                 find_staging=staging.find_starting,
+                fetch_files=guest_files.fetch,
             )
             runs["node controller"] = nodes.run
             runs["volumes"] = VolumeCollector(core=core, daemons=daemons).run

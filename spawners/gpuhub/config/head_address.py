@@ -24,7 +24,7 @@ def find_head_address(cluster: ClusterSettings) -> str:
     """
     if cluster.hub.address is not None:
         return cluster.hub.address
-    address = find_own_address(node.address for node in cluster.nodes)
+    address = find_own_address(node.address for node in cluster.own_nodes)
     if address is not None:
         return address
     raise SetupError(

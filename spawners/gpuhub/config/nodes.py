@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from gpuhub.common.node_access import owner_group, scavenging_group
+from gpuhub.common.node_access import guest_group, owner_group, scavenging_group
 from gpuhub.common.units import Size
 from gpuhub.config.base import GroupName, Label, ListOf, NodeName, Number, SettingsTable, SlurmName, Text, UserName
 
@@ -76,10 +76,16 @@ class NodeSettings(SettingsTable):
     #: there, which make way when the owner starts something. Needs `owner` and scheduling.preemption; refused with
     #: Slurm.
     owner_first: bool = False
+    #: Whether it is a guest: a machine that somebody lends over the internet, added by `gpuhub node invite`. Its
+    #: administrator is not trusted: it has no home, no dataset and no network of users, and gets only jobs with
+    #: `--guests`.
+    guest: bool = False
 
     @property
     def access_groups(self) -> frozenset[str]:
         """The groups by which the node admits requests, with those of an owner that comes first; empty for all."""
+        if self.guest:
+            return frozenset(guest_group(group) for group in self.groups or ("",))
         if not self.owner_first or self.owner is None:
             return frozenset(self.groups)
         return frozenset({owner_group(self.owner), *map(scavenging_group, self.groups or ("",))})
@@ -122,4 +128,12 @@ class NodeSettings(SettingsTable):
             )
         if self.tls is not None and not self.docker.startswith("tcp://"):
             raise ValueError(f"tls is only valid with a tcp:// URL, not with docker = {self.docker!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _guest_over_ssh(self) -> Self:
+        if self.guest and not self.docker.startswith("ssh://"):
+            raise ValueError(f"guest = true needs an ssh:// URL, not docker = {self.docker!r} (node {self.name})")
+        if self.guest and self.owner_first:
+            raise ValueError(f"owner_first is not for guests: their owners use gpuhub-node (node {self.name})")
         return self

@@ -20,6 +20,7 @@ from gpuhub.common import gpu
 from gpuhub.common.errors import SettingsError
 from gpuhub.config.base import ListOf, SettingsTable, describe_mistakes
 from gpuhub.config.circuits import CircuitSettings, find_circuit_mistakes
+from gpuhub.config.guests import GuestSettings, find_guest_mistakes
 from gpuhub.config.idle import IdleSettings, find_idle_mistakes
 from gpuhub.config.images import ImageSettings
 from gpuhub.config.jobs import JobSettings
@@ -96,6 +97,7 @@ class ClusterSettings(SettingsTable):
     jobs: JobSettings = JobSettings()
     idle: IdleSettings = IdleSettings()
     hub: HubSettings = HubSettings()
+    guests: GuestSettings = GuestSettings()
     monitoring: MonitoringSettings = MonitoringSettings()
     notifications: NotificationSettings = NotificationSettings()
     images: ImageSettings = ImageSettings()
@@ -125,19 +127,29 @@ class ClusterSettings(SettingsTable):
             *find_port_mistakes(self.monitoring, self.hub),
             *find_idle_mistakes(self.idle, [(profile.name, profile.idle) for profile in self.profiles]),
             *_find_staging_mistakes(self),
+            *find_guest_mistakes(self.guests, self.nodes, is_builtin=self.engine == "builtin"),
         ]
-        if self.network.kind == "bridge" and len(self.nodes) > 1:
+        if self.network.kind == "bridge" and len(self.own_nodes) > 1:
             mistakes.append(
-                f'network.kind = "bridge" joins one node only, and there are {len(self.nodes)}: use "overlay"'
+                f'network.kind = "bridge" joins one node only, and there are {len(self.own_nodes)}: use "overlay"'
             )
         if mistakes:
             raise ValueError("\n".join(mistakes))
         return self
 
     @property
+    def own_nodes(self) -> tuple[NodeSettings, ...]:
+        """The nodes that are not guests: only these have homes, datasets and users' networks."""
+        return tuple(node for node in self.nodes if not node.guest)
+
+    def without_guests(self) -> ClusterSettings:
+        """Return the settings with the closet's own nodes alone."""
+        return self.model_copy(update={"nodes": self.own_nodes})
+
+    @property
     def has_overlay(self) -> bool:
         """True where users' networks span nodes."""
-        return self.network.kind == "overlay" or (self.network.kind == "auto" and len(self.nodes) > 1)
+        return self.network.kind == "overlay" or (self.network.kind == "auto" and len(self.own_nodes) > 1)
 
     @property
     def has_encrypted_overlay(self) -> bool:
@@ -199,7 +211,7 @@ def load(path: Path) -> ClusterSettings:
         raise SettingsError("\n".join(f"{path}: {line}" for line in lines)) from None
     if not cluster.storage.serve:
         return cluster
-    address = cluster.hub.address or find_own_address(node.address for node in cluster.nodes)
+    address = cluster.hub.address or find_own_address(node.address for node in cluster.own_nodes)
     if address is None:
         raise SettingsError(f"{path}: storage.serve: this machine has no address for nodes: set hub.address")
     return cluster.model_copy(update={"storage": serve_from(cluster.storage, address)})

@@ -27,6 +27,7 @@ from gpuhub.common.errors import (
     NotFound,
 )
 from gpuhub.config.settings import NodeSettings
+from gpuhub.docker.response_limit import limit_answers
 from gpuhub.docker.ssh import SshTunnel, ssh_files
 from gpuhub.docker.start_slots import StartSlots
 
@@ -71,6 +72,8 @@ class _NodeConnection:
         with self.lock:
             if self.client is None:
                 self.client = _build_client(self.node, self.tunnel, self.timeout_s)
+                if self.node.guest:
+                    limit_answers(self.client)
             return self.client
 
     def close(self) -> None:

@@ -85,17 +85,19 @@ async def inject_identity(
     storage: StorageSettings,
     *,
     certificate: NotebookCertificate | None = None,
+    is_guest: bool = False,
 ) -> None:
     """Write the names of the user and groups and the certificate into the container, and hand over its scratch volume.
 
-    A new volume belongs to root until then.
+    On a guest, the volume in place of the home is handed over. A new volume belongs to root until then.
 
     Raises:
         Conflict: The scratch volume is another user's.
     """
-    if storage.scratch:
+    folders = (identity.home,) if is_guest else (SCRATCH,) if storage.scratch else ()
+    if SCRATCH in folders:
         await _check_scratch(daemons, node, identity.name)
-    archive = build_identity_archive(identity, private_folders=(SCRATCH,) if storage.scratch else ())
+    archive = build_identity_archive(identity, private_folders=folders)
     if certificate is not None:
         # In the same archive, because each one takes a fifth of a second.
         archive = certificate.build_archive(identity.uid, identity.gid, onto=archive)

@@ -36,6 +36,8 @@ COURIER_COMMAND = ("gpu-launch-courier",)
 DATASETS = "/datasets"
 SCRATCH = "/scratch"
 
+#: A guest's containers reach neither hub nor broker, and their user's other containers neither.
+_GUEST_ENVIRONMENT = {"GPUHUB_GUEST": "1"}
 _STACK_BYTES = 64 * 1024**2
 _MIB = 1024**2
 
@@ -199,6 +201,11 @@ def build_worker_spec(
     )
 
 
+def _guest_home_mount(identity: UserIdentity) -> Mount:
+    """Build the mount of an empty volume in place of the home; it is removed with the container."""
+    return Mount(target=identity.home, source=None, type="volume", no_copy=True)
+
+
 def build_courier_spec(
     *, instance: str, cluster: ClusterSettings, node: NodeSettings, identity: UserIdentity, image: str
 ) -> ContainerSpec:
@@ -335,16 +342,22 @@ def _context_environment(context: ContainerContext, identity: UserIdentity) -> d
         "HOME": identity.home,
         "USER": identity.name,
         "SHELL": "/bin/bash",
-        "GPUHUB_BROKER_URL": build_broker_url(context.cluster, context.head_address),
-        "GPUHUB_NETWORK_SUBNET": context.subnet,
         "GPUHUB_NODE": context.node.name,
         "GPUHUB_GPU_UUIDS": ",".join(context.gpu_uuids),
-        "GPUHUB_HEAD_ADDRESS": context.head_address,
+        **(_GUEST_ENVIRONMENT if context.node.guest else _own_node_environment(context)),
         **({"GPUHUB_STAGED": ",".join(sorted(context.staged))} if context.staged else {}),
     }
     if context.memory_cap_mib is not None:
         environment["GPUHUB_GPU_MEMORY_CAP_MIB"] = str(context.memory_cap_mib)
     return environment | build_gpu_environment(context.gpu_uuids)
+
+
+def _own_node_environment(context: ContainerContext) -> dict[str, str]:
+    return {
+        "GPUHUB_BROKER_URL": build_broker_url(context.cluster, context.head_address),
+        "GPUHUB_NETWORK_SUBNET": context.subnet,
+        "GPUHUB_HEAD_ADDRESS": context.head_address,
+    }
 
 
 def _thread_environment(limits: ContainerLimits) -> dict[str, str]:
@@ -357,7 +370,11 @@ def _host_config(context: ContainerContext, identity: UserIdentity, limits: Cont
         **build_security_options(identity, limits),
         "network_mode": names.access_network_name(context.instance),
         "device_requests": build_device_requests(context.gpu_uuids),
-        "mounts": build_mounts(context.cluster.storage, context.instance, identity, context.staged),
+        "mounts": (
+            [_guest_home_mount(identity)]
+            if context.node.guest
+            else build_mounts(context.cluster.storage, context.instance, identity, context.staged)
+        ),
         "tmpfs": build_tmpfs(limits),
         # No memlock: the driver pins CUDA's memory itself, only RDMA would need it, and a daemon that may not raise
         # limits (in a virtual machine, for example) would refuse to start the container.

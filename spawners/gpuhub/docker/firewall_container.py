@@ -59,8 +59,15 @@ def build_node_policy(cluster: ClusterSettings, instance: str, node: str) -> Fir
     Raises:
         SetupError: This machine has no address that containers can reach.
     """
-    caller = find_source_address(cluster.node(node).address)
-    return build_policy(cluster, instance, head=find_head_address(cluster), callers=() if caller is None else (caller,))
+    settings = cluster.node(node)
+    caller = find_source_address(settings.address)
+    return build_policy(
+        cluster,
+        instance,
+        head=find_head_address(cluster),
+        callers=() if caller is None else (caller,),
+        is_guest=settings.guest,
+    )
 
 
 async def ensure_firewall(daemons: DockerClients, cluster: ClusterSettings, instance: str, node: str) -> int | None:

@@ -259,7 +259,7 @@ def find_mtu(cluster: ClusterSettings) -> int:
     """
     if cluster.network.mtu != "auto":
         return cluster.network.mtu
-    routes = [route for node in cluster.nodes if (route := read_route(node.address)) is not None]
+    routes = [route for node in cluster.own_nodes if (route := read_route(node.address)) is not None]
     return choose_mtu(routes, find_min_mtu(is_encrypted=cluster.has_encrypted_overlay))
 
 

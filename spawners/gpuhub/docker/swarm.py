@@ -17,11 +17,11 @@ _JOIN_DEADLINE_S = 30.0
 
 def manager_node(cluster: ClusterSettings) -> NodeSettings:
     """Return the node that manages the Swarm."""
-    return cluster.nodes[0]
+    return cluster.own_nodes[0]
 
 
 async def ensure_swarm(daemons: DockerClients, cluster: ClusterSettings) -> None:
-    """Join all nodes in one Swarm if users' networks span nodes; nodes that have left join again.
+    """Join all nodes but guests in one Swarm if users' networks span nodes; nodes that have left join again.
 
     Raises:
         SetupError: A node belongs to another Swarm.
@@ -33,7 +33,7 @@ async def ensure_swarm(daemons: DockerClients, cluster: ClusterSettings) -> None
     swarm_id = await _ensure_manager(daemons, cluster, lead)
     tokens = (await daemons.call(lead.name, "inspect_swarm"))["JoinTokens"]
     await asyncio.gather(
-        *(_ensure_joined(daemons, lead, node, swarm_id, tokens["Worker"]) for node in cluster.nodes if node != lead)
+        *(_ensure_joined(daemons, lead, node, swarm_id, tokens["Worker"]) for node in cluster.own_nodes if node != lead)
     )
 
 
@@ -78,7 +78,7 @@ async def leave_swarm(daemons: DockerClients, cluster: ClusterSettings) -> list[
     ]
     if others or await daemons.call(lead, "services"):
         return [f"the Swarm remains: others use it ({', '.join(others) or 'services'})"]
-    for node in reversed(cluster.nodes):
+    for node in reversed(cluster.own_nodes):
         try:
             if (await _swarm_info(daemons, node.name))["LocalNodeState"] == "active":
                 await daemons.call(node.name, "leave_swarm", force=True)

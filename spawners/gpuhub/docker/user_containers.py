@@ -47,6 +47,8 @@ class WorkerSpec:
     staged: Mapping[str, str] = field(default_factory=dict)
     #: Called between creation and start of the container; raises when it must not start.
     before_start: Callable[[], Awaitable[None]] | None = field(default=None, compare=False, repr=False)
+    #: On a guest: called with the container's id in between, to copy the job's files to the empty home.
+    fill_home: Callable[[str], Awaitable[None]] | None = field(default=None, compare=False, repr=False)
 
 
 async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: Paths, spec: WorkerSpec) -> str:
@@ -57,9 +59,10 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
         ImageMissing: The node lacks the image.
         GpuhubError: The daemon refuses, or the user's account cannot be used.
     """
+    is_guest = cluster.node(spec.node).guest
     identity = await prepare_user(cluster.users, cluster.storage, paths.state, spec.owner)
     network, _, _ = await asyncio.gather(
-        networks.ensure_user_network(daemons, cluster, spec.instance, spec.owner),
+        _find_network(daemons, cluster, spec, is_guest=is_guest),
         networks.ensure_access_network(daemons, cluster, spec.instance, spec.node),
         ensure_firewall(daemons, cluster, spec.instance, spec.node),
     )
@@ -69,7 +72,7 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
             cluster=cluster,
             node=cluster.node(spec.node),
             gpu_uuids=spec.gpu_uuids,
-            subnet=network.subnet,
+            subnet="" if network is None else network.subnet,
             head_address=find_head_address(cluster),
             staged=spec.staged,
         ),
@@ -89,13 +92,23 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
     async with translate_mount_errors(daemons, spec.node, cluster.storage, spec.owner):
         container = await ensure_created(daemons, spec.node, container_spec, adopt=True)
         if not container.is_running:
-            await inject_identity(daemons, spec.node, container.id, identity, cluster.storage)
+            await inject_identity(daemons, spec.node, container.id, identity, cluster.storage, is_guest=is_guest)
+            if spec.fill_home is not None:
+                await spec.fill_home(container.id)
             if spec.before_start is not None:
                 await spec.before_start()
             await daemons.run(spec.node, lambda client: client.start(container.id), mounting=True)
     # After the start, so that the network is connected while the worker's Python starts.
-    await networks.connect_container(daemons, spec.node, container.id, network)
+    if network is not None:
+        await networks.connect_container(daemons, spec.node, container.id, network)
     return container.id
+
+
+async def _find_network(
+    daemons: DockerClients, cluster: ClusterSettings, spec: WorkerSpec, *, is_guest: bool
+) -> networks.UserNetwork | None:
+    """Return the owner's network; None for a guest, which would get the keys of an overlay that it is a member of."""
+    return None if is_guest else await networks.ensure_user_network(daemons, cluster, spec.instance, spec.owner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

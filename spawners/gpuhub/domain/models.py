@@ -39,6 +39,8 @@ class ResourceRequest:
     stage: tuple[str, ...] = ()
     batch: bool = False
     scavenge: bool = False
+    #: It runs on guests, and only there.
+    guests: bool = False
     priority: int = 0
     #: Limits of its container on each node; counted on nodes for which the settings give the total.
     cpu_milli: int = 0

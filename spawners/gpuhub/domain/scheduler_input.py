@@ -16,7 +16,7 @@ def build_request(lease: LeaseRow) -> SchedulingRequest:
     return SchedulingRequest(
         id=lease.id,
         owner=lease.owner,
-        groups=find_request_groups(lease.groups, scavenge=resources.scavenge),
+        groups=find_request_groups(lease.groups, scavenge=resources.scavenge, guests=resources.guests),
         created_at=lease.created_at,
         seq=lease.seq,
         nodes=resources.nodes,

@@ -72,10 +72,13 @@ class FirewallPolicy:
     is_encrypted: bool = False
 
 
-def build_policy(cluster: ClusterSettings, instance: str, *, head: str, callers: Iterable[str]) -> FirewallPolicy:
+def build_policy(
+    cluster: ClusterSettings, instance: str, *, head: str, callers: Iterable[str], is_guest: bool = False
+) -> FirewallPolicy:
     """Build a node's policy.
 
     Args:
+        is_guest: Its containers reach neither hub nor broker, and it has no users' networks.
         callers: The head node's own addresses on the route to the node; `head` is always one of them.
 
     Raises:
@@ -85,14 +88,14 @@ def build_policy(cluster: ClusterSettings, instance: str, *, head: str, callers:
     ports = {hub.api_port, hub.broker_port} | (set() if hub.is_loopback else {hub.port})
     return FirewallPolicy(
         instance=instance,
-        nodes=_normalise(node.address for node in cluster.nodes),
+        nodes=_normalise(node.address for node in cluster.own_nodes),
         head=str(ipaddress.ip_address(head)),
-        head_ports=tuple(sorted(ports)),
+        head_ports=() if is_guest else tuple(sorted(ports)),
         callers=_normalise(each for each in (head, *callers) if not ipaddress.ip_address(each).is_loopback),
         egress=cluster.network.egress,
         reach=_normalise(cluster.network.reach),
-        has_overlay=cluster.has_overlay,
-        is_encrypted=cluster.has_encrypted_overlay,
+        has_overlay=cluster.has_overlay and not is_guest,
+        is_encrypted=cluster.has_encrypted_overlay and not is_guest,
     )
 
 
@@ -168,12 +171,15 @@ def _egress_rules(policy: FirewallPolicy) -> list[str]:
     family = _family(policy.head)
     dns = f"meta l4proto {{ tcp, udp }} th dport {_DNS_PORT} accept"
     machines = _normalise({*policy.nodes, policy.head})
-    rules = [
-        "ct state established,related accept",
+    to_head = [
         # By the container's own address, which hub and broker do not see: Docker replaces it by the node's.
         f"{family} daddr {policy.head} tcp dport {{ {ports} }} ct state new "
         f"add @{_COUNTED} {{ {family} saddr ct count over {MAX_CONNECTIONS} }} goto refused",
         *_match_rules("daddr", [policy.head], f"tcp dport {{ {ports} }} accept"),
+    ]
+    rules = [
+        "ct state established,related accept",
+        *(to_head if policy.head_ports else ()),
         # Others on the same bridge.
         "fib daddr . iif oif exists goto refused",
         # Docker's resolver queries the node's own name servers from within the container. With `egress = "none"` only

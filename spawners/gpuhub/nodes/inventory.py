@@ -38,6 +38,10 @@ class Inventory:
         """Return the nodes that report a GPU, in the order of the settings."""
         return tuple(name for name, node in self.nodes.items() if any(gpu.uuid == uuid for gpu in node.gpus))
 
+    def list_foreign_uuids(self, node: str) -> frozenset[str]:
+        """Return the UUIDs that other nodes report."""
+        return frozenset(gpu.uuid for name, other in self.nodes.items() if name != node for gpu in other.gpus)
+
     def cards(self) -> dict[str, tuple[GpuSpec, ...] | None]:
         """Return the cards of every node, reachable or not; None where they are unknown."""
         return {

@@ -48,7 +48,7 @@ def find_exports(cluster: ClusterSettings) -> ExportList:
             for source, is_writable in folders
             if source is not None
         ),
-        clients=tuple(sorted({node.address for node in cluster.nodes}, key=_sort_key)),
+        clients=tuple(sorted({node.address for node in cluster.own_nodes}, key=_sort_key)),
         port=nfs_port(storage.nfs_options),
     )
 

@@ -44,6 +44,8 @@ class TaskFile:
     file_mounts: tuple[FileMount, ...] = ()
     #: Datasets of which each node gets a copy on its own disk first.
     stage: tuple[str, ...] = ()
+    #: The job runs on guests.
+    guests: bool = False
     #: Keys without effect with the reason, for a person.
     notes: tuple[str, ...] = ()
 
@@ -179,6 +181,12 @@ def _set_stage(task: TaskFile, item: YamlItem) -> TaskFile:
         raise item.build_error(f"cannot be read: {error}") from None
 
 
+def _set_guests(task: TaskFile, item: YamlItem) -> TaskFile:
+    if not isinstance(item.value, bool | None):
+        raise item.build_error("is true or false.")
+    return replace(task, guests=bool(item.value))
+
+
 _SETTERS: dict[str, Callable[[TaskFile, YamlItem], TaskFile]] = {
     "name": _set_name,
     "workdir": _set_workdir,
@@ -186,6 +194,7 @@ _SETTERS: dict[str, Callable[[TaskFile, YamlItem], TaskFile]] = {
     "resources": _set_resources,
     "file_mounts": lambda task, item: replace(task, file_mounts=parse_file_mounts(item)),
     "stage": _set_stage,
+    "guests": _set_guests,
     "envs": lambda task, item: replace(task, envs=_parse_variables(item)),
     "secrets": lambda task, item: replace(task, secrets=_parse_secrets(item)),
     "setup": lambda task, item: replace(task, setup=_parse_commands(item)),

@@ -119,6 +119,8 @@ def build_job(
             not in.
     """
     check_consistency(request)
+    if request.guests:
+        check_guest_request(cluster, request)
     if request.priority > 0 and not requester.may_prioritize:
         raise NotAllowed(f"priority {request.priority}: only an administrator may ask for more than 0")
     job_id, lease_id = new_id("j"), new_id("l")
@@ -229,6 +231,7 @@ def find_joined(transaction: Transaction, owner: str, run_id: str) -> JobRow:
 def build_job_resources(cluster: ClusterSettings, request: JobRequest) -> ResourceRequest:
     """Return the resources of a job."""
     least = request.nnodes if request.min_nnodes is None else request.min_nnodes
+    own_nodes = {node.name for node in cluster.own_nodes} if request.guests else set()
     capability = request.least_capability
     return ResourceRequest(
         nodes=request.nnodes,
@@ -239,12 +242,13 @@ def build_job_resources(cluster: ClusterSettings, request: JobRequest) -> Resour
         least_memory_mib=request.least_memory_mib,
         least_driver=request.least_driver,
         least_capability=None if capability is None else gpu.parse_capability(capability),
-        exclude=tuple(sorted(set(request.exclude_nodes))),
+        exclude=tuple(sorted(own_nodes.union(request.exclude_nodes))),
         exclusive=request.exclusive,
         same_model=request.same_model,
-        stage=_list_staged(cluster, request.stage),
+        stage=() if request.guests else _list_staged(cluster, request.stage),
         batch=request.batch,
         scavenge=request.scavenge,
+        guests=request.guests,
         priority=request.priority,
         cpu_milli=round(cluster.jobs.cpus * 1000),
         memory_mib=cluster.jobs.memory // _MIB,
@@ -283,6 +287,27 @@ def check_consistency(request: JobRequest) -> None:
         raise InvalidRequest(f"after: {request.run_id} cannot wait for itself")
     if request.detached and (request.gpus or request.nnodes * request.nproc_per_node) > MAX_DETACHED_GPUS:
         raise InvalidRequest(f"a detached job may have {MAX_DETACHED_GPUS} GPUs at most")
+
+
+def check_guest_request(cluster: ClusterSettings, request: JobRequest) -> None:
+    """Check that a job can run on a guest.
+
+    Raises:
+        InvalidRequest: There is no guest, or the job needs what guests do not have.
+    """
+    if not any(node.guest for node in cluster.nodes):
+        raise InvalidRequest("guests: this cluster has no guests: leave guests out, or `gpuhub node invite` adds one")
+    if not request.detached:
+        raise InvalidRequest(
+            "guests: only detached jobs run on guests, because a notebook cannot be reached from there"
+        )
+    if request.nnodes != 1 or request.gpus not in {None, 1}:
+        raise InvalidRequest(
+            "guests: a job on guests runs on one node, because guests do not reach each other: nnodes must be 1, and "
+            "gpus is set by nproc_per_node"
+        )
+    if request.stage:
+        raise InvalidRequest("stage: guests get no datasets: put the data into the job's folder, or let it download it")
 
 
 def choose_time_limit(

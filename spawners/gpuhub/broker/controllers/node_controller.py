@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ from gpuhub.domain.reconcile import (
     reconcile_node,
     relies_on_absence,
 )
-from gpuhub.nodes import gpu_health, status
+from gpuhub.nodes import gpu_health, guest_readings, status
 from gpuhub.nodes.agent import DEVICES_LOST
 from gpuhub.nodes.status import NodeStatus
 
@@ -64,6 +64,8 @@ _NEVER = float("-inf")
 #: Time from SIGTERM to SIGKILL when a container is stopped, seconds.
 STOP_GRACE_S = 2
 
+#: Called with a stopped container's node and id before it is removed.
+FetchFiles = Callable[[str, str], Awaitable[None]]
 #: A container: the node's name and the container's id.
 _Key = tuple[str, str]
 
@@ -82,6 +84,7 @@ class NodeController:
         firewall: FirewallChecker | None = None,
         read_head_free: Callable[[], int] | None = None,
         find_staging: Callable[[], frozenset[str]] = frozenset,
+        fetch_files: FetchFiles | None = None,
     ) -> None:
         """Create the controller.
 
@@ -89,6 +92,7 @@ class NodeController:
             unproven: Collects why nodes give no proof for leases; the deadline controller reads it.
             read_head_free: Returns the free bytes on the disk with the broker's own data.
             find_staging: Returns the leases of notebooks for which datasets are copied to a node.
+            fetch_files: Brings back what a job wrote on a guest, before its container is removed.
         """
         self._core = core
         self._daemons = daemons
@@ -99,7 +103,7 @@ class NodeController:
         self._read_head_free = read_head_free
         self._find_staging = find_staging
         self._probe = NodeProbe(daemons=daemons, clock=core.clock)
-        self._actions = ContainerActions(daemons=daemons, on_removed=self.request_poll)
+        self._actions = ContainerActions(daemons=daemons, on_removed=self.request_poll, before_removal=fetch_files)
         self._conditions = ConditionReporter()
         self._machines = MachineConditions(core.store.outbox.find_open_subjects())
         #: Nodes for which a poll was requested.
@@ -168,6 +172,8 @@ class NodeController:
                 self._actions.remove(node, courier)
             seen = _build_record(record, listing, actions, core.clock.monotonic())
             seen = await self._probe.read_agent(seen, listed)
+            if core.cluster.node(node).guest:
+                seen = guest_readings.check_guest(seen, core.capacity.inventory.list_foreign_uuids(node))
             seen = status.record_disks(
                 seen,
                 head_free=None if self._read_head_free is None else self._read_head_free(),
@@ -327,8 +333,11 @@ def _list_gpus(record: NodeStatus) -> list[tuple[str, int, GpuSpec]]:
 class ContainerActions:
     """Background removals, at most one at a time for each container, and signals, one for each container."""
 
-    def __init__(self, *, daemons: DockerClients, on_removed: Callable[[str], None]) -> None:
+    def __init__(
+        self, *, daemons: DockerClients, on_removed: Callable[[str], None], before_removal: FetchFiles | None = None
+    ) -> None:
         self._daemons = daemons
+        self._before_removal = before_removal
         #: Called with the node's name after a removal.
         self._on_removed = on_removed
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
@@ -373,6 +382,8 @@ class ContainerActions:
         try:
             # `mounting`: a container on a dead file server blocks this call alone, while polls of the node continue.
             await self._daemons.run(node, lambda client: client.stop(container_id, timeout=STOP_GRACE_S), mounting=True)
+            if self._before_removal is not None:
+                await self._before_removal(node, container_id)
             await self._daemons.run(
                 node, lambda client: client.remove_container(container_id, force=True, v=True), mounting=True
             )

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 StartWorker = Callable[[WorkerSpec], Awaitable[str]]
 #: Brings copies of datasets to nodes, and returns their volumes by dataset.
 StageDatasets = Callable[[Sequence[str], Sequence[str]], Awaitable[Mapping[str, str]]]
+#: Copies the files of a job to its container on a guest, given by node and id.
+SendFiles = Callable[[JobRow, str, str], Awaitable[None]]
 #: Raises GpuhubError if nothing of a lease may be started any more.
 CheckLease = Callable[[LeaseRow], Awaitable[None]]
 
@@ -48,14 +50,17 @@ class WorkerLauncher:
         start_worker: StartWorker,
         refuse_ended: CheckLease | None = None,
         stage: StageDatasets | None = None,
+        send_files: SendFiles | None = None,
     ) -> None:
         """Build the launcher, which starts nothing yet.
 
         Args:
+            send_files: Copies a job's files to a container on a guest; None where there are no guests.
             refuse_ended: Called with a worker's lease between the creation and the start of its container.
             stage: Called before the containers of a lease are created; None where nodes have no copies of datasets.
         """
         self._stage = stage
+        self._send_files = send_files
         self._core = core
         self._refuse_ended = refuse_ended
         self._instance = instance
@@ -126,6 +131,8 @@ class WorkerLauncher:
             spec = build_spec(self._instance, job, lease, worker, staged)
             if self._refuse_ended is not None:
                 spec = replace(spec, before_start=partial(self._refuse_ended, lease))
+            if self._send_files is not None and self._core.cluster.node(worker.node).guest:
+                spec = replace(spec, fill_home=partial(self._send_files, job, worker.node))
             container_id = await self._start_worker(spec)
         except GpuhubError as error:
             change = partial(_failed, index=worker.index, message=str(error))

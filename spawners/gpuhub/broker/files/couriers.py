@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import NoSpace, SizeLimitExceeded
+from gpuhub.broker_api.schemas import WorkerState
 from gpuhub.common import names
 from gpuhub.common.errors import (
     Conflict,
@@ -36,6 +37,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import COURIER_COMMAND
 from gpuhub.docker.exec_session import STDOUT, ExecSession, start_exec
 from gpuhub.docker.user_containers import CourierSpec
+from gpuhub.domain.models import JobRow
 
 log = logging.getLogger(__name__)
 
@@ -291,6 +293,33 @@ class CourierPool:
             courier.users -= 1
             courier.used_at = self._core.clock.monotonic()
 
+    @asynccontextmanager
+    async def connect_job(self, job: JobRow, arguments: Sequence[str]) -> AsyncIterator[CourierClient]:
+        """Run one command where the files of a job are now: in its container, while that runs on a guest, else in the
+        owner's courier.
+
+        Raises:
+            Unavailable, GpuhubError: as for `connect`.
+        """
+        session = await self._open_on_guest(job, arguments)
+        if session is None:
+            async with self.connect(job.owner, arguments) as client:
+                yield client
+        else:
+            async with CourierClient(session) as client:
+                yield client
+
+    async def _open_on_guest(self, job: JobRow, arguments: Sequence[str]) -> ExecSession | None:
+        for worker in job.workers:
+            is_there = worker.state is WorkerState.RUNNING and worker.container_id is not None
+            if worker.index == 0 and is_there and self._core.cluster.node(worker.node).guest:
+                # It may have ended in the meantime.
+                with suppress(NotFound, Conflict):
+                    return await start_exec(
+                        self._daemons, worker.node, worker.container_id or "", (*COURIER_COMMAND, *arguments)
+                    )
+        return None
+
     def find_unwanted(self, node: str, listed: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the ids of the node's courier containers that should be removed.
 
@@ -371,6 +400,9 @@ class CourierPool:
         raise failure
 
     def _is_usable(self, node: str) -> bool:
+        # A guest has no homes.
+        if self._core.cluster.node(node).guest:
+            return False
         return self._core.capacity.inventory.nodes[node].is_up and node not in self._core.capacity.cordons
 
 

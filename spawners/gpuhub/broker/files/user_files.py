@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -81,7 +81,8 @@ class UserFiles:
         """
         check_relative_path(path)
         arguments = ("get", f"--limit={self._core.cluster.jobs.upload_limit}", "--", path)
-        stack, client = await self._open(access.TRANSFERS, self._require_user(caller), arguments)
+        owner = self._require_user(caller)
+        stack, client = await self._open(access.TRANSFERS, owner, self._couriers.connect(owner, arguments))
         return FileStream(client.read_output(limit_s=SILENCE_TIMEOUT_S), stack)
 
     async def read_logs(
@@ -97,7 +98,8 @@ class UserFiles:
         arguments = ["logs", f"--offset={offset}", f"--per-node={job.nproc_per_node}"]
         arguments += [f"--rank={rank}"] if rank is not None else []
         arguments += ["--follow"] if follow else []
-        stack, client = await self._open(access.LOGS, job.owner, (*arguments, "--", job.run_id))
+        connection = self._couriers.connect_job(job, (*arguments, "--", job.run_id))
+        stack, client = await self._open(access.LOGS, job.owner, connection)
         if follow:
             watch = asyncio.ensure_future(self._finish_after(job_id, client))
             stack.callback(watch.cancel)
@@ -113,7 +115,7 @@ class UserFiles:
         """
         job = await self._find_detached_job(caller, job_id)
         with self.streams.acquire(access.STATES, job.owner):
-            async with self._couriers.connect(job.owner, ("state", "--", job.run_id)) as client:
+            async with self._couriers.connect_job(job, ("state", "--", job.run_id)) as client:
                 text = bytearray()
                 async for part in client.read_output(limit_s=SILENCE_TIMEOUT_S):
                     text += part
@@ -154,12 +156,12 @@ class UserFiles:
         return job
 
     async def _open(
-        self, kind: access.StreamKind, owner: str, arguments: tuple[str, ...]
+        self, kind: access.StreamKind, owner: str, connection: AbstractAsyncContextManager[CourierClient]
     ) -> tuple[AsyncExitStack, CourierClient]:
         stack = AsyncExitStack()
         try:
             stack.enter_context(self.streams.acquire(kind, owner))
-            return stack, await stack.enter_async_context(self._couriers.connect(owner, arguments))
+            return stack, await stack.enter_async_context(connection)
         except BaseException:
             await stack.aclose()
             raise

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.operations.views import view_node
+from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import (
     CordonRequest,
+    JobState,
     NodeView,
     ReservationRequest,
     ReservationView,
@@ -66,6 +68,8 @@ async def cordon(
     await core.cordon(node, row)
     core.add_event(f"node.{row.state}", f"node {node} is {describe_cordon(row)}", node=node)
     if is_drain:
+        if request.requeue:
+            await core.ledger.change(mutations.preempt_jobs(node, request.grace_s))
         await core.ledger.change(lambda draft: _shorten_leases(draft, row))
     return view_node(core, backend, node)
 
@@ -118,6 +122,10 @@ def _require_node(core: BrokerState, node: str) -> None:
 def _shorten_leases(draft: Transaction, row: Cordon) -> None:
     for lease_id in sorted(draft.index.find("node", row.node)):
         lease = draft.leases[lease_id]
+        job_id = draft.index.find_one("job of lease", lease_id)
+        if job_id is not None and draft.jobs[job_id].state is JobState.PREEMPTING:
+            # It has its own deadline, after which it waits again.
+            continue
         draft.put_lease(
             lease_states.shorten(lease, draft.now + row.grace_s, f"node {row.node} is {describe_cordon(row)}")
         )

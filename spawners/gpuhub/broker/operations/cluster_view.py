@@ -222,6 +222,9 @@ def build_node(inputs: ClusterViewInput, record: NodeStatus, gpus: _GpuSummary, 
         is_open=described.admits(inputs.groups),
         owner=inputs.cluster.node(record.name).owner,
         takes_scavenging=described.admits(find_request_groups(inputs.groups, scavenge=True)),
+        guest=inputs.cluster.node(record.name).guest,
+        takes_guests=inputs.cluster.node(record.name).guest
+        and described.admits(find_request_groups(inputs.groups, scavenge=False, guests=True)),
     )
 
 

@@ -143,6 +143,19 @@ def force_release(lease_id: str, by: str) -> Edit:
     return edit
 
 
+def preempt_jobs(node: str, grace_s: float) -> Edit:
+    """Preempt the detached jobs on a node: SIGTERM, the grace for a checkpoint, and then they wait again."""
+
+    def edit(transaction: Transaction) -> None:
+        for lease_id in sorted(transaction.index.find("node", node)):
+            job_id = transaction.index.find_one("job of lease", lease_id)
+            if job_id is not None and transaction.jobs[job_id].detached:
+                job = transaction.jobs[job_id]
+                transaction.put_job(job_states.preempt(job, transaction.now + grace_s, transaction.now))
+
+    return edit
+
+
 def note_lost_devices(node: str) -> Edit:
     """Note for the owners of GPUs on a node that their containers have lost access to them, and the remedy."""
 

@@ -118,6 +118,10 @@ class NodeView(WireModel):
     takes_scavenging: bool = True
     #: User whose machine it is.
     owner: str | None = None
+    #: Whether it is a guest, a machine that somebody lends over the internet.
+    guest: bool = False
+    #: Whether jobs of the caller with `guests` may be placed there.
+    takes_guests: bool = False
 
 
 class QueueEntry(WireModel):
@@ -218,6 +222,9 @@ class CordonRequest(WireModel):
     reason: Annotated[str, StringConstraints(max_length=300)] = ""
     #: Time until leases there end, seconds; for a drain only.
     grace_s: Annotated[int, Field(ge=0, le=30 * 86400)] = 0
+    #: Detached jobs get SIGTERM at once, end within the grace and wait for GPUs again, instead of ending for good; for
+    #: a drain only.
+    requeue: bool = False
 
 
 class UsageSource(StrEnum):

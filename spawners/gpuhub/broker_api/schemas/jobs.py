@@ -58,6 +58,9 @@ class JobRequest(WireModel):
     batch: bool = False
     #: It may be preempted: its workers get SIGTERM and a grace period, and the job waits again.
     scavenge: bool = False
+    #: It runs on guests, machines that others lend, and only there: its folder is sent there, and what it wrote comes
+    #: back. For detached jobs on one node.
+    guests: bool = False
     #: Higher priorities go first; only an administrator may request more than 0.
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     #: Time limit, seconds; None for the one of cluster.toml.

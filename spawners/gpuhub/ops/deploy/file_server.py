@@ -164,7 +164,7 @@ def find_export_problems(cluster: ClusterSettings, paths: Paths, exports_file: P
         return [f"nothing is exported: {file} does not exist"]
     text = file.read_text(encoding="utf-8")
     missing = [folder for folder in map(str, list_folders(exports)) if folder not in text]
-    absent = [node.name for node in cluster.nodes if node.address not in text]
+    absent = [node.name for node in cluster.own_nodes if node.address not in text]
     problems = [f"{folder} is not exported" for folder in missing]
     problems += [f"{', '.join(absent)} may not mount anything"] if absent else []
     return problems or ([] if text == wanted else [f"{file} is not as the settings say"])

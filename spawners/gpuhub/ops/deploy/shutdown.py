@@ -89,7 +89,8 @@ def _clean_nodes(paths: Paths, cluster: settings.ClusterSettings, report: StepRe
         daemons.close()
     for text in (*cleanup.failures.values(), *cleanup.warnings, *orphan):
         report.note(f"  not cleaned: {text}")
-    return list(cleanup.failures)
+    # Guests may be away; what is left there is removed when they are back.
+    return [name for name in cleanup.failures if not cluster.node(name).guest]
 
 
 def _cancel_jobs(paths: Paths, cluster: settings.ClusterSettings, backend: BackendPlugin, report: StepReport) -> None:
@@ -141,7 +142,8 @@ async def clean_nodes(daemons: DockerClients, cluster: settings.ClusterSettings,
             await _remove_networks(daemons, node, instance)
         except GpuhubError as error:
             failures.setdefault(node, str(error))
-    warnings = await swarm.leave_swarm(daemons, cluster) if cluster.has_overlay and not failures else []
+    own_failures = {node for node in failures if not cluster.node(node).guest}
+    warnings = await swarm.leave_swarm(daemons, cluster) if cluster.has_overlay and not own_failures else []
     in_order = {node: failures[node] for node in nodes if node in failures}
     return NodeCleanup(failures=in_order, stopped=stopped, warnings=warnings)
 

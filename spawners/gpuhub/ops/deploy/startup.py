@@ -149,6 +149,8 @@ def _announce(
 async def _prepare_nodes(
     paths: Paths, options: StartupOptions, cluster: settings.ClusterSettings, report: StepReport
 ) -> None:
+    # The service for guests prepares those, which may be away, and over their slow links.
+    cluster = cluster.without_guests()
     daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
     try:
         with report.step(f"Docker answers on {len(cluster.nodes)} node{'s' * (len(cluster.nodes) > 1)}"):
@@ -305,7 +307,7 @@ def report_addresses(
 def wait_for_gpus(
     broker_url: str, paths: Paths, deadline_s: float, tls: ssl.SSLContext | None
 ) -> dict[str, list[gpus.GpuSpec]]:
-    """Return each node's GPUs once the broker has read those of every node.
+    """Return each node's GPUs once the broker has read those of every node but guests.
 
     Raises:
         SetupError: A node was not read in time; the broker's reason is in the text.
@@ -318,6 +320,7 @@ def wait_for_gpus(
             answer = client.get(f"{broker_url}/api/v1/cluster")
             answer.raise_for_status()
             view = ClusterView.model_validate_json(answer.content)
+            view = view.model_copy(update={"nodes": tuple(node for node in view.nodes if not node.guest)})
             unread = [node for node in view.nodes if node.state in _SILENT or not node.gpus]
             if not unread:
                 check_unique_gpus(view)

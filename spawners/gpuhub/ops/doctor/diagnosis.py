@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from typing import Protocol
 
 from gpuhub.backends.plugin import find_capabilities
-from gpuhub.common.errors import GpuhubError, ImageMissing, NodeUnreachable, NotFound
+from gpuhub.common.errors import GpuhubError, ImageMissing, InvalidRequest, NodeUnreachable, NotFound
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker import esp_probe
@@ -72,6 +72,9 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
     for name in names:
         if name not in {node.name for node in cluster.nodes}:
             raise NotFound(f"there is no node {name!r}; there are {', '.join(node.name for node in cluster.nodes)}")
+        if cluster.node(name).guest:
+            raise InvalidRequest(f"{name} is a guest: there, `gpuhub-node status` shows its state")
+    cluster = cluster.without_guests()
     docker_nodes = cluster.nodes if find_capabilities(cluster).containers else ()
     daemons = DockerClients(docker_nodes, instance=paths.instance, run_dir=paths.run)
     try:

@@ -200,7 +200,7 @@ async def send_foreign_images(
 
 def choose_builder(cluster: ClusterSettings) -> str:
     """Return the node to build on: one with its daemon on the head node if there is one, else the first."""
-    return min(cluster.nodes, key=_is_remote).name
+    return min(cluster.own_nodes, key=_is_remote).name
 
 
 def _is_remote(node: NodeSettings) -> bool:

@@ -115,13 +115,13 @@ async def query_other_nodes(
     cluster: ClusterSettings, paths: Paths, name: str
 ) -> tuple[dict[str, tuple[GpuFacts, ...]], dict[str, str], frozenset[str] | None]:
     """Return the GPUs of the other nodes by node, the ids of their Docker daemons, and the members of the Swarm."""
-    others = [node for node in cluster.nodes if node.name != name]
+    others = [node for node in cluster.own_nodes if node.name != name]
     daemons = DockerClients(others, instance=paths.instance, run_dir=paths.run)
     try:
         node_gpus = await asyncio.gather(*(node_queries.read_gpus(daemons, node.name) for node in others))
         gpus = dict(zip((node.name for node in others), node_gpus, strict=True))
         daemon_ids = await node_queries.read_daemon_ids(daemons, [node.name for node in others])
-        members = await node_queries.read_swarm_members(daemons, cluster) if cluster.nodes[0] in others else None
+        members = await node_queries.read_swarm_members(daemons, cluster) if cluster.own_nodes[0] in others else None
     finally:
         daemons.close()
     return gpus, daemon_ids, members

@@ -98,7 +98,7 @@ def find_removable_node(cluster: ClusterSettings, name: str) -> NodeSettings:
         raise NotFound(
             f"there is no node {name!r}; there are {', '.join(node.name for node in cluster.nodes)}"
         ) from None
-    if len(cluster.nodes) == 1:
+    if len(cluster.own_nodes) == 1:
         raise InvalidRequest(f"{name} is the only node: `sudo make down` stops gpuhub")
     if node == swarm.manager_node(cluster) and cluster.has_overlay:
         raise InvalidRequest(
