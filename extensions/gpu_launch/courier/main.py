@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_launch.courier import files, guest_jobs
+from gpu_launch.courier import files
 from gpu_launch.courier.protocol import BEGIN, END, ClientGone, CourierError, IncomingData, read_frame, write_report
 
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -78,9 +78,8 @@ def _run_command(arguments: argparse.Namespace, incoming: IncomingData) -> dict[
     if arguments.command == "put":
         write_report(ready=True)
         return files.unpack_into(home, arguments.path, arguments.limit, incoming)
-    if arguments.command == "put-results":
-        write_report(ready=True)
-        return guest_jobs.put_results(home, arguments.run, arguments.part, arguments.limit, incoming)
+    if arguments.command in {"put-results", "pack-job", "job-folder"}:
+        return _run_guest_command(arguments, home, incoming)
     if arguments.command == "shell":
         from gpu_launch.courier import terminal
 
@@ -96,14 +95,6 @@ def _run_command(arguments: argparse.Namespace, incoming: IncomingData) -> dict[
         target = files.find_file(home, arguments.path, arguments.limit)
         write_report(ready=True)
         done = files.write_tar(target, sink)
-    elif arguments.command == "pack-job":
-        guest_jobs.read_manifest(home, arguments.run)
-        write_report(ready=True)
-        done = guest_jobs.pack_job(home, arguments.run, arguments.limit, sink)
-    elif arguments.command == "job-folder":
-        folder = guest_jobs.read_manifest(home, arguments.run).folder
-        write_report(ready=True)
-        sink.write(folder.encode())
     elif arguments.command == "logs":
         target = files.resolve_run_folder(home, arguments.run)
         write_report(ready=True)
@@ -118,6 +109,25 @@ def _run_command(arguments: argparse.Namespace, incoming: IncomingData) -> dict[
         state = files.read_state(files.resolve_run_folder(home, arguments.run))
         write_report(ready=True)
         sink.write(state)
+    sink.flush()
+    return done
+
+
+def _run_guest_command(arguments: argparse.Namespace, home: Path, incoming: IncomingData) -> dict[str, int]:
+    """Send a job's files to a guest, or take what it wrote there."""
+    from gpu_launch.courier import guest_jobs
+
+    sink = sys.stdout.buffer
+    manifest = guest_jobs.read_manifest(home, arguments.run)
+    write_report(ready=True)
+    if arguments.command == "put-results":
+        return guest_jobs.put_results(home, arguments.run, arguments.part, arguments.limit, incoming)
+    _watch_client()
+    done: dict[str, int] = {}
+    if arguments.command == "pack-job":
+        done = guest_jobs.pack_job(home, arguments.run, arguments.limit, sink)
+    else:
+        sink.write(manifest.folder.encode())
     sink.flush()
     return done
 

@@ -233,6 +233,17 @@ def broker(paths: Paths, cluster_file: Path) -> None:
 @click.command()
 @instance_option
 @cluster_file_option
+def guests(paths: Paths, cluster_file: Path) -> None:
+    """Run WireGuard for guests, and answer them, in the foreground."""
+    from gpuhub.ops.guests import service
+
+    require_root("guests")
+    service.serve(cluster_file, paths)
+
+
+@click.command()
+@instance_option
+@cluster_file_option
 def proxy(paths: Paths, cluster_file: Path) -> None:
     """Run JupyterHub's proxy in the foreground."""
     from gpuhub.common import secrets

@@ -85,6 +85,7 @@ for command in (
     deployment.check,
     deployment.broker,
     deployment.proxy,
+    deployment.guests,
     deployment.certificate,
     node_group,
     image_group,

@@ -1,4 +1,4 @@
-"""`gpuhub node`: list, autoinstall, prepare, add, remove, firewall, cordon, drain, undrain and accept."""
+"""`gpuhub node`: list, autoinstall, prepare, add, invite, remove, firewall, cordon, drain, undrain and accept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gpuhub.common.units import format_span
 
 @click.group("node", cls=OrderedGroup)
 def node_group() -> None:
-    """Nodes: list, autoinstall, prepare, add, remove, firewall, cordon, drain, undrain, accept."""
+    """Nodes: list, autoinstall, prepare, add, invite, remove, firewall, cordon, drain, undrain, accept."""
 
 
 name_argument = click.argument("name", metavar="NAME")
@@ -285,6 +285,26 @@ def add(
     )
 
 
+@node_group.command("invite")
+@instance_option
+@cluster_file_option
+@click.option("--name", required=True, help="The guest's name, such as that of its owner.")
+@click.option("--up", is_flag=True, help="Run `gpuhub up` afterwards, so that hub and broker know the guest.")
+@hub_config_option
+def invite(*, paths: Paths, cluster_file: Path, name: str, up: bool, hub_config: Path) -> None:
+    """Invite a friend's machine: print the one command that lends it over the internet.
+
+    The command is valid once, and for a day. It needs [guests] in cluster.toml.
+    """
+    from gpuhub.ops.guests import invitation
+
+    require_root("node invite")
+    request = invitation.InviteRequest(name=name, cluster_file=cluster_file)
+    invitation.invite(request, paths, AdminConsole())
+    if up:
+        start_instance(paths, cluster_file, hub_config)
+
+
 @node_group.command("remove")
 @instance_option
 @cluster_file_option
@@ -301,6 +321,16 @@ def remove(
     from gpuhub.ops.provision.ssh_session import parse_target
 
     require_root("node remove")
+    if name in {node.name for node in load_settings(cluster_file, paths).nodes if node.guest}:
+        from gpuhub.ops.guests import invitation
+
+        console = AdminConsole()
+        if not yes:
+            console.confirm(f"Remove the guest {name}? Jobs there end, and their files do not come back.")
+        invitation.remove_guest(
+            name, paths, cluster_file, console, lambda: start_instance(paths, cluster_file, hub_config)
+        )
+        return
     request = node_removal.RemovalRequest(
         name=name,
         cluster_file=cluster_file,

@@ -174,7 +174,9 @@ class DockerClients:
         if not node.docker.startswith("ssh://"):
             return None
         if node.name not in self._tunnels:
-            self._tunnels[node.name] = SshTunnel(node.name, node.docker, self._run_dir, ssh_files(self.instance))
+            self._tunnels[node.name] = SshTunnel(
+                node.name, node.docker, self._run_dir, ssh_files(self.instance), is_guest=node.guest
+            )
         return self._tunnels[node.name]
 
 

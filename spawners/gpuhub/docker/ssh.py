@@ -243,7 +243,8 @@ def build_tunnel_command(url: str, local_socket: Path, options: Sequence[str] = 
 class SshTunnel:
     """Forwards one node's Docker socket; started when first needed, and again when ssh has ended."""
 
-    def __init__(self, node: str, url: str, run_dir: Path, files: SshFiles) -> None:
+    def __init__(self, node: str, url: str, run_dir: Path, files: SshFiles, *, is_guest: bool = False) -> None:
+        self._is_guest = is_guest
         self._node = node
         self._url = url
         self._files = files
@@ -284,6 +285,9 @@ class SshTunnel:
             self._errors.unlink(missing_ok=True)
 
     def _start(self) -> None:
+        if self._is_guest and not self._files.known_hosts(self._node).exists():
+            # Never with root's own keys.
+            raise NodeUnreachable(f"node {self._node}: the invitation was not used yet, or its owner has left")
         folder = self._socket.parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._socket.unlink(missing_ok=True)

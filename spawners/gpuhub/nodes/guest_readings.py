@@ -9,7 +9,7 @@ from gpuhub.nodes.status import GpuReading, NodeStatus
 
 #: Most GPUs, MIG devices included, that a guest may report.
 MAX_GPUS = 64
-_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]{8,100}")
+_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]{4,100}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._()/+-]{0,79}")
 _DRIVER = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){0,3}")
 _MAX_TEXT = 300

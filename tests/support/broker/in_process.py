@@ -98,7 +98,8 @@ class Workers:
             raise GpuhubError(self.failing[spec.node])
         if spec.before_start is not None:
             await spec.before_start()
-        return self.nodes[spec.node].run_container(
+        node = self.nodes[spec.node]
+        container = node.run_container(
             {
                 names.LABEL_KIND: names.KIND_WORKER,
                 names.LABEL_LEASE: spec.lease_id,
@@ -110,7 +111,12 @@ class Workers:
                 "uuids": ",".join(spec.gpu_uuids),
             },
             name=names.worker_container_name(spec.instance, spec.job_id, spec.index),
+            state="running" if spec.fill_home is None else "created",
         )
+        if spec.fill_home is not None:
+            await spec.fill_home(container)
+            node.containers[container]["State"] = "running"
+        return container
 
 
 @dataclass(slots=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import json
+import tarfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,6 +76,8 @@ class SimulatedNode:
     #: Where users' homes are for what is run in their containers, and what is.
     homes: Path = Path("/nonexistent")
     execs: SimulatedExecs = field(default_factory=SimulatedExecs)
+    #: On a guest: the folder with a home for each container.
+    guest_homes: Path | None = None
 
     def __post_init__(self) -> None:
         self.daemon_id = self.daemon_id or f"daemon-{self.name}"
@@ -240,9 +244,27 @@ class SimulatedClient:
         found = self._find(container)
         if found["State"] != "running":
             raise Conflict(f"node {self._node.name}: container {container} is not running")
-        home = self._node.homes / found["Labels"]["gpuhub.owner"]
+        return {"Id": self._node.execs.create(cmd, self._find_home(container))}
+
+    def put_archive(self, container: str, path: str, data: Iterable[bytes]) -> bool:
+        with tarfile.open(fileobj=io.BytesIO(b"".join(data))) as tar:
+            tar.extractall(self._find_home(container))  # noqa: S202 - the test's own files
+        return True
+
+    def get_archive(self, container: str, path: str) -> tuple[Iterator[bytes], dict[str, Any]]:
+        folder = self._find_home(container).joinpath(*Path(path).parts[3:])
+        if not folder.exists():
+            raise NotFound(f"node {self._node.name}: Could not find the file {path} in container {container}")
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            tar.add(folder, arcname=folder.name)
+        return iter([buffer.getvalue()]), {}
+
+    def _find_home(self, container: str) -> Path:
+        owner = self._find(container)["Labels"]["gpuhub.owner"]
+        home = self._node.homes / owner if self._node.guest_homes is None else self._node.guest_homes / container
         home.mkdir(parents=True, exist_ok=True)
-        return {"Id": self._node.execs.create(cmd, home)}
+        return home
 
     def exec_start(self, exec_id: str, socket: bool = False) -> Any:
         return self._node.execs.start(exec_id)
@@ -302,7 +324,9 @@ class SimulatedDaemons(DockerClients):
             await asyncio.sleep(0.01)
         if found.is_hung or not found.is_reachable:
             raise NodeUnreachable(f"node {node}: its Docker daemon cannot be reached")
-        return work(_RecordingClient(SimulatedClient(found), found))
+        client = _RecordingClient(SimulatedClient(found), found)
+        # Long calls stream, and wait for the event loop.
+        return await asyncio.to_thread(work, client) if long else work(client)
 
 
 class _RecordingClient:

@@ -24,11 +24,14 @@ from typing import Any
 
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
+from gpuhub.config.settings import ClusterSettings
 from gpuhub.tls.internal_certificates import CertificateFiles, CertificateStore
 
 PROXY = "proxy"
 BROKER = "broker"
 HUB = "hub"
+#: Only with `endpoint` in [guests].
+GUESTS = "guests"
 #: Only with `make up MONITORING=1`; see `monitoring`.
 PROMETHEUS = "prometheus"
 _PROXY_COMMAND = "configurable-http-proxy"
@@ -66,6 +69,21 @@ def build_programs(paths: Paths, cluster_file: Path, hub_config: Path) -> list[P
     return [
         Program(name=name, command=command, directory=paths.state, environment=environment, priority=100 * number)
         for number, (name, command) in enumerate(commands.items(), start=1)
+    ]
+
+
+def build_guest_programs(cluster: ClusterSettings, paths: Paths, cluster_file: Path) -> list[Program]:
+    """Return the service for guests, which keeps WireGuard and its packet filter; nothing without [guests]."""
+    if cluster.guests.endpoint is None:
+        return []
+    return [
+        Program(
+            name=GUESTS,
+            command=(_gpuhub(), "guests", "--instance", paths.instance, "--cluster-file", str(cluster_file)),
+            directory=paths.state,
+            priority=50,
+            stop_wait_s=30,
+        )
     ]
 
 

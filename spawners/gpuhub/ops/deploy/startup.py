@@ -100,6 +100,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
         if not is_monitored(supervisor):
             monitoring.check_port(cluster.monitoring.port)
         services.append(monitoring.build_program(cluster, paths))
+    services += programs.build_guest_programs(cluster, paths, chosen.cluster_file)
     services += file_server.build_file_server(cluster, paths)
     if provider is not None:
         provider.start(paths, supervisor, cluster, services, report)
@@ -195,13 +196,16 @@ def _start_services(
     tls = _ensure_certificates(paths, cluster, report) if cluster.has_internal_tls else None
     if _is_stale(paths, settings_file, options.hub_config):
         # All are stopped first: if a later step fails, no service continues with the old settings.
-        for name in (programs.HUB, programs.BROKER, programs.PROXY):
+        for name in (programs.HUB, programs.BROKER, programs.PROXY, programs.GUESTS):
             supervisor.stop(name)
     with report.step("Proxy and broker"):
         for name in (programs.PROXY, programs.BROKER):
             supervisor.ensure_started(name)
         broker = build_broker_url(cluster, find_head_address(cluster))
         _wait_http(f"{broker}/health", 30, paths, programs.BROKER, tls=tls)
+    if cluster.guests.endpoint is not None:
+        with report.step("WireGuard for guests"):
+            supervisor.ensure_started(programs.GUESTS)
     with report.step("GPUs read on every node"):
         cards = wait_for_gpus(broker, paths, deadline_s=60, tls=tls)
         mistakes = profiles.unsatisfiable_profiles(cluster.profiles, cards)

@@ -15,12 +15,14 @@ from gpuhub.common.errors import NotFound, SettingsError
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 
-_ALL_KEYS = ("name", "address", "docker", "tls")
+_ALL_KEYS = ("name", "address", "docker", "tls", "guest")
 
 
 def build_node_table(node: NodeSettings) -> dict[str, Any]:
     """Return the keys that `gpuhub node add` writes for a node."""
     keys: dict[str, Any] = {"name": node.name, "address": node.address, "docker": node.docker}
+    if node.guest:
+        keys["guest"] = True
     if node.tls is not None:
         files = tomlkit.inline_table()
         files.update({"ca": str(node.tls.ca), "cert": str(node.tls.cert), "key": str(node.tls.key)})

@@ -20,6 +20,8 @@ _STARTERS = ("which", "run_command", "is_successful", "create_subprocess_exec")
 _OTHER_WORDS = {
     "install",  # of pip
     "FORWARD",  # of iptables
+    "rm", "ps", "network", "volume", "images",  # of docker
+    "job-folder", "pack-job", "put-results",  # of gpu-launch-courier
     "who", "put", "get", "state", "gpu", "openid", "root", "nvidiactl",  # data
 }  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""Guests: machines that others lend over the internet, joined by WireGuard."""

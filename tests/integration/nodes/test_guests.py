@@ -1,0 +1,275 @@
+"""A friend's machine behind NAT: invitation, tunnel, what it may reach, and leaving. WireGuard runs in user space."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gpuhub.common.errors import GpuhubError, NodeUnreachable
+from gpuhub.common.paths import Paths
+from gpuhub.config import settings
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.ssh import ssh_files
+from gpuhub.ops.guests.invitation import InviteRequest, invite, remove_guest
+from gpuhub.ops.guests.registry import GuestRegistry
+from tests.support.closet.ssh_machines import wait
+from tests.support.guests import (
+    HEAD,
+    PORT,
+    FriendsMachine,
+    friends_machine,
+    guest_service,
+    instance_folders,
+    internet,
+    run,
+    split_command,
+)
+
+SETTINGS = f"""\
+[[nodes]]
+name = "rig1"
+address = "127.0.0.1"
+docker = "unix:///run/nowhere/docker.sock"
+
+[[profiles]]
+name = "one"
+title = "One"
+
+[users]
+login = "password"
+allowed = ["ada"]
+uid_first = 5000
+
+[guests]
+endpoint = "{HEAD}:{PORT}"
+port = {PORT}
+"""
+TUNNEL = "10.213.77.1"
+
+
+class Lines:
+    """A console that keeps what is written."""
+
+    width = None
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str = "") -> None:
+        self.text += f"{text}\n"
+
+    def write_leases(self, *_: object) -> None:
+        raise AssertionError
+
+    def confirm(self, question: str) -> None:
+        raise AssertionError(question)
+
+
+@dataclass(frozen=True)
+class Head:
+    paths: Paths
+    cluster_file: Path
+
+    def invite(self, name: str = "mia", now: float | None = None) -> str:
+        return invite(InviteRequest(name=name, cluster_file=self.cluster_file), self.paths, Lines(), now=now)
+
+    def peers(self) -> list[str]:
+        return run("wg", "show", f"{self.paths.instance}-guests", "peers").split()
+
+    @contextmanager
+    def docker(self) -> Iterator[DockerClients]:
+        nodes = settings.load(self.cluster_file).nodes
+        daemons = DockerClients(nodes, instance=self.paths.instance, run_dir=self.paths.run)
+        with closing(daemons):
+            yield daemons
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    file = tmp_path_factory.mktemp("head") / "cluster.toml"
+    file.write_text(SETTINGS)
+    with instance_folders("ghguest") as paths, internet(), guest_service(paths, file, file.with_name("log")):
+        wait(lambda: Path("/sys/class/net/ghguest-guests").exists(), "the interface")
+        yield Head(paths, file)
+
+
+@pytest.fixture(scope="module")
+def friend(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FriendsMachine]:
+    with friends_machine(tmp_path_factory.mktemp("friend") / "machine") as machine:
+        yield machine
+
+
+@pytest.fixture(scope="module")
+def joined(head: Head, friend: FriendsMachine) -> str:
+    """Join, and return the command that did it."""
+    command = head.invite()
+    done = friend.run(*split_command(command))
+    assert "mia is lent from now on" in done.stdout
+    return command
+
+
+def connects(friend: FriendsMachine, address: str, port: int) -> str:
+    return friend.python(
+        "import socket\n"
+        f"try: socket.create_connection(({address!r}, {port}), 2).close(); print('open')\n"
+        "except OSError as error: print(type(error).__name__)"
+    )
+
+
+def list_links(friend: FriendsMachine) -> set[str]:
+    return {link["ifname"] for link in json.loads(friend.run("ip", "-json", "link").stdout)}
+
+
+def post(friend: FriendsMachine, path: str, body: str) -> int:
+    done = friend.run(
+        *("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "-m", "10", "--data-binary", "@-"),
+        *(f"http://{TUNNEL}:8012{path}",),
+        check=False,
+        text=body,
+    )
+    return int(done.stdout or 0)
+
+
+def test_a_machine_without_a_driver_is_left_as_it_was(head: Head, friend: FriendsMachine):
+    """What is missing is named, and nothing of the attempt remains."""
+    program = friend.folder / "sbin/nvidia-smi"
+    program.rename(program.with_name("away"))
+    done = friend.run(*split_command(head.invite()), check=False)
+    program.with_name("away").rename(program)
+    assert done.returncode == 1
+    assert "✗ NVIDIA's driver, 0 GPUs: install NVIDIA's driver" in done.stdout
+    assert "nothing was changed" in done.stderr
+    assert list_links(friend) == {"eth0", "lo"}
+    assert friend.run("test", "-e", "/etc/gpuhub-node", check=False).returncode == 1
+
+
+def test_it_joins_through_the_router_with_the_mtu_of_the_line(head: Head, joined: str):
+    """The machine dials out, its key is its own, and Docker answers over the restricted SSH account alone."""
+    [guest] = GuestRegistry(head.paths).read().values()
+    assert (guest.name, guest.has_joined, guest.mtu) == ("mia", True, 1412)
+    assert head.peers() == [guest.public_key]
+    assert guest.public_key not in joined
+    with head.docker() as daemons:
+        assert asyncio.run(daemons.call("mia", "info"))["Driver"] == "vfs"
+    files = ssh_files(head.paths.instance)
+    login = ["ssh", *files.options("mia"), "-o", "BatchMode=yes", "-p", "8022", f"gpuhub-guest@{guest.address}"]
+    assert subprocess.run([*login, "id"], check=False, capture_output=True, timeout=30).returncode
+    refused = subprocess.run([*login, "-W", "127.0.0.1:22"], check=False, capture_output=True, timeout=30)
+    assert b"prohibited" in refused.stderr
+
+
+def test_an_invitation_serves_once(head: Head, friend: FriendsMachine, joined: str):
+    """Its key opens nothing any more, and the machine refuses a second one."""
+    again = friend.run(*split_command(joined), check=False)
+    assert (again.returncode, "this machine is a guest already" in again.stderr) == (1, True)
+    assert post(friend, "/join", json.dumps({"public_key": "A" * 43 + "=", "host_key": "x", "mtu": 1400})) == 403
+
+
+def test_an_old_invitation_opens_nothing(head: Head):
+    """After a day its key is not in WireGuard."""
+    head.invite("old", now=1_000_000.0)
+    head.invite("late")
+    guests = GuestRegistry(head.paths).read()
+    wait(lambda: guests["late"].public_key in head.peers(), "the new invitation")
+    assert guests["old"].public_key not in head.peers()
+    for name in ("old", "late"):
+        remove_guest(name, head.paths, head.cluster_file, Lines(), lambda: None)
+    wait(lambda: len(head.peers()) == 1, "the removal")
+
+
+def test_its_root_reaches_one_port(head: Head, friend: FriendsMachine, joined: str):
+    """Whatever the guest's root does to routes and keys, no other port, machine or guest answers in the tunnel."""
+    friend.run("wg", "set", "gpuhub", "peer", run("wg", "show", "ghguest-guests", "public-key").strip(),
+               "allowed-ips", "0.0.0.0/0")  # fmt: skip
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        port = listener.getsockname()[1]
+        for address in (TUNNEL, "10.99.0.1"):
+            friend.run("ip", "route", "replace", f"{address}/32", "dev", "gpuhub")
+        run("ip", "address", "add", "10.99.0.1/32", "dev", "lo")
+        try:
+            assert connects(friend, TUNNEL, 8012) == "open"
+            assert {connects(friend, address, port) for address in (TUNNEL, "10.99.0.1")} == {"TimeoutError"}
+            # Another guest's address as its own: WireGuard drops it.
+            friend.run("ip", "address", "add", "10.213.77.9/32", "dev", "gpuhub")
+            spoofed = friend.python(
+                "import socket; s = socket.socket(); s.settimeout(2); s.bind(('10.213.77.9', 0))\n"
+                f"try: s.connect(({TUNNEL!r}, 8012)); print('open')\n"
+                "except OSError as error: print(type(error).__name__)"
+            )
+            assert spoofed == "TimeoutError"
+        finally:
+            run("ip", "address", "del", "10.99.0.1/32", "dev", "lo")
+            friend.run("ip", "address", "del", "10.213.77.9/32", "dev", "gpuhub", check=False)
+
+
+def test_what_it_sends_is_bounded(head: Head, friend: FriendsMachine, joined: str):
+    """Bodies that no gpuhub-node sends are refused, and floods are slowed down; the guest stays what it is."""
+    assert post(friend, "/state", "x" * 20_000) == 400
+    assert post(friend, "/state", '{"available": "yes"}') == 400
+    assert post(friend, "/state", "[" * 10_000) == 400
+    codes = {post(friend, "/state", '{"available": true}') for _ in range(40)}
+    assert 429 in codes
+    [guest] = GuestRegistry(head.paths).read().values()
+    assert guest.has_joined
+
+
+def test_the_owner_pauses_and_resumes(head: Head, friend: FriendsMachine, joined: str):
+    """Commands of the owner change what the machine reports; hours are checked before they are kept."""
+
+    def read_status() -> dict[str, object]:
+        return json.loads(friend.run("cat", "/run/gpuhub-node/status.json").stdout)
+
+    friend.run("gpuhub-node", "pause")
+    wait(lambda: read_status()["is_lent"] is False, "the pause")
+    assert "paused:     yes" in friend.run("gpuhub-node", "status").stdout
+    friend.run("gpuhub-node", "resume")
+    wait(lambda: read_status()["is_lent"] is True, "the end of the pause")
+    refused = friend.run("gpuhub-node", "hours", "25:00-08:00", check=False)
+    assert "are no hours: write such as 22:00-08:00, or always" in refused.stderr
+    friend.run("gpuhub-node", "hours", "22:00-08:00")
+    assert "hours:      22:00-08:00" in friend.run("gpuhub-node", "status").stdout
+
+
+def test_leaving_undoes_everything_on_both_sides(head: Head, friend: FriendsMachine, joined: str):
+    """Nothing remains on the machine, and the head node has forgotten it: the same key opens nothing."""
+    friend.run("gpuhub-node", "leave")
+    wait(lambda: not head.peers(), "the peer's removal")
+    assert GuestRegistry(head.paths).read() == {}
+    assert [node.name for node in settings.load(head.cluster_file).nodes] == ["rig1"]
+    assert not ssh_files(head.paths.instance).known_hosts("mia").exists()
+    assert list_links(friend) == {"eth0", "lo"}
+    for path in ("/etc/gpuhub-node", "/run/gpuhub-node", "/usr/local/sbin/gpuhub-node"):
+        assert friend.run("test", "-e", path, check=False).returncode == 1
+    assert friend.run("id", "gpuhub-guest", check=False).returncode
+    assert "gpuhub" not in friend.run("nft", "list", "tables").stdout
+    done = friend.run("pgrep", "-f", "gpuhub-node", check=False)
+    assert done.stdout == ""
+
+
+def test_a_removed_guest_has_no_way_in(head: Head, friend: FriendsMachine):
+    """The administrator removes a guest that does not cooperate; its tunnel is dead within a minute."""
+    friend.run(*split_command(head.invite()))
+    with head.docker() as daemons:
+        asyncio.run(daemons.call("mia", "ping"))
+    remove_guest("mia", head.paths, head.cluster_file, Lines(), lambda: None)
+    wait(lambda: not head.peers(), "the peer's removal")
+    assert connects(friend, TUNNEL, 8012) != "open"
+    assert "removes this machine there" in friend.run("gpuhub-node", "leave").stdout
+
+
+def test_the_brokers_key_is_never_roots_own(head: Head):
+    """Before a machine has joined, nothing is sent to its address."""
+    head.invite("eve")
+    try:
+        with head.docker() as daemons, pytest.raises((NodeUnreachable, GpuhubError), match="invitation was not used"):
+            asyncio.run(daemons.call("eve", "ping"))
+    finally:
+        remove_guest("eve", head.paths, head.cluster_file, Lines(), lambda: None)
