@@ -32,6 +32,7 @@ table ip guard {
 """
 # $1: the machine's folder; then what is run there. /etc, /run and /usr/local/sbin are the machine's own.
 _BOOT = """\
+umask 022
 mkdir -p "$1/etc" "$1/sbin" "$1/docker"
 for file in alternatives group gshadow ld.so.cache ld.so.conf ld.so.conf.d login.defs nsswitch.conf os-release passwd \\
     shadow ssl hosts; do

@@ -83,7 +83,7 @@ def pack_job(home: Path, run: str, limit: int, sink: BinaryIO) -> dict[str, int]
     count = 0
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_BLOCK) as tar:
         for name in _list_parents((jobs, manifest.folder)):
-            _add_folder(tar, name)
+            _add_folder(tar, name, home.stat())
         for name, path in sent.items():
             member = tar.gettarinfo(path, name)
             if member is None or not (member.isreg() or member.isdir() or member.issym()):
@@ -116,10 +116,10 @@ def _list_parents(names: tuple[str, ...]) -> list[str]:
     return sorted(parents, key=len)
 
 
-def _add_folder(tar: tarfile.TarFile, name: str) -> None:
+def _add_folder(tar: tarfile.TarFile, name: str, like: os.stat_result) -> None:
     member = tarfile.TarInfo(name)
     member.type, member.mode = tarfile.DIRTYPE, 0o700
-    member.uid, member.gid = os.getuid(), os.getgid()
+    member.uid, member.gid = like.st_uid, like.st_gid
     tar.addfile(member)
 
 

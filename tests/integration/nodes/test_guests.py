@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gpuhub.broker.files.couriers import CourierPool
+from gpuhub.broker.files.guest_files import GuestFiles
 from gpuhub.common.errors import GpuhubError, NodeUnreachable
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
+from gpuhub.config.settings import ClusterSettings, StorageSettings
+from gpuhub.docker import container_spec
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.ssh import ssh_files
+from gpuhub.docker.user_containers import WorkerSpec, start_worker
+from gpuhub.domain.clock import Clock
+from gpuhub.domain.models import JobRow, LedgerSnapshot, WorkerRow
+from gpuhub.nodes.status import NodeStatus
 from gpuhub.ops.guests.invitation import InviteRequest, invite, remove_guest
 from gpuhub.ops.guests.registry import GuestRegistry
+from tests.support.broker.in_process import Couriers
 from tests.support.closet.ssh_machines import wait
+from tests.support.docker.simulated_nodes import SimulatedDaemons, simulated_nodes
+from tests.support.docker.tiny_image import build_root_filesystem
 from tests.support.guests import (
     HEAD,
     PORT,
@@ -236,6 +251,107 @@ def test_the_owner_pauses_and_resumes(head: Head, friend: FriendsMachine, joined
     assert "are no hours: write such as 22:00-08:00, or always" in refused.stderr
     friend.run("gpuhub-node", "hours", "22:00-08:00")
     assert "hours:      22:00-08:00" in friend.run("gpuhub-node", "status").stdout
+
+
+@dataclass
+class Core:
+    """What the transfer reads of a broker's state."""
+
+    cluster: ClusterSettings
+    job: JobRow
+    events: list[str] = field(default_factory=list)
+
+    @property
+    def ledger(self) -> SimpleNamespace:
+        return SimpleNamespace(snapshot=LedgerSnapshot(jobs={self.job.id: self.job}))
+
+    @property
+    def capacity(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            inventory=SimpleNamespace(nodes={"rig1": NodeStatus(name="rig1", is_up=True)}), cordons={}
+        )
+
+    clock = Clock()
+
+    def add_event(self, kind: str, text: str, **_: object) -> None:
+        self.events.append(text)
+
+
+class MixedDaemons(SimulatedDaemons):
+    """The closet's own node is simulated, with real couriers; the guest's Docker is real."""
+
+    async def run(self, node: str, work: Callable[[Any], Any], *, long: bool = False, mounting: bool = False) -> Any:
+        run_on = super().run if node in self.simulated else partial(DockerClients.run, self)
+        return await run_on(node, work, long=long, mounting=mounting)
+
+
+WORK = """
+import os, pathlib
+home = pathlib.Path.home()
+assert os.environ["GPUHUB_GUEST"] == "1" and "GPUHUB_BROKER_URL" not in os.environ
+work = home / "work"
+(work / "seen.txt").write_text(f"{sorted(p.name for p in home.iterdir())} {os.getuid()} {(work / 'train.py').read_text()}")
+(work / "model.bin").write_bytes(bytes(3_000_000))
+(home / ".gpu_launch/jobs/run-000001/output.log").write_text("trained")
+"""
+
+
+async def test_a_worker_has_the_jobs_folder_alone_and_its_results_come_back(
+    head: Head, friend: FriendsMachine, joined: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Over the tunnel and the shaped line, with the guest's real Docker: an own volume as home, removed afterwards."""
+    (friend.folder / "etc/tiny.tar").write_bytes(build_root_filesystem())
+    # Docker gives folders that a tar lacks a mode of its own.
+    again = "mkdir /etc/tiny; tar -C /etc/tiny -xf /etc/tiny.tar; tar -C /etc/tiny -c . | docker import - tiny:latest"
+    friend.run("sh", "-euc", again)
+    monkeypatch.setattr(container_spec, "WORKER_COMMAND", ("python3", "-c", WORK))
+    cluster = settings.load(head.cluster_file)
+    storage = StorageSettings(home=f"{tmp_path}/{{username}}", home_create=None)
+    cluster = cluster.model_copy(
+        update={"storage": storage, "network": cluster.network.model_copy(update={"guard": False})}
+    )
+    home = tmp_path / "ada"
+    run_folder = home / ".gpu_launch/jobs/run-000001"
+    for file, text in {
+        run_folder / "job.json": json.dumps({"version": 1, "name": "train.py", "folder": "work"}),
+        run_folder / "run.json": "{}",
+        home / "work/train.py": "print(1)",
+        home / "secret": "not for friends",
+    }.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    for path in (home, *home.rglob("*")):
+        os.chown(path, 5000, 5000)
+    rig1 = simulated_nodes({"rig1": []})
+    rig1["rig1"].homes = tmp_path
+    daemons = MixedDaemons(cluster.nodes, rig1, head.paths.run)
+    daemons.instance = head.paths.instance
+    row = JobRow(
+        id="j1", run_id="run-000001", owner="ada", server="", notebook_lease=None, lease_id="l1", image="tiny:latest",
+        nnodes=1, nproc_per_node=1, created_at=0.0, since=0.0, detached=True,
+    )  # fmt: skip
+    core = Core(cluster, row)
+    files = GuestFiles(
+        core=core, daemons=daemons, couriers=CourierPool(core=core, daemons=daemons, start=Couriers(rig1))
+    )
+    spec = WorkerSpec(
+        instance=head.paths.instance, owner="ada", job_id="j1", run_id="run-000001", index=0, run_index=0, lease_id="l1",
+        epoch=1, node="mia", gpu_uuids=(), image="tiny:latest", fill_home=partial(files.send, row, "mia"),
+    )  # fmt: skip
+    with closing(daemons):
+        container = await start_worker(daemons, cluster, head.paths, spec)
+        details = await daemons.call("mia", "wait", container)
+        assert details["StatusCode"] == 0, await daemons.call("mia", "logs", container)
+        core.job = row.evolve(workers=(WorkerRow(index=0, node="mia", container_id=container),))
+        await files.fetch("mia", container)
+        await daemons.call("mia", "remove_container", container, v=True)
+        assert (await daemons.call("mia", "volumes"))["Volumes"] == []
+    assert core.events == []
+    results = home / "guest-results/run-000001"
+    assert (results / "model.bin").stat().st_size == 3_000_000
+    assert (results / "seen.txt").read_text() == "['.gpu_launch', 'work'] 5000 print(1)"
+    assert (run_folder / "output.log").read_text() == "trained"
+    assert not (results / "train.py").exists()
 
 
 def test_leaving_undoes_everything_on_both_sides(head: Head, friend: FriendsMachine, joined: str):
