@@ -292,3 +292,40 @@ def test_groups_of_nodes_and_profiles_are_read(tmp_path):
     cluster = load(tmp_path, text.replace('name = "big"', 'name = "big"\ngroups = ["chiefs"]'))
     assert (cluster.node_groups, cluster.access_groups) == ({"vision", "nlp"}, {"vision", "nlp", "chiefs"})
     assert [cluster.profiles[0].admits(groups) for groups in ((), ("vision",), ("a", "chiefs"))] == [False, False, True]
+
+
+GUEST = """[[nodes]]
+name = "mia"
+address = "10.213.77.2"
+docker = "ssh://gpuhub-guest@10.213.77.2:8022"
+guest = true
+[[profiles]]"""
+
+
+@pytest.mark.parametrize(
+    ("guest", "rest", "reason"),
+    [
+        (GUEST, "", "guest = true needs endpoint in [guests]"),
+        (
+            GUEST.replace("10.213.77.2", "10.0.0.12"),
+            '[guests]\nendpoint = "a.example:1"',
+            "an address in guests.subnet",
+        ),
+        (GUEST.replace("ssh://gpuhub-guest@10.213.77.2:8022", "unix:///d.sock"), "", "needs an ssh:// URL"),
+        (GUEST, '[guests]\nendpoint = "a.example"', "endpoint"),
+        (GUEST, '[guests]\nendpoint = "a.example:1"\nsubnet = "8.8.8.0/24"', "a private network of /16 to /29"),
+    ],
+)
+def test_guests_need_an_endpoint_and_their_own_network(tmp_path, guest: str, rest: str, reason: str):
+    """A guest that could not be reached, or only over a way that is not its tunnel, is refused."""
+    with pytest.raises(SettingsError, match=re.escape(reason)):
+        load(tmp_path, GOOD.replace("[[profiles]]", guest) + rest)
+
+
+def test_guests_are_no_members_of_what_the_closet_shares(tmp_path):
+    """With a guest, the closet's own node is still the only one: no overlay, no export."""
+    text = GOOD.replace("[[profiles]]", GUEST) + '[guests]\nendpoint = "a.example:51820"'
+    cluster = load(tmp_path, text)
+    assert [node.name for node in cluster.own_nodes] == ["rig1"]
+    assert not cluster.has_overlay
+    assert cluster.node("mia").access_groups == {"guests:"}

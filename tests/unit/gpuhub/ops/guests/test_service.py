@@ -1,0 +1,61 @@
+"""What guests send to the head node, before anything of it is used."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+import pytest
+
+from gpuhub.common.errors import Conflict
+from gpuhub.ops.guests.registry import choose_address
+from gpuhub.ops.guests.service import BadRequest, parse_available, parse_join
+
+KEY = "A" * 43 + "="
+HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ"
+JOIN = {"public_key": KEY, "host_key": HOST_KEY, "mtu": 1412}
+
+
+def test_a_machine_joins_with_keys_and_mtu() -> None:
+    """As gpuhub-node sends them."""
+    body = parse_join(JOIN)
+    assert (body.public_key, body.host_key.kind, body.mtu) == (KEY, "ssh-ed25519", 1412)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"public_key": "short"},
+        {"public_key": KEY + "\n"},
+        {"public_key": None},
+        {"host_key": HOST_KEY + "\n10.0.0.1 ssh-ed25519 AAAA"},
+        {"host_key": "ssh-rsa AAAAC3NzaC1lZDI1NTE5AAAAIJ"},
+        {"mtu": 0},
+        {"mtu": True},
+        {"mtu": "1412"},
+        {"mtu": 10**9},
+    ],
+)
+def test_other_joins_are_refused(change: dict[str, Any]) -> None:
+    """Lines for known_hosts and arguments of commands among them."""
+    with pytest.raises(BadRequest):
+        parse_join({**JOIN, **change})
+
+
+@pytest.mark.parametrize("raw", [None, [], "yes", {}, {"available": 1}, {"available": None}])
+def test_other_states_are_refused(raw: object) -> None:
+    """A guest is lent or not."""
+    with pytest.raises(BadRequest):
+        parse_available(raw)
+
+
+def test_addresses_are_given_once() -> None:
+    """The head node has the first one."""
+    network = ipaddress.IPv4Network("10.213.77.0/29")
+    used: list[str] = []
+    for _ in range(5):
+        used.append(choose_address(network, used))
+    assert used[0] == "10.213.77.2"
+    assert len(set(used)) == 5
+    with pytest.raises(Conflict, match="no free address"):
+        choose_address(network, used)
