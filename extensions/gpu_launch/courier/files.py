@@ -35,6 +35,24 @@ def resolve_path(home: Path, path: str) -> Path:
     return resolved
 
 
+@contextlib.contextmanager
+def explain_tar_errors(what: str) -> Iterator[None]:
+    """Raise errors about a tar as what the user can understand; `what` begins the sentence.
+
+    Raises:
+        CourierError: The tar is broken.
+    """
+    try:
+        yield
+    except OSError as error:
+        # An error of the file system has a number.
+        if error.errno is not None:
+            raise
+        raise CourierError("invalid", f"{what} is not a complete tar archive: {error}") from None
+    except (tarfile.TarError, EOFError) as error:
+        raise CourierError("invalid", f"{what} is not a complete tar archive: {error}") from None
+
+
 def unpack_into(home: Path, path: str, limit: int, incoming: IncomingData) -> dict[str, int]:
     """Unpack a tar, optionally compressed by gzip, below a folder of the home; return the numbers of files and bytes.
 
@@ -47,23 +65,17 @@ def unpack_into(home: Path, path: str, limit: int, incoming: IncomingData) -> di
     folder = resolve_path(home, path)
     data = io.BufferedReader(incoming, _BLOCK)
     files = size = 0
-    try:
-        with tarfile.open(fileobj=data, mode="r|gz" if data.peek(2)[:2] == _GZIP else "r|") as tar:
-            _make_folder(home, folder)
-            for member in tar:
-                size += member.size if member.isreg() else 0
-                files += 0 if member.isdir() else 1
-                if size > limit:
-                    raise CourierError(
-                        "too-large", f"the upload unpacks to more than the {limit} bytes that are allowed"
-                    )
-                _unpack(tar, member, folder.resolve())
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise CourierError("invalid", f"the upload is not a complete tar archive: {error}") from None
-    except (tarfile.TarError, EOFError) as error:
-        raise CourierError("invalid", f"the upload is not a complete tar archive: {error}") from None
+    with (
+        explain_tar_errors("the upload"),
+        tarfile.open(fileobj=data, mode="r|gz" if data.peek(2)[:2] == _GZIP else "r|") as tar,
+    ):
+        _make_folder(home, folder)
+        for member in tar:
+            size += member.size if member.isreg() else 0
+            files += 0 if member.isdir() else 1
+            if size > limit:
+                raise CourierError("too-large", f"the upload unpacks to more than the {limit} bytes that are allowed")
+            _unpack(tar, member, folder.resolve())
     while data.read(_BLOCK):
         pass  # data after the end of the tar, up to the end frame
     return {"files": files, "bytes": size}

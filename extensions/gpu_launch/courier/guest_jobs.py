@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from gpu_launch.common import job_manifest, run_folder, untar
 from gpu_launch.common.job_manifest import JobManifest
-from gpu_launch.courier.files import resolve_path, resolve_run_folder
+from gpu_launch.courier.files import explain_tar_errors, resolve_path, resolve_run_folder
 from gpu_launch.courier.protocol import CourierError, IncomingData
 from gpu_launch.errors import UsageError
 
@@ -137,7 +137,7 @@ def put_results(home: Path, run: str, part: str, limit: int, incoming: IncomingD
     target = resolve_run_folder(home, run) if part == "run" else resolve_path(home, f"{RESULTS}/{run}")
     data = io.BufferedReader(incoming, _BLOCK)
     files = size = members = 0
-    try:
+    with explain_tar_errors("what came back"):
         if not data.peek(1):
             return {"files": 0, "bytes": 0}
         with tarfile.open(fileobj=data, mode="r|") as tar:
@@ -150,12 +150,6 @@ def put_results(home: Path, run: str, part: str, limit: int, incoming: IncomingD
                     )
                 if _take_member(tar, member, part, folder, target):
                     files += 1
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise CourierError("invalid", f"what came back is not a complete tar archive: {error}") from None
-    except (tarfile.TarError, EOFError) as error:
-        raise CourierError("invalid", f"what came back is not a complete tar archive: {error}") from None
     while data.read(_BLOCK):
         pass  # the padding after the tar's end
     if part == "run":

@@ -40,6 +40,8 @@ OVERHEAD, LEAST_MTU, MOST_MTU = 80, 1280, 1420
 PERIOD_S, JOIN_S = 3.0, 60.0
 #: Without an answer of the head node, jobs get this time after a pause, seconds.
 GRACE_S = 120
+#: When the machine leaves, the head node gets this time for what jobs wrote, seconds.
+RESULTS_S = 600
 UNIT_TEXT = f"""[Unit]
 Description=Lends GPUs to a gpuhub (gpuhub-node)
 After=network-online.target docker.service
@@ -338,12 +340,12 @@ def is_lent(wishes: dict[str, Any], minute: int) -> bool:
     return first <= minute < second if first < second else minute >= first or minute < second
 
 
-def list_containers(config: dict[str, Any], *filters: str) -> list[str]:
-    """Return the ids of containers of the gpuhub that run here."""
+def list_containers(config: dict[str, Any], *filters: str, ended: bool = False) -> list[str]:
+    """Return the ids of containers of the gpuhub that run here; with `ended`, also of those that have ended."""
     words = [
         word for one in (f"gpuhub.instance={config['instance']}", *filters) for word in ("--filter", f"label={one}")
     ]
-    return run("docker", "ps", "--quiet", "--no-trunc", *words).split()
+    return run("docker", "ps", "--quiet", "--no-trunc", *(["--all"] if ended else []), *words).split()
 
 
 def serve(_arguments: argparse.Namespace) -> None:
@@ -447,9 +449,10 @@ def leave(_arguments: argparse.Namespace) -> None:
     if config is None:
         raise Failure("this machine is not a guest")
     change_wishes(paused=True)
-    end = time.monotonic() + read_json(STATUS, {}).get("grace_s", GRACE_S) + 30
-    write("Jobs that run here get their time for a checkpoint …")
-    while list_containers(config, "gpuhub.kind=worker") and time.monotonic() < end:
+    end = time.monotonic() + read_json(STATUS, {}).get("grace_s", GRACE_S) + RESULTS_S
+    write("Jobs that run here get their time for a checkpoint, and the head node gets what they wrote …")
+    # The head node removes them when it has what they wrote.
+    while list_containers(config, "gpuhub.kind=worker", ended=True) and time.monotonic() < end:
         time.sleep(0.5)
     try:
         ask(config, "/leave", {})
