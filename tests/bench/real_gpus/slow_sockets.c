@@ -25,7 +25,7 @@ ssize_t send(int fd, const void *data, size_t size, int flags) {
         original = dlsym(RTLD_NEXT, "send");
         const char *text = getenv("GPU_BENCH_GBIT");
         rate = text ? atof(text) * 1e9 / 8 : 0;
-        burst = rate * 0.002;
+        burst = rate * 0.008;
         tokens = burst;
         last = now();
     }
