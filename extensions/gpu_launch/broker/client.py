@@ -18,6 +18,7 @@ from gpu_launch.broker import models
 from gpu_launch.broker.models import GpuRequest, Job
 from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
+from gpu_launch.prediction.memory_estimate import CardMemory
 
 _QUERY_RETRY_LIMIT_S = 3.0  # seconds that a query of the notebook waits for a broker that restarts
 #: Longest wait for a restart of the broker or the hub, seconds.
@@ -311,6 +312,24 @@ def load_client_tls(ca: str, certificate: str, key: str) -> ssl.SSLContext:
 def build_broker(env: Environment) -> BrokerClient | None:
     """Return the client of this server's broker, None if it has no broker."""
     return BrokerClient.for_notebook(env, patience_s=_QUERY_RETRY_LIMIT_S) if env.broker_url and env.token else None
+
+
+def list_cards(env: Environment) -> list[CardMemory]:
+    """Return all GPUs whose memory is known, free or held.
+
+    Raises:
+        UsageError: This server has no broker.
+        BrokerError: It does not answer.
+    """
+    broker = build_broker(env)
+    if broker is None:
+        raise UsageError('this server has no broker that knows the cards: give their sizes, such as cards=["24G", "12G"]')
+    return [
+        CardMemory(name=f"{gpu.model} on {gpu.node}", memory_mib=gpu.memory_mib)
+        for node in broker.get_cluster().nodes
+        for gpu in node.gpus
+        if gpu.memory_mib and gpu.state in ("", "free", "held")
+    ]
 
 
 def list_own_jobs(broker: BrokerClient, env: Environment) -> list[Job]:

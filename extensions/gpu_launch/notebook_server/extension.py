@@ -1,5 +1,7 @@
 """The Jupyter Server extension of gpuhub's image: reports to the broker, and the routes for JupyterLab's extension.
 
+It also links the cluster's models into the user's cache.
+
 `GET gpuhub/idle` returns when the notebook will be stopped and what is wrong with its GPUs, `POST gpuhub/keep` keeps
 it, and `GET gpuhub/notifications` returns the user's notifications; all are below the server's own address, behind its
 login.
@@ -19,6 +21,7 @@ from tornado import web
 
 from gpu_launch import environment
 from gpu_launch.broker.client import BrokerClient
+from gpu_launch.common.shared_models import start_linking
 from gpu_launch.errors import BrokerError
 from gpu_launch.notebook_server import activity
 from gpu_launch.notebook_server.cells import CellWatch
@@ -133,8 +136,9 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 
 
 def _load_jupyter_server_extension(server: Any) -> None:
-    """Begin to report; without a broker, as outside gpuhub, nothing happens."""
+    """Link the cluster's models, and begin to report; outside gpuhub nothing happens."""
     env, lease = environment.read(), os.environ.get("GPUHUB_LEASE", "")
+    start_linking(os.environ, env.home)
     if env.broker_url is None or env.token is None or not lease:
         return
     broker = BrokerClient.for_notebook(env, patience_s=_PATIENCE_S)

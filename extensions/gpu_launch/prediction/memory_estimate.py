@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from gpu_launch import units
 from gpu_launch.errors import UsageError
 
 _GIB = 1 << 30
@@ -227,6 +228,20 @@ class MemoryEstimate:
             return f"{number} of {len(self.cards)} cards"
         card = self.cards[need.cards - 1]
         return f"no: {format_gib(need.total_mib - card.memory_mib)} short on {card.name}"
+
+
+def parse_cards(sizes: Sequence[str]) -> list[CardMemory]:
+    """Return cards of these sizes, such as `24G`.
+
+    Raises:
+        UsageError: one of them is not a size.
+    """
+    if isinstance(sizes, str):
+        raise UsageError(f'cards is a list of sizes, such as ["24G", "12G"], not {sizes!r}')
+    return [
+        CardMemory(name=f"card {number} ({size})", memory_mib=units.parse_memory("cards", size))
+        for number, size in enumerate(sizes)
+    ]
 
 
 def format_gib(mib: int) -> str:

@@ -19,6 +19,7 @@ from types import FrameType
 
 from gpu_launch import environment
 from gpu_launch.common.run_folder import RunFolder, open_run
+from gpu_launch.common.shared_models import start_linking
 from gpu_launch.worker import processes
 from gpu_launch.worker.forkserver import client
 
@@ -33,6 +34,7 @@ def main() -> None:
     env = environment.read()
     if env.run_id is None:
         sys.exit("gpu-launch-worker is started by gpuhub: GPU_LAUNCH_RUN is not set.")
+    start_linking(os.environ, env.home)
     run = open_run(env.home, env.run_id)
     sys.exit(_run_worker(run, env))
 

@@ -57,6 +57,7 @@ KIND_STAGER = "stager"
 #: Kinds of volumes, in the same label.
 VOLUME_HOME = "home"
 VOLUME_DATASETS = "datasets"
+VOLUME_MODELS = "models"
 VOLUME_SCRATCH = "scratch"
 VOLUME_STAGED = "staged"
 #: Kinds of containers without a lease, which have no GPU.

@@ -196,7 +196,7 @@ def _limits(where: str, written: set[str]) -> Iterator[str]:
 def _without_docker(cluster: ClusterSettings) -> Iterator[str]:
     """Only Docker mounts file servers, and limits the data written outside of the home."""
     why = f'with slurm.runtime = "{cluster.slurm.runtime}"'
-    for key in ("home", "datasets"):
+    for key in ("home", "datasets", "models"):
         if (getattr(cluster.storage, key) or "").startswith("nfs://"):
             yield f"storage.{key}: {why} gpuhub does not mount nfs:// on the nodes: mount it on all, and write the path"
     for profile in cluster.profiles:

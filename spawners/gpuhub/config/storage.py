@@ -1,4 +1,4 @@
-"""`[storage]` in cluster.toml: homes, datasets and scratch folders, and the mount options of NFS volumes.
+"""`[storage]` in cluster.toml: homes, datasets, models and scratch folders, and the mount options of NFS volumes.
 
 The options are checked by nfs(5) and what Docker's own mount call accepts. Docker mounts without mount.nfs, so options
 that only that program understands (`bg`, `retry`) are refused.
@@ -27,10 +27,10 @@ _SERVED_PATH = re.compile(r"(/[A-Za-z0-9._-]+)+(/\{username\})?")
 
 
 class StorageSettings(SettingsTable):
-    """Home and datasets, which are the same on every node, and scratch, which is local to each."""
+    """Home, datasets and models, which are the same on every node, and scratch, which is local to each."""
 
-    #: Whether the head node serves `home` and `datasets`, paths there, to all nodes over NFS; then nodes mount nothing
-    #: else.
+    #: Whether the head node serves `home`, `datasets` and `models`, paths there, to all nodes over NFS; then nodes mount
+    #: nothing else.
     serve: bool = False
     #: Home folder of a user: a path on each node, or `nfs://server/path`; `{username}` stands for the user's name.
     home: str = "/home/{username}"
@@ -39,6 +39,9 @@ class StorageSettings(SettingsTable):
     home_create: str | None = None
     #: Folder mounted read-only at /datasets: a path on each node, or `nfs://server/path`; None for none.
     datasets: str | None = None
+    #: Folder with language models that all users read, mounted read-only at /models, as `datasets` is; None for none.
+    #: Its folder `hub` is a cache of Hugging Face, whose models users' programs find by name.
+    models: str | None = None
     #: Mount options for `nfs://` volumes, without `addr=`.
     nfs_options: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_=,.:-]*$")] = "nfsvers=4.2,hard,noatime"
     #: Whether each user has a folder on the node's local disk at /scratch, shared by all their containers there.
@@ -61,7 +64,7 @@ class StorageSettings(SettingsTable):
         check_nfs_options(value)
         return value
 
-    @field_validator("home", "home_create", "datasets")
+    @field_validator("home", "home_create", "datasets", "models")
     @classmethod
     def _location(cls, value: str | None) -> str | None:
         if value is None:
@@ -94,13 +97,17 @@ class StorageSettings(SettingsTable):
             raise ValueError("nfs_options: with ro, homes could not be written; datasets are read-only without it")
         return self
 
+    def list_read_only(self) -> tuple[str, ...]:
+        """Return the folders that all users read: datasets and models, as far as there are some."""
+        return tuple(source for source in (self.datasets, self.models) if source is not None)
+
     def _check_served(self) -> None:
-        for key in ("home", "datasets"):
+        for key in ("home", "datasets", "models"):
             value = getattr(self, key)
             if value is not None and not _SERVED_PATH.fullmatch(value):
                 raise ValueError(
                     f"{key} = {value!r}: with serve = true this is a folder of the head node, such as "
-                    f'"/export/{"home/{username}" if key == "home" else "datasets"}"'
+                    f'"/export/{"home/{username}" if key == "home" else key}"'
                 )
         if self.home_create is not None:
             raise ValueError("home_create: with serve = true the head node creates homes in `home`: leave it out")
@@ -109,11 +116,14 @@ class StorageSettings(SettingsTable):
 
 
 def serve_from(storage: StorageSettings, address: str) -> StorageSettings:
-    """Return the settings as nodes need them, where the head node with this address serves homes and datasets."""
+    """Return the settings as nodes need them, where the head node with this address serves homes, datasets and models."""
     host = f"[{address}]" if ":" in address else address
-    datasets = None if storage.datasets is None else f"nfs://{host}{storage.datasets}"
-    served = {"home": f"nfs://{host}{storage.home}", "home_create": storage.home, "datasets": datasets}
-    return storage.model_copy(update=served)
+    read_only = {
+        key: None if (folder := getattr(storage, key)) is None else f"nfs://{host}{folder}" for key in ("datasets", "models")
+    }
+    return storage.model_copy(
+        update={"home": f"nfs://{host}{storage.home}", "home_create": storage.home, **read_only}
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,7 +307,7 @@ def explain_mount_failure(text: str, node: str, storage: StorageSettings, owner:
 def describe_mount_hang(node: str, storage: StorageSettings, owner: str) -> str:
     """Return the text for a call that hangs in a mount while the daemon answers other calls."""
     home = storage.home.replace("{username}", owner)
-    places = " or ".join(place for place in (home, storage.datasets) if place is not None)
+    places = " or ".join((home, *storage.list_read_only()))
     return (
         f"Docker on node {node} answers, but cannot finish the container: most likely its storage hangs there, "
         f"{places}. Then the file server, or the network between the two, does not answer; `dmesg` on {node} shows it."
@@ -316,9 +316,9 @@ def describe_mount_hang(node: str, storage: StorageSettings, owner: str) -> str:
 
 def _find_mount(text: str, storage: StorageSettings, owner: str) -> tuple[str, str]:
     """Return the name and the source of the mount that Docker's message is about."""
-    datasets = storage.datasets
-    if datasets is not None and ("-datasets-" in text or (datasets.startswith("/") and datasets in text)):
-        return "the datasets", datasets
+    for name, source in (("datasets", storage.datasets), ("models", storage.models)):
+        if source is not None and (f"-{name}-" in text or (source.startswith("/") and source in text)):
+            return f"the {name}", source
     if "-scratch-" in text:
         return "the scratch", "a local volume"
     return f"the home of {owner}", storage.home.replace("{username}", owner)

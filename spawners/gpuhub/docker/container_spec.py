@@ -34,6 +34,7 @@ WORKER_COMMAND = ("gpu-launch-worker",)
 #: Reads and writes files and opens terminals, in courier containers and in workers.
 COURIER_COMMAND = ("gpu-launch-courier",)
 DATASETS = "/datasets"
+MODELS = "/models"
 SCRATCH = "/scratch"
 
 #: A guest's containers reach neither hub nor broker, and their user's other containers neither.
@@ -239,7 +240,7 @@ def build_courier_spec(
 def build_mounts(
     storage: StorageSettings, instance: str, identity: UserIdentity, staged: Mapping[str, str] | None = None
 ) -> list[Mount]:
-    """Build the mounts of the home, the datasets (read-only) and the node's scratch volume.
+    """Build the mounts of the home, the datasets and models (read-only) and the node's scratch volume.
 
     Args:
         staged: Volumes with the node's copies of datasets, which cover the folders of the file server.
@@ -248,6 +249,10 @@ def build_mounts(
     if storage.datasets is not None:
         mounts.append(build_datasets_mount(storage, instance))
         mounts += [build_staged_mount(dataset, volume) for dataset, volume in sorted((staged or {}).items())]
+    if storage.models is not None:
+        labels = {names.LABEL_INSTANCE: instance, names.LABEL_KIND: names.VOLUME_MODELS}
+        volume = f"{instance}-models"
+        mounts.append(_storage_mount(storage.models, MODELS, storage, volume, labels, read_only=True))
     if storage.scratch:
         mounts.append(_scratch_mount(instance, identity))
     return mounts
@@ -357,7 +362,19 @@ def _own_node_environment(context: ContainerContext) -> dict[str, str]:
         "GPUHUB_BROKER_URL": build_broker_url(context.cluster, context.head_address),
         "GPUHUB_NETWORK_SUBNET": context.subnet,
         "GPUHUB_HEAD_ADDRESS": context.head_address,
+        **build_model_environment(context.cluster, MODELS),
     }
+
+
+def build_model_environment(cluster: ClusterSettings, folder: str) -> dict[str, str]:
+    """Return the variables for programs that load models of the cluster's folder, which is here in the container.
+
+    Where containers have no way to the internet, Hugging Face's libraries would wait for it at each load.
+    """
+    if cluster.storage.models is None:
+        return {}
+    offline = {"HF_HUB_OFFLINE": "1"} if cluster.network.egress == "none" else {}
+    return {"GPUHUB_MODELS": folder, **offline}
 
 
 def _thread_environment(limits: ContainerLimits) -> dict[str, str]:

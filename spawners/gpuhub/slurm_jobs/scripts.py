@@ -31,6 +31,7 @@ _WORKER_LOGS = ".gpu_launch/jobs/{run}/logs"
 _HERE = Path(__file__).parent
 _SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 _DATASETS = "/datasets"
+_MODELS = "/models"
 #: Other users of the node can connect to its ports, and messages of kernels are signed but not encrypted.
 _KERNELS_WITHOUT_PORTS = "--KernelManager.transport=ipc"
 #: Variables with a job's GPUs and nodes that are passed into the container.
@@ -90,7 +91,7 @@ def _build_notebook_instructions(spec: NotebookScriptSpec, runtime: _JobRuntime)
         "report": spec.report_url,
         "listen": dict(spec.listen),
         "command": [program, *spec.arguments, _KERNELS_WITHOUT_PORTS],
-        "environment": {**spec.environment, **_build_user_environment(spec.user, runtime)},
+        "environment": {**spec.environment, **_build_user_environment(spec.cluster, spec.user, runtime)},
         "certificates": None if certificates is None else _list_certificate_texts(certificates),
     }
 
@@ -187,7 +188,7 @@ def _build_worker_instructions(spec: WorkerScriptSpec, runtime: _JobRuntime) -> 
         "environment": {
             "OMP_NUM_THREADS": str(spec.cpus),
             "GPU_LAUNCH_RUN": spec.run_id,
-            **_build_user_environment(spec.user, runtime),
+            **_build_user_environment(spec.cluster, spec.user, runtime),
         },
     }
 
@@ -243,7 +244,8 @@ def _build_runtime(
             command=(f"{folder}/{python[0]}", *python[1:]),
         )
     inner_home = f"/home/{user}"
-    binds = [] if cluster.storage.datasets is None else ["--bind", f"{cluster.storage.datasets}:{_DATASETS}:ro"]
+    mounted = ((cluster.storage.datasets, _DATASETS), (cluster.storage.models, _MODELS))
+    binds = [word for source, target in mounted if source for word in ("--bind", f"{source}:{target}:ro")]
     names = (*_FORWARDED, *forwarded)
     return _JobRuntime(
         home=home,
@@ -268,8 +270,15 @@ def _build_node_tables(cluster: ClusterSettings) -> dict[str, dict[str, str]]:
     }
 
 
-def _build_user_environment(user: str, runtime: _JobRuntime) -> dict[str, str]:
-    return {"HOME": runtime.inner_home, "USER": user, "SHELL": "/bin/bash"}
+def _build_user_environment(cluster: ClusterSettings, user: str, runtime: _JobRuntime) -> dict[str, str]:
+    # Without a container, the folder is where it is on the node.
+    models = cluster.storage.models if cluster.slurm.runtime == "plain" else _MODELS
+    return {
+        "HOME": runtime.inner_home,
+        "USER": user,
+        "SHELL": "/bin/bash",
+        **({"GPUHUB_MODELS": str(models)} if cluster.storage.models is not None else {}),
+    }
 
 
 def _fill_template(template: str, *, texts: Mapping[str, str], lines: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""The exports of a head node that serves homes and datasets itself: texts for the kernel's server, for nfs-ganesha and
+"""The exports of a head node that serves homes, datasets and models itself: texts for the kernel's server, for nfs-ganesha and
 for the packet filter.
 
 Only nodes may mount them, with root as nobody (root_squash).
@@ -41,12 +41,11 @@ class ExportList:
 def find_exports(cluster: ClusterSettings) -> ExportList:
     """Return the exports of the settings; none unless `storage.serve` is set."""
     storage = cluster.storage
-    folders = [(storage.home, True), (storage.datasets, False)] if storage.serve else []
+    folders = [(storage.home, True), *((source, False) for source in storage.list_read_only())] if storage.serve else []
     return ExportList(
         exports=tuple(
             Export(folder=find_exported_folder(source), is_writable=is_writable)
             for source, is_writable in folders
-            if source is not None
         ),
         clients=tuple(sorted({node.address for node in cluster.own_nodes}, key=_sort_key)),
         port=nfs_port(storage.nfs_options),

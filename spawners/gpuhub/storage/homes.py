@@ -63,13 +63,13 @@ async def prepare_user(
     """Return the user's identity once the home exists and its file server answers.
 
     Args:
-        datasets: Whether the datasets' file server must answer as well.
+        datasets: Whether the file servers of datasets and models must answer as well.
 
     Raises:
         StorageUnavailable: A server or folder does not answer within `storage.patience`; the text names it.
         InvalidRequest, NotAllowed, SetupError: As for `find_identity` and `ensure_home`.
     """
-    sources = (storage.home, storage.datasets) if datasets else (storage.home,)
+    sources = (storage.home, *storage.list_read_only()) if datasets else (storage.home,)
     servers = find_servers(sources, storage.nfs_options)
     waits: list[Awaitable[Any]] = [
         resolve_identity(users, storage, state, name),

@@ -211,7 +211,7 @@ def _split_address(address: str) -> tuple[str, int]:
 
 def find_nfs_servers(cluster: ClusterSettings) -> list[NfsServer]:
     """Return the file servers of the settings."""
-    return find_servers((cluster.storage.home, cluster.storage.datasets), cluster.storage.nfs_options)
+    return find_servers((cluster.storage.home, *cluster.storage.list_read_only()), cluster.storage.nfs_options)
 
 
 def read_environment(cluster: ClusterSettings, paths: Paths, address: str, *, is_new: bool = False) -> NodeEnvironment:

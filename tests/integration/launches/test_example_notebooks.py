@@ -1,0 +1,23 @@
+"""The notebooks about language models, executed as they are, on three nodes without GPUs."""
+
+from __future__ import annotations
+
+import re
+
+from tests.support.launch.example_notebooks import execute
+from tests.support.launch.local_cluster import Notebook
+
+#: Imports of transformers by several processes at once are slow on a busy machine.
+LIMIT_S = 900
+
+
+def test_fine_tuning_notebook_runs_to_its_end(notebook: Notebook) -> None:
+    """It estimates memory, trains adapters on one and two nodes, and continues a divided model on fewer nodes."""
+    output = execute(notebook, "07-fine-tune-an-llm.ipynb", limit_s=LIMIT_S)
+    assert re.search(r"^LoRA +\d", output, re.MULTILINE), output
+    assert "does not fit: training all weights with 1 × 2048 tokens needs" in output
+    assert "One step of lora.py: the median of 20" in output
+    assert re.search(r"^two-nodes +loss \d\.\d{3}", output, re.MULTILINE), output
+    assert "begins at step 20 with 2 ranks" in output
+    assert "begins at step 30 with 2 ranks" in output
+    assert "40 steps on 3 and then 2 nodes" in output
