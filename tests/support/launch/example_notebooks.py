@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,20 @@ def write_scripts(name: str, folder: Path) -> list[Path]:
     return written
 
 
-def execute(notebook: Notebook, name: str, *, limit_s: float) -> str:
-    """Run all cells of a notebook in one kernel, and return their output; a failing cell fails the test."""
-    (notebook.home / "cells.json").write_text(json.dumps(read_cells(name)), encoding="utf-8")
+def execute(notebook: Notebook, name: str, *, limit_s: float, changes: Mapping[str, str] | None = None) -> str:
+    """Run all cells of a notebook in one kernel, and return their output; a failing cell fails the test.
+
+    Args:
+        notebook: The home, and the broker of its launches.
+        name: The notebook's file.
+        limit_s: The longest time that it may take.
+        changes: Lines of the cells that are replaced, such as a number of nodes.
+    """
+    text = "\0".join(read_cells(name))
+    for line, other in (changes or {}).items():
+        assert text.count(f"\n{line}") == 1, line
+        text = text.replace(f"\n{line}", f"\n{other}")
+    (notebook.home / "cells.json").write_text(json.dumps(text.split("\0")), encoding="utf-8")
     notebook.keep_s = int(limit_s)
     code, out, err = notebook.run(
         """

@@ -303,6 +303,8 @@ def environment(broker: LocalBroker, *, node: str, gpus: tuple[str, ...]) -> dic
     return {
         "PATH": os.environ["PATH"],
         "TMPDIR": str(temporary),
+        # As containers have it, from their limit of CPUs.
+        "OMP_NUM_THREADS": "1",
         "HOME": str(broker.home),
         "IPYTHONDIR": str(broker.home / ".ipython"),
         "GPUHUB_BROKER_URL": broker.url,
