@@ -6,6 +6,7 @@ the backward pass is counted in a forward pass there, for any architecture that 
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _ATTENTION = "gpu_launch_trace"
+_CHECKPOINTING = "activation_checkpointing_enable"
 
 
 def trace_model(model: str | Any, *, batch: int, sequence: int, rank: int, checkpointing: bool) -> ModelTrace:
@@ -73,7 +75,8 @@ def trace_model(model: str | Any, *, batch: int, sequence: int, rank: int, check
 
 def _read_config(transformers: Any, model: str | Any) -> Any:
     if not isinstance(model, str | Path):
-        return model
+        # transformers notes the attention in it.
+        return copy.deepcopy(model)
     try:
         return transformers.AutoConfig.from_pretrained(str(model))
     except (OSError, ValueError) as error:
@@ -134,7 +137,8 @@ def _trace(torch: Any, model: Any, batch: int, sequence: int, *, checkpointing: 
         return whole, logits
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     layers = max(1, len(list(_find_layers(torch, base))))
-    base.gradient_checkpointing_enable()
+    # Before version 5.20 of transformers it has another name.
+    getattr(base, _CHECKPOINTING if hasattr(base, _CHECKPOINTING) else "gradient_checkpointing_enable")()
     if base is not model:
         # As transformers needs it for frozen weights: the inputs of the first block must have a gradient.
         base.enable_input_require_grads()
