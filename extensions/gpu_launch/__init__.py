@@ -133,17 +133,18 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the GPU memory of fine-tuning a language model, before any GPU is requested.
 
-    `print(gpu_launch.estimate_memory("/models/Qwen3-8B", sequence=2048))` shows a table for all weights, LoRA and QLoRA,
-    on one card and with FSDP2 over several, and which of the cluster's cards have the memory. `check` refuses what does
-    not fit, and says what is short and what would fit:
+    `print(gpu_launch.estimate_memory("/models/Qwen3-8B", sequence=2048))` shows a table for all weights, LoRA and
+    QLoRA, on one card and with FSDP2 over several, and which of the cluster's cards have the memory. `check` refuses
+    what does not fit, and says what is short and what would fit:
 
         estimate = gpu_launch.estimate_memory("/models/Qwen3-8B", sequence=2048)
         estimate.check("lora", ranks=2)  # two cards, each with the whole model
         estimate.check("full", cards=4)  # FSDP2 divides it between four
 
     `model` is a folder with a config.json, a name in the Hugging Face cache, or a configuration of transformers. No
-    weights are read. `batch` is the number of sequences that a card computes at once, `sequence` their tokens, `rank` that
-    of LoRA's matrices on all linear layers. With `checkpointing`, activations are computed again in the backward pass.
+    weights are read. `batch` is the number of sequences that a card computes at once, `sequence` their tokens, `rank`
+    that of LoRA's matrices on all linear layers. With `checkpointing`, activations are computed again in the backward
+    pass.
     `cards` are sizes such as `["32G", "12G"]`; without it, all cards of the cluster count, whoever holds them.
 
     The optimizer is AdamW. Weights of `full` are in float32 with bfloat16 autocast, frozen ones of `lora` in bfloat16,
@@ -161,9 +162,7 @@ def estimate_memory(
         if value < 1:
             raise UsageError(f"{name} is {value}: give a number from 1")
     known = list_cards(environment.read()) if cards is None else memory_estimate.parse_cards(cards)
-    trace = model_trace.trace_model(
-        model, batch=batch, sequence=sequence, rank=rank, checkpointing=checkpointing
-    )
+    trace = model_trace.trace_model(model, batch=batch, sequence=sequence, rank=rank, checkpointing=checkpointing)
     return memory_estimate.MemoryEstimate(trace, known)
 
 

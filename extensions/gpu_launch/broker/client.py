@@ -323,7 +323,9 @@ def list_cards(env: Environment) -> list[CardMemory]:
     """
     broker = build_broker(env)
     if broker is None:
-        raise UsageError('this server has no broker that knows the cards: give their sizes, such as cards=["24G", "12G"]')
+        raise UsageError(
+            'this server has no broker that knows the cards: give their sizes, such as cards=["24G", "12G"]'
+        )
     return [
         CardMemory(name=f"{gpu.model} on {gpu.node}", memory_mib=gpu.memory_mib)
         for node in broker.get_cluster().nodes

@@ -1,7 +1,7 @@
 """The GPU memory of fine-tuning a language model, by method and number of cards, and what fits. No torch.
 
-The estimate is for AdamW. `full` has weights in float32 and autocast in bfloat16; `lora` and `qlora` have frozen weights
-in bfloat16 and 4 bits (NF4), and adapters in float32. FSDP2 divides weights, gradients and the optimizer's state.
+The estimate is for AdamW. `full` has weights in float32 and autocast in bfloat16; `lora` and `qlora` have frozen
+weights in bfloat16 and 4 bits (NF4), and adapters in float32. FSDP2 divides all of it but activations.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ class MemoryEstimate:
     def __str__(self) -> str:
         trace = self.trace
         head = (
-            f"{trace.name}: {trace.parameters / 1e9:.3g} billion parameters, {trace.batch} × {trace.sequence} tokens on "
-            f"each card, activations {'computed again' if trace.checkpointing else 'kept'} in the backward pass, AdamW"
+            f"{trace.name}: {trace.parameters / 1e9:.3g} billion parameters, {trace.batch} × {trace.sequence} tokens "
+            f"on each card, activations {'computed again' if trace.checkpointing else 'kept'} for the gradients, AdamW"
         )
         rows = [("method", "weights", "training", "activations", "other", "each card", "fits")]
         for method in Method:

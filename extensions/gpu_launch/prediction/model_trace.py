@@ -82,8 +82,8 @@ def _read_config(transformers: Any, model: str | Any) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"{model}: no model of transformers is there ({reason}). Give a folder with its config.json, or a name that "
-            "is in the Hugging Face cache or can be downloaded"
+            f"{model}: no model of transformers is there ({reason}). Give a folder with its config.json, or a name "
+            "that is in the Hugging Face cache or can be downloaded"
         ) from None
 
 
@@ -108,7 +108,9 @@ def _count(torch: Any, model: Any) -> dict[str, int]:
     """Return the numbers of parameters: of all, of linear layers without the last, and of the largest block."""
     last = model.get_output_embeddings()
     linear = sum(
-        module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not last
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not last
     )
     blocks = [
         sum(parameter.numel() for parameter in block.parameters())
@@ -167,7 +169,7 @@ def _count_kept(torch: Any, model: Any, batch: int, sequence: int) -> int:
 
 @contextmanager
 def _light_attention(torch: Any, transformers: Any) -> Iterator[None]:
-    """Let transformers use an attention that keeps what FlashAttention keeps: on the meta device, torch's keeps more."""
+    """Let transformers use an attention that keeps what FlashAttention does: on the meta device, torch's keeps more."""
 
     class Attention(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod

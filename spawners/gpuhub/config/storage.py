@@ -29,8 +29,8 @@ _SERVED_PATH = re.compile(r"(/[A-Za-z0-9._-]+)+(/\{username\})?")
 class StorageSettings(SettingsTable):
     """Home, datasets and models, which are the same on every node, and scratch, which is local to each."""
 
-    #: Whether the head node serves `home`, `datasets` and `models`, paths there, to all nodes over NFS; then nodes mount
-    #: nothing else.
+    #: Whether the head node serves `home`, `datasets` and `models`, paths there, to all nodes over NFS; then nodes
+    #: mount nothing else.
     serve: bool = False
     #: Home folder of a user: a path on each node, or `nfs://server/path`; `{username}` stands for the user's name.
     home: str = "/home/{username}"
@@ -116,14 +116,13 @@ class StorageSettings(SettingsTable):
 
 
 def serve_from(storage: StorageSettings, address: str) -> StorageSettings:
-    """Return the settings as nodes need them, where the head node with this address serves homes, datasets and models."""
+    """Return the settings as nodes need them, where the head node with this address serves all but scratch."""
     host = f"[{address}]" if ":" in address else address
     read_only = {
-        key: None if (folder := getattr(storage, key)) is None else f"nfs://{host}{folder}" for key in ("datasets", "models")
+        key: None if (folder := getattr(storage, key)) is None else f"nfs://{host}{folder}"
+        for key in ("datasets", "models")
     }
-    return storage.model_copy(
-        update={"home": f"nfs://{host}{storage.home}", "home_create": storage.home, **read_only}
-    )
+    return storage.model_copy(update={"home": f"nfs://{host}{storage.home}", "home_create": storage.home, **read_only})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The exports of a head node that serves homes, datasets and models itself: texts for the kernel's server, for nfs-ganesha and
+"""The exports of a head node that serves homes, datasets and models itself: texts for the kernel's server, ganesha and
 for the packet filter.
 
 Only nodes may mount them, with root as nobody (root_squash).
@@ -44,8 +44,7 @@ def find_exports(cluster: ClusterSettings) -> ExportList:
     folders = [(storage.home, True), *((source, False) for source in storage.list_read_only())] if storage.serve else []
     return ExportList(
         exports=tuple(
-            Export(folder=find_exported_folder(source), is_writable=is_writable)
-            for source, is_writable in folders
+            Export(folder=find_exported_folder(source), is_writable=is_writable) for source, is_writable in folders
         ),
         clients=tuple(sorted({node.address for node in cluster.own_nodes}, key=_sort_key)),
         port=nfs_port(storage.nfs_options),

@@ -23,7 +23,12 @@ HOSTILE = (
 )
 
 
-def cluster(home: str = "/srv/home/{username}", datasets: str | None = "/srv/data", **slurm: Any) -> ClusterSettings:
+def cluster(
+    home: str = "/srv/home/{username}",
+    datasets: str | None = "/srv/data",
+    models: str | None = None,
+    **slurm: Any,
+) -> ClusterSettings:
     settings = {
         "engine": "slurm",
         "nodes": [
@@ -36,7 +41,7 @@ def cluster(home: str = "/srv/home/{username}", datasets: str | None = "/srv/dat
     }
     made = ClusterSettings.model_validate(settings)
     # Values that the settings refuse are tested too.
-    storage = made.storage.model_copy(update={"home": home, "datasets": datasets})
+    storage = made.storage.model_copy(update={"home": home, "datasets": datasets, "models": models})
     return made.model_copy(update={"storage": storage})
 
 

@@ -98,6 +98,15 @@ def test_storage_timeout_must_be_shorter_than_start_timeout() -> None:
         StorageSettings(home="/srv/{username}", patience="5m")
 
 
+def test_models_are_a_path_or_an_address() -> None:
+    """As datasets are; both are read by all users."""
+    settings = StorageSettings(datasets="/data", models="nfs://nas/models")
+    assert settings.list_read_only() == ("/data", "nfs://nas/models")
+    assert StorageSettings().list_read_only() == ()
+    with pytest.raises(ValidationError, match="'models' is neither an absolute path nor nfs://server/path"):
+        StorageSettings(models="models")
+
+
 def test_staged_datasets_are_below_the_datasets_folder() -> None:
     """With the folder that has them, and names that lead nowhere else."""
     settings = StorageSettings(datasets="/data", stage=["datasets/imagenet", "datasets/c4/en"], stage_spare="1T")

@@ -159,6 +159,9 @@ def test_mount_failure_names_the_mount() -> None:
     bound = STORAGE_WITH_DATASETS.model_copy(update={"datasets": "/srv/data"})
     text = BIND + "bind source path does not exist: /srv/data"
     assert "cannot mount the datasets (/srv/data)" in str(explain_mount_failure(text, "rig1", bound, "ada"))
+    models = STORAGE.model_copy(update={"models": "nfs://nas/models"})
+    text = VOLUME.replace("-home-ada-", "-models-") + "permission denied"
+    assert "cannot mount the models (nfs://nas/models)" in str(explain_mount_failure(text, "rig1", models, "ada"))
     scratch = VOLUME.replace("-home-ada-1a2b3c4d", "-scratch-ada") + "input/output error"
     assert "cannot mount the scratch" in str(explain_mount_failure(scratch, "rig1", STORAGE_WITH_DATASETS, "ada"))
 

@@ -222,6 +222,22 @@ def test_copies_of_datasets_cover_the_file_servers_folders(cluster: ClusterSetti
     assert "GPUHUB_STAGED" not in notebook(cluster).environment
 
 
+@pytest.mark.parametrize(("egress", "offline"), [("none", "1"), ("internet", None)])
+def test_models_are_read_only_in_every_container(cluster: ClusterSettings, egress: str, offline: str | None) -> None:
+    """Notebooks and workers know the folder; without a way to the internet no library waits for it."""
+    update = {
+        "storage": NFS.model_copy(update={"models": "nfs://nas.lan/export/models"}),
+        "network": cluster.network.model_copy(update={"egress": egress}),
+    }
+    spec = notebook(cluster.model_copy(update=update), "GPU-aaa")
+    mount = next(mount for mount in spec.host_config["mounts"] if mount["Target"] == "/models")
+    assert (mount["Type"], mount["ReadOnly"]) == ("volume", True)
+    assert mount["VolumeOptions"]["DriverConfig"]["Options"]["device"] == ":/export/models"
+    assert mount["VolumeOptions"]["Labels"][names.LABEL_KIND] == names.VOLUME_MODELS
+    assert (spec.environment["GPUHUB_MODELS"], spec.environment.get("HF_HUB_OFFLINE")) == ("/models", offline)
+    assert not {"GPUHUB_MODELS", "HF_HUB_OFFLINE"} & set(notebook(cluster).environment)
+
+
 def test_gpu_share_sets_its_memory_cap_and_label(cluster: ClusterSettings) -> None:
     """The whole card is passed, since nothing else can be; what keeps to the cap reads it from the environment."""
     profile = cluster.profiles[0]

@@ -308,3 +308,12 @@ def test_worker_script_fails_without_the_run_folder(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "run-2/logs" in done.stderr
     assert not (tmp_path / "srun").exists()
+
+
+@pytest.mark.parametrize(("runtime", "folder"), [(PLAIN, "/srv/models"), (APPTAINER, "/models")])
+def test_jobs_know_the_models(runtime: dict[str, str], folder: str) -> None:
+    """In a container at their usual place, read-only; without one where they are on the node."""
+    text = build_notebook_script(notebook(cluster(**runtime, models="/srv/models")))
+    assert f'"GPUHUB_MODELS": "{folder}"' in text
+    assert ("--bind /srv/models:/models:ro" in text) is (runtime is APPTAINER)
+    assert "GPUHUB_MODELS" not in build_notebook_script(notebook(cluster(**runtime)))

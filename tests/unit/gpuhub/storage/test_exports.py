@@ -64,6 +64,12 @@ def test_one_line_makes_the_head_node_the_file_server(tmp_path: Path) -> None:
     assert (alone.storage.home, alone.storage.datasets) == ("nfs://192.168.1.20/home/{username}", None)
     assert [export.folder for export in find_exports(alone).exports] == ["/home"]
     assert find_exports(load(tmp_path, 'datasets = "nfs://192.168.1.20/export/data"\n')).exports == ()
+    models = load(tmp_path, 'serve = true\nmodels = "/export/models"\n')
+    assert models.storage.models == "nfs://192.168.1.20/export/models"
+    assert [(export.folder, export.is_writable) for export in find_exports(models).exports] == [
+        ("/home", True),
+        ("/export/models", False),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +81,7 @@ def test_one_line_makes_the_head_node_the_file_server(tmp_path: Path) -> None:
         ),
         ({"datasets": "nfs://nas/data"}, "datasets = 'nfs://nas/data': with serve = true this is a folder"),
         ({"datasets": "/export/my data"}, 'such as "/export/datasets"'),
+        ({"models": "nfs://nas/models"}, 'such as "/export/models"'),
         ({"home": "/export/{username}/home"}, 'such as "/export/home/{username}"'),
         ({"home_create": "/export/{username}"}, "home_create: with serve = true the head node creates homes"),
         ({"nfs_options": "nfsvers=3"}, "with serve = true, nfsvers=4.2 is needed"),
