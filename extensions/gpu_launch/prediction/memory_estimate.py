@@ -203,7 +203,7 @@ class MemoryEstimate:
             f"{trace.name}: {trace.parameters / 1e9:.3g} billion parameters, {trace.batch} × {trace.sequence} tokens "
             f"on each card, activations {'computed again' if trace.checkpointing else 'kept'} for the gradients, AdamW"
         )
-        rows = [("method", "weights", "training", "activations", "other", "each card", "fits")]
+        rows: list[tuple[str, ...]] = [("method", "weights", "training", "activations", "other", "each card", "fits")]
         for method in Method:
             rows.append(self._build_row(self.compute(method)))
             if method is not Method.QLORA and len(self.cards) > 1:

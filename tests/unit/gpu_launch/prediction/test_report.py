@@ -80,6 +80,7 @@ def test_model_that_fits_no_card_is_told_what_is_short():
     assert "the script used 40000 MiB, and the largest card of the bench has 32000 MiB, 8000 MiB less" in text
 
 
+@pytest.mark.process  # matplotlib asks fontconfig for fonts, once
 def test_automatic_mode_is_that_of_the_kept_prediction(tmp_path, capsys):
     """By number of ranks; a chart is drawn where matplotlib is installed."""
     report.publish(PROFILE, build_bench(1e13, 1e13), home=tmp_path, key="k")
@@ -92,6 +93,7 @@ def test_automatic_mode_is_that_of_the_kept_prediction(tmp_path, capsys):
         report.resolve_auto(tmp_path, "other", 2)
 
 
+@pytest.mark.process  # matplotlib asks fontconfig for fonts, once
 def test_prediction_is_kept_with_its_figures(tmp_path):
     """As JSON, for other programs."""
     report.publish(PROFILE, build_bench(1e13), home=tmp_path, key="k")
