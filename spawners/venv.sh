@@ -42,7 +42,8 @@ fi
 sum=$(sha256sum <"$here/tests/requirements.lock")
 if changed dev "$sum"; then
   echo "Installing Python packages for tests and checks …"
-  "${pip[@]}" "${locked[@]}" -r "$here/tests/requirements.lock"
+  # The lock has all that its packages need, but torch, on which peft depends: it follows below.
+  "${pip[@]}" "${locked[@]}" --no-deps -r "$here/tests/requirements.lock"
   stamp dev "$sum"
 fi
 [ "$mode" != dev ] || exit 0
