@@ -170,9 +170,14 @@ class GrowingLog:
 
 
 class RunLogs:
-    """All output of a run, or one rank's stdout and stderr of the latest start, from byte `offset` on."""
+    """All output of a run, or one rank's stdout and stderr of the latest start, from byte `offset` on.
 
-    def __init__(self, folder: Path, *, offset: int, rank: int | None, per_node: int) -> None:
+    With `tail`, only the last so many bytes of what a run has written so far, and what follows.
+    """
+
+    def __init__(self, folder: Path, *, offset: int, rank: int | None, per_node: int, tail: int | None = None) -> None:
+        if tail is not None:
+            offset = max(offset, _read_size(folder / "output.log") - tail)
         self._folder, self._rank, self._per_node, self._skip = folder, rank, per_node, offset
         self._logs = {path: GrowingLog(path, offset) for path in ([folder / "output.log"] if rank is None else [])}
 
@@ -186,6 +191,13 @@ class RunLogs:
         copied = [log.copy_new(sink) for log in self._logs.values()]
         sink.flush()
         return any(copied)
+
+
+def _read_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def find_rank_logs(folder: Path, rank: int, per_node: int) -> list[Path]:

@@ -29,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
         subparser.add_argument("path")
     subparser = commands.add_parser("logs")
     subparser.add_argument("--offset", type=int, default=0)
+    subparser.add_argument("--tail", type=int)
     subparser.add_argument("--follow", action="store_true")
     subparser.add_argument("--rank", type=int)
     subparser.add_argument("--per-node", type=int, default=1)
@@ -101,7 +102,13 @@ def _run_command(arguments: argparse.Namespace, incoming: IncomingData) -> dict[
         if not arguments.follow:
             is_over.set()
         files.follow_logs(
-            files.RunLogs(target, offset=arguments.offset, rank=arguments.rank, per_node=arguments.per_node),
+            files.RunLogs(
+                target,
+                offset=arguments.offset,
+                rank=arguments.rank,
+                per_node=arguments.per_node,
+                tail=arguments.tail,
+            ),
             sink,
             is_over,
         )

@@ -20,7 +20,7 @@ from gpuhub.backends.builtin import BuiltinBackend
 from gpuhub.backends.interface import WORKER_PATIENCE_S, SchedulingBackend
 from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker import audit
-from gpuhub.broker.api import idle_routes, notification_routes, problems, routes, terminal
+from gpuhub.broker.api import idle_routes, live_routes, notification_routes, problems, routes, terminal
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
 from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
 from gpuhub.broker.api.server import build_server_config
@@ -44,6 +44,7 @@ from gpuhub.broker.files.guest_files import GuestFiles
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.metrics.request_metrics import RequestMetrics
+from gpuhub.broker.operations.live import LiveViews
 from gpuhub.broker.operations.notifications import NotificationOperations
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.operations.staging import LeaseStaging
@@ -188,12 +189,14 @@ def create_app(
             audit_log.close()
 
     app = _build_empty_app(lifespan)
+    operations = BrokerOperations(core, backend)
     exporter = MetricsExporter(
         core, backend, read_head_free=read_head_free, read_certificate_ends=read_certificate_ends
     )
     parts = {
         "core": core,
-        "broker": BrokerOperations(core, backend),
+        "broker": operations,
+        "live_views": LiveViews(core, operations),
         "notifications": NotificationOperations(core, cipher, sender.send),
         "staging": staging,
         "authenticator": Authenticator(hub, clock, own_token, spawner_token, metrics_token),
@@ -223,7 +226,8 @@ def _build_empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[N
 
 def _add_routes(app: FastAPI, audit_log: AuditLog, exporter: MetricsExporter) -> None:
     """Add the routes, what every request passes through, and what errors look like."""
-    for router in (routes.public, routes.metrics, routes.api, idle_routes.api, notification_routes.api, terminal.api):
+    routers = (routes.public, routes.metrics, routes.api, idle_routes.api, live_routes.api, notification_routes.api)
+    for router in (*routers, terminal.api):
         app.include_router(router, prefix=PREFIX)
     # The last one is the outermost.
     app.add_middleware(RequestSizeLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}))

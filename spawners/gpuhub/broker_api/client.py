@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import ssl
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
+import httpx_sse
 from pydantic import TypeAdapter, ValidationError
 
 from gpuhub.broker_api import errors as refusals
@@ -36,6 +38,7 @@ from gpuhub.broker_api.schemas import (
     UploadResult,
     UsageView,
 )
+from gpuhub.broker_api.schemas.live import OwnView
 from gpuhub.common import errors
 
 T = TypeVar("T")
@@ -48,6 +51,8 @@ _RETRY_S = 0.25
 _ANSWER_S = 10.0
 #: Time limit of an answer with or after a file transfer, which may first start a container on a node; seconds.
 _FILES_S = 120.0
+#: Longest silence of a stream, seconds: the broker sends a comment every 15 s.
+_SILENCE_S = 45.0
 _JSON = "application/json"
 _TAR = "application/x-tar"
 
@@ -65,6 +70,7 @@ _RESERVATION = TypeAdapter(ReservationView)
 _NODES = TypeAdapter(list[NodeView])
 _EVENTS = TypeAdapter(list[EventView])
 _RESERVATIONS = TypeAdapter(list[ReservationView])
+_OWNVIEW = TypeAdapter(OwnView)
 _USAGE = TypeAdapter(list[UsageView])
 _DESTINATION = TypeAdapter(DestinationView)
 _DESTINATIONS = TypeAdapter(list[DestinationView])
@@ -300,6 +306,65 @@ class AsyncBrokerClient:
         """Return the state of the whole cluster, for the hub's spawner as a user in these groups sees it."""
         return _read(_CLUSTERVIEW, await self._send("GET", "/cluster", params={"group": sorted(groups)}))
 
+    async def watch_cluster(self, groups: Collection[str] = ()) -> AsyncIterator[ClusterView]:
+        """Yield the state of the cluster as users in these groups see it, again whenever it changes.
+
+        Raises:
+            GpuhubError: the broker refuses, or does not answer any more.
+        """
+        async with self._open("/stream/cluster", {"group": sorted(groups)}, _SILENCE_S) as answer:
+            async for text in _read_events(answer, "cluster"):
+                yield _read(_CLUSTERVIEW, text)
+
+    async def watch_own(self) -> AsyncIterator[OwnView]:
+        """Yield the caller's leases, jobs and usage, again whenever they change.
+
+        Raises:
+            GpuhubError: the broker refuses, or does not answer any more.
+        """
+        async with self._open("/stream/own", {}, _SILENCE_S) as answer:
+            async for text in _read_events(answer, "own"):
+                yield _read(_OWNVIEW, text)
+
+    async def follow_output(self, job_id: str, tail: int) -> AsyncIterator[bytes]:
+        """Yield the last `tail` bytes of the output of the caller's detached job, and what follows until its end.
+
+        Raises:
+            GpuhubError: the broker refuses, or does not answer any more.
+        """
+        params: dict[str, str | list[str]] = {"tail": str(tail), "follow": "true"}
+        # A job may write nothing for hours. The first answer may have to start a container.
+        async with self._open(f"/jobs/{_quoted(job_id)}/logs", params, None) as answer:
+            try:
+                async for part in answer.aiter_bytes():
+                    yield part
+            except httpx.HTTPError as error:
+                raise errors.BrokerUnreachable("The connection to the GPU broker has ended.") from error
+
+    @asynccontextmanager
+    async def _open(
+        self, path: str, params: Mapping[str, str | list[str]], silence_s: float | None
+    ) -> AsyncIterator[httpx.Response]:
+        """Open a stream; it is not repeated."""
+        request = self._client.build_request(
+            "GET",
+            path,
+            params=params,
+            headers={"Authorization": self._authorization, "Accept": "*/*"},
+            timeout=httpx.Timeout(_ANSWER_S, read=silence_s),
+        )
+        try:
+            answer = await self._client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise errors.BrokerUnreachable("The GPU broker does not answer.") from error
+        try:
+            if not answer.is_success:
+                body = await answer.aread()
+                raise parse_problem(answer.status_code, body, answer.headers.get("Retry-After"))
+            yield answer
+        finally:
+            await answer.aclose()
+
     async def _send(
         self,
         method: str,
@@ -355,6 +420,16 @@ def _poll_params(wait_s: float, version: int | None) -> dict[str, str]:
     if version is None:
         return {}
     return {"wait_s": f"{min(max(wait_s, 0.0), 30.0):.3f}", "version": str(version)}
+
+
+async def _read_events(answer: httpx.Response, kind: str) -> AsyncIterator[bytes]:
+    """Yield the data of the server-sent events of one kind."""
+    try:
+        async for event in httpx_sse.EventSource(answer).aiter_sse():
+            if event.event == kind:
+                yield event.data.encode()
+    except (httpx.HTTPError, httpx_sse.SSEError) as error:
+        raise errors.BrokerUnreachable("The connection to the GPU broker has ended.") from error
 
 
 def _read(kind: TypeAdapter[T], content: bytes) -> T:

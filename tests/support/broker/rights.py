@@ -45,6 +45,9 @@ TABLE = """
                                      |     | reader ben ada ada-nb root-nb spawner culler root head
 GET /cluster                         | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /cluster?group=lab               | 200 |   N      N   N   N      N       Y       N      N    N
+GET /stream/cluster?for_s=0          | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+GET /stream/cluster?for_s=0&group=x  | 200 |   N      N   N   N      N       Y       N      N    N
+GET /stream/own?for_s=0              | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /nodes                           | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /reservations                    | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /metrics                         | 200 |   N      N   N   N      N       N       N      Y    Y

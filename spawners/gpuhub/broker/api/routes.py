@@ -55,6 +55,8 @@ API = "/api/v1"
 MAX_WAIT_S = 30.0
 #: Maximum number of events in one answer.
 MAX_EVENTS = 1000
+#: Largest end of a job's output that can be requested, bytes.
+MAX_TAIL_BYTES = 1024 * 1024
 #: Largest integer of a database column, and of a file's size.
 _MAX_INT = 2**63 - 1
 TAR = "application/x-tar"
@@ -149,6 +151,9 @@ GpuIndex = Annotated[int, Path(ge=0, le=255)]
 RelativePath = Annotated[str, Query(max_length=1024, description="Path relative to the home, such as `work/train.py`")]
 Offset = Annotated[int, Query(ge=0, le=_MAX_INT, description="First byte of the answer")]
 Rank = Annotated[int | None, Query(ge=0, le=65535, description="Only the output of this rank, from the latest start")]
+Tail = Annotated[
+    int | None, Query(ge=0, le=MAX_TAIL_BYTES, description="Only so many bytes from the end of the output so far")
+]
 Follow = Annotated[bool, Query(description="Continue until the job has ended")]
 
 public = APIRouter()
@@ -426,11 +431,12 @@ async def get_logs(
     *,
     offset: Offset = 0,
     rank: Rank = None,
+    tail: Tail = None,
     follow: Follow = False,
 ) -> Response:
     """Return the output of one of the caller's detached jobs."""
     return FileStreamResponse(
-        await files.read_logs(caller, job_id, offset=offset, rank=rank, follow=follow), "text/plain", watch
+        await files.read_logs(caller, job_id, offset=offset, rank=rank, tail=tail, follow=follow), "text/plain", watch
     )
 
 

@@ -12,6 +12,7 @@ from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.files.user_files import FileStream
 from gpuhub.broker_api.errors import HubUnreachable, TooManyRequests
 from gpuhub.common.errors import NotAllowed
+from gpuhub.domain.models import Identity
 
 #: Between two checks of a stream's caller, seconds.
 RECHECK_S = 30.0
@@ -24,6 +25,18 @@ class AccessWatch:
     authenticator: Authenticator
     authorization: str | None
     address: str
+
+    async def wait_until_changed(self, caller: Identity) -> None:
+        """Return as soon as the caller is refused or has other rights or groups than `caller`."""
+        while True:
+            await asyncio.sleep(RECHECK_S)
+            try:
+                if await self.authenticator.confirm(self.authorization, self.address) != caller:
+                    return
+            except (HubUnreachable, TooManyRequests):
+                continue
+            except NotAllowed:
+                return
 
     async def wait_until_refused(self) -> str:
         """Return the reason as soon as the caller is refused; a hub that does not answer refuses no caller."""

@@ -86,17 +86,30 @@ class UserFiles:
         return FileStream(client.read_output(limit_s=SILENCE_TIMEOUT_S), stack)
 
     async def read_logs(
-        self, caller: Identity, job_id: str, *, offset: int, rank: int | None, follow: bool
+        self,
+        caller: Identity,
+        job_id: str,
+        *,
+        offset: int = 0,
+        rank: int | None = None,
+        tail: int | None = None,
+        follow: bool = False,
     ) -> FileStream:
         """Return the output of a detached job from byte `offset` on; with `follow`, until the job has ended.
 
+        With `tail`, only the last so many bytes of what it has written so far.
+
         Raises:
+            InvalidRequest: `tail` is for the output of all ranks together.
             Conflict: the job is not detached, so its output is in the notebook.
             NotAllowed, NotFound, TooManyStreams, Unavailable: the output cannot be read.
         """
+        if tail is not None and rank is not None:
+            raise InvalidRequest("tail: the end of one rank's output is not known; leave out tail or rank")
         job = await self._find_detached_job(caller, job_id)
         arguments = ["logs", f"--offset={offset}", f"--per-node={job.nproc_per_node}"]
         arguments += [f"--rank={rank}"] if rank is not None else []
+        arguments += [f"--tail={tail}"] if tail is not None else []
         arguments += ["--follow"] if follow else []
         connection = self._couriers.connect_job(job, (*arguments, "--", job.run_id))
         stack, client = await self._open(access.LOGS, job.owner, connection)

@@ -316,6 +316,10 @@ class BrokerOperations:
             raise NotAllowed(f"{caller.name} may not set the groups of a user")
         return self._cluster_views.render(replace(caller, groups=frozenset(groups)) if groups else caller)
 
+    def shared_cluster_json(self, caller: Identity) -> bytes:
+        """Return the whole cluster as JSON, as all users in the caller's groups see it, without the caller's own limits."""
+        return self._cluster_views.render_shared(caller)
+
     async def usage(self, caller: Identity, owner: str | None) -> list[UsageView]:
         """Return usage and limits: the caller's own, or those of `owner` or all owners for an administrator.
 

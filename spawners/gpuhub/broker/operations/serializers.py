@@ -19,6 +19,7 @@ from gpuhub.broker_api.schemas import (
     UsageView,
     WorkerView,
 )
+from gpuhub.broker_api.schemas.live import JobSummaryView
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow
 from gpuhub.scheduler import interface
 
@@ -151,6 +152,29 @@ def build_job(
         created_at=to_datetime(job.created_at),
         started_at=to_optional_datetime(job.started_at),
         ended_at=to_optional_datetime(job.ended_at),
+        exit_code=job.exit_code,
+    )
+
+
+def build_job_summary(job: JobRow, lease: LeaseRow, place: QueuePlace | None) -> JobSummaryView:
+    """Return a job for a list; `place` is its place in the queue, if it waits."""
+    waiting_for = describe_hold(job) if lease.is_held else None if place is None else place.text
+    return JobSummaryView(
+        id=job.id,
+        run_id=job.run_id,
+        name=job.name,
+        state=job.state,
+        lease=lease.id,
+        nodes=lease.nodes,
+        gpu_count=len(lease.gpus),
+        wants=describe_request(lease),
+        detached=job.detached,
+        position=None if place is None else place.position,
+        waiting_for=waiting_for,
+        created_at=to_datetime(job.created_at),
+        started_at=to_optional_datetime(job.started_at),
+        ended_at=to_optional_datetime(job.ended_at),
+        reason=job.reason,
         exit_code=job.exit_code,
     )
 

@@ -218,7 +218,13 @@ class ClusterViewCache:
 
     def render(self, caller: Identity) -> bytes:
         """Return the cluster as JSON, as shown to the caller."""
-        viewer = self._find_viewer(caller)
+        return self._render(self._find_viewer(caller))
+
+    def render_shared(self, caller: Identity) -> bytes:
+        """Return the cluster as JSON, as shown to all who are in the same groups as the caller."""
+        return self._render(self._find_group_viewer(caller))
+
+    def _render(self, viewer: Identity | None) -> bytes:
         core, now = self._core, self._core.clock.monotonic()
         inputs = (core.ledger.snapshot, core.capacity.inventory, core.capacity.cordons, core.capacity.reservations)
         built = self._built.get(viewer)
@@ -236,6 +242,9 @@ class ClusterViewCache:
         """Return whose view the caller sees: None for that of all users, or one for all members of the same groups."""
         if not self._sees_common_view(caller):
             return caller
+        return self._find_group_viewer(caller)
+
+    def _find_group_viewer(self, caller: Identity) -> Identity | None:
         groups = _find_groups(self._core, caller) & self._access_groups
         return Identity(name="", is_user=False, groups=groups) if groups else None
 

@@ -1,0 +1,52 @@
+"""Wire models of live views: what a stream sends whenever it changes."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from gpuhub.broker_api.schemas.cluster import UsageView
+from gpuhub.broker_api.schemas.jobs import JobState
+from gpuhub.broker_api.schemas.leases import LeaseView, WireModel
+
+
+class JobSummaryView(WireModel):
+    """A job in a list, without its workers."""
+
+    id: str
+    run_id: str
+    name: str
+    state: JobState
+    #: Its lease, which can be extended.
+    lease: str
+    nodes: tuple[str, ...]
+    gpu_count: int
+    #: Such as `1 node × 2 GPUs`.
+    wants: str
+    #: Only detached jobs have output that the broker can read.
+    detached: bool
+    #: Position in the queue, and why it waits; None unless it waits.
+    position: int | None
+    waiting_for: str | None
+    created_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+    #: Why it ended, for the user.
+    reason: str | None
+    exit_code: int | None
+
+
+class OwnView(WireModel):
+    """The caller's own leases, jobs and usage; for administrators also what all users use."""
+
+    #: Leases that have GPUs or containers, and waiting requests: the oldest of each.
+    leases: tuple[LeaseView, ...]
+    #: Number of further ones.
+    more_leases: int = 0
+    #: Jobs that have not ended, the newest first, and then those that ended last.
+    jobs: tuple[JobSummaryView, ...]
+    #: Number of further jobs that have not ended.
+    more_jobs: int = 0
+    usage: UsageView | None
+    #: For administrators: the usage of all users, and leases that only proof or an administrator can end.
+    all_usage: tuple[UsageView, ...] = ()
+    quarantined: tuple[LeaseView, ...] = ()
