@@ -94,3 +94,12 @@ if [ ! -x "$here/spawners/proxy/node_modules/.bin/configurable-http-proxy" ] || 
   (cd "$here/spawners/proxy" && npm ci --silent --no-audit --no-fund)
   stamp proxy "$sum"
 fi
+
+# What tests run in pages.
+if [ "$mode" = dev ]; then
+  sum=$(sha256sum <"$here/tests/support/browser/package-lock.json")
+  if [ ! -f "$here/tests/support/browser/node_modules/axe-core/axe.min.js" ] || changed axe "$sum"; then
+    (cd "$here/tests/support/browser" && npm ci --silent --no-audit --no-fund)
+    stamp axe "$sum"
+  fi
+fi

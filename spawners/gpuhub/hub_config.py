@@ -38,18 +38,15 @@ from gpuhub.spawners.slurm import port
 from gpuhub.tls import internal_certificates, public_access
 from gpuhub.tls.internal_certificates import CertificateStore
 from gpuhub.web import lab_assets
-from gpuhub.web.gpus_page import (
-    ActionHandler,
-    GpusPageHandler,
-    GpusPartsHandler,
-    LeaveQueueHandler,
-    NodeLeasesHandler,
-    PendingReasonHandler,
-)
+from gpuhub.web.gpus_page.actions import ActionHandler, LeaveQueueHandler
+from gpuhub.web.gpus_page.event_streams import OutputStreamHandler, PageStreamHandler
+from gpuhub.web.gpus_page.feeds import LiveFeeds
+from gpuhub.web.gpus_page.pages import GpusPageHandler, NodeLeasesHandler, PendingReasonHandler
 from gpuhub.web.handlers import BROKER_SCOPE, ClusterCaches, ClusterHandler, LaptopWheelHandler, UserTokens
 from gpuhub.web.idle_notices import IdleNoticesHandler
 from gpuhub.web.lab_assets import LabAssetsHandler
 from gpuhub.web.notifications_page import DestinationsHandler, NotificationsPageHandler
+from gpuhub.web.static_files import STATIC, StaticFilesHandler
 
 BROKER_SERVICE = "broker"
 CULLER_SERVICE = "gpuhub-idle-culler"
@@ -278,24 +275,33 @@ def custom_scopes() -> dict[str, dict[str, str]]:
 
 def handlers() -> list[tuple[str, type, dict[str, Any]]]:
     """Return gpuhub's handlers below /hub/; notebooks that are Slurm jobs report to one of them."""
-    parts = {
+    user_tokens = UserTokens()
+    parts: dict[str, Any] = {
         "make_broker": make_broker,
         "cluster": cluster(),
         "cluster_caches": ClusterCaches(cluster(), lambda groups: make_broker().cluster(groups)),
-        "user_tokens": UserTokens(),
+        "user_tokens": user_tokens,
     }
+    streaming = parts | {"feeds": LiveFeeds(cluster(), make_broker, user_tokens)}
     others: list[tuple[str, type, dict[str, Any]]] = [
         (LaptopWheelHandler.PATH, LaptopWheelHandler, {"path": str(paths().laptop_wheel)}),
         (LabAssetsHandler.PATH, LabAssetsHandler, {"path": str(paths().lab_assets)}),
+        (StaticFilesHandler.PATH, StaticFilesHandler, {"path": str(STATIC)}),
         (RevokeHandler.PATH, RevokeHandler, {}),
     ]
     if are_notebooks_jobs():
         others.append((port.PATH, port.PortHandler, {}))
+    others += [
+        (path, handler, streaming)
+        for path, handler in (
+            (r"/gpuhub/stream", PageStreamHandler),
+            (r"/gpuhub/output", OutputStreamHandler),
+        )
+    ]
     return others + [
         (path, handler, parts)
         for path, handler in (
             (r"/gpus", GpusPageHandler),
-            (r"/gpuhub/gpus", GpusPartsHandler),
             (r"/gpuhub/why", PendingReasonHandler),
             (r"/gpuhub/runs", NodeLeasesHandler),
             (r"/gpuhub/act", ActionHandler),

@@ -316,6 +316,17 @@ class AsyncBrokerClient:
             async for text in _read_events(answer, "cluster"):
                 yield _read(_CLUSTERVIEW, text)
 
+    async def read_own(self) -> OwnView:
+        """Return the caller's leases, jobs and usage.
+
+        Raises:
+            GpuhubError: the broker refuses, or does not answer.
+        """
+        async with self._open("/stream/own", {"for_s": "0"}, _ANSWER_S) as answer:
+            async for text in _read_events(answer, "own"):
+                return _read(_OWNVIEW, text)
+        raise errors.BrokerUnreachable("The GPU broker does not answer.")
+
     async def watch_own(self) -> AsyncIterator[OwnView]:
         """Yield the caller's leases, jobs and usage, again whenever they change.
 

@@ -7,17 +7,19 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from jupyterhub.handlers.base import BaseHandler
 from tornado import web
 
 from gpuhub.broker.api.auth import ADMIN_SCOPE
-from gpuhub.broker_api.errors import TooManyRequests
+from gpuhub.broker_api.errors import NotKnown, TooManyRequests
 from gpuhub.broker_api.schemas import ClusterView
-from gpuhub.common.errors import Unavailable
+from gpuhub.common.errors import GpuhubError, InvalidRequest, NotAllowed, NotFound, Unavailable
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.web.spawn_form import find_user_groups, render_parts
+
+T = TypeVar("T")
 
 #: Age up to which a view is used, seconds; less than the time between two refreshes of a page.
 CACHE_S = 1.5
@@ -128,6 +130,40 @@ class GpuhubHandler(BaseHandler):  # type: ignore[misc] # JupyterHub is untyped
         self.set_header("Content-Type", "application/json")
         self.set_header("Cache-Control", "no-store")
         self.finish(json.dumps(value))
+
+
+class BrokerUserHandler(GpuhubHandler):
+    """Base of the handlers that call the broker as the user."""
+
+    def check_scope(self) -> None:
+        """Refuse a token without access to the broker; a browser's session has it."""
+        if not {BROKER_SCOPE, "access:services"} & self.expanded_scopes:
+            raise web.HTTPError(403)
+
+    async def call_as_user(self, user: Any, ask: Callable[[Any], Awaitable[T]]) -> T:
+        """Call the broker with the user's token and return the result.
+
+        Raises:
+            GpuhubError: The broker refuses or does not answer in time.
+        """
+        try:
+            async with asyncio.timeout(4 * BROKER_TIMEOUT_S):
+                try:
+                    return await ask(self.broker.acting(self.user_tokens.get(user)))
+                except NotKnown:
+                    self.user_tokens.forget(user)
+                    return await ask(self.broker.acting(self.user_tokens.get(user)))
+        except TimeoutError:
+            raise Unavailable("The GPU broker does not answer. Try again later.") from None
+
+    def finish_error(self, error: GpuhubError) -> None:
+        """Send the error's text with its HTTP status."""
+        self.finish_json({"message": str(error)}, _http_status(error))
+
+
+def _http_status(error: GpuhubError) -> int:
+    kinds = ((Unavailable, 503), (TooManyRequests, 503), (NotAllowed, 403), (InvalidRequest, 400), (NotFound, 404))
+    return next((status for kind, status in kinds if isinstance(error, kind)), 409)
 
 
 class LaptopWheelHandler(web.StaticFileHandler):

@@ -9,7 +9,7 @@ from typing import Any
 from gpuhub.broker_api.schemas import EventView, LeaseView
 from gpuhub.common.errors import GpuhubError
 from gpuhub.common.units import format_span
-from gpuhub.web.gpus_page import BrokerUserHandler
+from gpuhub.web.handlers import BrokerUserHandler
 from gpuhub.web.text import capitalise, describe_gpus
 
 #: Number of a user's newest events that are searched for a notebook that was stopped.

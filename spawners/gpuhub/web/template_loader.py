@@ -11,6 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from gpuhub.common.units import format_span
+from gpuhub.web.static_files import STATIC
 from gpuhub.web.text import (
     capitalise,
     describe_gib,
@@ -39,7 +40,7 @@ def read_asset(name: str) -> Markup:
 
 def read_style(name: str) -> Markup:
     """Return a style sheet together with the one that all pages share."""
-    return read_asset("gpuhub_gpu.css") + read_asset(name)
+    return Markup((STATIC / "gpus.css").read_text(encoding="utf-8")) + read_asset(name)  # noqa: S704 - our own file
 
 
 def build_strict_environment(folder: Path) -> jinja2.Environment:

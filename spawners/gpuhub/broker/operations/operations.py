@@ -317,7 +317,7 @@ class BrokerOperations:
         return self._cluster_views.render(replace(caller, groups=frozenset(groups)) if groups else caller)
 
     def shared_cluster_json(self, caller: Identity) -> bytes:
-        """Return the whole cluster as JSON, as all users in the caller's groups see it, without the caller's own limits."""
+        """Return the whole cluster as JSON, as all users in the caller's groups see it."""
         return self._cluster_views.render_shared(caller)
 
     async def usage(self, caller: Identity, owner: str | None) -> list[UsageView]:

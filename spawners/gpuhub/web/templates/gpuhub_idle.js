@@ -73,7 +73,16 @@
         window.setInterval(function () {
           root.querySelectorAll("[data-end]").forEach(function (element) { element.textContent = countdown(element.dataset.end); });
         }, 1000);
-        window.setInterval(refresh, 10000);
-        document.addEventListener("visibilitychange", refresh);
+        if (root.dataset.live) {
+          // The page gets the warnings with its other changes; only what was stopped is asked for.
+          document.addEventListener("gpuhub:warnings", function (event) {
+            var isFewer = event.detail.length < warned;
+            show({ warnings: event.detail });
+            if (isFewer) { refresh(); }
+          });
+        } else {
+          window.setInterval(refresh, 10000);
+          document.addEventListener("visibilitychange", refresh);
+        }
         refresh();
       })();

@@ -28,7 +28,7 @@ from gpuhub.docker.networks import build_access_network, build_user_network
 from gpuhub.spawners.base import SpawnFailed
 from gpuhub.spawners.docker.startup import check_server_name, choose_profile, parse_published_address
 from gpuhub.spawners.notebook_lease import choose_lease, claim_lease, release_lease, select_groups
-from gpuhub.web.gpus_page import parse_leave_request
+from gpuhub.web.gpus_page.actions import parse_leave_request
 from gpuhub.web.text import describe_gpus, describe_placing, describe_waiting, eligible_nodes
 from tests.support.broker.factories import lease
 from tests.support.clusters import build_cluster

@@ -18,8 +18,8 @@ from gpuhub.broker_api.schemas import (
     Purpose,
 )
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.web.gpus_page import GpusPageData, NodeFilter, needs_attention, select_nodes
-from gpuhub.web.gpus_page import render_parts as build_page
+from gpuhub.web.gpus_page.node_filter import NodeFilter, needs_attention, select_nodes
+from gpuhub.web.gpus_page.parts import GpusPageData, render_page
 from gpuhub.web.spawn_form import build_cards, render_form, render_parts
 from gpuhub.web.text import count_totals, describe_partition, describe_waiting
 from tests.support.broker.factories import USAGE, entry, lease
@@ -86,8 +86,9 @@ async def build_view(cluster: ClusterSettings, **changes: Any) -> ClusterView:
 
 
 def render(view: ClusterView, **more: Any) -> dict[str, str]:
-    found = build_page(GpusPageData(**{"name": "ada", "is_admin": False, "view": view, **more}), NodeFilter())
-    return {part: " ".join(html.split()) for part, html in found.items()}
+    found = render_page(GpusPageData(**{"name": "ada", "is_admin": False, "view": view, **more}), NodeFilter())
+    parts = {**found.parts, "nodes": "".join(found.nodes.values())}
+    return {part: " ".join(html.split()) for part, html in parts.items()}
 
 
 async def test_each_profile_shows_its_slurm_terms(slurm: ClusterSettings) -> None:

@@ -22,25 +22,27 @@ from gpuhub.broker_api.schemas import (
     Purpose,
     ReservationView,
 )
+from gpuhub.broker_api.schemas.live import OwnView
 from gpuhub.common.errors import BrokerUnreachable, InvalidRequest
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.web.gpus_page import (
-    MAX_QUEUE_ENTRIES,
-    NODES_PER_PAGE,
-    BrokerUserHandler,
+from gpuhub.web.gpus_page.actions import (
+    CancelJobAction,
     ChangeNodeAction,
     ExtendAction,
     ForceAction,
-    GpusPageData,
     KeepAction,
-    NodeFilter,
+    StopLeaseAction,
     parse_action,
-    parse_node_filter,
     perform_action,
+)
+from gpuhub.web.gpus_page.node_filter import NODES_PER_PAGE, NodeFilter, parse_node_filter, select_nodes
+from gpuhub.web.gpus_page.pages import GpusPageHandler
+from gpuhub.web.gpus_page.parts import (
+    MAX_QUEUE_ENTRIES,
+    GpusPageData,
     render_node_leases,
-    render_parts,
+    render_page,
     render_pending_reason,
-    select_nodes,
 )
 from gpuhub.web.handlers import BROKER_SCOPE, PAGE_NOTE, TOKEN_RENEW_AFTER_S, ClusterCache, UserTokens
 from tests.support.broker.factories import USAGE, ask, entry, lease
@@ -54,8 +56,9 @@ def change(known: LeaseView, **changes: object) -> LeaseView:
 
 
 def render(view: ClusterView | None, *, name: str = "ada", is_admin: bool = False, **more: Any) -> dict[str, str]:
-    found = render_parts(GpusPageData(name=name, is_admin=is_admin, view=view, **more), NodeFilter())
-    return {part: " ".join(html.split()) for part, html in found.items()}
+    found = render_page(GpusPageData(name=name, is_admin=is_admin, view=view, **more), NodeFilter())
+    parts = {**found.parts, "nodes": "".join(found.nodes.values())}
+    return {part: " ".join(html.split()) for part, html in parts.items()}
 
 
 async def build_view(cluster: ClusterSettings, **changes: Any) -> ClusterView:
@@ -95,16 +98,17 @@ async def test_own_request_shows_its_pending_reason(cluster: ClusterSettings) ->
     assert "expected at <time" in own
     root = render(view, name="root", is_admin=True)["queue"]
     assert 'data-why="l1"' in root
-    assert "data-do" not in root
+    assert ("data-do=\"stop\" data-lease=\"l1\"" in root, "data-do=\"leave\"" in root) == (True, False)
 
 
 async def test_own_requests_are_shown_in_a_long_queue(cluster: ClusterSettings) -> None:
     """The number of further entries is shown as well."""
     queue = tuple(entry(position, "ada" if position == 900 else "ben") for position in range(1, 1001))
     far = change(lease(), id="far", state=LeaseState.REQUESTED, position=9000, gpus=())
+    near = change(lease(), id="l900", state=LeaseState.REQUESTED, position=900, gpus=())
     view = await build_view(cluster, queue=queue, waiting=10_000)
-    assert 'data-why="far"' in render(view, leases=[far])["queue"]
-    shown = render(view)["queue"]
+    assert 'data-why="far"' in render(view, leases=[near, far])["queue"]
+    shown = render(view, leases=[near])["queue"]
     assert shown.count("waits for") == MAX_QUEUE_ENTRIES + 1
     assert 'data-why="l900"' in shown
     assert "10,000 waiting" in shown
@@ -136,7 +140,7 @@ async def test_administrators_get_buttons_and_quarantined_leases(cluster: Cluste
     assert shown["nodes"].count('data-do="drain"') == 3
     assert 'data-do="force" data-lease="q"' in shown["admin"]
     assert "rig1 is silent" in shown["admin"]
-    assert "Usage of all users" in shown["admin"]
+    assert "Usage and limits of all users" in shown["admin"]
     plain = render(view)
     assert plain["admin"] == ""
     assert "data-do" not in plain["nodes"]
@@ -167,6 +171,8 @@ def test_unreachable_broker_is_reported() -> None:
     shown = render(None)
     assert "does not answer" in shown.pop("problem")
     assert set(shown.values()) == {""}
+    own = OwnView(leases=(), jobs=(), usage=None)
+    assert GpusPageData.build(FakeHubUser("ada"), None, own).view is None
 
 
 async def test_many_nodes_are_paginated(cluster: ClusterSettings) -> None:
@@ -218,6 +224,8 @@ def test_button_actions_are_parsed() -> None:
         do="extend", lease="l0a1", hours=4
     )
     assert parse_action(b'{"do": "force", "lease": "l0a1"}') == ForceAction(do="force", lease="l0a1")
+    assert parse_action(b'{"do": "stop", "lease": "l0a1"}') == StopLeaseAction(do="stop", lease="l0a1")
+    assert parse_action(b'{"do": "cancel", "job": "j0a1"}') == CancelJobAction(do="cancel", job="j0a1")
     assert parse_action(b'{"do": "keep", "lease": "l0a1"}') == KeepAction(do="keep", lease="l0a1")
     drain = ChangeNodeAction(do="drain", node="rig1", reason="fans", grace_s=600)
     assert parse_action(b'{"do": "drain", "node": "rig1", "reason": "fans", "grace_s": 600}') == drain
@@ -234,6 +242,8 @@ def test_button_actions_are_parsed() -> None:
         b'{"do": "extend", "lease": "l", "hours": "4"}',
         b'{"do": "extend", "lease": "l", "hours": 0}',
         b'{"do": "force", "lease": "l", "by": "root"}',
+        b'{"do": "cancel", "job": "j/../k"}',
+        b'{"do": "stop", "job": "j"}',
         b'{"do": "cordon", "node": "rig1/../rig2"}',
         b'{"do": "drain", "node": "rig1", "grace_s": -1}',
     ],
@@ -258,6 +268,15 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         async def keep(self, *arguments: object) -> None:
             asked.append(("keep", *arguments))
 
+        async def get_lease(self, lease_id: str) -> LeaseView:
+            return change(lease(), purpose=Purpose.JOB if lease_id == "of-job" else Purpose.NOTEBOOK, subject="j1")
+
+        async def release(self, *arguments: object) -> None:
+            asked.append(("release", *arguments))
+
+        async def end_job(self, *arguments: object) -> None:
+            asked.append(("end job", *arguments))
+
         async def change_node(self, node: str, what: str, request: Any = None) -> None:
             asked.append((what, node, request and (request.reason, request.grace_s)))
 
@@ -265,6 +284,9 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         b'{"do": "extend", "lease": "l", "hours": 4}',
         b'{"do": "force", "lease": "l"}',
         b'{"do": "keep", "lease": "l"}',
+        b'{"do": "stop", "lease": "l"}',
+        b'{"do": "stop", "lease": "of-job"}',
+        b'{"do": "cancel", "job": "j2"}',
         b'{"do": "cordon", "node": "rig1", "reason": "fans"}',
         b'{"do": "undrain", "node": "rig1"}',
     ):
@@ -273,6 +295,9 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         ("extend", "l", 14400),
         ("force", "l"),
         ("keep", "l"),
+        ("release", "l"),
+        ("end job", "j1"),
+        ("end job", "j2"),
         ("cordon", "rig1", ("fans", 0)),
         ("undrain", "rig1", None),
     ]
@@ -315,8 +340,9 @@ async def test_page_is_shown_while_the_broker_refuses_tokens() -> None:
     async def get_view(_: object) -> object:
         return object()
 
-    handler = SimpleNamespace(cluster_caches=SimpleNamespace(get=get_view), _load_user_data=refuse)
-    data = await BrokerUserHandler.load_page_data(handler, FakeHubUser("ada"))  # type: ignore[arg-type]
+    ada = FakeHubUser("ada")
+    handler = SimpleNamespace(cluster_caches=SimpleNamespace(get=get_view), call_as_user=refuse, current_user=ada)
+    data = await GpusPageHandler._load(handler)  # type: ignore[arg-type]
     assert data == GpusPageData(name="ada", is_admin=False, view=None)
     assert await ClusterCache(refuse).get() is None  # type: ignore[arg-type]
 

@@ -1,0 +1,1 @@
+"""The page of all GPUs: what it shows, its live updates, and its actions."""

@@ -1,0 +1,194 @@
+"""Actions of the page: what its buttons send, and the handlers that pass it to the broker as the user."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+
+from gpuhub.broker_api.schemas import CordonRequest, LeaseState, Purpose
+from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest
+from gpuhub.web.handlers import BrokerUserHandler
+
+T = TypeVar("T")
+_HOUR_S = 3600
+_Id = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,64}$")]
+_NodeName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,64}$")]
+_Reason = Annotated[str, StringConstraints(max_length=300)]
+
+
+class _PageAction(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ExtendAction(_PageAction):
+    """Extends a lease."""
+
+    do: Literal["extend"]
+    lease: _Id
+    hours: Annotated[int, Field(ge=1, le=24 * 366)]
+
+
+class ForceAction(_PageAction):
+    """Releases a lease's GPUs without proof."""
+
+    do: Literal["force"]
+    lease: _Id
+
+
+class ChangeNodeAction(_PageAction):
+    """Cordons, drains or undrains a node."""
+
+    do: Literal["cordon", "drain", "undrain"]
+    node: _NodeName
+    reason: _Reason = ""
+    grace_s: Annotated[int, Field(ge=0, le=30 * 86400)] = 0
+
+
+class LeaveQueueRequest(BaseModel):
+    """Removes a request from the queue."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    lease: _Id
+
+
+class KeepAction(_PageAction):
+    """Keeps an idle notebook."""
+
+    do: Literal["keep"]
+    lease: _Id
+
+
+class StopLeaseAction(_PageAction):
+    """Ends a notebook or a job by its lease."""
+
+    do: Literal["stop"]
+    lease: _Id
+
+
+class CancelJobAction(_PageAction):
+    """Cancels a job."""
+
+    do: Literal["cancel"]
+    job: _Id
+
+
+PageAction = ExtendAction | ForceAction | KeepAction | StopLeaseAction | CancelJobAction | ChangeNodeAction
+
+
+_ACTION_ADAPTER: TypeAdapter[PageAction] = TypeAdapter(Annotated[PageAction, Field(discriminator="do")])
+
+
+_LEAVE_ADAPTER = TypeAdapter(LeaveQueueRequest)
+
+
+def parse_action(body: bytes) -> PageAction:
+    """Parse an action of the page, such as `{"do": "extend", "lease": "l0a1", "hours": 4}`.
+
+    Raises:
+        InvalidRequest: It is not a valid action.
+    """
+    return _parse(_ACTION_ADAPTER, body)
+
+
+def parse_leave_request(body: bytes) -> LeaveQueueRequest:
+    """Parse a request to leave the queue: `{"lease": "l0a1"}`.
+
+    Raises:
+        InvalidRequest: It is not of this form.
+    """
+    return _parse(_LEAVE_ADAPTER, body)
+
+
+def _parse(kind: TypeAdapter[T], body: bytes) -> T:
+    try:
+        return kind.validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequest(
+            f"this is not a valid request of the page: {where or 'the body'}: {first['msg']}"
+        ) from None
+
+
+class ActionHandler(BrokerUserHandler):
+    """POST: perform an action of the page."""
+
+    async def post(self) -> None:
+        """Answer 204, or send the broker's refusal."""
+        user = self.require_user()
+        self.check_scope()
+        try:
+            act = parse_action(self.request.body)
+            await self.call_as_user(user, lambda broker: perform_action(broker, act))
+        except GpuhubError as error:
+            self.finish_error(error)
+            return
+        self.set_status(204)
+        self.finish()
+
+
+class LeaveQueueHandler(BrokerUserHandler):
+    """POST `{"lease": id}`: end a request that waits."""
+
+    async def post(self) -> None:
+        """Answer 204, or send a refusal with one line of text."""
+        user = self.require_user()
+        self.check_scope()
+        try:
+            request = parse_leave_request(self.request.body)
+            await self.call_as_user(user, lambda broker: leave_queue(broker, request.lease))
+        except GpuhubError as error:
+            self.finish_error(error)
+            return
+        self.set_status(204)
+        self.finish()
+
+
+async def leave_queue(broker: Any, lease_id: str) -> None:
+    """Remove a waiting request from the queue.
+
+    Raises:
+        Conflict: The request no longer waits.
+        GpuhubError: The broker refuses.
+    """
+    lease = await broker.get_lease(lease_id)
+    if lease.state is not LeaseState.REQUESTED:
+        raise Conflict("This request is no longer in the queue.")
+    await broker.release(lease_id)
+
+
+async def stop_lease(broker: Any, lease_id: str) -> None:
+    """End a notebook, or a job with its lease.
+
+    Raises:
+        GpuhubError: The broker refuses.
+    """
+    lease = await broker.get_lease(lease_id)
+    if lease.purpose is Purpose.JOB:
+        await broker.end_job(lease.subject)
+    else:
+        await broker.release(lease_id)
+
+
+async def perform_action(broker: Any, action: PageAction) -> None:
+    """Perform an action through the broker.
+
+    Raises:
+        GpuhubError: The broker refuses.
+    """
+    if isinstance(action, ExtendAction):
+        await broker.extend(action.lease, action.hours * _HOUR_S)
+    elif isinstance(action, ForceAction):
+        await broker.force(action.lease)
+    elif isinstance(action, KeepAction):
+        await broker.keep(action.lease)
+    elif isinstance(action, StopLeaseAction):
+        await stop_lease(broker, action.lease)
+    elif isinstance(action, CancelJobAction):
+        await broker.end_job(action.job)
+    elif action.do == "undrain":
+        await broker.change_node(action.node, action.do)
+    else:
+        await broker.change_node(action.node, action.do, CordonRequest(reason=action.reason, grace_s=action.grace_s))

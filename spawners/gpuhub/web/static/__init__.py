@@ -1,0 +1,1 @@
+"""Scripts and style sheets that browsers fetch as files."""

@@ -1,0 +1,158 @@
+// The dialog that asks before something changes, and its forms by what a button does (`data-do`).
+
+import { get, post } from "./hub.js";
+import { showTimes } from "./times.js";
+
+const dialog = document.getElementById("gpuhub-dialog");
+const title = document.getElementById("gpuhub-dialog-title");
+const body = document.getElementById("gpuhub-dialog-body");
+const refusal = document.getElementById("gpuhub-dialog-refusal");
+const cancelButton = document.getElementById("gpuhub-dialog-cancel");
+const doButton = document.getElementById("gpuhub-dialog-do");
+let confirm = null; // builds the request of the dialog's button
+
+function paragraph(text) {
+  const element = document.createElement("p");
+  element.textContent = text;
+  return element;
+}
+
+function field(label, input) {
+  const element = document.createElement("label");
+  element.append(label, input);
+  return element;
+}
+
+function select(choices, chosen) {
+  const element = document.createElement("select");
+  element.className = "form-select";
+  for (const [value, text] of choices) { element.add(new Option(text, value, false, value === chosen)); }
+  return element;
+}
+
+function reasonInput() {
+  const element = document.createElement("input");
+  element.className = "form-control";
+  element.maxLength = 300;
+  element.placeholder = "shown to users";
+  return element;
+}
+
+function refuse(text) {
+  refusal.textContent = text;
+  refusal.hidden = !text;
+}
+
+function show(heading, parts, { label = "", isDangerous = false, build = null } = {}) {
+  title.textContent = heading;
+  body.replaceChildren(...parts);
+  doButton.textContent = label;
+  doButton.className = `btn ${isDangerous ? "btn-danger" : "btn-primary"}`;
+  doButton.hidden = !build;
+  doButton.disabled = false;
+  cancelButton.textContent = build ? "Cancel" : "Close";
+  refuse("");
+  confirm = build;
+  if (!dialog.open) { dialog.showModal(); }
+  // Nothing that ends something has the focus at once.
+  const first = body.querySelector("select, input, button");
+  (first && !isDangerous ? first : cancelButton).focus();
+}
+
+async function send() {
+  if (!confirm) { return; }
+  doButton.disabled = true;
+  try {
+    await post("act", confirm());
+    dialog.close();
+  } catch (error) {
+    refuse(error.message);
+  }
+  doButton.disabled = false;
+}
+
+async function loadLeases(node) {
+  const { html } = await get(`runs?node=${encodeURIComponent(node)}`);
+  const leases = document.createElement("div");
+  leases.className = "gpuhub-scroll";
+  leases.innerHTML = html;
+  showTimes(leases);
+  return leases;
+}
+
+const HOURS = [["1", "1 hour"], ["2", "2 hours"], ["4", "4 hours"], ["8", "8 hours"], ["12", "12 hours"], ["24", "24 hours"]];
+const GRACE = [["0", "at once"], ["600", "in 10 minutes"], ["1800", "in 30 minutes"], ["7200", "in 2 hours"],
+  ["28800", "in 8 hours"], ["86400", "in a day"]];
+
+const forms = {
+  extend({ lease, what }) {
+    const hours = select(HOURS, "4");
+    show("Extend", [field(`Time from now until the ${what.replace(/^(.*'s )/, "")} ends`, hours)], {
+      label: "Extend", build: () => ({ do: "extend", lease, hours: Number(hours.value) }),
+    });
+  },
+  cancel({ job, what }) {
+    show(`Cancel ${what}?`, [paragraph("Its processes are stopped, and its GPUs become free. What it wrote stays.")], {
+      label: "Cancel the job", isDangerous: true, build: () => ({ do: "cancel", job }),
+    });
+  },
+  stop({ lease, what }) {
+    show(`Stop ${what}?`, [paragraph("Its processes are stopped, and its GPUs become free. Files stay; variables in memory are lost.")], {
+      label: "Stop", isDangerous: true, build: () => ({ do: "stop", lease }),
+    });
+  },
+  async leases({ node }) {
+    show(`Leases on ${node}`, [await loadLeases(node)]);
+  },
+  cordon({ node }) {
+    const reason = reasonInput();
+    show(`Cordon ${node}`, [paragraph("It takes no new work. Leases there continue."), field("Reason", reason)], {
+      label: "Cordon", build: () => ({ do: "cordon", node, reason: reason.value }),
+    });
+  },
+  undrain({ node }) {
+    show(`Uncordon ${node}`, [paragraph("It takes work again, and leases that a drain has not ended yet get their time back.")], {
+      label: "Uncordon", build: () => ({ do: "undrain", node }),
+    });
+  },
+  async drain({ node }) {
+    const reason = reasonInput();
+    const grace = select(GRACE, "1800");
+    const leases = await loadLeases(node);
+    leases.querySelectorAll("button").forEach((button) => button.remove());
+    show(`Drain ${node}`, [leases, paragraph("It takes no new work, and leases there end:"), field("End of the leases", grace), field("Reason", reason)], {
+      label: `Drain ${node}`,
+      isDangerous: true,
+      build: () => ({ do: "drain", node, grace_s: Number(grace.value), reason: reason.value }),
+    });
+  },
+  force({ lease, what }) {
+    show(`Force the end of ${what}?`, [
+      paragraph("It is not proven that its containers are gone. After forcing, other users get its GPUs at once: if a "
+        + "container still runs, two users share a GPU without knowing, and may damage each other's work."),
+      paragraph("Force it only when you have checked that the machine is off or the container is gone."),
+    ], { label: "Force", isDangerous: true, build: () => ({ do: "force", lease }) });
+  },
+  leave({ lease }) {
+    return post("leave", { lease });
+  },
+};
+
+async function openForm(button) {
+  try {
+    await forms[button.dataset.do](button.dataset);
+  } catch (error) {
+    show("This did not work", [paragraph(error.message)]);
+  }
+}
+
+export function bindDialogs(root) {
+  for (const element of [root, body]) {
+    element.addEventListener("click", (event) => {
+      const button = event.target.closest("button[data-do]");
+      if (button) { openForm(button); }
+    });
+  }
+  dialog.querySelector("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+  cancelButton.addEventListener("click", () => dialog.close());
+}

@@ -1,0 +1,64 @@
+// The live output of jobs, below the jobs whose details are unfolded.
+
+import { hubUrl } from "./hub.js";
+import { LiveStream } from "./live_stream.js";
+
+const MAX_OPEN = 3;
+const MAX_CHARACTERS = 200000;
+// Colours and other control sequences of terminals.
+const CONTROL_SEQUENCES = /\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])/g;
+
+const open = new Map(); // details → { stream, screen }
+
+function build(details) {
+  const screen = document.createElement("pre");
+  screen.tabIndex = 0;
+  screen.setAttribute("role", "log");
+  screen.setAttribute("aria-live", "off"); // it can be read, and is not announced
+  screen.setAttribute("aria-label", details.querySelector("summary").textContent.trim());
+  const note = document.createElement("p");
+  note.className = "gpuhub-quiet";
+  note.textContent = "…";
+  details.querySelector("[data-keep]").replaceChildren(screen, note);
+  return { screen, note };
+}
+
+// Progress bars go back to the beginning of their line.
+function applyReturns(line) {
+  const text = line.endsWith("\r") ? line.slice(0, -1) : line;
+  return text.slice(text.lastIndexOf("\r") + 1);
+}
+
+function append(screen, text) {
+  const isAtEnd = screen.scrollHeight - screen.scrollTop - screen.clientHeight < 40;
+  const all = (screen.textContent + text.replace(CONTROL_SEQUENCES, "")).slice(-MAX_CHARACTERS);
+  screen.textContent = all.split("\n").map(applyReturns).join("\n");
+  if (isAtEnd) { screen.scrollTop = screen.scrollHeight; }
+}
+
+export function startOutput(details) {
+  if (open.has(details)) { return; }
+  if (open.size >= MAX_OPEN) { open.keys().next().value.open = false; }
+  const { screen, note } = build(details);
+  const stream = new LiveStream(() => `${hubUrl}output?job=${encodeURIComponent(details.dataset.output)}`, {
+    handlers: {
+      begin: () => { screen.textContent = ""; note.textContent = "follows the job"; },
+      text: ({ text }) => append(screen, text),
+      end: () => { note.textContent = "complete"; stream.end(); },
+      refused: ({ message }) => { note.textContent = message; stream.end(); },
+    },
+    onState: (isLive) => { if (!isLive) { note.textContent = "connecting again …"; } },
+  });
+  open.set(details, stream);
+}
+
+export function stopOutput(details) {
+  const stream = open.get(details);
+  if (stream) { stream.end(); }
+  open.delete(details);
+}
+
+// After an update: a job that is gone has no output.
+export function dropRemovedOutputs() {
+  for (const details of [...open.keys()]) { if (!details.isConnected) { stopOutput(details); } }
+}

@@ -1,0 +1,275 @@
+"""The live page of all GPUs in headless Chromium, with the real proxy, hub and broker on simulated nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from gpuhub.common import secrets
+from tests.support.docker.simulated_nodes import wait_until
+from tests.support.hub.simulated_hub import SimulatedHub, simulated_hub
+
+pytestmark = [pytest.mark.browser, pytest.mark.root]
+ROOT = Path(__file__).parents[4]
+PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", ROOT / ".cache" / "pictures"))
+AXE = ROOT / "tests" / "support" / "browser" / "node_modules" / "axe-core" / "axe.min.js"
+PHONE = {"width": 360, "height": 740}
+RUN = "run-000001"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedHub]:
+    """A hub where ada has a notebook and a job, and ben waits."""
+    with simulated_hub("ghlive", tmp_path_factory.mktemp("hub"), 18500) as started:
+        started.make_tokens("ada", "ben", "root1")
+        yield started
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        yield launched
+        launched.close()
+
+
+def open_page(browser: Browser, hub: SimulatedHub, name: str, query: str = "", **options: Any) -> Page:
+    """Log a user in with a browser context of their own, and open the page of all GPUs."""
+    page = browser.new_context(**options).new_page()
+    page.set_default_timeout(20_000)
+    page.on("pageerror", lambda error: pytest.fail(f"the page's script failed: {error}"))
+    page.goto(f"{hub.url}/hub/login?next=%2Fhub%2Fgpus{query}")
+    kind = secrets.ADMIN_PASSWORD if name == "root1" else secrets.USER_PASSWORD
+    page.fill("input[name=username]", name)
+    page.fill("input[name=password]", secrets.read_secret(hub.served.paths, kind))
+    page.click("#login_submit")
+    page.wait_for_url("**/hub/gpus*")
+    expect(page.locator("#gpuhub-connection")).to_have_text("live")
+    return page
+
+
+@pytest.fixture
+def ada(browser: Browser, hub: SimulatedHub) -> Iterator[Page]:
+    page = open_page(browser, hub, "ada")
+    yield page
+    page.context.close()
+
+
+@pytest.fixture
+def admin(browser: Browser, hub: SimulatedHub) -> Iterator[Page]:
+    page = open_page(browser, hub, "root1")
+    yield page
+    page.context.close()
+
+
+@pytest.fixture(autouse=True)
+def clean(hub: SimulatedHub) -> Iterator[None]:
+    """End all leases and cordons after each test."""
+    yield
+    for lease in hub.send("GET", "/leases", "root1"):
+        method = f"/jobs/{lease['subject']}" if lease["purpose"] == "job" else f"/leases/{lease['id']}"
+        hub.send("DELETE", method, "root1")
+    for node in hub.send("GET", "/nodes"):
+        if node["state"] != "up":
+            hub.send("POST", f"/nodes/{node['name']}/undrain", "root1")
+    wait_until(lambda: not hub.send("GET", "/leases", "root1"), "no lease is left")
+
+
+def start_job(hub: SimulatedHub, **asked: Any) -> Any:
+    body = {"run_id": RUN, "detached": True, "name": "train.py", **asked}
+    return hub.send("POST", "/jobs", status=201, json=body)
+
+
+def check_accessibility(page: Page) -> None:
+    """Run axe-core on the page; nothing serious may be found."""
+    page.add_script_tag(path=str(AXE))
+    found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")["violations"]
+    serious = [
+        (one["id"], one["help"], [node["html"][:300] for node in one["nodes"]][:5])
+        for one in found
+        if one["impact"] in {"serious", "critical"}
+    ]
+    assert serious == []
+
+
+def take_picture(page: Page, name: str) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=PICTURES / f"{name}.png", full_page=True)
+
+
+def part(page: Page, name: str) -> Any:
+    return page.locator(f"[data-gpuhub-part={name}]")
+
+
+def test_changes_appear_without_polling(hub: SimulatedHub, ada: Page) -> None:
+    """Grants, the queue and ends of others and of the user; the browser sends no request for them."""
+    asked: list[str] = []
+    ada.on("request", lambda request: asked.append(request.url))
+    hub.request_notebook("ben", "rtx5090")
+    expect(ada.locator("[data-node-name=rig1]")).to_contain_text("held by ben")
+    expect(part(ada, "totals")).to_contain_text("2 of 3 GPUs free")
+    lease = hub.request_notebook("ada", "rtx5090")
+    expect(part(ada, "queue")).to_contain_text("ada waits for profile rtx5090")
+    [held] = hub.send("GET", "/leases", "ben")
+    hub.send("DELETE", f"/leases/{held['id']}", "ben")
+    expect(part(ada, "queue")).to_be_empty()
+    expect(part(ada, "own").locator(f"[data-key=lease-{lease['id']}]")).to_contain_text("3 h 59 min left")
+    assert asked == []
+
+
+def test_other_users_see_names_and_nothing_else(hub: SimulatedHub, browser: Browser) -> None:
+    """Ben's stream has the holder of ada's GPU, but neither her lease nor her job's buttons."""
+    lease = hub.request_notebook("ada", "rtx5090")
+    job = start_job(hub)
+    page = open_page(browser, hub, "ben")
+    expect(page.locator("[data-node-name=rig1]")).to_contain_text("held by ada")
+    text = page.evaluate("""async () => (await fetch("/hub/gpuhub/stream?for_s=0")).text()""")
+    assert "held by <strong>ada" in text
+    assert lease["id"] not in text
+    assert job["id"] not in text
+    page.context.close()
+
+
+def test_a_job_is_followed_and_cancelled(hub: SimulatedHub, ada: Page) -> None:
+    """Its output comes line by line, its countdown runs, and it ends after a confirmation."""
+    job = start_job(hub)
+    entry = ada.locator(f"[data-key=job-{job['id']}]")
+    expect(entry.locator(".badge")).to_have_text("running")
+    folder = hub.running.setting.home("ada") / ".gpuhub" / "runs" / RUN
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "output.log"
+    log.write_bytes(b"loss 4.2 <b>\n")
+    entry.locator("details[data-output] summary").click()
+    expect(entry.locator("pre")).to_have_text("loss 4.2 <b>\n")
+    with log.open("ab") as file:
+        file.write(b"10 %\r99 %\r\n\x1b[32mloss 3.1\x1b[0m\n")
+    expect(entry.locator("pre")).to_have_text("loss 4.2 <b>\n99 %\nloss 3.1\n")
+    # Changes elsewhere leave it as it is.
+    hub.request_notebook("ben", "cpu")
+    hub.request_notebook("ada", "any", "second")
+    expect(part(ada, "own")).to_contain_text("second")
+    expect(entry.locator("pre")).to_contain_text("loss 3.1")
+    check_accessibility(ada)
+    entry.get_by_role("button", name="Cancel").click()
+    dialog = ada.get_by_role("dialog")
+    expect(dialog).to_contain_text("Cancel train.py?")
+    dialog.get_by_role("button", name="Cancel the job").click()
+    expect(dialog).to_be_hidden()
+    expect(entry.locator(".badge")).to_have_text("ended")
+    expect(entry).to_contain_text("complete")
+    expect(ada.locator("#gpuhub-announcer")).to_contain_text("Your job train.py has ended: stopped.")
+
+
+def test_keyboard_alone_extends_a_lease(hub: SimulatedHub, ada: Page) -> None:
+    """The focus stays where it is while the page changes around it, and returns after the dialog."""
+    lease = hub.request_notebook("ada", "rtx5090")
+    button = ada.locator(f"[data-key=extend-{lease['id']}]")
+    button.wait_for()
+    for _ in range(60):
+        ada.keyboard.press("Tab")
+        if button.evaluate("element => element === document.activeElement"):
+            break
+    expect(button).to_be_focused()
+    hub.request_notebook("ada", "cpu", "second")
+    expect(part(ada, "own")).to_contain_text("second")
+    expect(button).to_be_focused()
+    ada.keyboard.press("Enter")
+    expect(ada.get_by_role("dialog")).to_be_visible()
+    ada.keyboard.press("ArrowDown")
+    ada.keyboard.press("Enter")
+    expect(ada.get_by_role("dialog")).to_be_hidden()
+    expect(part(ada, "own")).to_contain_text(re.compile("7 h 59 min left|8 h 0 min left"))
+    expect(button).to_be_focused()
+    hub.send("DELETE", f"/leases/{lease['id']}")
+    expect(button).to_have_count(0)
+    # What had the focus is gone, and the keyboard continues at its part of the page.
+    expect(part(ada, "own")).to_be_focused()
+
+
+def test_administrator_stops_and_drains_after_a_confirmation(hub: SimulatedHub, admin: Page, ada: Page) -> None:
+    """Leases of a node with their owners; a drained node is shown to all at once."""
+    hub.request_notebook("ada", "rtx5090")
+    node = admin.locator("[data-node-name=rig1]")
+    node.get_by_role("button", name="Leases on rig1").click()
+    dialog = admin.get_by_role("dialog")
+    expect(dialog).to_contain_text("ada")
+    check_accessibility(admin)
+    dialog.get_by_role("button", name="Stop ada's notebook on rig1").click()
+    expect(dialog).to_contain_text("Stop ada's notebook on rig1?")
+    expect(dialog.get_by_role("button", name="Cancel")).to_be_focused()
+    dialog.get_by_role("button", name="Stop", exact=True).click()
+    expect(ada.locator("#gpuhub-announcer")).to_contain_text("Your notebook has ended.")
+    node.get_by_role("button", name="Drain rig1").click()
+    dialog.get_by_label("Reason").fill("new fan")
+    dialog.get_by_role("button", name="Drain rig1").click()
+    expect(ada.locator("[data-node-name=rig1]")).to_contain_text("new fan")
+    node.get_by_role("button", name="Uncordon rig1").click()
+    dialog.get_by_role("button", name="Uncordon").click()
+    expect(ada.locator("[data-node-name=rig1] .badge")).to_have_text("up")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_pages_are_readable_and_accessible(hub: SimulatedHub, browser: Browser, scheme: Any, width: int) -> None:
+    """At a phone's width nothing is cut off; both of JupyterHub's themes; axe-core finds nothing serious."""
+    hub.request_notebook("ada", "rtx5090")
+    start_job(hub)
+    hub.request_notebook("ben", "rtx5090")
+    hub.request_notebook("ada", "rtx5090", "second")
+    options = {"color_scheme": scheme, "reduced_motion": "reduce", "viewport": {"width": width, "height": 740}}
+    for name in ("ada", "root1"):
+        page = open_page(browser, hub, name, **options)
+        expect(part(page, "queue")).to_contain_text("ben waits for")
+        assert page.evaluate("document.documentElement.dataset.bsTheme") == scheme
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        take_picture(page, f"gpus-live-{name}-{scheme}-{width}")
+        check_accessibility(page)
+        page.context.close()
+
+
+def test_page_recovers_from_an_interruption(hub: SimulatedHub, ada: Page) -> None:
+    """While it is away, a notice; afterwards the page has what happened in the meantime."""
+    ada.context.set_offline(True)
+    expect(ada.locator("#gpuhub-connection")).to_contain_text("not live", timeout=60_000)
+    expect(ada.locator(".gpuhub-stale")).to_have_count(1)
+    hub.request_notebook("ben", "rtx5090")
+    ada.context.set_offline(False)
+    expect(ada.locator("[data-node-name=rig1]")).to_contain_text("held by ben", timeout=60_000)
+    expect(ada.locator("#gpuhub-connection")).to_have_text("live")
+    expect(ada.locator(".gpuhub-stale")).to_have_count(0)
+
+
+def test_number_of_streams_is_limited(hub: SimulatedHub, ada: Page) -> None:
+    """A page above the limit says so; those that a browser has left are free again."""
+    cookies = {cookie["name"]: cookie["value"] for cookie in ada.context.cookies(f"{hub.url}/hub/")}
+    with httpx.Client(base_url=f"{hub.url}/hub", cookies=cookies, timeout=20, trust_env=False) as client:
+        opened = [client.send(client.build_request("GET", "/gpuhub/stream"), stream=True) for _ in range(5)]
+        refused = client.get("/gpuhub/stream")
+        assert "event: refused" in refused.text
+        assert "You have 6 pages open, which is the limit." in refused.text
+        for answer in opened:
+            answer.close()
+        wait_until(lambda: "event: update" in client.get("/gpuhub/stream?for_s=0").text, "the streams are free")
+
+
+def test_page_needs_no_inline_script_or_style(hub: SimulatedHub, ada: Page) -> None:
+    """Our part of the page works under a Content-Security-Policy that forbids them."""
+    own = ada.locator(".gpuhub-page")
+    assert own.locator("script, style, [style], [onclick]").count() == 0
+    script = ada.locator("script[type=module]").get_attribute("src")
+    assert script is not None
+    answer = httpx.get(f"{hub.url}{script}", trust_env=False)
+    assert answer.headers["Content-Type"].startswith("text/javascript")
+    assert "immutable" in answer.headers["Cache-Control"]
