@@ -317,7 +317,8 @@ def test_real_tokens_at_the_broker(head: Head, tokens: dict[str, str], lease: st
 #: for sessions of ben, ada and the administrator. {lease} is a waiting one of ada's.
 PAGES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "GET /gpus": (None, (302, 302, 302, 200, 200, 200)),
-    "GET /gpuhub/gpus": (None, (403, 403, 403, 200, 200, 200)),
+    "GET /gpuhub/stream?for_s=0": (None, (403, 403, 403, 200, 200, 200)),
+    "GET /gpuhub/output?job=j0": (None, (403, 403, 403, 200, 200, 200)),
     "GET /gpuhub/cluster": (None, (403, 403, 403, 200, 200, 200)),
     "GET /gpuhub/idle": (None, (403, 403, 403, 200, 200, 200)),
     "GET /gpuhub/why?lease={lease}": (None, (403, 403, 403, 404, 200, 200)),
@@ -334,6 +335,8 @@ PAGES: dict[str, tuple[Any, tuple[int, ...]]] = {
         {"do": "add", "destination": {"url": "json://10.0.0.1/", "kinds": []}},
         (403, 403, 403, 400, 400, 400),
     ),
+    "POST /gpuhub/act stop": ({"do": "stop", "lease": "{lease}"}, (403, 403, 403, 404, 204, 204)),
+    "POST /gpuhub/act cancel": ({"do": "cancel", "job": "j0"}, (403, 403, 403, 404, 404, 404)),
     "POST /gpuhub/leave": ({"lease": "{lease}"}, (403, 403, 403, 404, 204, 409)),
 }
 
@@ -345,7 +348,8 @@ def test_pages_need_a_logged_in_browser(
     """Pages open for logged-in browsers only, and for no token, not even an administrator's."""
     body, expected = PAGES[page]
     method, path = page.split()[:2]
-    own = ask_lease(head, tokens, "leaves") if path.endswith("leave") else lease
+    ends = page.split()[-1] in {"/gpuhub/leave", "stop"}
+    own = ask_lease(head, tokens, page.split()[-1].rpartition("/")[2]) if ends else lease
     sent = None if body is None else json.loads(json.dumps(body).replace("{lease}", own))
     path = path.format(lease=own)
     statuses = []

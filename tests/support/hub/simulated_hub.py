@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ home = "/tmp/{{{{username}}}}"
 """
 
 
+_keys = itertools.count(1)
+
+
 @dataclass
 class SimulatedHub:
     """A running hub with GPUs."""
@@ -68,7 +72,7 @@ class SimulatedHub:
 
     def request_notebook(self, owner: str, profile: str, server: str = "") -> Any:
         """Request a lease as the hub's spawner does, and start the notebook where it was granted."""
-        body = {"profile": profile, "server": server, "key": f"{owner}-{server}-{profile}", "owner": owner}
+        body = {"profile": profile, "server": server, "key": f"test-{next(_keys)}", "owner": owner}
         token = secrets.read_secret(self.served.paths, secrets.SPAWNER_TOKEN)
         answer = self.running.send("POST", "/api/v1/leases", token, json=body)
         assert answer.status_code == 201, answer.text

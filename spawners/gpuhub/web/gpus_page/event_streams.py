@@ -28,7 +28,7 @@ from gpuhub.web.idle_notices import build_warnings
 
 #: Minimum time between two events of a stream, seconds.
 PERIOD_S = 1.0
-#: Time without an event after which a comment is sent, seconds: proxies close silent connections.
+#: Time without an event after which an empty one is sent, seconds: proxies close silent connections.
 HEARTBEAT_S = 15.0
 #: Duration of a stream, seconds, after which the browser connects again; less than a user's token is valid.
 MAX_STREAM_S = 240.0
@@ -107,10 +107,8 @@ class EventStreamHandler(BrokerUserHandler):
             await self.flush()
 
     async def send_heartbeat(self) -> None:
-        """Send a comment, which the browser ignores."""
-        self.write(": \n\n")
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await self.flush()
+        """Send an event without content, by which the page's script knows that the connection works."""
+        await self.send_event("heartbeat", {})
 
 
 class PageStreamHandler(EventStreamHandler):

@@ -82,15 +82,16 @@ function update(change) {
 let staleTimer = null;
 
 function showState(isLive) {
-  window.clearTimeout(staleTimer);
   if (isLive) {
+    window.clearTimeout(staleTimer);
+    staleTimer = null;
     connection.textContent = "live";
     connection.classList.add("gpuhub-is-live");
     root.classList.remove("gpuhub-stale");
     return;
   }
   // A stream ends after some minutes and begins again: only a longer pause is worth showing.
-  staleTimer = window.setTimeout(() => {
+  staleTimer ??= window.setTimeout(() => {
     connection.textContent = "not live: connecting again …";
     connection.classList.remove("gpuhub-is-live");
     root.classList.add("gpuhub-stale");

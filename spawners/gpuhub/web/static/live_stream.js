@@ -5,6 +5,8 @@
 
 const HIDDEN_MS = 10000;
 const LONGEST_PAUSE_MS = 30000;
+// The hub sends something every 15 seconds. After a longer silence the connection is dead, as after a laptop's sleep.
+const SILENCE_MS = 45000;
 
 export class LiveStream {
   // `handlers`: functions by event name. `onState(isLive)` is called when that changes. `onLost` after the hub refuses.
@@ -16,6 +18,7 @@ export class LiveStream {
     this.source = null;
     this.failures = 0;
     this.timer = null;
+    this.silenceTimer = null;
     this.isEnded = false;
     this.onVisibility = () => this.followVisibility();
     document.addEventListener("visibilitychange", this.onVisibility);
@@ -27,10 +30,12 @@ export class LiveStream {
     this.close();
     if (this.isEnded) { return; }
     const source = this.source = new EventSource(this.makeUrl());
-    for (const [name, handle] of Object.entries(this.handlers)) {
+    this.watchSilence();
+    for (const [name, handle] of Object.entries({ heartbeat: () => {}, ...this.handlers })) {
       source.addEventListener(name, (event) => {
         if (source !== this.source) { return; }
         this.failures = 0;
+        this.watchSilence();
         this.onState(true);
         handle(JSON.parse(event.data));
       });
@@ -43,6 +48,11 @@ export class LiveStream {
     };
   }
 
+  watchSilence() {
+    window.clearTimeout(this.silenceTimer);
+    this.silenceTimer = window.setTimeout(() => { this.onState(false); this.open(); }, SILENCE_MS);
+  }
+
   retry() {
     this.failures += 1;
     this.onLost(this.failures);
@@ -51,6 +61,7 @@ export class LiveStream {
   }
 
   close() {
+    window.clearTimeout(this.silenceTimer);
     if (this.source) { this.source.close(); }
     this.source = null;
   }

@@ -98,7 +98,7 @@ async def test_own_request_shows_its_pending_reason(cluster: ClusterSettings) ->
     assert "expected at <time" in own
     root = render(view, name="root", is_admin=True)["queue"]
     assert 'data-why="l1"' in root
-    assert ("data-do=\"stop\" data-lease=\"l1\"" in root, "data-do=\"leave\"" in root) == (True, False)
+    assert ('data-do="stop" data-lease="l1"' in root, 'data-do="leave"' in root) == (True, False)
 
 
 async def test_own_requests_are_shown_in_a_long_queue(cluster: ClusterSettings) -> None:
