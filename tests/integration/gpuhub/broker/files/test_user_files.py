@@ -309,6 +309,11 @@ def test_logs_are_followed_to_the_end_of_the_job(setting: Setting, running: Runn
     assert (got[0], b"".join(got[1:])) == (b"200", b"3 first\nlast \xff\n")
     again = running.send("GET", f"/api/v1/jobs/{job['id']}/logs", params={"offset": 10})
     assert (again.content, again.headers["Content-Type"]) == (b"last \xff\n", "text/plain; charset=utf-8")
+    path = f"/api/v1/jobs/{job['id']}/logs"
+    assert running.send("GET", path, params={"tail": 4}).content == b"t \xff\n"
+    assert running.send("GET", path, params={"tail": 1000}).content == b"123 first\nlast \xff\n"
+    refused = running.send("GET", path, params={"tail": 4, "rank": 0})
+    assert (refused.status_code, refused.json()["detail"].partition(":")[0]) == (422, "tail")
 
 
 def test_disconnected_log_followers_leave_nothing(setting: Setting, running: Running) -> None:
