@@ -7,7 +7,7 @@ const dialog = document.getElementById("gpuhub-dialog");
 const title = document.getElementById("gpuhub-dialog-title");
 const body = document.getElementById("gpuhub-dialog-body");
 const refusal = document.getElementById("gpuhub-dialog-refusal");
-const cancelButton = document.getElementById("gpuhub-dialog-cancel");
+const closeButton = document.getElementById("gpuhub-dialog-close");
 const doButton = document.getElementById("gpuhub-dialog-do");
 let confirm = null; // builds the request of the dialog's button
 
@@ -50,13 +50,12 @@ function show(heading, parts, { label = "", isDangerous = false, build = null } 
   doButton.className = `btn ${isDangerous ? "btn-danger" : "btn-primary"}`;
   doButton.hidden = !build;
   doButton.disabled = false;
-  cancelButton.textContent = build ? "Cancel" : "Close";
   refuse("");
   confirm = build;
   if (!dialog.open) { dialog.showModal(); }
   // Nothing that ends something has the focus at once.
   const first = body.querySelector("select, input, button");
-  (first && !isDangerous ? first : cancelButton).focus();
+  (first && !isDangerous ? first : closeButton).focus();
 }
 
 async function send() {
@@ -102,7 +101,9 @@ const forms = {
     });
   },
   async leases({ node }) {
-    show(`Leases on ${node}`, [await loadLeases(node)]);
+    const leases = await loadLeases(node);
+    leases.querySelector("caption")?.classList.add("visually-hidden"); // it is the dialog's title
+    show(`Leases on ${node}`, [leases]);
   },
   cordon({ node }) {
     const reason = reasonInput();
@@ -154,5 +155,5 @@ export function bindDialogs(root) {
     });
   }
   dialog.querySelector("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
-  cancelButton.addEventListener("click", () => dialog.close());
+  closeButton.addEventListener("click", () => dialog.close());
 }

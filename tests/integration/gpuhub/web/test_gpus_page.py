@@ -225,7 +225,7 @@ def test_administrator_stops_and_drains_after_a_confirmation(hub: SimulatedHub, 
     take_picture(admin, "gpus-live-leases")
     dialog.get_by_role("button", name="Stop ada's notebook on rig1").click()
     expect(dialog).to_contain_text("Stop ada's notebook on rig1?")
-    expect(dialog.get_by_role("button", name="Cancel")).to_be_focused()
+    expect(dialog.get_by_role("button", name="Close")).to_be_focused()
     dialog.get_by_role("button", name="Stop", exact=True).click()
     expect(ada.locator("#gpuhub-announcer")).to_contain_text("Your notebook has ended.")
     node.get_by_role("button", name="Drain rig1").click()
