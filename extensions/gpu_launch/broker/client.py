@@ -95,6 +95,8 @@ class BrokerClient:
         first_worker: int = 0,
         after: str | None = None,
         max_retries: int = 0,
+        port: int | None = None,
+        port_users: tuple[str, ...] = (),
         cancelled: threading.Event | None = None,
     ) -> models.Job:
         """Request workers for a job; a repeated `run_id` returns the same job.
@@ -117,6 +119,8 @@ class BrokerClient:
             first_worker: Index of the first worker that joins.
             after: The run, or array, that must succeed before.
             max_retries: Number of times that a detached job starts again after a failure.
+            port: Port of a server in worker 0 of a detached job, which is reached through the hub.
+            port_users: Users who reach the port besides the owner.
             cancelled: Once set, the request is not repeated.
         """
         body = _build_job_request(
@@ -137,6 +141,8 @@ class BrokerClient:
             first_worker=first_worker,
             after=after,
             max_retries=max_retries,
+            port=port,
+            port_users=list(port_users),
         )
         return models.parse_job(self._request("POST", "/jobs", body=body, given_up=cancelled))
 
@@ -266,7 +272,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def _build_job_request(demand: GpuRequest, *, exclude_nodes: tuple[str, ...], **values: Any) -> dict[str, Any]:
     required = ("run_id", "nnodes", "nproc_per_node", "server")
     # Only values that differ from the defaults, because an older broker refuses unknown fields.
-    given = {name: value for name, value in values.items() if name in required or value not in (None, "", 0, False)}
+    given = {name: value for name, value in values.items() if name in required or value not in (None, "", 0, False, [])}
     return demand.build_body() | given | {"exclude_nodes": list(exclude_nodes)}
 
 

@@ -91,6 +91,9 @@ class Job:
     #: Number of times that it starts again after a failure, and that it has.
     max_retries: int = 0
     retries: int = 0
+    #: Port of its server, which is reached through the hub, and who reaches it besides the owner.
+    port: int | None = None
+    port_users: tuple[str, ...] = ()
     nnodes: int = 1
     nproc_per_node: int = 1
     #: Total number of GPUs of a job on any nodes; None for `nnodes` × `nproc_per_node`.
@@ -260,6 +263,8 @@ def parse_job(data: Mapping[str, Any]) -> Job:
         after=data.get("after"),
         max_retries=data.get("max_retries", 0),
         retries=data.get("retries", 0),
+        port=data.get("port"),
+        port_users=tuple(data.get("port_users", ())),
         nnodes=data.get("nnodes") or 1,
         nproc_per_node=data.get("nproc_per_node") or 1,
         gpus=data.get("gpus"),

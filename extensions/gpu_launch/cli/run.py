@@ -21,6 +21,9 @@ from gpu_launch.training.comm_modes import AUTO, CommMode
 from gpu_launch.units import parse_memory
 
 _TASK_ENDINGS = (".yaml", ".yml")
+#: Users who reach a job's port besides its owner, as the broker limits them.
+MAX_PORT_USERS = 32
+_USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: `%gpu_launch`'s options that mean the same here.
 _LAUNCH_OPTIONS = tuple(option for option in OPTIONS if Surface.COMMAND in option.surfaces)
@@ -59,6 +62,15 @@ def launch_options(options: Sequence[LaunchOption]) -> Callable[[Callable[..., A
 @click.option("--name", default="", metavar="NAME", help="The job's name (the script's).")
 @click.option("--profile", metavar="NAME", help="The profile whose image the job runs in.")
 @click.option("--image", metavar="NAME", help="One of the images that the profile, or any of yours, offers.")
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Reach the server that the job runs on this port at an address of the hub, in a browser or with a token.",
+)
+@click.option(
+    "--allow-user", "allow_users", multiple=True, metavar="NAME", help="This user reaches the port as well; repeatable."
+)
 @click.option("--workdir", metavar="DIR", help="The folder that is sent (the current one).")
 @click.option("--no-workdir", is_flag=True, help="Send nothing: the script lies in your home on the cluster.")
 @click.option("--max-size", metavar="SIZE", help="Send at most this much (512M).")
@@ -96,6 +108,8 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
         name=given["name"],
         profile=given["profile"],
         image=given["image"],
+        port=given["port"],
+        port_users=check_users(given["allow_users"]),
         workdir=given["workdir"],
         no_workdir=given["no_workdir"],
         most_bytes=parse_size(given["max_size"]),
@@ -107,6 +121,21 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
         submission.run(context, jobs[0], detach=given["detach"], dry_run=given["dry_run"])
     else:
         task_submission.run_pipeline(context, jobs, detach=given["detach"], dry_run=given["dry_run"])
+
+
+def check_users(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the users of `--allow-user`, each once.
+
+    Raises:
+        UsageError: A name cannot be a user's, or there are too many.
+    """
+    for name in names:
+        if not _USER.fullmatch(name):
+            raise UsageError(f"--allow-user {name}: a user's name on the hub is needed, such as --allow-user ben.")
+    users = tuple(dict.fromkeys(names))
+    if len(users) > MAX_PORT_USERS:
+        raise UsageError(f"--allow-user: {len(users)} users were named; {MAX_PORT_USERS} are the most.")
+    return users
 
 
 def parse_size(text: str | None) -> int:

@@ -93,6 +93,9 @@ class RunArguments:
     name: str
     profile: str | None
     image: str | None
+    #: Port of the job's server, and who reaches it besides the owner.
+    port: int | None
+    port_users: tuple[str, ...]
     workdir: str | None
     no_workdir: bool
     most_bytes: int
@@ -182,8 +185,18 @@ def build_submission(
     load: UploadSet | None,
     *,
     retries: int = 0,
+    port: int | None = None,
 ) -> JobSubmission:
-    """Return the job of these parts; `retries` counts where the command line has no `--retry`."""
+    """Return the job of these parts; `retries` and `port` count where the command line has no `--retry` and `--port`.
+
+    Raises:
+        UsageError: The port and other options exclude each other.
+    """
+    port = port if asked.port is None else asked.port
+    if asked.port_users and port is None:
+        raise UsageError("--allow-user is for a job with a port: add --port, such as --port 8000.")
+    if port is not None and asked.indexes is not None:
+        raise UsageError("--array and --port exclude each other: the tasks of an array have no port.")
     return JobSubmission(
         manifest=manifest,
         nnodes=options.nnodes,
@@ -197,6 +210,8 @@ def build_submission(
         max_running=None if asked.array is None else asked.array.limit,
         after=asked.after,
         retries=retries if asked.retries is None else asked.retries,
+        port=port,
+        port_users=asked.port_users,
     )
 
 
@@ -227,12 +242,15 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
             context.console.print_note(f"gpu-launch: {text}")
     if is_followed:
         context.console.print_note(f"gpu-launch: {run_id}, in ~/{job.manifest.folder}".rstrip("/"))
+        note_port(context, jobs[0])
         follow.follow_to_end(context, jobs[0], cancels=True)
     elif job.indexes is None:
         context.console.print_note(
             f"gpu-launch: it runs without this command: gpu-launch attach {job_lookup.shorten_run_id(run_id)}"
         )
-        context.console.print_result(tables.build_job_json(jobs[0]) | {"folder": job.manifest.folder}, run_id)
+        note_port(context, jobs[0])
+        url = {} if job.port is None else {"url": build_port_url(context, jobs[0])}
+        context.console.print_result(tables.build_job_json(jobs[0]) | {"folder": job.manifest.folder} | url, run_id)
     else:
         context.console.print_note(
             f"gpu-launch: {len(jobs)} tasks, {jobs[0].run_id} to {jobs[-1].run_id}: gpu-launch ps lists them, "
@@ -243,6 +261,20 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
             for task_job, index in zip(jobs, job.indexes, strict=True)
         ]
         context.console.print_result({"array": run_id, "folder": job.manifest.folder, "tasks": tasks}, run_id)
+
+
+def build_port_url(context: Context, job: Job) -> str:
+    """Return the address of a job's server, for browsers and for programs with a token."""
+    return f"{context.hub.broker_url}/ports/{job.id}/"
+
+
+def note_port(context: Context, job: Job) -> None:
+    """Print where the job's server is reached, if it has one."""
+    if job.port is not None:
+        users = "".join(f" and {name}" for name in job.port_users)
+        context.console.print_note(
+            f"gpu-launch: port {job.port} is at {build_port_url(context, job)} for you{users}, until the job ends"
+        )
 
 
 def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: bool) -> list[Job]:
@@ -261,6 +293,8 @@ def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: b
         "name": job.manifest.name,
         "after": job.after,
         "max_retries": job.retries,
+        "port": job.port,
+        "port_users": job.port_users,
     }
     if job.indexes is None:
         return [context.broker.create_job(**request)]
@@ -284,6 +318,8 @@ def build_plan_json(job: JobSubmission, *, batch: bool) -> dict[str, Any]:
         "max_running": job.max_running,
         "after": job.after,
         "retries": job.retries,
+        "port": job.port,
+        "port_users": list(job.port_users),
         "demand": job.demand.build_body(),
         "files": [entry.name.as_posix() for entry in load.entries if not entry.is_folder] if load else [],
         "bytes": load.size if load else 0,
@@ -305,6 +341,9 @@ def format_plan(job: JobSubmission) -> str:
         lines.append(f"start:      when {job.after} has succeeded")
     if job.retries:
         lines.append(f"try again:  after a failure, up to {render.format_times(job.retries)}")
+    if job.port is not None:
+        users = "".join(f" and {name}" for name in job.port_users)
+        lines.append(f"port:       {job.port}, at an address of the hub for you{users}")
     if job.manifest.task is None:
         lines.append(f"and run:    %gpu_launch {' '.join(job.manifest.words)}")
     else:

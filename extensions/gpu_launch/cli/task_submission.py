@@ -184,7 +184,7 @@ def _build_job(context: Context, asked: RunArguments, task: _CheckedTask) -> Job
         environ=task.environ | ({comm_modes.VARIABLE: task.options.comm} if task.options.comm else {}),
         secret_names=tuple(sorted(file.secrets.keys() | asked.secrets.keys())),
     )
-    return submission.build_submission(asked, manifest, task.options, load, retries=file.retries)
+    return submission.build_submission(asked, manifest, task.options, load, retries=file.retries, port=file.port)
 
 
 def _replace_paths(asked: RunArguments, commands: str, folder: str, mounts: tuple[file_mounts.PlacedMount, ...]) -> str:

@@ -328,6 +328,9 @@ class JobSubmission:
     after: str | None = None
     #: Number of times that it runs again after a failure.
     retries: int = 0
+    #: Port of its server, and who reaches it besides the owner.
+    port: int | None = None
+    port_users: tuple[str, ...] = ()
 
 
 def send_job(context: Context, job: JobSubmission, run_id: str) -> None:

@@ -47,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparser.add_argument("--limit", type=int, required=True)
     subparser.add_argument("--part", choices=["run", "folder"], required=True)
     subparser.add_argument("run")
+    commands.add_parser("port").add_argument("--port", type=int, required=True)
     commands.add_parser("ssh").add_argument("--key", required=True)
     return parser
 
@@ -90,6 +91,10 @@ def _run_command(arguments: argparse.Namespace, incoming: IncomingData) -> dict[
         from gpu_launch.courier import ssh
 
         return ssh.run_ssh(arguments.key, sink)
+    if arguments.command == "port":
+        from gpu_launch.courier import port
+
+        return port.run_port(arguments.port, sink)
     is_over = _watch_client()
     done: dict[str, int] = {}
     if arguments.command == "get":

@@ -20,7 +20,16 @@ from gpuhub.backends.builtin import BuiltinBackend
 from gpuhub.backends.interface import WORKER_PATIENCE_S, SchedulingBackend
 from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker import audit
-from gpuhub.broker.api import idle_routes, live_routes, notification_routes, problems, routes, terminal
+from gpuhub.broker.api import (
+    idle_routes,
+    live_routes,
+    notification_routes,
+    port_websockets,
+    ports,
+    problems,
+    routes,
+    terminal,
+)
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
 from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
 from gpuhub.broker.api.server import build_server_config
@@ -227,12 +236,15 @@ def _build_empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[N
 def _add_routes(app: FastAPI, audit_log: AuditLog, exporter: MetricsExporter) -> None:
     """Add the routes, what every request passes through, and what errors look like."""
     routers = (routes.public, routes.metrics, routes.api, idle_routes.api, live_routes.api, notification_routes.api)
-    for router in (*routers, terminal.api):
+    for router in (*routers, terminal.api, ports.api, ports.router, port_websockets.router):
         app.include_router(router, prefix=PREFIX)
     # The last one is the outermost.
-    app.add_middleware(RequestSizeLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}))
+    servers = tuple(f"{PREFIX}{path}/" for path in (ports.PORTS, ports.VISITS))
+    app.add_middleware(
+        RequestSizeLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}), streamed_below=servers
+    )
     app.add_middleware(AuditMiddleware, audit=audit_log, prefix=routes.API)
-    app.add_middleware(SecurityHeaders)
+    app.add_middleware(SecurityHeaders, defaults_below=servers)
     app.add_middleware(RequestMetrics, registry=exporter.registry, prefix=PREFIX)
     problems.install(app)
     _document_problems(app)

@@ -37,6 +37,7 @@ from gpuhub.broker_api.schemas import (
     StagingView,
     UploadResult,
     UsageView,
+    VisitView,
 )
 from gpuhub.broker_api.schemas.live import OwnView
 from gpuhub.common import errors
@@ -61,6 +62,7 @@ _RECLAIM = TypeAdapter(ReclaimAnswer)
 _LEASES = TypeAdapter(list[LeaseView])
 _JOB = TypeAdapter(JobView)
 _JOBS = TypeAdapter(list[JobView])
+_VISIT = TypeAdapter(VisitView)
 _UPLOAD = TypeAdapter(UploadResult)
 _WHY = TypeAdapter(PendingReasonView)
 _STAGING = TypeAdapter(StagingView)
@@ -231,6 +233,10 @@ class AsyncBrokerClient:
     async def end_job(self, job_id: str) -> JobView:
         """Stop a job; its GPUs are free when its state is `ended`."""
         return _read(_JOB, await self._send("DELETE", f"/jobs/{_quoted(job_id)}"))
+
+    async def open_visit(self, job_id: str) -> VisitView:
+        """Open a visit of the caller's browser to a job's server."""
+        return _read(_VISIT, await self._send("POST", f"/jobs/{_quoted(job_id)}/visits"))
 
     async def read_job_output(self, job_id: str) -> bytes:
         """Return the output that the caller's detached job has written so far."""

@@ -190,6 +190,9 @@ class JobRow:
     detached: bool = False
     #: Name for people.
     name: str = ""
+    #: Port of its server in worker 0 that is reached through the hub, and the users who may besides the owner.
+    port: int | None = None
+    port_users: tuple[str, ...] = ()
     #: The owner's run that its workers join, numbered from `first_worker`; the job ends with that run.
     joins: str | None = None
     first_worker: int = 0

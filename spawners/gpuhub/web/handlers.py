@@ -158,10 +158,11 @@ class BrokerUserHandler(GpuhubHandler):
 
     def finish_error(self, error: GpuhubError) -> None:
         """Send the error's text with its HTTP status."""
-        self.finish_json({"message": str(error)}, _http_status(error))
+        self.finish_json({"message": str(error)}, http_status(error))
 
 
-def _http_status(error: GpuhubError) -> int:
+def http_status(error: GpuhubError) -> int:
+    """Return the HTTP status of the hub's answer about an error of the broker."""
     kinds = ((Unavailable, 503), (TooManyRequests, 503), (NotAllowed, 403), (InvalidRequest, 400), (NotFound, 404))
     return next((status for kind, status in kinds if isinstance(error, kind)), 409)
 

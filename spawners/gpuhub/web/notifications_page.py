@@ -10,7 +10,7 @@ from tornado import web
 
 from gpuhub.broker_api.schemas import DestinationChange, DestinationRequest, DestinationView, UserNotificationKind
 from gpuhub.common.errors import GpuhubError, InvalidRequest
-from gpuhub.web.gpus_page import BrokerUserHandler
+from gpuhub.web.handlers import BrokerUserHandler
 from gpuhub.web.template_loader import load_macros, read_asset, read_style
 
 #: Texts of what a user can choose.

@@ -48,7 +48,6 @@ _NO_EFFECT = {
     "resources.spot_recovery": f"{_CLOUDS}: a preempted job starts again, and a failed one does not",
     "resources.job_recovery": f"{_CLOUDS}: a preempted job starts again, and `max_restarts_on_errors` tries again",
     "resources.image_id": f"{_CLOUDS}; --profile NAME chooses one of the cluster's images",
-    "resources.ports": "has no effect here: nothing outside reaches a job",
     "resources.autostop": f"{_CLOUDS}: a job's GPUs are free when it ends; --time-limit ends it sooner",
     "resources.priority": "has no effect here: the cluster's own rules order the queue",
     "resources.priority_class": "has no effect here: the cluster's own rules order the queue",

@@ -36,6 +36,8 @@ class TaskFile:
     image: str = ""
     #: Number of times that the job runs again after a failure.
     retries: int = 0
+    #: Port of the server that the commands run; None for none.
+    port: int | None = None
     #: None for a value that the command line must give.
     envs: dict[str, str | None] = field(default_factory=dict)
     secrets: dict[str, str | None] = field(default_factory=dict)
@@ -166,6 +168,7 @@ def _set_resources(task: TaskFile, item: YamlItem) -> TaskFile:
         alternatives=resources.alternatives,
         image=resources.image,
         retries=resources.retries,
+        port=resources.port,
         notes=task.notes + resources.notes,
     )
 

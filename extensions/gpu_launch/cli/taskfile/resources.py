@@ -15,6 +15,9 @@ from gpu_launch.options.value_types import MAX_RETRIES
 _ALTERNATIVES = ("resources.any_of", "resources.ordered")
 #: `8`, `8+`, `0.5`, and `4x` for a multiple; sizes also have a unit.
 _SIZE = re.compile(r"\d+(\.\d+)?([kmgtp]i?b?|x)?\+?", re.IGNORECASE)
+#: `8080`, or a range.
+_PORTS = re.compile(r"[0-9]{1,5}(-[0-9]{1,5})?")
+_MAX_PORT = 65535
 #: `docker:IMAGE`, or a name that begins with a registry's host, as Kubernetes takes it.
 _CONTAINER_IMAGE = re.compile(r"docker:.+|[\w-]+(\.[\w-]+)+(:\d+)?/.+")
 
@@ -31,6 +34,8 @@ class Resources:
     image: str = ""
     #: Number of times that the job runs again after a failure.
     retries: int = 0
+    #: Port of the server that the commands run; None for none.
+    port: int | None = None
     #: Keys without effect, for a person.
     notes: tuple[str, ...] = ()
 
@@ -105,7 +110,24 @@ def _parse_key(item: YamlItem, resources: Resources) -> Resources:
         return _parse_recovery(item, resources)
     if item.key == "resources.image_id" and (image := _find_container_image(item)):
         return replace(resources, image=image)
+    if item.key == "resources.ports" and item.value is not None:
+        return _parse_ports(item, resources)
     return replace(resources, notes=resources.notes + note_unused(item))
+
+
+def _parse_ports(item: YamlItem, resources: Resources) -> Resources:
+    """Return the resources with the one port of a task; of several, none can be told from the others."""
+    values = item.value if isinstance(item.value, list) else [item.value]
+    for value in values:
+        if isinstance(value, bool) or not _PORTS.fullmatch(str(value)):
+            raise item.build_error(f"has {value!r}: a port such as 8080 is needed.")
+    if len(values) != 1 or not str(values[0]).isdecimal():
+        note = note_ignored(item, "a job has one port, which --port names")
+        return replace(resources, notes=(*resources.notes, note))
+    port = int(values[0])
+    if not 1 <= port <= _MAX_PORT:
+        raise item.build_error(f"is {port}: a port from 1 to {_MAX_PORT} is needed.")
+    return replace(resources, port=port)
 
 
 def _parse_recovery(item: YamlItem, resources: Resources) -> Resources:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from gpuhub.broker import audit
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import TooManyStreams
-from gpuhub.common.errors import NotFound
+from gpuhub.common.errors import Conflict, NotAllowed, NotFound
 from gpuhub.domain.models import Identity, JobRow, LeaseRow
 
 R = TypeVar("R", LeaseRow, JobRow)
@@ -41,6 +41,28 @@ async def find_job(core: BrokerState, caller: Identity, job_id: str) -> JobRow:
     """
     row = core.ledger.snapshot.jobs.get(job_id) or core.ledger.ended_jobs.get(job_id)
     return _check_visible(caller, job_id, "job", row or await asyncio.to_thread(core.store.get_job, job_id))
+
+
+async def find_port_job(core: BrokerState, caller: Identity, job_id: str) -> JobRow:
+    """Return a job whose port the caller may use: the owner's own, or one whose owner has named the caller.
+
+    Raises:
+        NotFound: there is no such job.
+        NotAllowed: the caller is an administrator or a service, whom the owner has not named.
+        Conflict: the job has no port.
+    """
+    row = core.ledger.snapshot.jobs.get(job_id) or core.ledger.ended_jobs.get(job_id)
+    row = row or await asyncio.to_thread(core.store.get_job, job_id)
+    if row is not None:
+        audit.note_owner(row.owner)
+    is_visitor = row is not None and caller.is_user and caller.name in {row.owner, *row.port_users}
+    if row is None or not (is_visitor or caller.sees_all):
+        raise NotFound(f"there is no job {job_id!r} whose port {caller.name} may use")
+    if not is_visitor:
+        raise NotAllowed(f"only {row.owner} and the users whom {row.owner} named may use the port of this job")
+    if row.port is None:
+        raise Conflict(f"job {job_id} has no port: submit it with --port")
+    return row
 
 
 def _check_visible(caller: Identity, row_id: str, kind: str, row: R | None) -> R:
@@ -69,6 +91,8 @@ STATES = StreamKind(description="states being read", per_owner=4, total=64)
 SHELLS = StreamKind(description="terminals", per_owner=2, total=64)
 #: More than terminals: an editor and rsync open several at once.
 SSH = StreamKind(description="SSH connections to jobs", per_owner=8, total=128)
+#: Requests to servers of jobs, counted for each visitor; a page's browser opens some at once, a program more.
+PORTS = StreamKind(description="requests to servers of jobs", per_owner=64, total=2048)
 EXPLANATIONS = StreamKind(description="explanations being computed", per_owner=16, total=256)
 POLLS = StreamKind(description="requests that wait for changes", per_owner=128, total=8192)
 

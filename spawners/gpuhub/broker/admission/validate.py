@@ -162,6 +162,8 @@ def build_job(
         max_retries=request.max_retries,
         detached=request.detached,
         name=request.name,
+        port=request.port,
+        port_users=tuple(sorted({*request.port_users} - {requester.owner})),
         joins=request.joins,
         first_worker=request.first_worker,
         created_at=transaction.now,
@@ -283,6 +285,10 @@ def check_consistency(request: JobRequest) -> None:
         raise InvalidRequest(f"joins: {request.run_id} cannot join itself")
     if (request.after is not None or request.max_retries) and not request.detached:
         raise InvalidRequest("after, max_retries: they are for detached jobs; the notebook of any other decides itself")
+    if request.port is None and request.port_users:
+        raise InvalidRequest("port_users: they are for a job's port; name the port as well")
+    if request.port is not None and not request.detached:
+        raise InvalidRequest("port: it is for detached jobs; a notebook's own servers are reached through the notebook")
     if request.after == request.run_id:
         raise InvalidRequest(f"after: {request.run_id} cannot wait for itself")
     if request.detached and (request.gpus or request.nnodes * request.nproc_per_node) > MAX_DETACHED_GPUS:

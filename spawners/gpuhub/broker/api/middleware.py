@@ -25,15 +25,24 @@ HEADERS = {
 
 
 class SecurityHeaders:
-    """ASGI middleware that adds `HEADERS` to every response."""
+    """ASGI middleware that adds `HEADERS` to every response.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Responses of paths below `defaults_below`, which users' servers send, keep those of these headers that they have.
+    """
+
+    def __init__(self, app: ASGIApp, defaults_below: tuple[str, ...] = ()) -> None:
         self._app = app
+        self._defaults_below = defaults_below
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        are_defaults = scope.get("path", "").startswith(self._defaults_below)
+
         async def add(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
+                headers = MutableHeaders(scope=message)
+                headers.update(
+                    {name: value for name, value in HEADERS.items() if not (are_defaults and name in headers)}
+                )
             await send(message)
 
         await self._app(scope, receive, add)
@@ -48,15 +57,26 @@ RECEIVE_TIMEOUT_S = 30.0
 class RequestSizeLimit:
     """ASGI middleware that refuses request bodies that are too large or too slow.
 
-    The routes in `streamed`, pairs of method and path, receive their bodies unread and limit them on their own.
+    The routes in `streamed`, pairs of method and path, and all paths below `streamed_below` receive their bodies unread
+    and limit them on their own.
     """
 
-    def __init__(self, app: ASGIApp, streamed: Collection[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        streamed: Collection[tuple[str, str]] = (),
+        streamed_below: tuple[str, ...] = (),
+    ) -> None:
         self._app = app
         self._streamed = streamed
+        self._streamed_below = streamed_below
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (scope["method"], scope["path"]) in self._streamed:
+        if (
+            scope["type"] != "http"
+            or (scope["method"], scope["path"]) in self._streamed
+            or scope["path"].startswith(self._streamed_below)
+        ):
             await self._app(scope, receive, send)
             return
         try:

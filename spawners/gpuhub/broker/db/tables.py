@@ -129,6 +129,8 @@ jobs = Table(
     Column("checkpoint_until", Float),
     Column("detached", Boolean, nullable=False, server_default=false()),
     Column("name", String(80), nullable=False, server_default=""),
+    Column("port", Integer),
+    Column("port_users", JSON, nullable=False, server_default="[]"),
     Column("joins", String(64)),
     Column("first_worker", Integer, nullable=False, server_default="0"),
     Column("state", String(16), nullable=False, index=True),

@@ -32,7 +32,7 @@ _GPU_PLAIN = ("node", "index", "model", "memory_mib", "worker", "share", "part",
 _JOB_PLAIN = (
     "id", "run_id", "owner", "server", "notebook_lease", "lease_id", "image", "nnodes", "min_nnodes",
     "nproc_per_node", "gpus", "array", "array_limit", "after", "max_retries", "retries", "has_failed",
-    "preemptions", "checkpoint_until", "detached", "name", "joins",
+    "preemptions", "checkpoint_until", "detached", "name", "port", "joins",
     "first_worker", "since", "created_at", "started_at", "ended_at", "exit_code", "reason", "version",
 )  # fmt: skip
 _WORKER_PLAIN = ("index", "node", "container_id", "exit_code", "message")
@@ -104,7 +104,10 @@ def parse_gpu(record: Record) -> LeasedGpu:
 
 def build_job_record(job: JobRow) -> dict[str, Any]:
     """Return the record of a job without its workers."""
-    return {name: getattr(job, name) for name in _JOB_PLAIN} | {"state": job.state.value}
+    return {name: getattr(job, name) for name in _JOB_PLAIN} | {
+        "state": job.state.value,
+        "port_users": list(job.port_users),
+    }
 
 
 def parse_job(record: Record, worker_records: Sequence[Record]) -> JobRow:
@@ -112,6 +115,7 @@ def parse_job(record: Record, worker_records: Sequence[Record]) -> JobRow:
     return JobRow(
         **{name: record[name] for name in _JOB_PLAIN},
         state=JobState(record["state"]),
+        port_users=tuple(record["port_users"]),
         workers=tuple(parse_worker(row) for row in sorted(worker_records, key=lambda w: w["index"])),
     )
 

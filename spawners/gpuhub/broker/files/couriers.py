@@ -72,6 +72,7 @@ _ERRORS: Mapping[str, type[GpuhubError]] = {
     "not-found": NotFound,
     "too-large": SizeLimitExceeded,
     "no-space": NoSpace,
+    "unavailable": Unavailable,
 }
 
 #: Time without use after which a courier is removed, seconds.

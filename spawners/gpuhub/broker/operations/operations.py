@@ -217,6 +217,8 @@ class BrokerOperations:
             NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs: the request is refused.
         """
         self._validate(request.job)
+        if request.job.port is not None:
+            raise InvalidRequest("port: the jobs of an array have none; request a single job")
         rows = await self._admission.submit_array(caller, request)
         if all(row.id in self._core.ledger.snapshot.jobs for row in rows):
             return await self._view_jobs([row.id for row in rows])
@@ -226,6 +228,11 @@ class BrokerOperations:
         self._backend.validate_request(request)
         if request.max_retries and not self._backend.capabilities.containers:
             raise InvalidRequest("max_retries: a job on nodes without Docker cannot start again; leave it at 0")
+        if request.port is not None and not self._backend.capabilities.containers:
+            raise InvalidRequest(
+                "port: on nodes without Docker, other users' programs could answer at a job's port: run the server in a "
+                "notebook instead"
+            )
 
     async def job(self, caller: Identity, job_id: str) -> JobView:
         """Return a job, ended or not.

@@ -148,6 +148,8 @@ def build_job(
         retries=job.retries,
         detached=job.detached,
         name=job.name,
+        port=job.port,
+        port_users=job.port_users,
         joins=job.joins,
         created_at=to_datetime(job.created_at),
         started_at=to_optional_datetime(job.started_at),

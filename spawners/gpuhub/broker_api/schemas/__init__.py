@@ -30,6 +30,7 @@ from gpuhub.broker_api.schemas.jobs import (
     JobState,
     JobView,
     UploadResult,
+    VisitView,
     WorkerState,
     WorkerView,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "ModelName", "NodeState", "NodeView", "NotificationKind", "NotificationView", "OutsideProcess", "PartitionView",
     "PendingReasonView", "Problem", "ProfileView", "Purpose", "QueueEntry", "ReclaimAnswer", "ReclaimRequest",
     "RequestKey", "ReservationRequest", "ReservationView", "RunId", "ServerName", "Slug", "StagingView", "Text",
-    "TimeLimit", "UploadResult", "UsageSource", "UsageView", "UserName", "UserNotificationKind", "WireModel",
+    "TimeLimit", "UploadResult", "UsageSource", "UsageView", "UserName", "UserNotificationKind", "VisitView",
+    "WireModel",
     "WorkerState", "WorkerView",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from gpuhub.broker_api.schemas.leases import (
     ServerName,
     Slug,
     TimeLimit,
+    UserName,
     WireModel,
 )
 
@@ -82,6 +83,10 @@ class JobRequest(WireModel):
     after: RunId | None = None
     #: Number of times that a detached job starts again after a failure.
     max_retries: Annotated[int, Field(ge=0, le=100)] = 0
+    #: Port of a server that a detached job runs in worker 0, and that its owner reaches through the hub; None for none.
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    #: Other users who reach the port.
+    port_users: Annotated[tuple[UserName, ...], Field(max_length=32)] = ()
 
 
 class ArrayRequest(WireModel):
@@ -159,6 +164,9 @@ class JobView(WireModel):
     #: Number of times that it starts again after a failure, and that it has.
     max_retries: int = 0
     retries: int = 0
+    #: Port of its server that is reached through the hub, and the users who may besides its owner.
+    port: int | None = None
+    port_users: tuple[str, ...] = ()
     detached: bool = False
     name: str = ""
     #: Run that its workers joined; None for none.
@@ -168,6 +176,13 @@ class JobView(WireModel):
     ended_at: datetime | None = None
     #: Exit code of worker 0 of a detached job that ended without being stopped; None for any other.
     exit_code: int | None = None
+
+
+class VisitView(WireModel):
+    """A visit: for its duration, a browser reaches a job's server at `path`, without a cookie."""
+
+    #: Below the address of the hub, such as `/services/broker/visits/KEY/`; who knows it, has the visitor's access.
+    path: str
 
 
 class UploadResult(WireModel):

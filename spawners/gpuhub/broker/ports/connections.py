@@ -1,0 +1,181 @@
+"""Connections to servers in workers: TCP in the container, which the courier's program `port` carries over Docker's exec.
+
+No port of a node is open for them, and the container's own network is not used. httpcore speaks HTTP over them and keeps
+idle ones for the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpcore
+
+from gpuhub.broker.files.couriers import CourierClient
+from gpuhub.common.errors import GpuhubError, NodeUnreachable
+from gpuhub.docker.client import DockerClients
+from gpuhub.docker.container_spec import COURIER_COMMAND
+from gpuhub.docker.exec_session import start_exec
+from gpuhub.domain.models import WorkerRow
+
+#: Connections to one job's server at the same time, each with a process in its container, and idle ones that are kept.
+MAX_CONNECTIONS = 32
+MAX_IDLE_CONNECTIONS = 6
+#: Time after which unused connections are closed, seconds.
+IDLE_S = 60.0
+_SWEEP_S = 10.0
+#: Received bytes that wait to be read.
+_MAX_BUFFER = 1024 * 1024
+
+
+class PortStream(httpcore.AsyncNetworkStream):
+    """One connection. It is read ahead, so that its end is noticed while it is idle."""
+
+    def __init__(self, client: CourierClient) -> None:
+        """`client` is entered, and is closed with the stream."""
+        self._client = client
+        self._parts: deque[bytes] = deque()
+        self._size = 0
+        self._is_ended = False
+        self._received = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._receiving = asyncio.ensure_future(self._receive())
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109 - httpcore's interface
+        try:
+            async with asyncio.timeout(timeout):
+                await self._received.wait()
+        except TimeoutError:
+            raise httpcore.ReadTimeout from None
+        if not self._parts:
+            return b""
+        part = self._parts.popleft()
+        if len(part) > max_bytes:
+            self._parts.appendleft(part[max_bytes:])
+            part = part[:max_bytes]
+        self._size -= len(part)
+        if self._size < _MAX_BUFFER:
+            self._has_room.set()
+        if not self._parts and not self._is_ended:
+            self._received.clear()
+        return part
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109 - httpcore's interface
+        try:
+            async with asyncio.timeout(timeout):
+                await self._client.send(buffer)
+        except TimeoutError:
+            raise httpcore.WriteTimeout from None
+        except NodeUnreachable as error:
+            raise httpcore.WriteError(str(error)) from None
+
+    async def aclose(self) -> None:
+        self._receiving.cancel()
+        await asyncio.gather(self._receiving, return_exceptions=True)
+        await self._client.__aexit__(None, None, None)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._received.is_set() if info == "is_readable" else None
+
+    async def _receive(self) -> None:
+        try:
+            with suppress(GpuhubError):
+                async for data in self._client.read_output():
+                    self._parts.append(data)
+                    self._size += len(data)
+                    self._received.set()
+                    if self._size >= _MAX_BUFFER:
+                        self._has_room.clear()
+                        await self._has_room.wait()
+        finally:
+            self._is_ended = True
+            self._received.set()
+
+
+class _PortBackend(httpcore.AsyncNetworkBackend):
+    """Opens httpcore's connections."""
+
+    def __init__(self, connect: Callable[[], Awaitable[PortStream]]) -> None:
+        self._connect = connect
+
+    async def connect_tcp(self, *_: Any, **__: Any) -> PortStream:
+        return await self._connect()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+@dataclass(slots=True)
+class _JobPool:
+    """The connections to one job's server."""
+
+    pool: httpcore.AsyncConnectionPool
+    #: Number of requests that use them.
+    users: int = 0
+    used_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+
+
+class PortConnections:
+    """The connections to all jobs' servers."""
+
+    def __init__(self, daemons: DockerClients) -> None:
+        self._daemons = daemons
+        #: By container and port.
+        self._pools: dict[tuple[str, int], _JobPool] = {}
+
+    async def connect(self, worker: WorkerRow, port: int) -> PortStream:
+        """Open one connection, which the caller closes.
+
+        Raises:
+            Unavailable: nothing listens on the port, or the node does not answer.
+            GpuhubError: the worker does not run any more.
+        """
+        arguments = (*COURIER_COMMAND, "port", f"--port={port}")
+        client = CourierClient(await start_exec(self._daemons, worker.node, worker.container_id or "", arguments))
+        return PortStream(await client.__aenter__())
+
+    @contextmanager
+    def use_pool(self, worker: WorkerRow, port: int) -> Iterator[httpcore.AsyncConnectionPool]:
+        """Return the pool of connections to a worker's port; it stays open for the duration of the context."""
+        key = (worker.container_id or "", port)
+        if key not in self._pools:
+            pool = httpcore.AsyncConnectionPool(
+                max_connections=MAX_CONNECTIONS,
+                max_keepalive_connections=MAX_IDLE_CONNECTIONS,
+                keepalive_expiry=IDLE_S,
+                network_backend=_PortBackend(lambda: self.connect(worker, port)),
+            )
+            self._pools[key] = _JobPool(pool)
+        job_pool = self._pools[key]
+        job_pool.users += 1
+        try:
+            yield job_pool.pool
+        finally:
+            job_pool.users -= 1
+            job_pool.used_at = asyncio.get_running_loop().time()
+
+    async def run(self) -> None:
+        """Close unused connections, for ever."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            await self.close_idle(asyncio.get_running_loop().time() - IDLE_S)
+
+    async def close_idle(self, before: float) -> None:
+        """Close the connections to servers that were last used before this time of the event loop."""
+        idle = [key for key, one in self._pools.items() if not one.users and one.used_at < before]
+        for pool in [self._pools.pop(key).pool for key in idle]:
+            await pool.aclose()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        pools = [job_pool.pool for job_pool in self._pools.values()]
+        self._pools.clear()
+        for pool in pools:
+            with suppress(RuntimeError):
+                # httpcore refuses to close a pool with open requests, whose tasks the server has cancelled.
+                await pool.aclose()

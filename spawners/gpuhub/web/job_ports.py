@@ -1,0 +1,80 @@
+"""The page that leads a browser to a job's server: the hub knows the user, and the broker opens the visit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tornado import web
+
+from gpuhub.broker_api.errors import NotKnown
+from gpuhub.common.errors import GpuhubError
+from gpuhub.web.handlers import BROKER_SCOPE, BrokerUserHandler, http_status
+
+#: Lifetime of a visit's token, and the age up to which further visits of the same session use it; seconds.
+TOKEN_S = 12 * 3600
+REUSE_S = 1800
+TOKEN_NOTE = "visits to servers of jobs"  # noqa: S105 - a description
+_MAX_TARGET = 4096
+
+
+class VisitTokens:
+    """Tokens of visits, in memory alone. The hub revokes them at the end of the session in which they were made."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        #: By user and session.
+        self._tokens: dict[tuple[str, str], tuple[str, float]] = {}
+
+    def get(self, user: Any, session: str) -> str:
+        """Return a token of the hub's `user` that reaches the broker and nothing else."""
+        now = self._clock()
+        self._tokens = {key: entry for key, entry in self._tokens.items() if now - entry[1] < REUSE_S}
+        key = (user.name, session)
+        if key not in self._tokens:
+            token = user.new_api_token(
+                note=TOKEN_NOTE, expires_in=TOKEN_S, scopes=[BROKER_SCOPE], session_id=session or None
+            )
+            self._tokens[key] = (token, now)
+        return self._tokens[key][0]
+
+    def forget(self, user: Any, session: str) -> None:
+        """Drop the token of a session, which the hub no longer accepts."""
+        self._tokens.pop((user.name, session), None)
+
+
+class JobPortHandler(BrokerUserHandler):
+    """GET `/hub/gpuhub/ports/JOB?to=/path`: open a visit and go there."""
+
+    PATH = r"/gpuhub/ports/([A-Za-z0-9-]{1,64})"
+
+    def initialize(self, *, visit_tokens: VisitTokens, **others: Any) -> None:
+        """Store the shared objects; called by Tornado."""
+        super().initialize(**others)
+        self.visit_tokens = visit_tokens
+
+    @web.authenticated
+    async def get(self, job_id: str) -> None:
+        """Redirect to the job's server, or show why there is no way to it."""
+        self.check_scope()
+        target = self.get_query_argument("to", "/", strip=False)[:_MAX_TARGET]
+        user, session = self.current_user, self.get_session_cookie() or ""
+        try:
+            for is_last in (False, True):
+                token = self.visit_tokens.get(user, session)
+                try:
+                    visit = await self.broker.acting(token).open_visit(job_id)
+                    break
+                except NotKnown:
+                    if is_last:
+                        raise
+                    self.visit_tokens.forget(user, session)
+        except GpuhubError as error:
+            refusal = web.HTTPError(http_status(error))
+            refusal.jupyterhub_message = str(error)
+            raise refusal from None
+        self.set_header("Referrer-Policy", "no-referrer")
+        self.set_header("Cache-Control", "no-store")
+        # A path of this host in any case, whatever `to` has.
+        self.redirect(visit.path + target.lstrip("/\\"), status=303)
