@@ -44,7 +44,7 @@ from gpuhub.web.gpus_page.feeds import LiveFeeds
 from gpuhub.web.gpus_page.pages import GpusPageHandler, NodeLeasesHandler, PendingReasonHandler
 from gpuhub.web.handlers import BROKER_SCOPE, ClusterCaches, ClusterHandler, LaptopWheelHandler, UserTokens
 from gpuhub.web.idle_notices import IdleNoticesHandler
-from gpuhub.web.job_ports import JobPortHandler, VisitTokens
+from gpuhub.web.job_ports import JobPortHandler
 from gpuhub.web.lab_assets import LabAssetsHandler
 from gpuhub.web.notifications_page import DestinationsHandler, NotificationsPageHandler
 from gpuhub.web.static_files import STATIC, StaticFilesHandler
@@ -299,7 +299,6 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
             (r"/gpuhub/output", OutputStreamHandler),
         )
     ]
-    others.append((JobPortHandler.PATH, JobPortHandler, {**parts, "visit_tokens": VisitTokens()}))
     return others + [
         (path, handler, parts)
         for path, handler in (
@@ -312,6 +311,7 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
             (r"/gpuhub/leave", LeaveQueueHandler),
             (r"/notifications", NotificationsPageHandler),
             (r"/gpuhub/notifications", DestinationsHandler),
+            (JobPortHandler.PATH, JobPortHandler),
         )
     ]
 

@@ -23,7 +23,7 @@ from gpu_launch.units import parse_memory
 _TASK_ENDINGS = (".yaml", ".yml")
 #: Users who reach a job's port besides its owner, as the broker limits them.
 MAX_PORT_USERS = 32
-_USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
+_USER = re.compile(r"[a-z][a-z0-9_.-]{0,31}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: `%gpu_launch`'s options that mean the same here.
 _LAUNCH_OPTIONS = tuple(option for option in OPTIONS if Surface.COMMAND in option.surfaces)

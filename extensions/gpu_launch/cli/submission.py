@@ -94,8 +94,8 @@ class RunArguments:
     profile: str | None
     image: str | None
     #: Port of the job's server, and who reaches it besides the owner.
-    port: int | None
-    port_users: tuple[str, ...]
+    port: int | None = None
+    port_users: tuple[str, ...] = ()
     workdir: str | None
     no_workdir: bool
     most_bytes: int

@@ -1,4 +1,4 @@
-"""Carries one TCP connection to a server in this container: its bytes arrive in frames, and its answers go to stdout."""
+"""Carries one TCP connection to a server in this container: its input arrives in frames, its output goes to stdout."""
 
 from __future__ import annotations
 

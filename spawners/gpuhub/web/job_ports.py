@@ -44,15 +44,21 @@ class VisitTokens:
         self._tokens.pop((user.name, session), None)
 
 
+class _PageError(web.HTTPError):
+    """An error whose text JupyterHub's error page shows."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(status)
+        self.jupyterhub_message = text
+
+
 class JobPortHandler(BrokerUserHandler):
     """GET `/hub/gpuhub/ports/JOB?to=/path`: open a visit and go there."""
 
     PATH = r"/gpuhub/ports/([A-Za-z0-9-]{1,64})"
 
-    def initialize(self, *, visit_tokens: VisitTokens, **others: Any) -> None:
-        """Store the shared objects; called by Tornado."""
-        super().initialize(**others)
-        self.visit_tokens = visit_tokens
+    #: Of all requests.
+    visit_tokens = VisitTokens()
 
     @web.authenticated
     async def get(self, job_id: str) -> None:
@@ -71,9 +77,7 @@ class JobPortHandler(BrokerUserHandler):
                         raise
                     self.visit_tokens.forget(user, session)
         except GpuhubError as error:
-            refusal = web.HTTPError(http_status(error))
-            refusal.jupyterhub_message = str(error)
-            raise refusal from None
+            raise _PageError(http_status(error), str(error)) from None
         self.set_header("Referrer-Policy", "no-referrer")
         self.set_header("Cache-Control", "no-store")
         # A path of this host in any case, whatever `to` has.

@@ -29,7 +29,7 @@ from gpuhub.broker.api.streams import AccessWatch
 from gpuhub.broker.api.terminal import find_running_worker
 from gpuhub.broker.controllers import loop
 from gpuhub.broker.files.user_files import UserFiles
-from gpuhub.broker.ports import headers
+from gpuhub.broker.ports import headers, pages
 from gpuhub.broker.ports.connections import PortConnections
 from gpuhub.broker.ports.visits import Visits
 from gpuhub.broker.state.broker_state import BrokerState
@@ -261,7 +261,7 @@ class PortResponse(Response):
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if exchange.done():
                     await exchange
-                # Otherwise the server closes the connection, so that the client does not take this for the end.
+                # Otherwise the connection is closed, so that the client does not take this for the end.
             finally:
                 for task in tasks:
                     task.cancel()
@@ -272,7 +272,9 @@ class PortResponse(Response):
         request = httpcore.Request(
             scope["method"].encode(),
             httpcore.URL(scheme=b"http", host=b"localhost", port=url.port, target=self._target.target),
-            headers=headers.build_request_headers(scope["headers"], url=url, visitor=self._target.visitor),
+            headers=headers.build_request_headers(
+                scope["headers"], url=url, visitor=self._target.visitor, is_navigation=self._is_navigation
+            ),
             content=body.read(),
             extensions={"timeout": {"pool": _POOL_TIMEOUT_S, "write": _WRITE_TIMEOUT_S}},
         )
@@ -288,8 +290,11 @@ class PortResponse(Response):
                 return
             try:
                 sent = headers.build_response_headers(response.headers, url=url, is_opaque=is_opaque)
+                parts = _read(response)
+                if self._is_navigation and pages.is_page(sent):
+                    sent, parts = pages.remove_length(sent), pages.add_storage(parts)
                 await send({"type": "http.response.start", "status": response.status, "headers": sent})
-                async for part in _read(response):
+                async for part in parts:
                     await send(_build_part(part, has_more=True))
                 await send(_build_part(b"", has_more=False))
             finally:

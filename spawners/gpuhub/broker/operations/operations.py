@@ -230,8 +230,7 @@ class BrokerOperations:
             raise InvalidRequest("max_retries: a job on nodes without Docker cannot start again; leave it at 0")
         if request.port is not None and not self._backend.capabilities.containers:
             raise InvalidRequest(
-                "port: on nodes without Docker, other users' programs could answer at a job's port: run the server in a "
-                "notebook instead"
+                "port: on nodes without Docker, other users' programs could answer at a job's port; leave it out"
             )
 
     async def job(self, caller: Identity, job_id: str) -> JobView:

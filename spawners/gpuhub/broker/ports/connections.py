@@ -1,7 +1,7 @@
-"""Connections to servers in workers: TCP in the container, which the courier's program `port` carries over Docker's exec.
+"""Connections to servers in workers: TCP within the container, carried by the courier's program `port`.
 
-No port of a node is open for them, and the container's own network is not used. httpcore speaks HTTP over them and keeps
-idle ones for the next request.
+The program's input and output go over Docker's exec: no port of a node is open, and the container's networks are not
+used. httpcore speaks HTTP over the connections, and keeps idle ones for the next request.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ _HOP_BY_HOP = frozenset(
 )  # fmt: skip
 #: Secrets of the visitor, and what is set again below.
 _NOT_SENT = _HOP_BY_HOP | {
-    b"authorization", b"cookie", b"expect", b"forwarded", b"host", b"origin", b"referer", b"x-real-ip", b"x-scheme",
-    b"x-xsrftoken",
+    b"authorization", b"cookie", b"expect", b"forwarded", b"host", b"origin", b"referer", b"x-gradio-server",
+    b"x-real-ip", b"x-scheme", b"x-xsrftoken",
 }  # fmt: skip
 _NOT_SENT_PREFIXES = (b"x-forwarded-", b"sec-websocket-")
 #: All others could set cookies, clear the hub's storage, register workers, or ask for a password.
@@ -66,7 +66,9 @@ def find_scheme(forwarded: str | None) -> str:
     return last if last in {"http", "https"} else "http"
 
 
-def build_request_headers(received: Iterable[tuple[bytes, bytes]], *, url: PortUrl, visitor: str) -> Headers:
+def build_request_headers(
+    received: Iterable[tuple[bytes, bytes]], *, url: PortUrl, visitor: str, is_navigation: bool = False
+) -> Headers:
     """Return the headers for the job's server: without secrets, and with the visitor's name."""
     received = list(received)
     dropped = _NOT_SENT | _list_connection_headers(received)
@@ -77,15 +79,19 @@ def build_request_headers(received: Iterable[tuple[bytes, bytes]], *, url: PortU
     ]
     headers += [
         (b"host", url.upstream_host.encode()),
-        (b"x-forwarded-host", url.host.encode("latin-1")),
         (b"x-forwarded-proto", url.scheme.encode()),
         (b"x-forwarded-prefix", url.prefix.rstrip("/").encode()),
         (b"x-forwarded-user", visitor.encode()),
+        # Gradio's own, for the addresses in its pages.
+        (b"x-gradio-server", f"{url.scheme}://{url.host}{url.prefix}".encode("latin-1", "replace")),
     ]
     names = {name.lower() for name, _ in received}
     if b"origin" in names:
         # Who sends a request here has shown the right to it; servers compare this with the host.
         headers.append((b"origin", f"http://{url.upstream_host}".encode()))
+    if is_navigation:
+        # Pages are read on their way, see `pages`.
+        headers = [(name, value) for name, value in headers if name.lower() != b"accept-encoding"]
     if b"transfer-encoding" in names and b"content-length" not in names:
         headers.append((b"transfer-encoding", b"chunked"))
     return headers

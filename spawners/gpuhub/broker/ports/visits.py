@@ -1,7 +1,7 @@
 """Visits of browsers to servers of jobs.
 
-A page of a job's server may not have the hub's cookies, so its address has a key instead, which is valid for one visitor
-and one job. A key stands for the token with which it was requested, and ends with it.
+A page of a job's server may not have the hub's cookies, so its address has a key instead, which is valid for one
+visitor and one job. A key stands for the token with which it was requested, and ends with it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from websockets.client import ClientProtocol
-from websockets.exceptions import InvalidHandshake
 from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.typing import Origin, Subprotocol
@@ -62,10 +61,8 @@ class PortWebSocket:
             protocol.receive_data(data)
         failure = protocol.handshake_exc
         if failure is not None or not events:
-            status = events[0].status_code if events and isinstance(events[0], Response) else None
-            reason = (
-                f"HTTP status {status}" if status is not None and isinstance(failure, InvalidHandshake) else failure
-            )
+            answer = next((event for event in events if isinstance(event, Response)), None)
+            reason = failure if answer is None else f"HTTP status {answer.status_code}"
             raise Unavailable(f"the job's server opens no WebSocket here: {reason or 'it closed the connection'}")
         socket._frames = [event for event in events[1:] if isinstance(event, Frame)]
         return socket

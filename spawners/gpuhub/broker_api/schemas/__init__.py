@@ -80,6 +80,5 @@ __all__ = [
     "PendingReasonView", "Problem", "ProfileView", "Purpose", "QueueEntry", "ReclaimAnswer", "ReclaimRequest",
     "RequestKey", "ReservationRequest", "ReservationView", "RunId", "ServerName", "Slug", "StagingView", "Text",
     "TimeLimit", "UploadResult", "UsageSource", "UsageView", "UserName", "UserNotificationKind", "VisitView",
-    "WireModel",
-    "WorkerState", "WorkerView",
+    "WireModel", "WorkerState", "WorkerView",
 ]  # fmt: skip

@@ -1,0 +1,67 @@
+"""HTML pages of jobs' servers: they get a memory in place of the storage that browsers refuse to sandboxed pages.
+
+Many programs read `localStorage` or `document.cookie` at their start, and end with an error where that is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+
+from gpuhub.broker.ports.headers import Headers
+
+#: Bytes at the beginning of a page in which its head begins; further on, nothing is searched.
+_MAX_SEARCHED = 16 * 1024
+_HEAD = re.compile(rb"<head(\s[^>]*)?>", re.IGNORECASE)
+#: Where the head of a page begins that does not name it.
+_BEGINNING = re.compile(rb"<html(\s[^>]*)?>|\A\s*<!doctype\s[^>]*>", re.IGNORECASE)
+_SCRIPT = b"""<script>
+for (const name of ["localStorage", "sessionStorage"]) {
+  const items = new Map();
+  Object.defineProperty(window, name, {configurable: true, value: {
+    getItem: (key) => items.get(String(key)) ?? null,
+    setItem: (key, value) => { items.set(String(key), String(value)); },
+    removeItem: (key) => { items.delete(String(key)); },
+    clear: () => { items.clear(); },
+    key: (index) => [...items.keys()][index] ?? null,
+    get length() { return items.size; },
+  }});
+}
+Object.defineProperty(document, "cookie", {configurable: true, get: () => "", set: () => {}});
+</script>"""
+
+
+def is_page(headers: Headers) -> bool:
+    """Return whether a response is HTML that can be read."""
+    values = {name.lower(): value.lower() for name, value in headers}
+    return values.get(b"content-type", b"").startswith(b"text/html") and b"content-encoding" not in values
+
+
+def remove_length(headers: Headers) -> Headers:
+    """Return the headers of a page that becomes longer."""
+    return [(name, value) for name, value in headers if name.lower() != b"content-length"]
+
+
+async def add_storage(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield a page with the script at the beginning of its head."""
+    beginning = b""
+    is_searched = False
+    async for part in parts:
+        if is_searched:
+            yield part
+            continue
+        beginning += part
+        head = _HEAD.search(beginning)
+        is_searched = head is not None or len(beginning) > _MAX_SEARCHED
+        if is_searched:
+            yield _insert(beginning, head)
+    if not is_searched:
+        yield _insert(beginning, None)
+
+
+def _insert(beginning: bytes, head: re.Match[bytes] | None) -> bytes:
+    places = [head] if head is not None else list(_BEGINNING.finditer(beginning))
+    if not places:
+        return beginning
+    end = places[-1].end()
+    return beginning[:end] + _SCRIPT + beginning[end:]
