@@ -16,7 +16,7 @@ async def open_socket(running: Running, path: str, token: str | None) -> int:
     url = urlsplit(path)
     headers = [(b"host", b"broker"), *([(b"authorization", f"token {token}".encode())] if token else [])]
     scope = {
-        "type": "websocket", "path": f"{PREFIX}{url.path}", "query_string": url.query.encode(), "headers": headers,
+        "type": "websocket", "path": f"{PREFIX}{url.path}", "raw_path": f"{PREFIX}{url.path}".encode(), "query_string": url.query.encode(), "headers": headers,
         "scheme": "ws", "root_path": "", "subprotocols": [], "client": ("127.0.0.1", 1), "server": ("broker", 80),
         "extensions": {"websocket.http.response": {}},
     }  # fmt: skip

@@ -87,6 +87,9 @@ GET /jobs/{job}/logs                 | 200 |   H      H   Y   Y      H       N  
 GET /jobs/{job}/state                | 404 |   H      H   Y   Y      H       N       H      N    N
 WEBSOCKET /jobs/{job}/shell?worker=9 | 409 |   H      H   Y   Y      H       N       H      N    N
 WEBSOCKET /jobs/{job}/ssh?worker=9   | 409 |   H      H   Y   Y      H       N       H      N    N
+POST /jobs/{job}/visits              | 201 |   H      H   Y   Y      H       N       H      N    N
+GET /ports/{job}/                    | 503 |   H      H   Y   Y      H       N       H      N    N
+WEBSOCKET /ports/{job}/              | 503 |   H      H   Y   Y      H       N       H      N    N
 POST /nodes/rig3/cordon              | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/drain               | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/undrain             | 200 |   N      N   N   N      N       N       N      Y    Y
@@ -95,7 +98,7 @@ POST /reservations                   | 201 |   N      N   N   N      N       N  
 DELETE /reservations/{reservation}   | 204 |   N      N   N   N      N       N       N      Y    Y
 """
 #: Routes that are open to all and contain nothing about users.
-PUBLIC = {"GET /health": 200, "GET /": 307, "GET /openapi.json": 200}
+PUBLIC = {"GET /health": 200, "GET /": 307, "GET /openapi.json": 200, "GET /storage.js": 200}
 
 _STATUSES = {"N": 403, "H": 404, "W": 422}
 _WORDS = {"Y": "yes", "N": "no", "H": "hidden", "W": "owner required"}

@@ -43,6 +43,8 @@ c.LabApp.news_url = None
 c.ServerApp.jpserver_extensions = {
     "ipyparallel": False,
     "jupyter_lsp": False,
+    # Servers of the notebook's own container, for its user: /proxy/PORT/.
+    "jupyter_server_proxy": True,
     # Lets the user in by SSH.
     "gpu_launch.sshd.jupyter_extension": True,
     # Tells the broker whether the notebook is idle, and JupyterLab when it will be stopped.

@@ -41,6 +41,7 @@ from gpuhub.domain.models import Identity, WorkerRow
 
 #: Paths of these routes, below the prefix of the broker.
 PORTS, VISITS = "/ports", "/visits"
+STORAGE_SCRIPT = "/storage.js"
 #: The page of the hub that opens a visit.
 HUB_PAGE = "/hub/gpuhub/ports"
 #: Longest time to wait for one of the connections to a server, and for it to take a part of a request, seconds.
@@ -93,6 +94,12 @@ async def post_visit(request: Request, job_id: ResourceId, caller: Annotated[Ide
     key = visits.open(caller.name, job_id, request.headers["authorization"])
     prefix = request.url.path.removesuffix(f"{API}/jobs/{job_id}/visits")
     return VisitView(path=f"{prefix}{VISITS}/{job_id}/{key}/")
+
+
+@router.get(STORAGE_SCRIPT)
+async def get_storage_script() -> Response:
+    """Return the script that pages of jobs' servers get, which is the same for all."""
+    return Response(pages.STORAGE_SCRIPT, media_type="text/javascript")
 
 
 @router.api_route(f"{PORTS}/{{job_id}}/{{path:path}}", methods=_METHODS)
@@ -292,7 +299,7 @@ class PortResponse(Response):
                 sent = headers.build_response_headers(response.headers, url=url, is_opaque=is_opaque)
                 parts = _read(response)
                 if self._is_navigation and pages.is_page(sent):
-                    sent, parts = pages.remove_length(sent), pages.add_storage(parts)
+                    sent, parts = pages.remove_length(sent), pages.add_storage(parts, url.root + STORAGE_SCRIPT)
                 await send({"type": "http.response.start", "status": response.status, "headers": sent})
                 async for part in parts:
                     await send(_build_part(part, has_more=True))

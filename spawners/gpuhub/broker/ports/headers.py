@@ -55,6 +55,11 @@ class PortUrl:
     port: int
 
     @property
+    def root(self) -> str:
+        """Return the path of the broker."""
+        return "/".join(self.prefix.split("/")[:3])
+
+    @property
     def upstream_host(self) -> str:
         """Return the host by which the server is addressed in its container."""
         return f"localhost:{self.port}"

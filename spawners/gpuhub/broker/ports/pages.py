@@ -15,7 +15,8 @@ _MAX_SEARCHED = 16 * 1024
 _HEAD = re.compile(rb"<head(\s[^>]*)?>", re.IGNORECASE)
 #: Where the head of a page begins that does not name it.
 _BEGINNING = re.compile(rb"<html(\s[^>]*)?>|\A\s*<!doctype\s[^>]*>", re.IGNORECASE)
-_SCRIPT = b"""<script>
+#: A file and no part of the page, because a server's own policy may forbid scripts within pages.
+STORAGE_SCRIPT = b"""\
 for (const name of ["localStorage", "sessionStorage"]) {
   const items = new Map();
   Object.defineProperty(window, name, {configurable: true, value: {
@@ -28,13 +29,14 @@ for (const name of ["localStorage", "sessionStorage"]) {
   }});
 }
 Object.defineProperty(document, "cookie", {configurable: true, get: () => "", set: () => {}});
-</script>"""
+"""
 
 
 def is_page(headers: Headers) -> bool:
     """Return whether a response is HTML that can be read."""
     values = {name.lower(): value.lower() for name, value in headers}
-    return values.get(b"content-type", b"").startswith(b"text/html") and b"content-encoding" not in values
+    is_readable = values.get(b"content-encoding", b"identity") == b"identity"
+    return is_readable and values.get(b"content-type", b"").startswith(b"text/html")
 
 
 def remove_length(headers: Headers) -> Headers:
@@ -42,8 +44,9 @@ def remove_length(headers: Headers) -> Headers:
     return [(name, value) for name, value in headers if name.lower() != b"content-length"]
 
 
-async def add_storage(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield a page with the script at the beginning of its head."""
+async def add_storage(parts: AsyncIterator[bytes], script: str) -> AsyncIterator[bytes]:
+    """Yield a page with the script at this path at the beginning of its head."""
+    tag = f'<script src="{script}"></script>'.encode()
     beginning = b""
     is_searched = False
     async for part in parts:
@@ -51,17 +54,17 @@ async def add_storage(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             yield part
             continue
         beginning += part
-        head = _HEAD.search(beginning)
+        head = _HEAD.search(beginning, 0, _MAX_SEARCHED)
         is_searched = head is not None or len(beginning) > _MAX_SEARCHED
         if is_searched:
-            yield _insert(beginning, head)
+            yield _insert(tag, beginning, head)
     if not is_searched:
-        yield _insert(beginning, None)
+        yield _insert(tag, beginning, None)
 
 
-def _insert(beginning: bytes, head: re.Match[bytes] | None) -> bytes:
+def _insert(tag: bytes, beginning: bytes, head: re.Match[bytes] | None) -> bytes:
     places = [head] if head is not None else list(_BEGINNING.finditer(beginning))
     if not places:
         return beginning
     end = places[-1].end()
-    return beginning[:end] + _SCRIPT + beginning[end:]
+    return beginning[:end] + tag + beginning[end:]
