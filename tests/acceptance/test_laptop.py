@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 
+import httpx
 import pytest
 
 from tests.acceptance.notebook_container import Notebook
@@ -36,6 +37,17 @@ COUNT = """
             break
         time.sleep(0.5)
     print("counted", flush=True)
+"""
+SERVE = """
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = f"<html><head></head><p id=out>{self.headers['X-Forwarded-User']} {self.path} {self.headers['Cookie']}</p>"
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(body.encode())
+    HTTPServer(("localhost", 8000), Page).serve_forever()
 """
 TASK = """
     name: report
@@ -79,6 +91,7 @@ def laptop(tmp_path_factory: pytest.TempPathFactory, product: Product, ada: User
     installed.write("train.py", TRAIN)
     installed.write("helper.py", "NAME = 'helper'\n")
     installed.write("count.py", COUNT)
+    installed.write("serve.py", SERVE)
     installed.write("task.yaml", TASK)
     installed.write(".gitignore", "secret.txt\ndata/\n")
     installed.write("secret.txt", "not to be sent\n")
@@ -147,6 +160,27 @@ def test_a_detached_job_outlives_hub_and_broker(product: Product, laptop: Laptop
     run = again.get("run_id") or again["job"]["run_id"]
     laptop.run("cancel", run)
     wait_for(lambda: is_idle(ada), "a cancelled job's GPU is free")
+
+
+def test_server_of_a_job_has_an_address_of_the_hub(laptop: Laptop, ada: User, make_user: Callable[[str], User]):
+    """Its owner and a named user open it in their browsers, and a program with a token; for others it does not exist."""
+    words = ("--port", "8000", "--allow-user", "ben", "--no-python", "python", "serve.py")
+    started = json.loads(laptop.run("run", "--detach", "--json", *words))
+    ben, eve = make_user("ben"), make_user("eve")
+    for user in (ada, ben):
+        user.page.goto(f"{started['url']}a?b=c")
+        # Until the server listens, the page tries again by itself.
+        user.page.wait_for_selector("#out", timeout=60_000)
+        assert user.page.inner_text("#out") == f"{user.name} /a?b=c None"
+        assert user.page.evaluate("window.origin") == "null"
+    assert eve.page.goto(started["url"]).status == 404
+    assert httpx.get(started["url"], trust_env=False).status_code == 401
+    token = (laptop.work.parent / "token").read_text()
+    answer = httpx.get(f"{started['url']}v1", headers={"Authorization": f"Bearer {token}"}, trust_env=False)
+    assert "ada /v1 None" in answer.text
+    laptop.run("cancel", started["run_id"])
+    wait_for(lambda: is_idle(ada), "the GPU is free")
+    assert ben.page.reload().status == 409
 
 
 def test_skypilot_task_file_runs_unchanged(laptop: Laptop, ada: User):

@@ -300,6 +300,7 @@ def _add_jobs(app: FastAPI, hub: FakeHub) -> None:
         job = hub.add(body["run_id"], name=body.get("name", ""), detached=body.get("detached", False))
         job.update(nnodes=body["nnodes"], nproc_per_node=body["nproc_per_node"])
         # Last: a test that waits for it finds the job.
+        job.update(port=body.get("port"), port_users=body.get("port_users", []))
         hub.asked.append(body)
         return job
 

@@ -320,6 +320,10 @@ def test_a_job_that_the_broker_ended_fails_with_its_reason(
         (["run", "--array", "0-1", "--nnodes", "2", "train.py"], "--array and --nnodes 2 exclude each other"),
         (["run", "--array", "0-1", "--nproc-per-node", "2", "train.py"], "--array and --nproc-per-node 2 exclude"),
         (["run", "--array", "0-1", "--gpus", "2", "train.py"], "--array and --gpus exclude each other"),
+        (["run", "--port", "0", "train.py"], "'--port': 0 is not in the range 1<=x<=65535"),
+        (["run", "--allow-user", "ben", "train.py"], "--allow-user is for a job with a port: add --port"),
+        (["run", "--port", "80", "--allow-user", "Ben X", "train.py"], "--allow-user Ben X: a user's name on the hub"),
+        (["run", "--port", "80", "--array", "0-1", "train.py"], "--array and --port exclude each other"),
         (["run", "--name", "a\nb", "train.py"], "--name: a name of 1 to 80 printable characters is needed"),
         (["run", "--master-port", "1", "train.py"], "No such option '--master-port'"),
         (["logs", "nothing"], "There is no job nothing."),
@@ -448,3 +452,20 @@ def test_jobs_after_others_with_tries_and_a_limit_of_running_tasks(
     hub.add("run-20260103-000000-eee000", name="notebook", detached=False)
     assert main.run_command(["run", "--after", "notebook", "train.py"]) == 2
     assert "is a notebook's launch; only jobs can be waited for" in capsys.readouterr().err
+
+
+def test_port_and_its_users_are_asked_for_and_its_address_is_shown(
+    hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The address is for people on stderr, and in the JSON for programs."""
+    words = ["run", "--port", "8000", "--allow-user", "ben", "--allow-user", "ben"]
+    assert main.run_command([*words, "--dry-run", "train.py"]) == 0
+    assert "port:       8000, at an address of the hub for you and ben" in capsys.readouterr().out
+    assert main.run_command([*words, "-d", "--json", "train.py"]) == 0
+    job = schemas.JobRequest.model_validate(hub.asked[-1])
+    assert (job.port, job.port_users) == (8000, ("ben",))
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["url"] == f"{hub.url}/services/broker/ports/{hub.job()['id']}/"
+    (project / "serve.yaml").write_text("run: x\nresources: {ports: 8080}\n")
+    assert main.run_command(["run", "-d", "serve.yaml"]) == 0
+    assert schemas.JobRequest.model_validate(hub.asked[-1]).port == 8080

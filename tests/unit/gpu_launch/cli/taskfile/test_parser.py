@@ -241,12 +241,12 @@ def test_keys_without_effect_are_accepted(text: str) -> None:
         ),
         ("resources:\n  image_id: {a: b}\n", "line 3: resources.image_id is for clouds and has no effect here"),
         (
-            "resources:\n  ports: 8080\n",
-            "line 3: `resources.ports: 8080` has no effect here: nothing outside reaches a job",
+            "resources:\n  ports: [80, 81]\n",
+            "line 3: resources.ports is ignored: a job has one port, which --port names",
         ),
         (
-            "resources:\n  ports: [80, 81]\n",
-            "line 3: resources.ports has no effect here: nothing outside reaches a job",
+            "resources:\n  ports: 8080-8090\n",
+            "line 3: resources.ports is ignored: a job has one port, which --port names",
         ),
         (
             "resources:\n  autostop: 10m\n",

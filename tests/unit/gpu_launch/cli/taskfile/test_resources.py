@@ -116,3 +116,16 @@ def test_malformed_alternatives_are_refused(text: str, error: str) -> None:
 def test_gpus_is_another_name_of_accelerators() -> None:
     """SkyPilot takes both."""
     assert _parse("  gpus: H100:8\n").accelerators == Accelerators(models=("H100",), count=8)
+
+
+@pytest.mark.parametrize("ports", ["8080", "'8080'", "[8080]"])
+def test_one_port_is_the_jobs(ports: str) -> None:
+    """In each of SkyPilot's forms."""
+    assert _parse(f"  ports: {ports}\n").port == 8080
+
+
+@pytest.mark.parametrize("ports", ["0", "70000", "http", "true", "[80, x]", "{a: 1}"])
+def test_ports_that_are_none_are_refused(ports: str) -> None:
+    """The text names the line and the value."""
+    with pytest.raises(UsageError, match=r"line 3: resources\.ports .*a port"):
+        _parse(f"  ports: {ports}\n")
