@@ -87,9 +87,9 @@ GET /jobs/{job}/logs                 | 200 |   H      H   Y   Y      H       N  
 GET /jobs/{job}/state                | 404 |   H      H   Y   Y      H       N       H      N    N
 WEBSOCKET /jobs/{job}/shell?worker=9 | 409 |   H      H   Y   Y      H       N       H      N    N
 WEBSOCKET /jobs/{job}/ssh?worker=9   | 409 |   H      H   Y   Y      H       N       H      N    N
-POST /jobs/{job}/visits              | 201 |   H      H   Y   Y      H       N       H      N    N
-GET /ports/{job}/                    | 503 |   H      H   Y   Y      H       N       H      N    N
-WEBSOCKET /ports/{job}/              | 503 |   H      H   Y   Y      H       N       H      N    N
+POST /jobs/{job}/visits              | 409 |   H      H   Y   Y      H       N       H      N    N
+GET /ports/{job}/                    | 409 |   H      H   Y   Y      H       N       H      N    N
+WEBSOCKET /ports/{job}/              | 409 |   H      H   Y   Y      H       N       H      N    N
 POST /nodes/rig3/cordon              | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/drain               | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/undrain             | 200 |   N      N   N   N      N       N       N      Y    Y

@@ -68,7 +68,7 @@ async def build_world(running: Running) -> dict[str, str]:
         run_container(running, lease)
         lease = await post(running, "ada", f"/leases/{lease['id']}/activate", {"container_id": CONTAINER})
     waiting = await ask(running, "ada", profile="rtx5090", server="second")
-    job = await post(running, "ada", "/jobs", {"run_id": f"run-{next(_numbers):06}", "detached": True, "port": 1}, 201)
+    job = await post(running, "ada", "/jobs", {"run_id": f"run-{next(_numbers):06}", "detached": True}, 201)
     day = f"{2100 + next(_numbers)}-01-01T"
     window = {"starts_at": f"{day}08:00:00Z", "ends_at": f"{day}09:00:00Z"}
     reserved = {"name": "kept", "nodes": ["rig2"], "users": ["ada"], **window}
@@ -113,10 +113,8 @@ async def call(running: Running, route: str, caller: str) -> tuple[int, Any, str
     """Return status, body and content type of the response to a caller's request."""
     method, path = route.split()[:2]
     token = None if caller == "nobody" else caller
-    world = await build_world(running) if "{" in path else {}
-    if path.startswith(ports.PORTS):
-        await wait_for_state(running, "ada", f"/jobs/{world['job']}", "running")
-    path = ("" if path.startswith(ports.PORTS) else routes.API) + path.format(**world)
+    path = path.format(**(await build_world(running) if "{" in path else {}))
+    path = path if path.startswith(ports.PORTS) else routes.API + path
     if method == "WEBSOCKET":
         return await open_socket(running, path, token), None, ""
     async with running.client(token) as client:
