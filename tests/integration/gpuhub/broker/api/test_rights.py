@@ -199,7 +199,13 @@ async def test_every_route_of_the_application_is_in_the_table(guarded: Setting) 
     """A new route without a row fails this test, wherever it was added."""
     async with asgi_broker(guarded) as running:
         app: FastAPI = running.app
-        there = {f"{method} {_name(path)}" for method, path in list_routes(app, PREFIX)}
+        # Visits have a key in place of a token, and ports the same rights for each method: `test_ports` tries both.
+        there = {
+            f"{method} {_name(path)}"
+            for method, path in list_routes(app, PREFIX)
+            if not path.startswith(ports.VISITS)
+            and not (path.startswith(ports.PORTS) and method not in {"GET", "WEBSOCKET"})
+        }
     rows = {_name(row.split(" as ")[0].split(" with ")[0].split("?")[0]) for row in MATRIX}
     assert there == rows | set(PUBLIC)
 
@@ -223,6 +229,7 @@ def _name(route: str) -> str:
         ("{lease_id}", "{lease}"),
         ("{waiting}", "{lease}"),
         ("{job_id}", "{job}"),
+        ("{path:path}", ""),
         ("{reservation_id}", "{reservation}"),
         ("{destination_id}", "{destination}"),
         ("/nodes/{name}/", "/nodes/rig3/"),
