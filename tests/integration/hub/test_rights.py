@@ -371,6 +371,37 @@ def test_pages_refuse_cross_site_requests(browsers: dict[str, httpx.Client], lea
         assert browsers["rita"].post(path, json=sent, headers={"X-XSRFToken": xsrf}).status_code == 403
 
 
+def test_visit_of_a_jobs_server_needs_a_session_and_ends_with_it(
+    head: Head, tokens: dict[str, str], browsers: dict[str, httpx.Client]
+) -> None:
+    """The owner and a named user get there from the hub's page, and no token; logging out ends the visit."""
+    with head.client(tokens["ada"], f"{BROKER}/api/v1") as client:
+        asked = {"run_id": "run-000001", "detached": True, "port": 8000, "port_users": ["ben"]}
+        made = client.post("/jobs", json=asked)
+        assert made.status_code == 201, made.text
+        job = made.json()["id"]
+    path = f"/gpuhub/ports/{job}?to=/a%3Fb"
+    for token in (None, tokens["ada"], tokens["rita"]):
+        with head.client(token, HUB) as client:
+            assert client.get(path).status_code == 302
+    assert browsers["rita"].get(path).status_code == 403
+    assert browsers["ada"].get(f"/gpuhub/ports/{job}x").status_code == 404
+    session = head.log_in("ben")
+    first, second = (browser.get(path).headers["Location"] for browser in (session, browsers["ada"]))
+    for location in (first, second):
+        assert re.fullmatch(rf"/services/broker/visits/{job}/[\w-]{{43}}/a\?b", location)
+
+    def get_status(location: str) -> int:
+        return httpx.get(f"{BROKER}{location.removeprefix('/services/broker')}", trust_env=False).status_code
+
+    # The job waits, as no node answers.
+    assert (get_status(first), get_status(second)) == (409, 409)
+    session.get("/logout")
+    session.close()
+    wait_until(lambda: get_status(first) == 401, "the visit has ended with its session")
+    assert get_status(second) == 409
+
+
 def test_table_of_rights_has_every_page() -> None:
     """Every page is in the table."""
     source = (ROOT / "spawners" / "gpuhub" / "hub_config.py").read_text(encoding="utf-8")

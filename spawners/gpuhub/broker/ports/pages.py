@@ -29,6 +29,8 @@ for (const name of ["localStorage", "sessionStorage"]) {
   }});
 }
 Object.defineProperty(document, "cookie", {configurable: true, get: () => "", set: () => {}});
+// Workers from files are refused as well: without this, programs draw in the page itself.
+delete window.OffscreenCanvas;
 """
 
 
