@@ -33,6 +33,20 @@ def find_job(context: Context, text: str) -> models.Job:
     return match_job(text, list_own_jobs(context, ended=True))
 
 
+def build_port_url(context: Context, job: models.Job) -> str:
+    """Return the address of a job's server, for browsers and for programs with a token."""
+    return f"{context.hub.broker_url}/ports/{job.id}/"
+
+
+def note_port(context: Context, job: models.Job) -> None:
+    """Print where the job's server is reached, if it has one."""
+    if job.port is not None:
+        users = "".join(f" and {name}" for name in job.port_users)
+        context.console.print_note(
+            f"gpu-launch: port {job.port} is at {build_port_url(context, job)} for you{users}, until the job ends"
+        )
+
+
 @click.command()
 @click.argument("array", metavar="[ARRAY]", required=False, shell_complete=complete_run)
 @click.option("-a", "--all", "is_all", is_flag=True, help="Also list jobs that ended recently.")

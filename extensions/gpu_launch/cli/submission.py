@@ -13,7 +13,7 @@ from gpu_launch.broker.holdings import format_holdings, list_holdings
 from gpu_launch.broker.models import WAITING, Cluster, Gpu, GpuRequest, Job
 from gpu_launch.cli import follow, job_lookup, tables, upload
 from gpu_launch.cli.context import Context
-from gpu_launch.cli.jobs import list_own_jobs
+from gpu_launch.cli.jobs import build_port_url, list_own_jobs, note_port
 from gpu_launch.cli.upload import JobSubmission, UploadSet, load_text, send_job
 from gpu_launch.common import job_manifest, run_folder
 from gpu_launch.errors import UsageError
@@ -261,20 +261,6 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
             for task_job, index in zip(jobs, job.indexes, strict=True)
         ]
         context.console.print_result({"array": run_id, "folder": job.manifest.folder, "tasks": tasks}, run_id)
-
-
-def build_port_url(context: Context, job: Job) -> str:
-    """Return the address of a job's server, for browsers and for programs with a token."""
-    return f"{context.hub.broker_url}/ports/{job.id}/"
-
-
-def note_port(context: Context, job: Job) -> None:
-    """Print where the job's server is reached, if it has one."""
-    if job.port is not None:
-        users = "".join(f" and {name}" for name in job.port_users)
-        context.console.print_note(
-            f"gpu-launch: port {job.port} is at {build_port_url(context, job)} for you{users}, until the job ends"
-        )
 
 
 def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: bool) -> list[Job]:
