@@ -112,6 +112,14 @@ class ExternalUsage:
 # -- the backend ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class AccountedHours:
+    """GPU-hours of a period by a backend's own accounting, by user and by account."""
+
+    by_user: Mapping[str, float]
+    by_account: Mapping[str, float]
+
+
 class SchedulingBackend(ABC):
     """Decides which waiting lease gets which GPUs."""
 
@@ -240,6 +248,13 @@ class SchedulingBackend(ABC):
             is_everybody: They are for all users: those whom only the backend knows are added.
         """
         return list(views)
+
+    async def count_gpu_hours(self, since: float, until: float) -> AccountedHours | None:
+        """Return the GPU-hours of a period that the backend's own accounting counts, jobs from outside gpuhub included.
+
+        None where it counts none, or does not answer.
+        """
+        return None
 
     # -- what gpuhub does not offer with it -----------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from gpuhub.backends.interface import WORKER_PATIENCE_S, SchedulingBackend
 from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker import audit
 from gpuhub.broker.api import (
+    cost_routes,
     idle_routes,
     live_routes,
     notification_routes,
@@ -36,6 +37,7 @@ from gpuhub.broker.api.server import build_server_config
 from gpuhub.broker.audit import AuditLog, AuditMiddleware
 from gpuhub.broker.controllers import loop
 from gpuhub.broker.controllers.backend_controller import BackendController, CoreHost
+from gpuhub.broker.controllers.cost_controller import CostController
 from gpuhub.broker.controllers.deadlines import DeadlineController, UnprovenLeases
 from gpuhub.broker.controllers.hub_client import HubClient, ServerApi
 from gpuhub.broker.controllers.idle_controller import IdleController
@@ -53,6 +55,7 @@ from gpuhub.broker.files.guest_files import GuestFiles
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.metrics.request_metrics import RequestMetrics
+from gpuhub.broker.operations.costs import CostOperations
 from gpuhub.broker.operations.live import LiveViews
 from gpuhub.broker.operations.notifications import NotificationOperations
 from gpuhub.broker.operations.operations import BrokerOperations
@@ -122,8 +125,7 @@ def create_app(
     nodes that `gpuhub down` has stopped. `destination_key` encrypts users' destinations of notifications in the store;
     `machine_urls` are those of the owner of the machines, by id.
     """
-    clock = clock or Clock()
-    backend = backend or BuiltinBackend(cluster)
+    clock, backend = clock or Clock(), backend or BuiltinBackend(cluster)
     capabilities = backend.capabilities
     core = BrokerState(
         cluster=cluster,
@@ -162,6 +164,7 @@ def create_app(
             "worker launcher": launcher.run,
             "server restarter": ServerRestarter(core=core, servers=hub).run,
             "notifications": notifications.run,
+            "costs": CostController(core).run,
         }
         if capabilities.containers:
             firewall = None if ensure_filter is None else FirewallChecker(ensure_filter, clock)
@@ -205,6 +208,7 @@ def create_app(
     parts = {
         "core": core,
         "broker": operations,
+        "costs": CostOperations(core, backend),
         "live_views": LiveViews(core, operations),
         "notifications": NotificationOperations(core, cipher, sender.send),
         "staging": staging,
@@ -235,8 +239,8 @@ def _build_empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[N
 
 def _add_routes(app: FastAPI, audit_log: AuditLog, exporter: MetricsExporter) -> None:
     """Add the routes, what every request passes through, and what errors look like."""
-    routers = (routes.public, routes.metrics, routes.api, idle_routes.api, live_routes.api, notification_routes.api)
-    for router in (*routers, terminal.api, ports.api, ports.router, port_websockets.router):
+    routers = (routes.public, routes.metrics, routes.api, idle_routes.api, cost_routes.api, live_routes.api)
+    for router in (*routers, notification_routes.api, terminal.api, ports.api, ports.router, port_websockets.router):
         app.include_router(router, prefix=PREFIX)
     # The last one is the outermost.
     servers = tuple(f"{PREFIX}{path}/" for path in (ports.PORTS, ports.VISITS))

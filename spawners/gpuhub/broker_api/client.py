@@ -19,6 +19,7 @@ from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ClusterView,
     CordonRequest,
+    CostView,
     DestinationChange,
     DestinationRequest,
     DestinationView,
@@ -32,6 +33,8 @@ from gpuhub.broker_api.schemas import (
     PendingReasonView,
     ReclaimAnswer,
     ReclaimRequest,
+    ReportDimension,
+    ReportView,
     ReservationRequest,
     ReservationView,
     StagingView,
@@ -76,6 +79,8 @@ _OWNVIEW = TypeAdapter(OwnView)
 _USAGE = TypeAdapter(list[UsageView])
 _DESTINATION = TypeAdapter(DestinationView)
 _DESTINATIONS = TypeAdapter(list[DestinationView])
+_COSTS = TypeAdapter(list[CostView])
+_REPORT = TypeAdapter(ReportView)
 _BY_CODE: dict[str, type[errors.GpuhubError]] = {
     kind.code: kind
     for kind in (
@@ -307,6 +312,15 @@ class AsyncBrokerClient:
     async def test_destination(self, key: str) -> DestinationView:
         """Queue a test message."""
         return _read(_DESTINATION, await self._send("POST", f"/destinations/{_quoted(key)}/test"))
+
+    async def costs(self, owner: str | None = None, limit: int = 20) -> list[CostView]:
+        """Return what the running and last jobs and notebooks of one owner, or of all, used."""
+        params = {"limit": str(limit)} | ({} if owner is None else {"owner": owner})
+        return _read(_COSTS, await self._send("GET", "/costs", params=params))
+
+    async def report(self, by: ReportDimension, **wanted: str) -> ReportView:
+        """Return sums of what was used; `since`, `until` (days) and `owner` restrict them."""
+        return _read(_REPORT, await self._send("GET", "/costs/report", params={"by": by.value, **wanted}))
 
     async def cluster(self, groups: Collection[str] = ()) -> ClusterView:
         """Return the state of the whole cluster, for the hub's spawner as a user in these groups sees it."""

@@ -16,6 +16,7 @@ from gpuhub.cli.images import image_group
 from gpuhub.cli.leases import lease_group
 from gpuhub.cli.nodes import node_group
 from gpuhub.cli.options import BrokerRunner, PluginGroup, instance_option, pass_broker
+from gpuhub.cli.report import report
 from gpuhub.cli.reservations import reservation_group
 from gpuhub.cli.slurm import slurm_group
 from gpuhub.cli.users import user_group
@@ -94,6 +95,7 @@ for command in (
     reservation_group,
     slurm_group,
     usage,
+    report,
     events,
     deployment.doctor,
     validate,

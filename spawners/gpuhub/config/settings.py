@@ -20,6 +20,7 @@ from gpuhub.common import gpu
 from gpuhub.common.errors import SettingsError
 from gpuhub.config.base import ListOf, SettingsTable, describe_mistakes
 from gpuhub.config.circuits import CircuitSettings, find_circuit_mistakes
+from gpuhub.config.costs import CostSettings, find_cost_mistakes
 from gpuhub.config.guests import GuestSettings, find_guest_mistakes
 from gpuhub.config.idle import IdleSettings, find_idle_mistakes
 from gpuhub.config.images import ImageSettings
@@ -38,6 +39,7 @@ from gpuhub.config.users import GroupSettings, LimitSettings, SchedulingSettings
 __all__ = [
     "CircuitSettings",
     "ClusterSettings",
+    "CostSettings",
     "DockerTlsFiles",
     "ExpectedGpus",
     "GroupSettings",
@@ -96,6 +98,7 @@ class ClusterSettings(SettingsTable):
     network: NetworkSettings = NetworkSettings()
     jobs: JobSettings = JobSettings()
     idle: IdleSettings = IdleSettings()
+    costs: CostSettings = CostSettings()
     hub: HubSettings = HubSettings()
     guests: GuestSettings = GuestSettings()
     monitoring: MonitoringSettings = MonitoringSettings()
@@ -128,6 +131,7 @@ class ClusterSettings(SettingsTable):
             *find_idle_mistakes(self.idle, [(profile.name, profile.idle) for profile in self.profiles]),
             *_find_staging_mistakes(self),
             *find_guest_mistakes(self.guests, self.nodes, is_builtin=self.engine == "builtin"),
+            *find_cost_mistakes(self.costs, [profile.name for profile in self.profiles]),
         ]
         if self.network.kind == "bridge" and len(self.own_nodes) > 1:
             mistakes.append(

@@ -10,6 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from gpuhub.backends.interface import AccountedHours
 from gpuhub.broker_api.schemas import AccountHours, UsageSource, UsageView
 from gpuhub.common.errors import GpuhubError
 from gpuhub.domain.clock import Clock
@@ -33,6 +34,8 @@ class SlurmAccounting:
         self._lock = asyncio.Lock()
         self._asked_at = float("-inf")
         self._times: Sequence[GpuTime] | None = None
+        #: Other periods, with the time of the query.
+        self._periods: dict[tuple[float, float], tuple[float, Sequence[GpuTime] | None]] = {}
 
     async def fill(self, views: Sequence[UsageView], *, is_everybody: bool) -> list[UsageView]:
         """Return views with Slurm's count; with the broker's where slurmdbd does not answer.
@@ -44,20 +47,48 @@ class SlurmAccounting:
         times = await self._week()
         return put_times(views, times, is_everybody=is_everybody)
 
+    async def count_hours(self, since: float, until: float) -> AccountedHours | None:
+        """Return the GPU-hours of a period by user and account; None where slurmdbd does not answer.
+
+        slurmdbd sums up whole hours, and the answer for an hour is kept for a moment.
+        """
+        period = (since // 3600 * 3600, until // 3600 * 3600)
+        if period[0] >= period[1]:
+            return AccountedHours({}, {})
+        async with self._lock:
+            now = self._clock.monotonic()
+            self._periods = {key: entry for key, entry in self._periods.items() if now - entry[0] < self._keep_s}
+            if period not in self._periods:
+                self._periods[period] = now, await self._read(*period)
+            times = self._periods[period][1]
+        return None if times is None else sum_times(times)
+
     async def _week(self) -> Sequence[GpuTime] | None:
         async with self._lock:
             if self._clock.monotonic() - self._asked_at >= self._keep_s:
                 until = self._clock.now()
-                try:
-                    self._times = await self._api.read_gpu_time(until - WEEK_S, until)
-                except SlurmRefused as error:
-                    log.info("GPU-hours are the broker's own count: %s", error)
-                    self._times = None
-                except GpuhubError as error:
-                    log.warning("Slurm's accounting does not answer, the broker's own count is shown: %s", error)
-                    self._times = None
+                self._times = await self._read(until - WEEK_S, until)
                 self._asked_at = self._clock.monotonic()
             return self._times
+
+    async def _read(self, since: float, until: float) -> Sequence[GpuTime] | None:
+        try:
+            return await self._api.read_gpu_time(since, until)
+        except SlurmRefused as error:
+            log.info("GPU-hours are the broker's own count: %s", error)
+        except GpuhubError as error:
+            log.warning("Slurm's accounting does not answer, the broker's own count is shown: %s", error)
+        return None
+
+
+def sum_times(times: Iterable[GpuTime]) -> AccountedHours:
+    """Return the hours of each user and of each account."""
+    by_user: defaultdict[str, float] = defaultdict(float)
+    by_account: defaultdict[str, float] = defaultdict(float)
+    for time in times:
+        by_user[time.user] += time.gpu_seconds / 3600
+        by_account[time.account] += time.gpu_seconds / 3600
+    return AccountedHours(by_user, by_account)
 
 
 def put_times(views: Iterable[UsageView], times: Sequence[GpuTime] | None, *, is_everybody: bool) -> list[UsageView]:

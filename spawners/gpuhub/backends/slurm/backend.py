@@ -15,6 +15,7 @@ from itertools import starmap
 
 from gpuhub.backends.interface import (
     NOTEBOOK_PATIENCE_S,
+    AccountedHours,
     BackendHost,
     EndedLease,
     ExternalUsage,
@@ -337,6 +338,9 @@ class SlurmBackend(SchedulingBackend):
 
     async def count_usage(self, views: Sequence[UsageView], *, is_everybody: bool) -> list[UsageView]:
         return await self._accounting.fill(views, is_everybody=is_everybody)
+
+    async def count_gpu_hours(self, since: float, until: float) -> AccountedHours | None:
+        return await self._accounting.count_hours(since, until)
 
     async def close(self) -> None:
         await self._api.close()

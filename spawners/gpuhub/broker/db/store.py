@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 
 from gpuhub.broker.db import gpu_records, retention, tables, writer
+from gpuhub.broker.db.cost_store import CostStore
 from gpuhub.broker.db.engine import READ_ONLY, build_engine, migrate, take_advisory_lock
 from gpuhub.broker.db.outbox import Outbox
 from gpuhub.broker.db.writer import Changes
@@ -60,6 +61,7 @@ class Store:
         self._lock = lock
         self._advisory_lock = advisory_lock
         self.outbox = Outbox(self._transaction)
+        self.costs = CostStore(self._transaction)
 
     @classmethod
     def open(cls, url: str, lock_file: Path) -> Self:

@@ -246,6 +246,59 @@ lease_ends = Table(
     Column("at", Float, nullable=False),
 )
 
+#: What each job, and the lease of each notebook, has used and cost; deleted some time after its end.
+cost_records = Table(
+    "cost_records",
+    metadata,
+    #: Id of the job, or of the notebook's lease.
+    Column("id", String(40), primary_key=True),
+    Column("owner", String(64), nullable=False),
+    Column("groups", JSON, nullable=False),
+    Column("purpose", String(16), nullable=False),
+    Column("profile", String(64), nullable=False),
+    Column("name", String(80), nullable=False),
+    Column("model", String(80), nullable=False),
+    Column("gpu_count", Integer, nullable=False),
+    Column("memory_mib", Integer, nullable=False),
+    Column("started_at", Float, nullable=False),
+    Column("ended_at", Float, index=True),
+    Column("gpu_s", Float, nullable=False),
+    Column("measured_s", Float, nullable=False),
+    Column("busy_s", Float, nullable=False),
+    Column("peak_memory_mib", Integer, nullable=False),
+    Column("metered_s", Float, nullable=False),
+    Column("energy_j", Float, nullable=False),
+    Column("estimated_j", Float, nullable=False),
+    Column("amount", Float, nullable=False),
+    Column("currency", String(8), nullable=False),
+    Column("advice", Text),
+    #: What is needed to continue after a restart: the GPUs that it holds.
+    Column("meters", JSON, nullable=False),
+)
+Index("ix_cost_records_owner_ended_at", cost_records.c.owner, cost_records.c.ended_at)
+
+#: The same by day (since 1970, UTC), which stays after leases and jobs were deleted.
+cost_days = Table(
+    "cost_days",
+    metadata,
+    Column("day", Integer, primary_key=True, autoincrement=False),
+    Column("owner", String(64), primary_key=True),
+    #: A JSON list of names, in alphabetical order.
+    Column("groups", String(1000), primary_key=True),
+    #: Empty for jobs.
+    Column("profile", String(64), primary_key=True),
+    Column("model", String(80), primary_key=True),
+    Column("currency", String(8), primary_key=True),
+    Column("gpu_s", Float, nullable=False),
+    Column("measured_s", Float, nullable=False),
+    Column("busy_s", Float, nullable=False),
+    Column("peak_memory_mib", Integer, nullable=False),
+    Column("metered_s", Float, nullable=False),
+    Column("energy_j", Float, nullable=False),
+    Column("estimated_j", Float, nullable=False),
+    Column("amount", Float, nullable=False),
+)
+
 #: The newest events of each owner.
 events = Table(
     "events",

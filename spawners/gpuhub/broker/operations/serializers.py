@@ -8,6 +8,7 @@ from typing import Protocol
 
 from gpuhub.broker_api.schemas import (
     ConstraintView,
+    CostView,
     HolderView,
     IdleView,
     JobView,
@@ -20,6 +21,7 @@ from gpuhub.broker_api.schemas import (
     WorkerView,
 )
 from gpuhub.broker_api.schemas.live import JobSummaryView
+from gpuhub.domain.costs import CostRecord, describe_costs
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow
 from gpuhub.scheduler import interface
 
@@ -101,6 +103,31 @@ def build_lease(
     )
 
 
+def build_costs(record: CostRecord) -> CostView:
+    """Return what a job or a notebook used."""
+    used = record.used
+    return CostView(
+        id=record.id,
+        owner=record.owner,
+        purpose=record.purpose,
+        name=record.name,
+        model=record.model,
+        gpu_count=record.gpu_count,
+        started_at=to_datetime(record.started_at),
+        ended_at=to_optional_datetime(record.ended_at),
+        gpu_hours=round(used.gpu_hours, 4),
+        busy_percent=None if used.busy_percent is None else round(used.busy_percent, 1),
+        peak_memory_mib=used.peak_memory_mib or None,
+        memory_mib=record.memory_mib,
+        energy_kwh=None if used.energy_kwh is None else round(used.energy_kwh, 6),
+        is_energy_estimated=used.estimated_j > 0,
+        cost=round(used.amount, 4) if record.currency else None,
+        currency=record.currency,
+        smaller_gpu=record.advice,
+        text=describe_costs(record),
+    )
+
+
 def build_job(
     job: JobRow,
     lease: LeaseRow,
@@ -109,6 +136,7 @@ def build_job(
     renew_within_s: float,
     *,
     gpu_problems: tuple[str, ...] = (),
+    costs: CostRecord | None = None,
 ) -> JobView:
     """Return a job, as shown to its owner; `version` covers the job and its lease."""
     lease_view = build_lease(lease, version, place, gpu_problems=gpu_problems)
@@ -155,6 +183,7 @@ def build_job(
         started_at=to_optional_datetime(job.started_at),
         ended_at=to_optional_datetime(job.ended_at),
         exit_code=job.exit_code,
+        costs=None if costs is None else build_costs(costs),
     )
 
 

@@ -29,6 +29,7 @@ from gpuhub.broker_api.schemas import (
 from gpuhub.common.errors import NotAllowed, NotFound
 from gpuhub.domain import idle_policy, lease_states, owner_limits
 from gpuhub.domain import reservations as reservation_rules
+from gpuhub.domain.costs import CostRecord
 from gpuhub.domain.models import EventRow, Identity, JobRow, LeaseRow
 from gpuhub.nodes import gpu_health
 from gpuhub.scheduler.interface import OwnerUsage, Quota
@@ -90,7 +91,8 @@ async def view_job(core: BrokerState, job: JobRow) -> JobView:
         lease = await asyncio.to_thread(core.store.get_lease, job.lease_id)
     if lease is None:
         raise NotFound(f"there is no job {job.id!r}")
-    return build_job(core, job, lease)
+    costs = (await core.costs.find([job.id])).get(job.id) if not job.is_open else core.costs.get(job.id)
+    return build_job(core, job, lease, costs)
 
 
 async def view_ended_jobs(core: BrokerState, caller: Identity, limit: int) -> list[JobView]:
@@ -98,17 +100,16 @@ async def view_ended_jobs(core: BrokerState, caller: Identity, limit: int) -> li
     since = core.clock.now() - core.cluster.jobs.remember
     owner = None if caller.sees_all else caller.name
     rows = await asyncio.to_thread(core.store.list_ended_jobs, owner, since, limit)
-    return [build_job(core, job, lease) for job, lease in rows]
+    costs = await core.costs.find([job.id for job, _ in rows])
+    return [build_job(core, job, lease, costs.get(job.id)) for job, lease in rows]
 
 
-def build_job(core: BrokerState, job: JobRow, lease: LeaseRow) -> JobView:
-    """Return a job with its lease, as shown to its owner."""
+def build_job(core: BrokerState, job: JobRow, lease: LeaseRow, costs: CostRecord | None) -> JobView:
+    """Return a job with its lease and what it used, as shown to its owner."""
     version = max(job.version, core.queue_positions.find_version(lease))
     place = core.queue_positions.refresh().get(lease.id)
-    problems = list_gpu_problems(core, lease)
-    return serializers.build_job(
-        job, lease, version, place, float(core.cluster.jobs.renew_within), gpu_problems=problems
-    )
+    problems, renew_within_s = list_gpu_problems(core, lease), float(core.cluster.jobs.renew_within)
+    return serializers.build_job(job, lease, version, place, renew_within_s, gpu_problems=problems, costs=costs)
 
 
 def view_cluster(core: BrokerState, backend: SchedulingBackend, caller: Identity | None) -> ClusterView:

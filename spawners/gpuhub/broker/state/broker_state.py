@@ -10,6 +10,7 @@ from gpuhub.broker.db.store import Store
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.capacity import Capacity
+from gpuhub.broker.state.cost_meters import CostMeters
 from gpuhub.broker.state.events import EventLog
 from gpuhub.broker.state.idle_notebooks import IdleNotebooks
 from gpuhub.broker.state.ledger import Ledger
@@ -94,6 +95,9 @@ class BrokerState:
         self.queue_positions = QueuePositions(self.ledger, scheduler, self.clock)
         self.heartbeats = Heartbeats(self.clock)
         self.idle = IdleNotebooks(cluster=cluster, ledger=self.ledger, capacity=self.capacity, clock=self.clock)
+        self.costs = CostMeters(
+            cluster=cluster, store=store, ledger=self.ledger, capacity=self.capacity, clock=self.clock
+        )
         self._events = EventLog(store.save_events)
         self._housekeeping: list[asyncio.Task[None]] = []
         self._scheduling: asyncio.Task[None] | None = None
@@ -107,6 +111,7 @@ class BrokerState:
         Leases on a node that is no longer in the settings are released. If the node returns, containers that still
         run there belong to no lease and are removed before the node gets work.
         """
+        await self.costs.start()
         await self.ledger.change(mutations.clamp_future_timestamps)
         await self.ledger.change(mutations.release_removed_nodes(self.capacity.inventory.nodes))
         await self.capacity.gpu_records.remove_other_nodes(self.capacity.inventory.nodes)
@@ -127,6 +132,10 @@ class BrokerState:
             await asyncio.wait(tasks)
         self.scheduler_sync.close()
         await self.ledger.close()
+        try:
+            await self.costs.close()
+        except GpuhubError as error:
+            log.warning("The last readings of costs are lost: %s", error)
         await self._events.close()
 
     async def _run_housekeeping(self) -> None:
@@ -161,6 +170,7 @@ class BrokerState:
         for what, delete, kept_s in (
             ("jobs", store.delete_ended_jobs, remembered_s),
             ("leases", store.delete_released_leases, max(remembered_s, LEASES_KEPT_S)),
+            ("records of costs", store.costs.delete_ended, max(remembered_s, LEASES_KEPT_S)),
             ("events", store.delete_old_events, EVENTS_KEPT_S),
             ("notifications", store.outbox.delete_old, NOTIFICATIONS_KEPT_S),
         ):
@@ -171,6 +181,7 @@ class BrokerState:
             if count:
                 log.info("%s %s from long ago are removed", count, what)
         await asyncio.to_thread(store.delete_old_usage, find_usage_start(self.cluster.scheduling, now))
+        await asyncio.to_thread(store.costs.delete_days, int((now - self.cluster.costs.keep) // 86400))
 
     async def apply_clock_jump(self) -> None:
         """Move all times of open leases and jobs by a jump of the machine's clock, so that none of them ends by it."""
@@ -225,6 +236,7 @@ class BrokerState:
         began = await self.capacity.gpu_records.update(record, duplicates, self.clock.now())
         before = self.capacity.inventory.nodes[record.name]
         self.capacity.update_node(record)
+        self.costs.observe_node(record)
         # The scheduler comes first, since every change of the ledger has it grant what it believes to be free.
         has_changed = self.scheduler_sync.update_node(record.name)
         problems = gpu_health.find_new_problems(before, self.capacity.inventory.nodes[record.name], began)

@@ -24,6 +24,7 @@ from gpuhub.broker_api.schemas.cluster import (
     UsageSource,
     UsageView,
 )
+from gpuhub.broker_api.schemas.costs import CostView, ReportDimension, ReportRow, ReportView
 from gpuhub.broker_api.schemas.jobs import (
     ArrayRequest,
     JobRequest,
@@ -73,12 +74,12 @@ from gpuhub.broker_api.schemas.notifications import (
 
 __all__ = [
     "AccountHours", "ActivationRequest", "ActivityAnswer", "ActivityReport", "ArrayRequest", "Capabilities",
-    "ClusterView", "ConstraintView", "CordonRequest", "DestinationChange", "DestinationRequest", "DestinationView",
-    "EventView", "ExtensionRequest", "GpuModelView", "GpuState", "GpuView", "GroupName", "HolderView", "IdleReason",
-    "IdleView", "JobRequest", "JobState", "JobView", "LeaseRequest", "LeaseState", "LeaseView", "LeasedGpuView",
-    "ModelName", "NodeState", "NodeView", "NotificationKind", "NotificationView", "OutsideProcess", "PartitionView",
-    "PendingReasonView", "Problem", "ProfileView", "Purpose", "QueueEntry", "ReclaimAnswer", "ReclaimRequest",
-    "RequestKey", "ReservationRequest", "ReservationView", "RunId", "ServerName", "Slug", "StagingView", "Text",
-    "TimeLimit", "UploadResult", "UsageSource", "UsageView", "UserName", "UserNotificationKind", "VisitView",
-    "WireModel", "WorkerState", "WorkerView",
+    "ClusterView", "ConstraintView", "CordonRequest", "CostView", "DestinationChange", "DestinationRequest",
+    "DestinationView", "EventView", "ExtensionRequest", "GpuModelView", "GpuState", "GpuView", "GroupName",
+    "HolderView", "IdleReason", "IdleView", "JobRequest", "JobState", "JobView", "LeaseRequest", "LeaseState",
+    "LeaseView", "LeasedGpuView", "ModelName", "NodeState", "NodeView", "NotificationKind", "NotificationView",
+    "OutsideProcess", "PartitionView", "PendingReasonView", "Problem", "ProfileView", "Purpose", "QueueEntry",
+    "ReclaimAnswer", "ReclaimRequest", "ReportDimension", "ReportRow", "ReportView", "RequestKey", "ReservationRequest",
+    "ReservationView", "RunId", "ServerName", "Slug", "StagingView", "Text", "TimeLimit", "UploadResult", "UsageSource",
+    "UsageView", "UserName", "UserNotificationKind", "VisitView", "WireModel", "WorkerState", "WorkerView",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
+from gpuhub.broker_api.schemas.costs import CostView
 from gpuhub.broker_api.schemas.leases import (
     DatasetName,
     ImageName,
@@ -176,6 +177,8 @@ class JobView(WireModel):
     ended_at: datetime | None = None
     #: Exit code of worker 0 of a detached job that ended without being stopped; None for any other.
     exit_code: int | None = None
+    #: What it has used so far; None before it gets GPUs.
+    costs: CostView | None = None
 
 
 class VisitView(WireModel):
