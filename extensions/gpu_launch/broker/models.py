@@ -105,6 +105,8 @@ class Job:
     ended_at: datetime | None = None
     #: Exit code of worker 0, for a detached job that was not ended from outside; else None.
     exit_code: int | None = None
+    #: What it used of its GPUs, in one line; empty if unknown.
+    costs: str = ""
 
     @property
     def is_ended(self) -> bool:
@@ -273,6 +275,7 @@ def parse_job(data: Mapping[str, Any]) -> Job:
         started_at=parse_time(data.get("started_at")),
         ended_at=parse_time(data.get("ended_at")),
         exit_code=data.get("exit_code"),
+        costs=str((data.get("costs") or {}).get("text") or ""),
     )
 
 

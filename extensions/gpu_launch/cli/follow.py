@@ -61,11 +61,13 @@ def follow_to_end(context: Context, job: models.Job, *, offset: int = 0, cancels
 
 
 def report_end(context: Context, job: models.Job, *, is_cancelled: bool) -> None:
-    """Report how the job ended.
+    """Report how the job ended, and what it used of its GPUs.
 
     Raises:
         CommandExit: The exit status is not 0.
     """
+    if job.costs:
+        context.console.print_note(f"gpu-launch: {job.costs}")
     if context.console.is_json:
         # A script cannot find the first failing rank's traceback in the output.
         state = context.transfer.read_status(job.id) if job.exit_code and not is_cancelled else None

@@ -61,6 +61,7 @@ def build_job_json(job: Job) -> dict[str, Any]:
         "max_retries": job.max_retries,
         "port": job.port,
         "port_users": list(job.port_users),
+        "costs": job.costs,
     }
 
 

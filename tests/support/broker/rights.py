@@ -60,6 +60,10 @@ DELETE /destinations/{destination}   | 204 |   N      H   Y   Y      H       N  
 POST /destinations/{destination}/test | 202 |   N      H   Y   Y      H       N       N      H    N
 GET /usage                           | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /usage?owner=ada                 | 200 |   N      N   Y   Y      N       Y       N      Y    Y
+GET /costs                           | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+GET /costs?owner=ada                 | 200 |   N      N   Y   Y      N       Y       N      Y    Y
+GET /costs/report                    | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+GET /costs/report?owner=ada          | 200 |   N      N   Y   Y      N       Y       N      Y    Y
 GET /leases                          | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /jobs                            | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /jobs?ended=true                 | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y

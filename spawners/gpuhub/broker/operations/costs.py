@@ -39,9 +39,7 @@ class CostOperations:
             NotAllowed: the owner is another user, and the caller is not an administrator.
         """
         whose = _check_owner(caller, owner)
-        records = self._core.costs.list_open(whose)[:limit]
-        ended = await asyncio.to_thread(self._core.store.costs.list_ended, whose, limit - len(records))
-        return [serializers.build_costs(record) for record in (*records, *ended)]
+        return [serializers.build_costs(record) for record in await self._core.costs.list_recent(whose, limit)]
 
     async def report(
         self, caller: Identity, by: ReportDimension, since: date | None, until: date | None, owner: str | None
@@ -54,7 +52,7 @@ class CostOperations:
         """
         whose = _check_owner(caller, owner)
         last = until or datetime.fromtimestamp(self._core.clock.now(), UTC).date()
-        first = since or max(_EPOCH, last - timedelta(days=min(DEFAULT_DAYS - 1, (last - date.min).days)))
+        first = since or last - timedelta(days=min(DEFAULT_DAYS - 1, (last - date.min).days))
         if first > last:
             raise InvalidRequest(f"since: {first} is after {last}, where the report ends: choose an earlier day")
         rows, total = await asyncio.to_thread(self._read, by, first, last, whose)

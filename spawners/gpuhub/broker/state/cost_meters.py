@@ -119,11 +119,15 @@ class CostMeters:
         missing = [record_id for record_id in ids if record_id not in records]
         return records | (await asyncio.to_thread(self._store.costs.find, missing) if missing else {})
 
-    def list_open(self, owner: str | None) -> list[CostRecord]:
-        """Return the records of everything that holds GPUs, of one owner or of all, newest first."""
-        records = (account.record for account in self._accounts.values() if account.meters)
-        chosen = [record for record in records if owner in (None, record.owner)]
-        return sorted(chosen, key=lambda record: -record.started_at)
+    async def list_recent(self, owner: str | None, limit: int) -> list[CostRecord]:
+        """Return at most `limit` records of one owner or of all: of what holds GPUs, then of what ended last."""
+        records = [account.record for account in self._accounts.values() if account.meters]
+        unsaved = [record for record in self._unsaved.values() if owner in (None, record.owner)]
+        chosen = sorted((row for row in records if owner in (None, row.owner)), key=lambda row: -row.started_at)
+        stored = await asyncio.to_thread(self._store.costs.list_ended, owner, limit)
+        # Written in the meantime, it is in both.
+        ended = {record.id: record for record in (*unsaved, *stored)}.values()
+        return [*chosen, *sorted(ended, key=lambda row: -(row.ended_at or 0.0))][:limit]
 
     # -- charging ---------------------------------------------------------------------------------------------------
 
@@ -288,7 +292,7 @@ class CostMeters:
                 for uuid, meter in list(account.meters.items()):
                     if now - meter.charged_until > costs.MAX_READING_GAP_S:
                         self._charge(account, uuid, now, None)
-            changed, unsaved, days = self._changed, self._unsaved, self._days
+            changed, unsaved, days = self._changed, dict(self._unsaved), self._days
             if not (changed or unsaved or days):
                 return
             offset = self._clock.now() - self._clock.monotonic()
@@ -296,17 +300,18 @@ class CostMeters:
             for account in (self._accounts[account_id] for account_id in changed):
                 meters = tuple(_shift(meter, offset) for meter in account.meters.values())
                 records.append(replace(account.record, meters=meters))
-            self._changed, self._unsaved, self._days = set(), {}, {}
+            self._changed, self._days = set(), {}
             # A write goes on while its caller is cancelled: what it writes must not be counted a second time.
             self._saving = asyncio.ensure_future(asyncio.to_thread(self._store.costs.save, records, days))
             try:
                 await asyncio.shield(self._saving)
             except GpuhubError:
                 self._changed |= changed & self._accounts.keys()
-                self._unsaved = {**unsaved, **self._unsaved}
                 for day, used in days.items():
                     self._days[day] = used + self._days.get(day, UsedAmounts())
                 raise
+            for record_id in unsaved:
+                self._unsaved.pop(record_id, None)
 
 
 def find_energy_part(node: NodeStatus, reading: GpuReading, share: int) -> float:

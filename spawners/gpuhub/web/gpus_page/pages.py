@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from tornado import web
 
 from gpuhub.broker_api.errors import TooManyRequests
+from gpuhub.broker_api.schemas import CostView, ReportDimension, ReportView
 from gpuhub.common.errors import GpuhubError, NotAllowed, Unavailable
+from gpuhub.web import cost_chart
 from gpuhub.web.gpus_page.node_filter import MAX_NODES_WITHOUT_FILTER, read_node_filter
 from gpuhub.web.gpus_page.parts import GpusPageData, render_node_leases, render_page, render_pending_reason
 from gpuhub.web.handlers import BrokerUserHandler
@@ -24,6 +29,7 @@ class GpusPageHandler(BrokerUserHandler):
         page = await self.render_template(
             "gpuhub_gpus.html",
             page=render_page(data, node_filter),
+            costs=await self._render_costs() if data.view is not None else "",
             node_filter=node_filter,
             has_filter=data.view is not None and len(data.view.nodes) > MAX_NODES_WITHOUT_FILTER,
             asset_url=find_static_url(self.hub.base_url),
@@ -41,6 +47,22 @@ class GpusPageHandler(BrokerUserHandler):
         except (Unavailable, TooManyRequests):
             own = None
         return GpusPageData.build(user, view, own)
+
+    async def _render_costs(self) -> str:
+        """Render what the user has used, for an administrator what all users have; empty without the broker."""
+        user = self.current_user
+
+        async def ask(broker: Any) -> tuple[ReportView, list[CostView]]:
+            report, records = await asyncio.gather(
+                broker.report(ReportDimension.DAY), broker.costs(limit=cost_chart.MAX_RECORDS)
+            )
+            return report, records
+
+        try:
+            report, records = await self.call_as_user(user, ask)
+        except (Unavailable, TooManyRequests):
+            return ""
+        return cost_chart.render_costs(report, records, user.name)
 
 
 class PendingReasonHandler(BrokerUserHandler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -69,6 +70,26 @@ async def head(tmp_path: Path) -> AsyncIterator[HeadNodeCli]:
         head = HeadNodeCli(running)
         yield head
         await head.client.close()
+
+
+async def test_report(head: HeadNodeCli) -> None:
+    """A table with a total, CSV and JSON of the same rows; nothing before the first use."""
+    await head.running.core.costs.flush()
+    title, header, ada, total = (await head.run("report --by user --last 7d")).splitlines()
+    assert title.endswith("(UTC)")
+    assert header.split() == ["USER", "GPU-HOURS", "USE", "PEAK", "MEMORY", "ENERGY"]
+    assert (ada.split()[0], total.split()[0]) == ("ada", "total")
+    names, values = (await head.run("report --by profile --csv")).splitlines()
+    assert names.startswith("profile,gpu_hours,busy_percent,peak_memory_mib,energy_kwh,")
+    assert values.startswith("rtx5090,")
+    [row] = json.loads(await head.run("report --by week --json"))["rows"]
+    assert row["currency"] == ""
+    assert (await head.run("report --until 2026-01-31 --since 2026-01-01")) == (
+        "2026-01-01 to 2026-01-31 (UTC): no GPU was used\n"
+    )
+    assert "no GPU was used" in await head.run("report --owner ben")
+    with pytest.raises(InvalidRequest, match="use one of them"):
+        await head.run("report --last 7d --since 2026-01-01")
 
 
 async def lease_of(head: HeadNodeCli, owner: str) -> str:

@@ -330,3 +330,16 @@ def test_guests_are_no_members_of_what_the_closet_shares(tmp_path):
     assert [node.name for node in cluster.own_nodes] == ["rig1"]
     assert not cluster.has_overlay
     assert cluster.node("mia").access_groups == {"guests:"}
+def test_prices_need_a_currency_and_known_profiles(tmp_path):
+    """A price without a currency, and one of a profile that does not exist, are refused; a model's name may be NVML's."""
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path, GOOD + "\n[costs]\nkwh = 0.3\nprofiles = { huge = 2 }\n")
+    assert 'costs.currency: is missing, and there are prices: add one, such as "EUR"' in str(caught.value)
+    assert "costs.profiles: there is no profile 'huge'" in str(caught.value)
+    prices = (
+        '\n[costs]\ncurrency = "€"\ngpu_hour = 1\nmodels = { "NVIDIA GeForce RTX 5090" = 2 }\nprofiles = { big = 3 }\n'
+    )
+    costs = load(tmp_path, GOOD + prices).costs
+    assert costs.find_gpu_hour_price("big", "RTX 5090") == 3
+    assert costs.find_gpu_hour_price(None, "RTX 5090") == 2
+    assert costs.find_gpu_hour_price(None, "RTX 5060") == 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from gpuhub.backends.interface import AccountedHours
 from gpuhub.backends.slurm.accounting import KEEP_S, WEEK_S, SlurmAccounting, put_times
 from gpuhub.broker_api.schemas import AccountHours, UsageSource, UsageView
 from gpuhub.common.errors import GpuhubError
@@ -111,3 +112,20 @@ async def test_slurmdbd_usage_is_cached_and_optional(error: GpuhubError):
     clock.seconds += KEEP_S
     (mine,) = await times.fill([view("ada")], is_everybody=False)
     assert mine.counted_by is UsageSource.SLURM
+
+
+async def test_hours_of_a_period_by_user_and_account():
+    """Whole hours, asked for once for everyone; None while slurmdbd does not answer."""
+    accounting, clock = Accounting(), SteppedClock()
+    times = SlurmAccounting(accounting, clock)
+    for until in (clock.now(), clock.now() + 1):
+        hours = await times.count_hours(clock.now() - 86400 * 3, until)
+        assert hours is not None
+        assert hours.by_user["ada"] == 1.75
+        assert sum(hours.by_account.values()) == sum(hours.by_user.values())
+    [(since, until)] = accounting.asked
+    assert (since % 3600, until % 3600, since < until) == (0, 0, True)
+    assert await times.count_hours(clock.now(), clock.now() + 1) == AccountedHours({}, {})
+    clock.seconds += KEEP_S
+    accounting.says = SlurmUnreachable("slurmdbd does not answer")
+    assert await times.count_hours(clock.now() - 86400 * 3, clock.now()) is None
