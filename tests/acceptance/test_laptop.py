@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+from playwright.sync_api import expect
 
 from tests.acceptance.notebook_container import Notebook
 from tests.acceptance.process_output import ProcessOutput
-from tests.support.hub.browser import Product, User
+from tests.support.hub.browser import Product, User, gpuhub
 from tests.support.hub.installed_laptop import Laptop, install_laptop
 from tests.support.product import wait_for
 
@@ -120,6 +122,16 @@ def test_job_on_three_nodes(product: Product, laptop: Laptop, ada: User):
     assert not (home / "data").exists()
     laptop.run("cp", f"home:gpu-launch/{home.name}/results", "fetched")
     assert (laptop.work / "fetched/out.txt").read_text() == "the result"
+    # What it used: for its owner, on the page, and for administrators.
+    assert re.match(r"3 GPUs \d+ % busy, [0-9.]+ of \d+ GB, [0-9.]+ k?Wh", jobs[0]["costs"]), jobs[0]["costs"]
+    ada.page.goto(f"{ada.address}/hub/gpus")
+    expect(ada.page.get_by_role("img", name="GPU-hours by day")).to_be_visible()
+    expect(ada.page.locator("section:has(#gpuhub-costs)")).to_contain_text(f"Job train.py: {jobs[0]['costs']}")
+    [row] = wait_for(
+        lambda: json.loads(gpuhub("report", "--by", "profile", "--owner", "ada", "--json"))["rows"], "the report"
+    )
+    assert row["key"] == "jobs"
+    assert row["energy_kwh"] > 0
 
 
 def test_exit_status_and_error_of_the_failing_rank(laptop: Laptop, ada: User):
