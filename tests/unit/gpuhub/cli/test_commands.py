@@ -74,7 +74,9 @@ async def head(tmp_path: Path) -> AsyncIterator[HeadNodeCli]:
 
 async def test_report(head: HeadNodeCli) -> None:
     """A table with a total, CSV and JSON of the same rows; nothing before the first use."""
-    await head.running.core.costs.flush()
+    core = head.running.core
+    core.costs.observe_node(core.capacity.inventory.nodes["rig1"])
+    await core.costs.flush()
     title, header, ada, total = (await head.run("report --by user --last 7d")).splitlines()
     assert title.endswith("(UTC)")
     assert header.split() == ["USER", "GPU-HOURS", "USE", "PEAK", "MEMORY", "ENERGY"]
