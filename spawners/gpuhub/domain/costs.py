@@ -136,7 +136,7 @@ class CostRecord:
     #: Empty for jobs.
     profile: str
     name: str
-    #: Of the first GPU, and how many there were at the same time at most.
+    #: Of its GPUs, with commas between different ones, and how many there were at the same time at most.
     model: str
     gpu_count: int
     #: Memory of the GPU on which most memory was in use.
@@ -191,6 +191,14 @@ class CardSupply:
         return sum(count >= resources.gpus_per_node for count in counts) >= resources.nodes
 
 
+def has_evidence(record: CostRecord, resources: ResourceRequest) -> bool:
+    """Return whether enough was measured, and the GPUs were used so little, that a smaller one may have been enough."""
+    used, use = record.used, record.used.busy_percent
+    is_measured = used.measured_s >= max(MIN_EVIDENCE_S * record.gpu_count, _MIN_EVIDENCE_PART * used.gpu_s)
+    is_little = use is not None and use <= _MAX_USE_PERCENT and used.peak_memory_mib > 0
+    return is_measured and is_little and resources.share == 1
+
+
 def find_smaller_card(
     record: CostRecord, resources: ResourceRequest, supply: Iterable[CardSupply], nodes: Sequence[str]
 ) -> str | None:
@@ -198,15 +206,12 @@ def find_smaller_card(
 
     Enough is a GPU with less memory that still had a fifth of its memory free, that runs everything that the larger
     one runs, and of which as many are on nodes of the owner, while the larger one was used at most half of the time.
+    For GPUs of several models none is named.
 
     Args:
         nodes: Those on which the owner's work may be placed.
     """
-    used, use = record.used, record.used.busy_percent
-    is_evident = used.measured_s >= MIN_EVIDENCE_S * record.gpu_count and (
-        used.measured_s >= _MIN_EVIDENCE_PART * used.gpu_s
-    )
-    if resources.share > 1 or not is_evident or use is None or use > _MAX_USE_PERCENT or not used.peak_memory_mib:
+    if not has_evidence(record, resources):
         return None
     kinds = list(supply)
     capabilities = [kind.card.capability for kind in kinds if kind.card.model == record.model and kind.card.capability]
@@ -217,7 +222,7 @@ def find_smaller_card(
         kind.card
         for kind in kinds
         if not kind.card.is_mig
-        and used.peak_memory_mib <= kind.card.memory_mib * (1 - _FREE_MEMORY)
+        and record.used.peak_memory_mib <= kind.card.memory_mib * (1 - _FREE_MEMORY)
         and kind.card.memory_mib < record.memory_mib
         and (kind.card.capability or (0, 0)) >= capability
         and kind.has_room(resources, nodes)

@@ -32,6 +32,7 @@ class SlurmAccounting:
         self._clock = clock
         self._keep_s = keep_s
         self._lock = asyncio.Lock()
+        self._periods_lock = asyncio.Lock()
         self._asked_at = float("-inf")
         self._times: Sequence[GpuTime] | None = None
         #: Other periods, with the time of the query.
@@ -55,7 +56,7 @@ class SlurmAccounting:
         period = (since // 3600 * 3600, until // 3600 * 3600)
         if period[0] >= period[1]:
             return AccountedHours({}, {})
-        async with self._lock:
+        async with self._periods_lock:
             now = self._clock.monotonic()
             self._periods = {key: entry for key, entry in self._periods.items() if now - entry[0] < self._keep_s}
             if period not in self._periods:

@@ -29,7 +29,9 @@ from gpuhub.nodes.status import GpuReading, NodeStatus
 #: Records that are kept in memory after their end, for clients that ask about them then.
 MAX_ENDED = 2048
 _DAY_S = 86400.0
-_NAME_LENGTH = 80
+#: Between the models of a record, and most characters of names and models.
+_AND = ", "
+_NAME_LENGTH = _MODEL_LENGTH = 80
 
 
 @dataclass(slots=True)
@@ -39,6 +41,8 @@ class _Account:
     record: CostRecord
     #: What was requested; None after a restart, if it ended before.
     resources: ResourceRequest | None = None
+    #: The owner's groups in the hub.
+    groups: tuple[str, ...] = ()
     #: By UUID. Their times are those of the broker's monotonic clock.
     meters: dict[str, GpuMeter] = field(default_factory=dict)
 
@@ -153,7 +157,7 @@ class CostMeters:
             if not held:
                 return
             account = self._accounts[account_id] = _Account(self._build_record(account_id, lease))
-        account.resources = lease.resources
+        account.resources, account.groups = lease.resources, lease.groups
         for meter in [*account.meters.values()]:
             if meter.lease == lease.id and meter.uuid not in held:
                 node = self._capacity.inventory.nodes.get(meter.node)
@@ -162,8 +166,12 @@ class CostMeters:
         for gpu in held.values():
             if gpu.uuid not in account.meters:
                 self._add_meter(account, self._build_meter(lease, gpu))
-        count = max(account.record.gpu_count, len(account.meters))
-        account.record = replace(account.record, gpu_count=count)
+        models = {*account.record.model.split(_AND), *(meter.model for meter in account.meters.values())}
+        account.record = replace(
+            account.record,
+            gpu_count=max(account.record.gpu_count, len(account.meters)),
+            model=_AND.join(sorted(models))[:_MODEL_LENGTH],
+        )
         self._changed.add(account_id)
         self._end_if_over(account_id)
 
@@ -259,17 +267,17 @@ class CostMeters:
         del self._accounts[account_id]
         self._changed.discard(account_id)
         record = replace(account.record, ended_at=self._clock.now())
-        if account.resources is not None:
-            nodes = self._list_open_nodes(record)
+        if account.resources is not None and costs.has_evidence(record, account.resources):
+            nodes = self._list_open_nodes(record.owner, account.groups)
             advice = costs.find_smaller_card(record, account.resources, self._count_supply(), nodes)
             record = replace(record, advice=advice)
         self._unsaved[account_id] = self._ended[account_id] = record
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def _list_open_nodes(self, record: CostRecord) -> list[str]:
+    def _list_open_nodes(self, owner: str, hub_groups: Sequence[str]) -> list[str]:
         """Return the nodes on which the owner's work may be placed."""
-        groups = owner_limits.list_groups(self._cluster, record.owner, record.groups)
+        groups = owner_limits.list_groups(self._cluster, owner, hub_groups)
         return [name for name, node in self._capacity.inventory.configured_nodes.items() if node.admits(groups)]
 
     def _count_supply(self) -> list[CardSupply]:

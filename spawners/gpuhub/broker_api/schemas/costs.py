@@ -17,7 +17,7 @@ class CostView(WireModel):
     purpose: Purpose
     #: Name of the job, or of the notebook server, which is empty for the default one.
     name: str
-    #: Model of its first GPU, and the most GPUs that it had at the same time.
+    #: Model of its GPUs, with commas between different ones, and the most GPUs that it had at the same time.
     model: str
     gpu_count: int
     started_at: datetime
@@ -67,7 +67,8 @@ class ReportRow(WireModel):
     #: None without prices. Rows differ in the currency where it was changed.
     cost: float | None
     currency: str
-    #: GPU-hours that another scheduler's accounting counts, jobs from outside gpuhub included; None where none counts.
+    #: GPU-hours that another scheduler's accounting counts, jobs from outside gpuhub included; None where none counts,
+    #: and for users who are not administrators.
     accounted_gpu_hours: float | None = None
 
 

@@ -128,3 +128,4 @@ def test_smaller_cards_must_be_there_for_the_owner_and_the_request() -> None:
     assert advise(build_record(), ResourceRequest(share=2)) is None
     assert advise(build_record(), ResourceRequest(least_capability=(12, 1))) is None
     assert advise(build_record(model="RTX 6090")) is None
+    assert advise(build_record(model="RTX 5070, RTX 5090", gpu_count=2)) is None

@@ -10,9 +10,11 @@ import pytest
 
 from gpuhub.broker.controllers import cost_controller, node_controller
 from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker.state.cost_meters import find_energy_part
 from gpuhub.common.errors import Unavailable
-from gpuhub.config.settings import ClusterSettings, CostSettings, GroupSettings
+from gpuhub.config.settings import ClusterSettings, CostSettings, GroupSettings, ProfileSettings
 from gpuhub.domain.costs import CostRecord
+from gpuhub.nodes.status import GpuReading, NodeStatus
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.clocks import AheadClock
@@ -131,12 +133,59 @@ async def test_a_job_has_its_costs_until_the_end(running: Running) -> None:
     assert list(report_rows(await read(running, "ada", "/costs/report", by="profile"))) == ["jobs"]
 
 
-async def test_shares_are_charged_by_their_part(running: Running) -> None:
-    """A MIG device or a share has a part of the energy, as an estimate, and no use that could be told apart."""
-    from gpuhub.broker.state.cost_meters import find_energy_part
+async def test_a_job_on_several_models_is_one_record(running: Running) -> None:
+    """Its sums by model are apart; the line speaks of all GPUs."""
+    job = await post(running, "ada", "/jobs", {**JOB, "nnodes": 3}, 201)
+    await wait_for_state(running, f"/jobs/{job['id']}", "running", "ada")
+    pass_time(running, 60)
+    await delete(running, "ada", f"/jobs/{job['id']}")
+    ended = await wait_for_state(running, f"/jobs/{job['id']}", "ended", "ada")
+    assert (ended["costs"]["gpu_count"], ended["costs"]["model"]) == (3, "RTX 5060, RTX 5070, RTX 5090")
+    assert ended["costs"]["gpu_hours"] == pytest.approx(0.05, rel=0.2)
+    assert ended["costs"]["text"].startswith("3 GPUs ")
+    await running.core.costs.flush()
+    rows = report_rows(await read(running, "root", "/costs/report", by="model"))
+    assert list(rows) == ["RTX 5060", "RTX 5070", "RTX 5090"]
+    assert rows["RTX 5090"]["cost"] == pytest.approx(4 * rows["RTX 5060"]["cost"], abs=0.02)
 
-    node = running.core.capacity.inventory.nodes["rig1"]
-    assert find_energy_part(node, node.gpus[0], 4) == 0.25
+
+async def test_shares_are_charged_by_their_part(setting: Setting) -> None:
+    """A quarter of the GPU's time, price and energy, which is an estimate; no use or memory that others may have."""
+    profile = ProfileSettings(name="quarter", title="A quarter", gpu_model="RTX 5090", gpu_share=4)
+    setting.cluster = setting.cluster.model_copy(update={"profiles": (profile,)})
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada", profile="quarter")
+        container = await run_notebook(running, lease)
+        await hold(running, seconds=100, steps=10, use=90, mib=20000)
+        await end_notebook(running, lease, container)
+        [record] = await read(running, "ada", "/costs")
+    assert record["gpu_hours"] == pytest.approx(25 / HOUR, rel=0.2)
+    assert record["energy_kwh"] == pytest.approx(30_000 / 4 / 3.6e6, rel=0.02)
+    assert (record["is_energy_estimated"], record["busy_percent"], record["peak_memory_mib"]) == (True, None, None)
+    assert "(estimated)" in record["text"]
+
+
+def test_mig_devices_share_the_energy_of_their_gpu_by_memory() -> None:
+    """NVML counts it for the whole GPU alone."""
+    small, large = (
+        GpuReading(uuid=f"MIG-{mib}", index=0, model="A100", memory_mib=mib, is_mig=True, parent="GPU-1")
+        for mib in (10_000, 30_000)
+    )
+    node = NodeStatus(name="rig1", gpus=(small, large))
+    assert [find_energy_part(node, reading, 1) for reading in (small, large)] == [0.25, 0.75]
+
+
+async def test_the_driver_is_reloaded_while_a_notebook_runs(running: Running) -> None:
+    """The counter begins again: what it has then is added, as an estimate, and nothing is taken off."""
+    lease = await ask(running, "ada")
+    container = await run_notebook(running, lease)
+    await hold(running, seconds=100, steps=10, use=10, mib=500)
+    running.setting.nodes["rig1"].energy_mj[0] = 1_000_000
+    await until_read(running, "rig1", lambda gpu: gpu.energy_mj == 1_000_000)
+    await end_notebook(running, lease, container)
+    [record] = await read(running, "ada", "/costs")
+    assert record["energy_kwh"] == pytest.approx((30_000 + 1000) / 3.6e6, rel=0.02)
+    assert record["is_energy_estimated"] is True
 
 
 async def test_open_records_continue_after_a_restart(setting: Setting) -> None:
