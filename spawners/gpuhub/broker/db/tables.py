@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -246,6 +248,21 @@ lease_ends = Table(
     Column("at", Float, nullable=False),
 )
 
+
+def _build_amounts() -> list[Column[Any]]:
+    """Return the columns of what was used, which records and days have."""
+    return [
+        Column("gpu_s", Float, nullable=False),
+        Column("measured_s", Float, nullable=False),
+        Column("busy_s", Float, nullable=False),
+        Column("peak_memory_mib", Integer, nullable=False),
+        Column("metered_s", Float, nullable=False),
+        Column("energy_j", Float, nullable=False),
+        Column("estimated_j", Float, nullable=False),
+        Column("amount", Float, nullable=False),
+    ]
+
+
 #: What each job, and the lease of each notebook, has used and cost; deleted some time after its end.
 cost_records = Table(
     "cost_records",
@@ -262,14 +279,7 @@ cost_records = Table(
     Column("memory_mib", Integer, nullable=False),
     Column("started_at", Float, nullable=False),
     Column("ended_at", Float, index=True),
-    Column("gpu_s", Float, nullable=False),
-    Column("measured_s", Float, nullable=False),
-    Column("busy_s", Float, nullable=False),
-    Column("peak_memory_mib", Integer, nullable=False),
-    Column("metered_s", Float, nullable=False),
-    Column("energy_j", Float, nullable=False),
-    Column("estimated_j", Float, nullable=False),
-    Column("amount", Float, nullable=False),
+    *_build_amounts(),
     Column("currency", String(8), nullable=False),
     Column("advice", Text),
     #: What is needed to continue after a restart: the GPUs that it holds.
@@ -289,14 +299,7 @@ cost_days = Table(
     Column("profile", String(64), primary_key=True),
     Column("model", String(80), primary_key=True),
     Column("currency", String(8), primary_key=True),
-    Column("gpu_s", Float, nullable=False),
-    Column("measured_s", Float, nullable=False),
-    Column("busy_s", Float, nullable=False),
-    Column("peak_memory_mib", Integer, nullable=False),
-    Column("metered_s", Float, nullable=False),
-    Column("energy_j", Float, nullable=False),
-    Column("estimated_j", Float, nullable=False),
-    Column("amount", Float, nullable=False),
+    *_build_amounts(),
 )
 
 #: The newest events of each owner.

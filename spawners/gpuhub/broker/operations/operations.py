@@ -277,9 +277,7 @@ class BrokerOperations:
         """Return open jobs, as they are at the moment of the call."""
         snapshot = self._core.ledger.snapshot
         rows = ((job, snapshot.leases[job.lease_id]) for job in (snapshot.jobs[job_id] for job_id in ids))
-        return await slices.collect(
-            views.build_job(self._core, job, lease, self._core.costs.get(job.id)) for job, lease in rows
-        )
+        return await slices.collect(views.build_job(self._core, job, lease) for job, lease in rows)
 
     async def renew(self, caller: Identity, job_id: str) -> None:
         """Record a heartbeat of the job's notebook.

@@ -91,8 +91,8 @@ async def view_job(core: BrokerState, job: JobRow) -> JobView:
         lease = await asyncio.to_thread(core.store.get_lease, job.lease_id)
     if lease is None:
         raise NotFound(f"there is no job {job.id!r}")
-    costs = (await core.costs.find([job.id])).get(job.id) if not job.is_open else core.costs.get(job.id)
-    return build_job(core, job, lease, costs)
+    costs = {} if job.is_open else await core.costs.find([job.id])
+    return build_job(core, job, lease, costs.get(job.id))
 
 
 async def view_ended_jobs(core: BrokerState, caller: Identity, limit: int) -> list[JobView]:
@@ -104,8 +104,8 @@ async def view_ended_jobs(core: BrokerState, caller: Identity, limit: int) -> li
     return [build_job(core, job, lease, costs.get(job.id)) for job, lease in rows]
 
 
-def build_job(core: BrokerState, job: JobRow, lease: LeaseRow, costs: CostRecord | None) -> JobView:
-    """Return a job with its lease and what it used, as shown to its owner."""
+def build_job(core: BrokerState, job: JobRow, lease: LeaseRow, costs: CostRecord | None = None) -> JobView:
+    """Return a job with its lease, and for an ended one with what it used, as shown to its owner."""
     version = max(job.version, core.queue_positions.find_version(lease))
     place = core.queue_positions.refresh().get(lease.id)
     problems, renew_within_s = list_gpu_problems(core, lease), float(core.cluster.jobs.renew_within)

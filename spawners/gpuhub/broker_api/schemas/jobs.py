@@ -177,7 +177,7 @@ class JobView(WireModel):
     ended_at: datetime | None = None
     #: Exit code of worker 0 of a detached job that ended without being stopped; None for any other.
     exit_code: int | None = None
-    #: What it has used so far; None before it gets GPUs.
+    #: What it used; None before its end, and if it had no GPU.
     costs: CostView | None = None
 
 
