@@ -247,7 +247,8 @@ def describe_costs(record: CostRecord) -> str:
     line = ", ".join(facts)
     if record.advice is None:
         return line
-    return f"{line}; {_choose_article(record.advice)} {record.advice} would have been enough"
+    smaller = f"{_choose_article(record.advice)} {record.advice}" if record.gpu_count == 1 else f"{record.advice} GPUs"
+    return f"{line}; {smaller} would have been enough"
 
 
 def format_energy(kwh: float, *, is_estimate: bool) -> str:

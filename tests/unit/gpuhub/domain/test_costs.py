@@ -86,6 +86,8 @@ def test_limit_of_the_power_bounds_the_counter() -> None:
          "GPU 31 % busy, 5.0 of 32 GB, 0.42 kWh, 0.18 EUR; an RTX 5060 would have been enough"),
         ({"advice": "Tesla T4"}, {"energy_j": 11_160.0, "estimated_j": 1.0},
          "GPU 31 % busy, 5.0 of 32 GB, about 3.1 Wh (estimated); a Tesla T4 would have been enough"),
+        ({"gpu_count": 2, "advice": "RTX 5060"}, {"peak_memory_mib": 0, "metered_s": 0.0},
+         "2 GPUs 31 % busy; RTX 5060 GPUs would have been enough"),
         ({"gpu_count": 4}, {"measured_s": 0.0, "peak_memory_mib": 0, "metered_s": 0.0}, "4 GPUs for 1.0 GPU-hours"),
         ({}, {"gpu_s": 120.0, "measured_s": 0.0, "peak_memory_mib": 20480, "metered_s": 0.0},
          "GPU for 2.0 GPU-minutes, 20 of 32 GB"),
