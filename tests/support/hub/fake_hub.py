@@ -80,7 +80,8 @@ class FakeHub:
 
     def end(self, code: int | None = 0, run: str = "", reason: str | None = None) -> None:
         """End a job."""
-        self.change(run, state="ended", exit_code=code, reason=reason, ended_at=_now())
+        costs = {"text": "GPU 31 % busy, 9.0 of 32 GB, 0.42 kWh; an RTX 5060 would have been enough"}
+        self.change(run, state="ended", exit_code=code, reason=reason, ended_at=_now(), costs=costs)
 
     def add_server(self, name: str, **changes: Any) -> dict[str, Any]:
         """Add a running server, as JupyterHub 6.1's `GET /users/ada` lists it."""

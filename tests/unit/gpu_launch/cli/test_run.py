@@ -103,6 +103,7 @@ def test_run_returns_the_scripts_exit_status(
     assert (status, shown.out) == (3, "step 1 ä\nstep 2\n")
     assert "waiting for GPUs: position 2; waits for 1 × any GPU: held by ben" in shown.err
     assert "running on rig1 RTX 5090" in shown.err
+    assert "gpu-launch: GPU 31 % busy, 9.0 of 32 GB, 0.42 kWh; an RTX 5060 would have been enough\n" in shown.err
     assert shown.err.endswith("ended with exit status 3.\n")
     (asked,) = hub.asked
     assert (asked["nnodes"], asked["detached"], asked["name"]) == (2, True, "train.py")
