@@ -43,8 +43,9 @@ class _Account:
     resources: ResourceRequest | None = None
     #: The owner's groups in the hub.
     groups: tuple[str, ...] = ()
-    #: By UUID. Their times are those of the broker's monotonic clock.
+    #: By UUID. Their times are those of the broker's monotonic clock, as that of the last charge.
     meters: dict[str, GpuMeter] = field(default_factory=dict)
+    charged_at: float | None = None
 
 
 class CostMeters:
@@ -224,6 +225,7 @@ class CostMeters:
         amount = used.gpu_hours * price + (used.energy_kwh or 0.0) * self._cluster.costs.kwh
         used = replace(used, amount=amount)
         account.meters[uuid] = replace(meter, charged_until=max(now, meter.charged_until))
+        account.charged_at = max(now, account.charged_at or now)
         is_peak = used.peak_memory_mib > record.used.peak_memory_mib
         account.record = replace(
             record, used=record.used + used, memory_mib=meter.memory_mib if is_peak else record.memory_mib
@@ -266,7 +268,9 @@ class CostMeters:
             return
         del self._accounts[account_id]
         self._changed.discard(account_id)
-        record = replace(account.record, ended_at=self._clock.now())
+        monotonic = self._clock.monotonic()
+        age_s = 0.0 if account.charged_at is None else monotonic - account.charged_at
+        record = replace(account.record, ended_at=self._clock.now() - age_s)
         if account.resources is not None and costs.has_evidence(record, account.resources):
             nodes = self._list_open_nodes(record.owner, account.groups)
             advice = costs.find_smaller_card(record, account.resources, self._count_supply(), nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,8 @@ async def test_a_lease_that_ended_unseen_is_charged_to_its_end(setting: Setting)
     setting.clock.ahead_s += HOUR
     async with asgi_broker(setting) as running:
         [record] = await read(running, "ada", "/costs")
-        assert record["ended_at"] is not None
+        ended_at = datetime.fromisoformat(record["ended_at"]).timestamp()
+        assert ended_at == pytest.approx(setting.clock.now() - HOUR, abs=120)
         assert record["gpu_hours"] == pytest.approx(600 / HOUR, rel=0.05)
 
 
