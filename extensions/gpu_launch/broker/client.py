@@ -69,7 +69,11 @@ class BrokerClient:
 
     def get_cluster(self) -> models.Cluster:
         """Return all nodes and GPUs."""
-        return models.parse_cluster(self._request("GET", "/cluster"))
+        return models.parse_cluster(self.get_cluster_view())
+
+    def get_cluster_view(self) -> dict[str, Any]:
+        """Return all nodes, GPUs and the queue in the broker's format."""
+        return dict(self._request("GET", "/cluster"))
 
     def get_usage(self) -> list[dict[str, Any]]:
         """Return the owners' usage and quotas in the broker's format."""
@@ -161,7 +165,11 @@ class BrokerClient:
 
     def list_jobs(self, *, ended: bool = False) -> list[models.Job]:
         """Return the owner's jobs, newest first; with `ended` also those that ended recently."""
-        return [models.parse_job(job) for job in self._request("GET", "/jobs?ended=true" if ended else "/jobs")]
+        return [models.parse_job(job) for job in self.list_job_views(ended=ended)]
+
+    def list_job_views(self, *, ended: bool = False) -> list[dict[str, Any]]:
+        """Return what `list_jobs` does, in the broker's format."""
+        return list(self._request("GET", "/jobs?ended=true" if ended else "/jobs"))
 
     def list_leases(self) -> list[models.Lease]:
         """Return the owner's leases that have not ended, of notebooks and jobs."""
@@ -173,6 +181,10 @@ class BrokerClient:
         return models.parse_lease(
             self._request("GET", f"/leases/{_quote(lease_id)}{query}", answer_s=_ANSWER_TIMEOUT_S + wait_s)
         )
+
+    def get_lease_view(self, lease_id: str) -> dict[str, Any]:
+        """Return a lease in the broker's format."""
+        return dict(self._request("GET", f"/leases/{_quote(lease_id)}"))
 
     def extend_lease(self, lease_id: str, time_limit_s: int) -> models.Lease:
         """Let a lease end in `time_limit_s` seconds."""

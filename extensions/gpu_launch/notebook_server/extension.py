@@ -1,6 +1,6 @@
 """The Jupyter Server extension of gpuhub's image: reports to the broker, and the routes for JupyterLab's extension.
 
-It also links the cluster's models into the user's cache.
+It also links the cluster's models into the user's cache. Most routes are in `lab_routes`.
 
 `GET gpuhub/idle` returns when the notebook will be stopped and what is wrong with its GPUs, `POST gpuhub/keep` keeps
 it, and `GET gpuhub/notifications` returns the user's notifications; all are below the server's own address, behind its
@@ -23,7 +23,7 @@ from gpu_launch import environment
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.common.shared_models import start_linking
 from gpu_launch.errors import BrokerError
-from gpu_launch.notebook_server import activity
+from gpu_launch.notebook_server import activity, lab_routes
 from gpu_launch.notebook_server.cells import CellWatch
 from gpu_launch.notebook_server.notifications import NotificationFeed, NotificationsHandler
 
@@ -136,14 +136,19 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 
 
 def _load_jupyter_server_extension(server: Any) -> None:
-    """Link the cluster's models, and begin to report; outside gpuhub nothing happens."""
+    """Link the cluster's models, add the routes and begin to report; outside gpuhub nothing happens."""
     env, lease = environment.read(), os.environ.get("GPUHUB_LEASE", "")
     start_linking(os.environ, env.home)
-    if env.broker_url is None or env.token is None or not lease:
+    if env.broker_url is None or env.token is None:
+        return
+    base = server.web_app.settings["base_url"].rstrip("/")
+    # JupyterLab asks again by itself, so no request waits for a broker that restarts.
+    backend = lab_routes.LabBackend(BrokerClient.for_notebook(env, patience_s=0.0), env, lease)
+    server.web_app.add_handlers(".*$", lab_routes.build_routes(base, backend))
+    if not lease:
         return
     broker = BrokerClient.for_notebook(env, patience_s=_PATIENCE_S)
     reporter, feed = IdleReporter(server, broker, lease), NotificationFeed(server, broker)
-    base = server.web_app.settings["base_url"].rstrip("/")
     server.web_app.add_handlers(
         ".*$",
         [

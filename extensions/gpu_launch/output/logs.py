@@ -30,6 +30,8 @@ USAGE = """\
 _POLL_S, _REQUEUED_POLL_S = 0.2, 3.0
 _CHUNK = 256 * 1024
 _MAX_LINES = 10_000_000
+#: Log files of which `read_tail` reads the end.
+_TAIL_FILES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +225,13 @@ def show_logs(
         write(file.stream, file.read_unfinished())
 
 
+def read_tail(run: run_folder.RunFolder, *, most_bytes: int) -> str:
+    """Return the end of the run's output, at most so many bytes of all ranks together; empty if there is none."""
+    files = _open_files(run, None)[:_TAIL_FILES]
+    parts = [file.read_end(most_bytes // len(files)) for file in files]
+    return "".join(part for part in parts if part)
+
+
 def _follow(
     run: run_folder.RunFolder,
     rank: int | None,
@@ -269,6 +278,16 @@ class _LogFile:
         start = 0 if not lines else _find_last_lines(self.path, size, lines)
         self._offset = start
         return list(self._until(size))
+
+    def read_end(self, most_bytes: int) -> str:
+        """Return the last bytes, from the begin of a line if one begins in them."""
+        size = self.path.stat().st_size
+        with self.path.open("rb") as file:
+            file.seek(max(0, size - most_bytes))
+            text = file.read(most_bytes).decode("utf-8", "replace")
+        if size > most_bytes and "\n" in text:
+            text = text.partition("\n")[2]
+        return "".join(f"{self._prefix}{line}\n" for line in text.splitlines())
 
     def read_new(self) -> Iterator[str]:
         """Return the lines written since."""

@@ -11,7 +11,18 @@ from pathlib import Path
 from gpuhub.common.errors import SetupError
 from gpuhub.config.images import ImageSettings
 
-_IGNORED = {"__pycache__", ".ipynb_checkpoints", "build", "dist", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+_IGNORED = {
+    "__pycache__",
+    ".ipynb_checkpoints",
+    "build",
+    "dist",
+    "node_modules",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+}
+#: What a build of the JupyterLab extension has written next to its sources.
+_BUILT_EXTENSION = "labextension/"
 #: Suffixes of a package's source files; other files in the tree do not change an image.
 _EXTENSION_SUFFIXES = {".py", ".toml", ".typed", ".html", ".js", ".css", ".json", ".md", ".sh", ".template"}
 
@@ -57,8 +68,10 @@ class ImageSources:
     python: SourceFiles
     #: images/notebook
     notebook: SourceFiles
-    #: extensions: the gpu-launch distribution.
+    #: extensions, without the next: the gpu-launch distribution.
     extensions: SourceFiles
+    #: extensions/gpuhub_lab: the JupyterLab extension.
+    lab: SourceFiles
     #: notebooks: the examples.
     notebooks: SourceFiles
 
@@ -69,6 +82,8 @@ class ImagePlan:
 
     tags: Mapping[str, str]
     wheels: Mapping[str, str]
+    #: The key of the JupyterLab extension's wheel.
+    lab: str
 
     def tagged(self, image: str) -> str:
         """Return an image's name with its tag."""
@@ -101,7 +116,7 @@ def build_plan(sources: ImageSources, settings: ImageSettings, machine: str, *, 
     driver = [line.split()[0] for line in read_lock(sources, SCIENCE).splitlines() if line.startswith("nvidia-ml-py==")]
     wheels = {image: hash_parts(machine, read_lock(sources, image)) for image in LOCKS}
     wheels[TORCH] = hash_parts(machine, settings.torch, settings.torch_build, settings.torch_index)
-    user_layer = (sources.notebook, sources.extensions, sources.notebooks)
+    user_layer = (sources.notebook, sources.extensions, sources.lab, sources.notebooks)
     recipes: dict[str, tuple[object, ...]] = {
         TORCH: (wheels[TORCH], _hash_files(python, TORCH_RECIPE, TIDY)),
         **{image: (wheels[image], _hash_files(python, PACKAGES_RECIPE, TIDY)) for image in LOCKS},
@@ -110,7 +125,7 @@ def build_plan(sources: ImageSources, settings: ImageSettings, machine: str, *, 
     tags = {BASE: hash_parts(_BASE_RECIPE, settings.debian_suite, machine, driver, sources.base, refreshed)}
     for image, parent in PARENTS.items():
         tags[image] = hash_parts(tags[parent], *recipes[image])
-    return ImagePlan(tags=tags, wheels=wheels)
+    return ImagePlan(tags=tags, wheels=wheels, lab=hash_parts(sources.lab))
 
 
 def read_lock(sources: ImageSources, image: str) -> str:
@@ -154,13 +169,18 @@ def read_sources(root: Path) -> ImageSources:
     """
     if not (root / "images/base/packages").exists() or not (root / "extensions/pyproject.toml").exists():
         raise SetupError(f"{root}: images/ and extensions/ of gpuhub's source tree are needed to build images")
-    extensions = read_tree(root / "extensions")
+    extensions, lab = read_tree(root / "extensions"), read_tree(root / "extensions/gpuhub_lab")
     notebooks = read_tree(root / "notebooks")
     return ImageSources(
         base=read_tree(root / "images/base"),
         python=read_tree(root / "images/python"),
         notebook=read_tree(root / "images/notebook"),
-        extensions={name: data for name, data in extensions.items() if Path(name).suffix in _EXTENSION_SUFFIXES},
+        extensions={
+            name: data
+            for name, data in extensions.items()
+            if Path(name).suffix in _EXTENSION_SUFFIXES and not name.startswith("gpuhub_lab/")
+        },
+        lab={name: data for name, data in lab.items() if not name.startswith(_BUILT_EXTENSION)},
         notebooks={name: data for name, data in notebooks.items() if Path(name).suffix == ".ipynb"},
     )
 

@@ -28,7 +28,7 @@ from gpuhub.config.images import ImageSettings
 from gpuhub.ops.images import build_plan
 from gpuhub.ops.images.build_plan import ImagePlan, ImageSources, parse_packages
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, read_output, run_with_progress
-from gpuhub.ops.images.wheels import ensure_locked_wheels, ensure_torch_wheels, read_wheel_file
+from gpuhub.ops.images.wheels import ensure_lab_wheel, ensure_locked_wheels, ensure_torch_wheels, read_wheel_file
 
 _BLOCK = 512
 _CHUNK = 1 << 20
@@ -116,11 +116,14 @@ def build_images(
         # With pip for all builds, and NVIDIA's module for the base.
         downloaded.add(build_plan.SCIENCE)
     # All kinds of packages are downloaded at the same time, also while the first images are built.
-    with ThreadPoolExecutor(max(1, len(downloaded)), "wheels") as pool:
+    with ThreadPoolExecutor(len(downloaded) + 1, "wheels") as pool:
         ensure = partial(
             _ensure_wheels, folder / "wheels", plan=plan, sources=sources, settings=settings, report=report
         )
         wheels = {image: pool.submit(ensure, image) for image in sorted(downloaded)}
+        if not {*missing}.isdisjoint(build_plan.FAMILIES):
+            lab = pool.submit(ensure_lab_wheel, folder / "wheels", key=plan.lab, files=sources.lab, report=report)
+            wheels |= dict.fromkeys(build_plan.FAMILIES, lab)
         for image in missing:
             name = plan.tagged(image)
             if image == build_plan.BASE:
@@ -207,7 +210,8 @@ def _build_context(
     if image in build_plan.FAMILIES:
         extensions = {f"extensions/{name}": data for name, data in sources.extensions.items()}
         notebooks = {f"notebooks/{name}": data for name, data in sources.notebooks.items()}
-        return {**sources.notebook, **extensions, **notebooks}
+        extension = {f"wheels/{wheel.name}": wheel for wheel in (wheels.glob("*.whl") if wheels else ())}
+        return {**sources.notebook, **extensions, **notebooks, **extension}
     recipe = build_plan.TORCH_RECIPE if image == build_plan.TORCH else build_plan.PACKAGES_RECIPE
     files: dict[str, bytes | Path] = {
         "Dockerfile": sources.python[recipe],

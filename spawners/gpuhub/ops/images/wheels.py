@@ -1,4 +1,4 @@
-"""The wheels of all Python packages in the images, and the wheel of gpu-launch that the hub serves to laptops.
+"""The wheels of all Python packages in the images and of the JupyterLab extension, and that of gpu-launch for laptops.
 
 pip downloads the packages on the head node with its settings there. Images are built from them without a network, so a
 build can be repeated, and only the head node needs internet access. A laptop installs the version that its hub runs.
@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from gpuhub.common.errors import SetupError
@@ -30,8 +30,13 @@ TORCH_WHEELS = "torch"
 #: Longest build of gpu-launch's wheel, seconds.
 _LAPTOP_BUILD_S = 300.0
 _LAPTOP_LABEL = "gpu-launch for laptops"
+#: What is no source of gpu-launch in the folder of its distribution.
+_NOT_COPIED = ("__pycache__", "*.egg-info", "build", "gpuhub_lab")
 #: The file with the digest of the sources of gpu-launch's wheel.
 _LAPTOP_DIGEST = "sources.sha256"
+#: Name of the JupyterLab extension's wheel, and the longest build with npm's downloads, seconds.
+LAB_EXTENSION = "lab-extension"
+_LAB_BUILD_S = 600.0
 _CUDA_VERSION = re.compile(r"^cuda\b[^=\n]*= *['\"]([^'\"]*)", re.MULTILINE)
 
 
@@ -85,6 +90,37 @@ def ensure_torch_wheels(
         check_torch(target, settings)
 
     return _ensure_downloaded(folder, TORCH_WHEELS, key, download, report)
+
+
+def ensure_lab_wheel(folder: Path, *, key: str, files: Mapping[str, bytes], report: ProgressCallback) -> Path:
+    """Return the folder with the JupyterLab extension's wheel, as `ensure_locked_wheels` does; npm builds it.
+
+    Args:
+        files: The sources, by path.
+
+    Raises:
+        SetupError: pip or npm is missing or failed.
+    """
+
+    def build(target: Path, label: str) -> None:
+        source = target / "source"
+        for name, content in files.items():
+            path = source / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        command = [*_build_wheel_command(find_pip(), target), "--verbose", str(source)]
+        run_with_progress(command, label=label, report=report, deadline_s=_LAB_BUILD_S)
+        shutil.rmtree(source)
+
+    return _ensure_downloaded(folder, LAB_EXTENSION, key, build, report)
+
+
+def _build_wheel_command(pip: Sequence[str], folder: Path) -> list[str]:
+    """Return the command that builds a wheel of the tree that is added to it.
+
+    The locked build tools are used: an isolated build would download others, which no lock names.
+    """
+    return [*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder)]
 
 
 def _ensure_downloaded(
@@ -228,10 +264,8 @@ def ensure_laptop_wheel(source: Path, folder: Path, report: ProgressCallback) ->
     folder.mkdir(parents=True, mode=0o755)
     # A copy: setuptools writes into the tree that it builds.
     copy = folder / "build"
-    shutil.copytree(distribution, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
-    # With the locked setuptools: an isolated build would download one that no lock names.
-    command = [*find_pip(), "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    command += ["--wheel-dir", str(folder), str(copy)]
+    shutil.copytree(distribution, copy, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+    command = [*_build_wheel_command(find_pip(), folder), "--quiet", str(copy)]
     run_with_progress(command, label=_LAPTOP_LABEL, report=report, deadline_s=_LAPTOP_BUILD_S)
     shutil.rmtree(copy)
     (folder / _LAPTOP_DIGEST).write_text(digest, encoding="utf-8")

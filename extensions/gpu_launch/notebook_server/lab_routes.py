@@ -1,0 +1,175 @@
+"""The routes of gpuhub's JupyterLab extension, below the server's own address and behind its login.
+
+`GET gpuhub/overview` has what `overview` builds, `POST gpuhub/extend` gives the notebook more time,
+`DELETE gpuhub/jobs/ID` ends a job, and `GET gpuhub/runs/RUN/log` has the end of a run's output. The notebook's token
+stays in the server. A failure is `{"message": text}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from jupyter_server.base.handlers import APIHandler
+from tornado import web
+
+from gpu_launch.broker.client import BrokerClient
+from gpu_launch.environment import Environment
+from gpu_launch.errors import BrokerError, UsageError
+from gpu_launch.notebook_server.overview import SharedReader, build_overview
+from gpu_launch.output import logs
+
+#: Requests to the broker and reads of log files at the same time; further ones wait.
+_THREADS = 4
+#: Longest request of the browser, bytes.
+_MAX_BODY_BYTES = 4096
+#: The end of the output that is shown, bytes.
+_LOG_BYTES = 64 * 1024
+_RUN = r"([A-Za-z0-9][A-Za-z0-9_-]{0,63})"
+
+
+class LabBackend:
+    """What the routes do."""
+
+    def __init__(self, broker: BrokerClient, env: Environment, lease: str) -> None:
+        """`lease` is the id of the notebook's lease; empty if it has none."""
+        self._broker, self._env, self._lease = broker, env, lease
+        self._executor = ThreadPoolExecutor(_THREADS, "gpuhub-lab")
+        self._overview = SharedReader(self._read_overview, self._executor)
+
+    async def get_overview(self) -> dict[str, Any]:
+        """Return the overview, a few seconds old at most.
+
+        Raises:
+            BrokerError: The broker refuses or does not answer.
+        """
+        return await self._overview.get()
+
+    async def extend(self, time_limit_s: int) -> None:
+        """Let the notebook end in so many seconds.
+
+        Raises:
+            UsageError: The notebook has no lease.
+            BrokerError: The broker refuses or does not answer.
+        """
+        if not self._lease:
+            raise UsageError("This notebook has no lease, so it has no time limit to extend.")
+        await self._run(self._broker.extend_lease, self._lease, time_limit_s)
+        self._overview.forget()
+
+    async def cancel(self, job_id: str) -> None:
+        """End one of the user's jobs.
+
+        Raises:
+            BrokerError: The broker refuses or does not answer.
+        """
+        await self._run(self._broker.delete_job, job_id)
+        self._overview.forget()
+
+    async def read_log(self, run_id: str) -> str:
+        """Return the end of a run's output.
+
+        Raises:
+            UsageError: There is no such run in the home.
+        """
+        return str(await self._run(self._read_log, run_id))
+
+    def _read_overview(self) -> dict[str, Any]:
+        lease = self._broker.get_lease_view(self._lease) if self._lease else None
+        return build_overview(
+            self._broker.get_cluster_view(), lease, self._broker.list_job_views(ended=True), user=self._env.user
+        )
+
+    def _read_log(self, run_id: str) -> str:
+        return logs.read_tail(logs.find_run(self._env.home, run_id), most_bytes=_LOG_BYTES)
+
+    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *arguments))
+
+
+class _LabHandler(APIHandler):  # type: ignore[misc] # Jupyter Server is not installed where types are checked
+    def initialize(self, backend: LabBackend) -> None:
+        self.backend = backend
+
+    async def send(self, answer: Awaitable[Any]) -> None:
+        """Send the answer, or why there is none."""
+        try:
+            body = await answer
+        except BrokerError as error:
+            self.fail(error.status or 503, str(error))
+        except UsageError as error:
+            self.fail(404, str(error))
+        else:
+            self.finish(body or {})
+
+    def fail(self, status: int, message: str) -> None:
+        """Send an error."""
+        self.set_status(status)
+        self.finish({"message": message})
+
+
+class OverviewHandler(_LabHandler):
+    """GET: the overview."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        """Send it."""
+        await self.send(self.backend.get_overview())
+
+
+class ExtendHandler(_LabHandler):
+    """POST `{"time_limit_s": 3600}`: the notebook ends an hour from now."""
+
+    @web.authenticated
+    async def post(self) -> None:
+        """Send nothing, or the broker's refusal."""
+        seconds = _parse_seconds(self.request.body)
+        if seconds is None:
+            self.fail(400, 'The request must be {"time_limit_s": SECONDS} with a whole number of seconds from 60.')
+            return
+        await self.send(self.backend.extend(seconds))
+
+
+class JobHandler(_LabHandler):
+    """DELETE: end the job."""
+
+    @web.authenticated
+    async def delete(self, job_id: str) -> None:
+        """Send nothing, or the broker's refusal."""
+        await self.send(self.backend.cancel(job_id))
+
+
+class LogHandler(_LabHandler):
+    """GET: `{"text": the end of the run's output}`."""
+
+    @web.authenticated
+    async def get(self, run_id: str) -> None:
+        """Send it."""
+        await self.send(self._read(run_id))
+
+    async def _read(self, run_id: str) -> dict[str, str]:
+        return {"text": await self.backend.read_log(run_id)}
+
+
+def _parse_seconds(body: bytes) -> int | None:
+    try:
+        values = json.loads(body) if len(body) <= _MAX_BODY_BYTES else None
+    except ValueError:
+        return None
+    seconds = values.get("time_limit_s") if isinstance(values, dict) else None
+    return seconds if isinstance(seconds, int) and not isinstance(seconds, bool) and seconds >= 60 else None
+
+
+def build_routes(base_url: str, backend: LabBackend) -> list[tuple[str, type[APIHandler], dict[str, Any]]]:
+    """Return the routes below a server's base URL."""
+    base, arguments = f"{base_url.rstrip('/')}/gpuhub", {"backend": backend}
+    return [
+        (f"{base}/overview", OverviewHandler, arguments),
+        (f"{base}/extend", ExtendHandler, arguments),
+        (f"{base}/jobs/{_RUN}", JobHandler, arguments),
+        (f"{base}/runs/{_RUN}/log", LogHandler, arguments),
+    ]

@@ -1,0 +1,45 @@
+// Numbers and times for people.
+import type { LeasedGpu } from "./api.js";
+
+const MIB_PER_GB = 1024;
+
+/** Format as `3 h 10`, `25 min`, `2 d 4 h`. */
+export function formatSpan(seconds: number): string {
+  const minutes = Math.max(0, Math.floor(seconds / 60));
+  const hours = Math.floor(minutes / 60);
+  if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+  if (hours > 0) return `${hours} h ${String(minutes % 60).padStart(2, "0")}`;
+  return `${minutes} min`;
+}
+
+export function countSecondsUntil(moment: string): number {
+  return (new Date(moment).getTime() - Date.now()) / 1000;
+}
+
+export function formatClock(moment: string): string {
+  const date = new Date(moment);
+  const isToday = date.toDateString() === new Date().toDateString();
+  return isToday
+    ? date.toLocaleTimeString([], { timeStyle: "short" })
+    : date.toLocaleString([], { dateStyle: "short", timeStyle: "short" });
+}
+
+export function formatMemory(usedMib: number | null | undefined, totalMib: number): string {
+  const total = Math.round(totalMib / MIB_PER_GB);
+  return usedMib === null || usedMib === undefined ? `${total} GB` : `${Math.round(usedMib / MIB_PER_GB)}/${total} GB`;
+}
+
+/** Format as `RTX 5090`, `2 × RTX 5090`, `RTX 5090, RTX 5070` or `1/4 RTX 5090`. */
+export function formatModels(gpus: readonly LeasedGpu[]): string {
+  const counts = new Map<string, number>();
+  for (const gpu of gpus) {
+    const name = gpu.share > 1 ? `1/${gpu.share} ${gpu.model}` : gpu.model;
+    counts.set(name, (counts.get(name) ?? 0) + 1);
+  }
+  return [...counts].map(([name, count]) => (count > 1 ? `${count} × ${name}` : name)).join(", ");
+}
+
+/** Add up, or return null if a part is not known. */
+export function sumKnown(values: readonly (number | null)[]): number | null {
+  return values.reduce<number | null>((sum, value) => (sum === null || value === null ? null : sum + value), 0);
+}

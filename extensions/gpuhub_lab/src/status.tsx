@@ -1,0 +1,136 @@
+// The item in the status bar: the notebook's GPUs, their memory, the time left, and a button for more time.
+import type { JupyterFrontEnd, JupyterFrontEndPlugin } from "@jupyterlab/application";
+import { InputDialog, Notification } from "@jupyterlab/apputils";
+import { IStatusBar } from "@jupyterlab/statusbar";
+import { ReactWidget } from "@jupyterlab/ui-components";
+import * as React from "react";
+
+import type { Notebook } from "./api.js";
+import { countSecondsUntil, formatMemory, formatModels, formatSpan, sumKnown } from "./format.js";
+import type { OverviewModel } from "./model.js";
+
+export const EXTEND = "gpuhub:extend";
+/** Hours from now that the dialog offers; the broker refuses what the limits forbid. */
+const HOURS = [1, 2, 4, 8, 12, 24, 48];
+/** Between two updates of the time left, ms. */
+const REDRAW_PERIOD = 15_000;
+/** With less time than this left, the item is highlighted; seconds. */
+const SHORT_TIME_S = 15 * 60;
+
+class StatusItem extends ReactWidget {
+  constructor(
+    private readonly model: OverviewModel,
+    private readonly app: JupyterFrontEnd,
+  ) {
+    super();
+    this.addClass("gpuhub-status");
+    model.changed.connect(() => this.update());
+    const timer = setInterval(() => this.update(), REDRAW_PERIOD);
+    this.disposed.connect(() => clearInterval(timer));
+  }
+
+  render(): React.ReactElement | null {
+    const { overview, problem } = this.model;
+    if (!overview) return problem ? <span title={problem}>GPUs: no answer</span> : null;
+    const { notebook } = overview;
+    if (!notebook) return null;
+    const { text, details, isShort } = describeNotebook(notebook);
+    return (
+      <span title={[details, problem].filter(Boolean).join("\n")} className={isShort ? "gpuhub-short" : undefined}>
+        {text}
+        {notebook.expires_at && (
+          <>
+            {" · "}
+            <button
+              type="button"
+              aria-label="Extend the time of this notebook"
+              onClick={() => void this.app.commands.execute(EXTEND)}
+            >
+              Extend
+            </button>
+          </>
+        )}
+      </span>
+    );
+  }
+}
+
+/** Return the texts of the status bar and of its tooltip, and whether the time is nearly over. */
+export function describeNotebook(notebook: Notebook): { text: string; details: string; isShort: boolean } {
+  const { gpus, expires_at } = notebook;
+  const parts = [];
+  const details = [];
+  if (gpus.length) {
+    const used = sumKnown(gpus.map((gpu) => gpu.memory_used_mib));
+    const total = gpus.reduce((sum, gpu) => sum + gpu.memory_mib, 0);
+    parts.push(formatModels(gpus), formatMemory(used, total));
+    for (const gpu of gpus) {
+      const busy = gpu.utilisation_percent === null ? "" : `, ${gpu.utilisation_percent} % busy`;
+      details.push(`${formatModels([gpu])} on ${gpu.node}: ${formatMemory(gpu.memory_used_mib, gpu.memory_mib)}${busy}`);
+    }
+  } else {
+    parts.push("no GPU");
+    details.push("This notebook has no GPU. %%gpu runs a cell on one, %gpu_launch a script on several.");
+  }
+  const left = expires_at ? countSecondsUntil(expires_at) : Infinity;
+  if (expires_at) {
+    parts.push(left >= 60 ? `${formatSpan(left)} left` : "ends now");
+    details.push(`This notebook is stopped at ${new Date(expires_at).toLocaleString()}; files are kept.`);
+  }
+  return { text: parts.join(" · "), details: details.join("\n"), isShort: left < SHORT_TIME_S };
+}
+
+async function extend(model: OverviewModel): Promise<void> {
+  const notebook = model.overview?.notebook;
+  if (!notebook?.expires_at) {
+    Notification.info("This notebook has no time limit.", { autoClose: 5000 });
+    return;
+  }
+  const left = countSecondsUntil(notebook.expires_at);
+  const choices = HOURS.filter((hours) => hours * 3600 > left).map((hours) => `${hours} h from now`);
+  if (!choices.length) {
+    Notification.info(`This notebook has ${formatSpan(left)} left; ${HOURS.at(-1)} h is the longest extension.`, {
+      autoClose: 5000,
+    });
+    return;
+  }
+  const chosen = await InputDialog.getItem({
+    title: "Extend this notebook",
+    label: `It has ${formatSpan(left)} left. Stop it`,
+    items: choices,
+    current: 0,
+    okLabel: "Extend",
+  });
+  if (!chosen.button.accept || !chosen.value) return;
+  try {
+    await model.api.extend(parseInt(chosen.value, 10) * 3600);
+  } catch (error) {
+    Notification.error(`The notebook is not extended: ${(error as Error).message}`, { autoClose: 15_000 });
+    return;
+  }
+  await model.refresh();
+  const until = model.overview?.notebook?.expires_at;
+  if (until) Notification.success(`This notebook runs until ${new Date(until).toLocaleString()}.`, { autoClose: 5000 });
+}
+
+export function buildStatusPlugin(getModel: (app: JupyterFrontEnd) => OverviewModel): JupyterFrontEndPlugin<void> {
+  return {
+    id: "gpuhub-lab:status",
+    autoStart: true,
+    optional: [IStatusBar],
+    activate: (app, statusBar: IStatusBar | null) => {
+      const model = getModel(app);
+      app.commands.addCommand(EXTEND, {
+        label: "Extend This Notebook's Time",
+        caption: "Choose when this notebook will be stopped",
+        isEnabled: () => Boolean(model.overview?.notebook?.expires_at),
+        execute: () => extend(model),
+      });
+      statusBar?.registerStatusItem("gpuhub-lab:status", {
+        item: new StatusItem(model, app),
+        align: "left",
+        rank: 900,
+      });
+    },
+  };
+}
