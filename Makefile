@@ -21,7 +21,7 @@ CLUSTER ?=
 VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
-.PHONY: help up down install purge status check-cluster setup setup-dev dev lint test test-unit test-integration test-acceptance test-slurm \
+.PHONY: help up down install purge status check-cluster setup setup-dev dev lint lint-lab test test-unit test-integration test-acceptance test-slurm \
   test-faults test-hostile test-fresh test-gpu soak coverage bench references docs dist sbom lock
 
 help: ## List the commands
@@ -60,6 +60,9 @@ lint: dev ## Check format, style, strict types and the layers of packages; needs
 	@ruff format --check .
 	@mypy
 	@lint-imports --no-cache
+
+lint-lab: ## Check the JupyterLab extension's TypeScript strictly; downloads JupyterLab's packages (370 MB), needs Node.js and no root
+	@cd extensions/gpuhub_lab && npm ci --include=dev && npm run check
 
 test-unit: dev ## Pass the unit tests (under 2 minutes on 2 cores); needs no root
 	@tests/run unit
@@ -104,9 +107,10 @@ docs: dev ## Build the documentation as a site, .cache/site/docs/index.html
 references: dev ## Write docs/reference/ from the code
 	@python -m tests.support.references
 
-dist: dev ## Build source distributions and wheels of both sides into dist/
+dist: dev ## Build source distributions and wheels of all distributions into dist/
 	@uv build --quiet --out-dir dist spawners
 	@uv build --quiet --out-dir dist extensions
+	@uv build --quiet --out-dir dist extensions/gpuhub_lab
 	@ls -1 dist
 
 sbom: dev ## Write CycloneDX bills of materials of locks and of INSTANCE's images into dist/

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 resolve=(uv pip compile --quiet --upgrade --python-version 3.11 --generate-hashes --only-binary :all: --no-header --no-annotate --no-emit-index-url)
-# setuptools builds both distributions, without a download of its own.
+# What builds the distributions is locked too, without a download of its own. The JupyterLab extension has npm's lock.
 "${resolve[@]}" --universal spawners/pyproject.toml extensions/pyproject.toml --extra notebook spawners/build.in -o spawners/requirements.lock
 "${resolve[@]}" --universal tests/requirements.in --override images/python/overrides.txt --constraint spawners/requirements.lock -o tests/requirements.lock
 # One platform, so that no line has a condition: pip would compare it with the head node's Python. See lab.in for the packages

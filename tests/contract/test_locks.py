@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from itertools import combinations
 from pathlib import Path
 
@@ -40,10 +41,18 @@ def test_no_package_is_in_two_layers_of_the_images() -> None:
     assert not [name for name in set().union(*names) if re.match(r"torch$|triton$|nvidia-(?!ml-py)", name)]
 
 
-def test_each_package_of_the_proxy_has_its_integrity() -> None:
-    """`npm ci` refuses another file; the entry without a name is the project itself."""
-    lock = json.loads((ROOT / "spawners/proxy/package-lock.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("folder", ["spawners/proxy", "extensions/gpuhub_lab"])
+def test_each_package_of_npm_has_its_integrity(folder: str) -> None:
+    """npm refuses another file; the entry without a name is the project itself, and must ask for what the lock has."""
+    lock = json.loads((ROOT / folder / "package-lock.json").read_text(encoding="utf-8"))
     assert [name for name, entry in lock["packages"].items() if name and "integrity" not in entry] == []
+    project = json.loads((ROOT / folder / "package.json").read_text(encoding="utf-8"))
+    for kind in ("dependencies", "devDependencies"):
+        assert lock["packages"][""].get(kind, {}) == project.get(kind, {})
+
+
+def test_the_proxy_is_installed_from_its_lock() -> None:
+    """`npm install` would write another lock where the two differ."""
     assert "npm ci" in (ROOT / "spawners/setup.sh").read_text(encoding="utf-8")
 
 
@@ -55,3 +64,14 @@ def test_installations_accept_nothing_but_the_locks() -> None:
     assert len(installations) == 2
     assert all('"${locked[@]}"' in line for line in installations)
     assert "--require-hashes" in (ROOT / "images/python/packages.Dockerfile").read_text(encoding="utf-8")
+
+
+def test_the_lab_extension_has_one_version_and_runs_no_package() -> None:
+    """`gpuhub up` builds it as root: npm runs no script of a package, and brings the bundler alone."""
+    folder = ROOT / "extensions/gpuhub_lab"
+    project = json.loads((folder / "package.json").read_text(encoding="utf-8"))
+    version = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert project["version"] == version
+    assert list(project["dependencies"]) == ["esbuild"]
+    settings = (folder / ".npmrc").read_text(encoding="utf-8").split()
+    assert {"ignore-scripts=true", "omit=dev"} <= {*settings}

@@ -18,6 +18,7 @@ from jupyter_server.base.handlers import APIHandler
 from tornado import web
 
 from gpu_launch.broker.client import BrokerClient
+from gpu_launch.common import run_folder
 from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError, UsageError
 from gpu_launch.notebook_server.overview import SharedReader, build_overview
@@ -71,10 +72,10 @@ class LabBackend:
         self._overview.forget()
 
     async def read_log(self, run_id: str) -> str:
-        """Return the end of a run's output.
+        """Return the end of a run's output; empty if there is none.
 
         Raises:
-            UsageError: There is no such run in the home.
+            UsageError: It cannot be read.
         """
         return str(await self._run(self._read_log, run_id))
 
@@ -85,7 +86,10 @@ class LabBackend:
         )
 
     def _read_log(self, run_id: str) -> str:
-        return logs.read_tail(logs.find_run(self._env.home, run_id), most_bytes=_LOG_BYTES)
+        try:
+            return logs.read_tail(run_folder.open_run(self._env.home, run_id), most_bytes=_LOG_BYTES)
+        except OSError as error:
+            raise UsageError(f"The output of {run_id} cannot be read: {error.strerror or error}.") from None
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *arguments))

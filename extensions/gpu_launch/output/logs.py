@@ -228,8 +228,7 @@ def show_logs(
 def read_tail(run: run_folder.RunFolder, *, most_bytes: int) -> str:
     """Return the end of the run's output, at most so many bytes of all ranks together; empty if there is none."""
     files = _open_files(run, None)[:_TAIL_FILES]
-    parts = [file.read_end(most_bytes // len(files)) for file in files]
-    return "".join(part for part in parts if part)
+    return "".join(file.read_end(most_bytes // len(files)) for file in files)
 
 
 def _follow(

@@ -2,6 +2,8 @@
 import type { LeasedGpu } from "./api.js";
 
 const MIB_PER_GB = 1024;
+/** Nobody takes a time of day for another day's if it is nearer than this, seconds. */
+const CLEAR_S = 18 * 3600;
 
 /** Format as `3 h 10`, `25 min`, `2 d 4 h`. */
 export function formatSpan(seconds: number): string {
@@ -16,12 +18,11 @@ export function countSecondsUntil(moment: string): number {
   return (new Date(moment).getTime() - Date.now()) / 1000;
 }
 
+/** Format as a time of day, with the date if that is not clear. */
 export function formatClock(moment: string): string {
   const date = new Date(moment);
-  const isToday = date.toDateString() === new Date().toDateString();
-  return isToday
-    ? date.toLocaleTimeString([], { timeStyle: "short" })
-    : date.toLocaleString([], { dateStyle: "short", timeStyle: "short" });
+  const isClear = Math.abs(countSecondsUntil(moment)) < CLEAR_S;
+  return date.toLocaleString([], isClear ? { timeStyle: "short" } : { dateStyle: "short", timeStyle: "short" });
 }
 
 export function formatMemory(usedMib: number | null | undefined, totalMib: number): string {

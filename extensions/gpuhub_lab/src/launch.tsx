@@ -18,32 +18,28 @@ export const RUN_CELL = "gpuhub:run-cell";
 export const LAUNCH_CELL = "gpuhub:launch-cell";
 const PALETTE_CATEGORY = "GPUs";
 const MOST_NODES = 1024;
+const MOST_GPUS = 16;
 
 interface Form extends LaunchRequest {
   /** Where a script's line goes. */
   target: "notebook" | "console";
 }
 
-/** The form; `value` is what it says now. */
-class LaunchForm extends ReactWidget implements Dialog.IBodyWidget<Form> {
-  private form: Form;
+interface FormContext {
+  cluster: readonly Node[];
+  /** The name of the open notebook; null if there is none. */
+  notebook: string | null;
+  hasCell: boolean;
+}
 
+/** The form, whose value is what it says now. */
+class LaunchForm extends ReactWidget implements Dialog.IBodyWidget<Form> {
   constructor(
-    private readonly nodes: readonly Node[],
-    private readonly notebook: string | null,
-    private readonly hasCell: boolean,
-    isCell: boolean,
+    private readonly context: FormContext,
+    private form: Form,
   ) {
     super();
     this.addClass("gpuhub-form");
-    this.form = {
-      script: isCell ? null : "",
-      nodes: 1,
-      gpusPerNode: 1,
-      model: "",
-      isDetached: false,
-      target: notebook === null ? "console" : "notebook",
-    };
   }
 
   getValue(): Form {
@@ -51,92 +47,107 @@ class LaunchForm extends ReactWidget implements Dialog.IBodyWidget<Form> {
   }
 
   render(): React.ReactElement {
-    const { script, nodes, gpusPerNode, model, isDetached, target } = this.form;
-    const gpus = this.nodes.flatMap((node) => node.gpus);
-    const models = [...new Set(gpus.map((gpu) => gpu.model))].sort();
-    const free = gpus.filter((gpu) => gpu.state === "free" && (!model || gpu.model === model)).length;
-    const most = Math.max(1, ...this.nodes.map((node) => node.gpus.length));
-    const withGpus = this.nodes.filter((node) => node.gpus.length).length;
-    return (
-      <>
-        <fieldset>
-          <legend>What</legend>
-          <Choice
-            name="what"
-            label="A script"
-            isChosen={script !== null}
-            onChoose={() => this.set({ script: script ?? "" })}
-          />
-          <Choice
-            name="what"
-            label={this.notebook === null ? "The active cell (no notebook is open)" : `The active cell of ${this.notebook}`}
-            isChosen={script === null}
-            isDisabled={!this.hasCell}
-            onChoose={() => this.set({ script: null })}
-          />
-        </fieldset>
-        {script !== null && (
-          <>
-            <label>
-              Path of the script
-              <input
-                type="text"
-                className="jp-mod-styled"
-                placeholder="train.py"
-                required
-                maxLength={4096}
-                value={script}
-                onChange={(event) => this.set({ script: event.target.value })}
-              />
-            </label>
-            <fieldset>
-              <legend>Where the command goes</legend>
-              <Choice
-                name="target"
-                label={this.notebook === null ? "A new cell (no notebook is open)" : `A new cell in ${this.notebook}`}
-                isChosen={target === "notebook"}
-                isDisabled={this.notebook === null}
-                onChoose={() => this.set({ target: "notebook" })}
-              />
-              <Choice
-                name="target"
-                label="A new console"
-                isChosen={target === "console"}
-                onChoose={() => this.set({ target: "console" })}
-              />
-            </fieldset>
-          </>
-        )}
-        <div className="gpuhub-numbers">
-          <NumberField label="Nodes" value={nodes} most={Math.min(MOST_NODES, Math.max(1, withGpus))} onChange={(nodes) => this.set({ nodes })} />
-          <NumberField label="GPUs on each" value={gpusPerNode} most={most} onChange={(gpusPerNode) => this.set({ gpusPerNode })} />
-          <label>
-            Model
-            <select className="jp-mod-styled" value={model} onChange={(event) => this.set({ model: event.target.value })}>
-              <option value="">any</option>
-              {models.map((name) => (
-                <option key={name}>{name}</option>
-              ))}
-            </select>
-          </label>
-        </div>
-        <div className="gpuhub-note">
-          {nodes * gpusPerNode} GPUs, and {free} {model ? `${model} ` : ""}
-          {free === 1 ? "is" : "are"} free. With fewer, the launch waits in the queue.
-        </div>
-        <label className="gpuhub-choice">
-          <input type="checkbox" checked={isDetached} onChange={(event) => this.set({ isDetached: event.target.checked })} />
-          As a job that continues without this notebook
-        </label>
-        <output aria-label="Command">{formatLine({ ...this.form, script: script === "" ? "SCRIPT" : script })}</output>
-      </>
-    );
+    return <FormFields {...this.context} initial={this.form} onChange={(form) => (this.form = form)} />;
   }
+}
 
-  private set(change: Partial<Form>): void {
-    this.form = { ...this.form, ...change };
-    this.update();
-  }
+function FormFields(
+  props: FormContext & { initial: Form; onChange: (form: Form) => void },
+): React.ReactElement {
+  const { cluster, notebook, hasCell, initial, onChange } = props;
+  const [form, setForm] = React.useState(initial);
+  const { script, nodes, gpusPerNode, model, isDetached, target } = form;
+  const set = (change: Partial<Form>): void => {
+    const changed = { ...form, ...change };
+    setForm(changed);
+    onChange(changed);
+  };
+  const gpus = cluster.flatMap((node) => node.gpus);
+  const models = [...new Set(gpus.map((gpu) => gpu.model))].sort();
+  const free = gpus.filter((gpu) => gpu.state === "free" && (!model || gpu.model === model)).length;
+  // While the broker does not answer, the launch itself says what there is not.
+  const mostNodes = cluster.filter((node) => node.gpus.length).length || MOST_NODES;
+  const mostGpus = Math.max(0, ...cluster.map((node) => node.gpus.length)) || MOST_GPUS;
+  const count = nodes * gpusPerNode;
+  return (
+    <>
+      <fieldset>
+        <legend>What</legend>
+        <Choice
+          name="what"
+          label="A script"
+          isChosen={script !== null}
+          onChoose={() => set({ script: script ?? "" })}
+        />
+        <Choice
+          name="what"
+          label={notebook === null ? "The active cell (no notebook is open)" : `The active cell of ${notebook}`}
+          isChosen={script === null}
+          isDisabled={!hasCell}
+          onChoose={() => set({ script: null })}
+        />
+      </fieldset>
+      {script !== null && (
+        <>
+          <label>
+            Path of the script
+            <input
+              type="text"
+              className="jp-mod-styled"
+              placeholder="train.py"
+              required
+              maxLength={4096}
+              value={script}
+              onChange={(event) => set({ script: event.target.value })}
+            />
+          </label>
+          <fieldset>
+            <legend>Where the command goes</legend>
+            <Choice
+              name="target"
+              label={notebook === null ? "A new cell (no notebook is open)" : `A new cell in ${notebook}`}
+              isChosen={target === "notebook"}
+              isDisabled={notebook === null}
+              onChoose={() => set({ target: "notebook" })}
+            />
+            <Choice
+              name="target"
+              label="A new console"
+              isChosen={target === "console"}
+              onChoose={() => set({ target: "console" })}
+            />
+          </fieldset>
+        </>
+      )}
+      <div className="gpuhub-numbers">
+        <NumberField label="Nodes" value={nodes} most={mostNodes} onChange={(nodes) => set({ nodes })} />
+        <NumberField
+          label="GPUs on each"
+          value={gpusPerNode}
+          most={mostGpus}
+          onChange={(gpusPerNode) => set({ gpusPerNode })}
+        />
+        <label>
+          Model
+          <select className="jp-mod-styled" value={model} onChange={(event) => set({ model: event.target.value })}>
+            <option value="">any</option>
+            {models.map((name) => (
+              <option key={name}>{name}</option>
+            ))}
+          </select>
+        </label>
+      </div>
+      <div className="gpuhub-note">
+        {count} {count === 1 ? "GPU" : "GPUs"}; {free} {model} {free === 1 ? "is" : "are"} free now. With too few, the
+        launch waits in the queue.
+      </div>
+      <label className="gpuhub-choice">
+        <input type="checkbox" checked={isDetached} onChange={(event) => set({ isDetached: event.target.checked })} />
+        As a job that continues without this notebook
+      </label>
+      <output aria-label="Command">{formatLine({ ...form, script: script === "" ? "SCRIPT" : script })}</output>
+    </>
+  );
 }
 
 function Choice(props: {
@@ -185,7 +196,17 @@ async function launch(
 ): Promise<void> {
   const notebook = notebooks?.currentWidget ?? null;
   const cell = findCodeCell(notebooks);
-  const body = new LaunchForm(model.overview?.nodes ?? [], notebook?.title.label ?? null, cell !== null, options.isCell);
+  const body = new LaunchForm(
+    { cluster: model.overview?.nodes ?? [], notebook: notebook?.title.label ?? null, hasCell: cell !== null },
+    {
+      script: options.isCell ? null : "",
+      nodes: 1,
+      gpusPerNode: 1,
+      model: "",
+      isDetached: false,
+      target: notebook === null ? "console" : "notebook",
+    },
+  );
   const { button, value } = await new Dialog<Form>({
     title: "Launch on GPUs",
     body,

@@ -11,6 +11,7 @@ import type { OverviewModel } from "./model.js";
 
 export const OPEN_PANEL = "gpuhub:open-panel";
 const PANEL_ID = "gpuhub-panel";
+const NO_OUTPUT = "No output yet. A launch in a notebook shows its output there.";
 
 class Panel extends ReactWidget {
   constructor(
@@ -212,7 +213,7 @@ function JobOutput({ job, name, model }: { job: Job; name: string; model: Overvi
     let isGone = false;
     const read = async (): Promise<void> => {
       const output = await model.api.readLog(job.run_id).catch((error: Error) => error.message);
-      if (!isGone) setText(output || "There is no output yet.");
+      if (!isGone) setText(output || NO_OUTPUT);
     };
     const update = (): void => void read();
     update();

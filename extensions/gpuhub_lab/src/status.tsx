@@ -105,7 +105,9 @@ async function extend(model: OverviewModel): Promise<void> {
   try {
     await model.api.extend(parseInt(chosen.value, 10) * 3600);
   } catch (error) {
-    Notification.error(`The notebook is not extended: ${(error as Error).message}`, { autoClose: 15_000 });
+    // The broker's message begins with the name of the field.
+    const reason = (error as Error).message.replace(/^time_limit_s: /, "");
+    Notification.error(`The notebook is not extended: ${reason}`, { autoClose: 15_000 });
     return;
   }
   await model.refresh();

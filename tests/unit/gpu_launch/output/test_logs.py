@@ -190,3 +190,22 @@ def test_run_name_cannot_escape_the_runs_folder(home, name):
     make(home, "run-20260101-000000-aaaaaa", TWO_NODES)
     with pytest.raises(UsageError):
         logs.find_run(home, name)
+
+
+def test_tail_is_the_end_of_all_ranks_output_within_a_size(home):
+    """Each rank has its part of the bytes, from the begin of a line; a long line without an end is cut."""
+    lines = "".join(f"step {step}\n" for step in range(1000))
+    run = make(home, "run-20260101-000000-a", [("node0", 0, "stdout", lines), ("node1", 0, "stdout", "x" * 5000)])
+    text = logs.read_tail(run, most_bytes=200)
+    first, *_, last, cut = text.splitlines()
+    assert first.startswith("[rank 0] step 98")
+    assert last == "[rank 0] step 999"
+    assert cut == "[rank 1] " + "x" * 100
+
+
+def test_tail_of_a_detached_job_is_its_journal(home):
+    """A run without output has none, also if its folder is not there yet."""
+    run = make(home, "run-20260101-000000-a", [("node0", 0, "stdout", "from a rank\n")])
+    run.output.write_bytes("é\n".encode() + b"\xff\n")
+    assert logs.read_tail(run, most_bytes=100) == "é\n�\n"
+    assert logs.read_tail(run_folder.open_run(home, "run-20260101-000000-b"), most_bytes=100) == ""

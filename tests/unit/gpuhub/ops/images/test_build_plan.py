@@ -24,12 +24,13 @@ SOURCES = build_plan.ImageSources(
     },
     notebook={"Dockerfile": b"FROM y"},
     extensions={"gpu_launch/__init__.py": b""},
+    lab={"src/index.ts": b""},
     notebooks={"01-first-launch.ipynb": b"{}"},
 )
 
 
 def _plan(settings: ImageSettings | None = None, **changes: dict[str, bytes]) -> build_plan.ImagePlan:
-    parts = {name: getattr(SOURCES, name) for name in ("base", "python", "notebook", "extensions", "notebooks")}
+    parts = {name: getattr(SOURCES, name) for name in ("base", "python", "notebook", "extensions", "lab", "notebooks")}
     return build_plan.build_plan(build_plan.ImageSources(**{**parts, **changes}), settings or ImageSettings(), "x86_64")
 
 
@@ -44,6 +45,14 @@ def test_a_changed_extension_rebuilds_only_images_for_users():
     changes = {"gpu_launch/__init__.py": b"x = 1"}
     assert _changed_images(extensions=changes) == {build_plan.NOTEBOOK, build_plan.LLM}
     assert _plan(extensions=changes).wheels == _plan().wheels
+
+
+def test_a_changed_lab_extension_is_built_again():
+    """It is in the images for users, and its wheel has a key of its own."""
+    changes = {"src/index.ts": b"export default [];"}
+    assert _changed_images(lab=changes) == {build_plan.NOTEBOOK, build_plan.LLM}
+    assert _plan(lab=changes).lab != _plan().lab
+    assert _plan(extensions={"gpu_launch/__init__.py": b"x = 1"}).lab == _plan().lab
 
 
 @pytest.mark.parametrize(
