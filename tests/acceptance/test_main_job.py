@@ -87,7 +87,11 @@ def test_first_user_gets_the_gpu(ada: User):
     ada.open_form()
     ada.choose("rtx5090")
     ada.wait_for_lab()
+    expect(ada.page.locator(".gpuhub-status")).to_have_text(re.compile(r"^RTX 5090 · (\d+/)?32 GB"))
+    ada.page.locator("[data-id=gpuhub-panel]").click()
+    expect(ada.page.locator("#gpuhub-panel .gpuhub-own")).to_contain_text("you (notebook)")
     ada.picture("lab")
+    ada.page.locator("[data-id=gpuhub-panel]").click()
     assert ada.holders() == {"RTX 5090": "ada"}
 
 

@@ -23,6 +23,8 @@ from tests.support.hub.jupyter_lab import TOKEN, JupyterLab, build_extension, se
 from tests.support.product import wait_for
 
 pytestmark = pytest.mark.browser
+# On two cores JupyterLab needs long for what takes a moment elsewhere.
+expect.set_options(timeout=60_000)
 NOTEBOOK = "work.ipynb"
 RUN = "run-20261123-101112-abcd"
 #: Longest wait for JupyterLab's own start, ms.
