@@ -14,6 +14,14 @@ export function findCodeCell(notebooks: INotebookTracker | null): NotebookPanel 
   return panel?.content.activeCell?.model.type === "code" ? panel : null;
 }
 
+/** Make the cell active whose context menu was opened: JupyterLab leaves another one active. */
+export function activateClickedCell(app: JupyterFrontEnd, notebooks: INotebookTracker | null): void {
+  const clicked = app.contextMenuHitTest((node) => node.classList.contains("jp-CodeCell"));
+  const content = notebooks?.currentWidget?.content;
+  const index = content?.widgets.findIndex((cell) => cell.node === clicked) ?? -1;
+  if (content && index >= 0) content.activeCellIndex = index;
+}
+
 /** Write a magic above the active cell, and run it. */
 export async function runCellWith(panel: NotebookPanel, magic: string): Promise<void> {
   if (wrapCell(panel, magic)) await NotebookActions.run(panel.content, panel.sessionContext);

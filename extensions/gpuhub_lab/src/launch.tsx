@@ -7,7 +7,7 @@ import { type LabIcon, ReactWidget } from "@jupyterlab/ui-components";
 import * as React from "react";
 
 import type { Node } from "./api.js";
-import { addCell, findCodeCell, openConsole, runCellWith, wrapCell } from "./cells.js";
+import { activateClickedCell, addCell, findCodeCell, openConsole, runCellWith, wrapCell } from "./cells.js";
 import type { OverviewModel } from "./model.js";
 import { OPEN_PANEL } from "./panel.js";
 import { type LaunchRequest, formatLine } from "./request.js";
@@ -258,21 +258,25 @@ export function buildLaunchPlugin(
       app.commands.addCommand(LAUNCH_CELL, {
         label: "Run This Notebook's Cell on GPUs…",
         caption: "Write %%gpu_launch above the active cell",
-        isEnabled: hasCell,
-        execute: () => launch(app, model, notebooks, { folder: "", isCell: true }),
+        isEnabled: (args) => Boolean(args["isClicked"]) || hasCell(),
+        execute: (args) => {
+          if (args["isClicked"]) activateClickedCell(app, notebooks);
+          return launch(app, model, notebooks, { folder: "", isCell: true });
+        },
       });
       app.commands.addCommand(RUN_CELL, {
         label: "Run This Notebook's Cell on a GPU",
         caption: "Write %%gpu above the active cell, and run it with the notebook's variables",
-        isEnabled: hasCell,
-        execute: () => {
+        isEnabled: (args) => Boolean(args["isClicked"]) || hasCell(),
+        execute: (args) => {
+          if (args["isClicked"]) activateClickedCell(app, notebooks);
           const panel = findCodeCell(notebooks);
           return panel ? runCellWith(panel, "%%gpu") : undefined;
         },
       });
       launcher?.add({ command: LAUNCH, category: "Other", rank: 1 });
       for (const command of [RUN_CELL, LAUNCH_CELL]) {
-        app.contextMenu.addItem({ command, selector: ".jp-Notebook .jp-CodeCell", rank: 20 });
+        app.contextMenu.addItem({ command, selector: ".jp-Notebook .jp-CodeCell", args: { isClicked: true }, rank: 20 });
       }
       for (const command of [LAUNCH, RUN_CELL, LAUNCH_CELL, OPEN_PANEL, EXTEND]) {
         palette?.addItem({ command, category: PALETTE_CATEGORY, args: { isPalette: true } });
