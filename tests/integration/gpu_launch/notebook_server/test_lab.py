@@ -127,12 +127,6 @@ def picture(page: Page, name: str) -> None:
     page.screenshot(path=PICTURES / f"{name}.png")
 
 
-def choose(page: Page, *menus: str) -> None:
-    """Choose an entry of JupyterLab's menus."""
-    for menu in menus:
-        page.get_by_role("menuitem", name=menu, exact=True).click()
-
-
 def choose_for_cell(page: Page, index: int, entry: str) -> None:
     """Choose an entry of a cell's context menu."""
     page.locator(".jp-Notebook .jp-CodeCell").nth(index).click(button="right", position={"x": 200, "y": 10})
@@ -214,7 +208,7 @@ def test_cell_runs_on_a_gpu(page: Page, broker: Running) -> None:
         lambda: "%%gpu" in [job["name"] for job in broker.send("GET", "/api/v1/jobs?ended=true").json()],
         "the cell requests a GPU",
     )
-    choose(page, "Kernel", "Interrupt Kernel")
+    page.get_by_role("button", name="Interrupt the kernel").click()
 
 
 def test_cell_with_another_magic_is_left_alone(page: Page) -> None:
@@ -224,9 +218,13 @@ def test_cell_with_another_magic_is_left_alone(page: Page) -> None:
     assert list_cells(page)[2] == "%%time\nx"
 
 
-def test_dark_theme(page: Page) -> None:
-    """The panel has the theme's colours."""
-    choose(page, "Settings", "Theme", "JupyterLab Dark")
+def test_dark_theme(page: Page, lab: JupyterLab) -> None:
+    """The panel has the theme's colours, and is open again after a reload."""
+    themes = "/lab/api/settings/@jupyterlab/apputils-extension:themes"
+    assert lab.request("PUT", themes, body={"raw": '{"theme": "JupyterLab Dark"}'}).is_success
+    page.reload()
+    expect(page.locator("#gpuhub-panel")).to_be_visible()
+    expect(page.locator("#gpuhub-panel .gpuhub-job")).to_be_visible()
     expect(page.locator("body")).to_have_attribute("data-jp-theme-light", "false")
     panel = page.locator("#gpuhub-panel")
     brightness = panel.evaluate("node => getComputedStyle(node).backgroundColor.match(/\\d+/g).map(Number)")
