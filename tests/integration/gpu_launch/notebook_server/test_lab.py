@@ -96,6 +96,10 @@ def page(lab: JupyterLab, playwright: Playwright) -> Iterator[Page]:
     page.on("request", lambda sent: None if is_own(lab, sent.url) else foreign.append(sent.url))
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
+    # Chromium drops its requests when this machine gets a network interface, as from tests next to this one.
+    lost = page.locator(".jp-Dialog[aria-label*='Server Connection Error']")
+    page.add_locator_handler(lost, lambda dialog: dialog.locator(".jp-Dialog-button").last.click())
+    page.on("requestfailed", lambda sent: print(f"{sent.url}: {sent.failure}"))
     page.goto(f"{lab.url}/lab/tree/{NOTEBOOK}?token={TOKEN}")
     page.wait_for_selector(".jp-NotebookPanel .jp-CodeCell", timeout=PATIENCE_MS)
     yield page
