@@ -228,7 +228,7 @@ def test_dark_theme(page: Page, lab: JupyterLab) -> None:
     assert lab.request("PUT", themes, body={"raw": '{"theme": "JupyterLab Dark"}'}).is_success
     page.reload()
     expect(page.locator("#gpuhub-panel")).to_be_visible()
-    expect(page.locator("#gpuhub-panel .gpuhub-job")).to_be_visible()
+    expect(page.locator("#gpuhub-panel .gpuhub-job").first).to_be_visible()
     expect(page.locator("body")).to_have_attribute("data-jp-theme-light", "false")
     panel = page.locator("#gpuhub-panel")
     brightness = panel.evaluate("node => getComputedStyle(node).backgroundColor.match(/\\d+/g).map(Number)")
