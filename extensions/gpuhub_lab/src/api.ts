@@ -87,6 +87,19 @@ export interface Idle {
   keep_s: number;
 }
 
+export interface IdleAnswer {
+  idle: Idle | null;
+  /** What is wrong with the notebook's GPUs. */
+  gpu_problems: string[];
+}
+
+export interface UserNotification {
+  seq: number;
+  kind: string;
+  title: string;
+  body: string;
+}
+
 /** An answer with an error: its message is for the user. */
 export class RouteError extends Error {
   constructor(
@@ -117,18 +130,24 @@ export class GpuhubApi {
     return text;
   }
 
-  async getIdle(): Promise<Idle | null> {
-    return (await this.request<{ idle: Idle | null }>("idle")).idle;
+  getIdle(): Promise<IdleAnswer> {
+    return this.request("idle");
   }
 
   async keep(): Promise<Idle | null> {
-    return (await this.request<{ idle: Idle | null }>("keep", "POST")).idle;
+    return (await this.request<IdleAnswer>("keep", "POST")).idle;
   }
 
-  private async request<T>(path: string, method = "GET", body?: unknown): Promise<T> {
+  /** Those after a sequence number, oldest first. */
+  async getNotifications(after: number): Promise<UserNotification[]> {
+    const query = `?after=${after}`;
+    return (await this.request<{ notifications: UserNotification[] }>("notifications", "GET", undefined, query)).notifications;
+  }
+
+  private async request<T>(path: string, method = "GET", body?: unknown, query = ""): Promise<T> {
     const init: RequestInit = { method };
     if (body !== undefined) init.body = JSON.stringify(body);
-    const url = URLExt.join(this.settings.baseUrl, "gpuhub", path);
+    const url = URLExt.join(this.settings.baseUrl, "gpuhub", path) + query;
     const response = await ServerConnection.makeRequest(url, init, this.settings);
     // A proxy in front of the server answers with a page where the server does not.
     const answer = (await response.json().catch(() => ({}))) as { message?: string };

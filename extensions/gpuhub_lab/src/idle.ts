@@ -1,5 +1,5 @@
-// A notification with a countdown and a button while the notebook is idle and will be stopped soon. One that the user
-// closes stays closed.
+// A notification with a countdown and a button while the notebook is idle and will be stopped soon, and one for each
+// problem of its GPUs. One that the user closes stays closed.
 import type { JupyterFrontEndPlugin } from "@jupyterlab/application";
 import { Notification } from "@jupyterlab/apputils";
 
@@ -20,6 +20,7 @@ export const idlePlugin: JupyterFrontEndPlugin<void> = {
 class IdleWarning {
   private idle: Idle | undefined;
   private notification: string | undefined;
+  private readonly shownProblems = new Set<string>();
 
   constructor(private readonly api: GpuhubApi) {}
 
@@ -31,11 +32,21 @@ class IdleWarning {
 
   private async refresh(): Promise<void> {
     try {
-      const idle = await this.api.getIdle();
+      const { idle, gpu_problems } = await this.api.getIdle();
       this.idle = idle?.is_warned ? idle : undefined;
       this.show();
+      this.showProblems(gpu_problems ?? []);
     } catch {
       // In an image without the server's part of this, nothing is shown.
+    }
+  }
+
+  /** Each problem once; one that has ended and comes back is shown again. */
+  private showProblems(problems: string[]): void {
+    for (const old of this.shownProblems) if (!problems.includes(old)) this.shownProblems.delete(old);
+    for (const problem of problems.filter((text) => !this.shownProblems.has(text))) {
+      this.shownProblems.add(problem);
+      Notification.warning(problem, { autoClose: false });
     }
   }
 

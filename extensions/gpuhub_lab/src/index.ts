@@ -8,6 +8,7 @@ import { idlePlugin } from "./idle.js";
 import { LAUNCH, buildLaunchPlugin } from "./launch.js";
 import { launcherPlugin } from "./launcher.js";
 import { OverviewModel } from "./model.js";
+import { notificationsPlugin } from "./notifications.js";
 import { buildPanelPlugin } from "./panel.js";
 import { buildStatusPlugin } from "./status.js";
 import style from "./style.css";
@@ -29,6 +30,7 @@ function getModel(app: JupyterFrontEnd): OverviewModel {
 export default [
   launcherPlugin,
   idlePlugin,
+  notificationsPlugin,
   buildStatusPlugin(getModel),
   buildPanelPlugin(getModel, LAUNCH, icon),
   buildLaunchPlugin(getModel, icon),

@@ -265,3 +265,15 @@ def test_panel_says_that_the_broker_is_away_and_recovers(
     assert port is not None
     brokers.enter_context(served_broker(setting, port=port))
     expect(problem).to_have_text("", timeout=60_000)
+
+
+def test_each_problem_of_a_gpu_is_shown_once(page: Page) -> None:
+    """The server's answer is given by the test: no GPU here has a problem."""
+    problem = "GPU 0 (RTX 5090) of rig1: Xid 79, it has fallen off the bus: reset the GPU or restart the node"
+    page.route("**/gpuhub/idle*", lambda route: route.fulfill(json={"idle": None, "gpu_problems": [problem]}))
+    notice = page.locator(".Toastify__toast", has_text="Xid 79")
+    expect(notice).to_be_visible()
+    with page.expect_response("**/gpuhub/idle*", timeout=PATIENCE_MS):
+        pass
+    assert notice.count() == 1
+    page.unroute("**/gpuhub/idle*")

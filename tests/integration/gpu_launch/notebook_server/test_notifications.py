@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +12,9 @@ from playwright.sync_api import expect, sync_playwright
 
 from tests.support.broker.process import Served, serving
 from tests.support.docker.simulated_nodes import wait_until
+from tests.support.hub.browser import PICTURES
+from tests.support.hub.jupyter_lab import TOKEN, build_extension, serve_lab
 
-ROOT = Path(__file__).parents[4]
-PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", ROOT / ".cache" / "pictures"))
 PATIENCE_MS = 90_000
 TOAST = ".Toastify__toast"
 
@@ -43,40 +39,14 @@ def served(tmp_path: Path) -> Iterator[Served]:
 @pytest.fixture
 def lab(served: Served, tmp_path: Path) -> Iterator[str]:
     """The address of ada's JupyterLab, with the image's extensions."""
-    extensions = tmp_path / "labextensions"
-    shutil.copytree(ROOT / "images" / "notebook" / "lab" / "extension", extensions / "gpuhub-lab")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.port={port}",
-        "--ServerApp.ip=127.0.0.1", "--IdentityProvider.token=", f"--ServerApp.root_dir={tmp_path}",
-        f"--LabApp.extra_labextensions_path={extensions}",
-        "--ServerApp.jpserver_extensions={'gpu_launch.notebook_server.extension': True}",
-    ]  # fmt: skip
-    environment = {
-        **os.environ,
-        "HOME": str(tmp_path),
+    environ = {
         "GPUHUB_BROKER_URL": served.url.removesuffix("/api/v1"),
         "JUPYTERHUB_API_TOKEN": "ada",
         "GPUHUB_LEASE": "l0",
     }
-    with (tmp_path / "lab.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            address = f"http://127.0.0.1:{port}"
-            wait_until(lambda: answers(f"{address}/gpuhub/notifications"), "JupyterLab answers", 60)
-            yield address
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url, trust_env=False).is_success
-    except httpx.TransportError:
-        return False
+    with serve_lab(tmp_path / "lab", build_extension(tmp_path / "extension"), environ) as lab:
+        wait_until(lambda: lab.request("GET", "/gpuhub/notifications").is_success, "the notifications are there", 60)
+        yield lab.url
 
 
 def test_what_happens_while_a_notebook_is_open_is_shown_once(served: Served, lab: str) -> None:
@@ -86,7 +56,7 @@ def test_what_happens_while_a_notebook_is_open_is_shown_once(served: Served, lab
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
         page = browser.new_page()
-        page.goto(f"{lab}/lab")
+        page.goto(f"{lab}/lab?token={TOKEN}")
         page.wait_for_selector(".jp-LauncherCard", timeout=PATIENCE_MS)
         run_job(served, "run-open")
         toast = page.locator(TOAST, has_text="run-open")
