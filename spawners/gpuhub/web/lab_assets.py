@@ -26,7 +26,8 @@ _HASHED = re.compile(r"(?:.+\.)?[0-9a-f]{16}\.[a-z0-9]+")
 URL_VARIABLE = "GPUHUB_LAB_URL"
 EXTENSIONS_VARIABLE = "GPUHUB_LAB_EXTENSIONS"
 _YEAR_S = 365 * 24 * 3600
-#: Names of the scripts that JupyterLab loads until it is usable, one on a line; of the version in the image's lock.
+#: Names of the scripts that JupyterLab loads until it is usable, one on a line; of the versions in the image's locks. The
+#: first file of each extension is left out: all of them are loaded.
 FIRST_FILES = Path(__file__).with_name("lab_first_files.txt")
 
 
@@ -74,9 +75,9 @@ def list_first_urls(folder: Path) -> list[str]:
     current = read_current(folder)
     if current is None:
         return []
-    return [
-        f"{_build_url(key)}/{path}"
-        + ("" if path.endswith(tuple(current.extensions.values())) else f"?v={path.split('.')[-2]}")
+    url = _build_url(current.extensions_key)
+    return [f"{url}/{name}/{path}" for name, path in current.extensions.items()] + [
+        f"{_build_url(key)}/{path}?v={path.split('.')[-2]}"
         for key in current.keys
         for path in _find_first_files(folder / key)
     ]

@@ -330,6 +330,8 @@ def test_guests_are_no_members_of_what_the_closet_shares(tmp_path):
     assert [node.name for node in cluster.own_nodes] == ["rig1"]
     assert not cluster.has_overlay
     assert cluster.node("mia").access_groups == {"guests:"}
+
+
 def test_prices_need_a_currency_and_known_profiles(tmp_path):
     """A price without a currency, and one of a profile that does not exist, are refused; a model's name may be NVML's."""
     with pytest.raises(SettingsError) as caught:

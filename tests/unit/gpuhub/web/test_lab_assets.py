@@ -189,15 +189,15 @@ async def test_nothing_else_is_served(tmp_path: Path, path: str) -> None:
 def test_first_files_are_those_that_the_version_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list may be of another JupyterLab; compressed copies have no address of their own."""
     names = tmp_path / "names.txt"
-    names.write_text(f"{CORE}\n{EXTENSION}\n{CHUNK}\nold.0000000000000000.js\n")
+    names.write_text(f"{CORE}\n{CHUNK}\nold.0000000000000000.js\n")
     monkeypatch.setattr(lab_assets, "FIRST_FILES", names)
     folder = tmp_path / "lab"
     assert lab_assets.list_first_urls(folder) == []
     ensure_lab_assets(Daemon(), "gpuhub/notebook:1", folder)
     extension = f"{read_extensions(folder)['url']}/@jupyter-widgets/manager/static"
     assert lab_assets.list_first_urls(folder) == [
+        f"{extension}/{EXTENSION}",
         f"/hub/gpuhub/lab/{KEY}/{CORE}?v=8811dd2733d03721",
         f"{extension}/{CHUNK}?v=2a0ce575775f5aad",
-        f"{extension}/{EXTENSION}",
     ]
     assert json.loads((folder / "current.json").read_text())["key"] == KEY
