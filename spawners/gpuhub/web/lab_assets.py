@@ -26,8 +26,8 @@ _HASHED = re.compile(r"(?:.+\.)?[0-9a-f]{16}\.[a-z0-9]+")
 URL_VARIABLE = "GPUHUB_LAB_URL"
 EXTENSIONS_VARIABLE = "GPUHUB_LAB_EXTENSIONS"
 _YEAR_S = 365 * 24 * 3600
-#: Names of the scripts that JupyterLab loads until it is usable, one on a line; of the versions in the image's locks. The
-#: first file of each extension is left out: all of them are loaded.
+#: Names of the scripts that JupyterLab loads until it is usable, one on a line; of the versions in the image's locks.
+#: The first file of each extension is left out: all of them are loaded.
 FIRST_FILES = Path(__file__).with_name("lab_first_files.txt")
 
 
