@@ -22,7 +22,7 @@ _OTHER_WORDS = {
     "FORWARD",  # of iptables
     "rm", "ps", "network", "volume", "images",  # of docker
     "job-folder", "pack-job", "put-results",  # of gpu-launch-courier
-    "who", "put", "get", "state", "gpu", "openid", "root", "nvidiactl",  # data
+    "who", "put", "get", "state", "gpu", "openid", "root", "nvidiactl", "USE",  # data
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import docker.errors
@@ -137,7 +137,7 @@ def test_lease_of_another_profile_conflicts() -> None:
 
 def test_waiting_message_has_position_and_cancel_button() -> None:
     """The text is plain, the button carries the lease."""
-    soon = NOW.astimezone().replace(hour=14, minute=20) + timedelta(days=3)
+    soon = datetime.now().astimezone().replace(hour=14, minute=20) + timedelta(days=3)
     waiting = change(lease(), position=2, waiting_for="big is held by ben", expected_start=soon)
     text, more = describe_waiting(waiting)
     assert text == f"Waiting for a GPU: position 2. big is held by ben. Expected at about {soon.day} {soon:%b} 14:20."
