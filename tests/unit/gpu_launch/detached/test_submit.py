@@ -64,7 +64,7 @@ class Broker:
                 tasks = [self.build_job(f"{run}-{number}", array=run) for number in range(asked["count"])]
                 return self.refusal or (201, json.dumps(tasks).encode())
             case "GET", ["jobs" | "jobs?ended=true"]:
-                return 200, json.dumps([self.job(at) for at in range(len(self.asked))]).encode()
+                return 200, json.dumps([self.job(at) for at, asked in enumerate(self.asked) if "run_id" in asked]).encode()
             case "DELETE", ["jobs", job_id]:
                 self.deleted.append(job_id)
                 return 200, json.dumps(self.job(0)).encode()
