@@ -64,7 +64,7 @@ def webhook(*, holds: bool = False) -> Iterator[Webhook]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     hook.port = server.server_address[1]
-    thread = threading.Thread(target=server.serve_forever, name="webhook")
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), name="webhook")
     thread.start()
     try:
         yield hook

@@ -105,7 +105,7 @@ class LocalBroker:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/services/broker"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def handle(self, method: str, path: str, body: bytes) -> tuple[int, bytes | None]:
         """Return the status and body of the response to one request."""

@@ -61,7 +61,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def hub() -> Iterator[http.server.HTTPServer]:
     Hub.reports = []
     with http.server.HTTPServer(("127.0.0.1", 0), Hub) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
         server.shutdown()
@@ -149,7 +149,7 @@ def test_unreachable_hub_is_retried(tmp_path: Path) -> None:
         assert b"gpuhub: the hub does not answer yet" in running.stderr.readline()
         assert not (tmp_path / "started").exists()
         with http.server.HTTPServer(("127.0.0.1", port), Hub) as server:
-            thread = threading.Thread(target=server.serve_forever)
+            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
             thread.start()
             assert running.wait(60) == 0
             server.shutdown()

@@ -43,7 +43,7 @@ class Broker:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/services/broker"
-        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
 
     def handle(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
@@ -64,7 +64,9 @@ class Broker:
                 tasks = [self.build_job(f"{run}-{number}", array=run) for number in range(asked["count"])]
                 return self.refusal or (201, json.dumps(tasks).encode())
             case "GET", ["jobs" | "jobs?ended=true"]:
-                return 200, json.dumps([self.job(at) for at, asked in enumerate(self.asked) if "run_id" in asked]).encode()
+                return 200, json.dumps(
+                    [self.job(at) for at, asked in enumerate(self.asked) if "run_id" in asked]
+                ).encode()
             case "DELETE", ["jobs", job_id]:
                 self.deleted.append(job_id)
                 return 200, json.dumps(self.job(0)).encode()
