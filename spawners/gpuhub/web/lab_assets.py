@@ -21,7 +21,7 @@ CURRENT_FILE = "current.json"
 #: The file that JupyterLab's page loads; it names all others by their content, so its hash is the key of all.
 MAIN_FILE = re.compile(r"main\.([0-9a-f]{16})\.js")
 #: Names that JupyterLab's build made from the content; such a file never changes.
-_HASHED = re.compile(r"(?:.+\.)?[0-9a-f]{16}\.[a-z0-9]+")
+_HASHED = re.compile(r"(?:.+\.)?[0-9a-f]{16,20}\.[a-z0-9]+")
 #: Variables of notebooks; the notebook image's jupyter_server_config.py and gpu_launch.notebook_server read them.
 URL_VARIABLE = "GPUHUB_LAB_URL"
 EXTENSIONS_VARIABLE = "GPUHUB_LAB_EXTENSIONS"
