@@ -11,7 +11,8 @@ from tornado import web
 from gpuhub.broker_api.schemas import DestinationChange, DestinationRequest, DestinationView, UserNotificationKind
 from gpuhub.common.errors import GpuhubError, InvalidRequest
 from gpuhub.web.handlers import BrokerUserHandler
-from gpuhub.web.template_loader import load_macros, read_asset, read_style
+from gpuhub.web.static_files import find_static_url
+from gpuhub.web.template_loader import load_macros
 
 #: Texts of what a user can choose.
 KINDS: dict[UserNotificationKind, str] = {
@@ -125,8 +126,7 @@ class NotificationsPageHandler(BrokerUserHandler):
             listed=listed,
             kinds=KINDS,
             examples=EXAMPLES,
-            style=read_style("gpuhub_gpus.css") + read_asset("gpuhub_notifications.css"),
-            script=read_asset("gpuhub_notifications.js"),
+            asset_url=find_static_url(self.hub.base_url),
         )
         self.finish(page)
 

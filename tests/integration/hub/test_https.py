@@ -234,7 +234,7 @@ PAGES = (
     "/hub/notifications",
     "/hub/admin",
     "/hub/nothing-here",
-    "/hub/gpuhub/gpus",
+    "/hub/gpuhub/notifications",
     "/hub/gpuhub/why?lease=l1",
     "/hub/gpuhub/runs?node=rig1",
     "/hub/gpuhub/cluster",
@@ -337,10 +337,10 @@ def test_pages_work_under_the_hubs_name(hub: ServedHub, ada: BrowserContext) -> 
     problems: list[str] = []
     page.on("console", lambda message: problems.append(message.text) if message.type in {"error", "warning"} else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
-    with page.expect_response("**/hub/gpuhub/gpus*") as refreshed:
+    with page.expect_response("**/hub/gpuhub/stream*") as refreshed:
         page.goto(f"{url(hub)}/hub/gpus")
     assert refreshed.value.ok
-    page.wait_for_selector("[data-gpuhub-part=nodes]")
+    page.wait_for_selector("#gpuhub-node-list .gpuhub-node")
     assert page.evaluate("window.isSecureContext")
     save_screenshot(page, "https-gpus")
     page.close()
