@@ -19,7 +19,7 @@ from tests.support.broker.in_process import Setting, served_broker
 #: The number of valid requests for each operation, and of invalid ones.
 EXAMPLES = 16
 #: Path parameters, and the existing objects that replace their values.
-PATHS = {"lease_id": "lease", "job_id": "job", "reservation_id": "reservation"}
+PATHS = {"lease_id": "lease", "job_id": "job", "reservation_id": "reservation", "index": "gpu"}
 
 
 @schemathesis.serializer(routes.TAR)
@@ -46,6 +46,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             "job": make("/jobs", "root", run_id="run-000001", detached=True),
             "reservation": make("/reservations", "root", name="kept", nodes=["rig3"], users=["ada"], **window),
             "node": "rig2",
+            "gpu": "0",
         }
 
 
