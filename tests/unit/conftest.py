@@ -23,7 +23,7 @@ _running: list[str] = []
 
 def _refuse(event: str, arguments: tuple[object, ...]) -> None:
     reason = _FORBIDDEN.get(event)
-    if event == "subprocess.Popen" and _is_library_search():
+    if event == "subprocess.Popen" and _is_first_search():
         return
     if event == "import" and arguments[0] == "torch":
         reason = "imports torch"
@@ -35,11 +35,11 @@ def _refuse(event: str, arguments: tuple[object, ...]) -> None:
         )
 
 
-def _is_library_search() -> bool:
-    """Return whether ctypes looks for a library: a module that is imported for the first time may have it do so."""
+def _is_first_search() -> bool:
+    """Return whether a library looks for files: ctypes at a module's first import, matplotlib for fonts at a home's first chart."""
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") == "ctypes.util":
+        if frame.f_globals.get("__name__") in {"ctypes.util", "matplotlib.font_manager"}:
             return True
         frame = frame.f_back
     return False
