@@ -103,7 +103,7 @@ async def _ensure_current(
         await _remove_outdated(daemons, node, network, f"{owner} has a notebook or job {outdated}")
         # A daemon shows an overlay for some moments after Swarm has removed it.
         if asyncio.get_running_loop().time() > end:
-            raise GpuhubError(f"Docker on {node} still shows the old network {name} after {_REPLACE_DEADLINE_S:.0f} s")
+            raise _build_still_shown(node, name)
         await asyncio.sleep(0.1)
 
 
@@ -121,7 +121,11 @@ async def remove_idle_user_networks(
 ) -> list[str]:
     """Remove users' networks that no container uses, except those of `keep_owners`; return the removed names.
 
-    `keep_owners` are all with a lease in any state but released: their next container may be about to join.
+    `keep_owners` are all with a lease in any state but released: their next container may be about to join. When this
+    returns, no daemon offers a removed network any more to what starts next.
+
+    Raises:
+        GpuhubError: A network cannot be removed, or the manager still shows a removed one after 20 s.
     """
     node = manager_node(cluster).name
     filters = {"label": [f"{names.LABEL_INSTANCE}={instance}", names.LABEL_OWNER]}
@@ -137,8 +141,23 @@ async def remove_idle_user_networks(
             if _is_in_use(error):
                 continue
             raise
-        removed.append(str(network["Name"]))
-    return removed
+        removed.append(network)
+    for network in removed:
+        await _wait_until_gone(daemons, node, network)
+    return [str(network["Name"]) for network in removed]
+
+
+async def _wait_until_gone(daemons: DockerClients, node: str, network: Mapping[str, Any]) -> None:
+    """Wait until a daemon no longer shows an overlay that Swarm has removed."""
+    end = asyncio.get_running_loop().time() + _REPLACE_DEADLINE_S
+    while await _inspect_network(daemons, node, network["Id"]) is not None:
+        if asyncio.get_running_loop().time() > end:
+            raise _build_still_shown(node, network["Name"])
+        await asyncio.sleep(0.1)
+
+
+def _build_still_shown(node: str, name: str) -> GpuhubError:
+    return GpuhubError(f"Docker on {node} still shows the old network {name} after {_REPLACE_DEADLINE_S:.0f} s")
 
 
 def build_access_network(instance: str, mtu: int) -> dict[str, Any]:

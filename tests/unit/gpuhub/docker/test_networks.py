@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NotFound, SetupError
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
@@ -20,6 +21,7 @@ from gpuhub.docker.networks import (
     find_min_mtu,
     find_mtu,
     parse_route,
+    remove_idle_user_networks,
 )
 from tests.support.docker.simulated_nodes import build_cluster
 
@@ -150,3 +152,28 @@ async def test_network_with_the_other_encryption_is_replaced_when_idle(tmp_path:
     assert await ensure(encrypting) is True
     assert await ensure(encrypting) is True
     assert await ensure(cluster) is False
+
+
+class LaggingManager(DockerClients):
+    """A manager's daemon that shows a removed network for three more looks, as Docker 20.10 does with an overlay."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__([], instance="gpuhub", run_dir=folder)
+        self.looks_left = 3
+
+    async def call(self, node: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        network = {"Id": "n1", "Name": "gpuhub-user-ada", "Labels": {names.LABEL_OWNER: "ada"}}
+        if method == "networks":
+            return [network]
+        if method == "inspect_network":
+            self.looks_left -= 1
+            if self.looks_left < 0:
+                raise NotFound(f"node {node}: network {args[0]} not found")
+        return network
+
+
+async def test_removal_ends_when_no_start_can_find_the_network(tmp_path: Path) -> None:
+    """A start that found it would connect its container to nothing."""
+    daemons = LaggingManager(tmp_path)
+    assert await remove_idle_user_networks(daemons, build_cluster(), "gpuhub", ()) == ["gpuhub-user-ada"]
+    assert daemons.looks_left == -1
