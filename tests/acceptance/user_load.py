@@ -43,7 +43,7 @@ class UserLoad:
         for thread in self._threads:
             thread.join(180)
 
-    def pause(self, deadline_s: float = 120.0) -> None:
+    def pause(self, deadline_s: float = 300.0) -> None:
         """Wait until no thread is in an action; none begins another before `calm` is cleared."""
         self.calm.set()
         end = time.monotonic() + deadline_s
