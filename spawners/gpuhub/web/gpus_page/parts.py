@@ -28,7 +28,7 @@ MAX_QUEUE_ENTRIES = 12
 #: Maximum number of filters whose nodes are kept rendered.
 MAX_FILTERS = 64
 PARTS = (
-    "problem", "totals", "own", "jobs", "queue", "partitions", "reservations", "admin", "pages",
+    "problem", "totals", "own", "jobs", "queue", "partitions", "reservations", "quarantined", "all_usage", "pages",
 )  # fmt: skip
 _TEMPLATE = "gpuhub_gpus_parts.html"
 
@@ -140,7 +140,8 @@ def render_page(data: GpusPageData, node_filter: NodeFilter, cluster: RenderedCl
         "own": str(macros.own(data, data.own_usage)),
         "jobs": str(macros.jobs(data)),
         "queue": str(macros.queue(select_queue_entries(data, view), view.waiting, data)),
-        "admin": str(macros.admin(data)) if data.is_admin else "",
+        "quarantined": str(macros.quarantined(data)) if data.is_admin else "",
+        "all_usage": str(macros.all_usage(data)) if data.is_admin else "",
         "pages": str(macros.pages(page)),
     }
     return RenderedPage(parts=parts, nodes=nodes)

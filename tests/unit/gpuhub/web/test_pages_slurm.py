@@ -144,7 +144,7 @@ async def test_gpu_page_shows_partitions_and_no_cordon_buttons(slurm: ClusterSet
     assert "data-do" not in shown["nodes"]
     assert "1 other Slurm job waits for GPUs in the same queue" in shown["queue"]
     assert "Fair share" not in shown["own"]
-    assert "Delay" not in shown["admin"]
+    assert "Delay" not in shown["all_usage"]
     assert "Free now: " in shown["totals"]
     assert "out of service" not in shown["totals"]
 

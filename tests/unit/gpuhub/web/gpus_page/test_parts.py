@@ -138,11 +138,11 @@ async def test_administrators_get_buttons_and_quarantined_leases(cluster: Cluste
     assert shown["nodes"].count('data-do="undrain"') == 1
     assert shown["nodes"].count('data-do="cordon"') == 2
     assert shown["nodes"].count('data-do="drain"') == 3
-    assert 'data-do="force" data-lease="q"' in shown["admin"]
-    assert "rig1 is silent" in shown["admin"]
-    assert "Usage and limits of all users" in shown["admin"]
+    assert 'data-do="force" data-lease="q"' in shown["quarantined"]
+    assert "rig1 is silent" in shown["quarantined"]
+    assert "Usage and limits of all users" in shown["all_usage"]
     plain = render(view)
-    assert plain["admin"] == ""
+    assert plain["quarantined"] == plain["all_usage"] == ""
     assert "data-do" not in plain["nodes"]
     assert "cordoned by root: fans" in plain["nodes"]
 
