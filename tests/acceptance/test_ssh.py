@@ -139,20 +139,20 @@ def test_ssh_lands_in_a_jobs_worker(
 ) -> None:
     """A running job is a host as well, each of its workers by number, and files go there."""
     laptop.write("count.py", COUNT)
-    started = json.loads(laptop.run("run", "--detach", "--json", "--nnodes", "2", "--name", "count", "count.py"))
+    started = json.loads(laptop.run("run", "--detach", "--json", "--nnodes", "2", "--name", "tally", "count.py"))
     job = started.get("run_id") or started["job"]["run_id"]
     wait_for(lambda: json.loads(laptop.run("ps", "--json"))[0]["state"] == "running", "the job runs", 120)
     nodes = [
-        run("ssh", host, "echo $GPUHUB_NODE; nvidia-smi -L | wc -l") for host in ("gpuhub-count", f"gpuhub-{job}.1")
+        run("ssh", host, "echo $GPUHUB_NODE; nvidia-smi -L | wc -l") for host in ("gpuhub-tally", f"gpuhub-{job}.1")
     ]
     assert [one.returncode for one in nodes] == [0, 0], nodes
     first, second = (one.stdout.split() for one in nodes)
     assert (first[1], second[1], first[0] != second[0]) == ("1", "1", True)
-    failed = run("ssh", "gpuhub-count", "cat >&2; exit 9", stdin="typed")
+    failed = run("ssh", "gpuhub-tally", "cat >&2; exit 9", stdin="typed")
     assert (failed.returncode, failed.stderr) == (9, "typed")
     laptop.write("enough", "")
-    folder = run("ssh", "gpuhub-count", "ls -d gpu-launch/count-*").stdout.split()[-1]
-    assert run("scp", "enough", f"gpuhub-count:{folder}/").returncode == 0
+    folder = run("ssh", "gpuhub-tally", "ls -d gpu-launch/tally-*").stdout.split()[-1]
+    assert run("scp", "enough", f"gpuhub-tally:{folder}/").returncode == 0
     laptop.run("attach", job)
 
 
