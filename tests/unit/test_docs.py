@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,15 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("images/**/*.md")])
 NOTEBOOKS = sorted(ROOT.glob("notebooks/**/*.ipynb"))
 LESSONS = [path for path in NOTEBOOKS if path.parent.name == "learn"]
+#: Folders below which a path in backticks may begin.
+BASES = [ROOT, *(ROOT / name for name in ("docs", "images", "tests", "spawners", "spawners/gpuhub", "extensions"))]
+BASES += [ROOT / "spawners/gpuhub/broker", ROOT / "extensions/gpu_launch"]
+SOURCES = {
+    "gpuhub": "spawners/gpuhub",
+    "gpuhub.broker": "spawners/gpuhub/broker",
+    "gpu_launch": "extensions/gpu_launch",
+}
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -20,6 +30,52 @@ def test_relative_links_lead_somewhere(page: Path):
     text = page.read_text(encoding="utf-8")
     targets = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     assert [target for target in targets if target and not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_headings_lead_to_one(page: Path):
+    """Every link with `#` names a heading of the page that it leads to."""
+    links = re.findall(r"\]\(([^)\s#]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    targets = [(page.parent / path if path else page, anchor) for path, anchor in links if "://" not in path]
+    assert [f"{path.name}#{anchor}" for path, anchor in targets if anchor not in list_anchors(path)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_in_backticks_exist(page: Path):
+    """Every Python file with a folder is in the tree, at this path below one of the folders with code or tests."""
+    named = re.findall(r"`([\w.-]+/[\w./-]+\.py)`", page.read_text(encoding="utf-8"))
+    assert [path for path in named if not any((base / path).exists() for base in BASES)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_row_of_a_table_is_there_twice(page: Path):
+    """Rows that name code, a command or a key name it once: in the first cell, or in the second below a heading."""
+    text = page.read_text(encoding="utf-8")
+    tables = re.findall(r"^\|[-| :]+\|\n((?:\|.*\n?)+)", text, re.MULTILINE)
+    keys = [[key_of_row(row) for row in table.splitlines()] for table in tables]
+    assert [key for rows in keys for key in set(rows) if "`" in key and rows.count(key) > 1] == []
+
+
+@pytest.mark.parametrize(("page", "heading", "package"), [
+    ("docs/architecture.md", "### `gpuhub`, from top to bottom", "gpuhub"),
+    ("docs/architecture.md", "### `gpu_launch`, from top to bottom", "gpu_launch"),
+    ("docs/architecture.md", "## Inside the broker", "gpuhub.broker"),
+    ("CONTRIBUTING.md", "`gpuhub`, top to bottom:", "gpuhub"),
+    ("CONTRIBUTING.md", "`gpu_launch`, top to bottom:", "gpu_launch"),
+    ("CONTRIBUTING.md", "`gpuhub/broker`, top to bottom:", "gpuhub.broker"),
+])  # fmt: skip
+def test_tables_of_packages_are_complete_and_in_order(page: str, heading: str, package: str):
+    """Each package of a distribution is in one row, in the order of import-linter's layers."""
+    (layers,) = [contract["layers"] for contract in CONTRACTS if contract.get("containers") == [package]]
+    rank = {name: number for number, layer in enumerate(layers) for name in layer.split(" | ")}
+    section = (ROOT / page).read_text(encoding="utf-8").partition(f"\n{heading}\n")[2]
+    table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert table is not None
+    cells = [key_of_row(row) for row in table[0].splitlines()[2:]]
+    names = [name for cell in cells for name in re.findall(r"`([a-z_]+)/?`", cell)]
+    packages = {name for name in rank if (ROOT / SOURCES[package] / name / "__init__.py").exists()}
+    assert sorted(name for name in names if name in packages) == sorted(packages)
+    assert [rank[name] for name in names if name in rank] == sorted(rank[name] for name in names if name in rank)
 
 
 def test_list_for_language_models_has_every_page():
@@ -91,3 +147,16 @@ def is_rounded(formula: str, stated: str) -> bool:
     """Return whether `stated` is the formula's value, rounded to its number of digits."""
     value = eval(formula.replace("×", "*"), {"__builtins__": {}})
     return abs(value - float(stated)) <= 0.5001 * 10 ** -len(stated.partition(".")[2])
+
+
+def list_anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line) for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def key_of_row(row: str) -> str:
+    """Return what a table's row is about: its first cell, with the second one where code is only there."""
+    cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+    return cells[0] if "`" in cells[0] or len(cells) < 2 else f"{cells[0]} {cells[1]}".strip()
