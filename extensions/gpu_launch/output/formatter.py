@@ -13,9 +13,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
-from gpu_launch.output.failure import TracebackFilter
 from gpu_launch.output.progress_bars import ProgressTracker, parse_bar
 from gpu_launch.output.text import format_count, format_rank_prefix, format_ranks_prefix, format_size
+from gpu_launch.output.tracebacks import TracebackFilter
 
 #: Seconds between notes about skipped lines.
 NOTE_PERIOD_S = 2.0

@@ -13,13 +13,13 @@ from gpu_launch.common.exchange import CellSource
 from gpu_launch.common.launch_spec import RankEnd
 from gpu_launch.errors import LaunchFailed
 from gpu_launch.output.failure import (
-    find_exception_line,
     find_first_failure,
     find_gpu_shortage,
     format_shortage,
     is_victim,
 )
 from gpu_launch.output.text import format_ranks
+from gpu_launch.output.tracebacks import find_exception_line
 from gpu_launch.sessions.channel import ControlMessage
 from gpu_launch.sessions.executor import CellOutcome
 from gpu_launch.sessions.session import RankSession

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_launch.output.failure import MAX_HOLD_S
 from gpu_launch.output.formatter import (
     CAP_BURST_BYTES,
     LINE_COST,
@@ -22,6 +21,7 @@ from gpu_launch.output.formatter import (
     strip_controls,
 )
 from gpu_launch.output.progress_bars import ProgressTracker
+from gpu_launch.output.tracebacks import MAX_HOLD_S
 
 ONE = frozenset({0})
 TRACEBACK = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n    f()\nValueError: bad\n'
