@@ -14,9 +14,10 @@ import pytest
 
 from gpu_launch import environment
 from gpu_launch.broker import models
-from gpu_launch.broker.client import BrokerClient, cancel_jobs
+from gpu_launch.broker.client import BrokerClient
 from gpu_launch.broker.holdings import CLUSTER, LAUNCH, RANKS, format_holdings
 from gpu_launch.broker.models import GpuRequest
+from gpu_launch.broker.own_jobs import cancel_jobs
 from gpu_launch.common import run_folder
 from gpu_launch.errors import BrokerError
 from gpu_launch.launch.plan import make_plan

@@ -1,4 +1,4 @@
-"""A synchronous client of the broker for jobs and the cluster, and a watcher that follows and renews one job."""
+"""A synchronous client of the broker for jobs and the cluster."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, Self
 
 from gpu_launch.broker import models
-from gpu_launch.broker.models import GpuRequest, Job
+from gpu_launch.broker.models import GpuRequest
 from gpu_launch.environment import Environment
-from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
+from gpu_launch.errors import BrokerError, UsageError
 from gpu_launch.prediction.memory_estimate import CardMemory
 
 _QUERY_RETRY_LIMIT_S = 3.0  # seconds that a query of the notebook waits for a broker that restarts
@@ -28,9 +27,6 @@ LONG_POLL_S = 20.0
 _ANSWER_TIMEOUT_S = 15.0  # seconds for an ordinary answer
 _RETRY_S = 0.5  # seconds between tries
 _RESTARTING = frozenset({502, 503, 504})
-#: Renewals within the time after which a job ends without one.
-_RENEWALS_PER_PERIOD = 4
-_RELEASE_TIMEOUT_S = 60.0  # seconds until the broker must have proof that the GPUs are free
 
 
 class BrokerClient:
@@ -350,135 +346,3 @@ def list_cards(env: Environment) -> list[CardMemory]:
         for gpu in node.gpus
         if gpu.memory_mib and gpu.state in ("", "free", "held")
     ]
-
-
-def list_own_jobs(broker: BrokerClient, env: Environment) -> list[Job]:
-    """Return the user's jobs that have not ended: administrators get the jobs of all users."""
-    return [job for job in broker.list_jobs() if job.owner in ("", env.user)]
-
-
-def has_job(env: Environment, run_id: str) -> bool:
-    """Return whether the broker has a job of that run; False if it does not answer."""
-    broker = build_broker(env)
-    try:
-        return broker is not None and any(job.run_id == run_id for job in list_own_jobs(broker, env))
-    except BrokerError:
-        return False
-
-
-def cancel_jobs(env: Environment, run: str) -> str:
-    """End the job of that run (its id, or the end of it), or `all` jobs; return a text with the result.
-
-    Raises:
-        UsageError: There is no broker, or not exactly one such job.
-    """
-    broker = build_broker(env)
-    if broker is None:
-        raise UsageError("This server has no broker, so there is no job.")
-    jobs = list_own_jobs(broker, env)
-    matches = jobs if run == "all" else [job for job in jobs if run in (job.run_id, job.id)]
-    array = [job for job in jobs if job.array is not None and (job.array == run or job.array.endswith(run))]
-    if not matches and len({job.array for job in array}) == 1:
-        return _cancel(broker, array)
-    matches = matches or [job for job in jobs if job.run_id.endswith(run)]
-    if run != "all" and len(matches) != 1:
-        names = ", ".join(job.run_id for job in (matches or jobs)) or "none"
-        raise UsageError(f"{run} is {'several jobs' if matches else 'no job'} of yours; there are: {names}.")
-    return _cancel(broker, matches) or "You have no job.\n"
-
-
-def _cancel(broker: BrokerClient, jobs: Sequence[models.Job]) -> str:
-    for job in jobs:
-        broker.delete_job(job.id)
-    return "".join(f"{job.run_id} ends; it was {job.state}\n" for job in jobs)
-
-
-class JobWatcher:
-    """Follows and renews a job, and has its last known state; workers have the indexes of their containers."""
-
-    def __init__(
-        self,
-        broker: BrokerClient,
-        job: models.Job,
-        *,
-        first_worker: int = 0,
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._broker, self._first, self._on_change = broker, first_worker, on_change
-        self._stopping = threading.Event()
-        #: The failure, None if there is none.
-        self.error: GpuLaunchError | None = None
-        self.job = self._number_workers(job)
-        for target in (self._follow, self._renew):
-            threading.Thread(target=target, args=(job,), name="gpu_launch job", daemon=True).start()
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the job has failed or is ending."""
-        return self.error is not None or self.job.state in (models.STOPPING, models.ENDED)
-
-    def refresh(self) -> None:
-        """Fetch the job's current state from the broker."""
-        if not self._stopping.is_set():
-            self._set(self._broker.get_job(self.job.id))
-
-    def release(self) -> None:
-        """End the job and wait until the broker reports its GPUs as free."""
-        self.stop()
-        self.job = self._number_workers(release_job(self._broker, self.job))
-
-    def stop(self) -> None:
-        """Stop following and renewing the job."""
-        self._stopping.set()
-
-    def _number_workers(self, job: models.Job) -> models.Job:
-        if not self._first:
-            return job
-        return replace(job, workers=tuple(replace(worker, index=worker.index + self._first) for worker in job.workers))
-
-    def _set(self, job: models.Job) -> None:
-        self.job = self._number_workers(job)
-        self._on_change()
-
-    def _follow(self, job: models.Job) -> None:
-        """Update `job` with every change."""
-        while not self._stopping.is_set() and job.state != models.ENDED:
-            try:
-                job = self._broker.get_job(job.id, version=job.version)
-            except BrokerError as error:
-                self._fail(error)
-                return
-            if not self._stopping.is_set():
-                self._set(job)
-
-    def _renew(self, job: models.Job) -> None:
-        """Renew the job while the kernel lives."""
-        while not self._stopping.wait(job.renew_within_s / _RENEWALS_PER_PERIOD):
-            try:
-                self._broker.renew_job(job.id)
-            except BrokerError as error:
-                self._fail(error)
-                return
-
-    def _fail(self, error: GpuLaunchError) -> None:
-        if not self._stopping.is_set():
-            self.error = error
-            self._on_change()
-
-
-def release_job(broker: BrokerClient, job: models.Job) -> models.Job:
-    """End a job and return it when its GPUs are free.
-
-    Raises:
-        BrokerError: That takes too long.
-    """
-    job = broker.delete_job(job.id)
-    deadline = time.monotonic() + _RELEASE_TIMEOUT_S
-    while job.state != models.ENDED:
-        if time.monotonic() > deadline:
-            text = (
-                f"The GPUs of {job.run_id} are not free after {_RELEASE_TIMEOUT_S:.0f} s; the broker continues to try."
-            )
-            raise BrokerError(text)
-        job = broker.get_job(job.id, version=job.version, wait_s=5.0)
-    return job

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 from gpu_launch import environment
 from gpu_launch.broker import models
-from gpu_launch.broker.client import BrokerClient, JobWatcher, release_job
+from gpu_launch.broker.client import BrokerClient
 from gpu_launch.broker.holdings import Holding, list_holdings
+from gpu_launch.broker.job_watcher import JobWatcher, release_job
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.run_folder import RunFolder

@@ -249,12 +249,12 @@ class GpuLaunchMagics(Magics):
         if words in (["-h"], ["--help"]):
             sys.stdout.write(logs.USAGE)
             return
-        from gpu_launch.broker import client
+        from gpu_launch.broker import own_jobs
 
         env = environment.read()
         try:
             logs.show_logs(
-                logs.parse_arguments(words), home=env.home, write=_write, goes_on=lambda run: client.has_job(env, run)
+                logs.parse_arguments(words), home=env.home, write=_write, goes_on=lambda run: own_jobs.has_job(env, run)
             )
         except KeyboardInterrupt:
             sys.stdout.write("\nstopped following; the run continues\n")
@@ -275,9 +275,9 @@ class GpuLaunchMagics(Magics):
     @line_magic
     def gpu_cancel(self, line: str) -> None:
         """End a job of yours: `%gpu_cancel RUN`, or `%gpu_cancel all`. %gpu_status names them."""
-        from gpu_launch.broker import client
+        from gpu_launch.broker import own_jobs
 
-        sys.stdout.write(client.cancel_jobs(environment.read(), _read_run_id("gpu_cancel", line, needed=True)))
+        sys.stdout.write(own_jobs.cancel_jobs(environment.read(), _read_run_id("gpu_cancel", line, needed=True)))
 
     @line_magic
     def gpu_release(self, line: str) -> None:
@@ -425,7 +425,8 @@ def _models(env: environment.Environment) -> list[str]:
 
 
 def _jobs(env: environment.Environment) -> list[str]:
-    from gpu_launch.broker.client import build_broker, list_own_jobs
+    from gpu_launch.broker.client import build_broker
+    from gpu_launch.broker.own_jobs import list_own_jobs
 
     broker = build_broker(env)
     return [job.run_id for job in list_own_jobs(broker, env)] if broker is not None else []

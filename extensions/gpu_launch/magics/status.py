@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gpu_launch.broker import models
-from gpu_launch.broker.client import build_broker, list_own_jobs
+from gpu_launch.broker.client import build_broker
+from gpu_launch.broker.own_jobs import list_own_jobs
 from gpu_launch.common import run_folder
 from gpu_launch.common.job_manifest import JobStatus
 from gpu_launch.common.run_folder import RunFolder

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpu_launch import environment
-from gpu_launch.broker import client, models
+from gpu_launch.broker import client, models, own_jobs
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.broker.holdings import LAUNCH
 from gpu_launch.common import exchange, job_manifest, run_folder
@@ -252,7 +252,7 @@ def test_jobs_are_cancelled_by_name_or_all(broker, run, deleted, monkeypatch):
     monkeypatch.setenv("JUPYTERHUB_USER", "ada")
     # An administrator is told of everybody's jobs; those are not theirs to end by "all".
     broker.jobs = [job("a1", "running", owner="ada"), job("b1", "waiting"), job("c-b1", "waiting", owner="bob")]
-    said = client.cancel_jobs(environment.read(), run)
+    said = own_jobs.cancel_jobs(environment.read(), run)
     assert [path for method, path, _ in broker.asked if method == "DELETE"] == [f"/jobs/job-{name}" for name in deleted]
     assert all(f"run-{name} ends" in said for name in deleted)
 
@@ -264,5 +264,5 @@ def test_cancel_of_an_unknown_or_ambiguous_job_is_refused(broker, run, said):
     """With what there is."""
     broker.jobs = [job("a1", "running"), job("b1", "waiting")]
     with pytest.raises(UsageError, match=said):
-        client.cancel_jobs(environment.read(), run)
+        own_jobs.cancel_jobs(environment.read(), run)
     assert not [path for method, path, _ in broker.asked if method == "DELETE"]
