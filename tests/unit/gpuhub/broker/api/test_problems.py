@@ -11,7 +11,8 @@ import pytest
 
 from gpuhub.broker.api.problems import CODES, build_problem, http_status
 from gpuhub.broker.controllers.hub_client import HubClient
-from gpuhub.broker_api.client import AsyncBrokerClient, parse_problem
+from gpuhub.broker_api.client import AsyncBrokerClient
+from gpuhub.broker_api.connection import parse_problem
 from gpuhub.broker_api.errors import HubUnreachable, NotKnown, TooManyJobs, TooManyRequests, TooManyWaiting
 from gpuhub.broker_api.schemas import LeaseRequest, LeaseState
 from gpuhub.common.errors import (
