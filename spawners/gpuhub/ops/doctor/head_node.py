@@ -24,7 +24,7 @@ from gpuhub.login.local_accounts import check_accounts
 from gpuhub.ops.deploy import programs
 from gpuhub.ops.deploy.file_server import find_export_problems
 from gpuhub.ops.deploy.programs import Supervisor
-from gpuhub.ops.doctor import node_checks
+from gpuhub.ops.doctor import version_checks
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
 from gpuhub.ops.doctor.node_queries import find_nfs_servers, is_listening
 from gpuhub.storage.probe import probe_server
@@ -35,7 +35,7 @@ RENEW_BEFORE = timedelta(days=30)
 _DISK_NOTED_GIB = 10.0
 _DISK_TOO_LITTLE_GIB = 1.0
 #: The oldest JupyterHub without known vulnerabilities.
-_JUPYTERHUB_FLOOR: node_checks.Version = (5, 5, 1)
+_JUPYTERHUB_FLOOR: version_checks.Version = (5, 5, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +250,8 @@ def _check_open_files(limit: int) -> Finding:
 
 
 def _check_versions(head: HeadFacts) -> Iterator[Finding]:
-    version = node_checks.parse_version(head.jupyterhub)
-    floor = node_checks.format_version(_JUPYTERHUB_FLOOR)
+    version = version_checks.parse_version(head.jupyterhub)
+    floor = version_checks.format_version(_JUPYTERHUB_FLOOR)
     if version is None or version < _JUPYTERHUB_FLOOR:
         yield failed("jupyterhub", head.jupyterhub or "not installed", f"{floor} or newer is needed: `sudo make up`")
     else:

@@ -1,8 +1,7 @@
-"""Checks of the facts about a node, and the first versions of programs without known vulnerabilities."""
+"""Checks of the facts about a node."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -12,6 +11,16 @@ from gpuhub.docker.networks import ETHERNET_MTU, compute_user_mtu, find_min_mtu
 from gpuhub.nodes.daemon_identity import SHARED_IDENTITY_REMEDY
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
 from gpuhub.ops.doctor.node_facts import DockerFacts, GpuFacts, HostFacts
+from gpuhub.ops.doctor.version_checks import (
+    DOCKER_FLOORS,
+    MIN_DOCKER,
+    TESTED_DOCKER,
+    TOOLKIT_FLOOR,
+    find_docker_vulnerabilities,
+    format_version,
+    is_patched_runc,
+    parse_version,
+)
 
 #: A clock that differs by more is reported, or makes tokens and certificates fail, seconds.
 SKEW_NOTED_S = 2.0
@@ -25,19 +34,6 @@ _GOOD_DRIVERS = frozenset({"overlay2", "overlayfs", "btrfs", "zfs"})
 _TUNNELS = {"wg": "WireGuard", "tailscale": "Tailscale", "utun": "a tunnel", "tun": "a tunnel"}
 #: Docker's names of its own profile: `default` up to version 20.10, `builtin` since 23.0.
 _SECCOMP_PROFILES = frozenset({"default", "builtin"})
-#: A version's numbers.
-Version = tuple[int, ...]
-#: The oldest Docker Engine that gpuhub supports, and the only one that its tests ran with.
-MIN_DOCKER: Version = (20, 10)
-TESTED_DOCKER = "20.10.24"
-#: Docker Engine: the first version without each vulnerability.
-DOCKER_FLOORS: tuple[tuple[Version, str], ...] = (
-    ((28, 3, 3), "a reload of firewalld opens containers' ports (CVE-2025-54388, CVE-2025-54410)"),
-    ((29, 3, 1), "authorisation plugins can be bypassed (CVE-2026-34040)"),
-)
-TOOLKIT_FLOOR: Version = (1, 17, 8)
-#: runc: the first patch of each series without CVE-2025-31133, -52565 and -52881, which allow escapes from containers.
-_RUNC_PATCHES: dict[Version, int] = {(1, 2): 8, (1, 3): 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,29 +395,3 @@ def check_login(host: HostFacts, *, needs_sudo: bool, is_tls: bool) -> Iterator[
             f"{host.user} needs a password for sudo, or has none",
             "log in as root, or allow sudo without a password until the node is added",
         )
-
-
-def parse_version(text: str) -> Version | None:
-    """Parse a version: `20.10.24+dfsg1` is (20, 10, 24). Return None without a number."""
-    match = re.search(r"\d+(?:\.\d+)*", text)
-    return tuple(int(part) for part in match[0].split(".")) if match else None
-
-
-def find_docker_vulnerabilities(text: str) -> list[str]:
-    """Return the known vulnerabilities of this version of Docker Engine."""
-    version = parse_version(text)
-    return [vulnerability for floor, vulnerability in DOCKER_FLOORS if version is not None and version < floor]
-
-
-def is_patched_runc(text: str) -> bool:
-    """Return whether this version of runc has the patches of November 2025."""
-    version = parse_version(text)
-    if version is None or len(version) < 3:
-        return False
-    series = version[:2]
-    return series > max(_RUNC_PATCHES) or (series in _RUNC_PATCHES and version[2] >= _RUNC_PATCHES[series])
-
-
-def format_version(version: Version) -> str:
-    """Return the version as text, such as `20.10`."""
-    return ".".join(map(str, version))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gpuhub.config.settings import NodeSettings, SlurmSettings
-from gpuhub.ops.doctor import node_checks
+from gpuhub.ops.doctor import version_checks
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
 from gpuhub.ops.doctor.node_checks import MAX_SKEW_S, SKEW_NOTED_S
 from gpuhub.ops.doctor.node_facts import HostFacts
@@ -18,7 +18,7 @@ from gpuhub.slurm_client.models import SlurmSite
 _AS_OF = re.compile(r"(?m)^Configuration data as of (\d+)\s*$")
 _SOCKET = re.compile(r"(?:^|,)socket=([^,]+)")
 _NULL = "(null)"
-MIN_SLURM: node_checks.Version = (22, 5)
+MIN_SLURM: version_checks.Version = (22, 5)
 #: The guide for the Epilog.
 _EPILOG_GUIDE = "docs/slurm.md"
 
@@ -129,7 +129,7 @@ def _check_version(site: models.SlurmSite) -> Finding:
     return ok("slurm", f"{version}, cluster {site.cluster}")
 
 
-def _format_version(version: node_checks.Version) -> str:
+def _format_version(version: version_checks.Version) -> str:
     """Return the version as Slurm writes it: 22.05.8."""
     return ".".join(f"{part:02}" if index == 1 else str(part) for index, part in enumerate(version))
 
@@ -236,7 +236,7 @@ def _check_state(slurm_node: models.SlurmNode, site: models.SlurmSite, version: 
             f"{slurm_node.state}{reason}",
             f"repair it, then `scontrol update nodename={slurm_node.name} state=resume`",
         )
-    parsed = node_checks.parse_version(version)
+    parsed = version_checks.parse_version(version)
     if parsed is not None and parsed[:2] != site.version[:2]:
         return warning(
             "slurmd", f"{version}, and slurmctld {expected}", "update it: all parts of Slurm must have one release"

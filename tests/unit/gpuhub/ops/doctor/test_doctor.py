@@ -254,21 +254,6 @@ def test_administrator_without_docker_access_gets_advice(
     assert not has_failed(node_checks.check_login(GOOD_HOST, **options))
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [("20.10.24+dfsg1", (20, 10, 24)), ("29.3.1-ce", (29, 3, 1)), ("v1.17.8", (1, 17, 8)), ("none", None)],
-)
-def test_distribution_version_strings_are_parsed(text: str, version: tuple[int, ...] | None) -> None:
-    assert node_checks.parse_version(text) == version
-
-
-@pytest.mark.parametrize(
-    ("text", "safe"), [("1.2.8", True), ("1.2.7", False), ("1.3.3", True), ("1.4.0", True), ("x", False)]
-)
-def test_patched_versions_of_runc(text: str, safe: bool) -> None:
-    assert node_checks.is_patched_runc(text) is safe
-
-
 def test_docker_information_is_parsed(tmp_path: Path) -> None:
     """Times may have nanoseconds; the clock is compared with the middle of the query."""
     info = {

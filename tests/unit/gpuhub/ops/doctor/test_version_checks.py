@@ -12,7 +12,14 @@ import pytest
 from gpuhub.ops.doctor.diagnosis import NodeDiagnosis, add_differences
 from gpuhub.ops.doctor.findings import Severity, failed, ok
 from gpuhub.ops.doctor.node_facts import GpuFacts, HostFacts, build_docker_facts
-from gpuhub.ops.doctor.version_checks import NodeVersions, check_cuda, collect_versions, compare_versions
+from gpuhub.ops.doctor.version_checks import (
+    NodeVersions,
+    check_cuda,
+    collect_versions,
+    compare_versions,
+    is_patched_runc,
+    parse_version,
+)
 from gpuhub.ops.images.wheels import find_torch_cuda
 
 USUAL = NodeVersions(
@@ -120,3 +127,18 @@ def test_images_cuda_is_that_of_the_wheel(tmp_path: Path) -> None:
     assert find_torch_cuda(tmp_path) is None
     put("1b", "'12.8'")
     assert find_torch_cuda(tmp_path) == "12.8"
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("20.10.24+dfsg1", (20, 10, 24)), ("29.3.1-ce", (29, 3, 1)), ("v1.17.8", (1, 17, 8)), ("none", None)],
+)
+def test_distribution_version_strings_are_parsed(text: str, version: tuple[int, ...] | None) -> None:
+    assert parse_version(text) == version
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"), [("1.2.8", True), ("1.2.7", False), ("1.3.3", True), ("1.4.0", True), ("x", False)]
+)
+def test_patched_versions_of_runc(text: str, safe: bool) -> None:
+    assert is_patched_runc(text) is safe
