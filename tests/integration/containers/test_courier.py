@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import gpu_launch.courier
-from gpuhub.broker.files.couriers import CourierClient
+from gpuhub.broker.files.courier_client import CourierClient
 from gpuhub.broker_api.errors import SizeLimitExceeded
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, InvalidRequest, NotFound

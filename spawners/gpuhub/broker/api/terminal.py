@@ -20,7 +20,7 @@ from gpuhub.broker.admission import access
 from gpuhub.broker.api import problems
 from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.api.streams import AccessWatch
-from gpuhub.broker.files.couriers import CourierClient
+from gpuhub.broker.files.courier_client import CourierClient
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker_api.schemas import WorkerState
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NodeUnreachable, NotAllowed

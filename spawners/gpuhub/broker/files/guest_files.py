@@ -14,7 +14,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple
 
-from gpuhub.broker.files.couriers import CourierClient, CourierPool
+from gpuhub.broker.files.courier_client import CourierClient
+from gpuhub.broker.files.couriers import CourierPool
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound, Unavailable
 from gpuhub.common.units import format_size

@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from gpuhub.broker.admission import access
-from gpuhub.broker.files.couriers import CourierClient, CourierPool
+from gpuhub.broker.files.courier_client import CourierClient
+from gpuhub.broker.files.couriers import CourierPool
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import SizeLimitExceeded
 from gpuhub.broker_api.schemas import UploadResult

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpcore
 
-from gpuhub.broker.files.couriers import CourierClient
+from gpuhub.broker.files.courier_client import CourierClient
 from gpuhub.common.errors import GpuhubError, NodeUnreachable
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import COURIER_COMMAND

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuhub.broker.files.couriers import MAX_EARLY_OUTPUT, MAX_LINE, MAX_REPORTS, CourierClient
+from gpuhub.broker.files.courier_client import MAX_EARLY_OUTPUT, MAX_LINE, MAX_REPORTS, CourierClient
 from gpuhub.common.errors import GpuhubError, NotFound
 from gpuhub.common.log_text import EscapingFormatter
 from gpuhub.docker.exec_session import STDERR, STDOUT, ExecSession
