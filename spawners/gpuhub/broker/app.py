@@ -22,6 +22,8 @@ from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker import audit
 from gpuhub.broker.api import (
     cost_routes,
+    dependencies,
+    file_routes,
     idle_routes,
     live_routes,
     notification_routes,
@@ -239,15 +241,23 @@ def _build_empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[N
 
 def _add_routes(app: FastAPI, audit_log: AuditLog, exporter: MetricsExporter) -> None:
     """Add the routes, what every request passes through, and what errors look like."""
-    routers = (routes.public, routes.metrics, routes.api, idle_routes.api, cost_routes.api, live_routes.api)
-    for router in (*routers, notification_routes.api, terminal.api, ports.api, ports.router, port_websockets.router):
+    routers = (routes.public, routes.metrics, routes.api, file_routes.api, idle_routes.api, cost_routes.api)
+    for router in (
+        *routers,
+        live_routes.api,
+        notification_routes.api,
+        terminal.api,
+        ports.api,
+        ports.router,
+        port_websockets.router,
+    ):
         app.include_router(router, prefix=PREFIX)
     # The last one is the outermost.
     servers = tuple(f"{PREFIX}{path}/" for path in (ports.PORTS, ports.VISITS))
     app.add_middleware(
         RequestSizeLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}), streamed_below=servers
     )
-    app.add_middleware(AuditMiddleware, audit=audit_log, prefix=routes.API)
+    app.add_middleware(AuditMiddleware, audit=audit_log, prefix=dependencies.API)
     app.add_middleware(SecurityHeaders, defaults_below=servers)
     app.add_middleware(RequestMetrics, registry=exporter.registry, prefix=PREFIX)
     problems.install(app)

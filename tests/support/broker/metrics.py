@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuhub.broker.api import routes
+from gpuhub.broker.api.dependencies import API
 from tests.support.broker.in_process import Running
 
 
@@ -50,7 +50,7 @@ async def scrape(running: Running, token: str = "metrics") -> Metrics:
 async def scrape_text(running: Running, token: str = "metrics") -> str:
     """Return the text that Prometheus would get from the broker."""
     async with running.client(token) as client:
-        answer = await client.get(f"{routes.API}/metrics")
+        answer = await client.get(f"{API}/metrics")
     assert answer.status_code == 200, answer.text
     assert answer.headers["Content-Type"] == CONTENT_TYPE_PLAIN_0_0_4
     return answer.text

@@ -7,8 +7,8 @@ from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Query, Request
 
+from gpuhub.broker.api.dependencies import API, Caller, Owner, identify, refuse_unknown_query
 from gpuhub.broker.api.problems import document_problems
-from gpuhub.broker.api.routes import API, Caller, Owner, identify, refuse_unknown_query
 from gpuhub.broker.operations.costs import CostOperations
 from gpuhub.broker_api.schemas import CostView, ReportDimension, ReportView
 

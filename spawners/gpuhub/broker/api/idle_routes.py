@@ -6,8 +6,8 @@ from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Request
 
+from gpuhub.broker.api.dependencies import API, Caller, ResourceId, identify, refuse_unknown_query
 from gpuhub.broker.api.problems import document_problems
-from gpuhub.broker.api.routes import API, Caller, ResourceId, identify, refuse_unknown_query
 from gpuhub.broker.operations.idle import IdleOperations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import ActivityAnswer, ActivityReport, LeaseView, ReclaimAnswer, ReclaimRequest

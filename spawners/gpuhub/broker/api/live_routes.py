@@ -13,8 +13,8 @@ from typing import Annotated, cast
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
+from gpuhub.broker.api.dependencies import API, Caller, OfGroups, Watch, identify, refuse_unknown_query
 from gpuhub.broker.api.problems import document_problems
-from gpuhub.broker.api.routes import API, Caller, OfGroups, Watch, identify, refuse_unknown_query
 from gpuhub.broker.api.streams import AccessWatch
 from gpuhub.broker.operations.live import LiveViews
 from gpuhub.domain.models import Identity

@@ -6,8 +6,8 @@ from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
+from gpuhub.broker.api.dependencies import API, After, Caller, ResourceId, identify, refuse_unknown_query
 from gpuhub.broker.api.problems import document_problems
-from gpuhub.broker.api.routes import API, After, Caller, ResourceId, identify, refuse_unknown_query
 from gpuhub.broker.operations.notifications import NotificationOperations
 from gpuhub.broker_api.schemas import DestinationChange, DestinationRequest, DestinationView, NotificationView
 

@@ -23,8 +23,8 @@ from gpuhub.broker import audit
 from gpuhub.broker.admission import access
 from gpuhub.broker.api import problems
 from gpuhub.broker.api.auth import Authenticator
+from gpuhub.broker.api.dependencies import API, ResourceId, identify
 from gpuhub.broker.api.problems import document_problems
-from gpuhub.broker.api.routes import API, ResourceId, identify
 from gpuhub.broker.api.streams import AccessWatch
 from gpuhub.broker.api.terminal import find_running_worker
 from gpuhub.broker.controllers import loop

@@ -1,26 +1,30 @@
-"""HTTP routes of leases, jobs, files, the cluster and administration; terminals have their own module.
-
-Owners alone reach their files, logs and job states.
-"""
+"""HTTP routes of leases, jobs, the cluster and administration."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
-from fastapi.security import APIKeyHeader
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel
-from starlette.requests import ClientDisconnect
 
 from gpuhub.broker import audit
 from gpuhub.broker.api.auth import Authenticator
+from gpuhub.broker.api.dependencies import (
+    API,
+    MAX_INT,
+    After,
+    Caller,
+    OfGroups,
+    Owner,
+    ResourceId,
+    header,
+    identify,
+    refuse_unknown_query,
+)
 from gpuhub.broker.api.problems import document_problems
-from gpuhub.broker.api.streams import AccessWatch, FileStreamResponse
-from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.operations import slices
 from gpuhub.broker.operations.operations import BrokerOperations
@@ -32,7 +36,6 @@ from gpuhub.broker_api.schemas import (
     CordonRequest,
     EventView,
     ExtensionRequest,
-    GroupName,
     JobRequest,
     JobView,
     LeaseRequest,
@@ -43,50 +46,19 @@ from gpuhub.broker_api.schemas import (
     ReservationRequest,
     ReservationView,
     StagingView,
-    UploadResult,
     UsageView,
-    UserName,
 )
-from gpuhub.domain.models import Identity
 
-#: Path prefix of every route that needs a token.
-API = "/api/v1"
 #: Maximum wait of a long poll, seconds.
 MAX_WAIT_S = 30.0
 #: Maximum number of events in one answer.
 MAX_EVENTS = 1000
-#: Largest end of a job's output that can be requested, bytes.
-MAX_TAIL_BYTES = 1024 * 1024
-#: Largest integer of a database column, and of a file's size.
-_MAX_INT = 2**63 - 1
-TAR = "application/x-tar"
-
-_header = APIKeyHeader(
-    name="Authorization", auto_error=False, description="`token …` with a token of the hub", scheme_name="hub token"
-)
 
 
-# -- dependencies and parameters --------------------------------------------------------------------------------------
-
-
-async def identify(request: Request, authorization: Annotated[str | None, Depends(_header)]) -> Identity:
-    """Return the caller of a request."""
-    authenticator = cast("Authenticator", request.app.state.authenticator)
-    return await authenticator.identify(authorization, audit.client_address(request.scope))
-
-
-async def check_metrics_reader(request: Request, authorization: Annotated[str | None, Depends(_header)]) -> None:
+async def check_metrics_reader(request: Request, authorization: Annotated[str | None, Depends(header)]) -> None:
     """Refuse callers who may not read metrics."""
     authenticator = cast("Authenticator", request.app.state.authenticator)
     await authenticator.check_metrics_reader(authorization, audit.client_address(request.scope))
-
-
-async def get_access_watch(request: Request, authorization: Annotated[str | None, Depends(_header)]) -> AccessWatch:
-    """Return the watch over the caller of a stream."""
-    authenticator = cast("Authenticator", request.app.state.authenticator)
-    return AccessWatch(
-        authenticator=authenticator, authorization=authorization, address=audit.client_address(request.scope)
-    )
 
 
 async def get_broker(request: Request) -> BrokerOperations:
@@ -99,67 +71,30 @@ async def get_staging(request: Request) -> LeaseStaging:
     return cast("LeaseStaging", request.app.state.staging)
 
 
-async def get_user_files(request: Request) -> UserFiles:
-    """Return the app's user files."""
-    return cast("UserFiles", request.app.state.user_files)
-
-
-async def refuse_unknown_query(request: Request) -> None:
-    """Refuse query parameters that the route does not have, like unknown fields of bodies.
-
-    Raises:
-        RequestValidationError: names the first of them.
-    """
-    known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
-    unknown = [name for name in request.query_params if name not in known]
-    if unknown:
-        text = f"there is no such parameter; valid here: {', '.join(sorted(known)) or 'none'}"
-        raise RequestValidationError([{"loc": ("query", unknown[0][:64]), "msg": text}])
-
-
 async def render_list(views: Sequence[BaseModel], status: int = 200) -> Response:
     """Return views as JSON; FastAPI would check and convert all of them at once, which takes long for thousands."""
     texts = await slices.collect(view.model_dump_json() for view in views)
     return Response(f"[{','.join(texts)}]", status, media_type="application/json")
 
 
-Caller = Annotated[Identity, Depends(identify)]
-Watch = Annotated[AccessWatch, Depends(get_access_watch)]
 Operations = Annotated[BrokerOperations, Depends(get_broker)]
 Staging = Annotated[LeaseStaging, Depends(get_staging)]
-Files = Annotated[UserFiles, Depends(get_user_files)]
-ResourceId = Annotated[str, Path(max_length=64)]
 WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Maximum wait for a change, seconds")]
-Version = Annotated[int | None, Query(ge=0, le=_MAX_INT, description="Answer at once if the current version differs")]
-After = Annotated[int | None, Query(ge=0, le=_MAX_INT, description="Only events after this `seq`")]
+Version = Annotated[int | None, Query(ge=0, le=MAX_INT, description="Answer at once if the current version differs")]
 Limit = Annotated[
     int,
     Query(
         ge=1, le=MAX_EVENTS, description="Maximum number of events: the newest ones, or the first ones after `after`"
     ),
 ]
-Owner = Annotated[UserName | None, Query(description="Only those of this owner")]
 State = Annotated[LeaseState | None, Query(description="Only those in this state")]
 OnNode = Annotated[str | None, Query(max_length=64, description="Only those with containers on this node")]
-OfGroups = Annotated[
-    tuple[GroupName, ...],
-    Query(max_length=64, description="As a user in these groups sees it; only for the hub's spawner"),
-]
 Ended = Annotated[bool, Query(description="Also jobs that ended within `[jobs] remember`; newest first, at most 200")]
 Node = Annotated[str, Path(max_length=64)]
 GpuIndex = Annotated[int, Path(ge=0, le=255)]
-RelativePath = Annotated[str, Query(max_length=1024, description="Path relative to the home, such as `work/train.py`")]
-Offset = Annotated[int, Query(ge=0, le=_MAX_INT, description="First byte of the answer")]
-Rank = Annotated[int | None, Query(ge=0, le=65535, description="Only the output of this rank, from the latest start")]
-Tail = Annotated[
-    int | None, Query(ge=0, le=MAX_TAIL_BYTES, description="Only so many bytes from the end of the output so far")
-]
-Follow = Annotated[bool, Query(description="Continue until the job has ended")]
 
 public = APIRouter()
 api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)])
-
-
 #: For programs that need none of the broker's other routes, with a token for nothing else.
 metrics = APIRouter(prefix=API, dependencies=[Depends(check_metrics_reader), Depends(refuse_unknown_query)])
 
@@ -384,68 +319,3 @@ async def post_reservation(body: ReservationRequest, caller: Caller, broker: Ope
 async def delete_reservation(reservation_id: ResourceId, caller: Caller, broker: Operations) -> None:
     """Cancel a reservation. Administrators only."""
     await broker.cancel_reservation(caller, reservation_id)
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-@api.put(
-    "/files",
-    tags=["files"],
-    response_model=UploadResult,
-    responses=document_problems(409, 413, 422, 429, 500, 507),
-    openapi_extra={
-        "requestBody": {"required": True, "content": {TAR: {"schema": {"type": "string", "format": "binary"}}}}
-    },
-)
-async def put_files(path: RelativePath, caller: Caller, files: Files, request: Request) -> Any:
-    """Unpack a tar, with or without gzip, below a folder of the caller's home; a missing folder is created."""
-    try:
-        return await files.upload(caller, path, request.stream())
-    except ClientDisconnect:
-        return Response(status_code=422)  # the client has disconnected
-
-
-@api.get(
-    "/files",
-    tags=["files"],
-    response_class=Response,
-    responses={200: {"content": {TAR: {}}}, **document_problems(404, 409, 413, 422, 429, 500)},
-)
-async def get_files(path: RelativePath, caller: Caller, files: Files, watch: Watch) -> Response:
-    """Return a file or folder of the caller's home as a tar, with names relative to its parent folder."""
-    return FileStreamResponse(await files.download(caller, path), TAR, watch)
-
-
-@api.get(
-    "/jobs/{job_id}/logs",
-    tags=["files"],
-    response_class=Response,
-    responses={200: {"content": {"text/plain": {}}}, **document_problems(404, 409, 422, 429, 500)},
-)
-async def get_logs(
-    job_id: ResourceId,
-    caller: Caller,
-    files: Files,
-    watch: Watch,
-    *,
-    offset: Offset = 0,
-    rank: Rank = None,
-    tail: Tail = None,
-    follow: Follow = False,
-) -> Response:
-    """Return the output of one of the caller's detached jobs."""
-    return FileStreamResponse(
-        await files.read_logs(caller, job_id, offset=offset, rank=rank, tail=tail, follow=follow), "text/plain", watch
-    )
-
-
-@api.get(
-    "/jobs/{job_id}/state",
-    tags=["files"],
-    response_class=Response,
-    responses={200: {"content": {"application/json": {}}}, **document_problems(404, 409, 413, 422, 429, 500)},
-)
-async def get_state(job_id: ResourceId, caller: Caller, files: Files) -> Response:
-    """Return the status that one of the caller's detached jobs reported last."""
-    return Response(await files.read_state(caller, job_id), media_type="application/json")

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.core.parameters import ParameterLocation
 from schemathesis.generation import GenerationMode
 
-from gpuhub.broker.api import routes
+from gpuhub.broker.api import file_routes, routes
 from gpuhub.broker.app import PREFIX
 from tests.support.broker.in_process import Setting, served_broker
 
@@ -22,7 +22,7 @@ EXAMPLES = 16
 PATHS = {"lease_id": "lease", "job_id": "job", "reservation_id": "reservation", "index": "gpu"}
 
 
-@schemathesis.serializer(routes.TAR)
+@schemathesis.serializer(file_routes.TAR)
 def send_unchanged(_context: Any, value: Any) -> bytes:
     """Send generated tar content unchanged."""
     return bytes(value.data) if hasattr(value, "data") else str(value).encode()
@@ -63,7 +63,7 @@ def has_parts(route: Any) -> bool:
 
 CASES = [
     (method, route.path, mode)
-    for route in routes.api.routes
+    for route in (*routes.api.routes, *file_routes.api.routes)
     for method in sorted(route.methods)
     for mode in GenerationMode
     if mode is GenerationMode.POSITIVE or has_parts(route)

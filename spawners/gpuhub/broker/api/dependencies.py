@@ -1,0 +1,62 @@
+"""What the broker's HTTP routes share: who calls, which parameters they have, and what a caller may not send."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from fastapi import Depends, Path, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.security import APIKeyHeader
+
+from gpuhub.broker import audit
+from gpuhub.broker.api.auth import Authenticator
+from gpuhub.broker.api.streams import AccessWatch
+from gpuhub.broker_api.schemas import GroupName, UserName
+from gpuhub.domain.models import Identity
+
+#: Path prefix of every route that needs a token.
+API = "/api/v1"
+#: Largest integer of a database column, and of a file's size.
+MAX_INT = 2**63 - 1
+
+header = APIKeyHeader(
+    name="Authorization", auto_error=False, description="`token …` with a token of the hub", scheme_name="hub token"
+)
+
+
+async def identify(request: Request, authorization: Annotated[str | None, Depends(header)]) -> Identity:
+    """Return the caller of a request."""
+    authenticator = cast("Authenticator", request.app.state.authenticator)
+    return await authenticator.identify(authorization, audit.client_address(request.scope))
+
+
+async def get_access_watch(request: Request, authorization: Annotated[str | None, Depends(header)]) -> AccessWatch:
+    """Return the watch over the caller of a stream."""
+    authenticator = cast("Authenticator", request.app.state.authenticator)
+    return AccessWatch(
+        authenticator=authenticator, authorization=authorization, address=audit.client_address(request.scope)
+    )
+
+
+async def refuse_unknown_query(request: Request) -> None:
+    """Refuse query parameters that the route does not have, like unknown fields of bodies.
+
+    Raises:
+        RequestValidationError: names the first of them.
+    """
+    known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
+    unknown = [name for name in request.query_params if name not in known]
+    if unknown:
+        text = f"there is no such parameter; valid here: {', '.join(sorted(known)) or 'none'}"
+        raise RequestValidationError([{"loc": ("query", unknown[0][:64]), "msg": text}])
+
+
+Caller = Annotated[Identity, Depends(identify)]
+Watch = Annotated[AccessWatch, Depends(get_access_watch)]
+ResourceId = Annotated[str, Path(max_length=64)]
+After = Annotated[int | None, Query(ge=0, le=MAX_INT, description="Only events after this `seq`")]
+Owner = Annotated[UserName | None, Query(description="Only those of this owner")]
+OfGroups = Annotated[
+    tuple[GroupName, ...],
+    Query(max_length=64, description="As a user in these groups sees it; only for the hub's spawner"),
+]
