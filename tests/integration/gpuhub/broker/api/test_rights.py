@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from gpuhub.broker import audit
-from gpuhub.broker.api import ports, routes
+from gpuhub.broker.api import dependencies, ports
 from gpuhub.broker.app import PREFIX
 from gpuhub.broker.db.outbox import DestinationRow
 from gpuhub.common import names
@@ -114,7 +114,7 @@ async def call(running: Running, route: str, caller: str) -> tuple[int, Any, str
     method, path = route.split()[:2]
     token = None if caller == "nobody" else caller
     path = path.format(**(await build_world(running) if "{" in path else {}))
-    path = path if path.startswith(ports.PORTS) else routes.API + path
+    path = path if path.startswith(ports.PORTS) else dependencies.API + path
     if method == "WEBSOCKET":
         return await open_socket(running, path, token), None, ""
     async with running.client(token) as client:
@@ -158,7 +158,7 @@ async def test_refused_requests_change_nothing(guarded: Setting) -> None:
 
     async def look(running: Running) -> list[Any]:
         async with running.client("root") as client:
-            answers = [(await client.get(f"{routes.API}{path}")).json() for path in watched]
+            answers = [(await client.get(f"{dependencies.API}{path}")).json() for path in watched]
         return [[_without_readings(one) for one in answer] for answer in answers]
 
     async with asgi_broker(guarded) as running:
@@ -173,7 +173,7 @@ async def test_refused_requests_change_nothing(guarded: Setting) -> None:
                     continue
                 refused += 1
                 async with running.client(None if caller == "nobody" else caller) as client:
-                    await client.request(method, f"{routes.API}{path.format(**known)}", **make_content(route))
+                    await client.request(method, f"{dependencies.API}{path.format(**known)}", **make_content(route))
         assert await look(running) == before
     assert refused > 100
 
@@ -234,7 +234,7 @@ def _name(route: str) -> str:
         ("{destination_id}", "{destination}"),
         ("/nodes/{name}/", "/nodes/rig3/"),
         ("/gpus/{index}/", "/gpus/0/"),
-        (routes.API, ""),
+        (dependencies.API, ""),
     ):
         route = route.replace(given, name)
     return route
