@@ -33,8 +33,8 @@ from gpu_launch.launch.view import LaunchView
 from gpu_launch.launch.worker_pool import WorkerPool, choose_keep_s, worker_pools
 from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import failure, text
-from gpu_launch.output.panel import Screen
 from gpu_launch.output.rank_monitor import RankMonitor
+from gpu_launch.output.screens import Screen
 from gpu_launch.worker import agent
 
 _STEP_S = 0.05  # seconds between polls of the thread that releases the workers

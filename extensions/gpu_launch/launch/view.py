@@ -16,8 +16,9 @@ from gpu_launch.launch.worker_group import WorkerGroup
 from gpu_launch.launch.worker_pool import WorkerPool
 from gpu_launch.output import text as render
 from gpu_launch.output.display_tabs import RankDisplay
-from gpu_launch.output.panel import PanelView, Screen, find_screen
+from gpu_launch.output.panel import PanelView
 from gpu_launch.output.rank_monitor import RankMonitor
+from gpu_launch.output.screens import Screen, find_screen
 from gpu_launch.units import format_span
 
 _FLUSH_S = 0.05  # seconds between flushes to the notebook

@@ -20,7 +20,7 @@ from gpu_launch.errors import BrokerError
 from gpu_launch.launch.worker_pool import WorkerPoolView, worker_pools
 from gpu_launch.output import logs
 from gpu_launch.output import text as render
-from gpu_launch.output.panel import is_in_notebook
+from gpu_launch.output.screens import is_in_notebook
 from gpu_launch.units import format_span
 
 _RUNS = 5

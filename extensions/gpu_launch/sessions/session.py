@@ -17,8 +17,9 @@ from gpu_launch.launch.launch import Launch
 from gpu_launch.launch.request import ValidatedRequest
 from gpu_launch.launch.worker_pool import WorkerPool, choose_keep_s, worker_pools
 from gpu_launch.output.display_tabs import RankDisplay
-from gpu_launch.output.panel import PanelView, Screen, find_screen
+from gpu_launch.output.panel import PanelView
 from gpu_launch.output.rank_monitor import SILENCE_S
+from gpu_launch.output.screens import Screen, find_screen
 from gpu_launch.sessions.channel import ControlMessage, ControlServer, CountingReceiver
 
 #: Shorter cells show only their output, seconds.
