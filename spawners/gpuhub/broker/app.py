@@ -59,9 +59,9 @@ from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.metrics.request_metrics import RequestMetrics
 from gpuhub.broker.operations.costs import CostOperations
 from gpuhub.broker.operations.live import LiveViews
+from gpuhub.broker.operations.notebook_datasets import LeaseStaging
 from gpuhub.broker.operations.notifications import NotificationOperations
 from gpuhub.broker.operations.operations import BrokerOperations
-from gpuhub.broker.operations.staging import LeaseStaging
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import Problem

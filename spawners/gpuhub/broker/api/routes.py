@@ -27,8 +27,8 @@ from gpuhub.broker.api.dependencies import (
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.operations import slices
+from gpuhub.broker.operations.notebook_datasets import LeaseStaging
 from gpuhub.broker.operations.operations import BrokerOperations
-from gpuhub.broker.operations.staging import LeaseStaging
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ArrayRequest,

@@ -16,7 +16,7 @@ from gpuhub.broker.admission import extend as extensions
 from gpuhub.broker.admission.submit import AdmissionController
 from gpuhub.broker.operations import admin, slices, views
 from gpuhub.broker.operations.explanations import PendingExplainer
-from gpuhub.broker.operations.polling import ReadVersion, wait_for_change
+from gpuhub.broker.operations.long_polls import ReadVersion, wait_for_change
 from gpuhub.broker.operations.views import ClusterViewCache
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
