@@ -1,1 +1,1 @@
-"""The extension of a notebook's Jupyter Server, which reports to the broker whether the notebook is idle."""
+"""Extensions of a notebook's Jupyter Server: reports on idleness, and what gpuhub's JupyterLab extension asks for."""

@@ -91,9 +91,9 @@ class Surface(StrEnum):
 _RANKS, _FUNCTION, _COMMAND = Surface.RANKS, Surface.FUNCTION, Surface.COMMAND
 _ALL = (_RANKS, _FUNCTION, _COMMAND)
 DEMAND_FIELDS = frozenset(item.name for item in fields(GpuRequest))
-#: Options about asking for GPUs and about the notebook: a detached job's driver does not need them.
 #: Options of a job that runs without the notebook.
 JOB_FIELDS = ("array", "after", "retries", "guests")
+#: Options about asking for GPUs and about the notebook: a detached job's driver does not need them.
 NOT_IN_MANIFEST = (
     DEMAND_FIELDS | {"timeout_s", "send", "returns", "keep_s", "detach", "dry_run", "help"} | frozenset(JOB_FIELDS)
 )
@@ -102,7 +102,7 @@ _STREAMS = ("0", "1", "2", "3")
 
 
 class LaunchOption(click.Option):
-    """One option of a launch; its name is that of a field of `LaunchOptions` or of `Demand`."""
+    """One option of a launch; its name is that of a field of `LaunchOptions` or of `GpuRequest`."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""How long a step of a training takes on some cards: what is measured before, the model, and the report."""
+"""Predictions: how long a step of a training takes on some cards, and the memory that fine-tuning a model needs."""

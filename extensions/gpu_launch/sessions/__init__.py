@@ -1,1 +1,1 @@
-"""Rank sessions: ranks that keep running between `%%gpu_ranks` cells."""
+"""Standing workers: ranks between `%%gpu_ranks` cells, the worker of `%%gpu`, and those of `gpu_launch.Executor`."""

@@ -1,1 +1,4 @@
-"""Training on GPUs of different speed: `gpu_launch.balance`. Only what needs torch imports it, where it is called."""
+"""Training on GPUs of different speed (`gpu_launch.balance`) and over slow networks (`--comm`).
+
+Only what needs torch imports it, where it is called.
+"""

@@ -1,1 +1,1 @@
-"""Operating a cluster: deployment, images, provisioning of nodes, diagnosis."""
+"""Operating a cluster: deployment, images, provisioning of nodes, guests, Slurm, diagnosis and validation."""

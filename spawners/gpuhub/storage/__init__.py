@@ -1,1 +1,1 @@
-"""Users' files: NFS servers, homes and quotas."""
+"""Users' files: NFS servers and exports, homes, quotas, and copies of datasets."""

@@ -1,1 +1,1 @@
-"""The hub's pages: spawn form, GPU page, and their handlers."""
+"""The hub's pages: spawn form, GPU page, notifications, and their handlers; and JupyterLab's files."""

@@ -1,1 +1,1 @@
-"""Users' files and terminals, reached through couriers."""
+"""Users' files and terminals, reached through couriers, and copies of datasets on nodes."""

@@ -1,1 +1,1 @@
-"""`gpuhub node add` and `gpuhub node remove`."""
+"""`gpuhub node autoinstall`, `prepare`, `add` and `remove`: machines that become nodes, and leave."""
