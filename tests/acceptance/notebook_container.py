@@ -5,7 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from tests.acceptance.process_output import ProcessOutput
 from tests.support.hub.browser import Product, User
 from tests.support.product import wait_for
 
@@ -29,6 +32,22 @@ class Notebook:
         """Start Python code in the user's home."""
         command = [*self._exec(), "python3", "-u", "-c", textwrap.dedent(code)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    @contextmanager
+    def hold_launch(self, call: str, begin: str) -> Iterator[ProcessOutput]:
+        """Run a launch that goes on until the end of the block.
+
+        Args:
+            call: The call of `gpu_launch`, such as `run('loop.py', nnodes=3)`.
+            begin: The output with which the ranks begin.
+        """
+        with self.start(f"import gpu_launch; gpu_launch.{call}") as process:
+            output = ProcessOutput(process)
+            output.wait(begin)
+            yield output
+            process.kill()
+            self.kill(f"gpu_launch.{call.partition(',')[0]}")
+            output.rest()
 
     def run(self, code: str, timeout_s: float = 120) -> str:
         """Run Python code and return its output; it may fail."""

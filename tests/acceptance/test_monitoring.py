@@ -13,7 +13,6 @@ import pytest
 
 from gpuhub.common import secrets
 from tests.acceptance.notebook_container import Notebook
-from tests.acceptance.process_output import ProcessOutput
 from tests.support.closet import practice_closet
 from tests.support.hub.browser import Product, User, run_make
 from tests.support.monitoring import dashboards
@@ -44,14 +43,8 @@ def ada(prometheus: Prometheus, product: Product, make_user: Callable[[str], Use
     """ada's notebook, whose launch runs on all three nodes."""
     started = Notebook(product, make_user("ada"), "rtx5070")
     started.write("loop.py", LOOP)
-    code = "import gpu_launch; gpu_launch.run('loop.py', nnodes=3)"
-    with started.start(code) as process:
-        output = ProcessOutput(process)
-        output.wait("looping")
+    with started.hold_launch("run('loop.py', nnodes=3)", "looping"):
         yield started
-        process.kill()
-        started.kill("gpu_launch.run('loop.py'")
-        output.rest()
     started.stop()
 
 

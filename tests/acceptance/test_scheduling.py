@@ -47,14 +47,9 @@ def launch(ada: Notebook) -> Iterator[ProcessOutput]:
     wait_for(
         lambda: ada.user.holders() == {"RTX 5070": "ada"}, "earlier leases have released their GPUs", deadline_s=60
     )
-    code = "import gpu_launch; gpu_launch.run('goes_on.py', ['--steps', '10000000'], nnodes=2, scavenge=True)"
-    with ada.start(code) as process:
-        output = ProcessOutput(process)
-        output.wait("going on from step 0 with 2 ranks")
+    call = "run('goes_on.py', ['--steps', '10000000'], nnodes=2, scavenge=True)"
+    with ada.hold_launch(call, "going on from step 0 with 2 ranks") as output:
         yield output
-        process.kill()
-        ada.kill("gpu_launch.run('goes_on.py'")
-        output.rest()
     wait_for(lambda: list(ada.user.holders().values()).count("ada") == 1, "the launch's GPUs are free", deadline_s=60)
 
 
