@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _CHECK_S = 1.0  # seconds between checks for a request
 _ANSWER_S = 5.0  # seconds for the agents to answer
-#: After a pause longer than this, seconds, nobody watched the ranks, and their silence counts from its end.
+#: After a pause longer than this, seconds, the ranks were not watched, and their silence counts from its end.
 _MAX_PAUSE_S = 2.0
 
 

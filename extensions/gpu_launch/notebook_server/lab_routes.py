@@ -51,7 +51,7 @@ class LabBackend:
         return await self._overview.get()
 
     async def extend(self, time_limit_s: int) -> None:
-        """Let the notebook end in so many seconds.
+        """Let the notebook end in `time_limit_s` seconds.
 
         Raises:
             UsageError: The notebook has no lease.

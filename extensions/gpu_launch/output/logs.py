@@ -226,7 +226,7 @@ def show_logs(
 
 
 def read_tail(run: run_folder.RunFolder, *, most_bytes: int) -> str:
-    """Return the end of the run's output, at most so many bytes of all ranks together; empty if there is none."""
+    """Return the end of the run's output, at most `most_bytes` of all ranks together; empty if there is none."""
     files = _open_files(run, None)[:_TAIL_FILES]
     return "".join(file.read_end(most_bytes // len(files)) for file in files)
 

@@ -20,7 +20,8 @@ _EQUAL_SPEED = 1.25
 _MOST_CARDS = 10
 #: All-reduces of one bucket, one after another.
 _CALLS = {CommMode.EXACT: 1, CommMode.BF16: 1, CommMode.POWERSGD: 3}
-#: The modes that `--comm auto` may choose, those that change less first, and by how much a later one must be better.
+#: The modes that `--comm auto` may choose, those that change less first, and the factor by which a later one must be
+#: better.
 _AUTOMATIC = (CommMode.EXACT, CommMode.BF16, CommMode.POWERSGD)
 _WORTH = 1.1
 

@@ -77,7 +77,7 @@ class UsedAmounts:
 class EnergySample:
     """What a GPU reported about energy at one moment; None for what it does not report."""
 
-    #: Seconds on the clock of whoever compares samples.
+    #: Seconds on the clock of the caller, who compares samples.
     at: float
     #: Energy since the driver was loaded, millijoules.
     counter_mj: int | None = None

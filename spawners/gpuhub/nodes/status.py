@@ -65,7 +65,7 @@ class GpuFault:
     boot_id: str | None
     #: For users.
     text: str
-    #: The administrator on whose word the GPU is granted again; None while it is not.
+    #: The administrator who accepted the GPU again; None while it is blocked.
     accepted_by: str | None = None
 
 

@@ -198,7 +198,7 @@ gpu_faults = Table(
     Column("noticed_at", Float, nullable=False),
     Column("boot_id", String(64)),
     Column("text", Text, nullable=False),
-    #: The administrator on whose word the GPU is granted again.
+    #: The administrator who accepted the GPU again.
     Column("accepted_by", String(64)),
 )
 

@@ -150,7 +150,7 @@ class StagedCopies:
         return choose_removals(candidates, idle_s=idle_s, keep_s=keep_s, missing_bytes=missing_bytes)
 
     def _is_free(self, node: str, copy: StagedCopy, idle_s: Mapping[str, float]) -> bool:
-        # A copy that only an earlier run of the broker knew was requested by nobody in this one.
+        # A copy that only an earlier run of the broker knew was not requested in this one.
         return idle_s[copy.volume] >= PINNED_S or not self.is_whole(node, copy.volume)
 
 

@@ -57,7 +57,7 @@ def has_kernel_server(file_systems: Path = _FILE_SYSTEMS) -> bool:
 
 
 def build_file_server(cluster: ClusterSettings, paths: Paths) -> list[Program]:
-    """Write nfs-ganesha's configuration, and return it as a program; nothing where the kernel serves, or nobody.
+    """Write nfs-ganesha's configuration and return it as a program; nothing if the kernel serves, or `serve` is off.
 
     Raises:
         SetupError: There is no NFS server on this machine.

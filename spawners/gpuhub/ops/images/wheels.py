@@ -30,7 +30,7 @@ TORCH_WHEELS = "torch"
 #: Longest build of gpu-launch's wheel, seconds.
 _LAPTOP_BUILD_S = 300.0
 _LAPTOP_LABEL = "gpu-launch for laptops"
-#: What is no source of gpu-launch in the folder of its distribution.
+#: What does not belong to the sources of gpu-launch in the folder of its distribution.
 _NOT_COPIED = ("__pycache__", "*.egg-info", "build", "gpuhub_lab")
 #: The file with the digest of the sources of gpu-launch's wheel.
 _LAPTOP_DIGEST = "sources.sha256"

@@ -45,7 +45,7 @@ class Feed(Generic[T]):
 
     @property
     def is_open(self) -> bool:
-        """Return whether somebody views it."""
+        """Return whether it has viewers."""
         return bool(self._viewers)
 
     @contextmanager
