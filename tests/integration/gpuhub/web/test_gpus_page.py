@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.root]
 ROOT = Path(__file__).parents[4]
 PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", ROOT / ".cache" / "pictures"))
 AXE = ROOT / "tests" / "support" / "browser" / "node_modules" / "axe-core" / "axe.min.js"
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=60_000)
 
 
 @pytest.fixture(scope="module")
