@@ -23,6 +23,8 @@ USERS = ("ada", "ben")
 MORE_USERS = "GPUHUB_CLOSET_USERS"
 #: Environment variable for tests: with the value `rest`, gpuhub reaches the closet's Slurm through slurmrestd.
 SLURM_API = "GPUHUB_CLOSET_SLURM_API"
+#: CPU cores and memory of each simulated node, whatever this machine has.
+_NODE_CPUS, _NODE_MEMORY = 32, "128G"
 #: Ports of hub and proxy API of the two usual instances; others, which may run next to them, get a pair from 18100 on.
 _PORTS = {DEFAULT_INSTANCE: (8000, 8001), "ghtest": (18000, 18001)}
 
@@ -104,7 +106,13 @@ def _format_node(node: ClosetNode, paths: Paths) -> str:
         for card, count in counts.items()
     )
     head = _format_table(
-        "[nodes]", name=node.name, address=str(node.address), docker=node_paths(paths, node).docker_url
+        "[nodes]",
+        name=node.name,
+        address=str(node.address),
+        docker=node_paths(paths, node).docker_url,
+        # All nodes share this machine; each is simulated with as much as such a machine would have.
+        cpus=_NODE_CPUS,
+        memory=_NODE_MEMORY,
     )
     return f"{head}\ngpus = [{gpus}]"
 

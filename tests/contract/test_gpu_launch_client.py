@@ -16,7 +16,7 @@ from gpu_launch import environment
 from gpu_launch.broker import models
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.broker.holdings import CLUSTER, LAUNCH, RANKS, format_holdings
-from gpu_launch.broker.models import GpuRequest
+from gpu_launch.broker.models import Amount, GpuRequest
 from gpu_launch.broker.own_jobs import cancel_jobs
 from gpu_launch.common import run_folder
 from gpu_launch.errors import BrokerError
@@ -225,7 +225,14 @@ def test_every_launch_option_is_a_field_of_the_request() -> None:
 def test_all_launch_options_together_are_accepted(running: Running, client: BrokerClient) -> None:
     """All options together are accepted, and the job has the grant's note."""
     demand = GpuRequest(
-        models=("RTX 5070", "RTX 5060"), least_memory_mib=8000, scavenge=True, priority=-3, time_limit_s=3600
+        models=("RTX 5070", "RTX 5060"),
+        least_memory_mib=8000,
+        cpus=Amount(1.5),
+        ram_mib=Amount(2048, or_more=True),
+        shm_mib=256,
+        scavenge=True,
+        priority=-3,
+        time_limit_s=3600,
     )
     job = _wait_state(client, _create(client, demand=demand, exclude_nodes=("rig1",)), models.RUNNING)
     assert [gpu.model for worker in job.workers for gpu in worker.gpus] == ["RTX 5070", "RTX 5060"]

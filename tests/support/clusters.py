@@ -9,6 +9,7 @@ from gpuhub.docker.container_spec import (
     ContainerSpec,
     build_worker_spec,
 )
+from gpuhub.docker.security import WorkerSize
 
 CARDS = {"rig1": ("RTX 5090", "32607M"), "rig2": ("RTX 5070", "12227M"), "rig3": ("RTX 5060", "8151M")}
 ADA = UserIdentity(name="ada", uid=1001, gid=1001, groups=(2000,), group_names=("ada", "lab"))
@@ -55,6 +56,7 @@ def worker(cluster: ClusterSettings, *uuids: str) -> ContainerSpec:
         context=place(cluster, *uuids),
         identity=ADA,
         image="gpuhub/notebook:latest",
+        size=WorkerSize(cpus=4, memory=16 * 1024**3),
         lease_id="lease-9",
         epoch=3,
         job_id="job-7",

@@ -354,6 +354,14 @@ def _parse_grants_later(data: Mapping[str, Any]) -> bool:
     return not capabilities.get("immediate_grants", True)
 
 
+@dataclass(frozen=True)
+class Amount:
+    """Cores or MiB for each container; with `or_more`, its GPUs' share of the node if that is more."""
+
+    value: float
+    or_more: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class GpuRequest:
     """Properties of the requested GPUs; fields have the names of the broker's job request."""
@@ -362,6 +370,10 @@ class GpuRequest:
     models: tuple[str, ...] = ()
     #: Least memory of each GPU.
     least_memory_mib: int = 0
+    #: CPU cores, memory (MiB) and /dev/shm (MiB) of each container; None for its GPUs' share of the node.
+    cpus: Amount | None = None
+    ram_mib: Amount | None = None
+    shm_mib: int | None = None
     same_model: bool = False
     #: Nothing else may run on the nodes.
     exclusive: bool = False
@@ -380,6 +392,11 @@ class GpuRequest:
         """Return whether the request restricts the GPUs, so that their properties must be known."""
         return bool(self.models or self.least_memory_mib or self.same_model)
 
+    @property
+    def sets_size(self) -> bool:
+        """Return whether the containers have a size of their own, which a running notebook does not."""
+        return (self.cpus, self.ram_mib, self.shm_mib) != (None, None, None)
+
     def accepts(self, gpu: Gpu, *, memory_mib: int | None = None) -> bool:
         """Return whether a GPU meets the request; `memory_mib` overrides the GPU's own memory."""
         available_mib = gpu.memory_mib if memory_mib is None else memory_mib
@@ -394,19 +411,37 @@ class GpuRequest:
 
     def build_body(self) -> dict[str, Any]:
         """Return the fields of the broker's job request that differ from its defaults."""
-        values = {field_info.name: getattr(self, field_info.name) for field_info in fields(self)}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-            if value != getattr(_DEFAULT_REQUEST, name)
-        }
+        body: dict[str, Any] = {}
+        for name in (field_info.name for field_info in fields(self)):
+            value = getattr(self, name)
+            if value == getattr(_DEFAULT_REQUEST, name):
+                continue
+            if isinstance(value, Amount):
+                body |= {name: value.value} | ({f"{name}_or_more": True} if value.or_more else {})
+            else:
+                body[name] = list(value) if isinstance(value, tuple) else value
+        return body
 
     def describe(self, count: int) -> str:
         """Format as `2 GPUs`, `1 RTX 5090 or RTX 5070 of at least 24 GiB`."""
         noun = " or ".join(self.models) or "GPU"
         plural = "s" if count > 1 and len(self.models) < 2 else ""
         memory = f" of at least {format_memory(self.least_memory_mib)}" if self.least_memory_mib else ""
-        return f"{count} {noun}{plural}{memory}"
+        return f"{count} {noun}{plural}{memory}{self._describe_size()}"
+
+    def _describe_size(self) -> str:
+        parts = []
+        if self.cpus is not None:
+            parts.append(f"{self.cpus.value:g} CPU cores{_describe_more(self.cpus)}")
+        if self.ram_mib is not None:
+            parts.append(f"{format_memory(round(self.ram_mib.value))} of memory{_describe_more(self.ram_mib)}")
+        if self.shm_mib is not None:
+            parts.append(f"{format_memory(self.shm_mib)} of shared memory")
+        return f" with {', '.join(parts)}" if parts else ""
+
+
+def _describe_more(amount: Amount) -> str:
+    return " or more" if amount.or_more else ""
 
 
 _DEFAULT_REQUEST = GpuRequest()

@@ -155,6 +155,10 @@ def _build_options(
             except UsageError as error:
                 raise UsageError(f"resources.accelerators {error}") from None
         options = replace(options, nproc_per_node=each, demand=replace(options.demand, models=models))
+    if file.cpus is not None and "cpus" not in asked.values:
+        options = replace(options, demand=replace(options.demand, cpus=file.cpus))
+    if file.ram is not None and "ram_mib" not in asked.values:
+        options = replace(options, demand=replace(options.demand, ram_mib=file.ram))
     if file.stage and "stage" not in asked.values:
         options = replace(options, demand=replace(options.demand, stage=file.stage))
     if file.guests:

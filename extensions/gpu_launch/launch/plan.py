@@ -139,7 +139,7 @@ def make_plan(
 
 def _takes_part(env: Environment, nproc_per_node: int, demand: GpuRequest, cards: tuple[Gpu, ...]) -> bool:
     has_copies = all(any(f"{dataset}/".startswith(f"{one}/") for one in env.staged) for dataset in demand.stage)
-    if len(env.gpu_uuids) < nproc_per_node or demand.exclusive or not has_copies:
+    if len(env.gpu_uuids) < nproc_per_node or demand.exclusive or demand.sets_size or not has_copies:
         return False
     if not demand.needs_gpu_data:
         return True

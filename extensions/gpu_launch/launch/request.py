@@ -200,6 +200,9 @@ def _cluster(options: LaunchOptions, env: Environment, broker: BrokerClient | No
     flags = {
         "--model": demand.models,
         "--memory": demand.least_memory_mib,
+        "--cpus": demand.cpus,
+        "--ram": demand.ram_mib,
+        "--shm": demand.shm_mib,
         "--same-model": demand.same_model,
         "--exclusive": demand.exclusive,
         "--stage": demand.stage,

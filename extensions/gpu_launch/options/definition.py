@@ -194,6 +194,33 @@ OPTIONS: tuple[LaunchOption, ...] = (
         help="only GPUs with at least this much memory, such as 24G (any)",
         completions=("8G", "12G", "16G", "24G", "32G", "48G", "80G"),
     ),
+    LaunchOption(
+        "--cpus",
+        "cpus",
+        section=_PARTS,
+        type=types.CPUS,
+        metavar="N[+]",
+        help="CPU cores for each node's ranks, such as 8, or 8+ for at least 8; the notebook's own GPU does not take "
+        "part (the GPUs' share of the node)",
+    ),
+    LaunchOption(
+        "--ram",
+        "ram_mib",
+        section=_PARTS,
+        type=types.RAM,
+        metavar="SIZE[+]",
+        help="memory of the machine for each node's ranks, such as 64G, or 64G+ for at least that; the notebook's own "
+        "GPU does not take part (the GPUs' share of the node)",
+    ),
+    LaunchOption(
+        "--shm",
+        "shm_mib",
+        section=_PARTS,
+        type=types.MEMORY,
+        metavar="SIZE",
+        help="size of /dev/shm, which counts in the memory; the notebook's own GPU does not take part (half of the "
+        "memory)",
+    ),
     LaunchOption("--same-model", section=_PARTS, help="all GPUs of one model (mixed ones are allowed)"),
     LaunchOption(
         "--exclusive",

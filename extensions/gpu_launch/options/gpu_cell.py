@@ -16,10 +16,8 @@ from gpu_launch.options import value_types as types
 from gpu_launch.options.command import LaunchCommand
 from gpu_launch.options.definition import BY_LABEL, LaunchOptions
 
-_OPTIONS = tuple(
-    BY_LABEL[label]
-    for label in ("model", "memory", "priority", "time-limit", "timeout-s", "preload", "keep", "send", "return", "help")
-)
+_LABELS = "model memory cpus ram shm priority time-limit timeout-s preload keep send return help"
+_OPTIONS = tuple(BY_LABEL[label] for label in _LABELS.split())
 _OWN_OPTIONS = (
     click.Option(["--gpus"], type=types.PROCESSES, metavar="N", help="GPUs of one node that the cell sees (1)"),
     click.Option(["--stop"], is_flag=True, help="give the GPU back now"),

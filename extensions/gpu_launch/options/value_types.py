@@ -15,12 +15,15 @@ from typing import Any
 import click
 
 from gpu_launch import units
+from gpu_launch.broker.models import Amount
 from gpu_launch.errors import UsageError
 from gpu_launch.training.comm_modes import AUTO, CommMode
 
 MAX_NODES, MAX_PROCESSES, MAX_MODELS, MAX_PRIORITY, MAX_DATASETS = 1024, 64, 16, 100, 16
 MIN_TIME_LIMIT_S, MAX_TIME_LIMIT_S = 60, 366 * 86400
 MAX_KEEP_S = 86400
+#: Smallest and largest number of cores, and least memory, of a container.
+MIN_CPUS, MAX_CPUS, MIN_RAM_MIB = 0.1, 4096, 64
 #: The broker takes no more tasks in one request, and tries a failed job no more often.
 MAX_TASKS, MAX_RETRIES = 1000, 100
 #: As in torch.numa.binding.
@@ -130,6 +133,42 @@ def _write_nodes(value: tuple[int | None, int]) -> str:
     return str(most) if least is None else f"{least}:{most}"
 
 
+def parse_cpus(flag: str, value: str) -> Amount:
+    """Return the cores in `8`, `0.5` or `8+`.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    match = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)(\+?)", value)
+    cores = float(match[1]) if match else 0.0
+    if match is None or not MIN_CPUS <= cores <= MAX_CPUS:
+        raise UsageError(
+            f"{flag} {value}: a number of CPU cores from {MIN_CPUS} to {MAX_CPUS} is needed, such as 8, or 8+ for at "
+            "least 8."
+        )
+    return Amount(cores, or_more=bool(match[2]))
+
+
+def _write_cpus(value: Amount) -> str:
+    return f"{value.value:g}{'+' if value.or_more else ''}"
+
+
+def parse_ram(flag: str, value: str) -> Amount:
+    """Return the MiB in `64G`, or `64G+`.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    mib = units.parse_memory(flag, value.removesuffix("+"))
+    if mib < MIN_RAM_MIB:
+        raise UsageError(f"{flag} {value}: a container needs {MIN_RAM_MIB}M at least.")
+    return Amount(mib, or_more=value.endswith("+"))
+
+
+def _write_ram(value: Amount) -> str:
+    return f"{units.write_memory(round(value.value))}{'+' if value.or_more else ''}"
+
+
 def _read_models(flag: str, value: str) -> tuple[str, ...]:
     models = tuple(" ".join(part.split()) for part in value.split(","))
     if not all(models):
@@ -223,6 +262,8 @@ NODES = OptionType("nodes", _read_nodes, _write_nodes)
 MODELS = OptionType("models", _read_models, ",".join, lists=True)
 DATASETS = OptionType("datasets", _read_datasets, ",".join, lists=True)
 MEMORY = OptionType("memory", units.parse_memory, units.write_memory)
+CPUS = OptionType("cores", parse_cpus, _write_cpus)
+RAM = OptionType("size", parse_ram, _write_ram)
 ARRAY = OptionType("array", _read_array, _write_array)
 RUN = pattern(re.compile(r"\S{1,64}"), "a run's id, or a job's name")
 SECONDS = OptionType(

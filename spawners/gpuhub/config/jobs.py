@@ -16,12 +16,12 @@ from gpuhub.config.base import (
 class JobSettings(SettingsTable):
     """Limits of the worker containers of `%gpu_launch` and `gpu-launch`, and of their jobs."""
 
-    #: CPU cores of a worker container.
-    cpus: Annotated[Number, Field(gt=0, le=1024)] = 4.0
-    #: Memory of a worker container, bytes.
-    memory: Size = 16 * 1024**3
-    #: Size of /dev/shm in a worker container, bytes.
-    shm: Size = 8 * 1024**3
+    #: CPU cores of a worker container; None for its GPUs' share of the node.
+    cpus: Annotated[Number, Field(gt=0, le=1024)] | None = None
+    #: Memory of a worker container, bytes; None for its GPUs' share of the node.
+    memory: Size | None = None
+    #: Size of /dev/shm in a worker container, bytes, which counts in `memory`; None for half of the memory.
+    shm: Size | None = None
     #: Maximum number of processes and threads in a worker container.
     pids: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
     #: Maximum data that a worker may write outside home, scratch and datasets, bytes; None for no limit. It needs XFS

@@ -61,9 +61,10 @@ class NodeSettings(SettingsTable):
     switch: Label | None = None
     #: Rack that the node stands in. None: unknown.
     rack: Label | None = None
-    #: CPU cores that all containers on the node may have together; None: no limit on the sum.
+    #: CPU cores that all containers on the node may have together; None: all but one, which the machine keeps.
     cpus: Annotated[Number, Field(gt=0, le=4096)] | None = None
-    #: Memory that all containers on the node may have together, bytes; None: no limit on the sum.
+    #: Memory that all containers on the node may have together, bytes; None: all but 2 GiB or 5 %, which the machine
+    #: keeps.
     memory: Size | None = None
     #: Most power that the machine draws without its GPUs, and with the losses of its power supply, watts.
     base_watts: Annotated[Number, Field(ge=0, le=10_000)] = 150.0

@@ -59,12 +59,12 @@ class ProfileSettings(SettingsTable):
     gpu_share: Annotated[int, Field(ge=1, le=64)] = 1
     #: Reserve the whole node: no other lease runs there at the same time.
     exclusive: bool = False
-    #: CPU cores of the container.
-    cpus: Annotated[Number, Field(gt=0, le=1024)] = 4.0
-    #: Memory of the container, bytes.
-    memory: Size = 16 * 1024**3
-    #: Size of /dev/shm, bytes.
-    shm: Size = 8 * 1024**3
+    #: CPU cores of the container; None for its GPUs' share of the node.
+    cpus: Annotated[Number, Field(gt=0, le=1024)] | None = None
+    #: Memory of the container, bytes; None for its GPUs' share of the node.
+    memory: Size | None = None
+    #: Size of /dev/shm, bytes, which counts in `memory`; None for half of the memory.
+    shm: Size | None = None
     #: Maximum number of processes and threads in the container.
     pids: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
     #: Maximum data that the container may write outside home, scratch and datasets, bytes; None for no limit. Docker

@@ -191,6 +191,11 @@ class ClusterSettings(SettingsTable):
                 return node
         raise KeyError(name)
 
+    @property
+    def counts_machines(self) -> bool:
+        """Whether gpuhub counts the CPU and memory of nodes; Slurm counts them itself."""
+        return self.engine == "builtin"
+
     def profile(self, name: str) -> ProfileSettings | None:
         """Return the profile of that name, or None."""
         return next((profile for profile in self.profiles if profile.name == name), None)

@@ -19,6 +19,7 @@ from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSetting
 from gpuhub.docker.security import (
     NO_CORE_DUMPS,
     ContainerLimits,
+    WorkerSize,
     build_device_requests,
     build_gpu_environment,
     build_job_limits,
@@ -114,7 +115,8 @@ def build_notebook_spec(
         SettingsError: `environment` sets a variable that selects GPUs.
     """
     refuse_gpu_variables(environment)
-    limits = build_profile_limits(profile)
+    size = next((size for size in lease.sizes if size.node == context.node.name), None)
+    limits = build_profile_limits(profile, size)
     return ContainerSpec(
         name=names.notebook_container_name(context.instance, lease.owner, lease.subject),
         image=profile.image,
@@ -154,6 +156,7 @@ def build_worker_spec(
     context: ContainerContext,
     identity: UserIdentity,
     image: str,
+    size: WorkerSize,
     lease_id: str,
     epoch: int,
     job_id: str,
@@ -173,7 +176,7 @@ def build_worker_spec(
         run_index: The worker's index in the run.
         retries: How often a detached job has started again after a failure, and may at most.
     """
-    limits = build_job_limits(context.cluster)
+    limits = build_job_limits(context.cluster, size)
     detached = {} if roster is None else {"GPU_LAUNCH_ROSTER": roster, "GPU_LAUNCH_PREEMPTIONS": str(preemptions)}
     if roster is not None and retries[1]:
         detached["GPU_LAUNCH_RETRIES"] = f"{retries[0]}/{retries[1]}"

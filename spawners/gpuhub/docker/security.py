@@ -8,11 +8,14 @@ from typing import Any
 
 from docker.types import DeviceRequest, LogConfig, Ulimit
 
+from gpuhub.broker_api.schemas import ContainerSizeView
 from gpuhub.common.errors import SettingsError
+from gpuhub.config.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 
 _CPU_PERIOD_US = 100_000
+_MIB = 1024**2
 #: Prefixes of variables that would select GPUs past the lease, or hide leased ones.
 _GPU_VARIABLES = ("NVIDIA_", "CUDA_VISIBLE_DEVICES")
 #: Driver capabilities that a leased GPU comes with.
@@ -30,6 +33,15 @@ _DISABLED_DEVICES = {
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp")  # noqa: S108  inside of containers
 #: The node never stores the memory of its users' programs.
 NO_CORE_DUMPS = Ulimit(name="core", soft=0, hard=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSize:
+    """CPUs, bytes of memory and, if not the usual ones, bytes of shared memory that a job's lease gives a worker."""
+
+    cpus: float = DEFAULT_CPUS
+    memory: int = DEFAULT_MEMORY
+    shm: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +63,31 @@ class ContainerLimits:
         return self.memory // 2 if self.tmp is None and self.disk is None else self.tmp
 
 
-def build_profile_limits(profile: ProfileSettings) -> ContainerLimits:
+def build_profile_limits(profile: ProfileSettings, size: ContainerSizeView | None) -> ContainerLimits:
+    """Build the limits of a notebook; `size` is what its lease grants on its node, None if that says nothing."""
+    cpus = profile.cpus or DEFAULT_CPUS if size is None else size.cpus
+    memory = profile.memory or DEFAULT_MEMORY if size is None else size.memory_mib * _MIB
     return ContainerLimits(
-        cpus=profile.cpus,
-        memory=profile.memory,
-        shm=profile.shm,
+        cpus=cpus,
+        memory=memory,
+        shm=memory // 2 if profile.shm is None else profile.shm,
         pids=profile.pids,
         disk=profile.disk,
         tmp=profile.tmp,
     )
 
 
-def build_job_limits(cluster: ClusterSettings) -> ContainerLimits:
+def build_job_limits(cluster: ClusterSettings, size: WorkerSize) -> ContainerLimits:
+    """Build the limits of a worker of this size."""
     jobs = cluster.jobs
+    shm = jobs.shm if size.shm is None else size.shm
     return ContainerLimits(
-        cpus=jobs.cpus, memory=jobs.memory, shm=jobs.shm, pids=jobs.pids, disk=jobs.disk, tmp=jobs.tmp
+        cpus=size.cpus,
+        memory=size.memory,
+        shm=size.memory // 2 if shm is None else shm,
+        pids=jobs.pids,
+        disk=jobs.disk,
+        tmp=jobs.tmp,
     )
 
 

@@ -14,6 +14,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_lifecycle import ensure_created, inject_identity, translate_mount_errors
 from gpuhub.docker.container_spec import ContainerContext, build_courier_spec, build_worker_spec
 from gpuhub.docker.firewall_container import ensure_firewall
+from gpuhub.docker.security import WorkerSize
 from gpuhub.storage.homes import prepare_user
 
 
@@ -35,6 +36,7 @@ class WorkerSpec:
     node: str
     gpu_uuids: tuple[str, ...]
     image: str
+    size: WorkerSize = field(default_factory=WorkerSize)
     #: All workers of a detached job as JSON; None for a job that runs from a notebook.
     roster: str | None = None
     #: Number of times that the job was preempted.
@@ -78,6 +80,7 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
         ),
         identity=identity,
         image=spec.image,
+        size=spec.size,
         lease_id=spec.lease_id,
         epoch=spec.epoch,
         job_id=spec.job_id,

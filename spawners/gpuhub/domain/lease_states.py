@@ -21,7 +21,7 @@ from dataclasses import replace
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.common.errors import Conflict
 from gpuhub.common.units import format_span
-from gpuhub.domain.models import LeasedGpu, LeaseRow
+from gpuhub.domain.models import ContainerSize, LeasedGpu, LeaseRow
 from gpuhub.scheduler.interface import NodeAllocation
 
 #: Has its GPUs and was not asked to end.
@@ -62,6 +62,7 @@ def grant(
         note=note,
         nodes=tuple(share.node for share in shares),
         identities=dict(identities or {}),
+        sizes={share.node: size for share in shares if (size := _find_granted_size(lease, share)) is not None},
         gpus=tuple(
             LeasedGpu(
                 uuid=slot.uuid,
@@ -76,6 +77,17 @@ def grant(
             for worker, share in enumerate(shares)
             for slot in share.slots
         ),
+    )
+
+
+def _find_granted_size(lease: LeaseRow, share: NodeAllocation) -> ContainerSize | None:
+    """Return what a container was granted; None on a node of unknown size."""
+    if share.cpu_milli is None and share.memory_mib is None:
+        return None
+    usual = lease.find_size(share.node)
+    return ContainerSize(
+        cpu_milli=usual.cpu_milli if share.cpu_milli is None else share.cpu_milli,
+        memory_mib=usual.memory_mib if share.memory_mib is None else share.memory_mib,
     )
 
 

@@ -9,6 +9,11 @@ from typing import Any, Self
 
 from gpuhub.broker_api.schemas import JobState, LeaseState, NotificationKind, Purpose, WorkerState
 from gpuhub.common.gpu import GpuRequirement
+from gpuhub.config.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
+
+#: Size of a container with a share of a node of unknown size.
+_USUAL_CPU_MILLI = round(DEFAULT_CPUS * 1000)
+_USUAL_MEMORY_MIB = DEFAULT_MEMORY // 1024**2
 
 
 def new_id(prefix: str) -> str:
@@ -42,9 +47,13 @@ class ResourceRequest:
     #: It runs on guests, and only there.
     guests: bool = False
     priority: int = 0
-    #: Limits of its container on each node; counted on nodes for which the settings give the total.
+    #: Limits of its container on each node, or the least that it needs where its GPUs' share of the node counts.
     cpu_milli: int = 0
     memory_mib: int = 0
+    cpu_by_gpu: bool = False
+    memory_by_gpu: bool = False
+    #: Size of /dev/shm; None for the usual one.
+    shm_mib: int | None = None
 
     @property
     def requirement(self) -> GpuRequirement:
@@ -78,6 +87,14 @@ class LeasedGpu:
     #: When an elastic job was asked to release it while the lease continues; None if it was not.
     shrink_requested_at: float | None = None
     released_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerSize:
+    """CPU and memory of the container of a lease on one node."""
+
+    cpu_milli: int
+    memory_mib: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +140,23 @@ class LeaseRow:
     #: proves nothing, unless the machine was rebooted.
     identities: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
     gpus: tuple[LeasedGpu, ...] = ()
+    #: By node, what its container there was granted; a node of unknown size is not listed.
+    sizes: Mapping[str, ContainerSize] = field(default_factory=dict)
     version: int = 0
 
     def evolve(self, **changes: Any) -> Self:
         return replace(self, **changes)
+
+    def find_size(self, node: str) -> ContainerSize:
+        """Return CPU and memory of its container on a node."""
+        granted, resources = self.sizes.get(node), self.resources
+        if granted is not None:
+            return granted
+        least_cpu = _USUAL_CPU_MILLI if resources.cpu_by_gpu else 0
+        least_memory = _USUAL_MEMORY_MIB if resources.memory_by_gpu else 0
+        return ContainerSize(
+            cpu_milli=max(resources.cpu_milli, least_cpu), memory_mib=max(resources.memory_mib, least_memory)
+        )
 
     @property
     def is_open(self) -> bool:

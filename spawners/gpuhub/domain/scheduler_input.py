@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gpuhub.broker_api.schemas import JobState, LeaseState
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.common.node_access import find_request_groups
@@ -34,6 +36,8 @@ def build_request(lease: LeaseRow) -> SchedulingRequest:
         time_limit_s=lease.time_limit_s,
         cpu_milli=resources.cpu_milli,
         memory_mib=resources.memory_mib,
+        cpu_by_gpu=resources.cpu_by_gpu,
+        memory_by_gpu=resources.memory_by_gpu,
         slurm_job=lease.slurm_job,
     )
 
@@ -55,11 +59,21 @@ def build_allocation(lease: LeaseRow, job: JobRow | None) -> Allocation:
 
 def _build_node_allocations(lease: LeaseRow) -> tuple[NodeAllocation, ...]:
     if not lease.gpus:
-        return tuple(NodeAllocation(node=node, slots=()) for node in lease.nodes)
+        return tuple(_build_node_allocation(lease, node, ()) for node in lease.nodes)
     by_node: dict[str, list[GpuSlot]] = {}
     for gpu in lease.held:
         by_node.setdefault(gpu.node, []).append(_build_slot(gpu))
-    return tuple(NodeAllocation(node=node, slots=tuple(slots)) for node, slots in by_node.items())
+    return tuple(_build_node_allocation(lease, node, slots) for node, slots in by_node.items())
+
+
+def _build_node_allocation(lease: LeaseRow, node: str, slots: Sequence[GpuSlot]) -> NodeAllocation:
+    size = lease.sizes.get(node)
+    return NodeAllocation(
+        node=node,
+        slots=tuple(slots),
+        cpu_milli=None if size is None else size.cpu_milli,
+        memory_mib=None if size is None else size.memory_mib,
+    )
 
 
 def _build_slot(gpu: LeasedGpu) -> GpuSlot:

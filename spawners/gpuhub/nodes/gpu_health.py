@@ -11,6 +11,7 @@ from gpuhub.nodes import status
 from gpuhub.nodes.agent import DEVICES_LOST, HARDWARE_SLOWDOWN
 from gpuhub.nodes.gpu_faults import describe_faults
 from gpuhub.nodes.inventory import Inventory
+from gpuhub.nodes.machine_size import add_machine_size
 from gpuhub.nodes.status import Cordon, GpuFault, GpuLeaseStatus, GpuProcess, GpuReading, NodeStatus
 from gpuhub.scheduler.interface import GpuSlot, NodeCapacity
 
@@ -71,13 +72,16 @@ def build_node_capacity(
                 unavailable_reason=reason,
             )
         )
-    return replace(
+    capacity = replace(
         inventory.configured_nodes[name],
         slots=tuple(slots),
         takes_work=node_reason is None,
         unavailable_reason=node_reason,
         driver=node.driver,
     )
+    if not inventory.counts_machines:
+        return capacity
+    return add_machine_size(capacity, node.machine, inventory.notebook_room, len(slots))
 
 
 def explain_node_unavailable(node: NodeStatus, cordon: Cordon | None) -> str | None:

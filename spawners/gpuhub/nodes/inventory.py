@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from gpuhub.common.gpu import GpuSpec, shorten_model
 from gpuhub.config.settings import ClusterSettings, NodeSettings
+from gpuhub.nodes.machine_size import NotebookRoom, find_notebook_room
 from gpuhub.nodes.status import GpuReading, NodeStatus
 from gpuhub.scheduler.interface import NodeCapacity
 
@@ -24,6 +25,10 @@ class Inventory:
     configured_nodes: Mapping[str, NodeCapacity]
     #: UUIDs that more than one node reports.
     duplicate_uuids: frozenset[str] = frozenset()
+    #: Whether CPU and memory of the machines are counted; Slurm counts them itself.
+    counts_machines: bool = True
+    #: Room that each node with GPUs keeps for one notebook without GPU; None for none.
+    notebook_room: NotebookRoom | None = None
 
     def with_node(self, record: NodeStatus) -> Inventory:
         """Return a copy with one node replaced."""
@@ -98,6 +103,8 @@ def build_inventory(cluster: ClusterSettings, seen: Mapping[str, Sequence[GpuRea
             for node in cluster.nodes
         },
         duplicate_uuids=find_duplicates(nodes.values()),
+        counts_machines=cluster.counts_machines,
+        notebook_room=find_notebook_room(cluster),
     )
 
 

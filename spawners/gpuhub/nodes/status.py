@@ -160,6 +160,14 @@ class AgentReading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSize:
+    """CPU and memory of a machine, as its Docker daemon reports them."""
+
+    cpu_milli: int
+    memory_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
     """The observed state of one node."""
 
@@ -186,6 +194,8 @@ class NodeStatus:
     boot_id: str | None = None
     #: Version of NVIDIA's driver.
     driver: str | None = None
+    #: CPU and memory of the machine; None before the first answer.
+    machine: MachineSize | None = None
     gpus: tuple[GpuReading, ...] = ()
     #: Xid errors of its GPUs, as far as their driver reports them.
     xids: XidsByGpu = field(default_factory=dict)

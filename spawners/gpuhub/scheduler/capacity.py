@@ -115,6 +115,11 @@ class IndexedNode:
             return UNLIMITED
         return max(0, self.capacity.memory_mib - sum(use.memory_mib for use in self.uses.values()))
 
+    def count_unheld_milli(self) -> int:
+        """Return what no allocation holds of its GPUs, thousandths of a GPU."""
+        held = sum(len(use.positions) * (WHOLE // use.share) for use in self.uses.values())
+        return max(0, len(self.cards) * WHOLE - held)
+
     def select_slots(self, slot_order: Sequence[int], gpus: Iterable[int]) -> tuple[GpuSlot, ...]:
         """Return the slots for positions in a capacity class, given the class's slot order."""
         return tuple(self.capacity.slots[position] for position in sorted(slot_order[gpu] for gpu in gpus))
@@ -239,17 +244,15 @@ class CapacityIndex:
 
     def _attach(self, node: IndexedNode, allocation: Allocation) -> None:
         name, request = node.capacity.name, allocation.request
-        uuids = [
-            slot.uuid
-            for node_allocation in allocation.node_allocations
-            if node_allocation.node == name
-            for slot in node_allocation.slots
-        ]
+        parts = [part for part in allocation.node_allocations if part.node == name]
+        uuids = [slot.uuid for part in parts for slot in part.slots]
+        cpu = next((part.cpu_milli for part in parts if part.cpu_milli is not None), request.cpu_milli)
+        memory = next((part.memory_mib for part in parts if part.memory_mib is not None), request.memory_mib)
         node.uses[request.id] = NodeUse(
             positions=tuple(node.positions[uuid] for uuid in uuids if uuid in node.positions),
             share=request.share,
-            cpu_milli=request.cpu_milli,
-            memory_mib=request.memory_mib,
+            cpu_milli=cpu,
+            memory_mib=memory,
             is_exclusive=request.exclusive,
             ends_at=_find_end(allocation, name),
         )

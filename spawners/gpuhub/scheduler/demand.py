@@ -48,6 +48,8 @@ class DemandVariant:
     joins_shared_gpu: bool
     cpu_milli: int
     memory_mib: int
+    cpu_by_gpu: bool = False
+    memory_by_gpu: bool = False
     is_exclusive: bool
     exclude: frozenset[str]
     #: Those of the owner's groups that some node is restricted to.
@@ -93,6 +95,8 @@ def list_variants(
         joins_shared_gpu=False,
         cpu_milli=request.cpu_milli,
         memory_mib=request.memory_mib,
+        cpu_by_gpu=request.cpu_by_gpu,
+        memory_by_gpu=request.memory_by_gpu,
         is_exclusive=request.exclusive,
         exclude=request.exclude,
         groups=request.groups & node_groups,

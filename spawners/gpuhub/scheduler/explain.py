@@ -254,9 +254,9 @@ def relax_demands(request: SchedulingRequest) -> Iterator[tuple[str, SchedulingR
         yield "exclusive node", replace(request, exclusive=False)
     if request.exclude:
         yield f"not on {', '.join(sorted(request.exclude))}", replace(request, exclude=frozenset())
-    if request.cpu_milli:
+    if request.names_cpu:
         yield f"{request.cpu_milli / 1000:.3g} CPU cores", replace(request, cpu_milli=0)
-    if request.memory_mib:
+    if request.names_memory:
         yield f"{request.memory_mib / 1024:.3g} GiB of memory", replace(request, memory_mib=0)
     if request.time_limit_s is None:
         yield "no time limit", replace(request, time_limit_s=_SHORT_S)

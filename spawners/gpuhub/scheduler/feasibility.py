@@ -84,7 +84,8 @@ def _explain_infeasible(
     equipped = [node for node in usable if _has_resources(request, nodes.get(node))]
     if len(equipped) < needed:
         number = len(equipped) or "none"
-        return f"{_describe_resources(request)} was requested; {number} of the nodes{excluding} can provide it"
+        sizes = _describe_sizes(nodes[name] for name in usable if name in nodes)
+        return f"{_describe_resources(request)} was requested; {number} of the nodes{excluding} can provide it{sizes}"
     if any(_is_satisfiable(request, usable, equipped, model) for model in _list_models(request, usable)):
         return None
     if request.spread is not None:
@@ -141,10 +142,29 @@ def _has_resources(request: SchedulingRequest, node: NodeCapacity | None) -> boo
 
 def _describe_resources(request: SchedulingRequest) -> str:
     driver = request.requirement.least_driver
-    parts = [f"{request.cpu_milli / 1000:.3g} CPU cores"] if request.cpu_milli else []
-    parts += [f"{request.memory_mib / 1024:.3g} GiB of memory"] if request.memory_mib else []
+    parts = [f"{request.cpu_milli / 1000:.3g} CPU cores"] if request.names_cpu else []
+    parts += [f"{_format_gib(request.memory_mib)} of memory"] if request.names_memory else []
     parts += [f"driver {driver} or newer"] if driver else []
+    if not parts:
+        return "room for one more container"
     return " with ".join([", ".join(parts[:2]), *parts[2:]]) if len(parts) > 2 else " and ".join(parts)
+
+
+def _format_gib(mib: int) -> str:
+    return f"{round(mib / 1024, 1):g} GiB"
+
+
+def _describe_sizes(nodes: Iterable[NodeCapacity]) -> str:
+    """Return what containers may have on each node: `; containers may have: rig1 15 CPU cores and 60 GiB`."""
+    sizes = [
+        f"{node.name} {node.cpu_milli / 1000:.3g} CPU cores and {_format_gib(node.memory_mib)}"
+        for node in nodes
+        if node.cpu_milli is not None and node.memory_mib is not None
+    ]
+    if not sizes:
+        return ""
+    more = f" and {len(sizes) - MAX_NAMED} others" if len(sizes) > MAX_NAMED else ""
+    return f"; containers may have: {', '.join(sizes[:MAX_NAMED])}{more}"
 
 
 def _is_satisfiable(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from gpuhub.scheduler.demand import WHOLE
+from gpuhub.scheduler.container_size import size_container
+from gpuhub.scheduler.demand import WHOLE, DemandVariant
 from gpuhub.scheduler.fit_index import CapacityMask, FitIndex, NodeOption
 from gpuhub.scheduler.interface import NodeAllocation, NodeCapacity, SchedulingRequest
 from gpuhub.scheduler.placement import PlacementChoice
@@ -31,7 +32,7 @@ def place_request(
     nodes = min(count, max_nodes)
     if nodes == 1 and (request.gpus_per_node < 2 or not fit_index.is_mixed):
         best = fit_index.find_best(mask)
-        return (_build_allocation(*best),) if best else None
+        return (_build_allocation(fit_index.variant, *best),) if best else None
     return _place_on_nodes(nodes, request.gpus_per_node, fit_index, mask)
 
 
@@ -55,10 +56,10 @@ def describe_models(models: Counter[str]) -> str:
     return ", ".join(f"{count} × {model}" for model, count in models.items())
 
 
-def _build_allocation(option: NodeOption, choice: PlacementChoice) -> NodeAllocation:
-    return NodeAllocation(
-        node=option.node.capacity.name, slots=option.node.select_slots(option.classified[1], choice.gpus)
-    )
+def _build_allocation(variant: DemandVariant, option: NodeOption, choice: PlacementChoice) -> NodeAllocation:
+    slots = option.node.select_slots(option.classified[1], choice.gpus)
+    cpu_milli, memory_mib = size_container(variant, option.node, option.classified[0], len(slots))
+    return NodeAllocation(node=option.node.capacity.name, slots=slots, cpu_milli=cpu_milli, memory_mib=memory_mib)
 
 
 def _place_on_nodes(
@@ -71,7 +72,8 @@ def _place_on_nodes(
         if len(ranked) >= nodes:
             nearby = _pick_nearby(ranked, lambda group: len(group) >= nodes)
             return tuple(
-                _build_allocation(option, choice) for _, _, option, choice in sorted(nearby, key=_rank_key)[:nodes]
+                _build_allocation(fit_index.variant, option, choice)
+                for _, _, option, choice in sorted(nearby, key=_rank_key)[:nodes]
             )
     return None
 
@@ -164,7 +166,7 @@ def _fill_fewest_nodes(
         choice = fit_index.choose(best[2], count, card)
         if choice is None:
             return None
-        node_allocations.append(_build_allocation(best[2], choice))
+        node_allocations.append(_build_allocation(fit_index.variant, best[2], choice))
         gpus -= count
     return tuple(sorted(node_allocations, key=_node_order))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gpuhub.common.gpu import GpuRequirement, GpuSpec
+from gpuhub.config.container_size import LEAST_CPU_MILLI, LEAST_MEMORY_MIB
 from gpuhub.config.settings import SchedulingSettings
 
 
@@ -59,9 +60,14 @@ class NodeCapacity:
     #: Gangs are placed on one switch, else in one rack, if possible; None if not set.
     switch: str | None = None
     rack: str | None = None
-    #: Limit of the sum of the containers' limits; None if not set.
+    #: Limit of the sum of the containers' limits; None if not known.
     cpu_milli: int | None = None
     memory_mib: int | None = None
+    #: The share of it that goes with a whole GPU, and what a container without GPU gets that requests no number.
+    cpu_per_gpu: int = 0
+    memory_per_gpu: int = 0
+    cpu_without_gpu: int = 0
+    memory_without_gpu: int = 0
     #: Only requests of owners in one of these groups are placed there; empty for all requests.
     groups: frozenset[str] = frozenset()
 
@@ -106,8 +112,21 @@ class SchedulingRequest:
     #: Limits of its container on each node.
     cpu_milli: int = 0
     memory_mib: int = 0
+    #: The container gets its GPUs' share of the node, as far as that is free, and at least the limits above.
+    cpu_by_gpu: bool = False
+    memory_by_gpu: bool = False
     #: Id of the Slurm job of the lease; None without Slurm, and until it is submitted.
     slurm_job: int | None = None
+
+    @property
+    def names_cpu(self) -> bool:
+        """Return whether it needs more CPU than every container with its GPUs' share does."""
+        return self.cpu_milli > (LEAST_CPU_MILLI if self.cpu_by_gpu else 0)
+
+    @property
+    def names_memory(self) -> bool:
+        """Return whether it needs more memory than every container with its GPUs' share does."""
+        return self.memory_mib > (LEAST_MEMORY_MIB if self.memory_by_gpu else 0)
 
     @property
     def size(self) -> int:
@@ -126,6 +145,9 @@ class NodeAllocation:
 
     node: str
     slots: tuple[GpuSlot, ...]
+    #: CPU and memory of its container there; None: what the request says.
+    cpu_milli: int | None = None
+    memory_mib: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

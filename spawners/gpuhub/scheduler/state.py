@@ -234,6 +234,8 @@ class SchedulerState:
             request.time_limit_s,
             request.cpu_milli,
             request.memory_mib,
+            request.cpu_by_gpu,
+            request.memory_by_gpu,
             request.groups & self.capacity.node_groups,
             admitted,
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuhub.common.units import format_size, format_span
+from gpuhub.config.container_size import build_profile_size, build_worker_size
 from gpuhub.config.settings import ClusterSettings, ProfileSettings, SlurmSettings
 from gpuhub.slurm_client.models import SlurmNode, SlurmPartition, SlurmSite
 
@@ -71,11 +72,12 @@ def find_partition(site: SlurmSite, name: str | None) -> SlurmPartition | None:
 
 def build_job_shape(table: SlurmSettings, profile: ProfileSettings) -> JobShape:
     """Build the resources and terms of a notebook with this profile."""
+    size = build_profile_size(profile, follows_gpus=False)
     return JobShape(
         gpus_per_node=profile.gpu_count,
         models=profile.models,
-        cpus=profile.cpus,
-        memory_mib=profile.memory // 1024**2,
+        cpus=size.cpu_milli / 1000,
+        memory_mib=size.memory_mib,
         time_limit_s=profile.time_limit,
         terms=find_terms(table, profile),
     )
@@ -84,9 +86,10 @@ def build_job_shape(table: SlurmSettings, profile: ProfileSettings) -> JobShape:
 def check_site(cluster: ClusterSettings, site: SlurmSite) -> list[str]:
     """Return the settings that Slurm does not know or would never grant, one line for each."""
     table, jobs = cluster.slurm, cluster.jobs
+    size = build_worker_size(jobs, follows_gpus=False)
     # A worker of a launch, with any GPU.
     worker = JobShape(
-        cpus=jobs.cpus, memory_mib=jobs.memory // 1024**2, time_limit_s=jobs.time_limit, terms=find_terms(table)
+        cpus=size.cpu_milli / 1000, memory_mib=size.memory_mib, time_limit_s=jobs.time_limit, terms=find_terms(table)
     )
     mistakes = [*_check_nodes(cluster, site), *_check_names("slurm.", find_terms(table), site)]
     for profile in cluster.profiles:

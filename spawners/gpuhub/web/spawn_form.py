@@ -6,7 +6,7 @@ It fills templates/gpuhub_form.html and gpuhub_parts.html; gpuhub_form.js refres
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -168,7 +168,7 @@ def _build_card(
         name=profile.name,
         title=profile.title,
         description=profile.description,
-        facts=describe_facts(profile, list_gpu_memories(profile, cluster_view), partition),
+        facts=describe_facts(profile, list_gpu_memories(profile, cluster_view), partition, view),
         terms=describe_terms(cluster, profile, partition),
         status=status,
         status_text=status_text,
@@ -196,7 +196,10 @@ def _describe_status(view: ProfileView | None) -> tuple[str, str, str]:
 
 
 def describe_facts(
-    profile: ProfileSettings, memories: Sequence[int] = (), partition: PartitionView | None = None
+    profile: ProfileSettings,
+    memories: Sequence[int] = (),
+    partition: PartitionView | None = None,
+    view: ProfileView | None = None,
 ) -> str:
     """Return facts such as `1 × RTX 5090 · 4 CPUs · 16 GiB memory · up to 8 h`, with the memory cap of a GPU share.
 
@@ -204,9 +207,9 @@ def describe_facts(
 
     Args:
         memories: Memory sizes of the GPUs that the profile can share, MiB, in order.
+        view: What the broker says about the profile, with the CPU and memory that go with its GPUs.
     """
-    cpus = f"{profile.cpus:g} CPU{'' if profile.cpus == 1 else 's'}"
-    parts = [_describe_gpus(profile, memories), cpus, f"{format_size(profile.memory)} memory"]
+    parts = [_describe_gpus(profile, memories), *_describe_size(profile, view)]
     if profile.exclusive:
         parts.insert(1, "the node to itself")
     limit = profile.time_limit
@@ -215,6 +218,30 @@ def describe_facts(
     if limit is not None:
         parts.append(f"up to {format_span(limit)}")
     return " · ".join(parts)
+
+
+def _describe_size(profile: ProfileSettings, view: ProfileView | None) -> Iterator[str]:
+    """Yield what it has of CPU and memory: a number, or what the nodes with the least and the most of it give."""
+    cpus = None if view is None else view.cpus
+    memory = None if view is None else view.memory_mib
+    if profile.cpus is not None:
+        cpus = profile.cpus, profile.cpus
+    if cpus is not None:
+        least, most = (round(value, 1) for value in cpus)
+        yield f"{_format_range(f'{least:g}', f'{most:g}')} CPU{'' if most == 1 else 's'}"
+    if profile.memory is not None:
+        yield f"{format_size(profile.memory)} memory"
+    elif memory is not None:
+        yield f"{_format_range(*(format_size(_round_size(mib) * 1024**2) for mib in memory))} memory"
+
+
+def _format_range(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"
+
+
+def _round_size(mib: int) -> int:
+    """Return a size in whole GiB, where it has some: nobody chooses by less."""
+    return mib // 1024 * 1024 if mib >= 1024 else mib
 
 
 def _describe_gpus(profile: ProfileSettings, memories: Sequence[int]) -> str:

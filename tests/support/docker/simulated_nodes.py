@@ -49,6 +49,8 @@ class SimulatedNode:
     #: The agent's lines end while it is set.
     is_silent: bool = False
     daemon_id: str = ""
+    #: CPUs and bytes of memory that it reports; None for none, so that nothing is counted there.
+    size: tuple[int, int] | None = None
     boot_id: str | None = ""
     #: Free space for Docker's data, bytes.
     disk_free: int = 100 * 1024**3
@@ -232,7 +234,8 @@ class SimulatedClient:
         self._node.signals.append((container, signal))
 
     def info(self) -> dict[str, Any]:
-        return {"ID": self._node.daemon_id, "Name": self._node.name}
+        size = {} if self._node.size is None else {"NCPU": self._node.size[0], "MemTotal": self._node.size[1]}
+        return {"ID": self._node.daemon_id, "Name": self._node.name, **size}
 
     def inspect_container(self, container: str) -> dict[str, Any]:
         found = self._find(container)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from gpu_launch.broker.models import Amount
 from gpu_launch.cli.taskfile.accelerators import Accelerators
 from gpu_launch.cli.taskfile.document import YamlItem, parse_documents
 from gpu_launch.cli.taskfile.file_mounts import FileMount, parse_file_mounts
@@ -34,6 +35,9 @@ class TaskFile:
     alternatives: tuple[Accelerators | None, ...] = ()
     #: The container image that the commands expect, as written; empty for any.
     image: str = ""
+    #: CPU cores and memory of each node's container; None for the GPUs' share of the node.
+    cpus: Amount | None = None
+    ram: Amount | None = None
     #: Number of times that the job runs again after a failure.
     retries: int = 0
     #: Port of the server that the commands run; None for none.
@@ -167,6 +171,8 @@ def _set_resources(task: TaskFile, item: YamlItem) -> TaskFile:
         accelerators=resources.accelerators,
         alternatives=resources.alternatives,
         image=resources.image,
+        cpus=resources.cpus,
+        ram=resources.ram,
         retries=resources.retries,
         port=resources.port,
         notes=task.notes + resources.notes,

@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from gpu_launch.broker.models import Amount
 from gpu_launch.cli.taskfile.accelerators import Accelerators, parse_accelerators
 from gpu_launch.cli.taskfile.document import YamlItem
 from gpu_launch.cli.taskfile.keys import note_ignored, note_unused
 from gpu_launch.errors import UsageError
-from gpu_launch.options.value_types import MAX_RETRIES
+from gpu_launch.options.value_types import MAX_RETRIES, parse_cpus, parse_ram
 
 _ALTERNATIVES = ("resources.any_of", "resources.ordered")
 #: `8`, `8+`, `0.5`, and `4x` for a multiple; sizes also have a unit.
@@ -32,6 +33,9 @@ class Resources:
     alternatives: tuple[Accelerators | None, ...] = ()
     #: The container image that the commands expect, as written; empty for any.
     image: str = ""
+    #: CPU cores and memory of each node's container; None for the GPUs' share of the node.
+    cpus: Amount | None = None
+    ram: Amount | None = None
     #: Number of times that the job runs again after a failure.
     retries: int = 0
     #: Port of the server that the commands run; None for none.
@@ -70,8 +74,13 @@ def _add_alternatives(base: Resources, item: YamlItem) -> Resources:
     parsed = replace(
         base,
         image=next((choice.image for choice in choices if choice.image), base.image),
+        cpus=choices[0].cpus,
+        ram=choices[0].ram,
         notes=base.notes + tuple(note for choice in choices for note in choice.notes),
     )
+    if len({(choice.cpus, choice.ram) for choice in choices}) > 1:
+        note = f"line {item.line}: {item.key}: cpus and memory differ, and those of the first alternative count"
+        parsed = replace(parsed, notes=(*parsed.notes, note))
     # The order of `any_of` is the file's as well: there are no prices to choose by.
     return _choose(parsed, [gpus for choice in choices for gpus in choice.alternatives or (choice.accelerators,)])
 
@@ -104,8 +113,7 @@ def _parse_key(item: YamlItem, resources: Resources) -> Resources:
     if item.key in ("resources.cpus", "resources.memory") and item.value is not None:
         if isinstance(item.value, bool) or not _SIZE.fullmatch(str(item.value)):
             raise item.build_error(f"is {item.value!r}: a size such as 8+ is needed.")
-        note = note_ignored(item, "a job gets the share of its nodes that the cluster gives")
-        return replace(resources, notes=(*resources.notes, note))
+        return _parse_size(item, resources)
     if item.key == "resources.job_recovery" and isinstance(item.value, dict):
         return _parse_recovery(item, resources)
     if item.key == "resources.image_id" and (image := _find_container_image(item)):
@@ -113,6 +121,21 @@ def _parse_key(item: YamlItem, resources: Resources) -> Resources:
     if item.key == "resources.ports" and item.value is not None:
         return _parse_ports(item, resources)
     return replace(resources, notes=resources.notes + note_unused(item))
+
+
+def _parse_size(item: YamlItem, resources: Resources) -> Resources:
+    """Return the resources with `cpus` or `memory`; SkyPilot counts memory in GB where no unit follows."""
+    text = str(item.value)
+    if text.lower().rstrip("+").endswith("x"):
+        note = note_ignored(item, "a multiple of another resource; a job gets its GPUs' share of the node")
+        return replace(resources, notes=(*resources.notes, note))
+    try:
+        if item.key == "resources.cpus":
+            return replace(resources, cpus=parse_cpus(item.key, text))
+        number, plus = text.rstrip("+"), "+" if text.endswith("+") else ""
+        return replace(resources, ram=parse_ram(item.key, f"{number}{'G' if number[-1].isdigit() else ''}{plus}"))
+    except UsageError:
+        raise item.build_error(f"is {item.value!r}, which no node could have: a size such as 8+ is needed.") from None
 
 
 def _parse_ports(item: YamlItem, resources: Resources) -> Resources:

@@ -14,6 +14,7 @@ from gpuhub.common import gpu
 from gpuhub.common.errors import InvalidRequest, NotAllowed
 from gpuhub.common.names import DEFAULT_IMAGE
 from gpuhub.common.units import format_span
+from gpuhub.config.container_size import SizeRequest, build_profile_size, build_size_request
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.domain import job_states, owner_limits
 from gpuhub.domain.models import JobRow, LeaseRow, ResourceRequest, new_id
@@ -83,6 +84,7 @@ def find_profile(cluster: ClusterSettings, name: str, requester: Requester) -> P
 
 def build_profile_resources(cluster: ClusterSettings, profile: ProfileSettings) -> ResourceRequest:
     """Return the resources of a notebook with this profile."""
+    size = build_profile_size(profile, follows_gpus=cluster.counts_machines)
     return ResourceRequest(
         gpus_per_node=profile.gpu_count,
         models=tuple(gpu.shorten_model(model) for model in profile.models),
@@ -92,8 +94,10 @@ def build_profile_resources(cluster: ClusterSettings, profile: ProfileSettings) 
         share=profile.gpu_share,
         exclusive=profile.exclusive,
         stage=_list_staged(cluster, profile.stage),
-        cpu_milli=round(profile.cpus * 1000),
-        memory_mib=profile.memory // _MIB,
+        cpu_milli=size.cpu_milli,
+        memory_mib=size.memory_mib,
+        cpu_by_gpu=size.cpu_by_gpu,
+        memory_by_gpu=size.memory_by_gpu,
     )
 
 
@@ -235,6 +239,7 @@ def build_job_resources(cluster: ClusterSettings, request: JobRequest) -> Resour
     least = request.nnodes if request.min_nnodes is None else request.min_nnodes
     own_nodes = {node.name for node in cluster.own_nodes} if request.guests else set()
     capability = request.least_capability
+    size = build_job_size(cluster, request)
     return ResourceRequest(
         nodes=request.nnodes,
         least_nodes=least,
@@ -252,8 +257,23 @@ def build_job_resources(cluster: ClusterSettings, request: JobRequest) -> Resour
         scavenge=request.scavenge,
         guests=request.guests,
         priority=request.priority,
-        cpu_milli=round(cluster.jobs.cpus * 1000),
-        memory_mib=cluster.jobs.memory // _MIB,
+        cpu_milli=size.cpu_milli,
+        memory_mib=size.memory_mib,
+        cpu_by_gpu=size.cpu_by_gpu,
+        memory_by_gpu=size.memory_by_gpu,
+        shm_mib=request.shm_mib,
+    )
+
+
+def build_job_size(cluster: ClusterSettings, request: JobRequest) -> SizeRequest:
+    """Return CPU and memory of a job's workers: its own numbers, else those of `[jobs]`, else its GPUs' share."""
+    jobs = cluster.jobs
+    return build_size_request(
+        cpus=jobs.cpus if request.cpus is None else request.cpus,
+        memory=jobs.memory if request.ram_mib is None else request.ram_mib * _MIB,
+        cpus_or_more=request.cpus_or_more,
+        memory_or_more=request.ram_mib_or_more,
+        follows_gpus=cluster.counts_machines,
     )
 
 
@@ -289,10 +309,21 @@ def check_consistency(request: JobRequest) -> None:
         raise InvalidRequest("port_users: they are for a job's port; name the port as well")
     if request.port is not None and not request.detached:
         raise InvalidRequest("port: it is for detached jobs; a notebook's own servers are reached through the notebook")
+    _check_size(request)
     if request.after == request.run_id:
         raise InvalidRequest(f"after: {request.run_id} cannot wait for itself")
     if request.detached and (request.gpus or request.nnodes * request.nproc_per_node) > MAX_DETACHED_GPUS:
         raise InvalidRequest(f"a detached job may have {MAX_DETACHED_GPUS} GPUs at most")
+
+
+def _check_size(request: JobRequest) -> None:
+    if (request.cpus_or_more and request.cpus is None) or (request.ram_mib_or_more and request.ram_mib is None):
+        raise InvalidRequest("cpus_or_more, ram_mib_or_more: they say how cpus and ram_mib are meant; name these too")
+    if request.shm_mib and request.ram_mib and request.shm_mib > request.ram_mib and not request.ram_mib_or_more:
+        raise InvalidRequest(
+            f"shm_mib: /dev/shm counts in the memory of its container, and {request.shm_mib} MiB are more than "
+            f"ram_mib, {request.ram_mib}: ask for less, or for more memory"
+        )
 
 
 def check_guest_request(cluster: ClusterSettings, request: JobRequest) -> None:

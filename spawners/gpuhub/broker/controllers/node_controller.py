@@ -49,7 +49,7 @@ from gpuhub.domain.reconcile import (
 )
 from gpuhub.nodes import gpu_health, guest_readings, status
 from gpuhub.nodes.agent import DEVICES_LOST
-from gpuhub.nodes.status import NodeStatus
+from gpuhub.nodes.status import MachineSize, NodeStatus
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,8 @@ class NodeController:
             await run_step(f"node {node}", partial(self._apply, listing, actions))
             for courier in self._couriers.find_unwanted(node, listed):
                 self._actions.remove(node, courier)
-            seen = _build_record(record, listing, actions, core.clock.monotonic())
+            machine = self._probe.find_machine(node)
+            seen = _build_record(record, listing, actions, machine, core.clock.monotonic())
             seen = await self._probe.read_agent(seen, listed)
             if core.cluster.node(node).guest:
                 seen = guest_readings.check_guest(seen, core.capacity.inventory.list_foreign_uuids(node))
@@ -284,7 +285,8 @@ class NodeController:
             self._actions.remove(node, agent)
 
     async def _note_exit(self, node: str, action: RecordWorkerExit) -> None:
-        limit = self._core.cluster.jobs.memory
+        snapshot = self._core.ledger.snapshot
+        limit = snapshot.leases[snapshot.jobs[action.job_id].lease_id].find_size(node).memory_mib * 1024**2
         code, message = await inspect_exit(self._daemons, node, action.container_id, limit)
         edit = (action.job_id, lambda job, now: job_states.record_worker_exit(job, action.index, code, message, now))
         await self._core.ledger.change(mutations.change_jobs([edit]))
@@ -317,12 +319,15 @@ class NodeController:
         self._core.add_event(kind, text, node=node)
 
 
-def _build_record(record: NodeStatus, listing: ObservedNode, actions: Sequence[Action], monotonic: float) -> NodeStatus:
+def _build_record(
+    record: NodeStatus, listing: ObservedNode, actions: Sequence[Action], machine: MachineSize | None, monotonic: float
+) -> NodeStatus:
     """Return the record of a node that answered."""
     return status.record_answer(record, monotonic).evolve(
         is_reconciled=is_clean(actions),
         is_suspect=any(isinstance(action, MarkUnproven) for action in actions),
         daemon_id=listing.identity[0],
+        machine=machine or record.machine,
     )
 
 

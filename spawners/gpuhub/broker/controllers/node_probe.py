@@ -23,7 +23,7 @@ from gpuhub.nodes import agent_container, gpu_health
 from gpuhub.nodes.agent_container import ensure_agent, read_last_line
 from gpuhub.nodes.daemon_identity import describe_shared_identity
 from gpuhub.nodes.inventory import Inventory
-from gpuhub.nodes.status import GpuLeaseStatus, GpuReading, NodeStatus
+from gpuhub.nodes.status import GpuLeaseStatus, GpuReading, MachineSize, NodeStatus
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,10 @@ class SharedIdentity(GpuhubError):
     """The Docker daemons of several nodes have the same id."""
 
 
+_MIB = 1024**2
+#: Largest machine that is believed: cores and bytes.
+_MAX_CPUS = 4096
+_MAX_MEMORY = 1 << 47
 #: Time limit of one query, seconds.
 PROBE_TIMEOUT_S = 4.0
 #: Interval between two queries of the daemon's id, seconds.
@@ -69,6 +73,7 @@ class NodeProbe:
         self._caches: dict[str, _NodeCache] = {}
         #: The last known id of each node's daemon; kept while the node does not answer.
         self._daemon_ids: dict[str, str] = {}
+        self._machines: dict[str, MachineSize | None] = {}
 
     async def close(self) -> None:
         """Cancel running readings."""
@@ -130,7 +135,12 @@ class NodeProbe:
         info: Mapping[str, Any] = await self._query(node, lambda client: client.info())
         self._cache_of(node).daemon_asked_at = self._clock.monotonic()
         daemon_id = self._daemon_ids[node] = str(info["ID"])
+        self._machines[node] = parse_machine_size(info)
         return daemon_id
+
+    def find_machine(self, node: str) -> MachineSize | None:
+        """Return CPU and memory of a node as its daemon last reported them; None if it did not."""
+        return self._machines.get(node)
 
     async def inspect_containers(self, node: str, listed: Sequence[Mapping[str, Any]]) -> tuple[ObservedContainer, ...]:
         """Return the listed containers, with the GPUs that they were created with where the daemon reports them."""
@@ -200,6 +210,19 @@ class NodeProbe:
 
     def _cache_of(self, node: str) -> _NodeCache:
         return self._caches.setdefault(node, _NodeCache())
+
+
+def parse_machine_size(info: Mapping[str, Any]) -> MachineSize | None:
+    """Return CPU and memory of a machine from a daemon's `info`; None if the values are not possible.
+
+    An administrator of a guest can have any number reported.
+    """
+    cpus, memory = info.get("NCPU"), info.get("MemTotal")
+    if not (isinstance(cpus, int) and isinstance(memory, int)):
+        return None
+    if not (0 < cpus <= _MAX_CPUS and _MIB <= memory <= _MAX_MEMORY):
+        return None
+    return MachineSize(cpu_milli=cpus * 1000, memory_mib=memory // _MIB)
 
 
 def _has_failed(task: asyncio.Task[tuple[float, bytes]]) -> bool:

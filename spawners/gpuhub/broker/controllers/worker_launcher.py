@@ -15,7 +15,9 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import JobState, WorkerState
 from gpuhub.common.errors import GpuhubError, NotFound
 from gpuhub.common.units import format_size
+from gpuhub.config.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
 from gpuhub.docker.client import DockerClients
+from gpuhub.docker.security import WorkerSize
 from gpuhub.docker.user_containers import WorkerSpec
 from gpuhub.domain import job_states
 from gpuhub.domain.models import JobRow, LeaseRow, WorkerRow
@@ -33,6 +35,7 @@ SendFiles = Callable[[JobRow, str, str], Awaitable[None]]
 #: Raises GpuhubError if nothing of a lease may be started any more.
 CheckLease = Callable[[LeaseRow], Awaitable[None]]
 
+_MIB = 1024**2
 #: Exit code after SIGKILL.
 _KILLED = 137
 #: Delay before a failed start is tried again, seconds.
@@ -171,6 +174,7 @@ def build_spec(
     instance: str, job: JobRow, lease: LeaseRow, worker: WorkerRow, staged: Mapping[str, str] | None = None
 ) -> WorkerSpec:
     """Return the specification of a worker's container; `staged` has the volumes of copies by dataset."""
+    size, shm = lease.find_size(worker.node), lease.resources.shm_mib
     return WorkerSpec(
         instance=instance,
         owner=job.owner,
@@ -183,6 +187,11 @@ def build_spec(
         node=worker.node,
         gpu_uuids=tuple(gpu.uuid for gpu in lease.gpus if gpu.worker == worker.index),
         image=job.image,
+        size=WorkerSize(
+            cpus=size.cpu_milli / 1000 or DEFAULT_CPUS,
+            memory=size.memory_mib * _MIB or DEFAULT_MEMORY,
+            shm=None if shm is None else shm * _MIB,
+        ),
         roster=build_roster(job, lease) if job.detached else None,
         preemptions=job.preemptions,
         retries=(job.retries, job.max_retries),

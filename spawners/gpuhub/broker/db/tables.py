@@ -63,6 +63,7 @@ leases = Table(
     Column("is_held", Boolean, nullable=False, server_default=false()),
     Column("nodes", JSON, nullable=False),
     Column("identities", JSON, nullable=False, server_default="{}"),
+    Column("sizes", JSON, nullable=False, server_default="{}"),
     Column("version", BigInteger, nullable=False),
 )
 #: A request that arrives twice makes one lease, even if the code has a bug.

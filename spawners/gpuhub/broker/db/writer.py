@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from gpuhub.broker.db import tables
 from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose, WorkerState
 from gpuhub.domain.models import (
+    ContainerSize,
     EventRow,
     JobRow,
     LeasedGpu,
@@ -49,6 +50,7 @@ def build_lease_record(lease: LeaseRow) -> dict[str, Any]:
         "groups": list(lease.groups),
         "nodes": list(lease.nodes),
         "identities": {node: list(identity) for node, identity in lease.identities.items()},
+        "sizes": {node: [size.cpu_milli, size.memory_mib] for node, size in lease.sizes.items()},
         "ask": build_resources_record(lease.resources),
     }
 
@@ -62,6 +64,9 @@ def parse_lease(record: Record, gpu_records: Sequence[Record]) -> LeaseRow:
         groups=tuple(record["groups"]),
         nodes=tuple(record["nodes"]),
         identities={node: (daemon, boot) for node, (daemon, boot) in record["identities"].items()},
+        sizes={
+            node: ContainerSize(cpu_milli=cpu, memory_mib=memory) for node, (cpu, memory) in record["sizes"].items()
+        },
         resources=parse_resources(record["ask"]),
         gpus=tuple(parse_gpu(gpu) for gpu in sorted(gpu_records, key=lambda g: (g["worker"], g["index"]))),
     )

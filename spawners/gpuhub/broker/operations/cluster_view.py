@@ -10,6 +10,7 @@ from math import inf
 
 from gpuhub.backends.interface import ExternalJob, ExternalUsage
 from gpuhub.broker.operations import serializers
+from gpuhub.broker.operations.profile_sizes import find_profile_sizes
 from gpuhub.broker.operations.serializers import QueuePlace
 from gpuhub.broker_api.schemas import (
     Capabilities,
@@ -29,6 +30,7 @@ from gpuhub.broker_api.schemas import (
 )
 from gpuhub.common.gpu import GpuRequirement
 from gpuhub.common.node_access import find_request_groups
+from gpuhub.config.container_size import build_profile_size
 from gpuhub.config.profiles import gpu_requirement
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.domain import reservations
@@ -340,6 +342,7 @@ def _find_serving(
 def _build_profile(
     inputs: ClusterViewInput, profile: ProfileSettings, gpus: _GpuSummary, demand: Sequence[tuple[frozenset[str], int]]
 ) -> ProfileView:
+    size = build_profile_size(profile, follows_gpus=inputs.cluster.counts_machines)
     request = SchedulingRequest(
         id="",
         owner=inputs.owner,
@@ -350,12 +353,15 @@ def _build_profile(
         share=profile.gpu_share,
         exclusive=profile.exclusive,
         time_limit_s=profile.time_limit,
-        cpu_milli=round(profile.cpus * 1000),
-        memory_mib=profile.memory // 1024**2,
+        cpu_milli=size.cpu_milli,
+        memory_mib=size.memory_mib,
+        cpu_by_gpu=size.cpu_by_gpu,
+        memory_by_gpu=size.memory_by_gpu,
     )
     serving, holders = _find_serving(inputs.engine, request, gpus)
     starts_now = inputs.engine.can_start_now(request, inputs.now)
     # A free GPU that would not be granted at once is claimed by an earlier request, or reserved.
+    cpus, memory_mib = find_profile_sizes(profile, inputs.inventory, serving)
     free = 0 if profile.gpu_count == 1 and not starts_now else _count_free(profile.gpu_share, serving, gpus)
     return ProfileView(
         name=profile.name,
@@ -370,6 +376,8 @@ def _build_profile(
         share=profile.gpu_share,
         models=profile.models,
         image=profile.image,
+        cpus=cpus,
+        memory_mib=memory_mib,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from gpuhub.broker_api.schemas import (
     ConstraintView,
+    ContainerSizeView,
     CostView,
     HolderView,
     IdleView,
@@ -92,6 +93,10 @@ def build_lease(
         priority=lease.resources.priority,
         nodes=lease.nodes,
         gpus=tuple(build_gpu(gpu) for gpu in lease.gpus),
+        sizes=tuple(
+            ContainerSizeView(node=node, cpus=size.cpu_milli / 1000, memory_mib=size.memory_mib)
+            for node, size in lease.sizes.items()
+        ),
         slurm_job=lease.slurm_job,
         epoch=lease.epoch,
         created_at=to_datetime(lease.created_at),

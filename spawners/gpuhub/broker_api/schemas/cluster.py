@@ -162,6 +162,10 @@ class ProfileView(WireModel):
     models: tuple[str, ...] = ()
     #: Image of its notebooks.
     image: str = ""
+    #: CPU cores and memory (MiB) of its container: on the node with the least, and on that with the most of it. None
+    #: where no node is known.
+    cpus: tuple[float, float] | None = None
+    memory_mib: tuple[int, int] | None = None
 
 
 class GpuModelView(WireModel):

@@ -52,6 +52,14 @@ class JobRequest(WireModel):
     least_capability: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,2}\.[0-9]{1,2}$")] | None = None
     #: Datasets of which each node gets a copy on its own disk before the workers start.
     stage: Annotated[tuple[DatasetName, ...], Field(max_length=16)] = ()
+    #: CPU cores and memory (MiB) of each worker; None for its GPUs' share of the node, or the numbers of cluster.toml.
+    #: With the flags at least that: the GPUs' share, if that is more.
+    cpus: Annotated[float, Field(ge=0.1, le=4096)] | None = None
+    cpus_or_more: bool = False
+    ram_mib: Annotated[int, Field(ge=64, le=1 << 27)] | None = None
+    ram_mib_or_more: bool = False
+    #: Size of /dev/shm of each worker, which counts in its memory, MiB; None for that of cluster.toml, else half of it.
+    shm_mib: Annotated[int, Field(ge=1, le=1 << 27)] | None = None
     #: All GPUs must be of the same model.
     same_model: bool = False
     #: No other lease may run on the nodes.

@@ -132,6 +132,15 @@ class LeasedGpuView(WireModel):
     memory_cap_mib: int | None = None
 
 
+class ContainerSizeView(WireModel):
+    """CPU and memory of a lease's container on one node."""
+
+    node: str
+    #: Cores.
+    cpus: float
+    memory_mib: int
+
+
 class LeaseRequest(WireModel):
     """Request of a lease for a notebook."""
 
@@ -171,6 +180,8 @@ class LeaseView(WireModel):
     #: Nodes of the lease's containers, in the order of the workers; one for a notebook. Empty until granted.
     nodes: tuple[str, ...]
     gpus: tuple[LeasedGpuView, ...]
+    #: Limits of its containers, by node; empty until granted, and with Slurm.
+    sizes: tuple[ContainerSizeView, ...] = ()
     #: Number of the Slurm job behind the lease; None without Slurm, and until it is submitted.
     slurm_job: int | None = None
     #: Number of the grant, which is in the containers' labels; 1 after the first.

@@ -27,6 +27,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest
 from gpuhub.common.paths import Paths
 from gpuhub.config import head_address
+from gpuhub.config.container_size import build_profile_size
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.profiles import gpu_requirement
 from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings
@@ -45,7 +46,6 @@ default_handlers[:] = [handler for handler in default_handlers if BatchSpawnerAP
 RESTORED_TIMEOUT_S = 7 * 86400
 #: Where notebooks on the head node listen, which only the hub and the proxy on the same machine need to reach.
 _HEAD_NODE_NOTEBOOKS = "127.0.0.2"
-_MIB = 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +280,7 @@ def build_notebook_submission(
     Raises:
         Conflict: None of Slurm's nodes that gpuhub knows could ever run it.
     """
+    size = build_profile_size(profile, follows_gpus=False)
     request = SchedulingRequest(
         id=lease.id,
         owner=lease.owner,
@@ -288,8 +289,8 @@ def build_notebook_submission(
         exclusive=profile.exclusive,
         priority=lease.priority,
         time_limit_s=profile.time_limit,
-        cpu_milli=round(profile.cpus * 1000),
-        memory_mib=profile.memory // _MIB,
+        cpu_milli=size.cpu_milli,
+        memory_mib=size.memory_mib,
     )
     choice = select_gpus(request, _build_capacities(cluster, view), look.nodes, cluster.slurm)
     if choice is None:

@@ -15,6 +15,7 @@ from jupyterhub import orm
 from gpuhub.broker_api.schemas import LeaseState, LeaseView
 from gpuhub.common.errors import GpuhubError
 from gpuhub.config import head_address
+from gpuhub.config.container_size import build_profile_size
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.docker.security import refuse_gpu_variables
@@ -142,7 +143,7 @@ class GpuSlurmSpawner(JobSpawner):
                 server=self.name,
                 has_gpus=profile.gpu_count > 0,
                 environment={
-                    "OMP_NUM_THREADS": str(max(1, int(profile.cpus))),
+                    "OMP_NUM_THREADS": str(max(1, build_profile_size(profile, follows_gpus=False).cpu_milli // 1000)),
                     **environment,
                     "GPUHUB_BROKER_URL": head_address.build_broker_url(self.cluster, self.head_address),
                     "GPUHUB_HEAD_ADDRESS": self.head_address,

@@ -8,7 +8,7 @@ import pytest
 
 from gpu_launch import environment
 from gpu_launch.broker import models
-from gpu_launch.broker.models import GpuRequest
+from gpu_launch.broker.models import Amount, GpuRequest
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import plan
@@ -101,6 +101,9 @@ def test_too_few_own_gpus_do_not_participate():
         ({"least_memory_mib": 48 * 1024}, False),
         ({"least_memory_mib": 16 * 1024, "env_more": {"GPUHUB_GPU_MEMORY_CAP_MIB": "8192"}}, False),
         ({"exclusive": True}, False),
+        ({"cpus": Amount(4)}, False),
+        ({"ram_mib": Amount(4096, or_more=True)}, False),
+        ({"shm_mib": 512}, False),
         ({"stage": ("datasets/a",)}, False),
         ({"stage": ("datasets/a", "datasets/b/c"), "env_more": {"GPUHUB_STAGED": "datasets/a,datasets/b"}}, True),
         ({"stage": ("datasets/ab",), "env_more": {"GPUHUB_STAGED": "datasets/a"}}, False),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpu_launch
-from gpu_launch.broker.models import GpuRequest
+from gpu_launch.broker.models import Amount, GpuRequest
 from gpu_launch.errors import UsageError
 from gpu_launch.options import command, definition
 from gpu_launch.options.definition import LaunchOptions
@@ -50,6 +50,17 @@ def test_gpu_constraint_flags():
         time_limit_s=5400,
     )
     assert command.parse("train.py").demand == GpuRequest()
+
+
+def test_sizes_of_containers():
+    """Cores, memory and /dev/shm, where `+` is at least that; the command of a job and `%%gpu` have them too."""
+    demand = command.parse("--cpus 8+ --ram=64G --shm 512M x.py").demand
+    assert (demand.cpus, demand.ram_mib, demand.shm_mib) == (Amount(8, or_more=True), Amount(64 * 1024), 512)
+    assert demand.build_body() == {"cpus": 8, "cpus_or_more": True, "ram_mib": 65536, "shm_mib": 512}
+    assert demand.describe(1) == ("1 GPU with 8 CPU cores or more, 64 GiB of memory, 512 MiB of shared memory")
+    for line in ("--cpus 0", "--cpus 8-9", "--cpus many", "--ram 64", "--ram 1M", "--ram 64G++", "--shm 1"):
+        with pytest.raises(UsageError, match=rf"{line.split()[0]} "):
+            command.parse(f"{line} x.py")
 
 
 def test_datasets_to_stage():
@@ -317,11 +328,11 @@ def test_keywords_of_the_function_match_the_options():
 
 def test_formatted_flags_can_be_parsed_again():
     """What differs from the defaults, in units that the flags take."""
-    line = "--nnodes 1:3 --memory 1.5G --time-limit 90m --keep 0s --send a,b -t 3 --role=x --virtual-local-rank x.py"
+    line = "--nnodes 1:3 --memory 1.5G --cpus 8+ --ram 1T+ --time-limit 90m --keep 0s --send a,b -t 3 --role=x --virtual-local-rank x.py"
     options = command.parse(line)
     flags = command.format_flags(options)
     assert flags == (
-        "--nnodes", "1:3", "--memory", "1536M", "--time-limit", "90m", "--keep", "0s", "--send", "a,b", "--tee", "3",
+        "--nnodes", "1:3", "--memory", "1536M", "--cpus", "8+", "--ram", "1024G+", "--time-limit", "90m", "--keep", "0s", "--send", "a,b", "--tee", "3",
         "--role", "x", "--virtual-local-rank",
     )  # fmt: skip
     assert command.parse_words([*flags, "x.py"]) == options

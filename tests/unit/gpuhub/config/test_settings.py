@@ -51,7 +51,7 @@ def test_minimal_file_gets_the_defaults(tmp_path):
     """A file with the required keys only gets the defaults for everything else."""
     cluster = load(tmp_path, GOOD)
     assert cluster.nodes[0].name == "rig1"
-    assert cluster.profiles[0].memory == 16 * 1024**3
+    assert cluster.profiles[0].memory is None
     assert cluster.jobs.renew_within == 25
     assert not cluster.has_overlay
     assert (cluster.circuits, cluster.nodes[0].base_watts) == ((), 150)
@@ -222,7 +222,7 @@ def test_the_example_shows_the_true_defaults(tmp_path):
     """Every commented-out line `# key = value` of the example, taken in, gives the same settings as the default."""
     text = re.sub(r"(?ms)^# \[(slurm|\[circuits\])\]$.*?\n\n", "", EXAMPLE.read_text(encoding="utf-8"))
     fewer = re.sub(
-        r"^# (?!endpoint|address|torch_index|max_gpus|uid_first|accounts|time_limit|description|title|switch|rack|owner|owner_first|cpus|memory|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|card_values|disk|tmp|client_id|client_secret_file|issuer|username_claim|groups_claim|domains|idps|server|user_dn|group_base|ca|certificate|key|hostnames|url|reach|name|members|each|together|weight|partition|account|qos|reservation|slurm|idle|models|profiles)([a-z_]+ = )",
+        r"^# (?!endpoint|address|torch_index|max_gpus|uid_first|accounts|time_limit|description|title|switch|rack|owner|owner_first|cpus|memory|shm|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|card_values|disk|tmp|client_id|client_secret_file|issuer|username_claim|groups_claim|domains|idps|server|user_dn|group_base|ca|certificate|key|hostnames|url|reach|name|members|each|together|weight|partition|account|qos|reservation|slurm|idle|models|profiles)([a-z_]+ = )",
         r"\1",
         text,
         flags=re.M,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from gpuhub.docker.container_spec import (
     build_notebook_spec,
     build_worker_spec,
 )
-from gpuhub.docker.security import build_device_requests
+from gpuhub.docker.security import WorkerSize, build_device_requests
 from tests.support.broker.factories import lease
 from tests.support.clusters import ADA, place, worker
 from tests.support.golden import check_golden
@@ -162,7 +163,8 @@ def test_courier_has_access_to_the_home_only(cluster: ClusterSettings) -> None:
 
 def test_workers_of_a_detached_job_get_their_peers(cluster: ClusterSettings) -> None:
     """Others are not: their notebook asks."""
-    asked = {
+    asked: dict[str, Any] = {
+        "size": WorkerSize(cpus=2.5, memory=3 * 1024**3, shm=1024**3),
         "lease_id": "l",
         "epoch": 1,
         "job_id": "j",
@@ -171,7 +173,10 @@ def test_workers_of_a_detached_job_get_their_peers(cluster: ClusterSettings) -> 
         "run_index": 0,
         "image": "i",
     }
-    spec = build_worker_spec(context=place(cluster), identity=ADA, roster="[]", preemptions=2, **asked)  # type: ignore[arg-type]
+    spec = build_worker_spec(context=place(cluster), identity=ADA, roster="[]", preemptions=2, **asked)
+    host = spec.host_config
+    assert (host["cpu_quota"], host["mem_limit"], host["shm_size"]) == (250_000, 3 * 1024**3, 1024**3)
+    assert spec.environment["OMP_NUM_THREADS"] == "2"
     told = {name: value for name, value in spec.environment.items() if name.startswith("GPU_LAUNCH_")}
     assert told == {
         "GPU_LAUNCH_RUN": "run-123456",

@@ -70,6 +70,8 @@ def clusters(draw: st.DrawFn) -> list[NodeCapacity]:
             driver=draw(st.sampled_from([None, "550.1", "575.2"])),
             switch=draw(st.sampled_from([None, "s0", "s1"])),
             cpu_milli=draw(st.sampled_from([None, 4000])),
+            cpu_per_gpu=4000 // max(1, len(cards)),
+            cpu_without_gpu=1000,
             groups=draw(st.sampled_from([frozenset(), frozenset(), frozenset({"g"}), frozenset({"g", "h"})])),
         )
         broken = draw(st.sets(st.sampled_from(supply.slots))) if supply.slots and not draw(st.integers(0, 3)) else set()
@@ -112,6 +114,7 @@ def requests(draw: st.DrawFn, name: str, *, limited: bool = False) -> Scheduling
         priority=draw(st.integers(-1, 1)),
         time_limit_s=draw(st.sampled_from(limits)),
         cpu_milli=draw(st.sampled_from([0, 0, 1000, 3000])),
+        cpu_by_gpu=draw(st.booleans()),
     )
 
 
@@ -258,7 +261,17 @@ class SimulatedBroker:
             ]
             assert not any(h.request.exclusive for h in here) or len(here) == 1
             if supply.cpu_milli is not None:
-                assert sum(h.request.cpu_milli for h in here) <= supply.cpu_milli
+                sizes = [
+                    h.request.cpu_milli if share.cpu_milli is None else share.cpu_milli
+                    for h in here
+                    for share in h.node_allocations
+                    if share.node == supply.name
+                ]
+                assert sum(sizes) <= supply.cpu_milli
+                assert all(
+                    size >= h.request.cpu_milli and (h.request.cpu_by_gpu or size == h.request.cpu_milli)
+                    for h, size in zip(here, sizes, strict=True)
+                )
 
 
 def check_grant(broker: SimulatedBroker, request: SchedulingRequest, grant: Grant) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpu_launch.broker.models import Amount
 from gpu_launch.cli.taskfile import parser
 from gpu_launch.cli.taskfile.accelerators import Accelerators
 from gpu_launch.errors import UsageError
@@ -101,9 +102,8 @@ def test_parse_distributed_task() -> None:
     assert (read.name, read.nnodes) == ("two-node-training", 2)
     assert read.accelerators == Accelerators(models=("H100", "A100"), count=4)
     assert read.envs == {"EPOCHS": "20", "LEARNING_RATE": "1e-4", "USE_AMP": "True", "WANDB_API_KEY": None}
+    assert (read.cpus, read.ram) == (Amount(8, or_more=True), Amount(64 * 1024, or_more=True))
     assert [note.split(" is ignored")[0] for note in read.notes] == [
-        "line 5: resources.cpus",
-        "line 6: resources.memory",
         "line 7: resources.disk_size",
     ]
     with pytest.raises(UsageError, match=r"envs\.WANDB_API_KEY has no value in the file: give it with --env"):
@@ -262,8 +262,7 @@ def test_keys_without_effect_are_accepted(text: str) -> None:
         ("resources:\n  disk_tier: low\n", "line 3: resources.disk_tier is ignored: what jobs write is in your home"),
         ("resources:\n  network_tier: x\n", "line 3: resources.network_tier is ignored: the network between the nodes"),
         ("resources:\n  labels: {a: b}\n", "line 3: resources.labels is ignored: jobs have no labels"),
-        ("resources:\n  cpus: 16\n", "line 3: resources.cpus is ignored: a job gets the share of its nodes"),
-        ("resources:\n  memory: 4x\n", "line 3: resources.memory is ignored: a job gets the share of its nodes"),
+        ("resources:\n  memory: 4x\n", "line 3: resources.memory is ignored: a multiple of another resource"),
         (
             "service:\n  replicas: 2\n",
             "line 2: service is for SkyServe and has no effect here: the commands run as one job",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpu_launch.broker.models import Amount
 from gpu_launch.cli.taskfile import parser
 from gpu_launch.cli.taskfile.accelerators import Accelerators
 from gpu_launch.errors import UsageError
@@ -38,7 +39,6 @@ def test_alternatives_of_one_number_are_models_in_order_of_preference() -> None:
     task = _parse(A10G_OR_L4)
     assert (task.accelerators, task.alternatives) == (Accelerators(models=("A10g", "L4"), count=1), ())
     assert [note.partition(" is ")[0] for note in task.notes] == [
-        "line 3: resources.cpus",
         "line 5: `resources.infra: aws`",
         "line 7: `resources.infra: gcp`",
     ]
@@ -48,6 +48,9 @@ def test_alternatives_of_different_numbers_are_for_the_cluster_to_choose() -> No
     """Those without a key of their own have the one outside."""
     task = _parse(DIFFERENT_NUMBERS)
     assert task.accelerators is None
+    assert (
+        task.notes[-1] == "line 4: resources.any_of: cpus and memory differ, and those of the first alternative count"
+    )
     assert task.alternatives == (
         Accelerators(models=("H100",), count=2),
         Accelerators(models=("A100",), count=8),
@@ -129,3 +132,26 @@ def test_ports_that_are_none_are_refused(ports: str) -> None:
     """The text names the line and the value."""
     with pytest.raises(UsageError, match=r"line 3: resources\.ports .*a port"):
         _parse(f"  ports: {ports}\n")
+
+
+@pytest.mark.parametrize(
+    ("resources", "cpus", "ram"),
+    [
+        ("  cpus: 8\n  memory: 32\n", Amount(8), Amount(32 * 1024)),
+        ("  cpus: 0.5+\n  memory: 1.5+\n", Amount(0.5, or_more=True), Amount(1536, or_more=True)),
+        ("  memory: 512MB\n", None, Amount(512)),
+        ("  cpus: 4x\n  memory: 2x+\n", None, None),
+        ("  cpus: null\n  memory: null\n", None, None),
+    ],
+)
+def test_cpus_and_memory_are_honoured(resources: str, cpus: Amount | None, ram: Amount | None) -> None:
+    """In cores and GB, with `+` for at least that; a multiple of something else says nothing here."""
+    task = _parse(resources)
+    assert (task.cpus, task.ram) == (cpus, ram)
+
+
+@pytest.mark.parametrize("resources", ["  cpus: 99999\n", "  cpus: 0\n", "  memory: 0.01\n", "  memory: 7kb\n"])
+def test_impossible_sizes_are_refused(resources: str) -> None:
+    """With line, value and a form that is right."""
+    with pytest.raises(UsageError, match=r"line 3: resources\.\w+ is .*, which no node could have: a size such as 8\+"):
+        _parse(resources)
