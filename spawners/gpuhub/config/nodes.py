@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from gpuhub.common.node_access import guest_group, owner_group, scavenging_group
 from gpuhub.common.units import Size
 from gpuhub.config.base import GroupName, Label, ListOf, NodeName, Number, SettingsTable, SlurmName, Text, UserName
+
+#: Path of a device for RDMA. The others of that folder manage the fabric and are root's.
+FabricDevice = Annotated[str, StringConstraints(pattern=r"^/dev/infiniband/(uverbs[0-9]{1,3}|rdma_cm)$")]
 
 
 class DockerTlsFiles(SettingsTable):
@@ -48,6 +51,11 @@ class NodeSettings(SettingsTable):
     name: NodeName
     #: IP address at which the other nodes and the head node reach it.
     address: str
+    #: IP address of its network card for the traffic between ranks, where that is another one; None: `address`.
+    data_address: str | None = None
+    #: Devices for RDMA (InfiniBand) that containers with GPUs get, such as `/dev/infiniband/uverbs0`. What passes
+    #: through them passes no firewall.
+    fabric: ListOf[FabricDevice] = ()
     #: URL of the Docker daemon: `unix:///path`, `ssh://user@host[:port]`, or `tcp://host:2376` with `tls`. Empty where
     #: Slurm runs everything without Docker.
     docker: str = ""
@@ -92,13 +100,20 @@ class NodeSettings(SettingsTable):
         return frozenset({owner_group(self.owner), *map(scavenging_group, self.groups or ("",))})
 
     @property
+    def rank_address(self) -> str:
+        """The address to which other nodes send what ranks exchange."""
+        return self.data_address or self.address
+
+    @property
     def slurm_name(self) -> str:
         """The node's name in Slurm."""
         return self.slurm or self.name
 
-    @field_validator("address")
+    @field_validator("address", "data_address")
     @classmethod
-    def _address(cls, value: str) -> str:
+    def _address(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         try:
             address = ipaddress.ip_address(value)
         except ValueError:
@@ -135,6 +150,10 @@ class NodeSettings(SettingsTable):
     def _guest_over_ssh(self) -> Self:
         if self.guest and not self.docker.startswith("ssh://"):
             raise ValueError(f"guest = true needs an ssh:// URL, not docker = {self.docker!r} (node {self.name})")
+        if self.guest and (self.data_address or self.fabric):
+            raise ValueError(
+                f"data_address and fabric are not for guests, which other nodes do not reach (node {self.name})"
+            )
         if self.guest and self.owner_first:
             raise ValueError(f"owner_first is not for guests: their owners use gpuhub-node (node {self.name})")
         return self

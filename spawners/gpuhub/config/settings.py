@@ -6,6 +6,7 @@ with its value, and what to write instead. Every key is explained in `cluster.ex
 
 from __future__ import annotations
 
+import ipaddress
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -117,6 +118,7 @@ class ClusterSettings(SettingsTable):
             *(f"{key}: is empty; at least one is needed" for key in ("nodes", "profiles") if not getattr(self, key)),
             *_duplicates("nodes", "name", [node.name for node in self.nodes]),
             *_duplicates("nodes", "address", [node.address for node in self.nodes]),
+            *_find_data_address_mistakes(self),
             *_duplicates("nodes", "docker", [node.docker for node in self.nodes if node.docker]),
             *_duplicates("circuits", "name", [circuit.name for circuit in self.circuits]),
             *find_circuit_mistakes(self.circuits, [node.name for node in self.nodes]),
@@ -286,6 +288,22 @@ def _find_staging_mistakes(cluster: ClusterSettings) -> Iterable[str]:
         for profile in cluster.profiles:
             if profile.stage:
                 yield (f"profiles: {profile.name!r}: stage: copies are made of storage.datasets, which is not set")
+
+
+def _find_data_address_mistakes(cluster: ClusterSettings) -> list[str]:
+    """Return the data addresses that cannot carry traffic between the nodes, one line for each."""
+    first = {node.address: node.name for node in cluster.nodes}
+    mistakes, versions = [], set()
+    for node in cluster.own_nodes:
+        versions.add(ipaddress.ip_address(node.rank_address).version)
+        if node.data_address is None or node.data_address == node.address:
+            continue
+        other = first.setdefault(node.data_address, node.name)
+        if other != node.name:
+            mistakes.append(f"nodes: data_address {node.data_address!r} of {node.name} is an address of {other}")
+    if len(versions) > 1 and any(node.data_address for node in cluster.own_nodes):
+        mistakes.append("nodes: data_address: IPv4 and IPv6 addresses do not reach each other: use one of both")
+    return mistakes
 
 
 def _unsatisfiable(cluster: ClusterSettings) -> list[str]:

@@ -386,6 +386,8 @@ def _thread_environment(limits: ContainerLimits) -> dict[str, str]:
 
 
 def _host_config(context: ContainerContext, identity: UserIdentity, limits: ContainerLimits) -> dict[str, Any]:
+    # Ranks that compute on CPUs alone have no use for it.
+    fabric = context.node.fabric if context.gpu_uuids else ()
     return {
         **build_security_options(identity, limits),
         "network_mode": names.access_network_name(context.instance),
@@ -396,7 +398,13 @@ def _host_config(context: ContainerContext, identity: UserIdentity, limits: Cont
             else build_mounts(context.cluster.storage, context.instance, identity, context.staged)
         ),
         "tmpfs": build_tmpfs(limits),
-        # No memlock: the driver pins CUDA's memory itself, only RDMA would need it, and a daemon that may not raise
-        # limits (in a virtual machine, for example) would refuse to start the container.
-        "ulimits": [NO_CORE_DUMPS, Ulimit(name="stack", soft=_STACK_BYTES, hard=_STACK_BYTES)],
+        # No memlock without a fabric: the driver pins CUDA's memory itself, only RDMA needs it, and a daemon that may
+        # not raise limits (in a virtual machine, for example) would refuse to start the container.
+        "ulimits": [
+            NO_CORE_DUMPS,
+            Ulimit(name="stack", soft=_STACK_BYTES, hard=_STACK_BYTES),
+            *([Ulimit(name="memlock", soft=-1, hard=-1)] if fabric else []),
+        ],
+        # Read and write, but not mknod.
+        **({"devices": [f"{device}:{device}:rw" for device in fabric]} if fabric else {}),
     }

@@ -103,7 +103,7 @@ async def _ensure_manager(daemons: DockerClients, cluster: ClusterSettings, lead
                 "init_swarm",
                 advertise_addr=lead.address,
                 listen_addr=f"{lead.address}:{SWARM_PORT}",
-                data_path_addr=lead.address,
+                data_path_addr=lead.rank_address,
                 default_addr_pool=[cluster.network.overlay_pool],
                 subnet_size=_SUBNET_BITS,
             )
@@ -143,7 +143,7 @@ async def _join(daemons: DockerClients, lead: NodeSettings, node: NodeSettings, 
                 join_token=token,
                 listen_addr=f"{node.address}:{SWARM_PORT}",
                 advertise_addr=node.address,
-                data_path_addr=node.address,
+                data_path_addr=node.rank_address,
             )
         except GpuhubError as error:
             info = await _swarm_info(daemons, node.name)

@@ -88,7 +88,7 @@ def build_policy(
     ports = {hub.api_port, hub.broker_port} | (set() if hub.is_loopback else {hub.port})
     return FirewallPolicy(
         instance=instance,
-        nodes=_normalise(node.address for node in cluster.own_nodes),
+        nodes=_normalise(address for node in cluster.own_nodes for address in {node.address, node.rank_address}),
         head=str(ipaddress.ip_address(head)),
         head_ports=() if is_guest else tuple(sorted(ports)),
         callers=_normalise(each for each in (head, *callers) if not ipaddress.ip_address(each).is_loopback),

@@ -265,7 +265,7 @@ def _build_runtime(
 def _build_node_tables(cluster: ClusterSettings) -> dict[str, dict[str, str]]:
     """Build the tables with which `node_main` finds its node's name and address."""
     return {
-        "addresses": {node.slurm_name: node.address for node in cluster.nodes},
+        "addresses": {node.slurm_name: node.rank_address for node in cluster.nodes},
         "names": {node.slurm_name: node.name for node in cluster.nodes},
     }
 

@@ -11,6 +11,7 @@ import pytest
 from gpuhub.common.errors import SettingsError
 from gpuhub.config import images, jobs, login_keys, network, nodes, profiles, settings, storage, users
 from gpuhub.config import profiles as profiles_module
+from tests.support.clusters import build_cluster
 
 EXAMPLE = Path(__file__).parents[4] / "cluster.example.toml"
 
@@ -65,6 +66,33 @@ def test_circuit_supplies_a_share_of_its_rating_for_hours(tmp_path):
     assert load(tmp_path, GOOD.replace(*add_circuits(whole))).circuits[0].continuous_w == 1800
 
 
+@pytest.mark.parametrize(
+    ("addresses", "mistake"),
+    [
+        (("10.1.0.1", "10.1.0.1"), r"data_address '10\.1\.0\.1' of rig2 is an address of rig1"),
+        (("192.168.1.22", None), r"data_address '192\.168\.1\.22' of rig1 is an address of rig2"),
+        (("fd00::1", None), "IPv4 and IPv6 addresses do not reach each other"),
+        (("10.1.0.1", None), None),
+        (("192.168.1.21", "10.1.0.2"), None),
+    ],
+)
+def test_data_addresses_are_of_one_node_each(addresses: tuple[str | None, ...], mistake: str | None) -> None:
+    """Each of its own node, and of one version of IP; a node without one uses its address."""
+    nodes = [
+        {"name": f"rig{number}", "address": f"192.168.1.2{number}", "docker": f"unix:///run/rig{number}.sock"}
+        | ({} if address is None else {"data_address": address})
+        for number, address in enumerate(addresses, 1)
+    ]
+    if mistake is None:
+        cluster = build_cluster(nodes=nodes, profiles=[{"name": "any", "title": "Any"}])
+        assert [node.rank_address for node in cluster.nodes] == [
+            address or f"192.168.1.2{number}" for number, address in enumerate(addresses, 1)
+        ]
+        return
+    with pytest.raises(ValueError, match=mistake):
+        build_cluster(nodes=nodes, profiles=[{"name": "any", "title": "Any"}])
+
+
 def test_values_are_frozen(tmp_path):
     """Settings cannot be changed after they are read."""
     cluster = load(tmp_path, GOOD)
@@ -102,6 +130,11 @@ def test_values_are_frozen(tmp_path):
             r"nodes\[1\]\.docker: 'http://10\.0\.0\.11' is not a Docker URL",
         ),
         (("10.0.0.11", "rig1.local"), r"nodes\[1\]\.address: 'rig1\.local' is not an IP address"),
+        (("10.0.0.11", '10.0.0.11"\ndata_address = "rig1-data'), r"nodes\[1\]\.data_address: 'rig1-data' is not an IP"),
+        (
+            ('name = "rig1"', 'name = "rig1"\nfabric = ["/dev/infiniband/umad0"]'),
+            r"nodes\[1\]\.fabric\[1\]: '/dev/infiniband/umad0'",
+        ),
         (('allowed = ["ada"]', ""), r"users: no user could log in"),
         (('["ada"]', '["../ada"]'), r"users\.allowed\[1\]: '\.\./ada'"),
         (('gpu_model = "RTX 5090"', 'gpu_model = "RTX 5080"'), r"'big' wants 1 × RTX 5080 .*rig1 with 1 × RTX 5090"),
@@ -222,7 +255,7 @@ def test_the_example_shows_the_true_defaults(tmp_path):
     """Every commented-out line `# key = value` of the example, taken in, gives the same settings as the default."""
     text = re.sub(r"(?ms)^# \[(slurm|\[circuits\])\]$.*?\n\n", "", EXAMPLE.read_text(encoding="utf-8"))
     fewer = re.sub(
-        r"^# (?!endpoint|address|torch_index|max_gpus|uid_first|accounts|time_limit|description|title|switch|rack|owner|owner_first|cpus|memory|shm|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|card_values|disk|tmp|client_id|client_secret_file|issuer|username_claim|groups_claim|domains|idps|server|user_dn|group_base|ca|certificate|key|hostnames|url|reach|name|members|each|together|weight|partition|account|qos|reservation|slurm|idle|models|profiles)([a-z_]+ = )",
+        r"^# (?!endpoint|address|data_address|fabric|torch_index|max_gpus|uid_first|accounts|time_limit|description|title|switch|rack|owner|owner_first|cpus|memory|shm|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|card_values|disk|tmp|client_id|client_secret_file|issuer|username_claim|groups_claim|domains|idps|server|user_dn|group_base|ca|certificate|key|hostnames|url|reach|name|members|each|together|weight|partition|account|qos|reservation|slurm|idle|models|profiles)([a-z_]+ = )",
         r"\1",
         text,
         flags=re.M,

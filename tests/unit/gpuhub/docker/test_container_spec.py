@@ -262,3 +262,18 @@ def test_labels_contain_lease_and_epoch(cluster: ClusterSettings) -> None:
     """The reconciler finds every container's lease in its labels."""
     labels = worker(cluster).labels
     assert (labels[names.LABEL_LEASE], labels[names.LABEL_EPOCH], labels[names.LABEL_OWNER]) == ("lease-9", "3", "ada")
+
+
+def test_fabric_devices_come_with_gpus_and_locked_memory(cluster: ClusterSettings) -> None:
+    """For containers with GPUs on nodes that say so; no other container may lock memory without limit."""
+    devices = ("/dev/infiniband/uverbs0", "/dev/infiniband/rdma_cm")
+    with_fabric = cluster.model_copy(
+        update={"nodes": (cluster.nodes[0].model_copy(update={"fabric": devices}), *cluster.nodes[1:])}
+    )
+    host = worker(with_fabric, "GPU-aaa").host_config
+    assert host["devices"] == [f"{device}:{device}:rw" for device in devices]
+    assert {"Name": "memlock", "Soft": -1, "Hard": -1} in host["ulimits"]
+    assert host["cap_drop"] == ["ALL"]
+    for other in (worker(with_fabric), worker(cluster, "GPU-aaa")):
+        assert "devices" not in other.host_config
+        assert "memlock" not in {limit["Name"] for limit in other.host_config["ulimits"]}

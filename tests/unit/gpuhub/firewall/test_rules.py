@@ -133,3 +133,13 @@ def test_rules_are_described_for_administrators() -> None:
     assert text.endswith(format_rules(make_policy(cluster)))
     off = cluster.model_copy(update={"network": cluster.network.model_copy(update={"guard": False})})
     assert "these rules are NOT on the node" in describe_rules(off, off.node("rig2"), make_policy(off))
+
+
+def test_data_addresses_of_nodes_are_blocked_too() -> None:
+    """A second network card is an address of a node like any other."""
+    cluster = build_cluster()
+    first = cluster.nodes[0].model_copy(update={"data_address": "10.10.0.21"})
+    cluster = cluster.model_copy(update={"nodes": (first, *cluster.nodes[1:])})
+    policy = build_policy(cluster, "gpuhub", head="192.168.1.20", callers=())
+    assert {"10.10.0.21", "192.168.1.21", "192.168.1.22"} <= set(policy.nodes)
+    assert "10.10.0.21" in format_rules(policy)
