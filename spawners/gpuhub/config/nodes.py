@@ -85,6 +85,11 @@ class NodeSettings(SettingsTable):
     #: there, which make way when the owner starts something. Needs `owner` and scheduling.preemption; refused with
     #: Slurm.
     owner_first: bool = False
+    #: Whether somebody works at its screen: the programs of the desktop (Xorg, a browser) on a GPU do not count as use
+    #: from outside, and computing programs and games do.
+    desktop: bool = False
+    #: The most GPU memory of one program of the desktop; one with more counts as a game.
+    desktop_memory: Size = 1024**3
     #: Whether it is a guest: a machine that somebody lends over the internet, added by `gpuhub node invite`. Its
     #: administrator is not trusted: it has no home, no dataset and no network of users, and gets only jobs with
     #: `--guests`.

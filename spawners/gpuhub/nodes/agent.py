@@ -5,7 +5,8 @@ Every two seconds it prints one line of JSON, here with line breaks:
 "error": null, "gpus": [{"uuid": "GPU-…", "index": 0,
 "name": "NVIDIA GeForce RTX 5090", "memory_total_mib": 32607, "memory_used_mib": 4, "utilisation_percent": 0,
 "memory_utilisation_percent": 0, "power_w": 12.5, "power_limit_w": 575.0, "energy_mj": 7920310, "temperature_c": 31,
-"clocks_event_reasons": 1, "processes": [{"pid": 4711, "memory_mib": 300}], "capability": [12, 0], "mig": false,
+"clocks_event_reasons": 1, "processes": [{"pid": 4711, "memory_mib": 300}], "graphics": [],
+"capability": [12, 0], "mig": false,
 "parent": null, "ecc_uncorrected": null, "remap_failed": null, "remap_pending": null, "remapped_rows": null,
 "pcie": {"generation": 1, "width": 16, "most_generation": 5, "most_width": 16}, "loaded_link": [5, 16],
 "is_throttled": false, "error": null}],
@@ -87,12 +88,15 @@ def read_memory_and_processes(handle: Any) -> dict[str, Any]:
     if memory is None:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     processes = read_value(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    # Of the screen: Xorg, gnome-shell, browsers, games.
+    graphics = read_value(lambda: pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle))
     return {
         "uuid": decode_text(pynvml.nvmlDeviceGetUUID(handle)),
         "name": decode_text(pynvml.nvmlDeviceGetName(handle)),
         "memory_total_mib": int(memory.total) // 1024**2,
         "memory_used_mib": int(memory.used) // 1024**2,
         "processes": None if processes is None else [build_process(process) for process in processes[:MAX_PROCESSES]],
+        "graphics": None if graphics is None else [build_process(process) for process in graphics[:MAX_PROCESSES]],
     }
 
 

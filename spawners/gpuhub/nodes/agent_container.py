@@ -179,7 +179,7 @@ def parse_agent_line(line: bytes) -> AgentReading | None:
 
 
 def _parse_gpu(raw: Mapping[str, Any]) -> GpuReading:
-    processes, capability, remapped_rows = raw.get("processes"), raw.get("capability"), raw.get("remapped_rows")
+    capability, remapped_rows = raw.get("capability"), raw.get("remapped_rows")
     pcie, loaded_link = raw.get("pcie"), raw.get("loaded_link")
     return GpuReading(
         uuid=raw.get("uuid") or "",
@@ -206,10 +206,15 @@ def _parse_gpu(raw: Mapping[str, Any]) -> GpuReading:
         power_w=raw.get("power_w"),
         power_limit_w=_parse_power_limit(raw.get("power_limit_w")),
         temperature_c=raw.get("temperature_c"),
-        processes=None
-        if processes is None
-        else tuple(GpuProcess(pid=int(process["pid"]), memory_mib=process["memory_mib"]) for process in processes),
+        processes=_parse_processes(raw.get("processes")),
+        graphics=_parse_processes(raw.get("graphics")),
     )
+
+
+def _parse_processes(raw: Sequence[Mapping[str, Any]] | None) -> tuple[GpuProcess, ...] | None:
+    if raw is None:
+        return None
+    return tuple(GpuProcess(pid=int(process["pid"]), memory_mib=process["memory_mib"]) for process in raw)
 
 
 def _parse_link(generation: Any, width: Any) -> PcieLink:

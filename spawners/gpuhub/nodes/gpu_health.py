@@ -207,16 +207,34 @@ def describe_outside_use(
     A reading from before the end of the last lease was proven may still show that lease: the GPU does not count as used
     from outside then, but it is not available before a later reading shows it empty.
     """
-    if lease_status.leased or not is_in_use(gpu, scheduling):
+    if lease_status.leased or not is_in_use(node, gpu, scheduling):
         return None
     if lease_status.freed_at is not None and not node.is_read_after(lease_status.freed_at):
         return _NOT_YET_CHECKED
+    games = list_games(node, gpu)
+    if games:
+        pids = ", ".join(str(process.pid) for process in games)
+        return f"in use outside gpuhub: {_describe_use(gpu)}; a large program on the desktop (pid {pids})"
     return f"in use outside gpuhub: {_describe_use(gpu)}"
 
 
-def is_in_use(gpu: GpuReading, scheduling: SchedulingSettings) -> bool:
-    """Return whether processes run on the GPU, or more memory is in use than an idle GPU has."""
-    return bool(gpu.processes) or (gpu.memory_used_mib or 0) * 1024**2 > scheduling.outside_memory
+def is_in_use(node: NodeStatus, gpu: GpuReading, scheduling: SchedulingSettings) -> bool:
+    """Return whether processes run on the GPU, or more memory is in use than an idle GPU has.
+
+    The programs of a desktop do not count, unless one has as much memory as a game has. Where NVML does not report a
+    program's memory, it counts as other memory in use.
+    """
+    if gpu.processes or list_games(node, gpu):
+        return True
+    desktop = 0 if node.desktop_mib is None else sum(process.memory_mib or 0 for process in gpu.graphics or ())
+    return ((gpu.memory_used_mib or 0) - desktop) * 1024**2 > scheduling.outside_memory
+
+
+def list_games(node: NodeStatus, gpu: GpuReading) -> tuple[GpuProcess, ...]:
+    """Return the programs that have more memory than one of the node's desktop may have; none without a desktop."""
+    if node.desktop_mib is None:
+        return ()
+    return tuple(process for process in gpu.graphics or () if (process.memory_mib or 0) > node.desktop_mib)
 
 
 def is_awaiting_reading(
@@ -295,7 +313,8 @@ def _assess_unheld_gpu(
 ) -> GpuCondition:
     outside_use = describe_outside_use(node, gpu, lease_status=lease_status, scheduling=scheduling)
     if outside_use is not None and outside_use != _NOT_YET_CHECKED:
-        return GpuCondition(state=GpuState.OUTSIDE, message=outside_use, outside_processes=gpu.processes or ())
+        processes = (*(gpu.processes or ()), *list_games(node, gpu))
+        return GpuCondition(state=GpuState.OUTSIDE, message=outside_use, outside_processes=processes)
     why = explain_node_unavailable(node, cordon) or outside_use or describe_slowdown(gpu)
     return GpuCondition(state=GpuState.FREE if why is None else GpuState.UNAVAILABLE, message=why)
 

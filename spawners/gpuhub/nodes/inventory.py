@@ -84,8 +84,14 @@ def build_inventory(cluster: ClusterSettings, seen: Mapping[str, Sequence[GpuRea
     GPUs of models that the settings no longer name for their node have been replaced, and are forgotten.
     """
     remembered = {node.name: _list_remembered(node, seen.get(node.name, ())) for node in cluster.nodes}
+    desktops = {node.name: node.desktop_memory // 1024**2 if node.desktop else None for node in cluster.nodes}
     nodes = {
-        name: NodeStatus(name=name, gpus=gpus, has_readings=name in seen and (bool(gpus) or not seen[name]))
+        name: NodeStatus(
+            name=name,
+            gpus=gpus,
+            has_readings=name in seen and (bool(gpus) or not seen[name]),
+            desktop_mib=desktops[name],
+        )
         for name, gpus in remembered.items()
     }
     return Inventory(

@@ -25,7 +25,7 @@ NodeIdentity = tuple[str | None, str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """A compute process on a GPU as NVML reports it; the id is the machine's own."""
+    """A process on a GPU as NVML reports it; the id is the machine's own."""
 
     pid: int
     #: None where NVML does not report it.
@@ -113,6 +113,8 @@ class GpuReading:
     power_limit_w: float | None = None
     temperature_c: int | None = None
     processes: tuple[GpuProcess, ...] | None = None
+    #: Processes that draw: of the machine's own screen, since containers have no graphics.
+    graphics: tuple[GpuProcess, ...] | None = None
 
     @property
     def whole_uuid(self) -> str:
@@ -192,6 +194,8 @@ class NodeStatus:
     daemon_id: str | None = None
     #: Id of the machine's current boot.
     boot_id: str | None = None
+    #: The most GPU memory of one program of its desktop, MiB; None without a desktop.
+    desktop_mib: int | None = None
     #: Version of NVIDIA's driver.
     driver: str | None = None
     #: CPU and memory of the machine; None before the first answer.

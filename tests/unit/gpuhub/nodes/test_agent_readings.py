@@ -12,7 +12,7 @@ import pytest
 
 from gpuhub.nodes import agent
 from gpuhub.nodes.agent_container import parse_agent_line, record_agent_reading
-from gpuhub.nodes.status import AgentReading, NodeStatus, PcieLink, XidErrors, find_power_limits
+from gpuhub.nodes.status import AgentReading, GpuProcess, NodeStatus, PcieLink, XidErrors, find_power_limits
 from gpuhub.ops.doctor.node_facts import build_gpu_report
 from tests.support.nvml.replay import BUSY, IDLE, Replay, load
 
@@ -42,6 +42,7 @@ def test_gpu_without_further_sensors_is_read(replay: tuple[str, Replay]) -> None
         "PowerUsage",
         "EnforcedPowerLimit",
         "ComputeRunningProcesses",
+        "GraphicsRunningProcesses",
         "CurrPcieLinkWidth",
     ):
         nvml.change(f"nvmlDeviceGet{function}", pynvml.NVMLError_NotSupported)
@@ -57,10 +58,36 @@ def test_gpu_without_further_sensors_is_read(replay: tuple[str, Replay]) -> None
             "energy_mj",
             "clocks_event_reasons",
             "processes",
+            "graphics",
         )
     )
     recorded = load(name)["read_node"]
     assert agent.read_node() == {**recorded, "gpus": [{**gpu, **unknown} for gpu in recorded["gpus"]]}
+
+
+def test_programs_that_draw_are_apart_from_those_that_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML has a list of each, whose entries have one form: the recorded one, here as if it had been drawing."""
+    nvml = Replay(BUSY)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    recorded = load(BUSY)["calls"]
+    computing = recorded['nvmlDeviceGetComputeRunningProcesses("GPU 0")']
+    # Without a screen, the list was empty on this machine.
+    assert recorded['nvmlDeviceGetGraphicsRunningProcesses("GPU 0")'] == {"result": {"list": []}}
+    nvml.change("nvmlDeviceGetGraphicsRunningProcesses", computing["result"])
+    first = agent.read_node()["gpus"][0]
+    assert first["graphics"] == first["processes"] == [{"pid": 1176, "memory_mib": 1634}]
+    reading = parse_agent_line(json.dumps({"n": 1, "boot_id": "b", **agent.read_node()}).encode())
+    assert reading is not None
+    assert reading.gpus[0].graphics == (GpuProcess(pid=1176, memory_mib=1634),)
+
+
+def test_line_of_an_agent_that_knows_no_graphics_is_read() -> None:
+    """An agent of an earlier image runs on until it is replaced."""
+    node = load(BUSY)["read_node"]
+    older = {**node, "gpus": [{key: value for key, value in gpu.items() if key != "graphics"} for gpu in node["gpus"]]}
+    reading = parse_agent_line(json.dumps({"n": 1, "boot_id": "b", **older}).encode())
+    assert reading is not None
+    assert [gpu.graphics for gpu in reading.gpus] == [None, None]
 
 
 def test_older_driver_counts_its_own_memory_as_used(replay: tuple[str, Replay]) -> None:

@@ -475,3 +475,52 @@ def test_a_full_disk_keeps_a_node_from_taking_work(
     assert gpu_health.explain_node_unavailable(after, None) == reason
     assert assess_node(after) == gpu_health.NodeCondition(state=NodeState.UP, message=reason)
     assert supply(after).takes_work == (reason is None)
+
+
+XORG, SHELL, GAME = (
+    GpuProcess(pid=900, memory_mib=420),
+    GpuProcess(pid=1200, memory_mib=800),
+    GpuProcess(pid=4711, memory_mib=6100),
+)
+
+
+@pytest.mark.parametrize(
+    ("desktop_mib", "reading", "text"),
+    [
+        # 1.2 GiB of a desktop: more than `outside_memory`.
+        (None, {"graphics": (XORG, SHELL), "memory_used_mib": 1240}, "in use outside gpuhub: 1.2 GiB"),
+        (1024, {"graphics": (XORG, SHELL), "memory_used_mib": 1240}, None),
+        (
+            1024,
+            {"graphics": (XORG, GAME), "memory_used_mib": 6540},
+            "in use outside gpuhub: 6.4 GiB; a large program on the desktop (pid 4711)",
+        ),
+        (1024, {"graphics": (XORG,), "processes": BUSY, "memory_used_mib": 5660}, "in use outside gpuhub: 1 process,"),
+        # Memory of nobody that NVML lists, and of a program whose memory it does not know.
+        (1024, {"graphics": (XORG,), "memory_used_mib": 3000}, "in use outside gpuhub: 2.9 GiB"),
+        (1024, {"graphics": (GpuProcess(pid=5, memory_mib=None),), "memory_used_mib": 3000}, "in use outside gpuhub:"),
+        (1024, {"graphics": None, "memory_used_mib": 1240}, "in use outside gpuhub: 1.2 GiB"),
+    ],
+)
+def test_a_desktop_is_no_use_and_a_game_is(desktop_mib: int | None, reading: dict[str, Any], text: str | None) -> None:
+    """Where the settings say that somebody works at the machine's screen."""
+    node = build_up_node(gpu(**reading), desktop_mib=desktop_mib)
+    slot = supply(node).slots[0]
+    assert slot.available is (text is None)
+    condition = assess_gpu(node)
+    assert condition.state is (GpuState.FREE if text is None else GpuState.OUTSIDE)
+    assert (condition.message or "").startswith(text or "")
+
+
+def test_game_is_named_among_the_processes() -> None:
+    """With its pid and memory, for administrators; what else draws is not."""
+    condition = assess_gpu(build_up_node(gpu(graphics=(XORG, GAME), memory_used_mib=6540), desktop_mib=1024))
+    assert condition.outside_processes == (GAME,)
+
+
+def test_desktops_come_from_the_settings() -> None:
+    """By node, with the most memory of one of its programs."""
+    cluster = build_cluster()
+    first = cluster.nodes[0].model_copy(update={"desktop": True, "desktop_memory": 2 * 1024**3})
+    inventory = build_inventory(cluster.model_copy(update={"nodes": (first, *cluster.nodes[1:])}), {})
+    assert [node.desktop_mib for node in inventory.nodes.values()] == [2048, None, None]
