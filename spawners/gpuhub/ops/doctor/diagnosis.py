@@ -180,6 +180,7 @@ async def _diagnose_node(
         return NodeDiagnosis(findings=[finding])
     environment = replace(
         await asyncio.to_thread(node_queries.read_environment, cluster, paths, node.address),
+        data_address=node.data_address or "",
         swarm_members=facts.swarm_members,
         firewall_status=await node_queries.read_firewall_status(daemons, node.name),
         image_dates=await node_queries.read_image_dates(daemons, cluster, node.name),
@@ -250,6 +251,7 @@ def check_node(docker: DockerFacts, host: HostFacts, environment: node_checks.No
         *storage_checks.check_nfs_client(host, environment),
         *node_checks.check_network(host, environment),
         *link_checks.check_link(host.link),
+        *link_checks.check_data_link(host, environment.data_address),
         *node_checks.check_accounts(host, environment),
     ]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpuhub.ops.doctor.findings import Finding, ok, warning
-from gpuhub.ops.doctor.node_facts import LinkFacts
+from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
+from gpuhub.ops.doctor.node_facts import HostFacts, LinkFacts
 
 #: Speed of an ordinary port, Mb/s: faster ports must not fall back to it, and no port should run slower.
 _GIGABIT = 1000
@@ -15,6 +15,20 @@ _CABLE_ADVICE = (
     "connect it with another cable (Cat 5e or better, all eight wires) to another port of the switch; "
     "both ends must negotiate the speed"
 )
+
+
+def check_data_link(host: HostFacts, address: str) -> Iterator[Finding]:
+    """Check that the machine has its data address, and the port with it."""
+    if not address:
+        return
+    if host.has_data_address is False:
+        yield failed(
+            "data address",
+            f"no network port of the machine has {address}",
+            "correct data_address of the node in cluster.toml, or configure the second network card",
+        )
+    elif host.data_link != host.link:
+        yield from check_link(host.data_link)
 
 
 def check_link(link: LinkFacts | None) -> Iterator[Finding]:

@@ -42,6 +42,8 @@ class NodeEnvironment:
 
     #: The node's address; empty where it is not known.
     address: str = ""
+    #: The node's address for the traffic of ranks; empty where it has none of its own.
+    data_address: str = ""
     #: The head node's address, and its ports that containers need: name → number.
     head: str
     head_ports: Mapping[str, int] = field(default_factory=dict)

@@ -127,6 +127,9 @@ class HostFacts:
     mtu: int | None = None
     #: None where the node's address is on a virtual interface, or is not found.
     link: LinkFacts | None = None
+    #: The port of the node's data address, as `link`; and whether the machine has that address, None if not asked.
+    data_link: LinkFacts | None = None
+    has_data_address: bool | None = None
     nf_tables: bool | None = None
     #: Whether the kernel can mount NFS version 4, and whether cachefilesd runs; None where that is unknown.
     nfs_client: bool | None = None
@@ -167,6 +170,7 @@ def build_script_arguments(
     addresses: Iterable[tuple[str, int]],
     accounts: Iterable[str],
     own_address: str = "",
+    data_address: str = "",
     folders: Iterable[str] = (),
     slurm: Mapping[str, str] | None = None,
 ) -> list[str]:
@@ -175,6 +179,7 @@ def build_script_arguments(
     Args:
         addresses: Hosts and ports to connect to.
         own_address: The machine's address, whose network port is reported; empty for no report.
+        data_address: The same of another address of it.
         folders: Folders whose file systems are reported; one with special characters is skipped.
         slurm: Paths for the checks `slurm` and `epilog`; a path with special characters is skipped.
 
@@ -184,7 +189,7 @@ def build_script_arguments(
     arguments = [docker_root, head, *(f"tcp:{host}:{port}" for host, port in addresses)]
     if not _PLAIN_PATH.fullmatch(docker_root) or not all(
         _ADDRESS.fullmatch(address)
-        for address in (head, own_address or head, *(argument[4:] for argument in arguments[2:]))
+        for address in (head, own_address or head, data_address or head, *(argument[4:] for argument in arguments[2:]))
     ):
         raise GpuhubError(f"these arguments have a meaning to a shell: {' '.join(arguments)}")
     disks = [f"disk:{folder}" for folder in folders if _PLAIN_PATH.fullmatch(folder)]
@@ -192,6 +197,7 @@ def build_script_arguments(
     return [
         *arguments,
         *([f"link:{own_address}"] if own_address else []),
+        *([f"data:{data_address}"] if data_address else []),
         *(f"account:{name}" for name in accounts if re.fullmatch(names.USERNAME_PATTERN, name)),
         *disks,
         *files,
@@ -227,6 +233,8 @@ def parse_probe(text: str) -> HostFacts:
         device_kind=last_of.get("device_kind", ""),
         mtu=_number(last_of.get("mtu")),
         link=_parse_link(last_of.get("link", ""), values.get("port", ())),
+        data_link=_parse_link(last_of.get("data_link", ""), values.get("port", ())),
+        has_data_address=_truth(last_of.get("has_data", "")),
         nf_tables=_truth(last_of.get("nf_tables", "")),
         nfs_client=_truth(last_of.get("nfs_client", "")),
         cachefilesd=_truth(last_of.get("cachefilesd", "")),

@@ -199,6 +199,7 @@ def build_probe_arguments(environment: NodeEnvironment, docker_root: str) -> lis
         addresses=addresses,
         accounts=environment.accounts,
         own_address=environment.address,
+        data_address=environment.data_address,
         folders=(docker_root, *environment.folders.values()),
         slurm=environment.slurm_paths,
     )

@@ -3,7 +3,7 @@
 #   $1        the folder of Docker's data
 #   $2        the head node's address
 #   others    tcp:HOST:PORT  can it be reached?    account:NAME  which number does the account have here?
-#             link:ADDRESS   which port has this address, how fast is it, and is it Wi-Fi?
+#             link:ADDRESS   which port has this address, how fast is it, and is it Wi-Fi?    data:ADDRESS  the same
 #             disk:FOLDER    on which file system is it, and does that have project quotas?
 #             slurm:FOLDER   does the cgroup.conf there limit jobs to their devices?    epilog:FILE  is it gpuhub's?
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
@@ -15,6 +15,25 @@ head=$2
 shift 2
 
 has() { command -v "$1" >/dev/null 2>&1; }
+
+report_link() {
+    name=
+    if has ip; then
+        name=$(ip -o addr show to "$2" 2>/dev/null | awk 'NR == 1 { print $2 }')
+    fi
+    port=/sys/class/net/$name
+    # Virtual interfaces have no device.
+    if [ -n "$name" ] && [ -e "$port/device" ]; then
+        kind=wired
+        if [ -e "$port/wireless" ] || [ -e "$port/phy80211" ]; then
+            kind=wireless
+        fi
+        # The kernel refuses to read speed and duplex of a port that is down.
+        speed=$(cat "$port/speed" 2>/dev/null)
+        duplex=$(cat "$port/duplex" 2>/dev/null)
+        echo "$1=$name ${speed:--1} ${duplex:-unknown} $kind"
+    fi
+}
 
 reach() {
     if has bash && has timeout; then
@@ -117,22 +136,13 @@ for word; do
         fi
         ;;
     link:*)
-        name=
+        report_link link "${word#link:}"
+        ;;
+    data:*)
         if has ip; then
-            name=$(ip -o addr show to "${word#link:}" 2>/dev/null | awk 'NR == 1 { print $2 }')
+            [ -n "$(ip -o addr show to "${word#data:}" 2>/dev/null)" ] && echo has_data=yes || echo has_data=no
         fi
-        port=/sys/class/net/$name
-        # Virtual interfaces have no device.
-        if [ -n "$name" ] && [ -e "$port/device" ]; then
-            kind=wired
-            if [ -e "$port/wireless" ] || [ -e "$port/phy80211" ]; then
-                kind=wireless
-            fi
-            # The kernel refuses to read speed and duplex of a port that is down.
-            speed=$(cat "$port/speed" 2>/dev/null)
-            duplex=$(cat "$port/duplex" 2>/dev/null)
-            echo "link=$name ${speed:--1} ${duplex:-unknown} $kind"
-        fi
+        report_link data_link "${word#data:}"
         ;;
     disk:*)
         path=${word#disk:}

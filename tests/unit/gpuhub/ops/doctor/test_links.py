@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gpuhub.common.errors import GpuhubError
 from gpuhub.ops.doctor import link_modes
 from gpuhub.ops.doctor.findings import Severity
-from gpuhub.ops.doctor.link_checks import check_link
+from gpuhub.ops.doctor.link_checks import check_data_link, check_link
 from gpuhub.ops.doctor.node_facts import LinkFacts, build_script_arguments, parse_probe
 from tests.support.machine_probe import probe_this_machine
 
@@ -123,3 +124,33 @@ def test_the_probe_leaves_out_virtual_interfaces() -> None:
         )
         assert f"link:{address}" in words
         assert probe_this_machine(words).link is None
+
+
+@pytest.mark.process
+def test_the_probe_says_whether_the_machine_has_its_data_address() -> None:
+    """The loopback's address is there, that of the documentation's network is not."""
+    for address, has_it in (("127.0.0.1", True), ("203.0.113.77", False)):
+        words = build_script_arguments(
+            docker_root="/", head="127.0.0.1", addresses=[], accounts=[], data_address=address
+        )
+        facts = probe_this_machine(words)
+        assert (facts.has_data_address, facts.data_link) == (has_it, None)
+    with pytest.raises(GpuhubError, match="have a meaning to a shell"):
+        build_script_arguments(docker_root="/", head="::1", addresses=[], accounts=[], data_address="$(id)")
+
+
+def test_port_of_the_data_address_is_checked_too() -> None:
+    """Its own speed, and whether the machine has it at all; not twice where both addresses are on one port."""
+    fast = LinkFacts(interface="eth1", is_wireless=False, speed=10_000, duplex="full", max_speed=10_000)
+    host = parse_probe(
+        "port=eth1 10000\nlink=eth0 1000 full wired\nhas_data=yes\ndata_link=eth1 10000 full wired\nend=\n"
+    )
+    assert host.data_link == fast
+    [finding] = check_data_link(host, "10.10.0.21")
+    assert finding.value == "eth1 runs at 10000 Mb/s, full duplex"
+    [finding] = check_data_link(replace(host, data_link=replace(fast, speed=1000)), "10.10.0.21")
+    assert "it supports 10000" in finding.value
+    [finding] = check_data_link(replace(host, data_link=None, has_data_address=False), "10.10.0.21")
+    assert finding.value == "no network port of the machine has 10.10.0.21"
+    assert list(check_data_link(replace(host, data_link=host.link), "10.10.0.21")) == []
+    assert list(check_data_link(host, "")) == []
