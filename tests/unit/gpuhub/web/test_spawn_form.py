@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker_api.schemas import ClusterView, GpuView, HolderView, OutsideProcess, Purpose
+from gpuhub.broker_api.schemas import ClusterView, GpuView, HolderView, OutsideProcess, ProfileView, Purpose
 from gpuhub.config.settings import ClusterSettings, GroupSettings
 from gpuhub.spawners.base import SpawnFailed, parse_spawn_options
 from gpuhub.storage.home_usage import HomeUsage
@@ -140,6 +140,30 @@ def test_profile_facts_are_described_in_one_line(cluster: ClusterSettings) -> No
     """GPU, CPUs, memory and limit in one line."""
     assert describe_facts(cluster.profiles[0]) == "1 × RTX 5090 · up to 8 h"
     assert describe_facts(cluster.profiles[1]) == "1 × RTX 5070 · 1 CPU · 4 GiB memory"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "memory_mib", "text"),
+    [
+        ((14.0, 14.0), (60212, 60212), "1 × RTX 5090 · 14 CPUs · 58 GiB memory · up to 8 h"),
+        ((6.125, 14.0), (28000, 60212), "1 × RTX 5090 · 6.1 to 14 CPUs · 27 GiB to 58 GiB memory · up to 8 h"),
+        ((1.0, 1.0), (700, 700), "1 × RTX 5090 · 1 CPU · 700 MiB memory · up to 8 h"),
+        (None, None, "1 × RTX 5090 · up to 8 h"),
+    ],
+)
+def test_profile_shows_the_share_that_goes_with_its_gpu(
+    cluster: ClusterSettings,
+    cpus: tuple[float, float] | None,
+    memory_mib: tuple[int, int] | None,
+    text: str,
+) -> None:
+    """A range where nodes differ; numbers of the profile come before it."""
+    view = ProfileView(
+        name="big", title="", description="", gpu_count=1, total=1, free=1, starts_now=True, ahead=0, holders=(),
+        cpus=cpus, memory_mib=memory_mib,
+    )  # fmt: skip
+    assert describe_facts(cluster.profiles[0], view=view) == text
+    assert describe_facts(cluster.profiles[1], view=view) == "1 × RTX 5070 · 1 CPU · 4 GiB memory"
 
 
 @pytest.mark.parametrize(
