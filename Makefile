@@ -98,7 +98,7 @@ test-fresh: setup-dev ## Run README's commands on a minimal Debian 12 and 13, ea
 coverage: dev ## Show which lines the unit tests reach
 	@COVERAGE=1 tests/run unit
 
-bench: setup-dev ## Measure: all, or one group with BENCH=setup|spawn|spawn-trace|storm|launch|broker|slurm|storage (TRACE=DIR: folder of the OpenB trace)
+bench: setup-dev ## Measure: all, or one group with BENCH=setup|spawn|spawn-trace|storm|launch|broker|slurm|storage|network (TRACE=DIR: folder of the OpenB trace)
 	@TRACE=$(TRACE) python -m tests.bench $(BENCH)
 
 docs: dev ## Build the documentation as a site, .cache/site/docs/index.html

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import broker, launch, mixed, prediction, setup, slurm, spawn, storage
+from tests.bench import broker, launch, mixed, network, prediction, setup, slurm, spawn, storage
 
 GROUPS = {
     "setup": setup.measure,
@@ -17,6 +17,7 @@ GROUPS = {
     "broker": broker.measure,
     "slurm": slurm.measure,
     "storage": storage.measure,
+    "network": network.measure,
 }
 
 
