@@ -203,6 +203,7 @@ def run(
     comm: str | None = None,
     keep: str | None = None,
     stacks_after: str | None = None,
+    debug: int | None = None,
 ) -> LaunchResult:
     """Run `script` with torchrun over `nnodes` nodes, as `%gpu_launch` does; return when all ranks have ended well.
 
@@ -253,6 +254,7 @@ def run(
         "comm": comm,
         "keep": keep,
         "stacks_after": stacks_after,
+        "debug": debug,
     }
     if function is None:
         options = _command.build_from_keywords(

@@ -31,11 +31,11 @@ def stacks(context: Context, run: str, full: bool) -> None:
     job = find_job(context, run)
     if job.is_ended:
         raise UsageError(f"{job.run_id} has ended: gpu-launch logs {job.run_id} shows its output.")
-    answer = _ask(context, job.run_id)
+    answer = ask_for_stacks(context, job.run_id)
     context.console.print_result(answer["groups"], str(answer["full" if full else "text"]).rstrip())
 
 
-def _ask(context: Context, run_id: str) -> dict[str, Any]:
+def ask_for_stacks(context: Context, run_id: str) -> dict[str, Any]:
     """Write the request into the run's folder in the home on the cluster, and wait for the answer there."""
     request, folder = stack_request.build_request(), f".gpu_launch/jobs/{run_id}"
     member = tarfile.TarInfo(run_folder.STACKS_REQUEST)

@@ -111,6 +111,8 @@ class LaunchSpec:
     unlimited_output: bool = False
     #: Ranks display plots and tables in a notebook, see `common.displays`.
     displays: bool = False
+    #: The rank of `--debug`; None without it.
+    debug: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

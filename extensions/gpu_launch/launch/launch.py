@@ -23,6 +23,7 @@ from gpu_launch.common.exchange import ExchangeFiles
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.secure_channel import OutputReceiver
 from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, UsageError
+from gpu_launch.launch.debug_prompt import DebugPrompt
 from gpu_launch.launch.membership import MembershipChange, check_enough_nodes, format_lost_worker
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest
 from gpu_launch.launch.restart import RestartController, ScaleUp
@@ -147,6 +148,15 @@ class Launch:
             after_s=self._options.stacks_after_s,
             print_line=self._view.print_line,
         )
+        self._debugger = DebugPrompt(
+            self.run_folder.run_id,
+            pool.group.run.run_id,
+            agents=self._agents,
+            ranks=self._ranks,
+            screen=self._view.screen,
+            show_output=self._view.pump,
+            chosen=self._options.debug,
+        )
         self._state = LaunchState.STARTING
         self._restarts = 0
         #: When GPUs were requested last, by the monotonic clock.
@@ -245,6 +255,14 @@ class Launch:
     def drain(self) -> None:
         """Show all output that has come, unended lines included; the ranks continue."""
         self._view.drain()
+
+    def debug(self, rank: int) -> None:
+        """Stop a rank and debug it in this cell, until the user lets it run.
+
+        Raises:
+            GpuLaunchError: It cannot be stopped.
+        """
+        self._debugger.debug(rank)
 
     def interrupt(self) -> None:
         """Send SIGINT to all ranks."""
@@ -384,6 +402,7 @@ class Launch:
         is_running = self._observe_start() is LaunchState.RUNNING
         if is_running:
             self._stacks.poll(time.monotonic())
+            self._debugger.poll(time.monotonic())
         if is_running and self._validated.plan.is_elastic:
             self._scale_up.poll()
 

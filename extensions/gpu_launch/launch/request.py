@@ -180,6 +180,8 @@ def validate(
     if request.cell is None:
         script = check_command(options, cwd=request.cwd, home=env.home, shared=is_shared)
     _check_prediction(request, wanted.nnodes * wanted.nproc_per_node)
+    if options.debug is not None and options.debug >= (ranks := wanted.nnodes * wanted.nproc_per_node):
+        raise UsageError(f"--debug {options.debug}: the launch has {text.format_count(ranks, 'rank')}, from 0.")
     return ValidatedRequest(request=request, plan=wanted, script=script, cluster=cluster)
 
 
@@ -310,4 +312,5 @@ def build_spec(
         comm=_find_mode(validated),
         predict=_build_key(request) if options.predict else "",
         displays=is_in_notebook() and not options.detach,
+        debug=options.debug,
     )

@@ -47,6 +47,10 @@ class LaunchView:
         self._has_announced_holdings = False
         self._view_at = float("-inf")
 
+    @property
+    def screen(self) -> Screen:
+        return self._screen
+
     def pump(self) -> None:
         """Show the progress, and new output, waiting a moment for it."""
         self._announce_holdings()

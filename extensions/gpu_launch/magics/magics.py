@@ -20,6 +20,7 @@ from gpu_launch.common import exchange
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import request
 from gpu_launch.magics import completion
+from gpu_launch.magics.debug import GpuDebugMagics
 from gpu_launch.options import command, gpu_cell, rank_session
 from gpu_launch.options.gpu_cell import GpuCellOptions
 from gpu_launch.options.rank_session import RankSessionOptions
@@ -45,6 +46,11 @@ class GpuRanksMagics(Magics):
         super().__init__(shell)
         self._group: SessionManager | None = None
         atexit.register(self._abandon)
+
+    @property
+    def session(self) -> SessionManager | None:
+        """The ranks that wait for cells; None without any."""
+        return self._group
 
     @line_cell_magic
     def gpu_ranks(self, line: str, cell: str | None = None) -> None:
@@ -295,7 +301,8 @@ GpuLaunchMagics.gpu_logs.__doc__ = f"Show a run's output.\n\n{logs.USAGE}"
 
 def register(shell: Any) -> None:
     """Give `shell` the magics and their completion."""
-    shell.register_magics(GpuLaunchMagics, GpuRanksMagics, GpuCellMagics)
+    ranks = GpuRanksMagics(shell)
+    shell.register_magics(GpuLaunchMagics, ranks, GpuCellMagics, GpuDebugMagics(shell, lambda: ranks.session))
     env = environment.read()
     completion.install(
         shell,

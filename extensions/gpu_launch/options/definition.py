@@ -29,6 +29,8 @@ class LaunchOptions:
     log_dir: str | None = None
     #: The ranks' stacks are shown when no rank has made progress for this many seconds; 0 for never.
     stacks_after_s: int = 300
+    #: The rank on which the debugger opens at `breakpoint()` and where it fails; None for each that calls it.
+    debug: int | None = None
     module: bool = False
     no_python: bool = False
     #: GPU models in it are spelled as the user typed them.
@@ -420,6 +422,14 @@ OPTIONS: tuple[LaunchOption, ...] = (
         completions=("0s", "2m", *_SPANS),
     ),
     LaunchOption(
+        "--debug",
+        section=_OUTPUT,
+        type=types.number(0, types.MAX_RANK),
+        metavar="RANK",
+        help="open the debugger where this rank fails, and stop it alone at breakpoint(); the others wait for up to a "
+        "day in collectives for which the script sets no timeout",
+    ),
+    LaunchOption(
         "--monitor-interval",
         section=TORCHRUN,
         surfaces=(),
@@ -513,6 +523,9 @@ EXCLUDING = (
     ("predict", "comm", "a prediction has all modes"),
     ("predict", "returns", "a prediction ends the script before its end"),
     ("predict", "no_python", "a program's steps are out of reach"),
+    ("no_python", "debug", "a program has no Python debugger"),
+    ("cold", "debug", "torchrun itself starts the ranks"),
+    ("predict", "debug", "a prediction ends the script before its end"),
     ("cold", "preload", "--cold starts every rank with nothing imported"),
     ("detach", "send", f"{_OUTLIVES}, so let the script load what it needs from a file"),
     ("detach", "returns", f"{_OUTLIVES}, so let the script save its results to a file"),

@@ -24,6 +24,7 @@ MIN_TIME_LIMIT_S, MAX_TIME_LIMIT_S = 60, 366 * 86400
 MAX_KEEP_S = 86400
 #: Smallest and largest number of cores, and least memory, of a container.
 MIN_CPUS, MAX_CPUS, MIN_RAM_MIB = 0.1, 4096, 64
+MAX_RANK = MAX_NODES * MAX_PROCESSES - 1
 #: The broker takes no more tasks in one request, and tries a failed job no more often.
 MAX_TASKS, MAX_RETRIES = 1000, 100
 #: As in torch.numa.binding.

@@ -31,7 +31,18 @@ STALLED_S = 60.0
 _MAX_PAUSE_S = 2.0
 #: Seconds after which finished ranks are reported while others still run.
 _WAITING_AFTER_S = 1.0
+_MAX_STOP_TEXT = 500  # characters
 _END_FIELDS = frozenset(item.name for item in fields(RankEnd))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoppedRank:
+    """A rank that waits for a debugger; `detail` is the exception's last line, empty at a breakpoint."""
+
+    rank: int
+    node: str
+    place: str
+    detail: str
 
 
 @dataclass
@@ -61,6 +72,7 @@ class RankMonitor:
         self.activity = 0
         self._shows_ranks = shows_ranks
         self._display_order = DisplayOrder()
+        self._stops: list[StoppedRank] = []
         self._formatter = OutputFormatter(self._progress, shows_all=options.detach, shows_ranks=shows_ranks)
         self._now = 0.0
         #: Stays set if an interrupt ends `process`.
@@ -126,6 +138,11 @@ class RankMonitor:
         """Return the number of ranks of this attempt; the most possible before that is decided."""
         return self._nnodes * self._nproc_per_node if self.membership is None else self.membership.ranks
 
+    def pop_stops(self) -> list[StoppedRank]:
+        """Return the ranks that have stopped for a debugger since the last call."""
+        stops, self._stops = self._stops, []
+        return stops
+
     def start_next_attempt(self) -> None:
         """Begin the next attempt, after showing why the current one failed, if it did."""
         first = self.find_first_failure()
@@ -137,6 +154,7 @@ class RankMonitor:
         self._nodes.clear()
         self._ends.clear()
         self._progress.clear()
+        self._stops.clear()
         self._display_order = DisplayOrder()
         self._finished_at = None
 
@@ -306,6 +324,9 @@ class RankMonitor:
                 self._progress.record_report(message["rank"], message, now)
             case "failed" | "ended":
                 self._record_end(message["end"], now)
+            case "stopped":
+                place, detail = (str(message.get(name, ""))[:_MAX_STOP_TEXT] for name in ("place", "detail"))
+                self._stops.append(StoppedRank(rank=int(message["rank"]), node=node.name, place=place, detail=detail))
             case "leaving":
                 node.is_terminating = True
             case "exit":

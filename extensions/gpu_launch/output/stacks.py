@@ -204,6 +204,7 @@ def build_json(stacks: Collection[RankStacks]) -> list[dict[str, Any]]:
     return [
         {
             "ranks": list(group.ranks),
+            "nodes": {str(rank): by_rank[rank].node for rank in group.ranks},
             "place": group.place,
             "source": group.source,
             "frames": [[frame.file, frame.line, frame.function] for frame in group.frames],

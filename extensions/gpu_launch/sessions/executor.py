@@ -53,6 +53,8 @@ class SessionExecutor:
         self._running: int | None = None
         #: Python has handled the signal of the last interrupt.
         self._is_signal_handled = False
+        #: What the last cell raised, for the debugger.
+        self.failure: BaseException | None = None
         self._install_handler()
 
     def interrupt(self, cell: int) -> None:
@@ -69,6 +71,7 @@ class SessionExecutor:
         # An earlier cell may have set another handler.
         self._install_handler()
         how, error = CellOutcome.DONE, ""
+        self.failure = None
         try:
             try:
                 self._running = number
@@ -79,6 +82,7 @@ class SessionExecutor:
             how, error = CellOutcome.INTERRUPTED, format_traceback(raised)
         except BaseException as raised:  # noqa: BLE001 - the user's code: whatever it raises is shown
             how, error = CellOutcome.FAILED, format_traceback(raised)
+            self.failure = raised.with_traceback(_strip_executor_frames(raised.__traceback__))
         # An interrupt may have come while the field was reset.
         self._running = None
         return CellResult(outcome=how, error=error, at_ns=time.time_ns())

@@ -23,7 +23,7 @@ from gpu_launch.common import exchange
 from gpu_launch.sessions.channel import ControlClient, ControlMessage
 from gpu_launch.sessions.executor import SessionExecutor, flush_streams
 from gpu_launch.sessions.rank_variables import RankVariables
-from gpu_launch.worker import rank_displays, rank_stacks
+from gpu_launch.worker import rank_debugger, rank_displays, rank_stacks
 
 #: The argument of a rank that joins no group.
 ALONE = "--alone"
@@ -44,6 +44,7 @@ class SessionRank:
         # pickle looks up classes of a cell here when a DataLoader's worker starts or a model is saved.
         sys.modules["__main__"] = self._module
         self._executor = SessionExecutor(self._module)
+        self._debugger = rank_debugger.find_installed()
         sys.displayhook = show_value
         rank_displays.expect_cells()
         self.rank = int(os.environ["RANK"])
@@ -62,7 +63,7 @@ class SessionRank:
             self._link.close()
             raise
         self._send("ready", error="", device="" if self._device is None else str(self._device))
-        while (message := self._link.receive()).header["kind"] != "end":
+        while (message := self._receive()).header["kind"] != "end":
             if message.header["kind"] == "check":
                 number = message.header["number"]
                 problem = (
@@ -77,6 +78,16 @@ class SessionRank:
         if self._variables is None:
             destroy_group()
         return 0
+
+    def _receive(self) -> ControlMessage:
+        """Wait for a message; meanwhile the debugger shows where the last cell failed."""
+        if self._debugger is None:
+            return self._link.receive()
+        self._debugger.failure, self._debugger.is_idle = self._executor.failure, True
+        try:
+            return self._link.receive()
+        finally:
+            self._debugger.failure, self._debugger.is_idle = None, False
 
     def _send(self, kind: str, frames: Sequence[bytes] = (), **content: Any) -> None:
         self._link.send({"kind": kind, **content}, frames)

@@ -145,6 +145,14 @@ class RankSession:
         self._ping()
         return [*messages, *self._control.receive(0)]
 
+    def debug(self, rank: int) -> None:
+        """Debug a rank that runs no cell, where its last cell failed.
+
+        Raises:
+            GpuLaunchError: It cannot be stopped.
+        """
+        self._launch.debug(rank)
+
     def drain_output(self, written: dict[int, Sequence[int]]) -> None:
         """Show all output up to these sizes of stdout and stderr and numbers of displays; give up when none arrives."""
         for rank, sizes in written.items():

@@ -100,6 +100,20 @@ class SessionManager:
                 self._screen.end_cell(f"{outcome} after {format_exact_span(time.monotonic() - started_at)}")
             return values
 
+    def debug(self, rank: int) -> None:
+        """Show in the debugger where the last cell of a rank failed.
+
+        Raises:
+            UsageError: There is no such rank.
+        """
+        with self._lock:
+            session = self._session
+            if session is None or session.is_closed:
+                raise UsageError(self._loss or "No ranks are running: %%gpu_ranks starts them.")
+            if rank not in session.devices:
+                raise UsageError(f"%gpu_debug {rank}: there are ranks 0 to {len(session.devices) - 1}.")
+            session.debug(rank)
+
     def stop(self) -> str:
         """End the ranks and release their GPUs; return their nodes."""
         self._is_stopped.set()

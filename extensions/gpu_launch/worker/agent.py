@@ -6,19 +6,22 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal as signals
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gpu_launch import environment
 from gpu_launch.common import network, run_folder
 from gpu_launch.common.launch_spec import LaunchSpec, NodeInfo, StartMethod
-from gpu_launch.worker import nccl_env, processes, rank_stacks
+from gpu_launch.errors import LaunchFailed
+from gpu_launch.worker import nccl_env, processes, rank_debugger, rank_stacks
+from gpu_launch.worker.debugger_client import DebuggerAnswer, DebuggerClient, request_stop
 from gpu_launch.worker.forkserver.client import ForkRefused, ForkServerClient, ForkServerGone, start_fork_server
 from gpu_launch.worker.gpu_monitor import GpuMonitor
 from gpu_launch.worker.output_forwarder import OutputForwarder
@@ -32,6 +35,7 @@ _IMPORT_TIMEOUT_S = 55.0  # seconds for a fork server to import all modules
 _KILL_TIMEOUT_S = 5.0  # seconds until killed ranks must be gone
 _FLUSH_TIMEOUT_S = 5.0  # seconds for the notebook to receive the last output
 _POLL_S = 0.01  # seconds
+_DEBUGGER_S = 0.1  # seconds that a call waits for what a debugger writes
 
 
 @dataclass
@@ -59,6 +63,8 @@ class _AgentState:
         self.gpu_monitor = GpuMonitor(environment.read().gpu_uuids)
         #: Path of a rank's stack dump, with `{rank}`; empty before the first start.
         self.stacks_pattern = ""
+        #: Connections to the debuggers of ranks.
+        self.debuggers: dict[int, DebuggerClient] = {}
         #: SIGTERM reached this container; it ends after its ranks.
         self.is_terminating = False
 
@@ -149,7 +155,13 @@ def start_ranks(spec: LaunchSpec) -> int:
         runner = _start_runner(node)
     except OSError as error:
         raise RuntimeError(f"the ranks cannot be started: {error}") from error
-    pump = OutputForwarder(runner, node, _state.gpu_monitor, is_terminating=lambda: _state.is_terminating)
+    pump = OutputForwarder(
+        runner,
+        node,
+        _state.gpu_monitor,
+        is_terminating=lambda: _state.is_terminating,
+        stops=rank_debugger.StopFiles(_state.stacks_pattern, node.ranks),
+    )
     thread = threading.Thread(target=pump.run, name="gpu_launch output", daemon=True)
     _state.launch = _RunningRanks(
         run_id=spec.run_id, runner=runner, forwarder=pump, thread=thread, shm_before=shared, ranks=node.ranks
@@ -172,6 +184,8 @@ def _build_node_spec(spec: LaunchSpec) -> NodeSpec:
     )
     _state.stacks_pattern = _state.stacks_pattern or rank_stacks.create_pattern()
     environ[rank_stacks.VARIABLE] = _state.stacks_pattern
+    if spec.debug is not None:
+        environ[rank_debugger.VARIABLE] = str(spec.debug)
     return NodeSpec(
         spec=spec,
         node_rank=node_rank,
@@ -201,6 +215,66 @@ def collect_stacks(run_id: str) -> list[dict[str, Any]]:
     if launch is None or launch.run_id != run_id or launch.runner.poll() is not None:
         return []
     return rank_stacks.collect(_state.stacks_pattern, launch.ranks)
+
+
+def exchange_with_debugger(run_id: str, rank: int, line: str | None) -> dict[str, Any]:
+    """Send a line to the debugger of a rank that has stopped, None for none, and return what it has written.
+
+    The first call connects; the answer has the fields of `DebuggerAnswer`.
+    """
+    launch, client = _state.launch, _state.debuggers.get(rank)
+    if launch is None or launch.run_id != run_id or rank not in launch.ranks:
+        return asdict(DebuggerAnswer(is_over=True))
+    try:
+        client = client or DebuggerClient(_dump_path(rank))
+    except OSError:
+        return asdict(DebuggerAnswer(is_over=True))
+    _state.debuggers[rank] = client
+    if line is not None:
+        client.send_line(line)
+    answer = client.receive(_DEBUGGER_S)
+    if answer.is_over:
+        _close_debugger(rank)
+    return asdict(answer)
+
+
+def continue_ranks(run_id: str, ranks: tuple[int, ...]) -> None:
+    """Let ranks that wait for a debugger run on; others are not changed."""
+    launch = _state.launch
+    if launch is None or launch.run_id != run_id:
+        return
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            DebuggerClient(_dump_path(rank), action="continue").close()
+
+
+def leave_debugger(run_id: str, rank: int) -> None:
+    """Close the connection to a rank's debugger; a rank that waits for a line runs on."""
+    launch = _state.launch
+    if launch is not None and launch.run_id == run_id:
+        _close_debugger(rank)
+
+
+def stop_rank(run_id: str, rank: int) -> str:
+    """Ask a rank to stop for the debugger; return the reason for a person if it cannot, else an empty string."""
+    launch = _state.launch
+    if launch is None or launch.run_id != run_id or rank not in launch.ranks:
+        return f"Rank {rank} does not run."
+    try:
+        request_stop(_dump_path(rank))
+    except LaunchFailed as error:
+        return str(error)
+    return ""
+
+
+def _dump_path(rank: int) -> Path:
+    return Path(_state.stacks_pattern.replace("{rank}", str(rank)))
+
+
+def _close_debugger(rank: int) -> None:
+    client = _state.debuggers.pop(rank, None)
+    if client is not None:
+        client.close()
 
 
 def signal_ranks(number: int, run_id: str) -> None:
@@ -233,6 +307,8 @@ def finish_run(run_id: str) -> None:
     if launch is not None:
         _end_forwarder(launch)
     _state.launch = None
+    for rank in tuple(_state.debuggers):
+        _close_debugger(rank)
     if _state.stacks_pattern:
         shutil.rmtree(Path(_state.stacks_pattern).parent, ignore_errors=True)
         _state.stacks_pattern = ""

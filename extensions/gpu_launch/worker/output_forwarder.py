@@ -21,6 +21,7 @@ from gpu_launch.worker import log_files
 from gpu_launch.worker.display_files import DisplayFiles
 from gpu_launch.worker.gpu_monitor import GpuMonitor
 from gpu_launch.worker.log_files import CHUNK, LogTail
+from gpu_launch.worker.rank_debugger import StopFiles
 from gpu_launch.worker.runners.base import NodeSpec, ProcessExit, Runner
 
 #: Seconds between polls of the files.
@@ -38,8 +39,17 @@ _UNLIMITED = 2**60  # bytes
 class OutputForwarder:
     """Forwards the output of one start."""
 
-    def __init__(self, runner: Runner, node: NodeSpec, gpus: GpuMonitor, *, is_terminating: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        node: NodeSpec,
+        gpus: GpuMonitor,
+        *,
+        is_terminating: Callable[[], bool],
+        stops: StopFiles,
+    ) -> None:
         self._runner, self._node, self._gpus, self._is_terminating = runner, node, gpus, is_terminating
+        self._stops = stops
         self._tail = LogTail(
             node.logs,
             run_id=node.spec.run_id,
@@ -91,6 +101,8 @@ class OutputForwarder:
             self._send(sender, "output", entries=entries)
         for progress in self._progress.read_changes(now):
             self._send(sender, "progress", **progress)
+        for stop in self._stops.read_new(now):
+            self._send(sender, "stopped", **stop)
         number, readings = self._gpus.latest(self._reading_number)
         if number != self._reading_number:
             self._reading_number = number

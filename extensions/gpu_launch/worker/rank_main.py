@@ -26,7 +26,7 @@ from gpu_launch.common import exchange as exchange_files
 from gpu_launch.common import memory_cap
 from gpu_launch.prediction import step_profiler
 from gpu_launch.training import ddp_communication
-from gpu_launch.worker import rank_displays, rank_stacks
+from gpu_launch.worker import rank_debugger, rank_displays, rank_stacks
 
 
 def main() -> None:
@@ -47,6 +47,7 @@ def run_command(command: Sequence[str], *, module: bool, exchange_dir: Path | No
     """
     memory_cap.install()
     rank_stacks.install(os.environ)
+    debugger = rank_debugger.install(os.environ)
     ddp_communication.install()
     step_profiler.install()
     sys.excepthook = show_exception
@@ -63,6 +64,8 @@ def run_command(command: Sequence[str], *, module: bool, exchange_dir: Path | No
             rank_displays.end_cell()
     except BaseException as error:
         error.__traceback__ = strip_launcher_frames(error.__traceback__)
+        if debugger is not None:
+            debugger.stop_after_failure(error)
         raise
 
 

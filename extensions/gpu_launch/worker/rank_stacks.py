@@ -24,6 +24,8 @@ from typing import Any
 
 #: The variable with the path of a rank's dump; each rank fills in `{rank}`.
 VARIABLE = "GPU_LAUNCH_STACKS"
+#: Of the folder with the dumps, in the temporary folder.
+PREFIX = "gpu_launch-stacks-"
 #: Set by a user to serve torch's control plane in every rank of a launch.
 SERVER_VARIABLE = "GPU_LAUNCH_TORCH_SERVER"
 #: Libraries and schedulers use SIGUSR1 and SIGUSR2; nothing is known to use this one.
@@ -46,7 +48,7 @@ _kept: list[Any] = []
 
 def create_pattern() -> str:
     """Create a folder that only this user can enter; return the path of a rank's dump in it, with `{rank}`."""
-    return str(Path(tempfile.mkdtemp(prefix="gpu_launch-stacks-")) / "{rank}")
+    return str(Path(tempfile.mkdtemp(prefix=PREFIX)) / "{rank}")
 
 
 def install(environ: dict[str, str] | os._Environ[str]) -> None:
@@ -89,7 +91,8 @@ def _open_dump(path: str) -> int:
     """Open the dump with a first line that says which process writes it, and which of its threads is the main one."""
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
     pid = os.getpid()
-    header = {"pid": pid, "started": _read_stat(pid)[1], "main": threading.main_thread().ident}
+    header = {"pid": pid, "started": read_stat(pid)[1], "main": threading.main_thread().ident}
+    header["run"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
     os.write(number, json.dumps(header).encode() + b"\n")
     try:
         high = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _LEAST_FD)
@@ -150,10 +153,10 @@ def _start_dump(rank: int, path: Path) -> _Dump:
             header = json.loads(file.readline())
         dump.begin = dump.size = path.stat().st_size
         pid, dump.main = int(header["pid"]), int(header["main"])
-        state, started = _read_stat(pid)
+        state, started = read_stat(pid)
         if started != header["started"] or state == "Z":
             dump.problem = "has ended"
-        elif not _handles_signal(pid):
+        elif not handles_signal(pid):
             dump.problem = "its program replaced the handler of the signal that dumps stacks"
         else:
             os.kill(pid, SIGNAL)
@@ -196,7 +199,7 @@ def _read_dump(dump: _Dump) -> dict[str, Any]:
 
 def _describe_state(pid: int) -> str:
     try:
-        return _STATES.get(_read_stat(pid)[0], "may block signals")
+        return _STATES.get(read_stat(pid)[0], "may block signals")
     except OSError:
         return "has ended"
 
@@ -230,16 +233,16 @@ def _ask_torch(path: str, handler: str) -> str:
     return body.decode()
 
 
-def _read_stat(pid: int) -> tuple[str, str]:
+def read_stat(pid: int) -> tuple[str, str]:
     """Return the state and the start time of a process, from `7 (a b) S 1 …`; the start is field 22 of proc(5)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
-def _handles_signal(pid: int) -> bool:
-    """Return whether the process has a handler for `SIGNAL`, from the line `SigCgt:	0000000180004002`."""
+def handles_signal(pid: int, number: int = SIGNAL) -> bool:
+    """Return whether the process has a handler for a signal, from the line `SigCgt:	0000000180004002`."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, mask = line.partition(":")
         if name == "SigCgt":
-            return bool(int(mask, 16) >> (SIGNAL - 1) & 1)
+            return bool(int(mask, 16) >> (number - 1) & 1)
     return False

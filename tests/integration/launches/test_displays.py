@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import KernelManager
 
-from tests.support.launch.local_cluster import DEADLINE_S, PYTHON, Notebook, environment
+from tests.support.launch.lab_kernel import LabKernel
+from tests.support.launch.local_cluster import Notebook
 
 TABLE = """
 class Table:
@@ -19,53 +17,6 @@ class Table:
     def _repr_html_(self): return f"<b>{self.text}</b>"
     def __repr__(self): return f"Table({self.text})"
 """
-
-
-class LabKernel:
-    """A kernel over its sockets, whose output is the list of its messages."""
-
-    def __init__(self, notebook: Notebook, *, gpus: tuple[str, ...]) -> None:
-        spec = notebook.home / "kernels" / "python3"
-        spec.mkdir(parents=True)
-        command = [PYTHON, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        spec.joinpath("kernel.json").write_text(
-            json.dumps({"argv": command, "display_name": "p", "language": "python"})
-        )
-        specs = KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False)
-        self.manager = KernelManager(kernel_name="python3", kernel_spec_manager=specs)
-        environ = environment(notebook.broker, node="rig1", gpus=gpus)
-        self.manager.start_kernel(env=environ, cwd=str(notebook.home))
-        self.client = self.manager.client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=DEADLINE_S)
-        self.run("%load_ext gpu_launch")
-
-    def run(self, code: str) -> list[dict[str, Any]]:
-        """Run a cell that succeeds; return its output as a notebook keeps it: what is updated in place is replaced."""
-        outputs: list[dict[str, Any]] = []
-
-        def take(message: dict[str, Any]) -> None:
-            kind, content = message["msg_type"], message["content"]
-            if kind == "stream":
-                outputs.append({"text": content["text"]})
-            elif kind == "display_data":
-                outputs.append({"data": content["data"], "id": content["transient"].get("display_id")})
-            elif kind == "update_display_data":
-                for output in outputs:
-                    if output.get("id") == content["transient"]["display_id"]:
-                        output["data"] = content["data"]
-            elif kind == "clear_output":
-                outputs.clear()
-
-        answer = self.client.execute_interactive(code, timeout=DEADLINE_S, output_hook=take)["content"]
-        assert answer["status"] == "ok", "\n".join(answer["traceback"])
-        return outputs
-
-    def close(self) -> None:
-        """End the kernel as Jupyter does."""
-        self.client.stop_channels()
-        self.manager.shutdown_kernel()
-        self.manager.cleanup_resources()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from gpu_launch.cli.main import cli
 
 _BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: Commands that pass another program's output on, or print text for a shell.
-_WITHOUT_JSON = {"completion", "instance ssh", "shell", "skill", "ssh-proxy"}
+_WITHOUT_JSON = {"completion", "debug", "instance ssh", "shell", "skill", "ssh-proxy"}
 
 
 @pytest.fixture

@@ -124,6 +124,7 @@ def test_json_has_groups_and_threads_of_every_rank():
     )
     assert group == {
         "ranks": [1],
+        "nodes": {"1": "rig1"},
         "place": "at a:1 in f",
         "source": "",
         "frames": [["a", 1, "f"]],
