@@ -217,7 +217,10 @@ def shift_times(lease: LeaseRow, seconds: float) -> LeaseRow:
         gpu if gpu.shrink_requested_at is None else replace(gpu, shrink_requested_at=gpu.shrink_requested_at + seconds)
         for gpu in lease.gpus
     )
-    return lease.evolve(gpus=gpus, **{name: at + seconds for name, at in known.items() if at is not None})
+    losses = tuple(at + seconds for at in lease.losses)
+    return lease.evolve(
+        gpus=gpus, losses=losses, **{name: at + seconds for name, at in known.items() if at is not None}
+    )
 
 
 def is_expired(lease: LeaseRow, now: float) -> bool:

@@ -125,6 +125,11 @@ class LeaseRow:
     #: Since when and until when its owner keeps an idle notebook; None if never.
     kept_from: float | None = None
     kept_until: float | None = None
+    #: A notebook that asks again for its GPUs if its container is lost, with this image; None for its profile's.
+    is_persistent: bool = False
+    image: str | None = None
+    #: When containers of the notebook were lost, seconds since 1970; the last ones.
+    losses: tuple[float, ...] = ()
     released_at: float | None = None
     #: Why it ended; while it is granted or active, why its time was shortened.
     reason: str | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gpuhub.broker_api.schemas import JobState, LeaseState, NotificationKind, Purpose
 from gpuhub.common.units import format_span
+from gpuhub.domain import loss_policy
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow, NotificationRow
 
 #: A request that waited less is granted while its owner watches, seconds.
@@ -96,6 +97,25 @@ def has_little_time(lease: LeaseRow, now: float) -> bool:
     if lease.expires_at is None or lease.granted_at is None:
         return False
     return 0 < lease.expires_at - now <= TIME_LEFT_S and lease.expires_at - lease.granted_at > 2 * TIME_LEFT_S
+
+
+def build_loss(lease: LeaseRow, now: float, *, is_restarted: bool) -> NotificationRow:
+    """Return the notification that a persistent notebook has lost its container."""
+    what, where = _name_notebook(lease), ", ".join(lease.nodes)
+    then = (
+        "It asks again for its GPUs, and starts when they are free."
+        if is_restarted
+        else f"It is not started again: that happened {loss_policy.MOST_RESTARTS} times within an hour. "
+        "Start it by hand."
+    )
+    return NotificationRow(
+        kind=NotificationKind.NOTEBOOK_LOST,
+        key=f"lost:{lease.id}",
+        owner=lease.owner,
+        title=f"{what} was lost on {where}",
+        body=f"{what} ended on {where} without being stopped, such as by a reboot. {then} Variables are lost, files "
+        "are kept.",
+    )
 
 
 def build_idle(lease: LeaseRow, state: str, left_s: float, now: float) -> NotificationRow:

@@ -23,6 +23,8 @@ START_GRACE_S = 300.0
 CREATED_GRACE_S = 120.0
 #: Time for the hub to stop a notebook whose time limit is over, seconds.
 HUB_GRACE_S = 60.0
+_GONE, _ENDED = "its container is gone", "its container ended"
+_LOSSES = frozenset({_GONE, _ENDED})
 _LIVE_JOBS = frozenset({JobState.STARTING, JobState.RUNNING, JobState.PREEMPTING})
 #: Docker's states of a container whose program does not run and will not start.
 _ENDED_CONTAINER = frozenset({"exited", "dead", "removing"})
@@ -136,6 +138,8 @@ class ReleaseLease:
 
     lease_id: str
     reason: str
+    #: Its notebook's container ended or is gone, without an end of the lease before.
+    is_loss: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,13 +329,14 @@ def _reconcile_notebook(
     is_proof: bool,
     is_starting: bool,
 ) -> list[Action]:
-    reason = None
+    reason, is_loss = None, False
     is_late = lease.since + START_GRACE_S < observed_at and not is_starting
     if lease.state is LeaseState.GRANTED and is_late:
         reason = f"it was not started within {START_GRACE_S / 60:.0f} minutes"
     elif lease.state is LeaseState.ACTIVE and _is_in_state_since(lease, observed_at):
         reason = _explain_notebook_end(lease, containers, observed_at, is_proof=is_proof)
-    return [] if reason is None else [ReleaseLease(lease_id=lease.id, reason=reason)]
+        is_loss = reason in _LOSSES and not lease_states.is_expired(lease, observed_at)
+    return [] if reason is None else [ReleaseLease(lease_id=lease.id, reason=reason, is_loss=is_loss)]
 
 
 def _explain_notebook_end(
@@ -341,10 +346,10 @@ def _explain_notebook_end(
     if lease_states.is_expired(lease, observed_at - HUB_GRACE_S):
         return "its time limit was reached"
     if not containers:
-        return "its container is gone" if is_proof else None
+        return _GONE if is_proof else None
     alive = {container.state for container in containers if container.is_alive}
     if not alive:
-        return "its container ended"
+        return _ENDED
     if alive == {"created"} and lease.since + CREATED_GRACE_S < observed_at:
         return "its container was never started"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import html
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from jupyterhub.spawner import Spawner, SpawnException
@@ -35,7 +35,9 @@ from gpuhub.web.spawn_form import IMAGE_FIELD, build_spawn_form, find_user_group
 from gpuhub.web.text import describe_holdings, describe_waiting
 
 #: What a start may be asked for.
-SPAWN_OPTIONS = ("profile", "image")
+SPAWN_OPTIONS = ("profile", "image", "keep")
+#: Time for the broker to learn that a persistent notebook is stopped before its container goes, seconds.
+_ANNOUNCE_S, _ANNOUNCE_RETRY_S = 10.0, 1.0
 #: Time between SIGTERM and SIGKILL, seconds; JupyterLab ends on SIGTERM within about a second.
 STOP_GRACE_S = 5
 #: Number of events that are kept; older ones are dropped, because a request may wait for days.
@@ -118,7 +120,7 @@ def render_lines(text: str) -> str:
 
 
 def parse_spawn_options(fields: dict[str, list[str]]) -> dict[str, str]:
-    """Return the form's fields as user options: `{"profile": name}`, and `image` where another one was chosen.
+    """Return the form's fields as user options: `{"profile": name}`, `image` where another one was chosen, and `keep`.
 
     The form has one choice of images for each profile that offers several, `image-NAME`; that of the profile counts.
 
@@ -127,7 +129,9 @@ def parse_spawn_options(fields: dict[str, list[str]]) -> dict[str, str]:
     """
     for key, values in fields.items():
         if key not in SPAWN_OPTIONS and not key.startswith(IMAGE_FIELD):
-            raise SpawnFailed(f"The form has no field {key[:40]!r}, only profile and image.", reason="invalid-request")
+            raise SpawnFailed(
+                f"The form has no field {key[:40]!r}, only profile, image and keep.", reason="invalid-request"
+            )
         if len(values) != 1:
             raise SpawnFailed(f"Exactly one {key.partition('-')[0]} can be chosen.", reason="invalid-request")
     if not fields:
@@ -136,7 +140,20 @@ def parse_spawn_options(fields: dict[str, list[str]]) -> dict[str, str]:
         raise SpawnFailed("Exactly one profile can be chosen.", reason="invalid-request")
     (profile,) = fields["profile"]
     images = fields.get("image") or fields.get(f"{IMAGE_FIELD}{profile}")
-    return {"profile": profile, "image": images[0]} if images else {"profile": profile}
+    options = {"profile": profile, "image": images[0]} if images else {"profile": profile}
+    return options | ({"keep": fields["keep"][0]} if "keep" in fields else {})
+
+
+def is_kept(options: Mapping[str, object]) -> bool:
+    """Return whether the notebook asks again for its GPUs when its container was lost.
+
+    Raises:
+        InvalidRequest: The option has another value than yes, no, true or false.
+    """
+    value = options.get("keep", False)
+    if value not in (True, False, "yes", "no"):
+        raise InvalidRequest(f"keep: {str(value)[:40]!r} is neither yes nor no")
+    return value in (True, "yes")
 
 
 class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
@@ -159,6 +176,8 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
         self._is_restored = False
         self._is_watched = False
         self._keeps_lease = False
+        #: The notebook asks again for its GPUs when its container was lost.
+        self.is_persistent = False
         super().__init__(*args, **kwargs)
         self._default_http_timeout: int = self.http_timeout
 
@@ -189,6 +208,7 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
         state: dict[str, Any] = super().get_state()
         if self.lease_id:
             state |= {"lease": self.lease_id, "node": self.node, "profile": self.profile_name}
+            state |= {"persistent": True} if self.is_persistent else {}
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -196,11 +216,13 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
         self.lease_id = state.get("lease", "")
         self.node = state.get("node", "")
         self.profile_name = state.get("profile", "")
+        self.is_persistent = bool(state.get("persistent", False))
         self._is_restored = bool(self.lease_id)
 
     def clear_state(self) -> None:
         super().clear_state()
         self.node = self.lease_id = self.profile_name = ""
+        self.is_persistent = False
 
     def save_state(self) -> None:
         """Write the state to the database now, because JupyterHub does so only after `start` has returned."""
@@ -266,6 +288,7 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
         # Shielded, so that `_undo` still gets the lease when this start is stopped during the request.
         self._claim_task = asyncio.create_task(self._request_lease(profile))
         lease, was_there = await asyncio.shield(self._claim_task)
+        self.is_persistent = lease.persistent
         self.lease_id, self.profile_name = lease.id, profile.name
         self._claim_task = None
         self.save_state()
@@ -273,7 +296,16 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
 
     async def _request_lease(self, profile: ProfileSettings) -> tuple[LeaseView, bool]:
         groups = [group.name for group in self.user.orm_user.groups]
-        return await notebook_lease.claim_lease(self.broker, self.user.name, self.name, profile.name, groups)
+        keep = is_kept(self.user_options)
+        return await notebook_lease.claim_lease(
+            self.broker,
+            self.user.name,
+            self.name,
+            profile.name,
+            groups,
+            persistent=keep,
+            image=profile.image if keep and self.user_options.get("image") else None,
+        )
 
     async def release_lease(self, *, wait: bool) -> None:
         """Release the lease; with `wait`, return when its GPUs are free or after some seconds."""
@@ -322,8 +354,27 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
             except GpuhubError as error:
                 self.log.info("No lease for %s: %s", self._log_name, error)
             self._claim_task = None
+        await self._announce_end()
         await self._remove(grace_s=0)
         await self.release_lease(wait=False)
+
+    async def _announce_end(self) -> None:
+        """Release a persistent notebook's lease before its container goes, which the broker would take for a loss."""
+        if not (self.is_persistent and self.lease_id):
+            return
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _ANNOUNCE_S
+        while True:
+            try:
+                await notebook_lease.release_lease(self.broker, self.lease_id, wait=False)
+            except BrokerUnreachable as error:
+                if loop.time() < deadline:
+                    await asyncio.sleep(_ANNOUNCE_RETRY_S)
+                    continue
+                self.log.warning("The broker may start %s again, although it is stopped: %s", self._log_name, error)
+            except GpuhubError as error:
+                self.log.warning("Lease %s of %s: %s", self.lease_id, self._log_name, error)
+            return
 
     async def _await_undo(self) -> None:
         if self._undo_task is not None:
@@ -333,13 +384,17 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
     async def stop(self, now: bool = False) -> None:
         """End the notebook and release its lease; the broker ends what cannot be reached now."""
         await self._await_undo()
+        await self._announce_end()
         await self._remove(grace_s=0 if now else STOP_GRACE_S)
         await self.release_lease(wait=True)
 
     async def run_post_stop_hook(self) -> None:
         """Remove the rest of a server that ended, however it ended, and release its lease."""
         await self._await_undo()
-        if not self._keeps_lease:
+        if self.is_persistent and self.lease_id:
+            # It ended without being stopped. The broker sees that on the node, and asks again for its GPUs.
+            self.lease_id = ""
+        elif not self._keeps_lease:
             await self._remove(grace_s=0)
             await self.release_lease(wait=False)
         hook = super().run_post_stop_hook()

@@ -72,7 +72,14 @@ def choose_lease(
 
 
 async def claim_lease(
-    broker: LeaseBroker, owner: str, server: str, profile: str, groups: Iterable[str] = ()
+    broker: LeaseBroker,
+    owner: str,
+    server: str,
+    profile: str,
+    groups: Iterable[str] = (),
+    *,
+    persistent: bool = False,
+    image: str | None = None,
 ) -> tuple[LeaseView, bool]:
     """Return the notebook's lease, and whether it existed before (for example after a restart of the hub).
 
@@ -80,6 +87,7 @@ async def claim_lease(
 
     Args:
         groups: The owner's groups in the hub, for limits and reservations.
+        persistent: Ask again for its GPUs when its container was lost, then with this image.
 
     Raises:
         GpuhubError: The broker refuses or does not answer.
@@ -90,7 +98,13 @@ async def claim_lease(
     if existing is not None:
         return existing, True
     request = LeaseRequest(
-        profile=profile, server=server, key=f"nb-{uuid.uuid4().hex}", owner=owner, groups=select_groups(groups)
+        profile=profile,
+        server=server,
+        key=f"nb-{uuid.uuid4().hex}",
+        owner=owner,
+        groups=select_groups(groups),
+        persistent=persistent,
+        image=image,
     )
     return await broker.request_lease(request), False
 

@@ -22,6 +22,7 @@ KINDS: dict[UserNotificationKind, str] = {
     "job-ended": "A job has ended",
     "job-failed": "A job failed",
     "job-preempted": "A job is preempted",
+    "notebook-lost": "A notebook that is kept has lost its node",
 }
 #: Examples of destinations, with their service.
 EXAMPLES = (

@@ -48,6 +48,8 @@ class StubHub:
     is_down: bool = False
     started: list[tuple[str, str, str]] = field(default_factory=list)
     stopped: list[tuple[str, str]] = field(default_factory=list)
+    #: The options of the last start.
+    options: dict[str, str] = field(default_factory=dict)
     checked: int = 0
     unknown_users: set[str] = field(default_factory=set)
 
@@ -67,12 +69,13 @@ class StubHub:
             return None
         return {"kind": "user", "name": token, "admin": False, "scopes": [ACCESS]}
 
-    async def start_server(self, owner: str, server: str, profile: str) -> None:
+    async def start_server(self, owner: str, server: str, options: Mapping[str, str]) -> None:
         if self.is_down:
             raise HubUnreachable("down")
         if owner in self.unknown_users:
             raise NotFound(f"the hub has no user {owner!r}")
-        self.started.append((owner, server, profile))
+        self.started.append((owner, server, options["profile"]))
+        self.options = dict(options)
 
     async def stop_server(self, owner: str, server: str) -> None:
         self.stopped.append((owner, server))

@@ -25,7 +25,13 @@ from gpuhub.nodes.status import NodeStatus
 from gpuhub.scheduler.interface import NodeAllocation, SchedulingRequest
 
 CAPABILITIES = Capabilities(
-    scheduler="Memory", immediate_grants=False, external_jobs=True, gpu_shares=False, cordons=False, reservations=False
+    scheduler="Memory",
+    immediate_grants=False,
+    external_jobs=True,
+    gpu_shares=False,
+    cordons=False,
+    reservations=False,
+    persistent_notebooks=False,
 )
 
 

@@ -61,6 +61,7 @@ class FakeBroker:
             purpose=Purpose.NOTEBOOK,
             subject=request.server,
             profile=request.profile,
+            persistent=request.persistent,
             state=LeaseState.REQUESTED,
             version=1,
             position=None,

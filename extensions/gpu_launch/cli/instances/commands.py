@@ -46,10 +46,15 @@ _name_argument = click.argument("name", metavar="[NAME]", default="", shell_comp
 @click.option("--model", metavar="GPU", help="A GPU model; the smallest profile that has it.")
 @click.option("--image", metavar="IMAGE", help="An image; the smallest profile that has it.")
 @click.option("--name", default="", metavar="NAME", help="A name, to have several at once (the default instance).")
+@click.option(
+    "--keep",
+    is_flag=True,
+    help="Ask again for its GPU if its node reboots or its container is lost, until you stop it.",
+)
 @click.option("-d", "--detach", is_flag=True, help="Do not wait until it is ready.")
 @json_option
 @pass_context
-def start(context: Context, /, *, name: str, detach: bool, **wanted: str | None) -> None:
+def start(context: Context, /, *, name: str, keep: bool, detach: bool, **wanted: str | None) -> None:
     """Start an instance, show its place in the queue, and wait until it is ready.
 
     Ctrl-C leaves it waiting, or running; the same command waits again.
@@ -61,9 +66,13 @@ def start(context: Context, /, *, name: str, detach: bool, **wanted: str | None)
         raise UsageError(f"{describe_name(name)} runs already.\nUse it: {_build_command('ssh', name)}")
     if server is not None and server.pending == "stop":
         raise UsageError(f"{describe_name(name)} is being stopped.\nStart it when it is gone: gpu-launch instance list")
+    if server is not None and keep:
+        raise UsageError(
+            f"{describe_name(name)} is starting already.\n--keep is for a new start: {_build_command('stop', name)}"
+        )
     if server is None:
         chosen = selection.choose_profile(context.broker.get_cluster(), **wanted)
-        client.start(name, chosen.name)
+        client.start(name, chosen.name, keep=keep)
         context.console.print_note(f"gpu-launch: {describe_name(name)} is requested with profile {chosen.name}")
     if detach:
         target = _find_instance(context, client, name)

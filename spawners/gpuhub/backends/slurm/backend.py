@@ -74,6 +74,7 @@ def build_capabilities(cluster: ClusterSettings) -> Capabilities:
         fair_share=False,
         priorities=False,
         preemption=False,
+        persistent_notebooks=False,
     )
 
 

@@ -64,6 +64,8 @@ def build_notebook_lease(
         created_at=transaction.now,
         since=transaction.now,
         time_limit_s=choose_time_limit(asked=request.time_limit_s, usual=profile.time_limit, longest=longest),
+        is_persistent=request.persistent,
+        image=request.image if request.persistent else None,
     )
 
 

@@ -24,7 +24,7 @@ _SERVER_TIMEOUT_S = 20.0
 class ServerApi(Protocol):
     """The part of the hub's API that starts and stops users' servers."""
 
-    async def start_server(self, owner: str, server: str, profile: str) -> None:
+    async def start_server(self, owner: str, server: str, options: Mapping[str, str]) -> None:
         """Start a server, see `HubClient`."""
         ...
 
@@ -69,8 +69,8 @@ class HubClient:
             raise HubUnreachable(f"the hub answered a token check with HTTP status {answer.status_code}")
         return cast("Mapping[str, Any]", answer.json())
 
-    async def start_server(self, owner: str, server: str, profile: str) -> None:
-        """Start a user's server, unless it runs or starts already.
+    async def start_server(self, owner: str, server: str, options: Mapping[str, str]) -> None:
+        """Start a user's server with the spawner's options, unless it runs or starts already.
 
         Raises:
             HubUnreachable: the hub does not answer.
@@ -78,7 +78,7 @@ class HubClient:
             NotAllowed: the service's scopes do not permit it.
         """
         answer = await self._request(
-            "POST", _server_path(owner, server), self._token, json={"profile": profile}, limit_s=_SERVER_TIMEOUT_S
+            "POST", _server_path(owner, server), self._token, json=dict(options), limit_s=_SERVER_TIMEOUT_S
         )
         # 400: the server runs or is pending, which is what the caller wants.
         _check(answer, owner, accept={201, 202, 400})

@@ -255,7 +255,8 @@ class NodeController:
         ends = {action.lease_id: action.reason for action in actions if isinstance(action, ReleaseLease)}
         if ends:
             log.info("node %s: leases end: %s", node, ends)
-            await self._core.ledger.change(mutations.end_leases(ends))
+            lost = {action.lease_id for action in actions if isinstance(action, ReleaseLease) and action.is_loss}
+            await self._core.ledger.change(mutations.end_leases(ends, lost=lost))
         doubts = {action.lease_id: action.reason for action in actions if isinstance(action, MarkUnproven)}
         for lease in self._unproven_leases.replace_node(node, doubts):
             self._record_event("node.suspect", f"lease {lease} cannot be judged: {doubts[lease]}", node)

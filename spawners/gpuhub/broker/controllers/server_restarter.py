@@ -59,7 +59,7 @@ class ServerRestarter:
 
     async def _start(self, lease: LeaseRow) -> None:
         try:
-            await self._servers.start_server(lease.owner, lease.subject, lease.profile or "")
+            await self._servers.start_server(lease.owner, lease.subject, build_options(lease))
         except NotFound as error:
             await self._core.ledger.change(mutations.end_leases({lease.id: str(error)}))
         except HubUnreachable:
@@ -74,6 +74,14 @@ class ServerRestarter:
             await self._servers.stop_server(lease.owner, lease.subject)
         except GpuhubError as error:
             log.warning("lease %s of %s is over, and the hub cannot stop it: %s", lease.id, lease.owner, error)
+
+
+def build_options(lease: LeaseRow) -> dict[str, str]:
+    """Return the spawner's options for the start that waits for a lease."""
+    options = {"profile": lease.profile or ""}
+    if lease.image is not None:
+        options["image"] = lease.image
+    return options | ({"keep": "yes"} if lease.is_persistent else {})
 
 
 def find_expired_notebooks(snapshot: LedgerSnapshot, now: float) -> list[LeaseRow]:

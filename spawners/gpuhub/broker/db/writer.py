@@ -27,7 +27,7 @@ Record = Mapping[str, Any]
 _LEASE_PLAIN = (
     "id", "seq", "key", "owner", "subject", "profile", "since", "epoch", "time_limit_s", "created_at", "granted_at",
     "expires_at", "kept_from", "kept_until", "released_at", "reason", "note", "quarantined_at", "container_id",
-    "slurm_job", "is_held", "version",
+    "slurm_job", "is_held", "is_persistent", "image", "version",
 )  # fmt: skip
 _GPU_PLAIN = ("node", "index", "model", "memory_mib", "worker", "share", "part", "released_at")
 _JOB_PLAIN = (
@@ -48,6 +48,7 @@ def build_lease_record(lease: LeaseRow) -> dict[str, Any]:
         "purpose": lease.purpose.value,
         "state": lease.state.value,
         "groups": list(lease.groups),
+        "losses": list(lease.losses),
         "nodes": list(lease.nodes),
         "identities": {node: list(identity) for node, identity in lease.identities.items()},
         "sizes": {node: [size.cpu_milli, size.memory_mib] for node, size in lease.sizes.items()},
@@ -62,6 +63,7 @@ def parse_lease(record: Record, gpu_records: Sequence[Record]) -> LeaseRow:
         purpose=Purpose(record["purpose"]),
         state=LeaseState(record["state"]),
         groups=tuple(record["groups"]),
+        losses=tuple(record["losses"]),
         nodes=tuple(record["nodes"]),
         identities={node: (daemon, boot) for node, (daemon, boot) in record["identities"].items()},
         sizes={

@@ -73,6 +73,12 @@ class BrokerOperations:
             NotAllowed, InvalidRequest, TooManyWaiting, TooManyStreams: the request is refused.
         """
         self._backend.validate_request(request)
+        capabilities = self._backend.capabilities
+        if request.persistent and not capabilities.persistent_notebooks:
+            raise InvalidRequest(
+                f"keep: {capabilities.scheduler} decides what happens to a job whose node reboots; start the notebook "
+                "without it"
+            )
         lease = await self._admission.submit_notebook(caller, request)
         self._note_poll(caller, lease)
         if wait_s:

@@ -103,6 +103,7 @@ def build_lease(
         granted_at=to_optional_datetime(lease.granted_at),
         expires_at=to_optional_datetime(lease.expires_at),
         reason=lease.reason,
+        persistent=lease.is_persistent,
         idle=idle,
         gpu_problems=gpu_problems,
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from gpuhub.broker.state import persistent_notebooks
 from gpuhub.broker.state.transaction import Transaction
-from gpuhub.broker_api.schemas import WorkerState
+from gpuhub.broker_api.schemas import LeaseState, WorkerState
 from gpuhub.domain import job_states, lease_states
 from gpuhub.domain.models import JobRow, LeaseRow
 from gpuhub.domain.reconcile import ObservedNode, explain_missing_proof
@@ -13,13 +14,21 @@ from gpuhub.domain.reconcile import ObservedNode, explain_missing_proof
 Edit = Callable[[Transaction], None]
 
 
-def end_leases(reasons: Mapping[str, str]) -> Edit:
-    """Release leases, each for its reason; ended leases do not change."""
+def end_leases(reasons: Mapping[str, str], *, lost: Collection[str] = ()) -> Edit:
+    """Release leases, each for its reason; ended leases do not change.
+
+    A persistent notebook among the `lost` ones requests its GPUs again.
+    """
 
     def edit(transaction: Transaction) -> None:
         for lease_id, reason in reasons.items():
-            if lease_id in transaction.leases:
-                transaction.put_lease(lease_states.release(transaction.leases[lease_id], reason, transaction.now))
+            lease = transaction.leases.get(lease_id)
+            if lease is None:
+                continue
+            is_lost = lease_id in lost and lease.is_persistent and lease.state is LeaseState.ACTIVE
+            transaction.put_lease(lease_states.release(lease, reason, transaction.now))
+            if is_lost:
+                persistent_notebooks.request_again(transaction, lease)
 
     return edit
 

@@ -302,6 +302,8 @@ class Capabilities(WireModel):
     reservations: bool = True
     #: gpuhub itself puts requests back of users who used much.
     fair_share: bool = True
+    #: A notebook can ask again for its GPUs when its container was lost.
+    persistent_notebooks: bool = True
     #: Jobs may have a priority, and may offer to be preempted.
     priorities: bool = True
     preemption: bool = True

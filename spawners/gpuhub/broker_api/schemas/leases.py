@@ -154,6 +154,10 @@ class LeaseRequest(WireModel):
     groups: Annotated[tuple[GroupName, ...], Field(max_length=64)] = ()
     #: Time limit, seconds, shorter than the profile's; None for the profile's.
     time_limit_s: TimeLimit | None = None
+    #: Ask again for its GPUs if the notebook's container is lost, such as by a reboot of its node.
+    persistent: bool = False
+    #: The image that the notebook is started with again; None for the profile's.
+    image: Annotated[str, StringConstraints(min_length=1, max_length=255)] | None = None
 
 
 class LeaseView(WireModel):
@@ -192,6 +196,8 @@ class LeaseView(WireModel):
     expires_at: datetime | None
     #: Why it ended, for the user.
     reason: str | None
+    #: The notebook asks again for its GPUs if its container is lost.
+    persistent: bool = False
     #: None unless it is a notebook that is idle, and idle notebooks are stopped.
     idle: IdleView | None = None
     #: Defects and slowdowns of its GPUs, one text for each GPU that has some; empty unless granted.

@@ -23,6 +23,8 @@ class NotificationKind(StrEnum):
     JOB_ENDED = "job-ended"
     JOB_FAILED = "job-failed"
     JOB_PREEMPTED = "job-preempted"
+    #: A notebook that asks again for its GPUs has lost its container.
+    NOTEBOOK_LOST = "notebook-lost"
     #: A user checks a destination.
     TEST = "test"
     #: For the owner of the machines: a node does not answer, or answers again.
@@ -34,11 +36,13 @@ class NotificationKind(StrEnum):
 
 
 #: What a user can choose for a destination.
-UserNotificationKind = Literal["granted", "time-left", "idle", "job-ended", "job-failed", "job-preempted"]
+UserNotificationKind = Literal[
+    "granted", "time-left", "idle", "job-ended", "job-failed", "job-preempted", "notebook-lost"
+]
 #: An Apprise URL. No whitespace and nothing outside ASCII: such characters are percent-encoded.
 DestinationUrl = Annotated[str, StringConstraints(min_length=8, max_length=1000, pattern=r"^[\x21-\x7e]+$")]
 DestinationName = Annotated[str, StringConstraints(max_length=60, pattern=r"^[^\x00-\x1f\x7f]*$")]
-_Kinds = Annotated[tuple[UserNotificationKind, ...], Field(max_length=6)]
+_Kinds = Annotated[tuple[UserNotificationKind, ...], Field(max_length=7)]
 
 
 class DestinationRequest(WireModel):

@@ -22,7 +22,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_lifecycle import translate_mount_errors
 from gpuhub.docker.container_spec import ContainerContext, ContainerSpec, build_notebook_spec
 from gpuhub.docker.firewall_container import ensure_firewall
-from gpuhub.spawners.base import SPAWN_OPTIONS
+from gpuhub.spawners.base import SPAWN_OPTIONS, is_kept
 from gpuhub.spawners.readiness import wait_container_ready
 from gpuhub.tls import notebook_certificate
 
@@ -255,8 +255,8 @@ def choose_profile(
     unknown = sorted(str(key)[:40] for key in options if key not in SPAWN_OPTIONS)
     if unknown:
         raise InvalidRequest(
-            f"There is no option {', '.join(unknown)}; there are image (one of the profile's) and profile, one of: "
-            f"{valid}"
+            f"There is no option {', '.join(unknown)}; there are image (one of the profile's), keep (yes or no) and "
+            f"profile, one of: {valid}"
         )
     name = options.get("profile")
     if name is None:
@@ -265,6 +265,7 @@ def choose_profile(
     if profile is None:
         raise InvalidRequest(f"There is no profile {str(name)[:60]!r}; choose one of: {valid}")
     profile.check_groups(owner, groups)
+    is_kept(options)
     image = options.get("image")
     return profile.with_image(None if image is None else str(image))
 

@@ -95,9 +95,22 @@ NONE: list[Action] = []
             [container("created")],
             [ReleaseLease(lease_id="l1", reason="its container was never started")],
         ),
-        (lease(LeaseState.ACTIVE), [container("exited")], [ReleaseLease(lease_id="l1", reason="its container ended")]),
-        (lease(LeaseState.ACTIVE), [container("dead")], [ReleaseLease(lease_id="l1", reason="its container ended")]),
-        (lease(LeaseState.ACTIVE), [], [ReleaseLease(lease_id="l1", reason="its container is gone")]),
+        (
+            lease(LeaseState.ACTIVE),
+            [container("exited")],
+            [ReleaseLease(lease_id="l1", reason="its container ended", is_loss=True)],
+        ),
+        (
+            lease(LeaseState.ACTIVE),
+            [container("dead")],
+            [ReleaseLease(lease_id="l1", reason="its container ended", is_loss=True)],
+        ),
+        (lease(LeaseState.ACTIVE), [], [ReleaseLease(lease_id="l1", reason="its container is gone", is_loss=True)]),
+        (
+            lease(LeaseState.ACTIVE, expires_at=NOW - 1),
+            [],
+            [ReleaseLease(lease_id="l1", reason="its container is gone")],
+        ),
         # A list begun before the activation says nothing about it.
         (lease(LeaseState.ACTIVE, since=NOW + 0.01), [], NONE),
         # Time limits: the hub gets a minute to stop it.
@@ -283,7 +296,7 @@ def test_another_daemon_ends_no_lease() -> None:
     """A notebook and a worker that another daemon does not list may still run; what it lists is acted on."""
     active = lease(LeaseState.ACTIVE)
     assert actions(of=active, identity=OTHER_DAEMON) == [DOUBT]
-    ended = ReleaseLease(lease_id="l1", reason="its container ended")
+    ended = ReleaseLease(lease_id="l1", reason="its container ended", is_loss=True)
     assert actions(container("exited"), of=active, identity=OTHER_DAEMON) == [DOUBT, ended]
     over = lease(LeaseState.ACTIVE, expires_at=NOW - 61)
     assert actions(of=over, identity=OTHER_DAEMON) == [

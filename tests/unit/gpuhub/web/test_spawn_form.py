@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker_api.schemas import ClusterView, GpuView, HolderView, OutsideProcess, ProfileView, Purpose
+from gpuhub.broker_api.schemas import (
+    Capabilities,
+    ClusterView,
+    GpuView,
+    HolderView,
+    OutsideProcess,
+    ProfileView,
+    Purpose,
+)
 from gpuhub.config.settings import ClusterSettings, GroupSettings
 from gpuhub.spawners.base import SpawnFailed, parse_spawn_options
 from gpuhub.storage.home_usage import HomeUsage
@@ -63,6 +71,15 @@ def test_form_is_complete_without_the_broker(cluster: ClusterSettings) -> None:
     assert html.count('type="radio"') == 3
     assert html.count(" checked") == 1
     assert "free GPUs are unknown" in html
+
+
+async def test_form_offers_to_keep_the_notebook_where_that_works(cluster: ClusterSettings) -> None:
+    """The last choice is selected; with Slurm there is none."""
+    view = await FakeBroker(cluster).cluster()
+    assert 'name="keep" value="yes" id="gpuhub-keep" >' in render_form(cluster, view, last_profile=None)
+    assert 'id="gpuhub-keep" checked>' in render_form(cluster, view, last_profile=None, is_kept=True)
+    without = view.model_copy(update={"capabilities": Capabilities(persistent_notebooks=False)})
+    assert "gpuhub-keep" not in render_form(cluster, without, last_profile=None)
 
 
 async def test_text_from_settings_is_escaped() -> None:

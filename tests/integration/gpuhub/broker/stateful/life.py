@@ -74,8 +74,8 @@ class ModelHub:
     async def fetch_token_model(self, token: str) -> Mapping[str, Any] | None:
         return {"kind": "user", "name": token, "admin": False, "scopes": []}
 
-    async def start_server(self, owner: str, server: str, profile: str) -> None:
-        self.starts.append((owner, server, profile))
+    async def start_server(self, owner: str, server: str, options: Mapping[str, str]) -> None:
+        self.starts.append((owner, server, options["profile"]))
 
     async def stop_server(self, owner: str, server: str) -> None:
         self.stops.append((owner, server))

@@ -131,6 +131,19 @@ def test_failed_start_has_the_hubs_reason(hub: FakeHub, capsys: pytest.CaptureFi
     )
 
 
+def test_keep_is_an_option_of_the_start(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """The hub passes it to the broker; one that starts already cannot get it."""
+    assert main.run_command(["instance", "start", "--profile", "big", "--name", "a", "--keep", "-d"]) == 0
+    assert hub.servers["a"]["user_options"] == {"profile": "big", "keep": "yes"}
+    assert main.run_command(["instance", "start", "--profile", "big", "--name", "b", "-d"]) == 0
+    assert hub.servers["b"]["user_options"] == {"profile": "big"}
+    capsys.readouterr()
+    assert main.run_command(["instance", "start", "--name", "b", "--keep"]) == 2
+    assert capsys.readouterr().err == (
+        "gpu-launch: Instance b is starting already.\n--keep is for a new start: gpu-launch instance stop b\n"
+    )
+
+
 def test_refusals_before_anything_is_requested(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     """Wrong options end the command with status 2, in two lines, and nothing is sent to the hub."""
     hub.add_server("runs")

@@ -143,8 +143,8 @@ async def test_servers_are_started_and_stopped_by_name() -> None:
         return httpx.Response(202)
 
     api = hub(answer)
-    await api.start_server("ada", "", "rtx5090")
-    await api.start_server("ada", "work", "cpu")
+    await api.start_server("ada", "", {"profile": "rtx5090"})
+    await api.start_server("ada", "work", {"profile": "cpu"})
     await api.stop_server("ada", "")
     await api.close()
     assert seen == [
@@ -161,14 +161,14 @@ async def test_hub_errors_are_translated(status: int, kind: type[GpuhubError]) -
     """Each is another thing to do: end the request, call the administrator, or come back."""
     api = hub(lambda _: httpx.Response(status))
     with pytest.raises(kind):
-        await api.start_server("ada", "", "cpu")
+        await api.start_server("ada", "", {"profile": "cpu"})
     await api.close()
 
 
 async def test_repeated_server_start_and_stop_succeed() -> None:
     """The hub says 400 to a start that is pending or done, and 404 to the stop of what does not run."""
     api = hub(lambda request: httpx.Response(400 if request.method == "POST" else 404))
-    await asyncio.gather(api.start_server("ada", "", "cpu"), api.stop_server("ada", ""))
+    await asyncio.gather(api.start_server("ada", "", {"profile": "cpu"}), api.stop_server("ada", ""))
     await api.close()
 
 

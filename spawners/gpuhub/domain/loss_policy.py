@@ -1,0 +1,18 @@
+"""How often a persistent notebook asks again for its GPUs: a server that ends at once must not do so for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: Number of restarts within `WINDOW_S`, seconds; the next loss ends the notebook.
+MOST_RESTARTS, WINDOW_S = 3, 3600.0
+
+
+def record_loss(losses: Sequence[float], now: float) -> tuple[float, ...]:
+    """Return the times of the losses that count, seconds, with the one of now."""
+    return (*(at for at in losses if now - WINDOW_S < at <= now), now)
+
+
+def may_restart(losses: Sequence[float]) -> bool:
+    """Return whether the notebook asks again after these losses."""
+    return len(losses) <= MOST_RESTARTS
