@@ -145,6 +145,19 @@ async def test_a_request_is_granted_gpus_that_fit_it(setting: Setting, backend: 
         assert lease["expires_at"] is None or lease["expires_at"] > lease["granted_at"]
 
 
+async def test_a_persistent_notebook_is_refused_where_another_system_decides(
+    setting: Setting, backend: TestedBackend
+) -> None:
+    """With the name of that system, before anything is requested."""
+    async with asgi_broker(setting) as running:
+        if backend.capabilities.persistent_notebooks:
+            assert (await ask(running, "ada", persistent=True))["persistent"]
+            return
+        refusal = await ask(running, "ada", persistent=True, status=422)
+        assert f"keep: {backend.capabilities.scheduler} decides what happens to a job" in refusal["detail"]
+        assert not running.core.ledger.snapshot.leases
+
+
 async def test_no_gpu_is_granted_twice(setting: Setting, backend: TestedBackend) -> None:
     """The second lease gets the GPU when nothing of the first is left, and not before."""
     async with asgi_broker(setting) as running:
