@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from gpuhub.broker.state import chains
 from gpuhub.broker.state.transaction import Transaction
@@ -70,21 +71,21 @@ def _follow_release(transaction: Transaction, job: JobRow, lease: LeaseRow) -> J
     """Queue a preempted or failed job again, of which nothing is left, or end it."""
     if job.state is JobState.PREEMPTING:
         # With its old age, so that the time already waited counts.
-        lease_id = _request_again(transaction, lease, created_at=lease.created_at)
+        lease_id = request_again(transaction, lease, created_at=lease.created_at)
         return job_states.requeue(job, lease_id, transaction.now)
     if job_states.can_retry(job):
-        return job_states.retry(job, _request_again(transaction, lease, created_at=transaction.now), transaction.now)
+        return job_states.retry(job, request_again(transaction, lease, created_at=transaction.now), transaction.now)
     return job_states.end(job, transaction.now)
 
 
-def _request_again(transaction: Transaction, old: LeaseRow, *, created_at: float) -> str:
-    """Add the same request under a new lease; return its id."""
+def request_again(transaction: Transaction, old: LeaseRow, *, created_at: float, **more: Any) -> str:
+    """Add the same request under a new lease, with `more` of its fields; return its id."""
     lease_id = new_id("l")
     transaction.put_lease(
         LeaseRow(
             id=lease_id,
             seq=transaction.next_seq(),
-            key=job_key(lease_id),
+            key=f"{old.purpose}:{lease_id}",
             owner=old.owner,
             groups=old.groups,
             purpose=old.purpose,
@@ -94,6 +95,7 @@ def _request_again(transaction: Transaction, old: LeaseRow, *, created_at: float
             created_at=created_at,
             since=transaction.now,
             time_limit_s=old.time_limit_s,
+            **more,
         )
     )
     return lease_id

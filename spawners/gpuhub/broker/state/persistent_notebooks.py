@@ -6,9 +6,10 @@ the server, which then finds the request.
 
 from __future__ import annotations
 
+from gpuhub.broker.state import effects
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.domain import loss_policy
-from gpuhub.domain.models import EventRow, LeaseRow, NotificationRow, new_id
+from gpuhub.domain.models import EventRow, LeaseRow, NotificationRow
 from gpuhub.domain.notifications import build_loss
 
 
@@ -20,25 +21,8 @@ def request_again(transaction: Transaction, lost: LeaseRow) -> None:
     _report(transaction, lost, build_loss(lost, transaction.now, is_restarted=is_restarted), node)
     if not is_restarted:
         return
-    lease_id = new_id("l")
-    transaction.put_lease(
-        LeaseRow(
-            id=lease_id,
-            seq=transaction.next_seq(),
-            key=f"again-{lease_id}",
-            owner=lost.owner,
-            groups=lost.groups,
-            purpose=lost.purpose,
-            subject=lost.subject,
-            profile=lost.profile,
-            resources=lost.resources,
-            created_at=transaction.now,
-            since=transaction.now,
-            time_limit_s=lost.time_limit_s,
-            is_persistent=True,
-            image=lost.image,
-            losses=losses,
-        )
+    effects.request_again(
+        transaction, lost, created_at=transaction.now, is_persistent=True, image=lost.image, losses=losses
     )
 
 
