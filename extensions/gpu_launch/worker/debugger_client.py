@@ -43,7 +43,8 @@ class DebuggerClient:
         """
         self._socket = socket.socket(socket.AF_UNIX)
         try:
-            self._socket.connect(f"{path}{rank_debugger.SOCKET}")
+            with rank_debugger.shorten_path(Path(f"{path}{rank_debugger.SOCKET}")) as short:
+                self._socket.connect(short)
             self._data = b""
             self._is_over = False
             self._send({"action": "attach"} | hello)

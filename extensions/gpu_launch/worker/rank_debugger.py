@@ -376,12 +376,23 @@ def _write_stop(path: Path, stop: RankStop) -> None:
 
 
 @contextlib.contextmanager
+def shorten_path(path: Path) -> Iterator[str]:
+    """Return another path of a file, for a socket, whose path may have only 107 characters."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
 def _listen(path: Path) -> Iterator[socket.socket]:
     """Listen in the folder of the dump, which only this user can enter."""
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            listener.bind(str(path))
+            with shorten_path(path) as short:
+                listener.bind(short)
             path.chmod(0o600)
             listener.listen(1)
             yield listener

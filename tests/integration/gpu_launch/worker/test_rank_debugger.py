@@ -156,13 +156,13 @@ def test_running_rank_stops_on_request(node):
     assert "left" in node.text()
 
 
-def test_terminal_debugs_a_rank_of_its_container(node):
+def test_terminal_debugs_a_rank_of_its_container(node, tmp_path):
     """The program that `gpu-launch debug` runs, with a real terminal's input as a pipe."""
     node.start(node.script(RUNNING))
     node.until_printed("ready")
-    program = "from gpu_launch.cli.main import main; main(['debug', '--here', 'run', '--rank', '0'])"
+    program = "import sys; from gpu_launch.cli.main import main; main(['debug', *sys.argv[1:], '--rank', '0'])"
     result = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, node.run.run_id],
         input="up\np step >= 0\n!step = -9\nq\n",
         capture_output=True,
         text=True,
@@ -174,13 +174,15 @@ def test_terminal_debugs_a_rank_of_its_container(node):
     assert "Rank 0 continues, and stops at no breakpoint() any more." in result.stdout
     agent.signal_ranks(signal.SIGKILL, node.run.run_id)
     node.end()
+    # Another container's temporary folder has no ranks.
     missing = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, "--here", "run"],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
         stdin=subprocess.DEVNULL,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     assert missing.returncode == 1
     assert missing.stderr == ("Rank 0 does not run in this container, or torchrun started it. Ranks here: none.\n")
