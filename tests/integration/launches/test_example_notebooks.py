@@ -1,11 +1,11 @@
-"""The notebooks about language models, executed as they are, on three nodes without GPUs."""
+"""The notebooks about language models and sweeps, executed as they are, on three nodes without GPUs."""
 
 from __future__ import annotations
 
 import re
 
 from tests.support.launch.example_notebooks import execute
-from tests.support.launch.local_cluster import Notebook
+from tests.support.launch.local_cluster import Notebook, until, use_image_settings
 
 #: Imports of transformers by several processes at once are slow on a busy machine.
 LIMIT_S = 900
@@ -31,3 +31,18 @@ def test_scaling_notebook_runs_to_its_end(notebook: Notebook) -> None:
         assert re.search(rf"^{way} +2 +[\d.]+ +\d+\.\d\d +\d\.\d\d +[0-4]\.\d{{3}}$", output, re.MULTILINE), output
         assert re.search(rf"^{way} +a second machine (pays|does)", output, re.MULTILINE), output
     assert re.search(r"All weights train fastest with \w+ on [12] node", output), output
+
+
+def test_optuna_notebook_runs_to_its_end(notebook: Notebook) -> None:
+    """Trials run on two nodes at a time, some are pruned, and the study in the home has all of them."""
+    use_image_settings(notebook)
+    output = execute(notebook, "09-tune-with-optuna.ipynb", limit_s=LIMIT_S)
+    nodes = re.search(r"trial 12 of 12 is over; trials by node: \{(.*)\}", output)
+    assert nodes is not None, output
+    assert set(re.findall(r"rig\d", nodes[1])) == {"rig1", "rig2"}
+    states = re.search(r"^12 trials: \{(.*)\}", output, re.MULTILINE)
+    assert states is not None, output
+    assert "'COMPLETE': " in states[1]
+    assert re.search(r"best: trial \d+, loss 0\.\d+, \{'rate': ", output), output
+    assert (notebook.home / "studies" / "spirals.journal").stat().st_size > 0
+    until(lambda: not notebook.left(), "no process left")

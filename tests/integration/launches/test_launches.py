@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 
-import gpu_launch
 from gpuhub.broker_api import schemas
-from tests.support.launch.local_cluster import NODES, Notebook, gpu, lines_until, until
+from tests.support.launch.local_cluster import NODES, Notebook, gpu, lines_until, until, use_image_settings
 from tests.support.launch.rank_scripts import ALL_REDUCE, count_ranks
 
 #: Variables that torchrun promises to ranks, and those that a launch adds.
@@ -131,14 +128,6 @@ def test_waiting_launch_shows_its_queue_position(notebook: Notebook) -> None:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
     assert "sum 3.0 of 2" in out
-
-
-def use_image_settings(notebook: Notebook) -> None:
-    """Give the notebook the image's settings of ipyparallel."""
-    profile = notebook.home / ".ipython" / "profile_default"
-    profile.mkdir(parents=True)
-    for settings in (Path(gpu_launch.__file__).parent / "image_config").glob("*.py"):
-        shutil.copy(settings, profile)
 
 
 def test_ipyparallel_cluster_works_by_default(notebook: Notebook) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import gpu_launch
 from gpuhub.broker_api import schemas
 
 TOKEN = "notebook-token"
@@ -362,6 +364,14 @@ class Notebook:
     def left(self) -> list[str]:
         """Return the processes of this home that still run."""
         return list(find_processes(self.home).values())
+
+
+def use_image_settings(notebook: Notebook) -> None:
+    """Give the notebook the image's settings of ipyparallel."""
+    profile = notebook.home / ".ipython" / "profile_default"
+    profile.mkdir(parents=True)
+    for settings in (Path(gpu_launch.__file__).parent / "image_config").glob("*.py"):
+        shutil.copy(settings, profile)
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
