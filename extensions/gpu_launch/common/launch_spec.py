@@ -101,6 +101,8 @@ class LaunchSpec:
     #: Restarts after failures, counted as in TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS.
     restart_count: int = 0
     max_restarts: int = 0
+    #: A free port of `master_addr` for JAX's coordinator; 0 if none was sought.
+    coordinator_port: int = 0
     #: The exchange folder for variables and results, see `worker.rank_main`; empty for none.
     exchange: str = ""
     #: The mode of `--comm`; empty to leave the script's communication as it is.

@@ -279,11 +279,15 @@ def build_spec(
     first: NodeInfo,
     attempt: int,
     channel: Channel,
+    coordinator_port: int = 0,
     method: StartMethod = StartMethod.TORCHRUN,
     restarts: int = 0,
     exchange: str = "",
 ) -> LaunchSpec:
-    """Return the spec of one start. `first` is node 0; its port is free, or has the ranks' store."""
+    """Return the spec of one start. `first` is node 0; its port is free, or has the ranks' store.
+
+    `coordinator_port` is free there as well.
+    """
     request, options = validated.request, validated.request.options
     script = validated.script if request.cell is None else str(run.cell)
     log_dir = request.cwd / Path(options.log_dir).expanduser() if options.log_dir else run.logs
@@ -293,6 +297,7 @@ def build_spec(
         membership=membership,
         master_addr=first.address,
         master_port=first.port,
+        coordinator_port=coordinator_port,
         command=(script, *options.arguments),
         module=options.module,
         no_python=options.no_python,

@@ -155,22 +155,27 @@ class RankStarter:
         if method is StartMethod.FORK and self._refusal:
             method, reason = StartMethod.TORCHRUN, self._refusal
         self._note_method(reason)
-        info = agents.node_infos(membership)[0]
         if port is None:
             info = agents.wait(first, agents.call(first, agent.describe_node), cancelled, limit_s=CALL_S)
-        return None if info is None or cancelled.is_set() else self._build(membership, info, method, port)
+        else:
+            info = replace(agents.node_infos(membership)[0], port=port)
+        if info is None or cancelled.is_set():
+            return None
+        coordinator = agents.wait(first, agents.call(first, agent.find_coordinator_port, info.port), cancelled)
+        return None if cancelled.is_set() else self._build(membership, info, method, coordinator)
 
     def _note_method(self, reason: str) -> None:
         text = f"ranks are started by torchrun itself: {reason}"
         if reason and not self._ranks.attempt:
             self._notes.append(text)
 
-    def _build(self, membership: Membership, first: NodeInfo, method: StartMethod, port: int | None) -> LaunchSpec:
+    def _build(self, membership: Membership, first: NodeInfo, method: StartMethod, coordinator_port: int) -> LaunchSpec:
         return build_spec(
             self._validated,
             self._run,
             membership=membership,
-            first=first if port is None else replace(first, port=port),
+            first=first,
+            coordinator_port=coordinator_port,
             attempt=self._ranks.attempt,
             restarts=self._restarts,
             method=method,

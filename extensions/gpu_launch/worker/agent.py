@@ -137,6 +137,13 @@ def open_store(run_id: str, attempt: int) -> int:
     return _state.fork_server.open_store(network.find_own_interface(environment.read().subnet, wait_s=1.0).address)
 
 
+def find_coordinator_port(store_port: int) -> int:
+    """Return a free port for the coordinator of JAX, other than that of a store that may not listen yet."""
+    while (port := network.find_free_port()) == store_port:
+        pass
+    return port
+
+
 def start_ranks(spec: LaunchSpec) -> int:
     """Start this node's ranks and return the process id of the first one, or of their parent.
 

@@ -26,7 +26,7 @@ from gpu_launch.common import exchange as exchange_files
 from gpu_launch.common import memory_cap
 from gpu_launch.prediction import step_profiler
 from gpu_launch.training import ddp_communication
-from gpu_launch.worker import rank_debugger, rank_displays, rank_stacks
+from gpu_launch.worker import jax_cluster, rank_debugger, rank_displays, rank_stacks
 
 
 def main() -> None:
@@ -50,6 +50,7 @@ def run_command(command: Sequence[str], *, module: bool, exchange_dir: Path | No
     debugger = rank_debugger.install(os.environ)
     ddp_communication.install()
     step_profiler.install()
+    jax_cluster.install()
     sys.excepthook = show_exception
     main = ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={}, __cached__=None)

@@ -15,7 +15,7 @@ from gpu_launch.common.launch_spec import LaunchSpec, StartMethod
 from gpu_launch.prediction import step_profiler
 from gpu_launch.report import PATH as PROGRESS
 from gpu_launch.training import comm_modes
-from gpu_launch.worker import processes
+from gpu_launch.worker import jax_cluster, processes
 
 if TYPE_CHECKING:
     from gpu_launch.common.run_folder import RunFolder
@@ -130,6 +130,8 @@ def build_node_environ(
         environ.pop("OMP_NUM_THREADS", None)
     environ |= settings
     environ |= spec.environ
+    if spec.coordinator_port and spec.start_method is not StartMethod.TASK:
+        environ |= jax_cluster.build_variables(spec)
     if spec.comm:
         environ[comm_modes.VARIABLE] = spec.comm
     if spec.predict:
@@ -158,6 +160,7 @@ def build_rank_environ(
         PROGRESS: progress_file,
         "LOCAL_RANK": str(local_rank),
         "RANK": str(rank),
+        jax_cluster.PROCESS_ID: str(rank),
         "GROUP_RANK": str(node_rank),
         "ROLE_RANK": str(rank),
         "ROLE_NAME": get_torchrun_flag(spec.torchrun_flags, "role", "default"),

@@ -41,6 +41,7 @@ SPEC = LaunchSpec(
     ),
     master_addr="10.0.1.2",
     master_port=4711,
+    coordinator_port=4712,
     command=("it's; a train.py", "--epochs", "2"),
     module=False,
     no_python=False,
@@ -187,6 +188,7 @@ def test_build_rank_environment():
     assert environ["GPU_LAUNCH_RANKS"] == "run-1/1"
     assert (environ["GPU_LAUNCH_ATTEMPT"], environ["GPU_LAUNCH_PREEMPTIONS"]) == ("0", "2")
     assert environ["PYTHONPATH"] == f"/w{os.pathsep}/x"
+    assert (environ["JAX_COORDINATOR_ADDRESS"], environ["JAX_NUM_PROCESSES"]) == ("10.0.1.2:4712", "3")
     assert not {"JUPYTERHUB_API_TOKEN", "IPP_CONNECTION_INFO"} & environ.keys()
 
 
