@@ -7,10 +7,12 @@ import json
 import signal
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ipyparallel import Client
 from ipyparallel.cluster.launcher import BaseLauncher, NotRunning
 from traitlets import Integer, Unicode
 
@@ -26,6 +28,7 @@ from gpu_launch.launch.plan import LaunchPlan, find_model, fit, make_plan
 from gpu_launch.launch.worker_group import BrokerWorkerGroup, WorkerGroup, load_connection
 
 _POLL_S = 0.02  # seconds between polls for the controller's connection file
+_SIGNAL_S = 10.0  # seconds for the controller to answer, and for all engines to confirm a signal
 _CONTROLLER_S = 60.0  # seconds a controller may take to write it
 
 
@@ -83,12 +86,19 @@ class GpuhubEngineSetLauncher(BaseLauncher):
                 raise TimeoutError(f"The engines of {self.run_id} still run after {timeout} s.")
             await asyncio.sleep(0.1)
 
-    def signal(self, sig: int) -> None:
-        """End the engines for signals that end processes; for others `Client.send_signal` reaches each engine."""
-        if sig in (signal.SIGTERM, signal.SIGKILL) and self.group is not None:
-            self.group.stop()
+    async def signal(self, sig: int) -> None:
+        """Send a signal to every engine of this set; SIGTERM and SIGKILL end the set and free its GPUs.
+
+        Raises:
+            LaunchFailed: when no engine of the set is connected, or one does not confirm the signal.
+        """
+        if self.group is None:
+            return
+        loop = asyncio.get_running_loop()
+        if sig in (signal.SIGTERM, signal.SIGKILL):
+            await loop.run_in_executor(None, self.group.stop)
         else:
-            raise LaunchFailed("Only SIGTERM and SIGKILL end all engines; use client.send_signal(...) for others.")
+            await loop.run_in_executor(None, self._signal_engines, sig)
 
     def get_output(self, remove: bool = False) -> str:
         """Return the ends of the workers' logs."""
@@ -131,12 +141,15 @@ class GpuhubEngineSetLauncher(BaseLauncher):
         group = BrokerWorkerGroup(plan, run_folder.open_run(env.home, self.run_id), env=env, broker=broker)
         group.attach(self.job_id)
         self.group = group
-        self.n = len(job.workers)
-        self.notify_start({"run": self.run_id, "n": self.n})
+        # `n` stays what was asked for, with an engine in the notebook that may be gone: so many a restart starts.
+        self.notify_start({"run": self.run_id, "n": len(job.workers)})
         return self
 
     def _begin(self, n: int) -> BrokerWorkerGroup:
         env = environment.read()
+        if self._shares_notebook():
+            # Engines that are added get GPUs of their own.
+            env = replace(env, gpu_uuids=())
         broker = _broker(env)
         cluster = broker.get_cluster() if broker else None
         models = (find_model(cluster, self.model),) if self.model and cluster else ()
@@ -154,6 +167,38 @@ class GpuhubEngineSetLauncher(BaseLauncher):
         settings = {"is_launch": False, "profile_dir": self.profile_dir, "heartbeat_misses": 30}
         group.start(settings=settings | run_folder.build_interpreter(environment.find_own_interpreter(env.home)))
         return group
+
+    def _signal_engines(self, number: int) -> None:
+        """Let ipyparallel's nanny of each engine send the signal: it answers while its engine computes."""
+        client = Client(self.connection_files["client"], timeout=_SIGNAL_S)
+        try:
+            # Engines carry the id of their run, because the controller does not know of sets.
+            targets = [engine for engine, name in client._engines.items() if name.startswith(f"{self.run_id}.")]
+            if not targets:
+                raise LaunchFailed(f"Signal {number}: no engine of {self.run_id} is connected (any more).")
+            answers = client.send_signal(number, targets=targets, block=False).result(timeout=_SIGNAL_S)
+            for content in (answer["content"] for answer in answers):
+                if content["status"] != "ok":
+                    raise LaunchFailed(f"Signal {number}: {content.get('ename')}: {content.get('evalue')}")
+        except TimeoutError:
+            raise LaunchFailed(
+                f"Signal {number}: not all of the {len(targets)} engines of {self.run_id} confirmed it within "
+                f"{_SIGNAL_S:.0f} s."
+            ) from None
+        finally:
+            client.close()
+
+    def _shares_notebook(self) -> bool:
+        """Return whether another set of this cluster uses the notebook's own GPUs."""
+        sets = getattr(self.parent, "engines", {}).values()
+        return any(
+            other is not self
+            and isinstance(other, GpuhubEngineSetLauncher)
+            and other.running
+            and other.group is not None
+            and other.group.plan.includes_notebook
+            for other in sets
+        )
 
     def _publish(self, group: WorkerGroup) -> None:
         """Publish the connection of the controller, from the cluster or from its file."""

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -159,6 +160,8 @@ def _build_engine_arguments(run: RunFolder, settings: dict[str, object]) -> list
     profile = run.profile if settings["is_launch"] else settings["profile_dir"]
     return [
         f"--file={run.connection}",
+        # By its name the launcher knows the engines of a set: see `ipp_launcher`.
+        f"--ident={run.run_id}.{uuid.uuid4().hex}",
         f"--profile-dir={profile}",
         # Generous, because the engines and torch imports of all nodes may share few cores.
         "--timeout=30",
