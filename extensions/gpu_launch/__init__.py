@@ -18,6 +18,7 @@ from gpu_launch.report import report
 
 if TYPE_CHECKING:
     from gpu_launch.common.exchange import ExchangeFiles
+    from gpu_launch.detached.endpoint import Endpoint
     from gpu_launch.launch.state import LaunchResult
     from gpu_launch.prediction.memory_estimate import MemoryEstimate
     from gpu_launch.sessions.call_executor import Executor
@@ -36,6 +37,7 @@ __all__ = [
     "load_ipython_extension",
     "report",
     "run",
+    "serve",
 ]
 
 _BEFORE = dict(os.environ)
@@ -268,6 +270,72 @@ def run(
     # The script of every rank is this line; then the rank calls the function, see `worker.rank_main`.
     cell = f"# gpu_launch.run calls {call.name} here.\n"
     return launch(options, cell=cell, before=_BEFORE, exchange=_exchange(send, options.returns, call))
+
+
+def serve(
+    model: str | Path,
+    *,
+    nnodes: int = 1,
+    nproc_per_node: int = 1,
+    name: str | None = None,
+    context: int | None = None,
+    slots: int = 8,
+    idle: str = "30m",
+    engine: str = "auto",
+    port: int = 8000,
+    allow_users: Sequence[str] = (),
+    gpu_model: str | Sequence[str] | None = None,
+    memory: str | None = None,
+    same_model: bool = False,
+    scavenge: bool = False,
+    priority: int | None = None,
+    time_limit: str | None = None,
+) -> Endpoint:
+    """Serve a language model over the GPUs of `nnodes` nodes, with OpenAI's API; return its endpoint at once.
+
+    It is a job that runs without the notebook, as `gpu-launch serve` starts it:
+
+        endpoint = gpu_launch.serve("Qwen/Qwen3-8B", nnodes=2)
+        endpoint.chat("What is a lease?")
+
+    `chat` waits for the GPUs and the weights, and shows the answer as it comes. `endpoint.stop()` ends the job, and so
+    does the time `idle` without a request (`"0s"`: never).
+
+    `model` is a folder that all nodes have, or the name of a shared model or of one in the Hugging Face cache. `name`
+    is how requests call it. `context` is the number of tokens of the longest prompt and answer together, `slots` that
+    of requests that are computed at the same time. `allow_users` may use it as well. `gpu_model` and `memory` choose
+    the GPUs, as `model` and `memory` of `run` do.
+
+    Raises:
+        UsageError: before anything is asked for: there is no such model, it cannot be served, or it fits no such cards.
+        BrokerError: the broker refuses.
+    """
+    from gpu_launch.detached import endpoint
+    from gpu_launch.serving.settings import MAX_IDLE_S, ServerSettings, ServingEngine, name_model
+    from gpu_launch.units import parse_span
+
+    if engine not in set(ServingEngine):
+        raise UsageError(f"engine={engine!r}: one of {', '.join(ServingEngine)} is needed.")
+    settings = ServerSettings(
+        model=str(model),
+        name=name or name_model(str(model)),
+        port=port,
+        context=context,
+        slots=slots,
+        idle_s=parse_span("idle", idle, least=0, most=MAX_IDLE_S),
+        engine=ServingEngine(engine),
+    )
+    demand = {
+        "nnodes": nnodes,
+        "nproc_per_node": nproc_per_node,
+        "model": gpu_model or None,
+        "memory": memory,
+        "same_model": same_model,
+        "scavenge": scavenge,
+        "priority": priority,
+        "time_limit": time_limit,
+    }
+    return endpoint.serve(settings, demand, users=allow_users, before=_BEFORE)
 
 
 def _exchange(send: Mapping[str, Any] | None, returns: Sequence[str], call: Any) -> ExchangeFiles | None:

@@ -50,7 +50,7 @@ class BrokerClient:
         self._on_retry = on_retry
         # A proxy for the internet does not lead to the head node.
         self._opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), _NoRedirect, urllib.request.HTTPSHandler(context=tls)
+            urllib.request.ProxyHandler({}), NoRedirect, urllib.request.HTTPSHandler(context=tls)
         )
 
     @classmethod
@@ -270,7 +270,7 @@ class BrokerClient:
             ) from None
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
+class NoRedirect(urllib.request.HTTPRedirectHandler):
     """Treats a redirect as an answer: following it would send the token to the redirect's target."""
 
     def redirect_request(self, *_: Any) -> None:

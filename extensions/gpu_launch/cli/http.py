@@ -238,10 +238,16 @@ def open_tar(answer: ResponseStream, on_bytes: Callable[[int], None] = lambda si
         raise BrokerError(f"The answer of the hub is not a tar: {error}.") from None
 
 
-def read_first_file(response: ResponseStream) -> bytes:
-    """Return the content of the first file in a tar."""
+def read_first_file(response: ResponseStream, *, most: int | None = None) -> bytes:
+    """Return the content of the first file in a tar.
+
+    Raises:
+        BrokerError: There is none, or it has more than `most` bytes.
+    """
     with open_tar(response) as tar:
         for member in tar:
+            if most is not None and member.size > most:
+                raise BrokerError(f"{member.name} has {member.size} bytes, which is more than {most}.")
             file = tar.extractfile(member)
             if file is not None:
                 return file.read()

@@ -151,8 +151,7 @@ def fit_to_cluster(asked: RunArguments, options: LaunchOptions, cluster: Cluster
         raise UsageError("--gpus stands instead of --nnodes and --nproc-per-node.")
     if asked.gpus is not None and asked.indexes is not None:
         raise UsageError("--array and --gpus exclude each other: each task of an array has one GPU.")
-    models = tuple(plan.find_model(cluster, model) for model in options.demand.models)
-    options = replace(options, demand=replace(options.demand, models=models))
+    options = replace(options, demand=plan.name_models(options.demand, cluster))
     if asked.gpus is not None:
         nodes, each = choose_layout(asked.gpus, cluster, options.demand)
         options = replace(options, nnodes=nodes, least_nnodes=None, nproc_per_node=each)

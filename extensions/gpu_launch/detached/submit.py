@@ -49,12 +49,26 @@ class Submitted:
     tasks: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobServer:
+    """The server that a job runs: its name for people, its port, and who reaches it besides the owner."""
+
+    name: str
+    port: int
+    users: tuple[str, ...] = ()
+
+
 def submit_from_notebook(
-    options: LaunchOptions, *, cell: str | None = None, before: Mapping[str, str], exchange: ExchangeFiles | None = None
+    options: LaunchOptions,
+    *,
+    cell: str | None = None,
+    before: Mapping[str, str],
+    exchange: ExchangeFiles | None = None,
+    server: JobServer | None = None,
 ) -> Submitted:
     """Submit a launch as a detached job. `before` is the environment when the notebook began.
 
-    The notebook keeps its own GPUs.
+    The notebook keeps its own GPUs. `server` is what the job runs, if it is a server.
 
     Raises:
         UsageError: before anything is asked for.
@@ -69,7 +83,7 @@ def submit_from_notebook(
     run = run_folder.open_run(env.home, run_folder.new_run_id())
     folders = _write(validated, env, run, exchange)
     try:
-        jobs = request_jobs(validated, broker, run, env, after=options.after)
+        jobs = request_jobs(validated, broker, run, env, after=options.after, server=server)
     except BaseException:
         _withdraw(broker, run, folders)
         raise
@@ -215,6 +229,7 @@ def request_jobs(
     env: Environment,
     *,
     after: str | None = None,
+    server: JobServer | None = None,
 ) -> list[models.Job]:
     """Ask the broker for the job, or the tasks of an array; a `RequestRecorder` only keeps the request."""
     plan, options = validated.plan, validated.request.options
@@ -229,10 +244,12 @@ def request_jobs(
         "batch": True,
         "detached": True,
         "image": env.image,
-        "name": build_name(options),
+        "name": build_name(options) if server is None else server.name,
         "after": after,
         "max_retries": options.retries,
     }
+    if server is not None:
+        request |= {"port": server.port, "port_users": server.users}
     if options.array is None:
         return [broker.create_job(**request)]
     return broker.create_array(count=len(options.array.indexes), max_running=options.array.limit, **request)

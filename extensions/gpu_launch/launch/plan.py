@@ -167,6 +167,15 @@ def find_model(cluster: Cluster, wanted: str) -> str:
     raise UsageError(f"--model {wanted}: the cluster has {', '.join(cluster.list_models()) or 'no GPUs'}.")
 
 
+def name_models(demand: GpuRequest, cluster: Cluster) -> GpuRequest:
+    """Return the demand with the cluster's own names of models.
+
+    Raises:
+        UsageError: the cluster has no such model.
+    """
+    return replace(demand, models=tuple(find_model(cluster, model) for model in demand.models))
+
+
 def fit(plan: LaunchPlan, cluster: Cluster) -> LaunchPlan:
     """Return the plan with no more nodes than this cluster has.
 

@@ -220,7 +220,7 @@ def _plan(options: LaunchOptions, env: Environment, cluster: Cluster | None) -> 
     demand = options.demand
     cards = cluster.find_gpus(env.gpu_uuids) if cluster else ()
     if cluster is not None:
-        demand = replace(demand, models=tuple(plan.find_model(cluster, model) for model in demand.models))
+        demand = plan.name_models(demand, cluster)
 
     def build(env: Environment, demand: GpuRequest) -> LaunchPlan:
         made = plan.make_plan(

@@ -485,6 +485,13 @@ BENCH_OPTIONS = tuple(
     for option in OPTIONS
     if option.section == _PARTS or option.name in ("priority", "time_limit_s", "timeout_s", "help")
 )
+#: The options of `gpu-launch serve` that ask for GPUs.
+SERVE_OPTIONS = tuple(
+    option
+    for option in OPTIONS
+    if (option.section == _PARTS and option.name not in ("guests", "stage"))
+    or option.name in ("priority", "time_limit_s", "scavenge")
+)
 BY_LABEL: Mapping[str, LaunchOption] = {option.label: option for option in OPTIONS}
 BY_NAME: Mapping[str, LaunchOption] = {str(option.name): option for option in OPTIONS}
 _RENDEZVOUS = "the launch knows its nodes' addresses, and makes a store of its own for every start"
