@@ -94,7 +94,8 @@ def serve(context: Context, /, model: str, **given: Any) -> None:
         submission.RunArguments(
             script=settings.MODULE,
             arguments=settings.write_arguments(checked.settings),
-            values=values | {"module": True},
+            # A server that nobody asks writes nothing for hours.
+            values=values | {"module": True, "stacks_after_s": 0},
             gpus=given["gpus"],
             array=None,
             after=None,

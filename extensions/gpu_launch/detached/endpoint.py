@@ -51,9 +51,9 @@ def serve(
     if missing := missing_broker(env):
         raise UsageError(f"serve needs the broker: {missing}.")
     asked, description = request.read_local_model(asked, cwd=Path.cwd(), environ=os.environ, home=env.home)
-    options = command.build_from_keywords(
-        {**demand, "module": True}, script=settings.MODULE, arguments=settings.write_arguments(asked)
-    )
+    # A server that nobody asks writes nothing for hours.
+    keywords = {**demand, "module": True, "stacks_after": "0s"}
+    options = command.build_from_keywords(keywords, script=settings.MODULE, arguments=settings.write_arguments(asked))
     if options.least_nnodes is not None:
         raise UsageError("nnodes: one number of nodes is needed, between which the model is divided.")
     cluster = BrokerClient.for_notebook(env).get_cluster()

@@ -17,7 +17,11 @@ from pathlib import Path
 import pytest
 
 from gpu_launch.common.network import find_free_port
+from gpu_launch.options import command
+from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.serving import settings
 from tests.support.launch import served_ranks, tiny_model
+from tests.support.launch.detached_jobs import Job
 
 pytestmark = pytest.mark.torch
 
@@ -63,11 +67,11 @@ def serving(folder: Path, ranks: int, *words: str, **environ: str):
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
     } | environ  # fmt: skip
-    command = [sys.executable, "-m", "gpu_launch.worker.rank_main", "-m", served_ranks.__name__]
-    command += ["--port", str(port), "--name", "tiny", *words, "--", str(folder)]
+    words_of_rank = [sys.executable, "-m", "gpu_launch.worker.rank_main", "-m", served_ranks.__name__]
+    words_of_rank += ["--port", str(port), "--name", "tiny", *words, "--", str(folder)]
     started = [
         subprocess.Popen(
-            command, cwd=ROOT, env=common | {"RANK": str(rank), "GROUP_RANK": str(rank)}, text=True,
+            words_of_rank, cwd=ROOT, env=common | {"RANK": str(rank), "GROUP_RANK": str(rank)}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank in range(ranks)
@@ -203,13 +207,26 @@ def test_failed_rank_ends_all_and_open_requests_say_why(model):
     assert "this card fell off the bus" in outputs[1]
 
 
-def test_job_ends_when_nobody_asks(model):
-    """All ranks end well, and the output says it."""
-    with serving(model.path, 2, "--idle", "1") as server:
-        outputs = [rank.communicate(timeout=60)[0] for rank in server.ranks]
-    assert [rank.returncode for rank in server.ranks] == [0, 0], outputs
-    assert "nobody asked for 1 s: the job ends" in outputs[0]
-    assert "card 1: layers" in outputs[0]
+def test_job_of_two_nodes_serves_and_ends_when_nobody_asks(model, tmp_path):
+    """The job that the command submits, with its driver and workers: it answers, and ends well by itself."""
+    port = find_free_port()
+    asked = settings.ServerSettings(model="./tiny", name="tiny", port=port, idle_s=3)
+    options = LaunchOptions(
+        module=True, nnodes=2, stacks_after_s=0, script=settings.MODULE, arguments=settings.write_arguments(asked)
+    )
+    job = Job(tmp_path / "ada", 2)
+    (job.work / "tiny").symlink_to(model.path)
+    job.send(*command.format_words(options), GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1")
+    job.start()
+    try:
+        job.await_output("tiny is served on port")
+        assert Server(port, []).complete("a job", 20) == expect(model, "a job", 20)
+        assert job.end() == 0
+    finally:
+        job.close()
+    assert "nobody asked for 3 s: the job ends" in job.output
+    assert "card 1: layers" in job.output
+    assert job.state.state == "done"
 
 
 def test_too_small_card_ends_the_job_with_the_reason(model):

@@ -47,6 +47,7 @@ def test_serve_runs_the_server_on_the_nodes(hub: FakeHub, jobs, capsys: pytest.C
     assert how == {"detach": True, "dry_run": False}
     module = job.manifest.words.index(settings.MODULE)
     assert "--module" in job.manifest.words[:module]
+    assert "--stacks-after=0s" in job.manifest.words
     served = settings.read_arguments(job.manifest.words[module + 1 :])
     assert (served.model, served.name, served.slots, served.context, served.idle_s) == (
         "models/Small",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,13 @@ from gpu_launch.common import job_manifest, run_folder
 from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
 from gpu_launch.serving import settings
 from gpuhub.broker_api import schemas
+from tests.support.launch.answering_server import AnsweringServer
 from tests.support.launch.model_folders import write_folder
 
 PORT = "/ports/job-0"
 
 
-class Broker:
+class Broker(AnsweringServer):
     """Two nodes with a GPU each, and a job whose server answers as the test says."""
 
     def __init__(self) -> None:
@@ -32,26 +31,7 @@ class Broker:
         self.is_listening = False
         self.events: list[str] = []
         self.refusal = b""
-        broker = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: object) -> None:
-                """Log nothing."""
-
-            def answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                assert self.headers["Authorization"] == "token secret"
-                status, text = broker.handle(self.command, self.path.removeprefix("/services/broker"), body)
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(text)
-
-            do_GET = do_POST = do_DELETE = answer  # noqa: N815
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/services/broker"
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
-        self.thread.start()
+        super().__init__()
 
     def handle(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         match method, path.removeprefix("/api/v1"):
@@ -105,9 +85,7 @@ def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broker]:
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     yield made
-    made.server.shutdown()
-    made.server.server_close()
-    made.thread.join()
+    made.close()
 
 
 def test_job_has_the_port_and_the_settings(broker, tmp_path, capsys):
@@ -119,6 +97,7 @@ def test_job_has_the_port_and_the_settings(broker, tmp_path, capsys):
     assert request.least_memory_mib == 12_227
     (run,) = run_folder.jobs_folder(tmp_path / "ada").iterdir()
     manifest = job_manifest.parse_manifest((run / "job.json").read_text())
+    assert "--stacks-after=0s" in manifest.words
     served = settings.read_arguments(manifest.words[manifest.words.index(settings.MODULE) + 1 :])
     assert (served.model, served.slots, served.idle_s) == (str(tmp_path / "ada" / "Tiny"), 2, 0)
     assert "divided between 2 cards with at least 11.9 GiB each" in capsys.readouterr().out

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,39 +14,21 @@ from gpu_launch.detached import submit
 from gpu_launch.errors import BrokerError, UsageError
 from gpu_launch.options import command
 from gpuhub.broker_api import schemas
+from tests.support.launch.answering_server import AnsweringServer
 
 
-class Broker:
+class Broker(AnsweringServer):
     """Three nodes with a GPU each; takes jobs, refuses them, or takes them and does not say so."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, object]] = []
         self.deleted: list[str] = []
         self.refusal: tuple[int, bytes] | None = None
-        broker = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: object) -> None:
-                """Nothing."""
-
-            def answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                status, text = broker.handle(self.command, self.path.partition("/api/v1")[2], body)
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            do_GET = do_POST = do_DELETE = answer  # noqa: N815
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/services/broker"
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
-        self.thread.start()
+        super().__init__()
 
     def handle(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         """One request."""
-        match method, path.strip("/").split("/"):
+        match method, path.removeprefix("/api/v1").strip("/").split("/"):
             case "GET", ["cluster"]:
                 gpus = [
                     {"uuid": f"GPU-{at}", "node": f"rig{at}", "model": "RTX 5090", "memory_mib": 32_607}
@@ -97,9 +77,7 @@ def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broker]:
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     yield found
-    found.server.shutdown()
-    found.server.server_close()
-    found.thread.join()
+    found.close()
 
 
 def detach(line: str, cell: str | None = None, given: exchange.ExchangeFiles | None = None) -> submit.Submitted:
