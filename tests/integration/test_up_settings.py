@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -21,36 +19,14 @@ from gpuhub_closet import docker_daemons
 from gpuhub_closet.gpu_state import GpuFault
 from gpuhub_closet.paths import node_paths
 from tests.support.closet import practice_closet
+from tests.support.closet.existing_nodes import INSTANCE
+from tests.support.closet.existing_nodes import run_gpuhub as gpuhub
+from tests.support.closet.existing_nodes import write_settings as write
 from tests.support.closet.ssh_machines import Machine
 from tests.support.docker.ipsec import ask_kernel
 from tests.support.hub.users import Client, log_in
 from tests.support.product import wait_for
 
-ROOT = Path(__file__).parents[2]
-INSTANCE = "ghset"
-
-SETTINGS = """
-[users]
-login = "password"
-allowed = ["ada"]
-uid_first = 20000
-[hub]
-address = "{head}"
-https = "local"
-port = 18200
-api_port = 18281
-broker_port = 18210
-proxy_api_port = 18201
-[storage]
-home = "/var/lib/{instance}/homes/{{username}}"
-[[profiles]]
-name = "gpu"
-title = "A GPU"
-cpus = 1
-memory = "1G"
-shm = "64M"
-{more}
-"""
 #: Too small for the practice closet's RTX 5090, 5070 and 5060.
 CIRCUIT = """
 [[circuits]]
@@ -59,33 +35,6 @@ volts = 120
 amps = 10
 nodes = ["rig1", "rig2", "rig3"]
 """
-
-
-def gpuhub(*words: str | Path, agent: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the administrator's command with the settings' file as the last argument."""
-    program = Path(sys.executable).with_name("gpuhub")
-    *command, file = map(str, words)
-    environment = {name: value for name, value in os.environ.items() if name != "SUDO_USER"}
-    return subprocess.run(
-        [str(program), *command, "--instance", INSTANCE, "--cluster-file", file],
-        cwd=ROOT,
-        env={**environment, "SSH_AUTH_SOCK": agent},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-
-
-def write(closet: Any, folder: Path, further: str = "", count: int = 3) -> Path:
-    """Write settings that name the closet's first nodes like any machines."""
-    nodes = "".join(
-        f'[[nodes]]\nname = "{node.name}"\naddress = "{node.address}"\ndocker = "{node_paths(closet.paths, node).docker_url}"\n'
-        for node in closet.plan.nodes[:count]
-    )
-    file = folder / "cluster.toml"
-    file.write_text(SETTINGS.format(head=closet.plan.head, instance=INSTANCE, more=further) + nodes, encoding="utf-8")
-    return file
 
 
 @pytest.fixture

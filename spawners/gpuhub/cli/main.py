@@ -11,6 +11,7 @@ import click
 
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.cli import deployment, tables
+from gpuhub.cli.backup import backup, restore
 from gpuhub.cli.console import AdminConsole
 from gpuhub.cli.images import image_group
 from gpuhub.cli.leases import lease_group
@@ -88,6 +89,8 @@ for command in (
     deployment.proxy,
     deployment.guests,
     deployment.certificate,
+    backup,
+    restore,
     node_group,
     image_group,
     user_group,

@@ -64,6 +64,21 @@ class Paths:
         return self.state / "broker.sqlite"
 
     @property
+    def hub_database(self) -> Path:
+        """JupyterHub's SQLite file."""
+        return self.state / "jupyterhub.sqlite"
+
+    @property
+    def upgrade_backups(self) -> Path:
+        """Folder of the backups that `gpuhub up` makes before it changes the tables of the databases."""
+        return self.state / "upgrade-backups"
+
+    @property
+    def unfinished_restore(self) -> Path:
+        """A file that is there while `gpuhub restore` replaces files, so that nothing starts on half of them."""
+        return self.state / "restore-unfinished"
+
+    @property
     def stopped_nodes(self) -> Path:
         """The nodes on which `gpuhub down` has removed everything; the next broker reads and removes the file."""
         return self.state / "stopped-nodes.json"

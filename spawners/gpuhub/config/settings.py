@@ -22,6 +22,7 @@ from gpuhub.common.errors import SettingsError
 from gpuhub.config.base import ListOf, SettingsTable, describe_mistakes
 from gpuhub.config.circuits import CircuitSettings, find_circuit_mistakes
 from gpuhub.config.costs import CostSettings, find_cost_mistakes
+from gpuhub.config.database import DatabaseSettings
 from gpuhub.config.guests import GuestSettings, find_guest_mistakes
 from gpuhub.config.idle import IdleSettings, find_idle_mistakes
 from gpuhub.config.images import ImageSettings
@@ -41,6 +42,7 @@ __all__ = [
     "CircuitSettings",
     "ClusterSettings",
     "CostSettings",
+    "DatabaseSettings",
     "DockerTlsFiles",
     "ExpectedGpus",
     "GroupSettings",
@@ -104,6 +106,7 @@ class ClusterSettings(SettingsTable):
     guests: GuestSettings = GuestSettings()
     monitoring: MonitoringSettings = MonitoringSettings()
     notifications: NotificationSettings = NotificationSettings()
+    database: DatabaseSettings = DatabaseSettings()
     images: ImageSettings = ImageSettings()
     #: Scheduling backend that assigns GPUs: `builtin` is gpuhub's own, `slurm` the Slurm cluster that the nodes belong
     #: to.

@@ -8,6 +8,8 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import event
 
 from gpuhub.common.errors import SetupError
@@ -16,8 +18,8 @@ from gpuhub.common.errors import SetupError
 BUSY_TIMEOUT_S = 5
 #: Execution options of a transaction that only reads: in SQLite it takes no lock, and so never waits for a writer.
 READ_ONLY = MappingProxyType({"gpuhub_read_only": True})
-#: PostgreSQL's number for the lock of one broker per database.
-_ADVISORY_LOCK = 0x677075687562
+#: First number of PostgreSQL's lock of one broker; the second one is that of the schema, which each instance has.
+_ADVISORY_LOCK = 0x67707568
 
 
 def take_advisory_lock(engine: sa.Engine) -> sa.Connection | None:
@@ -29,7 +31,7 @@ def take_advisory_lock(engine: sa.Engine) -> sa.Connection | None:
     if engine.dialect.name != "postgresql":
         return None
     connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-    query = sa.select(sa.func.pg_try_advisory_lock(_ADVISORY_LOCK))
+    query = sa.select(sa.func.pg_try_advisory_lock(_ADVISORY_LOCK, sa.func.hashtext(sa.func.current_schema())))
     if connection.execute(query).scalar_one():
         return connection
     connection.close()
@@ -38,7 +40,12 @@ def take_advisory_lock(engine: sa.Engine) -> sa.Connection | None:
 
 def build_engine(url: str) -> sa.Engine:
     """Return the SQLAlchemy engine; SQLite writes every commit through to the disk."""
-    engine = sa.create_engine(url)
+    try:
+        engine = sa.create_engine(url)
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"PostgreSQL needs the Python package {error.name}: `.venv/bin/pip install 'psycopg[binary]'`"
+        ) from None
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin)
@@ -63,9 +70,43 @@ def _begin(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN" if is_read_only else "BEGIN IMMEDIATE")
 
 
+def find_revision(connection: sa.Connection) -> str | None:
+    """Return the revision of the tables; None if there are none yet."""
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def find_newest_revision() -> str:
+    """Return the revision of the tables that this version uses."""
+    return str(ScriptDirectory.from_config(_build_config()).get_current_head())
+
+
+def check_revision(revision: str | None, name: str) -> None:
+    """Check that this version knows a revision of the tables of `name`, which the error names.
+
+    Raises:
+        SetupError: A newer version wrote them.
+    """
+    known = {script.revision for script in ScriptDirectory.from_config(_build_config()).walk_revisions()}
+    if revision is not None and revision not in known:
+        raise SetupError(
+            f"{name} was written by a newer version of gpuhub: its tables have revision {revision}, and this version "
+            f"knows those up to {max(known)}. Install that version again, or go back to a backup with `gpuhub restore`"
+        )
+
+
 def migrate(connection: sa.Connection) -> None:
-    """Migrate the tables to this version."""
-    config = Config()
-    config.set_main_option("script_location", "gpuhub.broker.db:migrations")
+    """Migrate the tables to this version.
+
+    Raises:
+        SetupError: A newer version has written them.
+    """
+    check_revision(find_revision(connection), "the broker's store")
+    config = _build_config()
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
+
+
+def _build_config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", "gpuhub.broker.db:migrations")
+    return config

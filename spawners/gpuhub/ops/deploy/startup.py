@@ -30,6 +30,7 @@ from gpuhub.login import kinds as login
 from gpuhub.login.local_accounts import check_accounts
 from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.notifications import machine_destinations
+from gpuhub.ops.backup import restoration
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import cluster_choice, file_server, monitoring, own_config, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
@@ -67,8 +68,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     Raises:
         GpuhubError: A step failed; the text names the remedy.
     """
-    programs.find_proxy()
-    own_config.check_syntax(options.hub_config)
+    _check_head(paths, options)
     low_limit = describe_low_limit(raise_open_file_limit())
     for folder in (paths.state, paths.run, paths.log):
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +120,13 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     if has_monitoring:
         _start_monitoring(paths, cluster, options, report)
     report_addresses(paths, cluster, https, report)
+
+
+def _check_head(paths: Paths, options: StartupOptions) -> None:
+    """Check what no setting changes, before anything starts."""
+    programs.find_proxy()
+    restoration.check_finished(paths)
+    own_config.check_syntax(options.hub_config)
 
 
 def _require_provider(provider: ClusterProvider | None) -> ClusterProvider:

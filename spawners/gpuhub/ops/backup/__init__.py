@@ -1,0 +1,1 @@
+"""Copies of the whole state of the head node, and their restoration."""
