@@ -30,7 +30,8 @@ from gpuhub.login import kinds as login
 from gpuhub.login.local_accounts import check_accounts
 from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.notifications import machine_destinations
-from gpuhub.ops.backup import restoration
+from gpuhub.ops.backup import restoration, upgrade_backups
+from gpuhub.ops.backup.contents import Head
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import cluster_choice, file_server, monitoring, own_config, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
@@ -205,6 +206,7 @@ def _start_services(
         # All are stopped first: if a later step fails, no service continues with the old settings.
         for name in (programs.HUB, programs.BROKER, programs.PROXY, programs.GUESTS):
             supervisor.stop(name)
+    _back_up_databases(paths, cluster, options, report)
     with report.step("Proxy and broker"):
         for name in (programs.PROXY, programs.BROKER):
             supervisor.ensure_started(name)
@@ -221,6 +223,18 @@ def _start_services(
     with report.step("JupyterHub"):
         supervisor.ensure_started(programs.HUB)
         wait_for_public_url(cluster, paths)
+
+
+def _back_up_databases(
+    paths: Paths, cluster: settings.ClusterSettings, options: StartupOptions, report: StepReport
+) -> None:
+    """Copy the head node's state if hub and broker are about to change their tables."""
+    head = Head(paths=paths, cluster_file=options.settings_file.absolute(), hub_config=options.hub_config)
+    backup = upgrade_backups.ensure_upgrade_backup(head, cluster)
+    if backup is not None:
+        report.note(f"The tables of the databases change with this version; as they were: {backup}")
+        report.note("  To go back: docs/operations.md, Upgrading.")
+    upgrade_backups.record_version(paths)
 
 
 def is_monitored(supervisor: Supervisor) -> bool:
