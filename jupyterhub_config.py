@@ -37,7 +37,7 @@ c.JupyterHub.internal_ssl = cluster.has_internal_tls
 c.JupyterHub.internal_certs_location = str(paths.internal_certificates)
 c.JupyterHub.trusted_alt_names = hub_config.alt_names()
 
-c.JupyterHub.db_url = f"sqlite:///{paths.state / 'jupyterhub.sqlite'}"
+c.JupyterHub.db_url = hub_config.database_url()
 # After an update of JupyterHub; `gpuhub up` has made a backup before.
 c.JupyterHub.upgrade_db = True
 c.JupyterHub.cookie_secret_file = str(paths.secrets / "cookie-secret")

@@ -26,6 +26,7 @@ from gpuhub.common.paths import DEFAULT_INSTANCE, Paths, acquire_lock
 from gpuhub.common.secrets import BROKER_TOKEN, METRICS_TOKEN, PROXY_TOKEN, SPAWNER_TOKEN, read_secret
 from gpuhub.config import head_address as head
 from gpuhub.config import settings
+from gpuhub.config.database import build_database_url
 from gpuhub.config.head_address import build_broker_origin, build_broker_url, url_scheme
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
@@ -146,6 +147,11 @@ def alt_names() -> list[str]:
 def proxy_api_url() -> str:
     """Return the address of the proxy's API."""
     return f"{url_scheme(tls=cluster().has_internal_tls)}://127.0.0.1:{cluster().hub.proxy_api_port}"
+
+
+def database_url() -> str:
+    """Return SQLAlchemy's URL of the hub's database; a password is in a file that it names."""
+    return build_database_url(cluster().database, paths(), "hub")
 
 
 def public_url() -> str:

@@ -336,7 +336,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
     token = read_secret(paths, BROKER_TOKEN)
     machine_urls = machine_destinations.load(cluster.notifications)
     destination_key = read_secret(paths, DESTINATION_KEY)
-    store = Store.open_file(paths.store)
+    store = Store.open_configured(cluster.database, paths)
     daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
     lines = audit.open_log(paths.log / "audit.log")
     certificates = (

@@ -69,12 +69,21 @@ def password_path(paths: Paths) -> Path:
     return paths.secrets / "pgpass"
 
 
-def build_libpq_url(database: DatabaseSettings, paths: Paths, user: DatabaseUser | None = None) -> str:
-    """Return the address for PostgreSQL's own programs, with the user's schema as the default; there is a `url`."""
+def build_libpq_url(
+    database: DatabaseSettings, paths: Paths, user: DatabaseUser | None = None, passwords: Path | None = None
+) -> str:
+    """Return the address for PostgreSQL's own programs; there is a `url`.
+
+    Args:
+        database: The settings.
+        paths: Those of the instance.
+        user: Whose schema is the default.
+        passwords: Another file with the password than the instance's.
+    """
     url = urlsplit(database.url or "")
     parameters = dict(parse_qsl(url.query))
     if database.password_file is not None:
-        parameters["passfile"] = str(password_path(paths))
+        parameters["passfile"] = str(passwords or password_path(paths))
     if user is not None:
         parameters["options"] = f"-csearch_path={schema_name(paths, user)}"
     return urlunsplit(url._replace(query=urlencode(parameters, quote_via=quote)))

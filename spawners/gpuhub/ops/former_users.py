@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Sequence
 from contextlib import closing, suppress
 
+import sqlalchemy as sa
+
 from gpuhub.backends.plugin import find_capabilities
+from gpuhub.broker.db import tables
+from gpuhub.broker.db.engine import READ_ONLY, build_engine
 from gpuhub.common import names
 from gpuhub.common.errors import InvalidRequest, NotAllowed, NotFound
 from gpuhub.common.paths import Paths
+from gpuhub.config.database import DatabaseSettings, build_database_url
 from gpuhub.config.identity import find_ordinary_accounts, find_own_account, read_uids, retire_uid
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker.client import DockerClients
@@ -37,7 +41,7 @@ def free_name(cluster: ClusterSettings, paths: Paths, name: str, *, home_moved: 
             f"{name} has the account {account} of the head node, and its files stay with it: remove the account, or "
             "its line below [users.accounts] in cluster.toml"
         )
-    _check_deleted(paths, name)
+    _check_deleted(cluster.database, paths, name)
     nodes = cluster.nodes if find_capabilities(cluster).containers else ()
     lines = asyncio.run(_remove_scratch(nodes, paths, name))
     uid = read_uids(paths.state).get(name)
@@ -46,19 +50,23 @@ def free_name(cluster: ClusterSettings, paths: Paths, name: str, *, home_moved: 
         retire_uid(paths.state, name)
         lines += [] if aside is None else [f"The home is {aside} now."]
         lines.append(f"UID {uid} is not given to other users.")
-    return [*lines, *_forget_destinations(paths, name), *forget_account(paths, name)]
+    return [*lines, *_forget_destinations(cluster.database, paths, name), *forget_account(paths, name)]
 
 
-def _forget_destinations(paths: Paths, name: str) -> list[str]:
+def _forget_destinations(database: DatabaseSettings, paths: Paths, name: str) -> list[str]:
     """Delete where the former user's notifications were sent, and the notifications."""
-    if not paths.store.exists():
+    if database.url is None and not paths.store.exists():
         return []
-    with closing(sqlite3.connect(paths.store, timeout=10)) as store, store:
-        if not store.execute("SELECT 1 FROM sqlite_master WHERE name = 'destinations'").fetchone():
-            return []
-        for table in ("deliveries", "notifications"):
-            store.execute(f"DELETE FROM {table} WHERE owner = ?", (name,))  # noqa: S608 - our own names
-        count = store.execute("DELETE FROM destinations WHERE owner = ?", (name,)).rowcount
+    engine = build_engine(build_database_url(database, paths, "broker"))
+    try:
+        with engine.begin() as store:
+            if not sa.inspect(store).has_table("destinations"):
+                return []
+            for table in (tables.deliveries, tables.notifications):
+                store.execute(sa.delete(table).where(table.c.owner == name))
+            count = store.execute(sa.delete(tables.destinations).where(tables.destinations.c.owner == name)).rowcount
+    finally:
+        engine.dispose()
     return [f"Destinations of notifications are removed: {count}."] if count else []
 
 
@@ -68,14 +76,19 @@ def forget_account(paths: Paths, name: str) -> list[str]:
     return [f"The next account of the provider that logs in as {name} has the name."] if is_released else []
 
 
-def _check_deleted(paths: Paths, name: str) -> None:
+def _check_deleted(database: DatabaseSettings, paths: Paths, name: str) -> None:
     """Check that the hub has no user of this name, whose sessions and tokens would be the next user's."""
-    file = paths.state / "jupyterhub.sqlite"
-    if not file.exists():
+    if database.url is None and not paths.hub_database.exists():
         return
-    with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as database:
-        if database.execute("SELECT 1 FROM users WHERE name = ?", (name,)).fetchone():
-            raise NotAllowed(f"{name} is still a user of the hub: delete the user on the hub's page /hub/admin first")
+    engine = build_engine(build_database_url(database, paths, "hub"))
+    try:
+        with closing(engine.connect().execution_options(**READ_ONLY)) as connection:
+            query = sa.text("SELECT 1 FROM users WHERE name = :name")
+            is_known = connection.execute(query, {"name": name}).first() is not None
+    finally:
+        engine.dispose()
+    if is_known:
+        raise NotAllowed(f"{name} is still a user of the hub: delete the user on the hub's page /hub/admin first")
 
 
 async def _remove_scratch(nodes: Sequence[NodeSettings], paths: Paths, name: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +12,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import event
+from sqlalchemy import event, exc
 
 from gpuhub.common.errors import SetupError
 
@@ -22,26 +24,71 @@ READ_ONLY = MappingProxyType({"gpuhub_read_only": True})
 _ADVISORY_LOCK = 0x67707568
 
 
-def take_advisory_lock(engine: sa.Engine) -> sa.Connection | None:
-    """Take PostgreSQL's lock for the life of the connection; None for other databases, which one machine uses alone.
+class AdvisoryLock:
+    """PostgreSQL's lock of the one broker; it lasts as long as its connection, and is taken again after that broke."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        """Take the lock.
+
+        Raises:
+            SetupError: Another broker has it.
+        """
+        self._engine = engine
+        self._mutex = threading.Lock()
+        self._connection: sa.Connection | None = None
+        self._take()
+
+    def ensure(self) -> None:
+        """Check that this broker still has the lock; every transaction that writes does so first.
+
+        Raises:
+            SetupError: Another broker has taken it while this one had no connection.
+        """
+        with self._mutex:
+            if self._connection is not None:
+                try:
+                    self._connection.execute(sa.select(1))
+                except exc.DBAPIError:
+                    self._close()
+                else:
+                    return
+            self._take()
+
+    def close(self) -> None:
+        with self._mutex:
+            self._close()
+
+    def _take(self) -> None:
+        connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        query = sa.select(sa.func.pg_try_advisory_lock(_ADVISORY_LOCK, sa.func.hashtext(sa.func.current_schema())))
+        if not connection.execute(query).scalar_one():
+            connection.close()
+            raise SetupError(f"another broker runs on this store ({self._engine.url!r}): stop it first")
+        self._connection = connection
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            # Not back to the pool, where the lock would live on.
+            with suppress(exc.DBAPIError):
+                self._connection.invalidate()
+            self._connection.close()
+            self._connection = None
+
+
+def take_advisory_lock(engine: sa.Engine) -> AdvisoryLock | None:
+    """Take PostgreSQL's lock; None for other databases, which one machine uses alone.
 
     Raises:
         SetupError: Another broker holds the lock.
     """
-    if engine.dialect.name != "postgresql":
-        return None
-    connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-    query = sa.select(sa.func.pg_try_advisory_lock(_ADVISORY_LOCK, sa.func.hashtext(sa.func.current_schema())))
-    if connection.execute(query).scalar_one():
-        return connection
-    connection.close()
-    raise SetupError(f"another broker runs on this store ({engine.url!r}): stop it first")
+    return AdvisoryLock(engine) if engine.dialect.name == "postgresql" else None
 
 
 def build_engine(url: str) -> sa.Engine:
     """Return the SQLAlchemy engine; SQLite writes every commit through to the disk."""
     try:
-        engine = sa.create_engine(url)
+        # PostgreSQL may have been restarted since the last use of a connection.
+        engine = sa.create_engine(url, pool_pre_ping=not url.startswith("sqlite"))
     except ModuleNotFoundError as error:
         raise SetupError(
             f"PostgreSQL needs the Python package {error.name}: `.venv/bin/pip install 'psycopg[binary]'`"
@@ -49,6 +96,8 @@ def build_engine(url: str) -> sa.Engine:
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin)
+    elif engine.dialect.name == "postgresql":
+        event.listen(engine, "connect", _set_up_postgresql)
     return engine
 
 
@@ -62,6 +111,15 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
         "foreign_keys = ON",
     ):
         connection.execute(f"PRAGMA {pragma}")
+
+
+def _set_up_postgresql(connection: Any, _record: object) -> None:
+    # As SQLite's `synchronous`; stronger values, which wait for other servers, stay.
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
+        )
+    connection.commit()
 
 
 def _begin(connection: sa.Connection) -> None:

@@ -15,14 +15,15 @@ from sqlalchemy import exc
 
 from gpuhub.broker.db import gpu_records, retention, tables, writer
 from gpuhub.broker.db.cost_store import CostStore
-from gpuhub.broker.db.engine import READ_ONLY, build_engine, migrate, take_advisory_lock
+from gpuhub.broker.db.engine import READ_ONLY, AdvisoryLock, build_engine, migrate, take_advisory_lock
 from gpuhub.broker.db.outbox import Outbox
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker_api.schemas import JobState, LeaseState
 from gpuhub.common import gpu as gpus
 from gpuhub.common.errors import Conflict, SetupError, Unavailable
 from gpuhub.common.gpu import GpuSpec
-from gpuhub.common.paths import acquire_lock
+from gpuhub.common.paths import Paths, acquire_lock
+from gpuhub.config.database import DatabaseSettings, build_database_url
 from gpuhub.domain.models import EventRow, JobRow, LeaseRow, ReservationRow
 from gpuhub.nodes.gpu_faults import GpuRecord
 from gpuhub.nodes.status import Cordon
@@ -56,7 +57,7 @@ def lock_path(store: Path) -> Path:
 class Store:
     """The open database."""
 
-    def __init__(self, engine: sa.Engine, lock: int, advisory_lock: sa.Connection | None = None) -> None:
+    def __init__(self, engine: sa.Engine, lock: int, advisory_lock: AdvisoryLock | None = None) -> None:
         self._engine = engine
         self._lock = lock
         self._advisory_lock = advisory_lock
@@ -92,6 +93,13 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600, exist_ok=True)
         return cls.open(f"sqlite:///{path}", lock_path(path))
+
+    @classmethod
+    def open_configured(cls, database: DatabaseSettings, paths: Paths) -> Self:
+        """Open the store of an instance where its settings say."""
+        if database.url is None:
+            return cls.open_file(paths.store)
+        return cls.open(build_database_url(database, paths, "broker"), lock_path(paths.store))
 
     def close(self) -> None:
         """Close the database and release the lock."""
@@ -320,8 +328,12 @@ class Store:
     @contextmanager
     def _transaction(self, options: Mapping[str, Any] | None = None) -> Iterator[sa.Connection]:
         try:
+            if self._advisory_lock is not None and options is None:
+                self._advisory_lock.ensure()
             with self._engine.connect() as connection, connection.execution_options(**options or {}).begin():
                 yield connection
+        except SetupError as error:
+            raise Unavailable(str(error)) from error
         except exc.OperationalError as error:
             raise Unavailable(f"the broker's store cannot be used at the moment: {_error_text(error)}") from error
 

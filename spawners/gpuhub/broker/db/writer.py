@@ -253,11 +253,17 @@ def _write_gpus(connection: sa.Connection, gpus: _GpuChanges) -> None:
     insert_rows(connection, tables.held_gpus, gpus.held)
 
 
-#: An existing mode stays; `held_gpus` refuses a lease with another mode.
-_ADD_MODE = sa.text(
-    "INSERT INTO gpu_modes (gpu_uuid, share) SELECT :uuid, :share "
-    "WHERE NOT EXISTS (SELECT 1 FROM gpu_modes WHERE gpu_uuid = :uuid)"
-)
+def _build_mode_insert() -> sa.Insert:
+    """Return the statement that adds the mode of a GPU; an existing one stays, and `held_gpus` refuses another."""
+    modes = tables.gpu_modes
+    uuid, share = sa.bindparam("uuid", type_=sa.String(80)), sa.bindparam("share", type_=sa.Integer)
+    is_new = ~sa.exists().where(modes.c.gpu_uuid == uuid)
+    # PostgreSQL needs the types of values that no column gives.
+    values = sa.select(sa.cast(uuid, sa.String(80)), sa.cast(share, sa.Integer)).where(is_new)
+    return sa.insert(modes).from_select(["gpu_uuid", "share"], values)
+
+
+_ADD_MODE = _build_mode_insert()
 
 
 def _write_workers(connection: sa.Connection, jobs: Sequence[tuple[JobRow | None, JobRow]]) -> None:

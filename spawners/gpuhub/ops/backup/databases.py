@@ -96,17 +96,16 @@ def restore_dump(database: DatabaseSettings, paths: Paths, dump: Path) -> None:
     _run("psql", *options, f"--file={prefix}", f"--file={script}", f"--dbname={build_libpq_url(database, paths)}")
 
 
-def has_schemas(database: DatabaseSettings, paths: Paths) -> bool:
-    """Return whether PostgreSQL has tables of this instance.
+def has_schemas(database: DatabaseSettings, paths: Paths, passwords: Path) -> bool:
+    """Return whether PostgreSQL has tables of this instance; `passwords` is the backup's file with the password.
 
     Raises:
         SetupError: It does not answer.
     """
     names = ", ".join(f"'{schema_name(paths, user)}'" for user in ("broker", "hub"))
+    url = build_libpq_url(database, paths, passwords=passwords)
     query = f"SELECT count(*) FROM pg_catalog.pg_tables WHERE schemaname IN ({names})"  # noqa: S608 - our own names
-    return (
-        _run("psql", "--no-psqlrc", "-At", f"--command={query}", f"--dbname={build_libpq_url(database, paths)}") != "0"
-    )
+    return _run("psql", "--no-psqlrc", "-At", f"--command={query}", f"--dbname={url}") != "0"
 
 
 def _run(program: str, *arguments: str) -> str:
@@ -121,5 +120,7 @@ def _run(program: str, *arguments: str) -> str:
         raise SetupError(f"{program} has not ended after {_PROGRAM_S} s") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise SetupError(f"{program} failed: {lines[0]}")
+        # Notices come before the error.
+        reason = next((line for line in lines if "error" in line.lower()), lines[0])
+        raise SetupError(f"{program} failed: {reason}")
     return done.stdout.strip()

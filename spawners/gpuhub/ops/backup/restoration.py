@@ -17,7 +17,7 @@ from gpuhub.broker.db.store import lock_path
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths, acquire_lock
 from gpuhub.config import settings
-from gpuhub.config.database import DatabaseSettings
+from gpuhub.config.database import DatabaseSettings, password_path
 from gpuhub.ops.backup import archive, databases
 from gpuhub.ops.backup.archive import Manifest
 from gpuhub.ops.backup.contents import CLUSTER_FILE, DATABASES, OWN_CONFIG, STATE_FOLDERS, Head, is_state_file
@@ -89,7 +89,7 @@ def open_backup(file: Path, head: Head, passphrase: str | None) -> Iterator[Rest
             database=database_settings,
             replacements=tuple(_plan(manifest, folder, head)),
             replaces_schemas=(folder / DATABASES / databases.DUMP).exists()
-            and databases.has_schemas(database_settings, paths),
+            and databases.has_schemas(database_settings, paths, folder / "state/secrets" / password_path(paths).name),
         )
 
 

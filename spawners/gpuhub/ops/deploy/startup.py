@@ -33,7 +33,7 @@ from gpuhub.notifications import machine_destinations
 from gpuhub.ops.backup import restoration, upgrade_backups
 from gpuhub.ops.backup.contents import Head
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.deploy import cluster_choice, file_server, monitoring, own_config, programs
+from gpuhub.ops.deploy import cluster_choice, database, file_server, monitoring, own_config, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.images import distribution, wheels
@@ -93,7 +93,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
         if note:
             report.note(f"  {note}.")
     machine_destinations.load(cluster.notifications)
-    secrets.ensure_secrets(paths)
+    database.ensure_database(cluster, paths)
     https = public_access.ensure_certificate(cluster, paths, find_head_address(cluster))
     services = programs.build_programs(paths, chosen.cluster_file, options.hub_config)
     has_monitoring = is_monitored(supervisor) if options.monitoring is None else options.monitoring

@@ -12,15 +12,18 @@ import json
 import os
 import platform
 import re
-import sqlite3
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
+
+from gpuhub.broker.db.engine import READ_ONLY, build_engine, find_revision
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
+from gpuhub.config.database import DatabaseSettings, build_database_url
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.doctor.findings import Finding, build_json, format_findings
 
@@ -63,7 +66,7 @@ def write_bundle(
         SetupError: The file exists, or cannot be written.
     """
     secrets = find_secrets(cluster, paths)
-    texts = {name: remove_secrets(text, secrets) for name, text in _collect(cluster_file, paths, machines)}
+    texts = {name: remove_secrets(text, secrets) for name, text in _collect(cluster, cluster_file, paths, machines)}
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -109,13 +112,13 @@ def remove_secrets(text: str, secrets: frozenset[str]) -> str:
 
 
 def _collect(
-    cluster_file: Path, paths: Paths, machines: Sequence[tuple[str, Sequence[Finding]]]
+    cluster: ClusterSettings, cluster_file: Path, paths: Paths, machines: Sequence[tuple[str, Sequence[Finding]]]
 ) -> Iterator[tuple[str, str]]:
     findings = [f"{name}\n{format_findings(found)}\n" for name, found in machines]
     yield "doctor.txt", "\n".join(findings)
     yield "doctor.json", json.dumps(build_json(machines), indent=2, ensure_ascii=False)
     yield "versions.txt", _describe_versions()
-    yield "broker.json", json.dumps(_count_rows(paths.store), indent=2)
+    yield "broker.json", json.dumps(_count_rows(cluster.database, paths), indent=2)
     for file in dict.fromkeys((cluster_file, paths.used_cluster_file)):
         if file.is_file():
             yield file.name, file.read_text(encoding="utf-8", errors="replace")
@@ -142,16 +145,22 @@ def _describe_versions() -> str:
     )
 
 
-def _count_rows(store: Path) -> dict[str, Any]:
+def _count_rows(database: DatabaseSettings, paths: Paths) -> dict[str, Any]:
     """Return the schema's revision and the number of rows of each table, or why they cannot be read."""
     try:
-        with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=5)) as connection:
-            names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-            rows = {name: connection.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0] for name in names}  # noqa: S608 - names of tables
-            revision = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-    except sqlite3.Error as error:
-        return {"error": str(error)}
-    return {"revision": revision and revision[0], "rows": rows}
+        engine = build_engine(build_database_url(database, paths, "broker"))
+        try:
+            with closing(engine.connect().execution_options(**READ_ONLY)) as connection:
+                names = sa.inspect(connection).get_table_names()
+                rows = {
+                    name: connection.execute(sa.select(sa.func.count()).select_from(sa.table(name))).scalar_one()
+                    for name in names
+                }
+                return {"revision": find_revision(connection), "rows": rows}
+        finally:
+            engine.dispose()
+    except (sa.exc.SQLAlchemyError, SetupError) as error:
+        return {"error": str(getattr(error, "orig", None) or error)}
 
 
 def _read_end(file: Path, size: int) -> bytes:

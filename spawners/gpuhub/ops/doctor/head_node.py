@@ -22,6 +22,7 @@ from gpuhub.config.head_address import find_head_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.login.local_accounts import check_accounts
 from gpuhub.ops.deploy import programs
+from gpuhub.ops.deploy.database import describe_problem
 from gpuhub.ops.deploy.file_server import find_export_problems
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.doctor import version_checks
@@ -65,6 +66,9 @@ class HeadFacts:
     account_notes: tuple[str, ...] = ()
     #: The limit of open files that this machine permits.
     open_files: int = WANTED
+    #: PostgreSQL's address, where hub and broker use that, and why it cannot be used.
+    database: str | None = None
+    database_problem: str | None = None
     #: Folders of secrets that other users than root can read.
     exposed_secrets: tuple[str, ...] = ()
 
@@ -90,6 +94,8 @@ def read_head_facts(cluster: ClusterSettings, paths: Paths) -> HeadFacts:
         missing_packages=tuple(find_missing_packages({"head"})),
         account_mistakes=account_mistakes,
         account_notes=account_notes,
+        database=cluster.database.url,
+        database_problem=describe_problem(cluster.database, paths),
         exposed_secrets=tuple(find_exposed_secrets(paths.secrets)),
     )
 
@@ -204,6 +210,7 @@ def check_head(head: HeadFacts) -> Iterator[Finding]:
                 trouble,
                 "start it, or let it through its firewall; users cannot start notebooks until it answers",
             )
+    yield from _check_database(head)
     for problem in head.export_problems:
         yield failed("file server", problem, "`sudo make up` exports what cluster.toml says")
     yield _check_open_files(head.open_files)
@@ -214,6 +221,15 @@ def check_head(head: HeadFacts) -> Iterator[Finding]:
         )
     else:
         yield ok("secrets", "only root can read them")
+
+
+def _check_database(head: HeadFacts) -> Iterator[Finding]:
+    if head.database is None:
+        return
+    if head.database_problem is None:
+        yield ok("database", f"{head.database} answers")
+    else:
+        yield failed("database", head.database_problem, "until it answers, nothing can be started or ended")
 
 
 def _check_users(head: HeadFacts) -> Iterator[Finding]:

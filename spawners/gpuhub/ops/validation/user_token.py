@@ -13,14 +13,16 @@ from jupyterhub import orm, scopes
 
 from gpuhub.common.errors import NotFound, SetupError
 from gpuhub.common.paths import Paths
+from gpuhub.config.database import DatabaseSettings, build_database_url
 from gpuhub.login.rules import USER_SCOPES
 from gpuhub.web.handlers import BROKER_SCOPE
 
+_SQLITE = DatabaseSettings()
 NOTE = "gpuhub validate"
 
 
 @contextmanager
-def issue_token(paths: Paths, user: str, lifetime_s: float) -> Iterator[str]:
+def issue_token(paths: Paths, user: str, lifetime_s: float, database: DatabaseSettings = _SQLITE) -> Iterator[str]:
     """Yield a token with which jobs of the user can be requested; afterwards it has expired.
 
     It is not deleted here: the next token in the database would get its row's number, for which a running hub still has
@@ -30,14 +32,13 @@ def issue_token(paths: Paths, user: str, lifetime_s: float) -> Iterator[str]:
         SetupError: The hub has no database yet.
         NotFound: The hub does not know the user.
     """
-    file = paths.state / "jupyterhub.sqlite"
-    if not file.exists():
-        raise SetupError(f"{file} does not exist: gpuhub has not been started here")
+    if database.url is None and not paths.hub_database.exists():
+        raise SetupError(f"{paths.hub_database} does not exist: gpuhub has not been started here")
     scopes.define_custom_scopes(USER_SCOPES)
-    sessions = orm.new_session_factory(f"sqlite:///{file}")
+    sessions = orm.new_session_factory(build_database_url(database, paths, "hub"))
     try:
-        with sessions() as database:
-            row = orm.User.find(database, user)
+        with sessions() as session:
+            row = orm.User.find(session, user)
             if row is None:
                 raise NotFound(f"the hub has no user {user!r}: log in once as {user}, or name another user with --user")
             try:
@@ -47,10 +48,10 @@ def issue_token(paths: Paths, user: str, lifetime_s: float) -> Iterator[str]:
         try:
             yield token
         finally:
-            with sessions() as database:
-                found = orm.APIToken.find(database, token)
+            with sessions() as session:
+                found = orm.APIToken.find(session, token)
                 if found is not None:
                     found.expires_at = orm.APIToken.now() - timedelta(seconds=1)
-                    database.commit()
+                    session.commit()
     finally:
         sessions.kw["bind"].dispose()

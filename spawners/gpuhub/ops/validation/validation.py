@@ -65,7 +65,7 @@ async def validate_cluster(
         GpuhubError: It cannot be validated; nothing has run then.
     """
     identity = await asyncio.to_thread(find_identity, cluster.users, paths.state, user)
-    with issue_token(paths, user, _TOKEN_S) as token:
+    with issue_token(paths, user, _TOKEN_S, cluster.database) as token:
         client = connect(token)
         daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
         try:

@@ -64,9 +64,9 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-async def change_and_die(file: Path, moment: str) -> None:
+async def change_and_die(url: str, lock: Path, moment: str) -> None:
     """Print the name of each lease whose change is answered, and die in the second write."""
-    store = DyingStore.open_file(file)
+    store = DyingStore.open(url, lock)
     store.moment, store.gate, store.answered = moment, threading.Event(), threading.Event()
     ledger = Ledger(store, NoEffects(), Clock())
 
@@ -94,15 +94,19 @@ async def change_and_die(file: Path, moment: str) -> None:
 @pytest.mark.parametrize(("moment", "written"), [("before the commit", 1), ("after the commit", 1 + TOGETHER)])
 def test_no_answer_precedes_the_write_that_covers_it(tmp_path: Path, moment: str, written: int) -> None:
     """Of changes that are written together, all or none are in the store, and nobody was told before."""
-    file = tmp_path / "broker.sqlite"
-    command = [sys.executable, "-m", "tests.integration.gpuhub.broker.test_group_commit", str(file), moment]
+    check_death(f"sqlite:///{tmp_path}/broker.sqlite", tmp_path / "broker.lock", moment, written)
+
+
+def check_death(url: str, lock: Path, moment: str, written: int) -> None:
+    """Let a process die in its second write, and count what is in the store afterwards."""
+    command = [sys.executable, "-m", "tests.integration.gpuhub.broker.test_group_commit", url, str(lock), moment]
     died = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert died.stdout.split() == ["first"]
-    store = Store.open_file(file)
+    store = Store.open(url, lock)
     assert len(store.load_open()[0]) == written
     store.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(change_and_die(Path(sys.argv[1]), sys.argv[2]))
+    asyncio.run(change_and_die(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))
