@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from gpuhub.common import secrets
 from gpuhub.common.names import agent_container_name
@@ -22,6 +23,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
+from tests.support.broker.metrics import Metrics
 from tests.support.hub.kernel_client import Kernel, open_kernel
 from tests.support.hub.users import Client, log_in
 from tests.support.product import wait_for
@@ -65,6 +67,28 @@ class Gpus:
         """Return the names of this instance's containers on a node."""
         found = self.daemons.client(node).containers(filters={"name": f"^/?{INSTANCE}-"})
         return [name.removeprefix("/") for container in found for name in container["Names"]]
+
+    def metrics(self) -> Metrics:
+        """Return the broker's metrics, as Prometheus gets them."""
+        token = secrets.read_secret(Paths(INSTANCE), secrets.METRICS_TOKEN)
+        url = f"{self.address}/services/broker/api/v1/metrics"
+        answer = httpx.get(url, headers={"Authorization": f"token {token}"}, trust_env=False).raise_for_status()
+        return Metrics(text_string_to_metric_families(answer.text))
+
+    def ask_driver(self, query: str) -> dict[str, list[str]]:
+        """Return what `nvidia-smi --query-gpu` answers on all nodes, by UUID; numbers come without units."""
+        command = ("nvidia-smi", f"--query-gpu=uuid,{query}", "--format=csv,noheader,nounits")
+        lines = [line for node in self.cluster.nodes for line in self.run_in_agent(node.name, *command)]
+        return {uuid: values for uuid, *values in (line.split(", ") for line in lines)}
+
+    def energy(self, uuid: str) -> float:
+        """Return NVML's counter of the energy that a GPU has taken, in joules."""
+        node = next(gpu["node"] for gpu in self.gpus() if gpu["uuid"] == uuid)
+        code = (
+            "import pynvml, sys; pynvml.nvmlInit(); gpu = pynvml.nvmlDeviceGetHandleByUUID(sys.argv[1]); "
+            "print(pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu))"
+        )
+        return int(self.run_in_agent(node, "python3", "-c", code, uuid)[0]) / 1000
 
     def run_in_agent(self, node: str, *command: str) -> list[str]:
         """Run a command in the container of the node's GPU agent, which sees all GPUs; return the lines of its output."""

@@ -5,18 +5,22 @@ Every step compares what gpuhub says with what nvidia-smi and CUDA say in the co
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from gpuhub.common.paths import Paths
 from gpuhub.ops.deploy.programs import Supervisor
 from tests.gpus.conftest import INSTANCE, Gpus, RunningNotebook, gpuhub
+from tests.support.hub.users import Client
 from tests.support.product import wait_for
 
 Start = Callable[[str, str], RunningNotebook]
@@ -35,6 +39,62 @@ import os, torch
 if os.environ["RANK"] == "0":
     torch.empty(1 << 44, device="cuda", dtype=torch.uint8)
 """
+
+
+#: Computes for 15 seconds, and says what its GPU's counter of energy took meanwhile.
+HEAT = """%%writefile heat.py
+import time, pynvml, torch
+x = torch.randn(1 << 13, 1 << 13, device="cuda", dtype=torch.bfloat16)
+held = torch.zeros(4 << 30, device="cuda", dtype=torch.uint8)
+uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+pynvml.nvmlInit()
+gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+before, begun = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu), time.monotonic()
+while (seconds := time.monotonic() - begun) < 15:
+    for _ in range(100):
+        x @ x
+    torch.cuda.synchronize()
+joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) - before) / 1000
+print("took", joules, "J in", seconds, "s of", uuid, flush=True)
+"""
+#: Rank 0 does not call the second collective.
+HANG = """%%writefile hang.py
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("nccl")
+x = torch.ones(1, device=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+dist.all_reduce(x)
+torch.cuda.synchronize()
+if dist.get_rank() == 0:
+    time.sleep(600)
+dist.all_reduce(x)
+torch.cuda.synchronize()
+"""
+#: What `%gpu_stacks` shows of it when both ranks are there.
+HANGING = re.compile(r"time\.sleep\(600\)[\s\S]*synchronize|synchronize[\s\S]*time\.sleep\(600\)")
+#: A kernel that writes where nothing is, in PTX, which the driver compiles.
+WILD_WRITE = """import ctypes, torch
+torch.ones(1, device="cuda")
+ptx = b'''.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry wild()
+{
+    .reg .u64 %a;
+    .reg .u32 %v;
+    mov.u64 %a, 64;
+    mov.u32 %v, 1;
+    st.global.u32 [%a], %v;
+    ret;
+}
+'''
+cuda = ctypes.CDLL("libcuda.so.1")
+module, wild = ctypes.c_void_p(), ctypes.c_void_p()
+print("loaded", cuda.cuModuleLoadData(ctypes.byref(module), ptx))
+print("found", cuda.cuModuleGetFunction(ctypes.byref(wild), module, b"wild"))
+print("launched", cuda.cuLaunchKernel(wild, 1, 1, 1, 1, 1, 1, 0, None, None, None))
+print("ended with", cuda.cuCtxSynchronize())
+"""
+ADD_IN_NEW_PROCESS = "!python -c \"import torch; print('sum', torch.ones(9, device='cuda').sum().item())\""
 
 
 def count_gpus(product: Gpus) -> Counter[str]:
@@ -57,6 +117,40 @@ def test_broker_shows_the_driver_s_gpus(product: Gpus, start: Start) -> None:
         assert {uuid: int(total) for uuid, total, _ in rows} == {gpu["uuid"]: gpu["memory_mib"] for gpu in node["gpus"]}
         used = {gpu["uuid"]: gpu["memory_used_mib"] for gpu in node["gpus"]}
         assert all(abs(used[uuid] - int(value)) <= 64 for uuid, _, value in rows), (used, rows)
+
+
+#: DCGM's name of a metric, the same value of nvidia-smi, and by how much two readings may differ. An idle GPU may slow
+#: its link down, so only what card and slot can do is compared.
+METRICS = (
+    ("FB_TOTAL", "memory.total", 0),
+    ("FB_USED", "memory.used", 64),
+    ("GPU_UTIL", "utilization.gpu", 10),
+    ("POWER_USAGE", "power.draw", 40),
+    ("ENFORCED_POWER_LIMIT", "enforced.power.limit", 0.1),
+    ("GPU_TEMP", "temperature.gpu", 4),
+    ("CLOCKS_EVENT_REASONS", "clocks_event_reasons.active", 0),
+    ("PCIE_MAX_LINK_GEN", "pcie.link.gen.max", 0),
+    ("PCIE_MAX_LINK_WIDTH", "pcie.link.width.max", 0),
+)
+
+
+def test_metrics_are_the_driver_s_values(product: Gpus, start: Start) -> None:
+    """Idle GPUs have the readings that nvidia-smi shows, no fault, and a counter of energy just behind NVML's."""
+    product.wait_free()
+    metrics = product.metrics()
+    driver = product.ask_driver(",".join(query for _, query, _ in METRICS))
+    assert set(driver) == set(product.states())
+    for uuid, values in driver.items():
+        for (name, _, tolerance), value in zip(METRICS, values, strict=True):
+            shown = metrics.value(f"DCGM_FI_DEV_{name}", UUID=uuid)
+            expected = float(int(value, 16) if value.startswith("0x") else value)
+            assert abs(shown - expected) <= tolerance, (name, shown, value)
+        assert metrics.value("DCGM_FI_DEV_XID_ERRORS", UUID=uuid) == 0
+        assert not metrics.list("gpuhub_gpu_fault", UUID=uuid)
+        # A reading is some seconds old, in which an idle GPU takes some 100 J each.
+        counted_j = product.energy(uuid)
+        shown_j = metrics.value("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", UUID=uuid) / 1000
+        assert counted_j - 2000 < shown_j <= counted_j
 
 
 def test_each_profile_has_the_gpus_that_it_names(product: Gpus, start: Start) -> None:
@@ -112,6 +206,74 @@ def test_launch_over_all_nodes_and_gpus(product: Gpus, start: Start) -> None:
             output = notebook.run(f"%gpu_launch --nnodes 1 --nproc-per-node {count} reduce.py")
             assert len(set(read_ranks(output)[1])) == count, (node, output)
             break
+
+
+def report(*words: str) -> list[dict[str, Any]]:
+    """Return the rows of `gpuhub report`."""
+    rows: list[dict[str, Any]] = json.loads(gpuhub("report", "--json", *words))["rows"]
+    return rows
+
+
+def test_costs_of_a_job_are_what_the_driver_counts(product: Gpus, start: Start) -> None:
+    """Time, use, memory and energy of a detached job fit what it measured itself, in its line and in `gpuhub report`."""
+    ada, notebook = product.users["ada"], start("ada", "cpu")
+    notebook.run(HEAT)
+    before = {uuid: product.energy(uuid) for uuid in product.states()}
+    begun = time.monotonic()
+    notebook.run("%gpu_launch --detach heat.py")
+    [job] = wait_for(
+        lambda: [job for job in list_jobs(ada) if job["detached"] and job["ended_at"]],
+        lambda: f"the job has ended: {list_jobs(ada)}",
+        180,
+    )
+    [costs] = wait_for(
+        lambda: [record for record in ada.ask(ada.broker, "GET", "/costs")[1] if record["id"] == job["id"]],
+        "the job's costs",
+    )
+    elapsed_s = time.monotonic() - begun
+    output = notebook.run("%gpu_logs")
+    found = re.search(r"took ([0-9.]+) J in ([0-9.]+) s of (GPU-[0-9a-f-]{36})", output)
+    assert found, output
+    own_j, own_s, uuid = float(found[1]), float(found[2]), found[3]
+    # The lease is longer than the measurement in it, and ends are known to two seconds.
+    energy_j, held_s = costs["energy_kwh"] * 3.6e6, costs["gpu_hours"] * 3600
+    assert 0.95 * own_j < energy_j < product.energy(uuid) - before[uuid] + 1, (costs, output)
+    assert not costs["is_energy_estimated"]
+    assert own_s < held_s < elapsed_s + 1, costs
+    assert costs["busy_percent"] > 100 * 0.8 * own_s / held_s, costs
+    assert 4096 < costs["peak_memory_mib"] < 8192, costs
+    assert re.match(r"GPU \d+ % busy, \d+\.\d of \d+ GB, [0-9.]+ k?Wh", costs["text"]), costs
+    [row] = wait_for(
+        lambda: [row for row in report("--by", "profile", "--owner", "ada") if row["key"] == "jobs"], "the report"
+    )
+    assert row["energy_kwh"] >= 0.99 * costs["energy_kwh"], row
+    assert row["peak_memory_mib"] >= costs["peak_memory_mib"], row
+
+
+def list_jobs(user: Client) -> list[dict[str, Any]]:
+    """Return a user's jobs, also those that have ended."""
+    status, jobs = user.ask(user.broker, "GET", "/jobs?ended=true")
+    assert status == 200, jobs
+    return list(jobs)
+
+
+def test_stacks_of_ranks_that_hang_in_nccl(product: Gpus, start: Start) -> None:
+    """`%gpu_stacks` shows which rank waits for NCCL, and where the other one is."""
+    nodes = min(2, len(count_gpus(product)))
+    notebook = start("ada", "cpu")
+    notebook.run(HANG)
+    notebook.run(f"%gpu_launch --detach --nnodes {nodes} --nproc-per-node {2 // nodes} hang.py")
+    try:
+        shown = wait_for(
+            lambda: text if HANGING.search(text := notebook.kernel.run("%gpu_stacks")) else None,
+            lambda: notebook.kernel.run("%gpu_logs") + notebook.kernel.run("%gpu_stacks --full"),
+            60,
+            every_s=1,
+        )
+        assert re.search(r"rank 0: at hang\.py:\d+\s+time\.sleep\(600\)", shown), shown
+        assert re.search(r"rank 1: in synchronize at hang\.py:\d+\s+torch\.cuda\.synchronize\(\)", shown), shown
+    finally:
+        notebook.kernel.run("%gpu_cancel all")
 
 
 def test_standing_ranks_keep_their_tensors(product: Gpus, start: Start) -> None:
@@ -192,6 +354,29 @@ def test_interrupted_launch_releases_its_gpus(product: Gpus, start: Start) -> No
     notebook.interrupt(product.address)
     rest = "".join(messages)
     assert "interrupt" in rest.lower(), rest
+
+
+def test_wild_write_of_a_user_is_counted_and_blocks_nothing(product: Gpus, start: Start) -> None:
+    """The driver's Xid error is shown for this GPU and no other, and the GPU computes on."""
+    notebook = start("ada", "gpu")
+    [uuid] = notebook.uuids()
+    output = notebook.run(WILD_WRITE)
+    # CUDA_ERROR_ILLEGAL_ADDRESS
+    assert "ended with 700" in output, output
+    errors = wait_for(
+        lambda: product.metrics().list("gpuhub_gpu_xid_errors_total", UUID=uuid),
+        lambda: f"the Xid error is counted: {product.run_in_agent(product.cluster.nodes[0].name, 'nvidia-smi')}",
+        30,
+    )
+    # An exception of the graphics engine, or a fault of its memory unit: both are errors of the user's program.
+    assert {error["xid"] for error in errors} <= {"13", "31"}, errors
+    metrics = product.metrics()
+    assert metrics.value("DCGM_FI_DEV_XID_ERRORS", UUID=uuid) in (13, 31)
+    others = set(product.states()) - {uuid}
+    assert all(metrics.value("DCGM_FI_DEV_XID_ERRORS", UUID=other) == 0 for other in others)
+    assert not metrics.list("gpuhub_gpu_fault")
+    assert product.states()[uuid] == "held"
+    assert "sum 9.0" in notebook.run(ADD_IN_NEW_PROCESS)
 
 
 def test_drained_node_takes_no_work(product: Gpus, start: Start) -> None:
