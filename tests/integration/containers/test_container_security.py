@@ -21,6 +21,7 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import container_lifecycle, networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import ContainerSpec, build_worker_spec
+from gpuhub.docker.security import WorkerSize
 from gpuhub_closet import gpu_state
 from gpuhub_closet.topology import SimulatedGpu
 from tests.support.closet.practice_closet import INSTANCE, Closet
@@ -155,6 +156,7 @@ def build(cluster: ClusterSettings, image: str, uuids: tuple[str, ...]) -> Conta
         run_id="run-1",
         index=0,
         run_index=0,
+        size=WorkerSize(),
     )
     return dataclasses.replace(spec, command=("sleep", "300"))
 

@@ -17,6 +17,7 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import container_lifecycle, networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import ContainerContext, ContainerSpec, build_worker_spec
+from gpuhub.docker.security import WorkerSize
 from gpuhub_closet import shell
 from gpuhub_closet.topology import ClosetPlan
 from tests.support.closet.practice_closet import INSTANCE, Closet
@@ -141,6 +142,7 @@ def build_listener(
         run_id="run-123456",
         index=index,
         run_index=index,
+        size=WorkerSize(),
     )
     return dataclasses.replace(
         spec,
