@@ -11,6 +11,20 @@ from gpuhub.docker.container_spec import (
 )
 from gpuhub.docker.security import WorkerSize
 
+#: The text of a cluster.toml with what every one has.
+CLUSTER_FILE = """
+[[nodes]]
+name = "rig1"
+address = "192.168.1.21"
+docker = "unix:///run/rig1.sock"
+[[profiles]]
+name = "any"
+title = "Any"
+[users]
+allowed = ["ada"]
+"""
+
+
 CARDS = {"rig1": ("RTX 5090", "32607M"), "rig2": ("RTX 5070", "12227M"), "rig3": ("RTX 5060", "8151M")}
 ADA = UserIdentity(name="ada", uid=1001, gid=1001, groups=(2000,), group_names=("ada", "lab"))
 

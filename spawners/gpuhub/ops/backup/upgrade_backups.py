@@ -51,7 +51,9 @@ def ensure_upgrade_backup(head: Head, cluster: ClusterSettings) -> Path | None:
 
 def record_version(paths: Paths) -> None:
     """Note which version of gpuhub has started here last."""
-    _version_file(paths).write_text(f"{version('gpuhub')}\n", encoding="ascii")
+    file = _version_file(paths)
+    file.touch(mode=0o600)
+    file.write_text(f"{version('gpuhub')}\n", encoding="ascii")
 
 
 def read_last_version(paths: Paths) -> str | None:

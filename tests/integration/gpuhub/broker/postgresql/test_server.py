@@ -29,21 +29,12 @@ from gpuhub.ops.backup.upgrade_backups import ensure_upgrade_backup
 from gpuhub.ops.deploy.database import describe_problem, ensure_database, write_password
 from gpuhub.ops.validation.user_token import issue_token
 from tests.integration.gpuhub.broker.test_group_commit import TOGETHER, check_death
-from tests.support.clusters import build_cluster
+from tests.support.clusters import CLUSTER_FILE, build_cluster
 from tests.support.paths import FolderPaths
 from tests.support.postgresql import PASSWORD, PostgresqlServer, run_postgresql
 from tests.unit.gpuhub.broker.db.test_store import build_granted_lease, build_request
 
-CLUSTER_FILE = """
-[[nodes]]
-name = "rig1"
-address = "192.168.1.21"
-docker = "unix:///run/rig1.sock"
-[[profiles]]
-name = "any"
-title = "Any"
-[users]
-allowed = ["ada"]
+DATABASE = """
 [database]
 url = "{url}"
 password_file = "{file}"
@@ -225,7 +216,7 @@ def test_the_hub_has_its_own_schema(cluster: ClusterSettings, paths: FolderPaths
 def make_head(folder: Path, database: DatabaseSettings) -> Head:
     folder.mkdir(exist_ok=True)
     file = folder / "cluster.toml"
-    file.write_text(CLUSTER_FILE.format(url=database.url, file=database.password_file))
+    file.write_text(CLUSTER_FILE + DATABASE.format(url=database.url, file=database.password_file))
     paths = FolderPaths(folder=folder / "state")
     paths.state.mkdir(exist_ok=True)
     return Head(paths=paths, cluster_file=file, hub_config=folder / "jupyterhub_config.py")

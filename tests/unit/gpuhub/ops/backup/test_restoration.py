@@ -23,7 +23,7 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.backup import contents, databases, restoration
 from gpuhub.ops.backup.contents import Head
 from gpuhub.ops.backup.snapshot import write_backup
-from tests.support.clusters import build_cluster
+from tests.support.clusters import CLUSTER_FILE, build_cluster
 from tests.support.paths import FolderPaths
 
 
@@ -43,19 +43,6 @@ class Saved:
     head: Head
     cluster: ClusterSettings
     file: Path
-
-
-CLUSTER_FILE = """
-[[nodes]]
-name = "rig1"
-address = "192.168.1.21"
-docker = "unix:///run/rig1.sock"
-[[profiles]]
-name = "any"
-title = "Any"
-[users]
-allowed = ["ada"]
-"""
 
 
 @pytest.fixture
