@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from gpu_launch.common.launch_spec import StartMethod
+from gpu_launch.worker import jax_cluster, rank_debugger
 
 pytestmark = pytest.mark.torch
 
@@ -75,6 +76,8 @@ OWN = (
     "GPU_LAUNCH_RANKS",
     "GPU_LAUNCH_STACKS",
 )
+#: Variables that ranks have for JAX, whose port differs between starts, and torchrun's have not.
+OF_JAX = (jax_cluster.COORDINATOR_ADDRESS, jax_cluster.NUM_PROCESSES, jax_cluster.PROCESS_ID)
 
 
 def run_forked_and_torchrun(node, script, *, nproc=2, **parts):
@@ -92,7 +95,7 @@ def drop_varying_parts(found):
     """Return a probe's results without the parts that differ between starts."""
     environ = dict(found["environ"])
     assert environ.pop("TORCHELASTIC_ERROR_FILE").endswith("error.json")
-    for name in OWN:
+    for name in (*OWN, *OF_JAX):
         environ.pop(name, None)
     argv = [word.replace("found-torchrun", "found-fork") for word in found["argv"]]
     orig = [word.replace("found-torchrun", "found-fork") for word in found["orig_argv"]]
@@ -100,7 +103,10 @@ def drop_varying_parts(found):
     tasks = 1 if "OMP_NUM_THREADS" in found["environ"] else found["tasks"]
     # Ranks of gpu_launch keep a file open for their stacks, see `worker.rank_stacks`.
     files = [[number, name] for number, name in found["files"] if int(number) < 400]
-    return found | {"files": files, "environ": environ, "argv": argv, "orig_argv": orig, "tasks": tasks}
+    # The debugger stops ranks of gpu_launch by this signal.
+    signals = {number: kind for number, kind in found["signals"].items() if int(number) != rank_debugger.SIGNAL}
+    varying = {"files": files, "signals": signals, "environ": environ, "argv": argv, "orig_argv": orig, "tasks": tasks}
+    return found | varying
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,6 +138,8 @@ def test_forked_rank_has_the_environment_of_torchrun(node, plain, parts):
     forked, cold = plain if parts is None else run_forked_and_torchrun(node, node.script(PROBE), **parts)
     for (one, _), (other, _) in zip(forked, cold, strict=True):
         assert drop_varying_parts(one) == drop_varying_parts(other)
+        assert one["environ"][jax_cluster.PROCESS_ID] == one["environ"]["RANK"]
+        assert one["signals"][str(rank_debugger.SIGNAL)] == "_handle_signal"
 
 
 def test_forked_ranks_have_separate_random_states(plain):
