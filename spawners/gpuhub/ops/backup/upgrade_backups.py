@@ -52,8 +52,8 @@ def ensure_upgrade_backup(head: Head, cluster: ClusterSettings) -> Path | None:
 def record_version(paths: Paths) -> None:
     """Note which version of gpuhub has started here last."""
     file = _version_file(paths)
-    file.touch(mode=0o600)
     file.write_text(f"{version('gpuhub')}\n", encoding="ascii")
+    file.chmod(0o600)
 
 
 def read_last_version(paths: Paths) -> str | None:
