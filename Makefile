@@ -88,7 +88,7 @@ test-gpu: setup-dev ## Use the product on real GPUs, and compare with nvidia-smi
 soak: setup-dev ## Use and break the practice closet for HOURS=2, and say whether memory, files, threads or logs grow
 	@python -m tests.soak --hours $(HOURS)
 
-test: setup-dev ## Pass every check and test, except the slow fault cases, soak and real GPUs (about 40 minutes on 2 cores)
+test: setup-dev ## Pass every check and test, except the slow fault cases, soak and real GPUs (about an hour on 2 cores)
 	@tests/run
 
 test-fresh: setup-dev ## Run README's commands on a minimal Debian 12 and 13, each in a clean room (half an hour each)
