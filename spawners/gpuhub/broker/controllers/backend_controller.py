@@ -177,8 +177,7 @@ class BackendController:
     # -- jobs -----------------------------------------------------------------------------------------------------
 
     def _waiting(self) -> list[LeaseRow]:
-        leases = self._core.ledger.snapshot.leases
-        return [leases[lease] for lease in self._core.ledger.index.find("waiting") if lease in leases]
+        return self._core.ledger.find_leases("waiting")
 
     def _find_unsubmitted(self) -> list[LeaseRow]:
         """Waiting leases without a job, the oldest first. Without containers the spawner submits those of notebooks."""

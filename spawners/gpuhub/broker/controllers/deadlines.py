@@ -74,11 +74,10 @@ class DeadlineController:
 
     def _find_checkpointed(self, now: float) -> dict[str, str]:
         """Return leases of preempted jobs whose workers have written their checkpoints, with the reason."""
-        jobs = [self._core.ledger.snapshot.jobs.get(job) for job in self._core.ledger.index.find("preempting")]
         return {
             job.lease_id: job_states.PREEMPTED
-            for job in jobs
-            if job is not None and job_states.is_checkpoint_done(job, now)
+            for job in self._core.ledger.find_jobs("preempting")
+            if job_states.is_checkpoint_done(job, now)
         }
 
     async def _quarantine(self) -> None:

@@ -84,7 +84,7 @@ class IdleOperations:
         if not caller.may_reclaim:
             raise NotAllowed("only the hub's culler asks which notebooks to stop")
         ledger = self._core.ledger
-        leases = (ledger.snapshot.leases[key] for key in ledger.index.find("server", request.owner, request.server))
+        leases = ledger.find_leases("server", request.owner, request.server)
         due = [lease.id for lease in leases if self._find_reason(lease) is not None]
         if not due:
             return ReclaimAnswer(stop=False)

@@ -104,27 +104,24 @@ class LiveViews:
             await asyncio.sleep(PERIOD_S)
 
     def _select_rows(self, caller: Identity) -> _OwnRows:
-        index, snapshot, positions = self._core.ledger.index, self._core.ledger.snapshot, self._core.queue_positions
-        ids = index.find("owner", caller.name) if caller.is_user else ()
-        own = sorted((snapshot.leases[one] for one in ids if one in snapshot.leases), key=lambda row: row.seq)
+        ledger, positions = self._core.ledger, self._core.queue_positions
+        own = ledger.find_leases("owner", caller.name) if caller.is_user else []
+        own.sort(key=lambda row: row.seq)
         held = [row for row in own if row.state is not LeaseState.REQUESTED][:MAX_HELD]
         waiting = [row for row in own if row.state is LeaseState.REQUESTED][:MAX_WAITING]
-        job_ids = index.find("jobs of owner", caller.name) if caller.is_user else ()
-        open_jobs = sorted(
-            (snapshot.jobs[one] for one in job_ids if one in snapshot.jobs),
-            key=lambda row: (row.created_at, row.run_id),
-            reverse=True,
-        )
+        open_jobs = ledger.find_jobs("jobs of owner", caller.name) if caller.is_user else []
+        open_jobs.sort(key=lambda row: (row.created_at, row.run_id), reverse=True)
         jobs = open_jobs[:MAX_OPEN_JOBS]
         leases = (*held, *waiting)
-        of_jobs = [snapshot.leases[job.lease_id] for job in jobs if job.lease_id in snapshot.leases]
+        all_leases = ledger.snapshot.leases
+        of_jobs = [all_leases[job.lease_id] for job in jobs if job.lease_id in all_leases]
         return _OwnRows(
             leases=leases,
             jobs=tuple(jobs),
             more_leases=len(own) - len(leases),
             more_jobs=len(open_jobs) - len(jobs),
             versions=(
-                self._core.ledger.is_writing,
+                ledger.is_writing,
                 len(own),
                 len(open_jobs),
                 *(positions.find_version(row) for row in (*leases, *of_jobs)),

@@ -117,11 +117,11 @@ class BrokerOperations:
 
         With `owner`, `state` or `node` only those of this owner, in this state, or with containers on this node.
         """
-        rows = self._core.ledger.snapshot.leases
-        ids = rows if caller.sees_all else self._core.ledger.index.find("owner", caller.name)
+        ledger = self._core.ledger
+        rows = ledger.snapshot.leases.values() if caller.sees_all else ledger.find_leases("owner", caller.name)
         found = (
             row
-            for row in (rows[lease_id] for lease_id in ids if lease_id in rows)
+            for row in rows
             if owner in (None, row.owner) and state in (None, row.state) and (node is None or node in row.nodes)
         )
         leases = sorted(found, key=lambda row: row.seq)
@@ -266,11 +266,9 @@ class BrokerOperations:
 
         With `ended`, recently ended jobs as well: the `MAX_JOBS` newest ones, newest first.
         """
-        rows = self._core.ledger.snapshot.jobs
-        ids = rows if caller.sees_all else self._core.ledger.index.find("jobs of owner", caller.name)
-        open_rows = sorted(
-            (rows[job_id] for job_id in ids if job_id in rows), key=lambda row: (row.created_at, row.run_id)
-        )
+        ledger = self._core.ledger
+        rows = ledger.snapshot.jobs.values() if caller.sees_all else ledger.find_jobs("jobs of owner", caller.name)
+        open_rows = sorted(rows, key=lambda row: (row.created_at, row.run_id))
         if not ended:
             return await self._view_jobs([row.id for row in open_rows])
         shown = await self._view_jobs([row.id for row in reversed(open_rows[-MAX_JOBS:])])

@@ -119,8 +119,7 @@ class IdleNotebooks:
         Args:
             waiting_outside: Number of requests from outside gpuhub that wait.
         """
-        leases = self._ledger.snapshot.leases
-        waiting = {leases[lease_id].owner for lease_id in self._ledger.index.find("waiting")}
+        waiting = {lease.owner for lease in self._ledger.find_leases("waiting")}
         if not waiting and not waiting_outside:
             return {}
         times = {}

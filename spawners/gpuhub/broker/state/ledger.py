@@ -107,10 +107,22 @@ class Ledger:
         for job in jobs:
             self.index.replace_job(None, job)
 
-    def leases_on(self, node: str) -> list[LeaseRow]:
-        """Return the open leases that have, or will have, containers on a node."""
+    def find_leases(self, *tag: str | int) -> list[LeaseRow]:
+        """Return the open leases with a tag of the index, such as `("owner", name)`, in any order.
+
+        While a transaction is being written, the index is ahead of the snapshot: new leases are not included yet.
+        """
         rows = self.snapshot.leases
-        return [rows[lease_id] for lease_id in sorted(self.index.find("node", node)) if lease_id in rows]
+        return [rows[lease_id] for lease_id in self.index.find(*tag) if lease_id in rows]
+
+    def find_jobs(self, *tag: str | int) -> list[JobRow]:
+        """Return the open jobs with a tag of the index, likewise."""
+        rows = self.snapshot.jobs
+        return [rows[job_id] for job_id in self.index.find(*tag) if job_id in rows]
+
+    def leases_on(self, node: str) -> list[LeaseRow]:
+        """Return the open leases that have, or will have, containers on a node, by id."""
+        return sorted(self.find_leases("node", node), key=lambda lease: lease.id)
 
     # -- waiting for changes --------------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -220,3 +222,27 @@ async def test_what_is_kept_survives_a_restart_of_the_broker(tmp_path: Path) -> 
         answer = await post(running, "ada", f"/leases/{lease['id']}/activity", NO_CELL | {"inactive_s": 56 * 60})
         assert answer["idle"]["kept_until"] == kept["idle"]["kept_until"]
         assert answer["idle"]["is_warned"] is False
+
+
+async def test_reads_answer_while_a_request_is_being_written(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new request is in the index already, but in no list; the culler leaves the server alone that it is for."""
+    core = scene.running.core
+    save, is_released = core.store.save, threading.Event()
+
+    def save_later(changes: Any) -> None:
+        assert is_released.wait(30)
+        save(changes)
+
+    monkeypatch.setattr(core.store, "save", save_later)
+    request = asyncio.ensure_future(ask(scene.running, "ben"))
+    try:
+        await until(lambda: core.ledger.index.find("owner", "ben"), "the request is being written")
+        assert core.ledger.index.find("waiting")
+        cluster = await read(scene.running, "ada", "/cluster")
+        assert [gpu["state"] for node in cluster["nodes"] for gpu in node["gpus"]].count("held") == 1
+        assert await read(scene.running, "ben", "/leases") == []
+        answer = await post(scene.running, "culler", "/reclaims", {"owner": "ben", "server": ""})
+        assert answer["stop"] is False
+    finally:
+        is_released.set()
+    assert (await request)["state"] == "requested"

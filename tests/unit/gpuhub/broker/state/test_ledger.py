@@ -173,6 +173,19 @@ async def test_refused_row_does_not_fail_other_changes(bench: LedgerFixture, cap
     assert caplog.text == ""
 
 
+async def test_readers_find_only_what_is_written(bench: LedgerFixture) -> None:
+    """The index knows a new lease while it is being written; readers find it with the snapshot."""
+    await bench.ledger.change(bench.add("l0"))
+    bench.store.is_held = True
+    task = asyncio.ensure_future(bench.ledger.change(bench.add("l1")))
+    await until(lambda: bench.ledger.is_writing, "it is being written")
+    assert sorted(bench.ledger.index.find("owner", "ada")) == ["l0", "l1"]
+    assert [lease.id for lease in bench.ledger.find_leases("owner", "ada")] == ["l0"]
+    bench.store.is_held = False
+    await task
+    assert {lease.id for lease in bench.ledger.find_leases("owner", "ada")} == {"l0", "l1"}
+
+
 async def test_failing_transaction_hook_changes_nothing(bench: LedgerFixture, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the engine does wrong, what is shown stays what is stored."""
 
