@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 from fastapi import FastAPI
 
@@ -21,6 +22,7 @@ from gpuhub.broker.api.server import build_server_config
 from gpuhub.broker.app import PREFIX, create_app
 from gpuhub.broker.controllers.node_probe import EnsureFirewall
 from gpuhub.broker.db.store import Store
+from gpuhub.broker.db.writer import Changes
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import HubUnreachable
 from gpuhub.common import names
@@ -229,6 +231,28 @@ class Running:
         headers = {} if token is None else {"Authorization": f"token {token}"}
         with httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False) as client:
             return client.request(method, path, **arguments)
+
+
+@contextmanager
+def held_writes(running: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Changes]]:
+    """Hold every change of the ledger where it is being written to the store, until the end of the block.
+
+    Yields a list to which held changes are added.
+    """
+    save, is_released = running.store.save, threading.Event()
+    held: list[Changes] = []
+
+    def save_later(changes: Changes) -> None:
+        held.append(changes)
+        assert is_released.wait(30)
+        save(changes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running.store, "save", save_later)
+        try:
+            yield held
+        finally:
+            is_released.set()
 
 
 def are_read(app: FastAPI) -> bool:
