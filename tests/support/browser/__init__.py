@@ -1,0 +1,1 @@
+"""Browsers besides Chromium, and what tests run in pages."""
