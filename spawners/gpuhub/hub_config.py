@@ -48,6 +48,7 @@ from gpuhub.web.idle_notices import IdleNoticesHandler
 from gpuhub.web.job_ports import JobPortHandler
 from gpuhub.web.lab_assets import LabAssetsHandler
 from gpuhub.web.notifications_page import DestinationsHandler, NotificationsPageHandler
+from gpuhub.web.shared_jobs import SharedJobPageHandler, SharedJobStreamHandler
 from gpuhub.web.static_files import STATIC, StaticFilesHandler
 
 BROKER_SERVICE = "broker"
@@ -303,6 +304,7 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
         for path, handler in (
             (r"/gpuhub/stream", PageStreamHandler),
             (r"/gpuhub/output", OutputStreamHandler),
+            (r"/gpuhub/shared-stream", SharedJobStreamHandler),
         )
     ]
     return others + [
@@ -318,6 +320,7 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
             (r"/notifications", NotificationsPageHandler),
             (r"/gpuhub/notifications", DestinationsHandler),
             (JobPortHandler.PATH, JobPortHandler),
+            (SharedJobPageHandler.PATH, SharedJobPageHandler),
         )
     ]
 

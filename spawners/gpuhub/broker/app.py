@@ -31,6 +31,7 @@ from gpuhub.broker.api import (
     ports,
     problems,
     routes,
+    share_routes,
     terminal,
 )
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
@@ -62,6 +63,7 @@ from gpuhub.broker.operations.live import LiveViews
 from gpuhub.broker.operations.notebook_datasets import LeaseStaging
 from gpuhub.broker.operations.notifications import NotificationOperations
 from gpuhub.broker.operations.operations import BrokerOperations
+from gpuhub.broker.operations.output_shares import ShareOperations, UserDirectory
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import Problem
@@ -92,7 +94,7 @@ PREFIX = "/services/broker"
 NETWORKS_PERIOD_S = 30.0
 
 
-class HubApi(TokenChecker, ServerApi, Protocol):
+class HubApi(TokenChecker, ServerApi, UserDirectory, Protocol):
     """What the broker needs of the hub."""
 
     async def close(self) -> None:
@@ -141,7 +143,10 @@ def create_app(
     cipher = UrlCipher(destination_key)
     notifications = NotificationController(core=core, send=sender.send, cipher=cipher, machine_urls=machine_urls or {})
     couriers = CourierPool(core=core, daemons=daemons, start=start_courier)
-    guest_files = GuestFiles(core=core, daemons=daemons, couriers=couriers)
+    files, guest_files = (
+        UserFiles(core, couriers, has_containers=capabilities.containers),
+        GuestFiles(core=core, daemons=daemons, couriers=couriers),
+    )
     stager = DatasetStager(core=core, daemons=daemons)
     staging = LeaseStaging(core, stager.stage)
     audit_log = AuditLog(clock)
@@ -212,11 +217,12 @@ def create_app(
         "broker": operations,
         "costs": CostOperations(core, backend),
         "live_views": LiveViews(core, operations),
+        "output_shares": ShareOperations(core, files, hub),
         "notifications": NotificationOperations(core, cipher, sender.send),
         "staging": staging,
         "authenticator": Authenticator(hub, clock, own_token, spawner_token, metrics_token),
         "metrics": exporter,
-        "user_files": UserFiles(core, couriers, has_containers=capabilities.containers),
+        "user_files": files,
         "daemons": daemons,
         "hub_page": hub_page,
     }
@@ -246,6 +252,7 @@ def _add_routes(app: FastAPI, audit_log: AuditLog, exporter: MetricsExporter) ->
         *routers,
         live_routes.api,
         notification_routes.api,
+        share_routes.api,
         terminal.api,
         ports.api,
         ports.router,

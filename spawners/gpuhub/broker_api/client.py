@@ -26,6 +26,7 @@ from gpuhub.broker_api.schemas import (
     LeaseRequest,
     LeaseView,
     NodeView,
+    OutputShareView,
     PendingReasonView,
     ReclaimAnswer,
     ReclaimRequest,
@@ -33,12 +34,13 @@ from gpuhub.broker_api.schemas import (
     ReportView,
     ReservationRequest,
     ReservationView,
+    ShareRequest,
     StagingView,
     UploadResult,
     UsageView,
     VisitView,
 )
-from gpuhub.broker_api.schemas.live import OwnView
+from gpuhub.broker_api.schemas.live import OwnView, SharedJobView
 from gpuhub.common import errors
 
 T = TypeVar("T")
@@ -64,6 +66,9 @@ _NODES = TypeAdapter(list[NodeView])
 _EVENTS = TypeAdapter(list[EventView])
 _RESERVATIONS = TypeAdapter(list[ReservationView])
 _OWNVIEW = TypeAdapter(OwnView)
+_SHARE = TypeAdapter(OutputShareView)
+_SHARES = TypeAdapter(list[OutputShareView])
+_SHARED = TypeAdapter(SharedJobView)
 _USAGE = TypeAdapter(list[UsageView])
 _DESTINATION = TypeAdapter(DestinationView)
 _DESTINATIONS = TypeAdapter(list[DestinationView])
@@ -266,15 +271,64 @@ class AsyncBrokerClient(BrokerConnection):
             async for text in read_events(answer, "own"):
                 yield _read(_OWNVIEW, text)
 
-    async def follow_output(self, job_id: str, tail: int) -> AsyncIterator[bytes]:
+    async def shares(self) -> list[OutputShareView]:
+        """Return output shares: the caller's own and those with the caller, or all for an administrator and the hub."""
+        return _read(_SHARES, await self._send("GET", "/shares"))
+
+    async def end_shares(self, job_id: str, viewer: str) -> list[OutputShareView]:
+        """End the share of the caller's job with a user; return it, or nothing if there was none."""
+        return _read(_SHARES, await self._send("DELETE", f"/jobs/{_quoted(job_id)}/shares/{_quoted(viewer)}"))
+
+    async def end_shares_of_user(self, user: str) -> list[OutputShareView]:
+        """End all shares of a user and with a user, and return them; for the hub and administrators only."""
+        return _read(_SHARES, await self._send("DELETE", "/shares", params={"user": user}))
+
+    async def share_output(self, job_id: str, viewer: str, for_s: int) -> OutputShareView:
+        """Share the output of the caller's job with a user for `for_s` seconds from now."""
+        path, body = f"/jobs/{_quoted(job_id)}/shares/{_quoted(viewer)}", ShareRequest(for_s=for_s)
+        return _read(_SHARE, await self._send("PUT", path, json=body.model_dump(mode="json")))
+
+    async def read_shared_job(self, job_id: str) -> SharedJobView:
+        """Return a job that is shared with the caller.
+
+        Raises:
+            GpuhubError: the broker refuses, or does not answer.
+        """
+        async with self._open(f"/stream/shared/{_quoted(job_id)}", {"for_s": "0"}, ANSWER_S) as answer:
+            async for text in read_events(answer, "shared"):
+                return _read(_SHARED, text)
+        raise errors.BrokerUnreachable("The GPU broker does not answer.")
+
+    async def watch_shared_job(self, job_id: str) -> AsyncIterator[SharedJobView]:
+        """Yield a job that is shared with the caller, again whenever it changes.
+
+        Raises:
+            GpuhubError: the broker refuses, or does not answer any more.
+        """
+        async with self._open(f"/stream/shared/{_quoted(job_id)}", {}, _SILENCE_S) as answer:
+            async for text in read_events(answer, "shared"):
+                yield _read(_SHARED, text)
+
+    def follow_output(self, job_id: str, tail: int) -> AsyncIterator[bytes]:
         """Yield the last `tail` bytes of the output of the caller's detached job, and what follows until its end.
 
         Raises:
             GpuhubError: the broker refuses, or does not answer any more.
         """
+        return self._follow(f"/jobs/{_quoted(job_id)}/logs", tail)
+
+    def follow_shared_output(self, job_id: str, tail: int) -> AsyncIterator[bytes]:
+        """Yield the last `tail` bytes of the output of a job that is shared with the caller, and what follows.
+
+        Raises:
+            GpuhubError: the broker refuses, or does not answer any more, as when the share ends.
+        """
+        return self._follow(f"/shared/{_quoted(job_id)}/logs", tail)
+
+    async def _follow(self, path: str, tail: int) -> AsyncIterator[bytes]:
         params: dict[str, str | list[str]] = {"tail": str(tail), "follow": "true"}
         # A job may write nothing for hours. The first answer may have to start a container.
-        async with self._open(f"/jobs/{_quoted(job_id)}/logs", params, None) as answer:
+        async with self._open(path, params, None) as answer:
             try:
                 async for part in answer.aiter_bytes():
                     yield part

@@ -52,8 +52,10 @@ def end(broker: BrokerRunner, paths: Paths, name: str, yes: bool) -> None:
             tokens = 0  # a user who was deleted at the hub may still have leases
         finally:
             await hub.close()
+        shares = await client.end_shares_of_user(name)
         ended = await client.release_all(name)
-        console.write(f"{name}: {ended} leases and {tokens} tokens ended. Containers are removed now.")
+        also = f", and {len(shares)} shares of outputs" if shares else ""
+        console.write(f"{name}: {ended} leases and {tokens} tokens ended{also}. Containers are removed now.")
 
     broker.run("user end", paths, run)
 

@@ -310,6 +310,20 @@ class EventRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputShareRow:
+    """A view of a job's output that the job's owner shares with another user, until `expires_at`."""
+
+    job_id: str
+    viewer: str
+    owner: str
+    #: Of the job, which may be forgotten before its shares end.
+    run_id: str
+    name: str
+    created_at: float
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """The user or service that sends a request."""
 

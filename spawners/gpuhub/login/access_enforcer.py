@@ -49,8 +49,10 @@ class AccessEnforcer:
             await asyncio.sleep(PERIOD_S)
 
     async def run_once(self) -> None:
-        """Compare all owners of leases with the rules, and end those who were refused often enough."""
-        owners = {lease.owner for lease in await self._broker.leases()}
+        """Compare all owners of leases and users of shares with the rules, and end those refused often enough."""
+        shares = await self._broker.shares()
+        sharing = {name for share in shares for name in (share.owner, share.viewer)}
+        owners = {lease.owner for lease in await self._broker.leases()} | sharing
         refused = {owner: self._refusals.get(owner, 0) + 1 for owner in owners if await self._is_refused(owner)}
         self._refusals = refused
         for owner, times in refused.items():
@@ -58,8 +60,12 @@ class AccessEnforcer:
                 continue
             user = find_user(self._users, owner)
             tokens = 0 if user is None else revoke_access(user)
+            ended = await self._broker.end_shares_of_user(owner)
             leases = await self._broker.release_all(owner)
-            log.warning("%s may not use this hub any more: %d leases and %d tokens ended", owner, leases, tokens)
+            log.warning(
+                "%s may not use this hub any more: %d leases, %d shares and %d tokens ended",
+                owner, leases, len(ended), tokens,
+            )  # fmt: skip
 
     async def _is_refused(self, owner: str) -> bool:
         user = find_user(self._users, owner)

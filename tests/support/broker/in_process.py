@@ -82,6 +82,9 @@ class StubHub:
     async def stop_server(self, owner: str, server: str) -> None:
         self.stopped.append((owner, server))
 
+    async def has_user(self, name: str) -> bool:
+        return name not in self.unknown_users
+
     async def close(self) -> None:
         return
 

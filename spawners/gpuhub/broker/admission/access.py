@@ -29,8 +29,7 @@ async def find_lease(core: BrokerState, caller: Identity, lease_id: str) -> Leas
     Raises:
         NotFound: the lease does not exist, or it belongs to another user.
     """
-    row = core.ledger.snapshot.leases.get(lease_id) or core.ledger.ended_leases.get(lease_id)
-    return _check_visible(caller, lease_id, "lease", row or await asyncio.to_thread(core.store.get_lease, lease_id))
+    return _check_visible(caller, lease_id, "lease", await read_lease(core, lease_id))
 
 
 async def find_job(core: BrokerState, caller: Identity, job_id: str) -> JobRow:
@@ -39,8 +38,19 @@ async def find_job(core: BrokerState, caller: Identity, job_id: str) -> JobRow:
     Raises:
         NotFound: the job does not exist, or it belongs to another user.
     """
+    return _check_visible(caller, job_id, "job", await read_job(core, job_id))
+
+
+async def read_job(core: BrokerState, job_id: str) -> JobRow | None:
+    """Return a job, ended or not, whoever asks; None if there is none."""
     row = core.ledger.snapshot.jobs.get(job_id) or core.ledger.ended_jobs.get(job_id)
-    return _check_visible(caller, job_id, "job", row or await asyncio.to_thread(core.store.get_job, job_id))
+    return row or await asyncio.to_thread(core.store.get_job, job_id)
+
+
+async def read_lease(core: BrokerState, lease_id: str) -> LeaseRow | None:
+    """Return a lease, ended or not, whoever asks; None if there is none."""
+    row = core.ledger.snapshot.leases.get(lease_id) or core.ledger.ended_leases.get(lease_id)
+    return row or await asyncio.to_thread(core.store.get_lease, lease_id)
 
 
 async def find_port_job(core: BrokerState, caller: Identity, job_id: str) -> JobRow:
@@ -51,8 +61,7 @@ async def find_port_job(core: BrokerState, caller: Identity, job_id: str) -> Job
         NotAllowed: the caller is an administrator or a service, whom the owner has not named.
         Conflict: the job has no port.
     """
-    row = core.ledger.snapshot.jobs.get(job_id) or core.ledger.ended_jobs.get(job_id)
-    row = row or await asyncio.to_thread(core.store.get_job, job_id)
+    row = await read_job(core, job_id)
     if row is not None:
         audit.note_owner(row.owner)
     is_visitor = row is not None and caller.is_user and caller.name in {row.owner, *row.port_users}
@@ -87,6 +96,9 @@ class StreamKind:
 
 TRANSFERS = StreamKind(description="files being sent or fetched", per_owner=2, total=32)
 LOGS = StreamKind(description="logs being read", per_owner=4, total=256)
+#: Outputs of others' jobs, counted for each viewer; and those of one owner, each of which is a process of the owner's.
+SHARED_VIEWS = StreamKind(description="shared outputs being read", per_owner=4, total=256)
+SHARED_OUTPUTS = StreamKind(description="views of one's jobs by others", per_owner=16, total=256)
 STATES = StreamKind(description="states being read", per_owner=4, total=64)
 SHELLS = StreamKind(description="terminals", per_owner=2, total=64)
 #: More than terminals: an editor and rsync open several at once.

@@ -61,7 +61,7 @@ async def stream_cluster(
     caller: Caller, live: Live, watch: Watch, group: OfGroups = (), for_s: Duration = MAX_STREAM_S
 ) -> AsyncIterator[ServerSentEvent]:
     """Send events `cluster`, each with the whole cluster as all users in the caller's groups see it."""
-    async for event in _send("cluster", live.watch_cluster(caller, group), caller, watch, for_s):
+    async for event in send_views("cluster", live.watch_cluster(caller, group), caller, watch, for_s):
         yield event
 
 
@@ -75,25 +75,25 @@ async def stream_own(
     caller: Caller, live: Live, watch: Watch, for_s: Duration = MAX_STREAM_S
 ) -> AsyncIterator[ServerSentEvent]:
     """Send events `own`, each with the caller's leases, jobs and usage; for administrators with all users' usage."""
-    async for event in _send("own", live.watch_own(caller), caller, watch, for_s):
+    async for event in send_views("own", live.watch_own(caller), caller, watch, for_s):
         yield event
 
 
-async def _send(
+async def send_views(
     kind: str, views: AsyncIterator[str], caller: Identity, watch: AccessWatch, for_s: float
 ) -> AsyncIterator[ServerSentEvent]:
-    """Yield the first view, and further ones until the time is over or the caller's rights have changed."""
+    """Yield the first view, and further ones until the last, or the time is over, or the caller's rights change."""
     yield ServerSentEvent(raw_data=await anext(views), event=kind, retry=_RETRY_MS)
     end = asyncio.ensure_future(asyncio.sleep(for_s))
     change = asyncio.ensure_future(watch.wait_until_changed(caller))
-    following: asyncio.Future[str] | None = None
+    following: asyncio.Future[str | None] | None = None
     try:
         while True:
             following = asyncio.ensure_future(_take_next(views))
             await asyncio.wait([following, end, change], return_when=asyncio.FIRST_COMPLETED)
-            if end.done() or change.done():
+            if end.done() or change.done() or (view := following.result()) is None:
                 return
-            yield ServerSentEvent(raw_data=following.result(), event=kind)
+            yield ServerSentEvent(raw_data=view, event=kind)
     finally:
         tasks = [task for task in (following, end, change) if task is not None]
         for task in tasks:
@@ -101,5 +101,5 @@ async def _send(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _take_next(views: AsyncIterator[str]) -> str:
-    return await anext(views)
+async def _take_next(views: AsyncIterator[str]) -> str | None:
+    return await anext(views, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -50,10 +51,18 @@ class AccessWatch:
                 return str(refusal)
 
 
+class RefusalWatch(Protocol):
+    """Knows when the caller of a stream may no longer have it."""
+
+    async def wait_until_refused(self) -> str:
+        """Return the reason as soon as the caller is refused."""
+        ...
+
+
 class FileStreamResponse(StreamingResponse):
     """A response that sends a stream until its end or the caller is refused, and closes it at a disconnect."""
 
-    def __init__(self, stream: FileStream, media_type: str, watch: AccessWatch) -> None:
+    def __init__(self, stream: FileStream, media_type: str, watch: RefusalWatch) -> None:
         super().__init__(stream.parts, media_type=media_type, headers={"X-Content-Type-Options": "nosniff"})
         self._stream = stream
         self._watch = watch

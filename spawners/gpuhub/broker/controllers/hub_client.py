@@ -92,6 +92,17 @@ class HubClient:
         answer = await self._request("DELETE", _server_path(owner, server), self._token, limit_s=_SERVER_TIMEOUT_S)
         _check(answer, owner, accept={202, 204, 400, 404})
 
+    async def has_user(self, name: str) -> bool:
+        """Return whether the hub has a user of this name, who has then logged in at least once.
+
+        Raises:
+            HubUnreachable: the hub does not answer.
+            NotAllowed: the service's scopes do not permit it.
+        """
+        answer = await self._request("GET", f"/users/{quote(name, safe='')}", self._token)
+        _check(answer, name, accept={200, 404})
+        return answer.status_code == 200
+
     async def revoke_access(self, name: str) -> int:
         """Revoke all tokens and sessions of a user; return the number of tokens.
 

@@ -17,6 +17,7 @@ from gpuhub.broker.db import gpu_records, retention, tables, writer
 from gpuhub.broker.db.cost_store import CostStore
 from gpuhub.broker.db.engine import READ_ONLY, AdvisoryLock, build_engine, migrate, take_advisory_lock
 from gpuhub.broker.db.outbox import Outbox
+from gpuhub.broker.db.share_store import ShareStore
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker_api.schemas import JobState, LeaseState
 from gpuhub.common import gpu as gpus
@@ -63,6 +64,7 @@ class Store:
         self._advisory_lock = advisory_lock
         self.outbox = Outbox(self._transaction)
         self.costs = CostStore(self._transaction)
+        self.shares = ShareStore(self._transaction)
 
     @classmethod
     def open(cls, url: str, lock_file: Path) -> Self:

@@ -378,3 +378,16 @@ deliveries = Table(
     sqlite_autoincrement=True,
 )
 Index("ix_deliveries_state_next_at", deliveries.c.state, deliveries.c.next_at)
+
+#: Users who may view the output of another user's job, until `expires_at`. Jobs are deleted after a time, shares too.
+output_shares = Table(
+    "output_shares",
+    metadata,
+    Column("job_id", String(40), primary_key=True),
+    Column("viewer", String(64), primary_key=True),
+    Column("owner", String(64), nullable=False),
+    Column("run_id", String(64), nullable=False),
+    Column("name", String(80), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float, nullable=False),
+)

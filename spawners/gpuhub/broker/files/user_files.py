@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from pathlib import PurePosixPath
 from typing import Any
@@ -83,7 +83,7 @@ class UserFiles:
         check_relative_path(path)
         arguments = ("get", f"--limit={self._core.cluster.jobs.upload_limit}", "--", path)
         owner = self._require_user(caller)
-        stack, client = await self._open(access.TRANSFERS, owner, self._couriers.connect(owner, arguments))
+        stack, client = await self._open(self._couriers.connect(owner, arguments), (access.TRANSFERS, owner))
         return FileStream(client.read_output(limit_s=SILENCE_TIMEOUT_S), stack)
 
     async def read_logs(
@@ -107,15 +107,32 @@ class UserFiles:
         """
         if tail is not None and rank is not None:
             raise InvalidRequest("tail: the end of one rank's output is not known; leave out tail or rank")
-        job = await self._find_detached_job(caller, job_id)
-        arguments = ["logs", f"--offset={offset}", f"--per-node={job.nproc_per_node}"]
-        arguments += [f"--rank={rank}"] if rank is not None else []
+        job = await self.find_detached_job(caller, job_id)
+        arguments = [f"--rank={rank}"] if rank is not None else []
         arguments += [f"--tail={tail}"] if tail is not None else []
-        arguments += ["--follow"] if follow else []
-        connection = self._couriers.connect_job(job, (*arguments, "--", job.run_id))
-        stack, client = await self._open(access.LOGS, job.owner, connection)
+        kinds = ((access.LOGS, job.owner),)
+        return await self._open_logs(job, (f"--offset={offset}", *arguments), kinds, follow=follow)
+
+    async def read_shared_logs(self, viewer: str, job: JobRow, *, tail: int, follow: bool) -> FileStream:
+        """Return the end of a detached job's output for a user who may view it; with `follow` until the job's end.
+
+        Raises:
+            Conflict: the nodes have no containers.
+            TooManyStreams, Unavailable: the output cannot be read.
+        """
+        self._require_containers()
+        kinds = ((access.SHARED_VIEWS, viewer), (access.SHARED_OUTPUTS, job.owner))
+        return await self._open_logs(job, (f"--tail={tail}",), kinds, follow=follow)
+
+    async def _open_logs(
+        self, job: JobRow, arguments: Sequence[str], kinds: Sequence[tuple[access.StreamKind, str]], *, follow: bool
+    ) -> FileStream:
+        """Return the output of a detached job; it counts as one stream of each of the kinds."""
+        command = ["logs", f"--per-node={job.nproc_per_node}", *arguments, *(["--follow"] if follow else [])]
+        connection = self._couriers.connect_job(job, (*command, "--", job.run_id))
+        stack, client = await self._open(connection, *kinds)
         if follow:
-            watch = asyncio.ensure_future(self._finish_after(job_id, client))
+            watch = asyncio.ensure_future(self._finish_after(job.id, client))
             stack.callback(watch.cancel)
         return FileStream(client.read_output(limit_s=None if follow else SILENCE_TIMEOUT_S), stack)
 
@@ -127,7 +144,7 @@ class UserFiles:
             SizeLimitExceeded: the status is larger than any driver writes.
             NotAllowed, Conflict, TooManyStreams, Unavailable: the status cannot be read.
         """
-        job = await self._find_detached_job(caller, job_id)
+        job = await self.find_detached_job(caller, job_id)
         with self.streams.acquire(access.STATES, job.owner):
             async with self._couriers.connect_job(job, ("state", "--", job.run_id)) as client:
                 text = bytearray()
@@ -159,22 +176,32 @@ class UserFiles:
     def _require_user(self, caller: Identity) -> str:
         if not caller.is_user:
             raise NotAllowed(f"{caller.name} is not a user: only owners may use files, logs and terminals")
-        if not self._has_containers:
-            raise Conflict(_NO_CONTAINERS)
+        self._require_containers()
         return caller.name
 
-    async def _find_detached_job(self, caller: Identity, job_id: str) -> JobRow:
+    def _require_containers(self) -> None:
+        if not self._has_containers:
+            raise Conflict(_NO_CONTAINERS)
+
+    async def find_detached_job(self, caller: Identity, job_id: str) -> JobRow:
+        """Return a job of the caller that has output in the home, ended or not.
+
+        Raises:
+            NotFound, NotAllowed: as `find_own_job`.
+            Conflict: the job is not detached, so its output is in the notebook.
+        """
         job = await self.find_own_job(caller, job_id)
         if not job.detached:
             raise Conflict(f"job {job_id} is not detached: its output is in its notebook")
         return job
 
     async def _open(
-        self, kind: access.StreamKind, owner: str, connection: AbstractAsyncContextManager[CourierClient]
+        self, connection: AbstractAsyncContextManager[CourierClient], *kinds: tuple[access.StreamKind, str]
     ) -> tuple[AsyncExitStack, CourierClient]:
         stack = AsyncExitStack()
         try:
-            stack.enter_context(self.streams.acquire(kind, owner))
+            for kind, owner in kinds:
+                stack.enter_context(self.streams.acquire(kind, owner))
             return stack, await stack.enter_async_context(connection)
         except BaseException:
             await stack.aclose()

@@ -18,7 +18,7 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.broker_api.schemas.live import JobSummaryView, OwnView
 from gpuhub.common.errors import NotAllowed
-from gpuhub.domain.models import Identity, JobRow, LeaseRow
+from gpuhub.domain.models import Identity, JobRow, LeaseRow, OutputShareRow
 
 #: Minimum time between two views of a stream, seconds.
 PERIOD_S = 1.0
@@ -28,6 +28,8 @@ MAX_BYTES_PER_S = 1024 * 1024
 REFRESH_S = 5.0
 #: Maximum number of a caller's leases with GPUs, of waiting requests, of jobs that run or wait, and of ended ones.
 MAX_HELD, MAX_WAITING, MAX_OPEN_JOBS, MAX_ENDED_JOBS = 50, 20, 40, 10
+#: Maximum number of output shares, given and received.
+MAX_LISTED_SHARES = 40
 STREAMS = access.StreamKind(description="live views", per_owner=12, total=2048)
 #: The last field of the view, which alone always differs.
 _TIME_FIELD = b',"now":'
@@ -122,6 +124,7 @@ class LiveViews:
             more_jobs=len(open_jobs) - len(jobs),
             versions=(
                 ledger.is_writing,
+                self._core.shares.version,
                 len(own),
                 len(open_jobs),
                 *(positions.find_version(row) for row in (*leases, *of_jobs)),
@@ -139,6 +142,7 @@ class LiveViews:
         await self._refresh_ended(caller, ended)
         as_user = replace(caller, is_admin=False, any_owner=False)
         usage = await self._operations.usage(as_user, caller.name) if caller.is_user else []
+        shares = self._select_shares(caller) if caller.is_user else []
         return OwnView(
             leases=leases,
             more_leases=rows.more_leases,
@@ -146,10 +150,17 @@ class LiveViews:
             more_jobs=rows.more_jobs,
             usage=usage[0] if usage else None,
             all_usage=tuple(await self._operations.usage(caller, None)) if caller.is_admin else (),
+            shares=tuple(serializers.build_output_share(row) for row in shares[:MAX_LISTED_SHARES]),
+            more_shares=max(0, len(shares) - MAX_LISTED_SHARES),
             quarantined=tuple(await self._operations.leases(caller, state=LeaseState.QUARANTINED))
             if caller.is_admin
             else (),
         )
+
+    def _select_shares(self, caller: Identity) -> list[OutputShareRow]:
+        """Return the caller's shares and those with the caller, the newest first."""
+        rows = [*self._core.shares.select(owner=caller.name), *self._core.shares.select(viewer=caller.name)]
+        return sorted(rows, key=lambda row: row.created_at, reverse=True)
 
     async def _refresh_ended(self, caller: Identity, ended: _EndedJobs) -> None:
         if not caller.is_user:

@@ -15,6 +15,7 @@ from gpuhub.broker_api.schemas import (
     JobView,
     LeasedGpuView,
     LeaseView,
+    OutputShareView,
     PendingReasonView,
     Purpose,
     QueueEntry,
@@ -23,8 +24,11 @@ from gpuhub.broker_api.schemas import (
 )
 from gpuhub.broker_api.schemas.live import JobSummaryView
 from gpuhub.domain.costs import CostRecord, describe_costs
-from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow
+from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow, OutputShareRow
 from gpuhub.scheduler import interface
+
+#: The hub's page of a shared job, below the hub's address; `web/shared_jobs.py` serves it.
+SHARED_PAGE = "/hub/gpuhub/shared"
 
 
 class QueuePlace(Protocol):
@@ -213,6 +217,20 @@ def build_job_summary(job: JobRow, lease: LeaseRow, place: QueuePlace | None) ->
         ended_at=to_optional_datetime(job.ended_at),
         reason=job.reason,
         exit_code=job.exit_code,
+    )
+
+
+def build_output_share(row: OutputShareRow) -> OutputShareView:
+    """Return an output share, as its owner and its viewer see it."""
+    return OutputShareView(
+        job=row.job_id,
+        run_id=row.run_id,
+        name=row.name,
+        owner=row.owner,
+        viewer=row.viewer,
+        created_at=to_datetime(row.created_at),
+        expires_at=to_datetime(row.expires_at),
+        path=f"{SHARED_PAGE}/{row.job_id}",
     )
 
 

@@ -14,6 +14,7 @@ from gpuhub.broker.state.cost_meters import CostMeters
 from gpuhub.broker.state.events import EventLog
 from gpuhub.broker.state.idle_notebooks import IdleNotebooks
 from gpuhub.broker.state.ledger import Ledger
+from gpuhub.broker.state.output_shares import OutputShares
 from gpuhub.broker.state.queue_positions import QueuePositions
 from gpuhub.broker.state.scheduler_sync import SchedulerSync, find_usage_start
 from gpuhub.broker.state.transaction import Transaction
@@ -98,6 +99,7 @@ class BrokerState:
         self.costs = CostMeters(
             cluster=cluster, store=store, ledger=self.ledger, capacity=self.capacity, clock=self.clock
         )
+        self.shares = OutputShares(store.shares, self.clock)
         self._events = EventLog(store.save_events)
         self._housekeeping: list[asyncio.Task[None]] = []
         self._scheduling: asyncio.Task[None] | None = None

@@ -72,6 +72,7 @@ from gpuhub.broker_api.schemas.notifications import (
     NotificationView,
     UserNotificationKind,
 )
+from gpuhub.broker_api.schemas.output_shares import OutputShareView, ShareRequest
 
 __all__ = [
     "AccountHours",
@@ -109,6 +110,7 @@ __all__ = [
     "NodeView",
     "NotificationKind",
     "NotificationView",
+    "OutputShareView",
     "OutsideProcess",
     "PartitionView",
     "PendingReasonView",
@@ -126,6 +128,7 @@ __all__ = [
     "ReservationView",
     "RunId",
     "ServerName",
+    "ShareRequest",
     "Slug",
     "StagingView",
     "Text",

@@ -7,6 +7,7 @@ from datetime import datetime
 from gpuhub.broker_api.schemas.cluster import UsageView
 from gpuhub.broker_api.schemas.jobs import JobState
 from gpuhub.broker_api.schemas.leases import LeaseView, WireModel
+from gpuhub.broker_api.schemas.output_shares import OutputShareView
 
 
 class JobSummaryView(WireModel):
@@ -47,6 +48,20 @@ class OwnView(WireModel):
     #: Number of further jobs that have not ended.
     more_jobs: int = 0
     usage: UsageView | None
+    #: Output shares, given and received: the newest ones, and the number of further ones.
+    shares: tuple[OutputShareView, ...] = ()
+    more_shares: int = 0
     #: For administrators: the usage of all users, and leases that only proof or an administrator can end.
     all_usage: tuple[UsageView, ...] = ()
     quarantined: tuple[LeaseView, ...] = ()
+
+
+class SharedJobView(WireModel):
+    """A job, as shown to a user with whom its output is shared."""
+
+    owner: str
+    job: JobSummaryView
+    #: Such as `2 × RTX 5090`; `no GPU` before the grant.
+    gpus: str
+    #: When the share ends; None for the owner.
+    expires_at: datetime | None

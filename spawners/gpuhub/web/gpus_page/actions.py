@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from gpuhub.broker_api.schemas import CordonRequest, LeaseState, Purpose
+from gpuhub.broker_api.schemas.output_shares import MAX_SHARE_S
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest
 from gpuhub.web.handlers import BrokerUserHandler
 
@@ -14,6 +15,7 @@ T = TypeVar("T")
 _HOUR_S = 3600
 _Id = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,64}$")]
 _NodeName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,64}$")]
+_ViewerName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 _Reason = Annotated[str, StringConstraints(max_length=300)]
 
 
@@ -74,7 +76,33 @@ class CancelJobAction(_PageAction):
     job: _Id
 
 
-PageAction = ExtendAction | ForceAction | KeepAction | StopLeaseAction | CancelJobAction | ChangeNodeAction
+class ShareAction(_PageAction):
+    """Shares the output of a job with a user."""
+
+    do: Literal["share"]
+    job: _Id
+    viewer: _ViewerName
+    hours: Annotated[int, Field(ge=1, le=MAX_SHARE_S // _HOUR_S)]
+
+
+class EndShareAction(_PageAction):
+    """Ends the share of a job with a user."""
+
+    do: Literal["end_share"]
+    job: _Id
+    viewer: _ViewerName
+
+
+PageAction = (
+    ShareAction
+    | EndShareAction
+    | ExtendAction
+    | ForceAction
+    | KeepAction
+    | StopLeaseAction
+    | CancelJobAction
+    | ChangeNodeAction
+)
 
 
 _ACTION_ADAPTER: TypeAdapter[PageAction] = TypeAdapter(Annotated[PageAction, Field(discriminator="do")])
@@ -188,6 +216,10 @@ async def perform_action(broker: Any, action: PageAction) -> None:
         await stop_lease(broker, action.lease)
     elif isinstance(action, CancelJobAction):
         await broker.end_job(action.job)
+    elif isinstance(action, ShareAction):
+        await broker.share_output(action.job, action.viewer, action.hours * _HOUR_S)
+    elif isinstance(action, EndShareAction):
+        await broker.end_shares(action.job, action.viewer)
     elif action.do == "undrain":
         await broker.change_node(action.node, action.do)
     else:

@@ -106,6 +106,34 @@ class EventStreamHandler(BrokerUserHandler):
         async with asyncio.timeout(SEND_TIMEOUT_S):
             await self.flush()
 
+    async def send_output(self, output: AsyncIterator[bytes], end: float) -> None:
+        """Send the event `begin`, events `text` with an output, and `end` after all of it.
+
+        It stops at the time `end` of the event loop's clock; a part is limited, and so is the rate.
+        """
+        loop = asyncio.get_running_loop()
+        following: asyncio.Future[bytes | None] = asyncio.ensure_future(_take(output))
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        try:
+            await self.send_event("begin", {})
+            while loop.time() < end:
+                await asyncio.wait([following], timeout=HEARTBEAT_S)
+                if not following.done():
+                    await self.send_heartbeat()
+                    continue
+                part = following.result()
+                if part is None:
+                    await self.send_event("end", {})
+                    return
+                # What comes faster waits at the broker.
+                following = asyncio.ensure_future(_take(output))
+                await self.send_event("text", {"text": decoder.decode(part)})
+                await asyncio.sleep(PERIOD_S * len(part) / OUTPUT_BYTES)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await output.aclose()  # type: ignore[attr-defined] # it is a generator
+
     async def send_heartbeat(self) -> None:
         """Send an event without content, by which the page's script knows that the connection works."""
         await self.send_event("heartbeat", {})
@@ -151,34 +179,21 @@ class OutputStreamHandler(EventStreamHandler):
         await self.run_stream(self._send_output(user, self.get_query_argument("job", "")))
 
     async def _send_output(self, user: Any, job: str) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9-]{1,64}", job):
-            raise InvalidRequest("job: this is not the id of a job")
-        loop = asyncio.get_running_loop()
-        end = loop.time() + MAX_STREAM_S
+        check_job_id(job)
+        end = asyncio.get_running_loop().time() + MAX_STREAM_S
         with self.feeds.admit("outputs of jobs", user.name, MAX_OUTPUTS):
             broker = self.broker.acting(self.user_tokens.get(user))
-            output = broker.follow_output(job, OUTPUT_TAIL_BYTES)
-            following: asyncio.Future[bytes | None] = asyncio.ensure_future(_take(output))
-            decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            try:
-                await self.send_event("begin", {})
-                while loop.time() < end:
-                    await asyncio.wait([following], timeout=HEARTBEAT_S)
-                    if not following.done():
-                        await self.send_heartbeat()
-                        continue
-                    part = following.result()
-                    if part is None:
-                        await self.send_event("end", {})
-                        return
-                    # A part is limited, and so is the rate: the rest waits at the broker.
-                    following = asyncio.ensure_future(_take(output))
-                    await self.send_event("text", {"text": decoder.decode(part)})
-                    await asyncio.sleep(PERIOD_S * len(part) / OUTPUT_BYTES)
-            finally:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
-                await output.aclose()
+            await self.send_output(broker.follow_output(job, OUTPUT_TAIL_BYTES), end)
+
+
+def check_job_id(text: str) -> None:
+    """Refuse what cannot be the id of a job.
+
+    Raises:
+        InvalidRequest: It is not one.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9-]{1,64}", text):
+        raise InvalidRequest("job: this is not the id of a job")
 
 
 async def _take(output: AsyncIterator[bytes]) -> bytes | None:

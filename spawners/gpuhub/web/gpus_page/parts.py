@@ -13,6 +13,7 @@ from gpuhub.broker_api.schemas import (
     ClusterView,
     LeaseState,
     LeaseView,
+    OutputShareView,
     PendingReasonView,
     Purpose,
     QueueEntry,
@@ -28,7 +29,8 @@ MAX_QUEUE_ENTRIES = 12
 #: Maximum number of filters whose nodes are kept rendered.
 MAX_FILTERS = 64
 PARTS = (
-    "problem", "totals", "own", "jobs", "queue", "partitions", "reservations", "quarantined", "all_usage", "pages",
+    "problem", "totals", "own", "jobs", "shares", "queue", "partitions", "reservations", "quarantined", "all_usage",
+    "pages",
 )  # fmt: skip
 _TEMPLATE = "gpuhub_gpus_parts.html"
 
@@ -46,6 +48,9 @@ class GpusPageData:
     #: The user's jobs, and the number of further ones that have not ended.
     jobs: Sequence[JobSummaryView] = ()
     more_jobs: int = 0
+    #: Output shares of and with the user, and the number of further ones.
+    shares: Sequence[OutputShareView] = ()
+    more_shares: int = 0
     #: The user's usage; for an administrator also all other users' usage.
     usage: Sequence[UsageView] = ()
     #: For an administrator: quarantined leases, which only proof or an administrator can end.
@@ -65,6 +70,8 @@ class GpusPageData:
             more_leases=own.more_leases,
             jobs=own.jobs,
             more_jobs=own.more_jobs,
+            shares=own.shares,
+            more_shares=own.more_shares,
             usage=[*([own.usage] if own.usage else []), *others],
             quarantined=own.quarantined if user.admin else (),
         )
@@ -139,6 +146,7 @@ def render_page(data: GpusPageData, node_filter: NodeFilter, cluster: RenderedCl
         **cluster.render_shared(),
         "own": str(macros.own(data, data.own_usage)),
         "jobs": str(macros.jobs(data)),
+        "shares": str(macros.shares(data)),
         "queue": str(macros.queue(select_queue_entries(data, view), view.waiting, data)),
         "quarantined": str(macros.quarantined(data)) if data.is_admin else "",
         "all_usage": str(macros.all_usage(data)) if data.is_admin else "",

@@ -80,6 +80,7 @@ async function loadLeases(node) {
 }
 
 const HOURS = [["1", "1 hour"], ["2", "2 hours"], ["4", "4 hours"], ["8", "8 hours"], ["12", "12 hours"], ["24", "24 hours"]];
+const SHARE_HOURS = [["2", "2 hours"], ["24", "a day"], ["168", "7 days"], ["720", "30 days"]];
 const GRACE = [["0", "at once"], ["600", "in 10 minutes"], ["1800", "in 30 minutes"], ["7200", "in 2 hours"],
   ["28800", "in 8 hours"], ["86400", "in a day"]];
 
@@ -94,6 +95,21 @@ const forms = {
     show(`Cancel ${what}?`, [paragraph("Its processes are stopped, and its GPUs become free. What it wrote stays.")], {
       label: "Cancel the job", isDangerous: true, build: () => ({ do: "cancel", job }),
     });
+  },
+  share({ job, what }) {
+    const viewer = document.createElement("input");
+    viewer.className = "form-control";
+    viewer.maxLength = 64;
+    viewer.autocapitalize = "off";
+    viewer.spellcheck = false;
+    const hours = select(SHARE_HOURS, "168");
+    show(`Share the output of ${what}`, [
+      paragraph("The user sees state, GPUs and output of this job, and can change nothing. You can end it at any time."),
+      field("User", viewer), field("Time until it ends", hours),
+    ], { label: "Share", build: () => ({ do: "share", job, viewer: viewer.value.trim(), hours: Number(hours.value) }) });
+  },
+  end_share({ job, viewer }) {
+    return post("act", { do: "end_share", job, viewer });
   },
   stop({ lease, what }) {
     show(`Stop ${what}?`, [paragraph("Its processes are stopped, and its GPUs become free. Files stay; variables in memory are lost.")], {

@@ -2,11 +2,9 @@
 
 import { hubUrl } from "./hub.js";
 import { LiveStream } from "./live_stream.js";
+import { TerminalOutput } from "./terminal_output.js";
 
 const MAX_OPEN = 3;
-const MAX_CHARACTERS = 200000;
-// Colours and other control sequences of terminals.
-const CONTROL_SEQUENCES = /\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])/g;
 
 const open = new Map(); // details → { stream, screen }
 
@@ -23,27 +21,15 @@ function build(details) {
   return { screen, note };
 }
 
-// Progress bars go back to the beginning of their line.
-function applyReturns(line) {
-  const text = line.endsWith("\r") ? line.slice(0, -1) : line;
-  return text.slice(text.lastIndexOf("\r") + 1);
-}
-
-function append(screen, text) {
-  const isAtEnd = screen.scrollHeight - screen.scrollTop - screen.clientHeight < 40;
-  const all = (screen.textContent + text.replace(CONTROL_SEQUENCES, "")).slice(-MAX_CHARACTERS);
-  screen.textContent = all.split("\n").map(applyReturns).join("\n");
-  if (isAtEnd) { screen.scrollTop = screen.scrollHeight; }
-}
-
 export function startOutput(details) {
   if (open.has(details)) { return; }
   if (open.size >= MAX_OPEN) { open.keys().next().value.open = false; }
   const { screen, note } = build(details);
+  const output = new TerminalOutput(screen);
   const stream = new LiveStream(() => `${hubUrl}output?job=${encodeURIComponent(details.dataset.output)}`, {
     handlers: {
-      begin: () => { screen.textContent = ""; note.textContent = "follows the job"; },
-      text: ({ text }) => append(screen, text),
+      begin: () => { output.clear(); note.textContent = "follows the job"; },
+      text: ({ text }) => output.append(text),
       end: () => { note.textContent = "complete"; stream.end(); },
       refused: ({ message }) => { note.textContent = message; stream.end(); },
     },
