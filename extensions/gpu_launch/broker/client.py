@@ -217,6 +217,20 @@ class BrokerClient:
         """Stop the job; its GPUs are free when it is `ended`."""
         return models.parse_job(self._request("DELETE", f"/jobs/{_quote(job_id)}"))
 
+    def share_output(self, job_id: str, viewer: str, for_s: int) -> dict[str, Any]:
+        """Share the output of a detached job with a user for `for_s` seconds; return it in the broker's format."""
+        path = f"/jobs/{_quote(job_id)}/shares/{_quote(viewer)}"
+        return dict(self._request("PUT", path, body={"for_s": for_s}))
+
+    def end_shares(self, job_id: str, viewer: str | None = None) -> list[dict[str, Any]]:
+        """End the shares of a job, or the one with a user; return those that there were, in the broker's format."""
+        one = "" if viewer is None else f"/{_quote(viewer)}"
+        return [dict(share) for share in self._request("DELETE", f"/jobs/{_quote(job_id)}/shares{one}")]
+
+    def list_shares(self) -> list[dict[str, Any]]:
+        """Return the outputs that the user shares, and those shared with the user, in the broker's format."""
+        return [dict(share) for share in self._request("GET", "/shares")]
+
     def _request(
         self,
         method: str,

@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from gpu_launch.cli import bench, cp, debug, env, jobs, login, serve, shell, stacks
+from gpu_launch.cli import bench, cp, debug, env, jobs, login, serve, share, shell, stacks
 from gpu_launch.cli import run as commands_run
 from gpu_launch.cli.context import CommandExit, Context
 from gpu_launch.cli.instances import commands as commands_instances
@@ -33,7 +33,21 @@ def cli(context: click.Context, hub: str | None) -> None:
     context.obj = Context(hub_url=hub)
 
 
-modules = (login, commands_run, serve, bench, jobs, cp, shell, stacks, debug, commands_instances, commands_ssh, env)
+modules = (
+    login,
+    commands_run,
+    serve,
+    bench,
+    jobs,
+    share,
+    cp,
+    shell,
+    stacks,
+    debug,
+    commands_instances,
+    commands_ssh,
+    env,
+)
 for module in modules:
     for command in module.COMMANDS:
         cli.add_command(command)
