@@ -161,14 +161,6 @@ class BrokerUserHandler(GpuhubHandler):
         self.finish_json({"message": str(error)}, http_status(error))
 
 
-class PageError(web.HTTPError):
-    """An error whose text JupyterHub's error page shows."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(status)
-        self.jupyterhub_message = text
-
-
 def http_status(error: GpuhubError) -> int:
     """Return the HTTP status of the hub's answer about an error of the broker."""
     kinds = ((Unavailable, 503), (TooManyRequests, 503), (NotAllowed, 403), (InvalidRequest, 400), (NotFound, 404))

@@ -10,7 +10,7 @@ from tornado import web
 
 from gpuhub.broker_api.errors import NotKnown
 from gpuhub.common.errors import GpuhubError
-from gpuhub.web.handlers import BROKER_SCOPE, BrokerUserHandler, PageError, http_status
+from gpuhub.web.handlers import BROKER_SCOPE, BrokerUserHandler, http_status
 
 #: Lifetime of a visit's token, and the age up to which further visits of the same session use it; seconds.
 TOKEN_S = 12 * 3600
@@ -44,6 +44,14 @@ class VisitTokens:
         self._tokens.pop((user.name, session), None)
 
 
+class _PageError(web.HTTPError):
+    """An error whose text JupyterHub's error page shows."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(status)
+        self.jupyterhub_message = text
+
+
 class JobPortHandler(BrokerUserHandler):
     """GET `/hub/gpuhub/ports/JOB?to=/path`: open a visit and go there."""
 
@@ -69,7 +77,7 @@ class JobPortHandler(BrokerUserHandler):
                         raise
                     self.visit_tokens.forget(user, session)
         except GpuhubError as error:
-            raise PageError(http_status(error), str(error)) from None
+            raise _PageError(http_status(error), str(error)) from None
         self.set_header("Referrer-Policy", "no-referrer")
         self.set_header("Cache-Control", "no-store")
         # A path of this host in any case, whatever `to` has.

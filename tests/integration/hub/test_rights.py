@@ -292,6 +292,15 @@ def lease(head: Head, tokens: dict[str, str]) -> str:
     return ask_lease(head, tokens, "first")
 
 
+@pytest.fixture(scope="module")
+def job(head: Head, tokens: dict[str, str]) -> str:
+    """A job of ada's that waits because no node answers."""
+    with head.client(tokens["ada"], f"{BROKER}/api/v1") as client:
+        made = client.post("/jobs", json={"run_id": "run-000009", "detached": True})
+    assert made.status_code == 201, made.text
+    return str(made.json()["id"])
+
+
 def ask_lease(head: Head, tokens: dict[str, str], server: str) -> str:
     with head.client(tokens["spawner"], f"{BROKER}/api/v1") as client:
         answer = client.post("/leases", json={"profile": "cpu", "key": server, "server": server, "owner": "ada"})
@@ -335,6 +344,16 @@ PAGES: dict[str, tuple[Any, tuple[int, ...]]] = {
         {"do": "add", "destination": {"url": "json://10.0.0.1/", "kinds": []}},
         (403, 403, 403, 400, 400, 400),
     ),
+    "GET /gpuhub/shared/{job}": (None, (302, 302, 302, 404, 200, 403)),
+    "GET /gpuhub/shared-stream?job=j0": (None, (403, 403, 403, 200, 200, 200)),
+    "POST /gpuhub/act share": (
+        {"do": "share", "job": "{job}", "viewer": "ben", "hours": 1},
+        (403, 403, 403, 404, 204, 403),
+    ),
+    "POST /gpuhub/act end_share": (
+        {"do": "end_share", "job": "{job}", "viewer": "ben"},
+        (403, 403, 403, 404, 204, 403),
+    ),
     "POST /gpuhub/act stop": ({"do": "stop", "lease": "{lease}"}, (403, 403, 403, 404, 204, 204)),
     "POST /gpuhub/act cancel": ({"do": "cancel", "job": "j0"}, (403, 403, 403, 404, 404, 404)),
     "POST /gpuhub/leave": ({"lease": "{lease}"}, (403, 403, 403, 404, 204, 409)),
@@ -343,15 +362,15 @@ PAGES: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_need_a_logged_in_browser(
-    head: Head, tokens: dict[str, str], browsers: dict[str, httpx.Client], lease: str, page: str
+    head: Head, tokens: dict[str, str], browsers: dict[str, httpx.Client], lease: str, job: str, page: str
 ) -> None:
     """Pages open for logged-in browsers only, and for no token, not even an administrator's."""
     body, expected = PAGES[page]
     method, path = page.split()[:2]
     ends = page.split()[-1] in {"/gpuhub/leave", "stop"}
     own = ask_lease(head, tokens, page.split()[-1].rpartition("/")[2]) if ends else lease
-    sent = None if body is None else json.loads(json.dumps(body).replace("{lease}", own))
-    path = path.format(lease=own)
+    sent = None if body is None else json.loads(json.dumps(body).replace("{lease}", own).replace("{job}", job))
+    path = path.format(lease=own, job=job)
     statuses = []
     for token in (None, tokens["ada"], tokens["rita"]):
         with head.client(token, HUB) as client:

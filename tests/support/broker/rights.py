@@ -40,7 +40,7 @@ MEANINGS = {
 
 #: Y: allowed, and the response has the status of the second column. N: 403. H: 404, as if the object did not exist.
 #: W: 422, a service must name the owner.
-#: {lease} is active, {waiting} waits, {job} has its GPU, {reservation} is ahead, {destination} gets notifications.
+#: {lease} is active, {waiting} waits, {job} has its GPU, {shared} is a job that she shares with ben, {reservation} is ahead, {destination} gets notifications.
 TABLE = """
                                      |     | reader ben ada ada-nb root-nb spawner culler root head
 GET /cluster                         | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
@@ -89,6 +89,15 @@ PUT /files?path=work                 | 200 |   N      Y   Y   Y      Y       N  
 GET /files?path=.                    | 200 |   N      Y   Y   Y      Y       N       N      Y    N
 GET /jobs/{job}/logs                 | 200 |   H      H   Y   Y      H       N       H      N    N
 GET /jobs/{job}/state                | 404 |   H      H   Y   Y      H       N       H      N    N
+GET /shares                          | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+PUT /jobs/{job}/shares/ben           | 200 |   H      H   Y   Y      H       N       H      N    N
+DELETE /jobs/{job}/shares/ben        | 200 |   H      H   Y   Y      H       N       H      N    N
+DELETE /jobs/{job}/shares            | 200 |   H      H   Y   Y      H       N       H      N    N
+DELETE /shares?user=eve              | 200 |   N      N   N   N      N       Y       N      Y    Y
+GET /shared/{job}/logs               | 200 |   H      H   Y   Y      H       N       H      N    N
+GET /shared/{shared}/logs            | 200 |   H      Y   Y   Y      H       N       H      N    N
+GET /stream/shared/{job}?for_s=0     | 200 |   H      H   Y   Y      H       N       H      N    N
+GET /stream/shared/{shared}?for_s=0  | 200 |   H      Y   Y   Y      H       N       H      N    N
 WEBSOCKET /jobs/{job}/shell?worker=9 | 409 |   H      H   Y   Y      H       N       H      N    N
 WEBSOCKET /jobs/{job}/ssh?worker=9   | 409 |   H      H   Y   Y      H       N       H      N    N
 POST /jobs/{job}/visits              | 409 |   H      H   Y   Y      H       N       H      N    N

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
-from gpuhub.common import secrets
 from tests.support.docker.simulated_nodes import wait_until
+from tests.support.hub.pages import check_accessibility, start_job, take_picture
 from tests.support.hub.simulated_hub import SimulatedHub, simulated_hub
 
 pytestmark = [pytest.mark.browser, pytest.mark.root]
-ROOT = Path(__file__).parents[4]
-PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", ROOT / ".cache" / "pictures"))
-AXE = ROOT / "tests" / "support" / "browser" / "node_modules" / "axe-core" / "axe.min.js"
 expect.set_options(timeout=60_000)
 
 
@@ -31,35 +24,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedHub]:
     with simulated_hub("ghlive", tmp_path_factory.mktemp("hub"), 18500) as started:
         started.make_tokens("ada", "ben", "root1")
         yield started
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium")
-    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
-        yield launched
-        launched.close()
-
-
-@pytest.fixture(scope="module")
-def sessions(browser: Browser, hub: SimulatedHub) -> dict[str, Any]:
-    """The cookies of each user, who has logged in."""
-    states: dict[str, Any] = {}
-    for name in ("ada", "ben", "root1"):
-        page = browser.new_page()
-        page.goto(f"{hub.url}/hub/login?next=%2Fhub%2Fhome")
-        kind = secrets.ADMIN_PASSWORD if name == "root1" else secrets.USER_PASSWORD
-        page.fill("input[name=username]", name)
-        page.fill("input[name=password]", secrets.read_secret(hub.served.paths, kind))
-        page.click("#login_submit")
-        page.wait_for_url("**/hub/home")
-        states[name] = page.context.storage_state()
-        page.close()
-    return states
 
 
 @pytest.fixture
@@ -101,28 +65,6 @@ def clean(hub: SimulatedHub) -> Iterator[None]:
         if node["state"] != "up":
             hub.send("POST", f"/nodes/{node['name']}/undrain", "root1")
     wait_until(lambda: not hub.send("GET", "/leases", "root1"), "no lease is left")
-
-
-def start_job(hub: SimulatedHub, **asked: Any) -> Any:
-    body = {"run_id": f"run-{uuid.uuid4().hex[:12]}", "detached": True, "name": "train.py", **asked}
-    return hub.send("POST", "/jobs", status=201, json=body)
-
-
-def check_accessibility(page: Page) -> None:
-    """Run axe-core on the page; nothing serious may be found."""
-    page.add_script_tag(path=str(AXE))
-    found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")["violations"]
-    serious = [
-        (one["id"], one["help"], [node["html"][:300] for node in one["nodes"]][:5])
-        for one in found
-        if one["impact"] in {"serious", "critical"}
-    ]
-    assert serious == []
-
-
-def take_picture(page: Page, name: str) -> None:
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=PICTURES / f"{name}.png", full_page=True)
 
 
 def part(page: Page, name: str) -> Any:

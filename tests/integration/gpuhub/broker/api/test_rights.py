@@ -15,6 +15,7 @@ from gpuhub.broker.app import PREFIX
 from gpuhub.broker.db.outbox import DestinationRow
 from gpuhub.common import names
 from gpuhub.config.settings import ProfileSettings
+from gpuhub.domain.models import OutputShareRow
 from tests.support.broker.calls import ask, open_socket, post, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker
 from tests.support.broker.rights import CALLERS, MATRIX, MEANINGS, METRICS_ROUTE, MODELS, PUBLIC, STRANGERS, render
@@ -36,6 +37,7 @@ BODIES: dict[str, Any] = {
     "POST /reclaims": {"owner": "ada", "server": ""},
     "POST /jobs": JOB,
     "POST /jobs/arrays": {"job": JOB, "count": 2},
+    "PUT /jobs/{job}/shares/ben": {"for_s": 3600},
     "PUT /files?path=work": bytes(10240),  # an empty tar
     "POST /nodes/rig3/cordon": {"reason": "new fans"},
     "POST /nodes/rig3/drain": {"grace_s": 60},
@@ -69,6 +71,12 @@ async def build_world(running: Running) -> dict[str, str]:
         lease = await post(running, "ada", f"/leases/{lease['id']}/activate", {"container_id": CONTAINER})
     waiting = await ask(running, "ada", profile="rtx5090", server="second")
     job = await post(running, "ada", "/jobs", {"run_id": f"run-{next(_numbers):06}", "detached": True}, 201)
+    shared = await post(running, "ada", "/jobs", {"run_id": f"run-{next(_numbers):06}", "detached": True}, 201)
+    await running.core.shares.put(
+        OutputShareRow(
+            job_id=shared["id"], viewer="ben", owner="ada", run_id=shared["run_id"], name="", created_at=1.0, expires_at=1e12,
+        )
+    )  # fmt: skip
     day = f"{2100 + next(_numbers)}-01-01T"
     window = {"starts_at": f"{day}08:00:00Z", "ends_at": f"{day}09:00:00Z"}
     reserved = {"name": "kept", "nodes": ["rig2"], "users": ["ada"], **window}
@@ -80,7 +88,7 @@ async def build_world(running: Running) -> dict[str, str]:
     )
     if running.store.outbox.get_destination(destination.id) is None:
         assert running.store.outbox.add_destination(destination)
-    return {**made, "destination": destination.id}
+    return {**made, "shared": shared["id"], "destination": destination.id}
 
 
 def run_container(running: Running, lease: dict[str, Any]) -> None:
@@ -230,6 +238,8 @@ def _name(route: str) -> str:
         ("{waiting}", "{lease}"),
         ("{job_id}", "{job}"),
         ("{path:path}", ""),
+        ("{shared}", "{job}"),
+        ("{viewer}", "ben"),
         ("{reservation_id}", "{reservation}"),
         ("{destination_id}", "{destination}"),
         ("/nodes/{name}/", "/nodes/rig3/"),

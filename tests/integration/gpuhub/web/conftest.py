@@ -1,0 +1,42 @@
+"""A browser, and sessions of the users of a test module's `hub`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+from gpuhub.common import secrets
+from tests.support.hub.simulated_hub import SimulatedHub
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def sessions(browser: Browser, hub: SimulatedHub) -> dict[str, Any]:
+    """The cookies of each user, who has logged in."""
+    states: dict[str, Any] = {}
+    for name in ("ada", "ben", "root1"):
+        page = browser.new_page()
+        page.goto(f"{hub.url}/hub/login?next=%2Fhub%2Fhome")
+        kind = secrets.ADMIN_PASSWORD if name == "root1" else secrets.USER_PASSWORD
+        page.fill("input[name=username]", name)
+        page.fill("input[name=password]", secrets.read_secret(hub.served.paths, kind))
+        page.click("#login_submit")
+        page.wait_for_url("**/hub/home")
+        states[name] = page.context.storage_state()
+        page.close()
+    return states
