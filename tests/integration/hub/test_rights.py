@@ -323,7 +323,7 @@ def test_real_tokens_at_the_broker(head: Head, tokens: dict[str, str], lease: st
 
 
 #: Our pages with the status for anonymous callers, for tokens of ada and of the administrator without a session, and
-#: for sessions of ben, ada and the administrator. {lease} is a waiting one of ada's.
+#: for sessions of ben, ada and the administrator. {job} is a job of ada's, and {lease} a waiting one of ada's.
 PAGES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "GET /gpus": (None, (302, 302, 302, 200, 200, 200)),
     "GET /gpuhub/stream?for_s=0": (None, (403, 403, 403, 200, 200, 200)),
@@ -425,7 +425,7 @@ def test_visit_of_a_jobs_server_needs_a_session_and_ends_with_it(
 def test_table_of_rights_has_every_page() -> None:
     """Every page is in the table."""
     source = (ROOT / "spawners" / "gpuhub" / "hub_config.py").read_text(encoding="utf-8")
-    pages = set(re.findall(r'\(r"(/[a-z/]+)", [A-Za-z]+Handler\)', source))
+    pages = set(re.findall(r'\(r"(/[a-z/-]+)", [A-Za-z]+Handler\)', source)) | {"/gpuhub/shared/{job}"}
     assert pages == {page.split()[1].split("?")[0] for page in PAGES}
 
 

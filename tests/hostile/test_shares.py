@@ -1,0 +1,114 @@
+"""Outputs of jobs that another user does not share, or shares no more."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.hostile.scene import Scene
+from tests.support.product import wait_for
+
+
+@pytest.fixture(autouse=True)
+def unshared(scene: Scene) -> Iterator[None]:
+    """End all shares of ada's job after each test."""
+    yield
+    scene.ada.ask(scene.ada.broker, "DELETE", f"/jobs/{scene.job['id']}/shares")
+
+
+def ask(scene: Scene, method: str, path: str) -> int:
+    """Return the status of a request of ben's to the broker."""
+    return int(scene.ben.ask(scene.ben.broker, method, path)[0])
+
+
+def share(scene: Scene) -> None:
+    """Share the output of ada's job with ben."""
+    status, _ = scene.ada.ask(scene.ada.broker, "PUT", f"/jobs/{scene.job['id']}/shares/ben", {"for_s": 3600})
+    assert status == 200
+
+
+def get(scene: Scene, path: str) -> int:
+    """Return the status of a request of ben's whose path is sent as it is."""
+    headers = {"Authorization": f"token {scene.ben.token}"}
+    base = f"{scene.product.address}/services/broker/api/v1"
+    return httpx.get(base + path, headers=headers, trust_env=False, timeout=30).status_code
+
+
+def test_job_without_a_share(scene: Scene) -> None:
+    """Ben sees nothing of it, and can give himself no share, nor end one of hers."""
+    job = scene.job["id"]
+    for method, path in (
+        ("GET", f"/shared/{job}/logs"),
+        ("GET", f"/stream/shared/{job}?for_s=0"),
+        ("DELETE", f"/jobs/{job}/shares"),
+        ("DELETE", f"/jobs/{job}/shares/ben"),
+    ):
+        assert ask(scene, method, path) == 404
+    assert scene.ben.ask(scene.ben.broker, "PUT", f"/jobs/{job}/shares/ben", {"for_s": 3600})[0] == 404
+    assert ask(scene, "DELETE", "/shares?user=ada") == 403
+    for path in (f"/shared/{job}%2f..%2f{job}/logs", "/shared/../jobs/logs", f"/shared/{'j' * 5000}/logs"):
+        assert get(scene, path) in {403, 404, 414, 422}
+
+
+def test_share_opens_one_output_and_nothing_else(scene: Scene) -> None:
+    """The job's files, states, terminals and ports stay ada's, and so do her other jobs."""
+    job = scene.job["id"]
+    share(scene)
+    assert ask(scene, "GET", f"/shared/{job}/logs") == 200
+    for method, path in (
+        ("GET", f"/jobs/{job}"),
+        ("GET", f"/jobs/{job}/logs"),
+        ("GET", f"/jobs/{job}/state"),
+        ("POST", f"/jobs/{job}/visits"),
+        ("DELETE", f"/jobs/{job}"),
+        ("DELETE", f"/jobs/{job}/shares/ben"),
+        ("GET", f"/shared/{job[:-1]}/logs"),
+    ):
+        assert ask(scene, method, path) == 404
+    for query in ("rank=0", "offset=0", "tail=-1", "tail=99999999", "path=../.ssh"):
+        assert ask(scene, "GET", f"/shared/{job}/logs?{query}") == 422
+
+
+def test_ended_share_ends_an_open_view(scene: Scene) -> None:
+    """A stream that ben keeps open ends within a second or so, and the next is refused."""
+    job = scene.job["id"]
+    share(scene)
+    url = f"{scene.product.address}/services/broker/api/v1/shared/{job}/logs?follow=true"
+    opened, ended = threading.Event(), threading.Event()
+
+    def view() -> None:
+        headers = {"Authorization": f"token {scene.ben.token}"}
+        with (
+            contextlib.suppress(httpx.RemoteProtocolError),
+            httpx.stream("GET", url, headers=headers, trust_env=False, timeout=120) as answer,
+        ):
+            assert answer.status_code == 200
+            opened.set()
+            for _ in answer.iter_bytes():
+                pass
+        ended.set()
+
+    thread = threading.Thread(target=view)
+    thread.start()
+    wait_for(opened.is_set, "ben's view is open", 120)
+    at = time.monotonic()
+    assert scene.ada.ask(scene.ada.broker, "DELETE", f"/jobs/{job}/shares/ben")[0] == 200
+    assert ended.wait(30)
+    assert time.monotonic() - at < 2
+    thread.join()
+    assert ask(scene, "GET", f"/shared/{job}/logs") == 404
+
+
+def test_page_of_the_hub_shows_no_more(scene: Scene) -> None:
+    """Without a session it leads to the login, and a token is none."""
+    url = f"{scene.product.address}/hub/gpuhub/shared/{scene.job['id']}"
+    share(scene)
+    assert httpx.get(url, trust_env=False, timeout=30).status_code == 302
+    stream = f"{scene.product.address}/hub/gpuhub/shared-stream?job={scene.job['id']}"
+    headers = {"Authorization": f"token {scene.ben.token}"}
+    assert httpx.get(stream, headers=headers, trust_env=False, timeout=30).status_code == 403
