@@ -19,12 +19,12 @@ from gpu_launch.units import format_span, parse_span
 _LEAST_S, _MOST_S = 60, 90 * 86400
 _USUAL = "7d"
 _COLUMNS = (
-    tables.Column("RUN", min_width=10),
-    tables.Column("NAME", min_width=6),
-    tables.Column("OWNER"),
-    tables.Column("WITH"),
-    tables.Column("ENDS IN"),
-    tables.Column("LINK"),
+    tables.Column(title="RUN", min_width=10),
+    tables.Column(title="NAME", min_width=6),
+    tables.Column(title="OWNER"),
+    tables.Column(title="WITH"),
+    tables.Column(title="ENDS IN"),
+    tables.Column(title="LINK"),
 )
 
 

@@ -33,6 +33,8 @@ class FakeHub:
     #: `METHOD path` of every request, without the base.
     requests: list[str] = field(default_factory=list)
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Output shares, as the broker sends them.
+    shares: list[dict[str, Any]] = field(default_factory=list)
     #: Bodies of `POST /jobs`.
     asked: list[dict[str, Any]] = field(default_factory=list)
     #: Responses that replace the broker's; None for none.
@@ -331,11 +333,38 @@ def _add_jobs(app: FastAPI, hub: FakeHub) -> None:
             await asyncio.sleep(0.02)
         return job
 
+    _add_shares(app, hub)
+
     @app.delete(BASE + "/jobs/{job_id}")
     async def delete(job_id: str) -> Any:
         job = hub.jobs[job_id]
         hub.end(None, job["run_id"], reason="stopped")
         return job
+
+
+def _add_shares(app: FastAPI, hub: FakeHub) -> None:
+    @app.get(f"{BASE}/shares")
+    async def shares() -> list[dict[str, Any]]:
+        return hub.shares
+
+    @app.put(BASE + "/jobs/{job_id}/shares/{viewer}")
+    async def share(job_id: str, viewer: str, request: Request) -> Any:
+        if viewer == "bne":
+            return _problem(404, "the hub has no user 'bne'")
+        ends = datetime.now(UTC) + timedelta(seconds=(await request.json())["for_s"])
+        job, path = hub.jobs[job_id], f"/hub/gpuhub/shared/{job_id}"
+        hub.shares.append(
+            {"job": job_id, "run_id": job["run_id"], "name": job["name"], "owner": job["owner"], "viewer": viewer,
+             "created_at": _now(), "expires_at": ends.isoformat(), "path": path}
+        )  # fmt: skip
+        return hub.shares[-1]
+
+    @app.delete(BASE + "/jobs/{job_id}/shares")
+    @app.delete(BASE + "/jobs/{job_id}/shares/{viewer}")
+    async def end(job_id: str, viewer: str | None = None) -> list[dict[str, Any]]:
+        ended = [share for share in hub.shares if share["job"] == job_id and viewer in (None, share["viewer"])]
+        hub.shares = [share for share in hub.shares if share not in ended]
+        return ended
 
 
 def _add_files(app: FastAPI, hub: FakeHub) -> None:
