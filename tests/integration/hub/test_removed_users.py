@@ -57,6 +57,12 @@ def test_removed_users_lose_everything(hub: ServedHub, stack: ExitStack) -> None
     for token in tokens.values():
         assert call_broker(hub, "POST", "/leases", token, json={"profile": "cpu", "key": "k"}).status_code == 201
     assert find_states(hub) == {"ada": "requested", "ben": "requested"}
+    job = call_broker(hub, "POST", "/jobs", tokens["ada"], json={"run_id": "run-000001", "detached": True}).json()["id"]
+    shared = f"/jobs/{job}/shares/ben"
+    assert call_broker(hub, "PUT", "/jobs/j0/shares/ben", tokens["ada"], json={}).status_code == 404
+    assert call_broker(hub, "PUT", f"{shared}x", tokens["ada"], json={}).status_code == 404
+    assert call_broker(hub, "PUT", shared, tokens["ada"], json={}).status_code == 200
+    assert len(call_broker(hub, "GET", "/shares", tokens["ben"]).json()) == 1
     hub.end("hub")
     hub.cluster_file.write_text(hub.cluster_file.read_text().replace('["ada", "ben"]', '["ada"]'))
     hub.begin("hub")
@@ -66,11 +72,12 @@ def test_removed_users_lose_everything(hub: ServedHub, stack: ExitStack) -> None
     assert sessions["ben"].get("/hub/api/user").status_code == 403
     assert find_states(hub) == {"ada": "requested"}
     assert call_broker(hub, "GET", "/leases", tokens["ada"]).status_code == 200
+    assert call_broker(hub, "GET", "/shares", tokens["ada"]).json() == []
 
     done = CliRunner().invoke(
         cli, ["user", "end", "ada", "--yes", "--instance", "ghgone"], obj=BrokerRunner(), catch_exceptions=False
     )
-    assert "ada: 1 leases and" in done.output
+    assert "ada: 2 leases and" in done.output
     assert find_states(hub) == {}
     assert sessions["ada"].get("/hub/api/user").status_code == 403
     with httpx.Client(headers={"Authorization": f"token {tokens['ada']}"}, trust_env=False) as client:
