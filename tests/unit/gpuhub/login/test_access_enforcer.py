@@ -23,6 +23,8 @@ class Hub:
         self.owners = ["ada", "ben", "ben"]
         self.revoked: list[str] = []
         self.released: list[str] = []
+        #: Owner and viewer of each output share.
+        self.shared: list[tuple[str, str]] = []
 
     async def refresh_user(self, user: Any) -> Any:
         answer = self.answers[user.name]
@@ -32,6 +34,14 @@ class Hub:
 
     async def leases(self) -> list[Any]:
         return [SimpleNamespace(owner=owner) for owner in self.owners]
+
+    async def shares(self) -> list[Any]:
+        return [SimpleNamespace(owner=owner, viewer=viewer) for owner, viewer in self.shared]
+
+    async def end_shares_of_user(self, user: str) -> list[Any]:
+        ended = [share for share in self.shared if user in share]
+        self.shared = [share for share in self.shared if share not in ended]
+        return ended
 
     async def release_all(self, owner: str) -> int:
         if not self.owners:
@@ -65,6 +75,18 @@ async def test_refused_owners_lose_leases_and_tokens(hub: Hub) -> None:
     assert (hub.released, hub.revoked, hub.owners) == (["ben"], ["ben"], ["ada"])
     await enforcer.run_once()
     assert hub.released == ["ben"]
+
+
+async def test_refused_users_lose_shares_as_owners_and_viewers(hub: Hub) -> None:
+    """Also those without leases, and those whom the hub has deleted."""
+    enforcer = build(hub)
+    hub.shared = [("ada", "ben"), ("ada", "eve"), ("mia", "ada"), ("ada", "ada2")]
+    hub.users |= {"mia": SimpleNamespace(name="mia"), "ada2": SimpleNamespace(name="ada2")}
+    hub.answers |= {"mia": False, "ada2": True}
+    for _ in range(REFUSALS):
+        await enforcer.run_once()
+    assert hub.shared == [("ada", "ben"), ("ada", "ada2")]
+    assert hub.revoked == ["mia"]
 
 
 @pytest.mark.parametrize("answer", [web.HTTPError(503), OSError("no route"), {"name": "ben", "groups": ["lab"]}, True])
