@@ -122,7 +122,7 @@ class ShareOperations:
         share = self._shares.find(job_id, caller.name) if caller.is_user else None
         is_viewer = job is not None and caller.is_user and (share is not None or caller.name == job.owner)
         if job is None or not (is_viewer or caller.sees_all):
-            raise NotFound(f"no job {job_id!r} is shared with {caller.name}, or its share has ended")
+            raise NotFound(f"this job is not shared with {caller.name}, or no longer: ask its owner")
         if not is_viewer:
             raise NotAllowed(f"only {job.owner} and the users with whom {job.owner} shares this job may view it")
         return SharedJob(job=job, share=share)

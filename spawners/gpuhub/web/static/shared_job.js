@@ -25,6 +25,7 @@ function refuse({ message }) {
   output.clear();
   screen.hidden = true;
   facts.replaceChildren();
+  facts.hidden = true;
   note.textContent = "";
   ending.textContent = message;
   ending.hidden = false;

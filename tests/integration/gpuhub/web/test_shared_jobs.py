@@ -102,13 +102,13 @@ def test_viewer_follows_the_output_until_the_owner_ends_it(
     take_picture(page, "shared-job")
     at = time.monotonic()
     hub.send("DELETE", f"/jobs/{job['id']}/shares/ben")
-    expect(page.locator("#gpuhub-share-end")).to_contain_text("its share has ended", timeout=2000)
+    expect(page.locator("#gpuhub-share-end")).to_contain_text("is not shared with ben, or no longer", timeout=2000)
     assert time.monotonic() - at < 1.5
     expect(output).to_be_hidden()
     assert not output.text_content()
     take_picture(page, "shared-job-ended")
     page.reload()
-    expect(page.locator("body")).to_contain_text("its share has ended")
+    expect(page.locator("body")).to_contain_text("is not shared with ben, or no longer")
 
 
 def test_page_is_for_viewers_and_the_owner_alone(hub: SimulatedHub, contexts: dict[str, BrowserContext]) -> None:
