@@ -117,9 +117,10 @@ class UserFiles:
         """Return the end of a detached job's output for a user who may view it; with `follow` until the job's end.
 
         Raises:
-            Conflict: the nodes have no containers.
+            Conflict: the job is not detached, or the nodes have no containers.
             TooManyStreams, Unavailable: the output cannot be read.
         """
+        _check_detached(job)
         self._require_containers()
         kinds = ((access.SHARED_VIEWS, viewer), (access.SHARED_OUTPUTS, job.owner))
         return await self._open_logs(job, (f"--tail={tail}",), kinds, follow=follow)
@@ -191,8 +192,7 @@ class UserFiles:
             Conflict: the job is not detached, so its output is in the notebook.
         """
         job = await self.find_own_job(caller, job_id)
-        if not job.detached:
-            raise Conflict(f"job {job_id} is not detached: its output is in its notebook")
+        _check_detached(job)
         return job
 
     async def _open(
@@ -216,6 +216,11 @@ class UserFiles:
             await changed.wait()
         with suppress(NodeUnreachable):
             await client.end_input()
+
+
+def _check_detached(job: JobRow) -> None:
+    if not job.detached:
+        raise Conflict(f"job {job.id} is not detached: its output is in its notebook")
 
 
 def check_relative_path(path: str) -> None:

@@ -227,6 +227,7 @@ def test_launch_of_a_notebook_is_not_shared(running: Running) -> None:
     made = running.send("POST", "/api/v1/jobs", json={"run_id": RUN}).json()
     answer = share(running, made["id"])
     assert (answer.status_code, "its output is in its notebook" in answer.text) == (409, True)
+    assert read(running, made["id"], "ada").status_code == 409
 
 
 def test_numbers_of_shares_and_views_are_limited(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
