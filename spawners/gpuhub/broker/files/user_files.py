@@ -129,8 +129,8 @@ class UserFiles:
         self, job: JobRow, arguments: Sequence[str], kinds: Sequence[tuple[access.StreamKind, str]], *, follow: bool
     ) -> FileStream:
         """Return the output of a detached job; it counts as one stream of each of the kinds."""
-        command = ["logs", f"--per-node={job.nproc_per_node}", *arguments, *(["--follow"] if follow else [])]
-        connection = self._couriers.connect_job(job, (*command, "--", job.run_id))
+        options = [f"--per-node={job.nproc_per_node}", *arguments, *(["--follow"] if follow else [])]
+        connection = self._couriers.connect_job(job, ("logs", *options, "--", job.run_id))
         stack, client = await self._open(connection, *kinds)
         if follow:
             watch = asyncio.ensure_future(self._finish_after(job.id, client))
