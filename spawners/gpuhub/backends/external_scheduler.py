@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from gpuhub.scheduler.gang_placement import build_note
 from gpuhub.scheduler.interface import (
@@ -11,6 +11,7 @@ from gpuhub.scheduler.interface import (
     Constraint,
     Grant,
     NodeAllocation,
+    NodeCapacity,
     PendingReason,
     SchedulingDecision,
     SchedulingParameters,
@@ -82,6 +83,10 @@ class ExternalScheduler(BaseScheduler, ABC):
     def can_start_now(self, request: SchedulingRequest, now: float) -> bool:
         """Return whether what a request needs is free; requests that wait may still get it."""
         return False
+
+    def find_startable(self, nodes: Iterable[NodeCapacity], now: float) -> frozenset[str]:
+        """Return nothing: the other system decides what starts, and wakes its nodes itself."""
+        return frozenset()
 
     # -- the state of the other system ----------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from gpuhub.broker.api import (
     notification_routes,
     port_websockets,
     ports,
+    power_routes,
     problems,
     routes,
     share_routes,
@@ -47,6 +48,7 @@ from gpuhub.broker.controllers.idle_controller import IdleController
 from gpuhub.broker.controllers.node_controller import NodeController
 from gpuhub.broker.controllers.node_probe import EnsureFirewall, FirewallChecker
 from gpuhub.broker.controllers.notification_controller import NotificationController
+from gpuhub.broker.controllers.power_controller import PowerController
 from gpuhub.broker.controllers.server_restarter import ServerRestarter
 from gpuhub.broker.controllers.stopped_nodes import end_stopped_work
 from gpuhub.broker.controllers.volume_gc import VolumeCollector
@@ -64,6 +66,7 @@ from gpuhub.broker.operations.notebook_datasets import LeaseStaging
 from gpuhub.broker.operations.notifications import NotificationOperations
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.operations.output_shares import ShareOperations, UserDirectory
+from gpuhub.broker.operations.power import PowerOperations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import Problem
@@ -82,6 +85,7 @@ from gpuhub.docker.networks import remove_idle_user_networks
 from gpuhub.docker.user_containers import start_courier, start_worker
 from gpuhub.domain.clock import Clock
 from gpuhub.nodes.inventory import GpuReading, build_inventory
+from gpuhub.nodes.power_switch import check_password_files
 from gpuhub.notifications import machine_destinations, sender
 from gpuhub.notifications.url_cipher import UrlCipher
 from gpuhub.tls import internal_certificates
@@ -150,6 +154,12 @@ def create_app(
     stager = DatasetStager(core=core, daemons=daemons)
     staging = LeaseStaging(core, stager.stage)
     audit_log = AuditLog(clock)
+    # Where another scheduler grants leases, it also switches the nodes.
+    power = (
+        PowerController(core=core, daemons=daemons, couriers=couriers, is_transferring=lambda: stager.is_transferring)
+        if capabilities.containers and not capabilities.external_jobs
+        else None
+    )
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -172,16 +182,16 @@ def create_app(
             "server restarter": ServerRestarter(core=core, servers=hub).run,
             "notifications": notifications.run,
             "costs": CostController(core).run,
+            **({} if power is None else {"power of nodes": power.run}),
         }
         if capabilities.containers:
-            firewall = None if ensure_filter is None else FirewallChecker(ensure_filter, clock)
             nodes = NodeController(
                 core=core,
                 daemons=daemons,
                 launcher=launcher,
                 couriers=couriers,
                 unproven=unproven,
-                firewall=firewall,
+                firewall=None if ensure_filter is None else FirewallChecker(ensure_filter, clock),
                 read_head_free=read_head_free,
                 find_staging=staging.find_starting,
                 fetch_files=guest_files.fetch,
@@ -219,6 +229,7 @@ def create_app(
         "live_views": LiveViews(core, operations),
         "output_shares": ShareOperations(core, files, hub),
         "notifications": NotificationOperations(core, cipher, sender.send),
+        "power": PowerOperations(core, backend, power),
         "staging": staging,
         "authenticator": Authenticator(hub, clock, own_token, spawner_token, metrics_token),
         "metrics": exporter,
@@ -253,6 +264,7 @@ def _add_routes(app: FastAPI, audit_log: AuditLog, exporter: MetricsExporter) ->
         live_routes.api,
         notification_routes.api,
         share_routes.api,
+        power_routes.api,
         terminal.api,
         ports.api,
         ports.router,
@@ -342,6 +354,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
     address = find_head_address(cluster)
     token = read_secret(paths, BROKER_TOKEN)
     machine_urls = machine_destinations.load(cluster.notifications)
+    check_password_files(cluster)
     destination_key = read_secret(paths, DESTINATION_KEY)
     store = Store.open_configured(cluster.database, paths)
     daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)

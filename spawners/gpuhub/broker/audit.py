@@ -36,6 +36,7 @@ PRIVILEGED = frozenset(
         "POST /nodes/{name}/cordon",
         "POST /nodes/{name}/drain",
         "POST /nodes/{name}/gpus/{index}/accept",
+        "POST /nodes/{name}/power",
         "POST /nodes/{name}/undrain",
         "POST /reservations",
         "DELETE /reservations/{reservation_id}",

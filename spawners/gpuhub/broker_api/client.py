@@ -28,6 +28,7 @@ from gpuhub.broker_api.schemas import (
     NodeView,
     OutputShareView,
     PendingReasonView,
+    PowerRequest,
     ReclaimAnswer,
     ReclaimRequest,
     ReportDimension,
@@ -178,6 +179,11 @@ class AsyncBrokerClient(BrokerConnection):
     async def accept_gpu(self, node: str, index: int) -> NodeView:
         """Grant a GPU with faults again; administrators only."""
         return _read(_NODEVIEW, await self._send("POST", f"/nodes/{_quoted(node)}/gpus/{index}/accept"))
+
+    async def switch_power(self, node: str, *, on: bool) -> NodeView:
+        """Wake a node, or put it to sleep; administrators only."""
+        body = PowerRequest(on=on).model_dump(mode="json")
+        return _read(_NODEVIEW, await self._send("POST", f"/nodes/{_quoted(node)}/power", json=body))
 
     async def nodes(self) -> list[NodeView]:
         """Return every node with its GPUs."""

@@ -15,6 +15,7 @@ from gpuhub.cli.backup import backup, restore
 from gpuhub.cli.console import AdminConsole
 from gpuhub.cli.images import image_group
 from gpuhub.cli.leases import lease_group
+from gpuhub.cli.node_power import power_group
 from gpuhub.cli.nodes import node_group
 from gpuhub.cli.options import BrokerRunner, PluginGroup, instance_option, pass_broker
 from gpuhub.cli.report import report
@@ -71,6 +72,9 @@ async def _write_events(client: AsyncBrokerClient, console: AdminConsole, *, aft
     for event in new_events:
         console.write(tables.format_event(event, console.now, console.width))
     return new_events[-1].seq if new_events else after or 0
+
+
+node_group.add_command(power_group)
 
 
 @click.group(cls=PluginGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

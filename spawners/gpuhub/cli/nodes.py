@@ -30,7 +30,7 @@ from gpuhub.common.units import format_span
 
 @click.group("node", cls=OrderedGroup)
 def node_group() -> None:
-    """Nodes: list, autoinstall, prepare, add, invite, remove, firewall, cordon, drain, undrain, accept."""
+    """Nodes: list, autoinstall, prepare, add, invite, remove, firewall, power, cordon, drain, undrain, accept."""
 
 
 name_argument = click.argument("name", metavar="NAME")
@@ -58,7 +58,7 @@ def cordon(broker: BrokerRunner, paths: Paths, name: str, reason: str) -> None:
     """Stop new work on the node NAME; what runs there continues."""
 
     async def run(client: AsyncBrokerClient, console: AdminConsole) -> None:
-        await _check_node(client, name)
+        await find_node(client, name)
         # A cordon ends nothing, so the administrator is not asked.
         await _show_leases(client, console, name)
         _write_state(console, await client.change_node(name, "cordon", CordonRequest(reason=reason)))
@@ -77,7 +77,7 @@ def drain(broker: BrokerRunner, *, paths: Paths, name: str, reason: str, grace: 
     """Stop new work on the node NAME, and end what runs there."""
 
     async def run(client: AsyncBrokerClient, console: AdminConsole) -> None:
-        await _check_node(client, name)
+        await find_node(client, name)
         if await _show_leases(client, console, name) and not yes:
             when = f"in {format_span(grace)}" if grace else "at once"
             console.confirm(f"Drain {name}? All of this ends {when}.")
@@ -114,9 +114,8 @@ def accept(broker: BrokerRunner, *, paths: Paths, name: str, index: int, yes: bo
     """
 
     async def run(client: AsyncBrokerClient, console: AdminConsole) -> None:
-        nodes = {node.name: node for node in await client.nodes()}
-        await _check_node(client, name)
-        gpu = next((gpu for gpu in nodes[name].gpus if gpu.index == index), None)
+        node = await find_node(client, name)
+        gpu = next((gpu for gpu in node.gpus if gpu.index == index), None)
         if gpu is not None:
             console.write(f"GPU {index} ({gpu.model}) of {name} is {gpu.state.value}: {gpu.message or 'no problem'}")
         if not yes:
@@ -126,10 +125,16 @@ def accept(broker: BrokerRunner, *, paths: Paths, name: str, index: int, yes: bo
     broker.run("node accept", paths, run)
 
 
-async def _check_node(client: AsyncBrokerClient, name: str) -> None:
-    nodes = [node.name for node in await client.nodes()]
+async def find_node(client: AsyncBrokerClient, name: str) -> NodeView:
+    """Return a node as the broker shows it.
+
+    Raises:
+        NotFound: No node has this name.
+    """
+    nodes = {node.name: node for node in await client.nodes()}
     if name not in nodes:
         raise NotFound(f"there is no node {name!r}; there are: {', '.join(nodes)}")
+    return nodes[name]
 
 
 async def _show_leases(client: AsyncBrokerClient, console: AdminConsole, node: str) -> bool:

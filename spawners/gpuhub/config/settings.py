@@ -32,7 +32,8 @@ from gpuhub.config.monitoring import MonitoringSettings, find_port_mistakes
 from gpuhub.config.network import HubSettings, NetworkSettings
 from gpuhub.config.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
 from gpuhub.config.notifications import NotificationSettings
-from gpuhub.config.own_address import find_own_address
+from gpuhub.config.own_address import find_own_address, find_source_address
+from gpuhub.config.power import PowerSettings, find_power_mistakes
 from gpuhub.config.profiles import ProfileSettings, unsatisfiable_profiles
 from gpuhub.config.slurm import SlurmSettings
 from gpuhub.config.storage import StorageSettings, serve_from
@@ -56,6 +57,7 @@ __all__ = [
     "NetworkSettings",
     "NodeSettings",
     "NotificationSettings",
+    "PowerSettings",
     "ProfileSettings",
     "SchedulingSettings",
     "SlurmSettings",
@@ -104,6 +106,7 @@ class ClusterSettings(SettingsTable):
     costs: CostSettings = CostSettings()
     hub: HubSettings = HubSettings()
     guests: GuestSettings = GuestSettings()
+    power: PowerSettings = PowerSettings()
     monitoring: MonitoringSettings = MonitoringSettings()
     notifications: NotificationSettings = NotificationSettings()
     database: DatabaseSettings = DatabaseSettings()
@@ -137,6 +140,12 @@ class ClusterSettings(SettingsTable):
             *_find_staging_mistakes(self),
             *find_guest_mistakes(self.guests, self.nodes, is_builtin=self.engine == "builtin"),
             *find_cost_mistakes(self.costs, [profile.name for profile in self.profiles]),
+            *find_power_mistakes(
+                self.power,
+                self.nodes,
+                self.storage,
+                swarm_manager=next((node.name for node in self.own_nodes if self.has_overlay and node.docker), None),
+            ),
         ]
         if self.network.kind == "bridge" and len(self.own_nodes) > 1:
             mistakes.append(
@@ -154,6 +163,16 @@ class ClusterSettings(SettingsTable):
     def without_guests(self) -> ClusterSettings:
         """Return the settings with the closet's own nodes alone."""
         return self.model_copy(update={"nodes": self.own_nodes})
+
+    def find_power(self, name: str) -> PowerSettings | None:
+        """Return how the node of that name is switched on and off; None where it stays on."""
+        own = self.node(name).power
+        return None if own is None else own.merge(self.power)
+
+    @property
+    def power_nodes(self) -> tuple[NodeSettings, ...]:
+        """The nodes that may sleep."""
+        return tuple(node for node in self.nodes if node.power is not None)
 
     @property
     def has_overlay(self) -> bool:
@@ -223,6 +242,12 @@ def load(path: Path) -> ClusterSettings:
     except ValidationError as error:
         lines = describe_mistakes(error, ClusterSettings)
         raise SettingsError("\n".join(f"{path}: {line}" for line in lines)) from None
+    for node in cluster.power_nodes:
+        if find_source_address(node.address) == node.address:
+            raise SettingsError(
+                f"{path}: nodes: {node.name!r}: power: {node.address} is this machine, the head node, which has to stay "
+                "on: remove it"
+            )
     if not cluster.storage.serve:
         return cluster
     address = cluster.hub.address or find_own_address(node.address for node in cluster.own_nodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gpuhub.broker_api.schemas import GpuState, NodeState
 from gpuhub.config.settings import SchedulingSettings
@@ -11,9 +11,8 @@ from gpuhub.nodes import status
 from gpuhub.nodes.agent import DEVICES_LOST, HARDWARE_SLOWDOWN
 from gpuhub.nodes.gpu_faults import describe_faults
 from gpuhub.nodes.inventory import Inventory
-from gpuhub.nodes.machine_size import add_machine_size
+from gpuhub.nodes.node_power import PowerState, describe_power
 from gpuhub.nodes.status import Cordon, GpuFault, GpuLeaseStatus, GpuProcess, GpuReading, NodeStatus
-from gpuhub.scheduler.interface import GpuSlot, NodeCapacity
 
 _UNLEASED = GpuLeaseStatus()
 _AGENT_SILENT = "its GPU agent is silent"
@@ -42,52 +41,10 @@ class GpuCondition:
 # -- for the scheduler -------------------------------------------------------------------------------------------------
 
 
-def build_node_capacity(
-    inventory: Inventory,
-    name: str,
-    *,
-    cordon: Cordon | None,
-    lease_statuses: Mapping[str, GpuLeaseStatus],
-    monotonic: float,
-    scheduling: SchedulingSettings,
-) -> NodeCapacity:
-    """Return one node with its GPUs. A GPU that two nodes report is listed for the first and available on neither."""
-    node = inventory.nodes[name]
-    node_reason = explain_node_unavailable(node, cordon)
-    slots = []
-    for gpu in node.gpus:
-        if gpu.uuid in inventory.duplicate_uuids and inventory.nodes_reporting(gpu.uuid)[0] != name:
-            continue
-        lease_status = lease_statuses.get(gpu.uuid, _UNLEASED)
-        reason = node_reason or explain_gpu_unavailable(
-            inventory, node, gpu, lease_status=lease_status, monotonic=monotonic, scheduling=scheduling
-        )
-        slots.append(
-            GpuSlot(
-                uuid=gpu.uuid,
-                node=name,
-                index=gpu.index,
-                card=gpu.card,
-                available=reason is None,
-                unavailable_reason=reason,
-            )
-        )
-    capacity = replace(
-        inventory.configured_nodes[name],
-        slots=tuple(slots),
-        takes_work=node_reason is None,
-        unavailable_reason=node_reason,
-        driver=node.driver,
-    )
-    if not inventory.counts_machines:
-        return capacity
-    return add_machine_size(capacity, node.machine, inventory.notebook_room, len(slots))
-
-
 def explain_node_unavailable(node: NodeStatus, cordon: Cordon | None) -> str | None:
     """Return why the node takes no new work, for users, or None if it does."""
-    if not node.is_up:
-        return node.unreachable_reason
+    if not node.is_up or node.is_put_to_sleep:
+        return _describe_silence(node)
     if cordon is not None:
         return status.describe_cordon(cordon)
     if node.daemon_id is None:
@@ -97,6 +54,11 @@ def explain_node_unavailable(node: NodeStatus, cordon: Cordon | None) -> str | N
     if node.disk_error is not None:
         return node.disk_error
     return None if node.is_reconciled else "containers that belong to no lease are being removed"
+
+
+def _describe_silence(node: NodeStatus) -> str | None:
+    """Return why a node does not answer; that it sleeps, or was not woken, comes before the silence of its daemon."""
+    return (None if node.power is None else describe_power(node.power)) or node.unreachable_reason
 
 
 def explain_gpu_unavailable(
@@ -287,9 +249,9 @@ def assess_gpu(
     """
     node = inventory.nodes[name]
     held = GpuState.QUARANTINED if is_quarantined else GpuState.HELD
-    if not node.is_up:
+    if not node.is_up or node.is_put_to_sleep:
         state = GpuState.QUARANTINED if is_quarantined else GpuState.UNAVAILABLE
-        return GpuCondition(state=state, message=node.unreachable_reason)
+        return GpuCondition(state=state, message=explain_node_unavailable(node, None))
     defect = None if node.read_at is None else find_node_gpu_failure(node, gpu)
     if defect is None and node.read_at is not None and not node.is_fresh(monotonic):
         defect = _AGENT_SILENT
@@ -325,11 +287,17 @@ def assess_node(
     """Return the condition of a node. A missing answer comes before a cordon."""
     node = inventory.nodes[name]
     cordon_text = None if cordon is None else status.describe_cordon(cordon)
+    if node.is_put_to_sleep and node.power is not None:
+        return NodeCondition(
+            state=NodeState.WAKING if node.power.state is PowerState.WAKING else NodeState.ASLEEP,
+            message="; ".join(text for text in (describe_power(node.power), cordon_text) if text),
+        )
     if not node.is_up:
+        has_failed = node.power is not None and node.power.state is PowerState.FAILED
         is_down = node.down_since is not None and monotonic - node.down_since >= scheduling.down_after
         return NodeCondition(
-            state=NodeState.DOWN if is_down else NodeState.UNREACHABLE,
-            message="; ".join(text for text in (node.unreachable_reason, cordon_text) if text),
+            state=NodeState.DOWN if is_down or has_failed else NodeState.UNREACHABLE,
+            message="; ".join(text for text in (_describe_silence(node), cordon_text) if text),
         )
     message = (
         "; ".join(text for text in (cordon_text, *_list_node_problems(inventory, node, monotonic)) if text) or None

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.common.units import format_size
+from gpuhub.nodes.node_power import NodePower, PowerState
 
 #: A GPU reading older than this cannot be the base of a grant, seconds.
 STALE_S = 15.0
@@ -224,10 +225,21 @@ class NodeStatus:
     disk_free: int | None = None
     #: Why a full disk keeps it from taking work, for users.
     disk_error: str | None = None
+    #: Whether it is on, asleep or on its way; None for a node that stays on.
+    power: NodePower | None = None
 
     def evolve(self, **changes: Any) -> Self:
         """Return a copy with changes."""
         return replace(self, **changes)
+
+    @property
+    def is_put_to_sleep(self) -> bool:
+        """Return whether it is expected not to answer."""
+        return self.power is not None and self.power.state in {
+            PowerState.STOPPING,
+            PowerState.ASLEEP,
+            PowerState.WAKING,
+        }
 
     @property
     def identity(self) -> NodeIdentity:
@@ -305,7 +317,7 @@ def record_failure(node: NodeStatus, reason: str, now: float) -> NodeStatus:
         failures=failures,
         good_polls=0,
         down_since=now if node.down_since is None else node.down_since,
-        flaps=(*flaps, now) if node.is_up else flaps,
+        flaps=(*flaps, now) if node.is_up and not node.is_put_to_sleep else flaps,
         unreachable_reason=reason,
         is_reconciled=False,
         daemon_id=None,

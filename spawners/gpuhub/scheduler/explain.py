@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from gpuhub.common.gpu import GpuRequirement
+from gpuhub.common.units import format_span
 from gpuhub.scheduler.capacity import IMMEDIATELY, UNKNOWN_TIME, NodeMask
 from gpuhub.scheduler.cycle import SchedulingCycle
 from gpuhub.scheduler.feasibility import (
@@ -48,6 +49,7 @@ def describe_wait(
     if _is_only_short_of_cpu(request, group, cycle, state):
         return f"{describe_request(request)}: {_describe_shortage(request)}"
     reasons = [
+        _describe_waking(candidates, state),
         _describe_releases(request, cycle, state),
         _describe_holders(candidates, cycle, state),
         _describe_competitors(request, candidates, cycle, state),
@@ -131,10 +133,25 @@ def _describe_reservations(
     return "; ".join(texts)
 
 
+def _describe_waking(nodes: Iterable[str], state: SchedulerState) -> str:
+    """Return such as `waking rig2, usually up after 40 s`."""
+    capacities = (state.capacity.nodes[name].capacity for name in sorted(nodes))
+    texts = [
+        f"waking {capacity.name}"
+        + ("" if capacity.usual_wake_s is None else f", usually up after {format_span(capacity.usual_wake_s)}")
+        for capacity in capacities
+        if capacity.is_waking
+    ]
+    rest = f" and {len(texts) - MAX_NAMED} other nodes" if len(texts) > MAX_NAMED else ""
+    return f"{'; '.join(texts[:MAX_NAMED])}{rest}"
+
+
 def _describe_unavailable(candidates: Mapping[str, frozenset[str]], state: SchedulerState) -> str:
     texts = []
     for name, uuids in sorted(candidates.items()):
         capacity = state.capacity.nodes[name].capacity
+        if capacity.is_waking:
+            continue
         reasons = [slot.unavailable_reason for slot in capacity.slots if slot.uuid in uuids and not slot.available]
         if not capacity.takes_work:
             reasons = [capacity.unavailable_reason]
@@ -159,6 +176,9 @@ def _describe_closed(
 
 def _describe_wait_without_gpu(request: SchedulingRequest, state: SchedulerState) -> str:
     capacities = [node.capacity for node in state.capacity.nodes.values()]
+    waking = _describe_waking((capacity.name for capacity in capacities if capacity.admits(request.groups)), state)
+    if waking:
+        return f"{describe_request(request)}: {waking}"
     if not any(capacity.takes_work for capacity in capacities):
         return "no node can be reached"
     closed = describe_closed(capacity for capacity in capacities if not capacity.admits(request.groups))

@@ -55,6 +55,9 @@ class NodeCapacity:
     takes_work: bool = True
     #: The reason for people; None while it takes work.
     unavailable_reason: str | None = None
+    #: It was woken and will take work soon; and how long that usually takes, seconds, None if not known.
+    is_waking: bool = False
+    usual_wake_s: float | None = None
     #: Version of NVIDIA's driver, such as `570.86.15`; None if not known.
     driver: str | None = None
     #: Gangs are placed on one switch, else in one rack, if possible; None if not set.
@@ -383,6 +386,10 @@ class Scheduler(Protocol):
 
     def can_start_now(self, request: SchedulingRequest, now: float) -> bool:
         """Return whether this request, made now, would be granted at once."""
+        ...
+
+    def find_startable(self, nodes: Iterable[NodeCapacity], now: float) -> frozenset[str]:
+        """Return the waiting requests that would be granted now if these nodes were so; nothing is granted."""
         ...
 
     def find_candidates(self, request: SchedulingRequest) -> frozenset[str]:

@@ -145,6 +145,19 @@ class BuiltinScheduler(BaseScheduler):
             self._state.put_request(existing)
         return request.id in cycle.grants
 
+    def find_startable(self, nodes: Iterable[NodeCapacity], now: float) -> frozenset[str]:
+        known = self._state.capacity.nodes
+        variants = [node for node in nodes if node.name in known]
+        before = [known[node.name].capacity for node in variants]
+        for node in variants:
+            self._state.put_node(node)
+        cycle = SchedulingCycle(self._state, now)
+        cycle.run()
+        cycle.undo()
+        for node in before:
+            self._state.put_node(node)
+        return frozenset(cycle.grants)
+
     def _find_position(self, request: SchedulingRequest, now: float) -> int:
         penalties = self._state.compute_penalties(now)
         made_at, seq, request_id = build_entry(request, self._parameters)

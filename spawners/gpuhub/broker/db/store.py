@@ -17,6 +17,7 @@ from gpuhub.broker.db import gpu_records, retention, tables, writer
 from gpuhub.broker.db.cost_store import CostStore
 from gpuhub.broker.db.engine import READ_ONLY, AdvisoryLock, build_engine, migrate, take_advisory_lock
 from gpuhub.broker.db.outbox import Outbox
+from gpuhub.broker.db.power_store import PowerStore
 from gpuhub.broker.db.share_store import ShareStore
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker_api.schemas import JobState, LeaseState
@@ -65,6 +66,7 @@ class Store:
         self.outbox = Outbox(self._transaction)
         self.costs = CostStore(self._transaction)
         self.shares = ShareStore(self._transaction)
+        self.power = PowerStore(self._transaction)
 
     @classmethod
     def open(cls, url: str, lock_file: Path) -> Self:

@@ -218,6 +218,19 @@ cordons = Table(
     Column("grace_s", Integer, nullable=False),
 )
 
+#: Nodes that may sleep.
+node_power = Table(
+    "node_power",
+    metadata,
+    Column("node", String(64), primary_key=True),
+    Column("state", String(16), nullable=False),
+    Column("changed_at", Float, nullable=False),
+    #: Seconds that the last wakings took.
+    Column("wake_times_s", JSON, nullable=False, server_default="[]"),
+    Column("retry_at", Float),
+    Column("error", Text),
+)
+
 reservations = Table(
     "reservations",
     metadata,

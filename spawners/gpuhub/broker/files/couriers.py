@@ -172,7 +172,9 @@ class CourierPool:
         nodes = [node for node in self._core.capacity.inventory.nodes if self._is_usable(node)]
         # Users are spread over the nodes, and each user stays on the same one.
         first = zlib.crc32(owner.encode()) % max(1, len(nodes))
-        failure: GpuhubError = Unavailable("no node takes work now, so files can be neither sent nor read")
+        if not nodes:
+            raise Unavailable(self._explain_no_node())
+        failure: GpuhubError = Unavailable("no node can start a courier")
         for node in nodes[first:] + nodes[:first]:
             self._starting.add((owner, node))
             try:
@@ -187,11 +189,25 @@ class CourierPool:
                 self._starting.discard((owner, node))
         raise failure
 
+    def is_starting_on(self, node: str) -> bool:
+        """Return whether a courier is being started on a node, which its daemon may not list yet."""
+        return any(starting == node for _, starting in self._starting)
+
+    def _explain_no_node(self) -> str:
+        """Return why files cannot be reached; where only sleeping nodes could, one of them is woken."""
+        capacity = self._core.capacity
+        for node, record in capacity.inventory.nodes.items():
+            if record.is_put_to_sleep and node not in capacity.cordons:
+                capacity.wake_requests.add(node)
+                return f"all nodes sleep, so files can be neither sent nor read: {node} is being woken, try again soon"
+        return "no node takes work now, so files can be neither sent nor read"
+
     def _is_usable(self, node: str) -> bool:
         # A guest has no homes.
         if self._core.cluster.node(node).guest:
             return False
-        return self._core.capacity.inventory.nodes[node].is_up and node not in self._core.capacity.cordons
+        record = self._core.capacity.inventory.nodes[node]
+        return record.is_up and not record.is_put_to_sleep and node not in self._core.capacity.cordons
 
 
 def _labels(raw: Mapping[str, Any]) -> Mapping[str, str]:

@@ -56,7 +56,7 @@ async def cordon(
     require_admin(caller, "cordon nodes")
     if not backend.capabilities.cordons:
         raise InvalidRequest(backend.describe_cordon(node))
-    _require_node(core, node)
+    require_node(core, node)
     row = Cordon(
         node=node,
         state="draining" if is_drain else "cordoned",
@@ -82,7 +82,7 @@ async def undrain(core: BrokerState, backend: SchedulingBackend, caller: Identit
         NotFound: the node does not exist.
     """
     require_admin(caller, "cordon nodes")
-    _require_node(core, node)
+    require_node(core, node)
     before = core.capacity.cordons.get(node)
     await core.cordon(node, None)
     if before is not None:
@@ -102,7 +102,7 @@ async def accept_gpu(
         Conflict: the GPU has no fault that needs it; a defect that readings show ends with a reading without it.
     """
     require_admin(caller, "accept failed GPUs")
-    _require_node(core, node)
+    require_node(core, node)
     gpus = [gpu for gpu in core.capacity.inventory.nodes[node].gpus if gpu.index == index]
     if not gpus:
         raise NotFound(f"node {node} has no GPU {index}")
@@ -114,7 +114,12 @@ async def accept_gpu(
     return view_node(core, backend, node)
 
 
-def _require_node(core: BrokerState, node: str) -> None:
+def require_node(core: BrokerState, node: str) -> None:
+    """Refuse a name that no node has.
+
+    Raises:
+        NotFound: names the nodes that there are.
+    """
     if node not in core.capacity.inventory.nodes:
         raise NotFound(f"there is no node {node!r}; there are: {', '.join(core.capacity.inventory.nodes)}")
 

@@ -227,6 +227,7 @@ def build_node(inputs: ClusterViewInput, record: NodeStatus, gpus: _GpuSummary, 
         guest=inputs.cluster.node(record.name).guest,
         takes_guests=inputs.cluster.node(record.name).guest
         and described.admits(find_request_groups(inputs.groups, scavenge=False, guests=True)),
+        power=None if record.power is None else serializers.build_power(record.power),
     )
 
 

@@ -17,6 +17,7 @@ from gpuhub.broker_api.schemas import (
     LeaseView,
     OutputShareView,
     PendingReasonView,
+    PowerView,
     Purpose,
     QueueEntry,
     UsageView,
@@ -25,6 +26,7 @@ from gpuhub.broker_api.schemas import (
 from gpuhub.broker_api.schemas.live import JobSummaryView
 from gpuhub.domain.costs import CostRecord, describe_costs
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow, OutputShareRow
+from gpuhub.nodes.node_power import NodePower
 from gpuhub.scheduler import interface
 
 #: The hub's page of a shared job, below the hub's address; `web/shared_jobs.py` serves it.
@@ -58,6 +60,17 @@ def to_datetime(seconds: float) -> datetime:
 def to_optional_datetime(seconds: float | None) -> datetime | None:
     """Return seconds since 1970 as a UTC time, and None for None."""
     return None if seconds is None else to_datetime(seconds)
+
+
+def build_power(power: NodePower) -> PowerView:
+    """Return the wire model of a node's power."""
+    return PowerView(
+        state=power.state.value,
+        since=to_datetime(power.changed_at),
+        usual_wake_s=power.usual_wake_s,
+        retry_at=to_optional_datetime(power.retry_at),
+        error=power.error,
+    )
 
 
 def build_gpu(gpu: LeasedGpu) -> LeasedGpuView:

@@ -24,6 +24,7 @@ from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import EventRow, JobRow, LeaseRow, LedgerSnapshot, NotificationRow, ReservationRow
 from gpuhub.nodes import gpu_health
 from gpuhub.nodes.inventory import Inventory
+from gpuhub.nodes.node_power import NodePower
 from gpuhub.nodes.status import Cordon, GpuReading, NodeStatus
 from gpuhub.scheduler.interface import Scheduler
 
@@ -117,6 +118,7 @@ class BrokerState:
         await self.ledger.change(mutations.clamp_future_timestamps)
         await self.ledger.change(mutations.release_removed_nodes(self.capacity.inventory.nodes))
         await self.capacity.gpu_records.remove_other_nodes(self.capacity.inventory.nodes)
+        await asyncio.to_thread(self.store.power.delete_others, self.capacity.power)
         for node in self.capacity.cordons.keys() - self.capacity.inventory.nodes.keys():
             # The node was drained to be removed from the settings: if it is added again, it should take work.
             await self.capacity.set_cordon(node, None)
@@ -220,6 +222,12 @@ class BrokerState:
         """Cordon a node; None removes the cordon."""
         await self.capacity.set_cordon(node, cordon)
         self.scheduler_sync.update_node(node)
+        self.request_scheduling()
+
+    async def set_power(self, power: NodePower) -> None:
+        """Change whether a node is expected to be on; one that sleeps takes no work from now on."""
+        await self.capacity.set_power(power)
+        self.scheduler_sync.update_node(power.node)
         self.request_scheduling()
 
     async def add_reservation(self, row: ReservationRow) -> None:

@@ -12,8 +12,9 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.domain import reservations as reservations_module
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import LeaseRow, ReservationRow
-from gpuhub.nodes.gpu_health import build_node_capacity
 from gpuhub.nodes.inventory import Inventory
+from gpuhub.nodes.node_capacity import build_awake_capacity, build_node_capacity
+from gpuhub.nodes.node_power import NodePower
 from gpuhub.nodes.status import Cordon, GpuLeaseStatus, NodeStatus
 from gpuhub.scheduler.interface import NodeCapacity, Reservation
 
@@ -67,15 +68,20 @@ class Capacity:
         self.inventory = inventory
         self.cordons: Mapping[str, Cordon] = {cordon.node: cordon for cordon in store.load_cordons()}
         self.reservations = tuple(store.load_reservations())
+        self.power = _load_power(cluster, store)
+        #: Sleeping nodes that something else than the queue needs.
+        self.wake_requests: set[str] = set()
         self.lease_flags = GpuLeaseFlags()
         #: GPUs of every node, reachable or not; None for a node that was never read. Replaced, not changed, when GPUs
         #: change.
         self.cards: dict[str, tuple[GpuSpec, ...] | None] = inventory.cards()
+        for name in self.power:
+            self.update_node(inventory.nodes[name])
 
     def update_node(self, record: NodeStatus) -> None:
         """Take over what was read from a node."""
         before = self.inventory.nodes[record.name]
-        record = record.evolve(faults=self.gpu_records.find_faults(record))
+        record = record.evolve(faults=self.gpu_records.find_faults(record), power=self.power.get(record.name))
         if record == before:
             return
         self.inventory = self.inventory.with_node(record)
@@ -86,6 +92,17 @@ class Capacity:
     def build_node_capacity(self, name: str) -> NodeCapacity:
         """Return a node's capacity for the scheduler."""
         return build_node_capacity(
+            self.inventory,
+            name,
+            cordon=self.cordons.get(name),
+            lease_statuses=self.lease_flags.by_uuid,
+            monotonic=self._clock.monotonic(),
+            scheduling=self._cluster.scheduling,
+        )
+
+    def build_awake_capacity(self, name: str) -> NodeCapacity:
+        """Return the capacity that a sleeping node has for the scheduler once it is awake."""
+        return build_awake_capacity(
             self.inventory,
             name,
             cordon=self.cordons.get(name),
@@ -129,6 +146,12 @@ class Capacity:
         others = {name: other for name, other in self.cordons.items() if name != node}
         self.cordons = others if cordon is None else {**others, node: cordon}
 
+    async def set_power(self, power: NodePower) -> None:
+        """Store and apply a node's power."""
+        await asyncio.to_thread(self._store.power.save, power)
+        self.power = {**self.power, power.node: power}
+        self.update_node(self.inventory.nodes[power.node])
+
     @property
     def current_reservations(self) -> Sequence[ReservationRow]:
         """The reservations that have not ended, the earliest first."""
@@ -149,6 +172,12 @@ class Capacity:
         if ended:
             await self.remove_reservations(ended)
         return bool(ended)
+
+
+def _load_power(cluster: ClusterSettings, store: Store) -> Mapping[str, NodePower]:
+    """Return the power of the nodes that may sleep; a node for which that is new is on."""
+    stored = store.power.load()
+    return {node.name: stored.get(node.name, NodePower(node=node.name)) for node in cluster.power_nodes}
 
 
 def build_seen_gpus(record: NodeStatus, now: float) -> list[SeenGpu]:

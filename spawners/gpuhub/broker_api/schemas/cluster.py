@@ -94,8 +94,32 @@ class NodeState(StrEnum):
     CORDONED = "cordoned"
     #: Cordoned, and what runs there ends.
     DRAINING = "draining"
-    #: Unreachable for longer than `down_after`.
+    #: Unreachable for longer than `down_after`, or woken without an answer.
     DOWN = "down"
+    #: Put to sleep, or being so: the queue wakes it when it needs it.
+    ASLEEP = "asleep"
+    #: Woken, and without an answer yet.
+    WAKING = "waking"
+
+
+class PowerView(WireModel):
+    """The power of a node that may sleep."""
+
+    #: `on`, `stopping`, `asleep`, `waking` or `failed`.
+    state: str
+    since: datetime
+    #: How long it usually takes to wake, seconds; None before the first time.
+    usual_wake_s: float | None = None
+    #: When the queue may wake it again after a failure.
+    retry_at: datetime | None = None
+    #: Why it was not woken, or not put to sleep.
+    error: str | None = None
+
+
+class PowerRequest(WireModel):
+    """Request to wake a node, or to put it to sleep."""
+
+    on: bool
 
 
 class NodeView(WireModel):
@@ -122,6 +146,8 @@ class NodeView(WireModel):
     guest: bool = False
     #: Whether jobs of the caller with `guests` may be placed there.
     takes_guests: bool = False
+    #: Whether it is on, asleep or on its way; None for a node that stays on.
+    power: PowerView | None = None
 
 
 class QueueEntry(WireModel):

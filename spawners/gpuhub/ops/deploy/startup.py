@@ -29,11 +29,12 @@ from gpuhub.docker.firewall_container import ensure_firewall
 from gpuhub.login import kinds as login
 from gpuhub.login.local_accounts import check_accounts
 from gpuhub.nodes.daemon_identity import describe_shared_identities
+from gpuhub.nodes.power_switch import check_password_files
 from gpuhub.notifications import machine_destinations
 from gpuhub.ops.backup import restoration, upgrade_backups
 from gpuhub.ops.backup.contents import Head
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.deploy import cluster_choice, database, file_server, monitoring, own_config, programs
+from gpuhub.ops.deploy import cluster_choice, database, file_server, monitoring, node_wakeup, own_config, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.images import distribution, wheels
@@ -93,6 +94,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
         if note:
             report.note(f"  {note}.")
     machine_destinations.load(cluster.notifications)
+    check_password_files(cluster)
     database.ensure_database(cluster, paths)
     https = public_access.ensure_certificate(cluster, paths, find_head_address(cluster))
     services = programs.build_programs(paths, chosen.cluster_file, options.hub_config)
@@ -162,6 +164,7 @@ async def _prepare_nodes(
     cluster = cluster.without_guests()
     daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
     try:
+        await node_wakeup.wake_nodes(daemons, cluster, report)
         with report.step(f"Docker answers on {len(cluster.nodes)} node{'s' * (len(cluster.nodes) > 1)}"):
             answers = await asyncio.gather(*(daemons.call(node.name, "info") for node in cluster.nodes))
             check_unique_daemons(

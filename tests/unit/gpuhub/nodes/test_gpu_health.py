@@ -14,7 +14,7 @@ from gpuhub.broker.state.capacity import GpuLeaseFlags
 from gpuhub.broker_api.schemas import GpuState, LeaseState, NodeState
 from gpuhub.config.settings import NodeSettings, SchedulingSettings
 from gpuhub.domain.models import LeasedGpu, LeaseRow, LedgerSnapshot
-from gpuhub.nodes import agent_container, gpu_health, status
+from gpuhub.nodes import agent_container, gpu_health, node_capacity, status
 from gpuhub.nodes.inventory import Inventory, build_inventory
 from gpuhub.nodes.status import AgentReading, Cordon, GpuFault, GpuLeaseStatus, GpuProcess, GpuReading, NodeStatus
 from gpuhub.scheduler.interface import NodeCapacity
@@ -48,7 +48,7 @@ def supply(
     node: NodeStatus, *, at: float = NOW, lease_status: GpuLeaseStatus | None = None, cordon: Cordon | None = None
 ) -> Any:
     statuses = {reading.uuid: lease_status for reading in node.gpus} if lease_status is not None else {}
-    return gpu_health.build_node_capacity(
+    return node_capacity.build_node_capacity(
         build_inventory_of(node), node.name, cordon=cordon, lease_statuses=statuses, monotonic=at, scheduling=SCHEDULING
     )
 
@@ -61,7 +61,7 @@ def assess_gpu(node: NodeStatus, *, at: float = NOW, **about: Any) -> gpu_health
 
 def build_capacities(inventory: Inventory) -> list[NodeCapacity]:
     return [
-        gpu_health.build_node_capacity(
+        node_capacity.build_node_capacity(
             inventory, name, cordon=None, lease_statuses={}, monotonic=NOW, scheduling=SCHEDULING
         )
         for name in inventory.nodes
