@@ -170,8 +170,8 @@ def find_power_mistakes(
             yield f"{where}: {server!r} serves files to all nodes (see [storage]) and has to stay on: remove it"
         if node.name == swarm_manager:
             yield (
-                f"{where}: the first node manages the Docker Swarm of users' networks and has to stay on: list one that "
-                "stays on first, such as the head node, or remove it"
+                f"{where}: the first node manages the Docker Swarm of users' networks and has to stay on: list one "
+                "that stays on first, such as the head node, or remove it"
             )
         if node.desktop and node.power.merge(base).idle:
             yield (

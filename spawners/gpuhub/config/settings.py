@@ -245,8 +245,8 @@ def load(path: Path) -> ClusterSettings:
     for node in cluster.power_nodes:
         if find_source_address(node.address) == node.address:
             raise SettingsError(
-                f"{path}: nodes: {node.name!r}: power: {node.address} is this machine, the head node, which has to stay "
-                "on: remove it"
+                f"{path}: nodes: {node.name!r}: power: {node.address} is this machine, the head node, which has to "
+                "stay on: remove it"
             )
     if not cluster.storage.serve:
         return cluster

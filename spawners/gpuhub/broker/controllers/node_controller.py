@@ -49,6 +49,7 @@ from gpuhub.domain.reconcile import (
 )
 from gpuhub.nodes import gpu_health, guest_readings, status
 from gpuhub.nodes.agent import DEVICES_LOST
+from gpuhub.nodes.node_power import PowerState
 from gpuhub.nodes.status import MachineSize, NodeStatus
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ log = logging.getLogger(__name__)
 POLL_PERIOD_S = 2.0
 #: The same after a failed poll of a node that is up, and while a GPU waits for a reading that shows it empty, seconds.
 RETRY_POLL_PERIOD_S = 1.0
+#: The same of a node that sleeps, seconds.
+ASLEEP_POLL_PERIOD_S = 5.0
 #: Minimum interval between two polls of a node, also where a poll was requested, seconds.
 MIN_POLL_PERIOD_S = 0.02
 #: Time of a list during which the clock was set: it is no proof for any lease.
@@ -153,6 +156,8 @@ class NodeController:
     def _period(self, node: str) -> float:
         core = self._core
         record = core.capacity.inventory.nodes[node]
+        if record.power is not None and record.power.state is PowerState.ASLEEP:
+            return ASLEEP_POLL_PERIOD_S
         is_doubtful = record.is_up and record.failures > 0
         scheduling = core.cluster.scheduling
         if is_doubtful or gpu_health.is_awaiting_reading(

@@ -319,7 +319,11 @@ class ConditionReporter:
     ) -> list[tuple[str, str]]:
         """Return kind and text of each change on a node since the last call; a healthy start is not a change."""
         node_condition = gpu_health.assess_node(inventory, name, monotonic=monotonic, scheduling=scheduling)
-        events = []
+        events: list[tuple[str, str]] = []
+        if inventory.nodes[name].is_put_to_sleep:
+            # The power controller reports it, and that the node answers again afterwards.
+            self._nodes[name] = NodeState.UP
+            return events
         if node_condition.state is not self._nodes.get(name, NodeState.UP):
             text = (
                 "answers again"

@@ -158,7 +158,7 @@ class PowerController:
     async def _follow_stop(self, node: str, power: NodePower, record: NodeStatus, elapsed_s: float) -> None:
         if not record.is_up and record.down_since is not None:
             await self._core.set_power(power.begin(PowerState.ASLEEP, self._now()))
-            self._add_event("node.asleep", f"node {node} is asleep", node)
+            self._add_event("power.asleep", f"node {node} is asleep", node)
         elif elapsed_s > STOP_TIMEOUT_S:
             await self._note_refusal(node, f"it still answers {format_span(STOP_TIMEOUT_S)} after it was told to sleep")
 
@@ -168,7 +168,7 @@ class PowerController:
         await self._core.set_power(power.record_awake(self._now(), elapsed_s if was_woken else None))
         self._idle_since.pop(node, None)
         how = f"{format_span(elapsed_s)} after it was woken" if was_woken else "without gpuhub"
-        self._add_event("node.awake", f"node {node} is awake, {how}", node)
+        self._add_event("power.on", f"node {node} is awake, {how}", node)
 
     async def _follow_waking(self, node: str, power: NodePower, elapsed_s: float) -> None:
         settings = self._settings(node)
@@ -251,7 +251,7 @@ class PowerController:
         return None
 
     async def _tell_to_sleep(self, node: str, why: str) -> None:
-        self._add_event("node.stopping", f"node {node} is put to sleep {why}", node)
+        self._add_event("power.stopping", f"node {node} is put to sleep {why}", node)
         try:
             await self._switch_off(self._daemons, self._core.cluster.node(node), self._settings(node))
         except GpuhubError as error:
@@ -264,7 +264,7 @@ class PowerController:
         self._idle_since.pop(node, None)
         self._sleep_from[node] = self._core.clock.monotonic() + REFUSED_PAUSE_S
         await self._core.set_power(power.record_refusal(error, self._now()))
-        self._add_event("node.sleepless", f"node {node} was not put to sleep: {error}", node)
+        self._add_event("power.refused", f"node {node} was not put to sleep: {error}", node)
 
     # -- waking ---------------------------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class PowerController:
         await self._core.set_power(power.begin(PowerState.WAKING, self._now()))
         self._woken.add(node)
         self._measure(node, self._core.capacity.power[node])
-        self._add_event("node.waking", f"node {node} is woken {why}", node)
+        self._add_event("power.waking", f"node {node} is woken {why}", node)
         self._start(node, self._send(node))
 
     async def _send(self, node: str) -> None:
@@ -328,7 +328,7 @@ class PowerController:
             return
         self._woken.discard(node)
         await self._core.set_power(power.record_failure(error, self._now(), self._settings(node).retry_after))
-        self._add_event("node.sleeps-on", f"node {node} {error}", node)
+        self._add_event("power.failed", f"node {node} {error}", node)
 
     # -- common ---------------------------------------------------------------------------------------------------
 
