@@ -11,7 +11,7 @@ from gpuhub.nodes import status
 from gpuhub.nodes.agent import DEVICES_LOST, HARDWARE_SLOWDOWN
 from gpuhub.nodes.gpu_faults import describe_faults
 from gpuhub.nodes.inventory import Inventory
-from gpuhub.nodes.node_power import PowerState, describe_power
+from gpuhub.nodes.power_status import PowerState, describe_power
 from gpuhub.nodes.status import Cordon, GpuFault, GpuLeaseStatus, GpuProcess, GpuReading, NodeStatus
 
 _UNLEASED = GpuLeaseStatus()

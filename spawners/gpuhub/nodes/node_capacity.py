@@ -9,7 +9,7 @@ from gpuhub.config.settings import SchedulingSettings
 from gpuhub.nodes.gpu_health import explain_gpu_unavailable, explain_node_unavailable
 from gpuhub.nodes.inventory import Inventory
 from gpuhub.nodes.machine_size import add_machine_size
-from gpuhub.nodes.node_power import PowerState
+from gpuhub.nodes.power_status import PowerState
 from gpuhub.nodes.status import Cordon, GpuLeaseStatus
 from gpuhub.scheduler.interface import GpuSlot, NodeCapacity
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.common.units import format_size
-from gpuhub.nodes.node_power import NodePower, PowerState
+from gpuhub.nodes.power_status import PowerState, PowerStatus
 
 #: A GPU reading older than this cannot be the base of a grant, seconds.
 STALE_S = 15.0
@@ -226,7 +226,7 @@ class NodeStatus:
     #: Why a full disk keeps it from taking work, for users.
     disk_error: str | None = None
     #: Whether it is on, asleep or on its way; None for a node that stays on.
-    power: NodePower | None = None
+    power: PowerStatus | None = None
 
     def evolve(self, **changes: Any) -> Self:
         """Return a copy with changes."""

@@ -172,19 +172,25 @@ def describe_time(when: datetime) -> str:
     return local.strftime("%H:%M") if is_today else f"{local.day} {local.strftime('%b %H:%M')}"
 
 
+#: States of nodes that the queue wakes when it needs them.
+SLEEPING = frozenset({NodeState.ASLEEP, NodeState.WAKING})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterTotals:
     """Totals of a cluster's nodes, GPUs and waiting requests."""
 
     nodes: int
-    #: Nodes that take no work.
+    #: Nodes that take no work, without those that sleep or wake.
     nodes_unavailable: int
     gpus: int
     free: int
     held: int
-    #: GPUs that are neither free nor held.
+    #: GPUs that are neither free nor held, without those of nodes that sleep or wake.
     gpus_unusable: int
     waiting: int
+    #: GPUs of nodes that sleep or wake.
+    gpus_asleep: int = 0
     #: With Slurm: free and all GPUs by model.
     kinds: Sequence[GpuModelView] = ()
 
@@ -200,13 +206,15 @@ def count_totals(view: ClusterView | None) -> ClusterTotals | None:
         for gpu in node.gpus
     )
     free, held = states[GpuState.FREE], states[GpuState.HELD]
+    asleep = sum(len(node.gpus) for node in view.nodes if node.state in SLEEPING)
     return ClusterTotals(
         nodes=len(view.nodes),
-        nodes_unavailable=sum(node.state is not NodeState.UP for node in view.nodes),
+        nodes_unavailable=sum(node.state not in {NodeState.UP, *SLEEPING} for node in view.nodes),
         gpus=states.total(),
         free=free,
         held=held,
-        gpus_unusable=states.total() - free - held,
+        gpus_unusable=states.total() - free - held - asleep,
+        gpus_asleep=asleep,
         waiting=view.waiting,
         kinds=count_models(gpu for node in view.nodes for gpu in node.gpus) if view.capabilities.external_jobs else (),
     )

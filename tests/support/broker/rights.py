@@ -107,6 +107,7 @@ POST /nodes/rig3/cordon              | 200 |   N      N   N   N      N       N  
 POST /nodes/rig3/drain               | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/undrain             | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/gpus/0/accept       | 409 |   N      N   N   N      N       N       N      Y    Y
+POST /nodes/rig3/power               | 422 |   N      N   N   N      N       N       N      Y    Y
 POST /reservations                   | 201 |   N      N   N   N      N       N       N      Y    Y
 DELETE /reservations/{reservation}   | 204 |   N      N   N   N      N       N       N      Y    Y
 """

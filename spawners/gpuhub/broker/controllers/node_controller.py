@@ -49,7 +49,7 @@ from gpuhub.domain.reconcile import (
 )
 from gpuhub.nodes import gpu_health, guest_readings, status
 from gpuhub.nodes.agent import DEVICES_LOST
-from gpuhub.nodes.node_power import PowerState
+from gpuhub.nodes.power_status import PowerState
 from gpuhub.nodes.status import MachineSize, NodeStatus
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.domain.power_policy import choose_needed
 from gpuhub.nodes import power_switch
 from gpuhub.nodes.gpu_health import describe_outside_use
-from gpuhub.nodes.node_power import NodePower, PowerState
+from gpuhub.nodes.power_status import PowerState, PowerStatus
 from gpuhub.nodes.status import NodeStatus
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class PowerController:
         self._switch_on = switch_on
         self._switch_off = switch_off
         #: When each node's state began, or was first seen in this run; monotonic.
-        self._began: dict[str, tuple[NodePower, float]] = {}
+        self._began: dict[str, tuple[PowerStatus, float]] = {}
         #: Nodes that this run of the broker has woken.
         self._woken: set[str] = set()
         self._idle_since: dict[str, float] = {}
@@ -137,7 +137,7 @@ class PowerController:
         elif power.state is PowerState.WAKING:
             await self._follow_waking(node, power, elapsed_s)
 
-    def _measure(self, node: str, power: NodePower) -> float:
+    def _measure(self, node: str, power: PowerStatus) -> float:
         """Return the seconds in this state, counted from the broker's start at most."""
         now = self._core.clock.monotonic()
         known, began = self._began.get(node, (None, now))
@@ -155,14 +155,14 @@ class PowerController:
         if now - since >= idle_s and now >= self._sleep_from.get(node, 0.0):
             self._start(node, self._sleep_if_unused(node, f"after {format_span(idle_s)} without work"))
 
-    async def _follow_stop(self, node: str, power: NodePower, record: NodeStatus, elapsed_s: float) -> None:
+    async def _follow_stop(self, node: str, power: PowerStatus, record: NodeStatus, elapsed_s: float) -> None:
         if not record.is_up and record.down_since is not None:
             await self._core.set_power(power.begin(PowerState.ASLEEP, self._now()))
             self._add_event("power.asleep", f"node {node} is asleep", node)
         elif elapsed_s > STOP_TIMEOUT_S:
             await self._note_refusal(node, f"it still answers {format_span(STOP_TIMEOUT_S)} after it was told to sleep")
 
-    async def _note_awake(self, node: str, power: NodePower, elapsed_s: float) -> None:
+    async def _note_awake(self, node: str, power: PowerStatus, elapsed_s: float) -> None:
         was_woken = power.state is PowerState.WAKING and node in self._woken
         self._woken.discard(node)
         await self._core.set_power(power.record_awake(self._now(), elapsed_s if was_woken else None))
@@ -170,7 +170,7 @@ class PowerController:
         how = f"{format_span(elapsed_s)} after it was woken" if was_woken else "without gpuhub"
         self._add_event("power.on", f"node {node} is awake, {how}", node)
 
-    async def _follow_waking(self, node: str, power: NodePower, elapsed_s: float) -> None:
+    async def _follow_waking(self, node: str, power: PowerStatus, elapsed_s: float) -> None:
         settings = self._settings(node)
         if elapsed_s > settings.wake_timeout:
             await self._note_failure(
@@ -298,7 +298,7 @@ class PowerController:
         for node in needed:
             await self._begin_waking(node, f"for {len(waiting)} waiting request{'s' * (len(waiting) > 1)}")
 
-    def _may_wake(self, node: str, power: NodePower) -> bool:
+    def _may_wake(self, node: str, power: PowerStatus) -> bool:
         if node in self._tasks or node in self._core.capacity.cordons:
             return False
         if self._core.capacity.inventory.nodes[node].is_up:

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from gpuhub.broker.db import tables, writer
 from gpuhub.broker.db.engine import READ_ONLY
-from gpuhub.nodes.node_power import NodePower, PowerState
+from gpuhub.nodes.power_status import PowerState, PowerStatus
 
 _Connect = Callable[[Mapping[str, Any] | None], AbstractContextManager[sa.Connection]]
 
@@ -22,13 +22,13 @@ class PowerStore:
     def __init__(self, connect: _Connect) -> None:
         self._connect = connect
 
-    def load(self) -> dict[str, NodePower]:
+    def load(self) -> dict[str, PowerStatus]:
         """Return the power of all nodes that may sleep, by node."""
         with self._connect(READ_ONLY) as connection:
             rows = connection.execute(sa.select(tables.node_power)).mappings().all()
         return {row["node"]: _parse(dict(row)) for row in rows}
 
-    def save(self, power: NodePower) -> None:
+    def save(self, power: PowerStatus) -> None:
         """Replace the power of a node."""
         with self._connect(None) as connection:
             connection.execute(sa.delete(tables.node_power).where(tables.node_power.c.node == power.node))
@@ -41,5 +41,5 @@ class PowerStore:
             connection.execute(sa.delete(tables.node_power).where(tables.node_power.c.node.not_in(list(nodes))))
 
 
-def _parse(values: dict[str, Any]) -> NodePower:
-    return NodePower(**values | {"state": PowerState(values["state"]), "wake_times_s": tuple(values["wake_times_s"])})
+def _parse(values: dict[str, Any]) -> PowerStatus:
+    return PowerStatus(**values | {"state": PowerState(values["state"]), "wake_times_s": tuple(values["wake_times_s"])})

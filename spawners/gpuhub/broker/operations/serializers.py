@@ -26,7 +26,7 @@ from gpuhub.broker_api.schemas import (
 from gpuhub.broker_api.schemas.live import JobSummaryView
 from gpuhub.domain.costs import CostRecord, describe_costs
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow, OutputShareRow
-from gpuhub.nodes.node_power import NodePower
+from gpuhub.nodes.power_status import PowerStatus
 from gpuhub.scheduler import interface
 
 #: The hub's page of a shared job, below the hub's address; `web/shared_jobs.py` serves it.
@@ -62,7 +62,7 @@ def to_optional_datetime(seconds: float | None) -> datetime | None:
     return None if seconds is None else to_datetime(seconds)
 
 
-def build_power(power: NodePower) -> PowerView:
+def build_power(power: PowerStatus) -> PowerView:
     """Return the wire model of a node's power."""
     return PowerView(
         state=power.state.value,

@@ -24,7 +24,7 @@ from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import EventRow, JobRow, LeaseRow, LedgerSnapshot, NotificationRow, ReservationRow
 from gpuhub.nodes import gpu_health
 from gpuhub.nodes.inventory import Inventory
-from gpuhub.nodes.node_power import NodePower
+from gpuhub.nodes.power_status import PowerStatus
 from gpuhub.nodes.status import Cordon, GpuReading, NodeStatus
 from gpuhub.scheduler.interface import Scheduler
 
@@ -224,7 +224,7 @@ class BrokerState:
         self.scheduler_sync.update_node(node)
         self.request_scheduling()
 
-    async def set_power(self, power: NodePower) -> None:
+    async def set_power(self, power: PowerStatus) -> None:
         """Change whether a node is expected to be on; one that sleeps takes no work from now on."""
         await self.capacity.set_power(power)
         self.scheduler_sync.update_node(power.node)

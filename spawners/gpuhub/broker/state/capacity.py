@@ -14,7 +14,7 @@ from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import LeaseRow, ReservationRow
 from gpuhub.nodes.inventory import Inventory
 from gpuhub.nodes.node_capacity import build_awake_capacity, build_node_capacity
-from gpuhub.nodes.node_power import NodePower
+from gpuhub.nodes.power_status import PowerStatus
 from gpuhub.nodes.status import Cordon, GpuLeaseStatus, NodeStatus
 from gpuhub.scheduler.interface import NodeCapacity, Reservation
 
@@ -146,7 +146,7 @@ class Capacity:
         others = {name: other for name, other in self.cordons.items() if name != node}
         self.cordons = others if cordon is None else {**others, node: cordon}
 
-    async def set_power(self, power: NodePower) -> None:
+    async def set_power(self, power: PowerStatus) -> None:
         """Store and apply a node's power."""
         await asyncio.to_thread(self._store.power.save, power)
         self.power = {**self.power, power.node: power}
@@ -174,10 +174,10 @@ class Capacity:
         return bool(ended)
 
 
-def _load_power(cluster: ClusterSettings, store: Store) -> Mapping[str, NodePower]:
+def _load_power(cluster: ClusterSettings, store: Store) -> Mapping[str, PowerStatus]:
     """Return the power of the nodes that may sleep; a node for which that is new is on."""
     stored = store.power.load()
-    return {node.name: stored.get(node.name, NodePower(node=node.name)) for node in cluster.power_nodes}
+    return {node.name: stored.get(node.name, PowerStatus(node=node.name)) for node in cluster.power_nodes}
 
 
 def build_seen_gpus(record: NodeStatus, now: float) -> list[SeenGpu]:

@@ -14,12 +14,13 @@ from importlib.metadata import entry_points
 from typing import Protocol
 
 from gpuhub.backends.plugin import find_capabilities
+from gpuhub.broker_api.schemas import NodeView
 from gpuhub.common.errors import GpuhubError, ImageMissing, InvalidRequest, NodeUnreachable, NotFound
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker import esp_probe
 from gpuhub.docker.client import DockerClients
-from gpuhub.ops.doctor import disk_checks, link_checks, node_checks, node_queries, storage_checks
+from gpuhub.ops.doctor import disk_checks, link_checks, node_checks, node_queries, sleeping_nodes, storage_checks
 from gpuhub.ops.doctor.findings import Finding, failed, warning
 from gpuhub.ops.doctor.head_node import check_head, read_head_facts
 from gpuhub.ops.doctor.home_checks import HomeFacts, check_homes, read_home_facts
@@ -80,7 +81,8 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
     try:
         head = asyncio.create_task(asyncio.to_thread(read_head_facts, cluster, paths))
         histories = asyncio.create_task(_read_histories(daemons, [] if names else docker_nodes))
-        reports, daemon_ids, members, backend = await asyncio.gather(
+        power_nodes, reports, daemon_ids, members, backend = await asyncio.gather(
+            sleeping_nodes.read_power_nodes(cluster, paths),
             asyncio.gather(*(node_queries.read_gpu_report(daemons, node.name) for node in docker_nodes)),
             node_queries.read_daemon_ids(daemons, [node.name for node in docker_nodes]),
             _read_members(daemons, cluster),
@@ -93,6 +95,7 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
             daemon_ids=daemon_ids,
             swarm_members=members,
             backend=backend,
+            power_nodes=power_nodes,
         )
         chosen = [node for node in cluster.nodes if not names or node.name in names]
         diagnoses = await asyncio.gather(*(_diagnose_node(daemons, cluster, paths, node, facts) for node in chosen))
@@ -147,6 +150,8 @@ class _ClusterFacts:
     daemon_ids: Mapping[str, str]
     swarm_members: frozenset[str] | None
     backend: BackendChecks | None
+    #: The nodes that may sleep as the broker shows them; none while it does not run.
+    power_nodes: Mapping[str, NodeView] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +178,10 @@ async def _diagnose_node(
     backend = facts.backend
     if not find_capabilities(cluster).containers:
         return NodeDiagnosis(findings=[] if backend is None else list(backend.check_node(node, HostFacts())))
+    view = facts.power_nodes.get(node.name)
+    sleep = None if view is None else sleeping_nodes.check_sleep(view)
+    if sleep is not None:
+        return NodeDiagnosis(findings=[sleep])
     try:
         docker = await node_queries.read_docker_facts(daemons, node.name)
     except GpuhubError as error:
@@ -203,6 +212,7 @@ async def _diagnose_node(
     host = add_gpu_report(host, facts.gpu_reports[node.name], is_running=facts.is_running)
     versions = collect_versions(docker, host)
     findings = [*check_node(docker, host, environment), *check_cuda(versions.driver, facts.image_cuda)]
+    findings += [] if view is None else sleeping_nodes.check_power(view)
     if backend is not None:
         findings += backend.check_node(node, host)
     return NodeDiagnosis(findings=findings, versions=versions)

@@ -47,6 +47,13 @@ class ChangeNodeAction(_PageAction):
     grace_s: Annotated[int, Field(ge=0, le=30 * 86400)] = 0
 
 
+class SwitchPowerAction(_PageAction):
+    """Wakes a node, or puts it to sleep."""
+
+    do: Literal["wake", "sleep"]
+    node: _NodeName
+
+
 class LeaveQueueRequest(BaseModel):
     """Removes a request from the queue."""
 
@@ -102,6 +109,7 @@ PageAction = (
     | StopLeaseAction
     | CancelJobAction
     | ChangeNodeAction
+    | SwitchPowerAction
 )
 
 
@@ -220,6 +228,8 @@ async def perform_action(broker: Any, action: PageAction) -> None:
         await broker.share_output(action.job, action.viewer, action.hours * _HOUR_S)
     elif isinstance(action, EndShareAction):
         await broker.end_shares(action.job, action.viewer)
+    elif isinstance(action, SwitchPowerAction):
+        await broker.switch_power(action.node, on=action.do == "wake")
     elif action.do == "undrain":
         await broker.change_node(action.node, action.do)
     else:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from tornado import web
 
 from gpuhub.broker_api.schemas import GpuState, NodeState, NodeView
-from gpuhub.web.text import is_held_by_external_job
+from gpuhub.web.text import SLEEPING, is_held_by_external_job
 
 #: Nodes on one page, and number of nodes up to which the page has no filter.
 NODES_PER_PAGE = 40
@@ -74,6 +74,8 @@ def _matches(node: NodeView, node_filter: NodeFilter, name: str) -> bool:
 
 def needs_attention(node: NodeView) -> bool:
     """Return whether an administrator should check the node."""
+    if node.state in SLEEPING:
+        return False
     is_well = node.state is NodeState.UP and node.message is None
     return not is_well or any(
         gpu.state not in _HEALTHY_STATES and not is_held_by_external_job(gpu) for gpu in node.gpus

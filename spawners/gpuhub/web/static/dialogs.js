@@ -127,6 +127,16 @@ const forms = {
       label: "Cordon", build: () => ({ do: "cordon", node, reason: reason.value }),
     });
   },
+  wake({ node }) {
+    show(`Wake ${node}`, [paragraph("It is switched on now; the queue also does this when it needs the node.")], {
+      label: "Wake", build: () => ({ do: "wake", node }),
+    });
+  },
+  sleep({ node }) {
+    show(`Put ${node} to sleep`, [paragraph("Refused while something runs there. The queue wakes it when it needs the node.")], {
+      label: "Sleep", build: () => ({ do: "sleep", node }),
+    });
+  },
   undrain({ node }) {
     show(`Uncordon ${node}`, [paragraph("It takes work again, and leases that a drain has not ended yet get their time back.")], {
       label: "Uncordon", build: () => ({ do: "undrain", node }),

@@ -17,7 +17,7 @@ from gpuhub.broker.controllers import node_controller, power_controller
 from gpuhub.common import names
 from gpuhub.config.power import NodePowerSettings
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.nodes.node_power import PowerState
+from gpuhub.nodes.power_status import PowerState
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import SimulatedNode, build_cluster, simulated_nodes

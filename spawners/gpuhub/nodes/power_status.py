@@ -28,7 +28,7 @@ class PowerState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodePower:
+class PowerStatus:
     """The power of one node; changes return a copy."""
 
     node: str
@@ -72,7 +72,7 @@ class NodePower:
         return replace(self, state=PowerState.ON, changed_at=now, error=error, retry_at=None)
 
 
-def describe_power(power: NodePower) -> str | None:
+def describe_power(power: PowerStatus) -> str | None:
     """Return the state for people, such as `waking, usually up after 40 s`; None for a node that is on.
 
     The text does not change with time.
