@@ -1,8 +1,9 @@
-"""`gpuhub slurm`: init and users."""
+"""`gpuhub slurm`: init, power and users."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import click
@@ -16,7 +17,7 @@ from gpuhub.common.paths import Paths
 
 @click.group("slurm", cls=OrderedGroup)
 def slurm_group() -> None:
-    """Slurm for machines that have none: init, users."""
+    """Slurm for machines that have none: init, power, users."""
 
 
 @slurm_group.command("init")
@@ -67,8 +68,32 @@ def init(
         partition=partition,
         yes=yes,
         output=output,
+        power_command=build_power_command(paths, cluster_file),
     )
     initialize_slurm(request, load_settings(cluster_file, paths), paths, AdminConsole(), LocalShell())
+
+
+def build_power_command(paths: Paths, cluster_file: Path) -> tuple[str, ...]:
+    """Return the command by which Slurm's programs switch nodes."""
+    gpuhub = str(Path(sys.executable).with_name("gpuhub"))
+    return (gpuhub, "slurm", "power", "--instance", paths.instance, "--cluster-file", str(cluster_file.resolve()))
+
+
+@slurm_group.command("power")
+@instance_option
+@cluster_file_option
+@click.argument("action", type=click.Choice(["suspend", "resume"]))
+@click.argument("hosts", metavar="NODES")
+def power(*, paths: Paths, cluster_file: Path, action: str, hosts: str) -> None:
+    """Put the nodes NODES to sleep, or wake them: slurmctld calls it.
+
+    NODES is a list as Slurm writes it, such as rig[2-3]. An administrator uses `scontrol update NodeName=NODES
+    State=POWER_UP`, so that Slurm knows.
+    """
+    from gpuhub.ops.slurm.power import switch_nodes
+
+    require_root("slurm power")
+    switch_nodes(load_settings(cluster_file, paths), paths, action, hosts)
 
 
 @slurm_group.command("users")

@@ -146,7 +146,12 @@ class NodePowerSettings(SettingsTable):
 
 
 def find_power_mistakes(
-    base: PowerSettings, nodes: Iterable[NodeSettings], storage: StorageSettings, *, swarm_manager: str | None
+    base: PowerSettings,
+    nodes: Iterable[NodeSettings],
+    storage: StorageSettings,
+    *,
+    swarm_manager: str | None,
+    is_builtin: bool,
 ) -> Iterable[str]:
     """Return one line for each node whose power cannot be switched, or must not be.
 
@@ -155,6 +160,7 @@ def find_power_mistakes(
         nodes: All nodes.
         storage: `[storage]`: a node that serves homes or datasets has to stay on.
         swarm_manager: The node that manages the Swarm; None without one.
+        is_builtin: Whether gpuhub decides when nodes sleep, and not Slurm.
     """
     servers = _list_file_servers(storage)
     for node in nodes:
@@ -162,6 +168,14 @@ def find_power_mistakes(
             continue
         where = f"nodes: {node.name!r}: power"
         yield from _find_method_mistakes(where, node.power, node.power.merge(base))
+        off = node.power.merge(base).off
+        if not is_builtin and off == "suspend":
+            yield (
+                f'{where}.off: Slurm takes a node for resumed only after it has booted: write off = "poweroff", and '
+                "let the firmware wake it from there"
+            )
+        if not node.docker and off in {"suspend", "poweroff"}:
+            yield f'{where}.off: {off!r} needs Docker on the node: write "ipmi" or a command'
         if node.guest:
             yield f"{where}: a guest's owner alone switches the machine: remove it"
         if node.docker in _LOCAL_SOCKETS:

@@ -144,6 +144,7 @@ class ClusterSettings(SettingsTable):
                 self.power,
                 self.nodes,
                 self.storage,
+                is_builtin=self.engine == "builtin",
                 swarm_manager=next((node.name for node in self.own_nodes if self.has_overlay and node.docker), None),
             ),
         ]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gpuhub.ops.slurm.config_lines import SlurmNodeConfig
 from gpuhub.ops.slurm.files import InstalledCluster, InstalledNode
+from gpuhub.ops.slurm.power import SlurmPower
 
 HEAD = InstalledNode(
     config=SlurmNodeConfig(
@@ -39,4 +40,13 @@ VARIANTS = {
     "head-computes": replace(CLUSTER, nodes=(HEAD, *NODES)),
     "accounting": replace(CLUSTER, has_accounting=True),
     "rest": replace(CLUSTER, rest_plugins="openapi/v0.0.38"),
+    "power": replace(
+        CLUSTER,
+        power=SlurmPower(
+            suspend_s=1800,
+            resume_timeout_s=300,
+            excluded=("rig3",),
+            command=("/opt/gpuhub/bin/gpuhub", "slurm", "power", "--cluster-file", "/srv/my lab/cluster.toml"),
+        ),
+    ),
 }

@@ -24,6 +24,7 @@ from gpuhub.ops.slurm.files import (
 from gpuhub.ops.slurm.machine_state import SlurmMachineState
 from gpuhub.ops.slurm.machines import ScriptRunner
 from gpuhub.ops.slurm.plan import REST_PLUGINS, UNVERSIONED_PLUGINS
+from gpuhub.ops.slurm.power import find_slurm_power
 
 #: Part of a node's memory that Slurm allocates, percent: a node that has less than its RealMemory is drained, and
 #: kernels differ in what they reserve.
@@ -42,6 +43,8 @@ class SlurmFeatures:
     partition: str
     has_accounting: bool = False
     has_rest: bool = False
+    #: gpuhub's program with its options, for Slurm's power saving; empty for none.
+    power_command: tuple[str, ...] = ()
 
 
 def find_models(cluster: ClusterSettings, agents: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
@@ -99,6 +102,7 @@ def build_cluster(
         partition=features.partition,
         has_accounting=features.has_accounting,
         rest_plugins=",".join(plugins[: 2 if features.has_accounting else 1]) if features.has_rest else None,
+        power=find_slurm_power(settings, [node.name for node, _ in nodes], features.power_command),
     )
 
 

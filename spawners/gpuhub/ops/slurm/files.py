@@ -21,6 +21,14 @@ from gpuhub.ops.slurm.config_lines import (
     format_settings,
     format_tracked_resources,
 )
+from gpuhub.ops.slurm.power import (
+    PROGRAMS,
+    SlurmPower,
+    build_power_settings,
+    format_program,
+    format_sudo_rule,
+    format_switch_script,
+)
 
 #: First line of every file that gpuhub writes for Slurm; a slurm.conf without it belongs to the site.
 MARKER = "# Written by `gpuhub slurm init`, which replaces changes made here."
@@ -30,6 +38,9 @@ GRES_CONF = _FOLDER / "gres.conf"
 CGROUP_CONF = _FOLDER / "cgroup.conf"
 SLURMDBD_CONF = _FOLDER / "slurmdbd.conf"
 EPILOG = _FOLDER / "gpuhub-epilog.sh"
+#: The program that switches nodes as root, those that slurmctld calls for it, and the rule that lets it.
+POWER_SCRIPT = _FOLDER / "gpuhub-power.sh"
+SUDO_RULE = Path("/etc/sudoers.d/gpuhub-slurm-power")
 JWT_KEY = _FOLDER / "jwt_hs256.key"
 MUNGE_KEY = Path("/etc/munge/munge.key")
 REST_DROP_IN = Path("/etc/systemd/system/slurmrestd.service.d/gpuhub.conf")
@@ -65,6 +76,8 @@ class InstalledCluster:
     has_accounting: bool = False
     #: slurmrestd's plugins; None without slurmrestd.
     rest_plugins: str | None = None
+    #: Power saving; None where all nodes stay on.
+    power: SlurmPower | None = None
 
     def __post_init__(self) -> None:
         check_words(self.name, self.head_name, self.head_address, self.partition)
@@ -129,6 +142,20 @@ def list_files(
     if is_head and cluster.rest_plugins is not None:
         yield SlurmFile(path=JWT_KEY, content=secrets.jwt_key, owner="slurm", mode=0o600, is_secret=True)
         yield SlurmFile(path=REST_DROP_IN, content=format_rest_drop_in(cluster.rest_plugins).encode())
+    if is_head and cluster.power is not None:
+        yield from _list_power_files(cluster.power)
+
+
+def _list_power_files(power: SlurmPower) -> Iterator[SlurmFile]:
+    for action in PROGRAMS.values():
+        yield _build_script(_FOLDER / f"gpuhub-{action}.sh", format_program(action, _FOLDER))
+    yield _build_script(POWER_SCRIPT, format_switch_script(power))
+    rule = f"{MARKER}\n{format_sudo_rule(_FOLDER)}"
+    yield SlurmFile(path=SUDO_RULE, content=rule.encode(), mode=0o440)
+
+
+def _build_script(path: Path, text: str) -> SlurmFile:
+    return SlurmFile(path=path, content=f"#!/bin/sh\n{MARKER}\n{text}".encode(), mode=0o755)
 
 
 def format_slurm_conf(cluster: InstalledCluster) -> str:
@@ -158,6 +185,7 @@ def format_slurm_conf(cluster: InstalledCluster) -> str:
         "EnforcePartLimits": "ALL",
         "ReturnToService": 2,
         "Epilog": EPILOG,
+        **({} if cluster.power is None else build_power_settings(cluster.power, _FOLDER)),
         **_build_accounting_settings(cluster),
     }
     partition = SlurmPartitionConfig(name=cluster.partition)

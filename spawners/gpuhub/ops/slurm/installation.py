@@ -46,6 +46,8 @@ class SlurmRequest:
     yes: bool = False
     #: Write the files there, and change no machine.
     output: Path | None = None
+    #: gpuhub's program with its options, for Slurm's power saving.
+    power_command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ def initialize_slurm(
         partition=request.partition or cluster.slurm.partition or "gpu",
         has_accounting=request.has_accounting,
         has_rest=request.has_rest,
+        power_command=request.power_command,
     )
     models = find_models(cluster, _read_agents(paths))
     with open_machines(cluster, paths, console, head, is_confirmed=request.yes) as machines:

@@ -156,6 +156,8 @@ def _list_packages(role: MachineRole, cluster: InstalledCluster) -> list[str]:
         packages.append("slurmd")
     if role.is_head and cluster.has_accounting:
         packages += ["slurmdbd", "slurm-wlm-mysql-plugin", "mariadb-server"]
+    if role.is_head and cluster.power is not None:
+        packages.append("sudo")
     if cluster.rest_plugins is not None:
         packages.append("slurm-wlm-jwt-plugin")
         if role.is_head:

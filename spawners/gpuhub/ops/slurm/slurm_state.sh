@@ -20,12 +20,12 @@ describe_file() {
     sum=$(as_root sha256sum "$2")
     echo "file=$(as_root stat -c '%a %U %Y' "$2") ${sum%% *} ${content:--} $2"
 }
-for path in slurm.conf gres.conf cgroup.conf gpuhub-epilog.sh; do
+for path in slurm.conf gres.conf cgroup.conf gpuhub-epilog.sh gpuhub-power.sh gpuhub-suspend.sh gpuhub-resume.sh; do
     describe_file public "/etc/slurm/$path"
 done
 describe_file public /etc/slurm-llnl/slurm.conf
 describe_file public /etc/systemd/system/slurmrestd.service.d/gpuhub.conf
-for path in /etc/munge/munge.key /etc/slurm/slurmdbd.conf /etc/slurm/jwt_hs256.key; do
+for path in /etc/munge/munge.key /etc/slurm/slurmdbd.conf /etc/slurm/jwt_hs256.key /etc/sudoers.d/gpuhub-slurm-power; do
     describe_file secret "$path"
 done
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ RIG2 = '[[nodes]]\nname = "rig2"\naddress = "10.0.0.12"\ndocker = "ssh://root@10
 WAKE = 'power = { mac = "3C-EC-EF-12-34-56", idle = "30m" }\n'
 
 
-def load(folder: Path, *texts: str) -> ClusterSettings:
+def load(folder: Path, *texts: str, before: Sequence[str] = ()) -> ClusterSettings:
     file = folder / "cluster.toml"
-    file.write_text("".join((HEAD, *texts)), encoding="utf-8")
+    file.write_text("".join((*before, HEAD, *texts)), encoding="utf-8")
     return settings.load(file)
 
 
@@ -74,6 +75,7 @@ def test_commands_are_lists_of_words(tmp_path: Path) -> None:
         ([RIG1, RIG2, WAKE, '[power]\nwake_timeout = "2h"\n'], "power.wake_timeout: 2 h is too long"),
         ([RIG1, RIG2, WAKE, '[power]\nbroadcast = "224.0.0.1"\n'], "power.broadcast: '224.0.0.1' is not a broadcast"),
         ([RIG1, RIG2, WAKE, '[power]\nmac = "3c:ec:ef:12:34:56"\n'], "power.mac: there is no such key"),
+        ([RIG1, RIG2, WAKE, '[slurm]\npartition = "gpu"\n'], "takes a node for resumed only after it has booted"),
         ([RIG1, WAKE], "power: docker = 'unix:///run/docker.sock' is the head node itself"),
         ([RIG2, WAKE, RIG1], "power: the first node manages the Docker Swarm"),
         ([RIG1, RIG2, "desktop = true\n", WAKE], "power.idle: somebody works at the machine's screen"),
@@ -84,8 +86,9 @@ def test_commands_are_lists_of_words(tmp_path: Path) -> None:
 )
 def test_wrong_values_are_refused(tmp_path: Path, texts: list[str], mistake: str) -> None:
     """The message names the key, the value and the remedy; machines that must stay on never sleep."""
+    head = ['engine = "slurm"\n'] if any("[slurm]" in text for text in texts) else []
     with pytest.raises(SettingsError, match=re.escape(mistake)):
-        load(tmp_path, *texts)
+        load(tmp_path, *texts, before=head)
 
 
 def test_desktop_may_be_woken(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.slurm.cluster import SlurmFeatures, build_cluster, find_models, read_secrets
 from gpuhub.ops.slurm.files import JWT_KEY, MUNGE_KEY, SLURMDBD_CONF
 from gpuhub.ops.slurm.machine_state import InstalledFile, SlurmMachineState
+from gpuhub.ops.slurm.power import SlurmPower, find_slurm_power
 from tests.support.docker import simulated_nodes
 
 FEATURES = SlurmFeatures(name="lab", partition="gpu")
@@ -59,6 +60,21 @@ def test_models_are_the_agents_then_those_of_the_settings() -> None:
         "rig2": ("RTX 5090", "RTX 5090"),
         "rig3": (),
     }
+
+
+def test_nodes_without_power_are_excepted_from_power_saving() -> None:
+    """Slurm has one time for all nodes: the longest; nodes with idle = "0s" stay on."""
+    nodes = [
+        node("rig1"),
+        node(
+            "rig2", docker="ssh://rig2", slurm="n2", power={"mac": "3c:ec:ef:12:34:56", "off": "poweroff", "idle": "1h"}
+        ),
+        node("rig3", docker="ssh://rig3", power={"mac": "3c:ec:ef:12:34:57", "wake_timeout": "10m", "idle": "30m"}),
+        node("rig4", docker="ssh://rig4", power={"mac": "3c:ec:ef:12:34:58"}),
+    ]
+    power = find_slurm_power(settings_of(*nodes), ["rig1", "rig2", "rig3", "rig4"], ("gpuhub",))
+    assert power == SlurmPower(suspend_s=3600, resume_timeout_s=600, excluded=("rig1", "rig4"), command=("gpuhub",))
+    assert find_slurm_power(settings_of(*nodes), ["rig1", "rig4"], ("gpuhub",)) is None
 
 
 def test_unknown_gpus_are_an_error_with_the_key_to_add() -> None:

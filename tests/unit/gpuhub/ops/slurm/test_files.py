@@ -76,6 +76,21 @@ def test_files_of_each_machine() -> None:
     assert all(head[path].content.decode().startswith(f"{MARKER}\n") for path in public)
 
 
+def test_power_saving_is_the_head_nodes_alone() -> None:
+    """slurmctld's user may start one program as root, which only root can change; the rule is as sudo wants it."""
+    cluster = VARIANTS["power"]
+    head = {file.path: file for file in list_files(cluster, SECRETS, is_head=True, computes=False)}
+    node = {file.path for file in list_files(cluster, SECRETS, is_head=False, computes=True)}
+    new = [path for path in head if path not in node]
+    assert [(str(path), head[path].owner, head[path].mode) for path in new] == [
+        ("/etc/slurm/gpuhub-suspend.sh", "root", 0o755),
+        ("/etc/slurm/gpuhub-resume.sh", "root", 0o755),
+        ("/etc/slurm/gpuhub-power.sh", "root", 0o755),
+        ("/etc/sudoers.d/gpuhub-slurm-power", "root", 0o440),
+    ]
+    check_golden("\n".join(head[path].content.decode() for path in new), GOLDEN / "power.programs.txt")
+
+
 def test_secrets_are_not_in_the_values_texts() -> None:
     texts = f"{SECRETS} {list(list_files(CLUSTER, SECRETS, is_head=True, computes=True))}"
     assert PASSWORD not in texts
