@@ -17,6 +17,7 @@ from gpuhub.common.errors import Conflict, GpuhubError, SchedulerUnreachable
 from gpuhub.docker.user_containers import WorkerSpec
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import JobRow, LeaseRow
+from gpuhub.nodes.power_status import PowerState
 from gpuhub.nodes.status import NodeStatus
 from gpuhub.scheduler.interface import Scheduler
 
@@ -80,6 +81,8 @@ class Observation:
     nodes: Sequence[NodeStatus] = ()
     #: By node, ending leases of which nothing is left there.
     cleared: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    #: Whether nodes sleep, where the backend switches them.
+    power: Mapping[str, PowerState] = field(default_factory=dict)
     #: False while it is not known which jobs exist: a submission might be made twice.
     may_submit: bool = True
 

@@ -72,6 +72,14 @@ class PowerStatus:
         return replace(self, state=PowerState.ON, changed_at=now, error=error, retry_at=None)
 
 
+def follow_switch(power: PowerStatus, state: PowerState, now: float) -> PowerStatus:
+    """Return the power of a node that another scheduler switches; how long it took to wake is measured."""
+    if state is not PowerState.ON:
+        return power.begin(state, now)
+    was_woken = power.state is PowerState.WAKING
+    return power.record_awake(now, max(now - power.changed_at, 0.0) if was_woken else None)
+
+
 def describe_power(power: PowerStatus) -> str | None:
     """Return the state for people, such as `waking, usually up after 40 s`; None for a node that is on.
 

@@ -34,6 +34,8 @@ class ScriptedSlurm:
         self.asked: dict[int, SlurmSubmission] = {}
         #: slurmctld does not respond, and requests have no effect.
         self.is_silent = False
+        #: Flags of nodes' states, such as `powered_down`.
+        self.flags: dict[str, str] = {}
         #: The number of next submissions that succeed although their responses are lost.
         self.lost_answers = 0
         #: The number of next submissions without a response, which succeed at `arrive`.
@@ -240,7 +242,9 @@ class ScriptedSlurm:
             is_drained = name in self.drained
             yield SlurmNode(
                 name=name,
-                state="drained" if is_drained else "mixed" if taken else "idle",
+                state="+".join(
+                    ["drained" if is_drained else "mixed" if taken else "idle", *filter(None, [self.flags.get(name)])]
+                ),
                 takes_work=not is_drained,
                 reason="fans" if is_drained else "",
                 gpus=has,

@@ -26,6 +26,7 @@ from gpuhub.backends.interface import (
 from gpuhub.backends.slurm import admission, bare_nodes, external_jobs, lease_outcomes
 from gpuhub.backends.slurm.accounting import SlurmAccounting
 from gpuhub.backends.slurm.lease_jobs import FindSubmitter, JobUpdater, Submissions
+from gpuhub.backends.slurm.node_power import find_power
 from gpuhub.backends.slurm.scheduler import SlurmScheduler
 from gpuhub.broker_api.schemas import (
     Capabilities,
@@ -205,6 +206,7 @@ class SlurmBackend(SchedulingBackend):
             if has_daemons
             else bare_nodes.build_nodes(self._cluster, self._host.nodes(), look, clock.monotonic()),
             cleared={} if has_daemons else bare_nodes.find_cleared(look, leases),
+            power=find_power(look, self._node_names),
             may_submit=submitted is not None,
         )
 

@@ -76,8 +76,8 @@ def build_power_settings(power: SlurmPower, folder: Path) -> dict[str, object]:
 
 
 def format_switch_script(power: SlurmPower) -> str:
-    """Return the lines of the program that root runs."""
-    return f'exec {shlex.join([*power.command])} "$@"\n'
+    """Return the lines of the program that root runs; it takes no options from its caller."""
+    return f'exec {shlex.join(power.command)} -- "$1" "$2"\n'
 
 
 def format_program(action: str, folder: Path) -> str:
