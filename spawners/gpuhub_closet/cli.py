@@ -11,6 +11,7 @@ import click
 
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.paths import DEFAULT_INSTANCE, Paths
+from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub_closet import docker_daemons, layouts, slurm_daemons, slurm_setup
 
 _instance_option = click.option(
@@ -50,6 +51,21 @@ def run_slurm_daemon(instance: str, cluster_file: str | None, daemon: str) -> No
     drop_jobs = daemon == slurm_daemons.SLURMCTLD and slurm_setup.consume_drop_marker(paths)
     command = slurm_daemons.build_command(closet, paths, daemon, drop_jobs=drop_jobs)
     os.execvp(command[0], command)  # noqa: S606 - the daemon replaces this process under supervisord
+
+
+@cli.command("power")
+@_instance_option
+@click.argument("action", type=click.Choice(["on", "off"]))
+@click.argument("node", metavar="NODE")
+def switch_power(instance: str, action: str, node: str) -> None:
+    """Start a practice closet's NODE, or stop it as a machine that is powered off."""
+    supervisor = Supervisor(Paths(instance))
+    if not supervisor.is_running() or node not in supervisor.states():
+        raise SetupError(f"{node!r} is not a node of a practice closet that runs")
+    if action == "on":
+        supervisor.ensure_started(node)
+    else:
+        supervisor.stop(node)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import json
 import operator
 import os
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +24,9 @@ USERS = ("ada", "ben")
 MORE_USERS = "GPUHUB_CLOSET_USERS"
 #: Environment variable for tests: with the value `rest`, gpuhub reaches the closet's Slurm through slurmrestd.
 SLURM_API = "GPUHUB_CLOSET_SLURM_API"
+#: Environment variable: the time without work, such as `2m`, after which all nodes but the first go to sleep, which
+#: stops their daemons. Without it, they stay on.
+IDLE = "GPUHUB_CLOSET_IDLE"
 #: CPU cores and memory of each simulated node, whatever this machine has.
 _NODE_CPUS, _NODE_MEMORY = 32, "128G"
 #: Ports of hub and proxy API of the two usual instances; others, which may run next to them, get a pair from 18100 on.
@@ -54,7 +58,7 @@ def format_cluster(plan: ClosetPlan, paths: Paths, *, cpus: int, backend: str = 
         "# Written by the practice closet at every start: copy it before you change it.",
         *(['engine = "slurm"'] if has_slurm else []),
         f"notice = {_format_value(NOTICE)}",
-        *(_format_node(node, paths) for node in plan.nodes),
+        *(_format_node(node, paths, sleeps=number > 0 and not has_slurm) for number, node in enumerate(plan.nodes)),
         *(_format_profile(card, count, cpus) for card in most for count in sorted({1, most[card]})),
         # Slurm allocates whole GPUs only.
         *(_share_profile(card, cpus) for card in whole_gpus[: 0 if has_slurm else 1]),
@@ -99,7 +103,7 @@ def _datasets(paths: Paths) -> Path:
     return paths.state / "datasets"
 
 
-def _format_node(node: ClosetNode, paths: Paths) -> str:
+def _format_node(node: ClosetNode, paths: Paths, *, sleeps: bool) -> str:
     counts = Counter(given for card in node.gpus for given in card.grantable_gpus)
     gpus = ", ".join(
         f'{{ model = {_format_value(card.model)}, memory = "{card.memory_mib}M", count = {count} }}'
@@ -114,7 +118,17 @@ def _format_node(node: ClosetNode, paths: Paths) -> str:
         cpus=_NODE_CPUS,
         memory=_NODE_MEMORY,
     )
-    return f"{head}\ngpus = [{gpus}]"
+    idle = os.environ.get(IDLE)
+    power = f"\n{_format_power(node, paths, idle)}" if sleeps and idle else ""
+    return f"{head}\ngpus = [{gpus}]{power}"
+
+
+def _format_power(node: ClosetNode, paths: Paths, idle: str) -> str:
+    program = str(Path(sys.executable).with_name("gpuhub-closet"))
+    on, off = (
+        _format_value([program, "power", "--instance", paths.instance, action, node.name]) for action in ("on", "off")
+    )
+    return f"power = {{ on = {on}, off = {off}, idle = {_format_value(idle)} }}"
 
 
 def _format_profile(card: SimulatedGpu, count: int, cpus: int) -> str:
