@@ -7,12 +7,10 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 
-import httpx
 import pytest
 import tomlkit
 from playwright.sync_api import Page, expect
 
-from gpuhub.ops.deploy.programs import BROKER, HUB
 from tests.support.hub.browser import PICTURES, Product, User
 from tests.support.product import wait_for
 
@@ -37,27 +35,11 @@ def limits(product: Product) -> Iterator[None]:
     """The closet with short times for idle notebooks; at the end with its own settings again."""
     file = product.paths.closet_cluster_file
     before = file.read_text(encoding="utf-8")
-    restart(product, tomlkit.dumps({**tomlkit.parse(before).unwrap(), "idle": LIMITS}))
+    product.restart(tomlkit.dumps({**tomlkit.parse(before).unwrap(), "idle": LIMITS}))
     yield
-    restart(product, before)
+    product.restart(before)
     # JupyterLab would open this module's notebook again for the tests that follow.
     shutil.rmtree(product.paths.state / "homes" / "ada" / ".jupyter" / "lab" / "workspaces", ignore_errors=True)
-
-
-def restart(product: Product, settings: str) -> None:
-    """Restart hub and broker with other settings."""
-    for name in (HUB, BROKER):
-        product.supervisor.stop(name)
-    product.paths.closet_cluster_file.write_text(settings, encoding="utf-8")
-    for name in (BROKER, HUB):
-        product.supervisor.ensure_started(name)
-    wait_for(lambda: answers(f"{product.address}/hub/health"), "the hub answers")
-    wait_for(lambda: answers(f"{product.address}/services/broker/health"), "the broker answers")
-
-
-def answers(url: str) -> bool:
-    """Return whether there is an answer, and not from the proxy in place of the service."""
-    return httpx.get(url, trust_env=False).is_success
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def rig3(closet: Closet, agent: tuple[Path, str], tmp_path: Path) -> Iterator[Ma
 @pytest.fixture(scope="session")
 def tiny_image(closet: Closet) -> str:
     """A small image on every node, made of this machine's own files."""
-    name = f"{INSTANCE}/tiny:{sysconfig.get_python_version()}-folders"
+    name = f"{INSTANCE}/tiny:{sysconfig.get_python_version()}-nsenter"
     content = b""
     for node in closet.plan.nodes:
         with closing(closet.client(node)) as client:

@@ -14,6 +14,8 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.probe_container import run_probe
 
 _ACCEPTED = "gpuhub: accepted"
+#: Characters of a refusal that are shown.
+_MAX_SHOWN = 300
 #: Root ignores others' logins and inhibitor locks unless it asks for the check.
 _SCRIPT = f'systemctl "$1" --check-inhibitors=yes && echo "{_ACCEPTED}"'
 #: Joining the machine's namespaces needs the capability, and its processes in sight; AppArmor's profile forbids it.
@@ -44,4 +46,4 @@ async def send_to_sleep(daemons: DockerClients, node: str, action: Literal["susp
         return
     if _ACCEPTED not in output:
         lines = output.strip().splitlines() or ["no output"]
-        raise GpuhubError(f"node {node}: systemctl {action}: {lines[-1][:300]}")
+        raise GpuhubError(f"node {node}: systemctl {action}: {' '.join(lines)[:_MAX_SHOWN]}")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pynvml
 
-_PROGRAMS = ("dash", "cat", "ls", "grep", "sleep", "id", "hostname")
+_PROGRAMS = ("dash", "cat", "ls", "grep", "sleep", "id", "hostname", "nsenter")
 _TEMPORARY = ("tmp", "var/tmp")
 _FOLDERS = ("dev", "etc", "proc", "run", "sys", "var", "var/lib", *_TEMPORARY)
 _UNNEEDED = ("test", "idlelib", "ensurepip", "tkinter", "lib2to3", "pydoc_data", "dist-packages", "__pycache__")

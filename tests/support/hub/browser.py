@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from playwright.sync_api import Page
 
 from gpuhub.common import secrets
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
-from gpuhub.ops.deploy.programs import Supervisor
+from gpuhub.ops.deploy.programs import BROKER, HUB, Supervisor
 from tests.support import product as support
 from tests.support.product import ROOT, wait_for
 
@@ -102,6 +103,21 @@ class Product:
     password: str
     supervisor: Supervisor
     up_output: str
+
+    def restart(self, cluster_file: str) -> None:
+        """Restart hub and broker with other settings, the text of a cluster.toml."""
+        for name in (HUB, BROKER):
+            self.supervisor.stop(name)
+        self.paths.closet_cluster_file.write_text(cluster_file, encoding="utf-8")
+        for name in (BROKER, HUB):
+            self.supervisor.ensure_started(name)
+        wait_for(lambda: _is_answering(f"{self.address}/hub/health"), "the hub answers")
+        wait_for(lambda: _is_answering(f"{self.address}/services/broker/health"), "the broker answers")
+
+
+def _is_answering(url: str) -> bool:
+    """Return whether there is an answer, and not from the proxy in place of the service."""
+    return httpx.get(url, trust_env=False).is_success
 
 
 @contextmanager
