@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,10 +113,22 @@ class SimulatedHub:
 
 @contextmanager
 def simulated_hub(
-    instance: str, folder: Path, first_port: int, cards: dict[str, list[tuple[str, int]]] = CLOSET
+    instance: str,
+    folder: Path,
+    first_port: int,
+    cards: dict[str, list[tuple[str, int]]] = CLOSET,
+    keys: Mapping[str, str] | None = None,
 ) -> Iterator[SimulatedHub]:
-    """Start proxy, hub and broker, and end them with the block."""
-    nodes = "".join(_NODE.format(name=name, number=number) for number, name in enumerate(cards, 1))
+    """Start proxy, hub and broker, and end them with the block.
+
+    Args:
+        keys: Further lines of the tables of some nodes, by node.
+    """
+    nodes = "".join(
+        # The served hub formats the text once more.
+        _NODE.format(name=name, number=number) + (keys or {}).get(name, "").replace("{", "{{").replace("}", "}}")
+        for number, name in enumerate(cards, 1)
+    )
     served = ServedHub(instance, folder, "internal_tls = false", first_port, settings=SETTINGS.format(nodes=nodes))
     try:
         served.start("proxy", "hub")

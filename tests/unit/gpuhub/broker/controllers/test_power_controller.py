@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.nodes.power_status import PowerState
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
-from tests.support.docker.simulated_nodes import SimulatedNode, build_cluster, simulated_nodes
+from tests.support.docker.simulated_nodes import build_cluster, simulated_nodes
+from tests.support.docker.sleepy_nodes import build_switch, follow_switches
 
 pytestmark = pytest.mark.process
 
@@ -44,8 +45,7 @@ def build_sleepy_cluster(folder: Path, **power: Any) -> ClusterSettings:
         node.model_copy(
             update={
                 "power": NodePowerSettings(
-                    on=("/usr/bin/touch", f"{folder}/{node.name}.on"),
-                    off=("/usr/bin/touch", f"{folder}/{node.name}.off"),
+                    on=build_switch(folder, node.name, "on"), off=build_switch(folder, node.name, "off")
                 ).model_copy(update=settings)
             }
         )
@@ -65,27 +65,11 @@ def with_power(setting: Setting, **power: Any) -> None:
     setting.cluster = build_sleepy_cluster(setting.folder, **power)
 
 
-async def follow_switches(folder: Path, nodes: dict[str, SimulatedNode]) -> None:
-    """Let machines follow their switches: those told to sleep stop answering, and the others come up."""
-    while True:
-        for name, node in nodes.items():
-            for file, is_reachable in ((folder / f"{name}.off", False), (folder / f"{name}.on", True)):
-                if file.exists():
-                    file.unlink()
-                    node.is_reachable = is_reachable
-        await asyncio.sleep(0.01)
-
-
 @asynccontextmanager
 async def sleepy_broker(setting: Setting) -> AsyncIterator[Running]:
-    async with asgi_broker(setting, wait=False) as running:
-        machines = asyncio.ensure_future(follow_switches(setting.folder, setting.nodes))
-        try:
+    with follow_switches(setting.folder, setting.nodes):
+        async with asgi_broker(setting, wait=False) as running:
             yield running
-        finally:
-            machines.cancel()
-            with suppress(asyncio.CancelledError):
-                await machines
 
 
 async def wait_for_node(running: Running, name: str, state: str) -> Any:

@@ -246,6 +246,7 @@ def test_button_actions_are_parsed() -> None:
         b'{"do": "stop", "job": "j"}',
         b'{"do": "cordon", "node": "rig1/../rig2"}',
         b'{"do": "drain", "node": "rig1", "grace_s": -1}',
+        b'{"do": "wake", "node": "rig1", "reason": "cold"}',
     ],
 )
 def test_unknown_actions_are_refused(body: bytes) -> None:
@@ -280,6 +281,9 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         async def change_node(self, node: str, what: str, request: Any = None) -> None:
             asked.append((what, node, request and (request.reason, request.grace_s)))
 
+        async def switch_power(self, node: str, *, on: bool) -> None:
+            asked.append(("power", node, on))
+
     for body in (
         b'{"do": "extend", "lease": "l", "hours": 4}',
         b'{"do": "force", "lease": "l"}',
@@ -289,6 +293,8 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         b'{"do": "cancel", "job": "j2"}',
         b'{"do": "cordon", "node": "rig1", "reason": "fans"}',
         b'{"do": "undrain", "node": "rig1"}',
+        b'{"do": "wake", "node": "rig2"}',
+        b'{"do": "sleep", "node": "rig2"}',
     ):
         await perform_action(RecordingClient(), parse_action(body))
     assert asked == [
@@ -300,6 +306,8 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         ("end job", "j2"),
         ("cordon", "rig1", ("fans", 0)),
         ("undrain", "rig1", None),
+        ("power", "rig2", True),
+        ("power", "rig2", False),
     ]
 
 
