@@ -49,7 +49,7 @@ def test_idle_node_sleeps_and_a_request_wakes_it(sleepy: Product, make_user: Cal
     ada.page.goto(f"{ada.address}/hub/gpus")
     node = ada.page.locator(f"[data-node-name={NODE}]")
     expect(node.locator(".badge").first).to_have_text("asleep")
-    expect(node.locator(".gpuhub-message")).to_contain_text("asleep, woken when the queue needs it")
+    expect(node).to_contain_text("asleep, woken when the queue needs it")
     ada.picture("power-asleep")
     assert "asleep" in gpuhub("doctor", NODE)
     ada.open_form()

@@ -66,7 +66,7 @@ def test_administrator_puts_a_node_to_sleep_and_wakes_it(hub: SimulatedHub, admi
     node.get_by_role("button", name="Put rig2 to sleep").click()
     admin.get_by_role("button", name="Sleep", exact=True).last.click()
     expect(node.locator(".badge").first).to_have_text("asleep")
-    expect(node.locator(".gpuhub-message")).to_contain_text("asleep, woken when the queue needs it")
+    expect(node).to_contain_text("asleep, woken when the queue needs it")
     expect(admin.locator("body")).to_contain_text("1 asleep")
     expect(admin.locator("body")).not_to_contain_text("out of service")
     expect(admin.locator("[data-node-name=rig1]").get_by_role("button", name="Put rig1 to sleep")).to_have_count(0)
@@ -85,7 +85,7 @@ def test_request_shows_which_node_is_waking(hub: SimulatedHub, admin: Page) -> N
     made = hub.send("POST", "/jobs", status=201, json=job)
     expect(node.locator(".badge").first).to_have_text("waking")
     waiting = hub.send("GET", f"/jobs/{made['id']}")
-    assert "waking rig3" in waiting["waiting_for"]
+    assert "waking rig3" in waiting["lease"]["waiting_for"]
     take_picture(admin, "waking-node")
     hub.running.setting.nodes["rig3"].is_reachable = True
     expect(node.locator(".badge").first).to_have_text("up")
