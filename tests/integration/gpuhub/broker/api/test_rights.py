@@ -40,6 +40,7 @@ BODIES: dict[str, Any] = {
     "PUT /jobs/{job}/shares/ben": {"for_s": 3600},
     "PUT /files?path=work": bytes(10240),  # an empty tar
     "POST /nodes/rig3/cordon": {"reason": "new fans"},
+    "POST /nodes/rig3/power": {"on": True},
     "POST /nodes/rig3/drain": {"grace_s": 60},
     "POST /destinations": {"url": "ntfys://ntfy.sh/ada-0a1b2c", "kinds": ["granted"]},
     "PUT /destinations/{destination}": {"kinds": ["idle"]},
