@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -41,11 +42,13 @@ def trained(tmp_path_factory):
 
 
 def refuse(tmp_path, script, mode):
-    """Run a script in two ranks that are refused; return rank 0's error."""
+    """Run a script in two ranks that are both refused; return rank 0's error."""
     path = tmp_path / "train.py"
     path.write_text(_BEGIN + textwrap.dedent(script))
     first, second = run_launched([str(path)], 2, {VARIABLE: mode})
-    assert first.code == second.code == 1, first.stdout + first.stderr
+    # torch aborts a process that ends with its process group while gloo's threads still run.
+    assert {first.code, second.code} <= {1, -signal.SIGABRT}, first.stdout + first.stderr
+    assert "UsageError" in second.stderr
     return first.stderr
 
 
