@@ -32,6 +32,7 @@ from gpuhub.broker.api import (
     power_routes,
     problems,
     routes,
+    services,
     share_routes,
     terminal,
 )
@@ -67,6 +68,8 @@ from gpuhub.broker.operations.notifications import NotificationOperations
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.operations.output_shares import ShareOperations, UserDirectory
 from gpuhub.broker.operations.power import PowerOperations
+from gpuhub.broker.operations.services import ServiceOperations
+from gpuhub.broker.services.supervisor import ServiceSupervisor
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import Problem
@@ -93,7 +96,7 @@ from gpuhub.tls.public_access import read_certificate_ends
 
 log = logging.getLogger(__name__)
 
-PREFIX = "/services/broker"
+PREFIX = dependencies.PREFIX
 #: Seconds between removals of unused networks.
 NETWORKS_PERIOD_S = 30.0
 
@@ -153,6 +156,7 @@ def create_app(
     )
     stager = DatasetStager(core=core, daemons=daemons)
     staging = LeaseStaging(core, stager.stage)
+    supervisor = ServiceSupervisor(cluster, daemons)
     audit_log = AuditLog(clock)
     # Where another scheduler grants leases, it also switches the nodes.
     power = (
@@ -196,10 +200,13 @@ def create_app(
                 find_staging=staging.find_starting,
                 fetch_files=guest_files.fetch,
             )
-            runs["node controller"] = nodes.run
-            runs["volumes"] = VolumeCollector(core=core, daemons=daemons).run
-            runs["datasets"] = stager.run
-            runs["networks"] = partial(_remove_networks, core, daemons, stager)
+            runs |= {
+                "node controller": nodes.run,
+                "volumes": VolumeCollector(core=core, daemons=daemons).run,
+                "datasets": stager.run,
+                "services": supervisor.run,
+                "networks": partial(_remove_networks, core, daemons, stager),
+            }
         if cluster.stops_idle_notebooks:
             runs["idle notebooks"] = IdleController(core).run
         if capabilities.external_jobs:
@@ -235,11 +242,12 @@ def create_app(
         "metrics": exporter,
         "user_files": files,
         "daemons": daemons,
+        "services": ServiceOperations(core, supervisor),
         "hub_page": hub_page,
     }
     for name, part in parts.items():
         setattr(app.state, name, part)
-    _add_routes(app, audit_log, exporter)
+    _add_routes(app, cluster, audit_log, exporter)
     return app
 
 
@@ -256,7 +264,7 @@ def _build_empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[N
     )
 
 
-def _add_routes(app: FastAPI, audit_log: AuditLog, exporter: MetricsExporter) -> None:
+def _add_routes(app: FastAPI, cluster: ClusterSettings, audit_log: AuditLog, exporter: MetricsExporter) -> None:
     """Add the routes, what every request passes through, and what errors look like."""
     routers = (routes.public, routes.metrics, routes.api, file_routes.api, idle_routes.api, cost_routes.api)
     for router in (
@@ -269,10 +277,15 @@ def _add_routes(app: FastAPI, audit_log: AuditLog, exporter: MetricsExporter) ->
         ports.api,
         ports.router,
         port_websockets.router,
+        services.api,
+        services.router,
     ):
         app.include_router(router, prefix=PREFIX)
+    addresses = tuple(services.build_path(service.name) for service in cluster.services)
+    for service in cluster.services:
+        app.include_router(services.build_router(service.name))
     # The last one is the outermost.
-    servers = tuple(f"{PREFIX}{path}/" for path in (ports.PORTS, ports.VISITS))
+    servers = (*(f"{PREFIX}{path}/" for path in (ports.PORTS, ports.VISITS, services.VISITS)), *addresses)
     app.add_middleware(
         RequestSizeLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}), streamed_below=servers
     )

@@ -40,6 +40,8 @@ PRIVILEGED = frozenset(
         "POST /nodes/{name}/undrain",
         "POST /reservations",
         "DELETE /reservations/{reservation_id}",
+        "POST /services/{name}/restart",
+        "GET /services/{name}/logs",
     }
 )
 

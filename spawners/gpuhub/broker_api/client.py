@@ -42,6 +42,7 @@ from gpuhub.broker_api.schemas import (
     VisitView,
 )
 from gpuhub.broker_api.schemas.live import OwnView, SharedJobView
+from gpuhub.broker_api.schemas.services import ServiceView
 from gpuhub.common import errors
 
 T = TypeVar("T")
@@ -75,6 +76,8 @@ _DESTINATION = TypeAdapter(DestinationView)
 _DESTINATIONS = TypeAdapter(list[DestinationView])
 _COSTS = TypeAdapter(list[CostView])
 _REPORT = TypeAdapter(ReportView)
+_SERVICE = TypeAdapter(ServiceView)
+_SERVICES = TypeAdapter(list[ServiceView])
 
 
 class AsyncBrokerClient(BrokerConnection):
@@ -157,6 +160,24 @@ class AsyncBrokerClient(BrokerConnection):
     async def open_visit(self, job_id: str) -> VisitView:
         """Open a visit of the caller's browser to a job's server."""
         return _read(_VISIT, await self._send("POST", f"/jobs/{_quoted(job_id)}/visits"))
+
+    async def services(self) -> list[ServiceView]:
+        """Return the services that the caller may use; all for administrators."""
+        return _read(_SERVICES, await self._send("GET", "/services"))
+
+    async def restart_service(self, name: str) -> ServiceView:
+        """Replace the containers of a service; administrators only."""
+        answer = await self._send("POST", f"/services/{_quoted(name)}/restart", limit_s=_FILES_S)
+        return _read(_SERVICE, answer)
+
+    async def read_service_log(self, name: str, lines: int) -> bytes:
+        """Return the last lines of a service's output; administrators only."""
+        path, params = f"/services/{_quoted(name)}/logs", {"lines": str(lines)}
+        return await self._send("GET", path, params=params, limit_s=_FILES_S, kind="text/plain")
+
+    async def open_service_visit(self, name: str) -> VisitView:
+        """Open a visit of the caller's browser to a service."""
+        return _read(_VISIT, await self._send("POST", f"/services/{_quoted(name)}/visits"))
 
     async def read_job_output(self, job_id: str) -> bytes:
         """Return the output that the caller's detached job has written so far."""

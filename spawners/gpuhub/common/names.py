@@ -36,7 +36,7 @@ RUN_PATTERN = r"[a-z0-9]([a-z0-9-]{4,38}[a-z0-9])"
 DATASET_PATTERN = r"datasets(/[A-Za-z0-9_][A-Za-z0-9._-]{0,62}){1,4}"
 
 LABEL_INSTANCE = "gpuhub.instance"
-LABEL_KIND = "gpuhub.kind"  # notebook, worker, agent, courier, guard or stager
+LABEL_KIND = "gpuhub.kind"  # notebook, worker, agent, courier, guard, stager or service
 LABEL_LEASE = "gpuhub.lease"
 LABEL_EPOCH = "gpuhub.epoch"
 LABEL_OWNER = "gpuhub.owner"
@@ -46,6 +46,7 @@ LABEL_SLURM_JOB = "gpuhub.slurm-job"  # the Slurm job that holds the container's
 LABEL_DEBIAN = "gpuhub.debian"  # of an image: the date of its Debian packages
 LABEL_DATASET = "gpuhub.dataset"  # of the volume with a node's copy: the dataset
 LABEL_BYTES = "gpuhub.bytes"  # of the same volume: the size of the dataset
+LABEL_SERVICE = "gpuhub.service"  # of a service's containers: its name
 LABEL_SHARE = "gpuhub.gpu_share"  # number of shares of the GPU, of which the container has one
 
 KIND_NOTEBOOK = "notebook"
@@ -54,6 +55,7 @@ KIND_AGENT = "agent"
 KIND_COURIER = "courier"
 KIND_FIREWALL = "guard"
 KIND_STAGER = "stager"
+KIND_SERVICE = "service"
 #: Kinds of volumes, in the same label.
 VOLUME_HOME = "home"
 VOLUME_DATASETS = "datasets"
@@ -61,7 +63,7 @@ VOLUME_MODELS = "models"
 VOLUME_SCRATCH = "scratch"
 VOLUME_STAGED = "staged"
 #: Kinds of containers without a lease, which have no GPU.
-KINDS_WITHOUT_LEASE = frozenset({KIND_AGENT, KIND_COURIER, KIND_FIREWALL, KIND_STAGER})
+KINDS_WITHOUT_LEASE = frozenset({KIND_AGENT, KIND_COURIER, KIND_FIREWALL, KIND_STAGER, KIND_SERVICE})
 #: Owner of the network on which nodes pass datasets on; no user's name has a colon.
 STAGING_OWNER = "gpuhub:staging"
 
@@ -159,6 +161,20 @@ def firewall_table_name(instance: str) -> str:
 
 def scratch_volume_name(instance: str, owner: str) -> str:
     return f"{instance}-scratch-{make_slug(owner)}"
+
+
+def service_container_name(instance: str, service: str) -> str:
+    return f"{instance}-service-{make_slug(service)}"
+
+
+def service_relay_name(instance: str, service: str) -> str:
+    """Return the name of the container that has a service's network; connections to the service begin there."""
+    return f"{service_container_name(instance, service)}--relay"
+
+
+def service_data_name(instance: str, service: str) -> str:
+    """Return the name of the container that makes the folder for a service's data."""
+    return f"{service_container_name(instance, service)}--data"
 
 
 def stager_container_name(instance: str, transfer: str, index: int) -> str:

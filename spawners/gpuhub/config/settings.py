@@ -35,6 +35,7 @@ from gpuhub.config.notifications import NotificationSettings
 from gpuhub.config.own_address import find_own_address, find_source_address
 from gpuhub.config.power import PowerSettings, find_power_mistakes
 from gpuhub.config.profiles import ProfileSettings, unsatisfiable_profiles
+from gpuhub.config.services import ServiceSettings, find_service_mistakes
 from gpuhub.config.slurm import SlurmSettings
 from gpuhub.config.storage import StorageSettings, serve_from
 from gpuhub.config.users import GroupSettings, LimitSettings, SchedulingSettings, UserSettings
@@ -60,6 +61,7 @@ __all__ = [
     "PowerSettings",
     "ProfileSettings",
     "SchedulingSettings",
+    "ServiceSettings",
     "SlurmSettings",
     "StorageSettings",
     "UserSettings",
@@ -111,6 +113,7 @@ class ClusterSettings(SettingsTable):
     notifications: NotificationSettings = NotificationSettings()
     database: DatabaseSettings = DatabaseSettings()
     images: ImageSettings = ImageSettings()
+    services: ListOf[ServiceSettings] = ()
     #: Scheduling backend that assigns GPUs: `builtin` is gpuhub's own, `slurm` the Slurm cluster that the nodes belong
     #: to.
     engine: Annotated[str, AfterValidator(check_backend)] = "builtin"
@@ -130,6 +133,8 @@ class ClusterSettings(SettingsTable):
             *find_circuit_mistakes(self.circuits, [node.name for node in self.nodes]),
             *_duplicates("profiles", "name", [profile.name for profile in self.profiles]),
             *_duplicates("groups", "name", [group.name for group in self.groups]),
+            *_duplicates("services", "name", [service.name for service in self.services]),
+            *find_service_mistakes(self.services, self.nodes, self.storage),
             *_unsatisfiable(self),
             *_find_backend_mistakes(self),
             *find_login_mistakes(self.users, self.login),
@@ -204,6 +209,15 @@ class ClusterSettings(SettingsTable):
     def access_groups(self) -> frozenset[str]:
         """The groups that some node or profile is restricted to."""
         return self.node_groups.union(*(profile.groups for profile in self.profiles))
+
+    @property
+    def service_groups(self) -> frozenset[str]:
+        """The groups that some service is restricted to."""
+        return frozenset(group for service in self.services for group in service.groups)
+
+    def service(self, name: str) -> ServiceSettings | None:
+        """Return the service of that name, or None."""
+        return next((service for service in self.services if service.name == name), None)
 
     def node(self, name: str) -> NodeSettings:
         """Return the node of that name.
@@ -280,11 +294,12 @@ def _duplicates(table: str, key: str, values: list[str]) -> list[str]:
 
 
 def _find_group_mistakes(cluster: ClusterSettings) -> Iterable[str]:
-    """Return one line for each group of a profile or node of which nobody could be a member."""
+    """Return one line for each group of a profile, node or service of which nobody could be a member."""
     members = {group.name: group.members for group in cluster.groups}
-    tables: tuple[tuple[str, Iterable[NodeSettings | ProfileSettings]], ...] = (
+    tables: tuple[tuple[str, Iterable[NodeSettings | ProfileSettings | ServiceSettings]], ...] = (
         ("nodes", cluster.nodes),
         ("profiles", cluster.profiles),
+        ("services", cluster.services),
     )
     for table, entries in tables:
         for entry in entries:

@@ -133,6 +133,16 @@ async def read_exit_code(daemons: DockerClients, node: str, container: str) -> i
     return None if description["State"]["Running"] else int(description["State"]["ExitCode"])
 
 
+def create_container(client: Any, arguments: Mapping[str, Any]) -> str:
+    """Create a container with a docker-py client and return its id. Blocks.
+
+    Args:
+        arguments: Those of `create_container`; those of `create_host_config` are in `host_config`.
+    """
+    host = client.create_host_config(**arguments["host_config"])
+    return str(client.create_container(**{**arguments, "host_config": host})["Id"])
+
+
 async def remove_container(daemons: DockerClients, node: str, container: str, *, grace_s: int = 0) -> None:
     """Stop the container, with `grace_s` seconds to end, and remove it; a missing container is not an error."""
     try:

@@ -117,7 +117,9 @@ async def remove_firewall(daemons: DockerClients, instance: str, node: str) -> N
     removers = [listed for listed in existing if f"/{_removal_container_name(instance)}" in listed["Names"]]
     for listed in removers:
         await container_lifecycle.remove_container(daemons, node, str(listed["Id"]))
-    remover = await daemons.run(node, lambda client: _create(client, build_removal_container(instance, image)))
+    remover = await daemons.run(
+        node, lambda client: container_lifecycle.create_container(client, build_removal_container(instance, image))
+    )
     for listed in existing:
         if listed not in removers:
             await container_lifecycle.remove_container(daemons, node, str(listed["Id"]))
@@ -243,7 +245,7 @@ async def _replace(
     if existing is not None:
         await container_lifecycle.remove_container(daemons, node, existing.id)
     try:
-        container_id = await daemons.run(node, lambda client: _create(client, arguments))
+        container_id = await daemons.run(node, lambda client: container_lifecycle.create_container(client, arguments))
     except Conflict:
         # A concurrent call created the container; the caller inspects it next.
         return
@@ -255,8 +257,3 @@ async def _replace(
         with suppress(GpuhubError):
             await container_lifecycle.remove_container(daemons, node, container_id)
         raise GpuhubError(f"node {node}: its firewall cannot be set up: {error}") from error
-
-
-def _create(client: Any, arguments: Mapping[str, Any]) -> str:
-    host = client.create_host_config(**arguments["host_config"])
-    return str(client.create_container(**{**arguments, "host_config": host})["Id"])

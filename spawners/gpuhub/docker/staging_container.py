@@ -20,6 +20,7 @@ from docker.types import LogConfig, Mount
 
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, InvalidRequest, NotFound
+from gpuhub.docker import container_lifecycle
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import BASE_IMAGE
 from gpuhub.storage import staging_script
@@ -63,7 +64,9 @@ async def create_stager(daemons: DockerClients, spec: StagingSpec) -> str:
     with suppress(NotFound):
         await daemons.call(spec.node, "remove_container", spec.name, force=True, v=True)
     arguments = build_stager(daemons.instance, spec)
-    container = await daemons.run(spec.node, lambda client: _create(client, arguments), mounting=True)
+    container = await daemons.run(
+        spec.node, lambda client: container_lifecycle.create_container(client, arguments), mounting=True
+    )
     if spec.writes:
         # A new volume belongs to root.
         archive = build_owner_archive()
@@ -159,8 +162,3 @@ def parse_last_line(output: bytes) -> dict[str, Any]:
             if isinstance(parsed, dict):
                 return parsed
     return {}
-
-
-def _create(client: Any, arguments: Mapping[str, Any]) -> str:
-    host = client.create_host_config(**arguments["host_config"])
-    return str(client.create_container(**{**arguments, "host_config": host})["Id"])

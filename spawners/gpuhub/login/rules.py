@@ -72,5 +72,5 @@ def build_rules(cluster: ClusterSettings) -> AccessRules:
         admins=frozenset(cluster.users.admins),
         allowed_groups=frozenset(cluster.users.allowed_groups),
         admin_groups=frozenset(cluster.users.admin_groups),
-        other_groups=frozenset(group.name for group in cluster.groups) | cluster.access_groups,
+        other_groups=frozenset(group.name for group in cluster.groups) | cluster.access_groups | cluster.service_groups,
     )

@@ -18,7 +18,9 @@ from gpuhub.broker import audit
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import TooManyStreams
 from gpuhub.common.errors import Conflict, NotAllowed, NotFound
+from gpuhub.config.services import ServiceSettings
 from gpuhub.domain.models import Identity, JobRow, LeaseRow
+from gpuhub.domain.owner_limits import list_groups
 
 R = TypeVar("R", LeaseRow, JobRow)
 
@@ -72,6 +74,24 @@ async def find_port_job(core: BrokerState, caller: Identity, job_id: str) -> Job
     if row.port is None:
         raise Conflict(f"job {job_id} has no port: submit it with --port")
     return row
+
+
+def find_service(core: BrokerState, caller: Identity, name: str) -> ServiceSettings:
+    """Return a service that the caller may use: a user whom the settings admit.
+
+    Raises:
+        NotFound: there is none of this name that the caller may use.
+    """
+    service = core.cluster.service(name)
+    if service is None or not may_use_service(core, caller, service):
+        raise NotFound(f"there is no service {name!r} that {caller.name} may use")
+    return service
+
+
+def may_use_service(core: BrokerState, caller: Identity, service: ServiceSettings) -> bool:
+    """Return whether the caller is a user whom the settings of a service admit."""
+    groups = list_groups(core.cluster, caller.name, caller.groups)
+    return caller.is_user and service.admits(caller.name, groups)
 
 
 def _check_visible(caller: Identity, row_id: str, kind: str, row: R | None) -> R:

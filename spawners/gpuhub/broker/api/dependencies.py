@@ -14,7 +14,9 @@ from gpuhub.broker.api.streams import AccessWatch
 from gpuhub.broker_api.schemas import GroupName, UserName
 from gpuhub.domain.models import Identity
 
-#: Path prefix of every route that needs a token.
+#: Path prefix of the broker's own routes at the hub's proxy.
+PREFIX = "/services/broker"
+#: Path prefix, after that, of every route that needs a token.
 API = "/api/v1"
 #: Largest integer of a database column, and of a file's size.
 MAX_INT = 2**63 - 1

@@ -32,13 +32,16 @@ router = APIRouter()
 @router.websocket(f"{PORTS}/{{job_id}}/{{path:path}}")
 async def connect_port(websocket: WebSocket, job_id: str) -> None:
     """Connect a program with a token."""
-    await _serve(websocket, job_id, lambda: find_port(websocket, job_id), is_visit=False)
+    websocket.scope["path_params"] = {"job": job_id}
+    await serve_websocket(websocket, lambda: find_port(websocket, job_id), is_visit=False)
 
 
 @router.websocket(f"{VISITS}/{{job_id}}/{{key}}/{{path:path}}")
 async def connect_visit(websocket: WebSocket, job_id: str, key: str) -> None:
     """Connect a page of the job's server."""
-    await _serve(websocket, job_id, lambda: find_visit(websocket, job_id, key), is_visit=True)
+    # Not the key: the audit log has these.
+    websocket.scope["path_params"] = {"job": job_id}
+    await serve_websocket(websocket, lambda: find_visit(websocket, job_id, key), is_visit=True)
 
 
 def check_page_origin(origin: str | None, host: str, *, is_visit: bool) -> None:
@@ -52,17 +55,15 @@ def check_page_origin(origin: str | None, host: str, *, is_visit: bool) -> None:
         raise NotAllowed("pages of other sites may not use a job's server")
 
 
-async def _serve(
-    websocket: WebSocket, job_id: str, find: Callable[[], Awaitable[PortTarget]], *, is_visit: bool
-) -> None:
-    websocket.scope["path_params"] = {"job": job_id}
+async def serve_websocket(websocket: WebSocket, find: Callable[[], Awaitable[PortTarget]], *, is_visit: bool) -> None:
+    """Connect a visitor with the server that `find` returns, until one of them ends; refusals become its answer."""
     files = cast("UserFiles", websocket.app.state.user_files)
     connections = cast("PortConnections", websocket.app.state.port_connections)
     try:
         check_page_origin(websocket.headers.get("origin"), websocket.headers.get("host", ""), is_visit=is_visit)
         target = await find()
         with files.streams.acquire(access.PORTS, target.visitor):
-            stream = await connections.connect(target.worker, target.url.port)
+            stream = await connections.connect(target.server)
             try:
                 server = await PortWebSocket.open(
                     stream,

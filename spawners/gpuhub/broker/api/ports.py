@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gpuhub.broker import audit
 from gpuhub.broker.admission import access
-from gpuhub.broker.api import problems
+from gpuhub.broker.api import dependencies, problems
 from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.api.dependencies import API, ResourceId, identify
 from gpuhub.broker.api.problems import document_problems
@@ -30,18 +30,19 @@ from gpuhub.broker.api.terminal import find_running_worker
 from gpuhub.broker.controllers import loop
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.ports import headers, pages
-from gpuhub.broker.ports.connections import PortConnections
+from gpuhub.broker.ports.connections import PortConnections, ServerAddress, find_worker_server
 from gpuhub.broker.ports.visits import Visits
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import NotKnown, SizeLimitExceeded
 from gpuhub.broker_api.schemas import VisitView
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, Unavailable
 from gpuhub.common.units import format_size
-from gpuhub.domain.models import Identity, WorkerRow
+from gpuhub.domain.models import Identity
 
 #: Paths of these routes, below the prefix of the broker.
 PORTS, VISITS = "/ports", "/visits"
 STORAGE_SCRIPT = "/storage.js"
+_STORAGE_PATH = dependencies.PREFIX + STORAGE_SCRIPT
 #: The page of the hub that opens a visit.
 HUB_PAGE = "/hub/gpuhub/ports"
 #: Longest time to wait for one of the connections to a server, and for it to take a part of a request, seconds.
@@ -51,7 +52,7 @@ _WRITE_TIMEOUT_S = 120.0
 _BODY_TIMEOUT_S = 120.0
 #: Time after which a browser asks again for a server that does not answer yet, seconds.
 _REFRESH_S = 3
-_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 #: Repeated when a kept connection turns out to be closed.
 _REPEATABLE = frozenset({"GET", "HEAD"})
 
@@ -75,10 +76,10 @@ api = APIRouter(prefix=API)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortTarget:
-    """A job's server, and a visitor who may use it."""
+    """A job's server or a service, and a visitor who may use it."""
 
     visitor: str
-    worker: WorkerRow
+    server: ServerAddress
     url: headers.PortUrl
     #: Path and query for the server, as the visitor sent them.
     target: bytes
@@ -102,35 +103,42 @@ async def get_storage_script() -> Response:
     return Response(pages.STORAGE_SCRIPT, media_type="text/javascript")
 
 
-@router.api_route(f"{PORTS}/{{job_id}}/{{path:path}}", methods=_METHODS)
+@router.api_route(f"{PORTS}/{{job_id}}/{{path:path}}", methods=METHODS)
 async def serve_port(request: Request, job_id: str) -> Response:
     """Forward a request with a token to a job's server; send a browser to the hub."""
     request.scope["path_params"] = {"job": job_id}
-    if "authorization" not in request.headers and _is_navigation(request):
-        return _redirect_to_hub(request, job_id, target=_split_target(request, parts=2)[1])
+    if "authorization" not in request.headers and is_navigation(request):
+        return _redirect_to_hub(request, job_id, target=split_target(request, parts=2)[1])
     return PortResponse(request, await find_port(request, job_id))
 
 
-@router.api_route(f"{VISITS}/{{job_id}}/{{key}}/{{path:path}}", methods=_METHODS)
+@router.api_route(f"{VISITS}/{{job_id}}/{{key}}/{{path:path}}", methods=METHODS)
 async def serve_visit(request: Request, job_id: str, key: str) -> Response:
     """Forward a browser's request to a job's server."""
     # Not the key: the audit log has these.
     request.scope["path_params"] = {"job": job_id}
-    requested = request.headers.get("access-control-request-headers")
-    if request.method == "OPTIONS" and "access-control-request-method" in request.headers:
-        response = Response(status_code=204)
-        response.raw_headers = headers.build_preflight_headers(None if requested is None else requested.encode())
-        return response
+    if (preflight := answer_preflight(request)) is not None:
+        return preflight
     try:
         return PortResponse(request, await find_visit(request, job_id, key))
     except NotKnown:
-        if not _is_navigation(request):
+        if not is_navigation(request):
             raise
-        return _redirect_to_hub(request, job_id, target=_split_target(request, parts=3)[1])
+        return _redirect_to_hub(request, job_id, target=split_target(request, parts=3)[1])
     except (Conflict, Unavailable) as error:
-        if not _is_navigation(request):
+        if not is_navigation(request):
             raise
-        return _build_waiting_page(error)
+        return build_waiting_page(error)
+
+
+def answer_preflight(request: Request) -> Response | None:
+    """Return the answer to a sandboxed page that asks whether it may send a request; None for other requests."""
+    if request.method != "OPTIONS" or "access-control-request-method" not in request.headers:
+        return None
+    requested = request.headers.get("access-control-request-headers")
+    response = Response(status_code=204)
+    response.raw_headers = headers.build_preflight_headers(None if requested is None else requested.encode())
+    return response
 
 
 async def find_port(connection: HTTPConnection, job_id: str) -> PortTarget:
@@ -155,27 +163,46 @@ async def find_visit(connection: HTTPConnection, job_id: str, key: str) -> PortT
 
 async def _find_target(connection: HTTPConnection, job_id: str, authorization: str | None, *, parts: int) -> PortTarget:
     core = cast("BrokerState", connection.app.state.core)
+    watch, caller = await identify_visitor(connection, authorization)
+    job = await access.find_port_job(core, caller, job_id)
+    server = find_worker_server(find_running_worker(job, 0), job.port or 0)
+    return build_target(connection, server, caller, watch, parts=parts)
+
+
+async def identify_visitor(connection: HTTPConnection, authorization: str | None) -> tuple[AccessWatch, Identity]:
+    """Return the visitor with this `Authorization` header, and what watches the visitor's access.
+
+    Raises:
+        NotKnown, NotAllowed, TooManyRequests, HubUnreachable: as `Authenticator.identify`.
+    """
     watch = AccessWatch(
         authenticator=cast("Authenticator", connection.app.state.authenticator),
         authorization=authorization,
         address=audit.client_address(connection.scope),
     )
-    caller = await watch.authenticator.identify(watch.authorization, watch.address)
-    job = await access.find_port_job(core, caller, job_id)
-    prefix, target = _split_target(connection, parts=parts)
+    return watch, await watch.authenticator.identify(watch.authorization, watch.address)
+
+
+def build_target(
+    connection: HTTPConnection, server: ServerAddress, caller: Identity, watch: AccessWatch, *, parts: int
+) -> PortTarget:
+    """Return where a request goes; `parts` is as in `split_target`."""
+    prefix, target = split_target(connection, parts=parts)
     url = headers.PortUrl(
         scheme=headers.find_scheme(connection.headers.get("x-forwarded-proto")),
         host=connection.headers.get("host", ""),
         prefix=prefix,
-        port=job.port or 0,
+        port=server.port,
     )
-    return PortTarget(
-        visitor=caller.name, worker=find_running_worker(job, 0), url=url, target=target.encode("latin-1"), watch=watch
-    )
+    return PortTarget(visitor=caller.name, server=server, url=url, target=target.encode("latin-1"), watch=watch)
 
 
-def _split_target(connection: HTTPConnection, *, parts: int) -> tuple[str, str]:
-    """Return the path of a server's root here, and path and query below it, both as they were sent."""
+def split_target(connection: HTTPConnection, *, parts: int) -> tuple[str, str]:
+    """Return the path of a server's root here, and path and query below it, both as they were sent.
+
+    Args:
+        parts: Number of parts of the root's path after `/services/NAME`.
+    """
     raw = connection.scope["raw_path"].decode("latin-1")
     query = connection.scope["query_string"].decode("latin-1")
     # `/services/broker/ports/JOB/rest`: the service's two parts, and those of the route.
@@ -184,15 +211,15 @@ def _split_target(connection: HTTPConnection, *, parts: int) -> tuple[str, str]:
     return "/".join([*pieces[:-1], ""]), f"/{rest}{'?' if query else ''}{query}"
 
 
-def _is_navigation(request: Request) -> bool:
+def is_navigation(request: Request) -> bool:
     """Return whether a browser opens a page, and no program or script asks."""
     mode = request.headers.get("sec-fetch-mode")
     is_page = mode == "navigate" if mode is not None else "text/html" in request.headers.get("accept", "")
     return is_page and request.method == "GET"
 
 
-def _build_waiting_page(error: GpuhubError) -> HTMLResponse:
-    """Return a page about a job that waits, or whose server starts; the browser opens the address again by itself."""
+def build_waiting_page(error: GpuhubError) -> HTMLResponse:
+    """Return a page about a server that does not answer yet; the browser opens the address again by itself."""
     page = (
         f"<!doctype html><title>gpuhub</title><p>{html.escape(str(error))}</p><p>This page tries again by itself.</p>"
     )
@@ -252,7 +279,7 @@ class PortResponse(Response):
     def __init__(self, request: Request, target: PortTarget) -> None:
         super().__init__()
         self._target = target
-        self._is_navigation = _is_navigation(request)
+        self._is_navigation = is_navigation(request)
         self._connections = cast("PortConnections", request.app.state.port_connections)
         self._streams = cast("UserFiles", request.app.state.user_files).streams
         self._limit = cast("BrokerState", request.app.state.core).cluster.jobs.upload_limit
@@ -286,20 +313,20 @@ class PortResponse(Response):
             extensions={"timeout": {"pool": _POOL_TIMEOUT_S, "write": _WRITE_TIMEOUT_S}},
         )
         is_opaque = _get_header(scope["headers"], b"origin") == headers.OPAQUE_ORIGIN
-        with self._connections.use_pool(self._target.worker, url.port) as pool:
+        with self._connections.use_pool(self._target.server) as pool:
             tries = 2 if scope["method"] in _REPEATABLE and not has_body else 1
             try:
                 response = await _request(pool, request, tries)
             except Unavailable as error:
                 if not self._is_navigation:
                     raise
-                await _build_waiting_page(error)(scope, body.receive, send)
+                await build_waiting_page(error)(scope, body.receive, send)
                 return
             try:
                 sent = headers.build_response_headers(response.headers, url=url, is_opaque=is_opaque)
                 parts = _read(response)
                 if self._is_navigation and pages.is_page(sent):
-                    sent, parts = pages.remove_length(sent), pages.add_storage(parts, url.root + STORAGE_SCRIPT)
+                    sent, parts = pages.remove_length(sent), pages.add_storage(parts, _STORAGE_PATH)
                 await send({"type": "http.response.start", "status": response.status, "headers": sent})
                 async for part in parts:
                     await send(_build_part(part, has_more=True))

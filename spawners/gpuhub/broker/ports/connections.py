@@ -1,7 +1,8 @@
-"""Connections to servers in workers: TCP within the container, carried by the courier's program `port`.
+"""Connections to servers in workers and to services: TCP within the container, carried by a program there.
 
-The program's input and output go over Docker's exec: no port of a node is open, and the container's networks are not
-used. httpcore speaks HTTP over the connections, and keeps idle ones for the next request.
+In workers it is the courier's `port`, at services the relay's. Its input and output go over Docker's exec: no port of a
+node is open, and the container's networks are not used. httpcore speaks HTTP over the connections, and keeps idle ones
+for the next request.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gpuhub.docker.container_spec import COURIER_COMMAND
 from gpuhub.docker.exec_session import start_exec
 from gpuhub.domain.models import WorkerRow
 
-#: Connections to one job's server at the same time, each with a process in its container, and idle ones that are kept.
+#: Connections to one server at the same time, each with a process in its container, and idle ones that are kept.
 MAX_CONNECTIONS = 32
 MAX_IDLE_CONNECTIONS = 6
 #: Time after which unused connections are closed, seconds.
@@ -110,9 +111,27 @@ class _PortBackend(httpcore.AsyncNetworkBackend):
         await asyncio.sleep(seconds)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAddress:
+    """A server in a container."""
+
+    node: str
+    #: Container in which connections to it begin.
+    container_id: str
+    port: int
+    #: Program that carries one connection, for Docker's exec.
+    command: tuple[str, ...] = field(repr=False)
+
+
+def find_worker_server(worker: WorkerRow, port: int) -> ServerAddress:
+    """Return the address of a server in a worker."""
+    command = (*COURIER_COMMAND, "port", f"--port={port}")
+    return ServerAddress(node=worker.node, container_id=worker.container_id or "", port=port, command=command)
+
+
 @dataclass(slots=True)
-class _JobPool:
-    """The connections to one job's server."""
+class _ServerPool:
+    """The connections to one server."""
 
     pool: httpcore.AsyncConnectionPool
     #: Number of requests that use them.
@@ -121,43 +140,42 @@ class _JobPool:
 
 
 class PortConnections:
-    """The connections to all jobs' servers."""
+    """The connections to all servers of jobs and to services."""
 
     def __init__(self, daemons: DockerClients) -> None:
         self._daemons = daemons
         #: By container and port.
-        self._pools: dict[tuple[str, int], _JobPool] = {}
+        self._pools: dict[tuple[str, int], _ServerPool] = {}
 
-    async def connect(self, worker: WorkerRow, port: int) -> PortStream:
+    async def connect(self, server: ServerAddress) -> PortStream:
         """Open one connection, which the caller closes.
 
         Raises:
             Unavailable: nothing listens on the port, or the node does not answer.
-            GpuhubError: the worker does not run any more.
+            GpuhubError: the container does not run any more.
         """
-        arguments = (*COURIER_COMMAND, "port", f"--port={port}")
-        client = CourierClient(await start_exec(self._daemons, worker.node, worker.container_id or "", arguments))
+        client = CourierClient(await start_exec(self._daemons, server.node, server.container_id, server.command))
         return PortStream(await client.__aenter__())
 
     @contextmanager
-    def use_pool(self, worker: WorkerRow, port: int) -> Iterator[httpcore.AsyncConnectionPool]:
-        """Return the pool of connections to a worker's port; it stays open for the duration of the context."""
-        key = (worker.container_id or "", port)
+    def use_pool(self, server: ServerAddress) -> Iterator[httpcore.AsyncConnectionPool]:
+        """Return the pool of connections to a server; it stays open for the duration of the context."""
+        key = (server.container_id, server.port)
         if key not in self._pools:
             pool = httpcore.AsyncConnectionPool(
                 max_connections=MAX_CONNECTIONS,
                 max_keepalive_connections=MAX_IDLE_CONNECTIONS,
                 keepalive_expiry=IDLE_S,
-                network_backend=_PortBackend(lambda: self.connect(worker, port)),
+                network_backend=_PortBackend(lambda: self.connect(server)),
             )
-            self._pools[key] = _JobPool(pool)
-        job_pool = self._pools[key]
-        job_pool.users += 1
+            self._pools[key] = _ServerPool(pool)
+        server_pool = self._pools[key]
+        server_pool.users += 1
         try:
-            yield job_pool.pool
+            yield server_pool.pool
         finally:
-            job_pool.users -= 1
-            job_pool.used_at = asyncio.get_running_loop().time()
+            server_pool.users -= 1
+            server_pool.used_at = asyncio.get_running_loop().time()
 
     async def run(self) -> None:
         """Close unused connections, for ever."""
@@ -173,7 +191,7 @@ class PortConnections:
 
     async def close(self) -> None:
         """Close all connections."""
-        pools = [job_pool.pool for job_pool in self._pools.values()]
+        pools = [server_pool.pool for server_pool in self._pools.values()]
         self._pools.clear()
         for pool in pools:
             with suppress(RuntimeError):

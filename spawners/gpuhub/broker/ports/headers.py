@@ -1,7 +1,7 @@
-"""Headers of requests to servers of jobs, and of their responses.
+"""Headers of requests to servers of jobs and to services, and of their responses.
 
-A job's server runs a user's code: it gets no cookie and no token of its visitors, and its responses have only headers
-that cannot change what a browser keeps for the hub.
+A job's server runs a user's code, and a service shows what users send it: it gets no cookie and no token of its
+visitors, and its responses have only headers that cannot change what a browser keeps for the hub.
 """
 
 from __future__ import annotations
@@ -53,11 +53,6 @@ class PortUrl:
     prefix: str
     #: The server's port in its container.
     port: int
-
-    @property
-    def root(self) -> str:
-        """Return the path of the broker."""
-        return "/".join(self.prefix.split("/")[:3])
 
     @property
     def upstream_host(self) -> str:

@@ -1,0 +1,1 @@
+"""Services: containers that gpuhub keeps running behind the hub's login."""
