@@ -84,6 +84,7 @@ c.JupyterHub.template_paths = [str(TEMPLATES)]
 c.JupyterHub.template_vars = {
     "gpuhub_url": hub_config.canonical_url(),
     "gpuhub_lab_urls": hub_config.lab_first_urls,
+    "gpuhub_services": hub_config.service_links,
     "gpuhub_has_idle_notices": cluster.stops_idle_notebooks,
     "gpuhub_has_notifications": cluster.notifications.users,
 }
@@ -91,3 +92,4 @@ c.JupyterHub.extra_handlers = hub_config.handlers()
 
 # Your own files, jupyterhub_config.d/*.py: docs/jupyterhub.md says what they may set.
 own_config.read(c, Path(__file__), hub_config.load_spawner_class())
+hub_config.check_service_names(c.JupyterHub.services)

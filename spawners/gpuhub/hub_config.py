@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.login import kinds as login
 from gpuhub.login.access_enforcer import REVOKE_SCOPE, RevokeHandler
 from gpuhub.login.rules import USER_SCOPES
+from gpuhub.ops.deploy import own_config
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.interface import SlurmClient
 from gpuhub.spawners.slurm import port
@@ -45,11 +46,12 @@ from gpuhub.web.gpus_page.feeds import LiveFeeds
 from gpuhub.web.gpus_page.pages import GpusPageHandler, NodeLeasesHandler, PendingReasonHandler
 from gpuhub.web.handlers import BROKER_SCOPE, ClusterCaches, ClusterHandler, LaptopWheelHandler, UserTokens
 from gpuhub.web.idle_notices import IdleNoticesHandler
-from gpuhub.web.job_ports import JobPortHandler
 from gpuhub.web.lab_assets import LabAssetsHandler
 from gpuhub.web.notifications_page import DestinationsHandler, NotificationsPageHandler
 from gpuhub.web.shared_jobs import SharedJobPageHandler, SharedJobStreamHandler
+from gpuhub.web.spawn_form import find_user_groups
 from gpuhub.web.static_files import STATIC, StaticFilesHandler
+from gpuhub.web.visits import JobPortHandler, ServiceHandler
 
 BROKER_SERVICE = "broker"
 CULLER_SERVICE = "gpuhub-idle-culler"
@@ -172,12 +174,39 @@ def subdomain_host() -> str:
 
 
 def extra_routes() -> dict[str, str]:
-    """Return the proxy's route to the broker under the hub's name, which gpu-launch uses with subdomains.
+    """Return the proxy's routes to the broker in addition to JupyterHub's own: those of services that stay, and with
+    subdomains the one under the hub's name, which gpu-launch uses.
 
-    The broker accepts only tokens and never a cookie, so that pages of notebooks cannot use this route.
+    The broker accepts only tokens and never a cookie, so that pages of notebooks cannot use these routes.
     """
-    name = urlsplit(subdomain_host()).hostname
-    return {f"{name}/services/{BROKER_SERVICE}/": broker_origin()} if name else {}
+    host = urlsplit(subdomain_host()).hostname or ""
+    routed = [service.name for service in cluster().services] + ([BROKER_SERVICE] if host else [])
+    return {f"{host}/services/{name}/": broker_origin() for name in routed}
+
+
+def service_links(user: Any) -> list[dict[str, str]]:
+    """Return name and address of the services that the hub's `user` may use, for the menu; JupyterHub calls it."""
+    if not user:
+        return []
+    groups = find_user_groups(cluster(), user)
+    return [
+        {"name": service.name, "href": f"/services/{service.name}/"}
+        for service in cluster().services
+        if service.admits(user.name, groups)
+    ]
+
+
+def check_service_names(hub_services: Iterable[Mapping[str, Any]]) -> None:
+    """Check that JupyterHub's own services, also those of an administrator, have other names than services that stay.
+
+    Raises:
+        SettingsError: Two have the same name, and with it the same address.
+    """
+    taken = {service.name for service in cluster().services} & {str(one.get("name")) for one in hub_services}
+    if taken:
+        raise SettingsError(
+            f"services: {', '.join(sorted(taken))}: {own_config.FOLDER} has a service of that name: choose another one"
+        )
 
 
 def tornado_settings() -> dict[str, Any]:
@@ -321,6 +350,7 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
             (r"/gpuhub/notifications", DestinationsHandler),
             (JobPortHandler.PATH, JobPortHandler),
             (SharedJobPageHandler.PATH, SharedJobPageHandler),
+            (ServiceHandler.PATH, ServiceHandler),
         )
     ]
 

@@ -100,11 +100,16 @@ def build_foreground_command(plan: ClosetPlan, node: ClosetNode, paths: Paths) -
 
 def is_answering(node: ClosetNode, paths: Paths) -> bool:
     """Return whether the node's Docker API answers."""
+    return is_socket_answering(node_paths(paths, node).socket)
+
+
+def is_socket_answering(path: Path) -> bool:
+    """Return whether a Docker API answers on this socket."""
     # A plain socket: HTTP clients leave theirs open when connecting fails, which is the usual case here.
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_PING_TIMEOUT_S)
         try:
-            connection.connect(str(node_paths(paths, node).socket))
+            connection.connect(str(path))
             connection.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
             return b" 200 " in connection.recv(100)
         except OSError:

@@ -20,6 +20,7 @@ from gpuhub.cli.nodes import node_group
 from gpuhub.cli.options import BrokerRunner, PluginGroup, instance_option, pass_broker
 from gpuhub.cli.report import report
 from gpuhub.cli.reservations import reservation_group
+from gpuhub.cli.services import service_group
 from gpuhub.cli.slurm import slurm_group
 from gpuhub.cli.users import user_group
 from gpuhub.cli.validation import validate
@@ -100,6 +101,7 @@ for command in (
     user_group,
     lease_group,
     reservation_group,
+    service_group,
     slurm_group,
     usage,
     report,

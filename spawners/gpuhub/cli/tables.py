@@ -22,6 +22,7 @@ from gpuhub.broker_api.schemas import (
     UsageSource,
     UsageView,
 )
+from gpuhub.broker_api.schemas.services import ServiceView
 from gpuhub.common.units import format_span
 
 if TYPE_CHECKING:
@@ -249,6 +250,17 @@ def format_reservations(reservations: Sequence[ReservationView], now: datetime, 
     if not rows:
         return "No reservations."
     return format_table(("ID", "NAME", "WHAT", "FOR", "FROM", "UNTIL", "BY"), rows, width)
+
+
+def format_services(services: Sequence[ServiceView], width: int | None) -> str:
+    """Return a line for each service."""
+    rows = [
+        (service.name, service.node, service.state, str(service.restarts), service.path, service.message)
+        for service in services
+    ]
+    if not rows:
+        return "No services: [[services]] in cluster.toml adds some."
+    return format_table(("NAME", "NODE", "STATE", "RESTARTS", "ADDRESS", "WHY"), rows, width)
 
 
 def format_usage(usage: Sequence[UsageView], width: int | None) -> str:

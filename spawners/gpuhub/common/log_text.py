@@ -26,6 +26,11 @@ def escape_output(text: str) -> str:
     return "\n".join(reversed(lines))
 
 
+def escape_lines(output: bytes) -> str:
+    """Return a program's output for a terminal: its lines, with characters that are not printable escaped."""
+    return "\n".join(_escape(line.expandtabs()) for line in output.decode("utf-8", "replace").rstrip("\n").split("\n"))
+
+
 class EscapingFormatter(logging.Formatter):
     """Escapes what is not printable, marks the further lines of a record, and cuts the end of a long one."""
 

@@ -49,7 +49,7 @@ class ServiceSettings(SettingsTable):
     #: Image of its container. The node pulls it where it is missing.
     image: Text
     #: Program and arguments; empty: the image's own.
-    command: ListOf[Text] = ()
+    command: ListOf[Annotated[str, StringConstraints(max_length=4096)]] = ()
     #: TCP port on which it listens within its container.
     port: Port
     #: Node on which it runs; None: the first one that is no guest.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpuhub.web.handlers import BROKER_SCOPE
-from gpuhub.web.job_ports import REUSE_S, TOKEN_NOTE, TOKEN_S, VisitTokens
+from gpuhub.web.visits import REUSE_S, TOKEN_NOTE, TOKEN_S, VisitTokens
 
 
 class FakeHubUser:

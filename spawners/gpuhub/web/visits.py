@@ -1,4 +1,4 @@
-"""The page that leads a browser to a job's server: the hub knows the user, and the broker opens the visit."""
+"""The pages that lead a browser to a job's server or a service: the hub knows the user, the broker opens the visit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 from tornado import web
 
+from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.broker_api.errors import NotKnown
+from gpuhub.broker_api.schemas import VisitView
 from gpuhub.common.errors import GpuhubError
 from gpuhub.web.handlers import BROKER_SCOPE, BrokerUserHandler, http_status
 
 #: Lifetime of a visit's token, and the age up to which further visits of the same session use it; seconds.
 TOKEN_S = 12 * 3600
 REUSE_S = 1800
-TOKEN_NOTE = "visits to servers of jobs"  # noqa: S105 - a description
+TOKEN_NOTE = "visits to servers of jobs and services"  # noqa: S105 - a description
 _MAX_TARGET = 4096
 
 
@@ -52,17 +54,15 @@ class _PageError(web.HTTPError):
         self.jupyterhub_message = text
 
 
-class JobPortHandler(BrokerUserHandler):
-    """GET `/hub/gpuhub/ports/JOB?to=/path`: open a visit and go there."""
-
-    PATH = r"/gpuhub/ports/([A-Za-z0-9-]{1,64})"
+class VisitHandler(BrokerUserHandler):
+    """Opens a visit and goes there; subclasses say what is visited."""
 
     #: Of all requests.
     visit_tokens = VisitTokens()
 
     @web.authenticated
-    async def get(self, job_id: str) -> None:
-        """Redirect to the job's server, or show why there is no way to it."""
+    async def get(self, name: str) -> None:
+        """Redirect to the visit's address, or show why there is no way to it."""
         self.check_scope()
         target = self.get_query_argument("to", "/", strip=False)[:_MAX_TARGET]
         user, session = self.current_user, self.get_session_cookie() or ""
@@ -70,7 +70,7 @@ class JobPortHandler(BrokerUserHandler):
             for is_last in (False, True):
                 token = self.visit_tokens.get(user, session)
                 try:
-                    visit = await self.broker.acting(token).open_visit(job_id)
+                    visit = await self.open_visit(self.broker.acting(token), name)
                     break
                 except NotKnown:
                     if is_last:
@@ -82,3 +82,29 @@ class JobPortHandler(BrokerUserHandler):
         self.set_header("Cache-Control", "no-store")
         # A path of this host in any case, whatever `to` has.
         self.redirect(visit.path + target.lstrip("/\\"), status=303)
+
+    async def open_visit(self, broker: AsyncBrokerClient, name: str) -> VisitView:
+        """Open a visit in the name of the user.
+
+        Raises:
+            GpuhubError: The broker refuses.
+        """
+        raise NotImplementedError
+
+
+class JobPortHandler(VisitHandler):
+    """GET `/hub/gpuhub/ports/JOB?to=/path`: to a job's server."""
+
+    PATH = r"/gpuhub/ports/([A-Za-z0-9-]{1,64})"
+
+    async def open_visit(self, broker: AsyncBrokerClient, name: str) -> VisitView:
+        return await broker.open_visit(name)
+
+
+class ServiceHandler(VisitHandler):
+    """GET `/hub/gpuhub/services/NAME?to=/path`: to a service."""
+
+    PATH = r"/gpuhub/services/([a-z0-9-]{1,64})"
+
+    async def open_visit(self, broker: AsyncBrokerClient, name: str) -> VisitView:
+        return await broker.open_service_visit(name)
