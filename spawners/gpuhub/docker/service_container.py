@@ -61,6 +61,11 @@ class ServiceContainers:
         # A relay that starts again has a new network, and the program still the old one.
         return are_running and _started_at(self.relay) <= _started_at(self.program)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program has ended by itself or with its node."""
+        return self.program is not None and not self.program["State"]["Running"]
+
     def is_built_as(self, build: str) -> bool:
         """Return whether both exist, belong together and were made from the same settings and images."""
         if self.relay is None or self.program is None:

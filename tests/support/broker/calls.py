@@ -13,10 +13,11 @@ from tests.support.broker.in_process import Running, until
 
 async def open_socket(running: Running, path: str, token: str | None) -> int:
     """Return the status with which a WebSocket is refused; 101 for one that opens."""
-    url = urlsplit(path)
+    # A service has an address beside that of the broker.
+    url = urlsplit(path if path.startswith("/services/") else f"{PREFIX}{path}")
     headers = [(b"host", b"broker"), *([(b"authorization", f"token {token}".encode())] if token else [])]
     scope = {
-        "type": "websocket", "path": f"{PREFIX}{url.path}", "raw_path": f"{PREFIX}{url.path}".encode(), "query_string": url.query.encode(), "headers": headers,
+        "type": "websocket", "path": url.path, "raw_path": url.path.encode(), "query_string": url.query.encode(), "headers": headers,
         "scheme": "ws", "root_path": "", "subprotocols": [], "client": ("127.0.0.1", 1), "server": ("broker", 80),
         "extensions": {"websocket.http.response": {}},
     }  # fmt: skip

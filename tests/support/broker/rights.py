@@ -41,6 +41,8 @@ MEANINGS = {
 #: Y: allowed, and the response has the status of the second column. N: 403. H: 404, as if the object did not exist.
 #: W: 422, a service must name the owner.
 #: {lease} is active, {waiting} waits, {job} has its GPU, {shared} is a job that she shares with ben, {reservation} is ahead, {destination} gets notifications.
+#: The service `notes` admits ada alone, and does not listen.
+#: {lease} is active, {waiting} waits, {job} has its GPU, {reservation} is ahead, {destination} gets notifications.
 TABLE = """
                                      |     | reader ben ada ada-nb root-nb spawner culler root head
 GET /cluster                         | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
@@ -103,6 +105,12 @@ WEBSOCKET /jobs/{job}/ssh?worker=9   | 409 |   H      H   Y   Y      H       N  
 POST /jobs/{job}/visits              | 409 |   H      H   Y   Y      H       N       H      N    N
 GET /ports/{job}/                    | 409 |   H      H   Y   Y      H       N       H      N    N
 WEBSOCKET /ports/{job}/              | 409 |   H      H   Y   Y      H       N       H      N    N
+GET /services                        | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+POST /services/notes/visits          | 201 |   H      H   Y   Y      H       H       H      H    H
+GET /services/notes/                 | 503 |   H      H   Y   Y      H       H       H      H    H
+WEBSOCKET /services/notes/           | 503 |   H      H   Y   Y      H       H       H      H    H
+POST /services/notes/restart         | 200 |   N      N   N   N      N       N       N      Y    Y
+GET /services/notes/logs             | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/cordon              | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/drain               | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/undrain             | 200 |   N      N   N   N      N       N       N      Y    Y

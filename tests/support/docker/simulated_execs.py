@@ -1,4 +1,4 @@
-"""A Docker daemon's exec, which runs gpu-launch's courier on this machine instead of in a container."""
+"""A Docker daemon's exec, which runs gpu-launch's courier or a service's relay on this machine."""
 
 from __future__ import annotations
 
@@ -30,8 +30,12 @@ class SimulatedExecs:
     def create(self, command: Sequence[str], home: Path) -> str:
         """Register a command and return its id."""
         name = f"exec{next(_ids)}"
-        assert tuple(command[: len(COURIER_COMMAND)]) == COURIER_COMMAND
-        words = [sys.executable, "-m", "gpu_launch.courier", *command[len(COURIER_COMMAND) :]]
+        if command[0] == "python3":
+            # A service's relay.
+            words = [sys.executable, *command[1:]]
+        else:
+            assert tuple(command[: len(COURIER_COMMAND)]) == COURIER_COMMAND
+            words = [sys.executable, "-m", "gpu_launch.courier", *command[len(COURIER_COMMAND) :]]
         self.made[name] = words, {**os.environ, "HOME": str(home), "SHELL": "/bin/bash"}
         return name
 

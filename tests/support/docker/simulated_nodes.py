@@ -10,6 +10,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -174,6 +175,8 @@ class SimulatedNode:
             "ExitCode": 0,
             "OOMKilled": False,
             "Devices": list(devices),
+            "StartedAt": "",
+            "NetworkMode": "",
         }
         return container
 
@@ -204,18 +207,20 @@ class SimulatedClient:
     def create_host_config(self, **arguments: Any) -> dict[str, Any]:
         return arguments
 
-    def create_container(self, *, image: str, name: str, labels: dict[str, str], **_rest: Any) -> dict[str, Any]:
+    def create_container(self, *, image: str, name: str, labels: dict[str, str], **rest: Any) -> dict[str, Any]:
         self.inspect_image(image)
         if any(container["Names"] == [f"/{name}"] for container in self._node.containers.values()):
             raise Conflict(f"node {self._node.name}: the name {name} is in use")
-        return {"Id": self._node.run_container(labels, name=name, state="created")}
+        made = self._node.run_container(labels, name=name, state="created")
+        self._node.containers[made]["NetworkMode"] = (rest.get("host_config") or {}).get("network_mode", "")
+        return {"Id": made}
 
     def start(self, container: str) -> None:
         found = self._find(container)
         if not self._node.has_toolkit:
             # dockerd answers 500, which is neither of the errors with a meaning.
             raise GpuhubError(f'node {self._node.name}: could not select device driver "" with capabilities: [[gpu]]')
-        found["State"] = "running"
+        found.update(State="running", StartedAt=datetime.now(UTC).isoformat())
 
     def stop(self, container: str, timeout: int = 10) -> None:
         self._find(container)["State"] = "exited"
@@ -226,7 +231,7 @@ class SimulatedClient:
                 f"node {self._node.name}: You cannot remove a running container {container}. Stop the container before "
                 "attempting removal or force remove"
             )
-        del self._node.containers[container]
+        del self._node.containers[self._find(container)["Id"]]
 
     def kill(self, container: str, signal: str = "SIGKILL") -> None:
         if self._find(container)["State"] != "running":
@@ -240,9 +245,18 @@ class SimulatedClient:
     def inspect_container(self, container: str) -> dict[str, Any]:
         found = self._find(container)
         return {
-            "Id": container,
-            "State": {"ExitCode": found["ExitCode"], "OOMKilled": found["OOMKilled"]},
-            "HostConfig": {"DeviceRequests": [{"DeviceIDs": found["Devices"]}] if found["Devices"] else None},
+            "Id": found["Id"],
+            "Config": {"Labels": found["Labels"]},
+            "State": {
+                "Running": found["State"] == "running",
+                "StartedAt": found["StartedAt"],
+                "ExitCode": found["ExitCode"],
+                "OOMKilled": found["OOMKilled"],
+            },
+            "HostConfig": {
+                "DeviceRequests": [{"DeviceIDs": found["Devices"]}] if found["Devices"] else None,
+                "NetworkMode": found["NetworkMode"],
+            },
         }
 
     def exec_create(self, container: str, cmd: list[str], **_arguments: Any) -> dict[str, Any]:
@@ -266,7 +280,7 @@ class SimulatedClient:
         return iter([buffer.getvalue()]), {}
 
     def _find_home(self, container: str) -> Path:
-        owner = self._find(container)["Labels"]["gpuhub.owner"]
+        owner = self._find(container)["Labels"].get("gpuhub.owner", "nobody")
         home = self._node.homes / owner if self._node.guest_homes is None else self._node.guest_homes / container
         home.mkdir(parents=True, exist_ok=True)
         return home
@@ -303,7 +317,8 @@ class SimulatedClient:
         del self._node.volumes[name]
 
     def _find(self, container: str) -> dict[str, Any]:
-        found = self._node.containers.get(container)
+        by_name = (one for one in self._node.containers.values() if one["Names"] == [f"/{container}"])
+        found = self._node.containers.get(container) or next(by_name, None)
         if found is None:
             raise NotFound(f"node {self._node.name}: no such container: {container}")
         return found

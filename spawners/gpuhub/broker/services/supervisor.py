@@ -144,7 +144,7 @@ class ServiceSupervisor:
                 watched.delay_s = FIRST_DELAY_S
             watched.status = replace(watched.status, state=ServiceState.RUNNING, message="", relay_id=found.relay_id)
             return
-        elif watched.started_at and await self._delay(watched, found, now):
+        elif watched.started_at and found.has_ended and await self._delay(watched, found, now):
             return
         await service_container.start_service(self._daemons, self._cluster, node, settings, found)
         watched.started_at, watched.may_start_at = now, 0.0

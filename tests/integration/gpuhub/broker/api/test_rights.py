@@ -10,10 +10,11 @@ import pytest
 from fastapi import FastAPI
 
 from gpuhub.broker import audit
-from gpuhub.broker.api import dependencies, ports
+from gpuhub.broker.api import dependencies, ports, services
 from gpuhub.broker.app import PREFIX
 from gpuhub.broker.db.outbox import DestinationRow
 from gpuhub.common import names
+from gpuhub.config.services import ServiceSettings
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.domain.models import OutputShareRow
 from tests.support.broker.calls import ask, open_socket, post, wait_for_state
@@ -25,6 +26,7 @@ DOCS = Path(__file__).parents[5] / "docs" / "rights.md"
 LEASE = {"profile": "cpu"}
 CONTAINER = "c" * 12
 JOB = {"server": "other"}
+SERVICE = "notes"
 WINDOW = {"starts_at": "2126-01-01T08:00:00Z", "ends_at": "2126-01-01T09:00:00Z"}
 #: Request bodies by route.
 BODIES: dict[str, Any] = {
@@ -55,7 +57,9 @@ def guarded(tmp_path: Path) -> Setting:
         ProfileSettings(name="rtx5090", title="RTX 5090", gpu_model="RTX 5090", time_limit="8h"),
         ProfileSettings(name="cpu", title="No GPU", gpu_count=0),
     ]
-    setting = Setting(tmp_path, cluster=build_cluster(profiles=profiles))
+    service = ServiceSettings(name=SERVICE, image="gpuhub/base:latest", port=9, users=("ada",))
+    cluster = build_cluster(profiles=profiles).model_copy(update={"services": (service,)})
+    setting = Setting(tmp_path, cluster=cluster)
     setting.own_token = "head"
     setting.hub.models |= MODELS
     return setting
@@ -123,11 +127,14 @@ async def call(running: Running, route: str, caller: str) -> tuple[int, Any, str
     method, path = route.split()[:2]
     token = None if caller == "nobody" else caller
     path = path.format(**(await build_world(running) if "{" in path else {}))
-    path = path if path.startswith(ports.PORTS) else dependencies.API + path
+    own = services.build_path(SERVICE)
+    path = path if path == own or path.startswith(ports.PORTS) else dependencies.API + path
     if method == "WEBSOCKET":
         return await open_socket(running, path, token), None, ""
     async with running.client(token) as client:
-        answer = await client.request(method, path, **make_content(route))
+        # A service has an address beside that of the broker.
+        url = f"http://broker{path}" if path == own else path
+        answer = await client.request(method, url, **make_content(route))
     if answer.status_code >= 400:
         assert answer.headers["Content-Type"] == "application/problem+json"
         assert answer.json()["detail"]
@@ -212,8 +219,11 @@ async def test_every_route_of_the_application_is_in_the_table(guarded: Setting) 
         there = {
             f"{method} {_name(path)}"
             for method, path in list_routes(app, PREFIX)
-            if not path.startswith(ports.VISITS)
-            and not (path.startswith(ports.PORTS) and method not in {"GET", "WEBSOCKET"})
+            if not path.startswith((ports.VISITS, services.VISITS))
+            and path != services.build_path(SERVICE).rstrip("/")
+            and not (
+                path.startswith((ports.PORTS, services.build_path(SERVICE))) and method not in {"GET", "WEBSOCKET"}
+            )
         }
     rows = {_name(row.split(" as ")[0].split(" with ")[0].split("?")[0]) for row in MATRIX}
     assert there == rows | set(PUBLIC)
@@ -244,6 +254,7 @@ def _name(route: str) -> str:
         ("{reservation_id}", "{reservation}"),
         ("{destination_id}", "{destination}"),
         ("/nodes/{name}/", "/nodes/rig3/"),
+        ("/services/{name}/", f"/services/{SERVICE}/"),
         ("/gpus/{index}/", "/gpus/0/"),
         (dependencies.API, ""),
     ):

@@ -229,7 +229,7 @@ async def test_a_service_that_ends_is_started_again(daemon: OwnDaemon, tmp_path:
         await services.supervisor.restart("notes")
         await until(lambda: answers(services), "it was replaced")
         assert services.supervisor.status("notes").relay_id != before
-        assert b"serving" in await services.supervisor.read_log("notes", 1)
+        assert b"serving" in await services.supervisor.read_log("notes", 50)
 
 
 async def test_changed_settings_replace_and_remove_containers(daemon: OwnDaemon, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ async def test_what_cannot_start_says_why(daemon: OwnDaemon, data: Path, tmp_pat
         service(),
         service(name="missing", image="registry.invalid/none:1"),
         service(data, name="other"),
-        service(data / "deeper" / "lost", name="lost"),
+        service(data.with_name(f"{data.name}-gone") / "lost", name="lost"),
     )
     async with supervised(daemon, tmp_path, *tables) as services:
         await services.wait()
