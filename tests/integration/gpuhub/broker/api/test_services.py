@@ -1,0 +1,145 @@
+"""Services through a broker with a port: who reaches them and how, with the real relay on simulated nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import websocket
+
+from gpuhub.broker.ports import headers
+from gpuhub.config.services import ServiceSettings
+from tests.support.broker.in_process import Running, Setting, served_broker
+from tests.support.docker.simulated_nodes import wait_until
+from tests.support.hub.port_server import PortServer, served_port
+
+
+@pytest.fixture(scope="module")
+def module_server() -> Iterator[PortServer]:
+    with served_port() as found:
+        yield found
+
+
+@pytest.fixture
+def server(module_server: PortServer) -> PortServer:
+    """The services' program, on this machine."""
+    module_server.received.clear()
+    module_server.cut.clear()
+    return module_server
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, module_server: PortServer) -> Iterator[Running]:
+    """A broker with a service for all, one for ada, and one for the group lab, of which ben is a member."""
+    setting = Setting(tmp_path_factory.mktemp("services"))
+    tables = ({"name": "all"}, {"name": "adas", "users": ("ada",)}, {"name": "labs", "groups": ("lab",)})
+    services = tuple(
+        ServiceSettings.model_validate({"image": "gpuhub/base:latest", "port": module_server.port, **table})
+        for table in tables
+    )
+    setting.cluster = setting.cluster.model_copy(update={"services": services})
+    access = ["access:services!service=broker"]
+    setting.hub.models["ben"] = {"kind": "user", "name": "ben", "groups": ["lab"], "scopes": access}
+    with served_broker(setting) as found:
+        wait_until(lambda: all(one["state"] == "running" for one in list_services(found, "root")), "all run")
+        yield found
+
+
+def list_services(running: Running, who: str) -> list[dict[str, str]]:
+    answer = running.send("GET", "/api/v1/services", who)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json())
+
+
+def ask(running: Running, path: str, who: str | None = "ada", method: str = "GET", **more: str) -> httpx.Response:
+    """Send a request to an address below the hub's."""
+    sent = {} if who is None else {"Authorization": f"Bearer {who}"}
+    url = running.url.removesuffix("/services/broker") + path
+    return httpx.request(method, url, headers={**sent, **more}, trust_env=False, timeout=30)
+
+
+def open_visit(running: Running, service: str, who: str = "ada") -> str:
+    answer = running.send("POST", f"/api/v1/services/{service}/visits", who)
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["path"])
+
+
+@pytest.mark.parametrize(
+    ("who", "seen"),
+    [("ada", ["all", "adas"]), ("ben", ["all", "labs"]), ("eve", ["all"]), ("root", ["all", "adas", "labs"])],
+)
+def test_users_see_what_they_may_use(running: Running, who: str, seen: list[str]) -> None:
+    """Administrators see all, with the reason where one does not run; to use one they must be named."""
+    assert [one["name"] for one in list_services(running, who)] == seen
+    for name in ("all", "adas", "labs"):
+        may_use = name in seen and not (who == "root" and name != "all")
+        assert ask(running, f"/services/{name}/echo", who).status_code == (200 if may_use else 404)
+
+
+@pytest.mark.parametrize(("who", "status"), [(None, 401), ("unknown", 401), ("narrow", 403), ("own-token", 404)])
+def test_strangers_reach_nothing(running: Running, server: PortServer, who: str | None, status: int) -> None:
+    """Without a token of a user's, neither the service nor whether it exists is shown."""
+    for path in ("/services/all/", "/services/all/echo?a=1", "/services/adas/"):
+        assert ask(running, path, who).status_code == status
+    for path in ("/services/all/socket", "/services/broker/service-visits/all/guessed/socket"):
+        with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+            header = [] if who is None else [f"Authorization: Bearer {who}"]
+            url = running.url.replace("http", "ws", 1).removesuffix("/services/broker") + path
+            websocket.create_connection(url, header=header, timeout=20, suppress_origin=True)
+        assert refused.value.status_code == (401 if "guessed" in path else status)
+    assert server.received == []
+
+
+def test_the_hubs_secrets_stay_outside(running: Running, server: PortServer) -> None:
+    """The service learns who asks, and gets neither token nor cookie; a name that a client makes up is replaced."""
+    made_up = {"Cookie": "jupyterhub-session-id=secret", "X-Forwarded-User": "root", "X-XSRFToken": "secret"}
+    answer = ask(running, "/services/all/echo?x=%2F", **made_up)
+    assert answer.text.startswith("x=%2F|")
+    (received,) = server.received
+    assert received["x-forwarded-user"] == "ada"
+    assert received["x-forwarded-prefix"] == "/services/all"
+    assert not {"cookie", "authorization", "x-xsrftoken"} & {name.lower() for name in received}
+    assert "secret" not in str(received)
+
+
+def test_browsers_go_through_the_hub_to_a_sandboxed_page(running: Running, server: PortServer) -> None:
+    """Without a token a navigation is sent to the hub; a visit's key opens the one service, while its token lasts."""
+    to_hub = ask(running, "/services/adas/some/page?q=1", None, Accept="text/html")
+    assert (to_hub.status_code, to_hub.headers["location"]) == (
+        303,
+        "/hub/gpuhub/services/adas?to=%2Fsome%2Fpage%3Fq%3D1",
+    )
+    path = open_visit(running, "adas")
+    page = ask(running, f"{path}echo", None)
+    assert page.status_code == 200
+    assert page.headers["content-security-policy"] == headers.SANDBOX.decode()
+    assert "set-cookie" not in page.headers
+    assert ask(running, path.replace("/adas/", "/all/"), None).status_code == 401
+    job_visit = path.replace("service-visits/adas", "visits/service:adas")
+    assert ask(running, job_visit, None).status_code in {401, 404}
+    running.setting.hub.models["ada"] = None
+    authenticator = running.app.state.authenticator
+    authenticator._known.clear()
+    try:
+        assert ask(running, f"{path}echo", None).status_code in {401, 303}
+    finally:
+        del running.setting.hub.models["ada"]
+        authenticator._unknown.clear()
+
+
+def test_the_address_without_a_slash_is_completed(running: Running) -> None:
+    """The redirect names neither host nor scheme, which the broker does not know."""
+    answer = ask(running, "/services/all")
+    assert (answer.status_code, answer.headers["location"]) == (308, "/services/all/")
+
+
+def test_administrators_restart_a_service(running: Running) -> None:
+    """It has a new relay, and goes on."""
+    before = running.app.state.services._supervisor.status("labs").relay_id
+    assert running.send("POST", "/api/v1/services/labs/restart", "ada").status_code == 403
+    assert running.send("POST", "/api/v1/services/gone/restart", "root").status_code == 404
+    assert running.send("POST", "/api/v1/services/labs/restart", "root").status_code == 200
+    wait_until(lambda: ask(running, "/services/labs/echo", "ben").status_code == 200, "it runs again")
+    assert running.app.state.services._supervisor.status("labs").relay_id != before
+    assert running.send("GET", "/api/v1/services/labs/logs?lines=5", "root").status_code == 200
