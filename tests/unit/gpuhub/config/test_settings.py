@@ -245,7 +245,7 @@ def test_the_example_is_valid_and_shows_every_key():
     tables_read = [
         settings.ClusterSettings, nodes.NodeSettings, settings.CircuitSettings, profiles.ProfileSettings, users.UserSettings, users.GroupSettings, users.LimitSettings,
         users.SchedulingSettings, storage.StorageSettings, network.NetworkSettings, jobs.JobSettings, network.HubSettings, images.ImageSettings, login_keys.LoginSettings,
-        settings.SlurmSettings, settings.IdleSettings, settings.CostSettings, settings.GuestSettings,
+        settings.SlurmSettings, settings.IdleSettings, settings.CostSettings, settings.GuestSettings, settings.ServiceSettings,
     ]  # fmt: skip
     missing = [f"{table.__name__}.{key}" for table in tables_read for key in table.model_fields if key not in shown]
     assert missing == []
@@ -253,7 +253,7 @@ def test_the_example_is_valid_and_shows_every_key():
 
 def test_the_example_shows_the_true_defaults(tmp_path):
     """Every commented-out line `# key = value` of the example, taken in, gives the same settings as the default."""
-    text = re.sub(r"(?ms)^# \[(slurm|\[circuits\])\]$.*?\n\n", "", EXAMPLE.read_text(encoding="utf-8"))
+    text = re.sub(r"(?ms)^# \[(slurm|\[circuits\]|\[services\])\]$.*?\n\n", "", EXAMPLE.read_text(encoding="utf-8"))
     fewer = re.sub(
         r"^# (?!endpoint|address|data_address|fabric|torch_index|max_gpus|uid_first|accounts|time_limit|description|title|switch|rack|owner|owner_first|cpus|memory|shm|gpu_models|gpu_driver|gpu_capability|gpu_hours|longest_lease|card_values|disk|tmp|client_id|client_secret_file|password_file|issuer|username_claim|groups_claim|domains|idps|server|user_dn|group_base|ca|certificate|key|hostnames|url|reach|name|members|each|together|weight|partition|account|qos|reservation|slurm|idle|models|profiles|power|ipmi)([a-z_]+ = )",
         r"\1",
