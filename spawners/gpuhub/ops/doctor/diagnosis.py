@@ -28,6 +28,7 @@ from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import DockerFacts, GpuReport, HostFacts
 from gpuhub.ops.doctor.room_checks import check_room
 from gpuhub.ops.doctor.room_temperature import PastReading, check_temperature
+from gpuhub.ops.doctor.service_checks import check_services, read_services
 from gpuhub.ops.doctor.version_checks import NodeVersions, check_cuda, collect_versions, compare_versions
 from gpuhub.ops.images.wheels import find_torch_cuda
 
@@ -104,7 +105,9 @@ async def diagnose(cluster: ClusterSettings, paths: Paths, names: Sequence[str])
         machines = []
         if not names:
             homes = await _read_homes(daemons, cluster, paths, docker_nodes)
-            machines.append((HEAD, [*check_head(await head), *check_homes(homes), *site_findings]))
+            services = await read_services(paths) if cluster.services and facts.is_running else []
+            findings = [*check_head(await head), *check_homes(homes), *check_services(services), *site_findings]
+            machines.append((HEAD, findings))
             machines.append((ROOM, [*check_room(cluster, facts.gpu_reports), *check_temperature(await histories)]))
         return [*machines, *add_differences(by_node)]
     finally:
