@@ -57,3 +57,15 @@ def test_hub_opens_no_visit_for_others(scene: Scene) -> None:
         web.post("/hub/login", data={"username": "ben", "password": scene.product.password, "_xsrf": xsrf})
         for target in ("", "?to=//evil.lan/", "?to=%0d%0aSet-Cookie:x", "?to=" + "x" * 4000):
             assert web.get(url + target).status_code == 404
+
+
+def test_services_of_others(scene: Scene) -> None:
+    """Names and keys that ben makes up lead nowhere, and no path leads from a service's address into the broker."""
+    base = f"{scene.product.address}/services"
+    for path in ("none/", "broker/service-visits/none/", "none/..%2fbroker/api/v1/jobs"):
+        assert get(f"{base}/{path}", scene.ben.token).status_code in {401, 404}
+    for key in ("k" * 43, "..%2f..%2fapi", "k" * 20000):
+        assert get(f"{base}/broker/service-visits/none/{key}/").status_code in {401, 404, 414, 431}
+    for action in ("restart", "logs", "visits"):
+        method = "GET" if action == "logs" else "POST"
+        assert scene.ben.ask(scene.ben.broker, method, f"/services/none/{action}")[0] in {403, 404}
