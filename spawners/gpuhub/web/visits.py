@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from http.client import responses
 from typing import Any
 
 from tornado import web
@@ -50,7 +51,7 @@ class _PageError(web.HTTPError):
     """An error whose text JupyterHub's error page shows."""
 
     def __init__(self, status: int, text: str) -> None:
-        super().__init__(status)
+        super().__init__(status, reason=responses.get(status))
         self.jupyterhub_message = text
 
 

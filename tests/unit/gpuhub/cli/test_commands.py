@@ -17,13 +17,18 @@ from gpuhub.cli.console import AdminConsole
 from gpuhub.cli.leases import find_lease
 from gpuhub.cli.options import BrokerAction, BrokerRunner, parse_time
 from gpuhub.common.errors import Conflict, InvalidRequest, NotFound, SetupError
+from gpuhub.common.log_text import escape_lines
 from gpuhub.common.paths import Paths
+from gpuhub.config.services import ServiceSettings
 from gpuhub.config.settings import ProfileSettings
+from gpuhub.domain.models import Identity
 from gpuhub.ops.broker_connection import connect_to_broker
 from tests.support.broker.calls import ask, run_notebook
 from tests.support.broker.factories import held
-from tests.support.broker.in_process import Running, Setting, asgi_broker
+from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import build_cluster
+
+ROOT = Identity(name="root", is_user=True, is_admin=True)
 
 
 class Terminal(io.StringIO):
@@ -64,7 +69,9 @@ class HeadNodeCli:
 async def head(tmp_path: Path) -> AsyncIterator[HeadNodeCli]:
     """Ada has rig1's card for eight hours, and ben waits for it."""
     profile = ProfileSettings(name="rtx5090", title="RTX 5090", gpu_model="RTX 5090", time_limit="8h")
-    async with asgi_broker(Setting(tmp_path, cluster=build_cluster(profiles=[profile]))) as running:
+    service = ServiceSettings(name="notes", image="gpuhub/base:latest", port=8000, node="rig2")
+    cluster = build_cluster(profiles=[profile]).model_copy(update={"services": (service,)})
+    async with asgi_broker(Setting(tmp_path, cluster=cluster)) as running:
         await run_notebook(running, await ask(running, "ada"))
         await ask(running, "ben")
         head = HeadNodeCli(running)
@@ -110,6 +117,20 @@ async def test_list_commands(head: HeadNodeCli) -> None:
     assert await head.run("reservation list") == "No reservations.\n"
     assert "lease.granted" in await head.run("events")
     assert len((await head.run("events -n 1")).splitlines()) == 1
+
+
+async def test_services_are_listed_and_restarted(head: HeadNodeCli) -> None:
+    """With where they run; an unknown one is refused with those that there are, and output is escaped."""
+    await until(lambda: head.running.app.state.services.list_services(ROOT)[0].state == "running", "it runs")
+    header, line = (await head.run("service list")).splitlines()
+    assert header.split() == ["NAME", "NODE", "STATE", "RESTARTS", "ADDRESS", "WHY"]
+    assert line.split() == ["notes", "rig2", "running", "0", "/services/notes/"]
+    assert await head.run("service restart notes") == "The service notes starts again on node rig2.\n"
+    with pytest.raises(NotFound, match="there is no service 'wiki'; there are: notes"):
+        await head.run("service restart wiki")
+    await until(lambda: head.running.app.state.services.list_services(ROOT)[0].state == "running", "it runs again")
+    assert "driver" in await head.run("service logs notes -n 5")
+    assert escape_lines(b"a\x1b[2Jb\n\tc\n") == "a\\x1b[2Jb\n        c"
 
 
 async def test_drain_lists_leases_and_asks_for_confirmation(head: HeadNodeCli) -> None:
