@@ -205,9 +205,10 @@ def build_relay(instance: str, service: ServiceSettings, build: str, network: st
         "host_config": {
             "network_mode": network or "none",
             **_confinement(),
-            "mem_limit": "512m",
-            "memswap_limit": "512m",
-            "pids_limit": 256,
+            # For a program of some 10 MB for each connection.
+            "mem_limit": "1g",
+            "memswap_limit": "1g",
+            "pids_limit": 512,
             "log_config": LogConfig(type="json-file", config={"max-size": "1m", "max-file": "1"}),
         },
     }

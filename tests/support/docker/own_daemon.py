@@ -50,10 +50,26 @@ def own_daemon() -> Iterator[OwnDaemon]:
         daemon = OwnDaemon(folder, folder / "dockerd.log")
         command = [
             *("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child=KILL", "--mount-proc", "dockerd"),
-            *("--host", daemon.url, "--group", "root", "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"),
+            *(
+                "--host",
+                daemon.url,
+                "--group",
+                "root",
+                "--data-root",
+                f"{folder}/data",
+                "--exec-root",
+                f"{folder}/exec",
+            ),
             *("--pidfile", f"{folder}/pid", "--config-file", f"{folder}/none.json", "--bridge", "none"),
             *("--iptables=false", "--ip6tables=false", "--ip-forward=false", "--shutdown-timeout", "5"),
-            *("--exec-opt", "native.cgroupdriver=cgroupfs", "--cgroup-parent", f"/{folder.name}", "--log-level", "warn"),
+            *(
+                "--exec-opt",
+                "native.cgroupdriver=cgroupfs",
+                "--cgroup-parent",
+                f"/{folder.name}",
+                "--log-level",
+                "warn",
+            ),
         ]
         (folder / "none.json").write_text("{}", encoding="utf-8")
         with daemon.log.open("wb") as log:

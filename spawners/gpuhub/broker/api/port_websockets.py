@@ -12,7 +12,6 @@ import httpcore
 from fastapi import APIRouter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from gpuhub.broker.admission import access
 from gpuhub.broker.api import problems
 from gpuhub.broker.api.ports import PORTS, VISITS, PortTarget, find_port, find_visit
 from gpuhub.broker.files.user_files import UserFiles
@@ -62,7 +61,7 @@ async def serve_websocket(websocket: WebSocket, find: Callable[[], Awaitable[Por
     try:
         check_page_origin(websocket.headers.get("origin"), websocket.headers.get("host", ""), is_visit=is_visit)
         target = await find()
-        with files.streams.acquire(access.PORTS, target.visitor):
+        with files.streams.acquire(target.kind, target.visitor):
             stream = await connections.connect(target.server)
             try:
                 server = await PortWebSocket.open(

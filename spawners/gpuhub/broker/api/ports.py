@@ -84,6 +84,8 @@ class PortTarget:
     #: Path and query for the server, as the visitor sent them.
     target: bytes
     watch: AccessWatch
+    #: As what the visitor's requests count.
+    kind: access.StreamKind = access.PORTS
 
 
 @api.post("/jobs/{job_id}/visits", status_code=201, tags=["jobs"], responses=document_problems(404, 409, 422))
@@ -287,7 +289,7 @@ class PortResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
         body = RequestBody(receive, self._limit, has_body=has_body)
-        with self._streams.acquire(access.PORTS, self._target.visitor):
+        with self._streams.acquire(self._target.kind, self._target.visitor):
             exchange = asyncio.ensure_future(self._exchange(scope, body, send, has_body=has_body))
             refusal = asyncio.ensure_future(self._target.watch.wait_until_refused())
             tasks = (exchange, refusal, asyncio.ensure_future(body.wait_until_disconnected()))

@@ -5,6 +5,7 @@ As for servers of jobs, neither takes a cookie, and pages are sandboxed: a servi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, cast
 from urllib.parse import quote
 
@@ -13,6 +14,7 @@ from fastapi.responses import RedirectResponse
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket
 
+from gpuhub.broker.admission import access
 from gpuhub.broker.api import ports
 from gpuhub.broker.api.dependencies import API, Caller, identify, refuse_unknown_query
 from gpuhub.broker.api.port_websockets import serve_websocket
@@ -147,7 +149,8 @@ async def _find_visit(connection: HTTPConnection, name: str, key: str) -> PortTa
 async def _find_target(connection: HTTPConnection, name: str, authorization: str | None, *, parts: int) -> PortTarget:
     watch, caller = await ports.identify_visitor(connection, authorization)
     server = _operations(connection).find_server(caller, name)
-    return ports.build_target(connection, server, caller, watch, parts=parts)
+    target = ports.build_target(connection, server, caller, watch, parts=parts)
+    return replace(target, kind=access.SERVICES)
 
 
 def _operations(connection: HTTPConnection) -> ServiceOperations:

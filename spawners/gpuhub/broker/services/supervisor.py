@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from gpuhub.broker_api.schemas.services import ServiceState
-from gpuhub.common.errors import GpuhubError, ImageMissing, NodeUnreachable
+from gpuhub.common.errors import GpuhubError, ImageMissing, NodeUnreachable, Unavailable
 from gpuhub.config.services import ServiceSettings, find_service_node
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import service_container
@@ -26,6 +26,8 @@ HEALTHY_S = 60.0
 REFUSED_DELAY_S = 60.0
 #: Interval between two searches for containers of former services, seconds.
 _CLEAN_PERIOD_S = 30.0
+#: Longest wait of a new start for one that goes on, seconds.
+_LOCK_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +87,22 @@ class ServiceSupervisor:
         """Replace a service's containers.
 
         Raises:
+            Unavailable: It is being started, which takes long, such as the pull of its image.
             GpuhubError: Its node does not answer, or refuses.
         """
         watched = self._watched[service]
-        async with watched.lock:
+        try:
+            async with asyncio.timeout(_LOCK_S):
+                await watched.lock.acquire()
+        except TimeoutError:
+            raise Unavailable(f"the service {service} is being started: {watched.status.message}") from None
+        try:
             watched.status = replace(watched.status, state=ServiceState.STARTING, message="", relay_id="")
             await service_container.remove_service(self._daemons, watched.node, service)
             watched.delay_s, watched.may_start_at = FIRST_DELAY_S, 0.0
-            watched.wake.set()
+        finally:
+            watched.lock.release()
+        watched.wake.set()
 
     async def read_log(self, service: str, lines: int) -> bytes:
         """Return the last lines of a service's output.

@@ -18,6 +18,7 @@ from gpuhub.docker import swarm
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_lifecycle import remove_instance_objects, remove_nfs_volumes
 from gpuhub.docker.firewall_container import remove_firewall
+from gpuhub.docker.service_container import list_services, remove_service
 from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import programs
@@ -178,13 +179,16 @@ def _find_failures(nodes: Sequence[str], results: Sequence[object]) -> dict[str,
 
 
 async def _remove_containers(daemons: DockerClients, node: str, instance: str) -> str:
-    """Remove the containers and the definitions of their NFS volumes; users' scratch stays.
+    """Remove the containers and the definitions of their NFS volumes; users' scratch and the data of services stay.
 
     Returns the id of the daemon, which lists no container of the instance any more.
 
     Raises:
         GpuhubError: Something could not be removed.
     """
+    # These may have databases, and get time to end.
+    services = await list_services(daemons, node)
+    await asyncio.gather(*(remove_service(daemons, node, service) for service in services))
     await remove_instance_objects(daemons, node, instance, "container")
     filters = {"label": [f"{names.LABEL_INSTANCE}={instance}"]}
     left = await daemons.call(node, "containers", all=True, filters=filters)

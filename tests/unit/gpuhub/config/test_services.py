@@ -97,4 +97,8 @@ def test_services_share_neither_name_nor_data() -> None:
 def test_users_and_groups_are_admitted() -> None:
     """One of both is enough."""
     service = ServiceSettings(name="a", image="b", port=1, users=("ada",), groups=("lab",))
-    assert [service.admits(*who) for who in (("ada", ()), ("ben", ("lab",)), ("eve", ("other",)))] == [True, True, False]
+    assert [service.admits(*who) for who in (("ada", ()), ("ben", ("lab",)), ("eve", ("other",)))] == [
+        True,
+        True,
+        False,
+    ]

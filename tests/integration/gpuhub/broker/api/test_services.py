@@ -8,6 +8,7 @@ import httpx
 import pytest
 import websocket
 
+from gpuhub.broker.admission import access
 from gpuhub.broker.ports import headers
 from gpuhub.config.services import ServiceSettings
 from tests.support.broker.in_process import Running, Setting, served_broker
@@ -143,3 +144,19 @@ def test_administrators_restart_a_service(running: Running) -> None:
     wait_until(lambda: ask(running, "/services/labs/echo", "ben").status_code == 200, "it runs again")
     assert running.app.state.services._supervisor.status("labs").relay_id != before
     assert running.send("GET", "/api/v1/services/labs/logs?lines=5", "root").status_code == 200
+
+
+def test_one_user_cannot_take_all_connections(running: Running) -> None:
+    """Further WebSockets of the user are refused, and another user still gets an answer."""
+    url = running.url.replace("http", "ws", 1).removesuffix("/services/broker") + "/services/all/socket"
+    opened = []
+    try:
+        with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+            for _ in range(access.SERVICES.per_owner + 1):
+                header = ["Authorization: Bearer ada"]
+                opened.append(websocket.create_connection(url, header=header, timeout=60, suppress_origin=True))
+        assert (refused.value.status_code, len(opened)) == (429, access.SERVICES.per_owner)
+        assert ask(running, "/services/all/echo", "eve").status_code == 200
+    finally:
+        for connection in opened:
+            connection.close()

@@ -111,9 +111,7 @@ class Services:
     async def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         """Send a request, as soon as the service listens."""
         relay = self.supervisor.status("notes").relay_id
-        address = ServerAddress(
-            node="rig1", container_id=relay, port=PORT, command=build_relay_command(PORT)
-        )
+        address = ServerAddress(node="rig1", container_id=relay, port=PORT, command=build_relay_command(PORT))
         request: Callable[..., Any] = httpcore.Request
 
         async def send() -> bytes:
@@ -188,11 +186,17 @@ async def test_a_service_is_confined_and_its_data_stays(daemon: OwnDaemon, data:
         await container_lifecycle.remove_instance_objects(services.daemons, "rig1", INSTANCE, "container")
     assert list_names(daemon) == []
     assert (data / "greeting").read_bytes() == b"hello"
-    assert (data.stat().st_uid, data.stat().st_mode & 0o777) == (65533, 0o700)
+    assert find_owner(data) == (65533, 0o700)
     async with supervised(daemon, tmp_path, service(data)) as services:
         await services.wait()
         await until(lambda: answers(services), "it listens again")
         assert await services.run_inside("open('/data/greeting').read()") == "'hello'"
+
+
+def find_owner(folder: Path) -> tuple[int, int]:
+    """Return the user and the mode of a folder."""
+    found = folder.stat()
+    return found.st_uid, found.st_mode & 0o777
 
 
 async def answers(services: Services) -> bool:
@@ -249,10 +253,17 @@ async def test_changed_settings_replace_and_remove_containers(daemon: OwnDaemon,
         await until(lambda: list_names(daemon) == [], "the former service is gone")
 
 
-async def test_what_cannot_start_says_why(daemon: OwnDaemon, data: Path, tmp_path: Path) -> None:
-    """A missing image, data of another user and a missing parent are named, and another service runs beside them."""
+@pytest.fixture
+def foreign_data(data: Path) -> Path:
+    """A folder of root's that has a file."""
     data.mkdir(mode=0o755)
     (data / "file").write_text("of root")
+    return data
+
+
+async def test_what_cannot_start_says_why(daemon: OwnDaemon, foreign_data: Path, tmp_path: Path) -> None:
+    """A missing image, data of another user and a missing parent are named, and another service runs beside them."""
+    data = foreign_data
     tables = (
         service(),
         service(name="missing", image="registry.invalid/none:1"),
