@@ -39,6 +39,7 @@ from tests.support.markers import mark_users_of_fixtures
 #: Markers by fixture.
 _NEEDS = {
     "closet": ("closet", "docker", "root"),
+    "docker_daemon": ("docker", "root"),
     "interpreter": ("torch",),
     "playwright": ("browser",),
     "accounts": ("root",),

@@ -1,4 +1,4 @@
-"""A service behind the login: real proxy, hub and broker, a real Docker daemon, and Chromium."""
+"""A service behind the login: real proxy, hub and broker, a real Docker docker_daemon, and Chromium."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ http.server.ThreadingHTTPServer(("127.0.0.1", 8000), Handler).serve_forever()
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[OwnDaemon]:
+def docker_daemon() -> Iterator[OwnDaemon]:
     with own_daemon() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def hub(daemon: OwnDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHub]:
+def hub(docker_daemon: OwnDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHub]:
     """A hub with a service for all, and one for ben."""
     program = PROGRAM.replace("{", "{{").replace("}", "}}").replace("\\", "\\\\").replace('"', '\\"')
     program = program.replace("\n", "\\n")
@@ -60,7 +60,7 @@ def hub(daemon: OwnDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         f'[[services]]\nname = "{name}"\nimage = "{TINY}"\ncommand = ["python3", "-c", "{program}"]\nport = 8000\n{more}\n'
         for name, more in (("notes", ""), ("private", 'users = ["ben"]'))
     )
-    settings = SETTINGS.replace("unix:///run/gpuhub-nobody-listens-here.sock", daemon.url) + tables
+    settings = SETTINGS.replace("unix:///run/gpuhub-nobody-listens-here.sock", docker_daemon.url) + tables
     served = ServedHub("ghserve", tmp_path_factory.mktemp("hub"), "", PORT, settings=settings)
     try:
         served.start()

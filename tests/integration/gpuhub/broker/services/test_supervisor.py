@@ -57,7 +57,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", 8000), Handler).serve_forever()
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[OwnDaemon]:
+def docker_daemon() -> Iterator[OwnDaemon]:
     with own_daemon() as found:
         yield found
 
@@ -76,9 +76,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisors, "PERIOD_S", 0.2)
 
 
-def build_settings(daemon: OwnDaemon, *services: dict[str, Any]) -> ClusterSettings:
+def build_settings(docker_daemon: OwnDaemon, *services: dict[str, Any]) -> ClusterSettings:
     """Return a cluster whose first node is the daemon."""
-    node = {"name": "rig1", "address": "192.168.1.21", "docker": daemon.url}
+    node = {"name": "rig1", "address": "192.168.1.21", "docker": docker_daemon.url}
     profile = {"name": "cpu", "title": "No GPU", "gpu_count": 0}
     return build_cluster(nodes=[node], profiles=[profile], services=list(services))
 
@@ -100,7 +100,7 @@ def service(data: Path | None = None, **changes: Any) -> dict[str, Any]:
 class Services:
     """A supervisor that runs, and connections to its services."""
 
-    def __init__(self, cluster: ClusterSettings, daemon: OwnDaemon, folder: Path) -> None:
+    def __init__(self, cluster: ClusterSettings, folder: Path) -> None:
         self.daemons = DockerClients(cluster.nodes, instance=INSTANCE, run_dir=folder)
         self.supervisor = ServiceSupervisor(cluster, self.daemons)
         self.connections = PortConnections(self.daemons)
@@ -136,9 +136,9 @@ class Services:
 
 
 @asynccontextmanager
-async def supervised(daemon: OwnDaemon, folder: Path, *tables: dict[str, Any]) -> AsyncIterator[Services]:
+async def supervised(docker_daemon: OwnDaemon, folder: Path, *tables: dict[str, Any]) -> AsyncIterator[Services]:
     """Run a supervisor; its containers stay afterwards."""
-    services = Services(build_settings(daemon, *tables), daemon, folder)
+    services = Services(build_settings(docker_daemon, *tables), folder)
     running = asyncio.ensure_future(services.supervisor.run())
     try:
         yield services
@@ -149,22 +149,22 @@ async def supervised(daemon: OwnDaemon, folder: Path, *tables: dict[str, Any]) -
 
 
 @pytest.fixture(autouse=True)
-def clean(daemon: OwnDaemon) -> Iterator[None]:
+def clean(docker_daemon: OwnDaemon) -> Iterator[None]:
     """Remove what a test has left."""
     yield
-    with closing(daemon.client()) as client:
+    with closing(docker_daemon.client()) as client:
         for container in client.containers.list(all=True):
             container.remove(force=True)
 
 
-def list_names(daemon: OwnDaemon) -> list[str]:
-    with closing(daemon.client()) as client:
+def list_names(docker_daemon: OwnDaemon) -> list[str]:
+    with closing(docker_daemon.client()) as client:
         return sorted(container.name for container in client.containers.list(all=True))
 
 
-async def test_a_service_is_confined_and_its_data_stays(daemon: OwnDaemon, data: Path, tmp_path: Path) -> None:
+async def test_a_service_is_confined_and_its_data_stays(docker_daemon: OwnDaemon, data: Path, tmp_path: Path) -> None:
     """It has no rights, no network and no file system but its data, which survives removal and a new start."""
-    async with supervised(daemon, tmp_path, service(data)) as services:
+    async with supervised(docker_daemon, tmp_path, service(data)) as services:
         await services.wait()
         await until(lambda: answers(services), "it listens")
         assert await services.ask("POST", "/greeting", b"hello") == b"stored"
@@ -184,10 +184,10 @@ async def test_a_service_is_confined_and_its_data_stays(daemon: OwnDaemon, data:
         assert inspected["HostConfig"]["Memory"] == 128 * 1024**2
         assert inspected["NetworkSettings"]["Ports"] == {}
         await container_lifecycle.remove_instance_objects(services.daemons, "rig1", INSTANCE, "container")
-    assert list_names(daemon) == []
+    assert list_names(docker_daemon) == []
     assert (data / "greeting").read_bytes() == b"hello"
     assert find_owner(data) == (65533, 0o700)
-    async with supervised(daemon, tmp_path, service(data)) as services:
+    async with supervised(docker_daemon, tmp_path, service(data)) as services:
         await services.wait()
         await until(lambda: answers(services), "it listens again")
         assert await services.run_inside("open('/data/greeting').read()") == "'hello'"
@@ -206,9 +206,9 @@ async def answers(services: Services) -> bool:
         return False
 
 
-async def test_a_service_that_ends_is_started_again(daemon: OwnDaemon, tmp_path: Path) -> None:
+async def test_a_service_that_ends_is_started_again(docker_daemon: OwnDaemon, tmp_path: Path) -> None:
     """The state names the exit code and the last line; so it is where its network or both containers vanish."""
-    async with supervised(daemon, tmp_path, service()) as services:
+    async with supervised(docker_daemon, tmp_path, service()) as services:
         await services.wait()
         await until(lambda: answers(services), "it listens")
         with pytest.raises(httpcore.RemoteProtocolError):
@@ -218,7 +218,7 @@ async def test_a_service_that_ends_is_started_again(daemon: OwnDaemon, tmp_path:
         await until(lambda: answers(services), "it was started again")
         assert services.supervisor.status("notes").restarts == 1
         first = services.inspect(names.service_container_name(INSTANCE, "notes"))
-        with closing(daemon.client()) as client:
+        with closing(docker_daemon.client()) as client:
             client.containers.get(names.service_relay_name(INSTANCE, "notes")).kill()
             await until(lambda: answers(services), "it has a network again")
             second = services.inspect(names.service_container_name(INSTANCE, "notes"))
@@ -236,21 +236,21 @@ async def test_a_service_that_ends_is_started_again(daemon: OwnDaemon, tmp_path:
         assert b"serving" in await services.supervisor.read_log("notes", 50)
 
 
-async def test_changed_settings_replace_and_remove_containers(daemon: OwnDaemon, tmp_path: Path) -> None:
+async def test_changed_settings_replace_and_remove_containers(docker_daemon: OwnDaemon, tmp_path: Path) -> None:
     """The same settings adopt what runs; others replace it; a service that is gone is removed."""
-    async with supervised(daemon, tmp_path, service()) as services:
+    async with supervised(docker_daemon, tmp_path, service()) as services:
         await services.wait()
         first = services.inspect(names.service_container_name(INSTANCE, "notes"))["Id"]
-    async with supervised(daemon, tmp_path, service()) as services:
+    async with supervised(docker_daemon, tmp_path, service()) as services:
         await services.wait()
         assert services.inspect(names.service_container_name(INSTANCE, "notes"))["Id"] == first
-    async with supervised(daemon, tmp_path, service(environment=["MOOD=good"])) as services:
+    async with supervised(docker_daemon, tmp_path, service(environment=["MOOD=good"])) as services:
         await services.wait()
         await until(lambda: answers(services), "it listens")
         assert await services.run_inside("os.environ['MOOD']") == "'good'"
         assert services.inspect(names.service_container_name(INSTANCE, "notes"))["Id"] != first
-    async with supervised(daemon, tmp_path):
-        await until(lambda: list_names(daemon) == [], "the former service is gone")
+    async with supervised(docker_daemon, tmp_path):
+        await until(lambda: list_names(docker_daemon) == [], "the former service is gone")
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def foreign_data(data: Path) -> Path:
     return data
 
 
-async def test_what_cannot_start_says_why(daemon: OwnDaemon, foreign_data: Path, tmp_path: Path) -> None:
+async def test_what_cannot_start_says_why(docker_daemon: OwnDaemon, foreign_data: Path, tmp_path: Path) -> None:
     """A missing image, data of another user and a missing parent are named, and another service runs beside them."""
     data = foreign_data
     tables = (
@@ -270,7 +270,7 @@ async def test_what_cannot_start_says_why(daemon: OwnDaemon, foreign_data: Path,
         service(data, name="other"),
         service(data.with_name(f"{data.name}-gone") / "lost", name="lost"),
     )
-    async with supervised(daemon, tmp_path, *tables) as services:
+    async with supervised(docker_daemon, tmp_path, *tables) as services:
         await services.wait()
         for name in ("missing", "other", "lost"):
             await services.wait(ServiceState.FAILED, name)
