@@ -40,9 +40,8 @@ MEANINGS = {
 
 #: Y: allowed, and the response has the status of the second column. N: 403. H: 404, as if the object did not exist.
 #: W: 422, a service must name the owner.
-#: {lease} is active, {waiting} waits, {job} has its GPU, {shared} is a job that she shares with ben, {reservation} is ahead, {destination} gets notifications.
 #: The service `notes` admits ada alone, and does not listen.
-#: {lease} is active, {waiting} waits, {job} has its GPU, {reservation} is ahead, {destination} gets notifications.
+#: {lease} is active, {waiting} waits, {job} has its GPU, {shared} is a job that she shares with ben, {reservation} is ahead, {destination} gets notifications.
 TABLE = """
                                      |     | reader ben ada ada-nb root-nb spawner culler root head
 GET /cluster                         | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
