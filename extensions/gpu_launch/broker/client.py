@@ -75,6 +75,10 @@ class BrokerClient:
         """Return the owners' usage and quotas in the broker's format."""
         return list(self._request("GET", "/usage"))
 
+    def list_recipes(self) -> list[dict[str, Any]]:
+        """Return the lab's own recipes in the broker's format: `name`, and the file as `text`."""
+        return list(self._request("GET", "/recipes"))
+
     def create_job(
         self,
         *,

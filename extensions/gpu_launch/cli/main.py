@@ -13,6 +13,7 @@ from gpu_launch.cli import bench, cp, debug, env, jobs, login, serve, share, she
 from gpu_launch.cli import run as commands_run
 from gpu_launch.cli.context import CommandExit, Context
 from gpu_launch.cli.instances import commands as commands_instances
+from gpu_launch.cli.recipes import commands as commands_recipes
 from gpu_launch.cli.ssh import commands as commands_ssh
 from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
 
@@ -36,6 +37,7 @@ def cli(context: click.Context, hub: str | None) -> None:
 modules = (
     login,
     commands_run,
+    commands_recipes,
     serve,
     bench,
     jobs,

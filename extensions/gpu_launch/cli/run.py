@@ -13,6 +13,8 @@ import click
 
 from gpu_launch.cli import submission, task_submission
 from gpu_launch.cli.context import Context, json_option, pass_context
+from gpu_launch.cli.recipes import recipe_job
+from gpu_launch.cli.recipes.catalogue import PREFIX
 from gpu_launch.cli.upload import DEFAULT_MAX_BYTES
 from gpu_launch.environment import SECRET_PREFIXES
 from gpu_launch.errors import UsageError
@@ -71,17 +73,18 @@ def launch_options(options: Sequence[LaunchOption]) -> Callable[[Callable[..., A
 @click.option(
     "--allow-user", "allow_users", multiple=True, metavar="NAME", help="This user reaches the port as well; repeatable."
 )
+@click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", help="A parameter of the recipe; repeatable.")
 @click.option("--workdir", metavar="DIR", help="The folder that is sent (the current one).")
 @click.option("--no-workdir", is_flag=True, help="Send nothing: the script lies in your home on the cluster.")
 @click.option("--max-size", metavar="SIZE", help="Send at most this much (512M).")
 @click.option("-d", "--detach", is_flag=True, help="Do not wait: print the run's id.")
 @click.option("--dry-run", is_flag=True, help="Show what would be sent and asked for, and do nothing.")
 @json_option
-@click.argument("script", metavar="SCRIPT|TASK.YAML")
+@click.argument("script", metavar="SCRIPT|TASK.YAML|recipe:NAME")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 @pass_context
 def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: Any) -> None:
-    """Run a script, or a SkyPilot task file, on the cluster.
+    """Run a script, a SkyPilot task file or a recipe on the cluster.
 
     The working directory is sent, less what .gitignore and .gpulaunchignore name, to ~/gpu-launch/NAME-XXXX there,
     where results stay. The output is shown as it comes, and the exit status is the job's. Ctrl-C cancels the job; with
@@ -115,6 +118,14 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
         most_bytes=parse_size(given["max_size"]),
         here=Path.cwd(),
     )
+    if script.startswith(PREFIX):
+        job = recipe_job.build_job(context, asked, given["sets"])
+        submission.run(context, job, detach=given["detach"], dry_run=given["dry_run"])
+        return
+    if given["sets"]:
+        raise UsageError(
+            f"--set {given['sets'][0]}: parameters are for recipes, and {script} is none: --env sets variables."
+        )
     is_task = script.lower().endswith(_TASK_ENDINGS) and not (given["module"] or given["no_python"])
     jobs = task_submission.build_jobs(context, asked) if is_task else (submission.from_script(context, asked),)
     if len(jobs) == 1:

@@ -12,6 +12,7 @@ from gpu_launch.cli.context import CommandExit, Context
 from gpu_launch.cli.submission import RunArguments
 from gpu_launch.cli.taskfile import file_mounts, parser
 from gpu_launch.cli.taskfile.accelerators import Accelerators, find_models
+from gpu_launch.cli.taskfile.parser import TaskFile
 from gpu_launch.cli.upload import JobSubmission, UploadSet
 from gpu_launch.common import job_manifest
 from gpu_launch.errors import UsageError
@@ -39,9 +40,7 @@ def build_jobs(context: Context, asked: RunArguments) -> tuple[JobSubmission, ..
     """
     if asked.arguments:
         raise UsageError(f"A task file takes no arguments, and {asked.arguments[0]} was given; --env sets variables.")
-    for name, flag in _RANKS_ONLY.items():
-        if name in asked.values:
-            raise UsageError(f"{flag} is about ranks that gpu-launch starts; a task file's commands start their own.")
+    _check_options(asked)
     try:
         tasks = parser.parse_task_files(_read(asked.here / Path(asked.script).expanduser()))
         checked = [_check_task(context, asked, task) for task in tasks]
@@ -50,6 +49,43 @@ def build_jobs(context: Context, asked: RunArguments) -> tuple[JobSubmission, ..
     if asked.name and len(checked) > 1:
         raise UsageError("--name is for one job, and this file has several tasks: `name` in the file names each.")
     return tuple(_build_job(context, asked, task) for task in checked)
+
+
+def build_task(context: Context, asked: RunArguments, task: TaskFile) -> JobSubmission:
+    """Return the job of one task.
+
+    Raises:
+        UsageError: naming `asked.script`, and what the cluster cannot run.
+    """
+    _check_options(asked)
+    try:
+        checked = _check_task(context, asked, task)
+    except UsageError as error:
+        raise UsageError(f"{asked.script}: {error}") from None
+    return _build_job(context, asked, checked)
+
+
+def build_module(
+    context: Context, asked: RunArguments, task: TaskFile, module: str, arguments: tuple[str, ...]
+) -> JobSubmission:
+    """Return the job of a module that gpu-launch starts on every GPU; of the task, all but the commands counts.
+
+    Raises:
+        UsageError: naming `asked.script`, and what the cluster cannot run.
+    """
+    if asked.values.get("predict"):
+        task = replace(task, nnodes=1, accelerators=task.accelerators and replace(task.accelerators, count=1))
+    if task.port is not None or asked.port is not None:
+        # A server that nobody asks writes nothing for hours.
+        asked = replace(asked, values={"stacks_after_s": 0} | dict(asked.values))
+    try:
+        checked = _check_task(context, asked, task)
+    except UsageError as error:
+        raise UsageError(f"{asked.script}: {error}") from None
+    job = _build_job(context, asked, checked)
+    options = replace(checked.options, module=True, script=module, arguments=arguments)
+    manifest = replace(job.manifest, task=None, words=command.format_words(options))
+    return replace(job, manifest=manifest)
 
 
 def run_pipeline(context: Context, jobs: Sequence[JobSubmission], *, detach: bool, dry_run: bool) -> None:
@@ -81,18 +117,24 @@ def run_pipeline(context: Context, jobs: Sequence[JobSubmission], *, detach: boo
             raise
 
 
+def _check_options(asked: RunArguments) -> None:
+    for name, flag in _RANKS_ONLY.items():
+        if name in asked.values:
+            raise UsageError(f"{flag} is about ranks that gpu-launch starts; a task file's commands start their own.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class _CheckedTask:
     """A task that the cluster can run."""
 
-    file: parser.TaskFile
+    file: TaskFile
     environ: dict[str, str]
     options: LaunchOptions
     mounts: tuple[file_mounts.PlacedMount, ...]
     notes: tuple[str, ...]
 
 
-def _check_task(context: Context, asked: RunArguments, file: parser.TaskFile) -> _CheckedTask:
+def _check_task(context: Context, asked: RunArguments, file: TaskFile) -> _CheckedTask:
     environ = parser.build_environ(file, envs=asked.envs, secrets=asked.secrets)
     mounts = tuple(
         file_mounts.place_mount(mount, environ=environ, here=asked.here, commands=file.setup + "\n" + file.run)
@@ -119,9 +161,7 @@ def _check_task(context: Context, asked: RunArguments, file: parser.TaskFile) ->
     return _CheckedTask(file=file, environ=environ, options=options, mounts=mounts, notes=tuple(notes))
 
 
-def _fit_task(
-    asked: RunArguments, file: parser.TaskFile, cluster: Cluster
-) -> tuple[LaunchOptions, Accelerators | None]:
+def _fit_task(asked: RunArguments, file: TaskFile, cluster: Cluster) -> tuple[LaunchOptions, Accelerators | None]:
     """Return the options of the first alternative that the cluster can have, and that alternative."""
     reasons = []
     for accelerators in file.alternatives or (file.accelerators,):
@@ -140,7 +180,7 @@ def _format_gpus(accelerators: Accelerators | None) -> str:
 
 
 def _build_options(
-    asked: RunArguments, file: parser.TaskFile, accelerators: Accelerators | None, cluster: Cluster
+    asked: RunArguments, file: TaskFile, accelerators: Accelerators | None, cluster: Cluster
 ) -> LaunchOptions:
     """Return the file's shape as options, with the command line's own options over it."""
     options = command.build(asked.values)
@@ -200,9 +240,7 @@ def _replace_paths(asked: RunArguments, commands: str, folder: str, mounts: tupl
     return replaced
 
 
-def _scan_files(
-    asked: RunArguments, file: parser.TaskFile, mounts: tuple[file_mounts.PlacedMount, ...]
-) -> UploadSet | None:
+def _scan_files(asked: RunArguments, file: TaskFile, mounts: tuple[file_mounts.PlacedMount, ...]) -> UploadSet | None:
     """Return the files of the working directory and the mounts, None for none."""
     workdir = asked.workdir or file.workdir
     # Without a workdir SkyPilot sends nothing, and the commands begin in an empty folder.

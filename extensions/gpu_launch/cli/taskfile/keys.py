@@ -14,6 +14,7 @@ _FILES = "what jobs write is in your home"
 _MOST_VALUE = 60
 #: Reasons for refused keys, with the alternative.
 _REFUSED = {
+    "recipe": "is the head of a recipe: run the file as recipe:FILE, with --set NAME=VALUE for its parameters",
     "storage_mounts": "is not supported: copy data once with `gpu-launch cp`, and name it below your home",
     "volumes": "is not supported: your home is on every node, and so is /datasets",
     "volume_mounts": "is not supported: your home is on every node, and so is /datasets",

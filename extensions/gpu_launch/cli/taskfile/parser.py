@@ -67,9 +67,9 @@ def parse_task_files(text: str) -> tuple[TaskFile, ...]:
         raise UsageError("it is empty.")
     first = {item.key for item in documents[0]}
     if len(documents) == 1 or not first <= _HEADER_KEYS:
-        return tuple(_parse_task(document) for document in documents)
+        return tuple(parse_task(document) for document in documents)
     pipeline = _parse_header(documents[0])
-    tasks = [_parse_task(document) for document in documents[1:]]
+    tasks = [parse_task(document) for document in documents[1:]]
     if len(tasks) == 1:
         return (replace(tasks[0], name=tasks[0].name or pipeline),)
     return tuple(
@@ -91,12 +91,17 @@ def _parse_header(items: tuple[YamlItem, ...]) -> str:
     return name
 
 
-def _parse_task(items: tuple[YamlItem, ...]) -> TaskFile:
+def parse_task(items: tuple[YamlItem, ...], *, needs_commands: bool = True) -> TaskFile:
+    """Return the task of a document.
+
+    Raises:
+        UsageError: A key is not supported, or `run` is missing where it is needed.
+    """
     task = TaskFile()
     for item in items:
         setter = _SETTERS.get(item.key)
         task = setter(task, item) if setter is not None else replace(task, notes=task.notes + note_unused(item))
-    if not task.run.strip():
+    if needs_commands and not task.run.strip():
         raise UsageError("it has no `run` commands.")
     return task
 
