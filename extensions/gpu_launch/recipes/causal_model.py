@@ -37,7 +37,7 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        return self.torch.type != _CPU
+        return bool(self.torch.type != _CPU)
 
     def sum(self, value: float) -> float:
         """Return the sum of the values of all ranks, which must all call it."""
@@ -86,7 +86,8 @@ def build_model(folder: Path, device: Device, *, method: str = "lora", adapter_r
     if method == "full":
         return model
     if method == "qlora":
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=device.is_gpu)
+        prepare: Any = prepare_model_for_kbit_training
+        model = prepare(model, use_gradient_checkpointing=device.is_gpu)
     adapter = LoraConfig(
         r=adapter_rank, lora_alpha=2 * adapter_rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,7 +62,7 @@ class RunRecord:
         draw_curves(self._folder / CHART, curves, x="step", y="loss")
 
     def _replace(self, name: str, text: str) -> None:
-        draft = self._folder / f".{name}.{os.getpid()}"
+        draft = self._folder / f".{name}.{secrets.token_hex(4)}"
         draft.write_text(text, encoding="utf-8")
         draft.replace(self._folder / name)
 

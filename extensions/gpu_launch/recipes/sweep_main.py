@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def _search(asked: dict[str, Any], folder: Path) -> None:
     done = sum(trial.user_attrs.get("task") == task for trial in study.get_trials(states=_ended_states(optuna)))
     for _ in range(done, asked["trials"]):
         study.optimize(lambda trial: _run_trial(trial, asked, folder, task), n_trials=1)
-        _write(study, record, folder)
+        _write(study, record, folder, asked)
 
 
 def _ended_states(optuna: Any) -> tuple[Any, ...]:
@@ -102,7 +103,7 @@ def _run_trial(trial: Any, asked: dict[str, Any], folder: Path, task: int) -> fl
     return result.loss if result.held_out_loss is None else result.held_out_loss
 
 
-def _write(study: Any, record: RunRecord, folder: Path) -> None:
+def _write(study: Any, record: RunRecord, folder: Path, asked: dict[str, Any]) -> None:
     """Write the best trial so far, and a chart of all that are complete."""
     complete = [trial for trial in study.trials if trial.value is not None and trial.state.name == "COMPLETE"]
     pruned = [trial for trial in study.trials if trial.value is not None and trial.state.name == "PRUNED"]
@@ -114,14 +115,15 @@ def _write(study: Any, record: RunRecord, folder: Path) -> None:
     }
     draw_curves(folder / "loss.png", points, x="learning rate", y="loss on held-out text", is_logarithmic=True)
     best = study.best_trial
-    sets = " ".join(f"--set {name}={value:.6g}" for name, value in best.params.items())
+    chosen = {name: asked[name] for name in ("model", "data", "method", "batch", "sequence")} | best.params
+    sets = shlex.join(word for name, value in chosen.items() for word in ("--set", f"{name}={value}"))
     record.write_result(
         {
             "trials": len(complete) + len(pruned),
             "best_trial": best.number,
             "loss": best.value,
             "parameters": best.params,
-            "train_with": f"gpu-launch run {sets} --set model=… --set data=… recipe:finetune",
+            "train_with": f"gpu-launch run {sets} recipe:finetune",
         }
     )
 

@@ -164,7 +164,7 @@ class Trainer:
         return self._device.sum(sums[0]) / self._device.sum(sums[1])
 
     def _note(self, step: int, loss: float, evaluated: float, speed: float) -> None:
-        metrics = {"loss": loss} | ({} if math.isnan(evaluated) else {"held_out_loss": evaluated})
+        metrics: dict[str, Any] = {"loss": loss} | ({} if math.isnan(evaluated) else {"held_out_loss": evaluated})
         report(step, self._steps, **metrics)
         if self._device.rank == 0:
             epoch = step / self._steps_each

@@ -68,6 +68,7 @@ from gpuhub.broker.operations.notifications import NotificationOperations
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.operations.output_shares import ShareOperations, UserDirectory
 from gpuhub.broker.operations.power import PowerOperations
+from gpuhub.broker.operations.recipes import RecipeOperations
 from gpuhub.broker.operations.services import ServiceOperations
 from gpuhub.broker.services.supervisor import ServiceSupervisor
 from gpuhub.broker.state.broker_state import BrokerState
@@ -233,6 +234,7 @@ def create_app(
         "core": core,
         "broker": operations,
         "costs": CostOperations(core, backend),
+        "recipes": RecipeOperations(core.cluster.jobs.recipes),
         "live_views": LiveViews(core, operations),
         "output_shares": ShareOperations(core, files, hub),
         "notifications": NotificationOperations(core, cipher, sender.send),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from gpuhub.common.units import Size, Span, Span0
-from gpuhub.config.base import (
-    Number,
-    SettingsTable,
-)
+from gpuhub.config.base import Number, SettingsTable
 
 
 class JobSettings(SettingsTable):
@@ -40,3 +38,15 @@ class JobSettings(SettingsTable):
     upload_limit: Size = 2 * 1024**3
     #: Time for which ended jobs are still listed, seconds.
     remember: Span = 14 * 86400
+    #: Folder on the head node with the lab's own recipes for `gpu-launch run recipe:NAME`, an absolute path; None for
+    #: none. Its files run as whoever runs a recipe, so only who is trusted by all users may write there.
+    recipes: Path | None = None
+
+    @field_validator("recipes", mode="before")
+    @classmethod
+    def _recipes(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        if not value.startswith("/") or ".." in value.split("/") or not value.isprintable():
+            raise ValueError(f"{value!r}: the absolute path of a folder on the head node is needed")
+        return Path(value)

@@ -51,6 +51,7 @@ GET /stream/cluster?for_s=0&group=x  | 200 |   N      N   N   N      N       Y  
 GET /stream/own?for_s=0              | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /nodes                           | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /reservations                    | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+GET /recipes                         | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /metrics                         | 200 |   N      N   N   N      N       N       N      Y    Y
 GET /events                          | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
 GET /notifications                   | 200 |   N      Y   Y   Y      Y       N       N      Y    N

@@ -12,6 +12,7 @@ from gpu_launch.cli.recipes import catalogue, cluster_files, parameters
 from gpu_launch.cli.recipes.parameters import VARIABLE_PREFIX, ParameterType
 from gpu_launch.cli.recipes.recipe_file import Recipe
 from gpu_launch.cli.submission import RunArguments
+from gpu_launch.cli.taskfile.parser import TaskFile
 from gpu_launch.cli.upload import JobSubmission
 from gpu_launch.errors import UsageError
 from gpu_launch.options.definition import BY_LABEL
@@ -65,7 +66,7 @@ def _check_gpus(recipe: Recipe, asked: RunArguments) -> None:
         )
 
 
-def _add_preparation(recipe: Recipe) -> task_submission.TaskFile:
+def _add_preparation(recipe: Recipe) -> TaskFile:
     """Return the task, whose commands have absolute paths, and write the values to parameters.json.
 
     It comes on their first lines, so that bash's messages have the file's line numbers. No value is part of it.

@@ -29,6 +29,7 @@ from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.operations import slices
 from gpuhub.broker.operations.notebook_datasets import LeaseStaging
 from gpuhub.broker.operations.operations import BrokerOperations
+from gpuhub.broker.operations.recipes import RecipeOperations
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ArrayRequest,
@@ -43,6 +44,7 @@ from gpuhub.broker_api.schemas import (
     LeaseView,
     NodeView,
     PendingReasonView,
+    RecipeView,
     ReservationRequest,
     ReservationView,
     StagingView,
@@ -71,6 +73,11 @@ async def get_staging(request: Request) -> LeaseStaging:
     return cast("LeaseStaging", request.app.state.staging)
 
 
+async def get_recipe_operations(request: Request) -> RecipeOperations:
+    """Return the app's recipes."""
+    return cast("RecipeOperations", request.app.state.recipes)
+
+
 async def render_list(views: Sequence[BaseModel], status: int = 200) -> Response:
     """Return views as JSON; FastAPI would check and convert all of them at once, which takes long for thousands."""
     texts = await slices.collect(view.model_dump_json() for view in views)
@@ -79,6 +86,7 @@ async def render_list(views: Sequence[BaseModel], status: int = 200) -> Response
 
 Operations = Annotated[BrokerOperations, Depends(get_broker)]
 Staging = Annotated[LeaseStaging, Depends(get_staging)]
+Recipes = Annotated[RecipeOperations, Depends(get_recipe_operations)]
 WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Maximum wait for a change, seconds")]
 Version = Annotated[int | None, Query(ge=0, le=MAX_INT, description="Answer at once if the current version differs")]
 Limit = Annotated[
@@ -253,6 +261,12 @@ async def post_renew(job_id: ResourceId, caller: Caller, broker: Operations) -> 
 async def get_cluster(caller: Caller, broker: Operations, group: OfGroups = ()) -> Response:
     """Return every node, GPU, profile, waiting request and reservation, as the caller sees them."""
     return Response(broker.cluster_json(caller, group), media_type="application/json")
+
+
+@api.get("/recipes", tags=["jobs"], responses=document_problems(422))
+async def get_recipes(_caller: Caller, recipes: Recipes) -> list[RecipeView]:
+    """Return the lab's own recipes for `gpu-launch run recipe:NAME`."""
+    return await recipes.list_recipes()
 
 
 @api.get("/usage", tags=["cluster"], responses=document_problems(422))

@@ -75,6 +75,7 @@ from gpuhub.broker_api.schemas.notifications import (
     UserNotificationKind,
 )
 from gpuhub.broker_api.schemas.output_shares import OutputShareView, ShareRequest
+from gpuhub.broker_api.schemas.recipes import RecipeView
 
 __all__ = [
     "AccountHours",
@@ -122,6 +123,7 @@ __all__ = [
     "ProfileView",
     "Purpose",
     "QueueEntry",
+    "RecipeView",
     "ReclaimAnswer",
     "ReclaimRequest",
     "ReportDimension",
