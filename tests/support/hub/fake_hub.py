@@ -52,6 +52,8 @@ class FakeHub:
     #: The user's servers by name, in the form of `add_server`.
     servers: dict[str, dict[str, Any]] = field(default_factory=dict)
     profiles: list[dict[str, Any]] = field(default_factory=list)
+    #: The lab's recipes, files by name; None for a broker that does not know recipes.
+    recipes: dict[str, str] | None = field(default_factory=dict)
     #: The reason why the hub refuses a start, and why a start has failed; empty for none.
     refusal: str = ""
     failure: str = ""
@@ -219,6 +221,12 @@ def build_app(hub: FakeHub) -> FastAPI:
         ]
         waiting = sum(job["state"] == "waiting" for job in hub.jobs.values())
         return {"nodes": nodes, "waiting": waiting, "profiles": hub.profiles}
+
+    @app.get(f"{BASE}/recipes")
+    async def recipes() -> Any:
+        if hub.recipes is None:
+            return _problem(404, "Not Found")
+        return [{"name": name, "text": text} for name, text in hub.recipes.items()]
 
     @app.get(f"{BASE}/leases")
     async def leases() -> list[dict[str, Any]]:

@@ -32,11 +32,12 @@ def run_launched(
     address: str = "127.0.0.1",
     interface: str = "lo",
     prefixes: Sequence[Sequence[str]] = (),
+    cwd: Path = _ROOT,
 ) -> list[RankOutput]:
     """Run a script, or `-m` and a module, with its arguments in every rank, and return what became of each.
 
     `prefixes` are words before each rank's command, such as those that enter a network namespace; then `address` is rank
-    0's, on the `interface` of all of them.
+    0's, on the `interface` of all of them. `cwd` is their working directory.
     """
     common = os.environ | {
         "WORLD_SIZE": str(ranks),
@@ -51,7 +52,7 @@ def run_launched(
     started = [
         subprocess.Popen(
             [*(prefixes[rank] if prefixes else ()), sys.executable, "-m", "gpu_launch.worker.rank_main", *command],
-            cwd=_ROOT,
+            cwd=cwd,
             env=common | {"RANK": str(rank)} | dict(environ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -61,8 +61,8 @@ def find_recipe(context: Context, name: str) -> Recipe:
     entries = {entry.name: entry for entry in list_entries(context)}
     if check_name(name) not in entries:
         close = difflib.get_close_matches(name, entries, n=1)
-        hint = f"did you mean {PREFIX}{close[0]}? " if close else ""
-        raise UsageError(f"{PREFIX}{name}: there is no such recipe; {hint}There are {', '.join(entries)}.")
+        hint = f"Did you mean {PREFIX}{close[0]}? " if close else ""
+        raise UsageError(f"{PREFIX}{name}: there is no such recipe. {hint}There are {', '.join(entries)}.")
     return entries[name].parse()
 
 

@@ -167,15 +167,13 @@ def build_variables(parameters: Sequence[Parameter], values: Mapping[str, str]) 
 
 def _refuse_name(name: str, known: Mapping[str, Parameter], recipe: str, own: Sequence[str]) -> UsageError:
     if name.replace("_", "-") in own:
-        hint = f"--{name.replace('_', '-')} is an option of `gpu-launch run` itself"
+        hint = f"--{name.replace('_', '-')} is an option of `gpu-launch run` itself. "
     elif close := difflib.get_close_matches(name, known, n=1):
-        hint = f"did you mean {close[0]}?"
+        hint = f"Did you mean {close[0]}? "
     else:
         hint = ""
     names = ", ".join(known) or "none"
-    return UsageError(
-        f"--set {name}: recipe:{recipe} has no such parameter; {hint + '; ' if hint else ''}it has {names}."
-    )
+    return UsageError(f"--set {name}: recipe:{recipe} has no such parameter. {hint}It has {names}.")
 
 
 def _format(number: float | None) -> str:

@@ -69,13 +69,17 @@ def _read_recipe(path: Path) -> RecipeView:
     if not _NAME.fullmatch(path.name):
         raise ValueError("its name must be lower-case letters, digits and dashes, and end in .yaml")
     # A pipe would be waited for without O_NONBLOCK; a link could lead to what users may not read.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        status = os.fstat(file.fileno())
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a regular file")
         if status.st_mode & stat.S_IWOTH:
             raise ValueError("all users of this machine may write it: chmod o-w")
-        data = file.read(MAX_BYTES + 1)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            data = file.read(MAX_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES} bytes")
     return RecipeView(name=path.stem, text=data.decode())
