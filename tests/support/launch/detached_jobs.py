@@ -76,10 +76,10 @@ class Job:
             started = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
             self.processes.insert(0, started)
 
-    def end(self) -> int:
-        """Wait for worker 0, remove all containers, and return its exit code."""
+    def end(self, within_s: float = DEADLINE_S) -> int:
+        """Wait for worker 0 for `within_s` seconds at most, remove all containers, and return its exit code."""
         try:
-            return self.processes[0].wait(DEADLINE_S)
+            return self.processes[0].wait(within_s)
         finally:
             self.close()
 
