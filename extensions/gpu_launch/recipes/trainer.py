@@ -121,7 +121,7 @@ class Trainer:
             self._optimizer.step()
             losses.append(step_loss.item())
             tokens += batch.numel() * self._device.world
-            # One all-reduce for both, so that all ranks end at the same step.
+            # All ranks end at the same step.
             ended = self._device.sum(float(self._is_told_to_end)) > 0
             is_last = step + 1 == self._steps or ended
             if is_last or (step + 1) % self._settings.every == 0:
