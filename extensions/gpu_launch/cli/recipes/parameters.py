@@ -177,4 +177,6 @@ def _refuse_name(name: str, known: Mapping[str, Parameter], recipe: str, own: Se
 
 
 def _format(number: float | None) -> str:
-    return "" if number is None else f"{number:g}"
+    if number is None:
+        return ""
+    return str(int(number)) if number.is_integer() else f"{number:g}"

@@ -90,6 +90,14 @@ def test_paths_never_leave_home_by_dots(text: str) -> None:
     assert value.startswith(("/", "~/"))
 
 
+def test_bounds_are_shown_as_they_are() -> None:
+    """Large ones with all of their digits."""
+    assert Parameter(name="a", type=ParameterType.INTEGER, least=8, most=2147483647).describe() == (
+        "integer, 8 to 2147483647"
+    )
+    assert RATE.describe() == "number, at least 1e-08"
+
+
 def test_defaults_and_last_words_count() -> None:
     values = parameters.parse_values((DATA, EPOCHS, METHOD), ["data=x", "epochs=2", "epochs=3"], recipe="r")
     assert values == {"data": "~/x", "epochs": "3", "method": "lora"}
