@@ -179,4 +179,4 @@ def _refuse_name(name: str, known: Mapping[str, Parameter], recipe: str, own: Se
 def _format(number: float | None) -> str:
     if number is None:
         return ""
-    return str(int(number)) if number.is_integer() else f"{number:g}"
+    return str(int(number)) if float(number).is_integer() else f"{number:g}"
