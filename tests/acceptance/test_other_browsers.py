@@ -54,6 +54,8 @@ def test_from_login_to_a_cells_result(product: Product, client: Client, browser:
     remote.wait_for_text(browser, STATUS, "RTX 5060")
 
     remote.wait_for_element(browser, ".jp-LauncherCard[data-category=Notebook]").click()
+    # JupyterLab drops a cell that is run before its kernel is connected.
+    remote.wait_for_text(browser, "#jp-main-statusbar", "| Idle")
     cell = remote.wait_for_element(browser, ".jp-Notebook .jp-CodeCell .cm-content")
     cell.click()
     cell.send_keys(CELL, Keys.SHIFT + Keys.ENTER)

@@ -51,7 +51,7 @@ def test_idle_node_sleeps_and_a_request_wakes_it(sleepy: Product, make_user: Cal
     expect(node.locator(".badge").first).to_have_text("asleep")
     expect(node).to_contain_text("asleep, woken when the queue needs it")
     ada.picture("power-asleep")
-    assert "asleep" in gpuhub("doctor", NODE)
+    assert "asleep" in gpuhub("doctor", NODE, "--cluster-file", str(sleepy.paths.closet_cluster_file))
     ada.open_form()
     ada.choose(PROFILE)
     ada.page.wait_for_url("**/hub/spawn-pending/ada**", timeout=30_000)

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,9 +200,11 @@ def webkit() -> Iterator[RemoteBrowser]:
         environment = {"DISPLAY": display, "HOME": home, "XDG_RUNTIME_DIR": home, "PATH": "/usr/bin:/bin"}
         # Without a GPU, and without the sandbox of a desktop's user.
         environment |= {"WEBKIT_DISABLE_COMPOSITING_MODE": "1", "LIBGL_ALWAYS_SOFTWARE": "1"}
-        driver = webdriver.WebKitGTK(
-            options=options, service=Service(executable_path=_find("WebKitWebDriver"), env=environment)
-        )
+        service = Service(executable_path=_find("WebKitWebDriver"), env=environment)
+        with warnings.catch_warnings():
+            # Selenium's class for WebKitGTK is not adapted to its own connection yet.
+            warnings.filterwarnings("ignore", "setting remote_server_addr", DeprecationWarning)
+            driver = webdriver.WebKitGTK(options=options, service=service)
         try:
             driver.set_page_load_timeout(PAGE_S)
             yield WebKit(driver)

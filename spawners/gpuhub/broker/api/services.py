@@ -50,7 +50,7 @@ api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unkn
 router = APIRouter(include_in_schema=False)
 
 
-@api.get("/services")
+@api.get("/services", responses=document_problems(422))
 async def get_services(caller: Caller, services: Operations) -> list[ServiceView]:
     """Return the services that the caller may use; all for administrators."""
     return services.list_services(caller)

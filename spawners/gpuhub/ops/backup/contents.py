@@ -122,7 +122,10 @@ def find_named_files(cluster: ClusterSettings) -> list[Path]:
         cluster.notifications.destinations_file,
         cluster.database.password_file,
         cluster.slurm.rest_key,
+        cluster.power.ipmi_password_file,
+        *(node.power.ipmi_password_file for node in cluster.nodes if node.power),
         *(file for node in cluster.nodes if node.tls for file in (node.tls.ca, node.tls.cert, node.tls.key)),
+        *(sorted(cluster.jobs.recipes.glob("*.yaml")) if cluster.jobs.recipes else ()),
     ]
     return list(dict.fromkeys(file.absolute() for file in files if file is not None))
 

@@ -19,9 +19,9 @@ from gpuhub.broker.db.store import Store
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.common.secrets import BROKER_TOKEN, ensure_secrets, read_secret
-from gpuhub.config.settings import ClusterSettings
+from gpuhub.config.settings import ClusterSettings, JobSettings
 from gpuhub.ops.backup import contents, databases, restoration
-from gpuhub.ops.backup.contents import Head
+from gpuhub.ops.backup.contents import Head, find_named_files
 from gpuhub.ops.backup.snapshot import write_backup
 from tests.support.clusters import CLUSTER_FILE, build_cluster
 from tests.support.paths import FolderPaths
@@ -258,11 +258,21 @@ def test_every_file_that_settings_name_is_saved() -> None:
     ours = {
         "hub.certificate", "hub.key", "login.client_secret_file", "login.ca", "notifications.destinations_file",
         "slurm.rest_key", "database.password_file", "nodes.tls.ca", "nodes.tls.cert", "nodes.tls.key",
+        "power.ipmi_password_file", "nodes.power.ipmi_password_file", "jobs.recipes",
     }  # fmt: skip
     # Programs and files of the site, and folders of users.
     others = {"slurm.commands", "slurm.conf", "slurm.image", "slurm.command"}
     found = set(find_path_fields(ClusterSettings))
     assert found - others == ours
+
+
+def test_recipes_of_the_lab_are_saved(tmp_path: Path) -> None:
+    """All recipes of the folder that cluster.toml names, and nothing else of it."""
+    for name in ("tune.yaml", "notes.txt"):
+        (tmp_path / name).write_text("x")
+    cluster = build_cluster(jobs=JobSettings(recipes=tmp_path))
+    assert tmp_path / "tune.yaml" in find_named_files(cluster)
+    assert tmp_path / "notes.txt" not in find_named_files(cluster)
 
 
 def test_uninitialised_machine_is_refused(tmp_path: Path) -> None:
