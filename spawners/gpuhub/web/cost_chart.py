@@ -10,7 +10,7 @@ from gpuhub.broker_api.schemas import CostView, ReportRow, ReportView
 from gpuhub.web.template_loader import load_macros
 
 #: Size of the chart in units of its own, and the space for its labels.
-WIDTH, HEIGHT, LEFT, BOTTOM = 720.0, 150.0, 44.0, 20.0
+WIDTH, HEIGHT, LEFT, BOTTOM = 720.0, 150.0, 52.0, 20.0
 _TOP = 8.0
 #: Part of a day's width that its bar has.
 _BAR = 0.8
