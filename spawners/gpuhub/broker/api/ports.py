@@ -85,7 +85,7 @@ class PortTarget:
     target: bytes
     watch: AccessWatch
     #: As what the visitor's requests count.
-    kind: access.StreamKind = access.PORTS
+    kind: access.StreamKind
 
 
 @api.post("/jobs/{job_id}/visits", status_code=201, tags=["jobs"], responses=document_problems(404, 409, 422))
@@ -168,7 +168,7 @@ async def _find_target(connection: HTTPConnection, job_id: str, authorization: s
     watch, caller = await identify_visitor(connection, authorization)
     job = await access.find_port_job(core, caller, job_id)
     server = find_worker_server(find_running_worker(job, 0), job.port or 0)
-    return build_target(connection, server, caller, watch, parts=parts)
+    return build_target(connection, server, caller, watch, parts=parts, kind=access.PORTS)
 
 
 async def identify_visitor(connection: HTTPConnection, authorization: str | None) -> tuple[AccessWatch, Identity]:
@@ -186,9 +186,15 @@ async def identify_visitor(connection: HTTPConnection, authorization: str | None
 
 
 def build_target(
-    connection: HTTPConnection, server: ServerAddress, caller: Identity, watch: AccessWatch, *, parts: int
+    connection: HTTPConnection,
+    server: ServerAddress,
+    caller: Identity,
+    watch: AccessWatch,
+    *,
+    parts: int,
+    kind: access.StreamKind,
 ) -> PortTarget:
-    """Return where a request goes; `parts` is as in `split_target`."""
+    """Return where a request goes; `parts` is as in `split_target`, and `kind` is as what it counts."""
     prefix, target = split_target(connection, parts=parts)
     url = headers.PortUrl(
         scheme=headers.find_scheme(connection.headers.get("x-forwarded-proto")),
@@ -196,7 +202,9 @@ def build_target(
         prefix=prefix,
         port=server.port,
     )
-    return PortTarget(visitor=caller.name, server=server, url=url, target=target.encode("latin-1"), watch=watch)
+    return PortTarget(
+        visitor=caller.name, server=server, url=url, target=target.encode("latin-1"), watch=watch, kind=kind
+    )
 
 
 def split_target(connection: HTTPConnection, *, parts: int) -> tuple[str, str]:

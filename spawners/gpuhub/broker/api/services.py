@@ -5,7 +5,6 @@ As for servers of jobs, neither takes a cookie, and pages are sandboxed: a servi
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, cast
 from urllib.parse import quote
 
@@ -149,8 +148,7 @@ async def _find_visit(connection: HTTPConnection, name: str, key: str) -> PortTa
 async def _find_target(connection: HTTPConnection, name: str, authorization: str | None, *, parts: int) -> PortTarget:
     watch, caller = await ports.identify_visitor(connection, authorization)
     server = _operations(connection).find_server(caller, name)
-    target = ports.build_target(connection, server, caller, watch, parts=parts)
-    return replace(target, kind=access.SERVICES)
+    return ports.build_target(connection, server, caller, watch, parts=parts, kind=access.SERVICES)
 
 
 def _operations(connection: HTTPConnection) -> ServiceOperations:
