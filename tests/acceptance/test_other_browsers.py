@@ -49,18 +49,18 @@ def test_from_login_to_a_cells_result(product: Product, client: Client, browser:
     browser.open(product.address)
     remote.fill(browser, "input[name=username]", USER)
     remote.fill(browser, "input[name=password]", product.password)
-    browser.find("#login_submit").click()
+    remote.click(browser, "#login_submit")
     remote.wait_until(browser, lambda: "/hub/" in browser.url() and "login" not in browser.url(), "logged in")
 
     browser.open(f"{product.address}/hub/spawn")
     remote.wait_for_text(browser, ".gpuhub-card", "RTX 5060")
-    remote.wait_for_element(browser, "#gpuhub-rtx5060").click()
+    remote.click(browser, "#gpuhub-rtx5060")
     picture(browser, "form")
-    browser.find("input[type=submit], button[type=submit]").click()
+    remote.click(browser, "input[type=submit], button[type=submit]")
     remote.wait_until(browser, lambda: f"/user/{USER}/lab" in browser.url(), "the way to JupyterLab")
     remote.wait_for_text(browser, STATUS, "RTX 5060")
 
-    remote.wait_for_element(browser, ".jp-LauncherCard[data-category=Notebook]").click()
+    remote.click(browser, ".jp-LauncherCard[data-category=Notebook]")
     # JupyterLab drops a cell that is run before its kernel is connected.
     remote.wait_for_text(browser, "#jp-main-statusbar", "| Idle")
     cell = remote.wait_for_element(browser, ".jp-Notebook .jp-CodeCell .cm-content")

@@ -207,6 +207,7 @@ def webkit() -> Iterator[RemoteBrowser]:
             driver = webdriver.WebKitGTK(options=options, service=service)
         try:
             driver.set_page_load_timeout(PAGE_S)
+            driver.set_window_size(*SIZE)
             yield WebKit(driver)
         finally:
             driver.quit()
@@ -229,6 +230,13 @@ def fill(browser: RemoteBrowser, css: str, text: str) -> None:
     field = wait_for_element(browser, css)
     field.click()
     field.send_keys(text)
+
+
+def click(browser: RemoteBrowser, css: str) -> None:
+    """Click on an element, after the page has scrolled to it: pages scroll slowly, and WebKit does not wait."""
+    element = wait_for_element(browser, css)
+    browser.run("document.querySelector(arguments[0]).scrollIntoView({behavior: 'instant', block: 'center'});", css)
+    element.click()
 
 
 def wait_for_element(browser: RemoteBrowser, css: str, deadline_s: float = PAGE_S) -> Any:
