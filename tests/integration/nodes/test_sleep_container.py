@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,26 +34,26 @@ class Sleeper:
         return file.read_text().splitlines() if file.exists() else []
 
 
-@pytest.fixture
-def systemctl(closet: Closet, tmp_path: Path) -> Iterator[Path]:
-    """Another systemctl in the mounts of the closet's third node; return the folder with its calls."""
-    program = tmp_path / "systemctl"
-    program.write_text(SYSTEMCTL.format(folder=tmp_path))
+@pytest.fixture(scope="module")
+def systemctl(closet: Closet, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another systemctl in the mounts of the closet's third node, which end with it; return the folder with its calls."""
+    folder = tmp_path_factory.mktemp("systemctl")
+    program = folder / "systemctl"
+    program.write_text(SYSTEMCTL.format(folder=folder))
     program.chmod(0o755)
     processes = docker_daemons.find_processes(closet.plan, closet.plan.node("rig3"))
     daemon = next(pid for pid, name in processes.items() if name == "dockerd")
     enter = ["nsenter", f"--target={daemon}", "--mount"]
     subprocess.run([*enter, "mount", "--bind", program, "/usr/bin/systemctl"], check=True)
-    try:
-        yield tmp_path
-    finally:
-        subprocess.run([*enter, "umount", "/usr/bin/systemctl"], check=True)
+    return folder
 
 
 @pytest.fixture
 def sleeper(head: HeadNode, tiny_image: str, systemctl: Path, monkeypatch: pytest.MonkeyPatch) -> Sleeper:
-    """rig3, which has the image of the test in place of gpuhub's."""
+    """rig3, which has the image of the test in place of gpuhub's, and has not been told to sleep yet."""
     monkeypatch.setattr(probe_container, "BASE_IMAGE", tiny_image)
+    for name in ("calls", "refuse"):
+        (systemctl / name).unlink(missing_ok=True)
     return Sleeper(head.daemons, systemctl)
 
 

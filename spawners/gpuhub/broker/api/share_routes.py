@@ -122,6 +122,7 @@ async def get_shared_logs(
     tail: SharedTail = MAX_TAIL_BYTES,
     follow: Follow = False,
 ) -> Response:
-    """Return the end of the output of a job that the caller may view; the connection is closed when the share ends."""
+    """Return the end of the output of a job that the caller may view, which ends with the share."""
     stream = await shares.read_output(caller, shared, tail=tail, follow=follow)
-    return FileStreamResponse(stream, "text/plain", ShareWatch(access=watch, shares=shares, shared=shared))
+    until_end = ShareWatch(access=watch, shares=shares, shared=shared)
+    return FileStreamResponse(stream, "text/plain", until_end, ends_in_order=True)

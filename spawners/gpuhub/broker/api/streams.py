@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.files.user_files import FileStream
@@ -60,21 +60,38 @@ class RefusalWatch(Protocol):
 
 
 class FileStreamResponse(StreamingResponse):
-    """A response that sends a stream until its end or the caller is refused, and closes it at a disconnect."""
+    """A response that sends a stream until its end or the caller is refused, and closes it at a disconnect.
 
-    def __init__(self, stream: FileStream, media_type: str, watch: RefusalWatch) -> None:
+    A client that is refused gets no end of the response, so that it does not take a part of a file for the whole; with
+    `ends_in_order` it does, because the proxy passes on the end of a response alone, and not of its connection.
+    """
+
+    def __init__(
+        self, stream: FileStream, media_type: str, watch: RefusalWatch, *, ends_in_order: bool = False
+    ) -> None:
         super().__init__(stream.parts, media_type=media_type, headers={"X-Content-Type-Options": "nosniff"})
         self._stream = stream
         self._watch = watch
+        self._ends_in_order = ends_in_order
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(super().__call__(scope, receive, send))
+        has_begun = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        sending = asyncio.ensure_future(super().__call__(scope, receive, send_noted))
         refusal = asyncio.ensure_future(self._watch.wait_until_refused())
         try:
             await asyncio.wait([sending, refusal], return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 await sending
-            # Otherwise the server closes the connection, so that the client does not take this for the end.
+            elif self._ends_in_order and has_begun:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             for task in (sending, refusal):
                 task.cancel()
