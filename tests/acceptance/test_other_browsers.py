@@ -60,6 +60,8 @@ def test_from_login_to_a_cells_result(product: Product, client: Client, browser:
     remote.wait_until(browser, lambda: f"/user/{USER}/lab" in browser.url(), "the way to JupyterLab")
     remote.wait_for_text(browser, STATUS, "RTX 5060")
 
+    # Without the tabs that the browser before this one left.
+    browser.open(f"{product.address}/user/{USER}/lab?reset")
     remote.click(browser, ".jp-LauncherCard[data-category=Notebook]")
     # JupyterLab drops a cell that is run before its kernel is connected.
     remote.wait_for_text(browser, "#jp-main-statusbar", "| Idle")

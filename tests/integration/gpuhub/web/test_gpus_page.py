@@ -159,6 +159,8 @@ def test_keyboard_alone_extends_a_lease(hub: SimulatedHub, ada: Page) -> None:
 def test_administrator_stops_and_drains_after_a_confirmation(hub: SimulatedHub, admin: Page, ada: Page) -> None:
     """Leases of a node with their owners; a drained node is shown to all at once."""
     hub.request_notebook("ada", "rtx5090")
+    # A notebook that ends before her page has shown it is not announced.
+    expect(ada.locator("[data-gpuhub-part=own]")).to_contain_text("RTX 5090")
     node = admin.locator("[data-node-name=rig1]")
     node.get_by_role("button", name="Leases on rig1").click()
     dialog = admin.get_by_role("dialog")
