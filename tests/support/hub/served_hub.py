@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 import httpx
+import psutil
 
 from gpuhub.common import secrets
 from gpuhub.common.paths import Paths
@@ -47,6 +48,8 @@ proxy_api_port = {proxy_api_port}
 {hub}
 """
 
+#: The program of a notebook.
+NOTEBOOK = str(ROOT / "tests" / "support" / "hub" / "notebook_server.py")
 #: The hub's configuration; a notebook is a process of this machine with the usual login.
 HUB_CONFIG = """
 import sys
@@ -107,8 +110,7 @@ class ServedHub:
         )
         self.cluster_file.write_text((self.settings + HUB_TABLE).format(hub=self.hub, **ports), encoding="utf-8")
         config = self.folder / "hub_config.py"
-        notebook = ROOT / "tests" / "support" / "hub" / "notebook_server.py"
-        config.write_text(self.config.format(real=str(ROOT / "jupyterhub_config.py"), notebook=str(notebook)))
+        config.write_text(self.config.format(real=str(ROOT / "jupyterhub_config.py"), notebook=NOTEBOOK))
         for folder in (self.paths.state, self.paths.run, self.paths.log):
             folder.mkdir(parents=True, exist_ok=True)
         secrets.ensure_secrets(self.paths)
@@ -183,10 +185,24 @@ class ServedHub:
             process.terminate()
         for process in self._running.values():
             process.wait(timeout=30)
+        self._end_notebooks()
         for log in self._logs:
             log.close()
         self._running.clear()
         self._remove_state()
+
+    def _end_notebooks(self) -> None:
+        """End the notebooks of this hub, which leaves them running when it ends, as the product's does."""
+        api = f":{self.first_port + 1}/hub/api"
+        notebooks = [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if NOTEBOOK in (process.info["cmdline"] or ())
+            and process.environ().get("JUPYTERHUB_API_URL", "").endswith(api)
+        ]
+        for notebook in notebooks:
+            notebook.terminate()
+        psutil.wait_procs(notebooks, timeout=30)
 
     def _remove_state(self) -> None:
         for folder in (self.paths.state, self.paths.run, self.paths.log):
