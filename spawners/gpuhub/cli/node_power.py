@@ -38,9 +38,7 @@ def switch_on(broker: BrokerRunner, *, paths: Paths, name: str, no_wait: bool) -
     """Wake the node NAME, also one that did not come up before."""
 
     async def run(client: AsyncBrokerClient, console: AdminConsole) -> None:
-        await find_node(client, name)
-        node = await client.switch_power(name, on=True)
-        await _follow(client, console, node, waits=not no_wait)
+        await _switch(client, console, name, on=True, waits=not no_wait)
 
     broker.run("node power on", paths, run)
 
@@ -57,9 +55,7 @@ def switch_off(broker: BrokerRunner, *, paths: Paths, name: str, no_wait: bool) 
     """
 
     async def run(client: AsyncBrokerClient, console: AdminConsole) -> None:
-        await find_node(client, name)
-        node = await client.switch_power(name, on=False)
-        await _follow(client, console, node, waits=not no_wait)
+        await _switch(client, console, name, on=False, waits=not no_wait)
 
     broker.run("node power off", paths, run)
 
@@ -101,6 +97,12 @@ def _require_power(node: NodeView) -> PowerView:
     if node.power is None:
         raise InvalidRequest(f"node {node.name} stays on: cluster.toml has no power for it")
     return node.power
+
+
+async def _switch(client: AsyncBrokerClient, console: AdminConsole, name: str, *, on: bool, waits: bool) -> None:
+    """Switch a node, and wait for it."""
+    await find_node(client, name)
+    await _follow(client, console, await client.switch_power(name, on=on), waits=waits)
 
 
 async def _follow(client: AsyncBrokerClient, console: AdminConsole, node: NodeView, *, waits: bool) -> None:

@@ -17,7 +17,7 @@ from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.ports import connections
 from tests.support.broker.in_process import Running, Setting, served_broker
 from tests.support.docker.simulated_nodes import wait_until
-from tests.support.hub.port_server import PortServer, served_port
+from tests.support.hub.port_server import PortServer
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +32,6 @@ def fresh(setting: Setting) -> Iterator[Running]:
     """A broker of one test."""
     with served_broker(setting) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def module_server() -> Iterator[PortServer]:
-    with served_port() as found:
-        yield found
-
-
-@pytest.fixture
-def server(module_server: PortServer) -> PortServer:
-    """The job's server, on this machine."""
-    module_server.received.clear()
-    module_server.cut.clear()
-    return module_server
 
 
 def submit(running: Running, port: int | None, **more: Any) -> str:

@@ -13,21 +13,7 @@ from gpuhub.broker.ports import headers
 from gpuhub.config.services import ServiceSettings
 from tests.support.broker.in_process import Running, Setting, served_broker
 from tests.support.docker.simulated_nodes import wait_until
-from tests.support.hub.port_server import PortServer, served_port
-
-
-@pytest.fixture(scope="module")
-def module_server() -> Iterator[PortServer]:
-    with served_port() as found:
-        yield found
-
-
-@pytest.fixture
-def server(module_server: PortServer) -> PortServer:
-    """The services' program, on this machine."""
-    module_server.received.clear()
-    module_server.cut.clear()
-    return module_server
+from tests.support.hub.port_server import PortServer
 
 
 @pytest.fixture(scope="module")
