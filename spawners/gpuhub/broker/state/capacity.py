@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gpuhub.broker.db.store import SeenGpu, Store
 from gpuhub.broker.state.gpu_records import GpuRecords
@@ -91,18 +91,14 @@ class Capacity:
 
     def build_node_capacity(self, name: str) -> NodeCapacity:
         """Return a node's capacity for the scheduler."""
-        return build_node_capacity(
-            self.inventory,
-            name,
-            cordon=self.cordons.get(name),
-            lease_statuses=self.lease_flags.by_uuid,
-            monotonic=self._clock.monotonic(),
-            scheduling=self._cluster.scheduling,
-        )
+        return self._build(build_node_capacity, name)
 
     def build_awake_capacity(self, name: str) -> NodeCapacity:
         """Return the capacity that a sleeping node has for the scheduler once it is awake."""
-        return build_awake_capacity(
+        return self._build(build_awake_capacity, name)
+
+    def _build(self, build: Callable[..., NodeCapacity], name: str) -> NodeCapacity:
+        return build(
             self.inventory,
             name,
             cordon=self.cordons.get(name),
