@@ -154,6 +154,27 @@ async def test_network_with_the_other_encryption_is_replaced_when_idle(tmp_path:
     assert await ensure(cluster) is False
 
 
+class AllocatingManager(OneNetwork):
+    """A manager's daemon with an overlay that Swarm has not allocated yet; what it shows is from Docker 20.10."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        allocated = {"Driver": "overlay", "Options": {}, "IPAM": {"Config": [{"Subnet": "10.201.8.0/24"}]}}
+        self.network = {"Id": "n1", "Driver": "", "Options": None, "IPAM": {"Driver": "", "Config": None}}
+        self._shown = [self.network, {**self.network, **allocated}]
+
+    async def call(self, node: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        assert method == "inspect_network", "nothing is changed"
+        self.network = self._shown.pop(0) if len(self._shown) > 1 else self._shown[0]
+        return self.network
+
+
+async def test_network_that_is_not_allocated_yet_is_waited_for(tmp_path: Path) -> None:
+    """Another start has just created it: it is not taken for one of other settings, and removed."""
+    network = await ensure_user_network(AllocatingManager(tmp_path), build_cluster(), "gpuhub", "ada")
+    assert (network.id, network.subnet) == ("n1", "10.201.8.0/24")
+
+
 class LaggingManager(DockerClients):
     """A manager's daemon that shows a removed network for three more looks, as Docker 20.10 does with an overlay."""
 
