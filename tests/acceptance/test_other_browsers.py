@@ -77,7 +77,7 @@ def test_from_login_to_a_cells_result(product: Product, client: Client, browser:
     browser.run("window.isSamePage = true")
     picture(browser, "gpus")
     stop(client)
-    remote.wait_for_text(browser, "[data-gpuhub-part=own]", "You have no GPU")
+    remote.wait_for_text(browser, "[data-gpuhub-part=own]", "You have no ")
     assert browser.run("return window.isSamePage") is True
 
 
