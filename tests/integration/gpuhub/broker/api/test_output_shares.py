@@ -246,4 +246,5 @@ def test_numbers_of_shares_and_views_are_limited(running: Running, monkeypatch: 
     running.send("DELETE", f"/api/v1/jobs/{job}/shares")
     for one in followers:
         one.thread.join(10)
-    assert running.app.state.user_files.streams._open == {}
+    # The broker closes a stream after its end has been sent.
+    wait_until(lambda: running.app.state.user_files.streams._open == {}, "no view is counted")
