@@ -71,7 +71,7 @@ test-integration: setup-dev ## Pass the tests of single parts with real programs
 	@tests/run contract integration
 
 test-acceptance: setup-dev ## Pass the tests of the whole product in a browser
-	@tests/run acceptance
+	@tests/run acceptance lab
 
 test-slurm: setup-dev ## Pass the tests of the whole product with Slurm as the scheduling backend
 	@tests/run slurm
