@@ -149,7 +149,8 @@ def test_hundred_relaunches_leave_nothing(product: Product, notebook: Notebook):
     for then, now in zip(inspect_containers(outputs[2]), inspect_containers(outputs[6]), strict=True):
         assert now[:2] == then[:2]
         assert now[2] < then[2] + 3, (then, now)
-        assert now[3] < then[3] + 10, (then, now)
+        # Open files of all processes together, which vary by more than those of one.
+        assert now[3] < then[3] + 50, (then, now)
     wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free")
 
 
