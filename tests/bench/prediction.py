@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpu_launch.prediction import bench_main, figures, report, step_profiler
-from gpu_launch.training.comm_modes import LOCAL_PERIOD, VARIABLE, CommMode
+from gpu_launch.training.comm_modes import LOCAL_PERIOD, PERIODS, VARIABLE, CommMode
 from gpuhub_closet import network
 from gpuhub_closet.topology import ClosetPlan, NodeLink, build_nodes, build_subnet
 from tests.support.launch import profiled_script
@@ -87,11 +87,11 @@ def _level_speeds(home: Path) -> None:
 
 
 def _time_step(plan: ClosetPlan, home: Path, ranks: int, mode: CommMode) -> float:
-    """Return the seconds of a step: the median, or with `local` the mean, because one in some averages the parameters."""
+    """Return the seconds of a step: the median, or the mean where one in some exchanges all parameters."""
     skipped = _EXACT + LOCAL_PERIOD if mode in (CommMode.POWERSGD, CommMode.LOCAL) else _SKIPPED
-    _train(plan, home, ranks, skipped + _COUNTED, {VARIABLE: mode})
+    _train(plan, home, ranks, skipped + PERIODS.get(mode, _COUNTED), {VARIABLE: mode})
     times = json.loads((home / "steps.json").read_text(encoding="utf-8"))[skipped:]
-    return statistics.fmean(times) if mode is CommMode.LOCAL else statistics.median(times)
+    return statistics.fmean(times) if mode in PERIODS else statistics.median(times)
 
 
 def _train(plan: ClosetPlan, home: Path, ranks: int, steps: int, environ: dict[str, str]) -> None:

@@ -24,7 +24,8 @@ from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text
 from gpu_launch.output.screens import is_in_notebook
 from gpu_launch.prediction import figures, report
-from gpu_launch.training.comm_modes import AUTO
+from gpu_launch.training import diloco
+from gpu_launch.training.comm_modes import AUTO, CommMode
 
 #: Mounted on every node, like the home.
 DATASETS = Path("/datasets")
@@ -179,7 +180,7 @@ def validate(
     script = ""
     if request.cell is None:
         script = check_command(options, cwd=request.cwd, home=env.home, shared=is_shared)
-    _check_prediction(request, wanted.nnodes * wanted.nproc_per_node)
+    _check_communication(request, wanted.nnodes * wanted.nproc_per_node)
     if options.debug is not None and options.debug >= (ranks := wanted.nnodes * wanted.nproc_per_node):
         raise UsageError(f"--debug {options.debug}: the launch has {text.format_count(ranks, 'rank')}, from 0.")
     return ValidatedRequest(request=request, plan=wanted, script=script, cluster=cluster)
@@ -247,16 +248,18 @@ def build_prediction_key(options: LaunchOptions, *, cell: str | None, cwd: Path)
     return figures.build_key(str((cwd / Path(options.script).expanduser()).resolve()) if cell is None else cell)
 
 
-def _check_prediction(request: LaunchRequest, ranks: int) -> None:
-    """Refuse what a prediction is needed for, or needs, before GPUs are requested.
+def _check_communication(request: LaunchRequest, ranks: int) -> None:
+    """Refuse a mode of `--comm`, or a prediction, that lacks what it needs, before GPUs are requested.
 
     Raises:
-        UsageError: there is no bench, or no prediction.
+        UsageError: there is no bench, no prediction, or no torchft.
     """
     if request.options.predict:
         figures.read_bench(request.env.home)
     if request.options.comm == AUTO:
         report.resolve_auto(request.env.home, _build_key(request), ranks)
+    if request.options.comm == CommMode.DILOCO and not diloco.is_installed():
+        raise UsageError(f"--comm {CommMode.DILOCO} cannot be used: {diloco.NOT_INSTALLED}. Use another mode.")
 
 
 def _build_key(request: LaunchRequest) -> str:

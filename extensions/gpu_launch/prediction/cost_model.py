@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpu_launch.prediction.figures import Bench, Network, StepProfile
-from gpu_launch.training.comm_modes import LOCAL_PERIOD, CommMode
+from gpu_launch.training.comm_modes import PERIODS, CommMode
 
 #: Speeds of two cards that differ by less than this factor count as equal: measured ones vary.
 _EQUAL_SPEED = 1.25
@@ -82,9 +82,9 @@ def predict_step(profile: StepProfile, bench: Bench, cards: Sequence[int], mode:
     compress_s = communication_s = exposed_s = 0.0
     if ranks > 1:
         network = find_network(bench, cards)
-        if mode is CommMode.LOCAL:
+        if mode in PERIODS:
             averaging_s = compute_allreduce_s(network, ranks, profile.parameter_bytes)
-            communication_s = exposed_s = averaging_s / LOCAL_PERIOD
+            communication_s = exposed_s = averaging_s / PERIODS[mode]
         else:
             compress_s = profile.compress_s.get(mode, 0.0) * slowdown
             end_s, communication_s = _send_buckets(
@@ -155,8 +155,8 @@ def _list_sets(bench: Bench, cards: Sequence[int], number: int) -> Iterable[tupl
 def choose_mode(steps: Iterable[StepPrediction], ranks: int) -> CommMode | None:
     """Return the mode of `--comm auto`: the one that changes least, unless another is faster by more than a tenth.
 
-    `local` is never chosen, because the ranks' models differ with it. None if no step of this number of ranks was
-    predicted.
+    `local` and `diloco` are never chosen, because the ranks' models differ with them. None if no step of this number of
+    ranks was predicted.
     """
     by_mode = {step.mode: step.step_s for step in steps if len(step.cards) == ranks}
     if ranks == 1 and by_mode:

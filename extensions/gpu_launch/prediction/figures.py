@@ -70,7 +70,7 @@ class Bucket:
 
     #: When the last of them was computed, seconds from the begin of the forward pass.
     ready_s: float
-    #: Bytes that an all-reduce of this bucket has, by mode; `local` sends none.
+    #: Bytes that an all-reduce of this bucket has, by mode; `local` and `diloco` send none.
     sizes: Mapping[CommMode, int]
 
 

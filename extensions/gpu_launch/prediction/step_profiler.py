@@ -23,7 +23,7 @@ from gpu_launch.common.memory_cap import call_after_import
 from gpu_launch.prediction import figures, report
 from gpu_launch.prediction.figures import Bucket, Card, StepProfile
 from gpu_launch.training import speed
-from gpu_launch.training.comm_modes import CommMode
+from gpu_launch.training.comm_modes import PERIODS, CommMode
 from gpu_launch.training.ddp_communication import build_powersgd_state
 
 #: The variable with the name under which the prediction is kept; set in the rank that is profiled only.
@@ -249,7 +249,7 @@ def _compress(buckets: Sequence[Sequence[Any]], device: Any) -> tuple[list[dict[
                 CommMode.EXACT: exact,
                 CommMode.BF16: bucket.buffer().numel() * torch.bfloat16.itemsize,
                 CommMode.POWERSGD: round(exact * share),
-                CommMode.LOCAL: 0,
+                **dict.fromkeys(PERIODS, 0),
             }
         )
     return sizes, seconds

@@ -15,6 +15,13 @@ POWERSGD_LEAST_RATE = 2
 WARM_UP_STEPS = 100
 #: Steps of `local` between two averages of the parameters.
 LOCAL_PERIOD = 8
+#: Steps of `diloco` between two synchronizations. The paper (https://arxiv.org/abs/2311.08105) takes 500, for long
+#: trainings.
+DILOCO_PERIOD = 50
+#: The outer optimizer of `diloco` is SGD with Nesterov momentum. The paper's momentum of 0.9 learned no better under
+#: AdamW, and diverged under SGD with momentum.
+DILOCO_OUTER_LR = 0.7
+DILOCO_OUTER_MOMENTUM = 0.5
 
 
 class CommMode(StrEnum):
@@ -24,10 +31,13 @@ class CommMode(StrEnum):
     BF16 = "bf16"
     POWERSGD = "powersgd"
     LOCAL = "local"
+    DILOCO = "diloco"
 
 
 #: Another word that `--comm` takes: the mode that a prediction finds best.
 AUTO = "auto"
+#: Steps between two exchanges of all parameters, for modes that exchange no gradients.
+PERIODS: Mapping[CommMode, int] = {CommMode.LOCAL: LOCAL_PERIOD, CommMode.DILOCO: DILOCO_PERIOD}
 #: What each mode changes about the mathematics, as one sentence for a person.
 MATHEMATICS: Mapping[CommMode, str] = {
     CommMode.EXACT: "gradients are the mean over all ranks, as DDP computes it",
@@ -41,5 +51,10 @@ MATHEMATICS: Mapping[CommMode, str] = {
     CommMode.LOCAL: (
         f"after {WARM_UP_STEPS} exact steps, each node trains alone, and parameters are averaged after every "
         f"{LOCAL_PERIOD} steps; the nodes' models differ in between"
+    ),
+    CommMode.DILOCO: (
+        f"each node trains alone, and after every {DILOCO_PERIOD} steps the mean change of the parameters is the "
+        f"gradient of an outer optimizer (SGD, learning rate {DILOCO_OUTER_LR}, Nesterov momentum "
+        f"{DILOCO_OUTER_MOMENTUM}), from whose parameters all go on; the nodes' models differ in between"
     ),
 }

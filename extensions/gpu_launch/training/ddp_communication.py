@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from gpu_launch.common.memory_cap import call_after_import
 from gpu_launch.errors import UsageError
+from gpu_launch.training import diloco
 from gpu_launch.training.comm_modes import (
     LOCAL_PERIOD,
     MATHEMATICS,
@@ -34,15 +35,17 @@ _SCALED = (
     "autocast needs no scaler"
 )
 _REPEATED = "it calls backward several times in a step, and the results must be comparable"
+_REFUSED_LOCALLY = {
+    "optim.LBFGS": _REPEATED,
+    "amp.GradScaler": _SCALED,
+    "distributed.optim.ZeroRedundancyOptimizer": _SHARDED,
+}
 #: Classes that a mode cannot work with, below torch, and why.
 _REFUSED = {
     CommMode.BF16: {},
     CommMode.POWERSGD: {"optim.LBFGS": _REPEATED},
-    CommMode.LOCAL: {
-        "optim.LBFGS": _REPEATED,
-        "amp.GradScaler": _SCALED,
-        "distributed.optim.ZeroRedundancyOptimizer": _SHARDED,
-    },
+    CommMode.LOCAL: _REFUSED_LOCALLY,
+    CommMode.DILOCO: _REFUSED_LOCALLY,
 }
 
 
@@ -58,10 +61,15 @@ class DdpCommunication:
 
     def __init__(self, mode: CommMode) -> None:
         self._mode = mode
+        #: Exact steps at the start, where the nodes train alone later.
+        self._warm_up_steps = 0 if mode is CommMode.DILOCO else WARM_UP_STEPS
         self._models: WeakSet[Any] = WeakSet()
         #: The state of torch's hook for post-local SGD, by parameter, and the steps since it began, by optimizer.
         self._local_states: Any = {}
         self._local_steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        #: With `diloco`, the number of parameters that are synchronized, by optimizer.
+        self._synchronized: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._replicas = diloco.DilocoReplicas()
         #: A step's gradients were not exchanged between nodes.
         self._is_local = False
         self._had_model = False
@@ -81,6 +89,11 @@ class DdpCommunication:
         register_optimizer_step_pre_hook(self._before_step)
         if self._mode is CommMode.LOCAL:
             register_optimizer_step_post_hook(self._after_step)
+        if self._mode is CommMode.DILOCO:
+            if not diloco.is_installed():
+                raise self._refusal(diloco.NOT_INSTALLED)
+            register_optimizer_step_pre_hook(self._synchronize)
+            atexit.register(self._replicas.close)
         atexit.register(self._warn_if_unused)
 
     def _construct(self, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
@@ -93,6 +106,8 @@ class DdpCommunication:
             return
         if any(getattr(module, "sparse", False) for module in model.modules()):
             raise self._refusal("a layer has sparse gradients (sparse=True), which torch's hooks do not take")
+        if self._mode is CommMode.DILOCO and ranks != (world := int(os.environ["WORLD_SIZE"])):
+            raise self._refusal(f"the model's process group has {ranks} of {world} ranks")
         self._attach(model)
         self._models.add(model)
         if model.process_group.rank() == 0:
@@ -117,7 +132,7 @@ class DdpCommunication:
         else:
             node = _find_node_group(group)
             state = post_localSGD_hook.PostLocalSGDState(
-                group, node, start_localSGD_iter=WARM_UP_STEPS, post_local_gradient_allreduce=node is not None
+                group, node, start_localSGD_iter=self._warm_up_steps, post_local_gradient_allreduce=node is not None
             )
             # DDP refuses a hook with annotations other than its own.
             model.register_comm_hook(state, lambda state, bucket: self._exchange_locally(state, bucket))  # noqa: PLW0108
@@ -129,7 +144,7 @@ class DdpCommunication:
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 
         if state.iter == WARM_UP_STEPS:
-            if not self._local_steps:
+            if not (self._local_steps or self._synchronized):
                 raise self._refusal("no optimizer of torch.optim makes steps, after which parameters could be averaged")
             self._is_local = True
         return post_localSGD_hook.post_localSGD_hook(state, bucket)
@@ -141,6 +156,23 @@ class DdpCommunication:
             raise self._refusal(
                 "the script trains without DistributedDataParallel (such as with FSDP, DeepSpeed or all-reduces of its "
                 "own), and the modes are those of its communication hooks"
+            )
+
+    def _synchronize(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Before an optimizer's first step, have torchft synchronize its parameters from then on."""
+        parameters = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in self._local_states
+        ]
+        count = self._synchronized.get(optimizer, 0)
+        if not count and parameters:
+            self._synchronized[optimizer] = len(parameters)
+            self._replicas.attach(optimizer, parameters)
+        elif count != len(parameters):
+            raise self._refusal(
+                f"the optimizer had {count} parameters of the model in its first step and has {len(parameters)} now"
             )
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:

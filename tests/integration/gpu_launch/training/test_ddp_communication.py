@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,9 +53,12 @@ def refuse(tmp_path, script, mode):
     return first.stderr
 
 
-@pytest.mark.parametrize(("mode", "most"), [(CommMode.BF16, 1.02), (CommMode.POWERSGD, 1.15), (CommMode.LOCAL, 1.05)])
+@pytest.mark.parametrize(
+    ("mode", "most"),
+    [(CommMode.BF16, 1.02), (CommMode.POWERSGD, 1.15), (CommMode.LOCAL, 1.05), (CommMode.DILOCO, 1.15)],
+)
 def test_each_mode_learns_nearly_as_well_as_exact_gradients(trained, mode, most):
-    """Loss on text that was not trained on, after the same number of steps."""
+    """Loss on text that was not trained on, after the same number of steps; `diloco` has synchronized four times."""
     results, _ = trained
     exact, other = results[CommMode.EXACT][0]["losses"], results[mode][0]["losses"]
     assert exact[-1] < 0.6 * exact[0]
@@ -96,7 +100,41 @@ def test_local_steps_end_with_an_average(trained):
         assert any((own != before).any() for own, before in zip(other["before"], first["before"], strict=True))
 
 
-@pytest.mark.parametrize("mode", [CommMode.BF16, CommMode.POWERSGD, CommMode.LOCAL])
+def test_diloco_makes_all_models_equal_after_a_period(trained):
+    """Steps 100 and 200, whose losses are noted, are such steps, and 203 is not."""
+    losses = [rank["losses"] for rank in trained[0][CommMode.DILOCO]]
+    _, half, whole, end = zip(*losses, strict=True)
+    assert (len(set(half)), len(set(whole)), len(set(end))) == (1, 1, RANKS)
+
+
+def test_diloco_takes_the_ranks_of_a_node_for_one_replica(tmp_path):
+    """Two nodes of two ranks: those of one node stay equal, and all are equal after a period."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        _BEGIN
+        + textwrap.dedent(
+            """
+            model = DistributedDataParallel(layer)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            random = torch.Generator().manual_seed(dist.get_rank())
+            for step in range(51):
+                if step in (49, 50):
+                    print("SUM", step, repr(sum(value.sum().item() for value in model.parameters())))
+                optimizer.zero_grad()
+                model(torch.randn(4, 2, generator=random)).square().sum().backward()
+                optimizer.step()
+            dist.destroy_process_group()
+            """
+        )
+    )
+    ranks = run_launched([str(path)], RANKS, {VARIABLE: CommMode.DILOCO, "LOCAL_WORLD_SIZE": "2"})
+    assert [rank.code for rank in ranks] == [0] * RANKS, "\n".join(rank.stderr for rank in ranks)
+    before, after = zip(*(re.findall(r"SUM \d+ (\S+)", rank.stdout) for rank in ranks), strict=True)
+    assert before[0] == before[1] != before[2] == before[3]
+    assert len(set(after)) == 1
+
+
+@pytest.mark.parametrize("mode", [mode for mode in CommMode if mode is not CommMode.EXACT])
 def test_rank_0_says_what_changes(trained, mode):
     """Once, and only where something changes."""
     assert trained[1][mode].count(f"gpu_launch: --comm {mode}: {MATHEMATICS[mode]}\n") == 1
@@ -129,6 +167,17 @@ def test_rank_0_says_what_changes(trained, mode):
             """,
             CommMode.LOCAL,
             "ZeroRedundancyOptimizer: each rank updates a part",
+        ),
+        (
+            """
+            model = DistributedDataParallel(layer)
+            optimizer = torch.optim.SGD(layer.parameters(), lr=1)
+            optimizer.step()
+            optimizer.param_groups[0]["params"].pop()
+            optimizer.step()
+            """,
+            CommMode.DILOCO,
+            "the optimizer had 2 parameters of the model in its first step and has 1 now",
         ),
         (
             """

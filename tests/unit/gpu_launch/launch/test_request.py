@@ -23,6 +23,7 @@ from gpu_launch.launch.request import LaunchRequest, validate
 from gpu_launch.launch.worker_group import check_job
 from gpu_launch.options import command
 from gpu_launch.prediction import figures, report
+from gpu_launch.training import diloco
 from gpu_launch.worker import main as worker
 from gpu_launch.worker.runners import torchrun
 from gpu_launch.worker.runners.base import build_node_environ
@@ -165,6 +166,19 @@ def test_prediction_and_automatic_communication_need_figures(tmp_path):
     assert check("--nproc-per-node 2 --comm auto train.py").comm == "bf16"
     assert check("--comm auto train.py").comm == "exact"
     assert check("--comm local train.py").comm == "local"
+
+
+def test_diloco_needs_torchft(tmp_path, monkeypatch):
+    """Before anything is requested, with how to install it; with it, the launch is planned."""
+    env = environment.read({"HOME": str(home(tmp_path)), "GPUHUB_GPU_UUIDS": "GPU-1", "GPUHUB_NODE": "rig1"})
+    wanted = LaunchRequest(
+        options=command.parse("--comm diloco train.py"), cell=None, cwd=tmp_path, env=env, environ={}
+    )
+    monkeypatch.setattr(diloco, "is_installed", lambda: False)
+    with pytest.raises(UsageError, match=r"--comm diloco cannot be used: torchft is not installed .*pip install"):
+        validate(wanted, None)
+    monkeypatch.setattr(diloco, "is_installed", lambda: True)
+    assert validate(wanted, None).plan.workers == 0
 
 
 def test_manual_command_is_quoted_for_a_shell():

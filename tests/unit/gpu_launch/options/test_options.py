@@ -164,7 +164,7 @@ def test_flags_that_exclude_each_other(line, said):
         ("--signals-to-handle TERM x.py", "SIGTERM,SIGUSR1"),
         ("--role 'a b' x.py", "such as trainer"),
         ("--nproc-per-node gpu x.py", "whole number"),
-        ("--comm fp16 x.py", "one of auto, exact, bf16, powersgd, local is needed"),
+        ("--comm fp16 x.py", "one of auto, exact, bf16, powersgd, local, diloco is needed"),
     ],
 )
 def test_values_are_checked_before_anything_starts(line, said):
