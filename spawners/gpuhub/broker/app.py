@@ -25,6 +25,7 @@ from gpuhub.broker.api import (
     dependencies,
     file_routes,
     idle_routes,
+    limit_routes,
     live_routes,
     notification_routes,
     port_websockets,
@@ -70,6 +71,7 @@ from gpuhub.broker.operations.output_shares import ShareOperations, UserDirector
 from gpuhub.broker.operations.power import PowerOperations
 from gpuhub.broker.operations.recipes import RecipeOperations
 from gpuhub.broker.operations.services import ServiceOperations
+from gpuhub.broker.operations.user_limits import LimitOperations
 from gpuhub.broker.services.supervisor import ServiceSupervisor
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.ledger import Ledger
@@ -239,6 +241,7 @@ def create_app(
         "output_shares": ShareOperations(core, files, hub),
         "notifications": NotificationOperations(core, cipher, sender.send),
         "power": PowerOperations(core, backend, power),
+        "user_limits": LimitOperations(core, backend),
         "staging": staging,
         "authenticator": Authenticator(hub, clock, own_token, spawner_token, metrics_token),
         "metrics": exporter,
@@ -275,6 +278,7 @@ def _add_routes(app: FastAPI, cluster: ClusterSettings, audit_log: AuditLog, exp
         notification_routes.api,
         share_routes.api,
         power_routes.api,
+        limit_routes.api,
         terminal.api,
         ports.api,
         ports.router,

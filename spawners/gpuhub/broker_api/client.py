@@ -41,6 +41,7 @@ from gpuhub.broker_api.schemas import (
     UsageView,
     VisitView,
 )
+from gpuhub.broker_api.schemas.limits import UserLimitsRequest, UserLimitsView
 from gpuhub.broker_api.schemas.live import OwnView, SharedJobView
 from gpuhub.broker_api.schemas.services import ServiceView
 from gpuhub.common import errors
@@ -71,6 +72,8 @@ _OWNVIEW = TypeAdapter(OwnView)
 _SHARE = TypeAdapter(OutputShareView)
 _SHARES = TypeAdapter(list[OutputShareView])
 _SHARED = TypeAdapter(SharedJobView)
+_USERLIMITS = TypeAdapter(UserLimitsView)
+_USERLIMITS_LIST = TypeAdapter(list[UserLimitsView])
 _USAGE = TypeAdapter(list[UsageView])
 _DESTINATION = TypeAdapter(DestinationView)
 _DESTINATIONS = TypeAdapter(list[DestinationView])
@@ -227,6 +230,19 @@ class AsyncBrokerClient(BrokerConnection):
     async def cancel_reservation(self, reservation_id: str) -> None:
         """Cancel a reservation; administrators only."""
         await self._send("DELETE", f"/reservations/{_quoted(reservation_id)}")
+
+    async def limits(self) -> list[UserLimitsView]:
+        """Return the limits that were set for single users; administrators only."""
+        return _read(_USERLIMITS_LIST, await self._send("GET", "/limits"))
+
+    async def set_limits(self, owner: str, request: UserLimitsRequest) -> UserLimitsView:
+        """Set a user's limits in place of those of cluster.toml; administrators only."""
+        answer = await self._send("PUT", f"/limits/{_quoted(owner)}", json=request.model_dump(mode="json"))
+        return _read(_USERLIMITS, answer)
+
+    async def clear_limits(self, owner: str) -> None:
+        """Give a user the limits of cluster.toml back; administrators only."""
+        await self._send("DELETE", f"/limits/{_quoted(owner)}")
 
     async def usage(self, owner: str | None = None) -> list[UsageView]:
         """Return usage and limits of one owner, or of all."""

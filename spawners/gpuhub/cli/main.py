@@ -15,6 +15,7 @@ from gpuhub.cli.backup import backup, restore
 from gpuhub.cli.console import AdminConsole
 from gpuhub.cli.images import image_group
 from gpuhub.cli.leases import lease_group
+from gpuhub.cli.limits import limit_group
 from gpuhub.cli.node_power import power_group
 from gpuhub.cli.nodes import node_group
 from gpuhub.cli.options import BrokerRunner, PluginGroup, instance_option, pass_broker
@@ -101,6 +102,7 @@ for command in (
     user_group,
     lease_group,
     reservation_group,
+    limit_group,
     service_group,
     slurm_group,
     usage,

@@ -22,6 +22,7 @@ from gpuhub.broker_api.schemas import (
     UsageSource,
     UsageView,
 )
+from gpuhub.broker_api.schemas.limits import UserLimitsView
 from gpuhub.broker_api.schemas.services import ServiceView
 from gpuhub.common.units import format_span
 
@@ -250,6 +251,32 @@ def format_reservations(reservations: Sequence[ReservationView], now: datetime, 
     if not rows:
         return "No reservations."
     return format_table(("ID", "NAME", "WHAT", "FOR", "FROM", "UNTIL", "BY"), rows, width)
+
+
+def format_limits(limits: Sequence[UserLimitsView], now: datetime, width: int | None) -> str:
+    """Return a line for each user with limits of their own; `–` where cluster.toml decides."""
+    rows = [
+        (
+            user.owner,
+            *(
+                _format_own_limit(value)
+                for value in (user.max_gpus, user.gpu_hours_per_week, user.max_waiting, user.max_jobs)
+            ),
+            "–" if user.longest_lease_s is None else format_span(user.longest_lease_s),
+            user.by,
+            format_clock(user.at, now),
+            user.reason,
+        )
+        for user in limits
+    ]
+    if not rows:
+        return "No user has limits of their own: those of cluster.toml count."
+    header = ("USER", "GPUS", "GPU-HOURS 7 D", "WAITING", "JOBS", "LONGEST LEASE", "BY", "SINCE", "WHY")
+    return format_table(header, rows, width)
+
+
+def _format_own_limit(value: float | None) -> str:
+    return "–" if value is None else f"{value:g}"
 
 
 def format_services(services: Sequence[ServiceView], width: int | None) -> str:

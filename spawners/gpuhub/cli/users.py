@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -34,7 +35,7 @@ def user_group() -> None:
 @yes_option
 @pass_broker
 def end(broker: BrokerRunner, paths: Paths, name: str, yes: bool) -> None:
-    """End all that a user has: notebooks, jobs, waiting requests, terminals, tokens and sessions.
+    """End all that a user has: notebooks, jobs, waiting requests, terminals, limits of their own, tokens and sessions.
 
     The home stays. Who may log in is decided by cluster.toml: remove the user there first.
     """
@@ -53,6 +54,8 @@ def end(broker: BrokerRunner, paths: Paths, name: str, yes: bool) -> None:
         finally:
             await hub.close()
         shares = await client.end_shares_of_user(name)
+        with suppress(NotFound):
+            await client.clear_limits(name)
         ended = await client.release_all(name)
         also = f", and {len(shares)} shares of outputs" if shares else ""
         console.write(f"{name}: {ended} leases and {tokens} tokens ended{also}. Containers are removed now.")

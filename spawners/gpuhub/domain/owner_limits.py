@@ -1,4 +1,4 @@
-"""The quota of one owner, from `[users]` and `[[groups]]` of cluster.toml.
+"""The quota of one owner, from `[users]` and `[[groups]]` of cluster.toml, and from what an administrator set for it.
 
 `admission.limits` checks GPUs, waiting requests and jobs, `admission.extend` the length of a lease, and
 `scheduler.quota` GPUs in use and GPU-hours.
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from gpuhub.common.node_access import is_reserved, owner_group
@@ -15,6 +16,31 @@ from gpuhub.config.users import GroupSettings, LimitSettings
 from gpuhub.scheduler.interface import Quota, QuotaLimits
 
 N = TypeVar("N", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnLimits:
+    """Limits that an administrator set for one user; None where cluster.toml decides."""
+
+    owner: str
+    max_gpus: int | None = None
+    gpu_hours_per_week: float | None = None
+    max_waiting: int | None = None
+    max_jobs: int | None = None
+    longest_lease_s: float | None = None
+    reason: str = ""
+    #: The administrator, and when, in seconds since 1970.
+    by: str
+    at: float
+
+    def apply(self, limits: QuotaLimits) -> QuotaLimits:
+        """Return these limits, and those given for what is not set."""
+        values = {name: getattr(self, name) for name in LIMITS}
+        return replace(limits, **{name: value for name, value in values.items() if value is not None})
+
+
+#: The names of all limits.
+LIMITS = tuple(field.name for field in fields(QuotaLimits))
 
 
 def list_groups(cluster: ClusterSettings, owner: str, hub_groups: Iterable[str]) -> frozenset[str]:
@@ -26,16 +52,17 @@ def list_groups(cluster: ClusterSettings, owner: str, hub_groups: Iterable[str])
     return frozenset(of_hub | of_settings | ({owner_group(owner)} & cluster.node_groups))
 
 
-def build_quota(cluster: ClusterSettings, owner: str, hub_groups: Iterable[str]) -> Quota:
+def build_quota(cluster: ClusterSettings, owner: str, hub_groups: Iterable[str], own: OwnLimits | None = None) -> Quota:
     """Return an owner's limits and weight.
 
-    A group's limit for each member replaces that of `[users]`; of several groups the largest limit counts. Limits for
-    all members of a group together apply in addition.
+    A group's limit for each member replaces that of `[users]`; of several groups the largest limit counts. Limits of
+    the owner's own replace both. Limits for all members of a group together apply in addition.
     """
     groups = list_groups(cluster, owner, hub_groups)
     own_groups = [group for group in cluster.groups if group.name in groups]
+    limits = _build_user_limits(cluster, [group.each for group in own_groups])
     return Quota(
-        per_user=_build_user_limits(cluster, [group.each for group in own_groups]),
+        per_user=limits if own is None else own.apply(limits),
         per_group={group.name: _build_limits(group.together) for group in own_groups if _has_limits(group)},
         weight=max((group.weight for group in own_groups), default=1.0),
     )

@@ -41,7 +41,8 @@ MEANINGS = {
 #: Y: allowed, and the response has the status of the second column. N: 403. H: 404, as if the object did not exist.
 #: W: 422, a service must name the owner.
 #: The service `notes` admits ada alone, and does not listen.
-#: {lease} is active, {waiting} waits, {job} has its GPU, {shared} is a job that she shares with ben, {reservation} is ahead, {destination} gets notifications.
+#: {lease} is active, {waiting} waits, {job} has its GPU, {shared} is a job that she shares with ben, {reservation} is ahead, {destination} gets
+#: notifications, {limited} is ada, who has limits of her own.
 TABLE = """
                                      |     | reader ben ada ada-nb root-nb spawner culler root head
 GET /cluster                         | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
@@ -116,6 +117,9 @@ POST /nodes/rig3/drain               | 200 |   N      N   N   N      N       N  
 POST /nodes/rig3/undrain             | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/gpus/0/accept       | 409 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/power               | 422 |   N      N   N   N      N       N       N      Y    Y
+GET /limits                          | 200 |   N      N   N   N      N       N       N      Y    Y
+PUT /limits/ada                      | 200 |   N      N   N   N      N       N       N      Y    Y
+DELETE /limits/{limited}             | 204 |   N      N   N   N      N       N       N      Y    Y
 POST /reservations                   | 201 |   N      N   N   N      N       N       N      Y    Y
 DELETE /reservations/{reservation}   | 204 |   N      N   N   N      N       N       N      Y    Y
 """

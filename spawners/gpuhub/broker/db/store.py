@@ -16,6 +16,7 @@ from sqlalchemy import exc
 from gpuhub.broker.db import gpu_records, retention, tables, writer
 from gpuhub.broker.db.cost_store import CostStore
 from gpuhub.broker.db.engine import READ_ONLY, AdvisoryLock, build_engine, migrate, take_advisory_lock
+from gpuhub.broker.db.limit_store import LimitStore
 from gpuhub.broker.db.outbox import Outbox
 from gpuhub.broker.db.power_store import PowerStore
 from gpuhub.broker.db.share_store import ShareStore
@@ -67,6 +68,7 @@ class Store:
         self.costs = CostStore(self._transaction)
         self.shares = ShareStore(self._transaction)
         self.power = PowerStore(self._transaction)
+        self.limits = LimitStore(self._transaction)
 
     @classmethod
     def open(cls, url: str, lock_file: Path) -> Self:

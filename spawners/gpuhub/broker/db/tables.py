@@ -231,6 +231,21 @@ node_power = Table(
     Column("error", Text),
 )
 
+#: Limits that administrators set for single users; NULL where cluster.toml decides.
+user_limits = Table(
+    "user_limits",
+    metadata,
+    Column("owner", String(64), primary_key=True),
+    Column("max_gpus", Integer),
+    Column("gpu_hours_per_week", Float),
+    Column("max_waiting", Integer),
+    Column("max_jobs", Integer),
+    Column("longest_lease_s", Float),
+    Column("reason", Text, nullable=False, server_default=""),
+    Column("by", String(64), nullable=False),
+    Column("at", Float, nullable=False),
+)
+
 reservations = Table(
     "reservations",
     metadata,

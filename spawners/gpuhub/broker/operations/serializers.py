@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -23,9 +24,11 @@ from gpuhub.broker_api.schemas import (
     UsageView,
     WorkerView,
 )
+from gpuhub.broker_api.schemas.limits import UserLimitsView
 from gpuhub.broker_api.schemas.live import JobSummaryView
 from gpuhub.domain.costs import CostRecord, describe_costs
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow, OutputShareRow
+from gpuhub.domain.owner_limits import OwnLimits
 from gpuhub.nodes.power_status import PowerStatus
 from gpuhub.scheduler import interface
 
@@ -285,8 +288,14 @@ def build_queue_entry(lease: LeaseRow, position: int, expected_start: float | No
     )
 
 
-def build_usage(owner: str, usage: interface.OwnerUsage, waiting: int, limits: interface.QuotaLimits) -> UsageView:
-    """Return usage and limits of one owner."""
+def build_usage(
+    owner: str,
+    usage: interface.OwnerUsage,
+    waiting: int,
+    limits: interface.QuotaLimits,
+    own: OwnLimits | None,
+) -> UsageView:
+    """Return usage and limits of one owner, with those among them that were set for this owner alone."""
     return UsageView(
         owner=owner,
         gpus=usage.gpus,
@@ -297,7 +306,15 @@ def build_usage(owner: str, usage: interface.OwnerUsage, waiting: int, limits: i
         max_gpus=limits.max_gpus,
         max_gpu_hours_week=limits.gpu_hours_per_week,
         max_waiting=limits.max_waiting,
+        max_jobs=limits.max_jobs,
+        longest_lease_s=limits.longest_lease_s,
+        own_limits=None if own is None else build_user_limits(own),
     )
+
+
+def build_user_limits(limits: OwnLimits) -> UserLimitsView:
+    """Return the limits that were set for one user."""
+    return UserLimitsView(**asdict(limits) | {"at": to_datetime(limits.at)})
 
 
 def build_holder(lease: LeaseRow, name: str = "", idle_since: float | None = None) -> HolderView:

@@ -169,7 +169,8 @@ def view_usage(core: BrokerState, caller: Identity, owner: str | None) -> list[U
     if owner is not None or not caller.sees_all:
         names = [owner or caller.name]
     else:
-        names = sorted(usage.keys() | {lease.owner for lease in core.ledger.snapshot.leases.values()})
+        holders = {lease.owner for lease in core.ledger.snapshot.leases.values()}
+        names = sorted(usage.keys() | holders | core.scheduler_sync.own_limits.keys())
     index, jobs = core.ledger.index, core.ledger.snapshot.jobs
     return [
         serializers.build_usage(
@@ -177,6 +178,7 @@ def view_usage(core: BrokerState, caller: Identity, owner: str | None) -> list[U
             usage.get(name, OwnerUsage()),
             limits.count_requests(index, jobs, "waiting of", name),
             core.scheduler_sync.get_quota(name).per_user,
+            core.scheduler_sync.own_limits.get(name),
         )
         for name in names
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.state import effects, events
@@ -14,6 +14,7 @@ from gpuhub.config.settings import ClusterSettings, SchedulingSettings
 from gpuhub.domain import owner_limits, scheduler_input
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import EventRow, LeaseRow, LedgerSnapshot
+from gpuhub.domain.owner_limits import OwnLimits
 from gpuhub.scheduler.interface import (
     Allocation,
     GpuSlot,
@@ -92,6 +93,8 @@ class SchedulerSync:
         self._sent: dict[str, SchedulingRequest | Allocation] = {}
         self._nodes: dict[str, NodeCapacity] = {}
         self._groups: dict[str, frozenset[str]] = {}
+        #: Limits that administrators set for single users, by user.
+        self.own_limits: Mapping[str, OwnLimits] = store.limits.load()
         self._quotas: dict[str, Quota] = {}
 
     def close(self) -> None:
@@ -105,7 +108,8 @@ class SchedulerSync:
         """Return an owner's quota, by the groups that were last reported."""
         if owner not in self._quotas:
             groups = self._groups.get(owner, frozenset())
-            self._quotas[owner] = owner_limits.build_quota(self._cluster, owner, groups)
+            own = self.own_limits.get(owner)
+            self._quotas[owner] = owner_limits.build_quota(self._cluster, owner, groups, own)
         return self._quotas[owner]
 
     def set_groups(self, owner: str, hub_groups: frozenset[str]) -> None:
@@ -115,6 +119,15 @@ class SchedulerSync:
         self._groups[owner] = hub_groups
         self._quotas.pop(owner, None)
         self._scheduler.put_quota(owner, self.get_quota(owner))
+
+    async def set_own_limits(self, owner: str, limits: OwnLimits | None) -> None:
+        """Store and apply a user's own limits; None removes them. What the user has already stays."""
+        await asyncio.to_thread(self._store.limits.save, owner, limits)
+        others = {name: other for name, other in self.own_limits.items() if name != owner}
+        self.own_limits = others if limits is None else {**others, owner: limits}
+        self._quotas.pop(owner, None)
+        self._scheduler.put_quota(owner, self.get_quota(owner))
+        self._wake()
 
     # -- nodes and reservations -----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import AwareDatetime, Field, StringConstraints
 
 from gpuhub.broker_api.schemas.leases import GroupName, ModelName, Purpose, Text, UserName, WireModel
+from gpuhub.broker_api.schemas.limits import UserLimitsView
 
 
 class GpuState(StrEnum):
@@ -290,6 +291,10 @@ class UsageView(WireModel):
     max_gpus: int | None
     max_gpu_hours_week: float | None
     max_waiting: int | None
+    max_jobs: int | None = None
+    longest_lease_s: float | None = None
+    #: The limits among these that an administrator set for this user.
+    own_limits: UserLimitsView | None = None
     #: Where `gpu_hours_week` was counted; `accounts` has these hours by Slurm account, if Slurm counted them.
     counted_by: UsageSource = UsageSource.BUILTIN
     accounts: tuple[AccountHours, ...] = ()

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from gpuhub.broker_api.schemas import CordonRequest, LeaseState, Purpose
+from gpuhub.broker_api.schemas.limits import UserLimitsRequest
 from gpuhub.broker_api.schemas.output_shares import MAX_SHARE_S
+from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest
 from gpuhub.web.handlers import BrokerUserHandler
 
@@ -16,6 +18,7 @@ _HOUR_S = 3600
 _Id = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,64}$")]
 _NodeName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,64}$")]
 _ViewerName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+_UserName = Annotated[str, StringConstraints(pattern=f"^{names.USERNAME_PATTERN}$")]
 _Reason = Annotated[str, StringConstraints(max_length=300)]
 
 
@@ -52,6 +55,19 @@ class SwitchPowerAction(_PageAction):
 
     do: Literal["wake", "sleep"]
     node: _NodeName
+
+
+class SetLimitsAction(_PageAction):
+    """Sets limits of a user in place of those of cluster.toml; None where cluster.toml decides."""
+
+    do: Literal["limits"]
+    user: _UserName
+    max_gpus: int | None = None
+    gpu_hours_per_week: float | None = None
+    max_waiting: int | None = None
+    max_jobs: int | None = None
+    longest_lease_s: float | None = None
+    reason: _Reason = ""
 
 
 class LeaveQueueRequest(BaseModel):
@@ -110,8 +126,18 @@ PageAction = (
     | CancelJobAction
     | ChangeNodeAction
     | SwitchPowerAction
+    | SetLimitsAction
 )
 
+
+#: Names of limits in the dialog.
+_LIMIT_TITLES = {
+    "max_gpus": "GPUs at once",
+    "gpu_hours_per_week": "GPU-hours in 7 days",
+    "max_waiting": "Requests waiting",
+    "max_jobs": "Jobs that have not ended",
+    "longest_lease_s": "Longest time, in seconds,",
+}
 
 _ACTION_ADAPTER: TypeAdapter[PageAction] = TypeAdapter(Annotated[PageAction, Field(discriminator="do")])
 
@@ -208,6 +234,26 @@ async def stop_lease(broker: Any, lease_id: str) -> None:
         await broker.release(lease_id)
 
 
+async def set_limits(broker: Any, action: SetLimitsAction) -> None:
+    """Set limits of a user, or give those of cluster.toml back where none is named.
+
+    Raises:
+        InvalidRequest: A value is out of range.
+        GpuhubError: The broker refuses.
+    """
+    values = action.model_dump(exclude={"do", "user", "reason"}, exclude_none=True)
+    if not values:
+        await broker.clear_limits(action.user)
+        return
+    try:
+        request = UserLimitsRequest(**values, reason=action.reason)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = _LIMIT_TITLES[str(first["loc"][0])]
+        raise InvalidRequest(f"{name} cannot be {first['input']:g}: {first['msg'].lower()}.") from None
+    await broker.set_limits(action.user, request)
+
+
 async def perform_action(broker: Any, action: PageAction) -> None:
     """Perform an action through the broker.
 
@@ -228,6 +274,8 @@ async def perform_action(broker: Any, action: PageAction) -> None:
         await broker.share_output(action.job, action.viewer, action.hours * _HOUR_S)
     elif isinstance(action, EndShareAction):
         await broker.end_shares(action.job, action.viewer)
+    elif isinstance(action, SetLimitsAction):
+        await set_limits(broker, action)
     elif isinstance(action, SwitchPowerAction):
         await broker.switch_power(action.node, on=action.do == "wake")
     elif action.do == "undrain":

@@ -5,6 +5,7 @@ What many viewers see alike is rendered once for all of them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -19,6 +20,7 @@ from gpuhub.broker_api.schemas import (
     QueueEntry,
     UsageView,
 )
+from gpuhub.broker_api.schemas.limits import COUNTED_BY_SCHEDULER
 from gpuhub.broker_api.schemas.live import JobSummaryView, OwnView
 from gpuhub.web.gpus_page.node_filter import NodeFilter, NodePage, select_nodes
 from gpuhub.web.template_loader import load_macros
@@ -86,6 +88,25 @@ class GpusPageData:
         """The user's leases that do not wait, without those of the jobs that are listed."""
         of_jobs = {job.lease for job in self.jobs}
         return [lease for lease in self.leases if lease.state is not LeaseState.REQUESTED and lease.id not in of_jobs]
+
+    def describe_limits(self, usage: UsageView) -> str:
+        """Return as JSON, for each limit that gpuhub itself enforces, the user's own value and the one in force."""
+        own = usage.own_limits
+        in_force = {
+            "max_gpus": usage.max_gpus,
+            "gpu_hours_per_week": usage.max_gpu_hours_week,
+            "max_waiting": usage.max_waiting,
+            "max_jobs": usage.max_jobs,
+            "longest_lease_s": usage.longest_lease_s,
+        }
+        elsewhere = self.view is not None and self.view.capabilities.external_jobs
+        return json.dumps(
+            {
+                name: [None if own is None else getattr(own, name), value]
+                for name, value in in_force.items()
+                if not (elsewhere and name in COUNTED_BY_SCHEDULER)
+            }
+        )
 
     def find_lease(self, job: JobSummaryView) -> LeaseView | None:
         """Return the lease of a job, if it is among the user's."""

@@ -38,6 +38,17 @@ function reasonInput() {
   return element;
 }
 
+function numberInput(value, inForce, unit, step) {
+  const element = document.createElement("input");
+  element.type = "number";
+  element.className = "form-control";
+  element.min = "0";
+  element.step = step;
+  element.value = value === null ? "" : value / unit;
+  element.placeholder = inForce === null ? "no limit" : `now ${inForce / unit}`;
+  return element;
+}
+
 function refuse(text) {
   refusal.textContent = text;
   refusal.hidden = !text;
@@ -81,6 +92,14 @@ async function loadLeases(node) {
 
 const HOURS = [["1", "1 hour"], ["2", "2 hours"], ["4", "4 hours"], ["8", "8 hours"], ["12", "12 hours"], ["24", "24 hours"]];
 const SHARE_HOURS = [["2", "2 hours"], ["24", "a day"], ["168", "7 days"], ["720", "30 days"]];
+// The limits of a user in the dialog; `unit` is that of the field.
+const LIMITS = {
+  max_gpus: { text: "GPUs at once" },
+  gpu_hours_per_week: { text: "GPU-hours in 7 days", step: "any" },
+  max_waiting: { text: "Requests waiting" },
+  max_jobs: { text: "Jobs that have not ended" },
+  longest_lease_s: { text: "Longest time of a notebook or job, hours", unit: 3600, step: "any" },
+};
 const GRACE = [["0", "at once"], ["600", "in 10 minutes"], ["1800", "in 30 minutes"], ["7200", "in 2 hours"],
   ["28800", "in 8 hours"], ["86400", "in a day"]];
 
@@ -151,6 +170,24 @@ const forms = {
       label: `Drain ${node}`,
       isDangerous: true,
       build: () => ({ do: "drain", node, grace_s: Number(grace.value), reason: reason.value }),
+    });
+  },
+  limits({ user, limits, reason: before }) {
+    const inputs = Object.entries(JSON.parse(limits)).map(([name, [own, inForce]]) => {
+      const { text, unit = 1, step = "1" } = LIMITS[name];
+      return { name, text, unit, input: numberInput(own, inForce, unit, step) };
+    });
+    const reason = reasonInput();
+    reason.value = before;
+    show(`Limits of ${user}`, [
+      paragraph("They replace those of cluster.toml at once, for this user alone; where a field is empty, cluster.toml decides. What the user has already stays."),
+      ...inputs.map(({ text, input }) => field(text, input)), field("Reason", reason),
+    ], {
+      label: "Set limits",
+      build: () => ({
+        do: "limits", user, reason: reason.value,
+        ...Object.fromEntries(inputs.map(({ name, unit, input }) => [name, input.value === "" ? null : Number(input.value) * unit])),
+      }),
     });
   },
   force({ lease, what }) {

@@ -181,6 +181,37 @@ def test_administrator_stops_and_drains_after_a_confirmation(hub: SimulatedHub, 
     expect(ada.locator("[data-node-name=rig1] .badge")).to_have_text("up")
 
 
+def test_administrator_sets_limits_of_a_user(hub: SimulatedHub, admin: Page, ada: Page) -> None:
+    """They count at once, are marked with who set them and why, and an empty form gives cluster.toml's back."""
+    hub.request_notebook("ada", "rtx5090")
+    table = part(admin, "all_usage")
+    table.locator("summary").click()
+    row = table.get_by_role("row", name="ada")
+    row.get_by_role("button", name="Limits of ada").click()
+    dialog = admin.get_by_role("dialog")
+    expect(dialog).to_contain_text("Limits of ada")
+    expect(dialog.get_by_label("Requests waiting")).to_have_attribute("placeholder", "now 16")
+    dialog.get_by_label("GPUs at once").fill("3")
+    dialog.get_by_label("Longest time").fill("1.5")
+    dialog.get_by_label("Reason").fill("a paper")
+    check_accessibility(admin)
+    take_picture(admin, "gpus-live-limits")
+    dialog.get_by_role("button", name="Set limits").click()
+    expect(row.locator(".badge")).to_have_text("own limits")
+    expect(row.locator(".badge")).to_have_attribute("title", "Set by root1: a paper")
+    expect(part(ada, "own")).to_contain_text("1 of 3")
+    row.get_by_role("button", name="Limits of ada").click()
+    expect(dialog.get_by_label("Longest time")).to_have_value("1.5")
+    dialog.get_by_label("GPUs at once").fill("0.5")
+    dialog.get_by_role("button", name="Set limits").click()
+    expect(dialog).to_be_visible()
+    dialog.get_by_label("GPUs at once").fill("")
+    dialog.get_by_label("Longest time").fill("")
+    dialog.get_by_role("button", name="Set limits").click()
+    expect(row.locator(".badge")).to_have_count(0)
+    expect(part(ada, "own")).not_to_contain_text("1 of 3")
+
+
 def test_pages_are_readable_and_accessible(hub: SimulatedHub, open_page: Callable[..., Page]) -> None:
     """At a phone's width nothing is cut off; both of JupyterHub's themes; axe-core finds nothing serious."""
     hub.request_notebook("ada", "rtx5090")

@@ -188,6 +188,18 @@ async def test_reservations_are_created_and_cancelled(head: HeadNodeCli) -> None
     assert "course is cancelled" in await head.run("reservation cancel " + made.split()[-1])
 
 
+async def test_limits_of_a_user_are_set_listed_and_cleared(head: HeadNodeCli) -> None:
+    """With the reason; no limit at all is refused, with the command that clears."""
+    assert await head.run("limit list") == "No user has limits of their own: those of cluster.toml count.\n"
+    made = await head.run("limit set ben --gpus 2 --gpu-hours 7.5 --longest-lease 12h --reason course")
+    assert "`gpuhub limit clear ben`" in made
+    line = (await head.run("limit list")).splitlines()[-1].split()
+    assert (line[:6], line[-1]) == (["ben", "2", "7.5", "–", "–", "12"], "course")
+    assert "limits of cluster.toml again" in await head.run("limit clear ben")
+    with pytest.raises(NotFound, match="ben has no limits"):
+        await head.run("limit clear ben")
+
+
 @pytest.mark.parametrize(("beginning", "kind"), [("", NotFound), ("x", NotFound), ("l01", InvalidRequest)])
 def test_unknown_and_ambiguous_id_prefixes_are_refused(beginning: str, kind: type[Exception]) -> None:
     """Neither none nor several are accepted."""
@@ -213,6 +225,9 @@ def test_reservation_times_are_parsed() -> None:
         "node drain",
         "node drain rig1 --grace 5",
         "lease extend l",
+        "limit set ben",
+        "limit set ben --gpus 0",
+        "limit set ben --longest-lease 30s",
         "reservation add x",
         "reservation add x --until 14:00 --for 8h",
         "lease list l",

@@ -9,7 +9,7 @@ import pytest
 from gpuhub.broker.admission.validate import choose_time_limit
 from gpuhub.common.errors import InvalidRequest
 from gpuhub.config.settings import GroupSettings, JobSettings, LimitSettings, ProfileSettings, UserSettings
-from gpuhub.domain.owner_limits import build_quota, find_max_gpus, find_max_lease_s, list_groups
+from gpuhub.domain.owner_limits import OwnLimits, build_quota, find_max_gpus, find_max_lease_s, list_groups
 from gpuhub.scheduler.interface import Quota, QuotaLimits
 from tests.support.broker.calls import ask, post, read, run_notebook
 from tests.support.broker.in_process import Setting, asgi_broker
@@ -44,6 +44,22 @@ def test_most_generous_group_limit_applies_with_user_defaults() -> None:
     )
     assert build_quota(cluster, "ben", ()).per_user == QuotaLimits(
         max_gpus=1, gpu_hours_per_week=10.0, max_waiting=5, max_jobs=1000, longest_lease_s=86400
+    )
+
+
+def test_own_limits_replace_those_of_settings_and_groups() -> None:
+    """Also the most generous group's; what is not set stays, and so does what the group may have together."""
+    cluster = build_cluster(
+        users=UserSettings(allowed=("ada",), max_gpus=1, max_waiting=5),
+        groups=(
+            GroupSettings(name="lab", each=LimitSettings(max_gpus=2), together=LimitSettings(max_gpus=8), weight=2),
+        ),
+    )
+    own = OwnLimits(owner="ada", max_gpus=6, longest_lease_s=60.0, by="root", at=0.0)
+    assert build_quota(cluster, "ada", {"lab"}, own) == Quota(
+        per_user=QuotaLimits(max_gpus=6, max_waiting=5, max_jobs=1000, longest_lease_s=60.0),
+        per_group={"lab": QuotaLimits(max_gpus=8)},
+        weight=2.0,
     )
 
 

@@ -17,6 +17,7 @@ from gpuhub.common import names
 from gpuhub.config.services import ServiceSettings
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.domain.models import OutputShareRow
+from gpuhub.domain.owner_limits import OwnLimits
 from tests.support.broker.calls import ask, open_socket, post, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker
 from tests.support.broker.rights import CALLERS, MATRIX, MEANINGS, METRICS_ROUTE, MODELS, PUBLIC, STRANGERS, render
@@ -46,6 +47,7 @@ BODIES: dict[str, Any] = {
     "POST /nodes/rig3/drain": {"grace_s": 60},
     "POST /destinations": {"url": "ntfys://ntfy.sh/ada-0a1b2c", "kinds": ["granted"]},
     "PUT /destinations/{destination}": {"kinds": ["idle"]},
+    "PUT /limits/ada": {"max_gpus": 4},
     "POST /reservations": {"name": "course", "users": ["ben"], **WINDOW},
 }
 
@@ -86,6 +88,7 @@ async def build_world(running: Running) -> dict[str, str]:
     window = {"starts_at": f"{day}08:00:00Z", "ends_at": f"{day}09:00:00Z"}
     reserved = {"name": "kept", "nodes": ["rig2"], "users": ["ada"], **window}
     reservation = await post(running, "root", "/reservations", reserved, 201)
+    await running.core.scheduler_sync.set_own_limits("ada", OwnLimits(owner="ada", max_jobs=1000, by="root", at=1.0))
     made = {name: made["id"] for name, made in zip(NAMES, (lease, waiting, job, reservation), strict=True)}
     # Its URL cannot be decrypted, so that nothing is sent.
     destination = DestinationRow(
@@ -93,7 +96,7 @@ async def build_world(running: Running) -> dict[str, str]:
     )
     if running.store.outbox.get_destination(destination.id) is None:
         assert running.store.outbox.add_destination(destination)
-    return {**made, "shared": shared["id"], "destination": destination.id}
+    return {**made, "limited": "ada", "shared": shared["id"], "destination": destination.id}
 
 
 def run_container(running: Running, lease: dict[str, Any]) -> None:
@@ -256,6 +259,8 @@ def _name(route: str) -> str:
         ("/nodes/{name}/", "/nodes/rig3/"),
         ("/services/{name}/", f"/services/{SERVICE}/"),
         ("/gpus/{index}/", "/gpus/0/"),
+        ("/limits/{limited}", "/limits/ada"),
+        ("/limits/{owner}", "/limits/ada"),
         (dependencies.API, ""),
     ):
         route = route.replace(given, name)

@@ -284,6 +284,12 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         async def switch_power(self, node: str, *, on: bool) -> None:
             asked.append(("power", node, on))
 
+        async def set_limits(self, owner: str, request: Any) -> None:
+            asked.append(("limits", owner, request.values, request.reason))
+
+        async def clear_limits(self, owner: str) -> None:
+            asked.append(("clear limits", owner))
+
     for body in (
         b'{"do": "extend", "lease": "l", "hours": 4}',
         b'{"do": "force", "lease": "l"}',
@@ -295,6 +301,8 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         b'{"do": "undrain", "node": "rig1"}',
         b'{"do": "wake", "node": "rig2"}',
         b'{"do": "sleep", "node": "rig2"}',
+        b'{"do": "limits", "user": "ben", "max_gpus": 2, "max_jobs": null, "longest_lease_s": 3600, "reason": "x"}',
+        b'{"do": "limits", "user": "ben", "max_gpus": null}',
     ):
         await perform_action(RecordingClient(), parse_action(body))
     assert asked == [
@@ -308,7 +316,13 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         ("undrain", "rig1", None),
         ("power", "rig2", True),
         ("power", "rig2", False),
+        ("limits", "ben", {"max_gpus": 2, "longest_lease_s": 3600.0}, "x"),
+        ("clear limits", "ben"),
     ]
+    with pytest.raises(
+        InvalidRequest, match=r"^GPUs at once cannot be 0: input should be greater than or equal to 1\.$"
+    ):
+        await perform_action(RecordingClient(), parse_action(b'{"do": "limits", "user": "ben", "max_gpus": 0}'))
 
 
 class FakeHubUser:
