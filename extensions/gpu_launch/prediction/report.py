@@ -14,7 +14,7 @@ from gpu_launch.errors import UsageError
 from gpu_launch.prediction import cost_model, figures
 from gpu_launch.prediction.cost_model import StepPrediction
 from gpu_launch.prediction.figures import Bench, Network, StepProfile
-from gpu_launch.training.comm_modes import AUTO, MATHEMATICS, CommMode
+from gpu_launch.training.comm_modes import AUTO, MATHEMATICS, PERIODS, CommMode
 
 #: More cards are advised where they train faster by this factor, and parts of a step are named above this share of it.
 _PAYS, _NOTABLE = 1.1, 0.1
@@ -154,12 +154,21 @@ def advise(prediction: Prediction, bench: Bench) -> list[str]:
     best = max(automatic, key=lambda step: step.rate)
     lines = []
     if best.rate < _PAYS * single.rate:
-        lines.append("More cards do not pay: none of these sets trains faster than one card by more than a tenth.")
+        lines.append(
+            "More cards do not pay while all have the same model: none of these sets trains faster than one card by "
+            "more than a tenth."
+        )
         best = next((step for step in automatic if len(step.cards) == 2), single)
     else:
         lines.append(
             f"{len(best.cards)} cards with --comm {best.mode} train {best.rate / single.rate:.2f} times as many "
             f"samples a second as one: {MATHEMATICS[best.mode]}."
+        )
+    apart = max((step for step in prediction.steps if step.mode in PERIODS), key=lambda step: step.rate, default=single)
+    if apart.rate >= _PAYS * max(best.rate, single.rate):
+        lines.append(
+            f"With --comm {apart.mode}, {len(apart.cards)} cards would train {apart.rate / single.rate:.2f} times as "
+            f"many, but otherwise: {MATHEMATICS[apart.mode]}."
         )
     exact = next(
         (step for step in prediction.steps if step.cards == best.cards and step.mode is CommMode.EXACT), single

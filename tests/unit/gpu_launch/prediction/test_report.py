@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -57,11 +58,23 @@ def test_table_has_each_number_of_cards_and_each_mode():
 
 
 def test_advice_where_more_cards_do_not_pay():
-    """A network a thousand times slower; no mode that --comm auto takes is faster than one card."""
+    """A network a thousand times slower; no mode that --comm auto takes is faster than one card, and no other either."""
     bench = build_bench(1e13, 1e13, network=replace(NETWORK, latency_s=0.5, bytes_s=3e5, bf16_bytes_s=3e5))
     lines = report.advise(report.build_prediction(PROFILE, bench), bench)
-    assert lines[0].startswith("More cards do not pay")
+    assert lines[0].startswith("More cards do not pay while all have the same model")
     assert "no_sync" in lines[1]
+
+
+def test_modes_with_different_models_are_named_where_they_are_faster():
+    """With what they change, below what --comm auto would take."""
+    bench = build_bench(1e13, 1e13, network=replace(NETWORK, bytes_s=50e6, bf16_bytes_s=50e6, latency_s=0.2))
+    lines = report.advise(report.build_prediction(PROFILE, bench), bench)
+    assert lines[0].startswith("More cards do not pay while all have the same model")
+    assert re.match(
+        r"With --comm diloco, 2 cards would train 1\.\d\d times as many, but otherwise: each node", lines[1]
+    )
+    bench = build_bench(1e13, 1e13, network=replace(NETWORK, bytes_s=1e10, bf16_bytes_s=1e10))
+    assert not any("would train" in line for line in report.advise(report.build_prediction(PROFILE, bench), bench))
 
 
 def test_advice_for_slow_input_and_mixed_cards():
