@@ -64,6 +64,7 @@ class Store:
         self._engine = engine
         self._lock = lock
         self._advisory_lock = advisory_lock
+        self._is_closed = False
         self.outbox = Outbox(self._transaction)
         self.costs = CostStore(self._transaction)
         self.shares = ShareStore(self._transaction)
@@ -108,7 +109,8 @@ class Store:
         return cls.open(build_database_url(database, paths, "broker"), lock_path(paths.store))
 
     def close(self) -> None:
-        """Close the database and release the lock."""
+        """Close the database and release the lock; a transaction of another thread closes its connection itself."""
+        self._is_closed = True
         if self._advisory_lock is not None:
             self._advisory_lock.close()
         self._engine.dispose()
@@ -336,8 +338,14 @@ class Store:
         try:
             if self._advisory_lock is not None and options is None:
                 self._advisory_lock.ensure()
-            with self._engine.connect() as connection, connection.execution_options(**options or {}).begin():
-                yield connection
+            with self._engine.connect() as connection:
+                try:
+                    with connection.execution_options(**options or {}).begin():
+                        yield connection
+                finally:
+                    if self._is_closed:
+                        # It outlived its pool, so nothing else would close it.
+                        connection.detach()
         except SetupError as error:
             raise Unavailable(str(error)) from error
         except exc.OperationalError as error:

@@ -225,6 +225,18 @@ def test_readers_do_not_wait_for_a_writer(tmp_path: Path, monkeypatch: pytest.Mo
     store.close()
 
 
+def test_transaction_that_outlives_the_store_closes_its_connection(tmp_path: Path) -> None:
+    """A thread of a request that was given up still reads when the broker ends."""
+    store = Store.open_file(tmp_path / "b.sqlite")
+    with store._transaction(READ_ONLY) as reader:
+        driver = reader.connection.dbapi_connection
+        assert driver is not None
+        store.close()
+        assert reader.exec_driver_sql("SELECT 1").scalar_one() == 1
+    with pytest.raises(sqlite3.ProgrammingError, match="closed database"):
+        driver.cursor()
+
+
 def test_every_commit_is_synced_before_it_counts(tmp_path: Path) -> None:
     """SQLite syncs the log of each transaction to the disk before the commit returns, on every connection."""
     store = Store.open_file(tmp_path / "b.sqlite")
