@@ -63,12 +63,16 @@ class BlockingCallPool:
         self._submit(target, call, timeout_message)
         try:
             # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the answer.
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as limit:
                 result: T = await call.outcome
                 return result
         except TimeoutError:
-            if call.outcome.done() and not call.outcome.cancelled():
+            if not limit.expired():
                 raise  # by the work itself
+            if not call.outcome.cancelled():
+                # The answer came before this busy loop looked at the clock.
+                in_time: T = call.outcome.result()
+                return in_time
             raise StorageUnavailable(f"{timeout_message} within {limit_s:.0f} s") from None
         finally:
             self._withdraw(target, call)

@@ -114,3 +114,13 @@ def test_call_may_end_after_its_event_loop_is_closed(released: threading.Event) 
     while patience.count_overdue("disk"):
         time.sleep(0.01)
     assert asyncio.run(run_call(patience, lambda: 5)) == 5  # type: ignore[arg-type]
+
+
+async def test_answer_in_time_counts_on_a_busy_event_loop() -> None:
+    """The loop sees the answer and the end of the time at once, since something held it up for longer than that."""
+    answering = asyncio.ensure_future(
+        BlockingCallPool().run("/srv", lambda: "there", limit_s=0.1, timeout_message="/srv does not answer")
+    )
+    await asyncio.sleep(0)
+    time.sleep(0.3)  # noqa: ASYNC251
+    assert await answering == "there"
