@@ -7,15 +7,14 @@ alone, not on how many jobs there were.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import sqlalchemy as sa
 
 from gpuhub.broker.db import tables, writer
-from gpuhub.broker.db.engine import READ_ONLY
+from gpuhub.broker.db.engine import READ_ONLY, Connect
 from gpuhub.broker_api.schemas import Purpose
 from gpuhub.domain.costs import CostRecord, DayKey, EnergySample, GpuMeter, UsedAmounts
 
@@ -27,7 +26,6 @@ _AMOUNTS = tuple(field.name for field in fields(UsedAmounts))
 #: 1970 began on a Thursday, and weeks begin on Monday.
 _WEEK_OFFSET = 3
 Dimension = Literal["user", "group", "profile", "model", "week", "day"]
-_Connect = Callable[[Mapping[str, Any] | None], AbstractContextManager[sa.Connection]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class CostSum:
 class CostStore:
     """Reads and writes what was used; `connect` opens a transaction of the store."""
 
-    def __init__(self, connect: _Connect) -> None:
+    def __init__(self, connect: Connect) -> None:
         self._connect = connect
 
     def save(self, records: Sequence[CostRecord], days: Mapping[DayKey, UsedAmounts]) -> None:

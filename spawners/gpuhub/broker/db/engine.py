@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import sqlalchemy as sa
 from alembic import command
@@ -15,6 +16,15 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import event, exc
 
 from gpuhub.common.errors import SetupError
+
+
+class Connect(Protocol):
+    """Opens a transaction of the store, with options such as `READ_ONLY`; without any it may write."""
+
+    def __call__(self, options: Mapping[str, Any] | None = None) -> AbstractContextManager[sa.Connection]:
+        """Return the context of the transaction, which is committed at its end."""
+        ...
+
 
 #: Time that SQLite waits for another connection's lock, seconds.
 BUSY_TIMEOUT_S = 5

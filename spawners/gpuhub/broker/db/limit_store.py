@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any
 
 import sqlalchemy as sa
 
 from gpuhub.broker.db import tables, writer
-from gpuhub.broker.db.engine import READ_ONLY
+from gpuhub.broker.db.engine import READ_ONLY, Connect
 from gpuhub.domain.owner_limits import OwnLimits
-
-_Connect = Callable[[Mapping[str, Any] | None], AbstractContextManager[sa.Connection]]
 
 
 class LimitStore:
     """Reads and writes users' own limits; `connect` opens a transaction of the store."""
 
-    def __init__(self, connect: _Connect) -> None:
+    def __init__(self, connect: Connect) -> None:
         self._connect = connect
 
     def load(self) -> dict[str, OwnLimits]:

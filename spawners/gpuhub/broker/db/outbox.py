@@ -6,15 +6,14 @@ marked before it is sent and again afterwards: one that was being sent when the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
 from gpuhub.broker.db import tables
-from gpuhub.broker.db.engine import READ_ONLY
+from gpuhub.broker.db.engine import READ_ONLY, Connect
 from gpuhub.broker_api.schemas import NotificationKind
 from gpuhub.domain.models import EventRow, NotificationRow
 
@@ -60,7 +59,7 @@ class DueDelivery:
 class Outbox:
     """The tables of notifications."""
 
-    def __init__(self, transaction: Callable[..., AbstractContextManager[sa.Connection]]) -> None:
+    def __init__(self, transaction: Connect) -> None:
         """`transaction` opens one of the store's, with its execution options as the argument."""
         self._transaction = transaction
         #: Ids of the destinations of the owner of the machines.

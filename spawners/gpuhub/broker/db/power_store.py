@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
 import sqlalchemy as sa
 
 from gpuhub.broker.db import tables, writer
-from gpuhub.broker.db.engine import READ_ONLY
+from gpuhub.broker.db.engine import READ_ONLY, Connect
 from gpuhub.nodes.power_status import PowerState, PowerStatus
-
-_Connect = Callable[[Mapping[str, Any] | None], AbstractContextManager[sa.Connection]]
 
 
 class PowerStore:
     """Reads and writes the power of nodes; `connect` opens a transaction of the store."""
 
-    def __init__(self, connect: _Connect) -> None:
+    def __init__(self, connect: Connect) -> None:
         self._connect = connect
 
     def load(self) -> dict[str, PowerStatus]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 
 import sqlalchemy as sa
 
 from gpuhub.broker.db import tables
-from gpuhub.broker.db.engine import READ_ONLY
+from gpuhub.broker.db.engine import READ_ONLY, Connect
 from gpuhub.domain.models import OutputShareRow
 
 _share = tables.output_shares.c
@@ -17,7 +16,7 @@ _share = tables.output_shares.c
 class ShareStore:
     """The table of output shares."""
 
-    def __init__(self, transaction: Callable[..., AbstractContextManager[sa.Connection]]) -> None:
+    def __init__(self, transaction: Connect) -> None:
         """`transaction` opens one of the store's, with its execution options as the argument."""
         self._transaction = transaction
 
