@@ -160,12 +160,7 @@ class DdpCommunication:
 
     def _synchronize(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Before an optimizer's first step, have torchft synchronize its parameters from then on."""
-        parameters = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter in self._local_states
-        ]
+        parameters = [parameter for parameter, _ in self._list_local(optimizer)]
         count = self._synchronized.get(optimizer, 0)
         if not count and parameters:
             self._synchronized[optimizer] = len(parameters)
@@ -181,16 +176,21 @@ class DdpCommunication:
 
         groups: dict[int, list[Any]] = {}
         states: dict[int, Any] = {}
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if (state := self._local_states.get(parameter)) is not None:
-                groups.setdefault(id(state), []).append(parameter)
-                states[id(state)] = state
+        for parameter, state in self._list_local(optimizer):
+            groups.setdefault(id(state), []).append(parameter)
+            states[id(state)] = state
         if not states:
             return
         steps = self._local_steps[optimizer] = self._local_steps.get(optimizer, 0) + self._is_local
         if self._is_local and steps % LOCAL_PERIOD == 0:
             for key, parameters in groups.items():
                 average_parameters(iter(parameters), states[key].process_group)
+
+    def _list_local(self, optimizer: Any) -> list[tuple[Any, Any]]:
+        """Return an optimizer's parameters that belong to a model with the hook for post-local SGD, with its state."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        found = ((parameter, self._local_states.get(parameter)) for parameter in parameters)
+        return [(parameter, state) for parameter, state in found if state is not None]
 
     def _refuse(self, refused: type, reason: str) -> None:
         def construct(original: Callable[..., None], made: Any, *args: Any, **kwargs: Any) -> None:

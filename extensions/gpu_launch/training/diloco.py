@@ -37,14 +37,14 @@ class DilocoReplicas:
     """
 
     def __init__(self) -> None:
-        # torchft's servers write a line for each of their messages.
-        os.environ.setdefault("RUST_LOG", "error")
         self._closing: list[Callable[[], None]] = []
         #: They serve as long as they are held.
         self._stores: list[Any] = []
 
     def attach(self, optimizer: Any, parameters: Sequence[Any]) -> None:
         """Synchronize these parameters of an optimizer from its next step on; all ranks must call it."""
+        # torchft's servers write a line for each of their messages.
+        os.environ.setdefault("RUST_LOG", "error")
         import torch
         import torch.distributed as dist
         from torchft.local_sgd import DiLoCo
