@@ -117,17 +117,19 @@ class SchedulerSync:
         if self._groups.get(owner) == hub_groups and owner in self._quotas:
             return
         self._groups[owner] = hub_groups
-        self._quotas.pop(owner, None)
-        self._scheduler.put_quota(owner, self.get_quota(owner))
+        self._renew_quota(owner)
 
     async def set_own_limits(self, owner: str, limits: OwnLimits | None) -> None:
         """Store and apply a user's own limits; None removes them. What the user has already stays."""
         await asyncio.to_thread(self._store.limits.save, owner, limits)
         others = {name: other for name, other in self.own_limits.items() if name != owner}
         self.own_limits = others if limits is None else {**others, owner: limits}
+        self._renew_quota(owner)
+        self._wake()
+
+    def _renew_quota(self, owner: str) -> None:
         self._quotas.pop(owner, None)
         self._scheduler.put_quota(owner, self.get_quota(owner))
-        self._wake()
 
     # -- nodes and reservations -----------------------------------------------------------------------------------
 

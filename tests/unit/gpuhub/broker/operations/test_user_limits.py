@@ -10,9 +10,10 @@ import pytest
 from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.operations.user_limits import LimitOperations
 from gpuhub.broker_api.schemas import Capabilities
-from gpuhub.broker_api.schemas.limits import UserLimitsRequest
+from gpuhub.broker_api.schemas.limits import COUNTED_BY_SCHEDULER, UserLimitsRequest
 from gpuhub.common.errors import InvalidRequest
 from gpuhub.config.settings import UserSettings
+from gpuhub.config.slurm import LIMIT_KEYS
 from gpuhub.domain.models import Identity
 from tests.support.broker.calls import post, read
 from tests.support.broker.in_process import Running, Setting, asgi_broker
@@ -28,8 +29,8 @@ def limited(setting: Setting) -> Setting:
     return setting
 
 
-async def put(running: Running, owner: str, body: Any, status: int = 200, token: str = "root") -> Any:
-    async with running.client(token) as client:
+async def put(running: Running, owner: str, body: Any, status: int = 200) -> Any:
+    async with running.client("root") as client:
         answer = await client.put(f"/api/v1/limits/{owner}", json=body)
     assert answer.status_code == status, answer.text
     return answer.json()
@@ -38,6 +39,11 @@ async def put(running: Running, owner: str, body: Any, status: int = 200, token:
 async def delete(running: Running, owner: str) -> int:
     async with running.client("root") as client:
         return (await client.delete(f"/api/v1/limits/{owner}")).status_code
+
+
+def test_slurm_counts_the_limits_that_its_settings_replace() -> None:
+    """What cannot be set for a user where Slurm decides is what cluster.toml cannot set there either."""
+    assert set(LIMIT_KEYS) == COUNTED_BY_SCHEDULER
 
 
 async def test_limits_count_at_once_and_until_they_are_cleared(limited: Setting) -> None:
