@@ -21,6 +21,7 @@ from gpuhub.web.text import (
     describe_outside,
     describe_partition,
     describe_time,
+    describe_user_limits,
     is_held_by_external_job,
 )
 
@@ -66,6 +67,7 @@ def build_environment() -> jinja2.Environment:
     environment.filters["facts"] = describe_node
     environment.filters["sentence"] = capitalise
     environment.filters["limits"] = describe_partition
+    environment.filters["user_limits"] = describe_user_limits
     environment.filters["kinds"] = describe_kinds
     environment.tests["held_by_external_job"] = is_held_by_external_job
     return environment

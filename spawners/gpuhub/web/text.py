@@ -22,6 +22,7 @@ from gpuhub.broker_api.schemas import (
     Purpose,
 )
 from gpuhub.broker_api.schemas.cluster import count_models
+from gpuhub.broker_api.schemas.limits import UserLimits
 from gpuhub.common.gpu import GpuSpec, parse_capability
 from gpuhub.common.node_access import describe_access
 from gpuhub.common.units import format_span
@@ -50,6 +51,22 @@ def describe_waiting(lease: LeaseView | None) -> tuple[str, str]:
         f'data-lease="{html.escape(lease.id)}">Leave the queue</button>'
     )
     return " ".join(parts), button
+
+
+def describe_user_limits(limits: UserLimits) -> str:
+    """Return the text for the limits that are set for one user."""
+    texts = {
+        "GPUs at once": limits.max_gpus,
+        "GPU-hours in 7 days": limits.gpu_hours_per_week,
+        "waiting requests": limits.max_waiting,
+        "jobs": limits.max_jobs,
+        "longest lease": None if limits.longest_lease_s is None else format_span(limits.longest_lease_s),
+    }
+    return ", ".join(
+        f"{name} {value:g}" if isinstance(value, float | int) else f"{name} {value}"
+        for name, value in texts.items()
+        if value is not None
+    )
 
 
 def describe_holdings(leases: Sequence[LeaseView], waiting: LeaseView, models: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from gpuhub.broker_api.schemas import (
     Purpose,
     ReservationView,
 )
+from gpuhub.broker_api.schemas.limits import UserLimitsView
 from gpuhub.broker_api.schemas.live import OwnView
 from gpuhub.common.errors import BrokerUnreachable, InvalidRequest
 from gpuhub.config.settings import ClusterSettings
@@ -86,6 +87,16 @@ async def test_own_usage_and_leases_are_shown(cluster: ClusterSettings) -> None:
     assert "mixed cards" in shown
     unlimited = change(held, expires_at=None)
     assert "data-do" not in render(await build_view(cluster), leases=[unlimited])["own"]
+
+
+async def test_limits_of_the_user_alone_are_shown_with_their_reason(cluster: ClusterSettings) -> None:
+    """Those that are set, and who set them; nothing is shown where there are none."""
+    limits = UserLimitsView(owner="ada", by="root", at=NOW, reason=NASTY, max_gpus=4, longest_lease_s=7200)
+    usage = USAGE.model_copy(update={"own_limits": limits})
+    shown = render(await build_view(cluster), usage=[usage])["own"]
+    assert "Limits of your own: GPUs at once 4, longest lease 2 h. Set by root: " in shown
+    assert NASTY not in shown
+    assert "Set by" not in render(await build_view(cluster), usage=[USAGE])["own"]
 
 
 async def test_own_request_shows_its_pending_reason(cluster: ClusterSettings) -> None:
