@@ -45,6 +45,8 @@ class DilocoReplicas:
         """Synchronize these parameters of an optimizer from its next step on; all ranks must call it."""
         # torchft's servers write a line for each of their messages.
         os.environ.setdefault("RUST_LOG", "error")
+        # torchft has NCCL raise errors after its own limit; without this one, it warns of a default.
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(int(_COLLECTIVE.total_seconds())))
         import torch
         import torch.distributed as dist
         from torchft.local_sgd import DiLoCo

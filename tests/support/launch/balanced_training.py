@@ -6,8 +6,10 @@ parameters at the end, and the shares before each step.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -45,10 +47,12 @@ class SlowLayer(torch.nn.Module):
         return inputs
 
 
-def train(*, samples=SAMPLES, epochs=2, workers=0, sleep_s=0.0, is_watched=True, **arguments) -> dict[str, list]:
-    """Train with SGD, and return what each step did."""
+def train(
+    *, samples=SAMPLES, epochs=2, workers=0, sleep_s=0.0, layer=None, is_watched=True, device="cpu", **arguments
+) -> dict[str, list]:
+    """Train with SGD, and return what each step did; `layer` comes before the others, in place of one that sleeps."""
     data = build_data(samples)
-    model = DistributedDataParallel(torch.nn.Sequential(SlowLayer(sleep_s), build_model()))
+    model = DistributedDataParallel(torch.nn.Sequential(layer or SlowLayer(sleep_s), build_model()).to(device))
     balanced = gpu_launch.balance(data, model=model if is_watched else None, **arguments)
     loader = balanced.loader(num_workers=workers)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -57,16 +61,34 @@ def train(*, samples=SAMPLES, epochs=2, workers=0, sleep_s=0.0, is_watched=True,
         balanced.set_epoch(epoch)
         for numbers, inputs, targets in loader:
             with balanced.step() as step:
-                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                loss = torch.nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
             optimizer.zero_grad()
             (loss * step.scale).backward()
             optimizer.step()
             result["shares"].append(balanced.shares)
             result["samples"].append(numbers[: step.samples].tolist())
-            result["gradients"].append([parameter.grad.clone() for parameter in model.parameters()])
+            result["gradients"].append([parameter.grad.clone().cpu() for parameter in model.parameters()])
         result["changed"].append(balanced.rebalance())
-    result["parameters"] = [parameter.detach() for parameter in model.parameters()]
+    result["parameters"] = [parameter.detach().cpu() for parameter in model.parameters()]
     return result
+
+
+def check_against_one_process(ranks: Sequence[dict[str, list]], rtol: float = 1e-9) -> None:
+    """Assert that the ranks' gradients of every step, and their parameters, are those of whole batches."""
+    batches = [list(itertools.chain(*parts)) for parts in zip(*(rank["samples"] for rank in ranks), strict=True)]
+    _, inputs, targets = build_data(max(map(max, batches)) + 1).tensors
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step, numbers in enumerate(batches):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs[numbers]), targets[numbers]).backward()
+        expected = [parameter.grad for parameter in model.parameters()]
+        for rank in ranks:
+            torch.testing.assert_close(rank["gradients"][step], expected, rtol=rtol, atol=1e-12)
+        optimizer.step()
+    expected = [parameter.detach() for parameter in model.parameters()]
+    for rank in ranks:
+        torch.testing.assert_close(rank["parameters"], expected, rtol=rtol, atol=1e-12)
 
 
 def read_refusal(**arguments) -> str:

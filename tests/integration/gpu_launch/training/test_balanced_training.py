@@ -43,20 +43,7 @@ def batches_of(results, name):
 @pytest.mark.parametrize("name", TRAININGS)
 def test_gradients_and_parameters_are_those_of_one_process_with_whole_batches(results, name):
     """In every step, with uneven shares and last batches, ranks without samples, and shares that change."""
-    batches = batches_of(results, name)
-    _, inputs, targets = balanced_training.build_data(max(map(max, batches)) + 1).tensors
-    model = balanced_training.build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=balanced_training.RATE)
-    for step, numbers in enumerate(batches):
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(inputs[numbers]), targets[numbers]).backward()
-        for rank in results:
-            expected = [parameter.grad for parameter in model.parameters()]
-            torch.testing.assert_close(rank[name]["gradients"][step], expected, rtol=1e-9, atol=1e-12)
-        optimizer.step()
-    expected = [parameter.detach() for parameter in model.parameters()]
-    for rank in results:
-        torch.testing.assert_close(rank[name]["parameters"], expected, rtol=1e-9, atol=1e-12)
+    balanced_training.check_against_one_process([rank[name] for rank in results])
 
 
 @pytest.mark.parametrize("name", TRAININGS)
