@@ -37,21 +37,33 @@ _THREADS = 4
 _LONG_THREADS = 2
 #: For loading, saving and pulling images.
 LONG_TIMEOUT_S = 1800.0
+#: For connecting a container to an overlay, for which Docker itself waits 20 s.
+_JOIN_TIMEOUT_S = 25.0
 
 T = TypeVar("T")
 
 
-class _CallKind(Enum):
+class CallKind(Enum):
     """Kind of a call to a daemon; calls of one kind never wait for those of another."""
 
     SHORT = auto()
+    #: Loading, saving and pulling images; may take half an hour.
     LONG = auto()
+    #: The daemon mounts or unmounts a user's storage for the call, which may hang while the daemon itself is well.
     MOUNTING = auto()
+    #: The daemon joins an overlay, and waits for Swarm.
+    JOINING = auto()
 
     @property
     def threads(self) -> int:
         """Return the number of threads per node."""
-        return _LONG_THREADS if self is _CallKind.LONG else _THREADS
+        return _LONG_THREADS if self is CallKind.LONG else _THREADS
+
+    def choose_timeout(self, short_s: float) -> float:
+        """Return the time limit of a call, where that of short ones is `short_s`; seconds."""
+        if self is CallKind.LONG:
+            return LONG_TIMEOUT_S
+        return max(short_s, _JOIN_TIMEOUT_S) if self is CallKind.JOINING else short_s
 
 
 @dataclass(slots=True)
@@ -93,7 +105,7 @@ class DockerClients:
         self.start_slots = StartSlots()
         self._run_dir = run_dir
         self._timeout_s = timeout_s
-        self._connections: dict[tuple[str, _CallKind], _NodeConnection] = {}
+        self._connections: dict[tuple[str, CallKind], _NodeConnection] = {}
         self._tunnels: dict[str, SshTunnel] = {}
         self._lock = threading.Lock()
 
@@ -103,11 +115,11 @@ class DockerClients:
 
     def client(self, node: str) -> Any:
         """Return the node's docker.APIClient for short calls. Blocks while the client is made."""
-        return self._connection(node, _CallKind.SHORT).connect()
+        return self._connection(node, CallKind.SHORT).connect()
 
     def executor(self, node: str) -> ThreadPoolExecutor:
         """Return the node's threads for short calls."""
-        return self._connection(node, _CallKind.SHORT).executor
+        return self._connection(node, CallKind.SHORT).executor
 
     async def call(self, node: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run `APIClient.method(*args, **kwargs)` on the node.
@@ -119,20 +131,13 @@ class DockerClients:
         """
         return await self.run(node, lambda client: getattr(client, method)(*args, **kwargs))
 
-    async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False, mounting: bool = False) -> T:
-        """Run `work(client)` in one of the node's threads.
-
-        Args:
-            long: Allow half an hour, for loading, saving and pulling images.
-            mounting: The daemon mounts or unmounts a user's storage for this call. That may hang while the daemon
-                itself is well, so such calls have separate threads.
+    async def run(self, node: str, work: Callable[[Any], T], *, kind: CallKind = CallKind.SHORT) -> T:
+        """Run `work(client)` in one of the node's threads; each kind of call has its own.
 
         Raises:
             GpuhubError: As for `call`.
         """
-        connection = self._connection(
-            node, _CallKind.LONG if long else _CallKind.MOUNTING if mounting else _CallKind.SHORT
-        )
+        connection = self._connection(node, kind)
         loop = asyncio.get_running_loop()
         job = loop.run_in_executor(connection.executor, functools.partial(_run_work, connection, work))
         # Twice the client's own limit, because the call may first wait for a thread.
@@ -154,7 +159,7 @@ class DockerClients:
             self._connections.clear()
             self._tunnels.clear()
 
-    def _connection(self, name: str, kind: _CallKind) -> _NodeConnection:
+    def _connection(self, name: str, kind: CallKind) -> _NodeConnection:
         node = self._nodes.get(name)
         if node is None:
             raise NotFound(f"there is no node {name!r}; there are {', '.join(self._nodes)}")
@@ -163,7 +168,7 @@ class DockerClients:
             if connection is None:
                 connection = _NodeConnection(
                     node=node,
-                    timeout_s=LONG_TIMEOUT_S if kind is _CallKind.LONG else self._timeout_s,
+                    timeout_s=kind.choose_timeout(self._timeout_s),
                     executor=ThreadPoolExecutor(kind.threads, thread_name_prefix=f"docker-{name}-{kind.name.lower()}"),
                     tunnel=self._tunnel(node),
                 )

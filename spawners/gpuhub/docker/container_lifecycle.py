@@ -18,7 +18,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NodeSilent, NotFound, StorageUnavailable
 from gpuhub.config.identity import ARCHIVE_ROOT, UserIdentity, build_identity_archive
 from gpuhub.config.settings import StorageSettings
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_spec import SCRATCH, ContainerSpec
 from gpuhub.tls.notebook_certificate import NotebookCertificate
 
@@ -102,7 +102,7 @@ async def inject_identity(
         # In the same archive, because each one takes a fifth of a second.
         archive = certificate.build_archive(identity.uid, identity.gid, onto=archive)
     # The daemon mounts the container's volumes for it.
-    await daemons.run(node, lambda client: client.put_archive(container, ARCHIVE_ROOT, archive), mounting=True)
+    await daemons.run(node, lambda client: client.put_archive(container, ARCHIVE_ROOT, archive), kind=CallKind.MOUNTING)
 
 
 async def _check_scratch(daemons: DockerClients, node: str, owner: str) -> None:
@@ -147,8 +147,10 @@ async def remove_container(daemons: DockerClients, node: str, container: str, *,
     """Stop the container, with `grace_s` seconds to end, and remove it; a missing container is not an error."""
     try:
         if grace_s:
-            await daemons.run(node, lambda client: client.stop(container, timeout=grace_s), mounting=True)
-        await daemons.run(node, lambda client: client.remove_container(container, force=True, v=True), mounting=True)
+            await daemons.run(node, lambda client: client.stop(container, timeout=grace_s), kind=CallKind.MOUNTING)
+        await daemons.run(
+            node, lambda client: client.remove_container(container, force=True, v=True), kind=CallKind.MOUNTING
+        )
     except NotFound:
         return
     except Conflict as error:
@@ -158,7 +160,7 @@ async def remove_container(daemons: DockerClients, node: str, container: str, *,
 
 async def _create(daemons: DockerClients, node: str, spec: ContainerSpec) -> str:
     try:
-        return await daemons.run(node, spec.create, mounting=True)
+        return await daemons.run(node, spec.create, kind=CallKind.MOUNTING)
     except GpuhubError as error:
         if "storage-opt" in str(error) and "storage_opt" in spec.host_config:
             raise GpuhubError(

@@ -13,7 +13,7 @@ from typing import Any
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NodeUnreachable, NotFound, SetupError
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.swarm import manager_node
 
 #: Longest waits for a removed network to be gone and for another start's network to be shown, for an overlay's subnet,
@@ -21,6 +21,9 @@ from gpuhub.docker.swarm import manager_node
 _REPLACE_DEADLINE_S = 20.0
 _SUBNET_DEADLINE_S = 10.0
 _ROUTE_DEADLINE_S = 5.0
+#: Attempts to connect a container to an overlay, and Docker's text for one that failed in Swarm.
+_JOIN_TRIES = 3
+_JOIN_FAILED = "attaching to network failed"
 #: Size of VXLAN's header in each packet, bytes.
 VXLAN_OVERHEAD = 50
 #: Most that IPsec's ESP adds to each packet of an encrypted overlay, with the padding to 4 bytes; bytes.
@@ -107,12 +110,25 @@ async def _ensure_current(
 
 
 async def connect_container(daemons: DockerClients, node: str, container: str, network: UserNetwork) -> None:
-    """Connect a container to a user's network, unless it is connected."""
-    try:
-        await daemons.call(node, "connect_container_to_network", container, network.id)
-    except GpuhubError as error:
-        if "already exists" not in str(error) and "already attached" not in str(error):
-            raise
+    """Connect a container to a user's network, unless it is connected.
+
+    After a daemon was killed, Swarm may fail to set up a new network on its node, because parts of an older one are
+    still there. The next attempt finds them removed.
+    """
+    for attempt in range(_JOIN_TRIES):
+        try:
+            await daemons.run(
+                node,
+                lambda client: client.connect_container_to_network(container, network.id),
+                kind=CallKind.JOINING,
+            )
+        except GpuhubError as error:
+            if "already exists" in str(error) or "already attached" in str(error):
+                return
+            if _JOIN_FAILED not in str(error) or attempt == _JOIN_TRIES - 1:
+                raise
+        else:
+            return
 
 
 async def remove_idle_user_networks(

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from gpuhub.common.errors import NotFound
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_spec import BASE_IMAGE
 
 #: The label of these containers, which belong to no lease: it differs from those of gpuhub's other containers.
@@ -39,7 +39,7 @@ async def run_probe(daemons: DockerClients, node: str, command: Sequence[str], h
     )
     try:
         await daemons.call(node, "start", container["Id"])
-        await daemons.run(node, lambda client: client.wait(container["Id"], timeout=_RUN_S), long=True)
+        await daemons.run(node, lambda client: client.wait(container["Id"], timeout=_RUN_S), kind=CallKind.LONG)
         text: bytes = await daemons.call(node, "logs", container["Id"], stdout=True, stderr=True)
     finally:
         with suppress(NotFound):

@@ -22,7 +22,7 @@ from gpuhub.config.identity import UserIdentity
 from gpuhub.config.services import ServiceSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import container_lifecycle, data_folder_script, networks, relay_script
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_spec import BASE_IMAGE
 from gpuhub.docker.firewall_container import ensure_firewall
 from gpuhub.docker.security import ContainerLimits, build_gpu_environment, build_security_options, build_tmpfs
@@ -105,7 +105,7 @@ async def pull_image(daemons: DockerClients, node: str, image: str) -> None:
         ImageMissing: It could not; the text has Docker's reason.
     """
     try:
-        output = await daemons.run(node, lambda client: client.pull(image), long=True)
+        output = await daemons.run(node, lambda client: client.pull(image), kind=CallKind.LONG)
     except GpuhubError as error:
         raise ImageMissing(f"node {node}: the image {image} is missing, and cannot be pulled: {error}") from error
     last = str(output).strip().rpartition("\n")[2]
@@ -132,7 +132,9 @@ async def create_service(
     relay = build_relay(daemons.instance, service, build, network)
     relay_id = await daemons.run(node, lambda client: container_lifecycle.create_container(client, relay))
     program = build_program(daemons.instance, service, build, relay_id)
-    await daemons.run(node, lambda client: container_lifecycle.create_container(client, program), mounting=True)
+    await daemons.run(
+        node, lambda client: container_lifecycle.create_container(client, program), kind=CallKind.MOUNTING
+    )
 
 
 async def start_service(
@@ -151,8 +153,8 @@ async def start_service(
     if not found.relay["State"]["Running"]:
         await daemons.call(node, "start", found.relay_id)
     if found.program["State"]["Running"]:
-        await daemons.run(node, lambda client: client.stop(program, timeout=STOP_S), mounting=True)
-    await daemons.run(node, lambda client: client.start(program), mounting=True)
+        await daemons.run(node, lambda client: client.stop(program, timeout=STOP_S), kind=CallKind.MOUNTING)
+    await daemons.run(node, lambda client: client.start(program), kind=CallKind.MOUNTING)
 
 
 async def remove_service(daemons: DockerClients, node: str, service: str) -> None:
@@ -277,10 +279,10 @@ def _confinement() -> dict[str, Any]:
 async def _ensure_data(daemons: DockerClients, node: str, service: ServiceSettings) -> None:
     arguments = build_data_container(daemons.instance, service)
     container = await daemons.run(
-        node, lambda client: container_lifecycle.create_container(client, arguments), mounting=True
+        node, lambda client: container_lifecycle.create_container(client, arguments), kind=CallKind.MOUNTING
     )
     try:
-        await daemons.run(node, lambda client: client.start(container), mounting=True)
+        await daemons.run(node, lambda client: client.start(container), kind=CallKind.MOUNTING)
         result = await daemons.call(node, "wait", container, timeout=_DATA_TIMEOUT_S)
         if result["StatusCode"]:
             output = await daemons.call(node, "logs", container, stdout=True, stderr=True, tail=1)

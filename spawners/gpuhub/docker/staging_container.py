@@ -21,7 +21,7 @@ from docker.types import LogConfig, Mount
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, InvalidRequest, NotFound
 from gpuhub.docker import container_lifecycle
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_spec import BASE_IMAGE
 from gpuhub.storage import staging_script
 
@@ -65,12 +65,12 @@ async def create_stager(daemons: DockerClients, spec: StagingSpec) -> str:
         await daemons.call(spec.node, "remove_container", spec.name, force=True, v=True)
     arguments = build_stager(daemons.instance, spec)
     container = await daemons.run(
-        spec.node, lambda client: container_lifecycle.create_container(client, arguments), mounting=True
+        spec.node, lambda client: container_lifecycle.create_container(client, arguments), kind=CallKind.MOUNTING
     )
     if spec.writes:
         # A new volume belongs to root.
         archive = build_owner_archive()
-        await daemons.run(spec.node, lambda client: client.put_archive(container, "/", archive), mounting=True)
+        await daemons.run(spec.node, lambda client: client.put_archive(container, "/", archive), kind=CallKind.MOUNTING)
     return container
 
 
@@ -87,7 +87,7 @@ async def run_stager(
         NodeUnreachable, GpuhubError: The node does not answer, or refuses to start the container.
     """
     try:
-        await daemons.run(spec.node, lambda client: client.start(container), mounting=True)
+        await daemons.run(spec.node, lambda client: client.start(container), kind=CallKind.MOUNTING)
         return await _wait(daemons, spec, container, progress or (lambda _copied: None))
     finally:
         await asyncio.shield(_remove(daemons, spec.node, container))
@@ -116,7 +116,7 @@ async def _wait(
 
 async def _remove(daemons: DockerClients, node: str, container: str) -> None:
     with suppress(NotFound, Conflict):
-        await daemons.run(node, lambda client: client.remove_container(container, force=True), mounting=True)
+        await daemons.run(node, lambda client: client.remove_container(container, force=True), kind=CallKind.MOUNTING)
 
 
 def build_stager(instance: str, spec: StagingSpec) -> dict[str, Any]:

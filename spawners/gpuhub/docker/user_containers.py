@@ -10,7 +10,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.head_address import find_head_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import networks
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_lifecycle import ensure_created, inject_identity, translate_mount_errors
 from gpuhub.docker.container_spec import ContainerContext, build_courier_spec, build_worker_spec
 from gpuhub.docker.firewall_container import ensure_firewall
@@ -100,7 +100,7 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
                 await spec.fill_home(container.id)
             if spec.before_start is not None:
                 await spec.before_start()
-            await daemons.run(spec.node, lambda client: client.start(container.id), mounting=True)
+            await daemons.run(spec.node, lambda client: client.start(container.id), kind=CallKind.MOUNTING)
     # After the start, so that the network is connected while the worker's Python starts.
     if network is not None:
         await networks.connect_container(daemons, spec.node, container.id, network)
@@ -141,5 +141,5 @@ async def start_courier(daemons: DockerClients, cluster: ClusterSettings, paths:
     )
     async with translate_mount_errors(daemons, spec.node, cluster.storage, spec.owner):
         container = await ensure_created(daemons, spec.node, container_spec, adopt=False)
-        await daemons.run(spec.node, lambda client: client.start(container.id), mounting=True)
+        await daemons.run(spec.node, lambda client: client.start(container.id), kind=CallKind.MOUNTING)
     return container.id

@@ -24,7 +24,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings, StorageSettings
 from gpuhub.docker import container_spec
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.ssh import ssh_files
 from gpuhub.docker.user_containers import WorkerSpec, start_worker
 from gpuhub.domain.clock import Clock
@@ -280,9 +280,9 @@ class Core:
 class MixedDaemons(SimulatedDaemons):
     """The closet's own node is simulated, with real couriers; the guest's Docker is real."""
 
-    async def run(self, node: str, work: Callable[[Any], Any], *, long: bool = False, mounting: bool = False) -> Any:
+    async def run(self, node: str, work: Callable[[Any], Any], *, kind: CallKind = CallKind.SHORT) -> Any:
         run_on = super().run if node in self.simulated else partial(DockerClients.run, self)
-        return await run_on(node, work, long=long, mounting=mounting)
+        return await run_on(node, work, kind=kind)
 
 
 WORK = """

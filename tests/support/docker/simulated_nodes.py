@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from gpuhub.common.errors import Conflict, GpuhubError, ImageMissing, NodeUnreachable, NotFound
 from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings, UserSettings
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from tests.support.docker.simulated_execs import SimulatedExecs
 
 T = TypeVar("T")
@@ -336,7 +336,7 @@ class SimulatedDaemons(DockerClients):
         super().__init__(nodes, instance="ghtest", run_dir=run_dir)
         self.simulated = simulated
 
-    async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False, mounting: bool = False) -> T:
+    async def run(self, node: str, work: Callable[[Any], T], *, kind: CallKind = CallKind.SHORT) -> T:
         """Run `work` on the simulated client."""
         found = self.simulated[node]
         end = time.monotonic() + self._timeout_s
@@ -346,7 +346,7 @@ class SimulatedDaemons(DockerClients):
             raise NodeUnreachable(f"node {node}: its Docker daemon cannot be reached")
         client = _RecordingClient(SimulatedClient(found), found)
         # Long calls stream, and wait for the event loop.
-        return await asyncio.to_thread(work, client) if long else work(client)
+        return await asyncio.to_thread(work, client) if kind is CallKind.LONG else work(client)
 
 
 class _RecordingClient:

@@ -29,7 +29,7 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.common.errors import Conflict, GpuhubError, NotFound
 from gpuhub.common.gpu import GpuSpec
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.domain import job_states
 from gpuhub.domain import lease_states as rules
 from gpuhub.domain.clock import wait_event
@@ -392,11 +392,13 @@ class ContainerActions:
     async def _remove(self, node: str, container_id: str) -> None:
         try:
             # `mounting`: a container on a dead file server blocks this call alone, while polls of the node continue.
-            await self._daemons.run(node, lambda client: client.stop(container_id, timeout=STOP_GRACE_S), mounting=True)
+            await self._daemons.run(
+                node, lambda client: client.stop(container_id, timeout=STOP_GRACE_S), kind=CallKind.MOUNTING
+            )
             if self._before_removal is not None:
                 await self._before_removal(node, container_id)
             await self._daemons.run(
-                node, lambda client: client.remove_container(container_id, force=True, v=True), mounting=True
+                node, lambda client: client.remove_container(container_id, force=True, v=True), kind=CallKind.MOUNTING
             )
         except NotFound:
             log.info("node %s: container %s has already been removed", node, container_id[:12])

@@ -18,7 +18,7 @@ from gpuhub.common.errors import Conflict, GpuhubError, NotFound
 from gpuhub.common.units import format_span
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import StorageSettings
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_lifecycle import find_used_volumes
 from gpuhub.docker.container_spec import build_mounts
 
@@ -91,7 +91,7 @@ class VolumeCollector:
         volume = removal.volume
         try:
             # Without force: the daemon refuses to remove a volume that a container uses, which is the last check.
-            await self._daemons.run(node, lambda client: client.remove_volume(volume.name), mounting=True)
+            await self._daemons.run(node, lambda client: client.remove_volume(volume.name), kind=CallKind.MOUNTING)
         except NotFound:
             return
         except Conflict as error:

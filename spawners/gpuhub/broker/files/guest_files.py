@@ -19,7 +19,7 @@ from gpuhub.broker.files.couriers import CourierPool
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound, Unavailable
 from gpuhub.common.units import format_size
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.domain.models import JobRow
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class GuestFiles:
             async with asyncio.timeout(TRANSFER_TIMEOUT_S), self._couriers.connect(job.owner, arguments) as client:
                 parts = client.read_output(limit_s=SILENCE_TIMEOUT_S)
                 put = partial(_put_stream, container=container, path=_find_home(job), parts=parts, loop=loop)
-                await self._daemons.run(node, put, long=True)
+                await self._daemons.run(node, put, kind=CallKind.LONG)
         except TimeoutError:
             raise Unavailable(
                 f"the job's folder could not be sent to {node} within {TRANSFER_TIMEOUT_S / 60:.0f} minutes: send less"
@@ -139,7 +139,7 @@ class GuestFiles:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[bytes] = asyncio.Queue(_QUEUE)
         get = partial(_get_stream, container=container, path=path, limit=limit, queue=queue, loop=loop)
-        reading = asyncio.ensure_future(self._daemons.run(node, get, long=True))
+        reading = asyncio.ensure_future(self._daemons.run(node, get, kind=CallKind.LONG))
         try:
             while True:
                 getting = asyncio.ensure_future(queue.get())

@@ -14,7 +14,7 @@ from typing import Any
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, NotFound
 from gpuhub.common.units import format_span
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_lifecycle import find_used_volumes
 from gpuhub.domain.clock import Clock
 
@@ -125,7 +125,7 @@ class StagedCopies:
         self._whole.discard((node, volume))
         try:
             # Without force: the daemon refuses to remove a volume that a container uses.
-            await self._daemons.run(node, lambda client: client.remove_volume(volume), mounting=True)
+            await self._daemons.run(node, lambda client: client.remove_volume(volume), kind=CallKind.MOUNTING)
         except NotFound:
             return True
         except Conflict:

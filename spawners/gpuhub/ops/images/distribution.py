@@ -12,7 +12,7 @@ from typing import Any
 from gpuhub.common.errors import ImageMissing, NotFound, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.images.build_plan import BASE, FAMILIES, NOTEBOOK, read_sources
 from gpuhub.ops.images.builder import BuiltImage, build_images, find_image, tag_latest
@@ -86,12 +86,14 @@ async def build(
             refreshed=refreshed,
             families=list_families(cluster),
         ),
-        long=True,
+        kind=CallKind.LONG,
     )
     # Only now: after a failed refresh the images of before are still the current ones.
     paths.images.mkdir(parents=True, exist_ok=True)
     (paths.images / _REFRESH_FILE).write_text(refreshed, encoding="utf-8")
-    await daemons.run(builder, lambda client: ensure_lab_assets(client, images[0].name, paths.lab_assets), long=True)
+    await daemons.run(
+        builder, lambda client: ensure_lab_assets(client, images[0].name, paths.lab_assets), kind=CallKind.LONG
+    )
     return images
 
 
@@ -143,12 +145,14 @@ async def send_images(daemons: DockerClients, names: Sequence[str], builder: str
 
     This works for any image that was built there, such as one based on gpuhub/notebook.
     """
-    origin = await daemons.run(builder, lambda client: client, long=True)
+    origin = await daemons.run(builder, lambda client: client, kind=CallKind.LONG)
 
     with ImageSource(origin) as source:
 
         async def send_to(node: str) -> None:
-            await daemons.run(node, lambda client: ensure_sent(names, source, client, node, progress), long=True)
+            await daemons.run(
+                node, lambda client: ensure_sent(names, source, client, node, progress), kind=CallKind.LONG
+            )
 
         await asyncio.gather(*(send_to(node.name) for node in daemons.nodes if node.name != builder))
 
@@ -178,7 +182,7 @@ async def send_foreign_images(
     Raises:
         SetupError: The builder's node does not have the image.
     """
-    origin = await daemons.run(builder, lambda client: client, long=True)
+    origin = await daemons.run(builder, lambda client: client, kind=CallKind.LONG)
     # Docker would save all tags of a name without one.
     names = [with_tag(name) for name in names]
     for name in names:
@@ -195,7 +199,7 @@ async def send_foreign_images(
                 send_image(name, source, client, node, progress)
 
         others = [node.name for node in daemons.nodes if node.name != builder]
-        await asyncio.gather(*(daemons.run(node, partial(send_all, node), long=True) for node in others))
+        await asyncio.gather(*(daemons.run(node, partial(send_all, node), kind=CallKind.LONG) for node in others))
 
 
 def choose_builder(cluster: ClusterSettings) -> str:

@@ -13,7 +13,7 @@ import docker.errors
 
 from gpuhub.common.errors import GpuhubError
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.ops.images.build_plan import BASE, PARENTS
 from gpuhub.ops.images.distribution import choose_builder, list_families, with_tag
 
@@ -121,7 +121,7 @@ async def remove_images(daemons: DockerClients, images: Sequence[NodeImage]) -> 
     for image in images:
         by_node.setdefault(image.node, []).append(image)
     freed = await asyncio.gather(
-        *(daemons.run(node, partial(_remove, images=unused), long=True) for node, unused in by_node.items())
+        *(daemons.run(node, partial(_remove, images=unused), kind=CallKind.LONG) for node, unused in by_node.items())
     )
     return dict(zip(by_node, freed, strict=True))
 

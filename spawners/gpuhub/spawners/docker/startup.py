@@ -18,7 +18,7 @@ from gpuhub.config.head_address import format_host, url_scheme
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.docker import container_lifecycle, networks
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_lifecycle import translate_mount_errors
 from gpuhub.docker.container_spec import ContainerContext, ContainerSpec, build_notebook_spec
 from gpuhub.docker.firewall_container import ensure_firewall
@@ -151,7 +151,9 @@ async def _run_container(
                 daemons, node, container.id, identity, storage, certificate=certificate
             ),
         )
-        address, port = await daemons.run(node, lambda client: _start_container(client, container.id), mounting=True)
+        address, port = await daemons.run(
+            node, lambda client: _start_container(client, container.id), kind=CallKind.MOUNTING
+        )
     tls = None if context.certificates is None else notebook_certificate.load_client_context(context.certificates)
     return RunningNotebook(container=container.id, address=address, port=port, is_tls=tls is not None), tls
 

@@ -14,7 +14,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, ImageMissing
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import firewall_container
-from gpuhub.docker.client import DockerClients, translate_docker_error
+from gpuhub.docker.client import CallKind, DockerClients, translate_docker_error
 from tests.support.clusters import build_cluster
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class FakeDaemons:
     def __init__(self, client: FakeDocker) -> None:
         self.client = client
 
-    async def run(self, node: str, work: Callable[[Any], T], *, mounting: bool = False) -> T:
+    async def run(self, node: str, work: Callable[[Any], T], *, kind: CallKind = CallKind.SHORT) -> T:
         try:
             return work(self.client)
         except docker.errors.DockerException as error:

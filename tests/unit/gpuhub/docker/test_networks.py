@@ -11,12 +11,14 @@ import pytest
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NotFound, SetupError
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.networks import (
     Route,
+    UserNetwork,
     build_user_network,
     choose_mtu,
     compute_user_mtu,
+    connect_container,
     ensure_user_network,
     find_min_mtu,
     find_mtu,
@@ -198,3 +200,44 @@ async def test_removal_ends_when_no_start_can_find_the_network(tmp_path: Path) -
     daemons = LaggingManager(tmp_path)
     assert await remove_idle_user_networks(daemons, build_cluster(), "gpuhub", ()) == ["gpuhub-user-ada"]
     assert daemons.looks_left == -1
+
+
+class JoiningDaemons(DockerClients):
+    """Daemons whose answers to attempts to connect a container are given; None is a success."""
+
+    def __init__(self, *answers: str | None) -> None:
+        self.answers = list(answers)
+
+    async def run(self, node: str, work: Any, *, kind: CallKind = CallKind.SHORT) -> Any:
+        del work
+        assert kind is CallKind.JOINING
+        if (answer := self.answers.pop(0)) is not None:
+            raise GpuhubError(f"node {node}: {answer}")
+
+
+#: As Docker 20.10.24 answered after 20 s, while its log had "error creating vxlan interface: file exists".
+FAILED = (
+    "attaching to network failed, make sure your network options are correct and check manager logs: context deadline "
+    "exceeded"
+)
+NETWORK = UserNetwork(name="ghtest-net-ada", id="wi326", subnet="10.201.5.0/24")
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [(None,), (FAILED, None), (FAILED, FAILED, None), ("endpoint with name ghtest-nb-ada already exists in network",)],
+)
+async def test_container_is_connected_after_failures_of_swarm(answers: tuple[str | None, ...]) -> None:
+    """At most three attempts are made, and none after one that succeeded."""
+    daemons = JoiningDaemons(*answers, "one attempt too many")
+    await connect_container(daemons, "rig3", "c1", NETWORK)
+    assert daemons.answers == ["one attempt too many"]
+
+
+@pytest.mark.parametrize("answers", [(FAILED, FAILED, FAILED), ("permission denied",)])
+async def test_network_that_cannot_be_joined_is_an_error(answers: tuple[str, ...]) -> None:
+    """The last answer is told; other errors are not tried again."""
+    daemons = JoiningDaemons(*answers)
+    with pytest.raises(GpuhubError, match=answers[-1]):
+        await connect_container(daemons, "rig3", "c1", NETWORK)
+    assert daemons.answers == []

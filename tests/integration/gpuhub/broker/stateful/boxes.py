@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, NodeUnreachable
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from tests.integration.gpuhub.broker.stateful.virtual import VirtualLoop
 from tests.support.docker.simulated_nodes import SimulatedClient, SimulatedNode
 
@@ -151,7 +151,7 @@ class BoxDaemons(DockerClients):
         self._virtual = loop
         self._gate = gate
 
-    async def run(self, node: str, work: Callable[[Any], T], *, long: bool = False, mounting: bool = False) -> T:
+    async def run(self, node: str, work: Callable[[Any], T], *, kind: CallKind = CallKind.SHORT) -> T:
         self._gate()
         answer: asyncio.Future[T] = self._virtual.create_future()
         # In another task: a sent request is executed even if its sender dies.

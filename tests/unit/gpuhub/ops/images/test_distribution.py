@@ -13,6 +13,7 @@ import pytest
 from gpuhub.common.errors import NotFound, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker.client import CallKind
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.images import distribution
 from gpuhub.ops.images.builder import BuiltImage
@@ -30,7 +31,7 @@ class _ImagelessDaemons:
 
     nodes: tuple[Any, ...] = ()
 
-    async def run(self, node: str, work: Any, *, long: bool = False) -> Any:
+    async def run(self, node: str, work: Any, *, kind: CallKind = CallKind.SHORT) -> Any:
         return work(_ImagelessClient())
 
 

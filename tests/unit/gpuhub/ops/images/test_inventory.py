@@ -13,6 +13,7 @@ import pytest
 from gpuhub.cli.tables import format_images
 from gpuhub.common.errors import NodeUnreachable
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker.client import CallKind
 from gpuhub.ops.images import inventory
 from gpuhub.ops.images.inventory import NodeImage
 
@@ -74,7 +75,7 @@ class _Daemons:
     def __init__(self, **clients: _Client) -> None:
         self.clients = clients
 
-    async def run(self, node: str, work: Any, *, long: bool = False) -> Any:
+    async def run(self, node: str, work: Any, *, kind: CallKind = CallKind.SHORT) -> Any:
         if node not in self.clients:
             raise NodeUnreachable(f"{node} does not answer")
         return work(self.clients[node])
