@@ -78,8 +78,6 @@ def build_model(folder: Path, device: Device, *, method: str = "lora", adapter_r
     """
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-    # peft asks by a name that transformers will change.
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")
     model = load_model(folder, device, method=method)
     if device.is_gpu:  # computes activations again in the backward pass instead of keeping them
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -104,6 +102,8 @@ def load_model(folder: Path, device: Device, *, method: str = "lora") -> Any:
     """
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    # peft asks by a name that transformers will change.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")
     quantisation = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -18,7 +18,7 @@ def main(words: list[str] | None = None) -> None:
         words, model=str, data=program.read_path, method=str, epochs=float, steps=int, batch=int, sequence=int,
         rate=float, adapter_rank=int, every=int, held_out=float, seed=int, merge=program.read_flag,
     )  # fmt: skip
-    with program.reported_errors("finetune"):
+    with program.reported_errors("finetune", *(["bitsandbytes"] if asked.method == "qlora" else [])):
         from gpu_launch.recipes.causal_model import joined_group
 
         with joined_group():
