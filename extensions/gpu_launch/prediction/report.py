@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -192,6 +192,21 @@ def advise(prediction: Prediction, bench: Bench) -> list[str]:
             "speed."
         )
     return lines
+
+
+def describe_gain(speeds: Mapping[int, float]) -> str:
+    """Return one sentence on whether a second machine pays.
+
+    Args:
+        speeds: Samples per second by number of machines, over those of one; two machines are among them.
+    """
+    second, most = speeds[2], max(speeds)
+    if second >= _PAYS:
+        verdict = "pays"
+    else:
+        verdict = "does not pay: one is about as fast" if second * _PAYS > 1 else "does harm: one is faster"
+    more = f", and {most} give {speeds[most]:.2f} times" if most > 2 else ""
+    return f"a second machine {verdict}. Two give {second:.2f} times the samples of one{more}."
 
 
 def _format_table(rows: Sequence[Sequence[str]]) -> str:

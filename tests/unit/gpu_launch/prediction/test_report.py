@@ -77,6 +77,20 @@ def test_modes_with_different_models_are_named_where_they_are_faster():
     assert not any("would train" in line for line in report.advise(report.build_prediction(PROFILE, bench), bench))
 
 
+@pytest.mark.parametrize(
+    ("speeds", "verdict"),
+    [
+        ({1: 1.0, 2: 1.1, 3: 1.5}, "pays. Two give 1.10 times the samples of one, and 3 give 1.50 times."),
+        ({1: 1.0, 2: 1.05}, "does not pay: one is about as fast. Two give 1.05 times the samples of one."),
+        ({1: 1.0, 2: 0.92}, "does not pay: one is about as fast. Two give 0.92 times the samples of one."),
+        ({1: 1.0, 2: 0.45}, "does harm: one is faster. Two give 0.45 times the samples of one."),
+    ],
+)
+def test_second_machine_pays_from_a_tenth_more_samples(speeds, verdict):
+    """As in the advice of a prediction; up to a tenth less is no harm."""
+    assert report.describe_gain(speeds) == f"a second machine {verdict}"
+
+
 def test_advice_for_slow_input_and_mixed_cards():
     """Each with its remedy."""
     fast = replace(NETWORK, latency_s=1e-6, bytes_s=1e11, bf16_bytes_s=1e11)
