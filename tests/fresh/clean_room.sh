@@ -82,6 +82,9 @@ done
 mirror=${GPUHUB_FRESH_MIRROR:-$(apt-get indextargets --format '$(SITE)' | head -n 1)}
 folder=${GPUHUB_FRESH_FOLDER:-/var/tmp/gpuhub-fresh}
 root=$folder/$suite-$$
+# One at a time: the end of another one would take back the forwarding that this one needs.
+exec 9>/run/lock/gpuhub-clean-room
+flock 9
 name=frsh$(($$ % 10000))
 subnet=10.231.$(($$ % 250))
 outside=$(ip -4 route show default | sed -n 's/.* dev \([^ ]*\).*/\1/p;q')
