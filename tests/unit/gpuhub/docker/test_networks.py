@@ -236,7 +236,7 @@ async def test_container_is_connected_after_failures_of_swarm(answers: tuple[str
 
 @pytest.mark.parametrize("answers", [(FAILED, FAILED, FAILED), ("permission denied",)])
 async def test_network_that_cannot_be_joined_is_an_error(answers: tuple[str, ...]) -> None:
-    """The last answer is told; other errors are not tried again."""
+    """The error has the last answer; after other errors nothing is tried again."""
     daemons = JoiningDaemons(*answers)
     with pytest.raises(GpuhubError, match=answers[-1]):
         await connect_container(daemons, "rig3", "c1", NETWORK)
