@@ -21,8 +21,9 @@ from gpuhub.docker.swarm import manager_node
 _REPLACE_DEADLINE_S = 20.0
 _SUBNET_DEADLINE_S = 10.0
 _ROUTE_DEADLINE_S = 5.0
-#: Attempts to connect a container to an overlay, and Docker's text for one that failed in Swarm.
-_JOIN_TRIES = 3
+#: Time after which no further attempt is made to connect a container to an overlay, and the pause between two, seconds.
+_JOIN_DEADLINE_S, _JOIN_PAUSE_S = 45.0, 1.0
+#: Docker's text for an attempt that failed in Swarm.
 _JOIN_FAILED = "attaching to network failed"
 #: Size of VXLAN's header in each packet, bytes.
 VXLAN_OVERHEAD = 50
@@ -113,9 +114,11 @@ async def connect_container(daemons: DockerClients, node: str, container: str, n
     """Connect a container to a user's network, unless it is connected.
 
     After a daemon was killed, Swarm may fail to set up a new network on its node, because parts of an older one are
-    still there. The next attempt finds them removed.
+    still there. It is tried again for a while; for a moment the daemon then may not know the network at all.
     """
-    for attempt in range(_JOIN_TRIES):
+    began = asyncio.get_running_loop().time()
+    has_failed = False
+    while True:
         try:
             await daemons.run(
                 node,
@@ -123,12 +126,16 @@ async def connect_container(daemons: DockerClients, node: str, container: str, n
                 kind=CallKind.JOINING,
             )
         except GpuhubError as error:
-            if "already exists" in str(error) or "already attached" in str(error):
+            text = str(error)
+            if "already exists" in text or "already attached" in text:
                 return
-            if _JOIN_FAILED not in str(error) or attempt == _JOIN_TRIES - 1:
+            has_failed |= _JOIN_FAILED in text
+            is_passing = has_failed and (_JOIN_FAILED in text or f"network {network.id} not found" in text)
+            if not is_passing or asyncio.get_running_loop().time() - began > _JOIN_DEADLINE_S:
                 raise
         else:
             return
+        await asyncio.sleep(_JOIN_PAUSE_S)
 
 
 async def remove_idle_user_networks(

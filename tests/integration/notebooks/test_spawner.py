@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from contextlib import closing
 from typing import Any
 
@@ -19,6 +20,7 @@ from gpuhub.docker import container_spec, networks, swarm
 from gpuhub.docker.user_containers import WorkerSpec, start_worker
 from gpuhub.spawners.base import SpawnFailed
 from gpuhub.spawners.docker import spawner
+from gpuhub_closet import shell
 from tests.support.closet.head_node import NOTEBOOK, OWNER, HeadNode, read_gpu_uuids, until
 from tests.support.closet.practice_closet import INSTANCE
 from tests.support.hub.fake_broker import FakeBroker
@@ -337,6 +339,34 @@ async def test_bridge_of_a_single_node_is_replaced(head: HeadNode, tiny_image: s
     network = await networks.ensure_user_network(head.daemons, head.cluster, INSTANCE, "cleo")
     assert (await head.daemons.call("rig1", "inspect_network", network.id))["Driver"] == "overlay"
     assert network.name in await networks.remove_idle_user_networks(head.daemons, head.cluster, INSTANCE, ())
+
+
+async def test_network_that_swarm_cannot_set_up_is_joined_later(head: HeadNode, tiny_image: str) -> None:
+    """Part of an older network is in the way on the node, as after its daemon was killed; Docker gives up after 20 s."""
+    network = await networks.ensure_user_network(head.daemons, head.cluster, INSTANCE, "cleo")
+    options = (await head.daemons.call("rig1", "inspect_network", network.id))["Options"]
+    number = options["com.docker.network.driver.overlay.vxlanid_list"]
+    node, aside = head.closet.plan.netns_name(head.closet.plan.node("rig3")), f"{INSTANCE}-aside"
+    created = await head.daemons.call("rig3", "create_container", tiny_image, ["sleep", "60"])
+    await head.daemons.call("rig3", "start", created["Id"])
+    shell.run_command(("ip", "netns", "add", aside))
+    try:
+        shell.run_command(f"ip -n {node} link add old type vxlan id {number} dstport 4789 dev eth0".split())
+        shell.run_command(f"ip -n {node} link set old netns {aside}".split())
+        began = time.monotonic()
+        joining = asyncio.create_task(networks.connect_container(head.daemons, "rig3", created["Id"], network))
+        await asyncio.sleep(10)
+        assert not joining.done()
+        shell.run_command(("ip", "netns", "del", aside))
+        await joining
+        assert time.monotonic() - began > 15
+        joined = head.inspect("rig3", created["Id"])["NetworkSettings"]["Networks"]
+        assert joined[network.name]["IPAddress"].startswith(network.subnet.rpartition(".")[0])
+    finally:
+        if aside in shell.run_command(("ip", "netns", "list")):
+            shell.run_command(("ip", "netns", "del", aside))
+        await head.daemons.call("rig3", "remove_container", created["Id"], force=True)
+    await networks.remove_idle_user_networks(head.daemons, head.cluster, INSTANCE, ())
 
 
 async def test_network_is_replaced_when_encryption_changes(head: HeadNode, tiny_image: str) -> None:

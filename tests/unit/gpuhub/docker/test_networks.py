@@ -11,6 +11,7 @@ import pytest
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NotFound, SetupError
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.docker import networks
 from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.networks import (
     Route,
@@ -221,22 +222,38 @@ FAILED = (
     "exceeded"
 )
 NETWORK = UserNetwork(name="ghtest-net-ada", id="wi326", subnet="10.201.5.0/24")
+#: What it may answer to the attempt after one that failed.
+UNKNOWN = "network wi326 not found"
 
 
 @pytest.mark.parametrize(
     "answers",
-    [(None,), (FAILED, None), (FAILED, FAILED, None), ("endpoint with name ghtest-nb-ada already exists in network",)],
+    [
+        (None,),
+        (FAILED, None),
+        (FAILED, UNKNOWN, UNKNOWN, FAILED, None),
+        ("endpoint with name ghtest-nb-ada already exists in network",),
+    ],
 )
-async def test_container_is_connected_after_failures_of_swarm(answers: tuple[str | None, ...]) -> None:
-    """At most three attempts are made, and none after one that succeeded."""
+async def test_container_is_connected_after_failures_of_swarm(
+    answers: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No attempt is made after one that succeeded."""
+    monkeypatch.setattr(networks, "_JOIN_PAUSE_S", 0)
     daemons = JoiningDaemons(*answers, "one attempt too many")
     await connect_container(daemons, "rig3", "c1", NETWORK)
     assert daemons.answers == ["one attempt too many"]
 
 
-@pytest.mark.parametrize("answers", [(FAILED, FAILED, FAILED), ("permission denied",)])
-async def test_network_that_cannot_be_joined_is_an_error(answers: tuple[str, ...]) -> None:
-    """The error has the last answer; after other errors nothing is tried again."""
+@pytest.mark.parametrize(
+    "answers", [(FAILED, "permission denied"), (UNKNOWN,), (FAILED, "No such container: c1"), (FAILED, FAILED)]
+)
+async def test_network_that_cannot_be_joined_is_an_error(
+    answers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error has the last answer: another one, or that of the first attempt after the deadline."""
+    monkeypatch.setattr(networks, "_JOIN_PAUSE_S", 0.02)
+    monkeypatch.setattr(networks, "_JOIN_DEADLINE_S", 0.01)
     daemons = JoiningDaemons(*answers)
     with pytest.raises(GpuhubError, match=answers[-1]):
         await connect_container(daemons, "rig3", "c1", NETWORK)
