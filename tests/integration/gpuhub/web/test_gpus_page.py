@@ -200,6 +200,10 @@ def test_administrator_sets_limits_of_a_user(hub: SimulatedHub, admin: Page, ada
     expect(row.locator(".badge")).to_have_text("own limits")
     expect(row.locator(".badge")).to_have_attribute("title", "Set by root1: a paper")
     expect(part(ada, "own")).to_contain_text("1 of 3")
+    own_limits = "Limits of your own: GPUs at once 3, longest lease 1 h 30 min. Set by root1: a paper"
+    expect(part(ada, "own")).to_contain_text(own_limits)
+    check_accessibility(ada)
+    take_picture(ada, "gpus-live-own-limits")
     row.get_by_role("button", name="Limits of ada").click()
     expect(dialog.get_by_label("Longest time")).to_have_value("1.5")
     dialog.get_by_label("GPUs at once").fill("0.5")
