@@ -57,16 +57,12 @@ def describe_user_limits(limits: UserLimits) -> str:
     """Return the text for the limits that are set for one user."""
     texts = {
         "GPUs at once": limits.max_gpus,
-        "GPU-hours in 7 days": limits.gpu_hours_per_week,
+        "GPU-hours in 7 days": None if limits.gpu_hours_per_week is None else f"{limits.gpu_hours_per_week:g}",
         "waiting requests": limits.max_waiting,
         "jobs": limits.max_jobs,
         "longest lease": None if limits.longest_lease_s is None else format_span(limits.longest_lease_s),
     }
-    return ", ".join(
-        f"{name} {value:g}" if isinstance(value, float | int) else f"{name} {value}"
-        for name, value in texts.items()
-        if value is not None
-    )
+    return ", ".join(f"{name} {value}" for name, value in texts.items() if value is not None)
 
 
 def describe_holdings(leases: Sequence[LeaseView], waiting: LeaseView, models: Sequence[str]) -> str:
