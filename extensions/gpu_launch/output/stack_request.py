@@ -23,6 +23,8 @@ from gpu_launch.output.stacks import RankStacks
 ANSWER_S = 20.0
 _POLL_S = 0.2  # seconds
 _TOKEN = re.compile(r"[0-9a-f]{16}")
+#: Uploads create the file before they write it.
+_PART = re.compile(r"[0-9a-f]{0,15}")
 
 
 def build_request() -> str:
@@ -31,10 +33,12 @@ def build_request() -> str:
 
 
 def take(run: RunFolder) -> str | None:
-    """Return the pending request and remove it; None if there is none."""
+    """Return the pending request and remove it; None if there is none, or if it is still being written."""
     try:
         with run.stacks_request.open(encoding="utf-8") as file:
             text = file.read(64).strip()
+        if _PART.fullmatch(text):
+            return None
         run.stacks_request.unlink()
     except (OSError, UnicodeDecodeError):
         return None

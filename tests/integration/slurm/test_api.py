@@ -80,7 +80,7 @@ async def until(
 ) -> SlurmJob | None:
     deadline = time.monotonic() + 60
     while not is_true(job := await look()):
-        assert time.monotonic() < deadline, job
+        assert time.monotonic() < deadline, (job and job.reason, job)
         await asyncio.sleep(0.1)
     return job
 
