@@ -49,6 +49,11 @@ from gpuhub.web.idle_notices import IdleNoticesHandler
 from gpuhub.web.lab_assets import LabAssetsHandler
 from gpuhub.web.notifications_page import DestinationsHandler, NotificationsPageHandler
 from gpuhub.web.shared_jobs import SharedJobPageHandler, SharedJobStreamHandler
+from gpuhub.web.shared_notebooks import (
+    SharedNotebookFrameHandler,
+    SharedNotebookPageHandler,
+    SharedNotebookStateHandler,
+)
 from gpuhub.web.spawn_form import find_user_groups
 from gpuhub.web.static_files import STATIC, StaticFilesHandler
 from gpuhub.web.visits import JobPortHandler, ServiceHandler
@@ -350,6 +355,9 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
             (r"/gpuhub/notifications", DestinationsHandler),
             (JobPortHandler.PATH, JobPortHandler),
             (SharedJobPageHandler.PATH, SharedJobPageHandler),
+            (SharedNotebookPageHandler.PATH, SharedNotebookPageHandler),
+            (SharedNotebookStateHandler.PATH, SharedNotebookStateHandler),
+            (SharedNotebookFrameHandler.PATH, SharedNotebookFrameHandler),
             (ServiceHandler.PATH, ServiceHandler),
         )
     ]

@@ -1,4 +1,4 @@
-"""Outputs of jobs that another user does not share, or shares no more."""
+"""Outputs of jobs, and notebooks, that another user does not share, or shares no more."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from gpuhub.broker.operations.notebook_shares import build_notebook_id
 from tests.hostile.scene import Scene
 from tests.support.product import wait_for
+
+NOTEBOOK = "work/private.ipynb"
+EMPTY_NOTEBOOK = '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}'
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +33,12 @@ def share(scene: Scene) -> None:
     """Share the output of ada's job with ben."""
     status, _ = scene.ada.ask(scene.ada.broker, "PUT", f"/jobs/{scene.job['id']}/shares/ben", {"for_s": 3600})
     assert status == 200
+
+
+def save_notebook(scene: Scene) -> str:
+    """Save a notebook in ada's home, and return its id at the broker."""
+    scene.ada.run(f"mkdir -p ~/work && printf %s '{EMPTY_NOTEBOOK}' > ~/{NOTEBOOK}")
+    return build_notebook_id("ada", NOTEBOOK)
 
 
 def get(scene: Scene, path: str) -> int:
@@ -108,3 +118,40 @@ def test_page_of_the_hub_shows_no_more(scene: Scene) -> None:
     stream = f"{scene.product.address}/hub/gpuhub/shared-stream?job={scene.job['id']}"
     headers = {"Authorization": f"token {scene.ben.token}"}
     assert httpx.get(stream, headers=headers, trust_env=False, timeout=30).status_code == 403
+
+
+def test_notebook_without_a_share(scene: Scene) -> None:
+    """Ben sees nothing of it, whatever he knows of its place, and can give himself no share."""
+    notebook = save_notebook(scene)
+    for path in (f"/shared/notebooks/{notebook}", f"/shared/notebooks/{notebook}/html"):
+        assert ask(scene, "GET", path) == 404
+    assert ask(scene, "DELETE", f"/notebooks/{notebook}/shares") == 404
+    for path in (NOTEBOOK, f"../ada/{NOTEBOOK}", f"/home/ada/{NOTEBOOK}", f"work/../../ada/{NOTEBOOK}"):
+        status, _ = scene.ben.ask(scene.ben.broker, "PUT", "/notebooks/shares/eve", {"path": path, "for_s": 3600})
+        assert status in {404, 422}
+    for path in ("", "/state", "/frame"):
+        url = f"{scene.product.address}/hub/gpuhub/shared-notebook/{notebook}{path}"
+        headers = {"Authorization": f"token {scene.ben.token}"}
+        assert httpx.get(url, headers=headers, trust_env=False, timeout=30).status_code in {302, 403}
+
+
+def test_shared_notebook_opens_no_other_file(scene: Scene) -> None:
+    """Neither another notebook, nor what ada's own link leads to, nor her files' names."""
+    notebook = save_notebook(scene)
+    body = {"path": NOTEBOOK, "for_s": 3600}
+    assert scene.ada.ask(scene.ada.broker, "PUT", "/notebooks/shares/ben", body)[0] == 200
+    assert ask(scene, "GET", f"/shared/notebooks/{notebook}/html") == 200
+    other = build_notebook_id("ada", "work/other.ipynb")
+    scene.ada.run(f"cp ~/{NOTEBOOK} ~/work/other.ipynb")
+    for path in (
+        f"/shared/notebooks/{other}",
+        f"/shared/notebooks/{notebook}%2f..%2f{other}/html",
+        f"/files?path={NOTEBOOK}",
+        f"/shared/{notebook}/logs",
+    ):
+        assert get(scene, path) in {404, 422}, path
+    scene.ada.run(f"mv ~/{NOTEBOOK} ~/work/moved.ipynb; ln -s ~/work/other.ipynb ~/{NOTEBOOK}")
+    assert ask(scene, "GET", f"/shared/notebooks/{notebook}/html") == 422
+    scene.ada.run(f"rm ~/{NOTEBOOK} ~/work/moved.ipynb ~/work/other.ipynb")
+    assert scene.ada.ask(scene.ada.broker, "DELETE", f"/notebooks/{notebook}/shares")[0] == 200
+    assert ask(scene, "GET", f"/shared/notebooks/{notebook}") == 404

@@ -231,6 +231,16 @@ class BrokerClient:
         one = "" if viewer is None else f"/{_quote(viewer)}"
         return [dict(share) for share in self._request("DELETE", f"/jobs/{_quote(job_id)}/shares{one}")]
 
+    def share_notebook(self, path: str, viewer: str, for_s: int) -> dict[str, Any]:
+        """Share a saved notebook of the home with a user for `for_s` seconds; return it in the broker's format."""
+        body = {"path": path, "for_s": for_s}
+        return dict(self._request("PUT", f"/notebooks/shares/{_quote(viewer)}", body=body))
+
+    def end_notebook_shares(self, subject: str, viewer: str | None = None) -> list[dict[str, Any]]:
+        """End the shares of a notebook, or the one with a user; return those that there were."""
+        one = "" if viewer is None else f"/{_quote(viewer)}"
+        return [dict(share) for share in self._request("DELETE", f"/notebooks/{_quote(subject)}/shares{one}")]
+
     def list_shares(self) -> list[dict[str, Any]]:
         """Return the outputs that the user shares, and those shared with the user, in the broker's format."""
         return [dict(share) for share in self._request("GET", "/shares")]

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from gpu_launch.courier import files
 from gpu_launch.courier.protocol import BEGIN, END, ClientGone, CourierError, IncomingData, read_frame, write_report
@@ -35,6 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
     subparser.add_argument("--per-node", type=int, default=1)
     subparser.add_argument("run")
     commands.add_parser("state").add_argument("run")
+    subparser = commands.add_parser("notebook")
+    subparser.add_argument("--only-check", action="store_true")
+    subparser.add_argument("path")
     subparser = commands.add_parser("shell")
     subparser.add_argument("--columns", type=int, default=80)
     subparser.add_argument("--rows", type=int, default=24)
@@ -82,19 +86,10 @@ def _run_command(arguments: argparse.Namespace, incoming: IncomingData) -> dict[
         return files.unpack_into(home, arguments.path, arguments.limit, incoming)
     if arguments.command in {"put-results", "pack-job", "job-folder"}:
         return _run_guest_command(arguments, home, incoming)
-    if arguments.command == "shell":
-        from gpu_launch.courier import terminal
-
-        write_report(ready=True)
-        return terminal.run_terminal(arguments.run, arguments.columns, arguments.rows, sink)
-    if arguments.command == "ssh":
-        from gpu_launch.courier import ssh
-
-        return ssh.run_ssh(arguments.key, sink)
-    if arguments.command == "port":
-        from gpu_launch.courier import port
-
-        return port.run_port(arguments.port, sink)
+    if arguments.command in {"shell", "ssh", "port"}:
+        return _connect(arguments, sink)
+    if arguments.command == "notebook":
+        return _show_notebook(arguments, home)
     is_over = _watch_client()
     done: dict[str, int] = {}
     if arguments.command == "get":
@@ -122,6 +117,36 @@ def _run_command(arguments: argparse.Namespace, incoming: IncomingData) -> dict[
         write_report(ready=True)
         sink.write(state)
     sink.flush()
+    return done
+
+
+def _connect(arguments: argparse.Namespace, sink: BinaryIO) -> dict[str, int]:
+    """Connect the client to a terminal, the SSH server or a port."""
+    if arguments.command == "shell":
+        from gpu_launch.courier import terminal
+
+        write_report(ready=True)
+        return terminal.run_terminal(arguments.run, arguments.columns, arguments.rows, sink)
+    if arguments.command == "ssh":
+        from gpu_launch.courier import ssh
+
+        return ssh.run_ssh(arguments.key, sink)
+    from gpu_launch.courier import port
+
+    return port.run_port(arguments.port, sink)
+
+
+def _show_notebook(arguments: argparse.Namespace, home: Path) -> dict[str, int]:
+    """Report when a notebook was saved, and render it unless that is all."""
+    from gpu_launch.courier import notebook_view
+
+    _watch_client()
+    with notebook_view.open_notebook(home, arguments.path) as file:
+        done = notebook_view.describe(file)
+        page = b"" if arguments.only_check else notebook_view.render(file, arguments.path)
+    write_report(ready=True)
+    sys.stdout.buffer.write(page)
+    sys.stdout.buffer.flush()
     return done
 
 

@@ -65,6 +65,7 @@ from gpuhub.broker.metrics.request_metrics import RequestMetrics
 from gpuhub.broker.operations.costs import CostOperations
 from gpuhub.broker.operations.live import LiveViews
 from gpuhub.broker.operations.notebook_datasets import LeaseStaging
+from gpuhub.broker.operations.notebook_shares import NotebookShareOperations
 from gpuhub.broker.operations.notifications import NotificationOperations
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.operations.output_shares import ShareOperations, UserDirectory
@@ -239,6 +240,7 @@ def create_app(
         "recipes": RecipeOperations(core.cluster.jobs.recipes),
         "live_views": LiveViews(core, operations),
         "output_shares": ShareOperations(core, files, hub),
+        "notebook_shares": NotebookShareOperations(core, files, hub),
         "notifications": NotificationOperations(core, cipher, sender.send),
         "power": PowerOperations(core, backend, power),
         "user_limits": LimitOperations(core, backend),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -43,6 +43,7 @@ from gpuhub.broker_api.schemas import (
 )
 from gpuhub.broker_api.schemas.limits import UserLimitsRequest, UserLimitsView
 from gpuhub.broker_api.schemas.live import OwnView, SharedJobView
+from gpuhub.broker_api.schemas.output_shares import SharedNotebookView
 from gpuhub.broker_api.schemas.services import ServiceView
 from gpuhub.common import errors
 
@@ -72,6 +73,7 @@ _OWNVIEW = TypeAdapter(OwnView)
 _SHARE = TypeAdapter(OutputShareView)
 _SHARES = TypeAdapter(list[OutputShareView])
 _SHARED = TypeAdapter(SharedJobView)
+_SHAREDNOTEBOOK = TypeAdapter(SharedNotebookView)
 _USERLIMITS = TypeAdapter(UserLimitsView)
 _USERLIMITS_LIST = TypeAdapter(list[UserLimitsView])
 _USAGE = TypeAdapter(list[UsageView])
@@ -331,6 +333,24 @@ class AsyncBrokerClient(BrokerConnection):
         path, body = f"/jobs/{_quoted(job_id)}/shares/{_quoted(viewer)}", ShareRequest(for_s=for_s)
         return _read(_SHARE, await self._send("PUT", path, json=body.model_dump(mode="json")))
 
+    async def end_notebook_shares(self, notebook_id: str, viewer: str) -> list[OutputShareView]:
+        """End the share of the caller's notebook with a user; return it, or nothing if there was none."""
+        path = f"/notebooks/{_quoted(notebook_id)}/shares/{_quoted(viewer)}"
+        return _read(_SHARES, await self._send("DELETE", path))
+
+    async def read_shared_notebook(self, notebook_id: str) -> SharedNotebookView:
+        """Return a notebook that is shared with the caller, and when it was saved."""
+        return _read(_SHAREDNOTEBOOK, await self._send("GET", f"/shared/notebooks/{_quoted(notebook_id)}"))
+
+    async def render_shared_notebook(self, notebook_id: str) -> AsyncIterator[bytes]:
+        """Yield the page of a notebook that is shared with the caller, of which nothing may be trusted.
+
+        Raises:
+            GpuhubError: the broker refuses, or does not answer any more, as when the share ends.
+        """
+        async for part in self._read_parts(f"/shared/notebooks/{_quoted(notebook_id)}/html", {}, _FILES_S):
+            yield part
+
     async def read_shared_job(self, job_id: str) -> SharedJobView:
         """Return a job that is shared with the caller.
 
@@ -369,9 +389,14 @@ class AsyncBrokerClient(BrokerConnection):
         return self._follow(f"/shared/{_quoted(job_id)}/logs", tail)
 
     async def _follow(self, path: str, tail: int) -> AsyncIterator[bytes]:
-        params: dict[str, str | list[str]] = {"tail": str(tail), "follow": "true"}
         # A job may write nothing for hours. The first answer may have to start a container.
-        async with self._open(path, params, None) as answer:
+        async for part in self._read_parts(path, {"tail": str(tail), "follow": "true"}, None):
+            yield part
+
+    async def _read_parts(
+        self, path: str, params: Mapping[str, str | list[str]], silence_s: float | None
+    ) -> AsyncIterator[bytes]:
+        async with self._open(path, params, silence_s) as answer:
             try:
                 async for part in answer.aiter_bytes():
                     yield part

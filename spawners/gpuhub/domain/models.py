@@ -311,16 +311,25 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputShareRow:
-    """A view of a job's output that the job's owner shares with another user, until `expires_at`."""
+    """A view of a job's output or of a saved notebook that its owner shares with another user, until `expires_at`."""
 
-    job_id: str
+    #: The job's id, or the notebook's, which follows from owner and path.
+    subject: str
     viewer: str
     owner: str
-    #: Of the job, which may be forgotten before its shares end.
+    #: Of the job, which may be forgotten before its shares end; empty for a notebook.
     run_id: str
+    #: Of the job, or of the notebook's file.
     name: str
     created_at: float
     expires_at: float
+    #: The notebook's, below the owner's home; empty for a job.
+    path: str = ""
+
+    @property
+    def title(self) -> str:
+        """What is shared, for its owner."""
+        return self.path or self.run_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ MEANINGS = {
 #: Y: allowed, and the response has the status of the second column. N: 403. H: 404, as if the object did not exist.
 #: W: 422, a service must name the owner.
 #: The service `notes` admits ada alone, and does not listen.
-#: {lease} is active, {waiting} waits, {job} has its GPU, {shared} is a job that she shares with ben, {reservation} is ahead, {destination} gets
+#: {lease} is active, {waiting} waits, {job} has its GPU, {shared} is a job and {notebook} a notebook that she shares with ben, {reservation} is ahead, {destination} gets
 #: notifications, {limited} is ada, who has limits of her own.
 TABLE = """
                                      |     | reader ben ada ada-nb root-nb spawner culler root head
@@ -99,6 +99,11 @@ DELETE /jobs/{job}/shares            | 200 |   H      H   Y   Y      H       N  
 DELETE /shares?user=eve              | 200 |   N      N   N   N      N       Y       N      Y    Y
 GET /shared/{job}/logs               | 200 |   H      H   Y   Y      H       N       H      N    N
 GET /shared/{shared}/logs            | 200 |   H      Y   Y   Y      H       N       H      N    N
+PUT /notebooks/shares/eve            | 200 |   N      H   Y   Y      H       N       N      H    N
+DELETE /notebooks/{notebook}/shares/ben | 200 |   H      H   Y   Y      H       N       H      N    N
+DELETE /notebooks/{notebook}/shares  | 200 |   H      H   Y   Y      H       N       H      N    N
+GET /shared/notebooks/{notebook}     | 200 |   H      Y   Y   Y      H       N       H      N    N
+GET /shared/notebooks/{notebook}/html | 200 |   H      Y   Y   Y      H       N       H      N    N
 GET /stream/shared/{job}?for_s=0     | 200 |   H      H   Y   Y      H       N       H      N    N
 GET /stream/shared/{shared}?for_s=0  | 200 |   H      Y   Y   Y      H       N       H      N    N
 WEBSOCKET /jobs/{job}/shell?worker=9 | 409 |   H      H   Y   Y      H       N       H      N    N

@@ -362,15 +362,32 @@ def _add_shares(app: FastAPI, hub: FakeHub) -> None:
         ends = datetime.now(UTC) + timedelta(seconds=(await request.json())["for_s"])
         job, path = hub.jobs[job_id], f"/hub/gpuhub/shared/{job_id}"
         hub.shares.append(
-            {"job": job_id, "run_id": job["run_id"], "name": job["name"], "owner": job["owner"], "viewer": viewer,
-             "created_at": _now(), "expires_at": ends.isoformat(), "path": path}
+            {"id": job_id, "job": job_id, "run_id": job["run_id"], "notebook": "", "name": job["name"],
+             "owner": job["owner"], "viewer": viewer, "created_at": _now(), "expires_at": ends.isoformat(),
+             "path": path}
         )  # fmt: skip
         return hub.shares[-1]
 
-    @app.delete(BASE + "/jobs/{job_id}/shares")
-    @app.delete(BASE + "/jobs/{job_id}/shares/{viewer}")
-    async def end(job_id: str, viewer: str | None = None) -> list[dict[str, Any]]:
-        ended = [share for share in hub.shares if share["job"] == job_id and viewer in (None, share["viewer"])]
+    @app.put(BASE + "/notebooks/shares/{viewer}")
+    async def share_notebook(viewer: str, request: Request) -> Any:
+        body = await request.json()
+        name = body["path"].rpartition("/")[2]
+        if not (hub.home / body["path"]).exists():
+            return _problem(404, f"there is no {body['path']!r} in the home")
+        ends = datetime.now(UTC) + timedelta(seconds=body["for_s"])
+        hub.shares.append(
+            {"id": f"nb-{name}", "job": "", "run_id": "", "notebook": body["path"], "name": name, "owner": USER,
+             "viewer": viewer, "created_at": _now(), "expires_at": ends.isoformat(),
+             "path": f"/hub/gpuhub/shared-notebook/nb-{name}"}
+        )  # fmt: skip
+        return hub.shares[-1]
+
+    @app.delete(BASE + "/jobs/{subject}/shares")
+    @app.delete(BASE + "/jobs/{subject}/shares/{viewer}")
+    @app.delete(BASE + "/notebooks/{subject}/shares")
+    @app.delete(BASE + "/notebooks/{subject}/shares/{viewer}")
+    async def end(subject: str, viewer: str | None = None) -> list[dict[str, Any]]:
+        ended = [share for share in hub.shares if share["id"] == subject and viewer in (None, share["viewer"])]
         hub.shares = [share for share in hub.shares if share not in ended]
         return ended
 

@@ -107,7 +107,8 @@ def describe_validation(mistakes: Sequence[Any]) -> str:
     """Return one line with the mistake of each field, such as `nnodes: Input should be greater than or equal to 1`."""
     parts = []
     for mistake in mistakes[:5]:
-        where = ".".join(str(part) for part in mistake["loc"] if part not in {"body", "query", "path"})
+        place, *field = mistake["loc"]
+        where = ".".join(str(part) for part in (field if place in {"body", "query", "path"} else mistake["loc"]))
         parts.append(f"{where or 'the body'}: {mistake['msg']}")
     if len(mistakes) > 5:
         parts.append(f"and {len(mistakes) - 5} more")

@@ -1,10 +1,11 @@
-"""HTTP routes of output shares: for owners, and for the users with whom a job is shared."""
+"""HTTP routes of output shares: for owners, and for the users with whom a job or notebook is shared."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -15,8 +16,10 @@ from gpuhub.broker.api.file_routes import MAX_TAIL_BYTES, Follow
 from gpuhub.broker.api.live_routes import MAX_STREAM_S, Duration, hold_stream, send_views
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.api.streams import AccessWatch, FileStreamResponse
+from gpuhub.broker.operations.notebook_shares import NotebookShareOperations, SharedNotebook
 from gpuhub.broker.operations.output_shares import SharedJob, ShareOperations
 from gpuhub.broker_api.schemas import OutputShareView, ShareRequest, UserName
+from gpuhub.broker_api.schemas.output_shares import NotebookShareRequest, SharedNotebookView
 
 
 async def get_share_operations(request: Request) -> ShareOperations:
@@ -89,16 +92,16 @@ async def stream_shared_job(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareWatch:
-    """Waits for the end of a viewer's access: to the broker, or to the shared job."""
+    """Waits for the end of a viewer's access: to the broker, or to what is shared."""
 
     access: AccessWatch
-    shares: ShareOperations
-    shared: SharedJob
+    #: Returns when the share has ended.
+    wait_until_ended: Callable[[], Awaitable[None]]
 
     async def wait_until_refused(self) -> str:
         """Return the reason as soon as the viewer is refused."""
         refusal = asyncio.ensure_future(self.access.wait_until_refused())
-        end = asyncio.ensure_future(self.shares.wait_until_ended(self.shared))
+        end = asyncio.ensure_future(self.wait_until_ended())
         try:
             await asyncio.wait([refusal, end], return_when=asyncio.FIRST_COMPLETED)
             return refusal.result() if refusal.done() else "the share has ended"
@@ -124,5 +127,68 @@ async def get_shared_logs(
 ) -> Response:
     """Return the end of the output of a job that the caller may view, which ends with the share."""
     stream = await shares.read_output(caller, shared, tail=tail, follow=follow)
-    until_end = ShareWatch(access=watch, shares=shares, shared=shared)
+    until_end = ShareWatch(access=watch, wait_until_ended=partial(shares.wait_until_ended, shared))
     return FileStreamResponse(stream, "text/plain", until_end, ends_in_order=True)
+
+
+# -- notebooks --------------------------------------------------------------------------------------------------------
+
+
+async def get_notebook_shares(request: Request) -> NotebookShareOperations:
+    """Return the app's operations on shares of notebooks."""
+    return cast("NotebookShareOperations", request.app.state.notebook_shares)
+
+
+async def find_shared_notebook(
+    notebook_id: ResourceId, caller: Caller, notebooks: Annotated[NotebookShareOperations, Depends(get_notebook_shares)]
+) -> SharedNotebook:
+    """Return a notebook that the caller may view."""
+    return notebooks.find_shared(caller, notebook_id)
+
+
+Notebooks = Annotated[NotebookShareOperations, Depends(get_notebook_shares)]
+FoundNotebook = Annotated[SharedNotebook, Depends(find_shared_notebook)]
+
+
+@api.put("/notebooks/shares/{viewer}", responses=document_problems(404, 409, 413, 422, 429, 500))
+async def put_notebook_share(
+    viewer: Viewer, body: NotebookShareRequest, caller: Caller, notebooks: Notebooks
+) -> OutputShareView:
+    """Share a saved notebook of the caller's home, or set when an existing share ends."""
+    return await notebooks.share(caller, viewer, body)
+
+
+@api.delete("/notebooks/{notebook_id}/shares/{viewer}", responses=document_problems(404, 422))
+async def delete_notebook_share(
+    notebook_id: ResourceId, viewer: Viewer, caller: Caller, notebooks: Notebooks
+) -> list[OutputShareView]:
+    """End the share of a notebook with a user; return it, or nothing if there was none."""
+    return await notebooks.end(caller, notebook_id, viewer)
+
+
+@api.delete("/notebooks/{notebook_id}/shares", responses=document_problems(404, 422))
+async def delete_notebook_shares(
+    notebook_id: ResourceId, caller: Caller, notebooks: Notebooks
+) -> list[OutputShareView]:
+    """End all shares of a notebook, and return those that there were."""
+    return await notebooks.end(caller, notebook_id)
+
+
+@api.get("/shared/notebooks/{notebook_id}", responses=document_problems(404, 409, 413, 422, 429, 500))
+async def get_shared_notebook(shared: FoundNotebook, caller: Caller, notebooks: Notebooks) -> SharedNotebookView:
+    """Return when a notebook was saved that the caller may view."""
+    return await notebooks.read(caller, shared)
+
+
+@api.get(
+    "/shared/notebooks/{notebook_id}/html",
+    response_class=Response,
+    responses={200: {"content": {"text/html": {}}}, **document_problems(404, 409, 413, 422, 429, 500)},
+)
+async def get_shared_notebook_html(
+    shared: FoundNotebook, caller: Caller, notebooks: Notebooks, watch: Watch
+) -> Response:
+    """Return a notebook that the caller may view as a page of HTML, which its owner controls: show it in a sandbox."""
+    stream = await notebooks.render(caller, shared)
+    until_end = ShareWatch(access=watch, wait_until_ended=partial(notebooks.wait_until_ended, shared))
+    return FileStreamResponse(stream, "text/html", until_end)

@@ -22,12 +22,12 @@ class ShareStore:
 
     def load(self) -> list[OutputShareRow]:
         """Return all shares, the oldest first."""
-        query = sa.select(tables.output_shares).order_by(_share.created_at, _share.job_id, _share.viewer)
+        query = sa.select(tables.output_shares).order_by(_share.created_at, _share.subject, _share.viewer)
         with self._transaction(READ_ONLY) as connection:
             return [OutputShareRow(**row) for row in connection.execute(query).mappings()]
 
     def put(self, row: OutputShareRow) -> None:
-        """Add a share, or replace the one of the same job and viewer."""
+        """Add a share, or replace the one of the same subject and viewer."""
         values = {column.name: getattr(row, column.name) for column in tables.output_shares.columns}
         with self._transaction() as connection:
             _delete(connection, [row])
@@ -42,5 +42,5 @@ class ShareStore:
 def _delete(connection: sa.Connection, rows: Iterable[OutputShareRow]) -> None:
     for row in rows:
         connection.execute(
-            sa.delete(tables.output_shares).where(_share.job_id == row.job_id, _share.viewer == row.viewer)
+            sa.delete(tables.output_shares).where(_share.subject == row.subject, _share.viewer == row.viewer)
         )

@@ -407,15 +407,17 @@ deliveries = Table(
 )
 Index("ix_deliveries_state_next_at", deliveries.c.state, deliveries.c.next_at)
 
-#: Users who may view the output of another user's job, until `expires_at`. Jobs are deleted after a time, shares too.
+#: Users who may view the output of another user's job, or a saved notebook, until `expires_at`. `subject` is the job's
+#: id, or that of the notebook at `path` in the owner's home.
 output_shares = Table(
     "output_shares",
     metadata,
-    Column("job_id", String(40), primary_key=True),
+    Column("subject", String(40), primary_key=True),
     Column("viewer", String(64), primary_key=True),
     Column("owner", String(64), nullable=False),
     Column("run_id", String(64), nullable=False),
     Column("name", String(80), nullable=False),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float, nullable=False),
+    Column("path", String(1024), nullable=False, server_default=""),
 )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from gpuhub.broker.admission import access
 from gpuhub.broker.files.courier_client import CourierClient
@@ -27,11 +27,21 @@ SILENCE_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 10.0
 #: Largest status of a detached job, bytes. It is a file of the user, so it may have any size.
 MAX_STATE = 256 * 1024
+#: Largest page that a notebook is rendered to, bytes.
+MAX_PAGE = 64 * 1024 * 1024
 
 _NO_CONTAINERS = (
     "files, logs and terminals need Docker on the nodes, and this cluster's nodes have none: use JupyterLab's own file "
     "browser and terminal"
 )
+
+
+class NotebookFile(BaseModel):
+    """A saved notebook as a courier reports it."""
+
+    #: Milliseconds since 1970, before the year 10000.
+    saved_ms: Annotated[int, Field(ge=0, lt=253_402_300_800_000)]
+    size: Annotated[int, Field(ge=0, lt=2**53, alias="bytes")]
 
 
 class FileStream:
@@ -63,7 +73,7 @@ class UserFiles:
             NotAllowed: the caller is a service, which has no home.
             InvalidRequest, SizeLimitExceeded, NoSpace, TooManyStreams, Unavailable: the upload failed.
         """
-        owner, limit = self._require_user(caller), self._core.cluster.jobs.upload_limit
+        owner, limit = self.require_user(caller), self._core.cluster.jobs.upload_limit
         check_relative_path(path)
         arguments = ("put", f"--limit={limit}", "--", path)
         try:
@@ -82,7 +92,7 @@ class UserFiles:
         """
         check_relative_path(path)
         arguments = ("get", f"--limit={self._core.cluster.jobs.upload_limit}", "--", path)
-        owner = self._require_user(caller)
+        owner = self.require_user(caller)
         stack, client = await self._open(self._couriers.connect(owner, arguments), (access.TRANSFERS, owner))
         return FileStream(client.read_output(limit_s=SILENCE_TIMEOUT_S), stack)
 
@@ -162,6 +172,38 @@ class UserFiles:
                 raise Conflict(f"the state of {job.run_id} is not JSON: another program changed the file")
         return bytes(text)
 
+    async def read_notebook_file(self, reader: str, path: str, owner: str) -> NotebookFile:
+        """Return when a notebook of the owner's home was saved, for a user who may view it.
+
+        Raises:
+            NotFound, InvalidRequest, SizeLimitExceeded: there is no such notebook, or it cannot be shown.
+            Conflict, TooManyStreams, Unavailable: it cannot be read.
+        """
+        async with self._connect_notebook(reader, ("--only-check", "--", path), owner) as client:
+            return _parse_notebook_file(await client.wait_result())
+
+    async def render_notebook(self, reader: str, path: str, owner: str) -> FileStream:
+        """Return a notebook of the owner's home as HTML, for a user who may view it.
+
+        Raises:
+            NotFound, InvalidRequest, SizeLimitExceeded: there is no such notebook, or it cannot be shown.
+            Conflict, TooManyStreams, Unavailable: it cannot be read.
+        """
+        stack = AsyncExitStack()
+        client = await stack.enter_async_context(self._connect_notebook(reader, ("--", path), owner))
+        return FileStream(_limit(client.read_output(limit_s=SILENCE_TIMEOUT_S), MAX_PAGE), stack)
+
+    @asynccontextmanager
+    async def _connect_notebook(
+        self, reader: str, arguments: Sequence[str], owner: str
+    ) -> AsyncIterator[CourierClient]:
+        """Run a command on a notebook in the owner's courier; it counts as a view of both users."""
+        self._require_containers()
+        kinds = ((access.SHARED_VIEWS, reader), (access.SHARED_OUTPUTS, owner))
+        stack, client = await self._open(self._couriers.connect(owner, ("notebook", *arguments)), *kinds)
+        async with stack:
+            yield client
+
     async def find_own_job(self, caller: Identity, job_id: str) -> JobRow:
         """Return a job of the caller, ended or not.
 
@@ -170,11 +212,17 @@ class UserFiles:
             NotAllowed: it belongs to another user, and the caller is an administrator.
         """
         job = await access.find_job(self._core, caller, job_id)
-        if job.owner != self._require_user(caller):
+        if job.owner != self.require_user(caller):
             raise NotAllowed(f"only {job.owner} may use files, logs and terminals of {job.owner}'s jobs")
         return job
 
-    def _require_user(self, caller: Identity) -> str:
+    def require_user(self, caller: Identity) -> str:
+        """Return the caller's name.
+
+        Raises:
+            NotAllowed: the caller is a service, which has no home.
+            Conflict: the nodes have no containers.
+        """
         if not caller.is_user:
             raise NotAllowed(f"{caller.name} is not a user: only owners may use files, logs and terminals")
         self._require_containers()
@@ -251,6 +299,32 @@ def _parse_upload_result(result: dict[str, Any]) -> UploadResult:
         return UploadResult.model_validate(result)
     except ValidationError:
         raise GpuhubError("the courier on the node reported no numbers of files and bytes") from None
+
+
+def _parse_notebook_file(result: dict[str, Any]) -> NotebookFile:
+    """Return what the courier reported about a notebook.
+
+    Raises:
+        GpuhubError: it is something else.
+    """
+    try:
+        return NotebookFile.model_validate(result)
+    except ValidationError:
+        raise GpuhubError("the courier on the node reported no time and size of the notebook") from None
+
+
+async def _limit(parts: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:
+    """Yield parts of up to `limit` bytes in all.
+
+    Raises:
+        SizeLimitExceeded: there are more.
+    """
+    size = 0
+    async for part in parts:
+        size += len(part)
+        if size > limit:
+            raise SizeLimitExceeded(f"the notebook's page has more than {format_size(limit)}")
+        yield part
 
 
 async def _send_all(client: CourierClient, body: AsyncIterator[bytes], limit: int) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class LiveViews:
             more_jobs=rows.more_jobs,
             usage=usage[0] if usage else None,
             all_usage=tuple(await self._operations.usage(caller, None)) if caller.is_admin else (),
-            shares=tuple(serializers.build_output_share(row) for row in shares[:MAX_LISTED_SHARES]),
+            shares=tuple(serializers.build_output_share(row, caller.name) for row in shares[:MAX_LISTED_SHARES]),
             more_shares=max(0, len(shares) - MAX_LISTED_SHARES),
             quarantined=tuple(await self._operations.leases(caller, state=LeaseState.QUARANTINED))
             if caller.is_admin

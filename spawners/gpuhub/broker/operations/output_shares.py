@@ -54,10 +54,10 @@ class ShareOperations:
     def list_shares(self, caller: Identity) -> list[OutputShareView]:
         """Return the caller's shares and those with the caller; for administrators those of all users."""
         if caller.sees_all:
-            return _view(self._shares.select())
+            return _view(self._shares.select(), caller)
         if not caller.is_user:
             return []
-        return _view([*self._shares.select(owner=caller.name), *self._shares.select(viewer=caller.name)])
+        return _view([*self._shares.select(owner=caller.name), *self._shares.select(viewer=caller.name)], caller)
 
     async def share(self, caller: Identity, job_id: str, viewer: str, for_s: int) -> OutputShareView:
         """Share the output of the caller's job with a user; a repeated call sets the expiry again.
@@ -67,13 +67,10 @@ class ShareOperations:
             NotAllowed, Conflict, InvalidRequest: the job cannot be shared, or not with this user.
         """
         job = await self._files.find_detached_job(caller, job_id)
-        if viewer == job.owner:
-            raise InvalidRequest(f"{viewer} is the job's owner: name another user")
-        if not await self._users.has_user(viewer):
-            raise NotFound(f"the hub has no user {viewer!r}: a user exists there after the first login")
+        await require_viewer(self._users, job.owner, viewer, "the job's")
         now = self._core.clock.now()
         row = OutputShareRow(
-            job_id=job.id,
+            subject=job.id,
             viewer=viewer,
             owner=job.owner,
             run_id=job.run_id,
@@ -83,7 +80,7 @@ class ShareOperations:
         )
         await self._shares.put(row)
         audit.note_reason(f"{job.run_id} with {viewer} for {for_s} s")
-        return serializers.build_output_share(row)
+        return serializers.build_output_share(row, caller.name)
 
     async def end(self, caller: Identity, job_id: str, viewer: str | None = None) -> list[OutputShareView]:
         """End the shares of the caller's job, or the one with a user, and return those that were open.
@@ -92,9 +89,9 @@ class ShareOperations:
             NotFound, NotAllowed: the caller has no such job.
         """
         job = await self._files.find_own_job(caller, job_id)
-        rows = [row for row in self._shares.list_of_job(job.id) if viewer in (None, row.viewer)]
+        rows = [row for row in self._shares.list_of(job.id) if viewer in (None, row.viewer)]
         await self._shares.end(rows)
-        return _view(rows)
+        return _view(rows, caller)
 
     async def end_all(self, caller: Identity, user: str) -> list[OutputShareView]:
         """End all shares of a user and with a user, who has lost the access, and return them.
@@ -107,7 +104,7 @@ class ShareOperations:
         audit.note_owner(user)
         rows = [*self._shares.select(owner=user), *self._shares.select(viewer=user)]
         await self._shares.end(rows)
-        return _view(rows)
+        return _view(rows, caller)
 
     async def find_shared_job(self, caller: Identity, job_id: str) -> SharedJob:
         """Return a job that is the caller's own, or that its owner shares with the caller.
@@ -184,8 +181,22 @@ class ShareOperations:
         )
 
 
-def _view(rows: Sequence[OutputShareRow]) -> list[OutputShareView]:
-    return [serializers.build_output_share(row) for row in rows]
+async def require_viewer(users: UserDirectory, owner: str, viewer: str, whose: str) -> None:
+    """Check the user with whom an owner shares something; `whose` is it, such as `the job's`.
+
+    Raises:
+        InvalidRequest: the viewer is the owner.
+        NotFound: the hub has no such user.
+        HubUnreachable: the hub does not answer.
+    """
+    if viewer == owner:
+        raise InvalidRequest(f"{viewer} is {whose} owner: name another user")
+    if not await users.has_user(viewer):
+        raise NotFound(f"the hub has no user {viewer!r}: a user exists there after the first login")
+
+
+def _view(rows: Sequence[OutputShareRow], caller: Identity) -> list[OutputShareView]:
+    return [serializers.build_output_share(row, caller.name) for row in rows]
 
 
 def _describe_gpus(gpus: Sequence[LeasedGpu]) -> str:

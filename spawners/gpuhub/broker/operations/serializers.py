@@ -32,8 +32,8 @@ from gpuhub.domain.owner_limits import OwnLimits
 from gpuhub.nodes.power_status import PowerStatus
 from gpuhub.scheduler import interface
 
-#: The hub's page of a shared job, below the hub's address; `web/shared_jobs.py` serves it.
-SHARED_PAGE = "/hub/gpuhub/shared"
+#: The hub's pages of a shared job and of a shared notebook, below the hub's address, which `web` serves.
+SHARED_PAGE, SHARED_NOTEBOOK_PAGE = "/hub/gpuhub/shared", "/hub/gpuhub/shared-notebook"
 
 
 class QueuePlace(Protocol):
@@ -236,17 +236,19 @@ def build_job_summary(job: JobRow, lease: LeaseRow, place: QueuePlace | None) ->
     )
 
 
-def build_output_share(row: OutputShareRow) -> OutputShareView:
-    """Return an output share, as its owner and its viewer see it."""
+def build_output_share(row: OutputShareRow, caller: str) -> OutputShareView:
+    """Return an output share, as its owner or its viewer sees it."""
     return OutputShareView(
-        job=row.job_id,
+        id=row.subject,
+        job="" if row.path else row.subject,
+        notebook=row.path if caller == row.owner else "",
         run_id=row.run_id,
         name=row.name,
         owner=row.owner,
         viewer=row.viewer,
         created_at=to_datetime(row.created_at),
         expires_at=to_datetime(row.expires_at),
-        path=f"{SHARED_PAGE}/{row.job_id}",
+        path=f"{SHARED_NOTEBOOK_PAGE if row.path else SHARED_PAGE}/{row.subject}",
     )
 
 

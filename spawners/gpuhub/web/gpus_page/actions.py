@@ -116,9 +116,18 @@ class EndShareAction(_PageAction):
     viewer: _ViewerName
 
 
+class EndNotebookShareAction(_PageAction):
+    """Ends the share of a notebook with a user."""
+
+    do: Literal["end_notebook_share"]
+    notebook: _Id
+    viewer: _ViewerName
+
+
 PageAction = (
     ShareAction
     | EndShareAction
+    | EndNotebookShareAction
     | ExtendAction
     | ForceAction
     | KeepAction
@@ -274,6 +283,8 @@ async def perform_action(broker: Any, action: PageAction) -> None:
         await broker.share_output(action.job, action.viewer, action.hours * _HOUR_S)
     elif isinstance(action, EndShareAction):
         await broker.end_shares(action.job, action.viewer)
+    elif isinstance(action, EndNotebookShareAction):
+        await broker.end_notebook_shares(action.notebook, action.viewer)
     elif isinstance(action, SetLimitsAction):
         await set_limits(broker, action)
     elif isinstance(action, SwitchPowerAction):

@@ -127,8 +127,11 @@ const forms = {
       field("User", viewer), field("Time until it ends", hours),
     ], { label: "Share", build: () => ({ do: "share", job, viewer: viewer.value.trim(), hours: Number(hours.value) }) });
   },
-  end_share({ job, viewer }) {
-    return post("act", { do: "end_share", job, viewer });
+  end_share({ subject, viewer }) {
+    return post("act", { do: "end_share", job: subject, viewer });
+  },
+  end_notebook_share({ subject, viewer }) {
+    return post("act", { do: "end_notebook_share", notebook: subject, viewer });
   },
   stop({ lease, what }) {
     show(`Stop ${what}?`, [paragraph("Its processes are stopped, and its GPUs become free. Files stay; variables in memory are lost.")], {

@@ -5,7 +5,9 @@ export const hubUrl = root.dataset.gpuhubUrl;
 
 async function readAnswer(response) {
   const answer = await response.json().catch(() => ({}));
-  if (!response.ok) { throw new Error(answer.message || "The request failed: reload the page."); }
+  if (!response.ok) {
+    throw Object.assign(new Error(answer.message || "The request failed: reload the page."), { status: response.status });
+  }
   return answer;
 }
 

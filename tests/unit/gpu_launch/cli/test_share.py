@@ -45,11 +45,11 @@ def test_shares_are_listed_and_ended(hub: FakeHub, capsys: pytest.CaptureFixture
     for viewer in ("ben", "eve"):
         assert main.run_command(["share", "abc123", "--with", viewer]) == 0
     hub.add("run-20260109-000000-abc129", name="bens", owner="ben")
-    hub.shares.append({**hub.shares[0], "job": "j9", "run_id": "run-9", "owner": "ben", "viewer": "eve"})
+    hub.shares.append({**hub.shares[0], "id": "j9", "job": "j9", "run_id": "run-9", "owner": "ben", "viewer": "eve"})
     capsys.readouterr()
     assert main.run_command(["share", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["RUN", "NAME", "OWNER", "WITH", "ENDS", "IN", "LINK"]
+    assert lines[0].split() == ["WHAT", "NAME", "OWNER", "WITH", "ENDS", "IN", "LINK"]
     assert [line.split()[3] for line in lines[1:]] == ["ben", "eve"]
     assert main.run_command(["share", "end", "train.py", "--with", "mia"]) == 0
     assert capsys.readouterr().out == f"{RUN} was not shared with mia\n"
@@ -57,6 +57,29 @@ def test_shares_are_listed_and_ended(hub: FakeHub, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == f"{RUN} is no longer shared with ben\n"
     assert main.run_command(["share", "end", "train.py", "--json"]) == 0
     assert [share["viewer"] for share in json.loads(capsys.readouterr().out)] == ["eve"]
+
+
+def test_notebook_is_shared_listed_and_ended_by_its_path(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its path is its owner's: a viewer's list has the name alone."""
+    (hub.home / "work").mkdir(exist_ok=True)
+    (hub.home / "work" / "train.ipynb").write_text("{}")
+    assert main.run_command(["share", "home:work/train.ipynb", "--with", "ben", "--for", "2h"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("ben sees home:work/train.ipynb for 2 h at http")
+    assert told.endswith("/hub/gpuhub/shared-notebook/nb-train.ipynb\n")
+    hub.shares.append({**hub.shares[0], "owner": "ben", "viewer": "ada", "notebook": "", "id": "nb-other"})
+    assert main.run_command(["share", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["home:work/train.ipynb", "train.ipynb", "ada", "ben"],
+        ["-", "train.ipynb", "ben", "ada"],
+    ]
+    assert main.run_command(["share", "end", "home:./work/train.ipynb", "--with", "eve"]) == 0
+    assert capsys.readouterr().out == "home:work/train.ipynb was not shared with eve\n"
+    assert main.run_command(["share", "end", "home:work/train.ipynb"]) == 0
+    assert capsys.readouterr().out == "home:work/train.ipynb is no longer shared with ben\n"
+    assert main.run_command(["share", "end", "home:work/train.ipynb"]) == 0
+    assert capsys.readouterr().out == "home:work/train.ipynb was not shared\n"
 
 
 def test_job_with_a_commands_name_is_shared_by_add(hub: FakeHub) -> None:
@@ -76,6 +99,8 @@ def test_job_with_a_commands_name_is_shared_by_add(hub: FakeHub) -> None:
         (["share", "abc123", "--with", "bne"], 1, "the hub has no user 'bne'"),
         (["share", "abc999", "--with", "ben"], 2, "is a notebook's launch"),
         (["share", "end", "nothing"], 2, "There is no job nothing"),
+        (["share", "home:work/x.py", "--with", "ben"], 2, "home:work/x.py is no notebook"),
+        (["share", "home:work/x.ipynb", "--with", "ben"], 1, "there is no 'work/x.ipynb' in the home"),
     ],
 )
 def test_wrong_shares_are_refused(

@@ -13,6 +13,7 @@ from gpuhub.broker import audit
 from gpuhub.broker.api import dependencies, ports, services
 from gpuhub.broker.app import PREFIX
 from gpuhub.broker.db.outbox import DestinationRow
+from gpuhub.broker.operations.notebook_shares import build_notebook_id
 from gpuhub.common import names
 from gpuhub.config.services import ServiceSettings
 from gpuhub.config.settings import ProfileSettings
@@ -28,6 +29,8 @@ LEASE = {"profile": "cpu"}
 CONTAINER = "c" * 12
 JOB = {"server": "other"}
 SERVICE = "notes"
+NOTEBOOK = "train.ipynb"
+EMPTY_NOTEBOOK = '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}'
 WINDOW = {"starts_at": "2126-01-01T08:00:00Z", "ends_at": "2126-01-01T09:00:00Z"}
 #: Request bodies by route.
 BODIES: dict[str, Any] = {
@@ -41,6 +44,7 @@ BODIES: dict[str, Any] = {
     "POST /jobs": JOB,
     "POST /jobs/arrays": {"job": JOB, "count": 2},
     "PUT /jobs/{job}/shares/ben": {"for_s": 3600},
+    "PUT /notebooks/shares/eve": {"path": NOTEBOOK, "for_s": 3600},
     "PUT /files?path=work": bytes(10240),  # an empty tar
     "POST /nodes/rig3/cordon": {"reason": "new fans"},
     "POST /nodes/rig3/power": {"on": True},
@@ -64,6 +68,7 @@ def guarded(tmp_path: Path) -> Setting:
     setting = Setting(tmp_path, cluster=cluster)
     setting.own_token = "head"
     setting.hub.models |= MODELS
+    (setting.home("ada") / NOTEBOOK).write_text(EMPTY_NOTEBOOK, encoding="utf-8")
     return setting
 
 
@@ -81,7 +86,7 @@ async def build_world(running: Running) -> dict[str, str]:
     shared = await post(running, "ada", "/jobs", {"run_id": f"run-{next(_numbers):06}", "detached": True}, 201)
     await running.core.shares.put(
         OutputShareRow(
-            job_id=shared["id"], viewer="ben", owner="ada", run_id=shared["run_id"], name="", created_at=1.0, expires_at=1e12,
+            subject=shared["id"], viewer="ben", owner="ada", run_id=shared["run_id"], name="", created_at=1.0, expires_at=1e12,
         )
     )  # fmt: skip
     day = f"{2100 + next(_numbers)}-01-01T"
@@ -96,7 +101,14 @@ async def build_world(running: Running) -> dict[str, str]:
     )
     if running.store.outbox.get_destination(destination.id) is None:
         assert running.store.outbox.add_destination(destination)
-    return {**made, "limited": "ada", "shared": shared["id"], "destination": destination.id}
+    shown = build_notebook_id("ada", NOTEBOOK)
+    await running.core.shares.put(
+        OutputShareRow(
+            subject=shown, viewer="ben", owner="ada", run_id="", name=NOTEBOOK, created_at=1.0, expires_at=1e10,
+            path=NOTEBOOK,
+        )
+    )  # fmt: skip
+    return {**made, "limited": "ada", "shared": shared["id"], "destination": destination.id, "notebook": shown}
 
 
 def run_container(running: Running, lease: dict[str, Any]) -> None:
@@ -253,6 +265,8 @@ def _name(route: str) -> str:
         ("{job_id}", "{job}"),
         ("{path:path}", ""),
         ("{shared}", "{job}"),
+        ("{notebook_id}", "{notebook}"),
+        ("/notebooks/shares/eve", "/notebooks/shares/ben"),
         ("{viewer}", "ben"),
         ("{reservation_id}", "{reservation}"),
         ("{destination_id}", "{destination}"),

@@ -8,17 +8,17 @@ from gpuhub.broker.db.store import Store
 from gpuhub.domain.models import OutputShareRow
 
 SHARE = OutputShareRow(
-    job_id="j1", viewer="ben", owner="ada", run_id="run-000001", name="train.py", created_at=1.0, expires_at=9.5
+    subject="j1", viewer="ben", owner="ada", run_id="run-000001", name="train.py", created_at=1.0, expires_at=9.5
 )
 
 
 def test_shares_are_stored_replaced_and_deleted(tmp_path: Path) -> None:
     """One for each job and viewer, the oldest first; they survive a restart."""
     later = OutputShareRow(
-        job_id="j1", viewer="eve", owner="ada", run_id="run-000001", name="", created_at=2.0, expires_at=3.0
+        subject="j1", viewer="eve", owner="ada", run_id="run-000001", name="", created_at=2.0, expires_at=3.0
     )
     extended = OutputShareRow(
-        job_id="j1", viewer="ben", owner="ada", run_id="run-000001", name="train.py", created_at=4.0, expires_at=20.0
+        subject="j1", viewer="ben", owner="ada", run_id="run-000001", name="train.py", created_at=4.0, expires_at=20.0
     )
     store = Store.open_file(tmp_path / "broker.sqlite")
     store.shares.put(later)
