@@ -35,9 +35,15 @@ def share(scene: Scene) -> None:
     assert status == 200
 
 
+def in_adas_home(scene: Scene, command: str) -> None:
+    """Run a command line of ada's in her notebook's container."""
+    status, output = scene.shell(command, seen=scene.notebooks["ada"])
+    assert status == 0, output
+
+
 def save_notebook(scene: Scene) -> str:
     """Save a notebook in ada's home, and return its id at the broker."""
-    scene.ada.run(f"mkdir -p ~/work && printf %s '{EMPTY_NOTEBOOK}' > ~/{NOTEBOOK}")
+    in_adas_home(scene, f"mkdir -p ~/work && printf %s '{EMPTY_NOTEBOOK}' > ~/{NOTEBOOK}")
     return build_notebook_id("ada", NOTEBOOK)
 
 
@@ -142,7 +148,7 @@ def test_shared_notebook_opens_no_other_file(scene: Scene) -> None:
     assert scene.ada.ask(scene.ada.broker, "PUT", "/notebooks/shares/ben", body)[0] == 200
     assert ask(scene, "GET", f"/shared/notebooks/{notebook}/html") == 200
     other = build_notebook_id("ada", "work/other.ipynb")
-    scene.ada.run(f"cp ~/{NOTEBOOK} ~/work/other.ipynb")
+    in_adas_home(scene, f"cp ~/{NOTEBOOK} ~/work/other.ipynb")
     for path in (
         f"/shared/notebooks/{other}",
         f"/shared/notebooks/{notebook}%2f..%2f{other}/html",
@@ -150,8 +156,8 @@ def test_shared_notebook_opens_no_other_file(scene: Scene) -> None:
         f"/shared/{notebook}/logs",
     ):
         assert get(scene, path) in {404, 422}, path
-    scene.ada.run(f"mv ~/{NOTEBOOK} ~/work/moved.ipynb; ln -s ~/work/other.ipynb ~/{NOTEBOOK}")
+    in_adas_home(scene, f"mv ~/{NOTEBOOK} ~/work/moved.ipynb; ln -s ~/work/other.ipynb ~/{NOTEBOOK}")
     assert ask(scene, "GET", f"/shared/notebooks/{notebook}/html") == 422
-    scene.ada.run(f"rm ~/{NOTEBOOK} ~/work/moved.ipynb ~/work/other.ipynb")
+    in_adas_home(scene, f"rm ~/{NOTEBOOK} ~/work/moved.ipynb ~/work/other.ipynb")
     assert scene.ada.ask(scene.ada.broker, "DELETE", f"/notebooks/{notebook}/shares")[0] == 200
     assert ask(scene, "GET", f"/shared/notebooks/{notebook}") == 404

@@ -14,6 +14,7 @@ import contextlib
 import os
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jupyter_server.base.handlers import APIHandler
@@ -143,7 +144,7 @@ def _load_jupyter_server_extension(server: Any) -> None:
         return
     base = server.web_app.settings["base_url"].rstrip("/")
     # JupyterLab asks again by itself, so no request waits for a broker that restarts.
-    backend = lab_routes.LabBackend(BrokerClient.for_notebook(env, patience_s=0.0), env, lease)
+    backend = lab_routes.LabBackend(BrokerClient.for_notebook(env, patience_s=0.0), env, lease, Path(server.root_dir))
     server.web_app.add_handlers(".*$", lab_routes.build_routes(base, backend))
     if not lease:
         return

@@ -1,8 +1,8 @@
 """The routes of gpuhub's JupyterLab extension, below the server's own address and behind its login.
 
 `GET gpuhub/overview` has what `overview` builds, `POST gpuhub/extend` gives the notebook more time,
-`DELETE gpuhub/jobs/ID` ends a job, and `GET gpuhub/runs/RUN/log` has the end of a run's output. The notebook's token
-stays in the server. A failure is `{"message": text}`.
+`DELETE gpuhub/jobs/ID` ends a job, `GET gpuhub/runs/RUN/log` has the end of a run's output, and `POST gpuhub/shares`
+lets a colleague read a notebook. The notebook's token stays in the server. A failure is `{"message": text}`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jupyter_server.base.handlers import APIHandler
@@ -36,9 +37,9 @@ _RUN = r"([A-Za-z0-9][A-Za-z0-9_-]{0,63})"
 class LabBackend:
     """What the routes do."""
 
-    def __init__(self, broker: BrokerClient, env: Environment, lease: str) -> None:
-        """`lease` is the id of the notebook's lease; empty if it has none."""
-        self._broker, self._env, self._lease = broker, env, lease
+    def __init__(self, broker: BrokerClient, env: Environment, lease: str, root: Path) -> None:
+        """`lease` is the id of the notebook's lease, empty if it has none, and `root` the server's root folder."""
+        self._broker, self._env, self._lease, self._root = broker, env, lease, root
         self._executor = ThreadPoolExecutor(_THREADS, "gpuhub-lab")
         self._overview = SharedReader(self._read_overview, self._executor)
 
@@ -78,6 +79,20 @@ class LabBackend:
             UsageError: It cannot be read.
         """
         return str(await self._run(self._read_log, run_id))
+
+    async def share_notebook(self, path: str, viewer: str, for_s: int) -> dict[str, Any]:
+        """Share a notebook, whose path is relative to the server's root folder; return `viewer` and `path` of the page.
+
+        Raises:
+            UsageError: The file is not in the home.
+            BrokerError: The broker refuses or does not answer.
+        """
+        file = self._root / path
+        if not file.is_relative_to(self._env.home):
+            raise UsageError(f"{path} is not in your home, so it cannot be shared.")
+        below = str(file.relative_to(self._env.home))
+        share = await self._run(self._broker.share_notebook, below, viewer, for_s)
+        return {"viewer": share["viewer"], "path": share["path"]}
 
     def _read_overview(self) -> dict[str, Any]:
         lease = self._broker.get_lease_view(self._lease) if self._lease else None
@@ -138,6 +153,20 @@ class ExtendHandler(_LabHandler):
         await self.send(self.backend.extend(seconds))
 
 
+class ShareHandler(_LabHandler):
+    """POST `{"path": …, "viewer": …, "for_s": 3600}`: a colleague may read a notebook for an hour."""
+
+    @web.authenticated
+    async def post(self) -> None:
+        """Send `{"viewer": …, "path": the page's}`, or the broker's refusal."""
+        values = _parse_body(self.request.body)
+        path, viewer, for_s = values.get("path"), values.get("viewer"), values.get("for_s")
+        if not (isinstance(path, str) and isinstance(viewer, str) and isinstance(for_s, int)):
+            self.fail(400, 'The request must be {"path": PATH, "viewer": USER, "for_s": SECONDS}.')
+            return
+        await self.send(self.backend.share_notebook(path, viewer, for_s))
+
+
 class JobHandler(_LabHandler):
     """DELETE: end the job."""
 
@@ -159,12 +188,17 @@ class LogHandler(_LabHandler):
         return {"text": await self.backend.read_log(run_id)}
 
 
-def _parse_seconds(body: bytes) -> int | None:
+def _parse_body(body: bytes) -> dict[str, Any]:
+    """Return the object in a request's body, empty if there is none."""
     try:
         values = json.loads(body) if len(body) <= _MAX_BODY_BYTES else None
     except ValueError:
-        return None
-    seconds = values.get("time_limit_s") if isinstance(values, dict) else None
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _parse_seconds(body: bytes) -> int | None:
+    seconds = _parse_body(body).get("time_limit_s")
     return seconds if isinstance(seconds, int) and not isinstance(seconds, bool) and seconds >= 60 else None
 
 
@@ -175,5 +209,6 @@ def build_routes(base_url: str, backend: LabBackend) -> list[tuple[str, type[API
         (f"{base}/overview", OverviewHandler, arguments),
         (f"{base}/extend", ExtendHandler, arguments),
         (f"{base}/jobs/{_RUN}", JobHandler, arguments),
+        (f"{base}/shares", ShareHandler, arguments),
         (f"{base}/runs/{_RUN}/log", LogHandler, arguments),
     ]

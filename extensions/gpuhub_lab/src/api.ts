@@ -93,6 +93,12 @@ export interface IdleAnswer {
   gpu_problems: string[];
 }
 
+export interface NotebookShare {
+  viewer: string;
+  /** Below the hub's address. */
+  path: string;
+}
+
 export interface UserNotification {
   seq: number;
   kind: string;
@@ -128,6 +134,11 @@ export class GpuhubApi {
   async readLog(run: string): Promise<string> {
     const { text } = await this.request<{ text: string }>(`runs/${encodeURIComponent(run)}/log`);
     return text;
+  }
+
+  /** Return the path of the hub's page that shows it. */
+  shareNotebook(path: string, viewer: string, seconds: number): Promise<NotebookShare> {
+    return this.request("shares", "POST", { path, viewer, for_s: seconds });
   }
 
   getIdle(): Promise<IdleAnswer> {

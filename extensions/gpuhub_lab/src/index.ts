@@ -5,11 +5,12 @@ import { LabIcon } from "@jupyterlab/ui-components";
 import { GpuhubApi } from "./api.js";
 import gpu from "./gpu.svg";
 import { idlePlugin } from "./idle.js";
-import { LAUNCH, buildLaunchPlugin } from "./launch.js";
+import { LAUNCH, PALETTE_CATEGORY, buildLaunchPlugin } from "./launch.js";
 import { launcherPlugin } from "./launcher.js";
 import { OverviewModel } from "./model.js";
 import { notificationsPlugin } from "./notifications.js";
 import { buildPanelPlugin } from "./panel.js";
+import { buildSharePlugin } from "./share.js";
 import { buildStatusPlugin } from "./status.js";
 import style from "./style.css";
 
@@ -34,4 +35,5 @@ export default [
   buildStatusPlugin(getModel),
   buildPanelPlugin(getModel, LAUNCH, icon),
   buildLaunchPlugin(getModel, icon),
+  buildSharePlugin(getModel, PALETTE_CATEGORY),
 ];

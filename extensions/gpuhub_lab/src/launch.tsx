@@ -16,7 +16,7 @@ import { EXTEND } from "./status.js";
 export const LAUNCH = "gpuhub:launch";
 export const RUN_CELL = "gpuhub:run-cell";
 export const LAUNCH_CELL = "gpuhub:launch-cell";
-const PALETTE_CATEGORY = "GPUs";
+export const PALETTE_CATEGORY = "GPUs";
 const MOST_NODES = 1024;
 const MOST_GPUS = 16;
 

@@ -168,6 +168,44 @@ def test_extend_gives_more_time_within_the_limit(page: Page, broker: Running) ->
     expect(page.locator(".Toastify__toast", has_text="at most 4 h")).to_be_visible()
 
 
+@pytest.mark.parametrize("place", ["notebook", "file browser"])
+def test_notebook_is_shared_by_its_menu(page: Page, broker: Running, lab: JupyterLab, place: str) -> None:
+    """The dialog names what is wrong, such as a notebook that is not in the home; then there is the link."""
+    copy = broker.setting.home("ada") / NOTEBOOK
+    copy.unlink(missing_ok=True)
+    dialog = page.get_by_role("dialog")
+
+    def share(viewer: str = "ben") -> None:
+        if place == "notebook":
+            page.locator(".jp-Notebook .jp-CodeCell").first.click(button="right", position={"x": 200, "y": 10})
+        else:
+            if not page.locator(".jp-DirListing").is_visible():
+                page.get_by_role("tab", name=re.compile("File Browser")).click()
+            page.locator(".jp-DirListing-item", has_text=NOTEBOOK).click(button="right")
+        page.locator(".lm-Menu-item", has_text="Share Read-Only…").click()
+        expect(dialog.get_by_label("User")).to_be_focused()
+        page.keyboard.type(viewer)
+        if viewer:
+            dialog.get_by_label("Time until it ends").select_option("2 hours")
+        picture(page, f"lab-share-{place.replace(' ', '-')}")
+        dialog.get_by_role("button", name="Share").click()
+
+    for viewer, problem in (("", "Write the name of a user"), ("ben", f"there is no '{NOTEBOOK}' in the home")):
+        share(viewer)
+        expect(dialog).to_contain_text(problem)
+        dialog.get_by_role("button", name="Close").click()
+    shutil.copy(lab.home / NOTEBOOK, copy)
+    share()
+    toast = page.locator(".Toastify__toast", has_text="ben sees work.ipynb at").last
+    expect(toast).to_contain_text("/hub/gpuhub/shared-notebook/nb-")
+    expect(toast.get_by_role("button", name="Copy link")).to_be_visible()
+    picture(page, "lab-shared")
+    (shown,) = broker.send("GET", "/api/v1/shares").json()
+    assert (shown["notebook"], shown["viewer"]) == (NOTEBOOK, "ben")
+    broker.send("DELETE", f"/api/v1/notebooks/{shown['id']}/shares")
+    toast.get_by_role("button", name="Copy link").click()
+
+
 def test_panel_shows_gpus_queue_and_jobs(page: Page, broker: Running) -> None:
     """Who holds which GPU, who waits, and one's own jobs with the end of their output, which can be cancelled."""
     page.locator("[data-id=gpuhub-panel]").click()
@@ -238,12 +276,23 @@ def test_dark_theme(page: Page, lab: JupyterLab) -> None:
 
 def test_routes_need_a_login_and_check_what_they_get(lab: JupyterLab) -> None:
     """Without the server's token there is nothing; bad requests are refused before the broker is asked."""
-    paths = [("GET", "overview"), ("POST", "extend"), ("DELETE", "jobs/j0"), ("GET", f"runs/{RUN}/log")]
+    paths = [
+        ("GET", "overview"),
+        ("POST", "extend"),
+        ("DELETE", "jobs/j0"),
+        ("GET", f"runs/{RUN}/log"),
+        ("POST", "shares"),
+    ]
     for method, path in paths:
         assert lab.request(method, f"/gpuhub/{path}", is_authorized=False).status_code in (401, 403), path
     for body in ({}, [], {"time_limit_s": "60"}, {"time_limit_s": 59}, {"time_limit_s": True}, {"x": "y" * 5000}):
         answer = lab.request("POST", "/gpuhub/extend", body=body)
         assert (answer.status_code, "time_limit_s" in answer.json()["message"]) == (400, True), body
+    for body in ({}, [], {"path": "x.ipynb", "viewer": "ben"}, {"path": 1, "viewer": "ben", "for_s": 60}):
+        answer = lab.request("POST", "/gpuhub/shares", body=body)
+        assert (answer.status_code, "for_s" in answer.json()["message"]) == (400, True), body
+    outside = {"path": "/etc/x.ipynb", "viewer": "ben", "for_s": 60}
+    assert "not in your home" in lab.request("POST", "/gpuhub/shares", body=outside).json()["message"]
     assert lab.request("DELETE", "/gpuhub/jobs/j0a1b2").status_code == 404
     for path in ("/gpuhub/runs/..%2F..%2Fsecret/log", "/gpuhub/runs/.hidden/log"):
         assert lab.request("GET", path).status_code == 404
