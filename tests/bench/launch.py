@@ -198,7 +198,7 @@ def _start_notebook(product: Product, clients: dict[str, docker.DockerClient]) -
         while time.monotonic() < end:
             if web.get("/hub/api/users/ada").json()["servers"].get("", {}).get("ready"):
                 label = {"label": "gpuhub.kind=notebook"}
-                return clients[product.cluster.nodes[0].name].containers.list(filters=label)[0]
+                return clients[product.cluster.nodes[0].name].containers.list(filters=label, ignore_removed=True)[0]
             time.sleep(0.2)
     raise TimeoutError("the notebook does not start")
 

@@ -56,7 +56,7 @@ def find_containers(closet: Any) -> dict[str, tuple[str, str]]:
     labels = [f"{names.LABEL_INSTANCE}={INSTANCE}", names.LABEL_LEASE]
     for node in closet.plan.nodes:
         with closing(closet.client(node)) as client:
-            for container in client.containers.list(all=True, filters={"label": labels}):
+            for container in client.containers.list(all=True, ignore_removed=True, filters={"label": labels}):
                 state = container.attrs["State"]
                 found[container.labels[names.LABEL_LEASE]] = (node.name, f"{container.id} {state['StartedAt']}")
     return found

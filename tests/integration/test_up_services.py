@@ -146,5 +146,7 @@ def list_containers(closet: Any) -> list[str]:
     found = []
     for node in closet.plan.nodes:
         with closing(closet.client(node)) as client:
-            found += [one.name for one in client.containers.list(all=True, filters={"label": labels})]
+            found += [
+                one.name for one in client.containers.list(all=True, ignore_removed=True, filters={"label": labels})
+            ]
     return found

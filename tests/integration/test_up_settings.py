@@ -74,7 +74,7 @@ def test_up_and_down_on_existing_nodes(closet: Any, tmp_path: Path, cleared: Non
     for node in closet.plan.nodes:
         with closing(closet.client(node)) as client:
             mine = {"label": f"{names.LABEL_INSTANCE}={INSTANCE}"}
-            assert client.containers.list(all=True, filters=mine) == []
+            assert client.containers.list(all=True, ignore_removed=True, filters=mine) == []
             assert client.networks.list(filters=mine) == []
             assert client.info()["Swarm"]["LocalNodeState"] == "inactive"
 
@@ -146,13 +146,13 @@ def test_down_names_nodes_that_do_not_answer(closet: Any, tmp_path: Path, cleare
     assert "Stopped." not in done.stdout
     assert not Paths(INSTANCE).run.exists()
     with closing(closet.client("rig2")) as client:
-        assert client.containers.list(all=True, filters=mine) != []
+        assert client.containers.list(all=True, ignore_removed=True, filters=mine) != []
     for command in ("up", "down"):
         done = gpuhub(command, file)
         assert done.returncode == 0, done.stdout + done.stderr
     for node in closet.plan.nodes:
         with closing(closet.client(node)) as client:
-            assert client.containers.list(all=True, filters=mine) == []
+            assert client.containers.list(all=True, ignore_removed=True, filters=mine) == []
             assert client.networks.list(filters=mine) == []
 
 
@@ -237,7 +237,7 @@ def test_node_is_added_and_removed_while_users_work(
     def containers() -> list[str]:
         with closing(closet.client("rig3")) as client:
             mine = {"label": f"{names.LABEL_INSTANCE}={INSTANCE}"}
-            return [each.name for each in client.containers.list(all=True, filters=mine)]
+            return [each.name for each in client.containers.list(all=True, ignore_removed=True, filters=mine)]
 
     refused = gpuhub("node", "remove", "rig3", "--yes", file, agent=agent[1])
     assert refused.returncode == 1

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from jupyterhub.handlers.base import BaseHandler
@@ -159,6 +160,15 @@ class BrokerUserHandler(GpuhubHandler):
     def finish_error(self, error: GpuhubError) -> None:
         """Send the error's text with its HTTP status."""
         self.finish_json({"message": str(error)}, http_status(error))
+
+    async def finish_error_page(self, error: GpuhubError) -> None:
+        """Send a page with the error's text: JupyterHub's own page for an HTTPError 404 shows no reason."""
+        status = http_status(error)
+        self.set_status(status)
+        phrase = HTTPStatus(status).phrase
+        self.finish(
+            await self.render_template("error.html", status_code=status, status_message=phrase, message=str(error))
+        )
 
 
 def http_status(error: GpuhubError) -> int:

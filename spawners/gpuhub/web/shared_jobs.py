@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
-from http import HTTPStatus
 from typing import Any
 
 from tornado import web
@@ -13,7 +12,7 @@ from gpuhub.broker_api.schemas.live import SharedJobView
 from gpuhub.common.errors import GpuhubError
 from gpuhub.web.gpus_page.event_streams import MAX_STREAM_S, OUTPUT_TAIL_BYTES, EventStreamHandler, check_job_id
 from gpuhub.web.gpus_page.feeds import MAX_OUTPUTS
-from gpuhub.web.handlers import BrokerUserHandler, http_status
+from gpuhub.web.handlers import BrokerUserHandler
 from gpuhub.web.static_files import find_static_url
 from gpuhub.web.template_loader import load_macros
 
@@ -38,13 +37,7 @@ class SharedJobPageHandler(BrokerUserHandler):
         try:
             shared = await self.call_as_user(self.current_user, lambda broker: broker.read_shared_job(job_id))
         except GpuhubError as error:
-            # Not an HTTPError: JupyterHub's page for 404 shows no reason.
-            self.set_status(status := http_status(error))
-            self.finish(
-                await self.render_template(
-                    "error.html", status_code=status, status_message=HTTPStatus(status).phrase, message=str(error)
-                )
-            )
+            await self.finish_error_page(error)
             return
         self.set_header("Cache-Control", "no-store")
         page = await self.render_template(

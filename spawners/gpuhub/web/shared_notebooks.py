@@ -6,7 +6,6 @@ What the frame shows is its owner's, and may be anything.
 from __future__ import annotations
 
 from html import escape
-from http import HTTPStatus
 
 from tornado import web
 from tornado.iostream import StreamClosedError
@@ -49,13 +48,7 @@ class SharedNotebookPageHandler(BrokerUserHandler):
                 self.current_user, lambda broker: broker.read_shared_notebook(notebook_id)
             )
         except GpuhubError as error:
-            # Not an HTTPError: JupyterHub's page for 404 shows no reason.
-            self.set_status(status := http_status(error))
-            self.finish(
-                await self.render_template(
-                    "error.html", status_code=status, status_message=HTTPStatus(status).phrase, message=str(error)
-                )
-            )
+            await self.finish_error_page(error)
             return
         self.set_header("Cache-Control", "no-store")
         page = await self.render_template(

@@ -333,6 +333,6 @@ def test_down_leaves_nothing_even_of_killed_nodes(closet, tiny_image):
         practice_closet.ensure_up(closet.plan, closet.paths)
     with closing(closet.client(node)) as client:
         assert client.images.list(tiny_image) != []
-        assert client.containers.list(all=True) == []
+        assert client.containers.list(all=True, ignore_removed=True) == []
     layers = [entry.name for entry in (node_paths(closet.paths, node).data_root / "overlay2").iterdir()]
     assert [name for name in layers if name.endswith("-init")] == []

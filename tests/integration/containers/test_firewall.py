@@ -260,7 +260,7 @@ async def test_firewall_is_restored(closet: Closet, tiny_image: str) -> None:
     assert not user_containers.has_table(namespace, TABLE)
     with closing(closet.client(node)) as client:
         labels = [f"{names.LABEL_INSTANCE}={INSTANCE}", f"{names.LABEL_KIND}={names.KIND_FIREWALL}"]
-        assert client.containers.list(all=True, filters={"label": labels}) == []
+        assert client.containers.list(all=True, ignore_removed=True, filters={"label": labels}) == []
 
 
 async def test_node_without_nft_is_named(closet: Closet, tiny_image: str, monkeypatch: pytest.MonkeyPatch) -> None:

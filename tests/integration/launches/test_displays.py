@@ -29,7 +29,8 @@ def kernel(notebook: Notebook) -> Iterator[LabKernel]:
 
 @pytest.fixture
 def cpu_kernel(notebook: Notebook) -> Iterator[LabKernel]:
-    """A kernel of a notebook without a GPU."""
+    """A kernel of a notebook without a GPU, which keeps the worker of one cell for the next."""
+    notebook.keep_s = 600
     started = LabKernel(notebook, gpus=())
     yield started
     started.close()

@@ -232,7 +232,10 @@ def test_doctor_inspects_every_node(head: Head, closet: Closet, rig3: Machine, t
             assert "! services gpuhub does not run" in output
             assert "✗ swarm inactive" in output  # rig2 was never set up
             assert re.search(r"checks failed on .*rig2", output)
-            assert [client.containers.list(all=True, filters={"label": LABEL_DOCTOR}) for client in clients] == [
+            assert [
+                client.containers.list(all=True, ignore_removed=True, filters={"label": LABEL_DOCTOR})
+                for client in clients
+            ] == [
                 [],
                 [],
                 [],

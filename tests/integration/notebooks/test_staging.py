@@ -60,7 +60,9 @@ async def staging(head: HeadNode, server: Path, tmp_path: Path) -> AsyncIterator
     yield dataclasses.replace(head, cluster=cluster), build_stager(head, storage, tmp_path)
     for name in NODES:
         with closing(head.closet.client(name)) as client:
-            for container in client.containers.list(all=True, filters={"label": names.LABEL_INSTANCE}):
+            for container in client.containers.list(
+                all=True, ignore_removed=True, filters={"label": names.LABEL_INSTANCE}
+            ):
                 if container.labels.get(names.LABEL_KIND) in {names.KIND_STAGER, names.KIND_WORKER}:
                     container.remove(force=True)
             for volume in client.volumes.list(filters={"label": names.LABEL_DATASET}):

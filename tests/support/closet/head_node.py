@@ -47,14 +47,19 @@ class HeadNode:
         listed = []
         for node in self.cluster.nodes:
             with closing(self.closet.client(node.name)) as client:
-                listed += [container.name for container in client.containers.list(all=True, filters={"label": labels})]
+                listed += [
+                    container.name
+                    for container in client.containers.list(all=True, ignore_removed=True, filters={"label": labels})
+                ]
         return listed
 
     def remove_containers(self) -> None:
         """Remove the containers of a failed test, so that the next one does not fail too."""
         for node in self.cluster.nodes:
             with closing(self.closet.client(node.name)) as client:
-                for container in client.containers.list(all=True, filters={"label": names.LABEL_LEASE}):
+                for container in client.containers.list(
+                    all=True, ignore_removed=True, filters={"label": names.LABEL_LEASE}
+                ):
                     container.remove(force=True)
 
 

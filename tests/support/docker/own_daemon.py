@@ -82,7 +82,7 @@ def own_daemon() -> Iterator[OwnDaemon]:
                 client.images.get(TINY).tag(*BASE_IMAGE.split(":"))
             yield daemon
             with closing(daemon.client()) as client:
-                for container in client.containers.list(all=True):
+                for container in client.containers.list(all=True, ignore_removed=True):
                     container.remove(force=True)
         finally:
             # All its processes end with it, as they have a namespace of their own.

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -20,6 +20,8 @@ from gpuhub.broker_api.schemas import UploadResult
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NodeUnreachable, NotAllowed, Unavailable
 from gpuhub.common.units import format_size
 from gpuhub.domain.models import Identity, JobRow
+
+R = TypeVar("R", bound=BaseModel)
 
 #: Longest silence of a client or courier during a transfer, seconds.
 SILENCE_TIMEOUT_S = 120.0
@@ -79,7 +81,9 @@ class UserFiles:
         try:
             with self.streams.acquire(access.TRANSFERS, owner):
                 async with self._couriers.connect(owner, arguments) as client:
-                    return _parse_upload_result(await _send_all(client, body, limit))
+                    return _parse_result(
+                        UploadResult, await _send_all(client, body, limit), "numbers of files and bytes"
+                    )
         except (InvalidRequest, NodeUnreachable):
             await _drain(body)
             raise
@@ -180,7 +184,7 @@ class UserFiles:
             Conflict, TooManyStreams, Unavailable: it cannot be read.
         """
         async with self._connect_notebook(reader, ("--only-check", "--", path), owner) as client:
-            return _parse_notebook_file(await client.wait_result())
+            return _parse_result(NotebookFile, await client.wait_result(), "time and size of the notebook")
 
     async def render_notebook(self, reader: str, path: str, owner: str) -> FileStream:
         """Return a notebook of the owner's home as HTML, for a user who may view it.
@@ -289,28 +293,16 @@ def _is_json(text: bytearray) -> bool:
     return True
 
 
-def _parse_upload_result(result: dict[str, Any]) -> UploadResult:
-    """Return the result of an upload as the courier reported it.
+def _parse_result(kind: type[R], result: dict[str, Any], what: str) -> R:
+    """Return the result that a courier reported.
 
     Raises:
-        GpuhubError: it is not one.
+        GpuhubError: it is none of this kind.
     """
     try:
-        return UploadResult.model_validate(result)
+        return kind.model_validate(result)
     except ValidationError:
-        raise GpuhubError("the courier on the node reported no numbers of files and bytes") from None
-
-
-def _parse_notebook_file(result: dict[str, Any]) -> NotebookFile:
-    """Return what the courier reported about a notebook.
-
-    Raises:
-        GpuhubError: it is something else.
-    """
-    try:
-        return NotebookFile.model_validate(result)
-    except ValidationError:
-        raise GpuhubError("the courier on the node reported no time and size of the notebook") from None
+        raise GpuhubError(f"the courier on the node reported no {what}") from None
 
 
 async def _limit(parts: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:

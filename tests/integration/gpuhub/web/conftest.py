@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
 from gpuhub.common import secrets
 from tests.support.hub.simulated_hub import SimulatedHub
@@ -40,3 +40,12 @@ def sessions(browser: Browser, hub: SimulatedHub) -> dict[str, Any]:
         states[name] = page.context.storage_state()
         page.close()
     return states
+
+
+@pytest.fixture
+def contexts(browser: Browser, sessions: dict[str, Any]) -> Iterator[dict[str, BrowserContext]]:
+    """Each user's browser."""
+    made = {name: browser.new_context(storage_state=session) for name, session in sessions.items()}
+    yield made
+    for context in made.values():
+        context.close()

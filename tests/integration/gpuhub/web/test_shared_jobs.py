@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import BrowserContext, Page, expect
 
 from tests.support.hub.pages import check_accessibility, start_job, take_picture
 from tests.support.hub.simulated_hub import SimulatedHub, simulated_hub
@@ -24,15 +24,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedHub]:
     with simulated_hub("ghshare", tmp_path_factory.mktemp("hub"), 18560) as started:
         started.make_tokens("ada", "ben", "root1")
         yield started
-
-
-@pytest.fixture
-def contexts(browser: Browser, sessions: dict[str, Any]) -> Iterator[dict[str, BrowserContext]]:
-    """Each user's browser."""
-    made = {name: browser.new_context(storage_state=session) for name, session in sessions.items()}
-    yield made
-    for context in made.values():
-        context.close()
 
 
 @pytest.fixture(autouse=True)

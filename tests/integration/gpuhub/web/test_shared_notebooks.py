@@ -12,7 +12,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import BrowserContext, Page, expect
 
 from gpuhub.web.shared_notebooks import FRAME_POLICY
 from tests.support.hub.pages import check_accessibility, take_picture
@@ -31,15 +31,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedHub]:
     with simulated_hub("ghnbs", tmp_path_factory.mktemp("hub"), 18570) as started:
         started.make_tokens("ada", "ben", "root1")
         yield started
-
-
-@pytest.fixture
-def contexts(browser: Browser, sessions: dict[str, Any]) -> Iterator[dict[str, BrowserContext]]:
-    """Each user's browser."""
-    made = {name: browser.new_context(storage_state=session) for name, session in sessions.items()}
-    yield made
-    for context in made.values():
-        context.close()
 
 
 @pytest.fixture(autouse=True)

@@ -194,7 +194,8 @@ async def test_refused_requests_change_nothing(guarded: Setting) -> None:
 
     async with asgi_broker(guarded) as running:
         known = await build_world(running)
-        await wait_for_state(running, f"/jobs/{known['job']}", "running")
+        for job in ("job", "shared"):
+            await wait_for_state(running, f"/jobs/{known[job]}", "running")
         before = await look(running)
         refused = 0
         for route, row in MATRIX.items():

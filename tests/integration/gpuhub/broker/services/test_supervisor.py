@@ -153,13 +153,13 @@ def clean(docker_daemon: OwnDaemon) -> Iterator[None]:
     """Remove what a test has left."""
     yield
     with closing(docker_daemon.client()) as client:
-        for container in client.containers.list(all=True):
+        for container in client.containers.list(all=True, ignore_removed=True):
             container.remove(force=True)
 
 
 def list_names(docker_daemon: OwnDaemon) -> list[str]:
     with closing(docker_daemon.client()) as client:
-        return sorted(container.name for container in client.containers.list(all=True))
+        return sorted(container.name for container in client.containers.list(all=True, ignore_removed=True))
 
 
 async def test_a_service_is_confined_and_its_data_stays(docker_daemon: OwnDaemon, data: Path, tmp_path: Path) -> None:
@@ -223,10 +223,10 @@ async def test_a_service_that_ends_is_started_again(docker_daemon: OwnDaemon, tm
             await until(lambda: answers(services), "it has a network again")
             second = services.inspect(names.service_container_name(INSTANCE, "notes"))
             assert (first["Id"], first["State"]["StartedAt"]) < (second["Id"], second["State"]["StartedAt"])
-            for container in client.containers.list():
+            for container in client.containers.list(ignore_removed=True):
                 container.kill()
             await until(lambda: answers(services), "it runs again after the node was off")
-            for container in client.containers.list(all=True):
+            for container in client.containers.list(all=True, ignore_removed=True):
                 container.remove(force=True)
             await until(lambda: answers(services), "it has new containers")
         before = services.supervisor.status("notes").relay_id
