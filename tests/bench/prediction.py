@@ -21,6 +21,7 @@ from gpuhub_closet import network
 from gpuhub_closet.topology import ClosetPlan, NodeLink, build_nodes, build_subnet
 from tests.support.launch import profiled_script
 from tests.support.launch.launched_ranks import run_launched
+from tests.support.launch.step_times import read_step_time, sum_parts
 
 _INSTANCE = "ghstep"
 #: Links so slow, and a computation so long, that other work on this machine changes little.
@@ -65,10 +66,7 @@ def _measure_rate(rate_mbit: int) -> Iterator[_Case]:
         for ranks in range(2, count + 1):
             for mode in CommMode:
                 (step,) = (step for step in kept["steps"] if len(step["cards"]) == ranks and step["mode"] == mode)
-                parts = ("input_s", "compute_s", "compress_s", "exposed_s", "update_s")
-                case = _Case(
-                    rate_mbit, ranks, mode, sum(step[part] for part in parts), _time_step(plan, home, ranks, mode)
-                )
+                case = _Case(rate_mbit, ranks, mode, sum_parts(step), _time_step(plan, home, ranks, mode))
                 print(
                     f"{rate_mbit} Mbit/s, {ranks} ranks, {mode}: predicted {case.predicted_s * 1000:.0f} ms, "
                     f"measured {case.measured_s * 1000:.0f} ms, error {case.error_percent:.1f} %",
@@ -87,11 +85,10 @@ def _level_speeds(home: Path) -> None:
 
 
 def _time_step(plan: ClosetPlan, home: Path, ranks: int, mode: CommMode) -> float:
-    """Return the seconds of a step: the median, or the mean where one in some exchanges all parameters."""
+    """Return the seconds of a step."""
     skipped = _EXACT + LOCAL_PERIOD if mode in (CommMode.POWERSGD, CommMode.LOCAL) else _SKIPPED
     _train(plan, home, ranks, skipped + PERIODS.get(mode, _COUNTED), {VARIABLE: mode})
-    times = json.loads((home / "steps.json").read_text(encoding="utf-8"))[skipped:]
-    return statistics.fmean(times) if mode in PERIODS else statistics.median(times)
+    return read_step_time(home / "steps.json", mode, skipped)
 
 
 def _train(plan: ClosetPlan, home: Path, ranks: int, steps: int, environ: dict[str, str]) -> None:

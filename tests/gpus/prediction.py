@@ -8,7 +8,6 @@ machines. `%gpu_bench` measures, `--predict` profiles the script on one GPU, the
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,13 +19,13 @@ from gpu_launch.prediction import bench_main, figures, step_profiler
 from gpu_launch.training.comm_modes import LOCAL_PERIOD, PERIODS, VARIABLE, WARM_UP_STEPS, CommMode
 from tests.support.launch import gpt_script
 from tests.support.launch.launched_ranks import RankOutput, run_launched
+from tests.support.launch.step_times import read_step_time, sum_parts
 
 NODES = ("ghgpu-1", "ghgpu-2")
 RATES_MBIT = (2500, 10_000)
 BATCH, SKIPPED, COUNTED = 48, 5, 15
 #: A prediction may be wrong by this factor.
 TOLERANCE = 0.1
-PARTS = ("input_s", "compute_s", "compress_s", "exposed_s", "update_s")
 _KEY = "gpus"
 
 
@@ -76,15 +75,14 @@ def run(command: list[str], ranks: int, environ: dict[str, str]) -> list[RankOut
 
 
 def time_step(home: Path, ranks: int, mode: CommMode) -> float:
-    """Return the seconds of a step: the median, or the mean where one in some exchanges all parameters."""
+    """Return the seconds of a step."""
     skipped = WARM_UP_STEPS + LOCAL_PERIOD if mode in (CommMode.POWERSGD, CommMode.LOCAL) else SKIPPED
     counted = 2 * LOCAL_PERIOD if mode is CommMode.LOCAL else PERIODS.get(mode, COUNTED)
     file = home / "steps.json"
     run(
         [gpt_script.__file__, str(file), str(skipped + counted), str(BATCH)], ranks, {"HOME": str(home), VARIABLE: mode}
     )
-    times = json.loads(file.read_text())[skipped:]
-    return statistics.fmean(times) if mode in PERIODS else statistics.median(times)
+    return read_step_time(file, mode, skipped)
 
 
 def compare(rate_mbit: int, home: Path) -> None:
@@ -96,7 +94,7 @@ def compare(rate_mbit: int, home: Path) -> None:
         kept = json.loads(figures.get_prediction_path(home, _KEY).read_text())
         for step in kept["steps"]:
             ranks, mode = len(step["cards"]), CommMode(step["mode"])
-            predicted_s, measured_s = sum(step[part] for part in PARTS), time_step(home, ranks, mode)
+            predicted_s, measured_s = sum_parts(step), time_step(home, ranks, mode)
             error = abs(predicted_s / measured_s - 1)
             print(
                 f"{ranks} GPUs, {mode}: predicted {predicted_s * 1000:.1f} ms, measured {measured_s * 1000:.1f} ms, "
