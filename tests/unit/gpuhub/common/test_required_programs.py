@@ -21,7 +21,7 @@ _OTHER_WORDS = {
     "install",  # of pip
     "FORWARD",  # of iptables
     "rm", "ps", "network", "volume", "images",  # of docker
-    "job-folder", "logs", "pack-job", "put-results",  # of gpu-launch-courier
+    "job-folder", "logs", "notebook", "pack-job", "put-results",  # of gpu-launch-courier
     "who", "put", "get", "state", "gpu", "openid", "root", "nvidiactl", "USE",  # data
 }  # fmt: skip
 

@@ -90,7 +90,12 @@ async def test_no_get_request_holds_up_the_loop(setting: Setting, monkeypatch: p
     """The dearest request of every GET route stays below the limits, asked twice; so others are served in between."""
     async with full_queue(setting) as (running, jobs), running.client("ada") as client:
         assert len(jobs) == 1000
-        ids = {"lease_id": jobs[-1]["lease"]["id"], "job_id": jobs[-1]["id"], "name": "rig1"}
+        ids = {
+            "lease_id": jobs[-1]["lease"]["id"],
+            "job_id": jobs[-1]["id"],
+            "notebook_id": "nb-0a1b2c",
+            "name": "rig1",
+        }
         routes = {
             path.removeprefix(PREFIX): methods["get"]
             for path, methods in running.app.openapi()["paths"].items()

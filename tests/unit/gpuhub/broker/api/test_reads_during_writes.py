@@ -59,7 +59,7 @@ async def test_every_read_answers_while_a_change_is_being_written(
         await run_notebook(running, lease)
         job = await post(running, "ada", "/jobs", {"run_id": "run-000001"}, 201)
         await wait_for_state(running, f"/jobs/{job['id']}", "running")
-        ids = {"lease_id": lease["id"], "job_id": job["id"], "name": "rig1"}
+        ids = {"lease_id": lease["id"], "job_id": job["id"], "notebook_id": "nb-0a1b2c", "name": "rig1"}
         with held_writes(running, monkeypatch) as held:
             change = asyncio.ensure_future(send(running, caller, method, path.format(**ids), body))
             await until(lambda: find_owners(held) == {caller}, "the change is being written")
