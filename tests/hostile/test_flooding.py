@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -34,12 +35,15 @@ def test_idle_connections_shut_nobody_out(scene: Scene, base: str) -> None:
     assert found["opened"] + found["refused"] == 1500
 
 
-@pytest.mark.parametrize("base", ["broker", "hub"])
-def test_a_body_that_drips_is_given_up(scene: Scene, base: str) -> None:
-    """A request whose body never ends is closed within its time."""
-    with scene.everybody_works_on():
-        found = scene.probe("connections", base=base, kind="body", seconds=90)
-    assert found["seconds"] < 85
+def test_a_body_that_drips_is_given_up(scene: Scene) -> None:
+    """Requests to broker and hub whose bodies never end are closed within their time."""
+
+    def drip(base: str) -> float:
+        return float(scene.probe("connections", base=base, kind="body", seconds=90)["seconds"])
+
+    with scene.everybody_works_on(), ThreadPoolExecutor() as executor:
+        seconds = list(executor.map(drip, ("broker", "hub")))
+    assert max(seconds) < 85, seconds
 
 
 def test_requests_without_end(scene: Scene) -> None:
