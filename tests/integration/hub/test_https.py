@@ -304,6 +304,8 @@ def test_token_in_a_url_is_ignored(hub: ServedHub, ada: BrowserContext) -> None:
     """A token in a URL is ignored, because URLs appear in logs and histories."""
     page = ada.new_page()
     page.goto(f"{url(hub)}/hub/token")
+    # Before its script has run, the button would send the form as a page of its own.
+    page.wait_for_function("window._jupyterhub_page_loaded === true")
     page.click("#request-token-form button[type=submit]")
     shown = page.wait_for_function("document.getElementById('token-result').innerText.trim()")
     token = shown.json_value()
