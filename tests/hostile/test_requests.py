@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from gpuhub.broker.operations.notebook_shares import build_notebook_id
 from tests.hostile.scene import SERVER, Scene
 from tests.support.broker.rights import MATRIX
 
@@ -20,9 +21,14 @@ def test_broker_hides_other_users_objects(scene: Scene) -> None:
         "reservation": "r1",
         "destination": "d0a1",
         "limited": "ada",
+        "notebook": build_notebook_id("ada", "train.ipynb"),
     }
     # A body that cannot be read would be refused before anybody's rights are looked at.
-    bodies = {"/destinations/{destination}": {"kinds": []}, "/limits/ada": {"max_gpus": 4}}
+    bodies = {
+        "/destinations/{destination}": {"kinds": []},
+        "/limits/ada": {"max_gpus": 4},
+        "/notebooks/shares/eve": {"path": "train.ipynb"},
+    }
     calls, expected = [], []
     for route, row in MATRIX.items():
         method, path, *_ = route.split()
