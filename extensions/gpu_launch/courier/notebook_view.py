@@ -1,7 +1,7 @@
 """The view of a saved notebook: what an owner shares, rendered as one page of HTML without a kernel.
 
-What a notebook has is its owner's, and may be anything: whoever shows the page must not let it run scripts or load
-files. The viewer of the hub does that by a sandbox and a content security policy.
+The content is not trusted: the hub shows the page in a sandbox, with a content security policy under which it can
+neither run scripts nor load files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The page of a saved notebook that another user shares: the notebook in a frame that runs no script and loads nothing.
 
-What the frame shows is its owner's, and may be anything.
+The content of the frame is not trusted.
 """
 
 from __future__ import annotations

@@ -43,12 +43,12 @@ def clean(hub: SimulatedHub) -> Iterator[None]:
 
 @pytest.fixture
 def elsewhere() -> Iterator[tuple[str, list[str]]]:
-    """A web server of somebody else: its address, and the paths that were asked for."""
-    asked: list[str] = []
+    """Another web server: its address, and the paths that were requested."""
+    requested: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            requested.append(self.path)
             self.send_response(200)
             self.end_headers()
 
@@ -58,7 +58,7 @@ def elsewhere() -> Iterator[tuple[str, list[str]]]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    yield f"http://127.0.0.1:{server.server_address[1]}", requested
     server.shutdown()
     thread.join()
     server.server_close()
@@ -122,7 +122,7 @@ def test_nothing_of_a_notebook_runs_or_is_loaded(
     hub: SimulatedHub, contexts: dict[str, BrowserContext], elsewhere: tuple[str, list[str]], is_alone: bool
 ) -> None:
     """Neither in the page's frame nor when its address is opened by itself."""
-    address, asked = elsewhere
+    address, requested = elsewhere
     script = "top.postMessage('stolen', '*'); parent.document.title = 'stolen'; document.title = 'stolen'"
     encoded = base64.b64encode(script.encode()).decode()
     attack = (
@@ -138,7 +138,6 @@ def test_nothing_of_a_notebook_runs_or_is_loaded(
     save(hub, code("1", text_html=attack, application_javascript=script), nbformat.v4.new_markdown_cell(attack))
     path = share(hub)
     page = contexts["ben"].new_page()
-    # The server of somebody else is reached through the policy, or not at all.
     page.goto(f"{hub.url}{path}{'/frame' if is_alone else ''}")
     frame: Any = page if is_alone else page.frame_locator("#gpuhub-notebook")
     if not is_alone:
@@ -152,7 +151,7 @@ def test_nothing_of_a_notebook_runs_or_is_loaded(
     time.sleep(1)
     expect(frame.locator("#end").first).to_be_visible()
     assert "stolen" not in page.title()
-    assert asked == []
+    assert requested == []
     if not is_alone:
         assert page.evaluate("() => window.heard") == []
     found = contexts["ben"].request.get(f"{hub.url}{path.replace('/hub/', '/hub/')}/frame")
