@@ -42,7 +42,7 @@ def read_state() -> str:
 
 
 def test_idle_node_sleeps_and_a_request_wakes_it(sleepy: Product, make_user: Callable[[str], User]) -> None:
-    """From the page of GPUs to JupyterLab on the node that was off; it stays on while the notebook runs."""
+    """From the page of GPUs to JupyterLab on the node that was off, and back to sleep after the notebook has ended."""
     wait_for(lambda: read_state() == "asleep", f"{NODE} is asleep", deadline_s=180)
     assert sleepy.supervisor.state(NODE) == "STOPPED"
     ada = make_user("ada")
@@ -61,12 +61,11 @@ def test_idle_node_sleeps_and_a_request_wakes_it(sleepy: Product, make_user: Cal
     assert read_state() == "on"
     assert "usually up" in gpuhub("node", "power", "status", NODE)
     ada.click_stop()
-    wait_for(lambda: NODE not in gpuhub("lease", "list"), f"nothing runs on {NODE}")
+    wait_for(lambda: read_state() == "asleep", f"{NODE} is asleep again", deadline_s=240)
 
 
 def test_administrator_switches_it(sleepy: Product) -> None:
     """The commands wait until the node is up, or asleep."""
-    assert "rig2 is asleep after" in gpuhub("node", "power", "off", NODE)
-    assert sleepy.supervisor.state(NODE) == "STOPPED"
+    wait_for(lambda: read_state() == "asleep", f"{NODE} is asleep", deadline_s=240)
     assert "rig2 is on after" in gpuhub("node", "power", "on", NODE)
     assert sleepy.supervisor.state(NODE) == "RUNNING"
