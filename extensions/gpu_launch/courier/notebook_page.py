@@ -32,9 +32,15 @@ def render(text: str, name: str) -> str:
 
     exporter: Any = HTMLExporter(template_name="lab")  # type: ignore[no-untyped-call] # nbconvert has no types
     # Scripts of other servers, which the page could not load.
-    for url in ("mathjax_url", "mermaid_js_url", "jquery_url", "require_js_url", "jupyter_widgets_base_url"):
-        setattr(exporter, url, "")
-    exporter.mermaid_layout_elk_js_url = ""
+    for name_of_url in (
+        "mathjax_url",
+        "mermaid_js_url",
+        "mermaid_layout_elk_js_url",
+        "jquery_url",
+        "require_js_url",
+        "jupyter_widgets_base_url",
+    ):
+        setattr(exporter, name_of_url, "")
     try:
         # nbformat warns of cells without the id that its version 4.5 asks for, and adds it.
         with warnings.catch_warnings(action="ignore"):

@@ -91,6 +91,7 @@ def _start_server() -> ForkServerClient:
     """Return the fork server of this process, with what most scripts here import."""
     with tempfile.NamedTemporaryFile(prefix="fork-server-", suffix=".log", delete=False) as log:
         server = ForkServerClient(mark="tests", log=Path(log.name))
+    atexit.register(Path(log.name).unlink)
     atexit.register(server.close)
     problem = server.import_modules(_MODULES, _DEADLINE_S)
     assert not problem, problem
