@@ -20,23 +20,24 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from gpu_launch.common import exchange as exchange_files
 from gpu_launch.common import memory_cap
 from gpu_launch.prediction import step_profiler
 from gpu_launch.training import ddp_communication
-from gpu_launch.worker import jax_cluster, rank_debugger, rank_displays, rank_stacks
+from gpu_launch.worker import jax_cluster, process_exit, rank_debugger, rank_displays, rank_stacks
 
 
-def main() -> None:
-    """Run the command line's script; it ends as under Python itself."""
+def main() -> NoReturn:
+    """Run the command line's script; the process ends as under Python itself."""
     words = sys.argv[1:]
     folder = None
     if words[:1] == ["--exchange"]:
         folder, words = Path(words[1]), words[2:]
     is_module = words[:1] == ["-m"]
-    run_command(words[1:] if is_module else words, module=is_module, exchange_dir=folder)
+    command = words[1:] if is_module else words
+    process_exit.run_and_exit(lambda: run_command(command, module=is_module, exchange_dir=folder))
 
 
 def run_command(command: Sequence[str], *, module: bool, exchange_dir: Path | None) -> None:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import ctypes
 import linecache
 import multiprocessing.process
 import os
 import signal
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Collection, Mapping, Sequence
 from importlib.machinery import FileFinder
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
-from gpu_launch.worker import processes, rank_main
+from gpu_launch.worker import process_exit, processes, rank_main
 from gpu_launch.worker.forkserver.protocol import CommandKind, RankSpec
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -76,7 +71,7 @@ def become_rank(spec: RankSpec, *, path: Sequence[str], generator: Any) -> NoRet
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         os._exit(127 if spec.kind is CommandKind.PROGRAM else 1)
     _reset_inherited_state(spec, path, generator)
-    _exit(_run_script(spec))
+    process_exit.run_and_exit(lambda: _run_script(spec))
 
 
 def _exec_program(command: Sequence[str]) -> NoReturn:
@@ -138,80 +133,13 @@ def _forget(name: str) -> None:
         del sys.modules[loaded]
 
 
-def _run_script(order: RankSpec) -> int:
-    """Run the script under torch's `record`; return its exit code, or minus the signal to end with."""
+def _run_script(order: RankSpec) -> None:
+    """Run the script under torch's `record`, which writes its error where torchrun's ranks write theirs."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     exchange = Path(order.exchange) if order.exchange else None
-    try:
-        unblock_signals()
-        record(rank_main.run_command)(order.command, module=order.kind is CommandKind.MODULE, exchange_dir=exchange)
-    except SystemExit as end:
-        return _exit_code(end.code)
-    except BaseException as error:  # noqa: BLE001 - the rank's outermost edge: what Python itself does there
-        _show_exception(error)
-        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    return 0
-
-
-def _exit_code(code: object) -> int:
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code & 0xFF
-    with contextlib.suppress(Exception):
-        print(code, file=sys.stderr, flush=True)  # noqa: T201 - what Python does
-    return 1
-
-
-def _show_exception(error: BaseException) -> None:
-    """Show an uncaught exception as Python does, with the script's own excepthook."""
-    error.__traceback__ = _strip_launcher_frames(error.__traceback__)
-    try:
-        sys.excepthook(type(error), error, error.__traceback__)
-    except BaseException as second:  # noqa: BLE001 - neither may keep the rank from ending
-        with contextlib.suppress(Exception):
-            sys.stderr.write("Error in sys.excepthook:\n")
-            traceback.print_exception(second)
-            sys.stderr.write("\nOriginal exception was:\n")
-            traceback.print_exception(error)
-
-
-def _strip_launcher_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the leading frames of gpu_launch and torch's `record`."""
-    launcher_files = {
-        __file__,
-        rank_main.__file__,
-        sys.modules["torch.distributed.elastic.multiprocessing.errors"].__file__,
-    }
-    while trace is not None and trace.tb_frame.f_code.co_filename in launcher_files:
-        trace = trace.tb_next
-    return trace
-
-
-def _exit(code: int) -> NoReturn:
-    """Exit as the interpreter does, but without its teardown: with torch that takes a fifth of a second."""
-    with contextlib.suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-    flushed = [_flush(file) for file in (sys.stdout, sys.stderr)]
-    if not all(flushed):
-        code = 120
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
-def _flush(file: Any) -> bool:
-    """Flush a stream and return True if no data was lost."""
-    try:
-        if file is not None and not file.closed:
-            file.flush()
-    except (OSError, ValueError):
-        return False
-    return True
+    unblock_signals()
+    record(rank_main.run_command)(order.command, module=order.kind is CommandKind.MODULE, exchange_dir=exchange)
 
 
 def choose_thread_count(environ: Mapping[str, str], *, cores: int, has_mkl: bool) -> int:
