@@ -1,6 +1,6 @@
 """The Jupyter Server extension of gpuhub's image: reports to the broker, and the routes for JupyterLab's extension.
 
-It also links the cluster's models into the user's cache. Most routes are in `lab_routes`.
+It also links the cluster's models into the user's cache. Most routes are in `lab_routes` and `recipe_routes`.
 
 `GET gpuhub/idle` returns when the notebook will be stopped and what is wrong with its GPUs, `POST gpuhub/keep` keeps
 it, and `GET gpuhub/notifications` returns the user's notifications; all are below the server's own address, behind its
@@ -24,7 +24,7 @@ from gpu_launch import environment
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.common.shared_models import start_linking
 from gpu_launch.errors import BrokerError
-from gpu_launch.notebook_server import activity, lab_routes
+from gpu_launch.notebook_server import activity, lab_routes, recipe_routes
 from gpu_launch.notebook_server.cells import CellWatch
 from gpu_launch.notebook_server.notifications import NotificationFeed, NotificationsHandler
 
@@ -145,7 +145,8 @@ def _load_jupyter_server_extension(server: Any) -> None:
     base = server.web_app.settings["base_url"].rstrip("/")
     # JupyterLab asks again by itself, so no request waits for a broker that restarts.
     backend = lab_routes.LabBackend(BrokerClient.for_notebook(env, patience_s=0.0), env, lease, Path(server.root_dir))
-    server.web_app.add_handlers(".*$", lab_routes.build_routes(base, backend))
+    routes = [*lab_routes.build_routes(base, backend), *recipe_routes.build_recipe_routes(base, backend)]
+    server.web_app.add_handlers(".*$", routes)
     if not lease:
         return
     broker = BrokerClient.for_notebook(env, patience_s=_PATIENCE_S)

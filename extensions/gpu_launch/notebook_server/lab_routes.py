@@ -23,6 +23,7 @@ from gpu_launch.common import run_folder
 from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError, UsageError
 from gpu_launch.notebook_server.overview import SharedReader, build_overview
+from gpu_launch.notebook_server.recipe_runner import RecipeRunner
 from gpu_launch.output import logs
 
 #: Requests to the broker and reads of log files at the same time; further ones wait.
@@ -41,6 +42,7 @@ class LabBackend:
         """`lease` is the id of the notebook's lease, empty if it has none, and `root` the server's root folder."""
         self._broker, self._env, self._lease, self._root = broker, env, lease, root
         self._executor = ThreadPoolExecutor(_THREADS, "gpuhub-lab")
+        self.recipes = RecipeRunner(broker, env, root, self._executor)
         self._overview = SharedReader(self._read_overview, self._executor)
 
     async def get_overview(self) -> dict[str, Any]:
@@ -50,6 +52,10 @@ class LabBackend:
             BrokerError: The broker refuses or does not answer.
         """
         return await self._overview.get()
+
+    def forget_overview(self) -> None:
+        """Have the next overview read again: something was changed."""
+        self._overview.forget()
 
     async def extend(self, time_limit_s: int) -> None:
         """Let the notebook end in `time_limit_s` seconds.
@@ -110,7 +116,9 @@ class LabBackend:
         return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *arguments))
 
 
-class _LabHandler(APIHandler):  # type: ignore[misc] # Jupyter Server is not installed where types are checked
+class LabHandler(APIHandler):  # type: ignore[misc] # Jupyter Server is not installed where types are checked
+    """A request of JupyterLab, whose answers and errors are JSON."""
+
     def initialize(self, backend: LabBackend) -> None:
         self.backend = backend
 
@@ -131,7 +139,7 @@ class _LabHandler(APIHandler):  # type: ignore[misc] # Jupyter Server is not ins
         self.finish({"message": message})
 
 
-class OverviewHandler(_LabHandler):
+class OverviewHandler(LabHandler):
     """GET: the overview."""
 
     @web.authenticated
@@ -140,7 +148,7 @@ class OverviewHandler(_LabHandler):
         await self.send(self.backend.get_overview())
 
 
-class ExtendHandler(_LabHandler):
+class ExtendHandler(LabHandler):
     """POST `{"time_limit_s": 3600}`: the notebook ends an hour from now."""
 
     @web.authenticated
@@ -153,13 +161,13 @@ class ExtendHandler(_LabHandler):
         await self.send(self.backend.extend(seconds))
 
 
-class ShareHandler(_LabHandler):
+class ShareHandler(LabHandler):
     """POST `{"path": …, "viewer": …, "for_s": 3600}`: a colleague may read a notebook for an hour."""
 
     @web.authenticated
     async def post(self) -> None:
         """Send `{"viewer": …, "path": the page's}`, or the broker's refusal."""
-        values = _parse_body(self.request.body)
+        values = parse_body(self.request.body)
         path, viewer, for_s = values.get("path"), values.get("viewer"), values.get("for_s")
         if not (isinstance(path, str) and isinstance(viewer, str) and isinstance(for_s, int)):
             self.fail(400, 'The request must be {"path": PATH, "viewer": USER, "for_s": SECONDS}.')
@@ -167,7 +175,7 @@ class ShareHandler(_LabHandler):
         await self.send(self.backend.share_notebook(path, viewer, for_s))
 
 
-class JobHandler(_LabHandler):
+class JobHandler(LabHandler):
     """DELETE: end the job."""
 
     @web.authenticated
@@ -176,7 +184,7 @@ class JobHandler(_LabHandler):
         await self.send(self.backend.cancel(job_id))
 
 
-class LogHandler(_LabHandler):
+class LogHandler(LabHandler):
     """GET: `{"text": the end of the run's output}`."""
 
     @web.authenticated
@@ -188,17 +196,17 @@ class LogHandler(_LabHandler):
         return {"text": await self.backend.read_log(run_id)}
 
 
-def _parse_body(body: bytes) -> dict[str, Any]:
-    """Return the object in a request's body, empty if there is none."""
+def parse_body(body: bytes, *, most_bytes: int = _MAX_BODY_BYTES) -> dict[str, Any]:
+    """Return the object in a request's body, empty if there is none or it is too large."""
     try:
-        values = json.loads(body) if len(body) <= _MAX_BODY_BYTES else None
+        values = json.loads(body) if len(body) <= most_bytes else None
     except ValueError:
         return {}
     return values if isinstance(values, dict) else {}
 
 
 def _parse_seconds(body: bytes) -> int | None:
-    seconds = _parse_body(body).get("time_limit_s")
+    seconds = parse_body(body).get("time_limit_s")
     return seconds if isinstance(seconds, int) and not isinstance(seconds, bool) and seconds >= 60 else None
 
 

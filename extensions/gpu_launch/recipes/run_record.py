@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-#: The variable with the values of the recipe's parameters (JSON).
-_PARAMETERS = "RECIPE_PARAMETERS"
+#: The variables with the recipe's name, and with the values of its parameters (JSON).
+NAME, PARAMETERS = "RECIPE_NAME", "RECIPE_PARAMETERS"
 METRICS, RESULT, CHART = "metrics.jsonl", "result.json", "loss.png"
 
 
@@ -24,7 +24,7 @@ class RunRecord:
 
     def write_parameters(self, arguments: Mapping[str, Any]) -> None:
         """Write the recipe's parameters, or `arguments` where the program was not started as a recipe."""
-        values = json.loads(os.environ.get(_PARAMETERS) or "null") or {
+        values = json.loads(os.environ.get(PARAMETERS) or "null") or {
             name: value if isinstance(value, int | float | str) else str(value) for name, value in arguments.items()
         }
         self._replace("parameters.json", json.dumps(values, indent=1, ensure_ascii=False))

@@ -99,6 +99,62 @@ export interface NotebookShare {
   path: string;
 }
 
+export interface Parameter {
+  name: string;
+  type: "text" | "integer" | "number" | "choice" | "flag" | "path" | "model";
+  help: string;
+  /** null where the user must give a value. */
+  default: string | null;
+  least: number | null;
+  most: number | null;
+  choices: string[];
+}
+
+export interface Recipe {
+  name: string;
+  origin: string;
+  description: string;
+  single_gpu: boolean;
+  /** Whether some of its steps can be measured before it runs. */
+  predicts: boolean;
+  parameters: Parameter[];
+}
+
+/** A recipe's file with a mistake. */
+export interface BrokenRecipe {
+  name: string;
+  origin: string;
+  error: string;
+}
+
+export interface RecipeList {
+  recipes: (Recipe | BrokenRecipe)[];
+  profiles: { name: string; title: string }[];
+}
+
+export interface RecipeRequest {
+  values: Record<string, string>;
+  /** null for the recipe's own number. */
+  gpus: number | null;
+  /** Empty for any. */
+  model: string;
+  /** Empty for the default. */
+  profile: string;
+}
+
+/** A job that is a recipe, with what it has written. */
+export interface RecipeRun {
+  run_id: string;
+  recipe: string;
+  parameters: Record<string, string>;
+  is_prediction: boolean;
+  /** Below the server's root folder; null if it lies elsewhere. */
+  folder: string | null;
+  /** When the chart was written last, seconds since 1970; null before that. */
+  chart_at: number | null;
+  result: Record<string, unknown> | null;
+}
+
 export interface UserNotification {
   seq: number;
   kind: string;
@@ -141,6 +197,29 @@ export class GpuhubApi {
     return this.request("shares", "POST", { path, viewer, for_s: seconds });
   }
 
+  getRecipes(): Promise<RecipeList> {
+    return this.request("recipes");
+  }
+
+  /** Return what a job of the recipe would ask for and run. */
+  async checkRecipe(name: string, request: RecipeRequest): Promise<string> {
+    return (await this.sendRecipe<{ text: string }>(name, "check", request)).text;
+  }
+
+  /** Start a job of the recipe, or measure some of its steps on one card; return its run id. */
+  async startRecipe(name: string, what: "start" | "predict", request: RecipeRequest): Promise<string> {
+    return (await this.sendRecipe<{ run_id: string }>(name, what, request)).run_id;
+  }
+
+  async getRecipeRuns(): Promise<RecipeRun[]> {
+    return (await this.request<{ runs: RecipeRun[] }>("recipe-runs")).runs;
+  }
+
+  /** Return the address of a file below the server's root folder, of which the browser keeps one version. */
+  buildFileUrl(path: string, version: number): string {
+    return `${URLExt.join(this.settings.baseUrl, "files", URLExt.encodeParts(path))}?version=${version}`;
+  }
+
   getIdle(): Promise<IdleAnswer> {
     return this.request("idle");
   }
@@ -153,6 +232,10 @@ export class GpuhubApi {
   async getNotifications(after: number): Promise<UserNotification[]> {
     const query = `?after=${after}`;
     return (await this.request<{ notifications: UserNotification[] }>("notifications", "GET", undefined, query)).notifications;
+  }
+
+  private sendRecipe<T>(name: string, what: string, request: RecipeRequest): Promise<T> {
+    return this.request(`recipes/${encodeURIComponent(name)}`, "POST", { do: what, ...request });
   }
 
   private async request<T>(path: string, method = "GET", body?: unknown, query = ""): Promise<T> {

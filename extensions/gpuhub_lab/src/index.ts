@@ -10,6 +10,7 @@ import { launcherPlugin } from "./launcher.js";
 import { OverviewModel } from "./model.js";
 import { notificationsPlugin } from "./notifications.js";
 import { buildPanelPlugin } from "./panel.js";
+import { RECIPES, buildRecipesPlugin } from "./recipes.js";
 import { buildSharePlugin } from "./share.js";
 import { buildStatusPlugin } from "./status.js";
 import style from "./style.css";
@@ -33,7 +34,8 @@ export default [
   idlePlugin,
   notificationsPlugin,
   buildStatusPlugin(getModel),
-  buildPanelPlugin(getModel, LAUNCH, icon),
+  buildPanelPlugin(getModel, [LAUNCH, RECIPES], icon),
   buildLaunchPlugin(getModel, icon),
+  buildRecipesPlugin(getModel, icon, PALETTE_CATEGORY),
   buildSharePlugin(getModel, PALETTE_CATEGORY),
 ];

@@ -4,7 +4,7 @@ import { type ISignal, Signal } from "@lumino/signaling";
 
 import { type GpuhubApi, type Overview, RouteError } from "./api.js";
 
-/** Time between two readings, ms: for the status bar alone, and while the panel is visible. */
+/** Time between two readings, ms: for the status bar alone, and while a panel or page is visible. */
 const STATUS_PERIOD = 60_000;
 const PANEL_PERIOD = 10_000;
 /** Longest time between two tries while the broker does not answer, ms. */
@@ -17,6 +17,7 @@ export class OverviewModel {
 
   private readonly changedSignal = new Signal<this, void>(this);
   private readonly poll: Poll;
+  private readonly viewers = new Set<object>();
 
   constructor(readonly api: GpuhubApi) {
     this.poll = new Poll({
@@ -43,12 +44,15 @@ export class OverviewModel {
     await this.poll.tick.catch(() => undefined);
   }
 
-  /** Read often while the panel is visible. */
-  setPanelVisible(isVisible: boolean): void {
+  /** Read often while a panel or page of the overview is visible. */
+  setVisible(viewer: object, isVisible: boolean): void {
+    if (isVisible) this.viewers.add(viewer);
+    else this.viewers.delete(viewer);
+    const isWatched = this.viewers.size > 0;
     this.poll.frequency = {
-      interval: isVisible ? PANEL_PERIOD : STATUS_PERIOD,
+      interval: isWatched ? PANEL_PERIOD : STATUS_PERIOD,
       backoff: true,
-      max: isVisible ? PANEL_PERIOD : LONGEST_PERIOD,
+      max: isWatched ? PANEL_PERIOD : LONGEST_PERIOD,
     };
     if (isVisible) void this.poll.refresh();
   }

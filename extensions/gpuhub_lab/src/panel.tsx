@@ -17,7 +17,7 @@ class Panel extends ReactWidget {
   constructor(
     private readonly model: OverviewModel,
     private readonly app: JupyterFrontEnd,
-    private readonly launchCommand: string,
+    private readonly commands: readonly string[],
     icon: LabIcon,
   ) {
     super();
@@ -32,12 +32,12 @@ class Panel extends ReactWidget {
 
   protected onAfterShow(message: Message): void {
     super.onAfterShow(message);
-    this.model.setPanelVisible(true);
+    this.model.setVisible(this, true);
   }
 
   protected onAfterHide(message: Message): void {
     super.onAfterHide(message);
-    this.model.setPanelVisible(false);
+    this.model.setVisible(this, false);
   }
 
   render(): React.ReactElement {
@@ -47,13 +47,16 @@ class Panel extends ReactWidget {
         <div role="status" className="gpuhub-problem">
           {problem && `${problem}${overview ? " What follows is from before." : ""}`}
         </div>
-        <button
-          type="button"
-          className="gpuhub-launch"
-          onClick={() => void this.app.commands.execute(this.launchCommand)}
-        >
-          Launch on GPUs…
-        </button>
+        {this.commands.map((command) => (
+          <button
+            key={command}
+            type="button"
+            className="gpuhub-launch"
+            onClick={() => void this.app.commands.execute(command)}
+          >
+            {this.app.commands.label(command)}
+          </button>
+        ))}
         {overview && <Content overview={overview} model={this.model} />}
       </>
     );
@@ -195,7 +198,7 @@ function JobItem({ job, model }: { job: Job; model: OverviewModel }): React.Reac
   );
 }
 
-function describeJob(job: Job): string {
+export function describeJob(job: Job): string {
   if (job.state === "ended") {
     const end = job.ended_at ? ` at ${formatClock(job.ended_at)}` : "";
     return `ended${end}${job.reason ? `: ${job.reason}` : ""}`;
@@ -206,7 +209,7 @@ function describeJob(job: Job): string {
 }
 
 /** The end of a job's output, read again whenever the overview is. */
-function JobOutput({ job, name, model }: { job: Job; name: string; model: OverviewModel }): React.ReactElement {
+export function JobOutput({ job, name, model }: { job: Job; name: string; model: OverviewModel }): React.ReactElement {
   const [text, setText] = React.useState("…");
   const element = React.useRef<HTMLPreElement>(null);
   React.useEffect(() => {
@@ -233,7 +236,7 @@ function JobOutput({ job, name, model }: { job: Job; name: string; model: Overvi
   );
 }
 
-async function cancelJob(job: Job, name: string, model: OverviewModel): Promise<void> {
+export async function cancelJob(job: Job, name: string, model: OverviewModel): Promise<void> {
   const answer = await showDialog({
     title: "Cancel this job?",
     body: `${name} (${job.run_id}) ends, and its GPUs are free for others. Its files are kept.`,
@@ -251,7 +254,7 @@ async function cancelJob(job: Job, name: string, model: OverviewModel): Promise<
 
 export function buildPanelPlugin(
   getModel: (app: JupyterFrontEnd) => OverviewModel,
-  launchCommand: string,
+  commands: readonly string[],
   icon: LabIcon,
 ): JupyterFrontEndPlugin<void> {
   return {
@@ -259,7 +262,7 @@ export function buildPanelPlugin(
     autoStart: true,
     optional: [ILayoutRestorer],
     activate: (app, restorer: ILayoutRestorer | null) => {
-      const panel = new Panel(getModel(app), app, launchCommand, icon);
+      const panel = new Panel(getModel(app), app, commands, icon);
       app.shell.add(panel, "left", { rank: 650 });
       restorer?.add(panel, PANEL_ID);
       app.commands.addCommand(OPEN_PANEL, {

@@ -75,6 +75,8 @@ def _build_view(found: Recipe) -> dict[str, Any]:
         "name": found.name,
         "origin": found.origin,
         "description": found.description,
+        "single_gpu": found.single_gpu,
+        "predicts": bool(found.module),
         "parameters": [asdict(parameter) for parameter in found.parameters],
     }
 

@@ -9,16 +9,14 @@ from dataclasses import replace
 from gpu_launch.cli import task_submission
 from gpu_launch.cli.context import Context
 from gpu_launch.cli.recipes import catalogue, cluster_files, parameters
-from gpu_launch.cli.recipes.parameters import VARIABLE_PREFIX, ParameterType
+from gpu_launch.cli.recipes.parameters import ParameterType
 from gpu_launch.cli.recipes.recipe_file import Recipe
 from gpu_launch.cli.submission import RunArguments
 from gpu_launch.cli.taskfile.parser import TaskFile
 from gpu_launch.cli.upload import JobSubmission
 from gpu_launch.errors import UsageError
 from gpu_launch.options.definition import BY_LABEL
-
-#: The variables with the recipe's name, and with all values by the parameters' names (JSON).
-NAME, PARAMETERS = f"{VARIABLE_PREFIX}NAME", f"{VARIABLE_PREFIX}PARAMETERS"
+from gpu_launch.recipes.run_record import NAME, PARAMETERS
 
 
 def build_job(context: Context, asked: RunArguments, given: Sequence[str]) -> JobSubmission:

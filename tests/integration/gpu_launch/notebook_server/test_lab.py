@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import Page, Playwright, expect, sync_playwright
 
 from gpu_launch.common import run_folder
+from gpu_launch.recipes import run_record
 from gpuhub.config.profiles import ProfileSettings
 from gpuhub.config.users import UserSettings
 from tests.support.broker.in_process import Running, Setting, served_broker
@@ -79,6 +80,9 @@ def lab(broker: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[J
     with serve_lab(
         tmp_path_factory.mktemp("lab"), build_extension(tmp_path_factory.mktemp("extension")), environ
     ) as lab:
+        # What a job's request sends to the home is seen by the notebook too.
+        (broker.setting.home("ada") / ".gpu_launch").mkdir()
+        (lab.home / ".gpu_launch").symlink_to(broker.setting.home("ada") / ".gpu_launch")
         run = run_folder.create_run(lab.home, RUN)
         run.output.write_text("step 1\nloss 0.25 of the last step\n", encoding="utf-8")
         write_notebook(lab, NOTEBOOK, "x = 1 + 1", "%%time\nx")
@@ -260,6 +264,60 @@ def test_cell_with_another_magic_is_left_alone(page: Page) -> None:
     assert list_cells(page)[2] == "%%time\nx"
 
 
+def test_recipe_is_started_from_its_page(page: Page, broker: Running, lab: JupyterLab) -> None:
+    """A form with the parameters; what is wrong is said before a job is asked for; then state, curve and result."""
+    (lab.home / "models" / "tiny").mkdir(parents=True)
+    (lab.home / "models" / "tiny" / "config.json").write_text("{}")
+    (lab.home / "texts").mkdir()
+    (lab.home / "texts" / "a.txt").write_text("a text")
+    page.get_by_role("button", name="Recipes…").click()
+    tab = page.locator(".gpuhub-recipes")
+    tab.get_by_role("button", name="evaluate").click()
+    expect(tab.get_by_role("form", name="Recipe evaluate")).to_be_visible()
+    tab.get_by_role("button", name="finetune").click()
+    form = tab.get_by_role("form", name="Recipe finetune")
+    form.get_by_label("data", exact=True).fill("~/text")
+    form.get_by_role("button", name="Choose model").click()
+    dialog = page.get_by_role("dialog")
+    dialog.locator(".jp-DirListing-item", has_text="models").dblclick()
+    dialog.locator(".jp-DirListing-item", has_text="tiny").click()
+    dialog.get_by_role("button", name="Select").click()
+    expect(form.get_by_label("model", exact=True)).to_have_value("~/models/tiny")
+    form.get_by_label("steps", exact=True).fill("50")
+    form.get_by_label("method").select_option("full")
+    form.get_by_role("button", name="Check Only").click()
+    expect(form.get_by_role("status")).to_contain_text("there is no text in your home")
+    form.get_by_label("data", exact=True).fill("~/texts")
+    form.get_by_label("GPUs in all").fill("2")
+    form.get_by_role("button", name="Check Only").click()
+    expect(form.get_by_role("status")).to_contain_text("on each of 2 nodes")
+    picture(page, "lab-recipe-form")
+    form.get_by_role("button", name="Start").click()
+    expect(form.get_by_role("status")).to_contain_text(re.compile(r"The job is run-\S+; see below"))
+    (job,) = [job for job in broker.send("GET", "/api/v1/jobs").json() if job["name"] == "finetune"]
+    assert (job["nnodes"], job["nproc_per_node"], job["detached"]) == (2, 1, True)
+    run = tab.get_by_role("listitem", name=f"finetune, {job['run_id']}")
+    expect(run).to_be_visible()
+    (sent,) = (broker.setting.home("ada") / "gpu-launch").glob("finetune-*")
+    folder = lab.home / "gpu-launch" / sent.name
+    folder.mkdir(parents=True)
+    run_record.draw_curves(folder / "loss.png", {"training": [(0, 4.0), (10, 2.5)]}, x="step", y="loss")
+    (folder / "result.json").write_text('{"loss_after": 2.345678, "adapter": "adapter", "best": NaN}')
+    expect(run.get_by_role("img", name="Loss of finetune by step")).to_be_visible(timeout=30_000)
+    is_loaded = "image => image.complete && image.naturalWidth > 100"
+    wait_for(lambda: run.get_by_role("img").evaluate(is_loaded), "the chart is loaded")
+    expect(run).to_contain_text("2.3457")
+    run.locator("summary").click()
+    expect(run).to_contain_text("home/models/tiny")
+    picture(page, "lab-recipe-run")
+    run.get_by_role("button", name="Open Folder").click()
+    expect(page.locator(".jp-DirListing-item", has_text="result.json")).to_be_visible()
+    run.get_by_role("button", name="Cancel").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel the Job").click()
+    expect(run).to_contain_text("ended", timeout=30_000)
+    page.locator("[data-id=gpuhub-panel]").click()
+
+
 def test_dark_theme(page: Page, lab: JupyterLab) -> None:
     """The panel has the theme's colours, and is open again after a reload."""
     themes = "/lab/api/settings/@jupyterlab/apputils-extension:themes"
@@ -271,6 +329,7 @@ def test_dark_theme(page: Page, lab: JupyterLab) -> None:
     panel = page.locator("#gpuhub-panel")
     brightness = panel.evaluate("node => getComputedStyle(node).backgroundColor.match(/\\d+/g).map(Number)")
     assert max(brightness[:3]) < 80
+    expect(page.locator(".gpuhub-recipes").get_by_role("form")).to_be_visible()
     picture(page, "lab-dark")
 
 
@@ -282,6 +341,9 @@ def test_routes_need_a_login_and_check_what_they_get(lab: JupyterLab) -> None:
         ("DELETE", "jobs/j0"),
         ("GET", f"runs/{RUN}/log"),
         ("POST", "shares"),
+        ("GET", "recipes"),
+        ("POST", "recipes/finetune"),
+        ("GET", "recipe-runs"),
     ]
     for method, path in paths:
         assert lab.request(method, f"/gpuhub/{path}", is_authorized=False).status_code in (401, 403), path
@@ -291,6 +353,14 @@ def test_routes_need_a_login_and_check_what_they_get(lab: JupyterLab) -> None:
     for body in ({}, [], {"path": "x.ipynb", "viewer": "ben"}, {"path": 1, "viewer": "ben", "for_s": 60}):
         answer = lab.request("POST", "/gpuhub/shares", body=body)
         assert (answer.status_code, "for_s" in answer.json()["message"]) == (400, True), body
+    good = {"do": "check", "values": {}, "gpus": None, "model": "", "profile": ""}
+    for change in ({"do": "x"}, {"values": []}, {"values": {"a": 1}}, {"gpus": 0}, {"gpus": True}, {"model": "a\nb"}):
+        answer = lab.request("POST", "/gpuhub/recipes/finetune", body=good | change)
+        assert (answer.status_code, '"do"' in answer.json()["message"]) == (400, True), change
+    for name in ("finetun", "finetune.yaml"):
+        assert lab.request("POST", f"/gpuhub/recipes/{name}", body=good).status_code == 404
+    refused = lab.request("POST", "/gpuhub/recipes/finetune", body=good | {"values": {"epochs": "-1"}})
+    assert "--set epochs=-1: a number from 0.01 to 1000 is needed" in refused.json()["message"], refused.text
     outside = {"path": "/etc/x.ipynb", "viewer": "ben", "for_s": 60}
     assert "not in your home" in lab.request("POST", "/gpuhub/shares", body=outside).json()["message"]
     assert lab.request("DELETE", "/gpuhub/jobs/j0a1b2").status_code == 404
