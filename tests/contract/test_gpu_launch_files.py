@@ -14,8 +14,8 @@ import pytest
 from gpu_launch.broker import models
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.broker.models import GpuRequest
-from gpu_launch.cli.credentials import Hub
-from gpu_launch.cli.http import Connection, Transfer, open_tar
+from gpu_launch.cli.connection.credentials import Hub
+from gpu_launch.cli.connection.http import Connection, Transfer, open_tar
 from gpu_launch.cli.shell import open_shell
 from gpu_launch.common import job_manifest, run_folder
 from gpu_launch.detached import job_files

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from gpu_launch.cli import submission
 from gpu_launch.cli.context import Context, json_option, pass_context
-from gpu_launch.cli.run import launch_options
-from gpu_launch.cli.upload import DEFAULT_MAX_BYTES
+from gpu_launch.cli.submission import job_submission
+from gpu_launch.cli.submission.run import launch_options
+from gpu_launch.cli.submission.upload import DEFAULT_MAX_BYTES
 from gpu_launch.errors import UsageError
 from gpu_launch.options.definition import BENCH_MODULE, BENCH_OPTIONS, Surface
 
@@ -31,7 +31,7 @@ def bench(context: Context, /, **given: Any) -> None:
     values = {str(option.name): given[str(option.name)] for option in _OPTIONS}
     if values["nnodes"] is not None and values["nnodes"][0] is not None:
         raise UsageError("--nnodes MIN:MAX: one number of nodes is needed, all of which are measured together.")
-    asked = submission.RunArguments(
+    asked = job_submission.RunArguments(
         script=BENCH_MODULE,
         arguments=(),
         values={name: value for name, value in values.items() if value not in (None, False)} | {"module": True},
@@ -49,7 +49,7 @@ def bench(context: Context, /, **given: Any) -> None:
         most_bytes=DEFAULT_MAX_BYTES,
         here=Path.cwd(),
     )
-    submission.run(context, submission.from_script(context, asked), detach=False, dry_run=False)
+    job_submission.run(context, job_submission.from_script(context, asked), detach=False, dry_run=False)
 
 
 COMMANDS: tuple[click.Command, ...] = (bench,)

@@ -9,11 +9,11 @@ from pathlib import Path, PurePosixPath
 
 import click
 
+from gpu_launch.cli.connection.http import open_tar
 from gpu_launch.cli.context import Context, json_option, pass_context
-from gpu_launch.cli.http import open_tar
 from gpu_launch.cli.job_lookup import complete_run
 from gpu_launch.cli.jobs import find_job
-from gpu_launch.cli.upload import UploadSet, format_size, load_text, scan_path, send_load
+from gpu_launch.cli.submission.upload import UploadSet, format_size, load_text, scan_path, send_load
 from gpu_launch.common import untar
 from gpu_launch.errors import GpuLaunchError, UsageError
 

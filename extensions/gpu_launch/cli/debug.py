@@ -11,8 +11,8 @@ import click
 from gpu_launch import environment
 from gpu_launch.broker.models import Job
 from gpu_launch.cli import stacks
+from gpu_launch.cli.connection.credentials import find_notebook_hub
 from gpu_launch.cli.context import Context, exit_with, pass_context
-from gpu_launch.cli.credentials import find_notebook_hub
 from gpu_launch.cli.follow import convert_exit_code
 from gpu_launch.cli.job_lookup import complete_run
 from gpu_launch.cli.jobs import find_job

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 
 from gpu_launch.broker import models
 from gpu_launch.cli import job_lookup, tables
+from gpu_launch.cli.connection.http import RESTARTING
 from gpu_launch.cli.context import CommandExit, Context, exit_with
-from gpu_launch.cli.http import RESTARTING
 from gpu_launch.errors import BrokerError
 from gpu_launch.output import text as render
 

@@ -13,8 +13,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from gpu_launch.broker.models import Job
-from gpu_launch.cli import credentials
-from gpu_launch.cli.http import build_broker
+from gpu_launch.cli.connection import credentials
+from gpu_launch.cli.connection.http import build_broker
 from gpu_launch.cli.tables import derive_state
 from gpu_launch.common import run_folder
 from gpu_launch.errors import GpuLaunchError, UsageError

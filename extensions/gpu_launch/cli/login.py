@@ -8,9 +8,10 @@ from pathlib import Path
 
 import click
 
-from gpu_launch.cli import credentials, tables
+from gpu_launch.cli import tables
+from gpu_launch.cli.connection import credentials
+from gpu_launch.cli.connection.http import check_hub, check_token, fetch_token_end
 from gpu_launch.cli.context import Context, json_option, pass_context, terminal_columns
-from gpu_launch.cli.http import check_hub, check_token, fetch_token_end
 from gpu_launch.errors import GpuLaunchError, UsageError
 
 _MAX_TOKEN_LENGTH = 4096

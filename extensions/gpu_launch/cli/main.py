@@ -10,11 +10,11 @@ import sys
 import click
 
 from gpu_launch.cli import bench, cp, debug, env, jobs, login, serve, share, shell, stacks
-from gpu_launch.cli import run as commands_run
 from gpu_launch.cli.context import CommandExit, Context
 from gpu_launch.cli.instances import commands as commands_instances
 from gpu_launch.cli.recipes import commands as commands_recipes
 from gpu_launch.cli.ssh import commands as commands_ssh
+from gpu_launch.cli.submission import run as commands_run
 from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
 
 #: Exit status of an interrupted command, as in shells.

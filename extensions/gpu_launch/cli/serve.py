@@ -10,11 +10,11 @@ from typing import Any
 import click
 
 from gpu_launch.broker.cards import list_accepted_cards
-from gpu_launch.cli import submission
+from gpu_launch.cli.connection.http import read_first_file
 from gpu_launch.cli.context import Context, json_option, pass_context
-from gpu_launch.cli.http import read_first_file
-from gpu_launch.cli.run import check_users, launch_options
-from gpu_launch.cli.upload import DEFAULT_MAX_BYTES
+from gpu_launch.cli.submission import job_submission
+from gpu_launch.cli.submission.run import check_users, launch_options
+from gpu_launch.cli.submission.upload import DEFAULT_MAX_BYTES
 from gpu_launch.errors import BrokerError, UsageError
 from gpu_launch.launch import plan
 from gpu_launch.options import command
@@ -89,9 +89,9 @@ def serve(context: Context, /, model: str, **given: Any) -> None:
         values["least_memory_mib"] = checked.least_memory_mib
     for note in checked.notes:
         context.console.print_note(f"gpu-launch: {note}")
-    job = submission.from_script(
+    job = job_submission.from_script(
         context,
-        submission.RunArguments(
+        job_submission.RunArguments(
             script=settings.MODULE,
             arguments=settings.write_arguments(checked.settings),
             # A server that nobody asks writes nothing for hours.
@@ -113,7 +113,7 @@ def serve(context: Context, /, model: str, **given: Any) -> None:
             here=Path.cwd(),
         ),
     )
-    submission.run(context, job, detach=given["detach"], dry_run=given["dry_run"])
+    job_submission.run(context, job, detach=given["detach"], dry_run=given["dry_run"])
 
 
 def _read_model(context: Context, asked: ServerSettings) -> tuple[ServerSettings, ModelDescription | None]:

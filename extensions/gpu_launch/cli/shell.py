@@ -16,13 +16,13 @@ from typing import Any
 import click
 
 from gpu_launch.broker import models
+from gpu_launch.cli.connection.credentials import Hub
+from gpu_launch.cli.connection.http import describe_error
+from gpu_launch.cli.connection.websockets import build_job_url, open_websocket, start_pings
 from gpu_launch.cli.context import Context, exit_with, pass_context
-from gpu_launch.cli.credentials import Hub
 from gpu_launch.cli.follow import convert_exit_code
-from gpu_launch.cli.http import describe_error
 from gpu_launch.cli.job_lookup import complete_run
 from gpu_launch.cli.jobs import find_job
-from gpu_launch.cli.websockets import build_job_url, open_websocket, start_pings
 from gpu_launch.errors import BrokerError, UsageError
 
 #: Seconds between checks for a new window size and for the other side's end.

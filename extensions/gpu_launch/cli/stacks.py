@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
+from gpu_launch.cli.connection.http import read_first_file
 from gpu_launch.cli.context import Context, json_option, pass_context
-from gpu_launch.cli.http import read_first_file
 from gpu_launch.cli.job_lookup import complete_run
 from gpu_launch.cli.jobs import find_job
 from gpu_launch.common import run_folder

@@ -9,9 +9,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from gpu_launch.cli import tables
+from gpu_launch.cli.connection.hub_client import HubClient
 from gpu_launch.cli.context import Context, exit_with, json_option, pass_context, terminal_columns
 from gpu_launch.cli.follow import INTERRUPTED, convert_exit_code
-from gpu_launch.cli.hub_client import HubClient
 from gpu_launch.cli.instances import selection, status
 from gpu_launch.cli.instances.status import Instance, describe_name
 from gpu_launch.cli.ssh.commands import prepare

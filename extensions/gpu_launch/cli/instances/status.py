@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gpu_launch.broker.models import Lease
+from gpu_launch.cli.connection.http import retry_while_away
+from gpu_launch.cli.connection.hub_client import HubClient, Server
 from gpu_launch.cli.context import Context
 from gpu_launch.cli.follow import RETRY_LIMIT_S
-from gpu_launch.cli.http import retry_while_away
-from gpu_launch.cli.hub_client import HubClient, Server
 from gpu_launch.cli.tables import Column, format_iso
 from gpu_launch.errors import GpuLaunchError
 from gpu_launch.output import text as render

@@ -6,14 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpu_launch.cli import task_submission
 from gpu_launch.cli.context import Context
 from gpu_launch.cli.recipes import catalogue, cluster_files, parameters
 from gpu_launch.cli.recipes.parameters import ParameterType
 from gpu_launch.cli.recipes.recipe_file import Recipe
-from gpu_launch.cli.submission import RunArguments
+from gpu_launch.cli.submission import task_submission
+from gpu_launch.cli.submission.job_submission import RunArguments
+from gpu_launch.cli.submission.upload import JobSubmission
 from gpu_launch.cli.taskfile.parser import TaskFile
-from gpu_launch.cli.upload import JobSubmission
 from gpu_launch.errors import UsageError
 from gpu_launch.options.definition import BY_LABEL
 from gpu_launch.recipes.run_record import NAME, PARAMETERS

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from gpu_launch.cli.connection.hub_client import HubClient
 from gpu_launch.cli.context import Context, json_option, pass_context
-from gpu_launch.cli.hub_client import HubClient
 from gpu_launch.cli.ssh import proxy
 from gpu_launch.cli.ssh.files import DEFAULT_PREFIX, SshFiles, build_config, exclude_config, include_config
 from gpu_launch.errors import GpuLaunchError

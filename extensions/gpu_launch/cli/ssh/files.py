@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_launch.cli.credentials import Hub, get_config_file
+from gpu_launch.cli.connection.credentials import Hub, get_config_file
 from gpu_launch.common import run_folder
 from gpu_launch.errors import GpuLaunchError, UsageError
 

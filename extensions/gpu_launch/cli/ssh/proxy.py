@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu_launch.broker import models
+from gpu_launch.cli.connection.http import describe_error
+from gpu_launch.cli.connection.hub_client import HubClient, Server
+from gpu_launch.cli.connection.websockets import build_job_url, open_websocket, start_pings
 from gpu_launch.cli.context import Context
-from gpu_launch.cli.http import describe_error
-from gpu_launch.cli.hub_client import HubClient, Server
 from gpu_launch.cli.job_lookup import match_job, shorten_run_id
 from gpu_launch.cli.jobs import list_own_jobs
 from gpu_launch.cli.ssh.files import SshFiles
-from gpu_launch.cli.websockets import build_job_url, open_websocket, start_pings
 from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
 
 _BLOCK = 65536

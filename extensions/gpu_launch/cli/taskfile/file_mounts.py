@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from gpu_launch.cli.submission.upload import UploadEntry, scan_path
 from gpu_launch.cli.taskfile.document import YamlItem
-from gpu_launch.cli.upload import UploadEntry, scan_path
 from gpu_launch.errors import UsageError
 
 #: SkyPilot's working directory, below the home.

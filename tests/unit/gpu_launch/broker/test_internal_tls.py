@@ -12,8 +12,8 @@ import pytest
 
 from gpu_launch import environment
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.cli import credentials
-from gpu_launch.cli.http import Connection, build_broker
+from gpu_launch.cli.connection import credentials
+from gpu_launch.cli.connection.http import Connection, build_broker
 from gpu_launch.errors import BrokerError
 from tests.support.tls import make_certificate
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpu_launch.cli import main, submission
+from gpu_launch.cli import main
+from gpu_launch.cli.submission import job_submission
 from gpu_launch.options import definition
 from tests.support.hub.fake_hub import FakeHub
 from tests.support.hub.laptop import logged_in
@@ -22,8 +23,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 def test_bench_runs_a_module_on_the_nodes(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job is followed to its end, whose output has the tables."""
-    ran: list[tuple[submission.JobSubmission, dict[str, bool]]] = []
-    monkeypatch.setattr(submission, "run", lambda _context, job, **how: ran.append((job, how)))
+    ran: list[tuple[job_submission.JobSubmission, dict[str, bool]]] = []
+    monkeypatch.setattr(job_submission, "run", lambda _context, job, **how: ran.append((job, how)))
     assert main.run_command(["bench", "--nnodes", "2", "--model", "RTX 5070"]) == 0
     ((job, how),) = ran
     assert (job.nnodes, job.nproc_per_node, job.demand.models, job.load) == (2, 1, ("RTX 5070",), None)

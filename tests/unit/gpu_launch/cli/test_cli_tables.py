@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gpu_launch.broker.models import Cluster, Gpu, GpuRequest, Job, Node, Worker, parse_gpu
-from gpu_launch.cli import job_lookup, submission, tables
+from gpu_launch.cli import job_lookup, tables
+from gpu_launch.cli.submission import job_submission
 from gpu_launch.errors import UsageError
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -162,10 +163,10 @@ def _cluster(**nodes: str) -> Cluster:
 def test_list_available_shapes(gpus: int, cluster: Cluster, demand: GpuRequest, found: tuple[int, int] | None) -> None:
     """What is free on the fewest nodes, else what there can be on the fewest; never what cannot be."""
     if found is not None:
-        assert submission.choose_layout(gpus, cluster, demand) == found
+        assert job_submission.choose_layout(gpus, cluster, demand) == found
         return
     with pytest.raises(UsageError, match="--gpus 5: the cluster has 6 GPUs in total, but not 5 of them"):
-        submission.choose_layout(gpus, cluster, demand)
+        job_submission.choose_layout(gpus, cluster, demand)
 
 
 def test_cordoned_nodes_and_failed_gpus_are_not_free() -> None:
@@ -175,7 +176,7 @@ def test_cordoned_nodes_and_failed_gpus_are_not_free() -> None:
         Node(name="two", gpus=(_gpu("two", state="free"),) * 2, state="draining"),
         Node(name="three", gpus=(_gpu("three", state="free"),), state="up"),
     )
-    assert submission.choose_layout(2, Cluster(nodes=nodes), GpuRequest()) == (2, 1)
+    assert job_submission.choose_layout(2, Cluster(nodes=nodes), GpuRequest()) == (2, 1)
 
 
 def test_idle_holder_is_marked() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from gpu_launch.cli import credentials, job_lookup, main
+from gpu_launch.cli import job_lookup, main
+from gpu_launch.cli.connection import credentials
 from gpu_launch.common import job_manifest
 from tests.support.golden import check_golden
 from tests.support.hub.fake_hub import FakeHub

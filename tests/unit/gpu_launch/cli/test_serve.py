@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpu_launch.cli import main, submission
+from gpu_launch.cli import main
+from gpu_launch.cli.submission import job_submission
 from gpu_launch.serving import settings
 from tests.support.hub.fake_hub import FakeHub
 from tests.support.hub.laptop import logged_in
@@ -30,10 +31,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[submission.JobSubmission, dict[str, bool]]]:
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[job_submission.JobSubmission, dict[str, bool]]]:
     """The jobs that would be sent."""
-    ran: list[tuple[submission.JobSubmission, dict[str, bool]]] = []
-    monkeypatch.setattr(submission, "run", lambda _context, job, **how: ran.append((job, how)))
+    ran: list[tuple[job_submission.JobSubmission, dict[str, bool]]] = []
+    monkeypatch.setattr(job_submission, "run", lambda _context, job, **how: ran.append((job, how)))
     return ran
 
 

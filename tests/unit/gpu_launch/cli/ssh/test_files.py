@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_launch.cli.credentials import Hub
+from gpu_launch.cli.connection.credentials import Hub
 from gpu_launch.cli.ssh.files import SshFiles, build_config, exclude_config, include_config
 from gpu_launch.errors import GpuLaunchError, UsageError
 

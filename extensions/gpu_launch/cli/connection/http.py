@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar, cast
 from urllib.parse import quote, urlencode
 
 from gpu_launch.broker.client import BrokerClient, load_client_tls, parse_problem
-from gpu_launch.cli.credentials import Hub
+from gpu_launch.cli.connection.credentials import Hub
 from gpu_launch.common import job_manifest
 from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpu_launch.broker.models import Cluster
-from gpu_launch.cli import submission, upload
 from gpu_launch.cli.context import CommandExit, Context
-from gpu_launch.cli.submission import RunArguments
+from gpu_launch.cli.submission import job_submission, upload
+from gpu_launch.cli.submission.job_submission import RunArguments
+from gpu_launch.cli.submission.upload import JobSubmission, UploadSet
 from gpu_launch.cli.taskfile import file_mounts, parser
 from gpu_launch.cli.taskfile.accelerators import Accelerators, find_models
 from gpu_launch.cli.taskfile.parser import TaskFile
-from gpu_launch.cli.upload import JobSubmission, UploadSet
 from gpu_launch.common import job_manifest
 from gpu_launch.errors import UsageError
 from gpu_launch.options import command
@@ -96,8 +96,8 @@ def run_pipeline(context: Context, jobs: Sequence[JobSubmission], *, detach: boo
         Ended: with the exit status of the job that failed.
     """
     if dry_run:
-        plans = [submission.build_plan_json(job, batch=False) for job in jobs]
-        context.console.print_result(plans, "\n\n".join(submission.format_plan(job) for job in jobs))
+        plans = [job_submission.build_plan_json(job, batch=False) for job in jobs]
+        context.console.print_result(plans, "\n\n".join(job_submission.format_plan(job) for job in jobs))
         return
     if detach:
         raise UsageError(
@@ -110,7 +110,7 @@ def run_pipeline(context: Context, jobs: Sequence[JobSubmission], *, detach: boo
     for number, job in enumerate(jobs, start=1):
         context.console.print_note(f"gpu-launch: task {number} of {len(jobs)}: {job.manifest.name}")
         try:
-            submission.run(context, job, detach=False, dry_run=False)
+            job_submission.run(context, job, detach=False, dry_run=False)
         except CommandExit:
             if left := [later.manifest.name for later in jobs[number:]]:
                 context.console.print_note(f"gpu-launch: not started: {', '.join(left)}")
@@ -167,7 +167,7 @@ def _fit_task(asked: RunArguments, file: TaskFile, cluster: Cluster) -> tuple[La
     for accelerators in file.alternatives or (file.accelerators,):
         try:
             options = _build_options(asked, file, accelerators, cluster)
-            return submission.fit_to_cluster(asked, options, cluster), accelerators
+            return job_submission.fit_to_cluster(asked, options, cluster), accelerators
         except UsageError as error:
             if not file.alternatives:
                 raise
@@ -209,8 +209,8 @@ def _build_options(
 def _build_job(context: Context, asked: RunArguments, task: _CheckedTask) -> JobSubmission:
     """Return the job, after notes about what has no effect."""
     file = task.file
-    name = submission.build_name(asked.name or file.name, script=asked.script)
-    folder = "" if asked.no_workdir else submission.build_folder(name)
+    name = job_submission.build_name(asked.name or file.name, script=asked.script)
+    folder = "" if asked.no_workdir else job_submission.build_folder(name)
     load = _scan_files(asked, file, task.mounts)
     commands = job_manifest.TaskCommands(
         setup=_replace_paths(asked, file.setup, folder, task.mounts),
@@ -228,7 +228,7 @@ def _build_job(context: Context, asked: RunArguments, task: _CheckedTask) -> Job
         environ=task.environ | ({comm_modes.VARIABLE: task.options.comm} if task.options.comm else {}),
         secret_names=tuple(sorted(file.secrets.keys() | asked.secrets.keys())),
     )
-    return submission.build_submission(asked, manifest, task.options, load, retries=file.retries, port=file.port)
+    return job_submission.build_submission(asked, manifest, task.options, load, retries=file.retries, port=file.port)
 
 
 def _replace_paths(asked: RunArguments, commands: str, folder: str, mounts: tuple[file_mounts.PlacedMount, ...]) -> str:
@@ -244,7 +244,7 @@ def _scan_files(asked: RunArguments, file: TaskFile, mounts: tuple[file_mounts.P
     """Return the files of the working directory and the mounts, None for none."""
     workdir = asked.workdir or file.workdir
     # Without a workdir SkyPilot sends nothing, and the commands begin in an empty folder.
-    load = submission.scan_workdir(asked, workdir) if workdir else None
+    load = job_submission.scan_workdir(asked, workdir) if workdir else None
     if not mounts:
         return load
     load = load or UploadSet(root=asked.here, entries=())

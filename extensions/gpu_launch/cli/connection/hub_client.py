@@ -8,8 +8,8 @@ import urllib.parse
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_launch.cli.credentials import Hub
-from gpu_launch.cli.http import query_hub, request_hub
+from gpu_launch.cli.connection.credentials import Hub
+from gpu_launch.cli.connection.http import query_hub, request_hub
 from gpu_launch.errors import BrokerError, UsageError
 
 #: Answers of the hub to a start: the server runs, or its start goes on.

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpu_launch.broker.client import parse_problem
-from gpu_launch.cli.credentials import Hub
-from gpu_launch.cli.http import build_tls_context, describe_error
+from gpu_launch.cli.connection.credentials import Hub
+from gpu_launch.cli.connection.http import build_tls_context, describe_error
 from gpu_launch.errors import BrokerError
 
 _CONNECT_S = 30.0

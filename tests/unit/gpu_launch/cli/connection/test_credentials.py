@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gpu_launch.cli import credentials, main
+from gpu_launch.cli import main
+from gpu_launch.cli.connection import credentials
 from gpu_launch.errors import UsageError
 from tests.support.hub.fake_hub import TOKEN, FakeHub, served
 from tests.support.tls import make_certificate

@@ -11,10 +11,11 @@ from typing import Any
 
 from gpu_launch.broker.holdings import format_holdings, list_holdings
 from gpu_launch.broker.models import WAITING, Cluster, Gpu, GpuRequest, Job
-from gpu_launch.cli import follow, job_lookup, tables, upload
+from gpu_launch.cli import follow, job_lookup, tables
 from gpu_launch.cli.context import Context
 from gpu_launch.cli.jobs import build_port_url, list_own_jobs, note_port
-from gpu_launch.cli.upload import JobSubmission, UploadSet, load_text, send_job
+from gpu_launch.cli.submission import upload
+from gpu_launch.cli.submission.upload import JobSubmission, UploadSet, load_text, send_job
 from gpu_launch.common import job_manifest, run_folder
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import plan

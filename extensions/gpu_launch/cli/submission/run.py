@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
-from gpu_launch.cli import submission, task_submission
 from gpu_launch.cli.context import Context, json_option, pass_context
 from gpu_launch.cli.recipes import recipe_job
 from gpu_launch.cli.recipes.catalogue import PREFIX
-from gpu_launch.cli.upload import DEFAULT_MAX_BYTES
+from gpu_launch.cli.submission import job_submission, task_submission
+from gpu_launch.cli.submission.upload import DEFAULT_MAX_BYTES
 from gpu_launch.environment import SECRET_PREFIXES
 from gpu_launch.errors import UsageError
 from gpu_launch.options.definition import OPTIONS, LaunchOption, Surface
@@ -98,13 +98,13 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
         )
     if given["predict"] and (given["gpus"] or given["array"]):
         raise UsageError(f"--predict runs on one card: {'--gpus' if given['gpus'] else '--array'} does not go with it.")
-    asked = submission.RunArguments(
+    asked = job_submission.RunArguments(
         script=script,
         arguments=arguments,
         values={str(name): value for name, value in launch_values.items() if value not in (None, False)},
         gpus=given["gpus"],
         array=given["array"],
-        after=None if given["after"] is None else submission.find_predecessor(context, given["after"]),
+        after=None if given["after"] is None else job_submission.find_predecessor(context, given["after"]),
         retries=given["retries"],
         envs=parse_variables("--env", given["env"], os.environ),
         secrets=parse_variables("--secret", given["secret"], os.environ),
@@ -120,16 +120,16 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
     )
     if script.startswith(PREFIX):
         job = recipe_job.build_job(context, asked, given["sets"])
-        submission.run(context, job, detach=given["detach"], dry_run=given["dry_run"])
+        job_submission.run(context, job, detach=given["detach"], dry_run=given["dry_run"])
         return
     if given["sets"]:
         raise UsageError(
             f"--set {given['sets'][0]}: parameters are for recipes, and {script} is none: --env sets variables."
         )
     is_task = script.lower().endswith(_TASK_ENDINGS) and not (given["module"] or given["no_python"])
-    jobs = task_submission.build_jobs(context, asked) if is_task else (submission.from_script(context, asked),)
+    jobs = task_submission.build_jobs(context, asked) if is_task else (job_submission.from_script(context, asked),)
     if len(jobs) == 1:
-        submission.run(context, jobs[0], detach=given["detach"], dry_run=given["dry_run"])
+        job_submission.run(context, jobs[0], detach=given["detach"], dry_run=given["dry_run"])
     else:
         task_submission.run_pipeline(context, jobs, detach=given["detach"], dry_run=given["dry_run"])
 

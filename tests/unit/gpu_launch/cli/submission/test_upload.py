@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_launch.cli import upload
+from gpu_launch.cli.submission import upload
 from gpu_launch.errors import UsageError
 
 
