@@ -147,7 +147,10 @@ class RecipeRunner:
                 async with asyncio.timeout(_COMMAND_S):
                     output, errors = await process.communicate()
             except TimeoutError:
-                raise UsageError(f"gpu-launch did not answer within {_COMMAND_S:.0f} s.") from None
+                raise UsageError(
+                    f"gpu-launch did not answer within {_COMMAND_S:.0f} s: the hub or its broker may be restarting. "
+                    "Try again."
+                ) from None
             finally:
                 if process.returncode is None:
                     process.kill()
