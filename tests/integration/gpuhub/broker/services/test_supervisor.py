@@ -183,7 +183,10 @@ async def test_a_service_is_confined_and_its_data_stays(docker_daemon: OwnDaemon
         inspected = services.inspect(names.service_container_name(INSTANCE, "notes"))
         assert inspected["HostConfig"]["Memory"] == 128 * 1024**2
         assert inspected["NetworkSettings"]["Ports"] == {}
-        await container_lifecycle.remove_instance_objects(services.daemons, "rig1", INSTANCE, "container")
+    # As `gpuhub down` does when no supervisor runs any more, which would start the service again.
+    daemons = DockerClients(build_settings(docker_daemon).nodes, instance=INSTANCE, run_dir=tmp_path)
+    with closing(daemons):
+        await container_lifecycle.remove_instance_objects(daemons, "rig1", INSTANCE, "container")
     assert list_names(docker_daemon) == []
     assert (data / "greeting").read_bytes() == b"hello"
     assert find_owner(data) == (65533, 0o700)
