@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tornado import web
 
+from gpuhub.ops.images.build_plan import read_tree
 from gpuhub.ops.images.wheels import ensure_laptop_wheel
 from gpuhub.web.handlers import LaptopWheelHandler
 
@@ -33,7 +34,9 @@ def test_the_wheel_has_the_version_and_command_of_this_clone(folder: Path) -> No
     (wheel,) = folder.glob("*.whl")
     assert wheel.name == f"gpu_launch-{version('gpu-launch')}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
-        assert "gpu_launch/cli/main.py" in archive.namelist()
+        sources = {f"gpu_launch/{name}" for name in read_tree(SOURCE / "extensions" / "gpu_launch")}
+        assert "gpu_launch/recipes/files/finetune.yaml" in sources
+        assert sources - set(archive.namelist()) == set()
         (points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
         assert "gpu-launch = gpu_launch.cli.main:main" in archive.read(points).decode()
 

@@ -24,7 +24,7 @@ _IGNORED = {
 #: What a build of the JupyterLab extension has written next to its sources.
 _BUILT_EXTENSION = "labextension/"
 #: Suffixes of a package's source files; other files in the tree do not change an image.
-_EXTENSION_SUFFIXES = {".py", ".toml", ".typed", ".html", ".js", ".css", ".json", ".md", ".sh", ".template"}
+_EXTENSION_SUFFIXES = {".py", ".toml", ".typed", ".html", ".js", ".css", ".json", ".md", ".sh", ".template", ".yaml"}
 
 BASE = "gpuhub/base"
 TORCH = "gpuhub/torch"

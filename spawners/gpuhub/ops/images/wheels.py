@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gpuhub.common.errors import SetupError
 from gpuhub.config.images import ImageSettings
+from gpuhub.ops.images.build_plan import read_tree
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, run_with_progress
 
 #: Python and C library of Debian bookworm, which the wheels must fit; the head node may have others.
@@ -274,9 +275,10 @@ def ensure_laptop_wheel(source: Path, folder: Path, report: ProgressCallback) ->
 
 
 def _hash_sources(distribution: Path) -> str:
+    files = {"pyproject.toml": (distribution / "pyproject.toml").read_bytes(), **read_tree(distribution / "gpu_launch")}
     total = hashlib.sha256()
-    for file in sorted([distribution / "pyproject.toml", *distribution.joinpath("gpu_launch").rglob("*.py")]):
-        total.update(f"{file.relative_to(distribution)}\0".encode() + file.read_bytes() + b"\0")
+    for name, data in files.items():
+        total.update(f"{name}\0".encode() + data + b"\0")
     return total.hexdigest()
 
 

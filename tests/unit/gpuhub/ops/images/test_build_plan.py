@@ -11,6 +11,7 @@ import pytest
 from gpuhub.common.errors import SetupError
 from gpuhub.config.images import ImageSettings
 from gpuhub.ops.images import build_plan, builder, wheels
+from tests.support.product import ROOT
 
 SOURCES = build_plan.ImageSources(
     base={"packages": b"git\n"},
@@ -129,6 +130,13 @@ def test_only_a_source_tree_has_sources(tmp_path: Path):
     """The message names the folder."""
     with pytest.raises(SetupError, match=str(tmp_path)):
         build_plan.read_sources(tmp_path)
+
+
+def test_images_get_every_file_of_gpu_launch():
+    """Recipes and other files of data too, without which a notebook's gpu-launch would lack them."""
+    files = build_plan.read_tree(ROOT / "extensions" / "gpu_launch")
+    assert "recipes/files/finetune.yaml" in files
+    assert {f"gpu_launch/{name}" for name in files} - build_plan.read_sources(ROOT).extensions.keys() == set()
 
 
 def test_wheels_match_bookworm_on_any_head_node():
