@@ -95,23 +95,6 @@ def test_first_user_gets_the_gpu(ada: User):
     assert ada.holders() == {"RTX 5090": "ada"}
 
 
-def test_recipes_are_on_a_page_of_jupyterlab(ada: User):
-    """The notebook's own gpu-launch lists and checks them, and a mistake is said before a GPU is asked for."""
-    ada.page.locator("[data-id=gpuhub-panel]").click()
-    ada.page.locator("#gpuhub-panel").get_by_role("button", name="Recipes…").click()
-    form = ada.page.locator(".gpuhub-recipes").get_by_role("form", name="Recipe evaluate")
-    # gpu-launch starts in the container for the first time.
-    expect(form).to_be_visible(timeout=60_000)
-    form.get_by_label("model", exact=True).fill("lab/no-such-model")
-    form.get_by_label("data", exact=True).fill("~/no-such-data")
-    form.get_by_role("button", name="Check Only").click()
-    expect(form.get_by_role("status")).to_contain_text("lab/no-such-model", timeout=60_000)
-    ada.picture("lab-recipes")
-    ada.page.locator(".lm-TabBar-tab", has_text="Recipes").locator(".lm-TabBar-tabCloseIcon").click()
-    ada.page.locator("[data-id=gpuhub-panel]").click()
-    assert ada.holders() == {"RTX 5090": "ada"}
-
-
 def test_browser_keeps_jupyterlab(ada: User):
     """JupyterLab's files come from the hub, those of its start are fetched while it starts, and none a second time."""
     ada.page.reload()
@@ -170,6 +153,25 @@ def test_first_launch_notebook_runs_to_its_end(ada: User):
     assert len(set(re.findall(r"^rank \d on (rig\d): weights", text, re.MULTILINE))) == 3
     assert held == {"RTX 5090", "RTX 5070", "RTX 5060"}, "the launch held GPUs on other nodes while it ran"
     wait_for(lambda: ada.holders() == {"RTX 5090": "ada"}, "the launch's GPUs are free again")
+
+
+def test_recipes_are_on_a_page_of_jupyterlab(ada: User):
+    """The notebook's own gpu-launch lists and checks them, and a mistake is said before a GPU is asked for."""
+    ada.page.locator("[data-id=gpuhub-panel]").click()
+    ada.page.locator("#gpuhub-panel").get_by_role("button", name="Recipes…").click()
+    form = ada.page.locator(".gpuhub-recipes").get_by_role("form", name="Recipe evaluate")
+    # gpu-launch starts in the container for the first time.
+    expect(form).to_be_visible(timeout=60_000)
+    form.get_by_label("model", exact=True).fill("lab/no-such-model")
+    form.get_by_label("data", exact=True).fill("~/no-such-data")
+    form.get_by_role("button", name="Check Only").click()
+    expect(form.get_by_role("status")).to_contain_text("lab/no-such-model", timeout=60_000)
+    ada.picture("lab-recipes")
+    tab = ada.page.locator(".lm-TabBar-tab", has_text="Recipes")
+    tab.locator(".lm-TabBar-tabCloseIcon").click()
+    expect(tab).to_have_count(0)
+    ada.page.locator("[data-id=gpuhub-panel]").click()
+    assert ada.holders() == {"RTX 5090": "ada"}
 
 
 def test_second_user_sees_the_owner_and_queues(ada: User, ben: User):

@@ -28,7 +28,8 @@ _COMMAND_S = 60.0
 _MOST_COMMANDS = 2
 #: Largest files of a run that are read, bytes.
 _MAX_FILE_BYTES = 256 * 1024
-_PREFIX = "gpu-launch: "
+#: What the command's errors begin with, which says nothing on a page with a form.
+_PREFIXES = ("gpu-launch: ", "--set ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +165,10 @@ class RecipeRunner:
 
 
 def _format_errors(text: str) -> str:
-    return "\n".join(line.removeprefix(_PREFIX) for line in text.strip().splitlines())
+    lines = text.strip().splitlines()
+    for prefix in _PREFIXES:
+        lines = [line.removeprefix(prefix) for line in lines]
+    return "\n".join(lines)
 
 
 def _read_text(path: Path) -> str:
