@@ -264,20 +264,6 @@ def test_cell_with_another_magic_is_left_alone(page: Page) -> None:
     assert list_cells(page)[2] == "%%time\nx"
 
 
-def test_dark_theme(page: Page, lab: JupyterLab) -> None:
-    """The panel has the theme's colours, and is open again after a reload."""
-    themes = "/lab/api/settings/@jupyterlab/apputils-extension:themes"
-    assert lab.request("PUT", themes, body={"raw": '{"theme": "JupyterLab Dark"}'}).is_success
-    page.reload()
-    expect(page.locator("#gpuhub-panel")).to_be_visible()
-    expect(page.locator("#gpuhub-panel .gpuhub-job").first).to_be_visible()
-    expect(page.locator("body")).to_have_attribute("data-jp-theme-light", "false")
-    panel = page.locator("#gpuhub-panel")
-    brightness = panel.evaluate("node => getComputedStyle(node).backgroundColor.match(/\\d+/g).map(Number)")
-    assert max(brightness[:3]) < 80
-    picture(page, "lab-dark")
-
-
 def test_recipe_is_started_from_its_page(page: Page, broker: Running, lab: JupyterLab) -> None:
     """A form with the parameters; what is wrong is said before a job is asked for; then state, curve and result."""
     (lab.home / "models" / "tiny").mkdir(parents=True)
@@ -286,8 +272,9 @@ def test_recipe_is_started_from_its_page(page: Page, broker: Running, lab: Jupyt
     (lab.home / "texts" / "a.txt").write_text("a text")
     page.get_by_role("button", name="Recipes…").click()
     tab = page.locator(".gpuhub-recipes")
-    tab.get_by_role("button", name="evaluate").click()
     expect(tab.get_by_role("form", name="Recipe evaluate")).to_be_visible()
+    tab.get_by_role("button", name="serve").click()
+    expect(tab.get_by_role("form", name="Recipe serve")).to_be_visible()
     tab.get_by_role("button", name="finetune").click()
     form = tab.get_by_role("form", name="Recipe finetune")
     form.get_by_label("data", exact=True).fill("~/text")
@@ -329,7 +316,23 @@ def test_recipe_is_started_from_its_page(page: Page, broker: Running, lab: Jupyt
     run.get_by_role("button", name="Cancel").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel the Job").click()
     expect(run).to_contain_text("ended", timeout=30_000)
-    page.locator("[data-id=gpuhub-panel]").click()
+    # JupyterLab saves which panel is open a while later, and opens that one after a reload.
+    with page.expect_response(lambda sent: "/api/workspaces/" in sent.url and sent.request.method == "PUT"):
+        page.locator("[data-id=gpuhub-panel]").click()
+
+
+def test_dark_theme(page: Page, lab: JupyterLab) -> None:
+    """The panel has the theme's colours, and is open again after a reload."""
+    themes = "/lab/api/settings/@jupyterlab/apputils-extension:themes"
+    assert lab.request("PUT", themes, body={"raw": '{"theme": "JupyterLab Dark"}'}).is_success
+    page.reload()
+    expect(page.locator("#gpuhub-panel")).to_be_visible()
+    expect(page.locator("#gpuhub-panel .gpuhub-job").first).to_be_visible()
+    expect(page.locator("body")).to_have_attribute("data-jp-theme-light", "false")
+    panel = page.locator("#gpuhub-panel")
+    brightness = panel.evaluate("node => getComputedStyle(node).backgroundColor.match(/\\d+/g).map(Number)")
+    assert max(brightness[:3]) < 80
+    picture(page, "lab-dark")
 
 
 def test_routes_need_a_login_and_check_what_they_get(lab: JupyterLab) -> None:
