@@ -1,7 +1,7 @@
 """Ends a rank's process as Python does at the end of a script, but without the interpreter's teardown.
 
 With torch the teardown takes a fifth of a second. And it can abort a rank that succeeded: a thread of gloo that still
-gives back the Python callback of a communication hook asks for the interpreter's lock, and Python before 3.14 ends a
+releases the Python callback of a communication hook asks for the interpreter's lock, and Python before 3.14 ends a
 thread that asks for it during the teardown, which C++ answers with `terminate called without an active exception`.
 """
 

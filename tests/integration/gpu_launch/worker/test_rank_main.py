@@ -11,7 +11,7 @@ import zipapp
 
 import pytest
 
-#: A thread of gloo gives back a Python callback, which takes a second, while the script ends.
+#: A thread of gloo releases a Python callback, which takes a second, while the script ends.
 LATE_CALLBACK = """
     import time
     import torch
