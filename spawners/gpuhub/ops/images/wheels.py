@@ -6,7 +6,6 @@ build can be repeated, and only the head node needs internet access. A laptop in
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import re
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from gpuhub.common.errors import SetupError
 from gpuhub.config.images import ImageSettings
-from gpuhub.ops.images.build_plan import read_tree
+from gpuhub.ops.images.build_plan import hash_parts, read_tree
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, run_with_progress
 
 #: Python and C library of Debian bookworm, which the wheels must fit; the head node may have others.
@@ -275,11 +274,7 @@ def ensure_laptop_wheel(source: Path, folder: Path, report: ProgressCallback) ->
 
 
 def _hash_sources(distribution: Path) -> str:
-    files = {"pyproject.toml": (distribution / "pyproject.toml").read_bytes(), **read_tree(distribution / "gpu_launch")}
-    total = hashlib.sha256()
-    for name, data in files.items():
-        total.update(f"{name}\0".encode() + data + b"\0")
-    return total.hexdigest()
+    return hash_parts((distribution / "pyproject.toml").read_text("utf-8"), read_tree(distribution / "gpu_launch"))
 
 
 def _read(file: Path) -> str:
