@@ -9,10 +9,9 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,10 @@ class RecipeRunner:
             UsageError: The command failed.
             BrokerError: The broker refuses or does not answer.
         """
+        loop = asyncio.get_running_loop()
         recipes, cluster = await asyncio.gather(
-            self._run_command(["recipe", "list", "--json"]), self._call(self._broker.get_cluster_view)
+            self._run_command(["recipe", "list", "--json"]),
+            loop.run_in_executor(self._executor, self._broker.get_cluster_view),
         )
         profiles = [{name: profile[name] for name in ("name", "title")} for profile in cluster.get("profiles", ())]
         return {"recipes": json.loads(recipes), "profiles": profiles}
@@ -99,8 +100,8 @@ class RecipeRunner:
         Args:
             jobs: Jobs of the overview.
         """
-        runs: list[dict[str, Any]] = await self._call(self._read_runs, [str(job["run_id"]) for job in jobs])
-        return runs
+        runs = [str(job["run_id"]) for job in jobs]
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._read_runs, runs)
 
     def _read_runs(self, runs: Sequence[str]) -> list[dict[str, Any]]:
         return [found for run in runs if (found := self._read_run(run)) is not None]
@@ -159,9 +160,6 @@ class RecipeRunner:
         if process.returncode:
             raise UsageError(_format_errors(errors.decode(errors="replace")) or "gpu-launch failed without a message.")
         return output.decode(errors="replace")
-
-    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *arguments))
 
 
 def _format_errors(text: str) -> str:

@@ -10,10 +10,8 @@ const CHART = "loss.png";
 export function RecipeRuns(props: {
   model: OverviewModel;
   openFolder: (path: string) => void;
-  /** Changes when a job was started here, so that it is shown at once. */
-  started: number;
 }): React.ReactElement {
-  const { model, openFolder, started } = props;
+  const { model, openFolder } = props;
   const [runs, setRuns] = React.useState<RecipeRun[]>([]);
   const [problem, setProblem] = React.useState("");
   React.useEffect(() => {
@@ -21,8 +19,9 @@ export function RecipeRuns(props: {
     const read = async (): Promise<void> => {
       try {
         const found = await model.api.getRecipeRuns();
-        if (!isGone) setRuns(found);
-        if (!isGone) setProblem("");
+        if (isGone) return;
+        setRuns(found);
+        setProblem("");
       } catch (error) {
         if (!isGone) setProblem((error as Error).message);
       }
@@ -34,7 +33,7 @@ export function RecipeRuns(props: {
       isGone = true;
       model.changed.disconnect(update);
     };
-  }, [model, started]);
+  }, [model]);
   const jobs = new Map(model.overview?.jobs.map((job) => [job.run_id, job]));
   return (
     <section aria-label="Jobs of recipes">

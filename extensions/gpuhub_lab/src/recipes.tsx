@@ -58,7 +58,6 @@ function Page(context: PageContext): React.ReactElement {
   const [list, setList] = React.useState<RecipeList | null>(null);
   const [problem, setProblem] = React.useState("");
   const [chosen, setChosen] = React.useState("");
-  const [started, setStarted] = React.useState(0);
   const read = async (): Promise<void> => {
     setProblem("");
     try {
@@ -106,17 +105,11 @@ function Page(context: PageContext): React.ReactElement {
           {isBroken(recipe) ? (
             <p className="gpuhub-bad">{recipe.error}</p>
           ) : (
-            <RecipeForm
-              key={recipe.name}
-              recipe={recipe}
-              profiles={list.profiles}
-              onStarted={() => setStarted(started + 1)}
-              {...context}
-            />
+            <RecipeForm key={recipe.name} recipe={recipe} profiles={list.profiles} {...context} />
           )}
         </div>
       )}
-      <RecipeRuns model={model} openFolder={openFolder} started={started} />
+      <RecipeRuns model={model} openFolder={openFolder} />
     </>
   );
 }
@@ -126,9 +119,9 @@ function isBroken(recipe: Recipe | BrokenRecipe): recipe is BrokenRecipe {
 }
 
 function RecipeForm(
-  props: PageContext & { recipe: Recipe; profiles: RecipeList["profiles"]; onStarted: () => void },
+  props: PageContext & { recipe: Recipe; profiles: RecipeList["profiles"] },
 ): React.ReactElement {
-  const { recipe, profiles, model, choosePath, onStarted } = props;
+  const { recipe, profiles, model, choosePath } = props;
   const [values, setValues] = React.useState<Record<string, string>>({});
   const [gpus, setGpus] = React.useState("");
   const [gpuModel, setGpuModel] = React.useState("");
@@ -152,7 +145,6 @@ function RecipeForm(
         const run = await model.api.startRecipe(recipe.name, what, request);
         setAnswer({ text: `${what === "start" ? "The job" : "The measurement"} is ${run}; see below.`, isError: false });
         await model.refresh();
-        onStarted();
       }
     } catch (error) {
       setAnswer({ text: (error as Error).message, isError: true });
