@@ -1,8 +1,12 @@
-"""`python3 -m tests.bench.real_gpus.finetuning FOLDER [SECONDS]`: fine-tuning on one and two real GPUs of a machine.
+"""`python3 -m tests.bench.real_gpus.finetuning FOLDER [SECONDS [small] [large]]`: fine-tuning on the GPUs of a machine.
 
-Prints `NAME VALUE UNIT` lines: the time of a step with full weights (exact, bf16, powersgd, local), LoRA and FSDP2, on
-one GPU and on two, over NVLink and over TCP with 2.5 Gbit/s for each GPU, and how wrong predictions of times and
-memory were. It needs torch, transformers, peft, click and a C compiler. The model has random weights. FOLDER is for
+Prints `NAME VALUE UNIT` lines, for one GPU and for all (`_N` in names), over NVLink and over links of 2.5 Gbit/s:
+
+- small: the time of a step with all weights (exact, bf16, powersgd, local), LoRA and FSDP2, and how wrong predictions of
+  times and memory were;
+- large: LoRA on a model of 8 billion parameters, eight times one sequence for a step, also over 10 and 1 Gbit/s.
+
+It needs root, the commands `ip` and `tc`, torch, transformers, peft and click. Models have random weights. FOLDER is for
 files; no run is started after SECONDS (330). `GPU_BENCH_SHAPE=tiny` and CPUs try the program itself.
 """
 
@@ -11,10 +15,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +29,10 @@ from gpu_launch.prediction.memory_estimate import MemoryEstimate, compute_need
 from gpu_launch.prediction.model_trace import trace_model
 from gpu_launch.training.comm_modes import CommMode
 from tests.bench.real_gpus.finetuning_rank import SHAPES, build_config
+from tests.gpus.shaped_nodes import run_on_nodes, shaped_nodes
+from tests.support.launch.launched_ranks import RankOutput, run_launched
 
-ROOT = Path(__file__).parents[3]
-RANKS = 2
+RANKS = max(2, torch.cuda.device_count())
 GBIT = 2.5
 #: Method, mode and number of steps; the first ones are the most wanted.
 RUNS = (
@@ -48,52 +53,26 @@ class Machine:
         self.folder, self.until = folder, until
         folder.mkdir(parents=True, exist_ok=True)
         self.shape = os.environ.get("GPU_BENCH_SHAPE", "small")
-        self.sockets = folder / "slow_sockets.so"
-        source = Path(__file__).with_name("slow_sockets.c")
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(self.sockets), "-ldl"], check=True)
 
-    def run(self, command: list[str], ranks: int, *, gbit: float | None = None) -> bool:
-        """Run ranks to their end; return False if the time is over or one of them failed."""
+    def run(self, command: list[str], ranks: int, *, gbit: float | None = None) -> list[RankOutput] | None:
+        """Run ranks to their end; return None if the time is over or one of them failed."""
         if time.monotonic() > self.until:
             print_note(f"not run, the time is over: {' '.join(command[-4:])}")
-            return False
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        environ = os.environ | {
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            return None
+        environ = {
             "HOME": str(self.folder),
-            "GPUHUB_NODE": "rig",
-            "PYTHONPATH": f"{ROOT}:{ROOT}/extensions:{os.environ.get('PYTHONPATH', '')}",
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": "4" if torch.cuda.is_available() else "1",
-            "GLOO_SOCKET_IFNAME": "lo",
         }
-        if gbit:
-            slow = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
-            environ |= slow | {"LD_PRELOAD": str(self.sockets), "GPU_BENCH_GBIT": str(gbit)}
-        processes = []
-        for rank in range(ranks):
-            own = environ | {"RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(rank)}
-            log = (self.folder / f"rank-{rank}.log").open("wb")
-            processes.append(subprocess.Popen([sys.executable, *command], env=own, cwd=ROOT, stdout=log, stderr=log))
-            log.close()
+        began = time.monotonic()
         try:
-            codes = [process.wait(timeout=150) for process in processes]
-        except subprocess.TimeoutExpired:
-            codes = [1]
+            with shaped_nodes(ranks, round(gbit * 1000)) if gbit else nullcontext():
+                return run_on_nodes(command, ranks, environ) if gbit else _run_here(command, ranks, environ)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            print_note(f"failed: {' '.join(command)}\n{str(error)[-2500:]}")
+            return None
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        if any(codes):
-            log_text = (self.folder / "rank-0.log").read_text(encoding="utf-8", errors="replace")
-            print_note(f"failed: {' '.join(command)}\n{log_text[-2500:]}")
-        return not any(codes)
+            print_note(f"{time.monotonic() - began:.0f} s")
 
     def train(
         self, method: str, mode: str, steps: int, ranks: int, *, shape: str = "", gbit: float | None = None
@@ -105,7 +84,7 @@ class Machine:
             *("-m", "tests.bench.real_gpus.finetuning_rank", str(result)),
             *(method, mode, shape or self.shape, str(steps)),
         ]
-        if not self.run(command, ranks, gbit=gbit):
+        if self.run(command, ranks, gbit=gbit) is None:
             return None
         measured: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         link = f"{gbit:g} Gbit/s" if gbit else "NVLink"
@@ -116,16 +95,30 @@ class Machine:
         """Return the profile that `--predict` makes on one GPU."""
         result = self.folder / "profile"
         command = ["-m", "tests.bench.real_gpus.finetuning_rank", str(result), method, "profile", self.shape, "30"]
-        if not self.run(command, 1):
+        if self.run(command, 1) is None:
             return None
         return pickle.loads(result.read_bytes())  # type: ignore[no-any-return]
 
     def bench(self, gbit: float | None) -> figures.Bench | None:
         """Return what `%gpu_bench` measures."""
-        if not self.run(["-m", "gpu_launch.prediction.bench_main"], RANKS, gbit=gbit):
+        outputs = self.run(["-m", "gpu_launch.prediction.bench_main"], RANKS, gbit=gbit)
+        if outputs is None:
             return None
-        print_note((self.folder / "rank-0.log").read_text(encoding="utf-8"))
+        print_note(outputs[0].stdout)
         return figures.read_bench(self.folder)
+
+
+def _run_here(command: list[str], ranks: int, environ: dict[str, str]) -> list[RankOutput]:
+    """Run ranks that share this machine's network and memory."""
+    prefixes = [("env", f"CUDA_VISIBLE_DEVICES={rank}", "GPUHUB_NODE=rig") for rank in range(ranks)]
+    outputs = run_launched(command, ranks, {"NCCL_SOCKET_IFNAME": "lo"} | environ, prefixes=prefixes)
+    assert not any(rank.code for rank in outputs), outputs[0].stderr
+    return outputs
+
+
+def name_link(gbit: float | None) -> str:
+    """Return the part of figures' names that says which link was used, such as `2g5g`."""
+    return f"{gbit:g}g".replace(".", "g") if gbit else "nvlink"
 
 
 def print_figure(name: str, value: float, unit: str) -> None:
@@ -145,7 +138,7 @@ def report_memory(machine: Machine, method: str, measured: dict[str, Any], *, sh
         build_config(sizes), batch=sizes.batch, sequence=sizes.sequence, rank=16, checkpointing=sizes.checkpointing
     )
     need = compute_need(trace, MemoryEstimate(trace, ()).compute("lora" if method == "lora" else "full").method, cards)
-    name = f"gpu.memory_{method}_{shape or machine.shape}{'_2_cards' if cards > 1 else ''}"
+    name = f"gpu.memory_{method}_{shape or machine.shape}{f'_{cards}_cards' if cards > 1 else ''}"
     print_figure(f"{name}_estimated", need.total_mib, "MiB")
     print_figure(f"{name}_allocated", measured["allocated_mib"], "MiB")
     print_figure(f"{name}_reserved", measured["reserved_mib"], "MiB")
@@ -165,40 +158,58 @@ def measure_single(machine: Machine) -> tuple[dict[str, figures.StepProfile], di
     return profiles, steps
 
 
-def measure_pair(
+def measure_all(
     machine: Machine, profiles: dict[str, figures.StepProfile], steps: dict[str, float], gbit: float | None
 ) -> None:
-    """Measure two GPUs over one kind of link, and compare with the predictions."""
-    tag = f"{gbit:g}g".replace(".", "g") if gbit else "nvlink"
+    """Measure all GPUs over one kind of link, and compare with the predictions."""
     bench = machine.bench(gbit)
     for method, mode, count in RUNS:
         number = SLOW_STEPS[mode] if gbit and method != "lora" else count
         measured = machine.train(method, mode, number, RANKS, gbit=gbit)
         if measured is None:
             continue
-        name = f"gpu_{tag}.{method}_{mode}"
+        name = f"gpu_{name_link(gbit)}.{method}_{mode}_{RANKS}"
         print_figure(f"{name}_step", measured["step_s"] * 1000, "ms")
         if single := steps.get("full" if method == "fsdp" else method):
             print_figure(f"{name}_speedup", RANKS * single / measured["step_s"], "ratio")
         if method == "fsdp" and not gbit:
             report_memory(machine, method, measured, cards=RANKS)
         if bench is not None and method in profiles:
-            predicted = cost_model.predict_step(profiles[method], bench, (0, 1), CommMode(mode)).step_s
+            predicted = cost_model.predict_step(profiles[method], bench, tuple(range(RANKS)), CommMode(mode)).step_s
             print_figure(f"{name}_predicted", predicted * 1000, "ms")
             print_figure(f"{name}_error", abs(predicted / measured["step_s"] - 1) * 100, "%")
 
 
+def measure_small(machine: Machine) -> None:
+    """Measure one GPU and all, over both kinds of links."""
+    profiles, steps = measure_single(machine)
+    for gbit in (GBIT, None):
+        measure_all(machine, profiles, steps, gbit)
+
+
+def measure_large(machine: Machine) -> None:
+    """Measure LoRA on a model that takes seconds for a step."""
+    shape = "8b" if torch.cuda.is_available() else machine.shape
+    single = machine.train("lora", "exact", 5, 1, shape=shape)
+    if single is None:
+        return
+    report_memory(machine, "lora", single, shape=shape)
+    runs = [(GBIT, "exact", RANKS), (GBIT, "bf16", RANKS), (10.0, "exact", RANKS), (1.0, "exact", RANKS)]
+    if RANKS > 2:
+        runs.append((GBIT, "exact", 2))
+    for gbit, mode, ranks in runs:
+        if measured := machine.train("lora", mode, 5, ranks, shape=shape, gbit=gbit):
+            name = f"gpu_{name_link(gbit)}.large_lora_{mode}_{ranks}_speedup"
+            print_figure(name, ranks * single["step_s"] / measured["step_s"], "ratio")
+
+
 def main() -> None:
-    """Measure all, as far as the time allows."""
+    """Measure the parts that are named, or all, as far as the time allows."""
     folder = Path(sys.argv[1]).resolve()
     machine = Machine(folder, until=time.monotonic() + float(sys.argv[2] if len(sys.argv) > 2 else 330))
-    profiles, steps = measure_single(machine)
-    measure_pair(machine, profiles, steps, GBIT)
-    if torch.cuda.is_available():
-        measured = machine.train("lora", "exact", 8, 1, shape="8b")
-        if measured:
-            report_memory(machine, "lora", measured, shape="8b")
-    measure_pair(machine, profiles, steps, None)
+    parts = {"small": measure_small, "large": measure_large}
+    for part in sys.argv[3:] or parts:
+        parts[part](machine)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pickle
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,14 @@ class Shape:
     batch: int
     sequence: int
     checkpointing: bool
+    #: Batches that a step adds up before gradients are exchanged.
+    accumulated: int = 1
 
 
 SHAPES = {
-    "tiny": Shape(64, 2, 128, 4, 2, 256, 2, 32, False),
+    "tiny": Shape(64, 2, 128, 4, 2, 256, 2, 32, False, 2),
     "small": Shape(1024, 12, 2816, 16, 8, 32000, 16, 1024, False),
-    "8b": Shape(4096, 32, 14336, 32, 8, 128256, 1, 2048, True),
+    "8b": Shape(4096, 32, 14336, 32, 8, 128256, 1, 2048, True, 8),
 }
 
 
@@ -80,24 +83,28 @@ def main() -> None:
     device = torch.device("cuda" if has_cuda else "cpu")
     dist.init_process_group("nccl" if has_cuda else "gloo")
     torch.manual_seed(0)
-    model = _build(shape, method, device)
+    model = build_model(shape, method, device)
+    if method != "fsdp" and dist.get_world_size() > 1:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
     generator = torch.Generator().manual_seed(dist.get_rank())
     times, losses = [], []
     for _ in range(int(steps)):
         began = time.perf_counter()
-        tokens = torch.randint(shape.vocabulary, (shape.batch, shape.sequence), generator=generator).to(device)
         optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16, enabled=method == "full"):
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
+        for left in reversed(range(shape.accumulated)):
+            tokens = torch.randint(shape.vocabulary, (shape.batch, shape.sequence), generator=generator).to(device)
+            with model.no_sync() if left and isinstance(model, DistributedDataParallel) else nullcontext():
+                with torch.autocast(device.type, torch.bfloat16, enabled=method == "full"):
+                    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                (loss / shape.accumulated).backward()
         optimizer.step()
         if has_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
         losses.append(loss.item())
     # With `local` eight steps have one average, so all that are counted are a multiple of eight.
-    counted = times[-8:] if mode == "local" else times[WARM_UP_STEPS + 1 :]
+    counted = times[-8:] if mode == "local" else times[(1 if shape.accumulated > 1 else WARM_UP_STEPS + 1) :]
     if dist.get_rank() == 0:
         figures = {
             "step_s": statistics.fmean(counted) if mode == "local" else statistics.median(counted),
@@ -118,7 +125,8 @@ def _read_used() -> int:
     return (whole - free) >> 20
 
 
-def _build(shape: Shape, method: str, device: torch.device) -> Any:
+def build_model(shape: Shape, method: str, device: torch.device) -> Any:
+    """Return a model with random weights, whose parameters METHOD trains; `fsdp` divides it among the ranks."""
     from transformers import AutoModelForCausalLM
 
     config = build_config(shape)
@@ -142,7 +150,7 @@ def _build(shape: Shape, method: str, device: torch.device) -> Any:
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=policy)
         return fully_shard(model, mp_policy=policy)
-    return DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+    return model
 
 
 def _install_profiler(result: Path) -> None:

@@ -1,8 +1,8 @@
 """`python3 -m tests.bench.real_gpus.serving FOLDER [SECONDS]`: a divided model on one and two real GPUs of a machine.
 
 Prints `NAME VALUE UNIT` lines: tokens per second of one sequence and of eight, on one GPU, and on two of which each may
-use 12 GiB, over NVLink and over TCP with 10, 2.5 and 1 Gbit/s for each GPU. It needs torch, transformers, accelerate,
-click and a C compiler. The model has random weights. FOLDER is for files; no run is started after SECONDS (330).
+use 12 GiB, over NVLink and over links of 10, 2.5 and 1 Gbit/s. It needs root, the commands `ip` and `tc`, torch, transformers,
+accelerate and click. The model has random weights. FOLDER is for files; no run is started after SECONDS (330).
 `GPU_BENCH_SHAPE=tiny` and CPUs try the program itself.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.bench.real_gpus.finetuning import Machine, print_figure, print_note
+from tests.bench.real_gpus.finetuning import Machine, name_link, print_figure, print_note
 
 SLOTS, TOKENS = 8, 96
 #: Memory of each of two cards, neither of which has enough for the model of 16 GB.
@@ -50,7 +50,7 @@ def measure(machine: Machine, model: Path, ranks: int, *, cap_mib: int, gbit: fl
     result = machine.folder / "served.json"
     result.unlink(missing_ok=True)
     command = ["-m", "tests.bench.real_gpus.serving_rank", str(model), str(result)]
-    if not machine.run([*command, str(SLOTS), str(TOKENS), str(cap_mib)], ranks, gbit=gbit):
+    if machine.run([*command, str(SLOTS), str(TOKENS), str(cap_mib)], ranks, gbit=gbit) is None:
         return None
     measured = json.loads(result.read_text(encoding="utf-8"))
     print_note(
@@ -79,7 +79,7 @@ def main() -> None:
         two = measure(machine, model, 2, cap_mib=CAP_MIB, gbit=gbit)
         if two is None:
             continue
-        name = "nvlink" if gbit is None else f"{gbit:g}g".replace(".", "g", 1) if gbit == 2.5 else f"{gbit:g}g"
+        name = name_link(gbit)
         print_figure(f"gpu_{name}.serve_tokens_over_one_1", two["one_tokens_s"] / one["one_tokens_s"], "ratio")
         print_figure(f"gpu_{name}.serve_tokens_over_one_8", two["slots_tokens_s"] / one["slots_tokens_s"], "ratio")
         same = sum(a == b for a, b in zip(one["answer"], two["answer"], strict=True))
