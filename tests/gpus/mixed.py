@@ -23,7 +23,7 @@ from tests.bench.real_gpus.finetuning_rank import SHAPES, build_model
 from tests.gpus.shaped_nodes import run_on_nodes, shaped_nodes
 
 RATES_MBIT = (2500, 10_000)
-#: How often each layer computes besides its own passes; for the last GPUs.
+#: How often each layer computes besides its own passes, by GPU; of two GPUs, the second one has the third value.
 MORE_PASSES = (0, 0, 1, 2)
 BATCH, WARM_UP, STEPS = 96, 14, 12
 #: Samples per second over the sum of what the GPUs compute alone.
@@ -59,7 +59,7 @@ def train(folder: Path) -> None:
     data = TensorDataset(torch.randint(shape.vocabulary, (BATCH * (WARM_UP + STEPS), shape.sequence)))
     model = build_model(shape, "lora", device)
     for layer in model.get_base_model().model.layers:
-        SlowLayer(layer, MORE_PASSES[-ranks:][rank])
+        SlowLayer(layer, MORE_PASSES[:: len(MORE_PASSES) // ranks][rank])
 
     def compute_loss(wrapped: torch.nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
         tokens = batch[0].to(device)

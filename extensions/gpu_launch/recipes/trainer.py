@@ -81,7 +81,7 @@ class Trainer:
         self._device = Device.find()
         self._record = RunRecord(folder)
         self._is_told_to_end = False
-        torch.manual_seed(settings.seed)  # the same adapters in all ranks
+        torch.manual_seed(settings.seed)
         self.model = build_model(
             settings.model, self._device, method=settings.method, adapter_rank=settings.adapter_rank
         )
@@ -109,7 +109,7 @@ class Trainer:
 
     def _train(self) -> TrainingResult:
         first = self._load()
-        net = DistributedDataParallel(self.model) if dist.is_initialized() else self.model
+        net = self._join() if dist.is_initialized() else self.model
         losses: list[float] = []
         loss, evaluated, speed = self._read_last()
         began, tokens = time.monotonic(), 0
@@ -134,6 +134,16 @@ class Trainer:
             if ended and step + 1 < self._steps:
                 return self._build_result(step + 1, loss, evaluated, speed, is_interrupted=True)
         return self._build_result(self._steps, loss, evaluated, speed)
+
+    def _join(self) -> DistributedDataParallel:
+        """Return the model of all ranks.
+
+        DDP would send all weights from rank 0, but all ranks have read them from the same files. New ones are drawn
+        from one seed, from which different models of cards draw different numbers.
+        """
+        for parameter in self._trained:
+            dist.broadcast(parameter.data, 0)
+        return DistributedDataParallel(self.model, init_sync=False)
 
     def _read_last(self) -> tuple[float, float, float]:
         """Return the last loss, that on held-out sequences, and the speed, of an earlier start; NaN and 0 for none."""

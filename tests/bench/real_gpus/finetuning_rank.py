@@ -85,7 +85,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = build_model(shape, method, device)
     if method != "fsdp" and dist.get_world_size() > 1:
-        model = DistributedDataParallel(model)
+        # All ranks have drawn the same weights.
+        model = DistributedDataParallel(model, init_sync=False)
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
     generator = torch.Generator().manual_seed(dist.get_rank())
     times, losses = [], []

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,38 @@ def test_ranks_share_the_work(hub: FakeHub) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     alone, both = (evaluate(hub, ranks=ranks) for ranks in (1, 2))
     assert both == pytest.approx(alone, rel=1e-5)
+
+
+#: Torch draws other numbers in rank 1 from the same seed, as another model of cards does.
+OTHER_NUMBERS = """
+    import os, sys, torch
+    from pathlib import Path
+    from torch.nn.utils import parameters_to_vector
+
+    seed = torch.manual_seed
+    torch.manual_seed = lambda value: seed(value + int(os.environ["RANK"]))
+    from gpu_launch.recipes.causal_model import joined_group
+    from gpu_launch.recipes.trainer import Trainer, TrainerSettings
+
+    model, data, folder = map(Path, sys.argv[1:])
+    with joined_group():
+        trainer = Trainer(TrainerSettings(model=model, data=data, steps=2, batch=2, sequence=32), folder)
+        trained = lambda: parameters_to_vector(p for p in trainer.model.parameters() if p.requires_grad).tolist()
+        before = trained()
+        trainer.train()
+    torch.save((before, trained()), folder / f"rank-{os.environ['RANK']}.pt")
+"""
+
+
+def test_ranks_that_draw_other_numbers_train_one_adapter(hub: FakeHub, tmp_path: Path) -> None:
+    """Rank 0's adapter is the one that all ranks train."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(OTHER_NUMBERS))
+    folders = (hub.home / "models/tiny", hub.home / "datasets/topics", tmp_path)
+    check_ended(run_launched([str(script), *map(str, folders)], 2, {"HOME": str(hub.home)}))
+    (drawn, trained), (others, also_trained) = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1))
+    assert drawn != others
+    assert trained == also_trained != drawn
 
 
 def test_interrupted_fine_tuning_continues(hub: FakeHub) -> None:
