@@ -24,14 +24,13 @@ from gpu_launch.prediction import figures, report
 from gpu_launch.prediction.figures import Bucket, Card, StepProfile
 from gpu_launch.training import speed
 from gpu_launch.training.comm_modes import PERIODS, CommMode
+from gpu_launch.training.ddp_buckets import FIRST_BYTES, MOST_BYTES, choose_bucket_bytes
 from gpu_launch.training.ddp_communication import build_powersgd_state
 
 #: The variable with the name under which the prediction is kept; set in the rank that is profiled only.
 VARIABLE = "GPU_LAUNCH_PREDICT"
 #: Steps that are not measured at first, and the least and the most that are; the profile ends after some time as well.
 _LEAST_STEPS, _MOST_STEPS, _LONGEST_S = 5, 20, 40.0
-#: As in DDP: bytes after which the first bucket and the others are sent.
-_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 _COMPRESSIONS = 3
 
 
@@ -190,14 +189,16 @@ def _list_parameters(optimizer: Any) -> list[Any]:
 
 def _divide(gradients: Sequence[Any]) -> list[list[int]]:
     """Return the indexes of the gradients in each bucket: DDP closes one when it has its size or more."""
+    bytes_ = [gradient.numel() * gradient.element_size() for gradient in gradients]
+    chosen = choose_bucket_bytes(sum(bytes_))
     groups: list[list[int]] = [[]]
-    size, limit = 0, _FIRST_BUCKET
-    for index, gradient in enumerate(gradients):
+    size, limit = 0, chosen or FIRST_BYTES
+    for index, more in enumerate(bytes_):
         if size >= limit:
             groups.append([])
-            size, limit = 0, _BUCKET
+            size, limit = 0, chosen or MOST_BYTES
         groups[-1].append(index)
-        size += gradient.numel() * gradient.element_size()
+        size += more
     return groups
 
 

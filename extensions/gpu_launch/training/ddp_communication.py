@@ -81,9 +81,9 @@ class DdpCommunication:
 
         self._local_states = WeakTensorKeyDictionary()
         ddp = torch.nn.parallel.DistributedDataParallel
-        _wrap(ddp, "__init__", self._construct)
+        wrap_method(ddp, "__init__", self._construct)
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
-            _wrap(ddp, name, self._register)
+            wrap_method(ddp, name, self._register)
         for path, reason in _REFUSED[self._mode].items():
             self._refuse(_find_class(path), reason)
         register_optimizer_step_pre_hook(self._before_step)
@@ -198,7 +198,7 @@ class DdpCommunication:
                 raise self._refusal(f"{refused.__name__}: {reason}")
             original(made, *args, **kwargs)
 
-        _wrap(refused, "__init__", construct)
+        wrap_method(refused, "__init__", construct)
 
     def _refusal(self, reason: str) -> UsageError:
         return UsageError(f"--comm {self._mode} cannot be used: {reason}. Use another mode, or --comm exact.")
@@ -241,7 +241,7 @@ def _find_class(path: str) -> type:
     return found
 
 
-def _wrap(owner: type, name: str, call: Callable[..., Any]) -> None:
+def wrap_method(owner: type, name: str, call: Callable[..., Any]) -> None:
     """Replace a method by `call`, whose first argument is the original one."""
     original = getattr(owner, name)
 

@@ -1,8 +1,8 @@
 """Runs a rank's script or module as Python itself would, and exchanges variables with the notebook.
 
 `python -m gpu_launch.worker.rank_main [--exchange DIR] [-m] SCRIPT ARGUMENTS`, or `run_command` in a forked process.
-Also applies the memory cap of a GPU share, see `memory_cap`, the mode of `--comm`, see `ddp_communication`, and
-the profile of `--predict`, see `step_profiler`.
+Also applies the memory cap of a GPU share, see `memory_cap`, the mode of `--comm`, see `ddp_communication`, the size of
+DDP's buckets, see `ddp_buckets`, and the profile of `--predict`, see `step_profiler`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from gpu_launch.common import exchange as exchange_files
 from gpu_launch.common import memory_cap
 from gpu_launch.prediction import step_profiler
-from gpu_launch.training import ddp_communication
+from gpu_launch.training import ddp_buckets, ddp_communication
 from gpu_launch.worker import jax_cluster, process_exit, rank_debugger, rank_displays, rank_stacks
 
 
@@ -50,6 +50,7 @@ def run_command(command: Sequence[str], *, module: bool, exchange_dir: Path | No
     rank_stacks.install(os.environ)
     debugger = rank_debugger.install(os.environ)
     ddp_communication.install()
+    ddp_buckets.install()
     step_profiler.install()
     jax_cluster.install()
     sys.excepthook = show_exception
