@@ -25,7 +25,7 @@ from tests.gpus.shaped_nodes import run_on_nodes, shaped_nodes
 RATES_MBIT = (2500, 10_000)
 #: How often each layer computes besides its own passes, by GPU; of two GPUs, the second one has the third value.
 MORE_PASSES = (0, 0, 1, 2)
-BATCH, WARM_UP, STEPS = 96, 14, 12
+BATCH, WARM_UP, STEPS = 64, 12, 10
 #: Samples per second over the sum of what the GPUs compute alone.
 GOAL = 0.9
 
@@ -54,7 +54,7 @@ def train(folder: Path) -> None:
     """Measure in this rank."""
     dist.init_process_group("nccl")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    shape, device = SHAPES["small"], torch.device("cuda")
+    shape, device = SHAPES["wide"], torch.device("cuda")
     torch.manual_seed(0)
     data = TensorDataset(torch.randint(shape.vocabulary, (BATCH * (WARM_UP + STEPS), shape.sequence)))
     model = build_model(shape, "lora", device)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_launch import environment
-from gpu_launch.common.memory_cap import call_after_import
+from gpu_launch.common.import_hook import call_after_import
 from gpu_launch.prediction import figures, report
 from gpu_launch.prediction.figures import Bucket, Card, StepProfile
 from gpu_launch.training import speed

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from gpu_launch.common.memory_cap import call_after_import
+from gpu_launch.common.import_hook import call_after_import
 from gpu_launch.training.ddp_communication import wrap_method
 
 #: DDP's own sizes: of the first bucket, and of the others.

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from gpu_launch.common.memory_cap import call_after_import
+from gpu_launch.common.import_hook import call_after_import
 from gpu_launch.errors import UsageError
 from gpu_launch.training import diloco
 from gpu_launch.training.comm_modes import (

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from gpu_launch.common.import_hook import call_after_import
 from gpu_launch.common.launch_spec import LaunchSpec
-from gpu_launch.common.memory_cap import call_after_import
 
 COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 

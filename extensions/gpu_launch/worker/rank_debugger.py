@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from gpu_launch.common import memory_cap
+from gpu_launch.common.import_hook import call_after_import
 from gpu_launch.worker import rank_stacks
 
 #: The rank of `--debug`: it alone stops at `breakpoint()`, and also where it fails.
@@ -79,10 +79,10 @@ class RankDebugger:
     def install(self) -> None:
         """Take over `breakpoint()`, `pdb.set_trace()` and `SIGNAL`."""
         sys.breakpointhook = self._handle_breakpoint
-        memory_cap.call_after_import("pdb", self._replace_set_trace)
+        call_after_import("pdb", self._replace_set_trace)
         signal.signal(SIGNAL, self._handle_signal)
         if self._chosen is not None:
-            memory_cap.call_after_import("torch.distributed.distributed_c10d", _extend_timeouts)
+            call_after_import("torch.distributed.distributed_c10d", _extend_timeouts)
 
     def stop_after_failure(self, error: BaseException) -> None:
         """Stop where `error` was raised, if this is the rank of `--debug`."""

@@ -4,7 +4,7 @@ Prints `NAME VALUE UNIT` lines, for one GPU and for all (`_N` in names), over NV
 
 - small: the time of a step with all weights (exact, bf16, powersgd, local), LoRA and FSDP2, and how wrong predictions of
   times and memory were;
-- large: LoRA on a model of 8 billion parameters, eight times one sequence for a step, also over 10 and 1 Gbit/s.
+- large: LoRA on a model of 8 billion parameters, sixteen times one sequence for a step, also over 10 and 1 Gbit/s.
 
 It needs root, the commands `ip` and `tc`, torch, transformers, peft and click. Models have random weights. FOLDER is for
 files; no run is started after SECONDS (330). `GPU_BENCH_SHAPE=tiny` and CPUs try the program itself.
