@@ -238,7 +238,7 @@ class GpuDockerSpawner(NodeSpawner):
             self._is_restored = False
             self.http_timeout = RESTORED_TIMEOUT_S
             # Not awaited: the broker asks the hub to identify its caller, and the hub answers only after this returns.
-            self._recovery_task = asyncio.create_task(self._recover_lease())
+            self._recovery_task = asyncio.create_task(self._recover_lease(self.lease_id, self.object_id))
         return code
 
     async def _has_ended(self) -> bool:
@@ -247,11 +247,11 @@ class GpuDockerSpawner(NodeSpawner):
         except GpuhubError:
             return False
 
-    async def _recover_lease(self) -> None:
+    async def _recover_lease(self, lease_id: str, container: str) -> None:
         try:
-            await readiness.activate_granted(self.broker, self.lease_id, self.object_id)
+            await readiness.activate_granted(self.broker, lease_id, container)
         except GpuhubError as error:
-            self.log.warning("Lease %s of %s: %s", self.lease_id, self._log_name, error)
+            self.log.warning("Lease %s of %s: %s", lease_id, self._log_name, error)
 
     async def get_url(self) -> str:
         """Return the notebook's URL with the address and port that its node publishes."""

@@ -168,12 +168,14 @@ class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are 
         if self._is_restored and not self._is_watched and self.server is not None:
             self._is_watched = True
             readiness.limit_wait_up(self.server, self._has_ended)
+        # The server may be stopped while Slurm is asked.
+        lease_id, container = self.lease_id, self._container
         code = await self._query_exit_code()
         if code is None and self._is_restored:
             self._is_restored = False
             self.http_timeout = RESTORED_TIMEOUT_S
             # Not awaited: the broker asks the hub to identify its caller, and the hub answers only after this returns.
-            self._recovery_task = asyncio.create_task(self._recover_lease())
+            self._recovery_task = asyncio.create_task(self._recover_lease(lease_id, container))
         return code
 
     async def get_url(self) -> str:
@@ -236,11 +238,11 @@ class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are 
     async def _has_ended(self) -> bool:
         return await self._query_exit_code() is not None
 
-    async def _recover_lease(self) -> None:
+    async def _recover_lease(self, lease_id: str, container: str) -> None:
         try:
-            await readiness.activate_granted(self.broker, self.lease_id, self._container)
+            await readiness.activate_granted(self.broker, lease_id, container)
         except GpuhubError as error:
-            self.log.warning("Lease %s of %s: %s", self.lease_id, self._log_name, error)
+            self.log.warning("Lease %s of %s: %s", lease_id, self._log_name, error)
 
     @property
     def _container(self) -> str:

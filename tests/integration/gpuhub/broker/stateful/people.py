@@ -199,11 +199,12 @@ class People:
     def _spawner(self, notebook: Notebook, *, is_restored: bool) -> Any:
         """Return the parts of a spawner that its `poll` uses."""
 
-        async def heal() -> None:
+        async def heal(_lease_id: str, _container: str) -> None:
             return
 
         return SimpleNamespace(
             object_id=notebook.container,
+            lease_id="",
             node=notebook.node,
             daemons=self.world.hub_daemons,
             log=logging.getLogger("spawner"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpuhub.broker_api.schemas import LeaseRequest
 from gpuhub.common.errors import Conflict, InvalidRequest
+from gpuhub.common.names import slurm_container_id
 from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.slurm_client.models import (
@@ -22,7 +24,7 @@ from gpuhub.slurm_client.models import (
     Submitter,
 )
 from gpuhub.spawners.slurm import job_spawner
-from gpuhub.spawners.slurm.job_spawner import JobRecord, JobRecordStore
+from gpuhub.spawners.slurm.job_spawner import JobRecord, JobRecordStore, JobSpawner
 from tests.support.hub.fake_broker import FakeBroker
 
 ADA = UserIdentity(name="ada", uid=71001, gid=71001, groups=(2000,), group_names=("ada", "lab"))
@@ -153,3 +155,26 @@ def test_incomplete_job_record_is_ignored(text: str, tmp_path: Path) -> None:
 def test_lease_ids_with_path_characters_are_refused(lease: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest):
         JobRecordStore(tmp_path).find(lease)
+
+
+async def test_server_that_is_stopped_while_a_hub_restores_it_ends_quietly() -> None:
+    """Its lease is still activated with the job that it had, and nothing asks for a job without a number."""
+
+    class Restored(SimpleNamespace):
+        _container = JobSpawner._container
+
+    activated: list[tuple[str, str]] = []
+
+    async def stop_meanwhile() -> None:
+        spawner.job_id = ""
+
+    async def recover(lease_id: str, container: str) -> None:
+        activated.append((lease_id, container))
+
+    spawner = Restored(
+        job_id="7", lease_id="l1", notebook_port=40000, server=None, http_timeout=30, _is_restored=True,
+        _is_watched=True, _query_exit_code=stop_meanwhile, _recover_lease=recover,
+    )  # fmt: skip
+    assert await JobSpawner.poll(spawner) is None
+    await spawner._recovery_task
+    assert activated == [("l1", slurm_container_id(7))]
