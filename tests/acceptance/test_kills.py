@@ -21,7 +21,7 @@ from tests.support.product import wait_for
 
 SEED = 20261121
 #: `GPUHUB_KILLS=50` injects as many faults as the published figures.
-MOMENTS = int(os.environ.get("GPUHUB_KILLS", "15"))
+MOMENTS = int(os.environ.get("GPUHUB_KILLS", "10"))
 #: FaultInjector between two checks of the whole state.
 BURST = 5
 #: Each user's server that must live as long as its node does.

@@ -27,7 +27,8 @@ from gpuhub_closet.layouts import build_plan
 from gpuhub_closet.paths import node_paths
 from gpuhub_closet.slurm_setup import build_slurm_config
 from tests.bench.product import Product, paired_ratio, print_progress, running
-from tests.bench.spawn import browsing, click_to_lab, log_in
+from tests.bench.spawn import click_to_lab, log_in
+from tests.support.browser.chromium import WHOLE, chromium
 from tests.support.hub.users import Client
 from tests.support.hub.users import log_in as log_in_for_api
 from tests.support.product import wait_for
@@ -63,7 +64,7 @@ def _measure_clicks() -> Iterator[tuple[str, float, str]]:
 
 
 def _click(engine: str) -> list[float]:
-    with running(engine) as product, browsing() as browser:
+    with running(engine) as product, chromium(WHOLE) as browser:
         page = log_in(browser, product.address, "ada", product.password)
         times = [click_to_lab(page, product.address) for _ in range(CLICKS + 1)]
     print_progress(

@@ -23,10 +23,11 @@ from typing import Any
 
 import docker
 import httpx
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from gpuhub_closet.cluster_file import MORE_USERS
 from tests.bench.product import INSTANCE, Product, make, paired_ratio, print_progress, running
+from tests.support.browser.chromium import WHOLE, chromium
 from tests.support.hub import users
 from tests.support.product import wait_for
 
@@ -74,7 +75,7 @@ c.Spawner.notebook_dir = "/home/stock"
 
 def measure() -> Iterator[tuple[str, float, str]]:
     """Yield the figures of the group `spawn`."""
-    with running() as product, _stock_hub(product) as stock, browsing() as browser:
+    with running() as product, _stock_hub(product) as stock, chromium(WHOLE) as browser:
         yield "spawn.first_start_over_later", _first_over_later(browser, product), "ratio"
         warm = _measure_pairs(browser, product, stock, is_cold=False)
         cold = _measure_pairs(browser, product, stock, is_cold=True)
@@ -123,7 +124,7 @@ def _measure_pairs(browser: Browser, product: Product, stock: str, *, is_cold: b
 def trace() -> Iterator[tuple[str, float, str]]:
     """Yield the figures of the group `spawn-trace`: the parts of a start of ours, medians, one after the other."""
     parts: dict[str, list[float]] = {}
-    with running() as product, browsing() as browser:
+    with running() as product, chromium(WHOLE) as browser:
         page = log_in(browser, product.address, "ada", product.password)
         click_to_lab(page, product.address)
         for _ in range(PAIRS):
@@ -239,17 +240,6 @@ def _read_servers(hub: httpx.Client, name: str) -> dict[str, Any]:
 
 def _stop_server(hub: httpx.Client, name: str) -> None:
     hub.delete(f"/users/{name}/server").raise_for_status()
-
-
-@contextmanager
-def browsing() -> Iterator[Browser]:
-    """Start a headless Chromium."""
-    chromium = shutil.which("chromium")
-    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield browser
-        browser.close()
 
 
 @contextmanager

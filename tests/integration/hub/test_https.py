@@ -21,6 +21,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Playwright, Respo
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import startup
 from gpuhub.tls import authority, public_access
+from tests.support.browser import chromium
 from tests.support.hub.served_hub import ServedHub
 from tests.support.product import wait_for
 
@@ -48,14 +49,12 @@ def playwright() -> Iterator[Playwright]:
 
 def launch(playwright: Playwright, home: Path) -> Browser:
     """Start a user's Chromium, in which every name of the hub resolves to this machine."""
-    chromium = shutil.which("chromium")
-    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
-    arguments = [
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        f"--host-resolver-rules=MAP *.{NAME} 127.0.0.1, MAP {NAME} 127.0.0.1",
-    ]
-    return playwright.chromium.launch(executable_path=chromium, args=arguments, env={**os.environ, "HOME": str(home)})
+    rules = f"--host-resolver-rules=MAP *.{NAME} 127.0.0.1, MAP {NAME} 127.0.0.1"
+    return playwright.chromium.launch(
+        executable_path=chromium.find(chromium.WHOLE),
+        args=[*chromium.ARGUMENTS, rules],
+        env={**os.environ, "HOME": str(home)},
+    )
 
 
 @pytest.fixture(scope="module")

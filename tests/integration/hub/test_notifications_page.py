@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
+from tests.support.browser.chromium import chromium
 from tests.support.hub.served_hub import SETTINGS, ServedHub
 from tests.support.receivers import Webhook, webhook
 
@@ -40,10 +40,7 @@ def hub(hook: Webhook, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 @pytest.fixture
 def page(hub: ServedHub) -> Iterator[Page]:
     """The page of notifications, for ada."""
-    chromium = shutil.which("chromium")
-    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
+    with chromium() as browser:
         page = browser.new_page()
         page.set_default_timeout(PATIENCE_MS)
         page.goto(f"http://127.0.0.1:{PORT}/hub/login?next=/hub/notifications")
@@ -52,7 +49,6 @@ def page(hub: ServedHub) -> Iterator[Page]:
         page.click("#login_submit")
         expect(page.get_by_role("heading", name="Notifications", exact=True)).to_be_visible()
         yield page
-        browser.close()
 
 
 def add(page: Page, url: str, name: str) -> None:

@@ -11,13 +11,14 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
-from playwright.sync_api import Page, Playwright, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from gpu_launch.common import run_folder
 from gpu_launch.recipes import run_record
 from gpuhub.config.profiles import ProfileSettings
 from gpuhub.config.users import UserSettings
 from tests.support.broker.in_process import Running, Setting, served_broker
+from tests.support.browser.chromium import chromium
 from tests.support.docker.simulated_nodes import build_cluster
 from tests.support.hub.browser import PICTURES
 from tests.support.hub.jupyter_lab import TOKEN, JupyterLab, build_extension, serve_lab, write_notebook
@@ -33,10 +34,10 @@ PATIENCE_MS = 60_000
 
 
 @pytest.fixture(scope="module")
-def playwright() -> Iterator[Playwright]:
-    """Playwright for the module."""
-    with sync_playwright() as running:
-        yield running
+def browser() -> Iterator[Browser]:
+    """A browser for the module."""
+    with chromium() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +91,8 @@ def lab(broker: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[J
 
 
 @pytest.fixture(scope="module")
-def page(lab: JupyterLab, playwright: Playwright) -> Iterator[Page]:
+def page(lab: JupyterLab, browser: Browser) -> Iterator[Page]:
     """JupyterLab with a notebook, in a browser that reports requests to other servers as failures."""
-    chromium = shutil.which("chromium")
-    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
-    browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     foreign: list[str] = []
     page.on("request", lambda sent: None if is_own(lab, sent.url) else foreign.append(sent.url))
@@ -107,7 +105,6 @@ def page(lab: JupyterLab, playwright: Playwright) -> Iterator[Page]:
     page.goto(f"{lab.url}/lab/tree/{NOTEBOOK}?token={TOKEN}")
     page.wait_for_selector(".jp-NotebookPanel .jp-CodeCell", timeout=PATIENCE_MS)
     yield page
-    browser.close()
     assert (foreign, errors) == ([], [])
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from tests.support.broker.process import Served, serving
+from tests.support.browser.chromium import chromium
 from tests.support.docker.simulated_nodes import wait_until
 from tests.support.hub.browser import PICTURES
 from tests.support.hub.jupyter_lab import TOKEN, build_extension, serve_lab
@@ -51,10 +51,7 @@ def lab(served: Served, tmp_path: Path) -> Iterator[str]:
 
 def test_what_happens_while_a_notebook_is_open_is_shown_once(served: Served, lab: str) -> None:
     """Not what happened before, and not again after a reload of the page."""
-    chromium = shutil.which("chromium")
-    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
+    with chromium() as browser:
         page = browser.new_page()
         page.goto(f"{lab}/lab?token={TOKEN}")
         page.wait_for_selector(".jp-LauncherCard", timeout=PATIENCE_MS)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
 from gpuhub.common import secrets
+from tests.support.browser.chromium import chromium
 from tests.support.docker.sleepy_nodes import build_switch, follow_switches
 from tests.support.hub.simulated_hub import SimulatedHub, simulated_hub
 
@@ -40,10 +40,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedHub]:
 @pytest.fixture(scope="module")
 def admin(hub: SimulatedHub) -> Iterator[Page]:
     """The page of GPUs as an administrator sees it."""
-    chromium = shutil.which("chromium")
-    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
+    with chromium() as browser:
         page = browser.new_page(viewport={"width": 1100, "height": 900})
         page.on("pageerror", lambda error: pytest.fail(f"the page's script failed: {error}"))
         page.goto(f"{hub.url}/hub/login?next=%2Fhub%2Fgpus")
@@ -52,7 +49,6 @@ def admin(hub: SimulatedHub) -> Iterator[Page]:
         page.click("#login_submit")
         expect(page.locator("#gpuhub-connection")).to_have_text("live")
         yield page
-        browser.close()
 
 
 def take_picture(page: Page, name: str) -> None:

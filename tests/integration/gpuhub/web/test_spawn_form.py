@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 
 from gpuhub.spawners.base import parse_spawn_options
 from gpuhub.web.spawn_form import render_form
+from tests.support.browser.chromium import chromium
 from tests.support.clusters import build_cluster
 
 pytestmark = pytest.mark.browser
@@ -19,12 +19,8 @@ FIELDS = "() => Array.from(new FormData(document.forms[0]).entries()).map(([key,
 @pytest.fixture
 def page() -> Iterator[Page]:
     """A page of headless Chromium."""
-    chromium = shutil.which("chromium")
-    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
+    with chromium() as browser:
         yield browser.new_page()
-        browser.close()
 
 
 def test_the_choice_of_an_image_chooses_its_profile(page: Page) -> None:

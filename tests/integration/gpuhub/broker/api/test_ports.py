@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import websocket
-from playwright.sync_api import sync_playwright
 
 from gpuhub.broker.api import auth, ports, streams
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.ports import connections
 from tests.support.broker.in_process import Running, Setting, served_broker
+from tests.support.browser.chromium import chromium
 from tests.support.docker.simulated_nodes import wait_until
 from tests.support.hub.port_server import PortServer
 
@@ -298,13 +297,7 @@ def test_open_websocket_ends_with_its_visitors_access(
 @pytest.mark.browser
 def test_page_works_in_a_browser_and_is_alone(running: Running, server: PortServer, job: str) -> None:
     """Scripts, styles, requests and WebSockets of a page work; the cookies and pages of the hub are out of its reach."""
-    chromium = shutil.which("chromium")
-    assert chromium, "chromium is missing: `spawners/setup.sh dev` installs it"
-    arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
-    with (
-        sync_playwright() as playwright,
-        playwright.chromium.launch(executable_path=chromium, args=arguments) as browser,
-    ):
+    with chromium() as browser:
         context = browser.new_context()
         origin = running.url.removesuffix("/services/broker")
         context.add_cookies([{"name": "jupyterhub-session-id", "value": "secret", "url": origin}])

@@ -16,7 +16,7 @@ _ALWAYS = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_
 _SETTINGS = (
     settings(max_examples=10_000, stateful_step_count=50, **_ALWAYS)
     if IS_NIGHTLY
-    else settings(max_examples=40, stateful_step_count=30, derandomize=True, database=None, **_ALWAYS)
+    else settings(max_examples=20, stateful_step_count=30, derandomize=True, database=None, **_ALWAYS)
 )
 
 TestBroker = BrokerMachine.TestCase
