@@ -281,6 +281,7 @@ def serve(
     context: int | None = None,
     slots: int = 8,
     idle: str = "30m",
+    sleeps: bool = True,
     engine: str = "auto",
     port: int = 8000,
     allow_users: Sequence[str] = (),
@@ -298,8 +299,9 @@ def serve(
         endpoint = gpu_launch.serve("Qwen/Qwen3-8B", nnodes=2)
         endpoint.chat("What is a lease?")
 
-    `chat` waits for the GPUs and the weights, and shows the answer as it comes. `endpoint.stop()` ends the job, and so
-    does the time `idle` without a request (`"0s"`: never).
+    `chat` waits for the GPUs and the weights, and shows the answer as it comes. `endpoint.stop()` ends the job. After
+    the time `idle` without a request (`"0s"`: never) it gives its GPUs back, and waits for them again when somebody
+    asks; with `sleeps=False` it ends then.
 
     `model` is a folder that all nodes have, or the name of a shared model or of one in the Hugging Face cache. `name`
     is how requests call it. `context` is the number of tokens of the longest prompt and answer together, `slots` that
@@ -335,7 +337,7 @@ def serve(
         "priority": priority,
         "time_limit": time_limit,
     }
-    return endpoint.serve(settings, demand, users=allow_users, before=_BEFORE)
+    return endpoint.serve(settings, demand, users=allow_users, sleeps=sleeps, before=_BEFORE)
 
 
 def _exchange(send: Mapping[str, Any] | None, returns: Sequence[str], call: Any) -> ExchangeFiles | None:

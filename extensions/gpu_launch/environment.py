@@ -44,6 +44,8 @@ class Environment:
     #: GPU_LAUNCH_RETRIES, there too, such as `1/3`: how often the job has started again after a failure, and may.
     retries: int = 0
     max_retries: int = 0
+    #: GPU_LAUNCH_SLEEPS, there too: how often the job has slept; None for one that does not.
+    sleeps: int | None = None
     #: JUPYTERHUB_USER, else USER: the owner of the container.
     user: str = ""
     #: GPUHUB_HEAD_ADDRESS: where the hub and the broker run.
@@ -61,7 +63,7 @@ class Environment:
     @property
     def earlier_starts(self) -> int:
         """Return the number of times that other workers of the job started before these."""
-        return self.preemptions + self.retries
+        return self.preemptions + self.retries + (self.sleeps or 0)
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
@@ -69,6 +71,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
     env = os.environ if environ is None else environ
     worker, cap = env.get("GPU_LAUNCH_WORKER", ""), env.get("GPUHUB_GPU_MEMORY_CAP_MIB", "")
     keep, preemptions = env.get("GPUHUB_KEEP_WORKERS_S", ""), env.get("GPU_LAUNCH_PREEMPTIONS", "")
+    sleeps = env.get("GPU_LAUNCH_SLEEPS", "")
     retries, _, max_retries = env.get("GPU_LAUNCH_RETRIES", "").partition("/")
     return Environment(
         broker_url=env.get("GPUHUB_BROKER_URL", "").rstrip("/") or None,
@@ -93,6 +96,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         preemptions=int(preemptions) if preemptions.isdecimal() else 0,
         retries=int(retries) if retries.isdecimal() else 0,
         max_retries=int(max_retries) if max_retries.isdecimal() else 0,
+        sleeps=int(sleeps) if sleeps.isdecimal() else None,
     )
 
 

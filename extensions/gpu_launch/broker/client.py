@@ -99,6 +99,7 @@ class BrokerClient:
         first_worker: int = 0,
         after: str | None = None,
         max_retries: int = 0,
+        sleeps: bool = False,
         port: int | None = None,
         port_users: tuple[str, ...] = (),
         cancelled: threading.Event | None = None,
@@ -123,6 +124,7 @@ class BrokerClient:
             first_worker: Index of the first worker that joins.
             after: The run, or array, that must succeed before.
             max_retries: Number of times that a detached job starts again after a failure.
+            sleeps: When it ends by itself and well, it starts again as soon as somebody asks for its port.
             port: Port of a server in worker 0 of a detached job, which is reached through the hub.
             port_users: Users who reach the port besides the owner.
             cancelled: Once set, the request is not repeated.
@@ -145,6 +147,7 @@ class BrokerClient:
             first_worker=first_worker,
             after=after,
             max_retries=max_retries,
+            sleeps=sleeps,
             port=port,
             port_users=list(port_users),
         )

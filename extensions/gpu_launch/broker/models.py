@@ -91,6 +91,8 @@ class Job:
     #: Number of times that it starts again after a failure, and that it has.
     max_retries: int = 0
     retries: int = 0
+    #: It sleeps when it ends by itself and well, until somebody asks for its port.
+    sleeps: bool = False
     #: Port of its server, which is reached through the hub, and who reaches it besides the owner.
     port: int | None = None
     port_users: tuple[str, ...] = ()
@@ -265,6 +267,7 @@ def parse_job(data: Mapping[str, Any]) -> Job:
         after=data.get("after"),
         max_retries=data.get("max_retries", 0),
         retries=data.get("retries", 0),
+        sleeps=data.get("sleeps", False),
         port=data.get("port"),
         port_users=tuple(data.get("port_users", ())),
         nnodes=data.get("nnodes") or 1,

@@ -59,6 +59,7 @@ def build_job_json(job: Job) -> dict[str, Any]:
         "after": job.after,
         "retries": job.retries,
         "max_retries": job.max_retries,
+        "sleeps": job.sleeps,
         "port": job.port,
         "port_users": list(job.port_users),
         "costs": job.costs,

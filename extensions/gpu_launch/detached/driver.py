@@ -118,7 +118,9 @@ class Driver:
             traceback.print_exc()
             return self._fail(GpuLaunchError(f"{type(error).__name__}: {error}"))
         # After SIGTERM ranks may end well, with a checkpoint, and the job may still start again.
-        return self._close("cancelled", _TERMINATED) if self._is_stopping else self._close("done", 0)
+        if self._is_stopping:
+            return self._close("cancelled", _TERMINATED)
+        return self._close("done" if self._env.sleeps is None else job_manifest.ASLEEP, 0)
 
     def _work(self) -> None:
         earlier = self._journal.open()
@@ -175,6 +177,8 @@ class Driver:
             return "starts"
         if self._env.retries:
             return f"starts again, attempt {self._env.retries + 1} of {self._env.max_retries + 1},"
+        if self._env.sleeps:
+            return "wakes"
         return f"starts again, preempted {render.format_times(preemptions)}," if preemptions else "starts again"
 
     def _observe(self) -> dict[str, Any]:
@@ -211,9 +215,11 @@ class Driver:
     def _close(self, state: str, code: int, error: str = "") -> int:
         """Write the last line and the status; return the exit code."""
         span = format_span(time.monotonic() - self._began)
-        text = {"done": f"done in {span}", "cancelled": f"ended by SIGTERM after {span}"}.get(
-            state, f"failed with exit code {code} after {span}"
-        )
+        text = {
+            "done": f"done in {span}",
+            "cancelled": f"ended by SIGTERM after {span}",
+            job_manifest.ASLEEP: f"asleep after {span}: it starts again when somebody asks for its port",
+        }.get(state, f"failed with exit code {code} after {span}")
         if state == "cancelled" and not self._is_stopping:
             text = f"failed with exit code {code} after {span}; it is started again"
         reason = f"{error.rstrip()}\n" if error else ""

@@ -30,7 +30,7 @@ _MAX_USERS = 32
 
 
 def serve(
-    asked: ServerSettings, demand: Mapping[str, Any], *, users: Sequence[str], before: Mapping[str, str]
+    asked: ServerSettings, demand: Mapping[str, Any], *, users: Sequence[str], sleeps: bool, before: Mapping[str, str]
 ) -> Endpoint:
     """Submit the job of a model's server.
 
@@ -38,6 +38,7 @@ def serve(
         asked: What is served.
         demand: The keywords of `gpu_launch.run` that ask for GPUs.
         users: Who may use it besides the owner.
+        sleeps: Whether the job starts again when somebody asks after it was idle for too long.
         before: The environment when the notebook began.
 
     Raises:
@@ -63,7 +64,12 @@ def serve(
         options = replace(options, demand=replace(options.demand, least_memory_mib=checked.least_memory_mib))
     for note in checked.notes:
         sys.stdout.write(f"gpu_launch: {note}\n")
-    server = JobServer(name=f"serve {asked.name}"[:80], port=asked.port, users=tuple(dict.fromkeys(users)))
+    server = JobServer(
+        name=f"serve {asked.name}"[:80],
+        port=asked.port,
+        users=tuple(dict.fromkeys(users)),
+        sleeps=sleeps and asked.idle_s > 0,
+    )
     job = submit_from_notebook(options, before=before, server=server)
     return Endpoint(env, run_id=job.run_id, job_id=job.job_id, model=asked.name)
 

@@ -56,6 +56,8 @@ class JobServer:
     name: str
     port: int
     users: tuple[str, ...] = ()
+    #: It starts again when somebody asks for the port, after it has ended by itself and well.
+    sleeps: bool = False
 
 
 def submit_from_notebook(
@@ -249,7 +251,7 @@ def request_jobs(
         "max_retries": options.retries,
     }
     if server is not None:
-        request |= {"port": server.port, "port_users": server.users}
+        request |= {"port": server.port, "port_users": server.users, "sleeps": server.sleeps}
     if options.array is None:
         return [broker.create_job(**request)]
     return broker.create_array(count=len(options.array.indexes), max_running=options.array.limit, **request)

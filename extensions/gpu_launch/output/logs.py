@@ -15,7 +15,7 @@ from gpu_launch.errors import UsageError
 from gpu_launch.options import value_types
 
 #: States in which a reader stops waiting for output. A preempted job is "cancelled" too, and may start again.
-_END_STATES = job_manifest.FINAL_STATES | {"cancelled"}
+_END_STATES = job_manifest.FINAL_STATES | {"cancelled", job_manifest.ASLEEP}
 _STAMP = re.compile(r"run-(\d{8}-\d{6})-\w+")
 _NODE = re.compile(r"node(\d+)(?:-restart(\d+))?")
 USAGE = """\

@@ -166,6 +166,7 @@ def build_worker_spec(
     roster: str | None = None,
     preemptions: int = 0,
     retries: tuple[int, int] = (0, 0),
+    times_asleep: int | None = None,
     slurm_job: int | None = None,
 ) -> ContainerSpec:
     """Build one worker container of a job.
@@ -175,11 +176,14 @@ def build_worker_spec(
     Args:
         run_index: The worker's index in the run.
         retries: How often a detached job has started again after a failure, and may at most.
+        times_asleep: How often it has slept; None if it does not.
     """
     limits = build_job_limits(context.cluster, size)
     detached = {} if roster is None else {"GPU_LAUNCH_ROSTER": roster, "GPU_LAUNCH_PREEMPTIONS": str(preemptions)}
     if roster is not None and retries[1]:
         detached["GPU_LAUNCH_RETRIES"] = f"{retries[0]}/{retries[1]}"
+    if roster is not None and times_asleep is not None:
+        detached["GPU_LAUNCH_SLEEPS"] = str(times_asleep)
     return ContainerSpec(
         name=names.worker_container_name(context.instance, job_id, index),
         image=image,

@@ -43,6 +43,8 @@ class WorkerSpec:
     preemptions: int = 0
     #: How often the job has started again after a failure, and may at most.
     retries: tuple[int, int] = (0, 0)
+    #: None for a job that does not sleep.
+    times_asleep: int | None = None
     #: Slurm job that holds the GPUs; None without Slurm.
     slurm_job: int | None = None
     #: Volumes with the node's copies of datasets, by dataset.
@@ -90,6 +92,7 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
         roster=spec.roster,
         preemptions=spec.preemptions,
         retries=spec.retries,
+        times_asleep=spec.times_asleep,
         slurm_job=spec.slurm_job,
     )
     async with translate_mount_errors(daemons, spec.node, cluster.storage, spec.owner):

@@ -3,9 +3,10 @@
 waiting ──start──▶ starting ──record_worker_start (all)──▶ running ──stop──▶ stopping ──end──▶ ended
    ▲                   └───────────preempt──────────▶ preempting ◀──preempt──┘   │
    ├──────────────────────requeue───────────────────────┘                        │
-   └──────────────────────retry──────────────────────────────────────────────────┘
+   └──────────────────────retry, fall_asleep─────────────────────────────────────┘
 A job can be stopped in every state before `stopping`; a waiting job ends at once. A preempted job waits
-again, under a new lease, when everything of the old one is gone; so does a failed one that may be tried again.
+again, under a new lease, when everything of the old one is gone; so does a failed one that may be tried again. A job
+that sleeps has a held request meanwhile, until somebody asks for its port.
 """
 
 from __future__ import annotations
@@ -118,14 +119,29 @@ def retry(job: JobRow, lease_id: str, now: float) -> JobRow:
     )
 
 
+def goes_to_sleep(job: JobRow) -> bool:
+    """Return whether a job of which nothing is left sleeps, because it ended by itself and well."""
+    return job.state is JobState.STOPPING and job.sleeps and job.exit_code == 0
+
+
+def fall_asleep(job: JobRow, lease_id: str, now: float) -> JobRow:
+    """Let a job that has ended well wait for somebody who asks, with a held request under a new lease."""
+    return _wait_again(job, lease_id, now).evolve(exit_code=None, reason=None, times_asleep=job.times_asleep + 1)
+
+
+def is_asleep(job: JobRow, lease: LeaseRow) -> bool:
+    """Return whether a job waits for somebody who asks for its port."""
+    return job.sleeps and job.state is JobState.WAITING and lease.is_held and job.after is None
+
+
 def has_succeeded(job: JobRow) -> bool:
     """Return whether an ended job ended well by itself, as only detached jobs show."""
     return job.exit_code == 0
 
 
 def cancel(job: JobRow, reason: str, now: float) -> JobRow:
-    """Stop a job for good: one that is ending after a failure does not start again."""
-    return stop(job, reason, now).evolve(has_failed=False)
+    """Stop a job for good: one that is ending does not start again."""
+    return stop(job, reason, now).evolve(has_failed=False, sleeps=False)
 
 
 def stop(job: JobRow, reason: str, now: float) -> JobRow:

@@ -216,6 +216,10 @@ class JobRow:
     #: How often it may start again after a failure, and how often it has.
     max_retries: int = 0
     retries: int = 0
+    #: When it ends by itself with exit code 0, it starts again as soon as somebody asks for its port; how often it has
+    #: ended so.
+    sleeps: bool = False
+    times_asleep: int = 0
     #: It is ending because worker 0 of a detached job failed or could not be started.
     has_failed: bool = False
     #: How often it was preempted as a whole, and until when its workers may write a checkpoint.

@@ -425,6 +425,21 @@ def test_stacks_of_a_silent_job_are_shown_once_and_on_request(make_job):
     job.stop()
 
 
+def test_a_job_that_sleeps_keeps_its_secrets_for_the_next_start(make_job):
+    """Its good end is not the last one: readers see that it is asleep, and then that it wakes."""
+    job = make_job(1)
+    job.write("serve.py", "import os; print('token', len(os.environ['TOKEN']), flush=True)")
+    job.send("--", "serve.py", secret_names=("TOKEN",), TOKEN="hunter2")
+    for job.sleeps, start in (("0", "starts"), ("1", "wakes")):
+        job.start()
+        assert job.end() == 0, job.output
+        assert (job.state.state, job.state.exit_code) == ("asleep", 0)
+        assert f"gpu_launch: train.py {start} on rig1" in job.output
+    assert job.output.count("token 7") == 2
+    assert job.output.count(": it starts again when somebody asks for its port\n") == 2
+    assert "hunter2" in job.run.manifest.read_text()
+
+
 def test_a_failed_job_with_tries_left_keeps_its_secrets_for_the_next_start(make_job):
     """Readers do not take its failure for the end; the last try's failure is."""
     job = make_job(1)

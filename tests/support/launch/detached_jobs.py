@@ -33,6 +33,7 @@ class Job:
         self.preemptions = 0
         #: Tries after failures, such as `1/3`.
         self.retries = ""
+        self.sleeps = ""
 
     def write(self, name: str, source: str) -> None:
         """Write a script in the job's working folder."""
@@ -70,6 +71,7 @@ class Job:
                 "GPU_LAUNCH_ROSTER": json.dumps([self._worker(number) for number in range(self.nodes)]),
                 "GPU_LAUNCH_PREEMPTIONS": str(self.preemptions),
                 "GPU_LAUNCH_RETRIES": self.retries,
+                "GPU_LAUNCH_SLEEPS": self.sleeps,
                 CONTAINER: self._container(index),
             }
             command = [PYTHON, "-m", "gpu_launch.worker.main"]

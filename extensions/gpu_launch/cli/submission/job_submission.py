@@ -97,6 +97,8 @@ class RunArguments:
     #: Port of the job's server, and who reaches it besides the owner.
     port: int | None = None
     port_users: tuple[str, ...] = ()
+    #: It starts again when somebody asks for the port, after it has ended by itself and well.
+    sleeps: bool = False
     workdir: str | None
     no_workdir: bool
     most_bytes: int
@@ -212,6 +214,7 @@ def build_submission(
         retries=retries if asked.retries is None else asked.retries,
         port=port,
         port_users=asked.port_users,
+        sleeps=asked.sleeps,
     )
 
 
@@ -281,6 +284,7 @@ def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: b
         "max_retries": job.retries,
         "port": job.port,
         "port_users": job.port_users,
+        "sleeps": job.sleeps,
     }
     if job.indexes is None:
         return [context.broker.create_job(**request)]
@@ -306,6 +310,7 @@ def build_plan_json(job: JobSubmission, *, batch: bool) -> dict[str, Any]:
         "retries": job.retries,
         "port": job.port,
         "port_users": list(job.port_users),
+        "sleeps": job.sleeps,
         "demand": job.demand.build_body(),
         "files": [entry.name.as_posix() for entry in load.entries if not entry.is_folder] if load else [],
         "bytes": load.size if load else 0,
@@ -330,6 +335,8 @@ def format_plan(job: JobSubmission) -> str:
     if job.port is not None:
         users = "".join(f" and {name}" for name in job.port_users)
         lines.append(f"port:       {job.port}, at an address of the hub for you{users}")
+    if job.sleeps:
+        lines.append("when idle:  it gives its GPUs back, and starts again when somebody asks")
     if job.manifest.task is None:
         lines.append(f"and run:    %gpu_launch {' '.join(job.manifest.words)}")
     else:

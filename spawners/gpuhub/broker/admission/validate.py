@@ -166,6 +166,7 @@ def build_job(
         array_limit=array_limit,
         after=after,
         max_retries=request.max_retries,
+        sleeps=request.sleeps,
         detached=request.detached,
         name=request.name,
         port=request.port,
@@ -309,6 +310,8 @@ def check_consistency(request: JobRequest) -> None:
         raise InvalidRequest("after, max_retries: they are for detached jobs; the notebook of any other decides itself")
     if request.port is None and request.port_users:
         raise InvalidRequest("port_users: they are for a job's port; name the port as well")
+    if request.sleeps and request.port is None:
+        raise InvalidRequest("sleeps: a request to the job's port wakes it; name the port as well")
     if request.port is not None and not request.detached:
         raise InvalidRequest("port: it is for detached jobs; a notebook's own servers are reached through the notebook")
     _check_size(request)

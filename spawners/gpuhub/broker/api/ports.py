@@ -32,11 +32,13 @@ from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.ports import headers, pages
 from gpuhub.broker.ports.connections import PortConnections, ServerAddress, find_worker_server
 from gpuhub.broker.ports.visits import Visits
+from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import NotKnown, SizeLimitExceeded
-from gpuhub.broker_api.schemas import VisitView
+from gpuhub.broker_api.schemas import JobState, VisitView
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, Unavailable
 from gpuhub.common.units import format_size
+from gpuhub.domain import job_states
 from gpuhub.domain.models import Identity
 
 #: Paths of these routes, below the prefix of the broker.
@@ -167,6 +169,10 @@ async def _find_target(connection: HTTPConnection, job_id: str, authorization: s
     core = cast("BrokerState", connection.app.state.core)
     watch, caller = await identify_visitor(connection, authorization)
     job = await access.find_port_job(core, caller, job_id)
+    if job.sleeps and job.is_open and job.state is not JobState.RUNNING:
+        if job_states.is_asleep(job, core.ledger.snapshot.leases[job.lease_id]):
+            await core.ledger.change(mutations.wake(job.id))
+        raise Unavailable(f"{job.run_id} starts as soon as its GPUs are free; ask again in a minute")
     server = find_worker_server(find_running_worker(job, 0), job.port or 0)
     return build_target(connection, server, caller, watch, parts=parts, kind=access.PORTS)
 

@@ -195,6 +195,7 @@ def build_spec(
         roster=build_roster(job, lease) if job.detached else None,
         preemptions=job.preemptions,
         retries=(job.retries, job.max_retries),
+        times_asleep=job.times_asleep if job.sleeps else None,
         slurm_job=lease.slurm_job,
         staged=staged or {},
     )

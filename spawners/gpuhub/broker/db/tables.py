@@ -130,6 +130,8 @@ jobs = Table(
     Column("after", String(64)),
     Column("max_retries", Integer, nullable=False, server_default="0"),
     Column("retries", Integer, nullable=False, server_default="0"),
+    Column("sleeps", Boolean, nullable=False, server_default=false()),
+    Column("times_asleep", Integer, nullable=False, server_default="0"),
     Column("has_failed", Boolean, nullable=False, server_default=false()),
     Column("preemptions", Integer, nullable=False, server_default="0"),
     Column("checkpoint_until", Float),

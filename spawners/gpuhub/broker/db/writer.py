@@ -32,8 +32,8 @@ _LEASE_PLAIN = (
 _GPU_PLAIN = ("node", "index", "model", "memory_mib", "worker", "share", "part", "released_at")
 _JOB_PLAIN = (
     "id", "run_id", "owner", "server", "notebook_lease", "lease_id", "image", "nnodes", "min_nnodes",
-    "nproc_per_node", "gpus", "array", "array_limit", "after", "max_retries", "retries", "has_failed",
-    "preemptions", "checkpoint_until", "detached", "name", "port", "joins",
+    "nproc_per_node", "gpus", "array", "array_limit", "after", "max_retries", "retries", "sleeps",
+    "times_asleep", "has_failed", "preemptions", "checkpoint_until", "detached", "name", "port", "joins",
     "first_worker", "since", "created_at", "started_at", "ended_at", "exit_code", "reason", "version",
 )  # fmt: skip
 _WORKER_PLAIN = ("index", "node", "container_id", "exit_code", "message")

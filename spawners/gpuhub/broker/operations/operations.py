@@ -188,7 +188,7 @@ class BrokerOperations:
         if lease.state is not LeaseState.REQUESTED:
             raise Conflict(f"lease {lease_id} is {lease.state}: it does not wait")
         if lease.is_held:
-            raise Conflict(f"lease {lease_id} is held: its job waits for other jobs, and not for GPUs")
+            raise Conflict(f"lease {lease_id} is held: its job waits for other jobs or for a request, and not for GPUs")
         with self._streams.acquire(access.EXPLANATIONS, caller.name):
             return await self._explainer.explain(caller.name, lease)
 

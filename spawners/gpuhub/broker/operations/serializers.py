@@ -200,6 +200,8 @@ def build_job(
         after=job.after,
         max_retries=job.max_retries,
         retries=job.retries,
+        sleeps=job.sleeps,
+        times_asleep=job.times_asleep,
         detached=job.detached,
         name=job.name,
         port=job.port,
@@ -256,6 +258,8 @@ def describe_hold(job: JobRow) -> str:
     """Return what a job waits for before it waits for GPUs."""
     if job.after is not None:
         return f"the end of {job.after}"
+    if job.array is None:
+        return "somebody who asks for its port: it is asleep"
     return f"its turn: {job.array_limit} of its array's tasks run at the same time"
 
 

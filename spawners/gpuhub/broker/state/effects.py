@@ -68,13 +68,16 @@ def propagate_job(transaction: Transaction, job: JobRow) -> None:
 
 
 def _follow_release(transaction: Transaction, job: JobRow, lease: LeaseRow) -> JobRow:
-    """Queue a preempted or failed job again, of which nothing is left, or end it."""
+    """Queue a preempted or failed job again, of which nothing is left, let it sleep, or end it."""
     if job.state is JobState.PREEMPTING:
         # With its old age, so that the time already waited counts.
         lease_id = request_again(transaction, lease, created_at=lease.created_at)
         return job_states.requeue(job, lease_id, transaction.now)
     if job_states.can_retry(job):
         return job_states.retry(job, request_again(transaction, lease, created_at=transaction.now), transaction.now)
+    if job_states.goes_to_sleep(job):
+        lease_id = request_again(transaction, lease, created_at=transaction.now, is_held=True)
+        return job_states.fall_asleep(job, lease_id, transaction.now)
     return job_states.end(job, transaction.now)
 
 

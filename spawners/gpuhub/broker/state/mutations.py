@@ -44,6 +44,17 @@ def change_jobs(changes: Sequence[tuple[str, Callable[[JobRow, float], JobRow]]]
     return edit
 
 
+def wake(job_id: str) -> Edit:
+    """Let a job that is asleep wait for GPUs from this moment on; nothing happens to any other."""
+
+    def edit(transaction: Transaction) -> None:
+        job = transaction.jobs.get(job_id)
+        if job is not None and job_states.is_asleep(job, lease := transaction.leases[job.lease_id]):
+            transaction.put_lease(lease.evolve(is_held=False, created_at=transaction.now))
+
+    return edit
+
+
 def prove_released(lease_ids: Sequence[str], node: str) -> Edit:
     """Prove that a node is clear of these leases, or of what they release there; other leases do not change."""
 

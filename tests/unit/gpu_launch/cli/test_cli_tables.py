@@ -81,7 +81,7 @@ def test_json_output_of_a_job_has_stable_keys() -> None:
     assert set(told) == {
         "run_id", "id", "name", "array", "state", "detached", "gpus", "nodes", "position", "expected_start", "waiting_for",
         "created_at", "started_at", "ended_at", "exit_code", "reason", "preemptions", "after",
-        "retries", "max_retries", "port", "port_users", "costs",
+        "retries", "max_retries", "sleeps", "port", "port_users", "costs",
     }  # fmt: skip
     assert (told["nodes"], told["gpus"], told["created_at"]) == (["rig1"], 1, "2026-11-21T12:00:00+00:00")
 

@@ -45,6 +45,7 @@ def test_serve_runs_the_server_on_the_nodes(hub: FakeHub, jobs, capsys: pytest.C
     ((job, how),) = jobs
     assert (job.nnodes, job.nproc_per_node, job.port, job.port_users, job.load) == (2, 1, 8000, ("ben",), None)
     assert job.manifest.name == "serve Small"
+    assert job.sleeps
     assert how == {"detach": True, "dry_run": False}
     module = job.manifest.words.index(settings.MODULE)
     assert "--module" in job.manifest.words[:module]
@@ -58,6 +59,13 @@ def test_serve_runs_the_server_on_the_nodes(hub: FakeHub, jobs, capsys: pytest.C
         3600,
     )
     assert "0.0 GiB of caches, divided between 2 cards" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--end"], ["--idle", "0s"]])
+def test_serve_that_never_sleeps(hub: FakeHub, jobs, words: list[str]) -> None:
+    """The job ends when nobody asks, or never."""
+    assert main.run_command(["serve", *words, "-d", "home:models/Small"]) == 0
+    assert not jobs[0][0].sleeps
 
 
 def test_shared_model_is_left_to_the_job(hub: FakeHub, jobs, capsys: pytest.CaptureFixture[str]) -> None:

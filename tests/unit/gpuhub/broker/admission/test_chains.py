@@ -81,7 +81,7 @@ async def test_job_starts_after_another_one_has_succeeded(setting: Setting) -> N
         assert (second["lease"]["waiting_for"], second["lease"]["position"]) == ("the end of run-000001", None)
         assert (await read(running, "ada", "/cluster"))["queue"] == []
         why = await read(running, "ada", f"/leases/{second['lease']['id']}/why", 409)
-        assert "its job waits for other jobs, and not for GPUs" in why["detail"]
+        assert "its job waits for other jobs or for a request, and not for GPUs" in why["detail"]
         await end(running, first)
         started = await wait_for_state(running, f"/jobs/{second['id']}", "running", "ada")
         assert started["after"] is None
