@@ -51,6 +51,15 @@ SERVE = """
             self.wfile.write(body.encode())
     HTTPServer(("localhost", 8000), Page).serve_forever()
 """
+#: Ends well when nobody has asked for some seconds.
+IDLE_SERVER = """
+    import sys
+    from http.server import HTTPServer, SimpleHTTPRequestHandler
+    server = HTTPServer(("localhost", 8000), SimpleHTTPRequestHandler)
+    server.timeout, server.handle_timeout = 6, lambda: sys.exit(0)
+    while True:
+        server.handle_request()
+"""
 TASK = """
     name: report
     num_nodes: 2
@@ -94,6 +103,7 @@ def laptop(tmp_path_factory: pytest.TempPathFactory, product: Product, ada: User
     installed.write("helper.py", "NAME = 'helper'\n")
     installed.write("count.py", COUNT)
     installed.write("serve.py", SERVE)
+    installed.write("idle.py", IDLE_SERVER)
     installed.write("task.yaml", TASK)
     installed.write(".gitignore", "secret.txt\ndata/\n")
     installed.write("secret.txt", "not to be sent\n")
@@ -192,6 +202,26 @@ def test_server_of_a_job_has_an_address_of_the_hub(laptop: Laptop, ada: User, ma
     laptop.run("cancel", started["run_id"])
     wait_for(lambda: is_idle(ada), "the GPU is free")
     assert ben.page.reload().status == 409
+
+
+def test_server_that_sleeps_wakes_for_who_asks(laptop: Laptop, ada: User):
+    """Its GPU is free while nobody asks; the address stays, and a browser's page appears by itself."""
+    words = ("--port", "8000", "--sleep", "--no-python", "python", "idle.py")
+    started = json.loads(laptop.run("run", "--detach", "--json", *words))
+
+    def is_asleep() -> bool:
+        [job] = [job for job in json.loads(laptop.run("ps", "--json")) if job["run_id"] == started["run_id"]]
+        return "it is asleep" in (job["waiting_for"] or "")
+
+    wait_for(is_asleep, "the job is asleep", deadline_s=60)
+    assert is_idle(ada)
+    ada.page.goto(started["url"])
+    expect(ada.page.locator("body")).to_contain_text("ask again in a minute")
+    ada.picture("job-wakes")
+    expect(ada.page.locator("h1")).to_contain_text("Directory listing", timeout=60_000)
+    wait_for(is_asleep, "the job is asleep again", deadline_s=60)
+    laptop.run("cancel", started["run_id"])
+    assert "asleep" not in laptop.run("ps")
 
 
 def test_skypilot_task_file_runs_unchanged(laptop: Laptop, ada: User):

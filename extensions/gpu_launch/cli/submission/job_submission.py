@@ -197,6 +197,8 @@ def build_submission(
     port = port if asked.port is None else asked.port
     if asked.port_users and port is None:
         raise UsageError("--allow-user is for a job with a port: add --port, such as --port 8000.")
+    if asked.sleeps and port is None:
+        raise UsageError("--sleep is for a job with a port, whose requests wake it: add --port, such as --port 8000.")
     if port is not None and asked.indexes is not None:
         raise UsageError("--array and --port exclude each other: the tasks of an array have no port.")
     return JobSubmission(

@@ -71,6 +71,10 @@ def launch_options(options: Sequence[LaunchOption]) -> Callable[[Callable[..., A
     help="Reach the server that the job runs on this port at an address of the hub, in a browser or with a token.",
 )
 @click.option(
+    "--sleep", "sleeps", is_flag=True,
+    help="When the server has ended by itself and well, start it again as soon as somebody asks for the port.",
+)  # fmt: skip
+@click.option(
     "--allow-user", "allow_users", multiple=True, metavar="NAME", help="This user reaches the port as well; repeatable."
 )
 @click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", help="A parameter of the recipe; repeatable.")
@@ -113,6 +117,7 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
         image=given["image"],
         port=given["port"],
         port_users=check_users(given["allow_users"]),
+        sleeps=given["sleeps"],
         workdir=given["workdir"],
         no_workdir=given["no_workdir"],
         most_bytes=parse_size(given["max_size"]),

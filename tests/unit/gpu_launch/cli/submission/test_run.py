@@ -323,6 +323,7 @@ def test_a_job_that_the_broker_ended_fails_with_its_reason(
         (["run", "--array", "0-1", "--gpus", "2", "train.py"], "--array and --gpus exclude each other"),
         (["run", "--port", "0", "train.py"], "'--port': 0 is not in the range 1<=x<=65535"),
         (["run", "--allow-user", "ben", "train.py"], "--allow-user is for a job with a port: add --port"),
+        (["run", "--sleep", "train.py"], "--sleep is for a job with a port, whose requests wake it: add --port"),
         (["run", "--port", "80", "--allow-user", "Ben X", "train.py"], "--allow-user Ben X: a user's name on the hub"),
         (["run", "--port", "80", "--array", "0-1", "train.py"], "--array and --port exclude each other"),
         (["run", "--name", "a\nb", "train.py"], "--name: a name of 1 to 80 printable characters is needed"),
