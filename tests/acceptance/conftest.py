@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from tests.support import product as support
-from tests.support.browser.chromium import chromium
+from tests.support.browser.chromium import WHOLE, chromium
 from tests.support.hub.browser import Product, User, run_product
 from tests.support.markers import mark_folder
 
@@ -42,8 +42,8 @@ def product() -> Iterator[Product]:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """Headless Chromium of Debian's package."""
-    with chromium() as found:
+    """Headless Chromium, as users have it."""
+    with chromium(WHOLE) as found:
         yield found
 
 
