@@ -76,8 +76,9 @@ def test_prediction_and_dry_run_work(hub: FakeHub, capsys: pytest.CaptureFixture
 
 
 def test_serving_has_its_port_and_is_never_quiet(hub: FakeHub) -> None:
-    assert main.run_command(["run", "-d", "--set", "model=models/tiny", "recipe:serve"]) == 0
-    assert hub.asked[-1]["port"] == 8000
+    """It sleeps if that is asked for."""
+    assert main.run_command(["run", "-d", "--sleep", "--set", "model=models/tiny", "recipe:serve"]) == 0
+    assert (hub.asked[-1]["port"], hub.asked[-1]["sleeps"]) == (8000, True)
     words = _read_manifest(hub).words
     assert "--stacks-after=0s" in words
     assert words[-2:] == ("--", "~/models/tiny")
