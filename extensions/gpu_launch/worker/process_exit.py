@@ -58,7 +58,7 @@ def _exit_code(code: object) -> int:
 
 def _show_exception(error: BaseException) -> None:
     """Show an uncaught exception as Python does, with the script's own excepthook."""
-    error.__traceback__ = _strip_launcher_frames(error.__traceback__)
+    error.__traceback__ = strip_launcher_frames(error.__traceback__)
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except BaseException as second:  # noqa: BLE001 - neither may keep the rank from ending
@@ -69,8 +69,8 @@ def _show_exception(error: BaseException) -> None:
             traceback.print_exception(error)
 
 
-def _strip_launcher_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the leading frames of gpu_launch and torch's `record`."""
+def strip_launcher_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the frames without the leading ones of gpu_launch and of torch's `record`; None if there are no others."""
     while trace is not None:
         module = trace.tb_frame.f_globals.get("__spec__")
         if getattr(module, "name", None) not in _LAUNCHER_MODULES:

@@ -66,7 +66,7 @@ def run_command(command: Sequence[str], *, module: bool, exchange_dir: Path | No
         if cell is not None:
             rank_displays.end_cell()
     except BaseException as error:
-        error.__traceback__ = strip_launcher_frames(error.__traceback__)
+        error.__traceback__ = process_exit.strip_launcher_frames(error.__traceback__) or error.__traceback__
         if debugger is not None:
             debugger.stop_after_failure(error)
         raise
@@ -75,19 +75,7 @@ def run_command(command: Sequence[str], *, module: bool, exchange_dir: Path | No
 def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Write an uncaught exception as Python does, beginning with the script's first frame."""
     del kind
-    traceback.print_exception(error.with_traceback(strip_launcher_frames(trace)))
-
-
-def strip_launcher_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return the frames from the first one of the script or called function on; all if there is none."""
-    is_past_launcher, frame = False, trace
-    while frame is not None:
-        is_ours = frame.tb_frame.f_code.co_filename == __file__
-        if is_past_launcher and not is_ours:
-            return frame
-        is_past_launcher = is_past_launcher or is_ours
-        frame = frame.tb_next
-    return trace
+    traceback.print_exception(error.with_traceback(process_exit.strip_launcher_frames(trace) or trace))
 
 
 def _execute(main: ModuleType, code: CodeType, exchange: Path | None) -> None:
