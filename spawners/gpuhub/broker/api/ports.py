@@ -54,6 +54,10 @@ _WRITE_TIMEOUT_S = 120.0
 _BODY_TIMEOUT_S = 120.0
 #: Time after which a browser asks again for a server that does not answer yet, seconds.
 _REFRESH_S = 3
+_WAITING_HEAD = (
+    "<!doctype html><title>gpuhub</title><meta name=color-scheme content='light dark'>"
+    "<style>body { font: 1.1rem system-ui, sans-serif; max-width: 36rem; margin: 20vh auto; padding: 0 1rem }</style>"
+)
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 #: Repeated when a kept connection turns out to be closed.
 _REPEATABLE = frozenset({"GET", "HEAD"})
@@ -172,7 +176,7 @@ async def _find_target(connection: HTTPConnection, job_id: str, authorization: s
     if job.sleeps and job.is_open and job.state is not JobState.RUNNING:
         if job_states.is_asleep(job, core.ledger.snapshot.leases[job.lease_id]):
             await core.ledger.change(mutations.wake(job.id))
-        raise Unavailable(f"{job.run_id} starts as soon as its GPUs are free; ask again in a minute")
+        raise Unavailable(f"{job.name or job.run_id} starts as soon as its GPUs are free; ask again in a minute")
     server = find_worker_server(find_running_worker(job, 0), job.port or 0)
     return build_target(connection, server, caller, watch, parts=parts, kind=access.PORTS)
 
@@ -236,9 +240,7 @@ def is_navigation(request: Request) -> bool:
 
 def build_waiting_page(error: GpuhubError) -> HTMLResponse:
     """Return a page about a server that does not answer yet; the browser opens the address again by itself."""
-    page = (
-        f"<!doctype html><title>gpuhub</title><p>{html.escape(str(error))}</p><p>This page tries again by itself.</p>"
-    )
+    page = f"{_WAITING_HEAD}<p>{html.escape(str(error))}</p><p>This page tries again by itself.</p>"
     return HTMLResponse(page, problems.http_status(error), headers={"Refresh": str(_REFRESH_S)})
 
 
