@@ -41,12 +41,10 @@ def test_up_prints_what_users_need(product: Product):
         assert expected in product.up_output
 
 
-def test_up_again_is_quick_and_changes_nothing(product: Product):
-    """A second `make up` restarts no process."""
+def test_up_again_changes_nothing(product: Product):
+    """A second `make up` restarts no process; `make bench BENCH=setup` measures it."""
     before = {name: product.supervisor.pid(name) for name in product.supervisor.states()}
-    begin = time.monotonic()
     run_make("up")
-    assert time.monotonic() - begin < 60
     assert {name: product.supervisor.pid(name) for name in product.supervisor.states()} == before
 
 
