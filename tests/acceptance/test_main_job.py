@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
