@@ -300,8 +300,8 @@ def serve(
         endpoint.chat("What is a lease?")
 
     `chat` waits for the GPUs and the weights, and shows the answer as it comes. `endpoint.stop()` ends the job. After
-    the time `idle` without a request (`"0s"`: never) it gives its GPUs back, and waits for them again when somebody
-    asks; with `sleeps=False` it ends then.
+    the time `idle` without a request (`"0s"`: never) it releases its GPUs, and waits for them again at the next
+    request; with `sleeps=False` it ends then.
 
     `model` is a folder that all nodes have, or the name of a shared model or of one in the Hugging Face cache. `name`
     is how requests call it. `context` is the number of tokens of the longest prompt and answer together, `slots` that

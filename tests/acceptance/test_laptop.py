@@ -51,7 +51,7 @@ SERVE = """
             self.wfile.write(body.encode())
     HTTPServer(("localhost", 8000), Page).serve_forever()
 """
-#: Ends well when nobody has asked for some seconds.
+#: Ends well after some seconds without a request.
 IDLE_SERVER = """
     import sys
     from http.server import HTTPServer, SimpleHTTPRequestHandler
@@ -204,8 +204,8 @@ def test_server_of_a_job_has_an_address_of_the_hub(laptop: Laptop, ada: User, ma
     assert ben.page.reload().status == 409
 
 
-def test_server_that_sleeps_wakes_for_who_asks(laptop: Laptop, ada: User):
-    """Its GPU is free while nobody asks; the address stays, and a browser's page appears by itself."""
+def test_request_wakes_a_server_that_sleeps(laptop: Laptop, ada: User):
+    """Its GPU is free without requests; the address stays, and a browser's page appears by itself."""
     words = ("--port", "8000", "--sleep", "--no-python", "python", "idle.py")
     started = json.loads(laptop.run("run", "--detach", "--json", *words))
 

@@ -1,6 +1,6 @@
 """The GPUs of this machine as nodes of a slow network: each has a network namespace, whose link has a given speed.
 
-The links end at a bridge, as cables do at a switch. NCCL is told that the nodes are different machines. It needs root, and
+The links end at a bridge, as cables do at a switch. NCCL takes the nodes for different machines. It needs root, and
 the commands `ip` and `tc`.
 """
 

@@ -124,7 +124,7 @@ class BrokerClient:
             first_worker: Index of the first worker that joins.
             after: The run, or array, that must succeed before.
             max_retries: Number of times that a detached job starts again after a failure.
-            sleeps: When it ends by itself and well, it starts again as soon as somebody asks for its port.
+            sleeps: When it ends by itself and well, it starts again at the next request to its port.
             port: Port of a server in worker 0 of a detached job, which is reached through the hub.
             port_users: Users who reach the port besides the owner.
             cancelled: Once set, the request is not repeated.

@@ -91,7 +91,7 @@ class Job:
     #: Number of times that it starts again after a failure, and that it has.
     max_retries: int = 0
     retries: int = 0
-    #: It sleeps when it ends by itself and well, until somebody asks for its port.
+    #: It sleeps when it ends by itself and well, until a request to its port.
     sleeps: bool = False
     #: Port of its server, which is reached through the hub, and who reaches it besides the owner.
     port: int | None = None

@@ -43,9 +43,9 @@ _HOME = "home:"
 )  # fmt: skip
 @click.option(
     "--idle", default="30m", metavar="SPAN",
-    help="Give the GPUs back when nobody has asked for this long; 0s for never (30m).",
+    help="Release the GPUs after this long without a request; 0s for never (30m).",
 )  # fmt: skip
-@click.option("--end", "ends", is_flag=True, help="End the job then, instead of starting again when somebody asks.")
+@click.option("--end", "ends", is_flag=True, help="End the job then, instead of starting again at the next request.")
 @click.option(
     "--engine", type=click.Choice([str(engine) for engine in ServingEngine]), default=str(ServingEngine.AUTO),
     help="What computes: vLLM where the image has it, else transformers (auto).",
@@ -68,8 +68,8 @@ def serve(context: Context, /, model: str, **given: Any) -> None:
     """Serve a language model over the GPUs of several nodes, with OpenAI's API, at an address of the hub.
 
     MODEL is a folder on the cluster (a path, or home:PATH), or the name of a shared model such as Qwen/Qwen3-8B. Its
-    layers are divided between the cards in proportion to their memory. When nobody asks any more, the job gives its
-    GPUs back and sleeps; the next request lets it wait for them again.
+    layers are divided between the cards in proportion to their memory. Without requests the job releases its
+    GPUs and sleeps; the next request lets it wait for them again.
     """
     values = {str(option.name): given[str(option.name)] for option in _OPTIONS}
     values = {name: value for name, value in values.items() if value not in (None, False)}

@@ -1,4 +1,4 @@
-"""Calls a function when a module has been imported, whoever imports it."""
+"""Calls a function when a module has been imported, by any part of the program."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from gpu_launch.errors import UsageError
 VERSION = 1
 #: A job in one of these states has ended for good. A cancelled job may have been preempted and starts again then.
 FINAL_STATES = frozenset({"done", "failed"})
-#: It starts again when somebody asks for its port.
+#: It starts again at the next request to its port.
 ASLEEP = "asleep"
 
 

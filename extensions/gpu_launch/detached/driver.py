@@ -218,7 +218,7 @@ class Driver:
         text = {
             "done": f"done in {span}",
             "cancelled": f"ended by SIGTERM after {span}",
-            job_manifest.ASLEEP: f"asleep after {span}: it starts again when somebody asks for its port",
+            job_manifest.ASLEEP: f"asleep after {span}: it starts again at the next request to its port",
         }.get(state, f"failed with exit code {code} after {span}")
         if state == "cancelled" and not self._is_stopping:
             text = f"failed with exit code {code} after {span}; it is started again"

@@ -38,7 +38,7 @@ def serve(
         asked: What is served.
         demand: The keywords of `gpu_launch.run` that ask for GPUs.
         users: Who may use it besides the owner.
-        sleeps: Whether the job starts again when somebody asks after it was idle for too long.
+        sleeps: Whether the job starts again at the next request after it was idle for too long.
         before: The environment when the notebook began.
 
     Raises:

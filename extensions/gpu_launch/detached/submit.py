@@ -56,7 +56,7 @@ class JobServer:
     name: str
     port: int
     users: tuple[str, ...] = ()
-    #: It starts again when somebody asks for the port, after it has ended by itself and well.
+    #: It starts again at the next request to the port, after it has ended by itself and well.
     sleeps: bool = False
 
 

@@ -122,7 +122,7 @@ class _Rank:
             # What was open gets its error before the connections close.
             await asyncio.sleep(_FAREWELL_S)
             raise failure
-        _print(f"nobody asked for {format_span(asked.idle_s)}: the cards are free")
+        _print(f"no request for {format_span(asked.idle_s)}: the cards are free")
 
 
 async def _run_in_thread(engine: Engine) -> BaseException | None:

@@ -6,7 +6,7 @@ waiting ──start──▶ starting ──record_worker_start (all)──▶ r
    └──────────────────────retry, fall_asleep─────────────────────────────────────┘
 A job can be stopped in every state before `stopping`; a waiting job ends at once. A preempted job waits
 again, under a new lease, when everything of the old one is gone; so does a failed one that may be tried again. A job
-that sleeps has a held request meanwhile, until somebody asks for its port.
+that sleeps has a held request meanwhile, until a request to its port.
 """
 
 from __future__ import annotations
@@ -125,12 +125,12 @@ def goes_to_sleep(job: JobRow) -> bool:
 
 
 def fall_asleep(job: JobRow, lease_id: str, now: float) -> JobRow:
-    """Let a job that has ended well wait for somebody who asks, with a held request under a new lease."""
+    """Let a job that has ended well wait for a request to its port, with a held request under a new lease."""
     return _wait_again(job, lease_id, now).evolve(exit_code=None, reason=None, times_asleep=job.times_asleep + 1)
 
 
 def is_asleep(job: JobRow, lease: LeaseRow) -> bool:
-    """Return whether a job waits for somebody who asks for its port."""
+    """Return whether a job waits for a request to its port."""
     return job.sleeps and job.state is JobState.WAITING and lease.is_held and job.after is None
 
 

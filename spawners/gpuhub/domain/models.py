@@ -216,7 +216,7 @@ class JobRow:
     #: How often it may start again after a failure, and how often it has.
     max_retries: int = 0
     retries: int = 0
-    #: When it ends by itself with exit code 0, it starts again as soon as somebody asks for its port; how often it has
+    #: When it ends by itself with exit code 0, it starts again at the next request to its port; how often it has
     #: ended so.
     sleeps: bool = False
     times_asleep: int = 0

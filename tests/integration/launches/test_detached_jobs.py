@@ -436,7 +436,7 @@ def test_a_job_that_sleeps_keeps_its_secrets_for_the_next_start(make_job):
         assert (job.state.state, job.state.exit_code) == ("asleep", 0)
         assert f"gpu_launch: train.py {start} on rig1" in job.output
     assert job.output.count("token 7") == 2
-    assert job.output.count(": it starts again when somebody asks for its port\n") == 2
+    assert job.output.count(": it starts again at the next request to its port\n") == 2
     assert "hunter2" in job.run.manifest.read_text()
 
 

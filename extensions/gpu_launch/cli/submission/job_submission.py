@@ -97,7 +97,7 @@ class RunArguments:
     #: Port of the job's server, and who reaches it besides the owner.
     port: int | None = None
     port_users: tuple[str, ...] = ()
-    #: It starts again when somebody asks for the port, after it has ended by itself and well.
+    #: It starts again at the next request to the port, after it has ended by itself and well.
     sleeps: bool = False
     workdir: str | None
     no_workdir: bool
@@ -338,7 +338,7 @@ def format_plan(job: JobSubmission) -> str:
         users = "".join(f" and {name}" for name in job.port_users)
         lines.append(f"port:       {job.port}, at an address of the hub for you{users}")
     if job.sleeps:
-        lines.append("when idle:  it gives its GPUs back, and starts again when somebody asks")
+        lines.append("when idle:  it releases its GPUs, and starts again at the next request")
     if job.manifest.task is None:
         lines.append(f"and run:    %gpu_launch {' '.join(job.manifest.words)}")
     else:

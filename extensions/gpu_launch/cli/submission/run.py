@@ -72,7 +72,7 @@ def launch_options(options: Sequence[LaunchOption]) -> Callable[[Callable[..., A
 )
 @click.option(
     "--sleep", "sleeps", is_flag=True,
-    help="When the server has ended by itself and well, start it again as soon as somebody asks for the port.",
+    help="When the server has ended by itself and well, start it again at the next request to the port.",
 )  # fmt: skip
 @click.option(
     "--allow-user", "allow_users", multiple=True, metavar="NAME", help="This user reaches the port as well; repeatable."

@@ -328,7 +328,7 @@ class JobSubmission:
     after: str | None = None
     #: Number of times that it runs again after a failure.
     retries: int = 0
-    #: It starts again when somebody asks for its port, after it has ended by itself and well.
+    #: It starts again at the next request to its port, after it has ended by itself and well.
     sleeps: bool = False
     #: Port of its server, and who reaches it besides the owner.
     port: int | None = None

@@ -259,7 +259,7 @@ def describe_hold(job: JobRow) -> str:
     if job.after is not None:
         return f"the end of {job.after}"
     if job.array is None:
-        return "somebody who asks for its port: it is asleep"
+        return "a request to its port: it is asleep"
     return f"its turn: {job.array_limit} of its array's tasks run at the same time"
 
 

@@ -92,8 +92,8 @@ class JobRequest(WireModel):
     after: RunId | None = None
     #: Number of times that a detached job starts again after a failure.
     max_retries: Annotated[int, Field(ge=0, le=100)] = 0
-    #: A job with a port that ends by itself with exit code 0 sleeps: it gives its GPUs back, and waits for them again
-    #: as soon as somebody asks for its port.
+    #: A job with a port that ends by itself with exit code 0 sleeps: it releases its GPUs, and waits for them again at
+    #: the next request to its port.
     sleeps: bool = False
     #: Port of a server that a detached job runs in worker 0, and that its owner reaches through the hub; None for none.
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
@@ -176,7 +176,7 @@ class JobView(WireModel):
     #: Number of times that it starts again after a failure, and that it has.
     max_retries: int = 0
     retries: int = 0
-    #: It sleeps when it ends by itself with exit code 0, until somebody asks for its port; how often it did.
+    #: It sleeps when it ends by itself with exit code 0, until a request to its port; how often it did.
     sleeps: bool = False
     times_asleep: int = 0
     #: Port of its server that is reached through the hub, and the users who may besides its owner.

@@ -224,7 +224,7 @@ def test_job_of_two_nodes_serves_and_ends_when_nobody_asks(model, tmp_path):
         assert job.end() == 0
     finally:
         job.close()
-    assert "nobody asked for 3 s: the cards are free" in job.output
+    assert "no request for 3 s: the cards are free" in job.output
     assert "card 1: layers" in job.output
     assert job.state.state == "done"
 

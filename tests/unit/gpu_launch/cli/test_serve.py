@@ -63,7 +63,7 @@ def test_serve_runs_the_server_on_the_nodes(hub: FakeHub, jobs, capsys: pytest.C
 
 @pytest.mark.parametrize("words", [["--end"], ["--idle", "0s"]])
 def test_serve_that_never_sleeps(hub: FakeHub, jobs, words: list[str]) -> None:
-    """The job ends when nobody asks, or never."""
+    """The job ends without requests, or never."""
     assert main.run_command(["serve", *words, "-d", "home:models/Small"]) == 0
     assert not jobs[0][0].sleeps
 

@@ -1,4 +1,4 @@
-"""Jobs that sleep until somebody asks for their port: on a real broker with simulated nodes."""
+"""Jobs that sleep until a request to their port: on a real broker with simulated nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.broker.factories import build_running_job
 from tests.support.broker.in_process import Running, Setting, asgi_broker
 
 SERVER = {"run_id": "run-000001", "detached": True, "port": 8000, "port_users": ["ben"], "sleeps": True}
-ASLEEP = "somebody who asks for its port: it is asleep"
+ASLEEP = "a request to its port: it is asleep"
 
 
 async def end(running: Running, job: Any, code: int = 0) -> None:
@@ -39,8 +39,8 @@ async def visit(running: Running, job: Any, who: str) -> httpx.Response:
         return await client.get(f"/ports/{job['id']}/v1/models")
 
 
-async def test_request_wakes_a_job_that_nobody_asked(setting: Setting) -> None:
-    """Its GPU is free meanwhile and nobody waits for it; the one who asks is told to come again."""
+async def test_request_wakes_a_sleeping_job(setting: Setting) -> None:
+    """Its GPU is free meanwhile and nothing waits for it; the request is answered with a time after which to repeat it."""
     async with asgi_broker(setting) as running:
         asleep = await fall_asleep(running)
         assert (asleep["lease"]["waiting_for"], asleep["times_asleep"], asleep["exit_code"]) == (ASLEEP, 1, None)

@@ -1,4 +1,4 @@
-"""Jobs that sleep until somebody asks for their port."""
+"""Jobs that sleep until a request to their port."""
 
 from __future__ import annotations
 
